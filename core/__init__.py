@@ -1,0 +1,1 @@
+"""The training runtime and the narrow waists where models, strategies and data meet."""

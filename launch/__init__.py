@@ -1,0 +1,1 @@
+"""The composition root: commands, hosts and gin."""

@@ -1,0 +1,1 @@
+"""Haiku models. They name the axes of their arrays and know nothing of meshes."""

@@ -1,0 +1,1 @@
+"""Data: seqio tasks read as streams that do not depend on the number of hosts."""
