@@ -1,0 +1,196 @@
+"""The table of TPU slices: what a name such as `v4-32` means in chips, hosts, links and bytes.
+
+Pure data that everybody may read. The one idea to hold on to: the number in a v4 or v5p name counts TensorCores, two to
+a chip, while JAX sees one device per chip ("megacore"); in v5e and v6e the number counts chips. So `v4-32` has 16
+devices on 4 hosts.
+
+Sources: Google's TPU system-architecture pages; the device lists that libtpu prints for each topology (which the tests
+compare with `Slice.chips_by_host`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+import math
+from collections.abc import Mapping
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One chip, which is one JAX device.
+
+    Attributes:
+      kind: `device_kind` as JAX prints it.
+      peak_flops: bfloat16 FLOP/s.
+      hbm_bytes: memory of the chip.
+      usable_hbm_bytes: what XLA may allocate of it.
+      hbm_bytes_per_second: memory bandwidth.
+      link_bytes_per_second: one ICI link, one way.
+      chips_per_name_unit: chips that one unit of the number in a slice's name stands for.
+    """
+
+    kind: str
+    peak_flops: float
+    hbm_bytes: int
+    usable_hbm_bytes: int
+    hbm_bytes_per_second: float
+    link_bytes_per_second: float
+    chips_per_name_unit: float
+
+
+CHIPS: Mapping[str, Chip] = {
+    "v4": Chip("TPU v4", 275e12, 32 * GIB, int(30.75 * GIB), 1.2e12, 45e9, 0.5),
+    "v5p": Chip("TPU v5", 459e12, 95 * GIB, 95 * GIB, 2.77e12, 90e9, 0.5),
+    "v5e": Chip("TPU v5 lite", 197e12, 16 * GIB, 16 * GIB, 0.81e12, 45e9, 1),
+    "v6e": Chip("TPU v6 lite", 918e12, 32 * GIB, 32 * GIB, 1.6e12, 90e9, 1),
+}
+
+DCN_BYTES_PER_SECOND_PER_HOST = 25e9
+
+_TOPOLOGIES_3D = {
+    4: (2, 2, 1),
+    8: (2, 2, 2),
+    16: (2, 2, 4),
+    32: (2, 4, 4),
+    64: (4, 4, 4),
+    128: (4, 4, 8),
+    256: (4, 8, 8),
+    512: (8, 8, 8),
+    1024: (8, 8, 16),
+    2048: (8, 16, 16),
+}
+_TOPOLOGIES_2D = {
+    1: (1, 1),
+    4: (2, 2),
+    8: (2, 4),
+    16: (4, 4),
+    32: (4, 8),
+    64: (8, 8),
+    128: (8, 16),
+    256: (16, 16),
+}
+_LARGEST = {"v4": 2048, "v5p": 512, "v5e": 256, "v6e": 256}  # chips
+_ALIASES = {"v5litepod": "v5e"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """A TPU slice: hosts joined by ICI.
+
+    Attributes:
+      name: as the cloud names it, `v4-32`.
+      generation: `v4`, `v5p`, `v5e` or `v6e`.
+      topology: chips along x, y (and z).
+      host_bounds: the block of chips that one host drives.
+    """
+
+    name: str
+    generation: str
+    topology: tuple[int, ...]
+    host_bounds: tuple[int, ...]
+
+    @property
+    def chip(self) -> Chip:
+        """What one chip can do."""
+        return CHIPS[self.generation]
+
+    @property
+    def chips(self) -> int:
+        """Chips, which is JAX devices."""
+        return math.prod(self.topology)
+
+    @property
+    def chips_per_host(self) -> int:
+        """JAX devices of one process."""
+        return math.prod(self.host_bounds)
+
+    @property
+    def hosts(self) -> int:
+        """Virtual machines, which is JAX processes."""
+        return self.chips // self.chips_per_host
+
+    @property
+    def wraparound(self) -> tuple[bool, ...]:
+        """By axis, whether links close it into a ring: v4 and v5p from a 4x4x4 cube up, v5e and v6e along a 16."""
+        if len(self.topology) == 3:
+            return (all(n % 4 == 0 for n in self.topology),) * 3
+        return tuple(n == 16 for n in self.topology)
+
+    @property
+    def peak_flops(self) -> float:
+        """Bfloat16 FLOP/s of the whole slice."""
+        return self.chips * self.chip.peak_flops
+
+    @property
+    def hbm_bytes(self) -> int:
+        """Memory of the whole slice."""
+        return self.chips * self.chip.hbm_bytes
+
+    @property
+    def topology_name(self) -> str:
+        """`2x2x4`."""
+        return "x".join(map(str, self.topology))
+
+    def chips_by_host(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """Coordinates of every chip, by host in process order and then by local device order; x runs fastest."""
+        blocks = [t // b for t, b in zip(self.topology, self.host_bounds, strict=True)]
+        return tuple(
+            tuple(
+                tuple(h * b + c for h, b, c in zip(host, self.host_bounds, chip, strict=True))
+                for chip in _x_fastest(self.host_bounds)
+            )
+            for host in _x_fastest(blocks)
+        )
+
+
+def _x_fastest(bounds) -> list[tuple[int, ...]]:
+    return [tuple(reversed(c)) for c in itertools.product(*(range(n) for n in reversed(bounds)))]
+
+
+def _host_bounds(topology: tuple[int, ...]) -> tuple[int, ...]:
+    """Four chips to a host (2x2), but one host drives the whole of a v5e or v6e slice of up to eight chips."""
+    if len(topology) == 3:
+        return (2, 2, 1)
+    return topology if math.prod(topology) <= 8 else (2, 2)
+
+
+def _slices() -> dict[str, Slice]:
+    table = {}
+    for generation, chip in CHIPS.items():
+        topologies = _TOPOLOGIES_3D if chip.chips_per_name_unit == 0.5 else _TOPOLOGIES_2D
+        for chips, topology in topologies.items():
+            if chips <= _LARGEST[generation]:
+                name = f"{generation}-{int(chips / chip.chips_per_name_unit)}"
+                table[name] = Slice(name, generation, topology, _host_bounds(topology))
+    return table
+
+
+SLICES: Mapping[str, Slice] = _slices()
+
+
+def get(name: str) -> Slice:
+    """The slice called `name`; `v5litepod-16` is another name of `v5e-16`.
+
+    Raises:
+      ValueError: no such slice; names the nearest.
+    """
+    generation, _, number = name.partition("-")
+    canonical = f"{_ALIASES.get(generation, generation)}-{number}"
+    if canonical in SLICES:
+        return SLICES[canonical]
+    raise ValueError(
+        f"unknown TPU slice {name!r}: expected one of {', '.join(SLICES)}. "
+        f"Nearest: {', '.join(_nearest(canonical))}. `launch/run slices` prints what each has."
+    )
+
+
+def _nearest(name: str) -> list[str]:
+    generation, _, number = name.partition("-")
+    siblings = [s for s in SLICES if s.startswith(generation + "-")]
+    if siblings and number.isdigit():
+        return sorted(siblings, key=lambda s: abs(int(s.split("-")[1]) - int(number)))[:2]
+    return difflib.get_close_matches(name, SLICES, n=3, cutoff=0.3) or list(SLICES)[:3]

@@ -1,0 +1,59 @@
+"""The slice table against published figures and against what libtpu itself says of each topology."""
+
+import math
+
+import pytest
+
+from core import slices
+
+# name: (chips, hosts, topology, wraparound, bf16 PFLOP/s, HBM GiB); Google's TPU pages.
+PUBLISHED = {
+    "v4-8": (4, 1, "2x2x1", False, 1.10, 128),
+    "v4-16": (8, 2, "2x2x2", False, 2.20, 256),
+    "v4-32": (16, 4, "2x2x4", False, 4.40, 512),
+    "v4-64": (32, 8, "2x4x4", False, 8.80, 1024),
+    "v4-128": (64, 16, "4x4x4", True, 17.6, 2048),
+    "v5p-8": (4, 1, "2x2x1", False, 1.84, 380),
+    "v5p-16": (8, 2, "2x2x2", False, 3.67, 760),
+    "v5p-32": (16, 4, "2x2x4", False, 7.3, 1520),
+    "v5p-64": (32, 8, "2x4x4", False, 14.7, 3040),
+    "v5p-128": (64, 16, "4x4x4", True, 29.4, 6080),
+    "v5p-256": (128, 32, "4x4x8", True, 59, 12160),
+    "v5p-512": (256, 64, "4x8x8", True, 118, 24320),
+    "v5p-1024": (512, 128, "8x8x8", True, 235, 48640),
+}
+
+
+@pytest.mark.covers("R07")
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_figures(name):
+    chips, hosts, topology, wraparound, petaflops, hbm_gib = PUBLISHED[name]
+    s = slices.get(name)
+    assert (s.chips, s.hosts, s.topology_name) == (chips, hosts, topology)
+    assert s.wraparound == (wraparound,) * 3
+    assert math.isclose(s.peak_flops / 1e15, petaflops, rel_tol=0.01)
+    assert s.hbm_bytes == hbm_gib * slices.GIB
+
+
+def test_range_of_the_table():
+    assert slices.get("v4-4096").chips == 2048
+    assert slices.get("v5litepod-16") is slices.get("v5e-16")
+    assert (slices.get("v5e-8").hosts, slices.get("v5e-16").hosts, slices.get("v6e-256").hosts) == (1, 4, 64)
+    assert slices.get("v6e-128").wraparound == (False, True)
+
+
+@pytest.mark.parametrize("name", ["v4-8", "v4-32", "v4-64", "v5p-128", "v5e-8", "v5e-32", "v6e-16"])
+def test_host_order_and_coordinates_are_those_of_libtpu(name, tpu_topology):
+    s = slices.get(name)
+    real: dict[int, list] = {}
+    for device in tpu_topology(name):
+        assert device.device_kind == s.chip.kind
+        real.setdefault(device.process_index, []).append(tuple(device.coords)[: len(s.topology)])
+    assert tuple(tuple(real[h]) for h in sorted(real)) == s.chips_by_host()
+
+
+@pytest.mark.covers("R08")
+@pytest.mark.parametrize(("wrong", "nearest"), [("v4-30", "v4-32"), ("v4_32", "v4-32"), ("v5-64", "v5p-64"), ("v4-33", "v4-32")])
+def test_unknown_slice_names_the_nearest(wrong, nearest):
+    with pytest.raises(ValueError, match=f"unknown TPU slice '{wrong}'.*Nearest:.*{nearest}"):
+        slices.get(wrong)
