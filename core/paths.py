@@ -1,0 +1,100 @@
+"""Where files are: one way to name a local or gs:// place, and to write to it without leaving half a file.
+
+The one idea: text from a user becomes an absolute path once, here, and everything after that speaks `Path`. gs:// goes
+through fsspec, so that a bucket needs no TensorFlow (which would cost five seconds at every start).
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import shutil
+import uuid
+
+os.environ["EPATH_USE_TF"] = "0"  # Before etils is imported.
+
+from etils import epath
+
+Path = epath.Path
+
+_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*):/")
+
+
+def resolve(text: str | os.PathLike[str]) -> epath.Path:
+    """An absolute path: gs:// as it is, anything else local, with `~` expanded and relative to the working directory.
+
+    Raises:
+      ValueError: empty, an unknown scheme, a bucket name missing, or relative in a working directory that is gone.
+    """
+    text = os.fspath(text)
+    if not text.strip():
+        raise ValueError("a path is empty; give a folder such as runs/first or gs://bucket/runs/first")
+    if scheme := _SCHEME.match(text):
+        return _resolve_remote(text, scheme=scheme.group(1))
+    try:
+        return epath.Path(os.path.abspath(pathlib.Path(text).expanduser()))  # noqa: PTH100 (keeps symlinks as typed)
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"the path {text!r} is relative, and the working directory no longer exists; "
+            "change to a folder that does, or give an absolute path"
+        ) from error
+
+
+def _resolve_remote(text: str, *, scheme: str) -> epath.Path:
+    if scheme != "gs":
+        raise ValueError(f"the path {text!r} has scheme {scheme!r}; expected gs://bucket/… or a local folder")
+    bucket = text.removeprefix("gs:").removeprefix("//").split("/")[0]
+    if not text.startswith("gs://") or len(bucket) < 3:
+        raise ValueError(f"the path {text!r} names no bucket; expected gs://BUCKET/folder (BUCKET has 3 letters or more)")
+    return epath.Path(text.rstrip("/"))
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is in a bucket rather than on a disk."""
+    return os.fspath(path).startswith("gs://")
+
+
+def require_writable(directory: str | os.PathLike[str]) -> epath.Path:
+    """Makes a folder if need be, writes a small file in it and removes it again.
+
+    Raises:
+      ValueError: it cannot be written, with the reason.
+    """
+    directory = resolve(directory)
+    probe = directory / f".writable-{uuid.uuid4().hex}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe.write_text("")
+        probe.unlink()
+    except Exception as error:  # A bucket fails with its client's own types.
+        fix = "check the credentials and the bucket's permissions" if is_remote(directory) else "choose another folder"
+        raise ValueError(f"cannot write to {directory}: {type(error).__name__}: {error}; {fix}") from error
+    return directory
+
+
+def write_text_atomically(path: str | os.PathLike[str], text: str) -> None:
+    """Writes a file so that a reader sees the old text or the new, never a part; its folder is made if need be."""
+    path = resolve(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if is_remote(path):
+        path.write_text(text)  # An object appears whole or not at all.
+        return
+    part = path.parent / f".{path.name}.{uuid.uuid4().hex}"
+    try:
+        part.write_text(text)
+        os.replace(part, path)  # noqa: PTH105 (epath's replace copies across backends)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def copy_file(local: str | os.PathLike[str], *, to: epath.Path) -> epath.Path:
+    """Copies a local file to a path on a disk or in a bucket, whose folder is made if need be; appears whole."""
+    to.parent.mkdir(parents=True, exist_ok=True)
+    if is_remote(to):
+        to.write_bytes(pathlib.Path(local).read_bytes())
+        return to
+    part = to.parent / f".{to.name}.{uuid.uuid4().hex}"
+    shutil.copyfile(local, part)
+    os.replace(part, to)  # noqa: PTH105
+    return to

@@ -1,0 +1,73 @@
+"""What every test stands on: 16 CPU devices, no accelerator, and host processes on loopback.
+
+The environment is set before anything imports jax; nothing here imports it, so that tests which need no jax stay quick.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import textwrap
+from typing import NamedTuple
+
+import pytest
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_NUM_CPU_DEVICES"] = "16"
+os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+class HostResult(NamedTuple):
+    """How one host process ended."""
+
+    returncode: int
+    output: str
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def run_hosts(tmp_path):
+    """Runs one Python text as several processes: `run_hosts(text, hosts=2, timeout=60) -> [HostResult]`.
+
+    Each process finds COORDINATOR, PROCESS and HOSTS in its globals, and the repository on its path. `only` starts
+    some of the hosts.
+    """
+    started: list[subprocess.Popen] = []
+
+    def run(text: str, *, hosts: int, only: tuple[int, ...] | None = None, timeout: float = 60) -> list[HostResult]:
+        coordinator = f"127.0.0.1:{free_port()}"
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        for index in range(hosts) if only is None else only:
+            head = f"COORDINATOR, PROCESS, HOSTS = {coordinator!r}, {index}, {hosts}\n"
+            script = tmp_path / f"host_{index}_{len(started)}.py"
+            script.write_text(head + textwrap.dedent(text))
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, str(script)],
+                    cwd=tmp_path,
+                    env=environment,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+        running = started[-(hosts if only is None else len(only)) :]
+        outputs = [process.communicate(timeout=timeout)[0] for process in running]
+        return [HostResult(process.returncode, output) for process, output in zip(running, outputs, strict=True)]
+
+    yield run
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
