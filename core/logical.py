@@ -1,0 +1,214 @@
+"""Names for what an array dimension means, and the seam where a strategy turns meaning into layout.
+
+A model says `param("wq", (D, H, K), ("embed", "heads", "head_dim"), init)` and `constrain(x, "batch", "length",
+"embed")`. It never says where an array lives. A strategy supplies two tables from these names to mesh axes: one for
+how parameters are stored, one for how computation is spread. The tables reach the model through a context variable
+while it is traced, so one model serves every layout, and none at all.
+
+Parameter axes are recorded while `init` is traced abstractly (`abstract_init`). A function that JAX has traced before
+is not traced again and would record nothing, hence the fresh closure there, and the check that every parameter was
+named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+
+MeshAxes = str | tuple[str, ...] | None
+Rules = Mapping[str, MeshAxes]
+
+LOGICAL_AXES: Mapping[str, str] = {
+    "batch": "rows of the global batch",
+    "length": "positions of a row, inside a block",
+    "residual_length": "positions of a row, between blocks",
+    "kv_length": "positions that keys and values come from",
+    "embed": "width of the residual stream",
+    "mlp": "hidden width of a feed-forward layer",
+    "heads": "query heads",
+    "kv_heads": "key and value heads",
+    "head_dim": "width of one head",
+    "vocab": "entries of the vocabulary, as stored",
+    "norm": "scale of a normalisation: the width of what it normalises, too small to split",
+    "layers": "layers of a stack, in model order",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """The logical axis of every dimension of one array. Not a tuple, so that a tree of them has them as leaves."""
+
+    names: tuple[str | None, ...]
+
+    def __str__(self) -> str:
+        return "(" + ", ".join(n or "-" for n in self.names) + ")"
+
+
+_rules: contextvars.ContextVar[Rules | None] = contextvars.ContextVar("rules", default=None)
+_record: contextvars.ContextVar[dict[str, dict[str, Axes]] | None] = contextvars.ContextVar("record", default=None)
+_stack: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("stack", default=())
+
+
+@contextlib.contextmanager
+def _set(variable: contextvars.ContextVar, value) -> Iterator[Any]:
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
+
+
+def activation_rules(rules: Rules):
+    """Context in which `constrain` follows `rules`; wrap the trace of a step with it, inside `jax.set_mesh`."""
+    return _set(_rules, rules)
+
+
+def stacked(name: str):
+    """Context in which parameters belong to a layer stack called `name` and gain a leading `layers` axis."""
+    return _set(_stack, (*_stack.get(), name))
+
+
+def check_names(names: Sequence[str | None], *, where: str) -> None:
+    """Raises ValueError for a name that is not a logical axis."""
+    for name in names:
+        if name is not None and name not in LOGICAL_AXES:
+            near = difflib.get_close_matches(name, LOGICAL_AXES, n=1) or sorted(LOGICAL_AXES)
+            raise ValueError(f"{where}: unknown logical axis {name!r}; did you mean {', '.join(near)}?")
+
+
+def mesh_axes(axes: MeshAxes) -> tuple[str, ...]:
+    """One entry of a table as a tuple: `None` is (), `"fsdp"` is ("fsdp",)."""
+    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def partition_spec(axes: Axes, rules: Rules, *, keep: Callable[[str], bool] = lambda _: True) -> PartitionSpec:
+    """The `PartitionSpec` of an array with these logical axes.
+
+    Args:
+      axes: logical axis of each dimension.
+      rules: the table to follow.
+      keep: which mesh axes to use; the others are left out.
+
+    Raises:
+      ValueError: the table lacks a name, or would use a mesh axis twice in this array.
+    """
+    entries, used = [], {}
+    for name in axes.names:
+        if name is not None and name not in rules:
+            raise ValueError(f"array {axes}: the table has no row for logical axis {name!r}; add one (None: replicated)")
+        wanted = tuple(a for a in mesh_axes(rules[name] if name else None) if keep(a))
+        for axis in wanted:
+            if axis in used:
+                raise ValueError(f"array {axes}: mesh axis {axis!r} is used twice, by {used[axis]!r} and by {name!r}")
+            used[axis] = name
+        entries.append(wanted[0] if len(wanted) == 1 else wanted or None)
+    return PartitionSpec(*entries)
+
+
+def constrain(x: jax.Array, *names: str | None) -> jax.Array:
+    """`x`, laid out as the strategy's activation table says; `x` itself where no strategy is in force.
+
+    The same call is right under jit, under `vmap(..., spmd_axis_name)` and inside a partly manual `shard_map`: only
+    mesh axes that are still automatic take part.
+
+    Raises:
+      ValueError: wrong rank, unknown name, or a dimension that does not divide.
+    """
+    if len(names) != x.ndim:
+        raise ValueError(f"constrain: {len(names)} names {names} for an array of shape {x.shape}")
+    check_names(names, where="constrain")
+    rules, mesh = _rules.get(), jax.sharding.get_abstract_mesh()
+    if rules is None or mesh.empty:
+        return x
+    automatic = {a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Auto}
+    spec = partition_spec(Axes(names), rules, keep=automatic.__contains__)
+    _check_divides(x.shape, Axes(names), spec, mesh.shape)
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
+def _check_divides(shape: Sequence[int], axes: Axes, spec: PartitionSpec, sizes: Mapping[str, int]) -> None:
+    for size, name, entry in zip(shape, axes.names, spec, strict=True):
+        shards = 1
+        for axis in mesh_axes(entry):
+            shards *= sizes[axis]
+        if size % shards:
+            raise ValueError(
+                f"activation {axes} of shape {tuple(shape)}: {name} = {size} does not divide over {entry} = {shards}; "
+                f"nearest sizes that do: {max(size // shards, 1) * shards}, {(size // shards + 1) * shards}"
+            )
+
+
+def activation_spec(*names: str | None) -> PartitionSpec | None:
+    """How the activation table in force spreads an array with these axes over automatic mesh axes; None outside."""
+    rules, mesh = _rules.get(), jax.sharding.get_abstract_mesh()
+    if rules is None or mesh.empty:
+        return None
+    automatic = {a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Auto}
+    return partition_spec(Axes(names), rules, keep=automatic.__contains__)
+
+
+def param(
+    name: str,
+    shape: Sequence[int],
+    axes: Sequence[str | None],
+    init: Callable,
+    *,
+    dtype: jnp.dtype = jnp.float32,
+    compute_dtype: jnp.dtype | None = None,
+) -> jax.Array:
+    """A Haiku parameter whose axes have names.
+
+    Args:
+      name: within the current module.
+      shape: of one layer's parameter; a stack adds its leading dimension by itself.
+      axes: logical axis of each dimension.
+      init: `init(shape, dtype)`.
+      dtype: as stored.
+      compute_dtype: as returned; the cast comes before any gather, so that what travels is the narrow form.
+
+    Returns:
+      [*shape], laid out for computation by the activation table.
+    """
+    names = tuple(axes)
+    where = f"parameter {hk.experimental.current_name()}/{name}"
+    if len(names) != len(shape):
+        raise ValueError(f"{where}: {len(names)} axes {names} for shape {tuple(shape)}")
+    check_names(names, where=where)
+    record = _record.get()
+    if record is not None and hk.running_init():
+        path = "/".join((*_stack.get(), hk.experimental.current_name()))
+        record.setdefault(path, {})[name] = Axes(("layers",) * len(_stack.get()) + names)
+    stored = hk.get_parameter(name, shape, dtype, init)
+    return constrain(stored.astype(compute_dtype or dtype), *names)
+
+
+def abstract_init(init: Callable, *args) -> tuple[Mapping, Mapping]:
+    """Shapes and axes of the parameters that `init(*args)` makes, without making them.
+
+    Returns:
+      Two trees of one structure: `jax.ShapeDtypeStruct` leaves and `Axes` leaves.
+
+    Raises:
+      ValueError: a parameter was made without `param`, so its axes have no names.
+    """
+    with _set(_record, {}) as record:
+        shapes = jax.eval_shape(lambda *a: init(*a), *args)
+    unnamed = [
+        f"{module}/{name}" for module, leaves in shapes.items() for name in leaves if name not in record.get(module, {})
+    ]
+    if unnamed:
+        raise ValueError(f"parameters without named axes: {', '.join(unnamed)}; make them with logical.param(...)")
+    axes = {module: {name: record[module][name] for name in leaves} for module, leaves in shapes.items()}
+    for module, leaves in shapes.items():
+        for name, leaf in leaves.items():
+            assert len(axes[module][name].names) == len(leaf.shape), (module, name, leaf.shape, axes[module][name])
+    return shapes, axes

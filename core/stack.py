@@ -1,0 +1,155 @@
+"""A stack of equal layers as one pure function over stacked parameters, executed by a runner.
+
+`layer_stack(block, num_layers)(x, side)` has one parameter tree whose leaves start with a `layers` dimension. How the
+layers are executed is not the model's affair: the default runner scans over them; a pipeline spreads them over chips
+and splits the rows into microbatches. For that a block may depend only on its parameters, on `x` and on `side`, the
+arrays that belong to the same rows (segment ids, positions). A block that reaches for any other array is refused,
+because a runner could not split it.
+
+    x[0] = x;   x[l+1] = block(params[l], x[l], side);   result = tail(x[L], side)  or  x[L]
+
+With `tail=` the head and the loss of a microbatch run behind the last layer, which a schedule needs that starts a
+microbatch's backward before the next one's forward. A tail returns sums over rows, so that microbatches add up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+
+from core import logical
+
+Side = Any  # pytree of [B, ...]
+
+
+class Layer(NamedTuple):
+    """What distinguishes one layer: its parameters and, where the model draws random bits, its key."""
+
+    params: Any  # leaves [...]; stacked: [L, ...]
+    key: jax.Array | None  # []; stacked: [L]
+
+
+class Tail(NamedTuple):
+    """What runs behind the last layer.
+
+    Attributes:
+      fn: `fn(params, x, side) -> sums over rows`.
+      params: arrays of the head. Passed, never closed over.
+    """
+
+    fn: Callable[[Any, jax.Array, Side], Any]
+    params: Any
+
+
+LayerFn = Callable[[Layer, jax.Array, Side], jax.Array]
+Runner = Callable[[LayerFn, Layer, jax.Array, Side, Tail | None], Any]
+
+REMAT_POLICIES = {
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+REMAT_CHOICES = ("none", *REMAT_POLICIES)
+
+
+def scan_runner(fn: LayerFn, stacked: Layer, x: jax.Array, side: Side, tail: Tail | None) -> Any:
+    """One layer after the other on all rows at once."""
+    x, _ = jax.lax.scan(lambda x, layer: (fn(layer, x, side), None), x, stacked)
+    return x if tail is None else tail.fn(tail.params, x, side)
+
+
+_runner: contextvars.ContextVar[Runner] = contextvars.ContextVar("runner", default=scan_runner)
+
+
+@contextlib.contextmanager
+def use_runner(runner: Runner):
+    """Context in which layer stacks are executed by `runner`."""
+    token = _runner.set(runner)
+    try:
+        yield
+    finally:
+        _runner.reset(token)
+
+
+def layer_stack(
+    block: Callable[[jax.Array, Side], jax.Array],
+    num_layers: int,
+    *,
+    name: str = "layers",
+    remat: str = "none",
+    tail: Tail | None = None,
+) -> Callable[[jax.Array, Side], Any]:
+    """`num_layers` copies of a Haiku block, each with parameters of its own.
+
+    Args:
+      block: a Haiku function `(x [B, ...], side) -> [B, ...]` of the same shape. It may call `hk.next_rng_key()`: each
+        layer then has its own key, equal under every runner.
+      num_layers: L.
+      name: module name that the stacked parameters live under.
+      remat: what the backward pass recomputes: "none", "dots" (all but matrix products), "full".
+      tail: runs behind the last layer.
+
+    Returns:
+      `(x, side) -> x [B, ...]`, or the tail's result. Call it inside `hk.transform`.
+
+    Raises:
+      ValueError: unknown `remat`, a block that changes the shape or closes over an array.
+    """
+    if remat not in REMAT_CHOICES:
+        raise ValueError(f"remat = {remat!r}: expected one of {', '.join(REMAT_CHOICES)}")
+    pure = hk.transform(block)
+
+    def one_layer(layer: Layer, x: jax.Array, side: Side) -> jax.Array:
+        return pure.apply(layer.params, layer.key, x, side)
+
+    def apply(x: jax.Array, side: Side = ()) -> Any:
+        stacked = Layer(_stacked_params(pure.init, name, num_layers, x, side), _layer_keys(num_layers))
+        fn = one_layer if remat == "none" else jax.checkpoint(one_layer, policy=REMAT_POLICIES[remat])
+        if hk.running_init():  # a runner may need a mesh; init has none
+            return scan_runner(one_layer, stacked, x, side, tail)
+        _refuse_foreign_arrays(one_layer, stacked, x, side)
+        return _runner.get()(fn, stacked, x, side, tail)
+
+    return apply
+
+
+def _stacked_params(init: Callable, name: str, num_layers: int, x: jax.Array, side: Side) -> Any:
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (x, side))
+
+    def init_all(rng):
+        if rng is None:  # hk.lift asks for shapes only
+            return None
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        with logical.stacked(name):
+            return jax.vmap(lambda key: init(key, *zeros))(jax.random.split(rng, num_layers))
+
+    return hk.lift(init_all, name=name)(hk.next_rng_key() if hk.running_init() else None)
+
+
+def _layer_keys(num_layers: int) -> jax.Array | None:
+    key = hk.maybe_next_rng_key()
+    return None if key is None else jax.vmap(lambda l: jax.random.fold_in(key, l))(jnp.arange(num_layers))
+
+
+def _refuse_foreign_arrays(fn: LayerFn, stacked: Layer, x: jax.Array, side: Side) -> None:
+    abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (x, side))
+    layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), stacked)
+    traced = jax.make_jaxpr(fn)(layer, *abstract)
+    foreign = [c for c in traced.consts if isinstance(c, jax.Array)]
+    if foreign:
+        found = ", ".join(f"{c.dtype}{list(c.shape)}" for c in foreign)
+        raise ValueError(
+            f"layer_stack: the block closes over {len(foreign)} array(s) ({found}). A block may use only its parameters, "
+            "x and side: pass arrays that belong to rows through side, and make constants inside the block."
+        )
+    (out,) = traced.out_avals
+    if (out.shape, out.dtype) != (x.shape, x.dtype):
+        raise ValueError(
+            f"layer_stack: the block maps {x.dtype}{list(x.shape)} to {out.dtype}{list(out.shape)}; "
+            "a stack needs blocks that keep shape and dtype"
+        )

@@ -1,0 +1,111 @@
+"""One training step and one evaluation step, as pure functions of state and batch.
+
+The one idea: a microbatch contributes sums (of the loss, of its gradient, of its weight) and the division comes last,
+so that `accum_steps` microbatches with uneven padding equal one big batch.
+
+    g = sum_m grad(loss_sum_m) / sum_m weight_m
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from core.optimizers import Optimizer
+from core.train_state import TrainState
+from core.types import Batch, LossOutput, Model, WeightedSum
+
+Metrics = Mapping[str, jax.Array]  # name -> [], float32
+
+
+def train_step(
+    model: Model, optimizer: Optimizer, *, seed: int, accum_steps: int = 1
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """The function `(state, batch) -> (state, metrics)`.
+
+    Args:
+      model: what to train.
+      optimizer: how.
+      seed: random bits are keyed by (seed, step).
+      accum_steps: microbatches per step. Microbatch m takes rows m, m + accum_steps, …, so that every device keeps
+        the rows it has.
+
+    Returns:
+      A pure function; metrics are means of this step: loss, learning_rate, gradient_norm (before clipping, over
+      trained parameters), weight (supervised items), and the model's own.
+    """
+
+    def run(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        rng = jax.random.fold_in(jax.random.key(seed), state.step)
+
+        def loss_sum(params, carry, microbatch):
+            carry, out = model.loss(optimizer.trainable(params), carry, rng, microbatch)
+            return out.loss_sum, (carry, out._replace(extras=()))
+
+        grads, carry, out = _accumulate(jax.grad(loss_sum, has_aux=True), state, batch, accum_steps)
+        grads = jax.tree.map(lambda g: g / jnp.maximum(out.weight_sum, 1.0), grads)
+        updates, opt_state = optimizer.transformation.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics = {
+            **means(out),
+            "learning_rate": jnp.asarray(optimizer.learning_rate(state.step), jnp.float32),
+            "gradient_norm": optax.global_norm(grads),
+            "weight": out.weight_sum,
+        }
+        return TrainState(state.step + 1, params, opt_state, carry), metrics
+
+    return run
+
+
+def eval_step(model: Model, *, seed: int) -> Callable[[TrainState, Batch], Mapping[str, WeightedSum]]:
+    """The function `(state, batch) -> sums`, to be added up over batches and divided once."""
+
+    def run(state: TrainState, batch: Batch) -> Mapping[str, WeightedSum]:
+        rng = jax.random.fold_in(jax.random.key(seed), state.step)
+        _, out = model.loss(state.params, model.init_carry(batch), rng, batch)
+        return {"loss": WeightedSum(out.loss_sum, out.weight_sum), **out.metrics}
+
+    return run
+
+
+def means(out: LossOutput) -> dict[str, jax.Array]:
+    """The means that the sums stand for; 0 where nothing was supervised."""
+    sums = {"loss": WeightedSum(out.loss_sum, out.weight_sum), **out.metrics}
+    return {name: s.total / jnp.maximum(s.weight, 1.0) for name, s in sums.items()}
+
+
+def _accumulate(grad: Callable, state: TrainState, batch: Batch, accum_steps: int) -> tuple[Any, Any, LossOutput]:
+    if accum_steps == 1:
+        grads, (carry, out) = grad(state.params, state.carry, batch)
+        return grads, carry, out
+    if jax.tree.leaves(state.carry):
+        raise ValueError(
+            f"accum_steps = {accum_steps}: a model whose carry belongs to the rows of a batch cannot accumulate; "
+            "use accum_steps = 1"
+        )
+    microbatches = jax.tree.map(lambda x: _split_rows(x, accum_steps), batch)
+
+    def add(total, microbatch):
+        grads, (_, out) = grad(state.params, state.carry, microbatch)
+        return jax.tree.map(jnp.add, total, (grads, out)), None
+
+    shapes = jax.eval_shape(lambda b: _sums(grad, state, b), jax.tree.map(lambda x: x[0], microbatches))
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    (grads, out), _ = jax.lax.scan(add, zeros, microbatches)
+    return grads, state.carry, out
+
+
+def _sums(grad: Callable, state: TrainState, batch: Batch) -> tuple[Any, LossOutput]:
+    grads, (_, out) = grad(state.params, state.carry, batch)
+    return grads, out
+
+
+def _split_rows(x: jax.Array, accum_steps: int) -> jax.Array:
+    """[B, ...] -> [accum_steps, B / accum_steps, ...]; microbatch m holds rows m, m + accum_steps, …"""
+    if x.shape[0] % accum_steps:
+        raise ValueError(f"batch_size = {x.shape[0]} does not divide into accum_steps = {accum_steps} microbatches")
+    return x.reshape(x.shape[0] // accum_steps, accum_steps, *x.shape[1:]).swapaxes(0, 1)

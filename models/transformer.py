@@ -1,0 +1,259 @@
+"""The Llama-shaped decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+The dataclass is the configuration and the model at once: it satisfies `core.types.Model`. It names its axes and never
+mentions a mesh; packed rows attend within their segment and restart their positions.
+
+    x = E[inputs];   x += Attention(norm(x));   x += MLP(norm(x));   logits = norm(x) U
+
+Touvron et al. 2023 (Llama), section 2.2; Ainslie et al. 2023 (GQA); Shazeer 2020 (SwiGLU).
+B batch, T length, D embed, F mlp, H heads, N key/value heads, K head_dim, V vocab as stored, L layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+
+from core import logical, stack
+from core.types import Batch, LossOutput, Params
+from models import attention, losses
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "tiny": {"num_layers": 2, "embed_dim": 64, "mlp_dim": 176, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 259},
+    "125m": {"num_layers": 12, "embed_dim": 768, "mlp_dim": 2048, "num_heads": 12, "num_kv_heads": 12},
+    "1b": {"num_layers": 22, "embed_dim": 2048, "mlp_dim": 5632, "num_heads": 32, "num_kv_heads": 4},
+    "7b": {"num_layers": 32, "embed_dim": 4096, "mlp_dim": 11008, "num_heads": 32, "num_kv_heads": 32},
+}
+_DTYPES = ("bfloat16", "float32")
+
+
+class Side(NamedTuple):
+    """What travels with the rows through the stack."""
+
+    segment_ids: jax.Array  # [B, T]
+    positions: jax.Array  # [B, T]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Transformer:
+    """A decoder-only language model.
+
+    Batches have `inputs`, `targets`, `segment_ids`, `positions` [B, T] int32 and `weights` [B, T] float32.
+
+    Attributes:
+      vocab_size: entries of the vocabulary; stored rounded up to `vocab_multiple`.
+      num_layers, embed_dim, mlp_dim, num_heads, num_kv_heads, head_dim: sizes; head_dim defaults to embed/heads.
+      tied: use the embedding as the output matrix.
+      remat: what the backward pass recomputes: "none", "dots", "full".
+      dtype: of computation, "bfloat16" or "float32"; parameters, norms, softmax and loss are float32.
+      attention: "auto", "plain", "splash" or "none"; see `models.attention.attend`.
+      rope_theta, norm_eps: constants of the rotary embedding and of RMSNorm.
+      vocab_multiple: a number of the model, never of a mesh, so that parameters do not depend on the strategy.
+
+    Raises:
+      ValueError: sizes that do not fit together.
+    """
+
+    vocab_size: int = 32000
+    num_layers: int
+    embed_dim: int
+    mlp_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int | None = None
+    tied: bool = False
+    remat: str = "none"
+    dtype: str = "bfloat16"
+    attention: str = "auto"
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    vocab_multiple: int = 128
+
+    def __post_init__(self):
+        for field in ("vocab_size", "num_layers", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"Transformer.{field} = {getattr(self, field)}: expected at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"Transformer: num_heads = {self.num_heads} is not a multiple of num_kv_heads = {self.num_kv_heads}"
+            )
+        if self.head_dim is None and self.embed_dim % self.num_heads:
+            raise ValueError(
+                f"Transformer: embed_dim = {self.embed_dim} does not divide over num_heads = {self.num_heads}; "
+                "set head_dim, or choose sizes that divide"
+            )
+        if self.head_width % 2:
+            raise ValueError(f"Transformer: head_dim = {self.head_width} is odd; rotary positions need pairs")
+        for field, choices in (("remat", stack.REMAT_CHOICES), ("dtype", _DTYPES), ("attention", attention.CHOICES)):
+            if getattr(self, field) not in choices:
+                raise ValueError(f"Transformer.{field} = {getattr(self, field)!r}: expected one of {', '.join(choices)}")
+
+    @property
+    def head_width(self) -> int:
+        """K."""
+        return self.head_dim or self.embed_dim // self.num_heads
+
+    @property
+    def stored_vocab_size(self) -> int:
+        """V: the vocabulary rounded up to `vocab_multiple`."""
+        return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
+
+    def init(self, rng: jax.Array, batch: Batch) -> Params:
+        """Parameters, float32; they depend on the sizes of the model only, not on those of the batch."""
+        return hk.transform(self._loss).init(rng, batch)
+
+    def init_carry(self, batch: Batch) -> tuple:
+        """A language model carries nothing from step to step."""
+        del batch
+        return ()
+
+    def loss(self, params: Params, carry: tuple, rng: jax.Array, batch: Batch) -> tuple[tuple, LossOutput]:
+        """Cross-entropy in nats summed over supervised positions, and their number."""
+        del rng  # nothing is drawn
+        return carry, hk.transform(self._loss).apply(params, None, batch)
+
+    def logits(self, params: Params, batch: Batch) -> jax.Array:
+        """[B, T, vocab_size], float32."""
+        return hk.transform(self._logits).apply(params, None, batch)[..., : self.vocab_size]
+
+    def residual(self, params: Params, batch: Batch) -> jax.Array:
+        """[B, T, D]: the residual stream behind the last layer, before the final norm."""
+        return hk.transform(lambda b: self._stack(b, None)).apply(params, None, batch)
+
+    def flops_per_token(self, length: int) -> float:
+        """Training FLOPs per token without recomputation: 6 per matmul parameter + 6 L T H K causal attention."""
+        inner = self.num_heads * self.head_width
+        kv = self.num_kv_heads * self.head_width
+        per_layer = self.embed_dim * (2 * inner + 2 * kv + 3 * self.mlp_dim)
+        matmul = self.num_layers * per_layer + self.embed_dim * self.stored_vocab_size
+        return 6.0 * matmul + 6.0 * self.num_layers * length * inner
+
+    def _loss(self, batch: Batch) -> LossOutput:
+        def tail(head: dict, x: jax.Array, side: tuple[Side, jax.Array, jax.Array]) -> LossOutput:
+            _, targets, weights = side
+            return losses.cross_entropy(self._head(head, x), targets, weights, vocab_size=self.vocab_size)
+
+        return self._stack(batch, tail)
+
+    def _logits(self, batch: Batch) -> jax.Array:
+        return self._stack(batch, lambda head, x, side: self._head(head, x))
+
+    def _stack(self, batch: Batch, tail_fn) -> Any:
+        embedding = self._embedding()
+        head = self._head_params(embedding)
+        table = logical.constrain(embedding.astype(self.dtype), "vocab", None)  # gathered by index: keep rows whole
+        x = logical.constrain(table[batch["inputs"]], "batch", "residual_length", "embed")  # [B, T, D]
+        side = Side(batch["segment_ids"], batch["positions"])
+        layers = stack.layer_stack(
+            lambda x, side: Block(self)(x, side[0]),
+            self.num_layers,
+            remat=self.remat,
+            tail=None if tail_fn is None else stack.Tail(tail_fn, head),
+        )
+        return layers(x, (side, batch["targets"], batch["weights"]))
+
+    def _embedding(self) -> jax.Array:
+        def init(shape, dtype):
+            rows = hk.initializers.TruncatedNormal(1.0)(shape, dtype)
+            return jnp.where(jnp.arange(shape[0])[:, None] < self.vocab_size, rows, 0.0)
+
+        return logical.param("embedding", (self.stored_vocab_size, self.embed_dim), ("vocab", "embed"), init)
+
+    def _head_params(self, embedding: jax.Array) -> dict[str, jax.Array]:
+        scale = logical.param("final_norm", (self.embed_dim,), ("norm",), jnp.ones)
+        if self.tied:
+            return {"scale": scale, "unembed": embedding.T.astype(self.dtype)}
+        return {
+            "scale": scale,
+            "unembed": logical.param(
+                "unembedding",
+                (self.embed_dim, self.stored_vocab_size),
+                ("embed", "vocab"),
+                self._unembedding_init,
+                compute_dtype=self.dtype,
+            ),
+        }
+
+    def _unembedding_init(self, shape, dtype) -> jax.Array:
+        columns = hk.initializers.TruncatedNormal(1.0 / math.sqrt(self.embed_dim))(shape, dtype)
+        return jnp.where(jnp.arange(shape[1]) < self.vocab_size, columns, 0.0)
+
+    def _head(self, head: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        x = rms_norm(x, head["scale"], eps=self.norm_eps)
+        logits = jnp.einsum("btd,dv->btv", x, head["unembed"], preferred_element_type=jnp.float32)
+        return logical.constrain(logits, "batch", "length", "vocab")
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float) -> jax.Array:
+    """x / sqrt(mean(x^2) + eps) * scale over the last dimension, in float32. Zhang & Sennrich 2019, eq. 4."""
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + eps) * scale).astype(x.dtype)
+
+
+class Block(hk.Module):
+    """One layer: attention and feed-forward, each on a normalised copy of the residual stream."""
+
+    def __init__(self, config: Transformer, name: str = "block"):
+        super().__init__(name)
+        self.config = config
+
+    def __call__(self, x: jax.Array, side: Side) -> jax.Array:
+        """[B, T, D] -> [B, T, D]."""
+        x = logical.constrain(x, "batch", "residual_length", "embed")
+        x = x + self._attention(self._norm("attention_norm", x), side)
+        x = logical.constrain(x, "batch", "residual_length", "embed")
+        x = x + self._mlp(self._norm("mlp_norm", x))
+        return logical.constrain(x, "batch", "residual_length", "embed")
+
+    def _norm(self, name: str, x: jax.Array) -> jax.Array:
+        return rms_norm(x, logical.param(name, x.shape[-1:], ("norm",), jnp.ones), eps=self.config.norm_eps)
+
+    def _weight(self, name: str, shape: tuple[int, ...], axes: tuple[str, ...], *, fan_in: int) -> jax.Array:
+        init = hk.initializers.TruncatedNormal(1.0 / math.sqrt(fan_in))
+        return logical.param(name, shape, axes, init, compute_dtype=self.config.dtype)
+
+    def _attention(self, x: jax.Array, side: Side) -> jax.Array:
+        c = self.config
+        d, h, n, k = c.embed_dim, c.num_heads, c.num_kv_heads, c.head_width
+        wq = self._weight("query", (d, h, k), ("embed", "heads", "head_dim"), fan_in=d)
+        wk = self._weight("key", (d, n, k), ("embed", "kv_heads", "head_dim"), fan_in=d)
+        wv = self._weight("value", (d, n, k), ("embed", "kv_heads", "head_dim"), fan_in=d)
+        wo = self._weight("output", (h, k, d), ("heads", "head_dim", "embed"), fan_in=2 * c.num_layers * h * k)
+        q = rotary_heads(jnp.einsum("btd,dhk->bthk", x, wq), side, "heads", theta=c.rope_theta)
+        key = rotary_heads(jnp.einsum("btd,dnk->btnk", x, wk), side, "kv_heads", theta=c.rope_theta)
+        value = logical.constrain(jnp.einsum("btd,dnk->btnk", x, wv), "batch", "length", "kv_heads", "head_dim")
+        mixed = attention.attend(q, key, value, side.segment_ids, choice=c.attention)
+        mixed = logical.constrain(mixed, "batch", "length", "heads", "head_dim")
+        return jnp.einsum("bthk,hkd->btd", mixed, wo)
+
+    def _mlp(self, x: jax.Array) -> jax.Array:
+        d, f = self.config.embed_dim, self.config.mlp_dim
+        gate = self._weight("gate", (d, f), ("embed", "mlp"), fan_in=d)
+        up = self._weight("up", (d, f), ("embed", "mlp"), fan_in=d)
+        down = self._weight("down", (f, d), ("mlp", "embed"), fan_in=2 * self.config.num_layers * f)
+        hidden = jax.nn.silu(x @ gate) * (x @ up)  # [B, T, F]
+        return logical.constrain(hidden, "batch", "length", "mlp") @ down
+
+
+def rotary_heads(x: jax.Array, side: Side, heads: str, *, theta: float) -> jax.Array:
+    """Heads laid out as the strategy says, then turned by their positions; [B, T, heads, K]."""
+    return attention.rotary(logical.constrain(x, "batch", "length", heads, "head_dim"), side.positions, theta=theta)
+
+
+def preset(name: str, **changes) -> Transformer:
+    """The decoder called `name` ("tiny", "125m", "1b", "7b"), with fields replaced by `changes`.
+
+    Raises:
+      ValueError: unknown name or field.
+    """
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.3) or list(PRESETS)
+        raise ValueError(f"transformer.preset: no preset {name!r}; expected one of {', '.join(PRESETS)} ({near[0]}?)")
+    return Transformer(**{**PRESETS[name], **changes})
