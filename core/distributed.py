@@ -1,0 +1,232 @@
+"""Hosts as one program: joining, waiting for one another, and ending together.
+
+The one idea: there is no silent answer. A host either is part of the cluster that its arguments or its machine name,
+or it says `single_process=True`; a host that does not come is named; an exception on one host ends that process at
+once, instead of blocking for minutes in a barrier that nobody else will reach.
+
+The only home of `jax.distributed`. Everything here goes through its coordinator, never through the devices, so it
+works before the first array exists.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import re
+import sys
+import traceback
+from types import TracebackType
+from typing import NamedTuple
+
+import jax
+from jax._src import clusters, xla_bridge
+from jax._src import distributed as jax_distributed
+
+from core import roll_call
+
+HEARTBEAT_SECONDS = 30  # A host that is silent for this long is taken for dead, and the others end.
+SHUTDOWN_SECONDS = 30
+TIMEOUT_SECONDS = 300
+EXCEPTION_EXIT_CODE = 13
+
+_MAX_TEXT_BYTES = 2**21  # The coordinator's messages end at 4 MiB.
+
+
+class Cluster(NamedTuple):
+    """The place of this process: `process_index` of `process_count`, met at `coordinator` ("" for a single process)."""
+
+    process_index: int
+    process_count: int
+    coordinator: str
+
+
+_joined: Cluster | None = None
+_calls: collections.Counter[str] = collections.Counter()
+
+
+def initialize(
+    *,
+    coordinator: str | None = None,
+    process_index: int | None = None,
+    process_count: int | None = None,
+    local_cpu_devices: int | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    single_process: bool = False,
+) -> Cluster:
+    """Joins this process to the others; call it before anything touches a device. A second equal call does nothing.
+
+    Args:
+      coordinator: "HOST:PORT" of host 0. With all three None the cluster is the one that JAX detects (a TPU slice).
+      process_index: which host this is, 0 to process_count - 1.
+      process_count: how many hosts there are.
+      local_cpu_devices: how many CPU devices this process has (simulation).
+      timeout_seconds: how long to wait for the last host.
+      single_process: this process is alone; nothing is detected and nothing is waited for.
+
+    Raises:
+      ValueError: arguments that do not go together, no cluster where one was expected, or a second call that differs.
+      RuntimeError: a device was already touched, so that this process can no longer join.
+      TimeoutError: some hosts did not come; names them.
+    """
+    global _joined
+    wanted = _wanted(coordinator, process_index=process_index, process_count=process_count, alone=single_process)
+    if _joined is not None:
+        _require_same(wanted)
+        return _joined
+    if xla_bridge.backends_are_initialized():
+        raise RuntimeError(
+            "distributed.initialize came after a device was touched (jax.devices(), an array, jax.random.key at import "
+            "time …); call it first in the program"
+        )
+    if local_cpu_devices is not None:
+        jax.config.update("jax_num_cpu_devices", local_cpu_devices)
+    if not single_process:
+        wanted = wanted or _detected(timeout_seconds)
+        _join(wanted, timeout_seconds=timeout_seconds)
+    _joined = wanted
+    return _joined
+
+
+def _wanted(coordinator: str | None, *, process_index: int | None, process_count: int | None, alone: bool):
+    """The cluster that the arguments name, or None when it is to be detected."""
+    given = {"coordinator": coordinator, "process_index": process_index, "process_count": process_count}
+    missing = [name for name, value in given.items() if value is None]
+    if alone:
+        if len(missing) < 3:
+            raise ValueError(f"single_process=True and a cluster were both given: {given}; give one of them")
+        return Cluster(0, 1, "")
+    if len(missing) == 3:
+        return None
+    if missing:
+        raise ValueError(f"distributed.initialize needs {', '.join(missing)} too (got {given}); give all three or none")
+    roll_call.split(coordinator)
+    if not 0 <= process_index < process_count:
+        raise ValueError(f"process_index is {process_index}; expected 0 to {process_count - 1} (process_count - 1)")
+    return Cluster(process_index, process_count, coordinator)
+
+
+def _require_same(wanted: Cluster | None) -> None:
+    if wanted is not None and wanted != _joined:
+        raise ValueError(f"this process has already joined as {_joined}; it cannot join again as {wanted}")
+
+
+def _detected(timeout_seconds: float) -> Cluster:
+    coordinator, process_count, process_index, _ = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+        None, None, None, None, None, int(timeout_seconds)
+    )
+    if None in (coordinator, process_count, process_index):
+        raise ValueError(
+            "no cluster was found on this machine (it is not a host of a TPU slice, or its metadata cannot be read); "
+            "give coordinator, process_index and process_count, or single_process=True to run alone"
+        )
+    return Cluster(process_index, process_count, coordinator)
+
+
+def _join(cluster: Cluster, *, timeout_seconds: float) -> None:
+    index, count, coordinator = cluster
+    roll_call.answer(coordinator, index=index, count=count, timeout_seconds=timeout_seconds)
+    host, port = roll_call.split(coordinator)
+    own_host = roll_call.bindable(host) if index == 0 else host
+    jax.distributed.initialize(
+        coordinator,
+        num_processes=count,
+        process_id=index,
+        initialization_timeout=int(max(timeout_seconds, 30)),
+        heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+        shutdown_timeout_seconds=SHUTDOWN_SECONDS,
+        coordinator_bind_address=f"{own_host or '[::]'}:{port}",
+    )
+
+
+def process_index() -> int:
+    """Which host this is; 0 before `initialize`. Touches no device."""
+    return jax_distributed.global_state.process_id
+
+
+def process_count() -> int:
+    """How many hosts there are; 1 before `initialize`. Touches no device."""
+    return jax_distributed.global_state.num_processes
+
+
+def is_host_zero() -> bool:
+    """Whether this is the host that alone writes shared files."""
+    return process_index() == 0
+
+
+def barrier(name: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+    """Returns when every host has called `barrier` with this name. Raises TimeoutError naming those that did not."""
+    client = jax_distributed.global_state.client
+    if client is None:
+        return
+    try:
+        client.wait_at_barrier(f"renga/{name}", int(timeout_seconds * 1000))
+    except jax.errors.JaxRuntimeError as error:
+        raise TimeoutError(_barrier_message(name, str(error), timeout_seconds=timeout_seconds)) from error
+
+
+def _barrier_message(name: str, reason: str, *, timeout_seconds: float) -> str:
+    """The runtime lists the tasks that did not come, one a line, after "timed out task names:"."""
+    listed = re.search(r"timed out task names:\s*((?:\S*\d+\s+)+)", reason + "\n")
+    if listed is None:
+        return f"barrier {name!r}: {reason}"
+    hosts = ", ".join(re.findall(r"(\d+)\s", listed.group(1)))
+    return f"barrier {name!r}: host {hosts} did not come within {timeout_seconds:g} s; read the end of its log"
+
+
+def from_host_zero(text: str) -> str:
+    """Host 0's `text`, on every host. Every host calls it, in the same order."""
+    return _shared("from_host_zero", text if is_host_zero() else None, sources=[0])[0]
+
+
+def all_gather_text(name: str, text: str) -> list[str]:
+    """The `text` of every host, by process index. Raises TimeoutError naming the first host that gave none."""
+    return _shared(f"gather/{name}", text, sources=list(range(process_count())))
+
+
+def _shared(name: str, text: str | None, *, sources: list[int]) -> list[str]:
+    """What each of `sources` said the n-th time that `name` was called, n being the same on all hosts."""
+    client = jax_distributed.global_state.client
+    if text is not None and len(text.encode()) > _MAX_TEXT_BYTES:
+        raise ValueError(f"{name}: a text of {len(text.encode())} bytes; hosts exchange at most {_MAX_TEXT_BYTES}")
+    if client is None:
+        return [text]
+    folder = f"renga/{name}/{_calls[name]}"
+    _calls[name] += 1
+    if text is not None:
+        client.key_value_set(f"{folder}/{process_index()}", text)
+    return [_get(client, f"{folder}/{source}", name=name, source=source) for source in sources]
+
+
+def _get(client, key: str, *, name: str, source: int) -> str:
+    try:
+        return client.blocking_key_value_get(key, TIMEOUT_SECONDS * 1000)
+    except jax.errors.JaxRuntimeError as error:
+        raise TimeoutError(f"{name}: host {source} gave nothing within {TIMEOUT_SECONDS} s; read its log") from error
+
+
+def shutdown() -> None:
+    """Leaves together with the others: waits until all have called it, at most `SHUTDOWN_SECONDS`."""
+    global _joined
+    if jax.distributed.is_initialized():
+        jax.distributed.shutdown()
+    _joined = None
+
+
+def exit_at_once(code: int) -> None:
+    """Ends this process without the barrier that JAX runs at exit; for a host that ends while others go on."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def exit_at_once_on_exception() -> None:
+    """An exception that nobody catches prints its traceback and ends this process with `EXCEPTION_EXIT_CODE`.
+
+    Without it the process would wait for the others at exit, and they for its collectives; Ctrl-C ends with 130.
+    """
+
+    def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        traceback.print_exception(kind, error, trace)
+        exit_at_once(130 if issubclass(kind, KeyboardInterrupt) else EXCEPTION_EXIT_CODE)
+
+    sys.excepthook = end

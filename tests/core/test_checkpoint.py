@@ -1,0 +1,221 @@
+import pathlib
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from core import checkpoint
+
+
+class State(NamedTuple):
+    step: Any
+    params: Any
+    opt_state: Any
+    carry: Any
+
+
+def sharded(shape, *spec):
+    devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
+    return NamedSharding(Mesh(devices, ("fsdp", "tensor")[: len(shape)]), PartitionSpec(*spec))
+
+
+def make_state(weights, plain):
+    """A train state with two dtypes; arrays of two axes are laid out by `weights`, the others by `plain`."""
+    params = {"decoder/linear": {"w": jnp.arange(48.0).reshape(8, 6) / 7, "b": jnp.arange(6.0).astype(jnp.bfloat16)}}
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    state = State(jnp.asarray(5, jnp.int32), params, optimizer.init(params), ())
+    return jax.tree.map(lambda x: jax.device_put(x, weights if x.ndim == 2 else plain), state)
+
+
+def abstract(state):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
+def assert_same(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+
+
+@pytest.fixture
+def state():
+    return make_state(sharded((4, 2), "fsdp", "tensor"), sharded((4, 2)))
+
+
+@pytest.fixture
+def opened(tmp_path):
+    made = []
+
+    def open_at(folder=tmp_path / "checkpoints", keep=3, **kwargs):
+        made.append(checkpoint.Checkpoints(str(folder), keep=keep, **kwargs))
+        return made[-1]
+
+    yield open_at
+    for checkpoints in made:
+        checkpoints.close()
+
+
+@pytest.mark.covers("C02", "C07")
+@pytest.mark.parametrize(
+    ("shape", "spec"), [((4, 2), ("fsdp", "tensor")), ((2, 4), ("tensor", "fsdp")), ((2,), ("fsdp",)), ((1,), ())]
+)
+def test_state_data_and_meta_return_under_any_mesh(opened, state, shape, spec):
+    data = {"stream/0": bytes(range(256)), "stream 1": b""}
+    meta = {"config": "LR = 1e-3\n# ünïcode", "seed": 7, "versions": {"jax": "x"}}
+    writer = opened()
+    writer.save(5, state=state, data=data, meta=meta)
+    writer.close()
+    spec_of = sharded(shape, *spec)
+    wanted = make_state(spec_of, sharded(shape))
+    restored, restored_data, restored_meta = opened().restore(5, abstract(wanted))
+    assert_same(restored, state)
+    assert restored.params["decoder/linear"]["w"].sharding == spec_of
+    assert (restored_data, restored_meta) == (data, meta)
+
+
+@pytest.mark.covers("C05")
+def test_arrays_may_be_donated_as_soon_as_save_returns(opened, state):
+    checkpoints = opened()
+    expected = jax.tree.map(np.array, state)
+    layout = abstract(state)
+    overwrite = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0)
+    checkpoints.save(5, state=state, data={}, meta={})
+    jax.block_until_ready(overwrite(state))
+    checkpoints.wait()
+    assert_same(checkpoints.restore(5, layout)[0], expected)
+
+
+@pytest.mark.covers("C04")
+def test_the_latest_are_kept_and_found(opened, state, tmp_path):
+    checkpoints = opened(keep=2)
+    assert checkpoints.latest_step() is None
+    for step in (1, 2, 10, 9):
+        checkpoints.save(step, state=state, data={}, meta={"step": step})
+    checkpoints.wait()
+    assert checkpoints.latest_step() == 10
+    assert sum(folder.name.isdigit() for folder in (tmp_path / "checkpoints").iterdir()) == 2
+    with pytest.raises(ValueError, match="step 10 is already saved"):
+        checkpoints.save(10, state=state, data={}, meta={})
+    with pytest.raises(ValueError, match=r"no complete checkpoint of step 1 .*there are \[9, 10\]"):
+        checkpoints.restore(1, abstract(state))
+
+
+@pytest.mark.covers("C04")
+def test_incomplete_steps_are_not_the_latest_and_do_not_block(opened, state, tmp_path):
+    folder = tmp_path / "checkpoints"
+    writer = opened()
+    writer.save(100, state=state, data={}, meta={})
+    writer.close()
+    (folder / "300").mkdir()
+    (folder / "200" / "state").mkdir(parents=True)
+    leftover = folder / "150.orbax-checkpoint-tmp"
+    leftover.mkdir()
+    assert opened(read_only=True).latest_step() == 100
+    assert (folder / "300").exists()
+    assert leftover.exists()
+
+    checkpoints = opened(keep=1)
+    assert checkpoints.latest_step() == 100
+    checkpoints.save(101, state=state, data={}, meta={})
+    checkpoints.wait()
+    assert checkpoints.latest_step() == 101
+    assert not leftover.exists()
+    assert not (folder / "300").exists()
+    assert_same(checkpoints.restore(101, abstract(state))[0], state)
+
+
+def test_a_tree_that_differs_is_refused_by_leaf(opened, state):
+    writer = opened()
+    writer.save(5, state=state, data={}, meta={})
+    writer.close()
+    checkpoints = opened()
+    wanted = abstract(state)
+    linear = wanted.params["decoder/linear"]
+    like = linear["w"]
+
+    def restore(**leaves):
+        return checkpoints.restore(5, wanted._replace(params={"decoder/linear": leaves}))
+
+    with pytest.raises(ValueError, match=r"params/decoder/linear/b: bfloat16\[6\] in the checkpoint, not expected"):
+        restore(w=like)
+    with pytest.raises(ValueError, match=r"linear/scale: not in the checkpoint, expected float32\[8, 6\]"):
+        restore(**linear, scale=like)
+    with pytest.raises(ValueError, match=r"w: float32\[8, 6\] in the checkpoint, expected bfloat16\[8, 6\]"):
+        restore(**linear | {"w": jax.ShapeDtypeStruct((8, 6), jnp.bfloat16, sharding=like.sharding)})
+    with pytest.raises(ValueError, match=r"w: float32\[8, 6\] in the checkpoint, expected float32\[6, 8\]"):
+        restore(**linear | {"w": jax.ShapeDtypeStruct((6, 8), jnp.float32, sharding=like.sharding)})
+    with pytest.raises(ValueError, match=r"needs the sharding of every leaf; missing: params/decoder/linear/w"):
+        restore(**linear | {"w": jax.ShapeDtypeStruct((8, 6), jnp.float32)})
+
+
+def test_what_cannot_be_saved_or_opened_is_refused(opened, state, tmp_path):
+    with pytest.raises(ValueError, match="keep is 0"):
+        opened(keep=0)
+    with pytest.raises(ValueError, match="no such folder"):
+        opened(tmp_path / "nowhere", read_only=True)
+    with pytest.raises(ValueError, match="'step': 'int'"):
+        opened().save(1, state=state._replace(step=3), data={}, meta={})
+
+
+@pytest.mark.covers("C05")
+def test_a_failed_write_surfaces_and_leaves_the_earlier_step(opened, state, tmp_path, monkeypatch):
+    checkpoints = opened()
+    checkpoints.save(1, state=state, data={"a": b"1"}, meta={})
+    checkpoints.wait()
+
+    async def fail(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(checkpoint.StreamsHandler, "_write", fail)
+    checkpoints.save(2, state=state, data={"a": b"2"}, meta={})
+    with pytest.raises(RuntimeError, match=r"step 2 to .* failed.*No space left"):
+        checkpoints.save(3, state=state, data={"a": b"3"}, meta={})
+    assert checkpoints.latest_step() == 1
+
+
+TWO_HOSTS_SAVE = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from core import checkpoint, distributed
+distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS, local_cpu_devices=2)
+mesh = Mesh(np.array(jax.devices()), ("fsdp",))
+def array(value, *spec):
+    return jax.make_array_from_callback(value.shape, NamedSharding(mesh, PartitionSpec(*spec)), lambda i: value[i])
+weights = np.arange(24.0, dtype=np.float32).reshape(8, 3)
+state = {"w": array(weights, "fsdp"), "step": array(np.array(4, np.int32))}
+checkpoints = checkpoint.Checkpoints("checkpoints", keep=2, timeout_seconds=30)
+for step in (3, 4):
+    checkpoints.save(step, state=state, data={f"stream_{PROCESS}": bytes([step, PROCESS])}, meta={"host": PROCESS})
+checkpoints.wait()
+print("latest", checkpoints.latest_step())
+checkpoints.close()
+distributed.shutdown()
+"""
+
+
+@pytest.mark.covers("C01", "C02", "C07")
+@pytest.mark.simulated(2)
+def test_two_hosts_save_and_one_restores(run_hosts, opened, tmp_path):
+    results = run_hosts(TWO_HOSTS_SAVE, hosts=2)
+    assert [result.returncode for result in results] == [0, 0], results
+    assert all("latest 4" in result.output for result in results)
+    layout = sharded((4, 2), "fsdp", "tensor")
+    wanted = {
+        "w": jax.ShapeDtypeStruct((8, 3), jnp.float32, sharding=sharded((2,), "fsdp")),
+        "step": jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(layout.mesh, PartitionSpec())),
+    }
+    state, data, meta = opened().restore(4, wanted)
+    np.testing.assert_array_equal(state["w"], np.arange(24.0).reshape(8, 3))
+    assert int(state["step"]) == 4
+    assert data == {"stream_0": b"\x04\x00", "stream_1": b"\x04\x01"}
+    assert meta == {"host": 0}
+    assert all(written_by_each_host(tmp_path / "checkpoints" / "4" / "state"))
+
+
+def written_by_each_host(folder: pathlib.Path):
+    return [any((folder / f"ocdbt.process_{host}").rglob("*")) for host in (0, 1)]
