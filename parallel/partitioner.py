@@ -1,0 +1,241 @@
+"""A strategy bound to devices: the mesh, the layout of every array, and the jitted steps.
+
+`Partitioner` binds the tables to chips. `Program` is what it makes of a model, an optimizer and the shape of a batch:
+the functions that a trainer calls, with the layouts and the tracing context already in place. Everything that can be
+wrong about the combination is found while the program is made, before an array exists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from core import logical, optimizers, step, train_state
+from core.optimizers import Optimizer
+from core.slices import Slice
+from core.train_state import TrainState
+from core.types import Batch, DataLayout, Model
+from parallel import compiler_options, mesh, rules, strategy
+
+BatchSpec = Mapping[str, jax.ShapeDtypeStruct]
+
+
+class Partitioner:
+    """A strategy on the chips of a slice.
+
+    Attributes:
+      strategy: the tables.
+      slice: the slice that the devices are, or play.
+      shape: degree by mesh axis.
+      mesh: the devices.
+    """
+
+    def __init__(self, tables: strategy.Strategy, *, slice: Slice, devices: Sequence[jax.Device]):
+        """Raises ValueError where mesh, slice and devices do not fit."""
+        self.strategy = tables
+        self.slice = slice
+        self.shape = strategy.resolve(tables, slice.chips, where=slice.name)
+        self.mesh = mesh.make_mesh(self.shape, slice=slice, devices=devices)
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Context in which a model traced for this layout sees its mesh and its table."""
+        with jax.set_mesh(self.mesh), logical.activation_rules(self.strategy.activation_rules):
+            yield
+
+    def batch_shardings(self, spec: BatchSpec) -> Mapping[str, NamedSharding]:
+        """Layout of every array of a batch.
+
+        Raises:
+          ValueError: a dimension does not divide.
+        """
+        axes = {k: rules.batch_axes(s.shape) for k, s in spec.items()}
+        where = f"batch under strategy {self.strategy.name!r} on {self.slice.name}"
+        tree = rules.specs(dict(spec), axes, self.strategy.activation_rules, mesh_shape=self.shape, where=where)
+        return rules.shardings(tree, self.mesh)
+
+    def data_layout(self, batch_size: int) -> DataLayout:
+        """The rows of a global batch that this host supplies."""
+        row_spec = {"rows": jax.ShapeDtypeStruct((batch_size,), jnp.int32)}
+        index_map = self.batch_shardings(row_spec)["rows"].devices_indices_map((batch_size,))
+        by_host: dict[int, set[int]] = {}
+        for device, (rows,) in index_map.items():
+            by_host.setdefault(device.process_index, set()).update(range(*rows.indices(batch_size)))
+        me = jax.process_index()
+        mine = by_host.get(me, set())
+        earlier = set().union(*(rows for host, rows in by_host.items() if host < me))
+        return DataLayout(batch_size, tuple(sorted(mine)), tuple(sorted(mine - earlier)))
+
+    def put(self, batch: Mapping[str, np.ndarray], spec: BatchSpec) -> Batch:
+        """This host's rows of a global batch, placed on its devices.
+
+        Args:
+          batch: arrays [rows of this host, ...], in the order of `data_layout(...).rows`.
+          spec: shapes of the global batch.
+
+        Returns:
+          Global arrays.
+        """
+        layouts = self.batch_shardings(spec)
+        rows = np.asarray(self.data_layout(next(iter(spec.values())).shape[0]).rows)
+
+        def shard(local: np.ndarray, batch_size: int, index: tuple[slice, ...]) -> np.ndarray:
+            start, stop, _ = index[0].indices(batch_size)
+            at = np.searchsorted(rows, start)
+            return local[(slice(at, at + stop - start), *index[1:])]
+
+        return {
+            k: jax.make_array_from_callback(s.shape, layouts[k], functools.partial(shard, batch[k], s.shape[0]))
+            for k, s in spec.items()
+        }
+
+    def program(
+        self, model: Model, optimizer: Optimizer, spec: BatchSpec, *, seed: int, accum_steps: int = 1
+    ) -> Program:
+        """The model's steps in this layout.
+
+        Raises:
+          ValueError: the model, the batch and the tables do not fit; every mismatch at once.
+        """
+        return Program(self, model, optimizer, dict(spec), seed, accum_steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What a trainer calls: initial state, training step, evaluation step, and where their arrays live.
+
+    Attributes:
+      partitioner, model, optimizer, spec, seed, accum_steps: what it was made of.
+    """
+
+    partitioner: Partitioner
+    model: Model
+    optimizer: Optimizer
+    spec: BatchSpec
+    seed: int
+    accum_steps: int
+
+    def __post_init__(self):
+        _ = self.abstract_state, self.batch_shardings  # finds every mismatch now
+        self._check_accumulation()
+
+    @functools.cached_property
+    def axes(self) -> TrainState:
+        """Logical axes of every array of the state."""
+        return self._abstract[1]
+
+    @functools.cached_property
+    def abstract_state(self) -> TrainState:
+        """Shape, dtype and layout of every array of the state: what a checkpoint is restored to."""
+        shapes, axes = self._abstract
+        tables = self.partitioner.strategy
+        fit = functools.partial(rules.specs, mesh_shape=self.partitioner.shape)
+        name = f"strategy {tables.name!r} on {self.partitioner.slice.name}"
+        spec = TrainState(
+            step=PartitionSpec(),
+            params=fit(shapes.params, axes.params, tables.param_rules, where=f"{name}, param_rules"),
+            opt_state=fit(
+                shapes.opt_state, axes.opt_state, tables.stored_optimizer_rules, where=f"{name}, optimizer state"
+            ),
+            carry=fit(shapes.carry, axes.carry, tables.activation_rules, where=f"{name}, carry"),
+        )
+        layouts = rules.shardings(spec, self.partitioner.mesh)
+        return jax.tree.map(lambda s, l: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=l), shapes, layouts)
+
+    @functools.cached_property
+    def state_shardings(self) -> TrainState:
+        """Layout of every array of the state."""
+        return jax.tree.map(lambda s: s.sharding, self.abstract_state)
+
+    @functools.cached_property
+    def batch_shardings(self) -> Mapping[str, NamedSharding]:
+        """Layout of every array of a batch."""
+        return self.partitioner.batch_shardings(self.spec)
+
+    @functools.cached_property
+    def _abstract(self) -> tuple[TrainState, TrainState]:
+        params, param_axes = logical.abstract_init(self.model.init, jax.random.key(self.seed), self._example())
+        opt_state = jax.eval_shape(self.optimizer.init, params)
+        carry = jax.eval_shape(self.model.init_carry, self._example())
+        shapes = TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, opt_state, carry)
+        axes = TrainState(
+            logical.Axes(()),
+            param_axes,
+            optimizers.state_axes(self.optimizer, params, param_axes),
+            jax.tree.map(lambda s: rules.row_axes(s.shape), carry),
+        )
+        return shapes, axes
+
+    def _example(self) -> dict[str, jax.ShapeDtypeStruct]:
+        return {k: jax.ShapeDtypeStruct(s.shape, s.dtype) for k, s in self.spec.items()}
+
+    def _check_accumulation(self) -> None:
+        batch_size = next(iter(self.spec.values())).shape[0]
+        spec = next(iter(self.batch_shardings.values())).spec
+        shards = int(np.prod([self.partitioner.shape[a] for a in logical.mesh_axes(spec[0] if spec else None)]))
+        if batch_size % (shards * self.accum_steps):
+            unit = shards * self.accum_steps
+            raise ValueError(
+                f"batch_size = {batch_size} does not divide into accum_steps = {self.accum_steps} microbatches over "
+                f"{shards} groups of chips ({self.partitioner.strategy.name!r} on {self.partitioner.slice.name}). "
+                f"Nearest: {max(batch_size // unit, 1) * unit}, {(batch_size // unit + 1) * unit}"
+            )
+
+    @functools.cached_property
+    def _replicated(self) -> NamedSharding:
+        return NamedSharding(self.partitioner.mesh, PartitionSpec())
+
+    def init(self) -> TrainState:
+        """A fresh state, equal under every layout."""
+
+        def fresh() -> TrainState:
+            zeros = {k: jnp.zeros(s.shape, s.dtype) for k, s in self.spec.items()}
+            return train_state.initialise(self.model, self.optimizer, seed=self.seed, batch=zeros)
+
+        with self.partitioner.tracing():
+            return jax.jit(fresh, out_shardings=self.state_shardings)()
+
+    @functools.cached_property
+    def jitted_train_step(self) -> Any:
+        """The jitted training step; trace it inside `partitioner.tracing()`. The state is donated."""
+        pure = step.train_step(self.model, self.optimizer, seed=self.seed, accum_steps=self.accum_steps)
+        return self._jit(pure, out_shardings=(self.state_shardings, self._replicated), donate_argnums=0)
+
+    @functools.cached_property
+    def jitted_eval_step(self) -> Any:
+        """The jitted evaluation step; trace it inside `partitioner.tracing()`."""
+        return self._jit(step.eval_step(self.model, seed=self.seed), out_shardings=self._replicated)
+
+    def _jit(self, fn: Callable, **options) -> Any:
+        on_tpu = self.partitioner.mesh.devices.flat[0].platform == "tpu"
+        chosen = compiler_options.compiler_options(self.partitioner.slice) if on_tpu else None
+        inputs = (self.state_shardings, self.batch_shardings)
+        return jax.jit(fn, in_shardings=inputs, compiler_options=chosen, **options)
+
+    def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, step.Metrics]:
+        """One step; `state` is consumed."""
+        with self.partitioner.tracing():
+            return self.jitted_train_step(state, batch)
+
+    def eval_step(self, state: TrainState, batch: Batch) -> Mapping[str, Any]:
+        """Loss and metric sums of one batch."""
+        with self.partitioner.tracing():
+            return self.jitted_eval_step(state, batch)
+
+    def put(self, batch: Mapping[str, np.ndarray]) -> Batch:
+        """This host's rows, placed on its devices."""
+        return self.partitioner.put(batch, self.spec)
+
+    def lower_train_step(self) -> Any:
+        """The training step lowered from shapes alone: nothing is allocated, so the devices need not exist."""
+        batch = {k: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self.batch_shardings[k]) for k, s in self.spec.items()}
+        with self.partitioner.tracing():
+            return self.jitted_train_step.lower(self.abstract_state, batch)

@@ -1,0 +1,168 @@
+"""What a strategy is: two or three tables from the meaning of an axis to axes of a named mesh.
+
+A strategy is data. It says how many ways each mesh axis is split and which logical axes are spread over which mesh
+axes, for stored parameters, for computation and, where that differs, for optimizer state. It holds no code and knows
+no model, so that the same table serves every model and can be printed, compared and proven.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from core import logical
+from core.logical import Rules
+
+MESH_AXES: Mapping[str, str] = {  # slowest network first
+    "stage": "groups of consecutive layers",
+    "data": "replicas of the whole model, each with rows of its own",
+    "fsdp": "rows, and pieces of every parameter",
+    "tensor": "pieces of heads, hidden units and vocabulary",
+}
+
+REPLICATED: Rules = MappingProxyType(dict.fromkeys(logical.LOGICAL_AXES))
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """Tables for one way of spreading a model.
+
+    Attributes:
+      name: as gin and reports call it.
+      mesh_shape: degree by mesh axis; one may be -1, "what is left"; a missing axis is 1.
+      param_rules: how parameters are stored; lists every logical axis.
+      activation_rules: how computation is spread; lists every logical axis.
+      optimizer_rules: how optimizer state is stored; None: as the parameters.
+      dcn_shape: degree by mesh axis across slices; empty for one slice.
+      pipeline: the schedule over `stage`, where there is one.
+
+    Raises:
+      ValueError: every unknown or missing name in the tables, at once.
+    """
+
+    name: str
+    mesh_shape: Mapping[str, int]
+    param_rules: Rules
+    activation_rules: Rules
+    optimizer_rules: Rules | None = None
+    dcn_shape: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    pipeline: Any = None
+
+    def __post_init__(self):
+        problems = _mesh_problems(self.mesh_shape)
+        for table in ("param_rules", "activation_rules", "optimizer_rules"):
+            rules = getattr(self, table)
+            if rules is not None:
+                problems += _table_problems(table, rules)
+        problems += _idle_axes(self)
+        if problems:
+            raise ValueError(f"strategy {self.name!r}:\n  " + "\n  ".join(problems))
+
+    @property
+    def stored_optimizer_rules(self) -> Rules:
+        """The table that optimizer state follows."""
+        return self.param_rules if self.optimizer_rules is None else self.optimizer_rules
+
+
+def _mesh_problems(mesh_shape: Mapping[str, int]) -> list[str]:
+    problems = []
+    for axis, degree in mesh_shape.items():
+        if axis not in MESH_AXES:
+            hint = "call it 'tensor'" if axis in ("model", "mp") else f"expected one of {', '.join(MESH_AXES)}"
+            problems.append(f"mesh_shape: unknown mesh axis {axis!r}; {hint}")
+        if degree < 1 and degree != -1:
+            problems.append(f"mesh_shape: {axis} = {degree}; expected a positive number, or -1 for what is left")
+    if list(mesh_shape.values()).count(-1) > 1:
+        problems.append(f"mesh_shape: more than one -1 in {dict(mesh_shape)}; only one axis can take what is left")
+    return problems
+
+
+def _table_problems(table: str, rules: Rules) -> list[str]:
+    problems = []
+    for name, axes in rules.items():
+        try:
+            logical.check_names([name], where=table)
+        except ValueError as error:
+            problems.append(str(error))
+        problems += [
+            f"{table}: {name} -> unknown mesh axis {axis!r}; expected one of {', '.join(MESH_AXES)}"
+            for axis in logical.mesh_axes(axes)
+            if axis not in MESH_AXES
+        ]
+    missing = [name for name in logical.LOGICAL_AXES if name not in rules]
+    if missing:
+        problems.append(f"{table}: no row for {', '.join(missing)}; start from REPLICATED (None: replicated)")
+    return problems
+
+
+def _idle_axes(strategy: Strategy) -> list[str]:
+    used = {a for rules in (strategy.param_rules, strategy.activation_rules) for v in rules.values() for a in logical.mesh_axes(v)}
+    return [
+        f"mesh_shape: {axis} = {degree}, but no rule uses {axis!r}: those chips would repeat each other's work"
+        for axis, degree in strategy.mesh_shape.items()
+        if axis in MESH_AXES and degree != 1 and axis not in used and not (axis == "stage" and strategy.pipeline)
+    ]
+
+
+def override(
+    strategy: Strategy,
+    *,
+    param_rules: Rules | None = None,
+    activation_rules: Rules | None = None,
+) -> Strategy:
+    """`strategy` with rows of its tables replaced, e.g. 2 key heads over tensor 4: `{"kv_heads": None}` in both."""
+    return dataclasses.replace(
+        strategy,
+        param_rules={**strategy.param_rules, **(param_rules or {})},
+        activation_rules={**strategy.activation_rules, **(activation_rules or {})},
+    )
+
+
+def resolve(strategy: Strategy, devices: int, *, where: str) -> dict[str, int]:
+    """The degree of every mesh axis on this many devices, in the order of MESH_AXES.
+
+    Args:
+      strategy: whose mesh.
+      devices: how many there are.
+      where: the name of what has them, `v4-32`.
+
+    Raises:
+      ValueError: the degrees do not multiply to `devices`; names the nearest that do.
+    """
+    shape = {axis: strategy.mesh_shape.get(axis, 1) for axis in MESH_AXES}
+    fixed = math.prod(d for d in shape.values() if d != -1)
+    free = [axis for axis, d in shape.items() if d == -1]
+    if free and devices % fixed == 0:
+        return shape | {free[0]: devices // fixed}
+    if fixed == devices:
+        return shape
+    asked = " x ".join(f"{a} {d}" for a, d in shape.items() if d != 1) or "1"
+    raise ValueError(
+        f"strategy {strategy.name!r}: the mesh {asked} needs {_needs(fixed, free)} devices, but {where} has {devices} "
+        f"(a JAX device is one chip). Nearest that fit: {_nearest_fits(shape, devices)}"
+    )
+
+
+def _needs(fixed: int, free: list[str]) -> str:
+    return f"a multiple of {fixed}" if free else str(fixed)
+
+
+def _nearest_fits(shape: Mapping[str, int], devices: int) -> str:
+    """Change one fixed degree so that the product is right; else give everything to one axis."""
+    fits = []
+    for axis, degree in shape.items():
+        if degree in (1, -1):
+            continue
+        others = math.prod(d for a, d in shape.items() if a != axis and d != -1)
+        if devices % others == 0:
+            choices = [n for n in _divisors(devices // others)] if -1 in shape.values() else [devices // others]
+            nearest = min(choices, key=lambda n, d=degree: abs(n - d))
+            fits.append(" x ".join(f"{a} {d}" for a, d in {**shape, axis: nearest}.items() if d != 1) or "1 device")
+    return "; ".join(fits) or f"data {devices}, fsdp {devices}, or any degrees whose product is {devices}"
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
