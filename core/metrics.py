@@ -1,0 +1,208 @@
+"""Numbers of a run, where people and programs look for them: TensorBoard events and a JSON line for each step.
+
+The one idea: a writer is told scalars and texts, and host 0 alone has any. Event files and JSON lines grow by
+appending, which a bucket cannot do; for a gs:// run directory they are written in a local folder, and the whole file is
+copied at every `flush` and at `close`. The last seconds before a crash are then missing there, never a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from core import paths
+
+JSONL_NAME = "metrics.jsonl"
+TENSORBOARD_NAME = "tensorboard"
+
+
+class Writer(Protocol):
+    """Something that records a run."""
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Records named numbers of one step."""
+
+    def text(self, tag: str, text: str, *, step: int = 0) -> None:
+        """Records a text, such as the configuration."""
+
+    def flush(self) -> None:
+        """Makes what was recorded visible to readers."""
+
+    def close(self) -> None:
+        """Flushes and releases; a second call does nothing."""
+
+
+class Writers:
+    """Several writers as one. An empty one records nothing: that of every host but the first."""
+
+    def __init__(self, writers: Sequence[Writer] = ()):
+        self._writers = tuple(writers)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Records named numbers of one step."""
+        for writer in self._writers:
+            writer.scalars(step, values)
+
+    def text(self, tag: str, text: str, *, step: int = 0) -> None:
+        """Records a text, such as the configuration."""
+        for writer in self._writers:
+            writer.text(tag, text, step=step)
+
+    def flush(self) -> None:
+        """Makes what was recorded visible to readers."""
+        for writer in self._writers:
+            writer.flush()
+
+    def close(self) -> None:
+        """Flushes and releases; a second call does nothing."""
+        for writer in self._writers:
+            writer.close()
+
+
+def open_writers(run_dir: str, *, is_host_zero: bool, first_step: int = 0) -> Writers:
+    """TensorBoard and JSON lines on host 0; nothing on the others.
+
+    Args:
+      run_dir: local or gs://.
+      is_host_zero: whether this host writes.
+      first_step: where the run continues. What an earlier run recorded from there on is void: TensorBoard hides it; of
+        two JSON lines of one step, the later holds.
+    """
+    if not is_host_zero:
+        return Writers()
+    directory = paths.resolve(run_dir)
+    return Writers(
+        [
+            TensorBoard(directory / TENSORBOARD_NAME, first_step=first_step),
+            JsonLines(directory / JSONL_NAME),
+        ]
+    )
+
+
+class TensorBoard:
+    """Event files, written without TensorFlow."""
+
+    def __init__(self, directory: paths.Path, *, first_step: int = 0):
+        """Opens a new event file in `directory`; events of earlier files from `first_step` on are hidden."""
+        import tensorboardX  # Takes a third of a second that other hosts need not spend.
+
+        self._mirror = Mirror(directory)
+        self._events = tensorboardX.SummaryWriter(
+            str(self._mirror.folder),
+            purge_step=first_step or None,
+            flush_secs=30,
+            filename_suffix=f".{uuid.uuid4().hex[:8]}",  # Two starts within a second would share the file's name.
+        )
+        self._closed = False
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Records named numbers of one step."""
+        for name, value in values.items():
+            self._events.add_scalar(name, float(value), global_step=step)
+
+    def text(self, tag: str, text: str, *, step: int = 0) -> None:
+        """Records a text, shown as it is: TensorBoard reads Markdown, so it goes in as an indented block."""
+        self._events.add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()), global_step=step)
+
+    def flush(self) -> None:
+        """Makes what was recorded visible to readers."""
+        self._events.flush()
+        self._mirror.push()
+
+    def close(self) -> None:
+        """Flushes and releases; a second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._events.close()
+            self._mirror.close()
+
+
+class JsonLines:
+    """One JSON object a line: `{"step": 3, "time_seconds": …, "loss": …}`. JSON has no NaN: it becomes "nan"."""
+
+    def __init__(self, path: paths.Path):
+        """Appends to `path`; a last line that was cut off is ended first."""
+        self._mirror = Mirror(path.parent, fetch=path.name)
+        file = self._mirror.folder / path.name
+        cut_off = file.exists() and file.stat().st_size > 0 and not file.read_bytes().endswith(b"\n")
+        self._file = file.open("a", encoding="utf-8")
+        if cut_off:
+            self._file.write("\n")
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Records named numbers of one step."""
+        numbers = {name: _finite(float(value)) for name, value in values.items()}
+        self._write({"step": step, "time_seconds": round(time.time(), 3), **numbers})
+
+    def text(self, tag: str, text: str, *, step: int = 0) -> None:
+        """Records a text under `text` with its `tag`."""
+        self._write({"step": step, "time_seconds": round(time.time(), 3), "tag": tag, "text": text})
+
+    def _write(self, row: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+
+    def flush(self) -> None:
+        """Makes what was recorded visible to readers."""
+        self._file.flush()
+        self._mirror.push()
+
+    def close(self) -> None:
+        """Flushes and releases; a second call does nothing."""
+        if not self._file.closed:
+            self._file.close()
+            self._mirror.close()
+
+
+def _finite(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+class Mirror:
+    """A local folder to append in, for a destination that may be a bucket.
+
+    Attributes:
+      folder: where to write: the destination itself when it is local.
+    """
+
+    def __init__(self, destination: paths.Path, *, fetch: str | None = None, copies: bool | None = None):
+        """Opens `destination`.
+
+        Args:
+          destination: local or gs://.
+          fetch: the name of a file to continue, if it is there.
+          copies: whether to write elsewhere and copy; None: when the destination is in a bucket.
+        """
+        self._destination = destination
+        self._temporary = None
+        self._pushed: dict[str, int] = {}
+        if not (paths.is_remote(destination) if copies is None else copies):
+            self.folder = pathlib.Path(destination)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            return
+        self._temporary = tempfile.TemporaryDirectory(prefix="renga-metrics-")
+        self.folder = pathlib.Path(self._temporary.name)
+        if fetch is not None and (destination / fetch).exists():
+            (self.folder / fetch).write_bytes((destination / fetch).read_bytes())
+
+    def push(self) -> None:
+        """Copies the files that grew since the last call."""
+        if self._temporary is None:
+            return
+        for file in sorted(self.folder.iterdir()):
+            size_bytes = file.stat().st_size
+            if self._pushed.get(file.name) != size_bytes:
+                paths.copy_file(file, to=self._destination / file.name)
+                self._pushed[file.name] = size_bytes
+
+    def close(self) -> None:
+        """Copies a last time and removes the local folder."""
+        self.push()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+            self._temporary = None

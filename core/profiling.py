@@ -1,0 +1,67 @@
+"""Profiles of chosen steps, from every host, where TensorBoard looks for them.
+
+The profiler names its file after the hostname, into a folder named after the local clock. Hosts would then land in
+different folders, and hosts that share a name would overwrite one another. The one idea: every host traces into a
+temporary folder under the same session name, and moves its file to a place that no other host has:
+
+    RUN/tensorboard/plugins/profile/step_100/<hostname>-p<process>.xplane.pb
+"""
+
+from __future__ import annotations
+
+import pathlib
+import socket
+import tempfile
+
+import jax
+
+from core import distributed, paths
+
+_SUFFIX = ".xplane.pb"
+
+
+class Profile:
+    """Windows of profiled steps. Every host starts and stops at the same steps."""
+
+    def __init__(self, run_dir: str, *, process_index: int | None = None):
+        """Profiles go under `run_dir`; `process_index` is this host's unless given."""
+        self._directory = paths.resolve(run_dir) / "tensorboard" / "plugins" / "profile"
+        self._process = distributed.process_index() if process_index is None else process_index
+        self._session: str | None = None
+        self._traced: tempfile.TemporaryDirectory | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether steps are being profiled."""
+        return self._session is not None
+
+    def start(self, step: int) -> None:
+        """Begins a window with `step` as its first; waits for no device. Raises RuntimeError when one is open."""
+        if self._session is not None:
+            raise RuntimeError(f"cannot profile from step {step}: the window {self._session} is still open")
+        options = jax.profiler.ProfileOptions()
+        options.session_id = f"step_{step}"
+        options.python_tracer_level = 0  # Python frames would hide the device's rows and slow the step.
+        traced = tempfile.TemporaryDirectory(prefix="renga-profile-")
+        jax.profiler.start_trace(traced.name, profiler_options=options)
+        self._session, self._traced = options.session_id, traced
+
+    def stop(self) -> list[paths.Path]:
+        """Ends the window and returns the files written; call it when the profiled steps have finished on the device.
+
+        Raises:
+          RuntimeError: no window is open.
+        """
+        if self._session is None or self._traced is None:
+            raise RuntimeError("no profile window is open")
+        session, traced = self._session, self._traced
+        self._session = self._traced = None
+        with traced:
+            jax.profiler.stop_trace()
+            found = sorted(pathlib.Path(traced.name).rglob(f"*{_SUFFIX}"))
+            return [self._publish(file, session=session, number=number) for number, file in enumerate(found)]
+
+    def _publish(self, file: pathlib.Path, *, session: str, number: int) -> paths.Path:
+        again = f"-{number}" if number else ""
+        name = f"{socket.gethostname()}-p{self._process}{again}{_SUFFIX}"
+        return paths.copy_file(file, to=self._directory / session / name)

@@ -1,0 +1,110 @@
+"""Says which input changed when a step that should compile once compiles again.
+
+A recompilation of a large model costs minutes on every host and usually comes from one array that changed its shape,
+dtype, weak type or layout. The one idea: count the compilations that happen on this thread, which costs nothing, and
+look at the inputs only when the count moved.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+_compilations = threading.local()
+
+
+def _count(event: str, duration_seconds: float, **_: Any) -> None:
+    if event == _COMPILE_EVENT:
+        _compilations.count = getattr(_compilations, "count", 0) + 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_count)
+
+
+class RecompilationError(RuntimeError):
+    """A step compiled again after its first call."""
+
+
+class OnceCompiled:
+    """A jitted function that may compile in its first call only.
+
+    Attributes:
+      recompilations: how many later calls compiled.
+    """
+
+    def __init__(self, function: Callable[..., Any], *, on_recompile: Literal["raise", "warn"] = "raise"):
+        """Wraps `function`, whose arguments may be donated.
+
+        Raises:
+          ValueError: `on_recompile` is neither "raise" nor "warn".
+        """
+        if on_recompile not in ("raise", "warn"):
+            raise ValueError(f"on_recompile is {on_recompile!r}; expected 'raise' or 'warn'")
+        self.recompilations = 0
+        self._function = function
+        self._raises = on_recompile == "raise"
+        self._expected: Mapping[str, str] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function. Raises RecompilationError, or warns, when it compiled again."""
+        if self._expected is None:
+            self._expected = self._describe(args, kwargs)
+            return self._function(*args, **kwargs)
+        before = getattr(_compilations, "count", 0)
+        output = self._function(*args, **kwargs)
+        if getattr(_compilations, "count", 0) != before:
+            self._report(self._describe(args, kwargs))
+        return output
+
+    def _describe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, str]:
+        """What compilation depends on, of every input leaf; donated arrays still have all of it."""
+        named = _bind(self._function, args, kwargs)
+        leaves, _ = jax.tree_util.tree_flatten_with_path(named)
+        return {path[0].key + jax.tree_util.keystr(path[1:]): _kind(leaf) for path, leaf in leaves}
+
+    def _report(self, actual: Mapping[str, str]) -> None:
+        self.recompilations += 1
+        lines = _changes(self._expected, actual) or ["no input changed: a configuration value or the mesh in scope did"]
+        listed = "\n  ".join(lines[:20] + [f"… and {len(lines) - 20} more"] * (len(lines) > 20))
+        name = getattr(self._function, "__name__", "the step")
+        message = f"{name} compiled again after its first call; what differs from the first call:\n  {listed}"
+        if self._raises:
+            raise RecompilationError(message)
+        warnings.warn(message, stacklevel=3)
+
+
+def _bind(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by parameter name, or by position where the function tells no signature."""
+    try:
+        return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
+    except (TypeError, ValueError):
+        return {f"argument {index}": value for index, value in enumerate(args)} | dict(kwargs)
+
+
+def _kind(leaf: Any) -> str:
+    if not isinstance(leaf, jax.Array):
+        return f"{type(leaf).__name__} {getattr(leaf, 'dtype', '')}{list(getattr(leaf, 'shape', ()))}"
+    aval = jax.typeof(leaf)
+    weak = ", weak type" if aval.weak_type else ""
+    committed = "" if leaf.committed else ", not committed to devices"
+    return f"{aval.dtype}{list(aval.shape)}{weak}, {_layout(leaf.sharding)}{committed}"
+
+
+def _layout(sharding: jax.sharding.Sharding) -> str:
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return f"{sharding.spec} on mesh {dict(sharding.mesh.shape)} ({sharding.memory_kind})"
+    return str(sharding)
+
+
+def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    lines = [f"{name}: was {before[name]}, is missing" for name in before if name not in after]
+    lines += [f"{name}: is new, {after[name]}" for name in after if name not in before]
+    both = [name for name in before if name in after]
+    return lines + [f"{name}: was {before[name]}, is {after[name]}" for name in both if before[name] != after[name]]
