@@ -169,7 +169,7 @@ def _barrier_message(name: str, reason: str, *, timeout_seconds: float) -> str:
     listed = re.search(r"timed out task names:\s*((?:\S*\d+\s+)+)", reason + "\n")
     if listed is None:
         return f"barrier {name!r}: {reason}"
-    hosts = ", ".join(re.findall(r"(\d+)\s", listed.group(1)))
+    hosts = ", ".join(sorted(re.findall(r"(\d+)\s", listed.group(1)), key=int))
     return f"barrier {name!r}: host {hosts} did not come within {timeout_seconds:g} s; read the end of its log"
 
 

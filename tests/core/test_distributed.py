@@ -1,0 +1,178 @@
+import time
+
+import pytest
+
+from core import distributed
+
+JOIN = """
+from core import distributed
+cluster = distributed.initialize(
+    coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS, local_cpu_devices=2, timeout_seconds=TIMEOUT
+)
+"""
+EXPLICIT = (
+    "TIMEOUT = 30"
+    + JOIN
+    + """
+import pathlib, time
+assert distributed.initialize() is cluster
+assert distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS) is cluster
+try:
+    distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS + 1)
+except ValueError as error:
+    assert "already joined" in str(error)
+import jax
+assert (jax.process_index(), jax.process_count()) == (PROCESS, HOSTS) == (distributed.process_index(), HOSTS)
+assert (jax.device_count(), jax.local_device_count()) == (2 * HOSTS, 2)
+assert distributed.is_host_zero() == (PROCESS == 0)
+for turn in range(2):
+    assert distributed.from_host_zero(f"of {PROCESS} ü {turn}") == f"of 0 ü {turn}"
+    assert distributed.all_gather_text("versions", f"{PROCESS}/{turn}") == [f"{i}/{turn}" for i in range(HOSTS)]
+    distributed.barrier("again", timeout_seconds=10)
+if PROCESS == 0:
+    port = f"{int(COORDINATOR.split(':')[1]):04X}"
+    tables = pathlib.Path("/proc/net/tcp").read_text() + pathlib.Path("/proc/net/tcp6").read_text()
+    listening = [line.split()[1] for line in tables.splitlines() if f":{port} " in line and line.split()[3] == "0A"]
+    assert listening and all(address.endswith(f"0100007F:{port}") for address in listening), listening
+if PROCESS in (1, 3):
+    time.sleep(1.5)
+else:
+    try:
+        distributed.barrier("late", timeout_seconds=0.5)
+    except TimeoutError as error:
+        print("barrier:", error)
+distributed.shutdown()
+print("left")
+"""
+)
+
+
+@pytest.mark.covers("R02", "R04")
+@pytest.mark.simulated(4)
+def test_four_hosts_join_talk_and_leave(run_hosts):
+    results = run_hosts(EXPLICIT, hosts=4)
+    assert [result.returncode for result in results] == [0] * 4, results
+    assert all("left" in result.output for result in results)
+    for host in (0, 2):
+        assert "barrier 'late': host 1, 3 did not come within 0.5 s" in results[host].output
+
+
+@pytest.mark.covers("R05")
+@pytest.mark.simulated(2)
+def test_a_missing_host_is_named_by_those_who_came(run_hosts):
+    results = run_hosts("TIMEOUT = 2" + JOIN, hosts=3, only=(0, 2))
+    for result in results:
+        assert result.returncode == 1
+        assert "TimeoutError: waited 2 s at 127.0.0.1:" in result.output
+        assert "for 3 hosts; missing: host 1." in result.output
+
+
+AFTER_A_DEVICE = """
+import jax.numpy as jnp
+jnp.ones(1)
+from core import distributed
+try:
+    distributed.initialize(single_process=True)
+except RuntimeError as error:
+    print("early:", error)
+"""
+NO_CLUSTER = """
+from core import distributed
+try:
+    distributed.initialize(timeout_seconds=2)
+except ValueError as error:
+    print("none:", error)
+assert distributed.initialize(single_process=True, local_cpu_devices=3) == (0, 1, "")
+import jax
+assert jax.device_count() == 3 and not jax.distributed.is_initialized()
+assert distributed.from_host_zero("alone") == "alone" and distributed.all_gather_text("x", "y") == ["y"]
+distributed.barrier("alone", timeout_seconds=1)
+distributed.shutdown()
+"""
+
+
+@pytest.mark.covers("R04")
+def test_joining_after_a_device_was_touched_is_refused(run_hosts):
+    (result,) = run_hosts(AFTER_A_DEVICE, hosts=1)
+    assert "early: distributed.initialize came after a device was touched" in result.output, result
+
+
+@pytest.mark.covers("R05")
+def test_no_cluster_is_an_error_unless_one_process_was_asked_for(run_hosts):
+    (result,) = run_hosts(NO_CLUSTER, hosts=1)
+    assert result.returncode == 0, result
+    assert "none: no cluster was found on this machine" in result.output
+    assert "or single_process=True to run alone" in result.output
+
+
+DETECTED = """
+from jax._src import clusters
+
+class Stub(clusters.ClusterEnv):
+    name = "stub"
+    is_env_present = classmethod(lambda cls: True)
+    get_coordinator_address = classmethod(lambda cls, timeout_secs, override_coordinator_port: COORDINATOR)
+    get_process_count = classmethod(lambda cls: HOSTS)
+    get_process_id = classmethod(lambda cls: PROCESS)
+    get_local_process_id = classmethod(lambda cls: None)
+
+clusters.ClusterEnv._cluster_types.insert(0, Stub)
+from core import distributed
+assert distributed.initialize(local_cpu_devices=1, timeout_seconds=30) == (PROCESS, HOSTS, COORDINATOR)
+import jax
+assert jax.device_count() == HOSTS
+distributed.shutdown()
+"""
+
+
+@pytest.mark.covers("R01")
+@pytest.mark.simulated(2)
+def test_a_detected_cluster_needs_no_arguments(run_hosts):
+    results = run_hosts(DETECTED, hosts=2)
+    assert [result.returncode for result in results] == [0, 0], results
+
+
+FAILS_ALONE = (
+    "TIMEOUT = 30"
+    + JOIN
+    + """
+import jax, time
+distributed.exit_at_once_on_exception()
+if PROCESS == 1:
+    raise OverflowError("only here")
+try:
+    distributed.barrier("never", timeout_seconds=1)
+except TimeoutError:
+    distributed.exit_at_once(5)
+"""
+)
+
+
+@pytest.mark.simulated(2)
+def test_an_exception_on_one_host_ends_it_at_once(run_hosts):
+    began = time.monotonic()
+    zero, one = run_hosts(FAILS_ALONE, hosts=2)
+    assert one.returncode == distributed.EXCEPTION_EXIT_CODE
+    assert "OverflowError: only here" in one.output
+    assert zero.returncode == 5
+    assert time.monotonic() - began < distributed.SHUTDOWN_SECONDS / 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"coordinator": "h:1"}, "needs process_index, process_count too"),
+        ({"process_index": 0, "process_count": 2}, "needs coordinator too"),
+        ({"coordinator": "h:1", "process_index": 2, "process_count": 2}, "process_index is 2; expected 0 to 1"),
+        ({"coordinator": "h", "process_index": 0, "process_count": 2}, "expected HOST:PORT"),
+        ({"coordinator": "h:1", "single_process": True}, "both given"),
+    ],
+)
+def test_arguments_that_do_not_go_together(arguments, says):
+    with pytest.raises(ValueError, match=says):
+        distributed.initialize(**arguments)
+
+
+def test_a_text_too_long_for_the_coordinator_is_refused():
+    with pytest.raises(ValueError, match="2097153 bytes; hosts exchange at most 2097152"):
+        distributed.all_gather_text("long", "x" * (2**21 + 1))
