@@ -1,0 +1,93 @@
+"""`python -m launch COMMAND …`: finds the command among launch/commands/, imports that one alone and runs it.
+
+A command is a module with `HELP` (one line), `EXAMPLE` (one command line), `add_arguments(parser)` and
+`run(args) -> int`. A ValueError is the user's to fix: its message is printed without a traceback and the exit code is
+2 (launch/README.md has all exit codes).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import importlib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from launch import environment
+
+COMMANDS = Path(__file__).parent / "commands"
+USER_ERROR = 2
+INTERRUPTED = 128 + signal.SIGINT
+
+
+def command_names() -> list[str]:
+    """The commands there are."""
+    return sorted(path.stem for path in COMMANDS.glob("*.py") if path.stem != "__init__")
+
+
+def command_help(name: str) -> str:
+    """The HELP line of a command, read without importing it."""
+    for node in ast.parse((COMMANDS / f"{name}.py").read_text()).body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        if isinstance(target, ast.Name) and target.id == "HELP":
+            return ast.literal_eval(node.value)
+    raise AssertionError(f"launch/commands/{name}.py has no HELP")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs one command line and returns the exit code."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_overview())
+        return 0
+    name, *rest = argv
+    if name not in command_names():
+        print(_unknown(name), file=sys.stderr)
+        return USER_ERROR
+    command = importlib.import_module(f"launch.commands.{name}")
+    parser = argparse.ArgumentParser(
+        prog="launch/pod.sh" if name == "pod" else f"launch/run {name}",
+        description=command.HELP,
+        epilog=f"example:\n  {command.EXAMPLE}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.add_arguments(parser)
+    try:
+        return command.run(parser.parse_args(rest))
+    except ValueError as error:
+        _print_user_error(error)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _overview() -> str:
+    lines = ["launch/run COMMAND …   (launch/run COMMAND --help says more, with an example)", ""]
+    names = command_names()
+    width = max(map(len, names))
+    return "\n".join(lines + [f"  {name:<{width}}  {command_help(name)}" for name in names])
+
+
+def _unknown(name: str) -> str:
+    nearest = difflib.get_close_matches(name, command_names(), n=1)
+    hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are: {', '.join(command_names())}"
+    return f"unknown command {name!r}: {hint}"
+
+
+def _print_user_error(error: ValueError) -> None:
+    if environment.read("RENGA_TRACEBACK"):
+        traceback.print_exception(error)
+    print(f"error: {error}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:  # at once: on several hosts, leaving in order would wait for the others at JAX's exit barrier
+        os._exit(code)

@@ -1,0 +1,132 @@
+"""`launch/pod.sh`: trains an experiment on a slice, wherever that slice is.
+
+The one idea: one command line, three places. On a host of a TPU slice it becomes this host's process; from a
+workstation it reaches all hosts through gcloud; with --simulate it plays them here. Where none fits, it says what it
+looked at and never falls back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from core import slices
+from launch import environment, hosts, simulate, workstation
+
+HELP = "train an experiment on a slice: on this TPU host, from a workstation, or simulated here"
+EXAMPLE = """launch/pod.sh v4-16 gin/quickstart.gin --simulate
+  launch/pod.sh v4-32 gin/valkyrie_7b.gin --simulate --smoke
+  launch/pod.sh v4-32 gin/valkyrie_7b.gin --gin "BATCH_SIZE = 64" --run-dir gs://bucket/runs/first
+  launch/pod.sh v4-32 gin/valkyrie_7b.gin --tpu my-tpu --zone us-central2-b
+  launch/pod.sh logs --tpu my-tpu --zone us-central2-b      (and status, stop, tensorboard)"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what pod.sh takes."""
+    actions = " | ".join(workstation.ACTIONS)
+    parser.add_argument("target", metavar="SLICE", help=f"such as v4-32 (launch/run slices); or {actions}")
+    parser.add_argument("experiment", metavar="EXPERIMENT.gin", nargs="?", help="the experiment file")
+    parser.add_argument(
+        "--gin", metavar="BINDING", action="append", default=[], help="overrides one binding; repeatable"
+    )
+    parser.add_argument("--run-dir", metavar="DIR", help="default: $RENGA_RUN_ROOT/{group}/{experiment}")
+    parser.add_argument("--steps", metavar="N", type=int, help="stop after step N")
+    modes = parser.add_argument_group("modes")
+    modes.add_argument("--simulate", action="store_true", help="hosts as processes here, chips as CPU devices")
+    modes.add_argument("--smoke", action="store_true", help="same slice and tables, smallest sizes, 20 steps, PASS")
+    modes.add_argument("--check", action="store_true", help="only what can be known without a device; starts nothing")
+    modes.add_argument("--tpu", metavar="NAME", help="from a workstation: the TPU to reach (or TPU_NAME)")
+    modes.add_argument("--zone", help="its zone (or TPU_ZONE)")
+    modes.add_argument("--project", help="its project (or TPU_PROJECT)")
+    modes.add_argument("--dry-run", action="store_true", help="print the commands for the hosts, run none")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Chooses the place and goes there."""
+    if args.target in workstation.ACTIONS:
+        return _act(args)
+    slice_ = slices.get(args.target)
+    if args.experiment is None:
+        raise ValueError(f"no experiment given: launch/pod.sh {args.target} EXPERIMENT.gin (gin/ has some)")
+    if args.steps is not None and args.steps < 1:
+        raise ValueError(f"--steps {args.steps}: expected at least 1")
+    if args.check:
+        return _become(["check", args.experiment, "--slice", slice_.name, *_options(args)])
+    if args.simulate:
+        return _simulate(args, slice_)
+    if args.tpu:
+        return _from_workstation(args, slice_, workstation.find_tpu(args.tpu, args.zone, args.project))
+    place = hosts.look()
+    if place.on_tpu_host:
+        hosts.require_slice(slice_, accelerator_type=place.accelerator_type, where="this host's TPU")
+        return _become(["train", args.experiment, "--slice", slice_.name, *_options(args)])
+    tpu = workstation.find_tpu(None, args.zone, args.project)
+    if tpu is not None:
+        return _from_workstation(args, slice_, tpu)
+    raise ValueError(_no_place(slice_, args.experiment, place))
+
+
+def _simulate(args: argparse.Namespace, slice_: slices.Slice) -> int:
+    run_directory = args.run_dir or environment.run_directory(args.experiment, smoke=args.smoke)
+    remote = "://" in run_directory
+    here = environment.run_directory(args.experiment, smoke=args.smoke, environ={}) if remote else run_directory
+    options = ["--run-dir", run_directory, *_options(args, run_dir=False)]
+    command = [sys.executable, "-m", "launch", "train", args.experiment, "--slice", slice_.name, *options]
+    print(
+        f"Simulating {slice_.name}: {slice_.hosts} hosts x {slice_.chips_per_host} chips; logs in {here}/logs",
+        flush=True,
+    )
+    return simulate.run(slice_, command=command, log_directory=Path(here) / "logs")
+
+
+def _from_workstation(args: argparse.Namespace, slice_: slices.Slice, tpu: workstation.Tpu) -> int:
+    workspace = environment.WORKSPACE
+    experiment = workstation.shipped_path(args.experiment, workspace=workspace)
+    run_directory = []
+    if args.run_dir is None and environment.read("RENGA_RUN_ROOT"):
+        run_directory = ["--run-dir", environment.run_directory(experiment, smoke=args.smoke)]
+    arguments = [slice_.name, experiment, *run_directory, *_options(args)]
+    return workstation.start(tpu, slice_=slice_, arguments=arguments, workspace=workspace, dry_run=args.dry_run)
+
+
+def _act(args: argparse.Namespace) -> int:
+    if args.experiment is not None:
+        raise ValueError(
+            f"{args.target} takes no {args.experiment!r}: launch/pod.sh {args.target} --tpu NAME --zone ZONE"
+        )
+    tpu = workstation.find_tpu(args.tpu, args.zone, args.project)
+    if tpu is None:
+        raise ValueError(f"{args.target} on which TPU? Give --tpu NAME --zone ZONE, or set TPU_NAME and TPU_ZONE")
+    log_directory = args.run_dir or environment.read("RENGA_RUN_ROOT") or "runs"
+    return workstation.act(tpu, action=args.target, log_directory=log_directory, dry_run=args.dry_run)
+
+
+def _options(args: argparse.Namespace, *, run_dir: bool = True) -> list[str]:
+    """The flags that every place passes on as they are."""
+    options = [option for binding in args.gin for option in ("--gin", binding)]
+    if run_dir and args.run_dir is not None:
+        options += ["--run-dir", args.run_dir]
+    if args.steps is not None and not args.check:
+        options += ["--steps", str(args.steps)]
+    if args.smoke and not args.check:
+        options.append("--smoke")
+    return options
+
+
+def _become(arguments: list[str]) -> int:
+    """Replaces this process by another command, so that signals and the exit code are its own."""
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "launch", *arguments])
+
+
+def _no_place(slice_: slices.Slice, experiment: str, place: hosts.Place) -> str:
+    looked_at = "\n".join(f"  {line}" for line in place.looked_at)
+    return f"""nowhere to run {slice_.name} from here. There are three ways:
+  on a host of a TPU slice   launch/pod.sh {slice_.name} {experiment}        (the same on every host)
+  from a workstation         launch/pod.sh {slice_.name} {experiment} --tpu NAME --zone ZONE [--project P]
+  simulated on this machine  launch/pod.sh {slice_.name} {experiment} --simulate
+This is no TPU host, and names no TPU:
+{looked_at}
+  environment: TPU_NAME is not set"""

@@ -1,0 +1,127 @@
+"""Every environment variable that Renga reads, in one table; `launch/README.md` is generated from it.
+
+The one idea: nothing about a run hides in the environment. What is read is listed here with its meaning, and a value
+that cannot be right is an error that names the variable. An empty value counts as unset.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+WORKSPACE = Path(__file__).resolve().parent.parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Variable:
+    """One environment variable.
+
+    Attributes:
+      name: as it is exported.
+      meaning: one sentence.
+      default: what an unset variable stands for, in words; `read` returns None then.
+      readers: who reads it.
+      secret: its value is never printed, logged or put on a command line.
+    """
+
+    name: str
+    meaning: str
+    default: str
+    readers: str
+    secret: bool = False
+
+
+VARIABLES: tuple[Variable, ...] = (
+    Variable("RENGA_PYTHON", "the Python 3.11-3.13 that .venv is made with", "the first found", "launch/setup.sh"),
+    Variable("RENGA_RUN_ROOT", "where runs go (local or gs://), as {group}/{experiment}", "runs", "launch"),
+    Variable("RENGA_SIMULATE", "the slice that this process plays a host of; set by --simulate", "unset", "launch"),
+    Variable("RENGA_TRACEBACK", "1: a user error also shows where in the code it was raised", "unset", "launch"),
+    Variable("TPU_NAME", "the TPU to drive from a workstation, as --tpu", "unset", "launch/pod.sh"),
+    Variable("TPU_ZONE", "its zone, as --zone", "unset", "launch/pod.sh"),
+    Variable("TPU_PROJECT", "its project, as --project", "gcloud's own", "launch/pod.sh"),
+    Variable("JAX_COORDINATOR_ADDRESS", "HOST:PORT of process 0", "detected on a TPU", "launch, JAX"),
+    Variable("JAX_PROCESS_INDEX", "index of this process; with JAX_PROCESS_COUNT", "detected on a TPU", "launch"),
+    Variable("JAX_PROCESS_COUNT", "number of processes; with JAX_PROCESS_INDEX", "detected on a TPU", "launch"),
+    Variable("JAX_PLATFORMS", "the platforms JAX may use, such as cpu", "whatever JAX finds", "launch, JAX"),
+    Variable("JAX_NUM_CPU_DEVICES", "CPU devices of one process", "1; a host's chips with --simulate", "JAX"),
+    Variable("HF_TOKEN", "read access to gated Hugging Face data", "unset", "tasks, launch/pod.sh", secret=True),
+    Variable("TPU_WORKER_ID", "index of this host in its slice", "the metadata server's", "launch, libtpu"),
+    Variable("TPU_WORKER_HOSTNAMES", "hosts of this slice, comma-separated", "the metadata server's", "launch, libtpu"),
+    Variable("TPU_ACCELERATOR_TYPE", "the slice this host belongs to", "the metadata server's", "launch, libtpu"),
+    Variable("TPU_SKIP_MDS_QUERY", "1: ask no metadata server", "unset", "launch, JAX, libtpu"),
+    Variable("ALLOW_MULTIPLE_LIBTPU_LOAD", "1: several processes here may load libtpu (to compile)", "unset", "libtpu"),
+    Variable("EPATH_USE_TF", "0: gs:// without TensorFlow", "0, set by core/paths.py", "etils"),
+    Variable("TF_CPP_MIN_LOG_LEVEL", "how little TensorFlow says", "3, set by tasks", "TensorFlow"),
+    Variable("OMP_NUM_THREADS", "threads of one process's CPU libraries", "cores / hosts with --simulate", "launch"),
+)
+_BY_NAME = {variable.name: variable for variable in VARIABLES}
+
+
+class ProcessLayout(NamedTuple):
+    """What the environment says of this process; None where it says nothing.
+
+    Attributes:
+      coordinator: HOST:PORT.
+      index: of this process.
+      count: of all processes.
+    """
+
+    coordinator: str | None
+    index: int | None
+    count: int | None
+
+
+def read(name: str, *, environ: Mapping[str, str] | None = None) -> str | None:
+    """The value of a variable of the table, or None where it is unset or empty."""
+    assert name in _BY_NAME, f"{name} is not in launch/environment.py"
+    return (os.environ if environ is None else environ).get(name) or None
+
+
+def process_layout(*, environ: Mapping[str, str] | None = None) -> ProcessLayout:
+    """What JAX_COORDINATOR_ADDRESS, JAX_PROCESS_INDEX and JAX_PROCESS_COUNT say (JAX itself ignores the last two).
+
+    Raises:
+      ValueError: a value that is no number or out of range, or one of the pair without the other.
+    """
+    coordinator = read("JAX_COORDINATOR_ADDRESS", environ=environ)
+    index = _integer("JAX_PROCESS_INDEX", minimum=0, environ=environ)
+    count = _integer("JAX_PROCESS_COUNT", minimum=1, environ=environ)
+    if (index is None) != (count is None):
+        present, missing = ("INDEX", "COUNT") if count is None else ("COUNT", "INDEX")
+        raise ValueError(f"JAX_PROCESS_{present} is set and JAX_PROCESS_{missing} is not: set both or neither")
+    if index is not None and index >= count:
+        raise ValueError(f"JAX_PROCESS_INDEX={index} but JAX_PROCESS_COUNT={count}: expected 0 to {count - 1}")
+    if coordinator is not None and not coordinator.rpartition(":")[2].isdigit():
+        raise ValueError(f"JAX_COORDINATOR_ADDRESS={coordinator!r}: expected HOST:PORT, such as 10.0.0.2:8476")
+    return ProcessLayout(coordinator, index, count)
+
+
+def run_directory(experiment: str | Path, *, smoke: bool = False, environ: Mapping[str, str] | None = None) -> str:
+    """Where a run of `experiment` goes when no --run-dir says otherwise: `$RENGA_RUN_ROOT/{group}/{experiment}`.
+
+    The group is the folder that holds the experiment file. A smoke run has its own directory beside the real one.
+    """
+    root = read("RENGA_RUN_ROOT", environ=environ) or str(WORKSPACE / "runs")
+    path = Path(experiment).resolve()
+    return f"{root.rstrip('/')}/{path.parent.name}/{path.stem}{'-smoke' if smoke else ''}"
+
+
+def markdown_table() -> str:
+    """The table of launch/README.md."""
+    rows = ["| variable | meaning | when unset | read by |", "|---|---|---|---|"]
+    for variable in VARIABLES:
+        meaning = variable.meaning + (" (secret: never printed)" if variable.secret else "")
+        rows.append(f"| `{variable.name}` | {meaning} | {variable.default} | {variable.readers} |")
+    return "\n".join(rows) + "\n"
+
+
+def _integer(name: str, *, minimum: int, environ: Mapping[str, str] | None) -> int | None:
+    text = read(name, environ=environ)
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) < minimum:
+        raise ValueError(f"{name}={text!r}: expected a whole number from {minimum} up")
+    return int(text)

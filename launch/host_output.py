@@ -1,0 +1,91 @@
+"""Where the output of one simulated host goes: always to its log, for host 0 also to the terminal, untouched.
+
+The one idea: host 0 writes to a pseudo-terminal when we have a terminal ourselves, so that a progress line redraws in
+place as it would alone; its log gets the same text without the escape sequences and without overwritten lines.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import datetime
+import fcntl
+import os
+import pty
+import re
+import sys
+import termios
+import threading
+from pathlib import Path
+
+_KEPT_LINES = 200
+_ESCAPES = re.compile(rb"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07]*\x07|[@-Z\\-_])")
+_JOIN_SECONDS = 2.0  # a grandchild may hold the pipe open after its host is gone
+
+
+class HostOutput:
+    """The reading end of one host's output.
+
+    Attributes:
+      child_end: file descriptor for the host's stdout and stderr, until `follow`.
+      log_path: where it is logged.
+    """
+
+    def __init__(self, log_path: Path, *, to_terminal: bool):
+        self.log_path = log_path
+        self._to_terminal = to_terminal
+        if to_terminal and sys.stdout.isatty():
+            self._read_end, self.child_end = pty.openpty()
+            size = fcntl.ioctl(sys.stdout.fileno(), termios.TIOCGWINSZ, bytes(8))
+            fcntl.ioctl(self.child_end, termios.TIOCSWINSZ, size)
+        else:
+            self._read_end, self.child_end = os.pipe()
+        self._last = collections.deque(maxlen=_KEPT_LINES)
+        self._thread: threading.Thread | None = None
+
+    def follow(self, *, title: str) -> None:
+        """Closes our copy of the host's end and starts copying; `title` heads this run in the log."""
+        os.close(self.child_end)
+        self._thread = threading.Thread(target=self._copy, args=(title,), daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Waits until everything that the ended host wrote has been copied."""
+        assert self._thread is not None
+        self._thread.join(_JOIN_SECONDS)
+
+    def last_lines(self, count: int) -> list[str]:
+        """The last lines of the log of this run."""
+        return list(self._last)[-count:]
+
+    def _copy(self, title: str) -> None:
+        pending = b""
+        with self.log_path.open("a", buffering=1, encoding="utf-8") as log:
+            log.write(f"{title} ({datetime.datetime.now().astimezone().isoformat(timespec='seconds')})\n")
+            while chunk := self._read():
+                if self._to_terminal:
+                    _write_to_terminal(chunk)
+                *lines, pending = (pending + chunk).split(b"\n")
+                for line in lines:
+                    self._write_line(log, line)
+            if pending:
+                self._write_line(log, pending)
+        os.close(self._read_end)
+
+    def _read(self) -> bytes:
+        try:
+            return os.read(self._read_end, 1 << 16)
+        except OSError:  # how a pseudo-terminal says that the other side is closed
+            return b""
+
+    def _write_line(self, log, raw: bytes) -> None:
+        redrawn = _ESCAPES.sub(b"", raw).rstrip(b"\r").split(b"\r")
+        line = redrawn[-1].decode(errors="replace")
+        self._last.append(line)
+        log.write(line + "\n")
+
+
+def _write_to_terminal(chunk: bytes) -> None:
+    with contextlib.suppress(OSError):  # a closed terminal ends the copy, not the run
+        sys.stdout.buffer.write(chunk)
+        sys.stdout.buffer.flush()

@@ -1,0 +1,116 @@
+"""Where am I: on a host of a TPU slice, or not; and is it the slice that was asked for?
+
+The one idea: a decision comes with its evidence. `look` returns what was found beside what was looked at, so that an
+error can show both. A TPU host is known by its environment (containers), or by chips in /dev that the metadata server
+confirms; a machine without either is never asked over the network.
+"""
+
+from __future__ import annotations
+
+import http.client
+import subprocess
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from core import slices
+from launch import environment
+
+METADATA_URL = "http://metadata.google.internal/computeMetadata/v1/instance/attributes"
+METADATA_TIMEOUT_SECONDS = 0.5
+REVISION_FILE = ".revision"  # written by whoever ships a workspace without its .git
+
+
+class Place(NamedTuple):
+    """What this machine is.
+
+    Attributes:
+      on_tpu_host: it is a host of a TPU slice.
+      accelerator_type: of that slice as the cloud names it (`v4-32`); None where unknown.
+      looked_at: one line for each thing that was looked at, with what was found.
+    """
+
+    on_tpu_host: bool
+    accelerator_type: str | None
+    looked_at: tuple[str, ...]
+
+
+def look(
+    *, environ: Mapping[str, str] | None = None, devices: Path = Path("/dev"), metadata_url: str = METADATA_URL
+) -> Place:
+    """Looks at the environment, at the chips in `devices` and, where one of them speaks of a TPU, at the metadata."""
+    names = ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES")
+    values = {name: environment.read(name, environ=environ) for name in names}
+    looked_at = [f"environment: {name} {'is ' + value if value else 'is not set'}" for name, value in values.items()]
+    by_environment = bool(
+        values["TPU_ACCELERATOR_TYPE"] or (values["TPU_WORKER_ID"] and values["TPU_WORKER_HOSTNAMES"])
+    )
+    chips = _chips(devices)
+    looked_at.append(f"{devices}: {len(chips)} TPU-like devices" + (f" ({', '.join(chips)})" if chips else ""))
+
+    accelerator_type = values["TPU_ACCELERATOR_TYPE"]
+    if accelerator_type is None and (by_environment or chips):
+        if environment.read("TPU_SKIP_MDS_QUERY", environ=environ):
+            looked_at.append("metadata server: not asked (TPU_SKIP_MDS_QUERY is set)")
+        else:
+            accelerator_type = _metadata("accelerator-type", metadata_url)
+            looked_at.append(f"metadata server: accelerator-type is {accelerator_type or 'not there'}")
+    on_tpu_host = by_environment or (bool(chips) and accelerator_type is not None)
+    return Place(on_tpu_host, accelerator_type, tuple(looked_at))
+
+
+def on_tpu_host() -> bool:
+    """Whether this machine is a host of a TPU slice."""
+    return look().on_tpu_host
+
+
+def require_slice(slice_: slices.Slice, *, accelerator_type: str | None, where: str) -> None:
+    """Refuses a slice that is not the one there is; an unknown one passes (its devices are counted later).
+
+    Raises:
+      ValueError: names both slices with their devices and hosts.
+    """
+    if accelerator_type is None:
+        return
+    try:
+        actual = slices.get(accelerator_type)
+    except ValueError as error:
+        raise ValueError(f"{where} is a {accelerator_type}, which the slice table does not have: {error}") from error
+    if actual != slice_:
+        raise ValueError(
+            f"{where} is a {actual.name} ({_size(actual)}), but SLICE is {slice_.name} ({_size(slice_)}). "
+            f"Give {actual.name} as the SLICE, or use another TPU."
+        )
+
+
+def revision(*, workspace: Path = environment.WORKSPACE) -> str:
+    """The git revision of the workspace, with `-dirty` where it was edited; `unknown` outside git."""
+    shipped = workspace / REVISION_FILE
+    if shipped.exists():
+        return shipped.read_text().strip()
+    command = ["git", "-C", str(workspace), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _chips(devices: Path) -> list[str]:
+    """TPU chips are /dev/accel0, 1, … or, bound to VFIO, /dev/vfio/0, 1, … (which other hardware may also be)."""
+    found = [p for p in devices.glob("accel[0-9]*") if not p.is_dir()] + list(devices.glob("vfio/[0-9]*"))
+    return sorted(str(p.relative_to(devices)) for p in found)
+
+
+def _metadata(key: str, url: str) -> str | None:
+    request = urllib.request.Request(f"{url}/{key}", headers={"Metadata-Flavor": "Google"})
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is on the machine's own link
+    try:
+        with opener.open(request, timeout=METADATA_TIMEOUT_SECONDS) as reply:
+            return reply.read().decode().strip() or None
+    except (OSError, http.client.HTTPException):  # URLError and timeouts are OSErrors
+        return None
+
+
+def _size(slice_: slices.Slice) -> str:
+    return f"{slice_.chips} devices on {slice_.hosts} host{'s' if slice_.hosts > 1 else ''}"

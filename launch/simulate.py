@@ -1,0 +1,245 @@
+"""The hosts of a slice as processes on this machine, with its chips as CPU devices.
+
+The one idea: a simulated host runs the same command as a real one; only its environment tells it that its chips are
+CPU devices and where the others are. The processes live and die together: the first one to fail stops the rest and
+gives its exit code, and nothing outlives the launcher, however that ends.
+
+    this process ── host_0   own session, HOME, TMPDIR, XDG_CACHE_HOME; output to RUN/logs/host_0.log and the terminal
+                 ├─ host_1   … RUN/logs/host_1.log
+                 └─ guard    reads a pipe that only we hold; at its end, kills the sessions and removes the folders
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from core import slices
+from launch import environment, host_output
+
+LAST_LINES = 20
+GIB = 2**30
+_POLL_SECONDS = 0.2
+# Reads session numbers until `over`; if its input ends before that, kills them and removes the folder it was given.
+_GUARD = """
+while read -r line; do [ "$line" = over ] && exit; sessions+=("$line"); done
+for session in "${sessions[@]}"; do kill -KILL -- "-$session"; done
+rm -rf "$1"
+"""
+
+
+class _Host(NamedTuple):
+    name: str
+    process: subprocess.Popen
+    output: host_output.HostOutput
+
+
+def run(
+    slice_: slices.Slice,
+    *,
+    command: Sequence[str],
+    log_directory: Path,
+    grace_seconds: float = 5.0,
+) -> int:
+    """Runs `command` once for every host of `slice_`, to the end of the last or the first failure.
+
+    Args:
+      slice_: whose hosts and chips are played.
+      command: argv of one host's process; the same for all.
+      log_directory: gets host_0.log, host_1.log, …, each appended to.
+      grace_seconds: between asking a process to stop and killing it.
+
+    Returns:
+      0 when all ended well; else the exit code of the host that failed first (128 + N where signal N ended it); 130
+      after Ctrl-C, 143 after SIGTERM.
+    """
+    log_directory.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        requested = stack.enter_context(_stop_requests())
+        scratch = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="renga-hosts-", ignore_cleanup_errors=True))
+        )
+        guard = stack.enter_context(_guard(scratch))
+        hosts: list[_Host] = []
+        stack.callback(_stop, hosts, grace_seconds=grace_seconds, requested=requested)
+
+        def started(host: _Host) -> None:
+            hosts.append(host)
+            guard(host.process.pid)
+
+        _start(slice_, command=command, log_directory=log_directory, scratch=scratch, started=started)
+        culprit = _wait(hosts, requested)
+    if requested:
+        return requested[0]
+    return 0 if culprit is None else _report(culprit)
+
+
+def require_memory(needed_bytes: int, *, slice_name: str, available_bytes: int | None = None) -> None:
+    """Refuses a simulation that would not fit into this machine's free memory (all hosts share it).
+
+    Raises:
+      ValueError: with both numbers, and the way out.
+    """
+    available = available_memory_bytes() if available_bytes is None else available_bytes
+    if needed_bytes > available:
+        raise ValueError(
+            f"simulating {slice_name} needs {needed_bytes / GIB:.1f} GiB for the model's state, and this machine has "
+            f"{available / GIB:.1f} GiB of free memory. --smoke shrinks the model and keeps slice, mesh and strategy."
+        )
+
+
+def available_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Memory that can be had without swapping (MemAvailable)."""
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def host_environment(
+    slice_: slices.Slice, *, index: int, port: int, home: Path, base: Mapping[str, str]
+) -> dict[str, str]:
+    """The environment of simulated host `index`; `home` becomes its HOME and holds its cache and temporary files."""
+    threads = max(1, (os.cpu_count() or 1) // slice_.hosts)
+    return {
+        "OMP_NUM_THREADS": environment.read("OMP_NUM_THREADS", environ=base) or str(threads),
+        **base,
+        "RENGA_SIMULATE": slice_.name,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(slice_.chips_per_host),
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+        "JAX_PROCESS_INDEX": str(index),
+        "JAX_PROCESS_COUNT": str(slice_.hosts),
+        "TPU_SKIP_MDS_QUERY": "1",
+        "PYTHONUNBUFFERED": "1",
+        "HOME": str(home),
+        "TMPDIR": str(home / "tmp"),
+        "XDG_CACHE_HOME": str(home / "cache"),
+    }
+
+
+def _start(slice_, *, command, log_directory, scratch, started) -> None:
+    """Starts every host and hands it to `started` at once, so that an interrupted start is cleaned up too."""
+    port = _free_port()
+    for index in range(slice_.hosts):
+        home = scratch / f"host_{index}"
+        for folder in (home, home / "tmp", home / "cache"):
+            folder.mkdir()
+        output = host_output.HostOutput(log_directory / f"host_{index}.log", to_terminal=index == 0)
+        process = subprocess.Popen(
+            command,
+            env=host_environment(slice_, index=index, port=port, home=home, base=os.environ),
+            stdin=subprocess.DEVNULL,
+            stdout=output.child_end,
+            stderr=output.child_end,
+            start_new_session=True,
+        )
+        started(_Host(f"host_{index}", process, output))
+        output.follow(title=f"--- host {index} of {slice_.name}: {shlex.join(command)}")
+
+
+def _wait(hosts: Sequence[_Host], requested: Sequence[int]) -> _Host | None:
+    """Waits for all to end well or a stop to be requested (None), or for the first to fail."""
+    ended: queue.Queue[_Host] = queue.Queue()
+
+    def watch(host: _Host) -> None:
+        host.process.wait()
+        ended.put(host)
+
+    for host in hosts:
+        threading.Thread(target=watch, args=(host,), daemon=True).start()
+    running = len(hosts)
+    while running and not requested:
+        with contextlib.suppress(queue.Empty):  # wakes up now and then to look at `requested`
+            host = ended.get(timeout=_POLL_SECONDS)
+            running -= 1
+            if host.process.returncode != 0:
+                return host
+    return None
+
+
+def _stop(hosts: Sequence[_Host], *, grace_seconds: float, requested: Sequence[int]) -> None:
+    """Ends every session, children's children included: asks, waits, kills. A second Ctrl-C ends the waiting."""
+    for host in hosts:
+        if host.process.poll() is None:
+            _signal_session(host.process, signal.SIGTERM)
+    deadline = time.monotonic() + grace_seconds
+    while any(host.process.poll() is None for host in hosts) and time.monotonic() < deadline and len(requested) < 2:
+        time.sleep(_POLL_SECONDS / 4)
+    for host in hosts:
+        _signal_session(host.process, signal.SIGKILL)
+        host.process.wait()
+        host.output.finish()
+
+
+def _signal_session(process: subprocess.Popen, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+def _report(host: _Host) -> int:
+    returncode = host.process.returncode
+    code = returncode if returncode > 0 else 128 - returncode
+    how = f"exit code {code}" if returncode > 0 else f"signal {signal.Signals(-returncode).name}"
+    print(f"\n{host.name} failed first ({how}); the others were stopped. Its last lines:", file=sys.stderr)
+    for line in host.output.last_lines(LAST_LINES):
+        print(f"  {host.name} | {line}", file=sys.stderr)
+    print(f"All of it: {host.output.log_path}", file=sys.stderr, flush=True)
+    return code
+
+
+@contextlib.contextmanager
+def _guard(scratch: Path) -> Iterator[Callable[[int], None]]:
+    """While inside, a helper outlives us just long enough to end the sessions it was told of, if we are killed."""
+    guard = subprocess.Popen(
+        ["bash", "-c", _GUARD, "guard", str(scratch)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        text=True,
+    )
+
+    def tell(line: object) -> None:
+        guard.stdin.write(f"{line}\n")
+        guard.stdin.flush()
+
+    try:
+        yield tell
+    finally:
+        with contextlib.suppress(BrokenPipeError):  # somebody killed the guard
+            tell("over")
+        guard.communicate()
+
+
+@contextlib.contextmanager
+def _stop_requests() -> Iterator[list[int]]:
+    """Inside, signals that ask us to stop add the exit code they stand for to a list, and do nothing else."""
+    requested: list[int] = []
+
+    def note(number, frame):
+        requested.append(128 + number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, note) for number in numbers}
+    try:
+        yield requested
+    finally:
+        for number, action in before.items():
+            signal.signal(number, action)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

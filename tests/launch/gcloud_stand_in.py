@@ -1,0 +1,149 @@
+"""Plays `gcloud compute tpus tpu-vm` for tests: refuses what is not documented, records and acts the rest.
+
+What is allowed is written down from the reference pages of `ssh`, `scp` and `describe` (release GA): subcommands,
+flags with and without value, the forms of --worker, and scp's `[[USER@]INSTANCE:]PATH`. A worker is a folder: scp
+copies into it, ssh runs the command there with HOME set to it.
+
+Environment: GCLOUD_STAND_IN, a folder with tpu.json ({"name", "zone", "type", "state", "workers"}); calls are appended
+to calls.jsonl in it, and worker I lives in worker_I.
+"""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+WIDE = {"valued": {"--project", "--format", "--verbosity", "--account", "--configuration"}, "plain": {"--quiet"}}
+COMMON_VALUED = {"--worker", "--zone", "--ssh-key-file", "--strict-host-key-checking"}
+COMMON_VALUED |= {"--ssh-key-expiration", "--ssh-key-expire-after"}
+COMMON_PLAIN = {"--dry-run", "--force-key-file-overwrite", "--internal-ip", "--plain"}
+DOCUMENTED = {
+    "ssh": (COMMON_VALUED | {"--command", "--output-directory", "--ssh-flag"}, COMMON_PLAIN),
+    "scp": (COMMON_VALUED | {"--scp-flag"}, COMMON_PLAIN | {"--recurse", "--compress"}),
+    "describe": ({"--zone"}, set()),
+}
+WORKER = re.compile(r"all|\d+(-\d+)?(,\d+(-\d+)?)*")
+INSTANCE = re.compile(r"(?:[a-z_][a-z0-9_-]*@)?([a-z][a-z0-9-]*)")
+
+
+class Refused(Exception):
+    pass
+
+
+def parse(argv):
+    """(subcommand, positionals, flags, ssh arguments after `--`)."""
+    if argv[:3] != ["compute", "tpus", "tpu-vm"] or len(argv) < 4 or argv[3] not in DOCUMENTED:
+        raise Refused(f"no such command: gcloud {' '.join(argv[:4])}")
+    subcommand, rest, after = argv[3], argv[4:], []
+    if "--" in rest:
+        cut = rest.index("--")
+        rest, after = rest[:cut], rest[cut + 1 :]
+        if subcommand != "ssh":
+            raise Refused(f"{subcommand} takes no arguments after --")
+    valued, plain = (allowed | wide for allowed, wide in zip(DOCUMENTED[subcommand], WIDE.values(), strict=True))
+    positionals, flags = [], {}
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if not word.startswith("-"):
+            positionals.append(word)
+        elif name in valued:
+            flags.setdefault(name, []).append(value if equals else rest.pop(0))
+        elif word in plain:
+            flags[word] = [""]
+        else:
+            raise Refused(f"unrecognized argument of {subcommand}: {word}")
+    return subcommand, positionals, flags, after
+
+
+def chosen_workers(flags, tpu):
+    text = flags.get("--worker", ["0"])[-1]
+    if not WORKER.fullmatch(text):
+        raise Refused(f"--worker: malformed {text!r}")
+    if text == "all":
+        return list(range(tpu["workers"]))
+    spans = [[int(n) for n in part.split("-")] for part in text.split(",")]
+    workers = sorted({w for span in spans for w in range(span[0], span[-1] + 1)})
+    if workers[-1] >= tpu["workers"]:
+        raise Refused(f"--worker: {workers[-1]} is too large, there are {tpu['workers']}")
+    return workers
+
+
+def require_tpu(instance, flags, tpu):
+    match = INSTANCE.fullmatch(instance)
+    if not match:
+        raise Refused(f"malformed instance {instance!r}")
+    if (match[1], flags.get("--zone")) != (tpu["name"], [tpu["zone"]]):
+        raise Refused(f"NOT_FOUND: {match[1]} in {flags.get('--zone')}")
+
+
+def ssh(positionals, flags, tpu, folder):
+    if len(positionals) != 1:
+        raise Refused(f"ssh takes one [USER@]TPU, got {positionals}")
+    require_tpu(positionals[0], flags, tpu)
+    workers = chosen_workers(flags, tpu)
+    if "--command" not in flags:
+        raise Refused("a test has no terminal" if len(workers) == 1 else "several workers need --command")
+    return [on_worker(worker, flags["--command"][-1], folder) for worker in workers]
+
+
+def on_worker(worker, command, folder):
+    home = folder / f"worker_{worker}"
+    tools = home / ".bin"
+    tools.mkdir(parents=True, exist_ok=True)
+    (tools / "hostname").write_text(f"#!/bin/sh\necho w-{worker}\n")
+    (tools / "hostname").chmod(0o755)
+    env = {"HOME": str(home), "PATH": f"{tools}:/usr/bin:/bin"}
+    return subprocess.Popen(["bash", "-c", command], cwd=home, env=env, stdin=subprocess.DEVNULL)
+
+
+def scp(positionals, flags, tpu, folder):
+    if len(positionals) < 2:
+        raise Refused("scp takes SRC… DEST")
+    *sources, destination = positionals
+    if any(":" in source for source in sources) or ":" not in destination:
+        raise Refused("this stand-in plays only local to remote")
+    instance, _, path = destination.partition(":")
+    if path.startswith("//"):
+        raise Refused(f"malformed path in {destination!r}")
+    require_tpu(instance, flags, tpu)
+    for worker in chosen_workers(flags, tpu):
+        home = folder / f"worker_{worker}"
+        home.mkdir(exist_ok=True)
+        for source in sources:
+            if pathlib.Path(source).is_dir() and "--recurse" not in flags:
+                raise Refused(f"{source} is a directory and --recurse is not given")
+            shutil.copy(source, home / path)  # as scp: fails where the folder is not there
+    return []
+
+
+def describe(positionals, flags, tpu, folder):
+    if len(positionals) != 1:
+        raise Refused(f"describe takes one TPU, got {positionals}")
+    require_tpu(positionals[0], flags, tpu)
+    if flags.get("--format") != ["value(acceleratorType,state,health)"]:
+        raise Refused("this stand-in knows one format")
+    print(f"{tpu['type']}\t{tpu['state']}\tHEALTHY", flush=True)
+    return []
+
+
+def main(argv):
+    folder = pathlib.Path(os.environ["GCLOUD_STAND_IN"])
+    with (folder / "calls.jsonl").open("a") as calls:
+        calls.write(json.dumps(argv) + "\n")
+    tpu = json.loads((folder / "tpu.json").read_text())
+    try:
+        subcommand, positionals, flags, _ = parse(argv)
+        processes = {"ssh": ssh, "scp": scp, "describe": describe}[subcommand](positionals, flags, tpu, folder)
+    except Refused as refusal:
+        print(f"ERROR: (gcloud stand-in) {refusal}", file=sys.stderr)
+        return 2
+    codes = [process.wait() for process in processes]
+    return next((code for code in codes if code), 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,112 @@
+"""The table of environment variables: it is complete, its document is current, and bad values are named errors."""
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launch import environment
+from launch.commands import environment as command
+
+ROOT = environment.WORKSPACE
+LAYERS = ("core", "parallel", "models", "tasks", "launch")
+READ = re.compile(r"environ\.(get|pop|setdefault)$|getenv$|environment\.read$")
+NAMES = {variable.name for variable in environment.VARIABLES}
+
+
+def reads_of_the_environment(path: Path) -> set[str]:
+    """Literal names in `environ[…]`, `environ.get(…)`, `getenv(…)`, `environment.read(…)` and the like."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("environ"):
+            key = node.slice
+        elif (
+            isinstance(node, ast.Call)
+            and node.args
+            and re.search(r"environ\.|getenv|environment\.read$", ast.unparse(node.func))
+        ):
+            key = node.args[0]
+        else:
+            continue
+        if isinstance(key, ast.Constant) and isinstance(key.value, str):
+            names.add(key.value)
+    return names
+
+
+@pytest.mark.covers("L10")
+def test_every_variable_that_is_read_is_in_the_table():
+    read = {}
+    for layer in LAYERS:
+        for path in (ROOT / layer).rglob("*.py"):
+            for name in reads_of_the_environment(path):
+                read[name] = str(path.relative_to(ROOT))
+    for path in (ROOT / "launch").glob("*.sh"):
+        for name in re.findall(r"\$\{?((?:RENGA|TPU|JAX|HF)_[A-Z_]+)", path.read_text()):
+            read[name] = str(path.relative_to(ROOT))
+    assert {"RENGA_RUN_ROOT", "RENGA_PYTHON", "HF_TOKEN"} <= set(read)
+    assert {name: where for name, where in read.items() if name not in NAMES} == {}
+
+
+@pytest.mark.covers("L10")
+def test_the_readme_has_the_table_as_it_is_now():
+    text = command.README.read_text()
+    assert environment.markdown_table() in text
+    assert command.updated(text) == text, "run: launch/run environment --write"
+
+
+def test_secrets_are_not_printed(monkeypatch, capsys):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("TPU_NAME", "shown")
+    command.run(type("Args", (), {"write": False}))
+    out = capsys.readouterr().out
+    assert "hf_secret" not in out
+    assert re.search(r"HF_TOKEN +\(set\)", out)
+    assert re.search(r"TPU_NAME +shown", out)
+
+
+def layout(**values):
+    return environment.process_layout(environ={f"JAX_{name.upper()}": value for name, value in values.items()})
+
+
+@pytest.mark.covers("R03")
+def test_the_process_layout_is_read():
+    assert layout() == (None, None, None)
+    assert layout(process_index="", process_count="") == (None, None, None)
+    assert layout(coordinator_address="h:1", process_index="3", process_count="4") == ("h:1", 3, 4)
+    assert layout(coordinator_address="[::1]:8476").coordinator == "[::1]:8476"
+
+
+@pytest.mark.covers("R03")
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"process_index": "abc", "process_count": "2"}, "JAX_PROCESS_INDEX='abc': expected a whole number from 0"),
+        ({"process_index": "-1", "process_count": "2"}, "JAX_PROCESS_INDEX='-1'"),
+        ({"process_index": "0", "process_count": "0"}, "JAX_PROCESS_COUNT='0': expected a whole number from 1"),
+        ({"process_index": "2", "process_count": "2"}, "JAX_PROCESS_INDEX=2 but JAX_PROCESS_COUNT=2: expected 0 to 1"),
+        ({"process_index": "0"}, "JAX_PROCESS_INDEX is set and JAX_PROCESS_COUNT is not"),
+        ({"process_count": "2"}, "JAX_PROCESS_COUNT is set and JAX_PROCESS_INDEX is not"),
+        ({"coordinator_address": "10.0.0.2"}, "JAX_COORDINATOR_ADDRESS='10.0.0.2': expected HOST:PORT"),
+    ],
+)
+def test_a_bad_process_layout_is_a_named_error(values, says):
+    with pytest.raises(ValueError, match="JAX_") as error:
+        layout(**values)
+    assert says in str(error.value)
+
+
+def test_the_run_directory_has_group_and_experiment():
+    assert environment.run_directory("gin/valkyrie_7b.gin", environ={}) == str(ROOT / "runs/gin/valkyrie_7b")
+    root = {"RENGA_RUN_ROOT": "gs://bucket/runs/"}
+    assert environment.run_directory("/a/mine/x.gin", environ=root) == "gs://bucket/runs/mine/x"
+    assert environment.run_directory("/a/mine/x.gin", smoke=True, environ=root) == "gs://bucket/runs/mine/x-smoke"
+
+
+def test_git_ignores_runs_and_the_environment():
+    paths = [".venv/x", ".venv.lock", ".venv.log", "runs/gin/x/logs/host_0.log"]
+    ignored = subprocess.run(
+        ["git", "-C", str(ROOT), "check-ignore", *paths], capture_output=True, text=True, check=False
+    )
+    assert ignored.stdout.split() == paths

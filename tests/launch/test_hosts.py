@@ -1,0 +1,118 @@
+"""Where am I: environment, devices and metadata server, each on its own and together."""
+
+import http.server
+import subprocess
+import threading
+import time
+
+import pytest
+
+from core import slices
+from launch import hosts
+
+
+@pytest.fixture
+def metadata():
+    """Starts a metadata server on loopback: `metadata({"accelerator-type": "v4-32"}) -> url`."""
+    servers = []
+
+    def serve(values, *, delay_seconds=0.0):
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                time.sleep(delay_seconds)
+                value = values.get(self.path.rpartition("/")[2])
+                known = value is not None and self.headers["Metadata-Flavor"] == "Google"
+                self.send_response(200 if known else 404)
+                self.end_headers()
+                if known:
+                    self.wfile.write(value.encode())
+
+            def log_message(self, *args):
+                pass
+
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        servers.append(server)
+        return f"http://127.0.0.1:{server.server_port}/attributes"
+
+    yield serve
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def chips(tmp_path):
+    for index in range(4):
+        (tmp_path / f"accel{index}").touch()
+    return tmp_path
+
+
+def test_a_plain_machine_is_no_tpu_host_and_nobody_is_asked(tmp_path):
+    (tmp_path / "accel").mkdir()  # what other accelerators use
+    place = hosts.look(environ={}, devices=tmp_path, metadata_url="http://127.0.0.1:1")
+    assert not place.on_tpu_host
+    assert "environment: TPU_WORKER_ID is not set" in place.looked_at
+    assert not any("metadata" in line for line in place.looked_at)
+
+
+@pytest.mark.covers("R01")
+def test_chips_count_once_the_metadata_server_speaks_of_a_tpu(chips, metadata):
+    place = hosts.look(environ={}, devices=chips, metadata_url=metadata({"accelerator-type": "v4-32"}))
+    assert (place.on_tpu_host, place.accelerator_type) == (True, "v4-32")
+    elsewhere = hosts.look(environ={}, devices=chips, metadata_url=metadata({}))
+    assert (elsewhere.on_tpu_host, elsewhere.accelerator_type) == (False, None)
+    assert "metadata server: accelerator-type is not there" in elsewhere.looked_at
+
+
+def test_devices_bound_to_vfio_are_seen_but_not_its_control_file(tmp_path, metadata):
+    (tmp_path / "vfio").mkdir()
+    (tmp_path / "vfio/vfio").touch()
+    url = metadata({"accelerator-type": "v6e-8"})
+    assert not hosts.look(environ={}, devices=tmp_path, metadata_url=url).on_tpu_host
+    (tmp_path / "vfio/0").touch()
+    assert hosts.look(environ={}, devices=tmp_path, metadata_url=url).accelerator_type == "v6e-8"
+
+
+def test_the_environment_is_enough_in_a_container(tmp_path):
+    place = hosts.look(environ={"TPU_ACCELERATOR_TYPE": "v5p-64"}, devices=tmp_path, metadata_url="http://127.0.0.1:1")
+    assert (place.on_tpu_host, place.accelerator_type) == (True, "v5p-64")
+    workers = {"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "a,b"}
+    place = hosts.look(environ=workers | {"TPU_SKIP_MDS_QUERY": "1"}, devices=tmp_path)
+    assert (place.on_tpu_host, place.accelerator_type) == (True, None)
+    assert "metadata server: not asked (TPU_SKIP_MDS_QUERY is set)" in place.looked_at
+
+
+def test_a_silent_metadata_server_costs_half_a_second(chips, metadata):
+    url = metadata({"accelerator-type": "v4-32"}, delay_seconds=3)
+    started = time.monotonic()
+    assert not hosts.look(environ={}, devices=chips, metadata_url=url).on_tpu_host
+    assert time.monotonic() - started < 2
+
+
+@pytest.mark.covers("R08")
+def test_another_slice_is_refused_with_both_sizes():
+    v4_32 = slices.get("v4-32")
+    hosts.require_slice(v4_32, accelerator_type="v4-32", where="here")
+    hosts.require_slice(v4_32, accelerator_type=None, where="here")
+    hosts.require_slice(slices.get("v5e-16"), accelerator_type="v5litepod-16", where="here")
+    with pytest.raises(
+        ValueError, match=r"here is a v4-8 \(4 devices on 1 host\), but SLICE is v4-32 \(16 devices on 4"
+    ):
+        hosts.require_slice(v4_32, accelerator_type="v4-8", where="here")
+    with pytest.raises(ValueError, match="here is a v2-8, which the slice table does not have"):
+        hosts.require_slice(v4_32, accelerator_type="v2-8", where="here")
+
+
+def test_the_revision_is_git_s_or_the_shipped_one(tmp_path):
+    assert hosts.revision(workspace=tmp_path) == "unknown"
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@localhost"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    (tmp_path / "x").touch()
+    subprocess.run([*git, "add", "x"], check=True)
+    subprocess.run([*git, "commit", "-qm", "first"], check=True)
+    assert len(hosts.revision(workspace=tmp_path)) == 40
+    (tmp_path / "x").write_text("edited")
+    assert hosts.revision(workspace=tmp_path).endswith("-dirty")
+    (tmp_path / hosts.REVISION_FILE).write_text("abc\n")
+    assert hosts.revision(workspace=tmp_path) == "abc"

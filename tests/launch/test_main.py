@@ -1,0 +1,68 @@
+"""`python -m launch`: commands are found, only the chosen one is imported, and a user's mistake is one line."""
+
+import subprocess
+import sys
+
+import pytest
+
+from launch import __main__ as cli
+from launch import environment
+
+COMMANDS = cli.command_names()
+
+
+@pytest.fixture
+def commands(tmp_path, monkeypatch):
+    """A package of two commands: one that raises ValueError, one that cannot be imported."""
+    (tmp_path / "wrong.py").write_text(
+        "HELP = 'goes wrong'\nEXAMPLE = 'launch/run wrong'\n"
+        "def add_arguments(parser): parser.add_argument('--n', type=int)\n"
+        "def run(args):\n    if args.n is not None: return args.n\n    raise ValueError('rows=3: expected 4')\n"
+    )
+    (tmp_path / "broken.py").write_text("HELP = 'cannot be imported'\nimport no_such_module_anywhere\n")
+    monkeypatch.setattr(cli, "COMMANDS", tmp_path)
+    monkeypatch.setattr("launch.commands.__path__", [str(tmp_path)])
+    yield
+    sys.modules.pop("launch.commands.wrong", None)
+
+
+def test_the_list_shows_every_command_without_importing_any(commands, capsys):
+    assert cli.main([]) == 0
+    out = capsys.readouterr().out
+    assert "broken  cannot be imported" in out
+    assert "wrong   goes wrong" in out
+
+
+def test_a_user_s_mistake_is_a_message_and_code_2(commands, capsys, monkeypatch):
+    monkeypatch.delenv("RENGA_TRACEBACK", raising=False)
+    assert cli.main(["wrong"]) == 2
+    assert capsys.readouterr().err == "error: rows=3: expected 4\n"
+    monkeypatch.setenv("RENGA_TRACEBACK", "1")
+    assert cli.main(["wrong"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_the_command_s_code_is_the_code(commands):
+    assert cli.main(["wrong", "--n", "7"]) == 7
+
+
+def test_an_unknown_command_and_flag_are_code_2(commands, capsys):
+    assert cli.main(["wrnog"]) == 2
+    assert "unknown command 'wrnog': did you mean 'wrong'?" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["wrong", "--m", "1"])
+
+
+def test_the_process_ends_with_that_code():
+    for argv, code in ((["--help"], 0), (["pod", "v4-16"], 2), (["pod", "--help"], 0)):
+        command = [sys.executable, "-m", "launch", *argv]
+        assert subprocess.run(command, cwd=environment.WORKSPACE, capture_output=True, check=False).returncode == code
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_and_example(name, capsys):
+    assert "\n" not in cli.command_help(name)
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([name, "--help"])
+    out = capsys.readouterr().out
+    assert "example:\n  launch/" in out

@@ -1,0 +1,159 @@
+"""Which of its three places launch/pod.sh chooses, and what it passes on."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch import __main__ as cli
+from launch import environment, hosts, simulate, workstation
+from launch.commands import pod
+
+ROOT = environment.WORKSPACE
+NOWHERE = hosts.Place(False, None, ("environment: TPU_WORKER_ID is not set",))
+TPU_HOST = hosts.Place(True, "v4-32", ())
+
+
+class Became(Exception):
+    pass
+
+
+@pytest.fixture
+def place(monkeypatch):
+    """Where this machine is; `os.execv` raises instead, with what would have been run."""
+    for name in ("TPU_NAME", "TPU_ZONE", "TPU_PROJECT", "RENGA_RUN_ROOT"):
+        monkeypatch.delenv(name, raising=False)
+
+    def execv(program, argv):
+        assert argv[:3] == [sys.executable, "-m", "launch"]
+        raise Became(argv[3:])
+
+    monkeypatch.setattr(os, "execv", execv)
+
+    def set_place(value):
+        monkeypatch.setattr(hosts, "look", lambda: value)
+
+    set_place(NOWHERE)
+    return set_place
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What was asked of the two other places."""
+    made = []
+
+    def simulated(slice_, *, command, log_directory):
+        made.append(("simulate", slice_.name, command[3:], str(log_directory)))
+        return 0
+
+    def start(tpu, *, slice_, arguments, workspace, dry_run):
+        made.append(("start", tpu, slice_.name, arguments, dry_run))
+        return 0
+
+    monkeypatch.setattr(simulate, "run", simulated)
+    monkeypatch.setattr(workstation, "start", start)
+    monkeypatch.setattr(workstation, "shipped_path", lambda path, workspace: path)
+    return made
+
+
+def test_nowhere_to_run_names_the_three_ways_and_what_was_looked_at(place, capsys):
+    assert cli.main(["pod", "v4-16", "gin/x.gin"]) == 2
+    said = capsys.readouterr().err
+    for words in ("on a host of a TPU slice", "--tpu NAME --zone ZONE", "--simulate", "TPU_WORKER_ID is not set"):
+        assert words in said
+
+
+@pytest.mark.covers("R06", "R10")
+def test_a_tpu_host_becomes_its_train_process(place):
+    place(TPU_HOST)
+    with pytest.raises(Became) as became:
+        cli.main(["pod", "v4-32", "x.gin", "--gin", "A = 1", "--gin", "B = 2", "--steps", "5", "--smoke"])
+    (argv,) = became.value.args
+    assert argv == ["train", "x.gin", "--slice", "v4-32", "--gin", "A = 1", "--gin", "B = 2", "--steps", "5", "--smoke"]
+
+
+def test_a_tpu_host_of_another_slice_is_refused(place, capsys):
+    place(TPU_HOST)
+    assert cli.main(["pod", "v4-16", "x.gin"]) == 2
+    assert "is a v4-32 (16 devices on 4 hosts), but SLICE is v4-16 (8 devices on 2 hosts)" in capsys.readouterr().err
+
+
+@pytest.mark.covers("L06")
+def test_simulation_gives_every_host_one_run_directory(place, calls, tmp_path):
+    assert cli.main(["pod", "v4-16", "gin/x.gin", "--simulate", "--run-dir", str(tmp_path)]) == 0
+    expected = ["train", "gin/x.gin", "--slice", "v4-16", "--run-dir", str(tmp_path)]
+    assert calls == [("simulate", "v4-16", expected, str(tmp_path / "logs"))]
+
+
+def test_a_simulated_smoke_run_has_a_directory_of_its_own_and_local_logs(place, calls, monkeypatch):
+    monkeypatch.setenv("RENGA_RUN_ROOT", "gs://bucket/runs")
+    assert cli.main(["pod", "v4-16", "gin/x.gin", "--simulate", "--smoke"]) == 0
+    ((_, _, command, logs),) = calls
+    assert command[-3:] == ["--run-dir", "gs://bucket/runs/gin/x-smoke", "--smoke"]
+    assert logs == str(ROOT / "runs/gin/x-smoke/logs")
+
+
+def test_check_starts_nothing_wherever_it_is(place, calls):
+    with pytest.raises(Became) as became:
+        cli.main(["pod", "v4-16", "x.gin", "--check", "--simulate", "--smoke", "--gin", "A = 1"])
+    assert became.value.args == (["check", "x.gin", "--slice", "v4-16", "--gin", "A = 1"],)
+    assert not calls
+
+
+def test_a_workstation_passes_on_what_the_hosts_need(place, calls, monkeypatch):
+    monkeypatch.setenv("RENGA_RUN_ROOT", "gs://bucket/runs")
+    argv = ["pod", "v4-32", "gin/x.gin", "--tpu", "t", "--zone", "z", "--smoke", "--dry-run"]
+    assert cli.main(argv) == 0
+    arguments = ["v4-32", "gin/x.gin", "--run-dir", "gs://bucket/runs/gin/x-smoke", "--smoke"]
+    assert calls == [("start", workstation.Tpu("t", "z"), "v4-32", arguments, True)]
+
+
+def test_a_tpu_host_wins_over_the_environment_but_not_over_the_flag(place, calls, monkeypatch):
+    place(TPU_HOST)
+    monkeypatch.setenv("TPU_NAME", "other")
+    monkeypatch.setenv("TPU_ZONE", "z")
+    with pytest.raises(Became):
+        cli.main(["pod", "v4-32", "x.gin"])
+    assert cli.main(["pod", "v4-32", "x.gin", "--tpu", "flag"]) == 0
+    place(NOWHERE)
+    assert cli.main(["pod", "v4-32", "x.gin"]) == 0
+    assert [call[1].name for call in calls] == ["flag", "other"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["v4-33", "x.gin", "--simulate"], "unknown TPU slice 'v4-33'"),
+        (["v4-32"], "no experiment given"),
+        (["v4-32", "x.gin", "--simulate", "--steps", "0"], "--steps 0: expected at least 1"),
+        (["v4-32", "x.gin", "--tpu", "t"], "TPU 't' has no zone"),
+        (["logs"], "logs on which TPU?"),
+        (["stop", "x.gin", "--tpu", "t", "--zone", "z"], "stop takes no 'x.gin'"),
+    ],
+)
+def test_mistakes_are_named(place, calls, capsys, argv, says):
+    assert cli.main(["pod", *argv]) == 2
+    assert says in capsys.readouterr().err
+    assert not calls
+
+
+def test_the_scripts_set_up_and_pass_everything_on(tmp_path):
+    """launch/pod.sh and launch/run from another folder, with a stand-in for the set-up and for Python."""
+    launch = tmp_path / "launch"
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    launch.mkdir()
+    stand_ins = {
+        launch / "setup.sh": "#!/bin/sh\necho set up\n",
+        tmp_path / ".venv/bin/python": '#!/bin/sh\necho "$PYTHONPATH"; for a in "$@"; do echo "[$a]"; done\n',
+    }
+    for name in ("run", "pod.sh"):
+        stand_ins[launch / name] = (Path(pod.__file__).parent.parent / name).read_text()
+    for path, text in stand_ins.items():
+        path.write_text(text)
+        path.chmod(0o755)
+    command = [str(launch / "pod.sh"), "v4-16", "my file.gin", "--gin", "A = 'b'"]
+    out = subprocess.run(command, cwd="/", env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=True)
+    words = ["-m", "launch", "pod", "v4-16", "my file.gin", "--gin", "A = 'b'"]
+    assert out.stdout.splitlines() == ["set up", str(tmp_path), *[f"[{word}]" for word in words]]

@@ -1,0 +1,254 @@
+"""launch/setup.sh with stand-ins for Python, pip, apt-get and uv on PATH; nothing is downloaded."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TOOLS = ("bash", "env", "dirname", "sha256sum", "cut", "grep", "tail", "rm", "mv", "flock", "mkdir", "cat", "touch")
+TOOLS += ("sleep", "chmod", "cp", "sed")
+    "bash",
+    "env",
+    "dirname",
+    "sha256sum",
+    "cut",
+    "grep",
+    "tail",
+    "rm",
+    "mv",
+    "flock",
+    "mkdir",
+    "cat",
+    "touch",
+    "sleep",
+    "chmod",
+    "cp",
+    "sed",
+]
+# A Python of some version; its venv has a copy of itself for Python; its pip notes that it was called.
+PYTHON = """#!/bin/bash
+case "$1 $2" in
+  "--version "*) echo "Python VERSION" ;;
+  "-c import ensurepip"*) [[ ENSUREPIP == 1 || -e "$(dirname "$0")/has_ensurepip" ]] ;;
+  "-c import sys"*) echo VERSION; exit SUPPORTED ;;
+  "-m venv") mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
+  "-m pip")
+    [[ $3 == --version ]] && exit 0
+    [[ $* == *--user*uv* ]] && { mkdir -p ~/.local/bin; cp "$(dirname "$0")/../spare/uv" ~/.local/bin/uv; exit; }
+    echo "$*" >>"$HOME/pip_calls"
+    sleep "${PIP_SECONDS:-0}"
+    [[ -e $HOME/no_network ]] && { echo "ERROR: Could not find a version that satisfies jax"; exit 1; }
+    touch "$(dirname "$0")/installed" ;;
+esac
+"""
+APT = """#!/bin/bash
+echo "$*" >>"$HOME/apt_calls"
+[[ -e $HOME/no_network ]] && exit 100
+[[ $* == *install* ]] || exit 0
+cp "$(dirname "$0")/../spare/python3.11" "$(dirname "$0")/"; touch "$(dirname "$0")/has_ensurepip"
+"""
+UV = """#!/bin/bash
+echo "$*" >>"$HOME/uv_calls"
+[[ $2 == install ]] && exit 0
+echo "SPARE/python3.11"
+"""
+
+
+class Machine:
+    """A machine whose PATH holds only stand-ins and a few tools, with a copy of the set-up script."""
+
+    def __init__(self, folder: Path):
+        self.root, self.home, self.bin, self.spare = (folder / n for n in ("workspace", "home", "bin", "spare"))
+        tools = folder / "tools"
+        for path in (self.root / "launch", self.home, self.bin, self.spare, tools):
+            path.mkdir(parents=True)
+        for tool in TOOLS:
+            (tools / tool).symlink_to(shutil.which(tool, path="/usr/bin:/bin"))
+        self.script(tools / "id", "#!/bin/bash\necho 0\n")
+        self.tools = tools
+        shutil.copy(ROOT / "launch/setup.sh", self.root / "launch")
+        self.requirements = self.root / "requirements.txt"
+        self.requirements.write_text("jax==0.10.2\noptax==0.2\n")
+        self.python("python3.11", "3.11.9", folder=self.spare)
+
+    def script(self, path: Path, text: str) -> None:
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def python(self, name: str, version: str, *, ensurepip: bool = True, folder: Path | None = None) -> None:
+        supported = re.fullmatch(r"3\.1[123]\..*", version) is not None
+        text = PYTHON.replace("VERSION", version).replace("SUPPORTED", str(int(not supported)))
+        self.script((folder or self.bin) / name, text.replace("ENSUREPIP", str(int(ensurepip))))
+
+    def uv(self, folder: Path) -> None:
+        self.script(folder / "uv", UV.replace("SPARE", str(self.spare)))
+
+    def start(self, **variables: str) -> subprocess.Popen:
+        environment = {"PATH": f"{self.bin}:{self.tools}", "HOME": str(self.home), **variables}
+        command = [str(self.root / "launch/setup.sh")]
+        return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+    def setup(self, **variables: str) -> tuple[int, str]:
+        process = self.start(**variables)
+        _, said = process.communicate(timeout=20)
+        return process.returncode, said
+
+    def calls(self, what: str) -> list[str]:
+        path = self.home / f"{what}_calls"
+        return path.read_text().splitlines() if path.exists() else []
+
+    @property
+    def version(self) -> str:
+        return subprocess.run([self.root / ".venv/bin/python", "-c", "import sys"], stdout=-1, text=True).stdout.strip()
+
+
+@pytest.fixture
+def machine(tmp_path):
+    return Machine(tmp_path)
+
+
+@pytest.mark.covers("L04")
+def test_it_installs_once_and_is_silent_and_quick_when_nothing_changed(machine):
+    machine.python("python3", "3.12.4")
+    code, said = machine.setup()
+    assert code == 0, said
+    assert "installing 2 packages into .venv with Python 3.12.4" in said
+    started = time.monotonic()
+    assert machine.setup() == (0, "")
+    assert time.monotonic() - started < 1
+    assert len(machine.calls("pip")) == 1
+
+
+def test_new_requirements_are_installed_and_another_python_starts_afresh(machine):
+    machine.python("python3", "3.12.4")
+    machine.setup()
+    machine.requirements.write_text("jax==0.10.3\n")
+    assert "installing 1 packages" in machine.setup()[1]
+    machine.python("mine", "3.13.1")
+    marker = machine.root / ".venv/of the old one"
+    marker.touch()
+    assert machine.setup(RENGA_PYTHON="mine")[0] == 0
+    assert machine.version == "3.13.1"
+    assert not marker.exists()
+    assert machine.setup(RENGA_PYTHON="mine") == (0, "")
+    assert len(machine.calls("pip")) == 3
+
+
+@pytest.mark.covers("L04")
+def test_python_3_10_first_on_path_is_passed_over(machine):
+    machine.python("python3", "3.10.12")
+    machine.python("python3.11", "3.11.9")
+    assert machine.setup()[0] == 0
+    assert machine.version == "3.11.9"
+
+
+@pytest.mark.parametrize("name", ["old", "bare", "absent"])
+def test_a_python_that_was_asked_for_and_cannot_serve_is_an_error(machine, name):
+    machine.python("python3", "3.12.4")
+    machine.python("old", "3.10.12")
+    machine.python("bare", "3.11.2", ensurepip=False)
+    code, said = machine.setup(RENGA_PYTHON=name)
+    assert code == 1
+    assert f"RENGA_PYTHON={name}" in said
+    assert not (machine.root / ".venv").exists()
+
+
+@pytest.mark.covers("L04")
+def test_without_a_python_apt_gets_one_and_it_is_said(machine):
+    machine.python("python3", "3.10.12")
+    machine.script(machine.bin / "apt-get", APT)
+    code, said = machine.setup()
+    assert code == 0, said
+    assert "installing python3.11-venv with apt-get" in said
+    assert machine.version == "3.11.9"
+    assert "install python3.11-venv" in machine.calls("apt")[0]
+
+
+def test_a_python_without_ensurepip_gets_its_own_package(machine):
+    machine.python("python3.12", "3.12.3", ensurepip=False)
+    machine.script(machine.bin / "apt-get", APT)
+    code, said = machine.setup()
+    assert code == 0, said
+    assert "installing python3.12-venv with apt-get" in said
+    assert machine.version == "3.12.3"
+
+
+def test_where_apt_cannot_uv_does(machine):
+    machine.python("python3", "3.10.12")
+    (machine.home / "no_network").touch()
+    machine.script(machine.bin / "apt-get", APT)
+    machine.uv(machine.bin)
+    code, said = machine.setup()
+    assert "apt-get cannot install python3.11-venv" in said
+    assert "getting Python 3.11 with uv" in said
+    assert machine.calls("uv") == ["python install 3.11", "python find 3.11"]
+    assert machine.version == "3.11.9"
+    assert code == 1  # there is still no network for pip
+
+
+def test_uv_itself_comes_from_pip(machine):
+    machine.python("python3", "3.10.12")
+    machine.uv(machine.spare)
+    code, said = machine.setup()
+    assert code == 0, said
+    assert "installing uv with pip" in said
+    assert machine.version == "3.11.9"
+
+
+def test_where_nothing_helps_it_says_what_was_tried(machine):
+    machine.python("python3", "3.10.12")
+    code, said = machine.setup()
+    assert code == 1
+    assert "no Python 3.11-3.13 found (python3 is Python 3.10.12), and neither apt-get nor uv could get one" in said
+
+
+def test_a_failed_install_shows_pip_s_words_and_is_never_taken_as_good(machine):
+    machine.python("python3", "3.12.4")
+    (machine.home / "no_network").touch()
+    for _ in range(2):
+        code, said = machine.setup()
+        assert code == 1
+        assert "ERROR: Could not find a version that satisfies jax" in said
+        assert "PIP_INDEX_URL" in said
+    (machine.home / "no_network").unlink()
+    assert machine.setup()[0] == 0
+    assert machine.setup() == (0, "")
+
+
+def test_two_at_once_install_once(machine):
+    machine.python("python3", "3.12.4")
+    both = [machine.start(PIP_SECONDS="1") for _ in range(2)]
+    said = [process.communicate(timeout=20)[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert sum("another set-up is running" in text for text in said) == 1
+    assert len(machine.calls("pip")) == 1
+
+
+def test_an_interrupted_set_up_is_completed_by_the_next(machine):
+    machine.python("python3", "3.12.4")
+    first = machine.start(PIP_SECONDS="30")
+    deadline = time.monotonic() + 10
+    while not machine.calls("pip"):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.communicate(timeout=10)
+    assert machine.setup()[0] == 0
+    assert (machine.root / ".venv/bin/installed").exists()
+    assert machine.setup() == (0, "")
+
+
+def test_the_pins_are_complete_and_hold_no_index_address():
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    pins = [line.partition(";")[0].strip() for line in lines if line and line[0] not in " #"]
+    assert len(pins) > 100
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+(\[[a-z,]+\])?==[^ ]+", pin) for pin in pins)
+    assert {"jax==0.10.2", "libtpu==0.0.42.1"} <= {re.sub(r"\[.*\]", "", pin) for pin in pins}
+    for path in [*(ROOT / "launch").glob("*.sh"), *ROOT.glob("requirements.*"), ROOT / "pyproject.toml"]:
+        assert not re.search(r"(?m)^\s*--?(index-url|extra-index-url|find-links|i )|://[^ ]*simple", path.read_text())

@@ -1,0 +1,188 @@
+"""Simulated hosts with tiny scripts for processes: what each is given, and that all live and die together."""
+
+import json
+import os
+import pathlib
+import pty
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from core import slices
+from launch import simulate
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+V4_16, V4_32 = slices.get("v4-16"), slices.get("v4-32")
+INDEX = "import os, sys, time, signal; index = int(os.environ['JAX_PROCESS_INDEX'])\n"
+LAUNCHER = """
+import sys, pathlib
+from core import slices
+from launch import simulate
+logs = pathlib.Path(sys.argv[2])
+sys.exit(simulate.run(slices.get(sys.argv[1]), command=sys.argv[3:], log_directory=logs, grace_seconds=2))
+"""
+# Each host leaves its number and that of a child, which ignores SIGTERM, in the folder, then waits for ever.
+WAITER = """
+import subprocess, pathlib
+deaf = 'import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)'
+child = subprocess.Popen([sys.executable, '-c', deaf])
+(pathlib.Path({folder!r}) / f'pids_{{index}}').write_text(f'{{os.getpid()}} {{child.pid}} {{os.environ["HOME"]}}')
+print('host', index, 'ready', flush=True)
+time.sleep(600)
+"""
+
+
+def python(text, tmp_path):
+    (tmp_path / "host.py").write_text(INDEX + text)
+    return [sys.executable, str(tmp_path / "host.py")]
+
+
+def run(slice_, text, tmp_path, **kwargs):
+    return simulate.run(slice_, command=python(text, tmp_path), log_directory=tmp_path / "logs", **kwargs)
+
+
+def log(tmp_path, index):
+    return (tmp_path / f"logs/host_{index}.log").read_text()
+
+
+def is_alive(pid):
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def launch(tmp_path, text, **kwargs):
+    """The launcher as a process of its own."""
+    command = [sys.executable, "-c", LAUNCHER, "v4-16", str(tmp_path / "logs"), *python(text, tmp_path)]
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, start_new_session=True, **kwargs)
+
+
+def wait_for_waiters(tmp_path, count=2):
+    deadline = time.monotonic() + 20
+    while len(notes := [p.read_text().split() for p in tmp_path.glob("pids_*")]) < count or not all(notes):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return [int(n) for note in notes for n in note[:2]], [pathlib.Path(note[2]) for note in notes]
+
+
+def assert_all_gone(pids, homes):
+    deadline = time.monotonic() + 10
+    while any(is_alive(pid) for pid in pids) or any(home.parent.exists() for home in homes):
+        assert time.monotonic() < deadline, [pid for pid in pids if is_alive(pid)]
+        time.sleep(0.05)
+
+
+@pytest.mark.covers("L06")
+@pytest.mark.simulated(4)
+def test_every_host_gets_its_own_environment(tmp_path, capfdbinary):
+    names = ["RENGA_SIMULATE", "JAX_PLATFORMS", "JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_INDEX", "JAX_PROCESS_COUNT"]
+    names += ["JAX_NUM_CPU_DEVICES", "TPU_SKIP_MDS_QUERY", "HOME", "TMPDIR", "XDG_CACHE_HOME"]
+    text = "import json, tempfile; open(os.environ['HOME'] + '/mine', 'x'); tempfile.mkdtemp()\n"
+    text += f"print(json.dumps({{name: os.environ[name] for name in {names}}}))"
+    assert run(V4_32, text, tmp_path) == 0
+    seen = [json.loads(log(tmp_path, index).splitlines()[1]) for index in range(4)]
+    assert [host["JAX_PROCESS_INDEX"] for host in seen] == ["0", "1", "2", "3"]
+    for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME"):
+        assert len({host[name] for host in seen}) == 4
+        assert not any(pathlib.Path(host[name]).exists() for host in seen)
+    (address,) = {host["JAX_COORDINATOR_ADDRESS"] for host in seen}
+    assert address.startswith("127.0.0.1:")
+    rest = {
+        name: seen[3][name] for name in ("RENGA_SIMULATE", "JAX_PLATFORMS", "JAX_PROCESS_COUNT", "TPU_SKIP_MDS_QUERY")
+    }
+    assert list(rest.values()) == ["v4-32", "cpu", "4", "1"]
+    assert seen[0]["JAX_NUM_CPU_DEVICES"] == "4"
+
+
+def test_every_host_is_logged_and_host_0_is_on_the_terminal(tmp_path, capfdbinary):
+    text = "print('out of', index); print('err of', index, file=sys.stderr)"
+    assert run(V4_16, text, tmp_path) == 0
+    assert run(V4_16, text, tmp_path) == 0
+    for index in range(2):
+        lines = log(tmp_path, index).splitlines()
+        assert len(lines) == 6  # appended
+        assert lines[0].startswith(f"--- host {index} of v4-16: ")
+        assert sorted(lines[1:3]) == [f"err of {index}", f"out of {index}"]
+    shown = capfdbinary.readouterr().out
+    assert shown.count(b"out of 0") == 2
+    assert b"of 1" not in shown
+
+
+@pytest.mark.covers("L06")
+@pytest.mark.simulated(4)
+def test_the_first_to_fail_stops_the_rest_and_gives_its_code_and_last_lines(tmp_path, capfd):
+    text = "print('\\n'.join(f'line {n}' for n in range(50)))\n"
+    text += "if index == 2: time.sleep(0.3); sys.exit(7)\ntime.sleep(600)"
+    started = time.monotonic()
+    assert run(V4_32, text, tmp_path) == 7
+    assert time.monotonic() - started < 5
+    error = capfd.readouterr().err
+    assert "host_2 failed first (exit code 7)" in error
+    assert "  host_2 | line 49\n" in error
+    assert "  host_2 | line 30\n" in error
+    assert "line 29\n" not in error
+    assert str(tmp_path / "logs/host_2.log") in error
+
+
+def test_death_by_signal_is_128_plus_its_number(tmp_path, capfd):
+    assert run(V4_16, "if index: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(600)", tmp_path) == 137
+    assert "host_1 failed first (signal SIGKILL)" in capfd.readouterr().err
+
+
+def test_a_host_that_ignores_the_request_to_stop_is_killed_after_the_grace(tmp_path, capfd):
+    text = "if index: time.sleep(0.5); sys.exit(3)\nsignal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    started = time.monotonic()
+    assert run(V4_16, text, tmp_path, grace_seconds=0.5) == 3
+    assert 0.9 < time.monotonic() - started < 5
+
+
+def test_a_host_may_use_the_grace_to_save(tmp_path, capfd):
+    text = "def save(*_): print('saved', flush=True); sys.exit(0)\n"
+    text += "signal.signal(signal.SIGTERM, save)\nif index: time.sleep(0.5); sys.exit(3)\ntime.sleep(600)"
+    assert run(V4_16, text, tmp_path) == 3
+    assert "saved" in log(tmp_path, 0)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_leaves_no_process_and_no_folder(tmp_path, number, code):
+    launcher = launch(tmp_path, WAITER.format(folder=str(tmp_path)), stdout=subprocess.DEVNULL)
+    pids, homes = wait_for_waiters(tmp_path)
+    assert len(pids) == 4
+    os.killpg(launcher.pid, number)
+    launcher.communicate(timeout=20)
+    assert launcher.returncode == code
+    assert_all_gone(pids, homes)
+
+
+def test_killing_the_launcher_outright_leaves_no_process_and_no_folder(tmp_path):
+    launcher = launch(tmp_path, WAITER.format(folder=str(tmp_path)), stdout=subprocess.DEVNULL)
+    pids, homes = wait_for_waiters(tmp_path)
+    launcher.kill()
+    launcher.communicate(timeout=20)
+    assert_all_gone(pids, homes)
+
+
+def test_a_progress_line_redraws_on_a_terminal_and_is_plain_in_the_log(tmp_path):
+    text = "print(sys.stdout.isatty()); print('\\x1b[2Kstep 1\\r\\x1b[32mstep 2\\x1b[0m')"
+    ours, theirs = pty.openpty()
+    launcher = launch(tmp_path, text, stdout=theirs)
+    launcher.communicate(timeout=20)
+    os.close(theirs)
+    shown = os.read(ours, 1 << 16)
+    os.close(ours)
+    assert b"True" in shown
+    assert b"step 1\r\x1b[32mstep 2" in shown
+    assert log(tmp_path, 0).splitlines()[1:] == ["True", "step 2"]
+    assert log(tmp_path, 1).splitlines()[1:] == ["False", "step 2"]
+
+
+def test_a_model_that_does_not_fit_is_refused_with_both_numbers():
+    gib = 2**30
+    simulate.require_memory(gib, slice_name="v4-32", available_bytes=2 * gib)
+    with pytest.raises(ValueError, match=r"v4-32 needs 100\.4 GiB .* has 24\.0 GiB of free memory\. --smoke"):
+        simulate.require_memory(int(100.4 * gib), slice_name="v4-32", available_bytes=24 * gib)
+    assert 2**20 < simulate.available_memory_bytes() < 2**50

@@ -1,0 +1,246 @@
+"""A real slice driven through gcloud, played by gcloud_stand_in.py: from shipping to stopping, and what is refused."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import pytest
+
+from core import slices
+from launch import workstation
+
+HERE = pathlib.Path(__file__).parent
+ON_HOST = HERE.parent.parent / "launch" / "on_host.sh"
+TPU = workstation.Tpu("my-tpu", "us-central2-b", "proj")
+V4_16 = slices.get("v4-16")
+SECRET = "hf_abcdefghijkl"
+SETUP = '#!/bin/bash\n[ -e "$HOME/no_setup" ] && { echo no python >&2; exit 1; }\nmkdir -p .venv; echo set up "$HOME"\n'
+POD = """#!/bin/bash
+trap 'echo saved; exit 0' TERM
+echo "pod.sh got $*; token ${#HF_TOKEN}"
+[ "$2" = bad.gin ] && exit 3
+while :; do sleep 0.05; done
+"""
+
+
+@pytest.fixture
+def cloud(tmp_path, monkeypatch):
+    """A folder that the stand-in plays a READY v4-16 in; what was started on its workers is stopped at the end."""
+    folder = tmp_path / "cloud"
+    folder.mkdir()
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "gcloud").write_text(f'#!/bin/sh\nexec {sys.executable} {HERE / "gcloud_stand_in.py"} "$@"\n')
+    (tools / "gcloud").chmod(0o755)
+    tpu = {"name": "my-tpu", "zone": "us-central2-b", "type": "v4-16", "state": "READY", "workers": 2}
+    (folder / "tpu.json").write_text(json.dumps(tpu))
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    monkeypatch.setenv("GCLOUD_STAND_IN", str(folder))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    yield folder
+    for note in folder.glob("worker_*/.renga/process"):
+        pid = int(note.read_text().split()[0])
+        if pathlib.Path(f"/proc/{pid}").exists():
+            os.killpg(pid, 9)
+
+
+@pytest.fixture
+def workspace(tmp_path):
+    """A small git work tree with stand-ins for the scripts that would train."""
+    folder = tmp_path / "workspace"
+    for name, text in {
+        "launch/on_host.sh": ON_HOST.read_text(),
+        "launch/setup.sh": SETUP,
+        "launch/pod.sh": POD,
+        "gin/x.gin": "A = 1\n",
+        "new file.py": "",
+        ".gitignore": "data/\n",
+        "data/large.bin": "x",
+    }.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    git = ["git", "-C", str(folder), "-c", "user.name=t", "-c", "user.email=t@localhost"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "add", "launch", "gin"], check=True)
+    subprocess.run([*git, "commit", "-qm", "first"], check=True)
+    return folder
+
+
+def start(workspace, *arguments, dry_run=False):
+    arguments = ["v4-16", *(arguments or ["gin/x.gin"])]
+    return workstation.start(TPU, slice_=V4_16, arguments=arguments, workspace=workspace, dry_run=dry_run)
+
+
+def act(action, **kwargs):
+    return workstation.act(TPU, action=action, log_directory="runs", dry_run=False, **kwargs)
+
+
+def calls(cloud):
+    path = cloud / "calls.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait_for(path, text):
+    deadline = time.monotonic() + 10
+    while not (path.exists() and text in path.read_text()):
+        assert time.monotonic() < deadline, f"{text!r} never came into {path}"
+        time.sleep(0.02)
+
+
+@pytest.mark.covers("L01", "L03", "L04", "L08", "L09")
+def test_ship_set_up_start_follow_and_stop(cloud, workspace, monkeypatch, capfd):
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    assert start(workspace, "gin/x.gin", "--gin", "A = 'it''s; $HOME'") == 0
+    for worker in range(2):
+        home = cloud / f"worker_{worker}"
+        shipped = {str(p.relative_to(home / "renga")) for p in (home / "renga").rglob("*") if p.is_file()}
+        assert shipped == {
+            ".gitignore",
+            ".revision",
+            "gin/x.gin",
+            "launch/on_host.sh",
+            "launch/pod.sh",
+            "launch/setup.sh",
+            "new file.py",
+        }
+        wait_for(home / ".renga/run.log", "pod.sh got v4-16 gin/x.gin --gin A = 'it''s; $HOME'; token 15")
+        assert not (home / ".renga/hf_token").exists()
+        assert len((home / "renga/.revision").read_text().strip()) == 40
+    assert SECRET not in (cloud / "calls.jsonl").read_text()
+
+    capfd.readouterr()
+    assert act("status") == 0
+    status = capfd.readouterr().out
+    assert "v4-16\tREADY\tHEALTHY" in status
+    assert all(f"w-{worker}: running, process" in status for worker in range(2))
+
+    follower = subprocess.Popen(
+        workstation.action_steps(TPU, action="logs", log_directory="runs")[0].argv, stdout=subprocess.PIPE, text=True
+    )
+    assert act("stop") == 0
+    followed, _ = follower.communicate(timeout=20)  # ends by itself, since the run did
+    for worker in range(2):
+        assert f"w-{worker} | pod.sh got v4-16" in followed
+        wait_for(cloud / f"worker_{worker}/.renga/run.log", "saved")
+    assert act("status") == 0
+    assert "w-1: not running; last line of its log: saved" in capfd.readouterr().out
+
+
+def test_a_run_in_progress_is_neither_replaced_nor_doubled(cloud, workspace, capfd):
+    assert start(workspace) == 0
+    before = (cloud / "worker_0/.renga/process").read_text()
+    assert start(workspace) == 1
+    assert "w-0: a run is in progress" in capfd.readouterr().err
+    assert (cloud / "worker_0/.renga/process").read_text() == before
+
+
+def test_nothing_starts_where_one_host_cannot_be_set_up(cloud, workspace, capfd):
+    (cloud / "worker_1").mkdir()
+    (cloud / "worker_1/no_setup").touch()
+    assert start(workspace) == 1
+    assert "no python" in capfd.readouterr().err
+    assert not list(cloud.glob("worker_*/.renga/run.log"))
+
+
+def test_a_run_that_ends_at_once_shows_its_last_lines(cloud, workspace, capfd):
+    assert start(workspace, "bad.gin") == 1
+    assert "w-0: the run ended at once" in (errors := capfd.readouterr().err)
+    assert "pod.sh got v4-16 bad.gin" in errors
+
+
+def test_shipping_again_removes_old_files_and_keeps_environment_and_runs(cloud, workspace):
+    assert start(workspace) == 0
+    assert act("stop") == 0
+    remote = cloud / "worker_0/renga"
+    (remote / "runs").mkdir()
+    (remote / "gin/gone.gin").touch()
+    assert start(workspace) == 0
+    assert (remote / "runs").is_dir()
+    assert (remote / ".venv").is_dir()
+    assert not (remote / "gin/gone.gin").exists()
+
+
+@pytest.mark.covers("L01")
+def test_dry_run_prints_commands_that_gcloud_takes_and_runs_none(cloud, workspace, monkeypatch, capfd):
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    assert start(workspace, dry_run=True) == 0
+    assert not calls(cloud)
+    printed = [line for line in capfd.readouterr().out.splitlines() if not line.startswith("#")]
+    assert len(printed) == 5
+    assert SECRET not in "".join(printed)
+    assert subprocess.run(["bash", "-c", printed[0]], check=False).returncode == 0
+    assert calls(cloud) == [
+        ["compute", "tpus", "tpu-vm", "describe", "my-tpu", "--zone=us-central2-b", "--project=proj"]
+        + ["--format=value(acceleratorType,state,health)"]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"type": "v4-32"}, "is a v4-32 (16 devices on 4 hosts), but SLICE is v4-16 (8 devices on 2 hosts)"),
+        ({"state": "CREATING"}, "is CREATING (health HEALTHY), not READY"),
+        ({"zone": "elsewhere"}, "finds no TPU 'my-tpu' in us-central2-b"),
+    ],
+)
+def test_a_tpu_that_cannot_be_used_is_refused_before_anything_is_shipped(cloud, workspace, change, says):
+    tpu = json.loads((cloud / "tpu.json").read_text())
+    (cloud / "tpu.json").write_text(json.dumps(tpu | change))
+    with pytest.raises(ValueError, match="TPU") as error:
+        start(workspace)
+    assert says in str(error.value)
+    assert [call[3] for call in calls(cloud)] == ["describe"]
+
+
+def test_tensorboard_is_tunnelled_on_loopback_from_host_0(cloud):
+    (step,) = workstation.action_steps(TPU, action="tensorboard", log_directory="gs://b/runs")
+    assert "--worker=0" in step.argv
+    assert "--ssh-flag=-L 127.0.0.1:6006:127.0.0.1:6006" in step.argv
+    assert step.argv[-1].endswith("on_host.sh tensorboard 6006 gs://b/runs")
+
+
+def test_only_what_git_would_keep_can_be_an_experiment(workspace, tmp_path):
+    assert workstation.shipped_path(str(workspace / "gin/x.gin"), workspace=workspace) == "gin/x.gin"
+    with pytest.raises(ValueError, match="would not reach the hosts"):
+        workstation.shipped_path(str(workspace / "data/large.bin"), workspace=workspace)
+    with pytest.raises(ValueError, match="no such experiment file"):
+        workstation.shipped_path(str(workspace / "gin/y.gin"), workspace=workspace)
+    with pytest.raises(ValueError, match="not a git work tree"):
+        workstation.workspace_files(tmp_path)
+
+
+def test_the_tpu_comes_from_flags_then_environment(monkeypatch):
+    monkeypatch.setenv("TPU_NAME", "env-tpu")
+    monkeypatch.setenv("TPU_ZONE", "z")
+    assert workstation.find_tpu(None, None, "p") == workstation.Tpu("env-tpu", "z", "p")
+    assert workstation.find_tpu("flag", "y", None) == workstation.Tpu("flag", "y", None)
+    monkeypatch.delenv("TPU_ZONE")
+    with pytest.raises(ValueError, match="TPU 'flag' has no zone"):
+        workstation.find_tpu("flag", None, None)
+    with pytest.raises(ValueError, match="expected letters, digits"):
+        workstation.find_tpu("user@flag:", "z", None)
+    monkeypatch.delenv("TPU_NAME")
+    assert workstation.find_tpu(None, "z", None) is None
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "compute tpus describe my-tpu --zone=us-central2-b",
+        "compute tpus tpu-vm ssh my-tpu --zone=us-central2-b --workers=all --command=true",
+        "compute tpus tpu-vm ssh my-tpu --zone=us-central2-b --worker=all",
+        "compute tpus tpu-vm ssh my-tpu --zone=us-central2-b --worker=5 --command=true",
+        "compute tpus tpu-vm ssh my-tpu --zone=us-central2-b --batch-size=2 --command=true",
+        "compute tpus tpu-vm scp x node-1://remote --zone=us-central2-b",
+        "compute tpus tpu-vm scp x my-tpu:y --zone=us-central2-b --tunnel-through-iap",
+    ],
+)
+def test_the_stand_in_refuses_what_is_not_documented(cloud, argv):
+    result = subprocess.run(["gcloud", *argv.split()], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "ERROR: (gcloud stand-in)" in result.stderr

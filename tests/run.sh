@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Sets up, then checks the style and runs the tests, on CPU and without network. Usage:
+#   tests/run.sh                    all but the slow ones
+#   tests/run.sh --all              the slow ones too
+#   tests/run.sh [--all] ARGS…      ARGS go to pytest, such as tests/core -k slices
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root"
+launch/setup.sh
+python=.venv/bin/python
+
+selection=(-m "not slow")
+if [[ ${1:-} == --all ]]; then
+  selection=()
+  shift
+fi
+
+export JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1
+$python -m ruff format --check --quiet . || { echo "run: .venv/bin/ruff format" >&2 && exit 1; }
+$python -m ruff check --quiet .
+exec $python -m pytest "${selection[@]}" "$@"
