@@ -13,24 +13,6 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 TOOLS = ("bash", "env", "dirname", "sha256sum", "cut", "grep", "tail", "rm", "mv", "flock", "mkdir", "cat", "touch")
 TOOLS += ("sleep", "chmod", "cp", "sed")
-    "bash",
-    "env",
-    "dirname",
-    "sha256sum",
-    "cut",
-    "grep",
-    "tail",
-    "rm",
-    "mv",
-    "flock",
-    "mkdir",
-    "cat",
-    "touch",
-    "sleep",
-    "chmod",
-    "cp",
-    "sed",
-]
 # A Python of some version; its venv has a copy of itself for Python; its pip notes that it was called.
 PYTHON = """#!/bin/bash
 case "$1 $2" in
