@@ -155,7 +155,8 @@ def state_axes(optimizer: Optimizer, shapes: Params, axes: Any) -> Any:
     """Logical axes of every leaf of the optimizer's state.
 
     A leaf that belongs to a parameter and has its shape has its axes; one that lacks a dimension (a factored moment)
-    has the axes that remain; everything else (counters) has no named axis, hence is replicated.
+    has the axes that remain; everything else (counters) has no named axis, hence is replicated. A leaf belongs to the
+    parameter whose path its own path ends with.
 
     Args:
       optimizer: whose state.
@@ -165,20 +166,20 @@ def state_axes(optimizer: Optimizer, shapes: Params, axes: Any) -> Any:
     Returns:
       A tree like `optimizer.init(params)` with `Axes` leaves.
     """
-    state = jax.eval_shape(optimizer.init, shapes)
+    by_path = {
+        tuple(path): (leaf.shape, named.names)
+        for (path, leaf), named in zip(
+            jax.tree_util.tree_leaves_with_path(shapes),
+            jax.tree.leaves(axes, is_leaf=lambda a: isinstance(a, Axes)),
+            strict=True,
+        )
+    }
 
-    def of_parameter(leaf, shape, named: Axes) -> Axes:
-        return Axes(_surviving_axes(tuple(leaf.shape), tuple(shape.shape), named.names))
+    def of_leaf(path, leaf) -> Axes:
+        owner = next((by_path[path[i:]] for i in range(len(path)) if path[i:] in by_path), None)
+        return Axes(_surviving_axes(leaf.shape, *owner) if owner else (None,) * len(leaf.shape))
 
-    return optax.tree_utils.tree_map_params(
-        optimizer.init,
-        of_parameter,
-        state,
-        shapes,
-        axes,
-        transform_non_params=lambda leaf: Axes((None,) * len(leaf.shape)),
-        is_leaf=lambda a: isinstance(a, Axes),
-    )
+    return jax.tree_util.tree_map_with_path(of_leaf, jax.eval_shape(optimizer.init, shapes))
 
 
 def _surviving_axes(leaf: tuple[int, ...], param: tuple[int, ...], names: tuple[str | None, ...]) -> tuple:

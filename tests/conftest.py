@@ -71,3 +71,12 @@ def run_hosts(tmp_path):
         if process.poll() is None:
             process.kill()
             process.wait()
+
+
+@pytest.fixture(scope="session")
+def tpu_topology():
+    """The chips of a slice, as the real TPU compiler describes them: `tpu_topology("v4-32") -> [device]`."""
+    from core import slices
+    from parallel import mesh
+
+    return lambda name: mesh.topology_devices(slices.get(name))

@@ -1,0 +1,159 @@
+"""What hangs on the training loop: progress, evaluation, checkpoints, profiles, and the stop on a loss that is no number.
+
+Each hook does one thing and is told of the run only through its constructor, so that a run is a list of hooks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from core import trainer
+from core.train_state import TrainState
+from core.trainer import Hook, StepReport
+
+Scalars = Callable[[int, Mapping[str, float]], None]  # (step, name -> value)
+
+
+class NonFiniteLossError(RuntimeError):
+    """The loss or the gradient is not a number."""
+
+
+class StopOnNonFinite(Hook):
+    """Ends the run at the first step whose loss or gradient norm is not finite, before it can be saved."""
+
+    def after_step(self, report: StepReport) -> None:
+        """Raises NonFiniteLossError."""
+        bad = {k: v for k, v in report.metrics.items() if k in ("loss", "gradient_norm") and not math.isfinite(v)}
+        if bad:
+            found = ", ".join(f"{k} = {v}" for k, v in bad.items())
+            raise NonFiniteLossError(
+                f"step {report.step}: {found}. The last checkpoint precedes this step. Usual causes: a learning rate "
+                "that is too high, no warm-up, or a bad batch; start again from the checkpoint with a lower rate."
+            )
+
+
+class Log(Hook):
+    """Writes the metrics of every `every`-th step; rates are means over the steps since the last line."""
+
+    def __init__(self, write: Scalars, *, every: int, items_per_step: int):
+        """`write(step, values)` gets the metrics, step_seconds, input_wait_seconds and tokens_per_second."""
+        self._write = write
+        self._every = every
+        self._items_per_step = items_per_step
+        self._seconds: list[float] = []
+        self._waits: list[float] = []
+        self._started = False
+
+    def after_step(self, report: StepReport) -> None:
+        """Writes when it is time, and the first step."""
+        self._seconds.append(report.seconds)
+        self._waits.append(report.input_wait_seconds)
+        if self._started and report.step % self._every:
+            return
+        self._started = True
+        mean_seconds = sum(self._seconds) / len(self._seconds)
+        rates = {
+            "step_seconds": mean_seconds,
+            "input_wait_seconds": sum(self._waits) / len(self._waits),
+            "tokens_per_second": self._items_per_step / mean_seconds,
+        }
+        self._seconds, self._waits = [], []
+        self._write(report.step, {**report.metrics, **rates})
+
+
+def evaluate(eval_step: Callable, state: TrainState, batches: Any, *, num_batches: int) -> dict[str, float]:
+    """Means over `num_batches` batches; every host runs the same number.
+
+    Args:
+      eval_step: `(state, batch) -> sums`.
+      state: what to evaluate; not consumed.
+      batches: iterator of device batches.
+      num_batches: how many.
+
+    Returns:
+      The model's metrics by name, as `loss`, `accuracy`, ….
+    """
+    total = None
+    for _ in range(num_batches):
+        sums = jax.device_get(eval_step(state, next(batches)))
+        total = sums if total is None else trainer.add_sums(total, sums)
+    return {name: float(s.total / max(s.weight, 1.0)) for name, s in total.items()}
+
+
+class Evaluate(Hook):
+    """Every `every` steps, and behind the last: means over the validation batches."""
+
+    def __init__(self, run: Callable[[TrainState], Mapping[str, float]], write: Scalars, *, every: int, last_step: int):
+        """`run(state)` evaluates; `write(step, values)` gets its means as `validation/<name>`."""
+        self._run = run
+        self._write = write
+        self._every = every
+        self._last_step = last_step
+        self.latest: dict[str, float] = {}
+
+    def needs_state(self, step: int) -> bool:
+        """At multiples of `every`, and at the end."""
+        return step % self._every == 0 or step == self._last_step
+
+    def at_boundary(self, step: int, state: TrainState) -> None:
+        """Evaluates and writes."""
+        self.latest = {f"validation/{k}": v for k, v in self._run(state).items()}
+        self._write(step, self.latest)
+
+
+class Save(Hook):
+    """Every `every` steps, and behind the last: the state, the position in the data, and what the run is."""
+
+    def __init__(
+        self, checkpoints: Any, position: Callable[[], Mapping[str, bytes]], meta: Mapping, *, every: int, last_step: int
+    ):
+        """Takes a `core.checkpoint.Checkpoints`, the prefetcher's `position`, and what to keep beside the state."""
+        self._checkpoints = checkpoints
+        self._position = position
+        self._meta = meta
+        self._every = every
+        self._last_step = last_step
+
+    def needs_state(self, step: int) -> bool:
+        """At multiples of `every`, and at the end."""
+        return step % self._every == 0 or step == self._last_step
+
+    def at_boundary(self, step: int, state: TrainState) -> None:
+        """Starts an asynchronous save; the copy off the devices is done when this returns."""
+        self._checkpoints.save(step, state=state, data=self._position(), meta=self._meta)
+
+    def close(self) -> None:
+        """Waits for the last save; its error surfaces here."""
+        self._checkpoints.wait()
+
+
+class Profile(Hook):
+    """Traces windows of `num_steps` steps that start at the given ones, on every host into one session."""
+
+    def __init__(self, start: Callable[[int], Any], *, at: Sequence[int], num_steps: int = 3):
+        """`start(step)` begins a trace and returns something with `stop()`."""
+        self._start = start
+        self._at = frozenset(at)
+        self._num_steps = num_steps
+        self._window: Any = None
+        self._until = 0
+
+    def before_step(self, step: int) -> None:
+        """Opens a window."""
+        if step in self._at and self._window is None:
+            self._window, self._until = self._start(step), step + self._num_steps - 1
+
+    def after_step(self, report: StepReport) -> None:
+        """Closes it once its last step has finished."""
+        if self._window is not None and report.step >= self._until:
+            self.close()
+
+    def close(self) -> None:
+        """Ends an open window."""
+        if self._window is not None:
+            self._window.stop()
+            self._window = None

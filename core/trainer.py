@@ -1,0 +1,144 @@
+"""The training loop: one batch, one step, and what hangs on it.
+
+The one idea is that the device never waits for the host. The metrics of step n - 1 are read after step n has been
+dispatched, so that logging happens while the device works. Only where a hook needs the state itself (to evaluate it or
+to save it) is step n read before n + 1 starts; then a loss that is not finite is seen before it is saved.
+
+    dispatch n   read metrics of n - 1   -> hook.after_step(n - 1)
+    …            at a boundary: read n   -> hook.after_step(n), hook.at_boundary(n, state)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from core.train_state import TrainState
+from core.types import Batch
+
+
+class StepReport(NamedTuple):
+    """What is known of a finished step.
+
+    Attributes:
+      step: its number; the first is 1.
+      metrics: means of this step, as numbers.
+      seconds: since the previous step finished; for the first, since it was dispatched (compilation included).
+      input_wait_seconds: of these, how long the host waited for its batch.
+    """
+
+    step: int
+    metrics: Mapping[str, float]
+    seconds: float
+    input_wait_seconds: float
+
+
+class Hook:
+    """Something that happens beside training. Hooks run in order, on every host alike."""
+
+    def before_step(self, step: int) -> None:
+        """Before step `step` is dispatched."""
+
+    def after_step(self, report: StepReport) -> None:
+        """Once the metrics of a step are known, usually while the next one runs."""
+
+    def needs_state(self, step: int) -> bool:
+        """Whether `at_boundary` is to be called behind this step. Must be equal on all hosts."""
+        del step
+        return False
+
+    def at_boundary(self, step: int, state: TrainState) -> None:
+        """Behind step `step`, before the next is dispatched; `state` is valid during this call only."""
+
+    def close(self) -> None:
+        """When training ends, also by an error."""
+
+
+class Program(Protocol):
+    """What the loop needs of a model bound to devices."""
+
+    def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Mapping[str, jax.Array]]:
+        """One step; consumes `state`."""
+
+
+class DeviceBatches(Protocol):
+    """Batches that are on the devices already."""
+
+    input_wait_seconds: float
+
+    def __next__(self) -> Batch:
+        """The next one."""
+
+
+class _Dispatched(NamedTuple):
+    step: int
+    metrics: Mapping[str, jax.Array]
+    input_wait_seconds: float
+
+
+class _Reader:
+    """Turns dispatched steps into reports, timing from one finished step to the next."""
+
+    def __init__(self, hooks: Sequence[Hook]):
+        self._hooks = hooks
+        self._finished_at = time.perf_counter()
+
+    def read(self, dispatched: _Dispatched) -> None:
+        values = {k: float(v) for k, v in jax.device_get(dict(dispatched.metrics)).items()}  # waits for the step
+        now = time.perf_counter()
+        report = StepReport(dispatched.step, values, now - self._finished_at, dispatched.input_wait_seconds)
+        self._finished_at = now
+        for hook in self._hooks:
+            hook.after_step(report)
+
+    def boundary(self, step: int, state: TrainState) -> None:
+        for hook in self._hooks:
+            if hook.needs_state(step):
+                hook.at_boundary(step, state)
+        self._finished_at = time.perf_counter()  # time at a boundary is nobody's step time
+
+
+def train(
+    program: Program, batches: DeviceBatches, state: TrainState, *, total_steps: int, hooks: Sequence[Hook]
+) -> TrainState:
+    """Trains from `state.step` to `total_steps`.
+
+    Args:
+      program: the model bound to devices.
+      batches: at the position that belongs to `state`.
+      state: consumed.
+      total_steps: the last step's number.
+      hooks: called in this order.
+
+    Returns:
+      The state behind the last step.
+    """
+    reader = _Reader(hooks)
+    unread: _Dispatched | None = None
+    try:
+        for step in range(int(state.step) + 1, total_steps + 1):
+            for hook in hooks:
+                hook.before_step(step)
+            batch = next(batches)
+            with jax.profiler.StepTraceAnnotation("train", step_num=step):
+                state, metrics = program.train_step(state, batch)
+            if unread is not None:
+                reader.read(unread)
+            unread = _Dispatched(step, metrics, batches.input_wait_seconds)
+            if step == total_steps or any(hook.needs_state(step) for hook in hooks):
+                reader.read(unread)
+                unread = None
+                reader.boundary(step, state)
+    finally:
+        for hook in hooks:
+            hook.close()
+    return state
+
+
+def add_sums(total: Any, more: Any) -> Any:
+    """Adds two trees of sums on the host, in float64."""
+    return jax.tree.map(lambda a, b: np.float64(a) + np.float64(b), total, more)

@@ -1,0 +1,86 @@
+"""A training step compiled for a slice by the real TPU compiler, on any machine.
+
+libtpu describes the chips of a slice that is not there and compiles for them. Compiling is a fit test: what does not
+fit in HBM does not compile.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any, NamedTuple
+
+import jax
+
+from core.slices import GIB, Slice
+from parallel import mesh
+from parallel.partitioner import Program
+
+
+class Compiled(NamedTuple):
+    """What the compiler says of one training step on one chip.
+
+    Attributes:
+      slice: compiled for.
+      peak_bytes: most HBM in use at any time, arguments included.
+      argument_bytes: state and batch.
+      temp_bytes: everything else.
+      compile_seconds: on this machine.
+      hlo: the optimized program, as text.
+    """
+
+    slice: Slice
+    peak_bytes: int
+    argument_bytes: int
+    temp_bytes: int
+    compile_seconds: float
+    hlo: str
+
+
+class OutOfHbmError(ValueError):
+    """The step needs more HBM than a chip has."""
+
+
+def compile_for_slice(program: Program) -> Compiled:
+    """Compiles the training step of a program whose devices are `mesh.topology_devices(slice)`.
+
+    Raises:
+      OutOfHbmError: it does not fit; says what it needs and what there is.
+    """
+    start = time.perf_counter()
+    lowered = program.lower_train_step()
+    try:
+        executable = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        raise _explained(error, program) from error
+    memory: Any = executable.memory_analysis()
+    return Compiled(
+        slice=program.partitioner.slice,
+        peak_bytes=memory.peak_memory_in_bytes,
+        argument_bytes=memory.argument_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        compile_seconds=time.perf_counter() - start,
+        hlo=executable.as_text(),
+    )
+
+
+def _explained(error: Exception, program: Program) -> Exception:
+    found = re.search(r"Used ([\d.]+[KMG]) of ([\d.]+[KMG]) hbm", str(error))
+    if not found:
+        return error
+    slice_ = program.partitioner.slice
+    return OutOfHbmError(
+        f"strategy {program.partitioner.strategy.name!r} on {slice_.name}: the step needs {found[1]}iB of HBM per chip, "
+        f"a chip has {found[2]}iB. Split more (fsdp, tensor), recompute more (remat = 'full'), use more accum_steps or "
+        "a smaller batch."
+    )
+
+
+def devices_of(slice: Slice) -> list[jax.Device]:
+    """The chips to bind a `Partitioner` to in order to compile for `slice`."""
+    return mesh.topology_devices(slice)
+
+
+def gib(bytes_: float) -> str:
+    """`9.24 GiB`."""
+    return f"{bytes_ / GIB:.2f} GiB"

@@ -1,0 +1,74 @@
+"""What a layout costs a chip, array by array, known from shapes alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+from core.logical import Axes
+from parallel import rules
+from parallel.partitioner import Program
+
+
+class Row(NamedTuple):
+    """One array of the state.
+
+    Attributes:
+      path: `params/layers/block/query`.
+      shape, axes, spec: global shape, logical axes, mesh axes.
+      bytes_per_chip: of the shard that one chip holds.
+      replicated: whether every chip holds all of it.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    axes: Axes
+    spec: str
+    bytes_per_chip: int
+    replicated: bool
+
+
+class Totals(NamedTuple):
+    """Bytes per chip of each part of the state; `everything` is their sum on one chip, `whole` on all if unsplit."""
+
+    params: int
+    opt_state: int
+    carry: int
+    everything: int
+    whole: int
+
+
+def rows(program: Program) -> list[Row]:
+    """Every array of the state, parameters first."""
+    state, axes = program.abstract_state, program.axes
+    return [
+        *_part("params", state.params, axes.params),
+        *_part("opt_state", state.opt_state, axes.opt_state),
+        *_part("carry", state.carry, axes.carry),
+    ]
+
+
+def _part(name: str, tree: Any, axes: Any) -> Iterator[Row]:
+    named = jax.tree.leaves(axes, is_leaf=lambda a: isinstance(a, Axes))
+    for (path, leaf), leaf_axes in zip(jax.tree_util.tree_leaves_with_path(tree), named, strict=True):
+        shard = leaf.sharding.shard_shape(leaf.shape)
+        yield Row(
+            path=f"{name}/{rules.path_of(path)}",
+            shape=leaf.shape,
+            axes=leaf_axes,
+            spec=str(leaf.sharding.spec).removeprefix("PartitionSpec"),
+            bytes_per_chip=math.prod(shard) * leaf.dtype.itemsize,
+            replicated=shard == leaf.shape,
+        )
+
+
+def totals(program: Program) -> Totals:
+    """Bytes of the state on one chip."""
+    by_part = dict.fromkeys(("params", "opt_state", "carry"), 0)
+    for row in rows(program):
+        by_part[row.path.split("/")[0]] += row.bytes_per_chip
+    whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.abstract_state))
+    return Totals(**by_part, everything=sum(by_part.values()), whole=whole)
