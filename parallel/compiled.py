@@ -64,15 +64,21 @@ def compile_for_slice(program: Program) -> Compiled:
     )
 
 
+# The compiler words it one way for the program as a whole and another when temporaries alone are too much.
+_TOO_MUCH = (
+    r"Used (?P<needed>[\d.]+[KMG]) of (?P<present>[\d.]+[KMG]) hbm",
+    r"\((?P<needed>[\d.]+[KMG])\) exceeds available HBM \((?P<present>[\d.]+[KMG])\)",
+)
+
+
 def _explained(error: Exception, program: Program) -> Exception:
-    found = re.search(r"Used ([\d.]+[KMG]) of ([\d.]+[KMG]) hbm", str(error))
-    if not found:
+    found = next((m for pattern in _TOO_MUCH if (m := re.search(pattern, str(error)))), None)
+    if found is None:
         return error
-    slice_ = program.partitioner.slice
     return OutOfHbmError(
-        f"strategy {program.partitioner.strategy.name!r} on {slice_.name}: the step needs {found[1]}iB of HBM per chip, "
-        f"a chip has {found[2]}iB. Split more (fsdp, tensor), recompute more (remat = 'full'), use more accum_steps or "
-        "a smaller batch."
+        f"strategy {program.partitioner.strategy.name!r} on {program.partitioner.slice.name}: the step needs "
+        f"{found['needed']}iB of HBM per chip, a chip has {found['present']}iB. Split more (fsdp, tensor), recompute more "
+        "(remat = 'full'), use more accum_steps or a smaller batch."
     )
 
 
