@@ -12,7 +12,6 @@ import math
 import pathlib
 import tempfile
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -97,7 +96,7 @@ class TensorBoard:
             str(self._mirror.folder),
             purge_step=first_step or None,
             flush_secs=30,
-            filename_suffix=f".{uuid.uuid4().hex[:8]}",  # Two starts within a second would share the file's name.
+            filename_suffix=f".{time.time_ns()}",  # Two starts within a second would share the file's name.
         )
         self._closed = False
 

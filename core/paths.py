@@ -46,7 +46,9 @@ def _resolve_remote(text: str, *, scheme: str) -> epath.Path:
         raise ValueError(f"the path {text!r} has scheme {scheme!r}; expected gs://bucket/… or a local folder")
     bucket = text.removeprefix("gs:").removeprefix("//").split("/")[0]
     if not text.startswith("gs://") or len(bucket) < 3:
-        raise ValueError(f"the path {text!r} names no bucket; expected gs://BUCKET/folder (BUCKET has 3 letters or more)")
+        raise ValueError(
+            f"the path {text!r} names no bucket; expected gs://BUCKET/folder (BUCKET has 3 letters or more)"
+        )
     return epath.Path(text.rstrip("/"))
 
 

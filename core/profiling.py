@@ -35,8 +35,8 @@ class Profile:
         """Whether steps are being profiled."""
         return self._session is not None
 
-    def start(self, step: int) -> None:
-        """Begins a window with `step` as its first; waits for no device. Raises RuntimeError when one is open."""
+    def start(self, step: int) -> Profile:
+        """Begins a window with `step` as its first, and returns itself. Raises RuntimeError when one is open."""
         if self._session is not None:
             raise RuntimeError(f"cannot profile from step {step}: the window {self._session} is still open")
         options = jax.profiler.ProfileOptions()
@@ -45,6 +45,7 @@ class Profile:
         traced = tempfile.TemporaryDirectory(prefix="renga-profile-")
         jax.profiler.start_trace(traced.name, profiler_options=options)
         self._session, self._traced = options.session_id, traced
+        return self
 
     def stop(self) -> list[paths.Path]:
         """Ends the window and returns the files written; call it when the profiled steps have finished on the device.

@@ -132,6 +132,46 @@ def test_a_detected_cluster_needs_no_arguments(run_hosts):
     assert [result.returncode for result in results] == [0, 0], results
 
 
+ON_TPU_HOSTS = """
+import http.server, os, threading
+
+class Metadata(http.server.BaseHTTPRequestHandler):
+    answers = {
+        "agent-worker-number": str(PROCESS),
+        "worker-network-endpoints": ",".join(["127.0.0.1"] * HOSTS),
+        "tpu-env": "ACCELERATOR_TYPE: 'v4-16'",
+    }
+
+    def do_GET(self):
+        body = self.answers[self.path.rsplit("/", 1)[1]].encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+os.environ["GCE_METADATA_IP"] = f"127.0.0.1:{server.server_port}"
+os.environ["JAX_COORDINATOR_PORT"] = COORDINATOR.split(":")[1]
+
+from jax._src.clusters import cloud_tpu_cluster
+cloud_tpu_cluster.running_in_cloud_tpu_vm = True
+del os.environ["TPU_SKIP_MDS_QUERY"]  # JAX sets it where it finds no TPU.
+from core import distributed
+assert distributed.initialize(local_cpu_devices=1, timeout_seconds=30) == (PROCESS, HOSTS, COORDINATOR)
+import jax
+assert jax.device_count() == HOSTS
+distributed.shutdown()
+"""
+
+
+@pytest.mark.covers("R01")
+@pytest.mark.simulated(2)
+def test_hosts_of_a_slice_find_one_another_in_their_metadata(run_hosts):
+    results = run_hosts(ON_TPU_HOSTS, hosts=2)
+    assert [result.returncode for result in results] == [0, 0], results
+
+
 FAILS_ALONE = (
     "TIMEOUT = 30"
     + JOIN

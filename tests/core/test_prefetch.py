@@ -85,7 +85,6 @@ def test_a_slow_input_is_seen_and_a_quick_one_is_not(start):
     assert sorted(waits)[2] < 0.02
 
 
-@pytest.mark.covers("D15")
 @pytest.mark.parametrize("consumed", [0, 1, 3, 4, 5, 8, 11])
 def test_the_position_is_of_what_was_consumed(start, consumed):
     first = start(Counting(), depth=3)

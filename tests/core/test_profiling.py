@@ -8,7 +8,7 @@ PLANES = "tensorboard/plugins/profile"
 
 
 def profile_one(profile, step):
-    profile.start(step)
+    assert profile.start(step) is profile
     with jax.profiler.StepTraceAnnotation("train", step_num=step):
         jax.jit(lambda x: x @ x)(jnp.ones((32, 32))).block_until_ready()
     return profile.stop()
