@@ -87,7 +87,9 @@ def initialize(
     return _joined
 
 
-def _wanted(coordinator: str | None, *, process_index: int | None, process_count: int | None, alone: bool):
+def _wanted(
+    coordinator: str | None, *, process_index: int | None, process_count: int | None, alone: bool
+) -> Cluster | None:
     """The cluster that the arguments name, or None when it is to be detected."""
     given = {"coordinator": coordinator, "process_index": process_index, "process_count": process_count}
     missing = [name for name, value in given.items() if value is None]
