@@ -6,6 +6,7 @@ another: a misspelt name stands for what was probably meant, so that it is repor
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -32,11 +33,13 @@ class Verdict(NamedTuple):
       problems: all mistakes.
       notes: bindings left out because a later source chose otherwise.
       kept: the bindings that count: the last of each name, reachable from the root.
+      plain: the same without macros, each of which is replaced by its value.
     """
 
     problems: list[ConfigProblem]
     notes: list[str]
     kept: list[Binding]
+    plain: list[Binding]
 
 
 def check(config: Configuration) -> Verdict:
@@ -44,7 +47,7 @@ def check(config: Configuration) -> Verdict:
     table = Table(config)
     problems = [*_undeclared(config, table), *_duplicates(config), *_too_early(config, table), *_parameters(config)]
     if config.root is None:
-        return Verdict(problems, [], [])
+        return Verdict(problems, [], [], [])
     walk = Walk(config, table)
     unused, displaced = _unused(config, table, walk)
     if config.complete:
@@ -52,7 +55,9 @@ def check(config: Configuration) -> Verdict:
     problems += _types(table, [b for b in table.final if b.order not in displaced])
     left_out = [(b, displaced[b.order]) for b in config.bindings if b.order in displaced]
     notes = [f"{b.place}: {b} is left out, {choice.place} chose {choice}" for b, choice in left_out]
-    return Verdict(list(dict.fromkeys(problems)), notes, [b for b in table.final if walk.uses(b)])
+    kept = [b for b in table.final if walk.uses(b)]
+    plain = [dataclasses.replace(b, value=table.expand(b.value)) for b in kept if not b.is_macro]
+    return Verdict(list(dict.fromkeys(problems)), notes, kept, plain)
 
 
 def _undeclared(config: Configuration, table: Table) -> Iterator[ConfigProblem]:

@@ -2,8 +2,9 @@
 
 gin has the grammar and calls the constructors. Between the two stand our own checks, because gin lets pass what costs
 an afternoon on a pod: a misspelt macro, a value given twice, a number in quotes, a setting of a strategy that is not in
-use. The one idea: what gin gets to see in the end is a flat text, one line for each value that counts, every name
-written the one way. The same text is what a run saves and what hosts compare.
+use. The one idea: what counts in the end is one flat text, a line for each value, every name written the one way. A
+run saves it, hosts compare it, and gin gets it with the macros filled in: gin would call what a macro stands for in a
+scope of its own, and its record of what was used would be cut up by it.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class LoadedConfig:
     text: str
     files: Mapping[str, str]
     notes: tuple[str, ...]
+    _plain_text: str = field(repr=False)
     _root: Constructor = field(repr=False)
     _bindings: tuple[Binding, ...] = field(repr=False)
     _operative: list[str] = field(default_factory=list, repr=False, compare=False)
@@ -68,7 +70,7 @@ class LoadedConfig:
         Raises:
           ConfigError: a constructor refused its values with a ValueError.
         """
-        _install(self.text)
+        _install(self._plain_text)
         bound = any(binding.target is self._root for binding in self._bindings)
         try:
             built = gin.get_configurable(self._root.target)() if bound else self._root.target()
@@ -119,13 +121,14 @@ def load(
     found, config, verdict = _examine(path, bindings=bindings, slice_name=slice_name, root=root, defaults=defaults)
     if found or config is None:
         raise ConfigError(str(path), found)
-    text = _flatten(verdict.kept)
-    _install(text)
+    plain_text = _flatten(verdict.plain)
+    _install(plain_text)
     return LoadedConfig(
         experiment=config.experiment,
-        text=text,
+        text=_flatten(verdict.kept),
         files={name: source.text for name, source in config.sources.items()},
         notes=tuple(verdict.notes),
+        _plain_text=plain_text,
         _root=config.root,
         _bindings=tuple(verdict.kept),
     )
@@ -158,7 +161,7 @@ def _examine(
     file = find(str(path), folders=folders)
     if file is None:
         parts = missing_file(str(path), closest(str(path), folders=folders))
-        return [ConfigProblem(str(path), 0, **parts)], None, gin_checks.Verdict([], [], [])
+        return [ConfigProblem(str(path), 0, **parts)], None, gin_checks.Verdict([], [], [], [])
     reader = Reader(parse)
     experiment = reader.file(file)
     for number, binding in enumerate(bindings, start=1):

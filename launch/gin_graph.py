@@ -117,8 +117,8 @@ class Table:
 class Walk:
     """What is reachable from the root, as gin will call it.
 
-    gin calls `@scope/name()` in that scope, `@name()` in the scope of whoever refers to it, and the value of a macro in
-    a scope named after the macro.
+    gin calls `@scope/name()` in that scope, and `@name()` in the scope of whoever refers to it; a macro stands for its
+    value.
 
     Attributes:
       problems: values that something reachable lacks, and constructors that need themselves.
@@ -128,6 +128,7 @@ class Walk:
         self.problems: list[ConfigProblem] = []
         self._config, self._table = config, table
         self._macros: set[str] = set()
+        self._expanded: set[tuple[str, tuple[str, ...]]] = set()
         self._called: set[tuple[Constructor, tuple[str, ...]]] = set()
         self._scopes: dict[Constructor, set[tuple[str, ...]]] = collections.defaultdict(set)
         self._meant = {nearest(b.name, config.macros) for b in config.bindings if is_undeclared(b, config)}
@@ -167,7 +168,7 @@ class Walk:
                 else:
                     self._mention(leaf.target, inner)
             elif isinstance(leaf, Macro) and leaf.name != REQUIRED:
-                self._expand(leaf.name, binding, path)
+                self._expand(leaf.name, binding, scope, path)
 
     def _mention(self, target: Constructor, scope: tuple[str, ...]) -> None:
         """Called later by whoever gets it, with arguments that are not known here."""
@@ -176,23 +177,24 @@ class Walk:
             for binding in self._table.parameters(target, scope).values():
                 self._value(binding, scope, ())
 
-    def _expand(self, name: str, binding: Binding, path: tuple[Any, ...]) -> None:
-        seen = name in self._macros
+    def _expand(self, name: str, binding: Binding, scope: tuple[str, ...], path: tuple[Any, ...]) -> None:
         self._macros.add(name)
         if name in path:
             what = f"{name} is needed for its own value"
             self.problems.append(ConfigProblem(binding.file, binding.line, what, actual=str(binding)))
-        elif name in self._table.macros and not seen:
-            self._value(self._table.macros[name], (name,), (*path, name))
-        elif name not in self._config.macros and nearest(name, self._config.macros):
-            self._macros.add(nearest(name, self._config.macros))
+        elif name not in self._table.macros:
+            if name not in self._config.macros:  # reported; the macro that was probably meant is in use
+                self._macros.add(nearest(name, self._config.macros))
+        elif (name, scope) not in self._expanded:
+            self._expanded.add((name, scope))
+            self._value(self._table.macros[name], scope, (*path, name))
 
     def _lacking(
         self, target: Constructor, scope: tuple[str, ...], bound: Mapping[str, Binding], at: tuple[str, int]
     ) -> None:
         """Parameters without a default that are not bound, and those bound to a macro that still has no value."""
         misspelt = {nearest(name, target.parameters) for name in bound if name not in target.parameters}
-        prefix = "/".join(scope) if scope and scope[0] not in self._config.macros else ""
+        prefix = "/".join(scope)
         for name in target.required:
             if name not in bound and name not in misspelt:
                 fix = f"{scoped(prefix, str(target))}.{name} = …"

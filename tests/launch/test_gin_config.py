@@ -246,8 +246,11 @@ def test_operative_text_has_the_defaults_of_what_was_called(bench):
         config.operative_text()
     config.build()
     bench.load("BATCH_SIZE = 3").build()
-    assert "Decoder.dropout = 0.0" in config.operative_text()
-    assert "BATCH_SIZE = 8" in config.operative_text()
+    operative = config.operative_text()
+    assert "\nmodels.Decoder.dropout = 0.0\n" in operative
+    assert "\nexperiment.Experiment.batch_size = 8\n" in operative
+    bench.write("used.gin", operative)
+    assert bench.load(path="used.gin").build() == config.build()
 
 
 def test_later_files_and_flags_override_earlier_ones(bench):
@@ -336,6 +339,17 @@ def test_scopes_tell_two_uses_of_one_constructor_apart(bench):
     assert type(task.parts[0]).__qualname__ == "Text"
     bench.add("c/tasks.Text.length = 3")
     assert "no effect" in bench.problem().what
+
+
+def test_a_macro_is_read_in_the_scope_of_whoever_uses_it(bench):
+    bench.add("""
+        from toy import tasks
+        TASK = @outer/tasks.Mixture()
+        tasks.Mixture.parts = [%VOCABULARY]
+        VOCABULARY = @tasks.Text()
+        outer/tasks.Text.length = 7
+    """)
+    assert bench.load().build().task.parts[0].length == 7
 
 
 def test_blocks_and_unevaluated_references(bench):
