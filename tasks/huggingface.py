@@ -1,0 +1,128 @@
+"""Datasets of the Hugging Face hub, whose position tf.data cannot save.
+
+The one idea: documents are taken in windows of about a thousand chunks, mixed and packed within the window, and the
+library's own position is noted where a window begins. A position is that note and a row number; continuing reads the
+window once more (a second or so), and nothing before it. How far the library itself must skip inside one file of the
+dataset to reach the note is its own cost.
+
+A token for gated datasets is read from HF_TOKEN by the library; it never passes through here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from tasks import packing
+from tasks.corpora import HuggingFace, StreamSpec
+from tasks.streams import BATCH_DTYPES
+
+WINDOW_CHUNKS = 1024
+
+
+def texts(corpus: HuggingFace, split: str) -> Iterator[str]:
+    """Documents once each, in order."""
+    return (_text(example, corpus) for example in _load(corpus, split))
+
+
+class HuggingFaceStream:
+    """`streams.Stream` over an iterable dataset that has `state_dict` and `load_state_dict`."""
+
+    def __init__(self, corpus: HuggingFace, spec: StreamSpec) -> None:
+        self._corpus, self._spec = corpus, spec
+        self._base = _load(corpus, corpus.split if spec.split == "train" else corpus.validation_split)
+        self._by_file = self._base.num_shards >= spec.num_streams
+        self._epoch = self._documents = self._window = 0  # documents: read in this epoch
+        self._open()
+        self._rows: list[tuple[dict[str, Any], Mapping[str, np.ndarray]]] = []  # (position before it, row)
+
+    def __next__(self) -> Mapping[str, np.ndarray]:
+        """See `streams.Stream`."""
+        while len(self._rows) < self._spec.rows:
+            self._rows += self._next_window()
+        taken, self._rows = self._rows[: self._spec.rows], self._rows[self._spec.rows :]
+        return {key: np.stack([row[key] for _, row in taken]) for key in BATCH_DTYPES}
+
+    def state(self) -> bytes:
+        """See `streams.Stream`."""
+        position = self._rows[0][0] if self._rows else {**self._note(), "row": 0}
+        return json.dumps(position).encode()
+
+    def restore(self, state: bytes) -> None:
+        """See `streams.Stream`."""
+        position = json.loads(state)
+        self._epoch, self._documents, self._window = (position[k] for k in ("epoch", "documents", "window"))
+        self._open()
+        self._dataset.load_state_dict(position["library"])
+        self._examples = iter(self._dataset)
+        self._rows = self._next_window()[position["row"] :] if position["row"] else []
+
+    def _open(self) -> None:
+        """A fresh view of the dataset at the start of the epoch: a view that was moved stays moved."""
+        streams, index = (self._spec.num_streams, self._spec.index) if self._by_file else (1, 0)
+        self._dataset = self._base.shard(num_shards=streams, index=index)
+        self._dataset.set_epoch(self._epoch)
+        self._examples = iter(self._dataset)
+
+    def _note(self) -> dict[str, Any]:
+        library = json.loads(json.dumps(self._dataset.state_dict()))
+        return {"epoch": self._epoch, "documents": self._documents, "window": self._window, "library": library}
+
+    def _next_window(self) -> list[tuple[dict[str, Any], Mapping[str, np.ndarray]]]:
+        spec, note = self._spec, self._note()
+        pieces: list[np.ndarray] = []
+        while len(pieces) < WINDOW_CHUNKS:
+            pieces += packing.chunks(self._next_ids(), length=spec.length)
+        if spec.seed is not None:
+            order = np.random.default_rng((spec.seed, spec.index, self._window)).permutation(len(pieces))
+            pieces = [pieces[i] for i in order]
+        self._window += 1
+        packed = packing.pack(pieces, length=spec.length, bos_id=spec.vocabulary.bos_id)
+        count = len(packed["targets"])
+        return [({**note, "row": row}, {key: packed[key][row] for key in packed}) for row in range(count)]
+
+    def _next_ids(self) -> list[int]:
+        """The ids of this stream's next document, with the end of document."""
+        vocabulary = self._spec.vocabulary
+        ids = [*vocabulary.encode(self._next_text()), vocabulary.eos_id]
+        if min(ids) < 1 or max(ids) >= vocabulary.size:
+            raise ValueError(
+                f"{self._corpus.describe()}: ids {min(ids)} to {max(ids)}, expected 1 to {vocabulary.size - 1}"
+            )
+        return ids
+
+    def _next_text(self) -> str:
+        spec = self._spec
+        while True:
+            example = next(self._examples, None)
+            if example is None:
+                if not self._documents:
+                    raise ValueError(f"{self._corpus.describe()}: the {spec.split} split has no document")
+                self._epoch, self._documents = self._epoch + 1, 0
+                self._open()
+                continue
+            number, self._documents = self._documents, self._documents + 1
+            mine = self._by_file or number % spec.num_streams == spec.index
+            if mine and (text := _text(example, self._corpus)):
+                return text
+
+
+def _load(corpus: HuggingFace, split: str) -> Any:
+    """An iterable dataset. Raises ValueError where the package is absent."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(" ".join(corpus.problems())) from error
+    name, _, config = corpus.name.partition(":")
+    dataset = datasets.load_dataset(name, config or None, split=split, streaming=corpus.streaming)
+    return dataset if corpus.streaming else dataset.to_iterable_dataset()
+
+
+def _text(example: Mapping[str, Any], corpus: HuggingFace) -> str:
+    text = example.get(corpus.field)
+    if not isinstance(text, str):
+        raise ValueError(f"text.huggingface.field: {corpus.name} has no text {corpus.field!r}, only {sorted(example)}")
+    return text

@@ -1,0 +1,108 @@
+"""Which files a pattern or a folder holds, and which of them are set aside for validation.
+
+The one idea: a file is known by a name that is the same on every machine; order, split and fingerprint follow from
+names and sizes alone, never from a folder's own order.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import pathlib
+from typing import NamedTuple
+
+from core import paths
+
+VALIDATION_PERCENT = 5
+_LARGEST_PYTHON_FILE_BYTES = 2**20
+_LARGEST_DOCUMENT_BYTES = 256 * 2**20
+_NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3"}
+
+
+class File(NamedTuple):
+    """A file of text. `name` is the same on every machine, `path` need not be; a gs:// file has size 0."""
+
+    name: str
+    path: str
+    size_bytes: int
+
+
+def is_validation(name: str) -> bool:
+    """Whether a file of this name is set aside: 5 % of all names, the same on every machine."""
+    return int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) % 100 < VALIDATION_PERCENT
+
+
+def list_files(patterns: tuple[str, ...]) -> tuple[File, ...]:
+    """Files that match any of the patterns, sorted by name; a name begins below the folder they have in common."""
+    found = sorted({path for pattern in patterns for path in _glob(pattern)})
+    if not found:
+        return ()
+    common = os.path.commonpath([os.path.dirname(path) for path in found])  # noqa: PTH120 (gs:// is text here)
+    return tuple(
+        File(path[len(common) :].lstrip("/"), path, 0 if paths.is_remote(path) else pathlib.Path(path).stat().st_size)
+        for path in found
+    )
+
+
+def _glob(pattern: str) -> list[str]:
+    if paths.is_remote(pattern):
+        bucket, _, rest = pattern.removeprefix("gs://").partition("/")
+        return [os.fspath(path) for path in paths.resolve(f"gs://{bucket}").glob(rest)]
+    absolute = os.fspath(paths.resolve(pattern))
+    return [path for path in glob.glob(absolute, recursive=True) if pathlib.Path(path).is_file()]  # noqa: PTH207
+
+
+def is_json(files: tuple[File, ...]) -> bool:
+    """Whether these are files of JSON lines."""
+    return bool(files) and files[0].path.endswith(".jsonl")
+
+
+def split_files(files: tuple[File, ...]) -> tuple[tuple[File, ...], tuple[File, ...]]:
+    """Train and validation, by name; at least one each where there are two."""
+    validation = {file for file in files if is_validation(file.name)}
+    if not validation and len(files) > 1:
+        validation = {min(files, key=lambda file: hashlib.sha256(file.name.encode()).hexdigest())}
+    return tuple(f for f in files if f not in validation), tuple(f for f in files if f in validation)
+
+
+def pattern_problems(where: str, patterns: list[str]) -> list[str]:
+    """What is wrong with local patterns, each with what to do."""
+    found = []
+    for pattern in patterns:
+        files = list_files((pattern,))
+        kinds = sorted({pathlib.Path(file.path).suffix for file in files})
+        if not files:
+            found.append(f"{where}: no file matches {pattern!r} (in {pathlib.Path.cwd()})")
+        elif kinds not in ([".txt"], [".jsonl"]):
+            found.append(
+                f"{where}: {pattern!r} matches files of kind {', '.join(kinds)}, expected only .txt or only .jsonl"
+            )
+        elif not any(file.size_bytes for file in files):
+            found.append(f"{where}: all {len(files)} files that match {pattern!r} are empty")
+        large = [f.path for f in files if f.path.endswith(".txt") and f.size_bytes > _LARGEST_DOCUMENT_BYTES]
+        if large:
+            found.append(f"{where}: {large[0]} is one document of over 256 MiB; split it, or write .jsonl")
+    return found
+
+
+def python_files(root: str) -> tuple[File, ...]:
+    """The .py files below a folder that are readable UTF-8 text, sorted by name."""
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(set(folders) - _NOT_SOURCE)
+        for name in names:
+            path = pathlib.Path(folder, name)
+            if name.endswith(".py") and (size := _readable_bytes(path)):
+                found.append(File(path.relative_to(root).as_posix(), str(path), size))
+    return tuple(sorted(found))
+
+
+def _readable_bytes(path: pathlib.Path) -> int:
+    """The size of a file of UTF-8 text; 0 for one that is unreadable, not text, or huge."""
+    try:
+        if path.stat().st_size > _LARGEST_PYTHON_FILE_BYTES:
+            return 0
+        return len(path.read_text(encoding="utf-8").encode())
+    except (OSError, UnicodeDecodeError):
+        return 0

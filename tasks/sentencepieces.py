@@ -1,0 +1,209 @@
+"""SentencePiece models: one that exists, and one that the first run trains on its own text.
+
+The one idea: a trained model gives back every text exactly (bytes as the fallback, no normalisation), training is
+deterministic, and the hash beside the model is what every host checks.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from core import paths
+from tasks.ids import PAD_ID, before_end
+
+TRAINING_SAMPLE_BYTES = 8 * 2**20
+_LONGEST_SENTENCE_BYTES = 4096  # the trainer silently skips longer ones than it is told of
+
+
+class SentencePiece:
+    """A SentencePiece model that exists. Local or gs://; read at first use."""
+
+    pad_id = PAD_ID
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    @functools.cached_property
+    def _model(self) -> bytes:
+        """The serialised model."""
+        try:
+            return paths.resolve(self.path).read_bytes()
+        except FileNotFoundError as error:
+            raise ValueError(
+                f"no SentencePiece model at {self.path!r}: set VOCABULARY to an existing .model"
+            ) from error
+
+    @functools.cached_property
+    def _processor(self) -> Any:
+        import sentencepiece
+
+        processor = sentencepiece.SentencePieceProcessor(model_proto=self._model)
+        if processor.eos_id() < 1:
+            raise ValueError(
+                f"{self.path}: end-of-document id is {processor.eos_id()}, expected 1 or more; train with eos_id=1"
+            )
+        return processor
+
+    @property
+    def size(self) -> int:
+        """See `Vocabulary`. Reads the model."""
+        return self._processor.get_piece_size()
+
+    @property
+    def eos_id(self) -> int:
+        """See `Vocabulary`."""
+        return self._processor.eos_id()
+
+    @property
+    def bos_id(self) -> int:
+        """See `Vocabulary`."""
+        return max(self._processor.bos_id(), PAD_ID)
+
+    @property
+    def hash(self) -> str:
+        """See `Vocabulary`."""
+        return hashlib.sha256(self._model).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """See `Vocabulary`."""
+        return self._processor.encode(text)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """See `Vocabulary`."""
+        specials = {PAD_ID, self.bos_id}
+        return self._processor.decode([i for i in before_end(ids, self) if i not in specials])
+
+    def prepare(self, run_dir: str, *, is_host_zero: bool, sample: Callable[[], Iterable[str]]) -> None:
+        """Read the model, so that a bad one is refused before the first step."""
+        _ = self._processor
+
+    def problems(self) -> list[str]:
+        """See `Vocabulary`. A gs:// model is not looked for."""
+        if not self.path:
+            return [
+                "VOCABULARY is not set: bind it to a SentencePiece model, e.g. --gin \"VOCABULARY = '/data/my.model'\""
+            ]
+        if not paths.is_remote(self.path) and not paths.resolve(self.path).is_file():
+            return [f"no SentencePiece model at {self.path!r}: set VOCABULARY to an existing .model file"]
+        return []
+
+    def describe(self) -> str:
+        """See `Vocabulary`."""
+        if self.problems():
+            return f"SentencePiece {self.path or '(VOCABULARY is not set)'} (absent)"
+        return f"SentencePiece {self.path} ({self.size} ids, sha256 {self.hash[:12]})"
+
+    def seqio(self) -> Any:
+        """See `Vocabulary`."""
+        import seqio
+
+        return seqio.SentencePieceVocabulary(str(paths.resolve(self.path)))
+
+
+class TrainedSentencePiece(SentencePiece):
+    """A SentencePiece model that host 0 trains once on the task's own text, into the run directory."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(path="")
+        self._size = size
+
+    @property
+    def size(self) -> int:
+        """See `Vocabulary`. Known before training."""
+        return self._size
+
+    def prepare(self, run_dir: str, *, is_host_zero: bool, sample: Callable[[], Iterable[str]]) -> None:
+        """Train on host 0 unless the run has a model already; every host checks the hash beside it.
+
+        Raises:
+          ValueError: the model is absent, or is not the one that host 0 wrote.
+        """
+        folder = paths.resolve(run_dir) / "vocabulary"
+        model, digest = folder / f"sentencepiece_{self._size}.model", folder / f"sentencepiece_{self._size}.sha256"
+        if is_host_zero and not digest.exists():
+            trained = _train(sample(), self._size)
+            _write(trained, model)
+            paths.write_text_atomically(digest, hashlib.sha256(trained).hexdigest())
+        if not digest.exists():
+            raise ValueError(
+                f"no vocabulary at {model}: host 0 trains it first; is the run directory shared by all hosts?"
+            )
+        self.path = str(model)
+        self.__dict__.pop("_model", None)
+        self.__dict__.pop("_processor", None)
+        expected = digest.read_text().strip()
+        if self.hash != expected:
+            raise ValueError(f"{model} has sha256 {self.hash}, expected {expected}: delete {folder} to train it again")
+
+    def problems(self) -> list[str]:
+        """See `Vocabulary`."""
+        return []
+
+    def describe(self) -> str:
+        """See `Vocabulary`."""
+        state = f"sha256 {self.hash[:12]}" if self.path else "trained at the start of the run"
+        return f"SentencePiece ({self._size} ids, {state})"
+
+    @functools.cached_property
+    def _model(self) -> bytes:
+        if not self.path:
+            raise ValueError("the SentencePiece model is not trained yet: call the task's prepare(run_dir, ...) first")
+        return paths.resolve(self.path).read_bytes()
+
+
+def _write(model: bytes, to: Any) -> None:
+    with tempfile.NamedTemporaryFile(suffix=".model") as file:
+        file.write(model)
+        file.flush()
+        paths.copy_file(file.name, to=to)
+
+
+def _sentences(documents: Iterable[str]) -> Iterator[str]:
+    """Lines of the documents, short enough for the trainer, up to the sample size."""
+    left = TRAINING_SAMPLE_BYTES
+    for document in documents:
+        for line in document.splitlines(keepends=True):
+            for start in range(0, len(line), _LONGEST_SENTENCE_BYTES // 4):
+                yield line[start : start + _LONGEST_SENTENCE_BYTES // 4].rstrip("\n")
+        left -= len(document.encode())
+        if left <= 0:
+            return
+
+
+def _train(documents: Iterable[str], size: int) -> bytes:
+    """A byte-pair model that gives back every text exactly: no normalisation, spaces kept, bytes as the fallback.
+
+    One thread and byte pairs (which count, and add no floats) make it deterministic.
+    """
+    import sentencepiece
+
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=filter(None, _sentences(documents)),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=size,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,
+            max_sentence_length=_LONGEST_SENTENCE_BYTES + 1,
+            num_threads=1,
+            minloglevel=2,
+            pad_id=PAD_ID,
+            eos_id=1,
+            unk_id=2,
+            bos_id=-1,
+        )
+    except RuntimeError as error:
+        raise ValueError(
+            f"SentencePiece could not train {size} pieces on this text: {error}. Give more text or a smaller size"
+        ) from error
+    return model.getvalue()

@@ -1,0 +1,180 @@
+"""From streams to the rows of one host.
+
+The one idea: the input is a fixed number of streams that know nothing of hosts. Row r of the global batch always comes
+from stream r // (batch_size // num_streams), at a fixed place in it; a host opens the streams of its rows and keeps
+just those rows. Hence every number of hosts sees the same global batches, and a run continues on another number of
+hosts.
+
+B rows of the global batch, R rows of one stream in it, T length.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from core.types import DataLayout
+
+BATCH_DTYPES = {
+    "inputs": np.int32,
+    "targets": np.int32,
+    "weights": np.float32,
+    "segment_ids": np.int32,
+    "positions": np.int32,
+}
+
+
+def batch_spec(batch_size: int, *, length: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of a global batch."""
+    return {key: jax.ShapeDtypeStruct((batch_size, length), dtype) for key, dtype in BATCH_DTYPES.items()}
+
+
+class Stream(Protocol):
+    """One endless stream of rows, the same on every host that opens it."""
+
+    def __next__(self) -> Mapping[str, np.ndarray]:
+        """The next R rows: every key of `BATCH_DTYPES`, each [R, T]."""
+
+    def state(self) -> bytes:
+        """The position: what a fresh stream needs to continue after the last rows returned."""
+
+    def restore(self, state: bytes) -> None:
+        """Continue at a position. Raises ValueError for bytes that are no position of this stream."""
+
+
+OpenStream = Callable[[int, int], Stream]  # stream index, rows a batch -> a stream at its start
+
+
+def rows_per_stream(batch_size: int, *, num_streams: int) -> int:
+    """Rows that each stream gives to a global batch.
+
+    Raises:
+      ValueError: the streams do not divide the batch.
+    """
+    if batch_size % num_streams == 0 and batch_size > 0:
+        return batch_size // num_streams
+    below, above = batch_size // num_streams * num_streams, -(-batch_size // num_streams) * num_streams
+    batches = " or ".join(str(b) for b in sorted({below, max(above, num_streams)}) if b > 0)
+    divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
+    nearest = sorted(sorted(divisors, key=lambda n: abs(n - num_streams))[:2])
+    raise ValueError(
+        f"batch_size {batch_size} is not divisible by num_streams {num_streams}: "
+        f"set BATCH_SIZE = {batches}, or NUM_STREAMS = {' or '.join(map(str, nearest))}"
+    )
+
+
+def stream_name(index: int) -> str:
+    """The name under which the position of a stream is saved."""
+    return f"stream_{index:05d}"
+
+
+class StreamBatches:
+    """`core.types.Batches` over streams.
+
+    Args:
+      layout: the rows of this host.
+      length: T.
+      num_streams: streams of the whole input, whatever the number of hosts.
+      open_stream: opens one stream at its start.
+      identity: what a saved position is only good for (source, vocabulary, seed, ...); compared in `restore`.
+    """
+
+    def __init__(
+        self,
+        layout: DataLayout,
+        *,
+        length: int,
+        num_streams: int,
+        open_stream: OpenStream,
+        identity: Mapping[str, Any],
+    ) -> None:
+        rows = rows_per_stream(layout.batch_size, num_streams=num_streams)
+        _check_layout(layout)
+        self._layout, self._length, self._rows = layout, length, rows
+        self._identity = {**identity, "length": length, "num_streams": num_streams, "rows_per_stream": rows}
+        self._takes = _takes(layout.rows, rows)
+        self._streams = {index: open_stream(index, rows) for index in self._takes}
+        owned = set(layout.owned_rows)
+        self._owned = [index for index in self._takes if index * rows in owned]
+
+    @property
+    def spec(self) -> Mapping[str, jax.ShapeDtypeStruct]:
+        """See `core.types.Batches`."""
+        return batch_spec(self._layout.batch_size, length=self._length)
+
+    def __iter__(self) -> StreamBatches:
+        return self
+
+    def __next__(self) -> Mapping[str, np.ndarray]:
+        """See `core.types.Batches`."""
+        shape = (len(self._layout.rows), self._length)
+        batch = {key: np.empty(shape, dtype) for key, dtype in BATCH_DTYPES.items()}
+        for index, (places, rows) in self._takes.items():
+            part = next(self._streams[index])
+            for key, values in batch.items():
+                values[places] = part[key][rows]
+        return batch
+
+    def state(self) -> Mapping[str, bytes]:
+        """See `core.types.Batches`."""
+        return {stream_name(index): _seal(self._streams[index].state(), self._identity) for index in self._owned}
+
+    def restore(self, state: Mapping[str, bytes]) -> None:
+        """See `core.types.Batches`.
+
+        Raises:
+          KeyError: a stream of this host's rows has no position in `state`.
+          ValueError: the position belongs to other data, or to another length, batch size or seed.
+        """
+        missing = [stream_name(index) for index in self._streams if stream_name(index) not in state]
+        if missing:
+            raise KeyError(f"no saved position for {', '.join(missing)}; the checkpoint has {', '.join(sorted(state))}")
+        for index, stream in self._streams.items():
+            stream.restore(_unseal(state[stream_name(index)], self._identity))
+
+
+def _takes(rows: tuple[int, ...], per_stream: int) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """By stream: the places in the host's batch that it fills, and the rows of the stream that go there."""
+    rows_array = np.asarray(rows)
+    streams = rows_array // per_stream
+    return {
+        int(index): (np.flatnonzero(streams == index), rows_array[streams == index] % per_stream)
+        for index in np.unique(streams)
+    }
+
+
+def _check_layout(layout: DataLayout) -> None:
+    outside = [row for row in layout.rows if not 0 <= row < layout.batch_size]
+    if outside or not layout.rows:
+        raise ValueError(f"rows {outside or 'of this host: none'}; expected rows of 0 to {layout.batch_size - 1}")
+    foreign = sorted(set(layout.owned_rows) - set(layout.rows))
+    if foreign:
+        raise ValueError(f"owned_rows {foreign} are not among this host's rows {layout.rows}")
+
+
+def _seal(position: bytes, identity: Mapping[str, Any]) -> bytes:
+    """A position behind one line of JSON that says what it is a position of."""
+    return json.dumps(identity, sort_keys=True).encode() + b"\n" + position
+
+
+def _unseal(sealed: bytes, identity: Mapping[str, Any]) -> bytes:
+    header, newline, position = sealed.partition(b"\n")
+    try:
+        saved = json.loads(header) if newline else None
+    except ValueError:
+        saved = None
+    if not isinstance(saved, dict):
+        raise ValueError(f"{sealed[:40]!r}... is no data position: the checkpoint is damaged or was written by others")
+    wrong = [
+        f"{key}: saved {saved.get(key)!r}, now {value!r}" for key, value in identity.items() if saved.get(key) != value
+    ]
+    if wrong:
+        raise ValueError(
+            f"the saved data position is of other data ({'; '.join(wrong)}): "
+            "continue with the settings of the checkpoint, or start a new run directory"
+        )
+    return position

@@ -1,0 +1,120 @@
+"""Random tokens without reading anything: for rehearsals, timing and tests.
+
+The one idea: a row is a pure function of (split, seed, stream, index), so the position of a stream is one counter, and
+the loss of a model that knows nothing about it is ln(vocab_size - 1).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+
+from core.types import Batches, DataLayout
+from tasks import streams, vocabularies
+from tasks.checks import check_integer
+
+_TRAIN, _VALIDATION = 0, 1
+
+
+class RandomStream:
+    """Rows of one segment each, ids drawn evenly from 1 to vocab_size - 1."""
+
+    def __init__(self, key: tuple[int, ...], *, vocab_size: int, length: int, rows: int) -> None:
+        self._key, self._vocab_size, self._length, self._rows = key, vocab_size, length, rows
+        self._index = 0  # rows returned so far
+
+    def __next__(self) -> Mapping[str, np.ndarray]:
+        """See `streams.Stream`."""
+        targets = np.stack([self._row(self._index + i) for i in range(self._rows)])  # [R, T]
+        self._index += self._rows
+        inputs = np.pad(targets, ((0, 0), (1, 0)))[:, :-1]
+        positions = np.broadcast_to(np.arange(self._length, dtype=np.int32), targets.shape)
+        ones = np.ones_like(targets)
+        return dict(
+            inputs=inputs, targets=targets, weights=ones.astype(np.float32), segment_ids=ones, positions=positions
+        )
+
+    def state(self) -> bytes:
+        """See `streams.Stream`."""
+        return json.dumps({"rows": self._index}).encode()
+
+    def restore(self, state: bytes) -> None:
+        """See `streams.Stream`."""
+        self._index = int(json.loads(state)["rows"])
+
+    def _row(self, index: int) -> np.ndarray:
+        generator = np.random.default_rng(np.random.SeedSequence((*self._key, index)))
+        return generator.integers(1, self._vocab_size, self._length, dtype=np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class SyntheticTask:
+    """The interface of `text.TextTask` over random tokens."""
+
+    vocab_size: int
+    length: int
+    num_streams: int
+
+    @property
+    def vocabulary(self) -> vocabularies.Numbers:
+        """Ids as numbers."""
+        return vocabularies.Numbers(self.vocab_size)
+
+    def spec(self, batch_size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of a global batch."""
+        return streams.batch_spec(batch_size, length=self.length)
+
+    def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
+        """Nothing to prepare."""
+
+    def train(self, layout: DataLayout, *, seed: int) -> Batches:
+        """Endless batches."""
+        return self._batches(layout, (_TRAIN, seed))
+
+    def evaluation(self, layout: DataLayout) -> Batches:
+        """Endless batches, the same at every call and never those of training."""
+        return self._batches(layout, (_VALIDATION, 0))
+
+    def problems(self) -> list[str]:
+        """Nothing can be missing."""
+        return []
+
+    def describe(self) -> str:
+        """One line for the card of a run."""
+        return f"synthetic.random_tokens: ids below {self.vocab_size}, length {self.length}, {self.num_streams} streams"
+
+    def fingerprint(self) -> str:
+        """Equal on all hosts that read the same data."""
+        return self.vocabulary.hash
+
+    def _batches(self, layout: DataLayout, key: tuple[int, int]) -> Batches:
+        def open_stream(index: int, rows: int) -> RandomStream:
+            return RandomStream((*key, index), vocab_size=self.vocab_size, length=self.length, rows=rows)
+
+        return streams.StreamBatches(
+            layout,
+            length=self.length,
+            num_streams=self.num_streams,
+            open_stream=open_stream,
+            identity={"source": self.fingerprint(), "split": key[0], "seed": key[1]},
+        )
+
+
+def random_tokens(*, vocab_size: int, length: int, num_streams: int) -> SyntheticTask:
+    """Random tokens, deterministic by (seed, stream, index).
+
+    Args:
+      vocab_size: ids are 1 to vocab_size - 1.
+      length: tokens of a row.
+      num_streams: streams of the input; divides the batch size.
+
+    Raises:
+      ValueError: a number is no positive integer.
+    """
+    for name, value, least in (("vocab_size", vocab_size, 2), ("length", length, 1), ("num_streams", num_streams, 1)):
+        check_integer(value, where=f"synthetic.random_tokens.{name}", least=least)
+    return SyntheticTask(vocab_size=vocab_size, length=length, num_streams=num_streams)

@@ -1,0 +1,141 @@
+"""Turning text into ids and back, without TensorFlow until a pipeline needs it.
+
+The one idea: a vocabulary knows its size, its special ids and a hash before any data is opened, so that a model of the
+wrong size, or a host with another model file, is refused at the start. Id 0 is padding in every vocabulary: packing
+drops it, so an id of 0 inside a document is an error, as is an id at or above the size. Nothing is ever clipped.
+"""
+
+from __future__ import annotations
+
+import builtins
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from tasks.ids import PAD_ID, Vocabulary, before_end, check_ids
+from tasks.sentencepieces import SentencePiece, TrainedSentencePiece
+
+
+def check_fits(vocabulary: Vocabulary, *, vocab_size: int) -> None:
+    """Check that a model has a row for every id.
+
+    Raises:
+      ValueError: the model's vocabulary is smaller than the data's.
+    """
+    if vocab_size < vocabulary.size:
+        raise ValueError(
+            f"the model has vocab_size {vocab_size}, but {vocabulary.describe()} has {vocabulary.size} ids: "
+            f"set VOCAB_SIZE = {vocabulary.size} (more is allowed) or take a smaller vocabulary"
+        )
+
+
+class Bytes:
+    """UTF-8 bytes: id = byte + 3, after padding 0, end of document 1 and unknown 2."""
+
+    size = 259
+    pad_id = PAD_ID
+    eos_id = 1
+    bos_id = PAD_ID
+    _offset = 3
+
+    @property
+    def hash(self) -> str:
+        """See `Vocabulary`."""
+        return hashlib.sha256(b"bytes: 3 special ids, then 256 bytes").hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """See `Vocabulary`."""
+        return [byte + self._offset for byte in text.encode()]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """See `Vocabulary`. Bytes that are not UTF-8 are left out."""
+        body = before_end(ids, self)
+        kept = [i - self._offset for i in body if i >= self._offset]
+        return builtins.bytes(kept).decode(errors="ignore")
+
+    def prepare(self, run_dir: str, *, is_host_zero: bool, sample: Callable[[], Iterable[str]]) -> None:
+        """Nothing to do."""
+
+    def problems(self) -> list[str]:
+        """See `Vocabulary`."""
+        return []
+
+    def describe(self) -> str:
+        """See `Vocabulary`."""
+        return "bytes (259 ids)"
+
+    def seqio(self) -> Any:
+        """See `Vocabulary`."""
+        import seqio
+
+        return seqio.ByteVocabulary()
+
+
+class Numbers:
+    """Ids without a text behind them, written as decimal numbers: for synthetic data."""
+
+    pad_id = PAD_ID
+    eos_id = 1
+    bos_id = PAD_ID
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    @property
+    def hash(self) -> str:
+        """See `Vocabulary`."""
+        return hashlib.sha256(f"numbers below {self.size}".encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """See `Vocabulary`."""
+        ids = [int(word) for word in text.split()]
+        check_ids(ids, self)
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """See `Vocabulary`. There is no end of document: every id is written."""
+        ids = [int(i) for i in ids]
+        check_ids(ids, self)
+        return " ".join(map(str, ids))
+
+    def prepare(self, run_dir: str, *, is_host_zero: bool, sample: Callable[[], Iterable[str]]) -> None:
+        """Nothing to do."""
+
+    def problems(self) -> list[str]:
+        """See `Vocabulary`."""
+        return []
+
+    def describe(self) -> str:
+        """See `Vocabulary`."""
+        return f"numbers ({self.size} ids)"
+
+    def seqio(self) -> Any:
+        """Raises ValueError: numbers have no text to read."""
+        raise ValueError("synthetic numbers are no vocabulary for text: use vocabularies.bytes() or .sentencepiece()")
+
+
+def bytes() -> Bytes:  # named as a user reads it: vocabularies.bytes()
+    """The 256 bytes and 3 special ids."""
+    return Bytes()
+
+
+def sentencepiece(path: str) -> SentencePiece:
+    """An existing SentencePiece model, local or gs://.
+
+    Raises:
+      ValueError: `path` is no text. (That the file is there is told by `problems`.)
+    """
+    if path is not None and not isinstance(path, str):
+        raise ValueError(f"vocabularies.sentencepiece: path is {path!r}, expected the path of a .model file as text")
+    return SentencePiece(path or "")
+
+
+def trained_sentencepiece(size: int) -> TrainedSentencePiece:
+    """A SentencePiece model of `size` ids, trained at the start of the first run.
+
+    Raises:
+      ValueError: `size` has no room for the 3 special ids, 256 bytes and some pieces.
+    """
+    if isinstance(size, bool) or not isinstance(size, int) or size < 300:
+        raise ValueError(f"vocabularies.trained_sentencepiece: size is {size!r}, expected an integer of at least 300")
+    return TrainedSentencePiece(size)

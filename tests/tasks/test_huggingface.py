@@ -1,0 +1,124 @@
+"""Hugging Face datasets, against a stand-in of the library with its documented interface."""
+
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from core.types import DataLayout
+from tasks import huggingface, text
+
+
+class FakeIterable:
+    """IterableDataset: shards of lists; a position that survives `iter`, as the library's does."""
+
+    def __init__(self, shards):
+        self._shards, self._epoch, self._done, self._start = shards, 0, 0, 0
+        self.num_shards = len(shards)
+
+    def shard(self, num_shards, index):
+        return FakeIterable(self._shards[index::num_shards])
+
+    def set_epoch(self, epoch):
+        self._epoch = epoch
+
+    def state_dict(self):
+        return {"examples": self._done}
+
+    def load_state_dict(self, state):
+        self._start = self._done = state["examples"]
+
+    def __iter__(self):
+        examples = [example for shard in self._shards for example in shard]
+        self._done = self._start
+        for example in examples[self._start :]:
+            self._done += 1
+            yield example
+
+
+TOKEN = "hf_secret_of_the_test"
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """The package, with one dataset in 4 shards; what it was called with."""
+    calls = []
+
+    def load_dataset(name, config=None, **options):
+        calls.append((name, config, options))
+        first = {"train": 0, "validation": 100}[options["split"]]
+        return FakeIterable([[{"text": f"{first + s * 10 + i:03d}" + "." * i} for i in range(10)] for s in range(4)])
+
+    module = types.ModuleType("datasets")
+    module.load_dataset = load_dataset
+    module.__spec__ = types.SimpleNamespace(name="datasets")
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr(huggingface, "WINDOW_CHUNKS", 16)
+    return calls
+
+
+def make(num_streams):
+    return text.huggingface(name="owner/some:en", length=16, num_streams=num_streams)
+
+
+def layout_of(rows):
+    return DataLayout(rows, tuple(range(rows)), tuple(range(rows)))
+
+
+@pytest.mark.parametrize("num_streams", [2, 8])  # fewer and more than the shards of the dataset
+def test_continues_exactly_and_on_other_hosts(fake, num_streams, host_layouts, global_batch):
+    task = make(num_streams)
+    batches = task.train(layout_of(16), seed=4)
+    for _ in range(9):  # more than one epoch
+        next(batches)
+    state, expected = batches.state(), [next(batches) for _ in range(6)]
+    layouts = host_layouts(16, 2, strided=True)
+    restored = [task.train(layout, seed=4) for layout in layouts]
+    for part in restored:
+        part.restore(state)
+    for batch in expected:
+        got = global_batch(layouts, [next(part) for part in restored])
+        for key in batch:
+            np.testing.assert_array_equal(got[key], batch[key], err_msg=key)
+    assert max(map(len, state.values())) < 1000
+
+
+@pytest.mark.parametrize("num_streams", [2, 8])
+def test_every_document_once_an_epoch(fake, num_streams):
+    task = make(num_streams)
+    batches = task.evaluation(layout_of(num_streams))
+    seen = []
+    while len(seen) < 40 * 2:
+        batch = next(batches)
+        for row, ids in zip(batch["targets"], batch["segment_ids"], strict=True):
+            texts = [task.vocabulary.decode(row[ids == n]) for n in range(1, ids.max() + 1)]
+            seen += [t[:3] for t in texts if t[:3].isdigit()]
+    assert set(seen) == {f"{100 + i:03d}" for i in range(40)}
+
+
+@pytest.mark.covers("D08")
+def test_the_token_is_neither_shown_nor_passed(fake, monkeypatch, capfd):
+    task = make(2)
+    batches = task.train(layout_of(2), seed=0)
+    next(batches)
+    shown = [repr(task), task.describe(), str(task.problems()), task.fingerprint(), *capfd.readouterr(), *sys.argv]
+    shown += [value.decode() for value in batches.state().values()] + [repr(call) for call in fake]
+    assert not any(TOKEN in text for text in shown)
+    assert fake[0] == ("owner/some", "en", {"split": "train", "streaming": True})
+
+
+def test_a_wrong_field_is_named(fake):
+    task = text.huggingface(name="owner/some", field="body", length=16, num_streams=1)
+    with pytest.raises(ValueError, match=r"no text 'body', only \['text'\]"):
+        next(task.train(layout_of(1), seed=0))
+
+
+def test_an_absent_package_is_told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.setattr(
+        huggingface.HuggingFace, "problems", lambda self: ["text.huggingface needs the package datasets"]
+    )
+    with pytest.raises(ValueError, match="needs the package datasets"):
+        next(make(1).train(layout_of(1), seed=0))

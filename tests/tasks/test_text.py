@@ -1,0 +1,392 @@
+"""Text becomes the same rows whatever the hosts, and nothing of it is lost."""
+
+import importlib.resources
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from core.types import DataLayout
+from tasks import text, vocabularies
+from tasks.corpora import StreamSpec
+
+LENGTH = 32
+
+
+def layout_of(rows):
+    return DataLayout(rows, tuple(range(rows)), tuple(range(rows)))
+
+
+def assert_equal(left, right):
+    for key in left:
+        np.testing.assert_array_equal(left[key], right[key], err_msg=key)
+
+
+def segments(batch):
+    """(targets, inputs, positions) of every segment, row by row."""
+    for row in range(len(batch["targets"])):
+        ids = batch["segment_ids"][row]
+        for number in range(1, ids.max() + 1):
+            where = ids == number
+            yield tuple(batch[key][row][where] for key in ("targets", "inputs", "positions"))
+
+
+@pytest.fixture(scope="module")
+def python():
+    return text.python_source(length=LENGTH, num_streams=2)
+
+
+@pytest.fixture(scope="module")
+def lines(json_folder):
+    return text.files(train=f"{json_folder}/*.jsonl", field="body", length=LENGTH, num_streams=4)
+
+
+def tokens_of(batches, count):
+    """The first `count` targets of one-row batches, padding left out."""
+    found = []
+    while len(found) < count:
+        row = next(batches)
+        found += row["targets"][row["weights"] > 0].tolist()
+    return found[:count]
+
+
+# The same for all hosts
+
+
+@pytest.mark.covers("D02", "D15")
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_hosts_see_the_same_global_batches(python, hosts, host_layouts, global_batch):
+    whole = python.train(layout_of(8), seed=1)
+    layouts = host_layouts(8, hosts, strided=True)
+    parts = [python.train(layout, seed=1) for layout in layouts]
+    for _ in range(4):
+        assert_equal(global_batch(layouts, [next(part) for part in parts]), next(whole))
+
+
+@pytest.mark.covers("C06", "D15")
+def test_a_run_continues_exactly_in_the_middle_of_the_shuffle_on_other_hosts(python, host_layouts, global_batch):
+    layouts = host_layouts(8, 4, strided=True)
+    parts = [python.train(layout, seed=1) for layout in layouts]
+    for _ in range(150):  # 1200 rows: beyond the first fill of the buffer
+        for part in parts:
+            next(part)
+    union = {name: value for part in parts for name, value in part.state().items()}
+    expected = [global_batch(layouts, [next(part) for part in parts]) for _ in range(20)]
+    fewer = host_layouts(8, 2)
+    restored = [python.train(layout, seed=1) for layout in fewer]
+    for batches in restored:
+        batches.restore(union)
+    for batch in expected:
+        assert_equal(global_batch(fewer, [next(batches) for batches in restored]), batch)
+
+
+def test_a_position_is_small_and_moves(python):
+    batches = python.train(layout_of(8), seed=1)
+    next(batches)
+    first = batches.state()
+    for _ in range(5):
+        next(batches)
+    assert max(map(len, first.values())) < 2**20
+    assert batches.state() != first
+
+
+def test_seeds_give_different_orders_and_the_same_seed_the_same(python):
+    first, again, other = (next(python.train(layout_of(8), seed=seed)) for seed in (1, 1, 2))
+    assert_equal(first, again)
+    assert (first["targets"] != other["targets"]).any()
+
+
+def test_evaluation_starts_over_at_every_call_on_any_hosts(python, host_layouts, global_batch):
+    first = next(python.evaluation(layout_of(8)))
+    layouts = host_layouts(8, 2, strided=True)
+    assert_equal(global_batch(layouts, [next(python.evaluation(layout)) for layout in layouts]), first)
+    train = next(python.train(layout_of(8), seed=1))["targets"]
+    assert not {row.tobytes() for row in first["targets"]} & {row.tobytes() for row in train}
+
+
+def test_a_damaged_position_is_refused(python):
+    batches = python.train(layout_of(8), seed=1)
+    cut = {name: value[: len(value) // 2] for name, value in batches.state().items()}
+    with pytest.raises(ValueError, match="cannot be read by TensorFlow"):
+        batches.restore(cut)
+
+
+# What a batch holds
+
+
+@pytest.mark.covers("D10", "X17")
+def test_packing(python):
+    batches = python.train(layout_of(8), seed=1)
+    ended = 0
+    for _ in range(30):
+        batch = next(batches)
+        real = batch["segment_ids"] > 0
+        assert batch["weights"].dtype == np.float32
+        assert (batch["weights"] == real).all()
+        assert (batch["targets"][~real] == 0).all()
+        assert (batch["positions"][~real] == 0).all()
+        assert batch["targets"][real].min() > 0
+        assert batch["targets"].max() < python.vocabulary.size
+        assert real[:, 0].all()
+        for targets, inputs, positions in segments(batch):
+            assert positions.tolist() == list(range(len(targets)))
+            assert inputs.tolist() == [0, *targets[:-1]]
+            assert (targets[:-1] != 1).all()  # a document ends only where its segment does
+            ended += targets[-1] == 1
+    assert ended > 0
+
+
+def test_the_text_is_python(python):
+    batch = next(python.evaluation(layout_of(2)))
+    path = python.corpus.files("validation")[0].path
+    assert python.vocabulary.decode(batch["targets"][0][batch["segment_ids"][0] == 1]) in pathlib.Path(path).read_text()
+    description = python.describe()
+    assert "files (train + validation)" in description
+    assert "MiB" in description
+    train, validation = (len(python.corpus.files(split)) for split in ("train", "validation"))
+    assert 0.01 < validation / (train + validation) < 0.12
+    assert train > 300
+    assert not any("site-packages" in file.name for file in python.corpus.files("train"))
+
+
+@pytest.mark.covers("D06")
+def test_nothing_is_lost_in_an_epoch(text_folder):
+    """Read in order: the tokens that come out are those of the documents, and then again from the first."""
+    task = text.files(train=f"{text_folder}/*.txt", validation=f"{text_folder}/*.txt", length=LENGTH, num_streams=2)
+    documents = [path.read_text() for path in sorted(text_folder.iterdir())]
+    for stream in range(2):
+        mine = [d for epoch in range(2) for d in documents][stream::2]
+        expected = [i for document in mine for i in (*task.vocabulary.encode(document), 1)]
+        batches = task.evaluation(DataLayout(2, (stream,), (stream,)))
+        assert tokens_of(batches, len(expected)) == expected
+
+
+@pytest.mark.covers("D06")
+def test_every_document_once_an_epoch_in_a_new_order(text_folder):
+    task = text.files(train=f"{text_folder}/*.txt", validation=f"{text_folder}/0*.txt", length=LENGTH, num_streams=4)
+    names = {path.read_bytes() for path in text_folder.iterdir()}
+    streams = []
+    for index in range(4):
+        spec = StreamSpec("train", index, 4, 1, LENGTH, 5, task.vocabulary)
+        documents, dealt = task.corpus.documents(spec, epochs=2)
+        assert dealt
+        streams.append([document["text"] for document in documents.as_numpy_iterator()])
+    order = [streams[i % 4][i // 4] for i in range(2 * len(names))]  # the order before it was dealt to streams
+    assert set(order[: len(names)]) == set(order[len(names) :]) == names
+    assert order[: len(names)] != order[len(names) :]
+
+
+@pytest.mark.covers("D06")
+def test_fewer_documents_than_streams_are_dealt_by_chunk(tmp_path):
+    (tmp_path / "only.txt").write_text("x" * 200)
+    task = text.files(train=f"{tmp_path}/*.txt", validation=f"{tmp_path}/*.txt", length=16, num_streams=4)
+    batch = next(task.evaluation(layout_of(16)))
+    assert (batch["targets"][:, :8] > 0).all()
+    assert (batch["weights"].sum(1)[[0, 4, 8, 12]] == 16).all()
+
+
+def test_an_id_outside_the_vocabulary_is_an_error(text_folder):
+    class Narrow(vocabularies.Bytes):
+        size = 100  # "a" is 97 + 3
+
+    task = text.files(train=f"{text_folder}/*.txt", length=LENGTH, num_streams=1, vocabulary=Narrow())
+    with pytest.raises(ValueError, match=r"not below the size of the vocabulary, 100: .* \[1\] \[1\d\d\]"):
+        next(task.train(layout_of(1), seed=0))
+
+
+# Sources
+
+
+def test_lines_of_json_with_fewer_files_than_streams(lines, host_layouts, global_batch):
+    layouts = host_layouts(8, 4)
+    parts = [next(lines.train(layout, seed=1)) for layout in layouts]
+    assert_equal(global_batch(layouts, parts), next(lines.train(layout_of(8), seed=1)))
+
+
+def test_lines_of_json_are_divided_and_none_is_lost(lines, json_folder):
+    """Four streams over three files: lines are dealt; about 5 % of them are kept for validation."""
+    seen = {}
+    for split in ("train", "validation"):
+        specs = [StreamSpec(split, index, 4, 1, LENGTH, 1, lines.vocabulary) for index in range(4)]
+        found = [lines.corpus.documents(spec, epochs=1)[0].as_numpy_iterator() for spec in specs]
+        seen[split] = [document["text"].decode() for stream in found for document in stream]
+    written = [line for path in json_folder.iterdir() for line in path.read_text().splitlines() if line]
+    assert sorted(seen["train"] + seen["validation"]) == sorted(json.loads(line)["body"] for line in written)
+    assert 3 <= len(seen["validation"]) <= 40
+
+
+def test_lines_of_json_continue_exactly(lines):
+    batches = lines.train(layout_of(8), seed=1)
+    for _ in range(40):
+        next(batches)
+    state = batches.state()
+    expected = [next(batches) for _ in range(10)]
+    restored = lines.train(layout_of(8), seed=1)
+    restored.restore(state)
+    for batch in expected:
+        assert_equal(next(restored), batch)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"content": "a"}', r"bad.jsonl:1: no text in field 'text', it has \['content'\]; set text.files.field"),
+        ('{"text": ', r"bad.jsonl:1: not JSON"),
+        ("[1]", r"bad.jsonl:1: no text in field 'text', it has list"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, reason):
+    (tmp_path / "bad.jsonl").write_text(line + "\n")
+    task = text.files(train=f"{tmp_path}/bad.jsonl", validation=f"{tmp_path}/bad.jsonl", length=8, num_streams=1)
+    with pytest.raises(ValueError, match=reason):
+        task.train(layout_of(1), seed=0)
+
+
+def test_a_split_without_documents_is_refused_and_does_not_wait(tmp_path):
+    (tmp_path / "one.jsonl").write_text(json.dumps({"text": "alone"}) + "\n")
+    task = text.files(train=f"{tmp_path}/one.jsonl", length=8, num_streams=1)
+    with pytest.raises(ValueError, match="split has no document"):
+        task.train(layout_of(1), seed=0), task.evaluation(layout_of(1))
+
+
+@pytest.mark.covers("D12")
+def test_a_mixture_keeps_its_weights_and_its_place(tmp_path):
+    for letter in "ab":
+        for number in range(8):
+            (tmp_path / f"{letter}{number}.txt").write_text(letter * (LENGTH - 1))
+    parts = [text.files(train=f"{tmp_path}/{letter}*.txt", length=LENGTH, num_streams=2) for letter in "ab"]
+    task = text.mixture(tasks=parts, weights=[3, 1])
+    batches = task.train(layout_of(8), seed=0)
+    first = np.concatenate([next(batches)["targets"][:, 0] for _ in range(150)])  # 1200 rows of one chunk
+    assert (first == ord("a") + 3).mean() == pytest.approx(0.75, abs=0.05)
+    state, expected = batches.state(), [next(batches) for _ in range(5)]
+    restored = task.train(layout_of(8), seed=0)
+    restored.restore(state)
+    for batch in expected:
+        assert_equal(next(restored), batch)
+    assert "75% text.files" in task.describe()
+
+
+def test_a_prepared_dataset_of_the_catalogue(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "importlib_resources", importlib.resources)  # a backport that some installs lack
+    import tensorflow_datasets as tfds
+
+    class Tiny(tfds.core.GeneratorBasedBuilder):
+        VERSION = tfds.core.Version("1.0.0")
+
+        def _info(self):
+            return tfds.core.DatasetInfo(
+                builder=self, features=tfds.features.FeaturesDict({"text": tfds.features.Text()})
+            )
+
+        def _split_generators(self, dl_manager):
+            return {"train": self._generate_examples(0, 40), "validation": self._generate_examples(40, 50)}
+
+        def _generate_examples(self, start, stop):
+            for number in range(start, stop):
+                yield number, {"text": f"{number:03d}" + "." * number}
+
+    Tiny(data_dir=tmp_path).download_and_prepare()
+    task = text.tfds(name="tiny", data_dir=str(tmp_path), length=LENGTH, num_streams=2)
+    batches = task.train(layout_of(4), seed=1)
+    for _ in range(7):
+        next(batches)
+    state, expected = batches.state(), [next(batches) for _ in range(10)]
+    restored = task.train(layout_of(4), seed=1)
+    restored.restore(state)
+    for batch in expected:
+        assert_equal(next(restored), batch)
+    decoded = [task.vocabulary.decode(t)[:3] for t, _, _ in segments(next(task.evaluation(layout_of(4))))]
+    assert len({text for text in decoded if text.isdigit()} & {f"{i:03d}" for i in range(40, 50)}) >= 2
+    with pytest.raises(ValueError, match="has no 'body', only"):
+        text.tfds(name="tiny", field="body", data_dir=str(tmp_path), length=8, num_streams=1).train(
+            layout_of(1), seed=0
+        )
+
+
+def test_a_trained_vocabulary_end_to_end(tmp_path, text_folder):
+    vocabulary = vocabularies.trained_sentencepiece(300)
+    task = text.files(train=f"{text_folder}/*.txt", length=LENGTH, num_streams=1, vocabulary=vocabulary)
+    task.prepare(str(tmp_path), is_host_zero=True)
+    batch = next(task.evaluation(layout_of(1)))
+    decoded = [vocabulary.decode(targets) for targets, _, _ in segments(batch)]
+    assert decoded[0] in {path.read_text() for path in text_folder.iterdir()}
+    assert batch["targets"].max() < vocabulary.size
+
+
+# What is refused, and what is told
+
+
+def test_problems_are_told_with_their_fix(tmp_path, monkeypatch):
+    options = {"length": 8, "num_streams": 1}
+    assert "DATA is not set" in text.files(train=None, **options).problems()[0]
+    assert "no file matches" in text.files(train=f"{tmp_path}/*.txt", **options).problems()[0]
+    (tmp_path / "a.csv").write_text("x")
+    assert ".csv, expected only .txt or only .jsonl" in text.files(train=f"{tmp_path}/*", **options).problems()[0]
+    (tmp_path / "a.txt").write_text("x")
+    assert "leaves none for validation" in text.files(train=f"{tmp_path}/*.txt", **options).problems()[0]
+    (tmp_path / "b.txt").write_text("y")
+    assert text.files(train=f"{tmp_path}/*.txt", **options).problems() == []
+    missing = text.files(train=f"{tmp_path}/x.txt", validation=f"{tmp_path}/y.txt", **options)
+    assert len(missing.problems()) == 2
+    assert "DATA is not set" in text.files(train="", **options).describe()
+    with pytest.raises(ValueError, match="no file matches"):
+        missing.train(layout_of(1), seed=0)
+    both = text.files(train=None, vocabulary=vocabularies.sentencepiece(None), **options).problems()
+    assert [problem.split()[0] for problem in both] == ["DATA", "VOCABULARY"]
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: text.python_source(length=0, num_streams=1), "text.python_source.length is 0"),
+        (lambda: text.python_source(length=8, num_streams=True), "num_streams is True"),
+        (lambda: text.python_source(length=8, num_streams=1, vocabulary="bytes"), "@vocabularies.bytes"),
+        (lambda: text.files(train=[3], length=8, num_streams=1), "text.files.train is 3"),
+        (lambda: text.tfds(name="", length=8, num_streams=1), "text.tfds.name"),
+        (lambda: text.huggingface(name="a/b", streaming=1, length=8, num_streams=1), "streaming is 1"),
+        (lambda: text.mixture(tasks=[], weights=[]), "0 tasks and 0 weights"),
+    ],
+)
+def test_wrong_arguments_are_named(make, reason):
+    with pytest.raises(ValueError, match=reason):
+        make()
+
+
+def test_a_mixture_refuses_what_does_not_mix():
+    one = text.files(train="a*.txt", length=8, num_streams=1)
+    with pytest.raises(ValueError, match="length is 9 in one task and 8"):
+        text.mixture(tasks=[one, text.files(train="b*.txt", length=9, num_streams=1)], weights=[1, 1])
+    with pytest.raises(ValueError, match=r"expected positive numbers"):
+        text.mixture(tasks=[one], weights=[0])
+    with pytest.raises(ValueError, match="twice"):
+        text.mixture(tasks=[one, one], weights=[1, 1])
+    with pytest.raises(ValueError, match="cannot mix"):
+        text.mixture(tasks=[text.huggingface(name="a/b", length=8, num_streams=1)], weights=[1])
+    other = text.files(train="b*.txt", length=8, num_streams=1, vocabulary=vocabularies.trained_sentencepiece(300))
+    with pytest.raises(ValueError, match="different vocabularies"):
+        text.mixture(tasks=[one, other], weights=[1, 1])
+
+
+def test_constructing_every_task_imports_no_tensorflow():
+    code = """
+import sys
+from tasks import synthetic, text, vocabularies
+o = dict(length=8, num_streams=2)
+a, b = text.python_source(**o), text.files(train="/nowhere/*.txt", **o)
+made = [a, b, text.tfds(name="c4/en", **o), text.huggingface(name="a/b", **o),
+        text.mixture(tasks=[a, b], weights=[1, 2]),
+        synthetic.random_tokens(vocab_size=9, **o),
+        text.files(train="x", vocabulary=vocabularies.trained_sentencepiece(300), **o)]
+for task in made:
+    task.problems(), task.describe()
+made[0].vocabulary.decode(made[0].vocabulary.encode("abc"))
+heavy = sorted({"tensorflow", "seqio", "datasets", "tensorflow_text", "sentencepiece"} & set(sys.modules))
+assert not heavy, heavy
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env={**os.environ})
+    assert done.returncode == 0, done.stderr
