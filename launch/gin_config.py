@@ -10,6 +10,7 @@ scope of its own, and its record of what was used would be cut up by it.
 from __future__ import annotations
 
 import importlib.util  # noqa: F401  gin forgets this import, and then fails in an obscure way on a missing file
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,8 +20,9 @@ import gin
 from gin import config as gin_engine
 from gin import config_parser
 from launch import gin_checks, gin_recovery, gin_sources
+from launch.gin_constructors import Constructor
 from launch.gin_graph import Configuration
-from launch.gin_names import Constructor, Names
+from launch.gin_names import Names
 from launch.gin_sources import ParseFailure, Reader, closest, display, find, missing_file
 from launch.gin_statements import (
     DYNAMIC_REGISTRATION,
@@ -94,8 +96,12 @@ class LoadedConfig:
         reason, *calls = message.split("\n  In call to configurable '")
         name = calls[0].partition("'")[0] if calls else self._root.name
         given = [b for b in self._bindings if b.target is not None and b.target.name == name]
-        file, line = (given[0].file, given[0].line) if given else (self.experiment, 0)
-        return ConfigProblem(file, line, f"{name} refuses its values", actual=reason)
+        named = [b for b in given if re.search(rf"\b{re.escape(b.parameter)}\b", reason)]
+        macros = {b.name: b for b in self._bindings if b.is_macro}
+        written = [macros[b.value.name] if isinstance(b.value, Macro) else b for b in named or given]
+        file, line = (written[0].file, written[0].line) if written else (self.experiment, 0)
+        said = ", ".join(f"{b} ({b.place})" for b in written)
+        return ConfigProblem(file, line, f"{name} refuses its values: {reason}", actual=said)
 
 
 def load(
@@ -165,7 +171,7 @@ def _examine(
     reader = Reader(parse)
     experiment = reader.file(file)
     for number, binding in enumerate(bindings, start=1):
-        reader.text(binding, name=f"--gin #{number}", folder=Path.cwd())
+        reader.text(binding.strip(), name=f"--gin #{number}", folder=Path.cwd())
     if slice_name is not None:
         reader.text(f"SLICE = {slice_name!r}", name="--slice", folder=Path.cwd())
     declared_in, macros = _declared_macros(reader, defaults, folders=(*folders, file.parent))

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from launch.gin_names import Constructor
+from launch.gin_constructors import Constructor
 from launch.gin_statements import (
     REQUIRED,
     Binding,
@@ -198,12 +198,12 @@ class Walk:
         for name in target.required:
             if name not in bound and name not in misspelt:
                 fix = f"{scoped(prefix, str(target))}.{name} = …"
-                expected = hint_text(target.hints.get(name, UNKNOWN))
+                expected = _expected(target, name)
                 what = f"{target} has no value for '{name}'"
                 self.problems.append(ConfigProblem(*at, what, expected=expected, fix=fix))
         for name, binding in bound.items():
             if any(leaf == Macro(REQUIRED) for leaf in leaves(self._table.expand(binding.value))):
-                self._still_required(self._table.origin(binding), hint_text(target.hints.get(name, UNKNOWN)))
+                self._still_required(self._table.origin(binding), _expected(target, name))
 
     def _still_required(self, origin: Binding, expected: str) -> None:
         if origin.name not in self._meant:
@@ -218,6 +218,10 @@ def displacing(binding: Binding, table: Table) -> Binding | None:
         if node in lost and choice.order > binding.order and _layer(choice) != _layer(binding):
             return choice
     return None
+
+
+def _expected(target: Constructor, parameter: str) -> str:
+    return hint_text(target.hints[parameter]) if target.hints.get(parameter, UNKNOWN) is not UNKNOWN else ""
 
 
 def _mentions(value: Any) -> list[Any]:

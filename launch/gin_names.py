@@ -1,4 +1,4 @@
-"""From the names in a gin file to the constructors they stand for, and from constructors to their parameters.
+"""From the names in a gin file to the constructors they stand for.
 
 The one idea: a name is resolved as gin will resolve it, through the imports of the file it stands in, but a name that
 does not resolve yields a problem and a guess, so that the rest of the configuration can still be judged.
@@ -15,12 +15,11 @@ import pkgutil
 import sys
 import traceback
 import types
-import typing
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from launch.gin_constructors import Constructor, constructor
 from launch.gin_statements import (
     Binding,
     ConfigProblem,
@@ -32,38 +31,8 @@ from launch.gin_statements import (
     nearest,
     transform,
 )
-from launch.gin_types import UNKNOWN
 
 PUBLIC_PACKAGES = ("core", "parallel", "models", "tasks")
-
-
-@dataclass(frozen=True, eq=False)
-class Constructor:
-    """A public function or class that gin may name.
-
-    Attributes:
-      module: where it was found: the module that a configuration imports, not always the one that defines it.
-      parameters: by name, those that can be given a value.
-      takes_any: it has `**kwargs`.
-      hints: the annotation of each parameter that has one that can be evaluated.
-      returns: what a call gives: the class itself, or the annotation of a function.
-    """
-
-    target: Callable[..., Any]
-    module: str
-    name: str
-    parameters: Mapping[str, inspect.Parameter]
-    takes_any: bool
-    hints: Mapping[str, Any]
-    returns: Any
-
-    def __str__(self) -> str:
-        return f"{self.module.rpartition('.')[2]}.{self.name}"
-
-    @property
-    def required(self) -> list[str]:
-        """The parameters without a default."""
-        return [name for name, parameter in self.parameters.items() if parameter.default is inspect.Parameter.empty]
 
 
 class _Unresolved(Exception):
@@ -85,7 +54,8 @@ class Names:
         self.problems: list[ConfigProblem] = []
         self._constructors: dict[Any, Constructor] = {}
         self._public = _public_modules()
-        _make_importable(folders)
+        self._folders = [folder.resolve() for folder in folders]
+        _make_importable(self._folders)
         self._symbols = {name: self._import_all(source) for name, source in sources.items()}
         self._share_with_command_line(sources)
 
@@ -116,7 +86,14 @@ class Names:
 
     def _import_all(self, source: Source) -> dict[str, types.ModuleType | None]:
         """The modules by the name that this source knows them by; None for one that failed."""
-        return {statement.symbol: self._import(statement, source) for statement in source.imports}
+        first: dict[str, Import] = {}
+        for statement in source.imports:
+            before = first.setdefault(statement.symbol, statement)
+            if before.module != statement.module and (before.is_from or statement.is_from):
+                what = f"'{statement.symbol}' already stands for {before.module} in this file"
+                self._say(source.name, statement.line, what, fix=f"{_import_line(statement.module)} as …")
+        modules = [(statement.symbol, self._import(statement, source)) for statement in source.imports]
+        return dict(reversed(modules))
 
     def _import(self, statement: Import, source: Source) -> types.ModuleType | None:
         name = statement.module
@@ -132,8 +109,19 @@ class Names:
         except Exception as error:  # whatever a user's own module raises belongs in the list of mistakes
             self._say_import_failed(statement, source, error)
             return None
+        shadowed = self._shadowed(module)
+        if shadowed:
+            what = f"{name} is {module.__file__}, not {shadowed.name} next to the experiment"
+            self._say(source.name, statement.line, what, fix=f"give {shadowed.name} a name of its own")
+            return None
         plain = not statement.is_from and not statement.alias
         return sys.modules[name.split(".")[0]] if plain else module
+
+    def _shadowed(self, module: types.ModuleType) -> Path | None:
+        """A file in the user's folders that a top-level module of that name keeps from being found."""
+        files = [folder / f"{module.__name__}.py" for folder in self._folders]
+        origin = Path(getattr(module, "__file__", None) or "").resolve()
+        return next((file for file in files if file.is_file()), None) if origin not in files else None
 
     def _say_import_failed(self, statement: Import, source: Source, error: Exception) -> None:
         name = statement.module
@@ -243,43 +231,6 @@ class Names:
         self.problems.append(ConfigProblem(file, line, what, actual=actual, expected=expected, fix=fix))
 
 
-def constructor(target: Callable[..., Any], *, module: str, name: str) -> Constructor:
-    """What its signature and annotations say of a function or class."""
-    try:
-        signature = inspect.signature(target)
-    except (TypeError, ValueError):  # a builtin without a signature
-        return Constructor(target, module, name, parameters={}, takes_any=True, hints={}, returns=UNKNOWN)
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    hints = _hints(target)
-    return Constructor(
-        target,
-        module,
-        name,
-        parameters={key: p for key, p in signature.parameters.items() if p.kind in kinds},
-        takes_any=any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values()),
-        hints=hints,
-        returns=target if inspect.isclass(target) else hints.get("return", UNKNOWN),
-    )
-
-
-def _hints(target: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations that can be evaluated; a name that exists for type checkers alone costs only its own."""
-    written = target if dataclasses.is_dataclass(target) or not inspect.isclass(target) else target.__init__
-    try:
-        return typing.get_type_hints(written)
-    except Exception:  # an annotation may be any expression, and fail in any way
-        module = vars(sys.modules[target.__module__])
-        annotations = getattr(written, "__annotations__", {})
-        return {name: _hint(annotation, module) for name, annotation in annotations.items()}
-
-
-def _hint(annotation: Any, module: dict[str, Any]) -> Any:
-    try:
-        return typing.get_type_hints(types.SimpleNamespace(__annotations__={"x": annotation}), globalns=module)["x"]
-    except Exception:
-        return UNKNOWN
-
-
 def _why_not_a_constructor(target: Any) -> str:
     if inspect.ismodule(target):
         return "is a module, not a constructor"
@@ -319,7 +270,7 @@ def _make_importable(folders: Iterable[Path]) -> None:
     """Last on the path, so that a user's file never shadows a module of ours or of Python."""
     importlib.invalidate_caches()
     known = {Path(entry or ".").resolve() for entry in sys.path}
-    sys.path.extend(str(folder) for folder in dict.fromkeys(f.resolve() for f in folders) if folder not in known)
+    sys.path.extend(str(folder) for folder in dict.fromkeys(folders) if folder not in known)
 
 
 def _import_line(module: str) -> str:

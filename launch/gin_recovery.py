@@ -102,9 +102,15 @@ def _explain(error: Exception, piece: str) -> tuple[str, str]:
     imported = _IMPORT.match(piece)
     if imported and "," in imported[2]:
         return "gin imports one module in a statement", "write an import for each"
-    if isinstance(error, tokenize.TokenError) or "EOF" in message or "never closed" in message:
+    if isinstance(error, tokenize.TokenError) or _stops_at_a_quote(error):
         return "a bracket or a string is not closed", "close it"
     for beginning, explanation in _EXPLANATIONS.items():
         if message.startswith(beginning):
             return explanation
     return f"gin cannot read this: {message[:1].lower()}{message[1:].rstrip('.')}", ""
+
+
+def _stops_at_a_quote(error: Exception) -> bool:
+    """How an unclosed string looks to Python 3.11's tokenizer; later ones say so."""
+    text, column = getattr(error, "text", None) or "", getattr(error, "offset", None) or 0
+    return text[column : column + 1] in ("'", '"')

@@ -63,7 +63,7 @@ class Reader:
         if name in self.sources:
             return name
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             self._say(name, 0, "the file cannot be read", actual=str(error), fix="a gin file is UTF-8 text")
             self.complete, text = False, ""

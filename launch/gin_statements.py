@@ -43,7 +43,8 @@ class ConfigProblem:
 
     def __str__(self) -> str:
         details = [("actual", self.actual), ("expected", self.expected), ("fix", self.fix)]
-        return "\n".join([f"{self.place}: {self.what}"] + [f"    {name}: {text}" for name, text in details if text])
+        lines = [f"{self.place}: {self.what}"] + [f"    {name}: {text.strip()}" for name, text in details if text]
+        return "\n".join(line.replace("\n", "\n        ") for line in lines)
 
 
 class ConfigError(ValueError):

@@ -57,6 +57,10 @@ class Misfit(NamedTuple):
             return f"write it in quotes: '{value}'"
         if isinstance(value, float) and value.is_integer() and misfit(int(value), self.hint) is None:
             return f"write {int(value)}"
+        if misfit((value,), self.hint) is None:
+            return f"write {render((value,))}"
+        if misfit([value], self.hint) is None:
+            return f"write {render([value])}"
         if isinstance(value, list) and misfit(tuple(value), self.hint) is None:
             return f"write a tuple: {render(tuple(value))}"
         if isinstance(value, tuple) and misfit(list(value), self.hint) is None:
