@@ -85,3 +85,38 @@ class Batches(Protocol):
 
     def restore(self, state: Mapping[str, bytes]) -> None:
         """Continue from the union of what all hosts returned from `state`. Raises KeyError for a missing stream."""
+
+
+class Task(Protocol):
+    """Data for one kind of model. Making one opens nothing.
+
+    Attributes:
+      length: tokens of a row.
+      num_streams: streams of the input, whatever the number of hosts; divides the batch size.
+      vocabulary: has `size`, `encode(text) -> ids`, `decode(ids) -> text`, `describe()`.
+    """
+
+    length: int
+    num_streams: int
+    vocabulary: Any
+
+    def spec(self, batch_size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of a global batch."""
+
+    def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
+        """What must exist before the data is read (a trained vocabulary): host 0 first, then the others."""
+
+    def train(self, layout: DataLayout, *, seed: int) -> Batches:
+        """Endless batches."""
+
+    def evaluation(self, layout: DataLayout) -> Batches:
+        """Endless validation batches from their start, the same at every call and on every number of hosts."""
+
+    def problems(self) -> list[str]:
+        """Everything wrong that can be known without opening the data, each with its fix."""
+
+    def describe(self) -> str:
+        """One line."""
+
+    def fingerprint(self) -> str:
+        """Equal on all hosts that read the same data."""

@@ -135,6 +135,22 @@ class Transformer:
         matmul = self.num_layers * per_layer + self.embed_dim * self.stored_vocab_size
         return 6.0 * matmul + 6.0 * self.num_layers * length * inner
 
+    def shrink(self, multiples: Mapping[str, int]) -> Transformer:
+        """The smallest decoder of this kind whose dimensions are multiples of `multiples`, by logical axis."""
+        kv_heads = multiples["kv_heads"]
+        group = 1 if self.num_heads == self.num_kv_heads else 2
+        heads = math.lcm(multiples["heads"], kv_heads * group)
+        head_dim = math.lcm(8, multiples["head_dim"])
+        return dataclasses.replace(
+            self,
+            num_layers=math.lcm(2, multiples["layers"]),
+            embed_dim=math.lcm(16, multiples["embed"]),
+            mlp_dim=math.lcm(16, multiples["mlp"]),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+        )
+
     def _loss(self, batch: Batch) -> LossOutput:
         def tail(head: dict, x: jax.Array, side: tuple[Side, jax.Array, jax.Array]) -> LossOutput:
             _, targets, weights = side

@@ -1,0 +1,89 @@
+"""What a run shows when it starts and when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+
+from core import slices
+from core.slices import GIB
+from core.train_state import TrainState
+from launch import sampling
+from launch.experiment import Experiment
+from launch.joining import Host
+from parallel import report
+from parallel.partitioner import Program
+
+SAMPLE_IDS = 200
+
+
+def show(experiment: Experiment, program: Program, *, run_dir: str, resumed_from: int | None, host: Host) -> None:
+    """One card with what the run is; printed on the host that calls it."""
+    grid = Table.grid(padding=(0, 2))
+    for name, value in rows(experiment, program, run_dir=run_dir, resumed_from=resumed_from, host=host).items():
+        grid.add_row(f"[bold]{name}[/bold]", value)
+    Console(width=118, soft_wrap=False).print(Panel(grid, title="renga", title_align="left", expand=False))
+
+
+def rows(
+    experiment: Experiment, program: Program, *, run_dir: str, resumed_from: int | None, host: Host
+) -> dict[str, str]:
+    """The card's rows."""
+    slice_ = slices.get(experiment.slice)
+    sizes = report.totals(program)
+    tokens = experiment.batch_size * experiment.task.length
+    mesh = " x ".join(f"{axis} {n}" for axis, n in program.partitioner.shape.items() if n > 1) or "1 chip"
+    parameters = sum(row_size(row.shape) for row in report.rows(program) if row.path.startswith("params/"))
+    card = {
+        "slice": f"{slice_.name}: {slice_.chips} chips on {slice_.hosts} host(s), {slice_.topology_name}"
+        + (f"; simulated by {host.count} process(es)" if host.simulated else ""),
+        "strategy": f"{experiment.strategy.name}: {mesh}",
+        "model": f"{type(experiment.model).__name__}, {parameters:,} parameters",
+        "data": experiment.task.describe(),
+        "batch": f"{experiment.batch_size} rows x {experiment.task.length} tokens = {tokens:,} tokens"
+        + (f", in {experiment.accum_steps} microbatches" if experiment.accum_steps > 1 else ""),
+        "state": f"{sizes.everything / GIB:.3g} GiB per chip (parameters {sizes.params / GIB:.3g}, optimizer "
+        f"{sizes.opt_state / GIB:.3g}); whole {sizes.whole / GIB:.3g} GiB",
+    }
+    if hasattr(experiment.model, "flops_per_token"):
+        flops = experiment.model.flops_per_token(experiment.task.length) * tokens
+        card["compute"] = f"{flops:.3g} FLOPs per step; {flops / slice_.peak_flops:.3g} s at the slice's bf16 peak"
+    card["steps"] = f"{experiment.total_steps:,}" + (f", resumed from {resumed_from:,}" if resumed_from else ", fresh")
+    card["run"] = run_dir
+    return card
+
+
+def row_size(shape: tuple[int, ...]) -> int:
+    """Elements of an array."""
+    size = 1
+    for n in shape:
+        size *= n
+    return size
+
+
+def show_end(
+    experiment: Experiment, program: Program, state: TrainState, validation: Mapping[str, float], *, run_dir: str
+) -> None:
+    """The result, a sample of what the model writes, and where everything is. All hosts call it; host 0 prints."""
+    import jax
+
+    written = _sample(experiment, program, state)
+    if jax.process_index() != 0:
+        return
+    if validation:
+        print(f"\nvalidation loss {validation['validation/loss']:.4f} nats per token")
+    if written:
+        print(f"\nThe model continues {experiment.prompt!r}:\n\n{written}\n")
+    print(f"run         {run_dir}\ntensorboard launch/run tensorboard {run_dir}", flush=True)
+
+
+def _sample(experiment: Experiment, program: Program, state: TrainState) -> str:
+    """What the model writes behind the prompt; empty where it cannot."""
+    if not experiment.prompt or not hasattr(experiment.model, "logits"):
+        return ""
+    vocabulary = experiment.task.vocabulary
+    prompt = vocabulary.encode(experiment.prompt)
+    return vocabulary.decode(sampling.continue_prompt(program, state, prompt, count=SAMPLE_IDS))

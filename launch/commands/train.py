@@ -1,0 +1,49 @@
+"""`launch/run train`: this host's process of a run. `launch/pod.sh` starts one on every host."""
+
+from __future__ import annotations
+
+import argparse
+
+from core import slices
+from launch import environment
+
+HELP = "train on the devices of this host and its peers (launch/pod.sh starts it on every host)"
+EXAMPLE = "launch/run train gin/quickstart.gin --slice v4-8"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what a run takes."""
+    parser.add_argument("experiment", metavar="EXPERIMENT.gin")
+    parser.add_argument("--slice", metavar="SLICE", help="wins over the file's SLICE")
+    parser.add_argument("--gin", metavar="BINDING", action="append", default=[], help="overrides one binding; repeatable")
+    parser.add_argument("--run-dir", metavar="DIR", help="default: $RENGA_RUN_ROOT/{group}/{experiment}")
+    parser.add_argument("--steps", metavar="N", type=int, help="stop after step N; schedules keep TOTAL_STEPS")
+    parser.add_argument("--smoke", action="store_true", help="smallest sizes, 20 steps, save, restore, PASS")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Joins the other hosts and trains."""
+    from launch import gin_config, joining, smoke, training  # noqa: PLC0415 (they import jax)
+    from launch.hosts import revision
+
+    config = gin_config.load(args.experiment, bindings=args.gin, slice_name=args.slice)
+    experiment = config.build()
+    if args.smoke:
+        experiment = smoke.shrink(experiment)
+    host = joining.join(slices.get(experiment.slice))
+    if host.is_zero:
+        for note in config.notes:
+            print(f"note: {note}")
+    run = training.ready(
+        experiment,
+        config_text=config.text,
+        revision=revision(),
+        run_dir=args.run_dir or environment.run_directory(args.experiment, smoke=args.smoke),
+        last_step=min(args.steps or experiment.total_steps, experiment.total_steps),
+        host=host,
+    )
+    if args.smoke:
+        smoke.rehearse(run)
+    else:
+        training.train(run)
+    return 0

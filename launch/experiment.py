@@ -1,0 +1,81 @@
+"""The root of a configuration: everything that makes a run what it is, as one value.
+
+gin files bind the fields of `Experiment`; every command (train, check, report, …) reads the same value. Building one
+touches no device and opens no data. Binding it to devices is `bind`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from core import slices
+from core.optimizers import Optimizer
+from core.types import Model
+from parallel.partitioner import Partitioner, Program
+from parallel.strategy import Strategy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """What to train, on what, how, and how long.
+
+    Attributes:
+      slice: the TPU slice it is meant for; the SLICE argument of a command wins over it.
+      strategy: how the model is spread over its chips.
+      model: a `core.types.Model`.
+      task: the data, from `tasks`.
+      optimizer: from `core.optimizers`.
+      batch_size: rows of a global batch.
+      total_steps: where the run ends; schedules refer to it too.
+      accum_steps: microbatches per step.
+      seed: of parameters, data order and random bits.
+      log_interval, eval_interval, checkpoint_interval: in steps.
+      eval_batches: validation batches per evaluation; 0 for none.
+      keep_checkpoints: how many of the latest.
+      profile_steps: steps at which a profile of every host starts.
+      prompt: what the model continues at the end of the run.
+
+    Raises:
+      ValueError: numbers out of range.
+    """
+
+    slice: str
+    strategy: Strategy
+    model: Model
+    task: Any
+    optimizer: Optimizer
+    batch_size: int
+    total_steps: int
+    accum_steps: int = 1
+    seed: int = 0
+    log_interval: int = 10
+    eval_interval: int = 1000
+    eval_batches: int = 8
+    checkpoint_interval: int = 1000
+    keep_checkpoints: int = 3
+    profile_steps: Sequence[int] = ()
+    prompt: str = ""
+
+    def __post_init__(self):
+        slices.get(self.slice)
+        counted = ("batch_size", "total_steps", "accum_steps", "log_interval", "eval_interval", "checkpoint_interval")
+        low = [f"{f} = {getattr(self, f)}" for f in (*counted, "keep_checkpoints") if getattr(self, f) < 1]
+        if self.eval_batches < 0:
+            low.append(f"eval_batches = {self.eval_batches} (0 for none)")
+        if low:
+            raise ValueError(f"Experiment: {', '.join(low)}: expected at least 1")
+
+    def bind(self, devices: Sequence[jax.Device]) -> Program:
+        """The experiment's steps on these devices.
+
+        Raises:
+          ValueError: model, batch, strategy and slice do not fit; every mismatch at once.
+        """
+        partitioner = Partitioner(self.strategy, slice=slices.get(self.slice), devices=devices)
+        return partitioner.program(
+            self.model, self.optimizer, self.task.spec(self.batch_size), seed=self.seed, accum_steps=self.accum_steps
+        )

@@ -1,0 +1,122 @@
+"""From a started process to a host of the slice: join the others, and refuse to go on where anything is not as said.
+
+Every check here compares what was asked for with what is there, on all hosts, before an array exists.
+"""
+
+from __future__ import annotations
+
+import difflib
+import secrets
+import time
+from typing import NamedTuple
+
+import jax
+
+from core import distributed, paths
+from core.slices import Slice
+from launch import environment
+
+_NONCE_FILE = ".shared"
+_SHARED_FILE_SECONDS = 10.0  # network file systems may show a new file late
+
+
+class Host(NamedTuple):
+    """This process among its peers."""
+
+    index: int
+    count: int
+    simulated: bool
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether this host writes what is written once."""
+        return self.index == 0
+
+    @property
+    def name(self) -> str:
+        """`host 2 of 4`."""
+        return f"host {self.index} of {self.count}"
+
+
+def join(slice_: Slice) -> Host:
+    """Joins this process to the hosts of the slice.
+
+    In a rehearsal (RENGA_SIMULATE) the processes share the slice's chips among them; a single one has them all.
+
+    Raises:
+      ValueError: the environment contradicts itself or the slice; JAX found another accelerator than was asked for.
+    """
+    layout = environment.process_layout()
+    played = environment.read("RENGA_SIMULATE")
+    if played and played != slice_.name:
+        raise ValueError(f"RENGA_SIMULATE={played} but SLICE is {slice_.name}: they must name the same slice")
+    processes = layout.count or 1
+    if played and slice_.chips % processes:
+        raise ValueError(f"{slice_.name} has {slice_.chips} chips, which {processes} processes cannot share evenly")
+    cluster = distributed.initialize(
+        coordinator=layout.coordinator,
+        process_index=layout.index,
+        process_count=layout.count,
+        local_cpu_devices=slice_.chips // processes if played else None,
+        single_process=layout.count is None and (bool(played) or slice_.hosts == 1),
+    )
+    distributed.exit_at_once_on_exception()
+    _require_chips(slice_, played=bool(played))
+    return Host(cluster.process_index, cluster.process_count, bool(played))
+
+
+def _require_chips(slice_: Slice, *, played: bool) -> None:
+    devices = jax.devices()
+    platform = devices[0].platform
+    if not played and platform != "tpu":
+        raise ValueError(
+            f"{slice_.name} was asked for, but JAX found {len(devices)} {platform} device(s) and no TPU. "
+            "On a TPU host: is another process holding the chips, or is libtpu missing? Elsewhere: rehearse with --simulate"
+        )
+    if len(devices) != slice_.chips:
+        raise ValueError(
+            f"{slice_.name} has {slice_.chips} devices on {slice_.hosts} host(s), but JAX sees {len(devices)} on "
+            f"{jax.process_count()} host(s): run the same command on every host of the slice, or name the slice this is"
+        )
+
+
+def require_same(what: str, text: str) -> None:
+    """Raises ValueError on all hosts, with the difference, where `text` is not the same on all of them."""
+    texts = distributed.all_gather_text(what, text)
+    for index, other in enumerate(texts):
+        if other != texts[0]:
+            changed = [
+                line
+                for line in difflib.unified_diff(texts[0].splitlines(), other.splitlines(), lineterm="", n=0)
+                if not line.startswith(("---", "+++", "@@"))
+            ]
+            raise ValueError(
+                f"{what} differs between hosts; host {index} against host 0:\n  " + "\n  ".join(changed[:20])
+            )
+
+
+def require_shared(run_dir: str, host: Host) -> None:
+    """Raises ValueError on all hosts where one of them cannot see what host 0 writes into the run directory."""
+    directory = paths.resolve(run_dir)
+    nonce = distributed.from_host_zero(secrets.token_hex(8))
+    if host.is_zero:
+        paths.require_writable(directory)
+        paths.write_text_atomically(directory / _NONCE_FILE, nonce)
+    distributed.barrier("run_dir/written")
+    seen = _sees(directory / _NONCE_FILE, nonce)
+    answers = distributed.all_gather_text("run_dir/seen", "yes" if seen else "no")
+    blind = [str(i) for i, answer in enumerate(answers) if answer == "no"]
+    if blind:
+        raise ValueError(
+            f"the run directory {directory} is not shared: host(s) {', '.join(blind)} cannot see what host 0 wrote there. "
+            "Checkpoints need one place that all hosts see: set --run-dir (or RENGA_RUN_ROOT) to gs://BUCKET/…"
+        )
+
+
+def _sees(file, nonce: str) -> bool:
+    deadline = time.monotonic() + _SHARED_FILE_SECONDS
+    while time.monotonic() < deadline:
+        if file.exists() and file.read_text() == nonce:
+            return True
+        time.sleep(0.2)
+    return False

@@ -1,0 +1,48 @@
+"""The progress line: what somebody who waits wants to know."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+
+
+class Progress:
+    """Prints a line per report on host 0, and nothing elsewhere.
+
+    step   100/200  loss 2.1034  1.21 s/step  3,385 tokens/s  ETA 2:01
+    """
+
+    def __init__(self, last_step: int, *, is_host_zero: bool):
+        self._last_step = last_step
+        self._speaks = is_host_zero
+        self._began = time.monotonic()
+
+    def line(self, step: int, values: Mapping[str, float]) -> None:
+        """One finished interval of training."""
+        if step == self._last_step or values["step_seconds"] <= 0:
+            eta = ""
+        else:
+            eta = f"  ETA {duration((self._last_step - step) * values['step_seconds'])}"
+        waiting = values["input_wait_seconds"]
+        starved = f"  waits {waiting:.2f} s for data" if waiting > 0.1 * values["step_seconds"] else ""
+        self._print(
+            f"step {step:>6}/{self._last_step}  loss {values['loss']:.4f}  {values['step_seconds']:.3g} s/step  "
+            f"{values['tokens_per_second']:,.0f} tokens/s{eta}{starved}"
+        )
+
+    def validation(self, step: int, values: Mapping[str, float]) -> None:
+        """One evaluation."""
+        means = "  ".join(f"{name.removeprefix('validation/')} {value:.4f}" for name, value in values.items())
+        self._print(f"step {step:>6}/{self._last_step}  validation: {means}")
+
+    def _print(self, text: str) -> None:
+        if self._speaks:
+            print(text, flush=True, file=sys.stdout)
+
+
+def duration(seconds: float) -> str:
+    """`1:02:03` or `4:05`."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

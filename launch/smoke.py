@@ -1,0 +1,60 @@
+"""The smallest run that still exercises everything a real one does.
+
+Same slice, mesh, strategy, tables, task and code path; width, depth and batch shrink to the smallest sizes that keep
+every divisibility the mesh asks for. What it proves is that the configuration fits together, not that it trains well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from core import logical, slices
+from launch.experiment import Experiment
+from parallel import strategy
+from tasks import synthetic
+
+STEPS = 20
+LENGTH = 128  # the smallest that the splash kernel takes
+
+
+def shrink(experiment: Experiment) -> Experiment:
+    """The smoke run of an experiment.
+
+    Raises:
+      ValueError: the model cannot shrink (it has no `shrink(multiples)`), or the mesh does not fit the slice.
+    """
+    if not hasattr(experiment.model, "shrink"):
+        raise ValueError(
+            f"--smoke: {type(experiment.model).__name__} has no method shrink(multiples) -> Model; add one that returns "
+            "the model with the smallest sizes that are multiples of these, by logical axis"
+        )
+    slice_ = slices.get(experiment.slice)
+    shape = strategy.resolve(experiment.strategy, slice_.chips, where=slice_.name)
+    multiples = {name: _shards(experiment.strategy, shape, name) for name in logical.LOGICAL_AXES}
+    rows = multiples["batch"] * experiment.accum_steps
+    return dataclasses.replace(
+        experiment,
+        model=experiment.model.shrink(multiples),
+        task=_small_task(experiment.task, streams=rows, length=math.lcm(LENGTH, multiples["length"])),
+        batch_size=rows,
+        total_steps=STEPS,
+        log_interval=5,
+        eval_interval=STEPS,
+        eval_batches=1,
+        checkpoint_interval=STEPS // 2,
+        profile_steps=(),
+    )
+
+
+def _shards(tables: strategy.Strategy, shape: dict[str, int], name: str) -> int:
+    """What a dimension of this meaning must be a multiple of, in every table."""
+    rules = (tables.param_rules, tables.activation_rules, tables.stored_optimizer_rules)
+    return math.lcm(*(math.prod(shape[a] for a in logical.mesh_axes(r[name])) for r in rules))
+
+
+def _small_task(task, *, streams: int, length: int):
+    """The task with short rows; random tokens in its place where the data was never named."""
+    if task.problems():
+        return synthetic.random_tokens(vocab_size=task.vocabulary.size, length=length, num_streams=streams)
+    return dataclasses.replace(task, length=length, num_streams=streams)

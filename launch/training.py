@@ -1,0 +1,199 @@
+"""One run on this host, from a configuration to a trained model.
+
+The stages stand in the order of what they need: the configuration, the other hosts, the layout, the data, the state.
+Everything that can refuse does so before the stage after it spends anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+from collections.abc import Mapping
+from typing import Any
+
+from core import distributed, hooks, metrics, prefetch, profiling, recompile, trainer
+from core.checkpoint import Checkpoints
+from core.train_state import TrainState
+from launch import card, joining
+from launch.experiment import Experiment
+from launch.joining import Host
+from launch.progress import Progress
+from parallel.partitioner import Program
+
+_PACKAGES = ("jax", "jaxlib", "libtpu", "dm-haiku", "optax", "orbax-checkpoint", "tensorstore", "seqio", "gin-config")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run that is ready to start.
+
+    Attributes:
+      experiment: what to train.
+      program: its steps on this slice.
+      host: this process among its peers.
+      run_dir: shared by all hosts.
+      meta: what is kept beside every checkpoint.
+      last_step: where to stop.
+    """
+
+    experiment: Experiment
+    program: Program
+    host: Host
+    run_dir: str
+    meta: Mapping[str, Any]
+    last_step: int
+
+    @property
+    def checkpoint_dir(self) -> str:
+        """Where the checkpoints are."""
+        return f"{self.run_dir}/checkpoints"
+
+
+def describe(config_text: str, revision: str, experiment: Experiment) -> dict[str, Any]:
+    """What a run is, as JSON: kept beside every checkpoint, and equal on all hosts."""
+    versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    return {
+        "config": config_text,
+        "git_revision": revision,
+        "versions": versions,
+        "seed": experiment.seed,
+        "data": experiment.task.fingerprint(),
+    }
+
+
+def train(run: Run) -> dict[str, float]:
+    """Trains to `run.last_step`, from the newest checkpoint where there is one.
+
+    Returns:
+      The last validation means, `validation/loss` among them; empty where nothing is evaluated.
+    """
+    checkpoints = Checkpoints(run.checkpoint_dir, keep=run.experiment.keep_checkpoints)
+    state, position, resumed = restore_or_init(run, checkpoints)
+    writers = metrics.open_writers(run.run_dir, is_host_zero=run.host.is_zero, first_step=int(state.step))
+    progress = Progress(run.last_step, is_host_zero=run.host.is_zero)
+    if run.host.is_zero:
+        card.show(run.experiment, run.program, run_dir=run.run_dir, resumed_from=resumed, host=run.host)
+        _write_config(run, writers)
+    evaluation = _evaluation(run, writers, progress)
+    with open_batches(run, position) as batches:
+        state = trainer.train(
+            _OnceCompiledProgram(run.program),
+            batches,
+            state,
+            total_steps=run.last_step,
+            hooks=[
+                hooks.StopOnNonFinite(),
+                *_logging(run, writers, progress),
+                *([evaluation] if evaluation else []),
+                _saving(run, checkpoints, batches),
+                hooks.Profile(profiling.Profile(run.run_dir).start, at=run.experiment.profile_steps),
+            ],
+        )
+    writers.close()
+    checkpoints.close()
+    card.show_end(run.experiment, run.program, state, evaluation.latest if evaluation else {}, run_dir=run.run_dir)
+    distributed.barrier("run/end")
+    return evaluation.latest if evaluation else {}
+
+
+def restore_or_init(
+    run: Run, checkpoints: Checkpoints, *, step: int | None = None
+) -> tuple[TrainState, Mapping[str, bytes] | None, int | None]:
+    """The state and the position in the data of the newest checkpoint (or of `step`), or a fresh start.
+
+    Returns:
+      State, position (None at the start), and the step it comes from (None for a fresh start).
+    """
+    step = checkpoints.latest_step() if step is None else step
+    if step is None:
+        return run.program.init(), None, None
+    state, position, meta = checkpoints.restore(step, run.program.abstract_state)
+    if meta["data"] != run.meta["data"]:
+        raise ValueError(
+            f"the checkpoint of step {step} was trained on other data (fingerprint {meta['data']}, now "
+            f"{run.meta['data']}): its position means nothing here. Use another --run-dir, or the same data."
+        )
+    return state, position, step
+
+
+def open_batches(run: Run, position: Mapping[str, bytes] | None) -> prefetch.Prefetch:
+    """Training batches on the devices, from a position on."""
+    layout = run.program.partitioner.data_layout(run.experiment.batch_size)
+    batches = run.experiment.task.train(layout, seed=run.experiment.seed)
+    if position is not None:
+        prefetch.restore(batches, position)
+    return prefetch.Prefetch(
+        batches, to_device=run.program.put, snapshot_interval=run.experiment.checkpoint_interval
+    )
+
+
+class _OnceCompiledProgram:
+    """The program with a training step that may be compiled once."""
+
+    def __init__(self, program: Program):
+        self._step = recompile.OnceCompiled(program.train_step)
+
+    def train_step(self, state, batch):
+        return self._step(state, batch)
+
+
+def _logging(run: Run, writers: metrics.Writers, progress: Progress) -> list[hooks.Hook]:
+    tokens = run.experiment.batch_size * run.experiment.task.length
+    every = run.experiment.log_interval
+    return [
+        hooks.Log(writers.scalars, every=every, items_per_step=tokens),
+        hooks.Log(progress.line, every=every, items_per_step=tokens),
+    ]
+
+
+def _evaluation(run: Run, writers: metrics.Writers, progress: Progress) -> hooks.Evaluate | None:
+    if not run.experiment.eval_batches:
+        return None
+    layout = run.program.partitioner.data_layout(run.experiment.batch_size)
+
+    def evaluate(state: TrainState) -> Mapping[str, float]:
+        batches = run.experiment.task.evaluation(layout)
+        on_device = (run.program.put(next(batches)) for _ in range(run.experiment.eval_batches))
+        return hooks.evaluate(run.program.eval_step, state, on_device, num_batches=run.experiment.eval_batches)
+
+    def write(step: int, values: Mapping[str, float]) -> None:
+        writers.scalars(step, values)
+        progress.validation(step, values)
+
+    return hooks.Evaluate(evaluate, write, every=run.experiment.eval_interval, last_step=run.last_step)
+
+
+def _saving(run: Run, checkpoints: Checkpoints, batches: prefetch.Prefetch) -> hooks.Save:
+    return hooks.Save(
+        checkpoints, batches.position, run.meta, every=run.experiment.checkpoint_interval, last_step=run.last_step
+    )
+
+
+def _write_config(run: Run, writers: metrics.Writers) -> None:
+    from core import paths
+
+    paths.write_text_atomically(paths.resolve(run.run_dir) / "config.gin", run.meta["config"])
+    writers.text("config", f"```\n{run.meta['config']}\n```")
+    writers.text("versions", "\n".join(f"- {k} {v}" for k, v in run.meta["versions"].items()))
+
+
+def ready(
+    experiment: Experiment, *, config_text: str, revision: str, run_dir: str, last_step: int, host: Host
+) -> Run:
+    """Binds an experiment to the devices of the joined hosts, and makes what its data needs.
+
+    Raises:
+      ValueError: hosts that differ, a run directory that is not shared, data that is missing, a layout that does not fit.
+    """
+    import jax
+
+    program = experiment.bind(jax.devices())
+    joining.require_shared(run_dir, host)
+    if host.is_zero:
+        experiment.task.prepare(run_dir, is_host_zero=True)
+    distributed.barrier("data/prepared")
+    if not host.is_zero:
+        experiment.task.prepare(run_dir, is_host_zero=False)
+    meta = describe(config_text, revision, experiment)
+    joining.require_same("the configuration", "\n".join(f"{k}: {v}" for k, v in meta.items()))
+    return Run(experiment, program, host, run_dir, meta, last_step)
