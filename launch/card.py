@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
+import jax
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
@@ -36,7 +38,7 @@ def rows(
     sizes = report.totals(program)
     tokens = experiment.batch_size * experiment.task.length
     mesh = " x ".join(f"{axis} {n}" for axis, n in program.partitioner.shape.items() if n > 1) or "1 chip"
-    parameters = sum(row_size(row.shape) for row in report.rows(program) if row.path.startswith("params/"))
+    parameters = sum(math.prod(row.shape) for row in report.rows(program) if row.path.startswith("params/"))
     card = {
         "slice": f"{slice_.name}: {slice_.chips} chips on {slice_.hosts} host(s), {slice_.topology_name}"
         + (f"; simulated by {host.count} process(es)" if host.simulated else ""),
@@ -45,8 +47,8 @@ def rows(
         "data": experiment.task.describe(),
         "batch": f"{experiment.batch_size} rows x {experiment.task.length} tokens = {tokens:,} tokens"
         + (f", in {experiment.accum_steps} microbatches" if experiment.accum_steps > 1 else ""),
-        "state": f"{sizes.everything / GIB:.3g} GiB per chip (parameters {sizes.params / GIB:.3g}, optimizer "
-        f"{sizes.opt_state / GIB:.3g}); whole {sizes.whole / GIB:.3g} GiB",
+        "state": f"{_bytes(sizes.everything)} per chip (parameters {_bytes(sizes.params)}, optimizer "
+        f"{_bytes(sizes.opt_state)}); {_bytes(sizes.whole)} in all",
     }
     if hasattr(experiment.model, "flops_per_token"):
         flops = experiment.model.flops_per_token(experiment.task.length) * tokens
@@ -56,20 +58,14 @@ def rows(
     return card
 
 
-def row_size(shape: tuple[int, ...]) -> int:
-    """Elements of an array."""
-    size = 1
-    for n in shape:
-        size *= n
-    return size
+def _bytes(count: float) -> str:
+    return f"{count / GIB:.3g} GiB" if count >= 0.1 * GIB else f"{count / 2**20:.3g} MiB"
 
 
 def show_end(
     experiment: Experiment, program: Program, state: TrainState, validation: Mapping[str, float], *, run_dir: str
 ) -> None:
     """The result, a sample of what the model writes, and where everything is. All hosts call it; host 0 prints."""
-    import jax
-
     written = _sample(experiment, program, state)
     if jax.process_index() != 0:
         return

@@ -9,8 +9,11 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from core import logical, slices
+from core import logical, slices, trainer
+from core.checkpoint import Checkpoints
+from launch import training
 from launch.experiment import Experiment
+from launch.training import Run
 from parallel import strategy
 from tasks import synthetic
 
@@ -45,6 +48,38 @@ def shrink(experiment: Experiment) -> Experiment:
         checkpoint_interval=STEPS // 2,
         profile_steps=(),
     )
+
+
+class _Losses(trainer.Hook):
+    """Remembers the loss of every step."""
+
+    def __init__(self):
+        self.by_step: dict[int, float] = {}
+
+    def after_step(self, report: trainer.StepReport) -> None:
+        self.by_step[report.step] = report.metrics["loss"]
+
+
+def rehearse(run: Run) -> None:
+    """Trains, then restores the checkpoint of half-way and trains its second half again: the losses must be equal.
+
+    Raises:
+      RuntimeError: they are not.
+    """
+    first, again = _Losses(), _Losses()
+    training.train(run, also=[first])
+    checkpoints = Checkpoints(run.checkpoint_dir, keep=run.experiment.keep_checkpoints)
+    state, position, step = training.restore_or_init(run, checkpoints, step=STEPS // 2)
+    with training.open_batches(run, position) as batches:
+        trainer.train(run.program, batches, state, total_steps=STEPS, hooks=[again])
+    checkpoints.close()
+    for number, loss in again.by_step.items():
+        if loss != first.by_step[number]:
+            raise RuntimeError(
+                f"smoke: step {number} after a restore from step {step} has loss {loss!r}, before it {first.by_step[number]!r}"
+            )
+    if run.host.is_zero:
+        print(f"PASS  {STEPS} steps, a save, a restore at step {step}, and {len(again.by_step)} steps repeated bit for bit")
 
 
 def _shards(tables: strategy.Strategy, shape: dict[str, int], name: str) -> int:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from core import distributed, hooks, metrics, prefetch, profiling, recompile, trainer
+import jax
+
+from core import distributed, hooks, metrics, paths, prefetch, profiling, recompile, trainer
 from core.checkpoint import Checkpoints
 from core.train_state import TrainState
 from launch import card, joining
@@ -61,8 +63,12 @@ def describe(config_text: str, revision: str, experiment: Experiment) -> dict[st
     }
 
 
-def train(run: Run) -> dict[str, float]:
+def train(run: Run, *, also: Sequence[hooks.Hook] = ()) -> dict[str, float]:
     """Trains to `run.last_step`, from the newest checkpoint where there is one.
+
+    Args:
+      run: what `ready` made.
+      also: hooks beside the usual ones.
 
     Returns:
       The last validation means, `validation/loss` among them; empty where nothing is evaluated.
@@ -87,6 +93,7 @@ def train(run: Run) -> dict[str, float]:
                 *([evaluation] if evaluation else []),
                 _saving(run, checkpoints, batches),
                 hooks.Profile(profiling.Profile(run.run_dir).start, at=run.experiment.profile_steps),
+                *also,
             ],
         )
     writers.close()
@@ -170,8 +177,6 @@ def _saving(run: Run, checkpoints: Checkpoints, batches: prefetch.Prefetch) -> h
 
 
 def _write_config(run: Run, writers: metrics.Writers) -> None:
-    from core import paths
-
     paths.write_text_atomically(paths.resolve(run.run_dir) / "config.gin", run.meta["config"])
     writers.text("config", f"```\n{run.meta['config']}\n```")
     writers.text("versions", "\n".join(f"- {k} {v}" for k, v in run.meta["versions"].items()))
@@ -185,8 +190,6 @@ def ready(
     Raises:
       ValueError: hosts that differ, a run directory that is not shared, data that is missing, a layout that does not fit.
     """
-    import jax
-
     program = experiment.bind(jax.devices())
     joining.require_shared(run_dir, host)
     if host.is_zero:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from launch import gin_config, gin_names, gin_sources
-from launch.gin_config import ConfigError
+from launch import gin_config
+from launch.gin_config import ConfigError, names, sources
 
 MODULES = {
     "__init__": "",
@@ -192,8 +192,8 @@ def bench(modules, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(modules)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(gin_sources, "WORKSPACE", tmp_path)
-    monkeypatch.setattr(gin_names, "PUBLIC_PACKAGES", ("toy",))
+    monkeypatch.setattr(sources, "WORKSPACE", tmp_path)
+    monkeypatch.setattr(names, "PUBLIC_PACKAGES", ("toy",))
     return Bench(tmp_path)
 
 
@@ -719,6 +719,6 @@ def test_a_large_configuration_is_checked_quickly(bench):
 
 def test_the_loader_imports_no_jax():
     code = "import sys; from launch import gin_config; print([m for m in ('jax', 'tensorflow') if m in sys.modules])"
-    root = Path(gin_config.__file__).parent.parent
+    root = Path(gin_config.__file__).parent.parent.parent
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -11,8 +11,8 @@ import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from launch.gin_constructors import Constructor
-from launch.gin_statements import (
+from launch.gin_config.constructors import Constructor
+from launch.gin_config.statements import (
     REQUIRED,
     Binding,
     ConfigProblem,
@@ -26,7 +26,7 @@ from launch.gin_statements import (
     scoped,
     transform,
 )
-from launch.gin_types import UNKNOWN, hint_text
+from launch.gin_config.types import UNKNOWN, hint_text
 
 
 class Configuration(NamedTuple):

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from launch.gin_constructors import Constructor, constructor
-from launch.gin_statements import (
+from launch.gin_config.constructors import Constructor, constructor
+from launch.gin_config.statements import (
     Binding,
     ConfigProblem,
     Import,

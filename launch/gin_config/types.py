@@ -12,7 +12,7 @@ import types
 import typing
 from typing import Any, NamedTuple
 
-from launch.gin_statements import Macro, Reference, Unreadable, render
+from launch.gin_config.statements import Macro, Reference, Unreadable, render
 
 UNKNOWN = Any
 _SEQUENCES = (

@@ -11,8 +11,8 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from launch.gin_graph import Configuration, Table, Walk, displacing, is_undeclared, key
-from launch.gin_statements import (
+from launch.gin_config.graph import Configuration, Table, Walk, displacing, is_undeclared, key
+from launch.gin_config.statements import (
     REQUIRED,
     Binding,
     ConfigProblem,
@@ -23,7 +23,7 @@ from launch.gin_statements import (
     render,
     scoped,
 )
-from launch.gin_types import UNKNOWN, hint_text, misfit
+from launch.gin_config.types import UNKNOWN, hint_text, misfit
 
 
 class Verdict(NamedTuple):

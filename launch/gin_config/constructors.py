@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from launch.gin_types import UNKNOWN
+from launch.gin_config.types import UNKNOWN
 
 
 @dataclass(frozen=True, eq=False)

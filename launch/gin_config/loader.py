@@ -19,12 +19,12 @@ from typing import Any
 import gin
 from gin import config as gin_engine
 from gin import config_parser
-from launch import gin_checks, gin_recovery, gin_sources
-from launch.gin_constructors import Constructor
-from launch.gin_graph import Configuration
-from launch.gin_names import Names
-from launch.gin_sources import ParseFailure, Reader, closest, display, find, missing_file
-from launch.gin_statements import (
+from launch.gin_config import checks, recovery, sources
+from launch.gin_config.constructors import Constructor
+from launch.gin_config.graph import Configuration
+from launch.gin_config.names import Names
+from launch.gin_config.sources import ParseFailure, Reader, closest, display, find, missing_file
+from launch.gin_config.statements import (
     DYNAMIC_REGISTRATION,
     Binding,
     ConfigError,
@@ -156,18 +156,18 @@ def parse(text: str) -> tuple[list[Statement], list[ParseFailure]]:
     """The statements of a gin text; when some do not parse, the others and what can be told of those."""
     try:
         return _statements(text), []
-    except gin_recovery.ERRORS as error:
-        return gin_recovery.recover(text, error, parse=_statements)
+    except recovery.ERRORS as error:
+        return recovery.recover(text, error, parse=_statements)
 
 
 def _examine(
     path: str | Path, *, bindings: Sequence[str], slice_name: str | None, root: str, defaults: str
-) -> tuple[list[ConfigProblem], Configuration | None, gin_checks.Verdict]:
-    folders = (Path.cwd(), gin_sources.WORKSPACE)
+) -> tuple[list[ConfigProblem], Configuration | None, checks.Verdict]:
+    folders = (Path.cwd(), sources.WORKSPACE)
     file = find(str(path), folders=folders)
     if file is None:
         parts = missing_file(str(path), closest(str(path), folders=folders))
-        return [ConfigProblem(str(path), 0, **parts)], None, gin_checks.Verdict([], [], [], [])
+        return [ConfigProblem(str(path), 0, **parts)], None, checks.Verdict([], [], [], [])
     reader = Reader(parse)
     experiment = reader.file(file)
     for number, binding in enumerate(bindings, start=1):
@@ -185,7 +185,7 @@ def _examine(
         sources=reader.sources,
         complete=reader.complete,
     )
-    verdict = gin_checks.check(config)
+    verdict = checks.check(config)
     return _in_reading_order(reader.problems + names.problems + verdict.problems, config), config, verdict
 
 

@@ -11,7 +11,8 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from launch.gin_statements import (
+from launch.environment import WORKSPACE
+from launch.gin_config.statements import (
     DYNAMIC_REGISTRATION,
     Binding,
     ConfigProblem,
@@ -23,8 +24,6 @@ from launch.gin_statements import (
     leaves,
     nearest,
 )
-
-WORKSPACE = Path(__file__).resolve().parent.parent
 
 
 @dataclasses.dataclass(frozen=True)

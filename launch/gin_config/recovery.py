@@ -10,8 +10,8 @@ import re
 import tokenize
 from collections.abc import Callable, Iterator
 
-from launch.gin_sources import ParseFailure
-from launch.gin_statements import Binding, Import, Macro, Reference, Statement, Unreadable
+from launch.gin_config.sources import ParseFailure
+from launch.gin_config.statements import Binding, Import, Macro, Reference, Statement, Unreadable
 
 ERRORS = (SyntaxError, tokenize.TokenError, TypeError, ValueError)  # an unhashable key of a dictionary: TypeError
 

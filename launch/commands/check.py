@@ -1,0 +1,38 @@
+"""`launch/run check`: what can be known about an experiment without a device, in seconds."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from launch import environment
+
+HELP = "find every mistake that shows without a device: configuration, layout, data, run directory"
+EXAMPLE = "launch/run check gin/valkyrie_7b.gin --slice v4-32"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what a check takes."""
+    parser.add_argument("experiment", metavar="EXPERIMENT.gin")
+    parser.add_argument("--slice", metavar="SLICE", help="wins over the file's SLICE")
+    parser.add_argument("--gin", metavar="BINDING", action="append", default=[], help="overrides one binding; repeatable")
+    parser.add_argument("--run-dir", metavar="DIR", help="default: $RENGA_RUN_ROOT/{group}/{experiment}")
+    parser.add_argument("--smoke", action="store_true", help="check the smoke run")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the findings; 2 where one failed."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    from launch import preflight  # noqa: PLC0415 (imports jax)
+
+    checked = preflight.check(
+        args.experiment,
+        bindings=args.gin,
+        slice_name=args.slice,
+        run_dir=args.run_dir or environment.run_directory(args.experiment, smoke=args.smoke),
+        smoked=args.smoke,
+    )
+    for finding in checked.findings:
+        print(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.name:<14} {finding.detail}")
+    print("READY" if checked.ok else "NOT READY")
+    return 0 if checked.ok else 2

@@ -1,0 +1,32 @@
+"""`launch/run slices`: the table of TPU slices."""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.console import Console
+from rich.table import Table
+
+from core import slices
+from core.slices import GIB
+
+HELP = "print the table of TPU slices: chips, hosts, topology, peak, memory"
+EXAMPLE = "launch/run slices v4"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds an optional generation or name."""
+    parser.add_argument("name", nargs="?", default="", help="a generation or a slice, such as v5p or v4-32")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the slices whose name begins so."""
+    chosen = [s for s in slices.SLICES.values() if s.name.startswith(args.name)] or [slices.get(args.name)]
+    table = Table("slice", "chips = JAX devices", "hosts", "topology", "wraparound", "bf16 peak", "HBM", box=None)
+    for s in chosen:
+        wrap = ", ".join(axis for axis, w in zip("xyz", s.wraparound, strict=False) if w) or "no"
+        memory = s.hbm_bytes / GIB
+        hbm = f"{memory / 1024:.3g} TiB" if memory >= 1024 else f"{memory:.3g} GiB"
+        table.add_row(s.name, str(s.chips), str(s.hosts), s.topology_name, wrap, f"{s.peak_flops / 1e15:.3g} PF", hbm)
+    Console(width=100).print(table)
+    return 0

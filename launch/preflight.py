@@ -1,0 +1,121 @@
+"""Everything that can be known about a run without a device, found in one pass.
+
+A slice is dear and a queue is long; a mistake found here costs seconds. Each finding has a name, a verdict and, where it
+fails, what is wrong and how to mend it. The chips that the layout is checked on are the compiler's description of the
+slice, so rows, shapes and degrees are those of the real thing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from core import paths, slices
+from core.slices import GIB
+from launch import gin_config, smoke
+from launch.experiment import Experiment
+from parallel import mesh, report
+from parallel.partitioner import Program
+from tasks import vocabularies
+
+
+class Finding(NamedTuple):
+    """One thing looked at. `detail` is a fact where `ok`, and otherwise what is wrong."""
+
+    name: str
+    ok: bool
+    detail: str
+
+
+class Checked(NamedTuple):
+    """What was found, and, where the configuration holds together, what it would cost.
+
+    Attributes:
+      findings: in the order looked at.
+      state_bytes: of all chips together; None where the layout does not fit.
+    """
+
+    findings: tuple[Finding, ...]
+    state_bytes: int | None
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing failed."""
+        return all(f.ok for f in self.findings)
+
+
+def check(
+    path: str, *, bindings: Sequence[str] = (), slice_name: str | None = None, run_dir: str, smoked: bool = False
+) -> Checked:
+    """Looks at configuration, layout, data and run directory; never raises for what a user got wrong."""
+    findings: list[Finding] = []
+    experiment = _configuration(path, bindings, slice_name, findings)
+    program = None
+    if experiment is not None:
+        if smoked:
+            experiment = _attempt("smoke", lambda e=experiment: smoke.shrink(e), findings, say=lambda e: "shrinks") or experiment
+        program = _attempt("layout", lambda: _bind(experiment), findings, say=_layout_facts)
+        findings += _data(experiment, smoked=smoked)
+    _attempt("run directory", lambda: paths.require_writable(run_dir), findings, say=str)
+    if program is None:
+        return Checked(tuple(findings), None)
+    sizes = report.totals(program)
+    slice_ = program.partitioner.slice
+    findings.append(_memory(sizes.everything, slice_))
+    return Checked(tuple(findings), sizes.everything * slice_.chips)
+
+
+def _configuration(
+    path: str, bindings: Sequence[str], slice_name: str | None, findings: list[Finding]
+) -> Experiment | None:
+    def build() -> tuple[Experiment, tuple[str, ...]]:
+        config = gin_config.load(path, bindings=bindings, slice_name=slice_name)
+        return config.build(), config.notes
+
+    built = _attempt("configuration", build, findings, say=lambda b: "; ".join((path, *b[1])))
+    return built[0] if built else None
+
+
+def _attempt(name: str, what: Callable, findings: list[Finding], *, say: Callable):
+    try:
+        result = what()
+    except ValueError as error:
+        findings.append(Finding(name, False, str(error)))
+        return None
+    findings.append(Finding(name, True, say(result)))
+    return result
+
+
+def _bind(experiment: Experiment) -> Program:
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", experiment.slice)  # libtpu complains at length without it
+    return experiment.bind(mesh.topology_devices(slices.get(experiment.slice)))
+
+
+def _layout_facts(program: Program) -> str:
+    shape = " x ".join(f"{axis} {n}" for axis, n in program.partitioner.shape.items() if n > 1) or "1 chip"
+    rows = next(iter(program.spec.values())).shape[0]
+    return f"{program.partitioner.strategy.name} on {program.partitioner.slice.name}: {shape}; {rows} rows"
+
+
+def _data(experiment: Experiment, *, smoked: bool) -> list[Finding]:
+    problems = experiment.task.problems()
+    if problems and smoked:
+        problems = []
+    vocab_size = getattr(experiment.model, "vocab_size", None)
+    if vocab_size is not None and not problems:
+        try:
+            vocabularies.check_fits(experiment.task.vocabulary, vocab_size=vocab_size)
+        except ValueError as error:
+            problems = [str(error)]
+    if problems:
+        return [Finding("data", False, p) for p in problems]
+    return [Finding("data", True, experiment.task.describe())]
+
+
+def _memory(bytes_per_chip: int, slice_: slices.Slice) -> Finding:
+    have = slice_.chip.usable_hbm_bytes
+    text = f"state {bytes_per_chip / GIB:.3g} GiB of {have / GIB:.4g} GiB per chip (arithmetic; activations not counted)"
+    if bytes_per_chip <= have:
+        return Finding("memory", True, text)
+    return Finding("memory", False, f"{text}. Split it over more chips (fsdp, tensor) or take a larger slice.")
