@@ -1,4 +1,4 @@
-"""What hangs on the training loop: progress, evaluation, checkpoints, profiles, and the stop on a loss that is no number.
+"""What hangs on the training loop: progress, evaluation, checkpoints, profiles, and the stop on a non-finite loss.
 
 Each hook does one thing and is told of the run only through its constructor, so that a run is a list of hooks.
 """
@@ -109,7 +109,13 @@ class Save(Hook):
     """Every `every` steps, and behind the last: the state, the position in the data, and what the run is."""
 
     def __init__(
-        self, checkpoints: Any, position: Callable[[], Mapping[str, bytes]], meta: Mapping, *, every: int, last_step: int
+        self,
+        checkpoints: Any,
+        position: Callable[[], Mapping[str, bytes]],
+        meta: Mapping,
+        *,
+        every: int,
+        last_step: int,
     ):
         """Takes a `core.checkpoint.Checkpoints`, the prefetcher's `position`, and what to keep beside the state."""
         self._checkpoints = checkpoints

@@ -104,7 +104,9 @@ def partition_spec(axes: Axes, rules: Rules, *, keep: Callable[[str], bool] = la
     entries, used = [], {}
     for name in axes.names:
         if name is not None and name not in rules:
-            raise ValueError(f"array {axes}: the table has no row for logical axis {name!r}; add one (None: replicated)")
+            raise ValueError(
+                f"array {axes}: the table has no row for logical axis {name!r}; add one (None: replicated)"
+            )
         wanted = tuple(a for a in mesh_axes(rules[name] if name else None) if keep(a))
         for axis in wanted:
             if axis in used:

@@ -85,9 +85,7 @@ def warmup_cosine(*, peak: float, warmup_steps: int, total_steps: int, final_fra
     return _warmup_then(lambda p: 0.5 * (1 + jnp.cos(jnp.pi * p)), peak, warmup_steps, total_steps, final_fraction)
 
 
-def _warmup_then(
-    decay: Callable, peak: float, warmup_steps: int, total_steps: int, final_fraction: float
-) -> Schedule:
+def _warmup_then(decay: Callable, peak: float, warmup_steps: int, total_steps: int, final_fraction: float) -> Schedule:
     if not 0 <= warmup_steps < total_steps:
         raise ValueError(f"warmup_steps = {warmup_steps}: expected from 0 to total_steps - 1 = {total_steps - 1}")
     if not 0 <= final_fraction <= 1:

@@ -133,7 +133,7 @@ def _stacked_params(init: Callable, name: str, num_layers: int, x: jax.Array, si
 
 def _layer_keys(num_layers: int) -> jax.Array | None:
     key = hk.maybe_next_rng_key()
-    return None if key is None else jax.vmap(lambda l: jax.random.fold_in(key, l))(jnp.arange(num_layers))
+    return None if key is None else jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.arange(num_layers))
 
 
 def _refuse_foreign_arrays(fn: LayerFn, stacked: Layer, x: jax.Array, side: Side) -> None:
@@ -144,8 +144,8 @@ def _refuse_foreign_arrays(fn: LayerFn, stacked: Layer, x: jax.Array, side: Side
     if foreign:
         found = ", ".join(f"{c.dtype}{list(c.shape)}" for c in foreign)
         raise ValueError(
-            f"layer_stack: the block closes over {len(foreign)} array(s) ({found}). A block may use only its parameters, "
-            "x and side: pass arrays that belong to rows through side, and make constants inside the block."
+            f"layer_stack: the block closes over {len(foreign)} array(s) ({found}). A block may use only its "
+            "parameters, x and side: pass arrays that belong to rows through side, and make constants inside the block."
         )
     (out,) = traced.out_avals
     if (out.shape, out.dtype) != (x.shape, x.dtype):

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
 from core import slices
 from core.optimizers import Optimizer
-from core.types import Model
+from core.types import Model, Task
 from parallel.partitioner import Partitioner, Program
 from parallel.strategy import Strategy
 
@@ -46,7 +45,7 @@ class Experiment:
     slice: str
     strategy: Strategy
     model: Model
-    task: Any
+    task: Task
     optimizer: Optimizer
     batch_size: int
     total_steps: int

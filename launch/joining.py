@@ -71,7 +71,7 @@ def _require_chips(slice_: Slice, *, played: bool) -> None:
     if not played and platform != "tpu":
         raise ValueError(
             f"{slice_.name} was asked for, but JAX found {len(devices)} {platform} device(s) and no TPU. "
-            "On a TPU host: is another process holding the chips, or is libtpu missing? Elsewhere: rehearse with --simulate"
+            "On a TPU host: does another process hold the chips, or is libtpu missing? Elsewhere: rehearse, --simulate"
         )
     if len(devices) != slice_.chips:
         raise ValueError(
@@ -108,7 +108,7 @@ def require_shared(run_dir: str, host: Host) -> None:
     blind = [str(i) for i, answer in enumerate(answers) if answer == "no"]
     if blind:
         raise ValueError(
-            f"the run directory {directory} is not shared: host(s) {', '.join(blind)} cannot see what host 0 wrote there. "
+            f"the run directory {directory} is not shared: host(s) {', '.join(blind)} cannot see host 0's file there. "
             "Checkpoints need one place that all hosts see: set --run-dir (or RENGA_RUN_ROOT) to gs://BUCKET/…"
         )
 

@@ -1,13 +1,12 @@
 """Everything that can be known about a run without a device, found in one pass.
 
-A slice is dear and a queue is long; a mistake found here costs seconds. Each finding has a name, a verdict and, where it
-fails, what is wrong and how to mend it. The chips that the layout is checked on are the compiler's description of the
-slice, so rows, shapes and degrees are those of the real thing.
+A slice is dear and a queue is long; a mistake found here costs seconds. Each finding has a name, a verdict and, where
+it fails, what is wrong and how to mend it. The chips that the layout is checked on are the compiler's description of
+the slice, so rows, shapes and degrees are those of the real thing.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -53,9 +52,7 @@ def check(
     experiment = _configuration(path, bindings, slice_name, findings)
     program = None
     if experiment is not None:
-        if smoked:
-            experiment = _attempt("smoke", lambda e=experiment: smoke.shrink(e), findings, say=lambda e: "shrinks") or experiment
-        program = _attempt("layout", lambda: _bind(experiment), findings, say=_layout_facts)
+        program = _attempt("layout", lambda: _bind(experiment, smoked=smoked), findings, say=_layout_facts)
         findings += _data(experiment, smoked=smoked)
     _attempt("run directory", lambda: paths.require_writable(run_dir), findings, say=str)
     if program is None:
@@ -87,8 +84,8 @@ def _attempt(name: str, what: Callable, findings: list[Finding], *, say: Callabl
     return result
 
 
-def _bind(experiment: Experiment) -> Program:
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", experiment.slice)  # libtpu complains at length without it
+def _bind(experiment: Experiment, *, smoked: bool) -> Program:
+    experiment = smoke.shrink(experiment) if smoked else experiment
     return experiment.bind(mesh.topology_devices(slices.get(experiment.slice)))
 
 
@@ -101,7 +98,7 @@ def _layout_facts(program: Program) -> str:
 def _data(experiment: Experiment, *, smoked: bool) -> list[Finding]:
     problems = experiment.task.problems()
     if problems and smoked:
-        problems = []
+        return [Finding("data", True, f"random tokens in its place ({problems[0]})")]
     vocab_size = getattr(experiment.model, "vocab_size", None)
     if vocab_size is not None and not problems:
         try:
@@ -115,7 +112,9 @@ def _data(experiment: Experiment, *, smoked: bool) -> list[Finding]:
 
 def _memory(bytes_per_chip: int, slice_: slices.Slice) -> Finding:
     have = slice_.chip.usable_hbm_bytes
-    text = f"state {bytes_per_chip / GIB:.3g} GiB of {have / GIB:.4g} GiB per chip (arithmetic; activations not counted)"
+    text = (
+        f"state {bytes_per_chip / GIB:.3g} GiB of {have / GIB:.4g} GiB per chip (arithmetic; activations not counted)"
+    )
     if bytes_per_chip <= have:
         return Finding("memory", True, text)
     return Finding("memory", False, f"{text}. Split it over more chips (fsdp, tensor) or take a larger slice.")

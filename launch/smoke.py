@@ -11,6 +11,7 @@ import math
 
 from core import logical, slices, trainer
 from core.checkpoint import Checkpoints
+from core.types import Task
 from launch import training
 from launch.experiment import Experiment
 from launch.training import Run
@@ -29,8 +30,8 @@ def shrink(experiment: Experiment) -> Experiment:
     """
     if not hasattr(experiment.model, "shrink"):
         raise ValueError(
-            f"--smoke: {type(experiment.model).__name__} has no method shrink(multiples) -> Model; add one that returns "
-            "the model with the smallest sizes that are multiples of these, by logical axis"
+            f"--smoke: {type(experiment.model).__name__} has no method shrink(multiples) -> Model; add one that "
+            "returns the model with the smallest sizes that are multiples of these, by logical axis"
         )
     slice_ = slices.get(experiment.slice)
     shape = strategy.resolve(experiment.strategy, slice_.chips, where=slice_.name)
@@ -39,7 +40,7 @@ def shrink(experiment: Experiment) -> Experiment:
     return dataclasses.replace(
         experiment,
         model=experiment.model.shrink(multiples),
-        task=_small_task(experiment.task, streams=rows, length=math.lcm(LENGTH, multiples["length"])),
+        task=_small_task(experiment, streams=rows, length=math.lcm(LENGTH, multiples["length"])),
         batch_size=rows,
         total_steps=STEPS,
         log_interval=5,
@@ -76,10 +77,10 @@ def rehearse(run: Run) -> None:
     for number, loss in again.by_step.items():
         if loss != first.by_step[number]:
             raise RuntimeError(
-                f"smoke: step {number} after a restore from step {step} has loss {loss!r}, before it {first.by_step[number]!r}"
+                f"smoke: step {number} has loss {first.by_step[number]!r}, after a restore from step {step} {loss!r}"
             )
     if run.host.is_zero:
-        print(f"PASS  {STEPS} steps, a save, a restore at step {step}, and {len(again.by_step)} steps repeated bit for bit")
+        print(f"PASS  {STEPS} steps; restored at step {step}, {len(again.by_step)} steps repeated bit for bit")
 
 
 def _shards(tables: strategy.Strategy, shape: dict[str, int], name: str) -> int:
@@ -88,8 +89,8 @@ def _shards(tables: strategy.Strategy, shape: dict[str, int], name: str) -> int:
     return math.lcm(*(math.prod(shape[a] for a in logical.mesh_axes(r[name])) for r in rules))
 
 
-def _small_task(task, *, streams: int, length: int):
+def _small_task(experiment: Experiment, *, streams: int, length: int) -> Task:
     """The task with short rows; random tokens in its place where the data was never named."""
-    if task.problems():
-        return synthetic.random_tokens(vocab_size=task.vocabulary.size, length=length, num_streams=streams)
-    return dataclasses.replace(task, length=length, num_streams=streams)
+    if experiment.task.problems():
+        return synthetic.random_tokens(vocab_size=experiment.model.vocab_size, length=length, num_streams=streams)
+    return dataclasses.replace(experiment.task, length=length, num_streams=streams)

@@ -129,9 +129,7 @@ def open_batches(run: Run, position: Mapping[str, bytes] | None) -> prefetch.Pre
     batches = run.experiment.task.train(layout, seed=run.experiment.seed)
     if position is not None:
         prefetch.restore(batches, position)
-    return prefetch.Prefetch(
-        batches, to_device=run.program.put, snapshot_interval=run.experiment.checkpoint_interval
-    )
+    return prefetch.Prefetch(batches, to_device=run.program.put, snapshot_interval=run.experiment.checkpoint_interval)
 
 
 class _OnceCompiledProgram:
@@ -182,13 +180,11 @@ def _write_config(run: Run, writers: metrics.Writers) -> None:
     writers.text("versions", "\n".join(f"- {k} {v}" for k, v in run.meta["versions"].items()))
 
 
-def ready(
-    experiment: Experiment, *, config_text: str, revision: str, run_dir: str, last_step: int, host: Host
-) -> Run:
+def ready(experiment: Experiment, *, config_text: str, revision: str, run_dir: str, last_step: int, host: Host) -> Run:
     """Binds an experiment to the devices of the joined hosts, and makes what its data needs.
 
     Raises:
-      ValueError: hosts that differ, a run directory that is not shared, data that is missing, a layout that does not fit.
+      ValueError: hosts that differ, a run directory that is not shared, missing data, a layout that does not fit.
     """
     program = experiment.bind(jax.devices())
     joining.require_shared(run_dir, host)

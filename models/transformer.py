@@ -93,7 +93,9 @@ class Transformer:
             raise ValueError(f"Transformer: head_dim = {self.head_width} is odd; rotary positions need pairs")
         for field, choices in (("remat", stack.REMAT_CHOICES), ("dtype", _DTYPES), ("attention", attention.CHOICES)):
             if getattr(self, field) not in choices:
-                raise ValueError(f"Transformer.{field} = {getattr(self, field)!r}: expected one of {', '.join(choices)}")
+                raise ValueError(
+                    f"Transformer.{field} = {getattr(self, field)!r}: expected one of {', '.join(choices)}"
+                )
 
     @property
     def head_width(self) -> int:

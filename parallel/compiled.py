@@ -77,8 +77,8 @@ def _explained(error: Exception, program: Program) -> Exception:
         return error
     return OutOfHbmError(
         f"strategy {program.partitioner.strategy.name!r} on {program.partitioner.slice.name}: the step needs "
-        f"{found['needed']}iB of HBM per chip, a chip has {found['present']}iB. Split more (fsdp, tensor), recompute more "
-        "(remat = 'full'), use more accum_steps or a smaller batch."
+        f"{found['needed']}iB of HBM per chip, a chip has {found['present']}iB. Split more (fsdp, tensor), recompute "
+        "more (remat = 'full'), use more accum_steps or a smaller batch."
     )
 
 

@@ -8,9 +8,10 @@ real slice (v4-32, fsdp 16: host 0 supplies rows 0, 4, 8, 12), where plain CPU d
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -87,12 +88,32 @@ def play(devices: Sequence[jax.Device], slice: Slice) -> list[_PlayedChip]:
 
 def topology_devices(slice: Slice) -> list[jax.Device]:
     """The chips of a slice as libtpu's compiler describes them; no TPU is needed, and nothing can run on them."""
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     bounds = (*slice.host_bounds, 1)[:3]
     wrap = (*slice.wraparound, False)[:3]
     options = {"chips_per_host_bounds": bounds, "wrap": wrap}
     if slice.generation == "v4":
         options["chip_config_name"] = "megacore"  # without it a device is one of a chip's two cores
     name = f"{slice.generation}:{slice.topology_name}"
-    return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices)
+    with _environment(_COMPILE_ONLY | {"TPU_ACCELERATOR_TYPE": slice.name}):
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices)
+
+
+# libtpu looks for a TPU host around it: it asks the cloud's metadata server, takes a lock, and complains at length.
+_COMPILE_ONLY = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+}
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """These variables where they are unset, for the duration only: child processes are not to take them for a TPU."""
+    added = {k: v for k, v in values.items() if k not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]

@@ -148,7 +148,7 @@ class Program:
             carry=fit(shapes.carry, axes.carry, tables.activation_rules, where=f"{name}, carry"),
         )
         layouts = rules.shardings(spec, self.partitioner.mesh)
-        return jax.tree.map(lambda s, l: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=l), shapes, layouts)
+        return jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, layouts)
 
     @functools.cached_property
     def state_shardings(self) -> TrainState:
@@ -236,6 +236,8 @@ class Program:
 
     def lower_train_step(self) -> Any:
         """The training step lowered from shapes alone: nothing is allocated, so the devices need not exist."""
-        batch = {k: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self.batch_shardings[k]) for k, s in self.spec.items()}
+        batch = {
+            k: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self.batch_shardings[k]) for k, s in self.spec.items()
+        }
         with self.partitioner.tracing():
             return self.jitted_train_step.lower(self.abstract_state, batch)

@@ -99,7 +99,12 @@ def _table_problems(table: str, rules: Rules) -> list[str]:
 
 
 def _idle_axes(strategy: Strategy) -> list[str]:
-    used = {a for rules in (strategy.param_rules, strategy.activation_rules) for v in rules.values() for a in logical.mesh_axes(v)}
+    used = {
+        a
+        for rules in (strategy.param_rules, strategy.activation_rules)
+        for v in rules.values()
+        for a in logical.mesh_axes(v)
+    }
     return [
         f"mesh_shape: {axis} = {degree}, but no rule uses {axis!r}: those chips would repeat each other's work"
         for axis, degree in strategy.mesh_shape.items()

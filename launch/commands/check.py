@@ -15,7 +15,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what a check takes."""
     parser.add_argument("experiment", metavar="EXPERIMENT.gin")
     parser.add_argument("--slice", metavar="SLICE", help="wins over the file's SLICE")
-    parser.add_argument("--gin", metavar="BINDING", action="append", default=[], help="overrides one binding; repeatable")
+    parser.add_argument(
+        "--gin", metavar="BINDING", action="append", default=[], help="overrides one binding; repeatable"
+    )
     parser.add_argument("--run-dir", metavar="DIR", help="default: $RENGA_RUN_ROOT/{group}/{experiment}")
     parser.add_argument("--smoke", action="store_true", help="check the smoke run")
 
@@ -23,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the findings; 2 where one failed."""
     os.environ["JAX_PLATFORMS"] = "cpu"
-    from launch import preflight  # noqa: PLC0415 (imports jax)
+    from launch import preflight
 
     checked = preflight.check(
         args.experiment,

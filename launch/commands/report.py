@@ -16,17 +16,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what a report takes."""
     parser.add_argument("slice", metavar="SLICE")
     parser.add_argument("experiment", metavar="EXPERIMENT.gin")
-    parser.add_argument("--gin", metavar="BINDING", action="append", default=[], help="overrides one binding; repeatable")
+    parser.add_argument(
+        "--gin", metavar="BINDING", action="append", default=[], help="overrides one binding; repeatable"
+    )
     parser.add_argument("--compile", action="store_true", help="compile the step for the slice (7B: about a minute)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the table."""
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", args.slice)
-    from core import slices  # noqa: PLC0415 (the rest imports jax)
-    from launch import gin_config  # noqa: PLC0415
-    from parallel import compiled  # noqa: PLC0415
+    from core import slices
+    from launch import gin_config
+    from parallel import compiled
 
     experiment = gin_config.load(args.experiment, bindings=args.gin, slice_name=args.slice).build()
     slice_ = slices.get(experiment.slice)
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print_arrays(program) -> None:
-    from parallel import report  # noqa: PLC0415
+    from parallel import report
 
     table = Table("array", "shape", "logical axes", "mesh axes", "MiB per chip", box=None)
     for row in report.rows(program):
@@ -48,8 +49,8 @@ def _print_arrays(program) -> None:
     Console(width=140).print(table)
     sizes = report.totals(program)
     print(
-        f"per chip: parameters {_mib(sizes.params)}, optimizer state {_mib(sizes.opt_state)}, carry {_mib(sizes.carry)}; "
-        f"all of it unsplit: {_mib(sizes.whole)}"
+        f"per chip: parameters {_mib(sizes.params)}, optimizer state {_mib(sizes.opt_state)}, "
+        f"carry {_mib(sizes.carry)}; all of it unsplit: {_mib(sizes.whole)}"
     )
     whole = [row.path for row in report.rows(program) if row.replicated and row.bytes_per_chip >= 2**20]
     print(f"held whole by every chip, 1 MiB or more: {', '.join(whole) or 'nothing'}")
@@ -60,7 +61,7 @@ def _mib(count: int) -> str:
 
 
 def _print_compiled(result) -> None:
-    from parallel.compiled import gib  # noqa: PLC0415
+    from parallel.compiled import gib
 
     print(
         f"compiled for {result.slice.name} (not run): peak {gib(result.peak_bytes)} of "

@@ -15,7 +15,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what a run takes."""
     parser.add_argument("experiment", metavar="EXPERIMENT.gin")
     parser.add_argument("--slice", metavar="SLICE", help="wins over the file's SLICE")
-    parser.add_argument("--gin", metavar="BINDING", action="append", default=[], help="overrides one binding; repeatable")
+    parser.add_argument(
+        "--gin", metavar="BINDING", action="append", default=[], help="overrides one binding; repeatable"
+    )
     parser.add_argument("--run-dir", metavar="DIR", help="default: $RENGA_RUN_ROOT/{group}/{experiment}")
     parser.add_argument("--steps", metavar="N", type=int, help="stop after step N; schedules keep TOTAL_STEPS")
     parser.add_argument("--smoke", action="store_true", help="smallest sizes, 20 steps, save, restore, PASS")
@@ -23,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Joins the other hosts and trains."""
-    from launch import gin_config, joining, smoke, training  # noqa: PLC0415 (they import jax)
+    from launch import gin_config, joining, smoke, training
     from launch.hosts import revision
 
     config = gin_config.load(args.experiment, bindings=args.gin, slice_name=args.slice)

@@ -35,7 +35,7 @@ BLOCK = {  # ours: (theirs, shape to give the transposed matrix)
 def to_ours(get):
     """Our parameter tree from `get(their name)`; matrices turned from [out, in] to [in, ...]."""
     stacked = {
-        ours: jnp.stack([get(LAYER.format(l) + theirs).T.reshape(shape) for l in range(4)])
+        ours: jnp.stack([get(LAYER.format(i) + theirs).T.reshape(shape) for i in range(4)])
         for ours, (theirs, shape) in BLOCK.items()
     }
     return {
@@ -105,10 +105,10 @@ class TestHuggingFaceParity:
             "lm_head.weight": grads["~"]["unembedding"].T,
         }
         for ours, (theirs, _) in BLOCK.items():
-            for l in range(4):
-                g = grads["layers/block"][ours][l]
-                hf_shape = FIXTURE[f"param/{LAYER.format(l)}{theirs}"].shape
-                ours_by_name[LAYER.format(l) + theirs] = g.reshape(hf_shape[::-1]).T
+            for i in range(4):
+                g = grads["layers/block"][ours][i]
+                hf_shape = FIXTURE[f"param/{LAYER.format(i)}{theirs}"].shape
+                ours_by_name[LAYER.format(i) + theirs] = g.reshape(hf_shape[::-1]).T
         assert set(ours_by_name) == set(norms)
         for name, grad in ours_by_name.items():
             np.testing.assert_allclose(np.linalg.norm(grad), norms[name], rtol=1e-4, err_msg=name)
@@ -118,7 +118,7 @@ class TestHuggingFaceParity:
     @pytest.mark.covers("T05", "T06")
     def test_six_adamw_steps(self, params):
         optimizer = optimizers.adamw(
-            learning_rate=optimizers.constant(3e-3), b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, no_decay=(), clip_norm=1.0
+            learning_rate=optimizers.constant(3e-3), b2=0.95, eps=1e-8, weight_decay=0.1, no_decay=(), clip_norm=1.0
         )
         state = train_state.create(MODEL, optimizer, params, self.batch)
         train = jax.jit(step.train_step(MODEL, optimizer, seed=0))
@@ -247,5 +247,5 @@ def test_wrong_sizes_are_refused(changes, message):
 
 
 def test_unknown_preset():
-    with pytest.raises(ValueError, match="no preset '8b'.*7b"):
+    with pytest.raises(ValueError, match=r"no preset '8b'.*7b"):
         transformer.preset("8b")

@@ -14,7 +14,8 @@ from parallel import compiled, compiler_options, partitioner, report, strategies
 
 def program(model, tables, slice_name, *, rows, length):
     slice_ = slices.get(slice_name)
-    whole = {k: jax.ShapeDtypeStruct((rows, length), jnp.int32) for k in ("inputs", "targets", "segment_ids", "positions")}
+    integers = ("inputs", "targets", "segment_ids", "positions")
+    whole = {k: jax.ShapeDtypeStruct((rows, length), jnp.int32) for k in integers}
     spec = {**whole, "weights": jax.ShapeDtypeStruct((rows, length), jnp.float32)}
     bound = partitioner.Partitioner(tables, slice=slice_, devices=compiled.devices_of(slice_))
     optimizer = optimizers.adamw(learning_rate=optimizers.constant(1e-4))
