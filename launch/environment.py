@@ -55,7 +55,6 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("ALLOW_MULTIPLE_LIBTPU_LOAD", "1: several processes here may load libtpu (to compile)", "unset", "libtpu"),
     Variable("EPATH_USE_TF", "0: gs:// without TensorFlow", "0, set by core/paths.py", "etils"),
     Variable("TF_CPP_MIN_LOG_LEVEL", "how little TensorFlow says", "3, set by tasks", "TensorFlow"),
-    Variable("OMP_NUM_THREADS", "threads of one process's CPU libraries", "cores / hosts with --simulate", "launch"),
 )
 _BY_NAME = {variable.name: variable for variable in VARIABLES}
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from core import slices
-from launch import environment, host_output
+from launch import host_output
 
 LAST_LINES = 20
 GIB = 2**30
@@ -110,9 +110,7 @@ def host_environment(
     slice_: slices.Slice, *, index: int, port: int, home: Path, base: Mapping[str, str]
 ) -> dict[str, str]:
     """The environment of simulated host `index`; `home` becomes its HOME and holds its cache and temporary files."""
-    threads = max(1, (os.cpu_count() or 1) // slice_.hosts)
     return {
-        "OMP_NUM_THREADS": environment.read("OMP_NUM_THREADS", environ=base) or str(threads),
         **base,
         "RENGA_SIMULATE": slice_.name,
         "JAX_PLATFORMS": "cpu",
