@@ -1,6 +1,6 @@
 """Datasets of the Hugging Face hub, whose position tf.data cannot save.
 
-The one idea: documents are taken in windows of about a thousand chunks, mixed and packed within the window, and the
+The one idea: documents are taken in windows of a quarter of a million ids, mixed and packed within the window, and the
 library's own position is noted where a window begins. A position is that note and a row number; continuing reads the
 window once more (a second or so), and nothing before it. How far the library itself must skip inside one file of the
 dataset to reach the note is its own cost.
@@ -20,7 +20,7 @@ from tasks import packing
 from tasks.corpora import HuggingFace, StreamSpec
 from tasks.streams import BATCH_DTYPES
 
-WINDOW_CHUNKS = 1024
+WINDOW_IDS = 2**18
 
 
 def texts(corpus: HuggingFace, split: str) -> Iterator[str]:
@@ -74,15 +74,18 @@ class HuggingFaceStream:
     def _next_window(self) -> list[tuple[dict[str, Any], Mapping[str, np.ndarray]]]:
         spec, note = self._spec, self._note()
         pieces: list[np.ndarray] = []
-        while len(pieces) < WINDOW_CHUNKS:
-            pieces += packing.chunks(self._next_ids(), length=spec.length)
+        count = 0
+        while count < WINDOW_IDS:
+            ids = self._next_ids()
+            count += len(ids)
+            pieces += packing.chunks(ids, length=spec.length)
         if spec.seed is not None:
             order = np.random.default_rng((spec.seed, spec.index, self._window)).permutation(len(pieces))
             pieces = [pieces[i] for i in order]
         self._window += 1
         packed = packing.pack(pieces, length=spec.length, bos_id=spec.vocabulary.bos_id)
-        count = len(packed["targets"])
-        return [({**note, "row": row}, {key: packed[key][row] for key in packed}) for row in range(count)]
+        rows = range(len(packed["targets"]))
+        return [({**note, "row": row}, {key: packed[key][row] for key in packed}) for row in rows]
 
     def _next_ids(self) -> list[int]:
         """The ids of this stream's next document, with the end of document."""

@@ -28,7 +28,7 @@ from tasks.readers import modules, plain
 if TYPE_CHECKING:
     from tasks.corpora import _SeqioCorpus
 
-SHUFFLE_CHUNKS = 1024
+SHUFFLE_IDS = 2**18  # of a stream: half a megabyte, filled in a fraction of a second; 1024 chunks of 256
 GROUP_CHUNKS = 128  # the last row of a group is filled less: at most one row in 128 for long documents
 _NAMES = {
     "inputs": "decoder_input_tokens",
@@ -135,7 +135,7 @@ def task(corpus: Any, spec: StreamSpec) -> Any:
         preprocessors=[
             functools.partial(_tokenize, spec=spec, encode=vocabulary.encode_tf),
             functools.partial(_cut, spec=spec, shard=not sharded),
-            functools.partial(_mix, seed=spec.seed),
+            functools.partial(_mix, seed=spec.seed, chunks=shuffle_chunks(spec.length)),
         ],
         output_features={"targets": seqio.Feature(vocabulary, add_eos=True, dtype=_id_type(spec))},
         shuffle_buffer_size=None,
@@ -193,11 +193,16 @@ def _cut(dataset: Any, *, spec: StreamSpec, shard: bool) -> Any:
     return dataset.shard(spec.num_streams, spec.index) if shard else dataset
 
 
-def _mix(dataset: Any, *, seed: int | None) -> Any:
+def shuffle_chunks(length: int) -> int:
+    """Chunks of the buffer that mixes them: longer ones are fewer, so that a position stays small."""
+    return max(SHUFFLE_IDS // length, 64)
+
+
+def _mix(dataset: Any, *, seed: int | None, chunks: int) -> Any:
     """Chunks of one document no longer in a row."""
     if seed is None:
         return dataset
-    return dataset.shuffle(SHUFFLE_CHUNKS, seed=seed, reshuffle_each_iteration=False)
+    return dataset.shuffle(chunks, seed=seed, reshuffle_each_iteration=False)
 
 
 @functools.lru_cache(maxsize=256)

@@ -39,7 +39,8 @@ class TextTask:
     num_streams: int
 
     def spec(self, batch_size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of a global batch."""
+        """Shapes and dtypes of a global batch. Raises ValueError where the streams do not divide it."""
+        streams.rows_per_stream(batch_size, num_streams=self.num_streams)
         return streams.batch_spec(batch_size, length=self.length)
 
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:

@@ -119,8 +119,8 @@ def bytes() -> Bytes:  # named as a user reads it: vocabularies.bytes()
     return Bytes()
 
 
-def sentencepiece(path: str) -> SentencePiece:
-    """An existing SentencePiece model, local or gs://.
+def sentencepiece(path: str | None = None) -> SentencePiece:
+    """An existing SentencePiece model, local or gs://; None is told by `problems`.
 
     Raises:
       ValueError: `path` is no text. (That the file is there is told by `problems`.)

@@ -55,7 +55,7 @@ def fake(monkeypatch):
     module.__spec__ = types.SimpleNamespace(name="datasets")
     monkeypatch.setitem(sys.modules, "datasets", module)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    monkeypatch.setattr(huggingface, "WINDOW_CHUNKS", 16)
+    monkeypatch.setattr(huggingface, "WINDOW_IDS", 200)
     return calls
 
 

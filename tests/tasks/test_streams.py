@@ -88,6 +88,9 @@ def test_spec_is_of_the_global_batch(host_layouts):
 def test_streams_must_divide_the_batch(batch_size, num_streams, advice):
     with pytest.raises(ValueError, match=advice):
         streams.rows_per_stream(batch_size, num_streams=num_streams)
+    task = synthetic.random_tokens(vocab_size=50, length=7, num_streams=num_streams)
+    with pytest.raises(ValueError, match=advice):
+        task.spec(batch_size)
 
 
 def test_a_position_of_other_data_is_refused(host_layouts):
