@@ -20,6 +20,7 @@ from pathlib import Path
 
 _KEPT_LINES = 200
 _ESCAPES = re.compile(rb"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07]*\x07|[@-Z\\-_])")
+_NOISE = re.compile(rb"^\[Gloo\] Rank \d+ is connected to .*\r?\n", re.MULTILINE)  # one per rank and communicator
 _JOIN_SECONDS = 2.0  # a grandchild may hold the pipe open after its host is gone
 
 
@@ -87,5 +88,5 @@ class HostOutput:
 
 def _write_to_terminal(chunk: bytes) -> None:
     with contextlib.suppress(OSError):  # a closed terminal ends the copy, not the run
-        sys.stdout.buffer.write(chunk)
+        sys.stdout.buffer.write(_NOISE.sub(b"", chunk))
         sys.stdout.buffer.flush()

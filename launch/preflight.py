@@ -32,11 +32,11 @@ class Checked(NamedTuple):
 
     Attributes:
       findings: in the order looked at.
-      state_bytes: of all chips together; None where the layout does not fit.
+      training_bytes: state and gradients of all chips together, by arithmetic; 0 where the layout does not fit.
     """
 
     findings: tuple[Finding, ...]
-    state_bytes: int | None
+    training_bytes: int
 
     @property
     def ok(self) -> bool:
@@ -56,11 +56,11 @@ def check(
         findings += _data(experiment, smoked=smoked)
     _attempt("run directory", lambda: paths.require_writable(run_dir), findings, say=str)
     if program is None:
-        return Checked(tuple(findings), None)
+        return Checked(tuple(findings), 0)
     sizes = report.totals(program)
     slice_ = program.partitioner.slice
     findings.append(_memory(sizes.everything, slice_))
-    return Checked(tuple(findings), sizes.everything * slice_.chips)
+    return Checked(tuple(findings), (sizes.everything + sizes.params) * slice_.chips)
 
 
 def _configuration(

@@ -95,8 +95,9 @@ def require_memory(needed_bytes: int, *, slice_name: str, available_bytes: int |
     available = available_memory_bytes() if available_bytes is None else available_bytes
     if needed_bytes > available:
         raise ValueError(
-            f"simulating {slice_name} needs {needed_bytes / GIB:.1f} GiB for the model's state, and this machine has "
-            f"{available / GIB:.1f} GiB of free memory. --smoke shrinks the model and keeps slice, mesh and strategy."
+            f"simulating {slice_name} needs {needed_bytes / GIB:.1f} GiB for parameters, gradients and optimizer, and "
+            f"this machine has {available / GIB:.1f} GiB of free memory. --smoke shrinks the model, keeps slice, mesh "
+            "and strategy."
         )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -50,6 +51,11 @@ class Partitioner:
         """Context in which a model traced for this layout sees its mesh and its table."""
         with jax.set_mesh(self.mesh), logical.activation_rules(self.strategy.activation_rules):
             yield
+
+    @property
+    def row_shards(self) -> int:
+        """Groups of chips that have rows of their own."""
+        return math.prod(self.shape[axis] for axis in logical.mesh_axes(self.strategy.activation_rules["batch"]))
 
     def batch_shardings(self, spec: BatchSpec) -> Mapping[str, NamedSharding]:
         """Layout of every array of a batch.
@@ -124,8 +130,8 @@ class Program:
     accum_steps: int
 
     def __post_init__(self):
-        _ = self.abstract_state, self.batch_shardings  # finds every mismatch now
-        self._check_accumulation()
+        self._check_rows()
+        _ = self.abstract_state, self.batch_shardings  # finds every other mismatch now
 
     @functools.cached_property
     def axes(self) -> TrainState:
@@ -177,16 +183,15 @@ class Program:
     def _example(self) -> dict[str, jax.ShapeDtypeStruct]:
         return {k: jax.ShapeDtypeStruct(s.shape, s.dtype) for k, s in self.spec.items()}
 
-    def _check_accumulation(self) -> None:
-        batch_size = next(iter(self.spec.values())).shape[0]
-        spec = next(iter(self.batch_shardings.values())).spec
-        shards = int(np.prod([self.partitioner.shape[a] for a in logical.mesh_axes(spec[0] if spec else None)]))
-        if batch_size % (shards * self.accum_steps):
-            unit = shards * self.accum_steps
+    def _check_rows(self) -> None:
+        rows = next(iter(self.spec.values())).shape[0]
+        unit = self.partitioner.row_shards * self.accum_steps
+        if rows % unit:
+            microbatches = f" in accum_steps = {self.accum_steps} microbatches" if self.accum_steps > 1 else ""
             raise ValueError(
-                f"batch_size = {batch_size} does not divide into accum_steps = {self.accum_steps} microbatches over "
-                f"{shards} groups of chips ({self.partitioner.strategy.name!r} on {self.partitioner.slice.name}). "
-                f"Nearest: {max(batch_size // unit, 1) * unit}, {(batch_size // unit + 1) * unit}"
+                f"batch_size = {rows} does not divide{microbatches} over {self.partitioner.row_shards} groups of chips "
+                f"(strategy {self.partitioner.strategy.name!r} on {self.partitioner.slice.name}). "
+                f"Nearest that do: {max(rows // unit, 1) * unit}, {(rows // unit + 1) * unit}"
             )
 
     @functools.cached_property

@@ -69,9 +69,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _simulate(args: argparse.Namespace, slice_: slices.Slice) -> int:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    from launch import preflight
+
     run_directory = args.run_dir or environment.run_directory(args.experiment, smoke=args.smoke)
     remote = "://" in run_directory
     here = environment.run_directory(args.experiment, smoke=args.smoke, environ={}) if remote else run_directory
+    checked = preflight.check(
+        args.experiment, bindings=args.gin, slice_name=slice_.name, run_dir=run_directory, smoked=args.smoke
+    )
+    if not checked.ok:
+        raise ValueError("\n".join(f"{f.name}: {f.detail}" for f in checked.findings if not f.ok))
+    simulate.require_memory(checked.training_bytes, slice_name=slice_.name)
     options = ["--run-dir", run_directory, *_options(args, run_dir=False)]
     command = [sys.executable, "-m", "launch", "train", args.experiment, "--slice", slice_.name, *options]
     print(
@@ -110,7 +119,7 @@ def _options(args: argparse.Namespace, *, run_dir: bool = True) -> list[str]:
         options += ["--run-dir", args.run_dir]
     if args.steps is not None and not args.check:
         options += ["--steps", str(args.steps)]
-    if args.smoke and not args.check:
+    if args.smoke:
         options.append("--smoke")
     return options
 

@@ -1,12 +1,14 @@
 """Which of its three places launch/pod.sh chooses, and what it passes on."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from core import paths
 from launch import __main__ as cli
 from launch import environment, hosts, simulate, workstation
 from launch.commands import pod
@@ -82,23 +84,45 @@ def test_a_tpu_host_of_another_slice_is_refused(place, capsys):
 
 @pytest.mark.covers("L06")
 def test_simulation_gives_every_host_one_run_directory(place, calls, tmp_path):
-    assert cli.main(["pod", "v4-16", "gin/x.gin", "--simulate", "--run-dir", str(tmp_path)]) == 0
-    expected = ["train", "gin/x.gin", "--slice", "v4-16", "--run-dir", str(tmp_path)]
+    assert cli.main(["pod", "v4-16", "gin/quickstart.gin", "--simulate", "--run-dir", str(tmp_path)]) == 0
+    expected = ["train", "gin/quickstart.gin", "--slice", "v4-16", "--run-dir", str(tmp_path)]
     assert calls == [("simulate", "v4-16", expected, str(tmp_path / "logs"))]
 
 
 def test_a_simulated_smoke_run_has_a_directory_of_its_own_and_local_logs(place, calls, monkeypatch):
     monkeypatch.setenv("RENGA_RUN_ROOT", "gs://bucket/runs")
-    assert cli.main(["pod", "v4-16", "gin/x.gin", "--simulate", "--smoke"]) == 0
+    monkeypatch.setattr(paths, "require_writable", lambda directory: directory)  # there is no such bucket
+    assert cli.main(["pod", "v4-16", "gin/quickstart.gin", "--simulate", "--smoke"]) == 0
     ((_, _, command, logs),) = calls
-    assert command[-3:] == ["--run-dir", "gs://bucket/runs/gin/x-smoke", "--smoke"]
-    assert logs == str(ROOT / "runs/gin/x-smoke/logs")
+    assert command[-3:] == ["--run-dir", "gs://bucket/runs/gin/quickstart-smoke", "--smoke"]
+    assert logs == str(ROOT / "runs/gin/quickstart-smoke/logs")
+
+
+def test_a_simulation_with_mistakes_starts_no_host(place, calls, tmp_path, capsys):
+    argv = ["pod", "v4-16", "gin/quickstart.gin", "--simulate", "--run-dir", str(tmp_path)]
+    assert cli.main([*argv, "--gin", "BATCH_SIZE = 12", "--gin", "LENGHT = 3"]) == 2
+    assert "did you mean 'LENGTH'" in capsys.readouterr().err
+    assert cli.main([*argv, "--gin", "BATCH_SIZE = 12", "--gin", "NUM_STREAMS = 4"]) == 2
+    assert (
+        "batch_size = 12 does not divide over 8 groups of chips (strategy 'fsdp' on v4-16). Nearest that do: 8, 16"
+        in capsys.readouterr().err
+    )
+    assert not calls
+
+
+def test_a_model_larger_than_this_machine_is_not_simulated(place, calls, tmp_path, capsys):
+    argv = ["pod", "v4-16", "gin/quickstart.gin", "--simulate", "--run-dir", str(tmp_path)]
+    wide = ["--gin", "transformer.Transformer.embed_dim = 8192", "--gin", "transformer.Transformer.mlp_dim = 32768"]
+    assert cli.main([*argv, *wide]) == 2
+    said = capsys.readouterr().err
+    assert re.search(r"simulating v4-16 needs [\d.]+ GiB .* this machine has [\d.]+ GiB of free memory. --smoke", said)
+    assert not calls
 
 
 def test_check_starts_nothing_wherever_it_is(place, calls):
     with pytest.raises(Became) as became:
         cli.main(["pod", "v4-16", "x.gin", "--check", "--simulate", "--smoke", "--gin", "A = 1"])
-    assert became.value.args == (["check", "x.gin", "--slice", "v4-16", "--gin", "A = 1"],)
+    assert became.value.args == (["check", "x.gin", "--slice", "v4-16", "--gin", "A = 1", "--smoke"],)
     assert not calls
 
 

@@ -1,0 +1,24 @@
+"""`launch/run bench` measures what it says; how fast this machine is, is not a test's affair."""
+
+import time
+
+import pytest
+
+from core import hooks
+from launch import overhead
+from launch.commands import bench
+from launch.joining import Host
+
+
+@pytest.mark.covers("O03")
+def test_bench_counts_the_settled_steps_of_both_sides(tmp_path, monkeypatch, capsys):
+    timed = overhead.experiment("v4-8", width=16, length=16, batch_size=4, total_steps=15)
+    monkeypatch.setattr(
+        hooks.Log, "after_step", lambda self, report: time.sleep(0.05)
+    )  # a trainer that holds things up
+    result = overhead.measure(timed, turn_steps=5, run_dir=str(tmp_path / "run"), host=Host(0, 1, True))
+    assert len(result.trainer) == len(result.bare) == 4  # two turns of five, three of each settling
+    assert min(result.trainer) >= 0.1  # two logs per step
+    assert result.ratio > 1
+    bench._print(result)
+    assert f"trainer / bare = {result.ratio:.3f}" in capsys.readouterr().out
