@@ -1,0 +1,94 @@
+"""The two forms of attention agree, forward and backward, with segments and grouped heads."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from core import slices
+from models import attention
+from parallel import partitioner, strategies
+
+BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 256, 4, 2, 32
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    keys = jax.random.split(jax.random.key(0), 4)
+    q = jax.random.normal(keys[0], (BATCH, LENGTH, HEADS, HEAD_DIM))
+    k, v = (jax.random.normal(key, (BATCH, LENGTH, KV_HEADS, HEAD_DIM)) for key in keys[1:3])
+    position = np.arange(LENGTH)
+    segments = np.stack([1 + (position >= 100) + (position >= 130), np.where(position < 200, 1, 0)])
+    return q, k, v, jnp.asarray(segments, jnp.int32), jax.random.normal(keys[3], (BATCH, LENGTH, HEADS, HEAD_DIM))
+
+
+def results(attend, inputs):
+    q, k, v, segments, weight = inputs
+    value, gradients = jax.value_and_grad(
+        lambda q, k, v: jnp.sum(attend(q, k, v, segments) * weight), argnums=(0, 1, 2)
+    )(q, k, v)
+    return attend(q, k, v, segments), value, gradients
+
+
+@pytest.mark.covers("T08")
+def test_splash_equals_plain_forward_and_backward(inputs):
+    out, value, gradients = results(attention.plain, inputs)
+    splash = jax.jit(lambda *a: attention.splash_attention(*a, interpret=True))
+    out2, value2, gradients2 = results(splash, inputs)
+    np.testing.assert_allclose(out2, out, atol=2e-5, rtol=0)
+    np.testing.assert_allclose(value2, value, rtol=1e-4)
+    for ours, want in zip(gradients2, gradients, strict=True):
+        np.testing.assert_allclose(ours, want, atol=5e-5, rtol=0)
+
+
+def test_plain_is_softmax_over_what_a_query_may_see(inputs):
+    """Written out for single queries, in float64."""
+    q, k, v, segments, _ = (np.asarray(a, np.float64) for a in inputs)
+    out = attention.plain(*inputs[:4])
+    for row, t, head in [(0, 0, 0), (0, 99, 3), (0, 100, 1), (0, 140, 2), (1, 199, 0), (1, 250, 3)]:
+        seen = [s for s in range(t + 1) if segments[row, s] == segments[row, t]]
+        key_head = head // (HEADS // KV_HEADS)
+        scores = np.array([q[row, t, head] @ k[row, s, key_head] for s in seen]) / np.sqrt(HEAD_DIM)
+        weights = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
+        want = weights @ v[row, seen, key_head]
+        np.testing.assert_allclose(out[row, t, head], want, atol=1e-5)
+
+
+def test_auto_is_plain_where_the_kernel_has_no_tiles(inputs):
+    q, k, v, segments = (a[:, :100] for a in inputs[:4])
+    np.testing.assert_array_equal(attention.attend(q, k, v, segments), attention.plain(q, k, v, segments))
+
+
+@pytest.mark.parametrize("whole_key_heads", [False, True])
+def test_the_kernel_under_a_split_of_heads_equals_plain(inputs, whole_key_heads, monkeypatch):
+    """In a shard_map over rows and heads; key heads that are not split are given to each query head."""
+    interpreted = attention.splash_attention
+    monkeypatch.setattr(attention, "splash_attention", lambda *a: interpreted(*a, interpret=True))
+    tables = strategies.fsdp_tensor(tensor=2)
+    if whole_key_heads:
+        row = {"kv_heads": None}
+        tables = strategies.override(tables, param_rules=row, activation_rules=row)
+    bound = partitioner.Partitioner(tables, slice=slices.get("v4-8"), devices=jax.devices())
+    with bound.tracing():
+        out = jax.jit(lambda *a: attention.attend(*a, choice="splash"))(*inputs[:4])
+    np.testing.assert_allclose(out, attention.plain(*inputs[:4]), atol=2e-5, rtol=0)
+
+
+def test_rotary_turns_pairs_and_depends_on_distance_only():
+    x = jax.random.normal(jax.random.key(1), (1, 8, 1, 6))
+    positions = jnp.arange(8)[None]
+    turned = attention.rotary(x, positions, theta=100.0)
+    angle = 3 * 100.0 ** (-1 / 3)
+    a, b = x[0, 3, 0, 1], x[0, 3, 0, 4]
+    np.testing.assert_allclose(turned[0, 3, 0, 1], a * np.cos(angle) - b * np.sin(angle), atol=1e-6)
+    np.testing.assert_allclose(turned[0, 3, 0, 4], b * np.cos(angle) + a * np.sin(angle), atol=1e-6)
+    shifted = attention.rotary(x, positions + 5, theta=100.0)
+    dots = jnp.einsum("btnk,bsnk->bts", turned, turned)
+    np.testing.assert_allclose(jnp.einsum("btnk,bsnk->bts", shifted, shifted), dots, atol=1e-5)
+
+
+def test_none_mixes_nothing(inputs):
+    q, k, v, segments = inputs[:4]
+    changed = attention.attend(q, k.at[:, 7].add(1), v.at[:, 7].add(1), segments, choice="none")
+    difference = np.abs(changed - attention.attend(q, k, v, segments, choice="none")).max(axis=(0, 2, 3))
+    assert np.flatnonzero(difference).tolist() == [7]
