@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from core import logical
 from core.logical import Axes
 from parallel import rules
 from parallel.partitioner import Program
@@ -18,7 +19,7 @@ class Row(NamedTuple):
 
     Attributes:
       path: `params/layers/block/query`.
-      shape, axes, spec: global shape, logical axes, mesh axes.
+      shape, axes, spec: global shape, logical axes, mesh axes as `(-, fsdp)`.
       bytes_per_chip: of the shard that one chip holds.
       replicated: whether every chip holds all of it.
     """
@@ -59,10 +60,15 @@ def _part(name: str, tree: Any, axes: Any) -> Iterator[Row]:
             path=f"{name}/{rules.path_of(path)}",
             shape=leaf.shape,
             axes=leaf_axes,
-            spec=str(leaf.sharding.spec).removeprefix("PartitionSpec"),
+            spec=_spec_text(leaf.sharding.spec),
             bytes_per_chip=math.prod(shard) * leaf.dtype.itemsize,
             replicated=shard == leaf.shape,
         )
+
+
+def _spec_text(spec: jax.sharding.PartitionSpec) -> str:
+    """`(-, data fsdp)`, as `Axes` prints: a dash for a whole dimension."""
+    return "(" + ", ".join(" ".join(logical.mesh_axes(entry)) or "-" for entry in spec) + ")"
 
 
 def totals(program: Program) -> Totals:

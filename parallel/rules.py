@@ -58,14 +58,20 @@ def _division_problems(
         if size % shards:
             problems.append(
                 f"shape {tuple(shape)}, axes {axes}: {name} = {size} does not divide over {entry} = {shards}. "
-                f"Degrees that do: {', '.join(map(str, _degrees(size, shards)))}; or keep it whole: "
-                f"strategies.override(param_rules={{{name!r}: None}}, activation_rules={{{name!r}: None}})"
+                + _fix(name, size, shards)
             )
     return problems
 
 
-def _degrees(size: int, limit: int) -> list[int]:
-    return [d for d in range(1, 2 * limit + 1) if size % d == 0]
+def _fix(name: str, size: int, shards: int) -> str:
+    """A batch is easily made larger or smaller; a dimension of a model is not, so there the layout gives way."""
+    if name in ("batch", "length"):
+        return f"Nearest that do: {max(size // shards, 1) * shards}, {(size // shards + 1) * shards}"
+    degrees = [str(d) for d in range(1, 2 * shards + 1) if size % d == 0]
+    return (
+        f"Degrees that do: {', '.join(degrees)}; or keep it whole: "
+        f"strategies.override(param_rules={{{name!r}: None}}, activation_rules={{{name!r}: None}})"
+    )
 
 
 def shardings(spec_tree: Any, mesh: jax.sharding.Mesh) -> Any:

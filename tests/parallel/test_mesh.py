@@ -1,0 +1,100 @@
+"""CPU devices that play a slice stand where libtpu puts its chips."""
+
+import os
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from core import slices
+from parallel import mesh
+
+SHAPES = [
+    {"fsdp": -1},
+    {"data": 2, "fsdp": -1},
+    {"fsdp": -1, "tensor": 4},
+    {"data": 2, "fsdp": -1, "tensor": 2},
+    {"stage": 4, "fsdp": -1},
+]
+
+
+def sized(shape, chips):
+    fixed = -int(np.prod(list(shape.values())))
+    return {axis: chips // fixed if n == -1 else n for axis, n in shape.items()}
+
+
+class Cpu:
+    """As many CPU devices as a slice has chips, of one process or of several."""
+
+    platform = device_kind = "cpu"
+
+    def __init__(self, id, process_index=0):
+        self.id, self.process_index = id, process_index
+
+    def __repr__(self):
+        return f"cpu {self.id}"
+
+
+@pytest.mark.covers("M03")
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", ["v4-8", "v4-16", "v4-32", "v4-64", "v5p-128", "v5e-16"])
+def test_the_simulated_mesh_is_that_of_libtpu(name, shape, tpu_topology, monkeypatch):
+    slice_ = slices.get(name)
+    shape = sized(shape, slice_.chips)
+    monkeypatch.setattr(mesh, "Mesh", lambda grid, names, **_: grid)  # a Mesh wants real devices
+    played = mesh.make_mesh(shape, slice=slice_, devices=[Cpu(i) for i in range(slice_.chips)])
+    real = mesh.make_mesh(shape, slice=slice_, devices=tpu_topology(name))
+    coordinates = [c for host in slice_.chips_by_host() for c in host]
+    want = [tuple(chip.coords)[: len(slice_.topology)] for chip in real.flat]
+    assert played.shape == real.shape == tuple(shape.values())
+    assert [coordinates[cpu.id] for cpu in played.flat] == want
+
+
+@pytest.mark.covers("M03")
+def test_neighbours_in_the_mesh_are_neighbours_in_the_slice(tpu_topology):
+    built = mesh.make_mesh({"fsdp": 4, "tensor": 4}, slice=slices.get("v4-32"), devices=tpu_topology("v4-32"))
+    for group in built.devices:  # a tensor group of four is a square of one host: every hop is one link
+        coordinates = np.array([chip.coords for chip in group])
+        assert len({chip.process_index for chip in group}) == 1
+        assert all(1 <= np.abs(a - b).sum() <= 2 for a in coordinates for b in coordinates if (a != b).any())
+
+
+def test_axes_are_automatic_and_in_the_order_of_the_shape():
+    built = mesh.make_mesh({"data": 2, "tensor": 2}, slice=slices.get("v4-8"), devices=jax.devices())
+    assert built.axis_names == ("data", "tensor")
+    assert built.axis_types == (AxisType.Auto, AxisType.Auto)
+    assert built.devices.shape == (2, 2)
+
+
+def test_devices_are_taken_in_process_order_whatever_order_they_come_in():
+    slice_ = slices.get("v4-16")
+    devices = [Cpu(id=100 * host + i, process_index=host) for host in (0, 1) for i in range(4)]
+    chips = mesh.play(sorted(devices, key=lambda d: (d.process_index, d.id)), slice_)
+    assert [c.process_index for c in chips] == [0] * 4 + [1] * 4
+    assert [c.coords for c in chips] == [c for host in slice_.chips_by_host() for c in host]
+    assert sorted(c.id for c in chips) == list(range(8))
+
+
+@pytest.mark.covers("R08")
+@pytest.mark.parametrize(
+    ("name", "devices", "message"),
+    [
+        ("v4-64", lambda real: jax.devices(), r"v4-64 has 32 devices on 8 host\(s\), but JAX sees 16 cpu device"),
+        ("v4-64", lambda real: real("v4-32"), r"v4-64 has 32 devices on 8 host\(s\), but JAX sees 16 TPU v4 .* 4 host"),
+        ("v4-16", lambda real: real("v4-32"), r"v4-16 has 8 devices on 2 host\(s\), but JAX sees 16"),
+        ("v5p-32", lambda real: real("v4-32"), r"v5p-32 has 16 TPU v5 chips, but JAX sees 16 TPU v4 device\(s\); name"),
+    ],
+)
+def test_devices_of_another_slice_are_refused(name, devices, message, tpu_topology):
+    slice_ = slices.get(name)
+    with pytest.raises(ValueError, match=message):
+        mesh.make_mesh({"fsdp": slice_.chips}, slice=slice_, devices=devices(tpu_topology))
+
+
+def test_describing_a_slice_leaves_no_trace_in_the_environment(tpu_topology, monkeypatch):
+    for name in ("TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE"):
+        monkeypatch.delenv(name, raising=False)
+    before = dict(os.environ)
+    assert len(tpu_topology("v4-16")) == 8
+    assert dict(os.environ) == before

@@ -1,0 +1,196 @@
+"""A strategy on devices: which rows a host supplies, how they get there, and what is refused before an array exists."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from core import optimizers, slices
+from models.transformer import Transformer
+from parallel import strategies
+from parallel.partitioner import Partitioner
+
+TINY = Transformer(
+    vocab_size=64, num_layers=1, embed_dim=16, mlp_dim=16, num_heads=4, num_kv_heads=4, vocab_multiple=16
+)
+ADAMW = optimizers.adamw(learning_rate=optimizers.constant(1e-3))
+
+
+def batch_spec(rows, length=8):
+    integers = ("inputs", "targets", "segment_ids", "positions")
+    whole = {k: jax.ShapeDtypeStruct((rows, length), jnp.int32) for k in integers}
+    return whole | {"weights": jax.ShapeDtypeStruct((rows, length), jnp.float32)}
+
+
+def bind(tables, slice_name, devices=None):
+    return Partitioner(tables, slice=slices.get(slice_name), devices=devices or jax.devices())
+
+
+def layouts(bound, batch_size, monkeypatch):
+    """The layout that each host of the slice computes."""
+    found = []
+    for host in range(bound.slice.hosts):
+        monkeypatch.setattr(jax, "process_index", lambda host=host: host)
+        found.append(bound.data_layout(batch_size))
+    return found
+
+
+FSDP, BY_FOUR = strategies.fsdp(), strategies.fsdp_tensor(tensor=4)
+
+
+@pytest.mark.covers("D01", "D02")
+@pytest.mark.parametrize(
+    ("name", "tables", "batch_size", "host_0", "host_1"),
+    [
+        ("v4-32", FSDP, 16, (0, 4, 8, 12), (1, 5, 9, 13)),
+        ("v4-32", FSDP, 32, (0, 1, 8, 9, 16, 17, 24, 25), (2, 3, 10, 11, 18, 19, 26, 27)),
+        ("v4-32", BY_FOUR, 16, (0, 1, 2, 3), (4, 5, 6, 7)),
+        ("v4-32", strategies.fsdp_tensor(tensor=2, data=2), 16, (0, 1, 8, 9), (2, 3, 10, 11)),
+        ("v4-64", FSDP, 32, (0, 4, 16, 20), (8, 12, 24, 28)),
+        ("v4-64", BY_FOUR, 16, (0, 1, 8, 9), (0, 1, 8, 9)),
+        ("v5p-128", FSDP, 64, (0, 4, 16, 20), (32, 36, 48, 52)),
+    ],
+)
+def test_rows_of_the_hosts_of_real_slices(name, tables, batch_size, host_0, host_1, tpu_topology, monkeypatch):
+    bound = bind(tables, name, tpu_topology(name))
+    hosts = layouts(bound, batch_size, monkeypatch)
+    assert (hosts[0].rows, hosts[1].rows) == (host_0, host_1)
+    owned = [row for layout in hosts for row in layout.owned_rows]
+    assert sorted(owned) == list(range(batch_size))  # disjoint and complete
+    assert all(set(layout.owned_rows) <= set(layout.rows) for layout in hosts)
+
+
+def test_rows_that_several_hosts_need_are_owned_by_the_first(tpu_topology, monkeypatch):
+    bound = bind(BY_FOUR, "v4-64", tpu_topology("v4-64"))  # groups of four chips span hosts
+    hosts = layouts(bound, 16, monkeypatch)
+    assert [h.rows for h in hosts[:2]] == [(0, 1, 8, 9)] * 2
+    assert [h.owned_rows for h in hosts[:2]] == [(0, 1, 8, 9), ()]
+    assert sum(len(h.owned_rows) > 0 for h in hosts) == 4
+
+
+@pytest.mark.covers("D01")
+def test_512_rows_on_v4_64_are_64_to_a_host_and_16_to_a_chip(tpu_topology, monkeypatch):
+    bound = bind(strategies.data_parallel(), "v4-64", tpu_topology("v4-64"))
+    assert [len(layout.rows) for layout in layouts(bound, 512, monkeypatch)] == [64] * 8
+    assert bound.batch_shardings(batch_spec(512))["inputs"].shard_shape((512, 8)) == (16, 8)
+    with pytest.raises(ValueError, match=r"batch = 500 does not divide over data = 32\. Nearest that do: 480, 512"):
+        bound.data_layout(500)
+
+
+@pytest.mark.covers("D03")
+@pytest.mark.parametrize("tables", [FSDP, BY_FOUR], ids=lambda t: t.name)
+def test_put_gives_every_chip_its_rows_on_a_host_whose_rows_are_strided(tables, tpu_topology, monkeypatch):
+    """The callback that fills a host's chips, for every host of a v4-32 in turn."""
+    bound = bind(tables, "v4-32", tpu_topology("v4-32"))
+    spec = {"inputs": jax.ShapeDtypeStruct((32, 3), jnp.int32)}
+    whole = np.arange(96, dtype=np.int32).reshape(32, 3)
+    filled = {}
+
+    def fill(shape, sharding, callback):
+        for device, index in sharding.devices_indices_map(shape).items():
+            if device.process_index == jax.process_index():
+                filled[device] = callback(index)
+                np.testing.assert_array_equal(filled[device], whole[index])
+
+    monkeypatch.setattr(jax, "make_array_from_callback", fill)
+    for host in range(4):
+        monkeypatch.setattr(jax, "process_index", lambda host=host: host)
+        bound.put({"inputs": whole[list(bound.data_layout(32).rows)]}, spec)
+    assert len(filled) == 16
+
+
+@pytest.mark.covers("D03", "M17")
+def test_put_places_rows_in_the_slices_own_order():
+    bound = bind(FSDP, "v4-32")
+    whole = np.arange(16 * 8, dtype=np.int32).reshape(16, 8)
+    spec = {"inputs": jax.ShapeDtypeStruct((16, 8), jnp.int32)}
+    array = bound.put({"inputs": whole}, spec)["inputs"]
+    np.testing.assert_array_equal(array, whole)
+    by_device = {s.device.id: s.index[0].start for s in array.addressable_shards}
+    assert {by_device[i] for i in range(4)} == {0, 4, 8, 12}  # the four chips that play host 0
+
+
+@pytest.mark.covers("M04", "M15")
+def test_layout_of_the_state_without_an_array():
+    program = bind(strategies.fsdp_tensor(tensor=2), "v4-8").program(TINY, ADAMW, batch_spec(4), seed=0)
+    block = program.state_shardings.params["layers/block"]
+    assert block["query"].spec == PartitionSpec(None, "fsdp", "tensor", None)
+    assert block["down"].spec == PartitionSpec(None, "tensor", "fsdp")
+    assert program.state_shardings.opt_state[1].nu["layers/block"]["down"].spec == block["down"].spec
+    assert program.batch_shardings["weights"].spec == PartitionSpec(("data", "fsdp"), None)
+    shapes, axes = program.abstract_state.params, program.axes.params
+    jax.tree.map(lambda s, a: len(s.shape) == len(a.names) or pytest.fail(f"{s} {a}"), shapes, axes)
+
+
+@pytest.mark.covers("M08")
+def test_optimizer_state_may_be_stored_otherwise_than_parameters():
+    table = strategies.data_parallel()
+    zero_1 = strategies.Strategy(
+        name="zero_1",
+        mesh_shape=table.mesh_shape,
+        param_rules=table.param_rules,
+        activation_rules=table.activation_rules,
+        optimizer_rules={**table.param_rules, "embed": "data"},
+    )
+    program = bind(zero_1, "v4-8").program(TINY, ADAMW, batch_spec(4), seed=0)
+    assert program.state_shardings.params["layers/block"]["up"].is_fully_replicated
+    assert program.state_shardings.opt_state[1].mu["layers/block"]["up"].spec == PartitionSpec(None, "data", None)
+
+
+@pytest.mark.covers("T01", "M11")
+def test_the_step_donates_its_state_and_keeps_every_layout():
+    program = bind(FSDP, "v4-8").program(TINY, ADAMW, batch_spec(4), seed=0)
+    state = program.init()
+    assert jax.tree.map(lambda a: a.sharding, state) == program.state_shardings
+    rows = np.ones((4, 8), np.int32)
+    batch = program.put({k: rows.astype(s.dtype) for k, s in batch_spec(4).items()})
+    before = jax.tree.leaves(state.params)[0]
+    after, metrics = program.train_step(state, batch)
+    assert before.is_deleted()
+    assert jax.tree.map(lambda a: a.sharding.spec, after) == jax.tree.map(lambda a: a.spec, program.state_shardings)
+    assert all(m.is_fully_replicated for m in metrics.values())
+    sums = program.eval_step(after, batch)
+    assert not after.step.is_deleted()  # evaluation consumes nothing
+    assert float(sums["loss"].weight) == 32.0
+
+
+def refused(tables, slice_name="v4-8", *, model=TINY, rows=4, length=8, **options):
+    with pytest.raises(ValueError) as error:
+        bind(tables, slice_name).program(model, ADAMW, batch_spec(rows, length), seed=0, **options)
+    return str(error.value)
+
+
+@pytest.mark.covers("M05")
+def test_a_model_that_does_not_fit_is_refused_with_every_array_and_the_fix():
+    model = Transformer(vocab_size=64, num_layers=1, embed_dim=24, mlp_dim=10, num_heads=4, num_kv_heads=2)
+    text = refused(strategies.fsdp_tensor(tensor=4), model=model)
+    assert "strategy 'fsdp_tensor' on v4-8, param_rules does not fit" in text
+    assert "layers/block/key: shape (1, 24, 2, 6), axes (layers, embed, kv_heads, head_dim): kv_heads = 2 does" in text
+    assert "override(param_rules={'kv_heads': None}, activation_rules={'kv_heads': None})" in text
+    assert "layers/block/up: shape (1, 24, 10), axes (layers, embed, mlp): mlp = 10 does not divide" in text
+    assert "layers/block/query" not in text
+
+
+@pytest.mark.covers("D01", "M05")
+def test_a_batch_that_does_not_fit_is_refused():
+    text = refused(FSDP, rows=6)
+    assert (
+        "batch_size = 6 does not divide over 4 groups of chips (strategy 'fsdp' on v4-8). Nearest that do: 4, 8" in text
+    )
+    text = refused(FSDP, rows=12, accum_steps=2)
+    assert "batch_size = 12 does not divide in accum_steps = 2 microbatches over 4 groups of chips" in text
+    assert "Nearest that do: 8, 16" in text
+
+
+def test_a_mesh_that_does_not_fit_the_slice_is_refused():
+    with pytest.raises(ValueError, match=r"strategy 'fsdp': the mesh fsdp 32 needs 32 devices, but v4-32 has 16 "):
+        bind(strategies.fsdp(fsdp=32), "v4-32")
+
+
+def test_tracing_sees_the_mesh_and_the_table():
+    bound = bind(FSDP, "v4-8")
+    assert jax.sharding.get_abstract_mesh().empty
+    with bound.tracing():
+        assert jax.sharding.get_abstract_mesh().shape == {"stage": 1, "data": 1, "fsdp": 4, "tensor": 1}
+    assert jax.sharding.get_abstract_mesh().empty

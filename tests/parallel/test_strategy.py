@@ -1,0 +1,122 @@
+"""Tables that cannot be right are refused before a device is looked at, with the number that is right."""
+
+import dataclasses
+import math
+import re
+
+import pytest
+
+from core import logical, slices
+from parallel import strategies, strategy
+from parallel.strategies import REPLICATED, Strategy
+
+SPLIT = {**REPLICATED, "batch": ("data", "fsdp"), "embed": "fsdp", "mlp": "tensor"}
+
+
+def of(mesh_shape, *, params=None, activations=None, **options):
+    return Strategy(
+        name="mine",
+        mesh_shape=mesh_shape,
+        param_rules=SPLIT | (params or {}),
+        activation_rules=SPLIT | (activations or {}),
+        **options,
+    )
+
+
+SHIPPED = {
+    "data_parallel": strategies.data_parallel(),
+    "fsdp": strategies.fsdp(),
+    "fsdp_tensor": strategies.fsdp_tensor(tensor=4),
+}
+
+
+@pytest.mark.covers("M15")
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_tables_list_every_axis_and_nothing_else(name):
+    table = SHIPPED[name]
+    assert table.name == name
+    for rules in (table.param_rules, table.activation_rules):
+        assert set(rules) == set(logical.LOGICAL_AXES)
+    assert table.stored_optimizer_rules is table.param_rules
+    for slice_name in ("v4-8", "v4-32", "v5p-128"):
+        shape = strategy.resolve(table, slices.get(slice_name).chips, where=slice_name)
+        assert tuple(shape) == tuple(strategy.MESH_AXES)
+        assert math.prod(shape.values()) == slices.get(slice_name).chips
+
+
+# What has been tried on these slices in good faith, mostly by counting cores: the wrong meshes of checklist row R08.
+WRONG_MESHES = [
+    ("v4-64", {"data": 64}, "data 32"),
+    ("v4-64", {"data": 8, "fsdp": 8}, "data 4 x fsdp 8"),
+    ("v4-8", {"data": 8}, "data 4"),
+    ("v4-32", {"data": 4, "fsdp": 2, "tensor": 4}, "data 4 x fsdp 2 x tensor 2"),
+    ("v4-32", {"data": 32}, "data 16"),
+    ("v5p-128", {"data": 8, "fsdp": 16}, "data 8 x fsdp 8"),
+    ("v5p-128", {"data": 4, "tensor": 32}, "data 4 x tensor 16"),
+    ("v5p-16", {"fsdp": 16}, "fsdp 8"),
+    ("v4-32", {"fsdp": -1, "tensor": 3}, "fsdp -1 x tensor 2"),
+]
+
+
+@pytest.mark.covers("R08")
+@pytest.mark.parametrize(("name", "mesh_shape", "nearest"), WRONG_MESHES)
+def test_a_mesh_of_another_size_is_refused_with_the_right_number(name, mesh_shape, nearest):
+    chips = slices.get(name).chips
+    with pytest.raises(ValueError, match=rf"but {name} has {chips} \(a JAX device is one chip\)") as error:
+        strategy.resolve(of(mesh_shape), chips, where=name)
+    fits = str(error.value).split("Nearest that fit: ")[1].split("; ")
+    assert nearest in fits
+    for fit in fits:  # every suggestion is accepted
+        shape = {axis: int(degree) for axis, degree in re.findall(r"(\w+) (-?\d+)", fit)}
+        assert math.prod(strategy.resolve(of(shape), chips, where=name).values()) == chips
+
+
+def test_where_no_single_degree_helps_any_product_is_named():
+    with pytest.raises(ValueError, match=r"mesh data 3 x fsdp 5 needs 15 devices.*any degrees whose product is 16"):
+        strategy.resolve(of({"data": 3, "fsdp": 5}), 16, where="v4-32")
+
+
+@pytest.mark.covers("M01", "M04")
+def test_every_factorisation_of_a_slice_is_a_mesh():
+    for data in (1, 2, 4, 8, 16):
+        for fsdp in (d for d in (1, 2, 4, 8, 16) if 16 % (data * d) == 0):
+            want = {"stage": 1, "data": data, "fsdp": fsdp, "tensor": 16 // (data * fsdp)}
+            assert strategy.resolve(of(want), 16, where="v4-32") == want
+            assert strategy.resolve(of(want | {"tensor": -1}), 16, where="v4-32") == want
+
+
+@pytest.mark.covers("M05")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: of({"model": 4}), "mesh_shape: unknown mesh axis 'model'; call it 'tensor'"),
+        (lambda: of({"expert": 4}), "mesh_shape: unknown mesh axis 'expert'; expected one of stage, data, fsdp, tens"),
+        (lambda: of({"data": 0}), "mesh_shape: data = 0; expected a positive number, or -1"),
+        (lambda: of({"data": -1, "fsdp": -1}), "more than one -1 in .*; only one axis can take what is left"),
+        (lambda: of({}, params={"mpl": "tensor"}), "param_rules: unknown logical axis 'mpl'; did you mean mlp?"),
+        (lambda: of({}, activations={"batch": "dp"}), "activation_rules: batch -> unknown mesh axis 'dp'; expected"),
+        (lambda: of({}, optimizer_rules={"embed": "data"}), "optimizer_rules: no row for batch, length, .*REPLICATED"),
+        (lambda: of({"stage": 2}), "stage = 2, but no rule uses 'stage': those chips would repeat each other's work"),
+        (lambda: of({"tensor": -1}, params={"mlp": None}, activations={"mlp": None}), "but no rule uses 'tensor'"),
+    ],
+)
+def test_tables_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_everything_wrong_is_said_at_once():
+    with pytest.raises(ValueError) as error:
+        of({"dp": 2, "fsdp": 0}, params={"headz": None}, activations={"mlp": "mp"})
+    text = str(error.value)
+    assert text.startswith("strategy 'mine':")
+    assert all(word in text for word in ("'dp'", "fsdp = 0", "'headz'", "did you mean heads", "'mp'"))
+
+
+def test_override_replaces_rows_and_checks_again():
+    whole = strategies.override(strategies.fsdp_tensor(tensor=4), param_rules={"kv_heads": None})
+    assert whole.param_rules["kv_heads"] is None
+    assert whole.activation_rules["kv_heads"] == "tensor"
+    assert dataclasses.replace(whole, name="x").param_rules["heads"] == "tensor"
+    with pytest.raises(ValueError, match="unknown mesh axis 'tensors'"):
+        strategies.override(whole, activation_rules={"mlp": "tensors"})
