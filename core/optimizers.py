@@ -154,7 +154,8 @@ def state_axes(optimizer: Optimizer, shapes: Params, axes: Any) -> Any:
 
     A leaf that belongs to a parameter and has its shape has its axes; one that lacks a dimension (a factored moment)
     has the axes that remain; everything else (counters) has no named axis, hence is replicated. A leaf belongs to the
-    parameter whose path its own path ends with.
+    parameter whose path its own path ends with. Where two dimensions of a parameter are equally long, a factored moment
+    gets the axes of the first that fits; that is a layout, never a number.
 
     Args:
       optimizer: whose state.

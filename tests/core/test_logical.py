@@ -1,0 +1,141 @@
+"""Axis names: what is recorded while a model is traced, what a table makes of it, and what is refused."""
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from core import logical
+from core.logical import Axes
+
+RULES = {**dict.fromkeys(logical.LOGICAL_AXES), "batch": ("data", "fsdp"), "mlp": "tensor", "embed": "fsdp"}
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    grid = np.array(jax.devices()[:8]).reshape(2, 2, 2)
+    return Mesh(grid, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+
+def traced_spec(mesh, shape, *names, rules=RULES):
+    """The layout that `constrain` asks for, read from the jaxpr."""
+    with jax.set_mesh(mesh), logical.activation_rules(rules):
+        jaxpr = jax.make_jaxpr(lambda x: logical.constrain(x, *names))(jax.ShapeDtypeStruct(shape, jnp.float32))
+    (equation,) = [e for e in jaxpr.eqns if e.primitive.name == "sharding_constraint"]
+    return equation.params["sharding"].spec
+
+
+@pytest.mark.covers("M11", "M15")
+def test_a_table_turns_names_into_a_spec(mesh):
+    assert logical.partition_spec(Axes(("batch", None, "mlp")), RULES) == PartitionSpec(
+        ("data", "fsdp"), None, "tensor"
+    )
+    assert logical.partition_spec(Axes(("layers", "head_dim")), RULES) == PartitionSpec(None, None)
+    kept = logical.partition_spec(Axes(("batch", "mlp")), RULES, keep=lambda axis: axis != "data")
+    assert kept == PartitionSpec("fsdp", "tensor")
+    assert traced_spec(mesh, (4, 6, 2), "batch", "length", "mlp") == PartitionSpec(("data", "fsdp"), None, "tensor")
+
+
+def test_constrain_is_the_identity_without_a_strategy():
+    x = jnp.ones((3, 5))
+    assert logical.constrain(x, "batch", "mlp") is x
+    assert logical.activation_spec("batch", "mlp") is None
+
+
+def test_constrain_is_the_same_call_under_vmap_and_inside_a_manual_region(mesh):
+    def per_stage(x):  # [B, F]
+        return logical.constrain(x, "batch", "mlp")
+
+    with jax.set_mesh(mesh), logical.activation_rules({**RULES, "batch": "fsdp"}):
+        x = jax.ShapeDtypeStruct((2, 4, 6), jnp.float32)
+        jaxpr = jax.make_jaxpr(jax.vmap(per_stage, spmd_axis_name="data"))(x)
+        (equation,) = [e for e in jaxpr.eqns if e.primitive.name == "sharding_constraint"]
+        assert equation.params["sharding"].spec == PartitionSpec("data", "fsdp", "tensor")
+
+        seen = []
+
+        def manual(x):
+            seen.append(logical.activation_spec("batch", "mlp"))
+            return logical.constrain(x, "batch", "mlp")
+
+        spec = PartitionSpec("tensor")
+        whole = jax.shard_map(manual, in_specs=spec, out_specs=spec, axis_names={"tensor"})
+        values = jnp.arange(24.0).reshape(4, 6)
+        np.testing.assert_array_equal(jax.jit(whole)(values), values)
+        assert seen[0] == PartitionSpec("fsdp", None)  # tensor is manual there, so it takes no part
+
+
+@pytest.mark.covers("M05")
+@pytest.mark.parametrize(
+    ("shape", "names", "message"),
+    [
+        ((4, 6), ("batch", "embedd"), r"unknown logical axis 'embedd'; did you mean embed\?"),
+        ((4, 6), ("batch",), r"1 names \('batch',\) for an array of shape \(4, 6\)"),
+        ((6, 6), ("batch", None), r"shape \(6, 6\): batch = 6 does not divide over .*= 4; .*: 4, 8"),
+        ((4, 6), ("batch", "embed"), r"array \(batch, embed\): mesh axis 'fsdp' is used twice, by 'batch' and by 'emb"),
+    ],
+)
+def test_constrain_refuses(mesh, shape, names, message):
+    with jax.set_mesh(mesh), logical.activation_rules(RULES), pytest.raises(ValueError, match=message):
+        logical.constrain(jnp.ones(shape), *names)
+
+
+def test_a_table_without_a_row_is_refused():
+    with pytest.raises(ValueError, match=r"array \(batch, mlp\): the table has no row for logical axis 'mlp'"):
+        logical.partition_spec(Axes(("batch", "mlp")), {"batch": None})
+
+
+def zeros(shape, dtype):
+    return jnp.zeros(shape, dtype)
+
+
+def initialise(function):
+    return lambda rng: hk.transform(function).init(rng)
+
+
+KEY = jax.random.key(0)
+
+
+class Dense(hk.Module):
+    def __call__(self):
+        w = logical.param("w", (3, 5), ("embed", "mlp"), zeros, compute_dtype=jnp.bfloat16)
+        return w, logical.param("b", (5,), ("mlp",), zeros)
+
+
+def test_axes_are_recorded_at_every_trace_and_equal_the_shapes():
+    init = initialise(lambda: Dense(name="ffn")())
+    for _ in range(2):  # a cached trace would record nothing the second time
+        shapes, axes = logical.abstract_init(init, KEY)
+        assert {k: v.shape for k, v in shapes["ffn"].items()} == {"w": (3, 5), "b": (5,)}
+        assert axes == {"ffn": {"w": Axes(("embed", "mlp")), "b": Axes(("mlp",))}}
+    assert str(Axes(("embed", None))) == "(embed, -)"
+
+
+@pytest.mark.covers("T02")
+def test_a_parameter_is_stored_wide_and_computed_narrow():
+    network = hk.transform(lambda: Dense()())
+    params = network.init(KEY)
+    assert jax.tree.map(lambda a: a.dtype, params) == {"dense": {"w": jnp.float32, "b": jnp.float32}}
+    w, b = network.apply(params, None)
+    assert (w.dtype, b.dtype) == (jnp.bfloat16, jnp.float32)
+
+
+@pytest.mark.covers("M05")
+def test_parameters_are_refused_by_name():
+    def of(shape, axes):
+        return initialise(lambda: logical.param("w", shape, axes, zeros))
+
+    with pytest.raises(ValueError, match=r"parameter ~/w: unknown logical axis 'head'; did you mean heads\?"):
+        logical.abstract_init(of((2,), ("head",)), KEY)
+    with pytest.raises(ValueError, match=r"parameter ~/w: 1 axes \('embed',\) for shape \(2, 3\)"):
+        logical.abstract_init(of((2, 3), ("embed",)), KEY)
+
+    def unnamed():
+        logical.param("named", (2,), ("embed",), zeros)
+        hk.Linear(4, name="head")(jnp.ones((1, 3)))
+
+    with pytest.raises(ValueError, match=r"without named axes: head/b, head/w; make them with logical.param") as error:
+        logical.abstract_init(initialise(unnamed), KEY)
+    assert "~/named" not in str(error.value)

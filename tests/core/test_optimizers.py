@@ -1,0 +1,142 @@
+"""Schedules, the decay mask, clipping, frozen groups, and the axes of optimizer state."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from core import optimizers
+from core.logical import Axes
+
+PARAMS = {
+    "~": {"embedding": jnp.ones((6, 4)), "final_norm": jnp.ones((4,))},
+    "layers/block": {"query": jnp.ones((3, 4, 2)), "attention_norm": jnp.ones((3, 4))},
+}
+AXES = {
+    "~": {"embedding": Axes(("vocab", "embed")), "final_norm": Axes(("norm",))},
+    "layers/block": {"query": Axes(("layers", "embed", "heads")), "attention_norm": Axes(("layers", "norm"))},
+}
+SHAPES = jax.eval_shape(lambda: PARAMS)
+
+
+def rates(schedule, steps):
+    return np.array([float(schedule(jnp.int32(s))) for s in steps])
+
+
+@pytest.mark.covers("T06")
+def test_schedules_at_the_steps_that_matter():
+    cosine = optimizers.warmup_cosine(peak=2.0, warmup_steps=4, total_steps=15, final_fraction=0.1)
+    np.testing.assert_allclose(rates(cosine, [0, 1, 3, 4]), [0.5, 1.0, 2.0, 2.0], rtol=1e-6)
+    np.testing.assert_allclose(rates(cosine, [9, 14, 99]), [2 * (0.1 + 0.9 / 2), 0.2, 0.2], rtol=1e-6)
+    linear = optimizers.warmup_linear(peak=2.0, warmup_steps=0, total_steps=11)
+    np.testing.assert_allclose(rates(linear, [0, 5, 10, 30]), [2.0, 1.0, 0.0, 0.0], atol=1e-6)
+    np.testing.assert_allclose(rates(optimizers.constant(0.3), [0, 7]), [0.3, 0.3], rtol=1e-6)
+    assert optimizers.constant(0.3)(jnp.int32(1)).dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"warmup_steps": 10, "total_steps": 10}, r"warmup_steps = 10: expected from 0 to total_steps - 1 = 9"),
+        ({"warmup_steps": -1, "total_steps": 10}, r"warmup_steps = -1: expected"),
+        ({"warmup_steps": 1, "total_steps": 10, "final_fraction": 1.5}, r"final_fraction = 1.5: expected from 0 to 1"),
+    ],
+)
+def test_impossible_schedules_are_refused(wrong, message):
+    for schedule in (optimizers.warmup_cosine, optimizers.warmup_linear):
+        with pytest.raises(ValueError, match=message):
+            schedule(peak=1.0, **wrong)
+
+
+def update(optimizer, grads):
+    state = optimizer.init(PARAMS)
+    return optimizer.transformation.update(grads, state, PARAMS)[0]
+
+
+@pytest.mark.covers("T07")
+def test_decay_spares_norms_wherever_they_are():
+    optimizer = optimizers.adamw(learning_rate=optimizers.constant(0.5), weight_decay=0.1)
+    updates = update(optimizer, jax.tree.map(jnp.zeros_like, PARAMS))
+    want = {
+        "~": {"embedding": -0.05, "final_norm": 0.0},
+        "layers/block": {"query": -0.05, "attention_norm": 0.0},
+    }
+    jax.tree.map(lambda u, w: np.testing.assert_allclose(u, np.full(u.shape, w), atol=1e-8), updates, want)
+
+
+@pytest.mark.covers("T05")
+def test_the_gradient_is_clipped_by_its_global_norm():
+    grads = jax.tree.map(jnp.ones_like, PARAMS)
+    numbers = sum(g.size for g in jax.tree.leaves(grads))
+
+    def moments(clip_norm):
+        optimizer = optimizers.adamw(learning_rate=optimizers.constant(1.0), clip_norm=clip_norm, b1=0.9)
+        _, state = optimizer.transformation.update(grads, optimizer.init(PARAMS), PARAMS)
+        return float(state[1].mu["~"]["embedding"][0, 0])
+
+    assert moments(1.0) == pytest.approx(0.1 / np.sqrt(numbers), rel=1e-5)
+    assert moments(None) == pytest.approx(0.1, rel=1e-6)
+
+
+@pytest.mark.covers("T07")
+def test_frozen_groups_get_no_gradient_and_no_update():
+    optimizer = optimizers.adamw(learning_rate=optimizers.constant(1.0), frozen=("layers/*",))
+    grads = jax.grad(lambda p: sum(jnp.sum(a**2) for a in jax.tree.leaves(optimizer.trainable(p))))(PARAMS)
+    assert not np.any(grads["layers/block"]["query"])
+    assert np.all(grads["~"]["embedding"])
+    updates = update(optimizer, jax.tree.map(jnp.ones_like, PARAMS))
+    assert not np.any(updates["layers/block"]["query"])
+    assert np.all(updates["~"]["embedding"])
+
+
+@pytest.mark.parametrize("use", [lambda o: o.trainable(PARAMS), lambda o: o.init(PARAMS)])
+def test_a_frozen_pattern_that_matches_nothing_is_refused(use):
+    optimizer = optimizers.adamw(learning_rate=optimizers.constant(1.0), frozen=("layer/*",))
+    with pytest.raises(ValueError, match=r"no parameter matches 'layer/\*'; the parameters are .*layers/block/query"):
+        use(optimizer)
+
+
+def axes_by_shape(optimizer):
+    axes = optimizers.state_axes(optimizer, SHAPES, AXES)
+    state = jax.eval_shape(optimizer.init, SHAPES)
+    assert jax.tree.structure(axes, is_leaf=lambda a: isinstance(a, Axes)) == jax.tree.structure(state)
+    return axes, state
+
+
+def test_adam_moments_have_the_axes_of_their_parameter():
+    axes, _ = axes_by_shape(optimizers.adamw(learning_rate=optimizers.constant(1.0)))
+    assert axes[1].mu == AXES
+    assert axes[1].nu == AXES
+    assert axes[1].count == Axes(())
+
+
+def test_frozen_leaves_have_no_state_to_name():
+    axes, _ = axes_by_shape(optimizers.adamw(learning_rate=optimizers.constant(1.0), frozen=("layers/*",)))
+    named = [a for a in jax.tree.leaves(axes, is_leaf=lambda a: isinstance(a, Axes)) if a.names]
+    assert sorted(map(str, named)) == ["(norm)", "(norm)", "(vocab, embed)", "(vocab, embed)"]
+
+
+@pytest.mark.covers("M08")
+def test_factored_moments_keep_the_axes_that_remain():
+    rule = optax.adafactor(1e-3, min_dim_size_to_factor=2)
+    axes, state = axes_by_shape(optimizers.Optimizer(rule, optimizers.constant(1e-3)))
+    factored = next(s for s in jax.tree.leaves(state, is_leaf=lambda s: hasattr(s, "v_row")) if hasattr(s, "v_row"))
+    named = next(s for s in jax.tree.leaves(axes, is_leaf=lambda s: hasattr(s, "v_row")) if hasattr(s, "v_row"))
+    assert factored.v_row["~"]["embedding"].shape in ((4,), (6,))
+    for name in ("v_row", "v_col"):
+        for module, leaf in (("~", "embedding"), ("layers/block", "query")):
+            shape, param = getattr(factored, name)[module][leaf].shape, PARAMS[module][leaf].shape
+            by_size = dict(zip(param, AXES[module][leaf].names, strict=True))
+            assert getattr(named, name)[module][leaf] == Axes(tuple(by_size[n] for n in shape)), (name, leaf)
+    assert named.v["~"]["final_norm"] == Axes(("norm",))
+    assert named.v["~"]["embedding"] == Axes((None,))  # a placeholder of one element, replicated
+
+
+def test_factored_moments_of_a_square_matrix_lie_along_one_of_its_axes():
+    shapes = {"~": {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}}
+    rule = optax.scale_by_factored_rms(min_dim_size_to_factor=2)
+    optimizer = optimizers.Optimizer(rule, optimizers.constant(1.0))
+    axes = optimizers.state_axes(optimizer, shapes, {"~": {"w": Axes(("embed", "mlp"))}})
+    # Row and column statistics have the same shape, so the first axis that fits is taken: a layout, never a number.
+    assert axes.v_row["~"]["w"] == axes.v_col["~"]["w"] == Axes(("embed",))

@@ -1,0 +1,148 @@
+"""A stack of layers is the same function under every runner, and refuses what a runner could not split."""
+
+import functools
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from core import logical, stack
+
+# B batch 4, D width 3, L layers 5.
+KEY, LAYERS = jax.random.key(3), 5
+X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
+SIDE = {"bias": jnp.arange(4.0)[:, None]}
+
+
+class Layer(hk.Module):
+    def __init__(self, *, drops: bool = False):
+        super().__init__(name="layer")
+        self.drops = drops
+
+    def __call__(self, x, side):
+        init = hk.initializers.RandomNormal(0.3)
+        w = logical.param("w", (3, 3), ("embed", None), init)
+        x = jnp.tanh(x @ w + side["bias"])
+        if self.drops:
+            x = x * jax.random.bernoulli(hk.next_rng_key(), 0.5, x.shape)
+        return x
+
+
+def network(*, drops=False, **options):
+    return hk.transform(
+        lambda x, side: stack.layer_stack(lambda *a: Layer(drops=drops)(*a), LAYERS, **options)(x, side)
+    )
+
+
+def by_loop(fn, stacked, x, side, tail):
+    """Another runner: a Python loop over layers, on one half of the rows after the other."""
+    halves = []
+    for rows in (slice(0, 2), slice(2, 4)):
+        part, part_side = x[rows], jax.tree.map(lambda a, r=rows: a[r], side)
+        for i in range(LAYERS):
+            part = fn(jax.tree.map(lambda a, i=i: a[i], stacked), part, part_side)
+        halves.append(part if tail is None else tail.fn(tail.params, part, part_side))
+    return jnp.concatenate(halves) if tail is None else jax.tree.map(jnp.add, *halves)
+
+
+def test_parameters_are_stacked_named_and_different():
+    init = network().init
+    params = init(KEY, X, SIDE)
+    assert list(params) == ["layers/layer"]
+    w = params["layers/layer"]["w"]
+    assert w.shape == (LAYERS, 3, 3)
+    assert len(np.unique(np.asarray(w))) == w.size
+    _, axes = logical.abstract_init(init, KEY, X, SIDE)
+    assert axes["layers/layer"]["w"] == logical.Axes(("layers", "embed", None))
+
+
+def test_scan_is_the_composition_of_the_layers():
+    params = network().init(KEY, X, SIDE)
+    want = X
+    for w in params["layers/layer"]["w"]:
+        want = jnp.tanh(want @ w + SIDE["bias"])
+    np.testing.assert_allclose(network().apply(params, None, X, SIDE), want, atol=1e-6)
+
+
+@pytest.mark.parametrize("remat", stack.REMAT_CHOICES)
+def test_value_and_gradient_do_not_depend_on_runner_or_remat(remat):
+    params = network().init(KEY, X, SIDE)
+
+    def value(params, runner):
+        with stack.use_runner(runner):
+            return jnp.sum(network(remat=remat).apply(params, None, X, SIDE) ** 2)
+
+    want, want_grad = jax.value_and_grad(value)(params, stack.scan_runner)
+    got, got_grad = jax.value_and_grad(value)(params, by_loop)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), got_grad, want_grad)
+
+
+def test_the_tail_sees_its_parameters_and_the_last_layer():
+    tail = stack.Tail(lambda scale, x, side: jnp.sum(scale * x + side["bias"]), jnp.float32(2.0))
+    params = network().init(KEY, X, SIDE)
+    want = jnp.sum(2.0 * network().apply(params, None, X, SIDE) + SIDE["bias"])
+    np.testing.assert_allclose(network(tail=tail).apply(params, None, X, SIDE), want, rtol=1e-6)
+    with stack.use_runner(by_loop):  # microbatches of sums add up
+        np.testing.assert_allclose(network(tail=tail).apply(params, None, X, SIDE), want, rtol=1e-6)
+
+
+@pytest.mark.covers("T12")
+def test_each_layer_has_a_key_of_its_own_equal_under_every_runner():
+    seen = []
+
+    def recording(fn, stacked, x, side, tail):
+        seen.append(np.asarray(jax.random.key_data(stacked.key)))
+        return stack.scan_runner(fn, stacked, x, side, tail)
+
+    def whole(fn, stacked, x, side, tail):  # the keys belong to layers, so a loop over layers draws the same bits
+        for i in range(LAYERS):
+            x = fn(jax.tree.map(lambda a, i=i: a[i], stacked), x, side)
+        return x
+
+    net = network(drops=True)
+    params = net.init(KEY, X, SIDE)
+    want = net.apply(params, KEY, X, SIDE)
+    for runner in (recording, whole):
+        with stack.use_runner(runner):
+            np.testing.assert_array_equal(net.apply(params, KEY, X, SIDE), want)
+    assert len(np.unique(seen[0], axis=0)) == LAYERS
+    assert not np.array_equal(net.apply(params, jax.random.key(4), X, SIDE), want)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_block_that_closes_over_an_array_is_refused(jitted):
+    def apply(params, table):
+        block = lambda x, side: Layer()(x, side) + table  # noqa: E731
+        return hk.transform(lambda x, s: stack.layer_stack(block, LAYERS)(x, s)).apply(params, None, X, SIDE)
+
+    params = network().init(KEY, X, SIDE)
+    call = jax.jit(apply) if jitted else apply
+    with pytest.raises(ValueError, match=r"the block closes over 1 array\(s\) \(float32\[4,3\]|\(float32\[4, 3\]\)"):
+        call(params, jnp.ones((4, 3)))
+
+
+def test_constants_made_inside_a_block_are_its_own():
+    block = lambda x, side: Layer()(x, side) + jnp.arange(3.0) * np.float32(0.5)  # noqa: E731
+    net = hk.transform(lambda x, s: stack.layer_stack(block, LAYERS)(x, s))
+    assert net.apply(net.init(KEY, X, SIDE), None, X, SIDE).shape == X.shape
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (lambda x, side: x[:, :2], r"maps float32\[4, 3\] to float32\[4, 2\]; a stack needs blocks that keep shape"),
+        (lambda x, side: x.astype(jnp.bfloat16), r"maps float32\[4, 3\] to bfloat16\[4, 3\]"),
+    ],
+)
+def test_a_block_that_changes_the_shape_or_dtype_is_refused(block, message):
+    net = hk.transform(lambda x, s: stack.layer_stack(block, LAYERS)(x, s))
+    with pytest.raises(ValueError, match=message):
+        net.apply({}, None, X, SIDE)
+
+
+def test_unknown_remat_is_refused():
+    with pytest.raises(ValueError, match="remat = 'all': expected one of none, dots, full"):
+        stack.layer_stack(lambda x, side: x, 2, remat="all")

@@ -1,0 +1,127 @@
+"""The step over a model that can be computed by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from core import optimizers, step, train_state
+from core.types import LossOutput, WeightedSum
+
+
+class Line:
+    """y = w x on rows of two numbers; the random bits of a step are reported as a metric."""
+
+    def init(self, rng, batch):
+        return {"~": {"w": jax.random.normal(rng, ()), "idle_norm": jnp.ones(())}}
+
+    def init_carry(self, batch):
+        return ()
+
+    def loss(self, params, carry, rng, batch):
+        errors = (params["~"]["w"] * batch["x"] - batch["y"]) ** 2  # [B]
+        weight = jnp.sum(batch["weights"])
+        bits = jax.random.uniform(rng)
+        out = LossOutput(
+            jnp.sum(errors * batch["weights"]), weight, {"bits": WeightedSum(bits * weight, weight)}, extras=errors
+        )
+        return carry, out
+
+
+class Counting(Line):
+    """Counts the rows that it has seen, row by row."""
+
+    def init_carry(self, batch):
+        return jnp.zeros(batch["x"].shape)
+
+    def loss(self, params, carry, rng, batch):
+        return carry + 1, super().loss(params, (), rng, batch)[1]
+
+
+def sgd(rate=0.1, **options):
+    return optimizers.Optimizer(optax.sgd(rate), optimizers.constant(rate), **options)
+
+
+def batch(rows=4, weights=None):
+    x = jnp.arange(1.0, rows + 1)
+    return {"x": x, "y": 3 * x + 1, "weights": jnp.ones(rows) if weights is None else jnp.asarray(weights)}
+
+
+def start(model=None, rows=4):
+    return train_state.create(
+        model or Line(), sgd(), {"~": {"w": jnp.float32(2.0), "idle_norm": jnp.ones(())}}, batch(rows)
+    )
+
+
+@pytest.mark.covers("T01")
+def test_one_step_by_hand():
+    state, metrics = jax.jit(step.train_step(Line(), sgd(), seed=0))(start(), batch(weights=[1.0, 1.0, 0.0, 2.0]))
+    # errors 2x - (3x + 1) = -(x + 1): squares 4, 9, 16, 25; weights 1, 1, 0, 2 sum to 4
+    assert metrics["loss"] == pytest.approx((4 + 9 + 50) / 4)
+    gradient = 2 * (-2 * 1 - 3 * 2 - 2 * 5 * 4) / 4
+    assert metrics["gradient_norm"] == pytest.approx(-gradient)
+    assert state.params["~"]["w"] == pytest.approx(2.0 - 0.1 * gradient)
+    assert (int(state.step), float(metrics["weight"])) == (1, 4.0)
+    assert metrics["learning_rate"] == pytest.approx(0.1)
+
+
+@pytest.mark.covers("T03")
+@pytest.mark.parametrize("accum_steps", [2, 4])
+def test_microbatches_with_uneven_weights_equal_one_batch(accum_steps):
+    uneven = batch(8, weights=[1, 0, 0, 0, 5, 0, 0, 1])
+    want, want_metrics = step.train_step(Line(), sgd(), seed=0)(start(rows=8), uneven)
+    got, metrics = step.train_step(Line(), sgd(), seed=0, accum_steps=accum_steps)(start(rows=8), uneven)
+    np.testing.assert_allclose(got.params["~"]["w"], want.params["~"]["w"], rtol=1e-6)
+    for name in ("loss", "gradient_norm", "weight"):
+        np.testing.assert_allclose(metrics[name], want_metrics[name], rtol=1e-6, err_msg=name)
+
+
+def test_microbatch_m_takes_every_nth_row():
+    split = step._split_rows(jnp.arange(6), 3)
+    np.testing.assert_array_equal(split, [[0, 3], [1, 4], [2, 5]])
+    with pytest.raises(ValueError, match="batch_size = 6 does not divide into accum_steps = 4 microbatches"):
+        step._split_rows(jnp.arange(6), 4)
+
+
+def test_a_batch_without_a_supervised_item_changes_nothing():
+    state, metrics = step.train_step(Line(), sgd(), seed=0)(start(), batch(weights=[0.0] * 4))
+    assert float(state.params["~"]["w"]) == 2.0
+    assert float(metrics["loss"]) == 0.0
+
+
+@pytest.mark.covers("T12")
+def test_random_bits_belong_to_seed_and_step():
+    def bits(seed, at):
+        state = start()._replace(step=jnp.int32(at))
+        return float(step.train_step(Line(), sgd(), seed=seed)(state, batch())[1]["bits"])
+
+    assert bits(0, 3) == bits(0, 3)
+    assert len({bits(0, 3), bits(0, 4), bits(1, 3)}) == 3
+
+
+def test_the_carry_travels_and_cannot_be_accumulated():
+    run = step.train_step(Counting(), sgd(), seed=0)
+    state = start(Counting())
+    for _ in range(2):
+        state, _ = run(state, batch())
+    np.testing.assert_array_equal(state.carry, [2.0] * 4)
+    with pytest.raises(ValueError, match="accum_steps = 2: a model whose carry belongs to the rows"):
+        step.train_step(Counting(), sgd(), seed=0, accum_steps=2)(start(Counting()), batch())
+
+
+@pytest.mark.covers("T17")
+def test_evaluation_returns_sums_and_starts_from_a_fresh_carry():
+    state = start(Counting())._replace(carry=jnp.full(4, 9.0))
+    sums = step.eval_step(Counting(), seed=0)(state, batch(weights=[1.0, 1.0, 0.0, 2.0]))
+    assert (float(sums["loss"].total), float(sums["loss"].weight)) == (63.0, 4.0)
+    assert set(sums) == {"loss", "bits"}
+
+
+def test_frozen_parameters_do_not_count_in_the_gradient_norm():
+    frozen = optimizers.adamw(learning_rate=optimizers.constant(0.1), frozen=("w",))
+    params = {"~": {"w": jnp.float32(2.0), "idle_norm": jnp.ones(())}}
+    state = train_state.create(Line(), frozen, params, batch())
+    after, metrics = step.train_step(Line(), frozen, seed=0)(state, batch())
+    assert float(metrics["gradient_norm"]) == 0.0
+    assert float(after.params["~"]["w"]) == 2.0

@@ -1,0 +1,150 @@
+"""The order of events in the loop, told by a program that writes down when it is called and when it is read."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from core import hooks, trainer
+from core.train_state import TrainState
+
+
+class Metric:
+    """A device scalar that notes when the host reads it."""
+
+    def __init__(self, value, note):
+        self._value, self._note = value, note
+
+    def __array__(self, dtype=None, copy=None):
+        self._note()
+        return np.asarray(self._value, dtype)
+
+
+class Program:
+    def __init__(self, events, losses=None):
+        self.events, self.losses = events, losses or {}
+
+    def train_step(self, state, batch):
+        step = int(state.step) + 1
+        assert batch == f"batch {step}"
+        self.events.append(f"dispatch {step}")
+        loss = Metric(self.losses.get(step, 1.0 / step), lambda: self.events.append(f"read {step}"))
+        return state._replace(step=jnp.int32(step)), {"loss": loss}
+
+
+class Batches:
+    def __init__(self, first=1):
+        self.next, self.input_wait_seconds = first, 0.0
+
+    def __next__(self):
+        self.next += 1
+        self.input_wait_seconds = 0.25
+        return f"batch {self.next - 1}"
+
+
+class Recorder(trainer.Hook):
+    def __init__(self, events, boundaries=()):
+        self.events, self.boundaries, self.reports = events, boundaries, []
+
+    def before_step(self, step):
+        self.events.append(f"before {step}")
+
+    def after_step(self, report):
+        self.reports.append(report)
+        self.events.append(f"after {report.step}")
+
+    def needs_state(self, step):
+        return step in self.boundaries
+
+    def at_boundary(self, step, state):
+        assert int(state.step) == step
+        self.events.append(f"boundary {step}")
+
+    def close(self):
+        self.events.append("close")
+
+
+def state_at(step):
+    return TrainState(jnp.int32(step), {}, (), ())
+
+
+def run(events, *, start=0, total=4, boundaries=(), losses=None, also=()):
+    recorder = Recorder(events, boundaries)
+    state = trainer.train(
+        Program(events, losses),
+        Batches(start + 1),
+        state_at(start),
+        total_steps=total,
+        hooks=[*also, recorder],
+    )
+    return state, recorder
+
+
+def test_metrics_of_a_step_are_read_after_the_next_is_dispatched():
+    events = []
+    state, recorder = run(events, total=3)
+    assert events == [
+        *("before 1", "dispatch 1"),
+        *("before 2", "dispatch 2", "read 1", "after 1"),
+        *("before 3", "dispatch 3", "read 2", "after 2", "read 3", "after 3"),
+        "close",
+    ]
+    assert int(state.step) == 3
+    assert [r.metrics["loss"] for r in recorder.reports] == [1.0, 0.5, pytest.approx(1 / 3)]
+    assert all(r.input_wait_seconds == 0.25 and r.seconds > 0 for r in recorder.reports)
+
+
+def test_at_a_boundary_the_step_is_read_before_the_state_is_used():
+    events = []
+    run(events, total=3, boundaries=(2,))
+    at = events.index
+    assert at("dispatch 2") < at("read 1") < at("read 2") < at("after 2") < at("boundary 2") < at("dispatch 3")
+
+
+def test_training_continues_from_the_step_of_the_state():
+    events = []
+    state, _ = run(events, start=7, total=9)
+    assert [e for e in events if e.startswith("dispatch")] == ["dispatch 8", "dispatch 9"]
+    assert int(state.step) == 9
+    events = []
+    state, _ = run(events, start=9, total=9)
+    assert events == ["close"]
+
+
+@pytest.mark.covers("T10")
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(loss):
+    events = []
+    with pytest.raises(hooks.NonFiniteLossError, match=r"step 3: loss = (nan|inf)\. The last checkpoint precedes"):
+        run(events, total=6, boundaries=(2, 3), losses={3: loss}, also=[hooks.StopOnNonFinite()])
+    assert "boundary 2" in events
+    assert "boundary 3" not in events
+    assert events[-1] == "close"  # hooks end in any case
+    assert "dispatch 4" not in events
+
+
+def test_without_a_boundary_the_stop_comes_one_step_later():
+    events = []
+    with pytest.raises(hooks.NonFiniteLossError, match="step 3"):
+        run(events, total=6, losses={3: float("nan")}, also=[hooks.StopOnNonFinite()])
+    assert [e for e in events if e.startswith("dispatch")][-1] == "dispatch 4"
+
+
+def test_hooks_are_closed_when_the_data_ends():
+    class Short(Batches):
+        def __next__(self):
+            if self.next == 3:
+                raise StopIteration
+            return super().__next__()
+
+    events = []
+    with pytest.raises(StopIteration):
+        trainer.train(Program(events), Short(), state_at(0), total_steps=5, hooks=[Recorder(events)])
+    assert events[-1] == "close"
+
+
+def test_sums_are_added_in_double_precision():
+    total = None
+    for _ in range(3):
+        sums = {"a": np.float32(2**24 + 2)}
+        total = sums if total is None else trainer.add_sums(total, sums)
+    assert total["a"] == 3 * (2**24 + 2)
