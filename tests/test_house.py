@@ -1,0 +1,190 @@
+"""The rules of the house: who may import what, how large a thing may grow, and what no file may contain."""
+
+import ast
+import fnmatch
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+OURS = {  # folder: the folders of ours that it may import
+    "core": {"core"},
+    "parallel": {"core", "parallel"},
+    "models": {"core", "models"},
+    "tasks": {"core", "tasks"},
+    "launch": {"core", "parallel", "models", "tasks", "launch"},
+}
+HOMES = {  # library: path prefixes that may import it; () is nowhere
+    "torch": (),
+    "gin": ("launch/gin_config/",),
+    "argparse": ("launch/",),
+    "rich": ("launch/",),
+    "tensorflow": ("tasks/",),
+    "tensorflow_datasets": ("tasks/",),
+    "seqio": ("tasks/",),
+    "sentencepiece": ("tasks/",),
+    "datasets": ("tasks/",),
+    "haiku": ("models/", "core/logical.py", "core/stack.py"),
+    "optax": ("core/",),
+    "orbax": ("core/checkpoint.py", "tasks/"),
+    "tensorstore": ("core/checkpoint.py", "tasks/"),
+    "etils": ("core/paths.py",),
+    "fsspec": ("core/paths.py",),
+    "gcsfs": ("core/paths.py",),
+    "tensorboardX": ("core/metrics.py",),
+    "wandb": ("core/metrics.py",),
+    "jax.distributed": ("core/distributed.py",),
+    "jax._src.distributed": ("core/distributed.py",),
+    "jax.experimental.multihost_utils": ("core/distributed.py",),
+}
+LAZY = {"tensorflow", "tensorflow_datasets", "seqio", "sentencepiece", "datasets"}  # imported inside functions alone
+
+FILE_LINES, FUNCTION_LINES, FOLDER_MODULES = 350, 60, 15
+GROWN = {"core": 18, "launch": 18}  # the runtime and the composition root; not to grow further
+SOMEBODY = r"(?!somebody\b)"
+FORBIDDEN = {
+    "an unfinished thought": r"\b(TO" + r"DO|FIX" + r"ME|XXX)\b",
+    "a machine path": r"(?<![\w.~$}])/(work|root|mnt|farm|tmp/env|(home|Users)/" + SOMEBODY + r"\w+)/[\w.]",
+    "a registry address": r"https?://[\w.-]*(pypi|pythonhosted|artifact|nexus|mirror)|--(extra-)?index-url[ =]\S*:",
+    "what looks like a secret": r"\bhf_[A-Za-z0-9]{30,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bsk-[\w-]{20,}"
+    r"|\bAKIA[0-9A-Z]{16}\b|\bAIza[\w-]{35}|-----BEGIN [A-Z ]*PRIVATE KEY",
+    "how the project is made": r"(?i)\b(claude|anthropic|chatgpt|openai|copilot|ai assistants?|system prompts?"
+    r"|sub-?agents?|coding agents?)\b",
+}
+
+
+def ignored_patterns():
+    lines = (ROOT / ".gitignore").read_text().splitlines()
+    return [line.rstrip("/") for line in lines if line and not line.startswith("#")]
+
+
+def tracked(folder=ROOT):
+    """Every file that git tracks or would track, without asking git: a shipped workspace has no .git."""
+    patterns = [*ignored_patterns(), ".git"]
+    for path in sorted(folder.iterdir()):
+        if any(fnmatch.fnmatch(path.name, p) for p in patterns):
+            continue
+        if path.is_dir():
+            yield from tracked(path)
+        else:
+            yield path
+
+
+FILES = list(tracked())
+PYTHON = [p for p in FILES if p.suffix == ".py"]
+PRODUCT = [p for p in PYTHON if p.relative_to(ROOT).parts[0] in OURS]
+
+
+def name(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+def imports(path):
+    """(module, line, inside a function) of every import, `from a import b` as `a` and as `a.b`."""
+    found = []
+
+    def visit(node, inside):
+        if isinstance(node, ast.Import):
+            found.extend((alias.name, node.lineno, inside) for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name(path)}:{node.lineno}: import by folder, not relatively"
+            found.append((node.module, node.lineno, inside))
+            found.extend((f"{node.module}.{alias.name}", node.lineno, inside) for alias in node.names)
+        for child in ast.iter_child_nodes(node):
+            visit(child, inside or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+
+    visit(ast.parse(path.read_text()), False)
+    return found
+
+
+def stands_for(module, library):
+    return module == library or module.startswith(library + ".")
+
+
+def wrong_imports(path, found):
+    """What the arrows and the homes say against the imports of one file."""
+    where, folder = name(path), name(path).split("/")[0]
+    for module, line, inside in found:
+        top = module.split(".")[0]
+        if top in OURS and top not in OURS[folder]:
+            yield f"{where}:{line}: {folder}/ may not import {module}"
+        for library, homes in HOMES.items():
+            if stands_for(module, library) and not (homes and where.startswith(homes)):
+                yield f"{where}:{line}: {library} is imported only by {' and '.join(homes) or 'nobody'}"
+            if stands_for(module, library) and library in LAZY and not inside:
+                yield f"{where}:{line}: import {library} inside the function that needs it; it costs seconds"
+
+
+@pytest.mark.covers("E06")
+def test_layers_and_homes_of_libraries():
+    assert not [problem for path in PRODUCT for problem in wrong_imports(path, imports(path))]
+
+
+def test_torch_is_nowhere():
+    assert not [name(p) for p in PYTHON for module, *_ in imports(p) if stands_for(module, "torch")]
+    pinned = [line for f in ("requirements.in", "requirements.txt") for line in (ROOT / f).read_text().splitlines()]
+    assert not [line for line in pinned if re.match(r"torch\b", line)]
+
+
+@pytest.mark.parametrize(
+    ("file", "module", "inside"),
+    [
+        ("core/step.py", "parallel.mesh", False),
+        ("models/losses.py", "tasks", True),
+        ("parallel/mesh.py", "models.transformer", True),
+        ("tasks/text.py", "launch", True),
+        ("tasks/text.py", "seqio", False),
+        ("launch/training.py", "gin.config", True),
+        ("launch/training.py", "torch", True),
+        ("core/trainer.py", "jax.experimental.multihost_utils", False),
+        ("core/trainer.py", "rich.table", False),
+    ],
+)
+def test_the_arrows_catch(file, module, inside):
+    assert list(wrong_imports(ROOT / file, [(module, 1, inside)]))
+
+
+def test_only_product_folders_are_packages():
+    packages = {name(p.parent).split("/")[0] for p in FILES if p.name == "__init__.py"}
+    assert packages == set(OURS)  # one in gin/ would hide the gin library
+
+
+def test_no_drawer_for_leftovers():
+    assert not [name(p) for p in FILES if re.match(r"(utils?|helpers?|misc|common)\b", p.stem)]
+
+
+def test_files_functions_and_folders_stay_small():
+    large = [f"{name(p)}: {n} lines" for p in PRODUCT if (n := len(p.read_text().splitlines())) > FILE_LINES]
+    for path in PRODUCT:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                lines = node.end_lineno - node.lineno + 1
+                large += [f"{name(path)}:{node.lineno}: {node.name} has {lines} lines"] * (lines > FUNCTION_LINES)
+    folders = {p.parent for p in PRODUCT}
+    for folder in folders:
+        count = sum(p.parent == folder and p.name != "__init__.py" for p in PRODUCT)
+        large += [f"{name(folder)}/: {count} modules"] * (count > GROWN.get(name(folder), FOLDER_MODULES))
+    assert not large
+
+
+def test_every_module_says_what_it_is_for():
+    assert not [name(p) for p in PRODUCT if not ast.get_docstring(ast.parse(p.read_text())) and p.read_text()]
+
+
+def test_no_test_is_left_out():
+    pattern = re.compile(r"mark\.(skip|skipif|xfail)\b|pytest\.(skip|importorskip|xfail)\(|unittest\.skip")
+    tests = [p for p in PYTHON if name(p).startswith("tests/") and p != pathlib.Path(__file__).resolve()]
+    assert not [name(p) for p in tests if pattern.search(p.read_text())]
+
+
+@pytest.mark.parametrize("what", FORBIDDEN)
+def test_no_file_contains(what):
+    pattern, found = re.compile(FORBIDDEN[what]), []
+    for path in FILES:
+        if path.suffix in (".npz", ".png") or path == pathlib.Path(__file__).resolve():
+            continue
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if pattern.search(line):
+                found.append(f"{name(path)}:{number}: {line.strip()[:100]}")
+    assert not found
