@@ -14,7 +14,6 @@ def report(step, *, seconds=0.5, wait=0.1, **metrics):
     return StepReport(step, {"loss": 2.0, **metrics}, seconds, wait)
 
 
-@pytest.mark.covers("O03")
 def test_log_writes_the_first_step_and_means_over_each_interval():
     written = []
     log = hooks.Log(lambda step, values: written.append((step, values)), every=3, items_per_step=100)

@@ -113,7 +113,6 @@ def test_axes_are_recorded_at_every_trace_and_equal_the_shapes():
     assert str(Axes(("embed", None))) == "(embed, -)"
 
 
-@pytest.mark.covers("T02")
 def test_a_parameter_is_stored_wide_and_computed_narrow():
     network = hk.transform(lambda: Dense()())
     params = network.init(KEY)

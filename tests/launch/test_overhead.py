@@ -2,15 +2,12 @@
 
 import time
 
-import pytest
-
 from core import hooks
 from launch import overhead
 from launch.commands import bench
 from launch.joining import Host
 
 
-@pytest.mark.covers("O03")
 def test_bench_counts_the_settled_steps_of_both_sides(tmp_path, monkeypatch, capsys):
     timed = overhead.experiment("v4-8", width=16, length=16, batch_size=4, total_steps=15)
     monkeypatch.setattr(

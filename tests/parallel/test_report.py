@@ -25,7 +25,7 @@ def program(tables, slice_name, model=TINY, devices=None):
     )
 
 
-@pytest.mark.covers("M17", "X05")
+@pytest.mark.covers("M17")
 @pytest.mark.parametrize(
     "tables", [strategies.data_parallel(), strategies.fsdp(), strategies.fsdp_tensor(tensor=2)], ids=lambda t: t.name
 )
@@ -53,7 +53,6 @@ def test_fsdp_divides_the_state_and_data_parallel_does_not():
     assert split.everything == split.params + split.opt_state + split.carry
 
 
-@pytest.mark.covers("X05")
 def test_valkyrie_7b_on_v4_32(tpu_topology):
     bound = program(strategies.fsdp(), "v4-32", transformer.preset("7b"), tpu_topology("v4-32"))
     rows = [r for r in report.rows(bound) if r.path.startswith("params/")]

@@ -1,0 +1,152 @@
+"""`launch/run status`: what is shown to work, and how: STATUS.md, counted from the markers of the tests.
+
+The one idea: nobody writes down what works. A test names the rows of the checklist (tests/capabilities.toml) that it
+shows; this reads the names out of the tests' source, without running them. What has run on a TPU is a claim that only a
+report from a slice can make, and there is none yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from launch.environment import WORKSPACE
+
+HELP = "print what is shown to work, and how; --write brings STATUS.md up to date"
+EXAMPLE = "launch/run status --write"
+STATUS = WORKSPACE / "STATUS.md"
+TESTS = WORKSPACE / "tests"
+CAPABILITIES = TESTS / "capabilities.toml"
+
+
+class Marked(NamedTuple):
+    """One test, with the arguments of its markers.
+
+    Attributes:
+      name: `tests/core/test_x.py::test_y`.
+      covers: rows of the checklist.
+      hosts: processes that it runs, 0 for none.
+      slices: what it compiles for.
+    """
+
+    name: str
+    covers: tuple[str, ...]
+    hosts: int
+    slices: tuple[str, ...]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds --write."""
+    parser.add_argument("--write", action="store_true", help="bring STATUS.md up to date")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the page, or writes it."""
+    page = render(capabilities(), list(marked_tests()))
+    if args.write:
+        STATUS.write_text(page)
+    else:
+        print(page, end="")
+    return 0
+
+
+def capabilities(path: Path = CAPABILITIES) -> dict[str, str]:
+    """Name by row, in the order of the file."""
+    groups = tomllib.loads(path.read_text())
+    return {row: name for group in groups.values() for row, name in group.items()}
+
+
+def marked_tests(folder: Path = TESTS) -> Iterator[Marked]:
+    """Every test below `folder` that covers a row; the markers of its class and module count."""
+    for path in sorted(folder.rglob("test_*.py")):
+        module = ast.parse(path.read_text())
+        shared = _markers(_assigned(module, "pytestmark"))
+        for names, markers in _tests(module, shared):
+            covers = markers.get("covers", ())
+            if covers:
+                name = "::".join([path.relative_to(folder.parent).as_posix(), *names])
+                yield Marked(name, covers, max(markers.get("simulated", (0,))), markers.get("compiled", ()))
+
+
+Markers = Mapping[str, tuple]
+
+
+def _tests(body: ast.Module | ast.ClassDef, inherited: Markers) -> Iterator[tuple[tuple[str, ...], Markers]]:
+    for node in body.body:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
+            yield (node.name,), _joined(inherited, _markers(node.decorator_list))
+        if isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
+            markers = _joined(inherited, _markers(node.decorator_list))
+            yield from (((node.name, *names), own) for names, own in _tests(node, markers))
+
+
+def _assigned(module: ast.Module, name: str) -> list[ast.expr]:
+    """The expressions of a module-level `name = x` or `name = [x, …]`."""
+    for node in module.body:
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
+            return node.value.elts if isinstance(node.value, ast.List) else [node.value]
+    return []
+
+
+def _markers(expressions: Iterable[ast.expr]) -> Markers:
+    """Constant arguments of every `pytest.mark.NAME(…)`, by name."""
+    found: Markers = {}
+    for call in expressions:
+        if isinstance(call, ast.Call) and ast.unparse(call.func).startswith("pytest.mark."):
+            values = tuple(a.value for a in call.args if isinstance(a, ast.Constant))
+            found = _joined(found, {call.func.attr: values})
+    return found
+
+
+def _joined(first: Markers, second: Markers) -> Markers:
+    return {name: (*first.get(name, ()), *second.get(name, ())) for name in (*first, *second)}
+
+
+def render(names: Mapping[str, str], tests: Iterable[Marked]) -> str:
+    """The page.
+
+    Raises:
+      ValueError: a test covers a row that the checklist does not have.
+    """
+    by_row: dict[str, list[Marked]] = {row: [] for row in names}
+    for test in tests:
+        for row in test.covers:
+            if row not in names:
+                raise ValueError(f"{test.name} covers {row!r}, which tests/capabilities.toml does not have")
+            by_row[row].append(test)
+    shown = {row: found for row, found in by_row.items() if found}
+    lines = [
+        "# Status",
+        "",
+        "Generated from the tests' markers by `launch/run status --write`; not written by hand.",
+        "",
+        _count(shown, total=len(names)),
+        "",
+        "| row | capability | unit | simulated on | compiled for | ran on a TPU |",
+        "|---|---|---|---|---|---|",
+        *(_line(row, names[row], found) for row, found in shown.items()),
+        "",
+        "Not yet: " + "; ".join(f"{row} {name}" for row, name in names.items() if row not in shown) + ".",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _count(shown: Mapping[str, list[Marked]], *, total: int) -> str:
+    simulated = sum(any(t.hosts for t in found) for found in shown.values())
+    compiled = sum(any(t.slices for t in found) for found in shown.values())
+    return (
+        f"**{len(shown)} of {total} capabilities are shown by a test**, {simulated} of them on several simulated hosts "
+        f"and {compiled} by the real TPU compiler. 0 ran on a TPU."
+    )
+
+
+def _line(row: str, name: str, found: list[Marked]) -> str:
+    unit = "yes" if any(not t.hosts and not t.slices for t in found) else ""
+    hosts = sorted({t.hosts for t in found if t.hosts})
+    slices = list(dict.fromkeys(s for t in found for s in t.slices))
+    simulated = f"{', '.join(map(str, hosts))} hosts" if hosts else ""
+    return f"| {row} | {name} | {unit} | {simulated} | {', '.join(slices)} | never |"
