@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from core import distributed, hooks, metrics, paths, prefetch, profiling, recompile, trainer
 from core.checkpoint import Checkpoints
@@ -154,12 +155,14 @@ def _logging(run: Run, writers: metrics.Writers, progress: Progress) -> list[hoo
 def _evaluation(run: Run, writers: metrics.Writers, progress: Progress) -> hooks.Evaluate | None:
     if not run.experiment.eval_batches:
         return None
-    layout = run.program.partitioner.data_layout(run.experiment.batch_size)
+    kept: list[Mapping[str, np.ndarray]] = []  # the same batches at every evaluation: opened once
 
     def evaluate(state: TrainState) -> Mapping[str, float]:
-        batches = run.experiment.task.evaluation(layout)
-        on_device = (run.program.put(next(batches)) for _ in range(run.experiment.eval_batches))
-        return hooks.evaluate(run.program.eval_step, state, on_device, num_batches=run.experiment.eval_batches)
+        if not kept:
+            layout = run.program.partitioner.data_layout(run.experiment.batch_size)
+            batches = run.experiment.task.evaluation(layout)
+            kept.extend(next(batches) for _ in range(run.experiment.eval_batches))
+        return hooks.evaluate(run.program.eval_step, state, map(run.program.put, kept), num_batches=len(kept))
 
     def write(step: int, values: Mapping[str, float]) -> None:
         writers.scalars(step, values)

@@ -1,0 +1,160 @@
+"""Whole runs of the real thing: real text, real checkpoints, one process and several."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from launch import environment
+
+ROOT = environment.WORKSPACE
+SMALL = [
+    "NUM_STREAMS = 4",
+    "TOTAL_STEPS = 12",
+    "WARMUP_STEPS = 3",
+    "LENGTH = 64",
+    "CHECKPOINT_INTERVAL = 6",
+    "EVAL_INTERVAL = 6",
+    "EVAL_BATCHES = 2",
+    "LOG_INTERVAL = 1",
+    "transformer.Transformer.num_layers = 2",
+    "transformer.Transformer.embed_dim = 32",
+    "transformer.Transformer.mlp_dim = 64",
+    "PROMPT = 'def '",
+]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """What one run compiled the next need not."""
+    return str(tmp_path_factory.mktemp("compiled"))
+
+
+@pytest.fixture(scope="module")
+def launch(cache):
+    """`launch("train", …, slice_name="v4-16")` runs a command of ours to its end; one process plays the whole slice."""
+
+    def run(*arguments, slice_name=None, code=0):
+        env = {**os.environ, "JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        env |= {"RENGA_SIMULATE": slice_name} if slice_name else {}
+        command = [sys.executable, "-m", "launch", *arguments]
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout
+
+    return run
+
+
+def small(*more):
+    return [word for binding in (*SMALL, *more) for word in ("--gin", binding)]
+
+
+def scalars(run_dir, name):
+    """name's value by step, the last written where a step was written twice."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row[name] for row in rows if name in row}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(launch, tmp_path_factory):
+    """Twelve steps in one process, and what they printed."""
+    run_dir = tmp_path_factory.mktemp("undisturbed")
+    said = launch(
+        "train", "gin/quickstart.gin", "--slice", "v4-16", "--run-dir", str(run_dir), *small(), slice_name="v4-16"
+    )
+    return run_dir, said
+
+
+@pytest.fixture(scope="module")
+def stopped(launch, tmp_path_factory):
+    """The same run, stopped at its checkpoint of step 6."""
+    run_dir = tmp_path_factory.mktemp("stopped")
+    where = ["--slice", "v4-16", "--run-dir", str(run_dir), "--steps", "6"]
+    launch("train", "gin/quickstart.gin", *where, *small(), slice_name="v4-16")
+    return run_dir
+
+
+def test_a_run_says_what_it_is_and_ends_with_what_it_learned(undisturbed):
+    run_dir, said = undisturbed
+    for words in ("v4-16: 8 chips on 2 host(s)", "fsdp 8", "FLOPs per step", str(run_dir), "fresh"):
+        assert words in said
+    for words in ("step     12/12  loss", "validation loss", "The model continues 'def '", "launch/run tensorboard"):
+        assert words in said
+    assert "TOTAL_STEPS" not in (run_dir / "config.gin").read_text()
+    assert "total_steps = 12" in (run_dir / "config.gin").read_text()
+    losses = scalars(run_dir, "loss")
+    assert sorted(losses) == list(range(1, 13))
+    assert losses[12] < losses[1] - 1.0
+    assert sorted(scalars(run_dir, "validation/loss")) == [6, 12]
+
+
+@pytest.mark.covers("C06", "T12", "E11", "E12")
+def test_stop_and_start_again_continues_bit_for_bit(launch, undisturbed, stopped, tmp_path):
+    shutil.copytree(stopped, tmp_path / "run")
+    where = ["--slice", "v4-16", "--run-dir", str(tmp_path / "run")]
+    said = launch("train", "gin/quickstart.gin", *where, *small(), slice_name="v4-16")
+    assert "resumed from 6" in said
+    for name in ("loss", "gradient_norm", "validation/loss"):
+        assert scalars(tmp_path / "run", name) == scalars(undisturbed[0], name)
+    meta = json.loads(next((tmp_path / "run" / "checkpoints" / "12" / "meta").glob("*")).read_text())
+    assert {"config", "git_revision", "versions", "seed", "data"} <= set(meta)
+
+
+@pytest.mark.simulated(2)
+@pytest.mark.covers("D15", "T11", "L06", "C07")
+def test_another_number_of_hosts_and_another_strategy_continue_the_run(launch, undisturbed, stopped, tmp_path):
+    shutil.copytree(stopped, tmp_path / "run")
+    where = ["--simulate", "--run-dir", str(tmp_path / "run")]
+    swap = small("STRATEGY = @strategies.fsdp_tensor()", "strategies.fsdp_tensor.tensor = 2")
+    said = launch("pod", "v4-16", "gin/quickstart.gin", *where, *swap)
+    assert "fsdp 4 x tensor 2" in said
+    assert "resumed from 6" in said
+    ours, want = scalars(tmp_path / "run", "loss"), scalars(undisturbed[0], "loss")
+    np.testing.assert_allclose([ours[s] for s in range(7, 13)], [want[s] for s in range(7, 13)], atol=1e-5, rtol=0)
+    assert (tmp_path / "run" / "logs" / "host_1.log").exists()
+
+
+@pytest.mark.parametrize("experiment", sorted(p.name for p in (ROOT / "gin").glob("*.gin") if p.name != "defaults.gin"))
+def test_every_experiment_file_smokes_on_its_slice(launch, experiment, tmp_path):
+    slice_name = next(
+        line.split("'")[1]
+        for path in (ROOT / "gin" / "slices").glob("*.gin")
+        if f"gin/slices/{path.name}" in (ROOT / "gin" / experiment).read_text()
+        for line in path.read_text().splitlines()
+    )
+    said = launch("train", f"gin/{experiment}", "--smoke", "--run-dir", str(tmp_path), slice_name=slice_name)
+    assert "PASS  20 steps; restored at step 10, 10 steps repeated bit for bit" in said
+
+
+@pytest.mark.slow
+@pytest.mark.simulated(4)
+def test_v4_32_in_four_processes_has_the_losses_of_one(launch, tmp_path):
+    bindings = ["--gin", "LOG_INTERVAL = 1", "--gin", "EVAL_BATCHES = 0", "--steps", "20"]
+    where = ["--run-dir", str(tmp_path / "four")]
+    launch("pod", "v4-32", "gin/quickstart.gin", "--simulate", *where, *bindings)
+    where = ["--slice", "v4-32", "--run-dir", str(tmp_path / "one")]
+    launch("train", "gin/quickstart.gin", *where, *bindings, slice_name="v4-32")
+    four, one = scalars(tmp_path / "four", "loss"), scalars(tmp_path / "one", "loss")
+    assert sorted(four) == list(range(1, 21))
+    np.testing.assert_allclose([four[s] for s in sorted(four)], [one[s] for s in sorted(one)], atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.simulated(2)
+def test_the_quickstart_learns_and_attention_is_why(launch, tmp_path):
+    launch("pod", "v4-16", "gin/quickstart.gin", "--simulate", "--run-dir", str(tmp_path / "run"))
+    assert scalars(tmp_path / "run", "validation/loss")[200] < 1.9
+    control = ["--gin", "transformer.Transformer.attention = 'none'", "--run-dir", str(tmp_path / "control")]
+    launch("pod", "v4-16", "gin/quickstart.gin", "--simulate", *control)
+    assert scalars(tmp_path / "control", "validation/loss")[200] > 2.1
+
+
+@pytest.mark.slow
+@pytest.mark.simulated(4)
+def test_valkyrie_7b_smokes_on_four_hosts(launch, tmp_path):
+    said = launch("pod", "v4-32", "gin/valkyrie_7b.gin", "--simulate", "--smoke", "--run-dir", str(tmp_path))
+    assert "PASS  20 steps" in said
