@@ -10,6 +10,7 @@ to save it) is step n read before n + 1 starts; then a loss that is not finite i
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -119,7 +120,9 @@ def train(
     """
     reader = _Reader(hooks)
     unread: _Dispatched | None = None
-    try:
+    with contextlib.ExitStack() as closing:  # every hook is closed, in order, also when one of them raises
+        for hook in reversed(hooks):
+            closing.callback(hook.close)
         for step in range(int(state.step) + 1, total_steps + 1):
             for hook in hooks:
                 hook.before_step(step)
@@ -133,9 +136,6 @@ def train(
                 reader.read(unread)
                 unread = None
                 reader.boundary(step, state)
-    finally:
-        for hook in hooks:
-            hook.close()
     return state
 
 

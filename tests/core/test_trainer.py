@@ -142,6 +142,18 @@ def test_hooks_are_closed_when_the_data_ends():
     assert events[-1] == "close"
 
 
+def test_every_hook_is_closed_though_one_fails_and_the_first_error_stays_in_sight():
+    class Failing(trainer.Hook):
+        def close(self):
+            raise OSError("disk full")
+
+    events = []
+    with pytest.raises(OSError, match="disk full") as error:
+        run(events, losses={2: float("nan")}, also=[hooks.StopOnNonFinite(), Failing()])
+    assert events[-1] == "close"
+    assert isinstance(error.value.__context__, hooks.NonFiniteLossError)
+
+
 def test_sums_are_added_in_double_precision():
     total = None
     for _ in range(3):
