@@ -28,24 +28,34 @@ from parallel import strategies
 from parallel.partitioner import Program
 from tasks import synthetic
 
-_SETTLING_STEPS = 3  # of every turn, left out: the pipeline of batches and steps is filling
+SETTLING_STEPS = 3  # of every turn, left out: the pipeline of batches and steps is filling
 
 
 class Overhead(NamedTuple):
-    """Seconds of every steady step.
+    """Seconds of every steady step, turn by turn.
 
     Attributes:
       trainer: in the trainer.
       bare: of the jitted step alone.
     """
 
-    trainer: Sequence[float]
-    bare: Sequence[float]
+    trainer: Sequence[Sequence[float]]
+    bare: Sequence[Sequence[float]]
 
     @property
     def ratio(self) -> float:
         """Median step in the trainer over median bare step."""
-        return statistics.median(self.trainer) / statistics.median(self.bare)
+        return _median(self.trainer) / _median(self.bare)
+
+    @property
+    def ratios_by_turn(self) -> list[float]:
+        """The same of each pair of turns, smallest first: how far the machine's other work moves the ratio."""
+        pairs = zip(self.trainer, self.bare, strict=True)
+        return sorted(statistics.median(trainer) / statistics.median(bare) for trainer, bare in pairs)
+
+
+def _median(turns: Sequence[Sequence[float]]) -> float:
+    return statistics.median(seconds for turn in turns for seconds in turn)
 
 
 def experiment(slice_name: str, *, width: int, length: int, batch_size: int, total_steps: int) -> Experiment:
@@ -70,7 +80,7 @@ def measure(timed: Experiment, *, turn_steps: int, run_dir: str, host: Host) -> 
 
     Args:
       timed: what to train.
-      turn_steps: steps of a turn, more than the few that settle it.
+      turn_steps: steps of a turn, more than SETTLING_STEPS.
       run_dir: for what a run writes.
       host: this process among its peers.
     """
@@ -79,15 +89,15 @@ def measure(timed: Experiment, *, turn_steps: int, run_dir: str, host: Host) -> 
     batch = run.program.put(next(timed.task.train(layout, seed=timed.seed)))
     turns = _Turns(run.program, batch, turn_steps=turn_steps)
     training.train(run, also=[turns])
-    return Overhead(turns.trainer_seconds, turns.bare_seconds)
+    return Overhead(turns.trainer_turns[1:], turns.bare_turns[1:])  # the first pair compiled
 
 
 class _Turns(hooks.Hook):
-    """Times the trainer's steps, and runs bare ones behind every turn. The first turn compiles and does not count."""
+    """Times the trainer's steps, and runs as many bare ones behind every turn."""
 
     def __init__(self, program: Program, batch: Batch, *, turn_steps: int):
-        self.trainer_seconds: list[float] = []
-        self.bare_seconds: list[float] = []
+        self.trainer_turns: list[list[float]] = []
+        self.bare_turns: list[list[float]] = []
         self._program = program
         self._batch = batch
         self._turn_steps = turn_steps
@@ -95,8 +105,10 @@ class _Turns(hooks.Hook):
 
     def after_step(self, report: StepReport) -> None:
         turn, place = divmod(report.step - 1, self._turn_steps)
-        if turn > 0 and place >= _SETTLING_STEPS:
-            self.trainer_seconds.append(report.seconds)
+        if place == 0:
+            self.trainer_turns.append([])
+        if place >= SETTLING_STEPS:
+            self.trainer_turns[turn].append(report.seconds)
 
     def needs_state(self, step: int) -> bool:
         return step % self._turn_steps == 0
@@ -104,8 +116,7 @@ class _Turns(hooks.Hook):
     def at_boundary(self, step: int, state: TrainState) -> None:
         mine = self._program.init() if self._state is None else self._state
         self._state, seconds = bare_steps(self._program, mine, self._batch, steps=self._turn_steps)
-        if step > self._turn_steps:
-            self.bare_seconds += seconds[_SETTLING_STEPS:]
+        self.bare_turns.append(seconds[SETTLING_STEPS:])
 
 
 def bare_steps(program: Program, state: TrainState, batch: Batch, *, steps: int) -> tuple[TrainState, list[float]]:

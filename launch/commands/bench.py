@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=int, default=128, help="of the model (default: 128)")
     parser.add_argument("--length", type=int, default=128, help="tokens of a row (default: 128)")
     parser.add_argument("--batch-size", type=int, default=16, help="rows of the global batch (default: 16)")
-    parser.add_argument("--turns", type=int, default=8, help="turns that count (default: 8)")
-    parser.add_argument("--turn-steps", type=int, default=15, help="steps of a turn (default: 15)")
+    parser.add_argument("--turns", type=int, default=20, help="turns that count, at least 2 (default: 20)")
+    parser.add_argument("--turn-steps", type=int, default=10, help="steps of a turn, at least 5 (default: 10)")
     parser.add_argument("--run-dir", metavar="DIR", help="for what a run writes; several hosts need one they share")
 
 
@@ -34,6 +34,8 @@ def run(args: argparse.Namespace) -> int:
     from core import slices
     from launch import hosts, joining, overhead
 
+    if args.turns < 2 or args.turn_steps < overhead.SETTLING_STEPS + 2:
+        raise ValueError(f"--turns {args.turns} --turn-steps {args.turn_steps}: expected at least 2 and 5")
     slice_ = slices.get(args.slice)
     if not hosts.on_tpu_host():
         os.environ |= {"JAX_PLATFORMS": "cpu", "RENGA_SIMULATE": slice_.name}
@@ -62,9 +64,12 @@ def _print(result) -> None:
     table.add_row("in the trainer", *_row(result.trainer))
     table.add_row("bare jitted step", *_row(result.bare))
     Console(width=100).print(table)
+    least, *_, most = by_turn = result.ratios_by_turn
     print(f"trainer / bare = {result.ratio:.3f} (goal: at most {GOAL})")
+    print(f"turn by turn: median {statistics.median(by_turn):.3f}, from {least:.3f} to {most:.3f}")
 
 
-def _row(seconds: Sequence[float]) -> list[str]:
+def _row(turns: Sequence[Sequence[float]]) -> list[str]:
+    seconds = [s for turn in turns for s in turn]
     deciles = statistics.quantiles(seconds, n=10)
     return [str(len(seconds)), *(f"{1000 * s:.1f} ms" for s in (deciles[0], statistics.median(seconds), deciles[-1]))]
