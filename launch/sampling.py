@@ -22,35 +22,43 @@ def continue_prompt(program: Program, state: TrainState, prompt: list[int], *, c
     Args:
       program: whose model has `logits(params, batch) -> [B, T, V]`.
       state: trained.
-      prompt: ids, at least one; its last `T - count` are used.
-      count: how many ids to write; at most T - 1 for windows of T.
+      prompt: ids, at least one; its last T are used, T the length of a row.
+      count: how many ids to write; each is drawn from what the T ids before it suggest.
     """
-    rows, length = program.spec["inputs"].shape
-    count = min(count, length - 1)
-    prompt = prompt[-(length - count) :]
-    window = np.zeros((rows, length), np.int32)
-    window[:, : len(prompt)] = prompt
+    length = program.spec["inputs"].shape[1]
+    prompt = prompt[-length:]
+    written = np.zeros(max(length, len(prompt) + count), np.int32)
+    written[: len(prompt)] = prompt
     with program.partitioner.tracing():
-        written = jax.jit(_write, static_argnums=(0, 3, 4))(
-            program.model, state.params, jnp.asarray(window), len(prompt), count
+        write = jax.jit(_write, static_argnames=("model", "rows", "length", "start", "count"))
+        ids = write(
+            state.params,
+            jnp.asarray(written),
+            model=program.model,
+            rows=program.partitioner.row_shards,
+            length=length,
+            start=len(prompt),
+            count=count,
         )
-    return np.asarray(written)[len(prompt) : len(prompt) + count].tolist()
+    return np.asarray(ids)[len(prompt) : len(prompt) + count].tolist()
 
 
-def _write(model, params, window: jax.Array, start: int, count: int) -> jax.Array:
-    """[T]: the first row once `count` ids from position `start` on have been drawn."""
-    positions = jnp.broadcast_to(jnp.arange(window.shape[1]), window.shape)
+def _write(params, written: jax.Array, *, model, rows: int, length: int, start: int, count: int) -> jax.Array:
+    """[N]: `written` once `count` ids from position `start` on have been drawn."""
+    whole = (rows, length)  # the same window on every group of chips: as few rows as the layout allows
     fixed = {
-        "targets": window,
-        "weights": jnp.ones(window.shape, jnp.float32),
-        "segment_ids": jnp.ones_like(window),
-        "positions": positions,
+        "targets": jnp.zeros(whole, jnp.int32),
+        "weights": jnp.ones(whole, jnp.float32),
+        "segment_ids": jnp.ones(whole, jnp.int32),
+        "positions": jnp.broadcast_to(jnp.arange(length), whole),
     }
 
-    def one(i: jax.Array, window: jax.Array) -> jax.Array:
-        logits = model.logits(params, {**fixed, "inputs": window})  # [B, T, V]
-        here = jax.lax.dynamic_index_in_dim(logits, i - 1, axis=1, keepdims=False)[0]  # [V]
+    def one(i: jax.Array, written: jax.Array) -> jax.Array:
+        first = jnp.maximum(i - length, 0)
+        window = jax.lax.dynamic_slice_in_dim(written, first, length)  # [T]
+        logits = model.logits(params, {**fixed, "inputs": jnp.broadcast_to(window, whole)})  # [B, T, V]
+        here = jax.lax.dynamic_index_in_dim(logits, i - 1 - first, axis=1, keepdims=False)[0]  # [V]
         drawn = jax.random.categorical(jax.random.fold_in(jax.random.key(0), i), here / TEMPERATURE)
-        return window.at[:, i].set(drawn.astype(jnp.int32))
+        return written.at[i].set(drawn.astype(jnp.int32))
 
-    return jax.lax.fori_loop(start, start + count, one, window)[0]
+    return jax.lax.fori_loop(start, start + count, one, written)
