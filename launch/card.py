@@ -53,7 +53,7 @@ def rows(
     if hasattr(experiment.model, "flops_per_token"):
         flops = experiment.model.flops_per_token(experiment.task.length) * tokens
         card["compute"] = f"{flops:.3g} FLOPs per step; {flops / slice_.peak_flops:.3g} s at the slice's bf16 peak"
-    card["steps"] = f"{experiment.total_steps:,}" + (f", resumed from {resumed_from:,}" if resumed_from else ", fresh")
+    card["steps"] = f"{experiment.total_steps:,}, " + (f"resumed from {resumed_from:,}" if resumed_from else "fresh")
     card["run"] = run_dir
     return card
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Mapping
 
 
@@ -16,7 +15,13 @@ class Progress:
     def __init__(self, last_step: int, *, is_host_zero: bool):
         self._last_step = last_step
         self._speaks = is_host_zero
-        self._began = time.monotonic()
+
+    def start(self, step: int) -> None:
+        """Says so where there is nothing to do."""
+        if step >= self._last_step:
+            self._print(
+                f"step {step} of {self._last_step} is done already: raise TOTAL_STEPS, or give another --run-dir"
+            )
 
     def line(self, step: int, values: Mapping[str, float]) -> None:
         """One finished interval of training."""

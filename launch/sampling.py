@@ -1,6 +1,6 @@
 """What the trained model writes: a short continuation, to see that it learned something.
 
-Plain and slow on purpose: each token runs the whole window again, in the layout of training, so that it works wherever
+Plain and slow on purpose: each id runs the whole window again, in the layout of training, so that it works wherever
 training did.
 """
 
@@ -9,11 +9,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from core.train_state import TrainState
 from parallel.partitioner import Program
 
 TEMPERATURE = 0.8
+GATHER_AT_MOST_BYTES = 2**30
 
 
 def continue_prompt(program: Program, state: TrainState, prompt: list[int], *, count: int) -> list[int]:
@@ -29,10 +31,14 @@ def continue_prompt(program: Program, state: TrainState, prompt: list[int], *, c
     prompt = prompt[-length:]
     written = np.zeros(max(length, len(prompt) + count), np.int32)
     written[: len(prompt)] = prompt
+    params = state.params
+    if sum(leaf.nbytes for leaf in jax.tree.leaves(params)) <= GATHER_AT_MOST_BYTES:
+        whole = NamedSharding(program.partitioner.mesh, PartitionSpec())
+        params = jax.jit(lambda tree: tree, out_shardings=whole)(params)  # once, not at every layer of every id
     with program.partitioner.tracing():
         write = jax.jit(_write, static_argnames=("model", "rows", "length", "start", "count"))
         ids = write(
-            state.params,
+            params,
             jnp.asarray(written),
             model=program.model,
             rows=program.partitioner.row_shards,

@@ -81,6 +81,7 @@ def train(run: Run, *, also: Sequence[hooks.Hook] = ()) -> dict[str, float]:
     if run.host.is_zero:
         card.show(run.experiment, run.program, run_dir=run.run_dir, resumed_from=resumed, host=run.host)
         _write_config(run, writers)
+    progress.start(int(state.step))
     evaluation = _evaluation(run, writers, progress)
     with open_batches(run, position) as batches:
         state = trainer.train(

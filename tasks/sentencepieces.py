@@ -42,7 +42,10 @@ class SentencePiece:
     def _processor(self) -> Any:
         import sentencepiece
 
-        processor = sentencepiece.SentencePieceProcessor(model_proto=self._model)
+        try:
+            processor = sentencepiece.SentencePieceProcessor(model_proto=self._model)
+        except RuntimeError as error:
+            raise ValueError(f"{self.path} is no SentencePiece model: set VOCABULARY to a .model file") from error
         if processor.eos_id() < 1:
             raise ValueError(
                 f"{self.path}: end-of-document id is {processor.eos_id()}, expected 1 or more; train with eos_id=1"
