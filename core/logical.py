@@ -110,7 +110,10 @@ def partition_spec(axes: Axes, rules: Rules, *, keep: Callable[[str], bool] = la
         wanted = tuple(a for a in mesh_axes(rules[name] if name else None) if keep(a))
         for axis in wanted:
             if axis in used:
-                raise ValueError(f"array {axes}: mesh axis {axis!r} is used twice, by {used[axis]!r} and by {name!r}")
+                raise ValueError(
+                    f"array {axes}: mesh axis {axis!r} is used twice, by {used[axis]!r} and by {name!r}; "
+                    "an array can use it once: give one of them None or another mesh axis"
+                )
             used[axis] = name
         entries.append(wanted[0] if len(wanted) == 1 else wanted or None)
     return PartitionSpec(*entries)
@@ -145,8 +148,14 @@ def _check_divides(shape: Sequence[int], axes: Axes, spec: PartitionSpec, sizes:
         if size % shards:
             raise ValueError(
                 f"activation {axes} of shape {tuple(shape)}: {name} = {size} does not divide over {entry} = {shards}; "
-                f"nearest sizes that do: {max(size // shards, 1) * shards}, {(size // shards + 1) * shards}"
+                f"nearest sizes that do: {', '.join(map(str, nearest_multiples(size, shards)))}; "
+                f"or keep it whole: activation_rules={{{name!r}: None}}"
             )
+
+
+def nearest_multiples(size: int, unit: int) -> list[int]:
+    """The multiples of `unit` around `size`, the smallest being `unit` itself."""
+    return sorted({max(size // unit, 1) * unit, (size // unit + 1) * unit})
 
 
 def activation_spec(*names: str | None) -> PartitionSpec | None:

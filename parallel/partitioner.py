@@ -131,7 +131,8 @@ class Program:
 
     def __post_init__(self):
         self._check_rows()
-        _ = self.abstract_state, self.batch_shardings  # finds every other mismatch now
+        _ = self.abstract_state, self.batch_shardings  # finds every other mismatch of stored arrays now
+        self._check_activations()
 
     @functools.cached_property
     def axes(self) -> TrainState:
@@ -191,8 +192,17 @@ class Program:
             raise ValueError(
                 f"batch_size = {rows} does not divide{microbatches} over {self.partitioner.row_shards} groups of chips "
                 f"(strategy {self.partitioner.strategy.name!r} on {self.partitioner.slice.name}). "
-                f"Nearest that do: {max(rows // unit, 1) * unit}, {(rows // unit + 1) * unit}"
+                f"Nearest that do: {', '.join(map(str, logical.nearest_multiples(rows, unit)))}"
             )
+
+    def _check_activations(self) -> None:
+        """Traces the loss, so that a table that the computation does not fit is refused before the first step."""
+        with self.partitioner.tracing():
+            try:
+                jax.eval_shape(step.eval_step(self.model, seed=self.seed), self._abstract[0], self._example())
+            except ValueError as error:
+                tables, where = self.partitioner.strategy, self.partitioner.slice.name
+                raise ValueError(f"strategy {tables.name!r} on {where}, computation: {error}") from error
 
     @functools.cached_property
     def _replicated(self) -> NamedSharding:

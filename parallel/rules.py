@@ -36,7 +36,7 @@ def specs(shapes: Any, axes: Any, rules: Rules, *, mesh_shape: Mapping[str, int]
         try:
             spec = logical.partition_spec(named, rules)
         except ValueError as error:
-            problems.append(f"{path_of(path)}: {error}")
+            problems.append(f"{path_of(path)}: shape {tuple(shape.shape)}, {error}")
             return PartitionSpec()
         problems.extend(f"{path_of(path)}: {p}" for p in _division_problems(shape.shape, named, spec, mesh_shape))
         return spec
@@ -66,7 +66,7 @@ def _division_problems(
 def _fix(name: str, size: int, shards: int) -> str:
     """A batch is easily made larger or smaller; a dimension of a model is not, so there the layout gives way."""
     if name in ("batch", "length"):
-        return f"Nearest that do: {max(size // shards, 1) * shards}, {(size // shards + 1) * shards}"
+        return f"Nearest that do: {', '.join(map(str, logical.nearest_multiples(size, shards)))}"
     degrees = [str(d) for d in range(1, 2 * shards + 1) if size % d == 0]
     return (
         f"Degrees that do: {', '.join(degrees)}; or keep it whole: "

@@ -172,6 +172,19 @@ def test_a_model_that_does_not_fit_is_refused_with_every_array_and_the_fix():
     assert "layers/block/query" not in text
 
 
+@pytest.mark.covers("M05", "M11")
+def test_a_computation_that_does_not_fit_is_refused_before_the_first_step():
+    stored_whole = strategies.override(strategies.fsdp_tensor(tensor=4), param_rules={"kv_heads": None})
+    model = Transformer(vocab_size=64, num_layers=1, embed_dim=16, mlp_dim=16, num_heads=4, num_kv_heads=2)
+    text = refused(stored_whole, model=model)
+    assert "strategy 'fsdp_tensor' on v4-8, computation: activation (embed, kv_heads, head_dim) of shape" in text
+    assert "(16, 2, 4): kv_heads = 2 does not divide over tensor = 4; nearest sizes that do: 4;" in text
+    assert "activation_rules={'kv_heads': None}" in text
+    bind(strategies.override(stored_whole, activation_rules={"kv_heads": None}), "v4-8").program(
+        model, ADAMW, batch_spec(4), seed=0
+    )
+
+
 @pytest.mark.covers("D01", "M05")
 def test_a_batch_that_does_not_fit_is_refused():
     text = refused(FSDP, rows=6)

@@ -56,7 +56,10 @@ def test_all_mismatches_come_at_once_and_nothing_is_quietly_replicated():
     assert "block/up: shape (6, 12), axes (embed, mlp): embed = 6 does not divide over fsdp = 4" in text
     assert "Degrees that do: 1, 2, 3, 6;" in text
     assert "block/query: shape (12,), axes (heads): heads = 12 does not divide over ('tensor', 'data') = 8" in text
-    assert "block/square: array (embed, embed): mesh axis 'fsdp' is used twice, by 'embed' and by 'embed'" in text
+    assert (
+        "block/square: shape (8, 8), array (embed, embed): mesh axis 'fsdp' is used twice, by 'embed' and by 'embed'"
+        in text
+    )
     assert "block/flat: shape (8,) has 1 dimensions, its axes (embed, mlp) name 2" in text
     assert "fine" not in text
 
