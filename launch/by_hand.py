@@ -13,8 +13,9 @@ import time
 
 import jax
 
-from core import distributed, hooks, slices
+from core import distributed, slices
 from core.optimizers import adamw, warmup_cosine
+from core.training import hooks
 from models.transformer import Transformer
 from parallel import strategies
 from parallel.partitioner import Partitioner

@@ -15,7 +15,7 @@ from core.slices import GIB
 from core.train_state import TrainState
 from launch import sampling
 from launch.experiment import Experiment
-from launch.joining import Host
+from launch.pods.joining import Host
 from parallel import report
 from parallel.partitioner import Program
 

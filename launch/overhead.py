@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 import jax
 
-from core import hooks
 from core.optimizers import adamw, constant
 from core.train_state import TrainState
-from core.trainer import StepReport
+from core.training import hooks
+from core.training.trainer import StepReport
 from core.types import Batch
 from launch import training
 from launch.experiment import Experiment
-from launch.joining import Host
+from launch.pods.joining import Host
 from models.transformer import Transformer
 from parallel import strategies
 from parallel.partitioner import Program

@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from core import logical, slices, trainer
+from core import logical, slices
 from core.checkpoint import Checkpoints
+from core.training import trainer
 from core.types import Task
 from launch import training
 from launch.experiment import Experiment
@@ -37,10 +38,11 @@ def shrink(experiment: Experiment) -> Experiment:
     shape = strategy.resolve(experiment.strategy, slice_.chips, where=slice_.name)
     multiples = {name: _shards(experiment.strategy, shape, name) for name in logical.LOGICAL_AXES}
     rows = multiples["batch"] * experiment.accum_steps
+    task = _small_task(experiment, streams=rows, length=math.lcm(LENGTH, multiples["length"]))
     return dataclasses.replace(
         experiment,
         model=experiment.model.shrink(multiples),
-        task=_small_task(experiment, streams=rows, length=math.lcm(LENGTH, multiples["length"])),
+        task=task,
         batch_size=rows,
         total_steps=STEPS,
         log_interval=5,
@@ -48,6 +50,7 @@ def shrink(experiment: Experiment) -> Experiment:
         eval_batches=1,
         checkpoint_interval=STEPS // 2,
         profile_steps=(),
+        prompt=experiment.prompt if isinstance(task, type(experiment.task)) else "",
     )
 
 

@@ -14,12 +14,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from core import distributed, hooks, metrics, paths, prefetch, profiling, recompile, trainer
+from core import distributed, metrics, paths
 from core.checkpoint import Checkpoints
 from core.train_state import TrainState
-from launch import card, joining
+from core.training import hooks, prefetch, profiling, recompile, trainer
+from launch import card
 from launch.experiment import Experiment
-from launch.joining import Host
+from launch.pods import joining
+from launch.pods.joining import Host
 from launch.progress import Progress
 from parallel.partitioner import Program
 

@@ -32,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures and prints; always 0, because a shared machine is no judge."""
     from core import slices
-    from launch import hosts, joining, overhead
+    from launch import overhead
+    from launch.pods import hosts, joining
 
     if args.turns < 2 or args.turn_steps < overhead.SETTLING_STEPS + 2:
         raise ValueError(f"--turns {args.turns} --turn-steps {args.turn_steps}: expected at least 2 and 5")

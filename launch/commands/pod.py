@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 
 from core import slices
-from launch import environment, hosts, simulate, workstation
+from launch import environment
+from launch.pods import hosts, simulate, workstation
 
 HELP = "train an experiment on a slice: on this TPU host, from a workstation, or simulated here"
 EXAMPLE = """launch/pod.sh v4-16 gin/quickstart.gin --simulate

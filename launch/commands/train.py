@@ -25,8 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Joins the other hosts and trains."""
-    from launch import gin_config, joining, smoke, training
-    from launch.hosts import revision
+    from launch import gin_config, smoke, training
+    from launch.pods import joining
+    from launch.pods.hosts import revision
 
     config = gin_config.load(args.experiment, bindings=args.gin, slice_name=args.slice)
     experiment = config.build()

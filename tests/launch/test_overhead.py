@@ -2,10 +2,10 @@
 
 import time
 
-from core import hooks
+from core.training import hooks
 from launch import overhead
 from launch.commands import bench
-from launch.joining import Host
+from launch.pods.joining import Host
 
 
 def test_bench_counts_the_settled_steps_of_both_sides(tmp_path, monkeypatch, capsys):

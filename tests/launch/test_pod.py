@@ -10,8 +10,9 @@ import pytest
 
 from core import paths
 from launch import __main__ as cli
-from launch import environment, hosts, simulate, workstation
+from launch import environment
 from launch.commands import pod
+from launch.pods import hosts, simulate, workstation
 
 ROOT = environment.WORKSPACE
 NOWHERE = hosts.Place(False, None, ("environment: TPU_WORKER_ID is not set",))

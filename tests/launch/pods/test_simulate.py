@@ -12,15 +12,15 @@ import time
 import pytest
 
 from core import slices
-from launch import simulate
+from launch.pods import simulate
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent.parent
 V4_16, V4_32 = slices.get("v4-16"), slices.get("v4-32")
 INDEX = "import os, sys, time, signal; index = int(os.environ['JAX_PROCESS_INDEX'])\n"
 LAUNCHER = """
 import sys, pathlib
 from core import slices
-from launch import simulate
+from launch.pods import simulate
 logs = pathlib.Path(sys.argv[2])
 sys.exit(simulate.run(slices.get(sys.argv[1]), command=sys.argv[3:], log_directory=logs, grace_seconds=2))
 """

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from core import slices
-from launch import host_output
+from launch.pods import host_output
 
 LAST_LINES = 20
 GIB = 2**30

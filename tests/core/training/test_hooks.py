@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from core import hooks
-from core.trainer import StepReport
+from core.training import hooks
+from core.training.trainer import StepReport
 from core.types import WeightedSum
 
 
@@ -119,7 +119,8 @@ distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_c
 import haiku as hk
 import jax.numpy as jnp
 import numpy as np
-from core import hooks, logical, optimizers, slices
+from core import logical, optimizers, slices
+from core.training import hooks
 from core.types import LossOutput
 from parallel import strategies
 from parallel.partitioner import Partitioner

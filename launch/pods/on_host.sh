@@ -3,11 +3,11 @@
 # tensorboard. It lives in the workspace that was shipped, and keeps what it must remember in ~/.renga.
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 state=$HOME/.renga
 process=$state/process # process id and start time of the run, and its command line
 run_log=$state/run.log
-settle_seconds=2
+settle_seconds=4 # a run that fails at its start is told of
 stop_seconds=30 # to write a checkpoint in
 host=$(hostname)
 

@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from core import profiling
+from core.training import profiling
 
 PLANES = "tensorboard/plugins/profile"
 
@@ -49,7 +49,8 @@ def test_windows_do_not_overlap(tmp_path):
 
 TWO_HOSTS_PROFILE = """
 import jax, jax.numpy as jnp
-from core import distributed, profiling
+from core import distributed
+from core.training import profiling
 distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS, local_cpu_devices=1)
 profile = profiling.Profile("run")
 profile.start(10)

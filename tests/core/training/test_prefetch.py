@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from core import prefetch
+from core.training import prefetch
 
 
 class Counting:

@@ -10,10 +10,10 @@ import time
 import pytest
 
 from core import slices
-from launch import workstation
+from launch.pods import workstation
 
 HERE = pathlib.Path(__file__).parent
-ON_HOST = HERE.parent.parent / "launch" / "on_host.sh"
+ON_HOST = HERE.parent.parent.parent / "launch" / "pods" / "on_host.sh"
 TPU = workstation.Tpu("my-tpu", "us-central2-b", "proj")
 V4_16 = slices.get("v4-16")
 SECRET = "hf_abcdefghijkl"
@@ -52,7 +52,7 @@ def workspace(tmp_path):
     """A small git work tree with stand-ins for the scripts that would train."""
     folder = tmp_path / "workspace"
     for name, text in {
-        "launch/on_host.sh": ON_HOST.read_text(),
+        "launch/pods/on_host.sh": ON_HOST.read_text(),
         "launch/setup.sh": SETUP,
         "launch/pod.sh": POD,
         "gin/x.gin": "A = 1\n",
@@ -103,7 +103,7 @@ def test_ship_set_up_start_follow_and_stop(cloud, workspace, monkeypatch, capfd)
             ".gitignore",
             ".revision",
             "gin/x.gin",
-            "launch/on_host.sh",
+            "launch/pods/on_host.sh",
             "launch/pod.sh",
             "launch/setup.sh",
             "new file.py",

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from core import slices
-from launch import hosts
+from launch.pods import hosts
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from core import hooks, trainer
 from core.train_state import TrainState
+from core.training import hooks, trainer
 
 
 class Metric:

@@ -1,6 +1,6 @@
 """Drives a real slice from a workstation, through gcloud: every step is one command line that can be printed.
 
-The one idea: this file decides, `gcloud compute tpus tpu-vm scp/ssh --worker=all` carries, and `launch/on_host.sh`,
+The one idea: this file decides, `gcloud compute tpus tpu-vm scp/ssh --worker=all` carries, and `pods/on_host.sh`,
 which travels with the workspace, acts on each host. So a step is an argv list without a shell, `--dry-run` prints
 exactly what would run, and the only quoting is that of one `--command`.
 
@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from core import slices
-from launch import environment, hosts
+from launch import environment
+from launch.pods import hosts
 
 ACTIONS = ("logs", "status", "stop", "tensorboard")
 REMOTE_WORKSPACE = "renga"  # under the home directory of every host, as are the next two
@@ -110,7 +111,7 @@ def act(tpu: Tpu, *, action: str, log_directory: str, dry_run: bool) -> int:
 def start_steps(tpu: Tpu, *, arguments: Sequence[str], archive: Path, token_file: Path | None) -> list[Step]:
     """What happens after the TPU has been looked at."""
     unpack = (
-        f"mkdir -p {REMOTE_WORKSPACE} && tar -xzf {REMOTE_ARCHIVE} -C {REMOTE_WORKSPACE} launch/on_host.sh && "
+        f"mkdir -p {REMOTE_WORKSPACE} && tar -xzf {REMOTE_ARCHIVE} -C {REMOTE_WORKSPACE} launch/pods/on_host.sh && "
         f"{_on_host('install')}"
     )
     steps = [
@@ -208,7 +209,7 @@ def _resolved(argv: Sequence[str]) -> list[str]:
 
 
 def _on_host(action: str, *arguments: str) -> str:
-    return shlex.join(["bash", f"{REMOTE_WORKSPACE}/launch/on_host.sh", action, *arguments])
+    return shlex.join(["bash", f"{REMOTE_WORKSPACE}/launch/pods/on_host.sh", action, *arguments])
 
 
 def _where(tpu: Tpu) -> tuple[str, ...]:

@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 
-from core import trainer
 from core.train_state import TrainState
-from core.trainer import Hook, StepReport
+from core.training import trainer
+from core.training.trainer import Hook, StepReport
 
 Scalars = Callable[[int, Mapping[str, float]], None]  # (step, name -> value)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from core import recompile
+from core.training import recompile
 
 
 def layout(*spec):
