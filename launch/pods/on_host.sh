@@ -7,7 +7,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 state=$HOME/.renga
 process=$state/process # process id and start time of the run, and its command line
 run_log=$state/run.log
-settle_seconds=4 # a run that fails at its start is told of
+settle_seconds=2
 stop_seconds=30 # to write a checkpoint in
 host=$(hostname)
 
@@ -16,7 +16,8 @@ start_time() { sed 's/.*) //' "/proc/$1/stat" 2>/dev/null | cut -d' ' -f20; }
 
 running_pid() {
   local pid started
-  [[ -f $process ]] && read -r pid started <"$process" && [[ $(start_time "$pid") == "$started" ]] && echo "$pid"
+  # An empty start time is that of a process that ended before it could be noted.
+  [[ -f $process ]] && read -r pid started <"$process" && [[ -n $started && $(start_time "$pid") == "$started" ]] && echo "$pid"
 }
 
 install_workspace() {
