@@ -1,0 +1,219 @@
+"""What a step costs a chip by the compiler's own estimate.
+
+`compiled.cost_analysis()` counts the body of a loop once; here everything counts as often as it runs. The one idea:
+nothing is dropped. What has no estimate, no trip count or an opcode that is not known here is listed.
+
+Estimates are in cycles of a chip's TensorCores. They cover neither collectives nor Mosaic kernels.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from parallel.hlo import executions
+from parallel.hlo.executions import Executed, Loop
+from parallel.hlo.program import Instruction
+
+# Costs nothing at run time, or what it costs is counted with another instruction.
+_FREE = frozenset(
+    [
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "after-all",
+        "partition-id",
+        "replica-id",
+        "optimization-barrier",
+        "domain",
+        "add-dependency",
+        "async-update",
+        "async-done",
+        "all-reduce-done",
+        "all-gather-done",
+        "collective-permute-done",
+        "copy-done",
+        "slice-done",
+        "dynamic-slice-done",
+        "send-done",
+        "recv-done",
+        "while",
+        "conditional",
+        "call",
+        "async-start",
+        "fusion",
+    ]
+)
+# Costs time, and what the compiler estimates for it, if anything, is at the instruction.
+_PRICED = frozenset(
+    [
+        "abs",
+        "add",
+        "and",
+        "atan2",
+        "bitcast-convert",
+        "broadcast",
+        "call",
+        "cbrt",
+        "ceil",
+        "cholesky",
+        "clamp",
+        "clz",
+        "compare",
+        "complex",
+        "concatenate",
+        "convert",
+        "convolution",
+        "copy",
+        "copy-start",
+        "cosine",
+        "divide",
+        "dot",
+        "dynamic-reshape",
+        "dynamic-slice",
+        "dynamic-slice-start",
+        "dynamic-update-slice",
+        "erf",
+        "exponential",
+        "exponential-minus-one",
+        "expm1",
+        "fft",
+        "floor",
+        "gather",
+        "get-dimension-size",
+        "imag",
+        "infeed",
+        "iota",
+        "is-finite",
+        "log",
+        "log-plus-one",
+        "logistic",
+        "map",
+        "maximum",
+        "minimum",
+        "multiply",
+        "negate",
+        "not",
+        "or",
+        "outfeed",
+        "pad",
+        "popcnt",
+        "power",
+        "real",
+        "recv",
+        "reduce",
+        "reduce-precision",
+        "reduce-window",
+        "remainder",
+        "reshape",
+        "reverse",
+        "rng",
+        "rng-bit-generator",
+        "rng-get-and-update-state",
+        "round-nearest-afz",
+        "round-nearest-even",
+        "rsqrt",
+        "scatter",
+        "select",
+        "select-and-scatter",
+        "send",
+        "set-dimension-size",
+        "shift-left",
+        "shift-right-arithmetic",
+        "shift-right-logical",
+        "sign",
+        "sine",
+        "slice",
+        "slice-start",
+        "sort",
+        "sqrt",
+        "subtract",
+        "tan",
+        "tanh",
+        "topk",
+        "transpose",
+        "triangular-solve",
+        "xor",
+        "custom-call",
+    ]
+)
+
+
+class Kernel(NamedTuple):
+    """A Mosaic kernel, whose cost the compiler does not estimate; shapes are those of one chip, as `bf16[2,2048]`."""
+
+    name: str
+    op_name: str
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    times: int
+
+
+class Summary(NamedTuple):
+    """What a step costs by the compiler's estimate.
+
+    Attributes:
+      cycles: by kind of instruction (`fusion kOutput`, `copy`), largest first.
+      kernels: Mosaic kernels.
+      custom_calls: executions of other custom calls, by target.
+      loops: every loop, once per place.
+      unknown: executions by opcode that this module does not know.
+      unpriced: executions by opcode for which the compiler gives no estimate; not collectives, not kernels.
+    """
+
+    cycles: Mapping[str, int]
+    kernels: list[Kernel]
+    custom_calls: Mapping[str, int]
+    loops: list[Loop]
+    unknown: Mapping[str, int]
+    unpriced: Mapping[str, int]
+
+    @property
+    def total_cycles(self) -> int:
+        """All estimates together."""
+        return sum(self.cycles.values())
+
+
+def summarize(run: Sequence[Executed]) -> Summary:
+    """Estimated cycles by kind, and everything that has no estimate."""
+    cycles, calls, unknown, unpriced = (collections.Counter() for _ in range(4))
+    for executed in run:
+        at, times = executed.instruction, executed.times
+        kind = executions.base_opcode(at)
+        if not (kind in _FREE or kind in _PRICED or kind in executions.COLLECTIVES or at.opcode in _FREE):
+            unknown[at.opcode] += times
+        elif at.opcode == "custom-call" and not executions.is_kernel(at):
+            calls[at.attribute("custom_call_target")] += times
+        if executed.wrappers or at.opcode in executions.WHOLES:
+            continue
+        if at.estimated_cycles is not None:
+            cycles[_kind(at)] += executed.cycles
+        elif _takes_time(at):
+            unpriced[_kind(at)] += times
+    return Summary(
+        cycles=dict(cycles.most_common()),
+        kernels=[_kernel(e) for e in run if executions.is_kernel(e.instruction)],
+        custom_calls=dict(sorted(calls.items())),
+        loops=[loops[-1] for loops in dict.fromkeys(e.loops for e in run) if loops],
+        unknown=dict(sorted(unknown.items())),
+        unpriced=dict(sorted(unpriced.items())),
+    )
+
+
+def _takes_time(at: Instruction) -> bool:
+    """Arithmetic on single numbers runs on the scalar core, beside everything else."""
+    is_work = executions.base_opcode(at) in _PRICED and at.opcode != "custom-call"
+    return at.opcode == "fusion" or (is_work and any(a.dims for a in at.arrays))
+
+
+def _kind(at: Instruction) -> str:
+    return f"fusion {at.attribute('kind')}" if at.opcode == "fusion" else at.opcode
+
+
+def _kernel(executed: Executed) -> Kernel:
+    at, computation = executed.instruction, executed.computation
+    operands = [str(a) for o in at.operands if o in computation for a in computation[o].arrays]
+    return Kernel(at.name, at.op_name, tuple(operands), tuple(map(str, at.arrays)), executed.times)

@@ -1,0 +1,187 @@
+"""How often each instruction of an optimized HLO program runs on a chip.
+
+The one idea: the program is walked as it runs. A loop's body runs as often as the loop turns, of a conditional the most
+expensive branch is taken, and the pieces of a fusion run with the fusion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from parallel.hlo.program import Computation, Instruction, Module, root
+from parallel.hlo.trip_counts import Scope, TripCounts
+
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+MOSAIC = "tpu_custom_call"
+WHOLES = ("while", "conditional", "call", "async-start")  # what is inside is counted, so they are not
+
+
+class Loop(NamedTuple):
+    """A loop that something runs in.
+
+    Attributes:
+      name: of the `while`.
+      op_name: where in the source it comes from.
+      trips: how often it turns; None where that depends on data.
+    """
+
+    name: str
+    op_name: str
+    trips: int | None
+
+
+class Branch(NamedTuple):
+    """A branch that something runs in.
+
+    Attributes:
+      name: of the `conditional`.
+      op_name: where in the source it comes from.
+      depends_on: what decides: "constant", "counter" (every chip decides alike), "chip" or "data".
+    """
+
+    name: str
+    op_name: str
+    depends_on: str
+
+
+class Executed(NamedTuple):
+    """An instruction in one place of the program.
+
+    Attributes:
+      instruction: itself.
+      computation: the one that it stands in.
+      times: how often it runs in a step; the turns of a loop whose count is not known are taken as 1.
+      loops: around it, outermost first.
+      branches: around it, outermost first.
+      wrappers: fusions and asynchronous starts around it, outermost first; empty: it is scheduled by itself.
+      schedule: the computation in whose schedule it, or its outermost wrapper, stands.
+    """
+
+    instruction: Instruction
+    computation: Computation
+    times: int
+    loops: tuple[Loop, ...]
+    branches: tuple[Branch, ...]
+    wrappers: tuple[Instruction, ...]
+    schedule: Computation
+
+    @property
+    def cycles(self) -> int:
+        """The compiler's estimate for all executions; 0 for what is counted with its wrapper or by its parts."""
+        is_counted = not self.wrappers and self.instruction.opcode not in WHOLES
+        return (self.instruction.estimated_cycles or 0) * self.times if is_counted else 0
+
+
+class _Place(NamedTuple):
+    scope: Scope
+    times: int = 1
+    loops: tuple[Loop, ...] = ()
+    branches: tuple[Branch, ...] = ()
+    wrappers: tuple[Instruction, ...] = ()
+    schedule: Computation | None = None  # where there are wrappers
+
+
+def walk(module: Module) -> list[Executed]:
+    """Every instruction that runs, in the order of the schedule, loops and calls in place."""
+    return list(_Walk(module).run(_Place(Scope(module.entry))))
+
+
+class _Walk:
+    def __init__(self, module: Module):
+        self._module = module
+        self._trips = TripCounts(module)
+
+    def run(self, place: _Place) -> Iterator[Executed]:
+        computation = self._module.computations[place.scope.computation]
+        for instruction in computation.values():
+            yield Executed(instruction, computation, *place[1:-1], schedule=place.schedule or computation)
+            yield from self._inside(instruction, place)
+
+    def _inside(self, at: Instruction, place: _Place) -> Iterator[Executed]:
+        if at.opcode == "while":
+            trips = self._trips.of(at, place.scope)
+            loop = Loop(at.name, at.op_name, trips)
+            inner = place._replace(times=place.times * (1 if trips is None else trips), loops=(*place.loops, loop))
+            yield from self._call(at, at.attribute("condition"), inner)
+            yield from self._call(at, at.attribute("body"), inner)
+        elif at.opcode == "conditional":
+            yield from self._branch(at, place)
+        elif at.opcode in ("fusion", "async-start"):
+            schedule = place.schedule or self._module.computations[place.scope.computation]
+            inner = place._replace(wrappers=(*place.wrappers, at), schedule=schedule)
+            for name in at.called():
+                yield from self._call(at, name, inner)
+        elif at.opcode == "call":
+            yield from self._call(at, at.attribute("to_apply") or at.attribute("calls"), place)
+
+    def _call(self, at: Instruction, name: str, place: _Place) -> Iterator[Executed]:
+        yield from self.run(place._replace(scope=Scope(name, place.scope, at)))
+
+    def _branch(self, at: Instruction, place: _Place) -> Iterator[Executed]:
+        """The branch that costs most: in cycles, then in collectives and kernels, then in instructions."""
+        names = [n for n in at.called() if n in self._module.computations]
+        taken = Branch(at.name, at.op_name, _decided_by(self._module, place.scope, at.operands[0]))
+        inner = place._replace(branches=(*place.branches, taken))
+        runs = [list(self._call(at, name, inner)) for name in names]
+        yield from max(runs, key=_weight, default=[])
+
+
+def _weight(run: list[Executed]) -> tuple[int, int, int]:
+    heavy = sum(base_opcode(e.instruction) in COLLECTIVES or is_kernel(e.instruction) for e in run)
+    return sum(e.cycles for e in run), heavy, len(run)
+
+
+def _decided_by(module: Module, scope: Scope, name: str) -> str:
+    """What a value depends on at most: "constant" < "counter" < "chip" < "data"."""
+    order = ("constant", "counter", "chip", "data")
+    seen: set[tuple[str, str]] = set()
+
+    def leaf(scope: Scope, name: str) -> str:
+        at = module.computations[scope.computation].get(name)
+        if at is None:
+            return "data"
+        if (scope.computation, name) in seen or at.opcode in ("constant", "iota"):
+            return "constant"
+        seen.add((scope.computation, name))
+        if at.opcode in ("partition-id", "replica-id"):
+            return "chip"
+        if at.opcode == "parameter":
+            if scope.call is not None and scope.call.opcode in ("fusion", "call"):
+                return leaf(scope.caller, scope.call.operands[int(at.argument)])
+            return "data"
+        if at.opcode == "get-tuple-element" and _is_counter(module, scope, at):
+            return "counter"
+        inner = [Scope(n, scope, at) for n in at.called()] if at.opcode in ("fusion", "call") else []
+        reads = [(scope, o) for o in at.operands] if not inner else []
+        reads += [(s, root(module.computations[s.computation]).name) for s in inner]
+        return max((leaf(*read) for read in reads), key=order.index, default="data")
+
+    return leaf(scope, name)
+
+
+def _is_counter(module: Module, scope: Scope, at: Instruction) -> bool:
+    """Whether this is the element of a loop's state that every turn moves by a constant."""
+    holder = module.computations[scope.computation].get(at.operands[0])
+    loop = scope.call
+    if holder is None or holder.opcode != "parameter" or loop is None or loop.opcode != "while":
+        return False
+    return TripCounts(module).step(loop, int(at.attribute("index"))) is not None
+
+
+def base_opcode(instruction: Instruction) -> str:
+    """`all-gather` for `all-gather-start`, and the opcode itself for everything else."""
+    return instruction.opcode.removesuffix("-start")
+
+
+def is_kernel(instruction: Instruction) -> bool:
+    """Whether this is a Mosaic kernel."""
+    return instruction.opcode == "custom-call" and instruction.attribute("custom_call_target") == MOSAIC

@@ -1,0 +1,226 @@
+"""An optimized HLO program as text, read into computations and instructions.
+
+The one idea: an instruction ends where its brackets and quotes are closed, not where its line does. Mosaic kernels
+carry literal newlines, and a reader of lines silently loses the rest of the computation they stand in.
+
+    %name = type opcode(operands), attribute=value, metadata={op_name="jit(run)/..."}, backend_config={...}
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+_BITS = {"pred": 8, "bf16": 16, "token": 0, "opaque": 0}
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.S)
+_HEADER = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) (?:\(.*\) -> .*)?\{", re.S)
+_NAMED = re.compile(r"\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<rest>.*)", re.S)
+_OPENING, _CLOSING = "([{", ")]}"
+
+
+class Array(NamedTuple):
+    """An array on one chip."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Without padding."""
+        return math.ceil(math.prod(self.dims) * _bits(self.dtype) / 8)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+def _bits(dtype: str) -> int:
+    """16 for `bf16`, 8 for `f8e4m3fn`, 4 for `s4`."""
+    if dtype in _BITS:
+        return _BITS[dtype]
+    found = re.match(r"[a-z]+(\d+)", dtype)
+    return int(found[1]) if found else 0
+
+
+class Instruction(NamedTuple):
+    """One instruction.
+
+    Attributes:
+      name: unique in its computation.
+      opcode: `all-gather`.
+      type: of the result, as written.
+      argument: what stands between the brackets: operands, a literal, or a parameter's number.
+      attributes: everything behind the brackets.
+      is_root: whether it is the result of its computation.
+    """
+
+    name: str
+    opcode: str
+    type: str
+    argument: str
+    attributes: str
+    is_root: bool
+
+    @property
+    def operands(self) -> list[str]:
+        """Names of the instructions that it reads."""
+        if self.opcode in ("constant", "parameter"):
+            return []
+        return [part.split()[-1].lstrip("%") for part in _split(self.argument) if part.strip()]
+
+    @property
+    def arrays(self) -> list[Array]:
+        """The arrays of the result; of a nested tuple, all of them."""
+        return arrays_of(self.type)
+
+    @property
+    def op_name(self) -> str:
+        """Where in the source it comes from: `jit(run)/jvp()/while/body/.../dot_general`; "" where it says nothing."""
+        found = re.search(r'metadata=\{[^}]*?op_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        return found[1] if found else ""
+
+    @property
+    def estimated_cycles(self) -> int | None:
+        """The compiler's own estimate for one execution; None where it gives none."""
+        found = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
+        return int(found[1]) if found else None
+
+    def attribute(self, name: str) -> str | None:
+        """One word behind `name=`, without % and quotes: a computation, a direction, an index."""
+        found = re.search(rf'(?:^|[\s,]){name}=%?"?([\w.\-]+)', self.attributes)
+        return found[1] if found else None
+
+    def called(self) -> list[str]:
+        """Computations that it names as `calls`, `to_apply`, a loop's parts or branches."""
+        names = []
+        for single in ("calls", "to_apply", "condition", "body", "true_computation", "false_computation"):
+            if (name := self.attribute(single)) is not None:
+                names.append(name)
+        for several in ("branch_computations", "called_computations"):
+            found = re.search(rf"(?:^|[\s,]){several}=\{{([^}}]*)\}}", self.attributes)
+            names += [n.strip().lstrip("%") for n in found[1].split(",")] if found else []
+        return names
+
+
+Computation = Mapping[str, Instruction]  # by name, in the order of the schedule
+
+
+class Module(NamedTuple):
+    """A program.
+
+    Attributes:
+      computations: by name.
+      entry: name of the one that runs.
+    """
+
+    computations: Mapping[str, Computation]
+    entry: str
+
+
+def parse(text: str) -> Module:
+    """Reads what `compiled.as_text()` returns.
+
+    Raises:
+      ValueError: the text ends inside an instruction, or no computation is marked ENTRY.
+    """
+    computations: dict[str, dict[str, Instruction]] = {}
+    entry, current = None, None
+    for statement in _statements(text):
+        if header := _HEADER.fullmatch(statement.rstrip()):
+            current = computations.setdefault(header["name"], {})
+            entry = header["name"] if header["entry"] else entry
+        elif statement.strip() == "}":
+            current = None
+        elif current is not None and (named := _NAMED.fullmatch(statement)):
+            instruction = _instruction(named)
+            current[instruction.name] = instruction
+    if entry is None:
+        raise ValueError("HLO text without an ENTRY computation; expected what compiled.as_text() returns")
+    return Module(computations, entry)
+
+
+def _statements(text: str) -> Iterator[str]:
+    """Lines; one that leaves a bracket or a quote open goes on until they are closed."""
+    pending: list[str] = []
+    for line in text.split("\n"):
+        opens_body = not pending and not line.startswith(" ") and line.endswith("{")
+        if opens_body or (not pending and line.strip() == "}"):
+            yield line
+            continue
+        pending.append(line)
+        whole = "\n".join(pending)
+        if _is_closed(whole):
+            yield whole
+            pending = []
+    if pending:
+        raise ValueError(f"HLO text ends inside: {pending[0].strip()[:100]}")
+
+
+def _is_closed(text: str) -> bool:
+    bare = _STRING.sub("", text)
+    return '"' not in bare and sum(map(bare.count, _OPENING)) == sum(map(bare.count, _CLOSING))
+
+
+def _instruction(named: re.Match) -> Instruction:
+    rest = named["rest"]
+    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+    opening = rest.index("(", end)
+    closing = _closing(rest, opening)
+    return Instruction(
+        name=named["name"],
+        opcode=rest[end:opening].strip(),
+        type=rest[:end],
+        argument=re.sub(r"/\*.*?\*/", "", rest[opening + 1 : closing]),
+        attributes=rest[closing + 1 :].lstrip(", "),
+        is_root=bool(named["root"]),
+    )
+
+
+def _closing(text: str, opening: int) -> int:
+    """Where the bracket at `opening` is closed."""
+    depth, quoted, i = 0, False, opening
+    while i < len(text):
+        character = text[i]
+        if character == '"':
+            quoted = not quoted
+        elif quoted:
+            i += character == "\\"
+        elif character in _OPENING:
+            depth += 1
+        elif character in _CLOSING:
+            depth -= 1
+            if depth == 0:
+                return i
+        i += 1
+    raise ValueError(f"HLO text with an open bracket: {text[opening : opening + 100]}")
+
+
+def _split(text: str) -> Iterator[str]:
+    """Parts between commas that stand in no bracket."""
+    depth, start = 0, 0
+    for i, character in enumerate(text):
+        depth += (character in _OPENING) - (character in _CLOSING)
+        if character == "," and depth == 0:
+            yield text[start:i]
+            start = i + 1
+    yield text[start:]
+
+
+def arrays_of(type_: str) -> list[Array]:
+    """`bf16[2,3]{1,0:T(8,128)}` as one array, a tuple as all of its arrays."""
+    bare = re.sub(r"\{[^}]*\}|/\*.*?\*/", "", type_)
+    return [
+        Array(dtype, tuple(int(d.lstrip("<=")) for d in dims.split(",") if d))
+        for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\]", bare)
+    ]
+
+
+def root(computation: Computation) -> Instruction:
+    """The result of a computation."""
+    return next((i for i in computation.values() if i.is_root), list(computation.values())[-1])
+
+
+def users(computation: Computation, name: str) -> list[Instruction]:
+    """The instructions of a computation that read `name`."""
+    return [i for i in computation.values() if name in i.operands]
