@@ -1,17 +1,11 @@
 """Whole runs of the real thing: real text, real checkpoints, one process and several."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
-from launch import environment
-
-ROOT = environment.WORKSPACE
 SMALL = [
     "NUM_STREAMS = 4",
     "TOTAL_STEPS = 12",
@@ -26,27 +20,6 @@ SMALL = [
     "transformer.Transformer.mlp_dim = 64",
     "PROMPT = 'def '",
 ]
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """What one run compiled the next need not."""
-    return str(tmp_path_factory.mktemp("compiled"))
-
-
-@pytest.fixture(scope="module")
-def launch(cache):
-    """`launch("train", …, slice_name="v4-16")` runs a command of ours to its end; one process plays the whole slice."""
-
-    def run(*arguments, slice_name=None, code=0):
-        env = {**os.environ, "JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        env |= {"RENGA_SIMULATE": slice_name} if slice_name else {}
-        command = [sys.executable, "-m", "launch", *arguments]
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-        assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
-        return done.stdout
-
-    return run
 
 
 def small(*more):
@@ -84,8 +57,7 @@ def test_a_run_says_what_it_is_and_ends_with_what_it_learned(undisturbed):
         assert words in said
     for words in ("step     12/12  loss", "validation loss", "The model continues 'def '", "launch/run tensorboard"):
         assert words in said
-    assert "TOTAL_STEPS" not in (run_dir / "config.gin").read_text()
-    assert "total_steps = 12" in (run_dir / "config.gin").read_text()
+    assert "TOTAL_STEPS = 12" in (run_dir / "config.gin").read_text()
     losses = scalars(run_dir, "loss")
     assert sorted(losses) == list(range(1, 13))
     assert losses[12] < losses[1] - 1.0
@@ -118,18 +90,6 @@ def test_another_number_of_hosts_and_another_strategy_continue_the_run(launch, u
     assert (tmp_path / "run" / "logs" / "host_1.log").exists()
 
 
-@pytest.mark.parametrize("experiment", sorted(p.name for p in (ROOT / "gin").glob("*.gin") if p.name != "defaults.gin"))
-def test_every_experiment_file_smokes_on_its_slice(launch, experiment, tmp_path):
-    slice_name = next(
-        line.split("'")[1]
-        for path in (ROOT / "gin" / "slices").glob("*.gin")
-        if f"gin/slices/{path.name}" in (ROOT / "gin" / experiment).read_text()
-        for line in path.read_text().splitlines()
-    )
-    said = launch("train", f"gin/{experiment}", "--smoke", "--run-dir", str(tmp_path), slice_name=slice_name)
-    assert "PASS  20 steps; restored at step 10, 10 steps repeated bit for bit" in said
-
-
 @pytest.mark.slow
 @pytest.mark.simulated(4)
 def test_v4_32_in_four_processes_has_the_losses_of_one(launch, tmp_path):
@@ -151,10 +111,3 @@ def test_the_quickstart_learns_and_attention_is_why(launch, tmp_path):
     control = ["--gin", "transformer.Transformer.attention = 'none'", "--run-dir", str(tmp_path / "control")]
     launch("pod", "v4-16", "gin/quickstart.gin", "--simulate", *control)
     assert scalars(tmp_path / "control", "validation/loss")[200] > 2.1
-
-
-@pytest.mark.slow
-@pytest.mark.simulated(4)
-def test_valkyrie_7b_smokes_on_four_hosts(launch, tmp_path):
-    said = launch("pod", "v4-32", "gin/valkyrie_7b.gin", "--simulate", "--smoke", "--run-dir", str(tmp_path))
-    assert "PASS  20 steps" in said

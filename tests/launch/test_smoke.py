@@ -1,0 +1,26 @@
+"""Every experiment file rehearses its slice."""
+
+import pytest
+
+from launch import environment
+
+ROOT = environment.WORKSPACE
+
+
+@pytest.mark.parametrize("experiment", sorted(p.name for p in (ROOT / "gin").glob("*.gin") if p.name != "defaults.gin"))
+def test_every_experiment_file_smokes_on_its_slice(launch, experiment, tmp_path):
+    slice_name = next(
+        line.split("'")[1]
+        for path in (ROOT / "gin" / "slices").glob("*.gin")
+        if f"gin/slices/{path.name}" in (ROOT / "gin" / experiment).read_text()
+        for line in path.read_text().splitlines()
+    )
+    said = launch("train", f"gin/{experiment}", "--smoke", "--run-dir", str(tmp_path), slice_name=slice_name)
+    assert "PASS  20 steps; restored at step 10, 10 steps repeated bit for bit" in said
+
+
+@pytest.mark.slow
+@pytest.mark.simulated(4)
+def test_valkyrie_7b_smokes_on_four_hosts(launch, tmp_path):
+    said = launch("pod", "v4-32", "gin/valkyrie_7b.gin", "--simulate", "--smoke", "--run-dir", str(tmp_path))
+    assert "PASS  20 steps" in said
