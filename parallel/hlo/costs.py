@@ -152,7 +152,7 @@ class Kernel(NamedTuple):
     times: int
 
 
-class Summary(NamedTuple):
+class Costs(NamedTuple):
     """What a step costs by the compiler's estimate.
 
     Attributes:
@@ -177,9 +177,12 @@ class Summary(NamedTuple):
         return sum(self.cycles.values())
 
 
-def summarize(run: Sequence[Executed]) -> Summary:
+def summarize(run: Sequence[Executed]) -> Costs:
     """Estimated cycles by kind, and everything that has no estimate."""
     cycles, calls, unknown, unpriced = (collections.Counter() for _ in range(4))
+    communicating = {
+        id(w) for e in run for w in e.wrappers if executions.base_opcode(e.instruction) in executions.COLLECTIVES
+    }
     for executed in run:
         at, times = executed.instruction, executed.times
         kind = executions.base_opcode(at)
@@ -191,9 +194,9 @@ def summarize(run: Sequence[Executed]) -> Summary:
             continue
         if at.estimated_cycles is not None:
             cycles[_kind(at)] += executed.cycles
-        elif _takes_time(at):
+        elif _takes_time(at) and id(at) not in communicating:
             unpriced[_kind(at)] += times
-    return Summary(
+    return Costs(
         cycles=dict(cycles.most_common()),
         kernels=[_kernel(e) for e in run if executions.is_kernel(e.instruction)],
         custom_calls=dict(sorted(calls.items())),

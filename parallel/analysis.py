@@ -1,0 +1,96 @@
+"""Everything that compiling a step for a slice tells: memory, estimated cycles, traffic, and what to look at.
+
+One call, one value, one JSON object: what `launch/run report --compile` prints and other commands build tables from.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from parallel import compiled, lints, traffic
+from parallel.compiled import Compiled
+from parallel.hlo import costs, executions, program
+from parallel.hlo.costs import Costs
+from parallel.lints import Finding
+from parallel.partitioner import Program
+from parallel.traffic import Collective
+
+
+class Analysis(NamedTuple):
+    """What the compiler says of one training step.
+
+    Attributes:
+      compiled: memory, time to compile, the program's text.
+      costs: estimated cycles, kernels, and what has no estimate.
+      collectives: every one, with its mesh axes, bytes and place.
+      findings: of the lints, unknown ones first.
+    """
+
+    compiled: Compiled
+    costs: Costs
+    collectives: list[Collective]
+    findings: list[Finding]
+
+
+def analyze(bound: Program) -> Analysis:
+    """Compiles the training step of a program whose devices are `compiled.devices_of(slice)`, and reads the result.
+
+    Raises:
+      OutOfHbmError: the step does not fit.
+    """
+    with lints.compiler_messages() as messages:
+        result = compiled.compile_for_slice(bound)
+    return read(bound, result, messages.text)
+
+
+def read(bound: Program, result: Compiled, messages: str = "") -> Analysis:
+    """What a compiled step says.
+
+    Args:
+      bound: the program that was compiled.
+      result: what came of it.
+      messages: what the compiler wrote to stderr.
+    """
+    module = program.parse(result.hlo)
+    run = executions.walk(module)
+    collectives = traffic.collectives(module, run, traffic.grid(bound.partitioner.mesh))
+    facts = lints.Facts(bound, result.peak_bytes, collectives, messages)
+    return Analysis(result, costs.summarize(run), collectives, lints.check(facts))
+
+
+def as_json(bound: Program, found: Analysis) -> dict[str, Any]:
+    """Plain values, equal for equal programs and compilers: no times, no names of instructions."""
+    memory, costs_ = found.compiled, found.costs
+    return {
+        "slice": memory.slice.name,
+        "strategy": bound.partitioner.strategy.name,
+        "mesh": dict(bound.partitioner.shape),
+        "accum_steps": bound.accum_steps,
+        "memory": {
+            "peak_bytes": memory.peak_bytes,
+            "argument_bytes": memory.argument_bytes,
+            "temp_bytes": memory.temp_bytes,
+            "usable_bytes": memory.slice.chip.usable_hbm_bytes,
+        },
+        "cycles": {"total": costs_.total_cycles, "by_kind": dict(sorted(costs_.cycles.items()))},
+        "without_estimate": {
+            "kernels": sorted(_kernel(k) for k in costs_.kernels),
+            "custom_calls": dict(costs_.custom_calls),
+            "opcodes": dict(costs_.unpriced),
+            "unknown_opcodes": dict(costs_.unknown),
+        },
+        "loops": [{"op_name": loop.op_name, "trips": loop.trips} for loop in costs_.loops],
+        "wire_bytes_by_axes": {
+            " ".join(axes) or "none": count for axes, count in traffic.wire_bytes_by_axes(found.collectives).items()
+        },
+        "traffic": [row._asdict() for row in traffic.table(found.collectives)],
+        "findings": [_finding(f) for f in found.findings],
+    }
+
+
+def _kernel(kernel: costs.Kernel) -> list[Any]:
+    return [kernel.op_name.split("/")[-2:], list(kernel.operands), list(kernel.results), kernel.times]
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    return {"lint": finding.lint, "what": finding.what, "fix": finding.fix, "known_because": finding.reason}

@@ -1,0 +1,329 @@
+"""What in a compiled program costs more than it need, what to do about it, and where that is known and accepted.
+
+Each lint answers one way in which users of such systems lost time or memory without being told. The one idea: an
+exception is a row of a table with its reason, so that a known finding is still shown, and a new one stands out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from core import logical
+from core.logical import Axes
+from core.slices import GIB
+from parallel import report
+from parallel.partitioner import Program
+from parallel.traffic import Collective
+
+MIB = 2**20
+LARGE_BYTES = MIB  # of one execution; what is smaller costs latency, not bandwidth
+LARGE_DCN_BYTES = 64 * MIB  # of a step, per chip
+LARGE_REPLICATED_BYTES = 16 * MIB
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What lints look at.
+
+    Attributes:
+      program: strategy, slice, state.
+      peak_bytes: most HBM in use at any time.
+      collectives: of the compiled step.
+      messages: what the compiler wrote to stderr.
+    """
+
+    program: Program
+    peak_bytes: int
+    collectives: Sequence[Collective]
+    messages: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that a lint found.
+
+    Attributes:
+      lint: name.
+      what: the finding, with its size.
+      fix: what to do about it.
+      labels: what exceptions are matched against.
+      reason: why it is known and accepted; None: it is not.
+    """
+
+    lint: str
+    what: str
+    fix: str
+    labels: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    reason: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class KnownException:
+    """Findings of `lint` whose labels include `labels` are known, for `reason`."""
+
+    lint: str
+    labels: Mapping[str, Any]
+    reason: str
+
+
+KNOWN: tuple[KnownException, ...] = (
+    KnownException(
+        "all-reduce instead of reduce-scatter",
+        {"topology": "2x2x4", "group_size": 16},
+        "libtpu turns 16-way reduce-scatters on 2x2x4 into all-reduce and slice, even where one is asked for; a mesh "
+        "whose fsdp axis is 4 gets reduce-scatters",
+    ),
+    KnownException(
+        "large collective on DCN",
+        {"kind": "all-reduce", "in_loop": False},
+        "replicas on different slices must add up their gradients once per step",
+    ),
+    KnownException(
+        "float32 gather of weights",
+        {"computes_in": "float32"},
+        "the model computes in float32, so there is no narrower form to send",
+    ),
+    KnownException(
+        "large replicated array",
+        {"table": "replicated"},
+        "the strategy's table keeps all arrays of this part whole: that is what it is for",
+    ),
+)
+
+
+def check(facts: Facts) -> list[Finding]:
+    """Every finding of every lint, unknown ones first."""
+    found = [_with_reason(finding) for lint in LINTS for finding in lint(facts)]
+    return sorted(found, key=lambda f: (f.reason is not None, f.lint, f.what))
+
+
+def _with_reason(finding: Finding) -> Finding:
+    for known in KNOWN:
+        if known.lint == finding.lint and known.labels.items() <= finding.labels.items():
+            return dataclasses.replace(finding, reason=known.reason)
+    return finding
+
+
+def _accumulated_gathers(facts: Facts) -> Iterator[Finding]:
+    """Weights gathered once per microbatch although all of them would fit beside what is in use."""
+    steps, weights = facts.program.accum_steps, _Weights(facts.program)
+    inside = [c for c in facts.collectives if _in_accumulation(c, steps) and weights.path_of(c)]
+    layers_held = sum(c.payload_bytes * c.times // steps for c in inside if not _is_recomputed(c))
+    usable = facts.program.partitioner.slice.chip.usable_hbm_bytes
+    if inside and facts.peak_bytes + layers_held <= usable:
+        yield Finding(
+            "weights gathered in the accumulation loop",
+            f"{len(inside)} gathers run in each of {steps} microbatches, {_gib(_wire(inside))} sent per chip and step; "
+            f"whole weights take {_gib(layers_held)} and would fit: {_gib(facts.peak_bytes)} of {_gib(usable)} in use",
+            "gather once per step, outside the loop; or fewer accum_steps",
+        )
+
+
+def _in_accumulation(c: Collective, accum_steps: int) -> bool:
+    """Whether it runs in the loop over microbatches, the only one outside the gradient."""
+    return accum_steps > 1 and any(re.fullmatch(r"jit\([^)]*\)/while", loop.op_name) for loop in c.loops)
+
+
+def _is_recomputed(c: Collective) -> bool:
+    return "transpose(" in c.op_name
+
+
+def _dcn(facts: Facts) -> Iterator[Finding]:
+    for c in facts.collectives:
+        if c.network == "DCN" and c.wire_bytes * c.times >= LARGE_DCN_BYTES:
+            yield Finding(
+                "large collective on DCN",
+                f"{_described(c)} crosses slices: {_gib(_wire([c]))} per chip and step",
+                "let only data (or stage) span slices: dcn_shape = {'data': number of slices}",
+                {"kind": c.kind, "in_loop": bool(c.loops)},
+            )
+
+
+def _float32_gathers(facts: Facts) -> Iterator[Finding]:
+    weights = _Weights(facts.program)
+    dtype = getattr(facts.program.model, "dtype", None)
+    for c in facts.collectives:
+        path = weights.path_of(c) if c.dtype == "f32" and c.payload_bytes >= LARGE_BYTES else None
+        if path is not None:
+            yield Finding(
+                "float32 gather of weights",
+                f"{path}: {_described(c)} moves float32, {_gib(_wire([c]))} per chip and step",
+                "cast before the gather: logical.param(..., compute_dtype=...) constrains what it returns",
+                {"computes_in": dtype},
+            )
+
+
+def _whole_reductions(facts: Facts) -> Iterator[Finding]:
+    slice_ = facts.program.partitioner.slice
+    groups: dict[tuple, list[Collective]] = {}
+    for c in facts.collectives:
+        if c.sliced_bytes >= LARGE_BYTES:
+            groups.setdefault((c.axes, c.group_size), []).append(c)
+    for (axes, size), found in groups.items():
+        wasted = sum(round(c.sliced_bytes * (size - 1) / size) * c.times for c in found)
+        yield Finding(
+            "all-reduce instead of reduce-scatter",
+            f"{len(found)} all-reduces over {' x '.join(axes)} ({size} chips) whose readers take a slice: "
+            f"reduce-scatters would send {_gib(wasted)} less per chip and step; the largest is "
+            f"{_described(max(found, key=lambda c: c.sliced_bytes))}",
+            "reduce over axes of 4 chips, which libtpu scatters; or fewer bytes: a larger batch per chip",
+            {"topology": slice_.topology_name, "group_size": size},
+        )
+
+
+def _replicated(facts: Facts) -> Iterator[Finding]:
+    tables = facts.program.partitioner.strategy
+    parts = {"params": tables.param_rules, "opt_state": tables.stored_optimizer_rules, "carry": tables.activation_rules}
+    alone = facts.program.partitioner.mesh.size == 1
+    for row in report.rows(facts.program):
+        if row.replicated and not alone and row.bytes_per_chip >= LARGE_REPLICATED_BYTES:
+            whole = not any(parts[row.path.split("/")[0]].values())
+            yield Finding(
+                "large replicated array",
+                f"{row.path} {list(row.shape)}: every chip holds all {row.bytes_per_chip / MIB:,.0f} MiB",
+                f"split one of its axes {row.axes} in the strategy's table",
+                {"table": "replicated" if whole else "split"},
+            )
+
+
+def _rematerialised(facts: Facts) -> Iterator[Finding]:
+    """The partitioner's own complaint: it gathers an array whole only to split it another way."""
+    lines = [line for line in facts.messages.splitlines() if "nvoluntary full remat" in line]
+    for line in dict.fromkeys(_between_layouts(line) for line in lines):
+        yield Finding(
+            "involuntary full rematerialization",
+            line,
+            "constrain the array to a layout on the way (logical.constrain), or split producer and consumer alike",
+        )
+
+
+def _between_layouts(line: str) -> str:
+    found = re.search(r"go from sharding (.*?) to (.*?) (?:efficiently|without)", line)
+    name = re.search(r"for HLO operation: %?([\w.\-]+ = \S+ [\w\-]+)", line)
+    where = re.search(r'op_name="([^"]*)"', line)
+    if found is None:
+        return line.split("] ")[-1][:200]
+    return f"{name[1] if name else 'an array'} goes from {found[1]} to {found[2]}" + (
+        f" at {where[1]}" if where else ""
+    )
+
+
+def _idle_axes(facts: Facts) -> Iterator[Finding]:
+    program = facts.program
+    held = [*jax.tree.leaves(program.state_shardings), *program.batch_shardings.values()]
+    used = {axis for sharding in held for entry in sharding.spec for axis in logical.mesh_axes(entry)}
+    shape = facts.program.partitioner.shape
+    all_axes = tuple(axis for axis, degree in shape.items() if degree > 1)  # sums of metrics go over all of them
+    used |= {axis for c in facts.collectives if c.axes != all_axes for axis in c.axes}
+    for axis, degree in shape.items():
+        if degree > 1 and axis not in used:
+            yield Finding(
+                "mesh axis that shards nothing",
+                f"{axis} = {degree}, but no array of the state or of the batch is split over it: its {degree} chips "
+                "repeat each other's work",
+                f"set {axis} to 1, or give it an axis of this model in the strategy's table",
+            )
+
+
+def _branched(facts: Facts) -> Iterator[Finding]:
+    for c in facts.collectives:
+        deciding = [b for b in c.branches if b.depends_on in ("data", "chip")]
+        for branch in deciding[:1]:
+            yield Finding(
+                "collective under a data-dependent branch",
+                f"{_described(c)} runs in one branch of {branch.name} ({branch.op_name or 'no source'}), decided by "
+                f"{'the chip' if branch.depends_on == 'chip' else 'data'}: chips that decide differently wait for ever",
+                "compute both sides and select (jnp.where), or decide by something that every chip knows alike",
+            )
+
+
+LINTS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
+    _accumulated_gathers,
+    _dcn,
+    _float32_gathers,
+    _whole_reductions,
+    _replicated,
+    _rematerialised,
+    _idle_axes,
+    _branched,
+)
+
+
+class _Weights:
+    """Recognises a gathered weight by its shape: that of a parameter, or of one layer of it, in computation."""
+
+    def __init__(self, program: Program):
+        self._by_shape: dict[tuple[int, ...], str] = {}
+        rules, shape = program.partitioner.strategy.activation_rules, program.partitioner.shape
+        axes = jax.tree.leaves(program.axes.params, is_leaf=lambda a: isinstance(a, Axes))
+        rows = [row for row in report.rows(program) if row.path.startswith("params/")]
+        for row, named in zip(rows, axes, strict=True):
+            split = [math.prod(shape[a] for a in logical.mesh_axes(rules.get(n))) if n else 1 for n in named.names]
+            local = tuple(size // ways for size, ways in zip(row.shape, split, strict=True))
+            for dims in (local, tuple(d for d, n in zip(local, named.names, strict=True) if n != "layers")):
+                for form in _forms(dims):
+                    self._by_shape.setdefault(form, row.path)
+
+    def path_of(self, c: Collective) -> str | None:
+        """Of the parameter that a gather makes whole; None where it gathers something else."""
+        if c.kind != "all-gather":
+            return None
+        return next((p for a in c.arrays for f in _forms(a.dims) if (p := self._by_shape.get(f))), None)
+
+
+def _forms(dims: Sequence[int]) -> list[tuple[int, ...]]:
+    """Without dimensions of 1, in any order; and with two neighbours merged, as heads and head_dim often are."""
+    bare = [d for d in dims if d > 1]
+    merged = [[*bare[:i], bare[i] * bare[i + 1], *bare[i + 2 :]] for i in range(len(bare) - 1)] if len(bare) > 2 else []
+    return [tuple(sorted(form)) for form in (bare, *merged) if len(form) > 1]
+
+
+def _described(c: Collective) -> str:
+    """`all-reduce bf16[4096,11008] over fsdp, 32 times, at jvp()/while/body/.../dot_general`."""
+    arrays = ", ".join(map(str, c.arrays[:2])) + (f" and {len(c.arrays) - 2} more" if len(c.arrays) > 2 else "")
+    times = f", {c.times} times" if c.times > 1 else ""
+    where = "/".join(c.op_name.split("/")[-3:])
+    return f"{c.kind} {arrays} over {' x '.join(c.axes) or 'nothing'}{times}" + (f", at {where}" if where else "")
+
+
+def _wire(found: Sequence[Collective]) -> int:
+    return sum(c.wire_bytes * c.times for c in found)
+
+
+def _gib(count: float) -> str:
+    return f"{count / GIB:.2f} GiB" if count >= GIB / 10 else f"{count / MIB:.1f} MiB"
+
+
+class Messages:
+    """Text that fills up while `compiler_messages` is in force; read it afterwards."""
+
+    text = ""
+
+
+@contextlib.contextmanager
+def compiler_messages() -> Iterator[Messages]:
+    """Keeps what C++ writes to file descriptor 2, where XLA puts its warnings, and passes it on at the end."""
+    messages = Messages()
+    sys.stderr.flush()
+    before = os.dup(2)
+    with tempfile.TemporaryFile() as kept:
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield messages
+        finally:
+            sys.stderr.flush()
+            os.dup2(before, 2)
+            os.close(before)
+            kept.seek(0)
+            messages.text = kept.read().decode(errors="replace")
+            sys.stderr.write(messages.text)
