@@ -144,7 +144,7 @@ def _dcn(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 "large collective on DCN",
                 f"{_described(c)} crosses slices: {_gib(_wire([c]))} per chip and step",
-                "let only data (or stage) span slices: dcn_shape = {'data': number of slices}",
+                "let only data span slices, as strategies.multislice does",
                 {"kind": c.kind, "in_loop": bool(c.loops)},
             )
 

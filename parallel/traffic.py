@@ -18,18 +18,15 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from parallel.hlo import executions, replica_groups
+from parallel.hlo import dataflow, executions, replica_groups
 from parallel.hlo.executions import Branch, Executed, Loop
-from parallel.hlo.program import Array, Computation, Instruction, Module, users
-
-_START, _DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
-_TRANSPARENT = ("get-tuple-element", "bitcast", "copy", "convert", "copy-start", "copy-done", "reshape", "transpose")
+from parallel.hlo.program import Array, Computation, Instruction, Module
 
 
 class Grid(NamedTuple):
@@ -140,37 +137,25 @@ def collectives(module: Module, run: Sequence[Executed], grid: Grid) -> list[Col
       ValueError: a group names a chip that the mesh does not have.
     """
     found = []
-    starts = {_identity(e) for e in run if _read_by(e, _START)}
+    starts = {_identity(e) for e in run if dataflow.is_start(e)}
     for executed in run:
         kind = executions.base_opcode(executed.instruction)
         if kind in executions.COLLECTIVES and not _is_later_piece(executed, starts):
             found.append(_collective(module, executed, kind, grid))
+        elif kind == "send" and _between_slices(executed.instruction):
+            found.append(_dcn_collective(executed, grid))
     return found
 
 
 def _is_later_piece(executed: Executed, starts: set[tuple]) -> bool:
     """Fused with computation, one collective is written three times: at its start, in what hides it, at its end."""
-    return bool(executed.wrappers) and not _read_by(executed, _START) and _identity(executed) in starts
+    return bool(executed.wrappers) and not dataflow.is_start(executed) and _identity(executed) in starts
 
 
 def _identity(executed: Executed) -> tuple:
     """What the pieces of one collective have in common; a channel alone is used more than once."""
     at = executed.instruction
-    return id(executed.schedule), at.opcode, _channel(at), *at.arrays
-
-
-def _read_by(executed: Executed, target: str) -> bool:
-    """Whether a collective inside a fusion feeds the custom call that starts or ends it."""
-    if not executed.wrappers or executed.instruction.opcode not in executions.COLLECTIVES:
-        return False
-    return any(
-        executed.instruction.name in i.operands and i.attribute("custom_call_target") == target
-        for i in executed.computation.values()
-    )
-
-
-def _channel(at: Instruction) -> str | None:
-    return at.attribute("channel_id")
+    return id(executed.schedule), at.opcode, at.attribute("channel_id"), *at.arrays
 
 
 def _collective(module: Module, executed: Executed, kind: str, grid: Grid) -> Collective:
@@ -179,10 +164,10 @@ def _collective(module: Module, executed: Executed, kind: str, grid: Grid) -> Co
     size = max(map(len, groups), default=1)
     arrays = _payload(executed, kind, size)
     payload = sum(a.bytes for a in arrays)
-    sliced_bytes = _sliced_bytes(module, executed) if kind == "all-reduce" else 0
+    sliced_bytes = dataflow.sliced_bytes(module, executed) if kind == "all-reduce" else 0
     if sliced_bytes == payload and executed.wrappers:
         kind, sliced_bytes = "reduce-scatter", 0
-    beside = _beside(module, executed)
+    beside = dataflow.beside(module, executed)
     cycles = sum(i.estimated_cycles or 0 for i in beside)
     return Collective(
         name=at.name,
@@ -203,6 +188,69 @@ def _collective(module: Module, executed: Executed, kind: str, grid: Grid) -> Co
     )
 
 
+# Between slices the compiler hands a collective to the runtime: a `send` and a `recv` that say what they stand for.
+_DCN_KINDS = {"ONE_TO_ONE": "collective-permute"}
+
+
+def _between_slices(at: Instruction) -> str | None:
+    """`ALL_REDUCE` where a send stands for a collective between slices."""
+    return at.attribute("_xla_megascale_transfer_type")
+
+
+def _dcn_collective(executed: Executed, grid: Grid) -> Collective:
+    at, computation = executed.instruction, executed.computation
+    transfer = _between_slices(at)
+    kind = _DCN_KINDS.get(transfer, transfer.lower().replace("_", "-"))
+    groups = _across_slices(grid)
+    size = max(map(len, groups))
+    arrays = tuple(a for a in computation[at.operands[0]].arrays if a.dims)
+    if kind == "all-gather":
+        arrays = tuple(Array(a.dtype, (a.dims[0] * size, *a.dims[1:])) for a in arrays)
+    payload = sum(a.bytes for a in arrays)
+    share = 1 if kind == "collective-permute" else _ring_share(kind, size)
+    rendezvous = at.attribute("_xla_host_transfer_rendezvous")
+    ends = [i for i in computation.values() if i.opcode == "recv-done" and _waits_for(computation, i, rendezvous)]
+    order = list(computation.values())
+    beside = order[order.index(at) : order.index(ends[0])] if ends else []
+    cycles = sum(i.estimated_cycles or 0 for i in beside)
+    return Collective(
+        name=at.name,
+        kind=kind,
+        arrays=arrays,
+        times=executed.times,
+        payload_bytes=payload,
+        wire_bytes=round(payload * share),
+        group_size=size,
+        axes=varying_axes(groups, grid),
+        network="DCN",
+        loops=executed.loops,
+        branches=executed.branches,
+        is_overlapped=cycles > 0,
+        cycles_beside=cycles,
+        sliced_bytes=0,
+        op_name=_source(computation, at),
+    )
+
+
+def _across_slices(grid: Grid) -> list[tuple[int, ...]]:
+    """The chips at the same place of every slice."""
+    by_slice: dict[int, list[int]] = {}
+    for chip, slice_ in enumerate(grid.slices):
+        by_slice.setdefault(slice_, []).append(chip)
+    return list(zip(*by_slice.values(), strict=True))
+
+
+def _waits_for(computation: Computation, done: Instruction, rendezvous: str | None) -> bool:
+    return computation[done.operands[0]].attribute("_xla_host_transfer_rendezvous") == rendezvous
+
+
+def _source(computation: Computation, at: Instruction) -> str:
+    """Where what an instruction reads comes from."""
+    while not at.op_name and at.operands and at.operands[0] in computation:
+        at = computation[at.operands[0]]
+    return at.op_name
+
+
 def _payload(executed: Executed, kind: str, size: int) -> tuple[Array, ...]:
     """The arrays that it reads; of a gather, made whole."""
     at = executed.instruction
@@ -219,8 +267,10 @@ def _payload(executed: Executed, kind: str, size: int) -> tuple[Array, ...]:
 def _wire_share(at: Instruction, kind: str, size: int, grid: Grid) -> float:
     if kind == "collective-permute":
         return sum(a != b for a, b in replica_groups.pairs(at)) / math.prod(grid.shape.values())
-    if kind == "collective-broadcast":
-        return float(size > 1)
+    return float(size > 1) if kind == "collective-broadcast" else _ring_share(kind, size)
+
+
+def _ring_share(kind: str, size: int) -> float:
     return (2 if kind == "all-reduce" else 1) * (size - 1) / size
 
 
@@ -239,62 +289,3 @@ def varying_axes(groups: Sequence[Sequence[int]], grid: Grid) -> tuple[str, ...]
         coordinates = np.stack(np.unravel_index(np.asarray(group), shape))  # [axes, chips of the group]
         varies.update(np.flatnonzero(coordinates.max(axis=1) > coordinates.min(axis=1)))
     return tuple(axis for i, axis in enumerate(grid.shape) if i in varies)
-
-
-def _beside(module: Module, executed: Executed) -> list[Instruction]:
-    """What is scheduled between the start and the end of a collective; nothing where it is one instruction."""
-    at = executed.wrappers[0] if executed.wrappers else executed.instruction
-    schedule = list(executed.schedule.values())
-    ends = [i for i, other in enumerate(schedule) if _ends(module, other, at, executed)]
-    if not ends or ends[0] == (start := schedule.index(at)):
-        return []
-    after = next((e for e in ends if e > start), None)
-    return schedule[start + 1 : after] if after else schedule[start + 1 :] + schedule[: ends[0]]
-
-
-def _ends(module: Module, other: Instruction, start: Instruction, executed: Executed) -> bool:
-    """Whether `other` ends what `start` started."""
-    if start.opcode.endswith("-start"):
-        return other.opcode.endswith("-done") and start.name in _chain(executed.schedule, other)
-    if other.opcode != "fusion" or other.name == start.name or not _read_by(executed, _START):
-        return False
-    pieces = module.computations[other.attribute("calls")]
-    own = [i.name for i in pieces.values() if _channel(i) == _channel(executed.instruction)]
-    return any(i.attribute("custom_call_target") == _DONE and set(own) & set(i.operands) for i in pieces.values())
-
-
-def _chain(computation: Computation, done: Instruction) -> Iterator[str]:
-    """The instruction that a `-done` waits for, and through updates the one before."""
-    while done.operands and done.operands[0] in computation:
-        done = computation[done.operands[0]]
-        yield done.name
-        if done.opcode != "async-update":
-            return
-
-
-def _sliced_bytes(module: Module, executed: Executed) -> int:
-    at, computation = executed.instruction, executed.computation
-    if not at.type.startswith("("):
-        return at.arrays[0].bytes if _is_only_sliced(module, computation, at.name) else 0
-    elements = [u for u in users(computation, at.name) if u.opcode == "get-tuple-element"]
-    sliced = {int(u.attribute("index")) for u in elements if _is_only_sliced(module, computation, u.name)}
-    return sum(a.bytes for i, a in enumerate(at.arrays) if i in sliced)
-
-
-def _is_only_sliced(module: Module, computation: Computation, name: str) -> bool:
-    """Whether all that is ever read of an array is slices at computed positions, looking into fusions."""
-    readers = users(computation, name)
-    return bool(readers) and all(_slices(module, computation, r, name) for r in readers)
-
-
-def _slices(module: Module, computation: Computation, reader: Instruction, name: str) -> bool:
-    if reader.opcode == "dynamic-slice":
-        return reader.operands[0] == name
-    if reader.opcode in _TRANSPARENT:
-        return _is_only_sliced(module, computation, reader.name)
-    if reader.opcode == "fusion":
-        inner = module.computations[reader.attribute("calls")]
-        read = {str(i) for i, operand in enumerate(reader.operands) if operand == name}
-        parameters = [i for i in inner.values() if i.opcode == "parameter" and i.argument in read]
-        return all(_is_only_sliced(module, inner, p.name) for p in parameters)
-    return False

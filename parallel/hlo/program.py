@@ -88,7 +88,7 @@ class Instruction(NamedTuple):
 
     def attribute(self, name: str) -> str | None:
         """One word behind `name=`, without % and quotes: a computation, a direction, an index."""
-        found = re.search(rf'(?:^|[\s,]){name}=%?"?([\w.\-]+)', self.attributes)
+        found = re.search(rf'(?:^|[\s,{{]){name}=%?"?([\w.\-]+)', self.attributes)
         return found[1] if found else None
 
     def called(self) -> list[str]:

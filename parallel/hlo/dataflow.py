@@ -1,0 +1,92 @@
+"""Who reads what a collective gives, and what runs between its start and its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from parallel.hlo import executions
+from parallel.hlo.executions import Executed
+from parallel.hlo.program import Computation, Instruction, Module, users
+
+_START, _DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
+_TRANSPARENT = ("get-tuple-element", "bitcast", "copy", "convert", "copy-start", "copy-done", "reshape", "transpose")
+
+
+def is_start(executed: Executed) -> bool:
+    """Whether a collective inside a fusion feeds the custom call that starts it."""
+    return _read_by(executed, _START)
+
+
+def _read_by(executed: Executed, target: str) -> bool:
+    """Whether a collective inside a fusion feeds the custom call that starts or ends it."""
+    if not executed.wrappers or executed.instruction.opcode not in executions.COLLECTIVES:
+        return False
+    return any(
+        executed.instruction.name in i.operands and i.attribute("custom_call_target") == target
+        for i in executed.computation.values()
+    )
+
+
+def _channel(at: Instruction) -> str | None:
+    return at.attribute("channel_id")
+
+
+def beside(module: Module, executed: Executed) -> list[Instruction]:
+    """What is scheduled between the start and the end of a collective; nothing where it is one instruction."""
+    at = executed.wrappers[0] if executed.wrappers else executed.instruction
+    schedule = list(executed.schedule.values())
+    ends = [i for i, other in enumerate(schedule) if _ends(module, other, at, executed)]
+    if not ends or ends[0] == (start := schedule.index(at)):
+        return []
+    after = next((e for e in ends if e > start), None)
+    return schedule[start + 1 : after] if after else schedule[start + 1 :] + schedule[: ends[0]]
+
+
+def _ends(module: Module, other: Instruction, start: Instruction, executed: Executed) -> bool:
+    """Whether `other` ends what `start` started."""
+    if start.opcode.endswith("-start"):
+        return other.opcode.endswith("-done") and start.name in _chain(executed.schedule, other)
+    if other.opcode != "fusion" or other.name == start.name or not is_start(executed):
+        return False
+    pieces = module.computations[other.attribute("calls")]
+    wanted = executed.instruction
+    own = [i.name for i in pieces.values() if i.opcode == wanted.opcode and _channel(i) == _channel(wanted)]
+    return any(i.attribute("custom_call_target") == _DONE and set(own) & set(i.operands) for i in pieces.values())
+
+
+def _chain(computation: Computation, done: Instruction) -> Iterator[str]:
+    """The instruction that a `-done` waits for, and through updates the one before."""
+    while done.operands and done.operands[0] in computation:
+        done = computation[done.operands[0]]
+        yield done.name
+        if done.opcode != "async-update":
+            return
+
+
+def sliced_bytes(module: Module, executed: Executed) -> int:
+    """Bytes of the result of a collective of which every reader takes no more than a slice."""
+    at, computation = executed.instruction, executed.computation
+    if not at.type.startswith("("):
+        return at.arrays[0].bytes if _is_only_sliced(module, computation, at.name) else 0
+    elements = [u for u in users(computation, at.name) if u.opcode == "get-tuple-element"]
+    sliced = {int(u.attribute("index")) for u in elements if _is_only_sliced(module, computation, u.name)}
+    return sum(a.bytes for i, a in enumerate(at.arrays) if i in sliced)
+
+
+def _is_only_sliced(module: Module, computation: Computation, name: str) -> bool:
+    """Whether all that is ever read of an array is slices at computed positions, looking into fusions."""
+    readers = users(computation, name)
+    return bool(readers) and all(_slices(module, computation, r, name) for r in readers)
+
+
+def _slices(module: Module, computation: Computation, reader: Instruction, name: str) -> bool:
+    if reader.opcode == "dynamic-slice":
+        return reader.operands[0] == name
+    if reader.opcode in _TRANSPARENT:
+        return _is_only_sliced(module, computation, reader.name)
+    if reader.opcode == "fusion":
+        inner = module.computations[reader.attribute("calls")]
+        read = {str(i) for i, operand in enumerate(reader.operands) if operand == name}
+        parameters = [i for i in inner.values() if i.opcode == "parameter" and i.argument in read]
+        return all(_is_only_sliced(module, inner, p.name) for p in parameters)
+    return False
