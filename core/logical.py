@@ -16,6 +16,7 @@ import contextlib
 import contextvars
 import dataclasses
 import difflib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -90,6 +91,11 @@ def mesh_axes(axes: MeshAxes) -> tuple[str, ...]:
     return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
 
 
+def shards(axes: MeshAxes, sizes: Mapping[str, int]) -> int:
+    """How many pieces a dimension is split into by these mesh axes."""
+    return math.prod(sizes[axis] for axis in mesh_axes(axes))
+
+
 def partition_spec(axes: Axes, rules: Rules, *, keep: Callable[[str], bool] = lambda _: True) -> PartitionSpec:
     """The `PartitionSpec` of an array with these logical axes.
 
@@ -142,13 +148,11 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 
 def _check_divides(shape: Sequence[int], axes: Axes, spec: PartitionSpec, sizes: Mapping[str, int]) -> None:
     for size, name, entry in zip(shape, axes.names, spec, strict=True):
-        shards = 1
-        for axis in mesh_axes(entry):
-            shards *= sizes[axis]
-        if size % shards:
+        pieces = shards(entry, sizes)
+        if size % pieces:
             raise ValueError(
-                f"activation {axes} of shape {tuple(shape)}: {name} = {size} does not divide over {entry} = {shards}; "
-                f"nearest sizes that do: {', '.join(map(str, nearest_multiples(size, shards)))}; "
+                f"activation {axes} of shape {tuple(shape)}: {name} = {size} does not divide over {entry} = {pieces}; "
+                f"nearest sizes that do: {', '.join(map(str, nearest_multiples(size, pieces)))}; "
                 f"or keep it whole: activation_rules={{{name!r}: None}}"
             )
 

@@ -2,7 +2,7 @@
 
 Pure data that everybody may read. The one idea to hold on to: the number in a v4 or v5p name counts TensorCores, two to
 a chip, while JAX sees one device per chip ("megacore"); in v5e and v6e the number counts chips. So `v4-32` has 16
-devices on 4 hosts.
+devices on 4 hosts. `2xv4-32` is two such slices in one job, joined by the data-center network (DCN).
 
 Sources: Google's TPU system-architecture pages; the device lists that libtpu prints for each topology (which the tests
 compare with `Slice.chips_by_host`).
@@ -79,19 +79,21 @@ _ALIASES = {"v5litepod": "v5e"}
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """A TPU slice: hosts joined by ICI.
+    """A TPU slice, hosts joined by ICI; or several equal ones in one job, joined by DCN.
 
     Attributes:
-      name: as the cloud names it, `v4-32`.
+      name: as the cloud names it, `v4-32`; `2xv4-32` for two.
       generation: `v4`, `v5p`, `v5e` or `v6e`.
-      topology: chips along x, y (and z).
+      topology: chips along x, y (and z) of one slice.
       host_bounds: the block of chips that one host drives.
+      num_slices: how many slices.
     """
 
     name: str
     generation: str
     topology: tuple[int, ...]
     host_bounds: tuple[int, ...]
+    num_slices: int = 1
 
     @property
     def chip(self) -> Chip:
@@ -100,7 +102,12 @@ class Slice:
 
     @property
     def chips(self) -> int:
-        """Chips, which is JAX devices."""
+        """Chips of the whole job, which is JAX devices."""
+        return self.num_slices * self.chips_per_slice
+
+    @property
+    def chips_per_slice(self) -> int:
+        """Chips that ICI joins."""
         return math.prod(self.topology)
 
     @property
@@ -136,7 +143,7 @@ class Slice:
         return "x".join(map(str, self.topology))
 
     def chips_by_host(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """Coordinates of every chip, by host in process order and then by local device order; x runs fastest."""
+        """Coordinates of every chip of one slice, by host in process order, then by local device; x runs fastest."""
         blocks = [t // b for t, b in zip(self.topology, self.host_bounds, strict=True)]
         return tuple(
             tuple(
@@ -173,11 +180,14 @@ SLICES: Mapping[str, Slice] = _slices()
 
 
 def get(name: str) -> Slice:
-    """The slice called `name`; `v5litepod-16` is another name of `v5e-16`.
+    """The slice called `name`; `v5litepod-16` is another name of `v5e-16`; `2xv4-32` is two of them in one job.
 
     Raises:
       ValueError: no such slice; names the nearest.
     """
+    count, times, single = name.partition("x")
+    if times and count.isdigit() and int(count) >= 1:
+        return _several(get(single), int(count))
     generation, _, number = name.partition("-")
     canonical = f"{_ALIASES.get(generation, generation)}-{number}"
     if canonical in SLICES:
@@ -186,6 +196,10 @@ def get(name: str) -> Slice:
         f"unknown TPU slice {name!r}: expected one of {', '.join(SLICES)}. "
         f"Nearest: {', '.join(_nearest(canonical))}. `launch/run slices` prints what each has."
     )
+
+
+def _several(one: Slice, count: int) -> Slice:
+    return one if count == 1 else dataclasses.replace(one, name=f"{count}x{one.name}", num_slices=count)
 
 
 def _nearest(name: str) -> list[str]:

@@ -35,7 +35,7 @@ def shrink(experiment: Experiment) -> Experiment:
             "returns the model with the smallest sizes that are multiples of these, by logical axis"
         )
     slice_ = slices.get(experiment.slice)
-    shape = strategy.resolve(experiment.strategy, slice_.chips, where=slice_.name)
+    shape = strategy.resolve(experiment.strategy, slice_)
     multiples = {name: _shards(experiment.strategy, shape, name) for name in logical.LOGICAL_AXES}
     rows = multiples["batch"] * experiment.accum_steps
     task = _small_task(experiment, streams=rows, length=math.lcm(LENGTH, multiples["length"]))
@@ -89,7 +89,7 @@ def rehearse(run: Run) -> None:
 def _shards(tables: strategy.Strategy, shape: dict[str, int], name: str) -> int:
     """What a dimension of this meaning must be a multiple of, in every table."""
     rules = (tables.param_rules, tables.activation_rules, tables.stored_optimizer_rules)
-    return math.lcm(*(math.prod(shape[a] for a in logical.mesh_axes(r[name])) for r in rules))
+    return math.lcm(*(logical.shards(r[name], shape) for r in rules))
 
 
 def _small_task(experiment: Experiment, *, streams: int, length: int) -> Task:

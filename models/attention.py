@@ -2,7 +2,8 @@
 
 Both compute softmax(Q K^T / sqrt(K)) V over the positions at or before a query that belong to the same segment. The
 plain form is the reference and holds [B, H, T, T] scores; splash (a Pallas kernel that comes with JAX) never does. On
-TPU the kernel runs inside a `shard_map` over batch and heads, since a kernel cannot be partitioned automatically.
+TPU the kernel runs inside a `shard_map` over rows, heads and query positions, since a kernel cannot be partitioned
+automatically. Where positions are split over chips, queries stay where they are and keys and values are gathered.
 
 B batch, T length, H query heads, N key/value heads, G = H / N query heads per key head, K head_dim.
 """
@@ -15,6 +16,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
+from jax.sharding import NamedSharding, PartitionSpec
 
 from core import logical
 
@@ -59,11 +61,12 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, *, 
     """
     if choice == "none":
         return _repeat_heads(v, q.shape[2])
-    if choice == "plain" or (choice == "auto" and q.shape[1] % LANES):
+    k, v = (logical.constrain(a, "batch", "kv_length", "kv_heads", "head_dim") for a in (k, v))
+    if choice == "plain" or (choice == "auto" and not _tiles(q.shape[1])):
         return plain(q, k, v, segment_ids)
     if choice == "splash":
-        return _sharded_splash(q, k, v, segment_ids)
-    return jax.lax.platform_dependent(q, k, v, segment_ids, tpu=_sharded_splash, default=plain)
+        return splash_attention(q, k, v, segment_ids)
+    return jax.lax.platform_dependent(q, k, v, segment_ids, tpu=splash_attention, default=plain)
 
 
 def plain(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
@@ -81,17 +84,58 @@ def plain(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> j
 def splash_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, *, interpret: bool = False
 ) -> jax.Array:
-    """The splash kernel on the arrays of one device; shapes as in `attend`. `interpret` runs it on any device."""
-    length, heads, head_dim = q.shape[1:]
-    kernel = splash.make_splash_mha_single_device(
-        splash.MultiHeadMask([splash.CausalMask((length, length))] * heads),
-        block_sizes=_block_sizes(length),
+    """The splash kernel, on each chip's rows, heads and query positions; shapes as in `attend`.
+
+    Args:
+      q, k, v, segment_ids: as in `attend`; a chip needs all positions of its keys and values.
+      interpret: run the kernel's own definition, on any device.
+    """
+    q_spec = logical.activation_spec("batch", "length", "heads", "head_dim")
+    if q_spec is None:
+        kernel = _kernel(q.shape[1], q.shape[2], interpret=interpret)
+        return _attend_locally(kernel, q, k, v, segment_ids, segment_ids)
+    kv_spec = logical.activation_spec("batch", "kv_length", "kv_heads", "head_dim")
+    if kv_spec[2] != q_spec[2]:  # key heads are not split as query heads are: give every query head one of its own
+        k, v = _repeat_heads(k, q.shape[2]), _repeat_heads(v, q.shape[2])
+        kv_spec = PartitionSpec(*kv_spec[:2], *q_spec[2:])
+    mesh = jax.sharding.get_abstract_mesh()
+    length_shards, head_shards = (logical.shards(q_spec[i], mesh.shape) for i in (1, 2))
+    kernel = _kernel(q.shape[1], q.shape[2], length_shards=length_shards, head_shards=head_shards, interpret=interpret)
+    kernel_spec = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(q_spec[2], q_spec[1])))
+    return jax.shard_map(
+        _attend_locally,
+        in_specs=(kernel_spec, q_spec, kv_spec, kv_spec, PartitionSpec(*q_spec[:2]), PartitionSpec(*kv_spec[:2])),
+        out_specs=q_spec,
+        check_vma=False,  # the kernel's custom gradient does not declare how its results vary over the mesh
+    )(kernel, q, k, v, segment_ids, segment_ids)
+
+
+def _kernel(length: int, heads: int, *, length_shards: int = 1, head_shards: int = 1, interpret: bool):
+    """The kernel of the whole attention; over chips it is split like its queries."""
+    return splash.make_splash_mha(
+        splash.MultiHeadMask([splash.CausalMask((length, length), shard_count=length_shards)] * heads),
+        block_sizes=_block_sizes(length // length_shards),
+        head_shards=head_shards,
+        q_seq_shards=length_shards,
         interpret=interpret,
     )
-    scaled = (q.astype(jnp.float32) / math.sqrt(head_dim)).astype(q.dtype)
-    heads_first = [jnp.swapaxes(a, 1, 2) for a in (scaled, k, v)]  # [B, H, T, K], [B, N, T, K] x 2
-    out = jax.vmap(kernel)(*heads_first, splash.SegmentIds(segment_ids, segment_ids))  # [B, H, T, K]
-    return jnp.swapaxes(out, 1, 2)
+
+
+def _attend_locally(
+    kernel, q: jax.Array, k: jax.Array, v: jax.Array, q_segments: jax.Array, kv_segments: jax.Array
+) -> jax.Array:
+    """The kernel on the arrays of one chip."""
+    scaled = (q.astype(jnp.float32) / math.sqrt(q.shape[-1])).astype(q.dtype)
+    heads_first = [jnp.swapaxes(a, 1, 2) for a in (scaled, k, v)]  # [B, H, T, K], [B, N, S, K] x 2
+    out = jax.vmap(kernel, in_axes=(0, 0, 0, 0))(*heads_first, splash.SegmentIds(q_segments, kv_segments))
+    return jnp.swapaxes(out, 1, 2)  # [B, T, H, K]
+
+
+def _tiles(length: int) -> bool:
+    """Whether every chip's query positions fill whole tiles."""
+    spec = logical.activation_spec("length")
+    shards = 1 if spec is None else logical.shards(spec[0], jax.sharding.get_abstract_mesh().shape)
+    return length % (shards * LANES) == 0
 
 
 @functools.cache
@@ -107,21 +151,6 @@ def _block_sizes(length: int) -> splash.BlockSizes:
         block_q_dq=block,
         block_kv_dq=block,
     )
-
-
-def _sharded_splash(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    q_spec = logical.activation_spec("batch", "length", "heads", "head_dim")
-    if q_spec is None:
-        return splash_attention(q, k, v, segment_ids)
-    kv_spec = logical.activation_spec("batch", "length", "kv_heads", "head_dim")
-    if kv_spec != q_spec:  # key heads are not split as query heads are: give every query head a key head of its own
-        k, v, kv_spec = _repeat_heads(k, q.shape[2]), _repeat_heads(v, q.shape[2]), q_spec
-    return jax.shard_map(
-        splash_attention,
-        in_specs=(q_spec, kv_spec, kv_spec, logical.activation_spec("batch", "length")),
-        out_specs=q_spec,
-        check_vma=False,  # the kernel's custom gradient does not declare how its results vary over the mesh
-    )(q, k, v, segment_ids)
 
 
 def _repeat_heads(x: jax.Array, heads: int) -> jax.Array:

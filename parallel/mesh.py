@@ -35,11 +35,14 @@ class _PlayedChip:
     slice_index: int = 0
 
 
-def make_mesh(shape: Mapping[str, int], *, slice: Slice, devices: Sequence[jax.Device]) -> Mesh:
-    """The mesh with these degrees over the devices of a slice.
+def make_mesh(
+    shape: Mapping[str, int], *, slice: Slice, devices: Sequence[jax.Device], dcn_shape: Mapping[str, int] | None = None
+) -> Mesh:
+    """The mesh with these degrees over the devices of a slice, or of several.
 
     Args:
-      shape: degree by mesh axis, in mesh order.
+      shape: degree by mesh axis, in mesh order, over all slices.
+      dcn_shape: the part of a degree that lies across slices; multiplies to `slice.num_slices`.
       slice: what the devices are, or stand for.
       devices: all devices of all hosts; at least `slice.chips` where they are CPU devices.
 
@@ -56,10 +59,18 @@ def make_mesh(shape: Mapping[str, int], *, slice: Slice, devices: Sequence[jax.D
             f"{devices[0].device_kind} device(s) on {len({d.process_index for d in devices})} host(s)"
         )
     chips = play(devices, slice) if played else devices
-    grid = mesh_utils.create_device_mesh(tuple(shape.values()), chips, allow_split_physical_axes=True)
+    grid = _grid(shape, dcn_shape or {}, chips)
     if played:
         grid = np.vectorize(lambda chip: chip.device, otypes=[object])(grid)
     return Mesh(grid, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+
+
+def _grid(shape: Mapping[str, int], dcn_shape: Mapping[str, int], chips: Sequence) -> np.ndarray:
+    across = [dcn_shape.get(axis, 1) for axis in shape]
+    if max(across) == 1:
+        return mesh_utils.create_device_mesh(tuple(shape.values()), chips, allow_split_physical_axes=True)
+    within = [degree // n for degree, n in zip(shape.values(), across, strict=True)]
+    return mesh_utils.create_hybrid_device_mesh(within, across, chips, allow_split_physical_axes=True)
 
 
 def _check_kind(devices: Sequence[jax.Device], slice: Slice) -> None:
@@ -72,15 +83,18 @@ def _check_kind(devices: Sequence[jax.Device], slice: Slice) -> None:
 
 def play(devices: Sequence[jax.Device], slice: Slice) -> list[_PlayedChip]:
     """The first `slice.chips` devices, in process order, each as the chip it stands for."""
-    coordinates = [c for host in slice.chips_by_host() for c in host]
+    coordinates = [c for host in slice.chips_by_host() for c in host] * slice.num_slices
     x, y = slice.topology[:2]
     return [
         _PlayedChip(
             device=device,
-            id=c[0] + x * (c[1] + y * (c[2] if len(c) == 3 else 0)),
+            id=c[0]
+            + x * (c[1] + y * (c[2] if len(c) == 3 else 0))
+            + slice.chips_per_slice * (i // slice.chips_per_slice),
             process_index=i // slice.chips_per_host,
             coords=(*c, 0)[:3],
             device_kind=slice.chip.kind,
+            slice_index=i // slice.chips_per_slice,
         )
         for i, (device, c) in enumerate(zip(devices, coordinates, strict=False))
     ]
@@ -91,10 +105,12 @@ def topology_devices(slice: Slice) -> list[jax.Device]:
     bounds = (*slice.host_bounds, 1)[:3]
     wrap = (*slice.wraparound, False)[:3]
     options = {"chips_per_host_bounds": bounds, "wrap": wrap}
+    if slice.num_slices > 1:
+        options["num_slices"] = slice.num_slices
     if slice.generation == "v4":
         options["chip_config_name"] = "megacore"  # without it a device is one of a chip's two cores
     name = f"{slice.generation}:{slice.topology_name}"
-    with _environment(_COMPILE_ONLY | {"TPU_ACCELERATOR_TYPE": slice.name}):
+    with _environment(_COMPILE_ONLY | {"TPU_ACCELERATOR_TYPE": slice.name.rpartition("x")[2]}):
         return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices)
 
 

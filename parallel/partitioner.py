@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -43,8 +42,8 @@ class Partitioner:
         """Raises ValueError where mesh, slice and devices do not fit."""
         self.strategy = tables
         self.slice = slice
-        self.shape = strategy.resolve(tables, slice.chips, where=slice.name)
-        self.mesh = mesh.make_mesh(self.shape, slice=slice, devices=devices)
+        self.shape = strategy.resolve(tables, slice)
+        self.mesh = mesh.make_mesh(self.shape, slice=slice, devices=devices, dcn_shape=tables.dcn_shape)
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
@@ -55,7 +54,7 @@ class Partitioner:
     @property
     def row_shards(self) -> int:
         """Groups of chips that have rows of their own."""
-        return math.prod(self.shape[axis] for axis in logical.mesh_axes(self.strategy.activation_rules["batch"]))
+        return logical.shards(self.strategy.activation_rules["batch"], self.shape)
 
     def batch_shardings(self, spec: BatchSpec) -> Mapping[str, NamedSharding]:
         """Layout of every array of a batch.

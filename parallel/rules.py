@@ -6,7 +6,6 @@ axes, the strategy and the nearest fix.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,7 +53,7 @@ def _division_problems(
         return [f"shape {tuple(shape)} has {len(shape)} dimensions, its axes {axes} name {len(axes.names)}"]
     problems = []
     for size, name, entry in zip(shape, axes.names, spec, strict=True):
-        shards = math.prod(mesh_shape[a] for a in logical.mesh_axes(entry))
+        shards = logical.shards(entry, mesh_shape)
         if size % shards:
             problems.append(
                 f"shape {tuple(shape)}, axes {axes}: {name} = {size} does not divide over {entry} = {shards}. "

@@ -1,14 +1,30 @@
 """The strategies that come with Renga. Each is a table; swap one for another with one gin line.
 
 Notation: X[B_f, D] is an array whose batch dimension is split over the mesh axis fsdp (f) and whose embed dimension is
-whole; d is data, t is tensor.
+whole; d is data, s is sequence, t is tensor; gather_f and scatter_f are collectives over fsdp. L is length.
 """
 
 from __future__ import annotations
 
 from parallel.strategy import REPLICATED, Strategy, override
 
-__all__ = ["REPLICATED", "Strategy", "data_parallel", "fsdp", "fsdp_tensor", "override"]
+__all__ = [
+    "REPLICATED",
+    "Strategy",
+    "context",
+    "data_parallel",
+    "fsdp",
+    "fsdp_tensor",
+    "hsdp",
+    "mesh3d",
+    "multislice",
+    "override",
+    "sequence_tensor",
+    "tensor",
+    "zero1",
+]
+
+_BY_TENSOR = {"mlp": "tensor", "heads": "tensor", "kv_heads": "tensor", "vocab": "tensor"}
 
 
 def data_parallel(*, data: int = -1) -> Strategy:
@@ -24,28 +40,120 @@ def data_parallel(*, data: int = -1) -> Strategy:
     )
 
 
-def fsdp(*, fsdp: int = -1, data: int = 1) -> Strategy:
+def zero1(*, data: int = -1) -> Strategy:
+    """As data_parallel, but each chip keeps and updates a piece of the optimizer state (Rajbhandari et al. 2020).
+
+    dWin[D, F] → scatter_d → dWin[D_d, F];   Adam's m, v [D_d, F];   Win ← gather_d(updated Win[D_d, F])
+    """
+    return Strategy(
+        name="zero1",
+        mesh_shape={"data": data},
+        param_rules=REPLICATED,
+        activation_rules={**REPLICATED, "batch": "data"},
+        optimizer_rules={**REPLICATED, "embed": "data"},
+    )
+
+
+def fsdp(*, fsdp: int = -1) -> Strategy:
     """Parameters, gradients and optimizer state split over fsdp; a layer's weights are gathered when it runs.
+
+    In[B_f, D] · gather_f(Win[D_f, F]) → H[B_f, F];   H · gather_f(Wout[F, D_f]) → Out[B_f, D]
+    """
+    return Strategy(
+        name="fsdp",
+        mesh_shape={"fsdp": fsdp},
+        param_rules={**REPLICATED, "embed": "fsdp"},
+        activation_rules={**REPLICATED, "batch": "fsdp"},
+    )
+
+
+def hsdp(*, data: int, fsdp: int = -1) -> Strategy:
+    """Replicas of fsdp groups: weights split over fsdp inside a group, gradients also summed over data.
 
     In[B_df, D] · gather_f(Win[D_f, F]) → H[B_df, F];   H · gather_f(Wout[F, D_f]) → Out[B_df, D]
     """
     return Strategy(
-        name="fsdp",
+        name="hsdp",
         mesh_shape={"data": data, "fsdp": fsdp},
         param_rules={**REPLICATED, "embed": "fsdp"},
         activation_rules={**REPLICATED, "batch": ("data", "fsdp")},
     )
 
 
-def fsdp_tensor(*, tensor: int, fsdp: int = -1, data: int = 1) -> Strategy:
-    """Weights split over fsdp and tensor; batch over data and fsdp.
+def tensor(*, tensor: int = -1) -> Strategy:
+    """Heads, hidden units and vocabulary split over tensor; every chip sees every row (Shoeybi et al. 2019).
+
+    In[B, D] · Win[D, F_t] → H[B, F_t];   H · Wout[F_t, D] → Out[B, D]  (summed over t)
+    """
+    return Strategy(
+        name="tensor",
+        mesh_shape={"tensor": tensor},
+        param_rules={**REPLICATED, **_BY_TENSOR},
+        activation_rules={**REPLICATED, **_BY_TENSOR},
+    )
+
+
+def fsdp_tensor(*, tensor: int, fsdp: int = -1) -> Strategy:
+    """Weights split over fsdp and tensor; batch over fsdp.
+
+    In[B_f, D] · gather_f(Win[D_f, F_t]) → H[B_f, F_t];   H · gather_f(Wout[F_t, D_f]) → Out[B_f, D]  (summed over t)
+    """
+    return Strategy(
+        name="fsdp_tensor",
+        mesh_shape={"fsdp": fsdp, "tensor": tensor},
+        param_rules={**REPLICATED, **_BY_TENSOR, "embed": "fsdp"},
+        activation_rules={**REPLICATED, **_BY_TENSOR, "batch": "fsdp"},
+    )
+
+
+def sequence_tensor(*, tensor: int, fsdp: int = -1) -> Strategy:
+    """As fsdp_tensor, with the residual stream split along length between blocks (Korthikanti et al. 2022).
+
+    gather_t(In[B_f, L_t, D]) · gather_f(Win[D_f, F_t]) → H[B_f, L, F_t];   H · Wout → scatter_t → Out[B_f, L_t, D]
+    """
+    return Strategy(
+        name="sequence_tensor",
+        mesh_shape={"fsdp": fsdp, "tensor": tensor},
+        param_rules={**REPLICATED, **_BY_TENSOR, "embed": "fsdp"},
+        activation_rules={**REPLICATED, **_BY_TENSOR, "batch": "fsdp", "residual_length": "tensor"},
+    )
+
+
+def context(*, sequence: int, fsdp: int = -1) -> Strategy:
+    """Positions split over sequence; each chip attends from its own queries to gathered keys and values.
+
+    Q[B_f, L_s, H, K] · gather_s(K[B_f, L_s, N, K]) → scores[B_f, H, L_s, L];   weights split over fsdp and sequence
+    """
+    return Strategy(
+        name="context",
+        mesh_shape={"fsdp": fsdp, "sequence": sequence},
+        param_rules={**REPLICATED, "embed": ("fsdp", "sequence")},
+        activation_rules={**REPLICATED, "batch": "fsdp", "length": "sequence", "residual_length": "sequence"},
+    )
+
+
+def mesh3d(*, data: int, tensor: int, fsdp: int = -1) -> Strategy:
+    """Replicas of fsdp x tensor groups.
 
     In[B_df, D] · gather_f(Win[D_f, F_t]) → H[B_df, F_t];   H · gather_f(Wout[F_t, D_f]) → Out[B_df, D]  (summed over t)
     """
-    by_tensor = {"mlp": "tensor", "heads": "tensor", "kv_heads": "tensor", "vocab": "tensor"}
     return Strategy(
-        name="fsdp_tensor",
+        name="mesh3d",
         mesh_shape={"data": data, "fsdp": fsdp, "tensor": tensor},
-        param_rules={**REPLICATED, **by_tensor, "embed": "fsdp"},
-        activation_rules={**REPLICATED, **by_tensor, "batch": ("data", "fsdp")},
+        param_rules={**REPLICATED, **_BY_TENSOR, "embed": "fsdp"},
+        activation_rules={**REPLICATED, **_BY_TENSOR, "batch": ("data", "fsdp")},
+    )
+
+
+def multislice(*, slices: int, fsdp: int = -1, tensor: int = 1) -> Strategy:
+    """One replica per slice: only gradients cross the data-center network; everything else stays on ICI.
+
+    In[B_df, D] · gather_f(Win[D_f, F_t]) → H[B_df, F_t], with data across slices, fsdp and tensor inside one
+    """
+    return Strategy(
+        name="multislice",
+        mesh_shape={"fsdp": fsdp, "tensor": tensor},
+        dcn_shape={"data": slices},
+        param_rules={**REPLICATED, **_BY_TENSOR, "embed": "fsdp"},
+        activation_rules={**REPLICATED, **_BY_TENSOR, "batch": ("data", "fsdp")},
     )

@@ -15,11 +15,13 @@ from typing import Any
 
 from core import logical
 from core.logical import Rules
+from core.slices import Slice
 
 MESH_AXES: Mapping[str, str] = {  # slowest network first
     "stage": "groups of consecutive layers",
     "data": "replicas of the whole model, each with rows of its own",
     "fsdp": "rows, and pieces of every parameter",
+    "sequence": "positions of a row",
     "tensor": "pieces of heads, hidden units and vocabulary",
 }
 
@@ -32,7 +34,7 @@ class Strategy:
 
     Attributes:
       name: as gin and reports call it.
-      mesh_shape: degree by mesh axis; one may be -1, "what is left"; a missing axis is 1.
+      mesh_shape: degree by mesh axis inside a slice; one may be -1, "what is left"; a missing axis is 1.
       param_rules: how parameters are stored; lists every logical axis.
       activation_rules: how computation is spread; lists every logical axis.
       optimizer_rules: how optimizer state is stored; None: as the parameters.
@@ -52,7 +54,7 @@ class Strategy:
     pipeline: Any = None
 
     def __post_init__(self):
-        problems = _mesh_problems(self.mesh_shape)
+        problems = _mesh_problems("mesh_shape", self.mesh_shape) + _mesh_problems("dcn_shape", self.dcn_shape)
         for table in ("param_rules", "activation_rules", "optimizer_rules"):
             rules = getattr(self, table)
             if rules is not None:
@@ -67,16 +69,16 @@ class Strategy:
         return self.param_rules if self.optimizer_rules is None else self.optimizer_rules
 
 
-def _mesh_problems(mesh_shape: Mapping[str, int]) -> list[str]:
+def _mesh_problems(table: str, mesh_shape: Mapping[str, int]) -> list[str]:
     problems = []
     for axis, degree in mesh_shape.items():
         if axis not in MESH_AXES:
             hint = "call it 'tensor'" if axis in ("model", "mp") else f"expected one of {', '.join(MESH_AXES)}"
-            problems.append(f"mesh_shape: unknown mesh axis {axis!r}; {hint}")
+            problems.append(f"{table}: unknown mesh axis {axis!r}; {hint}")
         if degree < 1 and degree != -1:
-            problems.append(f"mesh_shape: {axis} = {degree}; expected a positive number, or -1 for what is left")
+            problems.append(f"{table}: {axis} = {degree}; expected a positive number, or -1 for what is left")
     if list(mesh_shape.values()).count(-1) > 1:
-        problems.append(f"mesh_shape: more than one -1 in {dict(mesh_shape)}; only one axis can take what is left")
+        problems.append(f"{table}: more than one -1 in {dict(mesh_shape)}; only one axis can take what is left")
     return problems
 
 
@@ -107,7 +109,7 @@ def _idle_axes(strategy: Strategy) -> list[str]:
     }
     return [
         f"mesh_shape: {axis} = {degree}, but no rule uses {axis!r}: those chips would repeat each other's work"
-        for axis, degree in strategy.mesh_shape.items()
+        for axis, degree in (*strategy.mesh_shape.items(), *strategy.dcn_shape.items())
         if axis in MESH_AXES and degree != 1 and axis not in used and not (axis == "stage" and strategy.pipeline)
     ]
 
@@ -126,17 +128,26 @@ def override(
     )
 
 
-def resolve(strategy: Strategy, devices: int, *, where: str) -> dict[str, int]:
-    """The degree of every mesh axis on this many devices, in the order of MESH_AXES.
-
-    Args:
-      strategy: whose mesh.
-      devices: how many there are.
-      where: the name of what has them, `v4-32`.
+def resolve(strategy: Strategy, slice: Slice) -> dict[str, int]:
+    """The degree of every mesh axis on a slice, or over several, in the order of MESH_AXES.
 
     Raises:
-      ValueError: the degrees do not multiply to `devices`; names the nearest that do.
+      ValueError: the degrees inside a slice do not multiply to its chips, or those across slices to their number;
+        names the nearest that do.
     """
+    across = {axis: strategy.dcn_shape.get(axis, 1) for axis in MESH_AXES}
+    slices = math.prod(across.values())
+    if slices != slice.num_slices:
+        raise ValueError(
+            f"strategy {strategy.name!r}: dcn_shape {dict(strategy.dcn_shape)} spans {slices} slice(s), {slice.name} "
+            f"is {slice.num_slices}. Take strategies.multislice with slices = {slice.num_slices}, give dcn_shape degrees "
+            f"that multiply to {slice.num_slices}, or run on {slices} slice(s)"
+        )
+    within = _resolve_within(strategy, slice.chips_per_slice, where=slice.name)
+    return {axis: degree * across[axis] for axis, degree in within.items()}
+
+
+def _resolve_within(strategy: Strategy, devices: int, *, where: str) -> dict[str, int]:
     shape = {axis: strategy.mesh_shape.get(axis, 1) for axis in MESH_AXES}
     fixed = math.prod(d for d in shape.values() if d != -1)
     free = [axis for axis, d in shape.items() if d == -1]

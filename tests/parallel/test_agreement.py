@@ -7,7 +7,7 @@ import pytest
 
 from core import optimizers, slices
 from models import transformer
-from parallel import partitioner, strategies
+from parallel import agreement, partitioner, strategies
 
 # Grouped-query attention, and a vocabulary that no mesh divides before it is rounded up.
 MODEL = transformer.Transformer(
@@ -16,14 +16,13 @@ MODEL = transformer.Transformer(
 OPTIMIZER = optimizers.adamw(
     learning_rate=optimizers.warmup_cosine(peak=3e-3, warmup_steps=5, total_steps=20), weight_decay=0.1
 )
-STRATEGIES = {
-    "data_parallel": strategies.data_parallel(),
-    "fsdp": strategies.fsdp(),
-    "fsdp over 2 replicas": strategies.fsdp(data=2),
-    "fsdp_tensor 4": strategies.fsdp_tensor(tensor=4),
-    "fsdp_tensor 2, 2 replicas": strategies.fsdp_tensor(tensor=2, data=2),
-    "fsdp_tensor 8, whole key heads": strategies.override(
-        strategies.fsdp_tensor(tensor=8), param_rules={"kv_heads": None}, activation_rules={"kv_heads": None}
+CASES = {
+    **agreement.EXAMPLES,
+    "whole key heads": agreement.Example(
+        "v4-32",
+        strategies.override(
+            strategies.fsdp_tensor(tensor=8), param_rules={"kv_heads": None}, activation_rules={"kv_heads": None}
+        ),
     ),
 }
 STEPS, ROWS, LENGTH = 20, 16, 24
@@ -54,63 +53,41 @@ def program(tables, slice_name, **options):
     return bound.program(MODEL, OPTIMIZER, SPEC, seed=7, **options)
 
 
-def gradients(bound, state):
-    """Every gradient leaf of the first batch's mean loss."""
-
-    def loss(params, batch):
-        _, out = MODEL.loss(params, (), None, batch)
-        return out.loss_sum / out.weight_sum
-
-    with bound.partitioner.tracing():
-        return jax.device_get(jax.jit(jax.grad(loss))(state.params, bound.put(next(batches()))))
-
-
-def run(bound):
-    """Fresh parameters, first gradients, loss of every step, and the state behind the last, on the host."""
-    state = bound.init()
-    fresh = jax.device_get(state.params)
-    first = gradients(bound, state)
-    losses = []
-    for batch in batches():
-        state, metrics = bound.train_step(state, bound.put(batch))
-        losses.append(float(metrics["loss"]))
-    return fresh, first, losses, jax.device_get(state)
-
-
 @pytest.fixture(scope="module")
 def one_device():
-    return run(program(strategies.data_parallel(), "v5e-1"))
+    return agreement.run(program(strategies.data_parallel(), "v5e-1"), batches())
 
 
-def close(a, b, *, tolerance, what):
-    jax.tree_util.tree_map_with_path(
-        lambda path, x, y: np.testing.assert_allclose(
-            x, y, atol=tolerance, rtol=0, err_msg=what + jax.tree_util.keystr(path)
-        ),
-        a,
-        b,
-    )
+# In float32, after 20 AdamW steps. Adam divides by the root of the second moment, so where a gradient is nearly zero an
+# update of the size of the learning rate (3e-3) rests on its last bits: parameters may differ by far more than 1 ulp.
+TOLERANCE = {"fresh": 0.0, "gradients": 1e-6, "losses": 1e-5, "params": 1e-5, "opt_state": 1e-5}
 
 
-@pytest.mark.covers("M04", "M06", "M07", "M09", "M10", "M13", "M16", "T13")
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.covers("M04", "M06", "M07", "M08", "M09", "M10", "M13", "M16", "R11", "T13")
+@pytest.mark.parametrize("name", CASES)
 def test_numbers_do_not_depend_on_the_strategy(name, one_device):
-    fresh, first, losses, state = run(program(STRATEGIES[name], "v4-32"))
-    want_fresh, want_first, want_losses, want_state = one_device
-    jax.tree.map(np.testing.assert_array_equal, fresh, want_fresh)
-    close(first, want_first, tolerance=1e-6, what="gradient ")
-    np.testing.assert_allclose(losses, want_losses, atol=1e-5, rtol=0)
-    close(state, want_state, tolerance=1e-5, what="state after 20 steps ")
+    case = CASES[name]
+    found = agreement.compare(agreement.run(program(case.strategy, case.slice), batches()), one_device)
+    apart = {part: found[part] for part in TOLERANCE if found[part].absolute > TOLERANCE[part]}
+    assert not apart
+
+
+@pytest.mark.parametrize("part", ["gradients", "losses", "params", "opt_state"])
+def test_a_wrong_number_anywhere_is_seen(part, one_device):
+    tree = jax.tree.map(np.copy, getattr(one_device, part))
+    leaf = max(jax.tree.leaves(tree), key=np.size)
+    leaf.flat[-1] += 1e-3
+    found = agreement.compare(one_device._replace(**{part: tree}), one_device)
+    assert found[part].absolute > TOLERANCE[part]
+    assert found[part].ulp > 100
+    assert all(found[other].absolute == 0 for other in TOLERANCE if other != part)
 
 
 @pytest.mark.covers("T03")
-@pytest.mark.parametrize("name", ["fsdp", "fsdp_tensor 4"])
-def test_accumulation_equals_one_big_batch(name, one_device):
-    tables = strategies.fsdp(fsdp=4) if name == "fsdp" else strategies.fsdp_tensor(tensor=2)
-    _, _, losses, state = run(program(tables, "v4-8", accum_steps=4))
-    _, _, want_losses, want_state = one_device
-    np.testing.assert_allclose(losses, want_losses, atol=1e-5, rtol=0)
-    close(state.params, want_state.params, tolerance=1e-5, what="parameters ")
+@pytest.mark.parametrize("tables", [strategies.fsdp(), strategies.fsdp_tensor(tensor=2)], ids=lambda t: t.name)
+def test_accumulation_equals_one_big_batch(tables, one_device):
+    found = agreement.compare(agreement.run(program(tables, "v4-8", accum_steps=4), batches()), one_device)
+    assert max(found["losses"].absolute, found["params"].absolute) <= 1e-5
 
 
 @pytest.mark.covers("T07")
@@ -127,7 +104,7 @@ def test_frozen_parameters_stay_and_have_no_state():
     jax.tree.map(np.testing.assert_array_equal, after["layers/block"], before["layers/block"])
     np.testing.assert_array_equal(after["~"]["embedding"], before["~"]["embedding"])
     assert not np.array_equal(after["~"]["unembedding"], before["~"]["unembedding"])
-    trained = gradients(frozen, frozen.init())["~"]
+    trained = agreement.run(frozen, [next(batches())]).gradients["~"]
     norm = np.sqrt(sum(np.sum(np.square(trained[k])) for k in ("unembedding", "final_norm")))
     np.testing.assert_allclose(metrics["gradient_norm"], norm, rtol=1e-5)
 

@@ -46,7 +46,7 @@ FSDP, BY_FOUR = strategies.fsdp(), strategies.fsdp_tensor(tensor=4)
         ("v4-32", FSDP, 16, (0, 4, 8, 12), (1, 5, 9, 13)),
         ("v4-32", FSDP, 32, (0, 1, 8, 9, 16, 17, 24, 25), (2, 3, 10, 11, 18, 19, 26, 27)),
         ("v4-32", BY_FOUR, 16, (0, 1, 2, 3), (4, 5, 6, 7)),
-        ("v4-32", strategies.fsdp_tensor(tensor=2, data=2), 16, (0, 1, 8, 9), (2, 3, 10, 11)),
+        ("v4-32", strategies.mesh3d(tensor=2, data=2), 16, (0, 1, 8, 9), (2, 3, 10, 11)),
         ("v4-64", FSDP, 32, (0, 4, 16, 20), (8, 12, 24, 28)),
         ("v4-64", BY_FOUR, 16, (0, 1, 8, 9), (0, 1, 8, 9)),
         ("v5p-128", FSDP, 64, (0, 4, 16, 20), (32, 36, 48, 52)),
@@ -118,7 +118,7 @@ def test_layout_of_the_state_without_an_array():
     assert block["query"].spec == PartitionSpec(None, "fsdp", "tensor", None)
     assert block["down"].spec == PartitionSpec(None, "tensor", "fsdp")
     assert program.state_shardings.opt_state[1].nu["layers/block"]["down"].spec == block["down"].spec
-    assert program.batch_shardings["weights"].spec == PartitionSpec(("data", "fsdp"), None)
+    assert program.batch_shardings["weights"].spec == PartitionSpec("fsdp", None)
     shapes, axes = program.abstract_state.params, program.axes.params
     jax.tree.map(lambda s, a: len(s.shape) == len(a.names) or pytest.fail(f"{s} {a}"), shapes, axes)
 
@@ -205,5 +205,5 @@ def test_tracing_sees_the_mesh_and_the_table():
     bound = bind(FSDP, "v4-8")
     assert jax.sharding.get_abstract_mesh().empty
     with bound.tracing():
-        assert jax.sharding.get_abstract_mesh().shape == {"stage": 1, "data": 1, "fsdp": 4, "tensor": 1}
+        assert jax.sharding.get_abstract_mesh().shape == {"stage": 1, "data": 1, "fsdp": 4, "sequence": 1, "tensor": 1}
     assert jax.sharding.get_abstract_mesh().empty

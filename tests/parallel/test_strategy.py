@@ -39,7 +39,7 @@ def test_shipped_tables_list_every_axis_and_nothing_else(name):
         assert set(rules) == set(logical.LOGICAL_AXES)
     assert table.stored_optimizer_rules is table.param_rules
     for slice_name in ("v4-8", "v4-32", "v5p-128"):
-        shape = strategy.resolve(table, slices.get(slice_name).chips, where=slice_name)
+        shape = strategy.resolve(table, slices.get(slice_name))
         assert tuple(shape) == tuple(strategy.MESH_AXES)
         assert math.prod(shape.values()) == slices.get(slice_name).chips
 
@@ -63,26 +63,26 @@ WRONG_MESHES = [
 def test_a_mesh_of_another_size_is_refused_with_the_right_number(name, mesh_shape, nearest):
     chips = slices.get(name).chips
     with pytest.raises(ValueError, match=rf"but {name} has {chips} \(a JAX device is one chip\)") as error:
-        strategy.resolve(of(mesh_shape), chips, where=name)
+        strategy.resolve(of(mesh_shape), slices.get(name))
     fits = str(error.value).split("Nearest that fit: ")[1].split("; ")
     assert nearest in fits
     for fit in fits:  # every suggestion is accepted
         shape = {axis: int(degree) for axis, degree in re.findall(r"(\w+) (-?\d+)", fit)}
-        assert math.prod(strategy.resolve(of(shape), chips, where=name).values()) == chips
+        assert math.prod(strategy.resolve(of(shape), slices.get(name)).values()) == chips
 
 
 def test_where_no_single_degree_helps_any_product_is_named():
     with pytest.raises(ValueError, match=r"mesh data 3 x fsdp 5 needs 15 devices.*any degrees whose product is 16"):
-        strategy.resolve(of({"data": 3, "fsdp": 5}), 16, where="v4-32")
+        strategy.resolve(of({"data": 3, "fsdp": 5}), slices.get("v4-32"))
 
 
 @pytest.mark.covers("M01", "M04")
 def test_every_factorisation_of_a_slice_is_a_mesh():
     for data in (1, 2, 4, 8, 16):
         for fsdp in (d for d in (1, 2, 4, 8, 16) if 16 % (data * d) == 0):
-            want = {"stage": 1, "data": data, "fsdp": fsdp, "tensor": 16 // (data * fsdp)}
-            assert strategy.resolve(of(want), 16, where="v4-32") == want
-            assert strategy.resolve(of(want | {"tensor": -1}), 16, where="v4-32") == want
+            want = {"stage": 1, "data": data, "fsdp": fsdp, "sequence": 1, "tensor": 16 // (data * fsdp)}
+            assert strategy.resolve(of(want), slices.get("v4-32")) == want
+            assert strategy.resolve(of(want | {"tensor": -1}), slices.get("v4-32")) == want
 
 
 @pytest.mark.covers("M05")
@@ -90,7 +90,7 @@ def test_every_factorisation_of_a_slice_is_a_mesh():
     ("make", "message"),
     [
         (lambda: of({"model": 4}), "mesh_shape: unknown mesh axis 'model'; call it 'tensor'"),
-        (lambda: of({"expert": 4}), "mesh_shape: unknown mesh axis 'expert'; expected one of stage, data, fsdp, tens"),
+        (lambda: of({"expert": 4}), "mesh_shape: unknown mesh axis 'expert'; expected one of stage, data, fsdp, sequence"),
         (lambda: of({"data": 0}), "mesh_shape: data = 0; expected a positive number, or -1"),
         (lambda: of({"data": -1, "fsdp": -1}), "more than one -1 in .*; only one axis can take what is left"),
         (lambda: of({}, params={"mpl": "tensor"}), "param_rules: unknown logical axis 'mpl'; did you mean mlp?"),
