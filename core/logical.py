@@ -140,8 +140,7 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     rules, mesh = _rules.get(), jax.sharding.get_abstract_mesh()
     if rules is None or mesh.empty:
         return x
-    automatic = {a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Auto}
-    spec = partition_spec(Axes(names), rules, keep=automatic.__contains__)
+    spec = partition_spec(Axes(names), rules, keep=automatic_axes().__contains__)
     _check_divides(x.shape, Axes(names), spec, mesh.shape)
     return jax.lax.with_sharding_constraint(x, spec)
 
@@ -162,13 +161,18 @@ def nearest_multiples(size: int, unit: int) -> list[int]:
     return sorted({max(size // unit, 1) * unit, (size // unit + 1) * unit})
 
 
+def automatic_axes() -> set[str]:
+    """The mesh axes that the partitioner still spreads arrays over; not those of an enclosing manual region."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto}
+
+
 def activation_spec(*names: str | None) -> PartitionSpec | None:
     """How the activation table in force spreads an array with these axes over automatic mesh axes; None outside."""
     rules, mesh = _rules.get(), jax.sharding.get_abstract_mesh()
     if rules is None or mesh.empty:
         return None
-    automatic = {a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Auto}
-    return partition_spec(Axes(names), rules, keep=automatic.__contains__)
+    return partition_spec(Axes(names), rules, keep=automatic_axes().__contains__)
 
 
 def param(

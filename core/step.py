@@ -17,13 +17,36 @@ import optax
 
 from core.optimizers import Optimizer
 from core.train_state import TrainState
-from core.types import Batch, LossOutput, Model, WeightedSum
+from core.types import Batch, LossOutput, Model, Params, WeightedSum
 
 Metrics = Mapping[str, jax.Array]  # name -> [], float32
 
 
+Grad = Callable[[Params, Batch], tuple[Params, LossOutput]]  # gradient of the loss sum, and the sums
+SumGradients = Callable[[Grad, Params, Batch, int], tuple[Params, LossOutput]]
+
+
+def sum_gradients(grad: Grad, params: Params, batch: Batch, accum_steps: int) -> tuple[Params, LossOutput]:
+    """Gradients and sums added over `accum_steps` microbatches, one after the other."""
+    if accum_steps == 1:
+        return grad(params, batch)
+    microbatches = jax.tree.map(lambda x: _split_rows(x, accum_steps), batch)
+    shapes = jax.eval_shape(grad, params, jax.tree.map(lambda x: x[0], microbatches))
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+    def add(total, microbatch):
+        return jax.tree.map(jnp.add, total, grad(params, microbatch)), None
+
+    return jax.lax.scan(add, zeros, microbatches)[0]
+
+
 def train_step(
-    model: Model, optimizer: Optimizer, *, seed: int, accum_steps: int = 1
+    model: Model,
+    optimizer: Optimizer,
+    *,
+    seed: int,
+    accum_steps: int = 1,
+    sum_gradients: SumGradients = sum_gradients,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The function `(state, batch) -> (state, metrics)`.
 
@@ -33,6 +56,7 @@ def train_step(
       seed: random bits are keyed by (seed, step).
       accum_steps: microbatches per step. Microbatch m takes rows m, m + accum_steps, …, so that every device keeps
         the rows it has.
+      sum_gradients: how gradients are added over microbatches, where `accum_steps` is above 1.
 
     Returns:
       A pure function; metrics are means of this step: loss, learning_rate, gradient_norm (before clipping, over
@@ -42,11 +66,17 @@ def train_step(
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         rng = jax.random.fold_in(jax.random.key(seed), state.step)
 
-        def loss_sum(params, carry, microbatch):
-            carry, out = model.loss(optimizer.trainable(params), carry, rng, microbatch)
+        def loss_sum(params, batch):
+            carry, out = model.loss(optimizer.trainable(params), state.carry, rng, batch)
             return out.loss_sum, (carry, out._replace(extras=()))
 
-        grads, carry, out = _accumulate(jax.grad(loss_sum, has_aux=True), state, batch, accum_steps)
+        grad = jax.grad(loss_sum, has_aux=True)
+        if accum_steps == 1:
+            grads, (carry, out) = grad(state.params, batch)
+        else:
+            _refuse_carry(state.carry, accum_steps)
+            carry = state.carry
+            grads, out = sum_gradients(lambda p, b: _without_carry(grad(p, b)), state.params, batch, accum_steps)
         grads = jax.tree.map(lambda g: g / jnp.maximum(out.weight_sum, 1.0), grads)
         updates, opt_state = optimizer.transformation.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
@@ -78,30 +108,17 @@ def means(out: LossOutput) -> dict[str, jax.Array]:
     return {name: s.total / jnp.maximum(s.weight, 1.0) for name, s in sums.items()}
 
 
-def _accumulate(grad: Callable, state: TrainState, batch: Batch, accum_steps: int) -> tuple[Any, Any, LossOutput]:
-    if accum_steps == 1:
-        grads, (carry, out) = grad(state.params, state.carry, batch)
-        return grads, carry, out
-    if jax.tree.leaves(state.carry):
+def _without_carry(result: tuple[Params, tuple[Any, LossOutput]]) -> tuple[Params, LossOutput]:
+    grads, (_, out) = result
+    return grads, out
+
+
+def _refuse_carry(carry: Any, accum_steps: int) -> None:
+    if jax.tree.leaves(carry):
         raise ValueError(
             f"accum_steps = {accum_steps}: a model whose carry belongs to the rows of a batch cannot accumulate; "
             "use accum_steps = 1"
         )
-    microbatches = jax.tree.map(lambda x: _split_rows(x, accum_steps), batch)
-
-    def add(total, microbatch):
-        grads, (_, out) = grad(state.params, state.carry, microbatch)
-        return jax.tree.map(jnp.add, total, (grads, out)), None
-
-    shapes = jax.eval_shape(lambda b: _sums(grad, state, b), jax.tree.map(lambda x: x[0], microbatches))
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    (grads, out), _ = jax.lax.scan(add, zeros, microbatches)
-    return grads, state.carry, out
-
-
-def _sums(grad: Callable, state: TrainState, batch: Batch) -> tuple[Any, LossOutput]:
-    grads, (_, out) = grad(state.params, state.carry, batch)
-    return grads, out
 
 
 def _split_rows(x: jax.Array, accum_steps: int) -> jax.Array:

@@ -50,6 +50,10 @@ def rows(
         "state": f"{_bytes(sizes.everything)} per chip (parameters {_bytes(sizes.params)}, optimizer "
         f"{_bytes(sizes.opt_state)}); {_bytes(sizes.whole)} in all",
     }
+    if experiment.gather_once:
+        card["gathered"] = (
+            f"{_bytes(program.gathered_bytes)} more per chip: parameters and gradients whole, once per step"
+        )
     if hasattr(experiment.model, "flops_per_token"):
         flops = experiment.model.flops_per_token(experiment.task.length) * tokens
         card["compute"] = f"{flops:.3g} FLOPs per step; {flops / slice_.peak_flops:.3g} s at the slice's bf16 peak"

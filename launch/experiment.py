@@ -31,6 +31,7 @@ class Experiment:
       batch_size: rows of a global batch.
       total_steps: where the run ends; schedules refer to it too.
       accum_steps: microbatches per step.
+      gather_once: gather split parameters once per step instead of once per microbatch (`parallel.accumulation`).
       seed: of parameters, data order and random bits.
       log_interval, eval_interval, checkpoint_interval: in steps.
       eval_batches: validation batches per evaluation; 0 for none.
@@ -50,6 +51,7 @@ class Experiment:
     batch_size: int
     total_steps: int
     accum_steps: int = 1
+    gather_once: bool = False
     seed: int = 0
     log_interval: int = 10
     eval_interval: int = 1000
@@ -76,5 +78,10 @@ class Experiment:
         """
         partitioner = Partitioner(self.strategy, slice=slices.get(self.slice), devices=devices)
         return partitioner.program(
-            self.model, self.optimizer, self.task.spec(self.batch_size), seed=self.seed, accum_steps=self.accum_steps
+            self.model,
+            self.optimizer,
+            self.task.spec(self.batch_size),
+            seed=self.seed,
+            accum_steps=self.accum_steps,
+            gather_once=self.gather_once,
         )

@@ -106,6 +106,7 @@ def splash_attention(
         _attend_locally,
         in_specs=(kernel_spec, q_spec, kv_spec, kv_spec, PartitionSpec(*q_spec[:2]), PartitionSpec(*kv_spec[:2])),
         out_specs=q_spec,
+        axis_names=logical.automatic_axes(),
         check_vma=False,  # the kernel's custom gradient does not declare how its results vary over the mesh
     )(kernel, q, k, v, segment_ids, segment_ids)
 

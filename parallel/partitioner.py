@@ -23,7 +23,7 @@ from core.optimizers import Optimizer
 from core.slices import Slice
 from core.train_state import TrainState
 from core.types import Batch, DataLayout, Model
-from parallel import compiler_options, mesh, rules, strategy
+from parallel import accumulation, compiler_options, mesh, rules, strategy
 
 BatchSpec = Mapping[str, jax.ShapeDtypeStruct]
 
@@ -103,14 +103,21 @@ class Partitioner:
         }
 
     def program(
-        self, model: Model, optimizer: Optimizer, spec: BatchSpec, *, seed: int, accum_steps: int = 1
+        self,
+        model: Model,
+        optimizer: Optimizer,
+        spec: BatchSpec,
+        *,
+        seed: int,
+        accum_steps: int = 1,
+        gather_once: bool = False,
     ) -> Program:
-        """The model's steps in this layout.
+        """The model's steps in this layout; `gather_once` is explained in `parallel.accumulation`.
 
         Raises:
           ValueError: the model, the batch and the tables do not fit; every mismatch at once.
         """
-        return Program(self, model, optimizer, dict(spec), seed, accum_steps)
+        return Program(self, model, optimizer, dict(spec), seed, accum_steps, gather_once)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +125,7 @@ class Program:
     """What a trainer calls: initial state, training step, evaluation step, and where their arrays live.
 
     Attributes:
-      partitioner, model, optimizer, spec, seed, accum_steps: what it was made of.
+      partitioner, model, optimizer, spec, seed, accum_steps, gather_once: what it was made of.
     """
 
     partitioner: Partitioner
@@ -127,6 +134,7 @@ class Program:
     spec: BatchSpec
     seed: int
     accum_steps: int
+    gather_once: bool = False
 
     def __post_init__(self):
         self._check_rows()
@@ -218,9 +226,34 @@ class Program:
             return jax.jit(fresh, out_shardings=self.state_shardings)()
 
     @functools.cached_property
+    def manual_axes(self) -> set[str]:
+        """Mesh axes over which gradients of microbatches are added before they are reduced."""
+        tables = self.partitioner.strategy
+        return accumulation.manual_axes(
+            tables.param_rules, tables.activation_rules, self.partitioner.shape, gather_once=self.gather_once
+        )
+
+    @property
+    def gathered_bytes(self) -> int:
+        """What `gather_once` costs a chip; 0 without it."""
+        rules_ = self.partitioner.strategy.param_rules
+        return accumulation.gathered_bytes(
+            self.abstract_state.params, self.axes.params, rules_, self.partitioner.shape, self.manual_axes
+        )
+
+    @functools.cached_property
     def jitted_train_step(self) -> Any:
         """The jitted training step; trace it inside `partitioner.tracing()`. The state is donated."""
-        pure = step.train_step(self.model, self.optimizer, seed=self.seed, accum_steps=self.accum_steps)
+        tables = self.partitioner.strategy
+        pure = step.train_step(
+            self.model,
+            self.optimizer,
+            seed=self.seed,
+            accum_steps=self.accum_steps,
+            sum_gradients=accumulation.sum_gradients(
+                self.manual_axes, self.axes.params, tables.param_rules, tables.activation_rules
+            ),
+        )
         return self._jit(pure, out_shardings=(self.state_shardings, self._replicated), donate_argnums=0)
 
     @functools.cached_property

@@ -84,9 +84,11 @@ def test_a_wrong_number_anywhere_is_seen(part, one_device):
 
 
 @pytest.mark.covers("T03")
-@pytest.mark.parametrize("tables", [strategies.fsdp(), strategies.fsdp_tensor(tensor=2)], ids=lambda t: t.name)
-def test_accumulation_equals_one_big_batch(tables, one_device):
-    found = agreement.compare(agreement.run(program(tables, "v4-8", accum_steps=4), batches()), one_device)
+@pytest.mark.parametrize("gather_once", [False, True])
+@pytest.mark.parametrize("tables", [strategies.hsdp(data=2), strategies.mesh3d(data=1, tensor=2)], ids=lambda t: t.name)
+def test_accumulation_equals_one_big_batch(tables, gather_once, one_device):
+    bound = program(tables, "v4-8", accum_steps=4, gather_once=gather_once)
+    found = agreement.compare(agreement.run(bound, batches()), one_device)
     assert max(found["losses"].absolute, found["params"].absolute) <= 1e-5
 
 

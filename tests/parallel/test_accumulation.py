@@ -1,0 +1,68 @@
+"""What accumulation reduces, when, and what gathering once costs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from core import optimizers, slices
+from models import transformer
+from parallel import partitioner, strategies
+
+MODEL = transformer.preset("tiny", dtype="float32")
+SPEC = {k: jax.ShapeDtypeStruct((16, 8), jnp.int32) for k in ("inputs", "targets", "segment_ids", "positions")}
+SPEC["weights"] = jax.ShapeDtypeStruct((16, 8), jnp.float32)
+
+
+def program(tables, **options):
+    bound = partitioner.Partitioner(tables, slice=slices.get("v4-8"), devices=jax.devices())
+    optimizer = optimizers.adamw(learning_rate=optimizers.constant(1e-3))
+    return bound.program(MODEL, optimizer, SPEC, seed=0, accum_steps=2, **options)
+
+
+@pytest.mark.parametrize(
+    ("tables", "gather_once", "manual"),
+    [
+        (strategies.data_parallel(), False, {"data"}),
+        (strategies.fsdp(), False, set()),
+        (strategies.fsdp(), True, {"fsdp"}),
+        (strategies.hsdp(data=2), False, {"data"}),
+        (strategies.hsdp(data=2), True, {"data", "fsdp"}),
+        (strategies.fsdp_tensor(tensor=4), True, set()),
+    ],
+)
+def test_which_axes_are_manual(tables, gather_once, manual):
+    assert program(tables, gather_once=gather_once).manual_axes == manual
+
+
+def test_gathering_once_costs_what_a_chip_did_not_hold():
+    split = program(strategies.fsdp(), gather_once=True)
+    leaves = jax.tree.leaves(split.abstract_state.params)
+    held = sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) * 4 for leaf in leaves)
+    whole = sum(np.prod(leaf.shape) * 4 for leaf in leaves)
+    assert split.gathered_bytes == 2 * (whole - held)
+    assert program(strategies.fsdp()).gathered_bytes == 0
+    assert program(strategies.data_parallel()).gathered_bytes == 0
+
+
+def scan_bodies(jaxpr):
+    """Every scan over microbatches inside, as text."""
+    for eqn in jaxpr.eqns:
+        for value in eqn.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                if eqn.primitive.name == "scan" and eqn.params["length"] == 2 and "psum" not in str(eqn.invars):
+                    yield str(inner)
+                yield from scan_bodies(inner)
+
+
+@pytest.mark.covers("T03")
+def test_replicas_reduce_once_and_behind_the_loop():
+    bound = program(strategies.data_parallel())
+    batch = {k: jax.ShapeDtypeStruct(s.shape, s.dtype) for k, s in SPEC.items()}
+    with bound.partitioner.tracing():
+        traced = jax.make_jaxpr(bound.jitted_train_step)(bound.abstract_state, batch)
+    assert "psum" in str(traced)
+    bodies = list(scan_bodies(traced.jaxpr))
+    assert bodies
+    assert not any("psum" in body for body in bodies)
