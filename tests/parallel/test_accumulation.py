@@ -28,7 +28,7 @@ def program(tables, **options):
         (strategies.fsdp(), True, {"fsdp"}),
         (strategies.hsdp(data=2), False, {"data"}),
         (strategies.hsdp(data=2), True, {"data", "fsdp"}),
-        (strategies.fsdp_tensor(tensor=4), True, set()),
+        (strategies.fsdp_tensor(tensor=2), True, {"fsdp"}),
     ],
 )
 def test_which_axes_are_manual(tables, gather_once, manual):
