@@ -6,16 +6,9 @@ import numpy as np
 import pytest
 
 from core import optimizers, slices
-from models import transformer
+from launch.agreement import MODEL, bind, random_batches
 from parallel import agreement, partitioner, strategies
 
-# Grouped-query attention, and a vocabulary that no mesh divides before it is rounded up.
-MODEL = transformer.Transformer(
-    vocab_size=203, num_layers=3, embed_dim=64, mlp_dim=176, num_heads=8, num_kv_heads=4, dtype="float32"
-)
-OPTIMIZER = optimizers.adamw(
-    learning_rate=optimizers.warmup_cosine(peak=3e-3, warmup_steps=5, total_steps=20), weight_decay=0.1
-)
 CASES = {
     **agreement.EXAMPLES,
     "whole key heads": agreement.Example(
@@ -25,32 +18,15 @@ CASES = {
         ),
     ),
 }
-STEPS, ROWS, LENGTH = 20, 16, 24
+STEPS = 20
 
 
 def batches():
-    """Packed rows with uneven padding, different at every step."""
-    rng = np.random.default_rng(0)
-    for _ in range(STEPS):
-        lengths = rng.integers(4, LENGTH // 2, ROWS)
-        position = np.arange(LENGTH)[None]
-        second = position >= lengths[:, None]
-        padding = position >= LENGTH - rng.integers(0, 6, ROWS)[:, None]
-        yield {
-            "inputs": rng.integers(0, 203, (ROWS, LENGTH), dtype=np.int32),
-            "targets": rng.integers(0, 203, (ROWS, LENGTH), dtype=np.int32),
-            "weights": (~padding).astype(np.float32),
-            "segment_ids": np.where(padding, 0, 1 + second).astype(np.int32),
-            "positions": np.where(second, position - lengths[:, None], position).astype(np.int32),
-        }
-
-
-SPEC = {k: jax.ShapeDtypeStruct(a.shape, a.dtype) for k, a in next(batches()).items()}
+    return random_batches(MODEL.vocab_size, steps=STEPS)
 
 
 def program(tables, slice_name, **options):
-    bound = partitioner.Partitioner(tables, slice=slices.get(slice_name), devices=jax.devices())
-    return bound.program(MODEL, OPTIMIZER, SPEC, seed=7, **options)
+    return bind(MODEL, agreement.Example(slice_name, tables), next(batches()), **options)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +72,7 @@ def test_accumulation_equals_one_big_batch(tables, gather_once, one_device):
 def test_frozen_parameters_stay_and_have_no_state():
     optimizer = optimizers.adamw(learning_rate=optimizers.constant(1e-2), frozen=("layers/*", "embedding"))
     bound = partitioner.Partitioner(strategies.fsdp(), slice=slices.get("v4-32"), devices=jax.devices())
-    frozen = bound.program(MODEL, optimizer, SPEC, seed=7)
+    frozen = bound.program(MODEL, optimizer, program(strategies.fsdp(), "v4-32").spec, seed=7)
     state = frozen.init()
     before = jax.device_get(state.params)
     moments = [a.shape for a in jax.tree.leaves(state.opt_state) if a.ndim]
