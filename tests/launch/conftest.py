@@ -27,6 +27,6 @@ def launch(cache):
         command = [sys.executable, "-m", "launch", *arguments]
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
         assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
-        return done.stdout
+        return done.stdout + (done.stderr if code else "")
 
     return run
