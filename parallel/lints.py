@@ -39,7 +39,7 @@ class Facts:
       program: strategy, slice, state.
       peak_bytes: most HBM in use at any time.
       collectives: of the compiled step.
-      messages: what the compiler wrote to stderr.
+      messages: what the compiler wrote to stderr, its warnings included: see `AUDIBLE_WARNINGS`.
     """
 
     program: Program
@@ -176,7 +176,7 @@ def _whole_reductions(facts: Facts) -> Iterator[Finding]:
             f"{len(found)} all-reduces over {' x '.join(axes)} ({size} chips) whose readers take a slice: "
             f"reduce-scatters would send {_gib(wasted)} less per chip and step; the largest is "
             f"{_described(max(found, key=lambda c: c.sliced_bytes))}",
-            "reduce over axes of 4 chips, which libtpu scatters; or fewer bytes: a larger batch per chip",
+            "reduce over a mesh axis of 4 chips, where libtpu mostly scatters; or less often (fewer accum_steps)",
             {"topology": slice_.topology_name, "group_size": size},
         )
 
@@ -196,7 +196,7 @@ def _replicated(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def _rematerialised(facts: Facts) -> Iterator[Finding]:
+def rematerialized(facts: Facts) -> Iterator[Finding]:
     """The partitioner's own complaint: it gathers an array whole only to split it another way."""
     lines = [line for line in facts.messages.splitlines() if "nvoluntary full remat" in line]
     for line in dict.fromkeys(_between_layouts(line) for line in lines):
@@ -208,8 +208,8 @@ def _rematerialised(facts: Facts) -> Iterator[Finding]:
 
 
 def _between_layouts(line: str) -> str:
-    found = re.search(r"go from sharding (.*?) to (.*?) (?:efficiently|without)", line)
-    name = re.search(r"for HLO operation: %?([\w.\-]+ = \S+ [\w\-]+)", line)
+    found = re.search(r"go from sharding (\{.*?\}) to (\{.*?\}) ", line)
+    name = re.search(r"for HLO operation:? %?[\w.\-]+ = ([\w\[\],]+)", line)
     where = re.search(r'op_name="([^"]*)"', line)
     if found is None:
         return line.split("] ")[-1][:200]
@@ -253,7 +253,7 @@ LINTS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     _float32_gathers,
     _whole_reductions,
     _replicated,
-    _rematerialised,
+    rematerialized,
     _idle_axes,
     _branched,
 )
@@ -304,15 +304,19 @@ def _gib(count: float) -> str:
     return f"{count / GIB:.2f} GiB" if count >= GIB / 10 else f"{count / MIB:.1f} MiB"
 
 
+# Environment in which libtpu says on stderr what it warns of; it reads it once, when it is loaded.
+AUDIBLE_WARNINGS = {"TPU_STDERR_LOG_LEVEL": "1"}
+
+
 class Messages:
-    """Text that fills up while `compiler_messages` is in force; read it afterwards."""
+    """Text that is there once `compiler_messages` has ended."""
 
     text = ""
 
 
 @contextlib.contextmanager
 def compiler_messages() -> Iterator[Messages]:
-    """Keeps what C++ writes to file descriptor 2, where XLA puts its warnings, and passes it on at the end."""
+    """Keeps what C++ writes to file descriptor 2 meanwhile; at the end passes on all but the compiler's warnings."""
     messages = Messages()
     sys.stderr.flush()
     before = os.dup(2)
@@ -326,4 +330,4 @@ def compiler_messages() -> Iterator[Messages]:
             os.close(before)
             kept.seek(0)
             messages.text = kept.read().decode(errors="replace")
-            sys.stderr.write(messages.text)
+            os.write(2, re.sub(r"(?m)^[WI]\d{4} .*\n?", "", messages.text).encode())

@@ -34,8 +34,9 @@ def run(args: argparse.Namespace) -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"
     from core import slices
     from launch import gin_config
-    from parallel import analysis, compiled
+    from parallel import analysis, compiled, lints
 
+    os.environ.update(lints.AUDIBLE_WARNINGS)
     experiment = gin_config.load(args.experiment, bindings=args.gin, slice_name=args.slice).build()
     slice_ = slices.get(experiment.slice)
     program = experiment.bind(compiled.devices_of(slice_))

@@ -1,0 +1,223 @@
+"""Every lint fires on a planted program and is silent on a good one."""
+
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import jax
+import pytest
+
+from core import optimizers, slices
+from models import transformer
+from parallel import analysis, compiled, lints, partitioner, strategies, traffic
+from parallel.hlo import executions, program
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+MODEL = transformer.Transformer(
+    vocab_size=4096, num_layers=2, embed_dim=256, mlp_dim=768, num_heads=8, num_kv_heads=4, head_dim=32,
+    remat="full", attention="plain",
+)  # fmt: skip
+MIB = 2**20
+
+
+def bind(tables, slice_name="v4-8", *, model=MODEL, **options):
+    slice_ = slices.get(slice_name)
+    whole = {k: jax.ShapeDtypeStruct((16, 64), "int32") for k in ("inputs", "targets", "segment_ids", "positions")}
+    spec = {**whole, "weights": jax.ShapeDtypeStruct((16, 64), "float32")}
+    bound = partitioner.Partitioner(tables, slice=slice_, devices=compiled.devices_of(slice_))
+    optimizer = optimizers.adamw(learning_rate=optimizers.constant(1e-4))
+    return bound.program(model, optimizer, spec, seed=0, **options)
+
+
+def names(findings):
+    return [(f.lint, f.reason is not None) for f in findings]
+
+
+@pytest.fixture(scope="module")
+def good():
+    bound = bind(strategies.fsdp())
+    return bound, analysis.analyze(bound)
+
+
+@pytest.mark.compiled("v4-8")
+def test_a_good_program_has_no_findings(good):
+    assert good[1].findings == []
+
+
+@pytest.mark.compiled("v4-8")
+def test_the_report_as_json_is_stable(good):
+    bound, found = good
+    again = analysis.read(bound, found.compiled)
+    texts = [json.dumps(analysis.as_json(bound, f), sort_keys=True) for f in (found, again)]
+    assert texts[0] == texts[1]
+    read = json.loads(texts[0])
+    assert read["mesh"]["fsdp"] == 4
+    assert read["cycles"]["total"] == sum(read["cycles"]["by_kind"].values()) > 0
+    assert read["wire_bytes_by_axes"]["fsdp"] == sum(row["wire_bytes"] for row in read["traffic"])
+
+
+@pytest.mark.compiled("v4-8")
+def test_gathers_in_the_accumulation_loop(good):
+    bound = bind(strategies.fsdp(), accum_steps=2)
+    found = analysis.analyze(bound)
+    (gathers,) = [f for f in found.findings if f.lint == "weights gathered in the accumulation loop"]
+    assert "2 microbatches" in gathers.what
+    assert gathers.reason is None
+    full = lints.Facts(bound, bound.partitioner.slice.chip.usable_hbm_bytes - MIB, found.collectives)
+    assert gathers.lint not in [f.lint for f in lints.check(full)]  # there is no room for whole weights
+    assert [loop.trips for loop in found.costs.loops] == [2, 2, 2]
+
+
+def gather(dtype, *, rows=4096):
+    """A gather of the embedding table, MODEL's largest array."""
+    text = f"""
+ENTRY %main (x: {dtype}[{rows},64]) -> {dtype}[{rows},256] {{
+  %x = {dtype}[{rows},64]{{1,0}} parameter(0)
+  ROOT %g = {dtype}[{rows},256]{{1,0}} all-gather(%x), channel_id=1, replica_groups=[1,4]<=[4], dimensions={{1}}
+}}
+"""
+    return collectives(text, traffic.Grid({"fsdp": 4}, (0,) * 4))
+
+
+def collectives(text, grid):
+    module = program.parse(text)
+    return traffic.collectives(module, executions.walk(module), grid)
+
+
+@pytest.mark.compiled("v4-8")
+def test_float32_gathers_of_weights(good):
+    wide = gather("f32")
+    (planted,) = lints.check(lints.Facts(good[0], 0, wide))
+    assert (planted.lint, planted.reason) == ("float32 gather of weights", None)
+    assert planted.what.startswith("params/")
+    exact = bind(strategies.fsdp(), model=dataclasses.replace(MODEL, dtype="float32"))
+    assert names(lints.check(lints.Facts(exact, 0, wide))) == [("float32 gather of weights", True)]
+    assert lints.check(lints.Facts(good[0], 0, gather("bf16"))) == []
+    assert lints.check(lints.Facts(good[0], 0, gather("f32", rows=4100))) == []  # activations, not weights
+
+
+@pytest.mark.compiled("v4-32")
+def test_sixteen_way_reductions_are_known():
+    bound = bind(strategies.fsdp(), "v4-32")
+    found = analysis.analyze(bound)
+    assert names(found.findings) == [("all-reduce instead of reduce-scatter", True)]
+    assert "16 chips" in found.findings[0].what
+    elsewhere = [c._replace(group_size=8) for c in found.collectives]
+    assert names(lints.check(lints.Facts(bound, 0, elsewhere))) == [("all-reduce instead of reduce-scatter", False)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "in_loop", "times", "expected"),
+    [
+        ("all-gather", False, 1, [("large collective on DCN", False)]),
+        ("all-reduce", False, 1, [("large collective on DCN", True)]),
+        ("all-reduce", True, 1, [("large collective on DCN", False)]),
+        ("all-reduce", True, 0, []),
+    ],
+)
+def test_large_collectives_on_dcn(good, kind, in_loop, times, expected):
+    (one,) = gather("bf16")
+    loops = (executions.Loop("while", "jit(run)/jvp()/while", 4),) if in_loop else ()
+    crossing = one._replace(kind=kind, network="DCN", wire_bytes=64 * MIB, times=times, loops=loops)
+    assert names(lints.check(lints.Facts(good[0], 0, [crossing]))) == expected
+    assert lints.check(lints.Facts(good[0], 0, [crossing._replace(network="ICI")])) == []
+
+
+def test_replicated_arrays(good):
+    wide = dataclasses.replace(MODEL, vocab_size=16384)
+    partly = strategies.override(strategies.fsdp(), param_rules={"embed": None, "mlp": "fsdp"})
+    found = lints.check(lints.Facts(bind(partly, model=wide), 0, []))
+    assert any(f.what.startswith("params/") for f in found)
+    assert all(f.lint == "large replicated array" and f.reason is None for f in found)
+    whole = lints.check(lints.Facts(bind(strategies.data_parallel(), model=wide), 0, []))
+    assert whole
+    assert all(f.reason is not None for f in whole)
+    assert lints.check(lints.Facts(good[0], 0, [])) == []
+
+
+def test_an_axis_that_shards_nothing():
+    tables = strategies.fsdp_tensor(tensor=2)
+    only = {"mlp": None, "heads": None, "kv_heads": None, "vocab": None}
+    idle = strategies.override(tables, param_rules=only, activation_rules={**only, "kv_length": "tensor"})
+    found = lints.check(lints.Facts(bind(idle), 0, []))
+    assert names(found) == [("mesh axis that shards nothing", False)]
+    assert "tensor = 2" in found[0].what
+    assert lints.check(lints.Facts(bind(tables), 0, [])) == []
+
+
+BRANCH = """
+%gather (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %r = f32[8]{0} all-reduce(%x), channel_id=1, replica_groups=[1,4]<=[4], to_apply=%add
+}
+
+%leave (x: f32[8]) -> f32[8] {
+  ROOT %x = f32[8]{0} parameter(0)
+}
+
+ENTRY %main (x: f32[8], p: pred[]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %p = pred[] DECIDES
+  ROOT %c = f32[8]{0} conditional(%p, %x, %x), true_computation=%gather, false_computation=%leave
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("decides", "expected"),
+    [
+        ("parameter(1)", [("collective under a data-dependent branch", False)]),
+        ("partition-id()", [("collective under a data-dependent branch", False)]),
+        ("constant(true)", []),
+    ],
+)
+def test_collectives_under_a_branch(good, decides, expected):
+    found = collectives(BRANCH.replace("DECIDES", decides), traffic.Grid({"fsdp": 4}, (0,) * 4))
+    assert names(lints.check(lints.Facts(good[0], 0, found))) == expected
+
+
+PLANTED = """
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+from core import slices
+from parallel import lints, mesh
+
+slice_ = slices.get("v4-32")
+grid = mesh.make_mesh({"fsdp": 4, "tensor": 4}, slice=slice_, devices=mesh.topology_devices(slice_))
+laid = lambda x, *spec: jax.lax.with_sharding_constraint(x, NamedSharding(grid, P(*spec)))
+
+def turned(x):
+    return laid(jnp.cos(laid(jnp.sin(x), "fsdp", "tensor", None)), None, None, ("tensor", "fsdp"))
+
+def kept(x):
+    return laid(jnp.cos(laid(jnp.sin(x), "fsdp", "tensor", None)), "fsdp", None, None)
+
+x = jax.ShapeDtypeStruct((8, 8, 32), jnp.float32, sharding=NamedSharding(grid, P()))
+for fn in (turned, kept):
+    with lints.compiler_messages() as messages:
+        jax.jit(fn).lower(x).compile()
+    facts = lints.Facts(None, 0, [], messages.text)
+    print(fn.__name__, [f.what for f in lints.rematerialized(facts)])
+"""
+
+
+@pytest.mark.compiled("v4-32")
+def test_involuntary_rematerialization_is_heard(monkeypatch):
+    for name, value in {**lints.AUDIBLE_WARNINGS, "PYTHONPATH": str(ROOT)}.items():
+        monkeypatch.setenv(name, value)
+    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(PLANTED)], capture_output=True, text=True, timeout=120)
+    turned, kept = ran.stdout.splitlines()
+    assert "goes from {devices=[4,4,1]<=[16]} to {devices=[1,1,16]<=[4,4]T(1,0)}" in turned
+    assert "f32[2,2,32]" in turned
+    assert kept == "kept []"
+    assert "W1" not in ran.stderr
+
+
+def test_messages_that_are_no_warnings_are_passed_on(capfd):
+    with lints.compiler_messages() as messages:
+        subprocess.run(["/bin/sh", "-c", "echo 'W1120 11:33 x.cc:1] hm' >&2; echo 'E1120 bad' >&2"], check=True)
+    assert messages.text == "W1120 11:33 x.cc:1] hm\nE1120 bad\n"
+    assert capfd.readouterr().err == "E1120 bad\n"

@@ -1,0 +1,270 @@
+"""Collectives mapped back to mesh axes, with bytes that agree with a hand calculation."""
+
+import functools
+import math
+import pathlib
+
+import jax
+import pytest
+
+from core import optimizers, slices
+from models import transformer
+from parallel import analysis, compiled, partitioner, strategies, traffic
+from parallel.hlo import executions, program, replica_groups
+
+FIXTURES = pathlib.Path(__file__).parent / "fixtures"
+GRID = traffic.Grid({"data": 2, "fsdp": 2, "tensor": 4}, (0,) * 16)
+FLAT = traffic.Grid({"fsdp": 16}, (0,) * 16)
+
+
+def instruction(attributes, opcode="all-gather"):
+    return program.Instruction("x", opcode, "f32[4]", "y", attributes, False)
+
+
+def groups(attributes):
+    return [tuple(g) for g in replica_groups.device_groups(instruction(attributes), 16)]
+
+
+FSDP_GROUPS = [(8 * d + t, 8 * d + 4 + t) for d in range(2) for t in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("attributes", "expected", "axes"),
+    [
+        ("replica_groups={{0,1,2,3},{4,5,6,7},{8,9,10,11},{12,13,14,15}}, x=1", None, ("tensor",)),
+        ("replica_groups=[4,4]<=[16], x=1", None, ("tensor",)),
+        ("replica_groups=[8,2]<=[2,8]T(1,0), x=1", [(i, i + 8) for i in range(8)], ("data",)),
+        ("replica_groups=[8,2]<=[2,2,4]T(0,2,1), x=1", FSDP_GROUPS, ("fsdp",)),
+        ("replica_groups=[4,4]<=[4,4]T(1,0), x=1", [(i, i + 4, i + 8, i + 12) for i in range(4)], ("data", "fsdp")),
+        ("channel_id=1, replica_groups={}, use_global_device_ids=true", [tuple(range(16))], ("data", "fsdp", "tensor")),
+        ("channel_id=1, replica_groups={{0}}, dimensions={0}", [tuple(range(16))], ("data", "fsdp", "tensor")),
+        ("replica_groups=mesh['a'=2,'b'=2,'c'=4] {'b'}, x={1}", FSDP_GROUPS, ("fsdp",)),
+        ("replica_groups=mesh['a'=8,'b'=2], device_ids=([2,8]T(1,0)) {'b'}", [(i, i + 8) for i in range(8)], ("data",)),
+        ("replica_groups=mesh['a'=4,'b'=4] {'b':(2)2}, x=1", [(i, i + 1) for i in range(0, 16, 2)], ("tensor",)),
+        ("replica_groups=mesh['a'=4,'b'=4] {'a':(1)2}, x=1", [(i, i + 8) for i in range(8)], ("data",)),
+        ("replica_groups=mesh[a=4,b=4] {a,b}, x=1", [tuple(range(16))], ("data", "fsdp", "tensor")),
+        ("source_target_pairs={{0,1},{1,2},{2,3},{3,0}}, x=1", [(0, 1, 2, 3)], ("tensor",)),
+        ("source_target_pairs={{0,8},{8,0},{1,9},{9,1}}", [(0, 8), (1, 9)], ("data",)),
+        ("replica_groups={{0},{1}}, x=1", [(0,), (1,)], ()),
+    ],
+)
+def test_groups_of_every_form_and_their_mesh_axes(attributes, expected, axes):
+    found = groups(attributes)
+    assert found == (expected or [tuple(range(i, i + 4)) for i in range(0, 16, 4)])
+    assert traffic.varying_axes(found, GRID) == axes
+
+
+def test_a_mesh_whose_devices_are_listed():
+    text = "replica_groups=mesh['a'=2,'b'=2], device_ids=(0,2,1,3) {'b'}, x=1"
+    assert groups(text) == [(0, 2), (1, 3)]
+
+
+def test_a_chip_outside_the_mesh_is_refused():
+    with pytest.raises(ValueError, match=r"names chip 16, but the mesh .* has 16"):
+        traffic.varying_axes([(0, 16)], GRID)
+
+
+def collectives(text, grid=GRID):
+    module = program.parse(text)
+    return traffic.collectives(module, executions.walk(module), grid)
+
+
+def one(opcode, attributes, *, operand="bf16[16,128]", result="bf16[16,128]"):
+    (found,) = collectives(
+        f"ENTRY %main (x: {operand}) -> {result} {{\n  %x = {operand}{{1,0}} parameter(0)\n"
+        f"  ROOT %c = {result}{{1,0}} {opcode}(%x), channel_id=1, {attributes}, use_global_device_ids=true\n}}\n"
+    )
+    return found
+
+
+X = 16 * 128 * 2  # bytes of bf16[16,128]
+FOURS = "replica_groups=[4,4]<=[16]"
+
+
+@pytest.mark.parametrize(
+    ("opcode", "attributes", "result", "payload", "wire"),
+    [
+        ("all-gather", f"{FOURS}, dimensions={{0}}", "bf16[64,128]", 4 * X, 3 * X),
+        ("all-gather", f"{FOURS}, dimensions={{1}}", "bf16[16,512]", 4 * X, 3 * X),
+        ("reduce-scatter", f"{FOURS}, dimensions={{0}}, to_apply=%add", "bf16[4,128]", X, 3 * X // 4),
+        ("all-reduce", f"{FOURS}, to_apply=%add", "bf16[16,128]", X, 2 * 3 * X // 4),
+        ("all-to-all", f"{FOURS}, dimensions={{0}}", "bf16[16,128]", X, 3 * X // 4),
+        ("collective-permute", "source_target_pairs={{0,1},{1,2},{2,3},{3,0}}", "bf16[16,128]", X, X // 4),
+        ("collective-broadcast", FOURS, "bf16[16,128]", X, X),
+    ],
+)
+def test_payload_and_wire_bytes(opcode, attributes, result, payload, wire):
+    found = one(opcode, attributes, result=result)
+    assert (found.kind, found.payload_bytes, found.wire_bytes) == (opcode, payload, wire)
+    assert (found.group_size, found.axes, found.network, found.dtype) == (4, ("tensor",), "ICI", "bf16")
+    assert (found.times, found.loops, found.is_overlapped) == (1, (), False)
+
+
+ASYNC = """
+ENTRY %main (x: f32[8], y: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %y = f32[8]{0} parameter(1)
+  %s = (f32[8]{0}, f32[8]{0}) all-reduce-start(%x), channel_id=1, replica_groups=[4,4]<=[16], to_apply=%add
+  BETWEEN
+  ROOT %d = f32[8]{0} all-reduce-done(%s)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("between", "cycles"),
+    [('%z = f32[8]{0} add(%y, %y), backend_config={"window_config":{"estimated_cycles":"9"}}', 9), ("", 0)],
+)
+def test_a_pair_is_overlapped_where_something_runs_between(between, cycles):
+    (found,) = collectives(ASYNC.replace("BETWEEN", between))
+    assert (found.kind, found.is_overlapped, found.cycles_beside) == ("all-reduce", cycles > 0, cycles)
+    assert found.wire_bytes == 2 * 32 * 3 // 4
+
+
+def test_a_gather_fused_with_computation_counts_once():
+    """Two gathers of 7B's attention, cut from its forward loop; one is written three times."""
+    by_itself, fused = collectives((FIXTURES / "fused_gather.hlo").read_text(), FLAT)
+    assert not by_itself.is_overlapped
+    assert fused.is_overlapped
+    assert fused.cycles_beside == 563824
+    for found in (by_itself, fused):
+        assert (found.kind, found.axes, found.dtype) == ("all-gather", ("fsdp",), "bf16")
+        assert found.wire_bytes == 15 * 256 * 32 * 128 * 2  # 15 other shards of [256, 32, 128]
+
+
+def test_an_all_reduce_fused_with_its_slice_is_a_reduce_scatter():
+    grid = traffic.Grid({"fsdp": 4, "tensor": 4}, (0,) * 16)
+    (found,) = collectives((FIXTURES / "fused_scatter.hlo").read_text(), grid)
+    assert (found.kind, found.axes, found.group_size) == ("reduce-scatter", ("fsdp",), 4)
+    assert found.wire_bytes == 3 * 512 * 256 * 4 // 4
+    assert found.sliced_bytes == 0
+
+
+def test_a_send_between_slices_is_the_collective_that_it_stands_for():
+    grid = traffic.Grid({"data": 2, "fsdp": 4}, (0,) * 4 + (1,) * 4)
+    (found,) = collectives((FIXTURES / "between_slices.hlo").read_text(), grid)
+    assert (found.kind, found.axes, found.network, found.group_size) == ("all-reduce", ("data",), "DCN", 2)
+    assert found.wire_bytes == found.payload_bytes == 48 * 8 * 128 * 2
+    assert found.is_overlapped
+
+
+def test_a_group_that_spans_slices_is_on_dcn():
+    grid = traffic.Grid({"data": 2, "fsdp": 8}, (0,) * 8 + (1,) * 8)
+    text = ASYNC.replace("BETWEEN", "")
+    assert collectives(text, grid)[0].network == "ICI"
+    (found,) = collectives(text.replace("[4,4]<=[16]", "[8,2]<=[2,8]T(1,0)"), grid)
+    assert (found.network, found.axes) == ("DCN", ("data",))
+
+
+SLICED = """
+%read (g: f32[64,8], i: s32[]) -> f32[4,8] {
+  %g = f32[64,8]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %piece = f32[4,8]{1,0} dynamic-slice(%g, %i, %zero), dynamic_slice_sizes={4,8}
+}
+
+ENTRY %main (g: f32[64,8], h: f32[64,8], i: s32[]) -> (f32[4,8], f32[64,8]) {
+  %g = f32[64,8]{1,0} parameter(0)
+  %h = f32[64,8]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %sum = (f32[64,8]{1,0}, f32[64,8]{1,0}) all-reduce(%g, %h), channel_id=1, replica_groups=[1,16]<=[16], to_apply=%add
+  %a = f32[64,8]{1,0} get-tuple-element(%sum), index=0
+  %b = f32[64,8]{1,0} get-tuple-element(%sum), index=1
+  %piece = f32[4,8]{1,0} fusion(%a, %i), kind=kLoop, calls=%read
+  %all = f32[64,8]{1,0} negate(%b)
+  ROOT %out = (f32[4,8]{1,0}, f32[64,8]{1,0}) tuple(%piece, %all)
+}
+"""
+
+
+def test_a_reduction_of_which_only_a_slice_is_read_is_noticed():
+    (found,) = collectives(SLICED)
+    assert (found.kind, found.payload_bytes, found.sliced_bytes) == ("all-reduce", 2 * 64 * 8 * 4, 64 * 8 * 4)
+
+
+MODEL = transformer.Transformer(
+    vocab_size=1000, num_layers=4, embed_dim=256, mlp_dim=768, num_heads=8, num_kv_heads=4, head_dim=32,
+    remat="full", attention="plain",
+)  # fmt: skip
+ROWS, LENGTH = 16, 64
+
+
+def analyze(tables, slice_name):
+    slice_ = slices.get(slice_name)
+    integers = ("inputs", "targets", "segment_ids", "positions")
+    spec = {k: jax.ShapeDtypeStruct((ROWS, LENGTH), "int32") for k in integers}
+    spec = {**spec, "weights": jax.ShapeDtypeStruct((ROWS, LENGTH), "float32")}
+    bound = partitioner.Partitioner(tables, slice=slice_, devices=compiled.devices_of(slice_))
+    optimizer = optimizers.adamw(learning_rate=optimizers.constant(1e-4))
+    return analysis.analyze(bound.program(MODEL, optimizer, spec, seed=0))
+
+
+# What each strategy sends, by mesh axis and kind, inside the loop over layers or outside; what is under 4 KiB per
+# execution (metrics, norms) left out. A line that appears or disappears is a change of the strategy or of the compiler.
+SIGNATURES = {
+    "data_parallel": (
+        strategies.data_parallel(),
+        {("data", "all-reduce", "loop"), ("data", "all-reduce", "once")},
+    ),
+    "fsdp": (
+        strategies.fsdp(),
+        {
+            ("fsdp", "all-gather", "loop"),
+            ("fsdp", "all-gather", "once"),
+            ("fsdp", "all-reduce", "loop"),
+            ("fsdp", "all-reduce", "once"),
+        },
+    ),
+    "fsdp_tensor 4": (
+        strategies.fsdp_tensor(tensor=4),
+        {
+            ("fsdp", "all-gather", "loop"),
+            ("fsdp", "all-gather", "once"),
+            ("fsdp", "all-reduce", "loop"),
+            ("fsdp", "reduce-scatter", "loop"),
+            ("fsdp", "reduce-scatter", "once"),
+            ("tensor", "all-reduce", "loop"),
+            ("tensor", "all-reduce", "once"),
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def compiled_for_v4_32():
+    return functools.cache(lambda name: analyze(SIGNATURES[name][0], "v4-32"))
+
+
+@pytest.mark.compiled("v4-32")
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature(name, compiled_for_v4_32):
+    found = {
+        (" ".join(c.axes), c.kind, "loop" if c.loops else "once")
+        for c in compiled_for_v4_32(name).collectives
+        if c.payload_bytes >= 4096
+    }
+    assert found == SIGNATURES[name][1]
+
+
+def layer_bytes():
+    """Of the matrices of one layer, in bfloat16."""
+    e, m, h, n, k = MODEL.embed_dim, MODEL.mlp_dim, MODEL.num_heads, MODEL.num_kv_heads, MODEL.head_width
+    return 2 * (2 * e * h * k + 2 * e * n * k + 3 * e * m)
+
+
+@pytest.mark.compiled("v4-32")
+def test_fsdp_gathers_each_layer_forward_and_again_backward(compiled_for_v4_32):
+    found = compiled_for_v4_32("fsdp").collectives
+    gathers = [c for c in found if c.kind == "all-gather" and c.loops]
+    assert sum(c.wire_bytes * c.times for c in gathers) == 2 * MODEL.num_layers * layer_bytes() * 15 // 16
+    assert all(c.dtype == "bf16" for c in gathers)
+
+
+@pytest.mark.compiled("v4-32")
+def test_data_parallel_adds_up_every_gradient_once(compiled_for_v4_32):
+    found = compiled_for_v4_32("data_parallel").collectives
+    stored = MODEL.stored_vocab_size * MODEL.embed_dim
+    norms = (2 * MODEL.num_layers + 1) * MODEL.embed_dim
+    reduced = sum(math.prod(a.dims) * c.times for c in found for a in c.arrays if a.dims)
+    assert reduced == MODEL.num_layers * layer_bytes() // 2 + 2 * stored + norms
