@@ -8,18 +8,31 @@ strategy's tables decide where it lives.
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from core import parameters
 from core.logical import Axes
 from core.types import Params
 
 Schedule = Callable[[jax.Array], jax.Array]  # step counted from 0 -> learning rate
+
+MATRICES: Mapping[str, str] = MappingProxyType(  # of models.transformer; the letters: see `muon`
+    {
+        "layers/*/query": "lioo",
+        "layers/*/key": "lioo",
+        "layers/*/value": "lioo",
+        "layers/*/output": "liio",
+        "layers/*/gate": "lio",
+        "layers/*/up": "lio",
+        "layers/*/down": "lio",
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,28 +59,8 @@ class Optimizer:
         Raises:
           ValueError: a pattern matches no parameter.
         """
-        frozen = matches(params, self.frozen)
+        frozen = parameters.matches(params, self.frozen)
         return jax.tree.map(lambda p, stop: jax.lax.stop_gradient(p) if stop else p, params, frozen)
-
-
-def path_name(path: Sequence[Any]) -> str:
-    """`layers/block/query` of a key path in a parameter tree; the root module has no name."""
-    return "/".join(str(k.key) for k in path).removeprefix("~/")
-
-
-def matches(params: Params, patterns: Sequence[str]) -> Any:
-    """A tree of booleans: whether the path of each parameter matches one of the patterns.
-
-    Raises:
-      ValueError: a pattern matches no parameter.
-    """
-    names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    idle = [p for p in patterns if not any(fnmatch.fnmatch(n, p) for n in names)]
-    if idle:
-        raise ValueError(f"no parameter matches {', '.join(map(repr, idle))}; the parameters are {', '.join(names)}")
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: any(fnmatch.fnmatch(path_name(path), p) for p in patterns), params
-    )
 
 
 def constant(value: float) -> Schedule:
@@ -122,22 +115,136 @@ def adamw(
       no_decay: patterns of parameters that are not decayed.
       frozen: patterns of parameters that are not trained.
     """
+    rule = optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
+    chain = _chain(rule, learning_rate, weight_decay, clip_norm=clip_norm, no_decay=no_decay)
+    return Optimizer(_only_trainable(chain, tuple(frozen)), learning_rate, tuple(frozen))
+
+
+def adafactor(
+    *,
+    learning_rate: Schedule,
+    decay_rate: float = 0.8,
+    clip_update: float = 1.0,
+    relative: bool = True,
+    min_factored: int = 128,
+    weight_decay: float = 0.0,
+    clip_norm: float | None = 1.0,
+    no_decay: Sequence[str] = ("*norm",),
+    stacked: Sequence[str] = ("layers/*",),
+    frozen: Sequence[str] = (),
+) -> Optimizer:
+    """Adafactor (Shazeer & Stern 2018, algorithms 4 and 5) without momentum: a row and a column in place of a moment.
+
+    Args:
+      learning_rate: schedule; with `relative` a fraction of the parameter, about 1e-2.
+      decay_rate: the second moment of step t decays by 1 - t^-decay_rate.
+      clip_update: largest root mean square of an update, before the learning rate.
+      relative: multiply an update by the root mean square of its parameter.
+      min_factored: moments of parameters with two dimensions of at least this size are factored over the two largest.
+      weight_decay, clip_norm, no_decay, frozen: as in `adamw`.
+      stacked: patterns of parameters with a leading dimension of layers; each layer is a parameter of its own.
+    """
     rule = optax.chain(
+        optax.scale_by_factored_rms(decay_rate=decay_rate, min_dim_size_to_factor=min_factored),
+        optax.clip_by_block_rms(clip_update),
+        optax.scale_by_param_block_rms() if relative else optax.identity(),
+    )
+    chain = _chain(
+        parameters.by_layer(rule, tuple(stacked)), learning_rate, weight_decay, clip_norm=clip_norm, no_decay=no_decay
+    )
+    return Optimizer(_only_trainable(chain, tuple(frozen)), learning_rate, tuple(frozen))
+
+
+def lion(
+    *,
+    learning_rate: Schedule,
+    b1: float = 0.9,
+    b2: float = 0.99,
+    weight_decay: float = 1.0,
+    clip_norm: float | None = 1.0,
+    no_decay: Sequence[str] = ("*norm",),
+    frozen: Sequence[str] = (),
+) -> Optimizer:
+    """Lion (Chen et al. 2023, algorithm 2): the sign of an interpolated momentum; one moment in place of two.
+
+    Args:
+      learning_rate: schedule; three to ten times smaller than for `adamw`.
+      b1: weight of the momentum in the update.
+      b2: decay of the momentum.
+      weight_decay: three to ten times larger than for `adamw`.
+      clip_norm, no_decay, frozen: as in `adamw`.
+    """
+    rule = optax.scale_by_lion(b1=b1, b2=b2)
+    chain = _chain(rule, learning_rate, weight_decay, clip_norm=clip_norm, no_decay=no_decay)
+    return Optimizer(_only_trainable(chain, tuple(frozen)), learning_rate, tuple(frozen))
+
+
+def muon(
+    *,
+    learning_rate: Schedule,
+    momentum: float = 0.95,
+    rms: float = 0.2,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+    clip_norm: float | None = 1.0,
+    no_decay: Sequence[str] = ("*norm",),
+    matrices: Mapping[str, str] = MATRICES,
+    frozen: Sequence[str] = (),
+) -> Optimizer:
+    """Muon (Jordan 2024) for the matrices of the layers, each layer by itself; AdamW for everything else.
+
+    The momentum of a matrix [rows, columns] is made nearly orthogonal by five Newton-Schulz steps, and scaled so that
+    learning rate and decay are those of AdamW (Liu et al. 2025, eq. 4).
+
+    Args:
+      learning_rate: schedule, of both.
+      momentum: decay of Muon's moment (Nesterov's form).
+      rms: root mean square of an update before the learning rate.
+      b1, b2, eps: of AdamW.
+      weight_decay, clip_norm, no_decay, frozen: as in `adamw`.
+      matrices: by pattern, a letter for each dimension: l (layer: a matrix each), i (inputs: rows), o (outputs:
+        columns). Several i or o are one side together: query [l, i, o, o] is a matrix [embed, heads x head_dim].
+
+    Raises:
+      ValueError: letters that make no matrix; at `init`, a parameter with another number of dimensions, or no matrix.
+    """
+    parameters.check_letters(matrices)
+    orthogonal = optax.chain(
+        optax.contrib.scale_by_muon(
+            beta=momentum, weight_dimension_numbers=lambda p: parameters.dimension_numbers(p, matrices)
+        ),
+        parameters.scale_to_rms(rms, matrices),
+    )
+    rule = optax.partition(
+        {"matrix": orthogonal, "other": optax.scale_by_adam(b1=b1, b2=b2, eps=eps)},
+        lambda params: parameters.matrix_labels(params, matrices),
+    )
+    chain = _chain(rule, learning_rate, weight_decay, clip_norm=clip_norm, no_decay=no_decay)
+    return Optimizer(_only_trainable(chain, tuple(frozen)), learning_rate, tuple(frozen))
+
+
+def _chain(
+    rule: optax.GradientTransformation,
+    learning_rate: Schedule,
+    weight_decay: float,
+    *,
+    clip_norm: float | None,
+    no_decay: Sequence[str],
+) -> optax.GradientTransformation:
+    """`rule` between what all optimizers share: the clip before it, decoupled decay and the learning rate behind."""
+    return optax.chain(
         optax.clip_by_global_norm(clip_norm) if clip_norm is not None else optax.identity(),
-        optax.scale_by_adam(b1=b1, b2=b2, eps=eps),
+        rule,
         optax.add_decayed_weights(weight_decay, mask=lambda p: _decayed(p, tuple(no_decay))),
         optax.scale_by_learning_rate(learning_rate),
     )
-    return Optimizer(_only_trainable(rule, tuple(frozen)), learning_rate, tuple(frozen))
 
 
 def _decayed(params: Params, no_decay: tuple[str, ...]) -> Any:
-    present = [p for p in no_decay if any(fnmatch.fnmatch(n, p) for n in _names(params))]
-    return jax.tree.map(lambda spared: not spared, matches(params, present))
-
-
-def _names(params: Params) -> list[str]:
-    return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    spared = parameters.matches(params, parameters.present(params, no_decay))
+    return jax.tree.map(lambda yes: not yes, spared)
 
 
 def _only_trainable(rule: optax.GradientTransformation, frozen: tuple[str, ...]) -> optax.GradientTransformation:
@@ -145,7 +252,7 @@ def _only_trainable(rule: optax.GradientTransformation, frozen: tuple[str, ...])
         return rule
     return optax.multi_transform(
         {"trained": rule, "frozen": optax.set_to_zero()},
-        lambda params: jax.tree.map(lambda f: "frozen" if f else "trained", matches(params, frozen)),
+        lambda params: jax.tree.map(lambda f: "frozen" if f else "trained", parameters.matches(params, frozen)),
     )
 
 
@@ -154,8 +261,8 @@ def state_axes(optimizer: Optimizer, shapes: Params, axes: Any) -> Any:
 
     A leaf that belongs to a parameter and has its shape has its axes; one that lacks a dimension (a factored moment)
     has the axes that remain; everything else (counters) has no named axis, hence is replicated. A leaf belongs to the
-    parameter whose path its own path ends with. Where two dimensions of a parameter are equally long, a factored moment
-    gets the axes of the first that fits; that is a layout, never a number.
+    parameter whose path its own path ends with. Of two equally long dimensions optax drops the later for a row moment
+    and the earlier for a column moment; should that change, a layout would, never a number.
 
     Args:
       optimizer: whose state.
@@ -176,15 +283,20 @@ def state_axes(optimizer: Optimizer, shapes: Params, axes: Any) -> Any:
 
     def of_leaf(path, leaf) -> Axes:
         owner = next((by_path[path[i:]] for i in range(len(path)) if path[i:] in by_path), None)
-        return Axes(_surviving_axes(leaf.shape, *owner) if owner else (None,) * len(leaf.shape))
+        is_column = any(getattr(key, "name", None) == "v_col" for key in path)
+        return Axes(_surviving_axes(leaf.shape, *owner, first=is_column) if owner else (None,) * len(leaf.shape))
 
     return jax.tree_util.tree_map_with_path(of_leaf, jax.eval_shape(optimizer.init, shapes))
 
 
-def _surviving_axes(leaf: tuple[int, ...], param: tuple[int, ...], names: tuple[str | None, ...]) -> tuple:
+def _surviving_axes(
+    leaf: tuple[int, ...], param: tuple[int, ...], names: tuple[str | None, ...], *, first: bool
+) -> tuple:
+    """The axes of a leaf that lacks a dimension: the last, or the `first`, without which the sizes are right."""
     if leaf == param:
         return names
-    for dropped in reversed(range(len(param))):
+    order = range(len(param)) if first else reversed(range(len(param)))
+    for dropped in sorted(order, key=lambda i: names[i] == "layers"):  # a layer of a stack keeps moments of its own
         if leaf == param[:dropped] + param[dropped + 1 :]:
             return names[:dropped] + names[dropped + 1 :]
     return (None,) * len(leaf)

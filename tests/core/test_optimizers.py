@@ -133,10 +133,14 @@ def test_factored_moments_keep_the_axes_that_remain():
     assert named.v["~"]["embedding"] == Axes((None,))  # a placeholder of one element, replicated
 
 
-def test_factored_moments_of_a_square_matrix_lie_along_one_of_its_axes():
+def test_factored_moments_of_a_square_matrix_lie_along_its_axes():
     shapes = {"~": {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}}
     rule = optax.scale_by_factored_rms(min_dim_size_to_factor=2)
     optimizer = optimizers.Optimizer(rule, optimizers.constant(1.0))
     axes = optimizers.state_axes(optimizer, shapes, {"~": {"w": Axes(("embed", "mlp"))}})
-    # Row and column statistics have the same shape, so the first axis that fits is taken: a layout, never a number.
-    assert axes.v_row["~"]["w"] == axes.v_col["~"]["w"] == Axes(("embed",))
+    assert axes.v_row["~"]["w"] == Axes(("embed",))
+    assert axes.v_col["~"]["w"] == Axes(("mlp",))
+    grads = {"~": {"w": jnp.outer(jnp.arange(1.0, 9.0), jnp.ones(8))}}  # rows differ, columns do not
+    _, state = rule.update(grads, rule.init(grads), grads)
+    assert np.ptp(state.v_row["~"]["w"]) > 1
+    assert np.ptp(state.v_col["~"]["w"]) == 0

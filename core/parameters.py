@@ -1,0 +1,131 @@
+"""Parameters as an optimizer sees them: by pattern over their path, layer by layer, and as matrices.
+
+A stack of layers stores one array [layers, ...] where the papers mean one matrix for each layer. The one idea: rules
+that look at a whole matrix (its root mean square, its rows and columns, its singular values) are applied to every layer
+by itself, so that training does not depend on how layers are stored.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from optax.contrib import MuonDimensionNumbers
+
+from core.types import Params
+
+
+def path_name(path: Sequence[Any]) -> str:
+    """`layers/block/query` of a key path in a parameter tree; the root module has no name."""
+    return "/".join(str(k.key) for k in path).removeprefix("~/")
+
+
+def names(params: Params) -> list[str]:
+    """The path of every parameter."""
+    return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+
+
+def matches(params: Params, patterns: Sequence[str]) -> Any:
+    """A tree of booleans: whether the path of each parameter matches one of the patterns.
+
+    Raises:
+      ValueError: a pattern matches no parameter.
+    """
+    found = names(params)
+    idle = [p for p in patterns if not any(fnmatch.fnmatch(n, p) for n in found)]
+    if idle:
+        raise ValueError(f"no parameter matches {', '.join(map(repr, idle))}; the parameters are {', '.join(found)}")
+    return jax.tree_util.tree_map_with_path(lambda path, _: _matches_any(path, patterns), params)
+
+
+def present(params: Params, patterns: Sequence[str]) -> list[str]:
+    """The patterns that match a parameter: for those of which a model may have none."""
+    return [p for p in patterns if any(fnmatch.fnmatch(n, p) for n in names(params))]
+
+
+def _matches_any(path: Sequence[Any], patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatch(path_name(path), p) for p in patterns)
+
+
+def by_layer(rule: optax.GradientTransformation, stacked: Sequence[str]) -> optax.GradientTransformation:
+    """`rule` for every layer of a stack by itself, as if its layers were separate parameters.
+
+    Args:
+      rule: what it keeps of a parameter [...], it keeps for a stacked one [layers, ...] with that leading dimension.
+      stacked: patterns of the parameters whose leading dimension is that of their layers.
+    """
+    each = optax.GradientTransformation(jax.vmap(rule.init), jax.vmap(rule.update))
+
+    def grouped(params: Params) -> optax.GradientTransformation:
+        labels = jax.tree_util.tree_map_with_path(
+            lambda path, p: f"{p.shape[0]} layers" if _matches_any(path, stacked) else "whole", params
+        )
+        return optax.partition({n: rule if n == "whole" else each for n in {"whole", *jax.tree.leaves(labels)}}, labels)
+
+    return optax.GradientTransformation(
+        lambda params: grouped(params).init(params),
+        lambda updates, state, params=None: grouped(updates).update(updates, state, params),
+    )
+
+
+def check_letters(matrices: Mapping[str, str]) -> None:
+    """Raises ValueError for a pattern whose letters make no matrix."""
+    for pattern, letters in matrices.items():
+        if not set("io") <= set(letters) <= set("lio"):
+            raise ValueError(
+                f"matrices[{pattern!r}] = {letters!r}: expected a letter for each dimension, l (layer), i (input) or "
+                "o (output), with at least one i and one o, such as 'lio'"
+            )
+
+
+def matrix_labels(params: Params, matrices: Mapping[str, str]) -> Any:
+    """A tree of "matrix" and "other".
+
+    Raises:
+      ValueError: no parameter is a matrix, or one has not as many dimensions as its letters.
+    """
+    labels = jax.tree_util.tree_map_with_path(
+        lambda path, p: "other" if _letters(path, p, matrices) is None else "matrix", params
+    )
+    if "matrix" not in jax.tree.leaves(labels):
+        raise ValueError(
+            f"matrices = {dict(matrices)}: no parameter matches; the parameters are {', '.join(names(params))}"
+        )
+    return labels
+
+
+def dimension_numbers(params: Params, matrices: Mapping[str, str]) -> Any:
+    """Which dimensions of each parameter are the rows of its matrix, and which the columns; the others are a batch."""
+
+    def of(path, p) -> MuonDimensionNumbers:
+        letters = _letters(path, p, matrices)
+        rows, columns = ([i for i, letter in enumerate(letters) if letter == which] for which in "io")
+        return MuonDimensionNumbers(tuple(rows), tuple(columns))
+
+    return jax.tree_util.tree_map_with_path(of, params)
+
+
+def _letters(path: Sequence[Any], p: jax.Array, matrices: Mapping[str, str]) -> str | None:
+    letters = next((text for pattern, text in matrices.items() if _matches_any(path, [pattern])), None)
+    if letters is not None and len(letters) != len(p.shape):
+        raise ValueError(
+            f"matrices: {path_name(path)} has shape {tuple(p.shape)}, and {letters!r} names {len(letters)} dimensions; "
+            "give one letter for each: l (layer), i (input), o (output)"
+        )
+    return letters
+
+
+def scale_to_rms(rms: float, matrices: Mapping[str, str]) -> optax.GradientTransformation:
+    """Gives an orthogonal update [rows, columns] entries of root mean square `rms`, whatever its shape."""
+
+    def scaled(path, update: jax.Array) -> jax.Array:
+        sides = {"i": 1, "o": 1, "l": 1}
+        for letter, size in zip(_letters(path, update, matrices), update.shape, strict=True):
+            sides[letter] *= size
+        return update * (rms * jnp.sqrt(max(sides["i"], sides["o"])))
+
+    return optax.stateless(lambda updates, _: jax.tree_util.tree_map_with_path(scaled, updates))
