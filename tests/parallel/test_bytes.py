@@ -1,0 +1,114 @@
+"""What a chip holds of parameters and optimizer state, against arithmetic by hand: every strategy, every optimizer.
+
+The sizes of the model, the number of pieces of each axis and what an optimizer keeps are written out here; nothing is
+read from tables, layouts or states.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from core import optimizers, slices
+from models import transformer
+from parallel import agreement, report
+from parallel.partitioner import Partitioner
+
+L, D, F, H, N, K, V = 3, 256, 512, 8, 4, 128, 384  # layers, embed, mlp, heads, kv_heads, head_dim, vocab as stored
+MODEL = transformer.Transformer(
+    vocab_size=300, num_layers=L, embed_dim=D, mlp_dim=F, num_heads=H, num_kv_heads=N, head_dim=K
+)
+SIZES = {"layers": L, "embed": D, "mlp": F, "heads": H, "kv_heads": N, "head_dim": K, "vocab": V, "norm": D, "one": 1}
+MATRICES = {
+    "query": ("layers", "embed", "heads", "head_dim"),
+    "key": ("layers", "embed", "kv_heads", "head_dim"),
+    "value": ("layers", "embed", "kv_heads", "head_dim"),
+    "output": ("layers", "heads", "head_dim", "embed"),
+    "gate": ("layers", "embed", "mlp"),
+    "up": ("layers", "embed", "mlp"),
+    "down": ("layers", "mlp", "embed"),
+}
+OTHERS = {
+    "attention_norm": ("layers", "norm"),
+    "mlp_norm": ("layers", "norm"),
+    "final_norm": ("norm",),
+    "embedding": ("vocab", "embed"),
+    "unembedding": ("embed", "vocab"),
+}
+PARAMS = [*MATRICES.values(), *OTHERS.values()]
+
+BY_4 = dict.fromkeys(("mlp", "heads", "kv_heads", "vocab"), 4)
+BY_2 = dict.fromkeys(BY_4, 2)
+PIECES = {  # strategy: into how many pieces each axis of a parameter is cut
+    "data_parallel": {},
+    "zero1": {},
+    "fsdp": {"embed": 16},
+    "hsdp": {"embed": 4},
+    "tensor": BY_4,
+    "fsdp_tensor": {"embed": 4, **BY_4},
+    "sequence_tensor": {"embed": 4, **BY_4},
+    "context": {"embed": 16},
+    "mesh3d": {"embed": 4, **BY_2},
+    "multislice": {"embed": 8},
+}
+OPTIMIZER_PIECES = PIECES | {"zero1": {"embed": 16}}
+
+# What Adafactor keeps of each: rows and columns over the two largest dimensions, one number where it keeps nothing.
+FACTORED = [
+    *([("layers", "heads", "head_dim"), ("layers", "embed", "heads"), ("layers", "one")]),
+    *([("layers", "kv_heads", "head_dim"), ("layers", "embed", "kv_heads"), ("layers", "one")] * 2),
+    *([("layers", "heads", "head_dim"), ("layers", "heads", "embed"), ("layers", "one")]),
+    *([("layers", "embed"), ("layers", "mlp"), ("layers", "one")] * 3),
+    *([("layers", "norm"), ("layers", "one"), ("layers", "one")] * 2),
+    *[("norm",), ("one",), ("one",)],
+    *([("vocab",), ("embed",), ("one",)] * 2),
+]
+RATE = optimizers.constant(1e-3)
+KEPT = {  # optimizer: itself, the arrays it keeps, bytes of counters and constants beside them
+    "adamw": (optimizers.adamw(learning_rate=RATE), PARAMS * 2, 4 + 4),
+    "adafactor": (optimizers.adafactor(learning_rate=RATE), FACTORED, 4 * L + 4 + 4),
+    "lion": (optimizers.lion(learning_rate=RATE), PARAMS, 4 + 4),
+    "muon": (optimizers.muon(learning_rate=RATE), PARAMS + list(OTHERS.values()), 4 + 12 + 4 + 4),
+}
+INTEGERS = ("inputs", "targets", "segment_ids", "positions")
+SPEC = {k: jax.ShapeDtypeStruct((16, 8), jnp.int32) for k in INTEGERS}
+SPEC["weights"] = jax.ShapeDtypeStruct((16, 8), jnp.float32)
+
+
+def bytes_of(arrays, pieces):
+    assert all(SIZES[a] % pieces.get(a, 1) == 0 for axes in arrays for a in axes)
+    return sum(4 * math.prod(SIZES[a] // pieces.get(a, 1) for a in axes) for axes in arrays)
+
+
+def whole_bytes(arrays, pieces):
+    """Of arrays that no axis cuts."""
+    return bytes_of([axes for axes in arrays if all(pieces.get(a, 1) == 1 for a in axes)], {})
+
+
+def bind(name, optimizer):
+    slice_name, tables = agreement.EXAMPLES[name]
+    bound = Partitioner(tables, slice=slices.get(slice_name), devices=jax.devices())
+    return bound.program(MODEL, optimizer, SPEC, seed=0)
+
+
+def replicated(rows, part):
+    return sum(row.bytes_per_chip for row in rows if row.replicated and row.path.startswith(part))
+
+
+def test_every_strategy_is_here():
+    assert set(PIECES) == set(agreement.EXAMPLES)
+
+
+@pytest.mark.covers("M06", "M07", "M08", "M17")
+@pytest.mark.parametrize("kept", KEPT)
+def test_bytes_per_chip_are_those_of_the_formula(kept):
+    optimizer, arrays, beside = KEPT[kept]
+    for name, pieces in PIECES.items():
+        program = bind(name, optimizer)
+        sizes, rows = report.totals(program), report.rows(program)
+        assert sizes.params == bytes_of(PARAMS, pieces), name
+        assert sizes.opt_state == bytes_of(arrays, OPTIMIZER_PIECES[name]) + beside, name
+        assert sizes.whole == bytes_of(PARAMS + arrays, {}) + beside + 4, name  # 4: the number of the step
+        assert replicated(rows, "params/") == whole_bytes(PARAMS, pieces), name
+        assert replicated(rows, "opt_state/") == whole_bytes(arrays, OPTIMIZER_PIECES[name]) + beside, name
