@@ -235,14 +235,15 @@ def _idle_axes(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def _branched(facts: Facts) -> Iterator[Finding]:
+def _undecided(facts: Facts) -> Iterator[Finding]:
+    """A collective that some chips may reach and others not."""
     for c in facts.collectives:
-        deciding = [b for b in c.branches if b.depends_on in ("data", "chip")]
-        for branch in deciding[:1]:
+        places = [f"one branch of {b.op_name or b.name}" for b in c.branches if b.depends_on in ("data", "chip")]
+        places += [f"{loop.op_name or loop.name}, whose turns depend on data" for loop in c.loops if loop.trips is None]
+        for place in places[:1]:
             yield Finding(
                 "collective under a data-dependent branch",
-                f"{_described(c)} runs in one branch of {branch.name} ({branch.op_name or 'no source'}), decided by "
-                f"{'the chip' if branch.depends_on == 'chip' else 'data'}: chips that decide differently wait for ever",
+                f"{_described(c)} runs in {place}: chips that decide differently wait for ever",
                 "compute both sides and select (jnp.where), or decide by something that every chip knows alike",
             )
 
@@ -255,7 +256,7 @@ LINTS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     _replicated,
     rematerialized,
     _idle_axes,
-    _branched,
+    _undecided,
 )
 
 

@@ -92,7 +92,9 @@ def _print_memory(result) -> None:
 def _print_cycles(costs) -> None:
     kinds = ", ".join(f"{kind} {count / 1e6:,.2f}" for kind, count in costs.cycles.items() if count >= 1e4)
     print(f"\nestimated by the compiler, per chip and step: {costs.total_cycles / 1e6:,.2f} million cycles ({kinds})")
-    loops = ", ".join(f"{loop.op_name or loop.name} x {loop.trips or '?'}" for loop in costs.loops)
+    loops = ", ".join(
+        f"{loop.op_name or loop.name} x {'?' if loop.trips is None else loop.trips}" for loop in costs.loops
+    )
     print(f"  loops: {loops or 'none'}" + ("; ? depends on data, counted once" if "x ?" in loops else ""))
     for kernel in costs.kernels:
         name, shapes = kernel.op_name.split("/")[-2:][0] or kernel.name, ", ".join(dict.fromkeys(kernel.results))

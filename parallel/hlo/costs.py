@@ -197,12 +197,12 @@ def summarize(run: Sequence[Executed]) -> Costs:
         elif _takes_time(at) and id(at) not in communicating:
             unpriced[_kind(at)] += times
     return Costs(
-        cycles=dict(cycles.most_common()),
+        cycles={kind: count for kind, count in cycles.most_common() if count},
         kernels=[_kernel(e) for e in run if executions.is_kernel(e.instruction)],
         custom_calls=dict(sorted(calls.items())),
         loops=[loops[-1] for loops in dict.fromkeys(e.loops for e in run) if loops],
         unknown=dict(sorted(unknown.items())),
-        unpriced=dict(sorted(unpriced.items())),
+        unpriced={kind: count for kind, count in sorted(unpriced.items()) if count},
     )
 
 

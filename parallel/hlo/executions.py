@@ -1,7 +1,7 @@
 """How often each instruction of an optimized HLO program runs on a chip.
 
-The one idea: the program is walked as it runs. A loop's body runs as often as the loop turns, of a conditional the most
-expensive branch is taken, and the pieces of a fusion run with the fusion.
+The one idea: the program is walked as it runs. A loop's body runs as often as the loop turns, the most expensive branch
+of a conditional each time and the others never, and the pieces of a fusion with the fusion.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ COLLECTIVES = (
     "collective-broadcast",
 )
 MOSAIC = "tpu_custom_call"
+_LINK_BYTES_PER_CYCLE = 64
 WHOLES = ("while", "conditional", "call", "async-start")  # what is inside is counted, so they are not
 
 
@@ -59,7 +60,7 @@ class Executed(NamedTuple):
     Attributes:
       instruction: itself.
       computation: the one that it stands in.
-      times: how often it runs in a step; the turns of a loop whose count is not known are taken as 1.
+      times: how often it runs in a step; a loop whose count is not known is taken to turn once.
       loops: around it, outermost first.
       branches: around it, outermost first.
       wrappers: fusions and asynchronous starts around it, outermost first; empty: it is scheduled by itself.
@@ -127,17 +128,21 @@ class _Walk:
         yield from self.run(place._replace(scope=Scope(name, place.scope, at)))
 
     def _branch(self, at: Instruction, place: _Place) -> Iterator[Executed]:
-        """The branch that costs most: in cycles, then in collectives and kernels, then in instructions."""
+        """Every branch; the one that costs most is taken each time, the others never."""
         names = [n for n in at.called() if n in self._module.computations]
         taken = Branch(at.name, at.op_name, _decided_by(self._module, place.scope, at.operands[0]))
         inner = place._replace(branches=(*place.branches, taken))
         runs = [list(self._call(at, name, inner)) for name in names]
-        yield from max(runs, key=_weight, default=[])
+        dearest = max(range(len(runs)), key=lambda i: (_weight(runs[i]), len(runs[i])), default=None)
+        for i, run in enumerate(runs):
+            yield from run if i == dearest else (e._replace(times=0) for e in run)
 
 
-def _weight(run: list[Executed]) -> tuple[int, int, int]:
-    heavy = sum(base_opcode(e.instruction) in COLLECTIVES or is_kernel(e.instruction) for e in run)
-    return sum(e.cycles for e in run), heavy, len(run)
+def _weight(run: list[Executed]) -> float:
+    """Cycles; what the compiler gives no estimate for counts by its bytes, at about the pace of a chip's links."""
+    unpriced = [e for e in run if base_opcode(e.instruction) in COLLECTIVES or is_kernel(e.instruction)]
+    moved = sum(a.bytes * e.times for e in unpriced for a in e.instruction.arrays)
+    return sum(e.cycles for e in run) + moved / _LINK_BYTES_PER_CYCLE
 
 
 def _decided_by(module: Module, scope: Scope, name: str) -> str:

@@ -206,6 +206,14 @@ def test_the_most_expensive_branch_counts_and_unknown_operations_are_listed():
     found = summary(CONDITIONAL)
     assert found.cycles == {"tan": 50}
     assert found.unknown == {"frobnicate": 1}
+    runs = executions.walk(program.parse(CONDITIONAL))
+    assert [e.times for e in runs if e.instruction.opcode in ("add", "tan")] == [0, 1, 0]
+
+
+def test_a_branch_with_a_collective_weighs_what_it_sends():
+    sends = CONDITIONAL.replace("add(%x, %x)", "all-reduce(%x), replica_groups={{0,1}}").replace("f32[8]", "f32[8192]")
+    (reduced, tan, _) = [e for e in executions.walk(program.parse(sends)) if e.instruction.name in ("a", "b")]
+    assert (reduced.times, tan.times) == (1, 0)
 
 
 @pytest.mark.parametrize(
