@@ -84,13 +84,13 @@ def run(program: Program, batches: Iterable[Batch]) -> Trajectory:
     """
     on_device = [program.put(batch) for batch in batches]
     state = program.init()
-    fresh, gradients = _everywhere(program, state.params), _gradients(program, state.params, on_device[0])
+    fresh, gradients = everywhere(program, state.params), _gradients(program, state.params, on_device[0])
     losses = []
     for batch in on_device:
         state, metrics = program.train_step(state, batch)
         losses.append(float(metrics["loss"]))
     return Trajectory(
-        fresh, gradients, np.asarray(losses), _everywhere(program, state.params), _everywhere(program, state.opt_state)
+        fresh, gradients, np.asarray(losses), everywhere(program, state.params), everywhere(program, state.opt_state)
     )
 
 
@@ -100,10 +100,10 @@ def _gradients(program: Program, params: Any, batch: Any) -> Any:
         return out.loss_sum / out.weight_sum
 
     with program.partitioner.tracing():
-        return _everywhere(program, jax.jit(jax.grad(mean_loss))(params))
+        return everywhere(program, jax.jit(jax.grad(mean_loss))(params))
 
 
-def _everywhere(program: Program, tree: Any) -> Any:
+def everywhere(program: Program, tree: Any) -> Any:
     """The tree as numpy arrays, whole on every host."""
     if all(a.is_fully_addressable for a in jax.tree.leaves(tree)):
         return jax.device_get(tree)

@@ -1,0 +1,105 @@
+"""A checkpoint written under any strategy restores under every other, bit for bit, on any number of hosts."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from core.checkpoint import Checkpoints
+from launch.agreement import EXAMPLES, MODEL, bind, random_batches
+
+BATCH = next(random_batches(MODEL.vocab_size, steps=1))
+NAMES = list(EXAMPLES)
+
+
+@pytest.mark.covers("C07")
+@pytest.mark.parametrize(("source", "target"), zip(NAMES[:-1:2], NAMES[1::2], strict=True))
+def test_a_state_is_bit_equal_under_another_strategy(source, target, tmp_path):
+    written = bind(MODEL, EXAMPLES[source], BATCH).init()
+    saved = Checkpoints(str(tmp_path), keep=1)
+    saved.save(1, state=written, data={}, meta={})
+    saved.close()
+    reader = Checkpoints(str(tmp_path), keep=1, read_only=True)
+    program = bind(MODEL, EXAMPLES[target], BATCH)
+    restored, _, _ = reader.restore(1, program.abstract_state)
+    jax.tree.map(
+        lambda a, layout: a.sharding.is_equivalent_to(layout, a.ndim) or pytest.fail(str(a.sharding)),
+        restored,
+        program.state_shardings,
+    )
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), jax.device_get(written))
+
+
+HEAD = """
+import json, os, sys
+os.environ["JAX_NUM_CPU_DEVICES"] = str(16 // HOSTS)
+import jax
+from core import distributed
+distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS,
+                       local_cpu_devices=16 // HOSTS, single_process=False)
+from core.checkpoint import Checkpoints
+from launch.agreement import EXAMPLES, MODEL, bind, random_batches
+from parallel import agreement
+BATCHES = list(random_batches(MODEL.vocab_size, steps=2))
+SPREAD = {name: e for name, e in EXAMPLES.items() if e.slice != "v4-8"}  # those that use all 16 devices
+
+def rows(program, batch):
+    mine = list(program.partitioner.data_layout(len(batch["inputs"])).rows)
+    return program.put({k: a[mine] for k, a in batch.items()})
+
+def hashes(program, state):
+    whole = agreement.everywhere(program, state)
+    return [hash(a.tobytes()) for a in jax.tree.leaves(whole)]
+"""
+WRITE = (
+    HEAD
+    + """
+for name, example in SPREAD.items():
+    program = bind(MODEL, example, BATCHES[0])
+    state, _ = program.train_step(program.init(), rows(program, BATCHES[0]))
+    checkpoints = Checkpoints(f"{FOLDER}/{name}", keep=1)
+    checkpoints.save(1, state=state, data={}, meta={"hashes": hashes(program, state)})
+    checkpoints.close()
+    _, metrics = program.train_step(state, rows(program, BATCHES[1]))
+    if PROCESS == 0:
+        print(json.dumps({"name": name, "next_loss": float(metrics["loss"])}), flush=True)
+"""
+)
+READ = (
+    HEAD
+    + """
+for target, example in SPREAD.items():
+    program = bind(MODEL, example, BATCHES[0])
+    batch = rows(program, BATCHES[1])
+    for source in SPREAD:
+        checkpoints = Checkpoints(f"{FOLDER}/{source}", keep=1, read_only=True)
+        state, _, meta = checkpoints.restore(1, program.abstract_state)
+        equal = hashes(program, state) == meta["hashes"]
+        _, metrics = program.train_step(state, batch)
+        checkpoints.close()
+        if PROCESS == 0:
+            row = {"source": source, "target": target, "equal": equal, "loss": float(metrics["loss"])}
+            print(json.dumps(row), flush=True)
+"""
+)
+
+
+def said(results):
+    assert all(r.returncode == 0 for r in results), results[0].output[-3000:]
+    return [json.loads(line) for line in results[0].output.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.slow
+@pytest.mark.simulated(4)
+@pytest.mark.parametrize("readers", [2, 4])
+def test_every_pair_of_strategies_and_hosts(run_hosts, tmp_path, readers, monkeypatch):
+    """Written by 4 hosts; read by 2 and by 4. Bytes are equal, and the next loss is what it would have been."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    folder = f"FOLDER = {str(tmp_path / 'runs')!r}\n"
+    losses = {row["name"]: row["next_loss"] for row in said(run_hosts(folder + WRITE, hosts=4, timeout=1200))}
+    pairs = said(run_hosts(folder + READ, hosts=readers, timeout=2400))
+    assert len(pairs) == len(losses) ** 2
+    assert [p for p in pairs if not p["equal"]] == []
+    for pair in pairs:
+        np.testing.assert_allclose(pair["loss"], losses[pair["source"]], atol=1e-5, rtol=0, err_msg=str(pair))
