@@ -14,7 +14,7 @@ from core import slices
 from core.slices import GIB
 from core.train_state import TrainState
 from launch import sampling
-from launch.experiment import Experiment
+from launch.experiment import Experiment, padding
 from launch.pods.joining import Host
 from parallel import report
 from parallel.partitioner import Program
@@ -43,7 +43,7 @@ def rows(
         "slice": f"{slice_.name}: {slice_.chips} chips on {slice_.hosts} host(s), {slice_.topology_name}"
         + (f"; simulated by {host.count} process(es)" if host.simulated else ""),
         "strategy": f"{experiment.strategy.name}: {mesh}",
-        "model": f"{type(experiment.model).__name__}, {parameters:,} parameters",
+        "model": f"{type(experiment.model).__name__}, {parameters:,} parameters" + padding(experiment.model),
         "data": experiment.task.describe(),
         "batch": f"{experiment.batch_size} rows x {experiment.task.length} tokens = {tokens:,} tokens"
         + (f", in {experiment.accum_steps} microbatches" if experiment.accum_steps > 1 else ""),

@@ -85,3 +85,9 @@ class Experiment:
             accum_steps=self.accum_steps,
             gather_once=self.gather_once,
         )
+
+
+def padding(model: Model) -> str:
+    """`; vocabulary 50,257 stored as 50,304` of a model that rounds it up, so that it divides; else nothing."""
+    size, stored = getattr(model, "vocab_size", None), getattr(model, "stored_vocab_size", None)
+    return f"; vocabulary {size:,} stored as {stored:,}" if stored not in (None, size) else ""

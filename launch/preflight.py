@@ -13,7 +13,7 @@ from typing import NamedTuple
 from core import paths, slices
 from core.slices import GIB
 from launch import gin_config, smoke
-from launch.experiment import Experiment
+from launch.experiment import Experiment, padding
 from parallel import mesh, report
 from parallel.partitioner import Program
 from tasks import vocabularies
@@ -92,7 +92,8 @@ def _bind(experiment: Experiment, *, smoked: bool) -> Program:
 def _layout_facts(program: Program) -> str:
     shape = " x ".join(f"{axis} {n}" for axis, n in program.partitioner.shape.items() if n > 1) or "1 chip"
     rows = next(iter(program.spec.values())).shape[0]
-    return f"{program.partitioner.strategy.name} on {program.partitioner.slice.name}: {shape}; {rows} rows"
+    where = f"{program.partitioner.strategy.name} on {program.partitioner.slice.name}"
+    return f"{where}: {shape}; {rows} rows{padding(program.model)}"
 
 
 def _data(experiment: Experiment, *, smoked: bool) -> list[Finding]:

@@ -6,6 +6,7 @@ axes, the strategy and the nearest fix.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -67,8 +68,9 @@ def _fix(name: str, size: int, shards: int) -> str:
     if name in ("batch", "length"):
         return f"Nearest that do: {', '.join(map(str, logical.nearest_multiples(size, shards)))}"
     degrees = [str(d) for d in range(1, 2 * shards + 1) if size % d == 0]
+    padded = f"or store it rounded up to {math.ceil(size / shards) * shards} (vocab_multiple); " * (name == "vocab")
     return (
-        f"Degrees that do: {', '.join(degrees)}; or keep it whole: "
+        f"Degrees that do: {', '.join(degrees)}; {padded}or keep it whole: "
         f"strategies.override(param_rules={{{name!r}: None}}, activation_rules={{{name!r}: None}})"
     )
 

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from jax.sharding import PartitionSpec
+
 from core import logical
 from core.logical import Rules
 from core.slices import Slice
@@ -89,6 +91,12 @@ def _table_problems(table: str, rules: Rules) -> list[str]:
             logical.check_names([name], where=table)
         except ValueError as error:
             problems.append(str(error))
+        if isinstance(axes, PartitionSpec):
+            problems.append(
+                f"{table}: {name} -> {axes} lays out {len(axes)} dimensions, a row is for one: write 'fsdp' for one "
+                "mesh axis, ('data', 'fsdp') for both of them on this one dimension"
+            )
+            continue
         problems += [
             f"{table}: {name} -> unknown mesh axis {axis!r}; expected one of {', '.join(MESH_AXES)}"
             for axis in logical.mesh_axes(axes)
@@ -138,10 +146,15 @@ def resolve(strategy: Strategy, slice: Slice) -> dict[str, int]:
     across = {axis: strategy.dcn_shape.get(axis, 1) for axis in MESH_AXES}
     slices = math.prod(across.values())
     if slices != slice.num_slices:
+        fix = (
+            "Leave dcn_shape empty: the hosts of one slice are joined by ICI, all its chips belong into mesh_shape"
+            if slice.num_slices == 1
+            else f"Take strategies.multislice with slices = {slice.num_slices}, give dcn_shape degrees that multiply "
+            f"to {slice.num_slices}, or run on {slices} slice(s)"
+        )
         raise ValueError(
             f"strategy {strategy.name!r}: dcn_shape {dict(strategy.dcn_shape)} spans {slices} slice(s), {slice.name} "
-            f"is {slice.num_slices}. Take strategies.multislice with slices = {slice.num_slices}, give dcn_shape degrees "
-            f"that multiply to {slice.num_slices}, or run on {slices} slice(s)"
+            f"is {slice.num_slices}. {fix}"
         )
     within = _resolve_within(strategy, slice.chips_per_slice, where=slice.name)
     return {axis: degree * across[axis] for axis, degree in within.items()}

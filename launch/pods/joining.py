@@ -53,6 +53,11 @@ def join(slice_: Slice) -> Host:
     processes = layout.count or 1
     if played and slice_.chips % processes:
         raise ValueError(f"{slice_.name} has {slice_.chips} chips, which {processes} processes cannot share evenly")
+    if not played and layout.count not in (None, slice_.hosts):
+        raise ValueError(
+            f"JAX_PROCESS_COUNT={layout.count}, but {slice_.name} has {slice_.hosts} host(s) with "
+            f"{slice_.chips_per_host} chips each: set {slice_.hosts}, or on a TPU leave it unset, where JAX finds the peers by itself"
+        )
     cluster = distributed.initialize(
         coordinator=layout.coordinator,
         process_index=layout.index,

@@ -155,52 +155,6 @@ def test_the_step_donates_its_state_and_keeps_every_layout():
     assert float(sums["loss"].weight) == 32.0
 
 
-def refused(tables, slice_name="v4-8", *, model=TINY, rows=4, length=8, **options):
-    with pytest.raises(ValueError) as error:
-        bind(tables, slice_name).program(model, ADAMW, batch_spec(rows, length), seed=0, **options)
-    return str(error.value)
-
-
-@pytest.mark.covers("M05")
-def test_a_model_that_does_not_fit_is_refused_with_every_array_and_the_fix():
-    model = Transformer(vocab_size=64, num_layers=1, embed_dim=24, mlp_dim=10, num_heads=4, num_kv_heads=2)
-    text = refused(strategies.fsdp_tensor(tensor=4), model=model)
-    assert "strategy 'fsdp_tensor' on v4-8, param_rules does not fit" in text
-    assert "layers/block/key: shape (1, 24, 2, 6), axes (layers, embed, kv_heads, head_dim): kv_heads = 2 does" in text
-    assert "override(param_rules={'kv_heads': None}, activation_rules={'kv_heads': None})" in text
-    assert "layers/block/up: shape (1, 24, 10), axes (layers, embed, mlp): mlp = 10 does not divide" in text
-    assert "layers/block/query" not in text
-
-
-@pytest.mark.covers("M05", "M11")
-def test_a_computation_that_does_not_fit_is_refused_before_the_first_step():
-    stored_whole = strategies.override(strategies.fsdp_tensor(tensor=4), param_rules={"kv_heads": None})
-    model = Transformer(vocab_size=64, num_layers=1, embed_dim=16, mlp_dim=16, num_heads=4, num_kv_heads=2)
-    text = refused(stored_whole, model=model)
-    assert "strategy 'fsdp_tensor' on v4-8, computation: activation (embed, kv_heads, head_dim) of shape" in text
-    assert "(16, 2, 4): kv_heads = 2 does not divide over tensor = 4; nearest sizes that do: 4;" in text
-    assert "activation_rules={'kv_heads': None}" in text
-    bind(strategies.override(stored_whole, activation_rules={"kv_heads": None}), "v4-8").program(
-        model, ADAMW, batch_spec(4), seed=0
-    )
-
-
-@pytest.mark.covers("D01", "M05")
-def test_a_batch_that_does_not_fit_is_refused():
-    text = refused(FSDP, rows=6)
-    assert (
-        "batch_size = 6 does not divide over 4 groups of chips (strategy 'fsdp' on v4-8). Nearest that do: 4, 8" in text
-    )
-    text = refused(FSDP, rows=12, accum_steps=2)
-    assert "batch_size = 12 does not divide in accum_steps = 2 microbatches over 4 groups of chips" in text
-    assert "Nearest that do: 8, 16" in text
-
-
-def test_a_mesh_that_does_not_fit_the_slice_is_refused():
-    with pytest.raises(ValueError, match=r"strategy 'fsdp': the mesh fsdp 32 needs 32 devices, but v4-32 has 16 "):
-        bind(strategies.fsdp(fsdp=32), "v4-32")
-
-
 def test_tracing_sees_the_mesh_and_the_table():
     bound = bind(FSDP, "v4-8")
     assert jax.sharding.get_abstract_mesh().empty
