@@ -42,6 +42,8 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("TPU_NAME", "the TPU to drive from a workstation, as --tpu", "unset", "launch/pod.sh"),
     Variable("TPU_ZONE", "its zone, as --zone", "unset", "launch/pod.sh"),
     Variable("TPU_PROJECT", "its project, as --project", "gcloud's own", "launch/pod.sh"),
+    Variable("TPU_MESH_CONFIG", "degrees of strategies.mesh3d, such as 4,2,2", "the experiment's STRATEGY", "launch"),
+    Variable("TPU_AXIS_NAMES", "their axes, such as data,fsdp,tensor; with TPU_MESH_CONFIG", "unset", "launch"),
     Variable("JAX_COORDINATOR_ADDRESS", "HOST:PORT of process 0", "detected on a TPU", "launch, JAX"),
     Variable("JAX_PROCESS_INDEX", "index of this process; with JAX_PROCESS_COUNT", "detected on a TPU", "launch"),
     Variable("JAX_PROCESS_COUNT", "number of processes; with JAX_PROCESS_INDEX", "detected on a TPU", "launch"),
@@ -56,6 +58,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("EPATH_USE_TF", "0: gs:// without TensorFlow", "0, set by core/paths.py", "etils"),
     Variable("TF_CPP_MIN_LOG_LEVEL", "how little TensorFlow says", "3, set by tasks", "TensorFlow"),
 )
+MESH_AXES = ("data", "fsdp", "tensor")  # of strategies.mesh3d
 _BY_NAME = {variable.name: variable for variable in VARIABLES}
 
 
@@ -96,6 +99,48 @@ def process_layout(*, environ: Mapping[str, str] | None = None) -> ProcessLayout
     if coordinator is not None and not coordinator.rpartition(":")[2].isdigit():
         raise ValueError(f"JAX_COORDINATOR_ADDRESS={coordinator!r}: expected HOST:PORT, such as 10.0.0.2:8476")
     return ProcessLayout(coordinator, index, count)
+
+
+def mesh_bindings(*, environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """TPU_MESH_CONFIG and TPU_AXIS_NAMES as gin bindings; none where they are unset. An axis not named has degree 1.
+
+    Raises:
+      ValueError: one without the other; everything wrong with their values, at once.
+    """
+    config, axes = read("TPU_MESH_CONFIG", environ=environ), read("TPU_AXIS_NAMES", environ=environ)
+    if config is None and axes is None:
+        return ()
+    if config is None or axes is None:
+        present, missing = ("MESH_CONFIG", "AXIS_NAMES") if axes is None else ("AXIS_NAMES", "MESH_CONFIG")
+        raise ValueError(
+            f"TPU_{present} is set and TPU_{missing} is not: set both, such as TPU_MESH_CONFIG=4,2,2 "
+            "TPU_AXIS_NAMES=data,fsdp,tensor, or neither"
+        )
+    degrees, names = ([part.strip() for part in text.split(",")] for text in (config, axes))
+    problems = _mesh_problems(degrees, names)
+    if problems:
+        raise ValueError(f"TPU_MESH_CONFIG={config} TPU_AXIS_NAMES={axes}:\n  " + "\n  ".join(problems))
+    by_axis = dict.fromkeys(MESH_AXES, "1") | dict(zip(names, degrees, strict=True))
+    return ("STRATEGY = @strategies.mesh3d()", *(f"strategies.mesh3d.{axis} = {n}" for axis, n in by_axis.items()))
+
+
+def _mesh_problems(degrees: list[str], names: list[str]) -> list[str]:
+    problems = []
+    if len(degrees) != len(names):
+        problems.append(f"{len(degrees)} degrees for {len(names)} axes: expected one for each")
+    for name in names:
+        if name in ("model", "mp"):
+            problems.append(f"axis {name!r}: call it tensor")
+        elif name not in MESH_AXES:
+            wider = "; for another one bind STRATEGY in gin"
+            problems.append(f"axis {name!r}: expected one of {', '.join(MESH_AXES)}{wider}")
+    problems += [f"axis {name!r} is named {names.count(name)} times" for name in set(names) if names.count(name) > 1]
+    for degree in degrees:
+        if degree != "-1" and not (degree.isdecimal() and int(degree) >= 1):
+            problems.append(f"degree {degree!r}: expected a whole number from 1 up, or -1 for what is left")
+    if degrees.count("-1") > 1:
+        problems.append("more than one -1: only one axis can take what is left")
+    return problems
 
 
 def run_directory(experiment: str | Path, *, smoke: bool = False, environ: Mapping[str, str] | None = None) -> str:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from core import paths, slices
 from core.slices import GIB
-from launch import gin_config, smoke
+from launch import configuration, smoke
 from launch.experiment import Experiment, padding
 from parallel import mesh, report
 from parallel.partitioner import Program
@@ -67,7 +67,7 @@ def _configuration(
     path: str, bindings: Sequence[str], slice_name: str | None, findings: list[Finding]
 ) -> Experiment | None:
     def build() -> tuple[Experiment, tuple[str, ...]]:
-        config = gin_config.load(path, bindings=bindings, slice_name=slice_name)
+        config = configuration.load(path, bindings=bindings, slice_name=slice_name)
         return config.build(), config.notes
 
     built = _attempt("configuration", build, findings, say=lambda b: "; ".join((path, *b[1])))

@@ -132,7 +132,7 @@ def context(*, sequence: int, fsdp: int = -1) -> Strategy:
     )
 
 
-def mesh3d(*, data: int, tensor: int, fsdp: int = -1) -> Strategy:
+def mesh3d(*, data: int = 1, fsdp: int = -1, tensor: int = 1) -> Strategy:
     """Replicas of fsdp x tensor groups.
 
     In[B_df, D] · gather_f(Win[D_f, F_t]) → H[B_df, F_t];   H · gather_f(Wout[F_t, D_f]) → Out[B_df, D]  (summed over t)

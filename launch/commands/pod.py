@@ -97,7 +97,8 @@ def _from_workstation(args: argparse.Namespace, slice_: slices.Slice, tpu: works
     run_directory = []
     if args.run_dir is None and environment.read("RENGA_RUN_ROOT"):
         run_directory = ["--run-dir", environment.run_directory(experiment, smoke=args.smoke)]
-    arguments = [slice_.name, experiment, *run_directory, *_options(args)]
+    mesh = [option for binding in environment.mesh_bindings() for option in ("--gin", binding)]
+    arguments = [slice_.name, experiment, *run_directory, *mesh, *_options(args)]
     return workstation.start(tpu, slice_=slice_, arguments=arguments, workspace=workspace, dry_run=args.dry_run)
 
 

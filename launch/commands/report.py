@@ -33,11 +33,14 @@ def run(args: argparse.Namespace) -> int:
     """Prints the tables."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     from core import slices
-    from launch import gin_config
+    from launch import configuration
     from parallel import analysis, compiled, lints
 
     os.environ.update(lints.AUDIBLE_WARNINGS)
-    experiment = gin_config.load(args.experiment, bindings=args.gin, slice_name=args.slice).build()
+    config = configuration.load(args.experiment, bindings=args.gin, slice_name=args.slice)
+    for note in config.notes:
+        print(f"note: {note}")
+    experiment = config.build()
     slice_ = slices.get(experiment.slice)
     program = experiment.bind(compiled.devices_of(slice_))
     _print_arrays(program)

@@ -25,11 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Joins the other hosts and trains."""
-    from launch import gin_config, smoke, training
+    from launch import configuration, smoke, training
     from launch.pods import joining
     from launch.pods.hosts import revision
 
-    config = gin_config.load(args.experiment, bindings=args.gin, slice_name=args.slice)
+    config = configuration.load(args.experiment, bindings=args.gin, slice_name=args.slice)
     experiment = config.build()
     if args.smoke:
         experiment = smoke.shrink(experiment)

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gin
@@ -111,6 +112,7 @@ def load(
     slice_name: str | None = None,
     root: str = ROOT,
     defaults: str = DEFAULTS,
+    between: Mapping[str, str] = MappingProxyType({}),
 ) -> LoadedConfig:
     """Reads an experiment file, checks it, and makes it gin's current configuration.
 
@@ -120,11 +122,14 @@ def load(
       slice_name: value for the macro SLICE, whatever the file and `bindings` say.
       root: full name of the constructor that the configuration is for.
       defaults: the file that declares the macros.
+      between: further gin texts, by the name that messages give them; they win over the file, `bindings` over them.
 
     Raises:
       ConfigError: lists every mistake found.
     """
-    found, config, verdict = _examine(path, bindings=bindings, slice_name=slice_name, root=root, defaults=defaults)
+    found, config, verdict = _examine(
+        path, bindings=bindings, slice_name=slice_name, root=root, defaults=defaults, between=between
+    )
     if found or config is None:
         raise ConfigError(str(path), found)
     plain_text = _flatten(verdict.plain)
@@ -161,7 +166,13 @@ def parse(text: str) -> tuple[list[Statement], list[ParseFailure]]:
 
 
 def _examine(
-    path: str | Path, *, bindings: Sequence[str], slice_name: str | None, root: str, defaults: str
+    path: str | Path,
+    *,
+    bindings: Sequence[str],
+    slice_name: str | None,
+    root: str,
+    defaults: str,
+    between: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[list[ConfigProblem], Configuration | None, checks.Verdict]:
     folders = (Path.cwd(), sources.WORKSPACE)
     file = find(str(path), folders=folders)
@@ -170,6 +181,8 @@ def _examine(
         return [ConfigProblem(str(path), 0, **parts)], None, checks.Verdict([], [], [], [])
     reader = Reader(parse)
     experiment = reader.file(file)
+    for name, text in between.items():
+        reader.text(text, name=name, folder=Path.cwd())
     for number, binding in enumerate(bindings, start=1):
         reader.text(binding.strip(), name=f"--gin #{number}", folder=Path.cwd())
     if slice_name is not None:

@@ -56,7 +56,8 @@ def join(slice_: Slice) -> Host:
     if not played and layout.count not in (None, slice_.hosts):
         raise ValueError(
             f"JAX_PROCESS_COUNT={layout.count}, but {slice_.name} has {slice_.hosts} host(s) with "
-            f"{slice_.chips_per_host} chips each: set {slice_.hosts}, or on a TPU leave it unset, where JAX finds the peers by itself"
+            f"{slice_.chips_per_host} chips each: set {slice_.hosts}, or on a TPU leave it unset: JAX "
+            "finds the peers"
         )
     cluster = distributed.initialize(
         coordinator=layout.coordinator,
