@@ -1,0 +1,52 @@
+"""Every strategy, optimizer and slice that gin/ offers fits Valkyrie-7B on the real topology; from shapes alone."""
+
+import pytest
+
+from core import slices
+from launch import configuration, environment
+from parallel import agreement, mesh, report
+
+GIN = environment.WORKSPACE / "gin"
+AT = {"tensor": "v4-8", "multislice": "2xv4-32"}  # the others: v4-32
+OPTIMIZERS = {"adafactor": 0.1, "lion": 1.0, "muon": 1.1}  # at most this much state, in parameters
+_GIB = 2**30
+
+
+def names(folder):
+    return sorted(path.stem for path in (GIN / folder).glob("*.gin"))
+
+
+def valkyrie(*included, at):
+    bindings = [f"include 'gin/{path}.gin'" for path in included]
+    return configuration.load("gin/valkyrie_7b.gin", bindings=bindings, slice_name=at).build()
+
+
+@pytest.mark.covers("M15", "M16")
+@pytest.mark.parametrize("name", names("strategies"))
+def test_a_strategy_file_binds_a_table_that_fits(name):
+    experiment = valkyrie(f"strategies/{name}", at=AT.get(name, "v4-32"))
+    assert experiment.strategy.name == name
+    program = experiment.bind(mesh.topology_devices(slices.get(experiment.slice)))
+    assert program.partitioner.mesh.size == slices.get(experiment.slice).chips
+
+
+def test_there_is_a_file_for_every_strategy_and_each_says_what_it_is():
+    assert names("strategies") == sorted(agreement.EXAMPLES)
+    for folder in ("strategies", "optimizers"):
+        for path in (GIN / folder).glob("*.gin"):
+            assert path.read_text().startswith("# "), path
+
+
+@pytest.mark.covers("M08")
+@pytest.mark.parametrize("name", names("optimizers"))
+def test_an_optimizer_file_binds_an_optimizer_whose_state_is_as_small_as_promised(name):
+    experiment = valkyrie(f"optimizers/{name}", at="v4-32")
+    sizes = report.totals(experiment.bind(mesh.topology_devices(slices.get("v4-32"))))
+    assert sizes.params / _GIB == pytest.approx(1.57, abs=0.01)
+    assert sizes.opt_state <= OPTIMIZERS[name] * sizes.params + 2**20
+
+
+@pytest.mark.parametrize("name", names("slices"))
+def test_a_slice_file_names_a_slice(name):
+    experiment = valkyrie("strategies/fsdp", f"slices/{name}", at=None)
+    assert slices.get(experiment.slice).name == name.replace("_", "-")
