@@ -1,0 +1,37 @@
+"""The numbers that optimizers take, and which values each may have.
+
+The one idea: a name means the same everywhere, so its range is written once. What is out of it is refused where the
+configuration is read, not by a loss that is NaN at step 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+_RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = MappingProxyType(
+    {
+        **dict.fromkeys(("peak", "value", "weight_decay"), (lambda v: 0 <= v < math.inf, "at least 0, and finite")),
+        **dict.fromkeys(("b1", "b2", "momentum"), (lambda v: 0 <= v < 1, "from 0 to below 1")),
+        **dict.fromkeys(("eps", "rms", "decay_rate", "clip_update"), (lambda v: 0 < v < math.inf, "above 0")),
+        "clip_norm": (lambda v: v is None or v > 0, "above 0, or None to leave the gradient alone"),
+        "min_factored": (lambda v: v >= 1, "at least 1"),
+    }
+)
+
+
+def check(where: str, **values: float | None) -> None:
+    """Looks at every number by its name.
+
+    Args:
+      where: whose numbers, for the error.
+      **values: by the names of `_RANGES`; NaN is never allowed.
+
+    Raises:
+      ValueError: one is out of its range.
+    """
+    for name, value in values.items():
+        allowed, expected = _RANGES[name]
+        if not allowed(value):
+            raise ValueError(f"{where}: {name} = {value}: expected {expected}")
