@@ -16,11 +16,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from core import parameters
+from core import parameters, ranges
 from core.logical import Axes
 from core.types import Params
 
 Schedule = Callable[[jax.Array], jax.Array]  # step counted from 0 -> learning rate
+
+NORMS = ("*norm",)  # the default of `no_decay`, and the one choice of which a model may have none
 
 MATRICES: Mapping[str, str] = MappingProxyType(  # of models.transformer; the letters: see `muon`
     {
@@ -59,12 +61,13 @@ class Optimizer:
         Raises:
           ValueError: a pattern matches no parameter.
         """
-        frozen = parameters.matches(params, self.frozen)
+        frozen = parameters.matches(params, self.frozen, where="frozen")
         return jax.tree.map(lambda p, stop: jax.lax.stop_gradient(p) if stop else p, params, frozen)
 
 
 def constant(value: float) -> Schedule:
     """The same rate at every step."""
+    ranges.check("constant", value=value)
     return lambda step: jnp.full((), value, jnp.float32) + 0 * step
 
 
@@ -79,6 +82,7 @@ def warmup_cosine(*, peak: float, warmup_steps: int, total_steps: int, final_fra
 
 
 def _warmup_then(decay: Callable, peak: float, warmup_steps: int, total_steps: int, final_fraction: float) -> Schedule:
+    ranges.check("learning rate", peak=peak)
     if not 0 <= warmup_steps < total_steps:
         raise ValueError(f"warmup_steps = {warmup_steps}: expected from 0 to total_steps - 1 = {total_steps - 1}")
     if not 0 <= final_fraction <= 1:
@@ -100,7 +104,7 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.1,
     clip_norm: float | None = 1.0,
-    no_decay: Sequence[str] = ("*norm",),
+    no_decay: Sequence[str] = NORMS,
     frozen: Sequence[str] = (),
 ) -> Optimizer:
     """AdamW (Loshchilov & Hutter 2019, algorithm 2) behind a clip of the global gradient norm.
@@ -114,10 +118,14 @@ def adamw(
       clip_norm: largest global norm of the gradient; None leaves it alone.
       no_decay: patterns of parameters that are not decayed.
       frozen: patterns of parameters that are not trained.
+
+    Raises:
+      ValueError: a number out of its range; at `init`, a pattern that matches no parameter.
     """
+    ranges.check("adamw", b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, clip_norm=clip_norm)
     rule = optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
     chain = _chain(rule, learning_rate, weight_decay, clip_norm=clip_norm, no_decay=no_decay)
-    return Optimizer(_only_trainable(chain, tuple(frozen)), learning_rate, tuple(frozen))
+    return _optimizer(chain, learning_rate, no_decay=no_decay, frozen=frozen)
 
 
 def adafactor(
@@ -129,7 +137,7 @@ def adafactor(
     min_factored: int = 128,
     weight_decay: float = 0.0,
     clip_norm: float | None = 1.0,
-    no_decay: Sequence[str] = ("*norm",),
+    no_decay: Sequence[str] = NORMS,
     stacked: Sequence[str] = ("layers/*",),
     frozen: Sequence[str] = (),
 ) -> Optimizer:
@@ -144,15 +152,21 @@ def adafactor(
       weight_decay, clip_norm, no_decay, frozen: as in `adamw`.
       stacked: patterns of parameters with a leading dimension of layers; each layer is a parameter of its own.
     """
+    ranges.check("adafactor", decay_rate=decay_rate, clip_update=clip_update, min_factored=min_factored)
+    ranges.check("adafactor", weight_decay=weight_decay, clip_norm=clip_norm)
     rule = optax.chain(
         optax.scale_by_factored_rms(decay_rate=decay_rate, min_dim_size_to_factor=min_factored),
         optax.clip_by_block_rms(clip_update),
         optax.scale_by_param_block_rms() if relative else optax.identity(),
     )
     chain = _chain(
-        parameters.by_layer(rule, tuple(stacked)), learning_rate, weight_decay, clip_norm=clip_norm, no_decay=no_decay
+        parameters.by_layer(rule, lambda name: parameters.matches_any(name, tuple(stacked))),
+        learning_rate,
+        weight_decay,
+        clip_norm=clip_norm,
+        no_decay=no_decay,
     )
-    return Optimizer(_only_trainable(chain, tuple(frozen)), learning_rate, tuple(frozen))
+    return _optimizer(chain, learning_rate, no_decay=no_decay, frozen=frozen)
 
 
 def lion(
@@ -162,7 +176,7 @@ def lion(
     b2: float = 0.99,
     weight_decay: float = 1.0,
     clip_norm: float | None = 1.0,
-    no_decay: Sequence[str] = ("*norm",),
+    no_decay: Sequence[str] = NORMS,
     frozen: Sequence[str] = (),
 ) -> Optimizer:
     """Lion (Chen et al. 2023, algorithm 2): the sign of an interpolated momentum; one moment in place of two.
@@ -174,9 +188,10 @@ def lion(
       weight_decay: three to ten times larger than for `adamw`.
       clip_norm, no_decay, frozen: as in `adamw`.
     """
+    ranges.check("lion", b1=b1, b2=b2, weight_decay=weight_decay, clip_norm=clip_norm)
     rule = optax.scale_by_lion(b1=b1, b2=b2)
     chain = _chain(rule, learning_rate, weight_decay, clip_norm=clip_norm, no_decay=no_decay)
-    return Optimizer(_only_trainable(chain, tuple(frozen)), learning_rate, tuple(frozen))
+    return _optimizer(chain, learning_rate, no_decay=no_decay, frozen=frozen)
 
 
 def muon(
@@ -189,7 +204,7 @@ def muon(
     eps: float = 1e-8,
     weight_decay: float = 0.1,
     clip_norm: float | None = 1.0,
-    no_decay: Sequence[str] = ("*norm",),
+    no_decay: Sequence[str] = NORMS,
     matrices: Mapping[str, str] = MATRICES,
     frozen: Sequence[str] = (),
 ) -> Optimizer:
@@ -204,25 +219,33 @@ def muon(
       rms: root mean square of an update before the learning rate.
       b1, b2, eps: of AdamW.
       weight_decay, clip_norm, no_decay, frozen: as in `adamw`.
-      matrices: by pattern, a letter for each dimension: l (layer: a matrix each), i (inputs: rows), o (outputs:
-        columns). Several i or o are one side together: query [l, i, o, o] is a matrix [embed, heads x head_dim].
+      matrices: by pattern, a letter for each dimension: l (layer: a matrix each; layers take turns, so that one at a
+        time is gathered), i (inputs: rows), o (outputs: columns). Several i or o are one side together: query
+        [l, i, o, o] is a matrix [embed, heads x head_dim].
 
     Raises:
       ValueError: letters that make no matrix; at `init`, a parameter with another number of dimensions, or no matrix.
     """
+    ranges.check(
+        "muon", momentum=momentum, rms=rms, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, clip_norm=clip_norm
+    )
     parameters.check_letters(matrices)
-    orthogonal = optax.chain(
+    layer = parameters.of_one_layer(matrices)
+    of_layer = optax.chain(
         optax.contrib.scale_by_muon(
-            beta=momentum, weight_dimension_numbers=lambda p: parameters.dimension_numbers(p, matrices)
+            beta=momentum, weight_dimension_numbers=lambda p: parameters.dimension_numbers(p, layer)
         ),
-        parameters.scale_to_rms(rms, matrices),
+        parameters.scale_to_rms(rms, layer),
+    )
+    orthogonal = parameters.by_layer(
+        of_layer, lambda name: parameters.letters_of(name, matrices).startswith("l"), in_turn=True
     )
     rule = optax.partition(
         {"matrix": orthogonal, "other": optax.scale_by_adam(b1=b1, b2=b2, eps=eps)},
         lambda params: parameters.matrix_labels(params, matrices),
     )
     chain = _chain(rule, learning_rate, weight_decay, clip_norm=clip_norm, no_decay=no_decay)
-    return Optimizer(_only_trainable(chain, tuple(frozen)), learning_rate, tuple(frozen))
+    return _optimizer(chain, learning_rate, no_decay=no_decay, frozen=frozen)
 
 
 def _chain(
@@ -242,8 +265,21 @@ def _chain(
     )
 
 
+def _optimizer(
+    chain: optax.GradientTransformation, learning_rate: Schedule, *, no_decay: Sequence[str], frozen: Sequence[str]
+) -> Optimizer:
+    trained = _only_trainable(chain, tuple(frozen))
+
+    def init(params: Params) -> Any:
+        if tuple(no_decay) != NORMS:
+            parameters.matches(params, no_decay, where="no_decay")
+        return trained.init(params)
+
+    return Optimizer(optax.GradientTransformation(init, trained.update), learning_rate, tuple(frozen))
+
+
 def _decayed(params: Params, no_decay: tuple[str, ...]) -> Any:
-    spared = parameters.matches(params, parameters.present(params, no_decay))
+    spared = parameters.matches(params, parameters.present(params, no_decay))  # of the trained ones: none may be left
     return jax.tree.map(lambda yes: not yes, spared)
 
 
@@ -252,7 +288,9 @@ def _only_trainable(rule: optax.GradientTransformation, frozen: tuple[str, ...])
         return rule
     return optax.multi_transform(
         {"trained": rule, "frozen": optax.set_to_zero()},
-        lambda params: jax.tree.map(lambda f: "frozen" if f else "trained", parameters.matches(params, frozen)),
+        lambda params: jax.tree.map(
+            lambda f: "frozen" if f else "trained", parameters.matches(params, frozen, where="frozen")
+        ),
     )
 
 

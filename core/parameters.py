@@ -8,7 +8,7 @@ by itself, so that training does not depend on how layers are stored.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,8 +29,13 @@ def names(params: Params) -> list[str]:
     return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
 
 
-def matches(params: Params, patterns: Sequence[str]) -> Any:
+def matches(params: Params, patterns: Sequence[str], *, where: str = "patterns") -> Any:
     """A tree of booleans: whether the path of each parameter matches one of the patterns.
+
+    Args:
+      params: whose paths.
+      patterns: shell wildcards.
+      where: what the patterns are called, for the error.
 
     Raises:
       ValueError: a pattern matches no parameter.
@@ -38,8 +43,11 @@ def matches(params: Params, patterns: Sequence[str]) -> Any:
     found = names(params)
     idle = [p for p in patterns if not any(fnmatch.fnmatch(n, p) for n in found)]
     if idle:
-        raise ValueError(f"no parameter matches {', '.join(map(repr, idle))}; the parameters are {', '.join(found)}")
-    return jax.tree_util.tree_map_with_path(lambda path, _: _matches_any(path, patterns), params)
+        raise ValueError(
+            f"{where} = {tuple(patterns)}: no parameter matches {', '.join(map(repr, idle))}; the parameters are "
+            f"{', '.join(found)}"
+        )
+    return jax.tree_util.tree_map_with_path(lambda path, _: matches_any(path_name(path), patterns), params)
 
 
 def present(params: Params, patterns: Sequence[str]) -> list[str]:
@@ -47,29 +55,48 @@ def present(params: Params, patterns: Sequence[str]) -> list[str]:
     return [p for p in patterns if any(fnmatch.fnmatch(n, p) for n in names(params))]
 
 
-def _matches_any(path: Sequence[Any], patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatch(path_name(path), p) for p in patterns)
-
-
-def by_layer(rule: optax.GradientTransformation, stacked: Sequence[str]) -> optax.GradientTransformation:
+def by_layer(
+    rule: optax.GradientTransformation, is_stacked: Callable[[str], bool], *, in_turn: bool = False
+) -> optax.GradientTransformation:
     """`rule` for every layer of a stack by itself, as if its layers were separate parameters.
 
     Args:
       rule: what it keeps of a parameter [...], it keeps for a stacked one [layers, ...] with that leading dimension.
-      stacked: patterns of the parameters whose leading dimension is that of their layers.
+      is_stacked: of the path of a parameter: whether its leading dimension is that of its layers.
+      in_turn: one layer after the other, for rules whose intermediate results are as large as the matrix.
     """
-    each = optax.GradientTransformation(jax.vmap(rule.init), jax.vmap(rule.update))
+    update = _in_turn(rule.update) if in_turn else jax.vmap(rule.update)
+    each = optax.GradientTransformation(jax.vmap(rule.init), update)
 
     def grouped(params: Params) -> optax.GradientTransformation:
         labels = jax.tree_util.tree_map_with_path(
-            lambda path, p: f"{p.shape[0]} layers" if _matches_any(path, stacked) else "whole", params
+            lambda path, p: f"{p.shape[0]} layers" if is_stacked(path_name(path)) else "whole", params
         )
-        return optax.partition({n: rule if n == "whole" else each for n in {"whole", *jax.tree.leaves(labels)}}, labels)
+        return optax.partition({n: rule if n == "whole" else each for n in set(jax.tree.leaves(labels))}, labels)
 
     return optax.GradientTransformation(
         lambda params: grouped(params).init(params),
         lambda updates, state, params=None: grouped(updates).update(updates, state, params),
     )
+
+
+def _in_turn(update: Callable) -> Callable:
+    return lambda *trees: jax.lax.map(lambda layer: update(*layer), trees)
+
+
+def matches_any(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a path matches one of the patterns."""
+    return any(fnmatch.fnmatch(name, p) for p in patterns)
+
+
+def letters_of(name: str, matrices: Mapping[str, str]) -> str | None:
+    """The letters of the first pattern that the path matches."""
+    return next((letters for pattern, letters in matrices.items() if fnmatch.fnmatch(name, pattern)), None)
+
+
+def of_one_layer(matrices: Mapping[str, str]) -> dict[str, str]:
+    """The letters of what `by_layer` hands over: without a leading l."""
+    return {pattern: letters.removeprefix("l") for pattern, letters in matrices.items()}
 
 
 def check_letters(matrices: Mapping[str, str]) -> None:
@@ -110,7 +137,7 @@ def dimension_numbers(params: Params, matrices: Mapping[str, str]) -> Any:
 
 
 def _letters(path: Sequence[Any], p: jax.Array, matrices: Mapping[str, str]) -> str | None:
-    letters = next((text for pattern, text in matrices.items() if _matches_any(path, [pattern])), None)
+    letters = letters_of(path_name(path), matrices)
     if letters is not None and len(letters) != len(p.shape):
         raise ValueError(
             f"matrices: {path_name(path)} has shape {tuple(p.shape)}, and {letters!r} names {len(letters)} dimensions; "

@@ -69,7 +69,7 @@ KEPT = {  # optimizer: itself, the arrays it keeps, bytes of counters and consta
     "adamw": (optimizers.adamw(learning_rate=RATE), PARAMS * 2, 4 + 4),
     "adafactor": (optimizers.adafactor(learning_rate=RATE), FACTORED, 4 * L + 4 + 4),
     "lion": (optimizers.lion(learning_rate=RATE), PARAMS, 4 + 4),
-    "muon": (optimizers.muon(learning_rate=RATE), PARAMS + list(OTHERS.values()), 4 + 12 + 4 + 4),
+    "muon": (optimizers.muon(learning_rate=RATE), PARAMS + list(OTHERS.values()), (4 + 12) * L + 4 + 4),
 }
 INTEGERS = ("inputs", "targets", "segment_ids", "positions")
 SPEC = {k: jax.ShapeDtypeStruct((16, 8), jnp.int32) for k in INTEGERS}
