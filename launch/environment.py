@@ -59,6 +59,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("TF_CPP_MIN_LOG_LEVEL", "how little TensorFlow says", "3, set by tasks", "TensorFlow"),
 )
 MESH_AXES = ("data", "fsdp", "tensor")  # of strategies.mesh3d
+_LAYOUT_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_INDEX", "JAX_PROCESS_COUNT")
 _BY_NAME = {variable.name: variable for variable in VARIABLES}
 
 
@@ -86,19 +87,23 @@ def process_layout(*, environ: Mapping[str, str] | None = None) -> ProcessLayout
     """What JAX_COORDINATOR_ADDRESS, JAX_PROCESS_INDEX and JAX_PROCESS_COUNT say (JAX itself ignores the last two).
 
     Raises:
-      ValueError: a value that is no number or out of range, or one of the pair without the other.
+      ValueError: a value that is no number or out of range, or some of the three without the others.
     """
     coordinator = read("JAX_COORDINATOR_ADDRESS", environ=environ)
     index = _integer("JAX_PROCESS_INDEX", minimum=0, environ=environ)
     count = _integer("JAX_PROCESS_COUNT", minimum=1, environ=environ)
-    if (index is None) != (count is None):
-        present, missing = ("INDEX", "COUNT") if count is None else ("COUNT", "INDEX")
-        raise ValueError(f"JAX_PROCESS_{present} is set and JAX_PROCESS_{missing} is not: set both or neither")
-    if index is not None and index >= count:
+    if None not in (index, count) and index >= count:
         raise ValueError(f"JAX_PROCESS_INDEX={index} but JAX_PROCESS_COUNT={count}: expected 0 to {count - 1}")
     if coordinator is not None and not coordinator.rpartition(":")[2].isdigit():
         raise ValueError(f"JAX_COORDINATOR_ADDRESS={coordinator!r}: expected HOST:PORT, such as 10.0.0.2:8476")
-    return ProcessLayout(coordinator, index, count)
+    layout = ProcessLayout(coordinator, index, count)
+    missing = [name for name, value in zip(_LAYOUT_VARIABLES, layout, strict=True) if value is None]
+    if 0 < len(missing) < len(layout):
+        present = [name for name in _LAYOUT_VARIABLES if name not in missing]
+        raise ValueError(
+            f"{_are(present)} set and {_are(missing)} not: set all three, or none (on a TPU, JAX finds the hosts)"
+        )
+    return layout
 
 
 def mesh_bindings(*, environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
@@ -160,6 +165,10 @@ def markdown_table() -> str:
         meaning = variable.meaning + (" (secret: never printed)" if variable.secret else "")
         rows.append(f"| `{variable.name}` | {meaning} | {variable.default} | {variable.readers} |")
     return "\n".join(rows) + "\n"
+
+
+def _are(names: list[str]) -> str:
+    return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'}"
 
 
 def _integer(name: str, *, minimum: int, environ: Mapping[str, str] | None) -> int | None:

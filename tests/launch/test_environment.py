@@ -75,7 +75,8 @@ def test_the_process_layout_is_read():
     assert layout() == (None, None, None)
     assert layout(process_index="", process_count="") == (None, None, None)
     assert layout(coordinator_address="h:1", process_index="3", process_count="4") == ("h:1", 3, 4)
-    assert layout(coordinator_address="[::1]:8476").coordinator == "[::1]:8476"
+    six = layout(coordinator_address="[::1]:8476", process_index="0", process_count="1")
+    assert six.coordinator == "[::1]:8476"
 
 
 @pytest.mark.covers("R03")
@@ -86,8 +87,15 @@ def test_the_process_layout_is_read():
         ({"process_index": "-1", "process_count": "2"}, "JAX_PROCESS_INDEX='-1'"),
         ({"process_index": "0", "process_count": "0"}, "JAX_PROCESS_COUNT='0': expected a whole number from 1"),
         ({"process_index": "2", "process_count": "2"}, "JAX_PROCESS_INDEX=2 but JAX_PROCESS_COUNT=2: expected 0 to 1"),
-        ({"process_index": "0"}, "JAX_PROCESS_INDEX is set and JAX_PROCESS_COUNT is not"),
-        ({"process_count": "2"}, "JAX_PROCESS_COUNT is set and JAX_PROCESS_INDEX is not"),
+        (
+            {"process_index": "0", "coordinator_address": "h:1"},
+            "JAX_COORDINATOR_ADDRESS and JAX_PROCESS_INDEX are set and JAX_PROCESS_COUNT is not: set all three",
+        ),
+        (
+            {"coordinator_address": "h:1"},
+            "JAX_COORDINATOR_ADDRESS is set and JAX_PROCESS_INDEX and JAX_PROCESS_COUNT are not: set all three",
+        ),
+        ({"process_index": "0", "process_count": "2"}, "JAX_COORDINATOR_ADDRESS is not: set all three, or none"),
         ({"coordinator_address": "10.0.0.2"}, "JAX_COORDINATOR_ADDRESS='10.0.0.2': expected HOST:PORT"),
     ],
 )

@@ -101,6 +101,7 @@ def test_another_number_of_hosts(name, believed, hosts, monkeypatch):
     monkeypatch.delenv("RENGA_SIMULATE", raising=False)
     monkeypatch.setenv("JAX_PROCESS_COUNT", str(believed))
     monkeypatch.setenv("JAX_PROCESS_INDEX", "0")
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "127.0.0.1:1")
     says = rf"JAX_PROCESS_COUNT={believed}, but {name} has {hosts} host\(s\) with 4 chips each: set {hosts}"
     with pytest.raises(ValueError, match=says):
         joining.join(slices.get(name))
