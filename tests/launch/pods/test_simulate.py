@@ -180,6 +180,24 @@ def test_a_progress_line_redraws_on_a_terminal_and_is_plain_in_the_log(tmp_path)
     assert log(tmp_path, 1).splitlines()[1:] == ["False", "step 2"]
 
 
+def test_who_connected_to_whom_is_in_the_log_alone(tmp_path, capfd):
+    parts = ["[", "Gloo] Rank 0 is conn", "ected to 1 peer ranks. Expected: 1\n", "loss 3.25 [Glo", "om]\n", "half "]
+    parts += [
+        "[Gloo] Rank 1 is connected to 1 peer ranks. Expected: 1\r\n",
+        "a line\n",
+        "[Gloo] Rank 7 is lost\n",
+        "[G",
+    ]
+    text = f"for part in {parts!r}: print(part, end='', flush=True); time.sleep(0.05)\n"
+    assert run(V4_16, text + "if index == 0: time.sleep(0.5); sys.exit(3)\ntime.sleep(600)", tmp_path) == 3
+    said = capfd.readouterr()
+    assert said.out.startswith("loss 3.25 [Gloom]\nhalf a line\n[Gloo] Rank 7 is lost\n[G")
+    assert "  host_0 | loss 3.25 [Gloom]\n" in said.err
+    assert "host_0 | [Gloo] Rank 7 is lost\n" in said.err
+    assert "is connected to" not in said.out + said.err
+    assert log(tmp_path, 0).count("is connected to 1 peer ranks") == 2
+
+
 def test_a_model_that_does_not_fit_is_refused_with_both_numbers():
     gib = 2**30
     simulate.require_memory(gib, slice_name="v4-32", available_bytes=2 * gib)
