@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import http.client
 import subprocess
+import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from launch import environment
 
 METADATA_URL = "http://metadata.google.internal/computeMetadata/v1/instance/attributes"
 METADATA_TIMEOUT_SECONDS = 0.5
+METADATA_RETRY_SECONDS = (2.0, 2.0, 2.0)  # where there are chips, one slow answer must not lose a host
 REVISION_FILE = ".revision"  # written by whoever ships a workspace without its .git
 
 
@@ -54,8 +56,9 @@ def look(
         if environment.read("TPU_SKIP_MDS_QUERY", environ=environ):
             looked_at.append("metadata server: not asked (TPU_SKIP_MDS_QUERY is set)")
         else:
-            accelerator_type = _metadata("accelerator-type", metadata_url)
-            looked_at.append(f"metadata server: accelerator-type is {accelerator_type or 'not there'}")
+            timeouts = (METADATA_TIMEOUT_SECONDS, *(METADATA_RETRY_SECONDS if chips else ()))
+            accelerator_type, found = _metadata(f"{metadata_url}/accelerator-type", timeouts)
+            looked_at.append(f"metadata server: {found}")
     on_tpu_host = by_environment or (bool(chips) and accelerator_type is not None)
     return Place(on_tpu_host, accelerator_type, tuple(looked_at))
 
@@ -102,14 +105,22 @@ def _chips(devices: Path) -> list[str]:
     return sorted(str(p.relative_to(devices)) for p in found)
 
 
-def _metadata(key: str, url: str) -> str | None:
-    request = urllib.request.Request(f"{url}/{key}", headers={"Metadata-Flavor": "Google"})
+def _metadata(url: str, timeouts: Sequence[float]) -> tuple[str | None, str]:
+    """The value at `url`, or None, and what was found in words. Asks again, with the next timeout, if none answers."""
+    request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is on the machine's own link
-    try:
-        with opener.open(request, timeout=METADATA_TIMEOUT_SECONDS) as reply:
-            return reply.read().decode().strip() or None
-    except (OSError, http.client.HTTPException):  # URLError and timeouts are OSErrors
-        return None
+    key = url.rpartition("/")[2]
+    for timeout in timeouts:
+        try:
+            with opener.open(request, timeout=timeout) as reply:
+                value = reply.read().decode().strip() or None
+                return value, f"{key} is {value or 'empty'}"
+        except urllib.error.HTTPError as error:
+            if error.code < 500:
+                return None, f"{key} is not there"
+        except (OSError, http.client.HTTPException):  # URLError and timeouts are OSErrors
+            continue
+    return None, f"no answer to {len(timeouts)} question{'s' if len(timeouts) > 1 else ''}"
 
 
 def _size(slice_: slices.Slice) -> str:

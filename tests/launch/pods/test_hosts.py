@@ -1,6 +1,7 @@
 """Where am I: environment, devices and metadata server, each on its own and together."""
 
 import http.server
+import itertools
 import subprocess
 import threading
 import time
@@ -16,10 +17,13 @@ def metadata():
     """Starts a metadata server on loopback: `metadata({"accelerator-type": "v4-32"}) -> url`."""
     servers = []
 
-    def serve(values, *, delay_seconds=0.0):
+    def serve(values, *, delay_seconds=0.0, slow_answers=1000):
+        questions = itertools.count()
+
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self):
-                time.sleep(delay_seconds)
+                if next(questions) < slow_answers:
+                    time.sleep(delay_seconds)
                 value = values.get(self.path.rpartition("/")[2])
                 known = value is not None and self.headers["Metadata-Flavor"] == "Google"
                 self.send_response(200 if known else 404)
@@ -83,11 +87,26 @@ def test_the_environment_is_enough_in_a_container(tmp_path):
     assert "metadata server: not asked (TPU_SKIP_MDS_QUERY is set)" in place.looked_at
 
 
-def test_a_silent_metadata_server_costs_half_a_second(chips, metadata):
+def test_a_silent_metadata_server_costs_half_a_second_where_there_are_no_chips(tmp_path, metadata):
     url = metadata({"accelerator-type": "v4-32"}, delay_seconds=3)
+    workers = {"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "a,b"}
     started = time.monotonic()
-    assert not hosts.look(environ={}, devices=chips, metadata_url=url).on_tpu_host
+    place = hosts.look(environ=workers, devices=tmp_path, metadata_url=url)
     assert time.monotonic() - started < 2
+    assert place.accelerator_type is None
+    assert "metadata server: no answer to 1 question" in place.looked_at
+
+
+def test_slow_answers_do_not_lose_a_host_that_has_chips(chips, metadata, monkeypatch):
+    monkeypatch.setattr(hosts, "METADATA_TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr(hosts, "METADATA_RETRY_SECONDS", (0.1, 0.1, 5.0))
+    url = metadata({"accelerator-type": "v4-32"}, delay_seconds=1, slow_answers=3)
+    place = hosts.look(environ={}, devices=chips, metadata_url=url)
+    assert (place.on_tpu_host, place.accelerator_type) == (True, "v4-32")
+    monkeypatch.setattr(hosts, "METADATA_RETRY_SECONDS", (0.1, 0.1, 0.1))
+    silent = hosts.look(environ={}, devices=chips, metadata_url=metadata({}, delay_seconds=1))
+    assert not silent.on_tpu_host
+    assert "metadata server: no answer to 4 questions" in silent.looked_at
 
 
 @pytest.mark.covers("R08")
