@@ -75,15 +75,18 @@ def pattern_problems(where: str, patterns: list[str]) -> list[str]:
         if not files:
             found.append(f"{where}: no file matches {pattern!r} (in {pathlib.Path.cwd()})")
         elif kinds not in ([".txt"], [".jsonl"]):
-            found.append(
-                f"{where}: {pattern!r} matches files of kind {', '.join(kinds)}, expected only .txt or only .jsonl"
-            )
+            found.append(f"{where}: {pattern!r} matches files {_endings(kinds)}, expected only .txt or only .jsonl")
         elif not any(file.size_bytes for file in files):
             found.append(f"{where}: all {len(files)} files that match {pattern!r} are empty")
         large = [f.path for f in files if f.path.endswith(".txt") and f.size_bytes > _LARGEST_DOCUMENT_BYTES]
         if large:
             found.append(f"{where}: {large[0]} is one document of over 256 MiB; split it, or write .jsonl")
     return found
+
+
+def _endings(kinds: list[str]) -> str:
+    ending = [f"ending in {', '.join(filter(None, kinds))}"] if any(kinds) else []
+    return " and ".join([*ending, *(["without an ending"] if "" in kinds else [])])
 
 
 def python_files(root: str) -> tuple[File, ...]:

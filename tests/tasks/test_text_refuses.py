@@ -17,7 +17,14 @@ def test_problems_are_told_with_their_fix(tmp_path, monkeypatch):
     assert "DATA is not set" in text.files(train=None, **options).problems()[0]
     assert "no file matches" in text.files(train=f"{tmp_path}/*.txt", **options).problems()[0]
     (tmp_path / "a.csv").write_text("x")
-    assert ".csv, expected only .txt or only .jsonl" in text.files(train=f"{tmp_path}/*", **options).problems()[0]
+    (csv,) = text.files(train=f"{tmp_path}/*", **options).problems()
+    assert "ending in .csv, expected only .txt or only .jsonl" in csv
+    (tmp_path / "LICENSE").write_text("x")
+    (licence,) = text.files(train=f"{tmp_path}/LICENSE", **options).problems()
+    assert "LICENSE' matches files without an ending, expected" in licence
+    (both,) = text.files(train=f"{tmp_path}/*", **options).problems()
+    assert "matches files ending in .csv and without an ending, expected" in both
+    (tmp_path / "LICENSE").unlink()
     (tmp_path / "a.txt").write_text("x")
     assert "leaves none for validation" in text.files(train=f"{tmp_path}/*.txt", **options).problems()[0]
     (tmp_path / "b.txt").write_text("y")
