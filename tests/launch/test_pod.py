@@ -68,7 +68,7 @@ def test_nowhere_to_run_names_the_three_ways_and_what_was_looked_at(place, capsy
         assert words in said
 
 
-@pytest.mark.covers("R06", "R10")
+@pytest.mark.covers("R06")
 def test_a_tpu_host_becomes_its_train_process(place):
     place(TPU_HOST)
     with pytest.raises(Became) as became:

@@ -1,0 +1,78 @@
+"""A host that is not what was said refuses to go on: the chips, the configuration, the run directory."""
+
+import os
+import re
+
+import pytest
+
+from core import slices
+from launch.pods import joining
+
+JOINED = """
+import os
+os.environ |= {
+    "RENGA_SIMULATE": "v4-16",
+    "JAX_COORDINATOR_ADDRESS": COORDINATOR,
+    "JAX_PROCESS_INDEX": str(PROCESS),
+    "JAX_PROCESS_COUNT": str(HOSTS),
+}
+from core import distributed, slices
+from launch.pods import joining
+joining._SHARED_FILE_SECONDS = 1.0
+host = joining.join(slices.get("v4-16"))
+print(host.name, flush=True)
+
+def refuses(what, *args):
+    try:
+        what(*args)
+        print("accepted", flush=True)
+    except ValueError as error:
+        print("refused:", error, flush=True)
+"""
+
+
+def test_the_chips_must_be_as_many_as_the_slice_has():
+    joining._require_chips(slices.get("v4-32"), played=True)  # the 16 CPU devices of every test
+    says = r"v4-8 has 4 devices on 1 host\(s\), but JAX sees 16 on 1 host\(s\): run the same command on every host"
+    with pytest.raises(ValueError, match=says):
+        joining._require_chips(slices.get("v4-8"), played=True)
+
+
+@pytest.mark.covers("R10")
+def test_cpus_are_no_tpu():
+    says = r"v4-32 was asked for, but JAX found 16 cpu device\(s\) and no TPU.* rehearse, --simulate"
+    with pytest.raises(ValueError, match=says):
+        joining._require_chips(slices.get("v4-32"), played=False)
+
+
+@pytest.mark.covers("R10")
+def test_training_on_cpus_in_place_of_a_tpu_ends_at_once(launch, tmp_path):
+    assert not os.environ.get("RENGA_SIMULATE")
+    said = launch("train", "gin/quickstart.gin", "--slice", "v4-8", "--run-dir", str(tmp_path / "run"), code=2)
+    assert re.search(r"error: v4-8 was asked for, but JAX found \d+ cpu device\(s\) and no TPU", said)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.covers("R02", "R03")
+@pytest.mark.simulated(2)
+def test_hosts_that_differ_all_refuse(run_hosts, tmp_path):
+    (tmp_path / "ours").mkdir()
+    text = f"""
+refuses(joining.require_same, "the configuration", "SEED = 1\\nLENGTH = 8")
+refuses(joining.require_same, "the configuration", f"SEED = {{PROCESS}}\\nLENGTH = 8")
+refuses(joining.require_shared, {str(tmp_path / "ours")!r}, host)
+refuses(joining.require_shared, {str(tmp_path)!r} + f"/of_{{PROCESS}}", host)
+distributed.barrier("end")
+distributed.exit_at_once(0)
+"""
+    results = run_hosts(JOINED + text, hosts=2, timeout=90)
+    for index, result in enumerate(results):
+        assert result.returncode == 0, result.output
+        lines = result.output[result.output.index(f"host {index} of 2\n") :].splitlines()[1:]
+        assert lines[0] == "accepted"
+        assert lines[1] == "refused: the configuration differs between hosts; host 1 against host 0:"
+        assert [line.strip() for line in lines[2:4]] == ["-SEED = 0", "+SEED = 1"]
+        assert lines[4] == "accepted"
+        assert "/of_" in lines[5]
+        assert "is not shared: host(s) 1 cannot see host 0's file there" in lines[5]
+        assert "--run-dir (or RENGA_RUN_ROOT) to gs://BUCKET/" in lines[5]
