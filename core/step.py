@@ -4,6 +4,9 @@ The one idea: a microbatch contributes sums (of the loss, of its gradient, of it
 so that `accum_steps` microbatches with uneven padding equal one big batch.
 
     g = sum_m grad(loss_sum_m) / sum_m weight_m
+
+Every microbatch has the same random key; what a model draws for a row is told apart by the batch's `row_ids`, the rows
+of the global batch that its rows are (`core.random_bits`).
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from core import random_bits
 from core.optimizers import Optimizer
 from core.train_state import TrainState
 from core.types import Batch, LossOutput, Model, Params, WeightedSum
@@ -53,7 +57,7 @@ def train_step(
     Args:
       model: what to train.
       optimizer: how.
-      seed: random bits are keyed by (seed, step).
+      seed: random bits are keyed by (seed, step), and by global row where the model uses `row_ids`.
       accum_steps: microbatches per step. Microbatch m takes rows m, m + accum_steps, …, so that every device keeps
         the rows it has.
       sum_gradients: how gradients are added over microbatches, where `accum_steps` is above 1.
@@ -65,6 +69,7 @@ def train_step(
 
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         rng = jax.random.fold_in(jax.random.key(seed), state.step)
+        batch = random_bits.with_row_ids(batch)
 
         def loss_sum(params, batch):
             carry, out = model.loss(optimizer.trainable(params), state.carry, rng, batch)
@@ -96,6 +101,7 @@ def eval_step(model: Model, *, seed: int) -> Callable[[TrainState, Batch], Mappi
 
     def run(state: TrainState, batch: Batch) -> Mapping[str, WeightedSum]:
         rng = jax.random.fold_in(jax.random.key(seed), state.step)
+        batch = random_bits.with_row_ids(batch)
         _, out = model.loss(state.params, model.init_carry(batch), rng, batch)
         return {"loss": WeightedSum(out.loss_sum, out.weight_sum), **out.metrics}
 

@@ -42,7 +42,19 @@ class LossOutput(NamedTuple):
 
 
 class Model(Protocol):
-    """A pure model. `init` names the axes of every parameter through `core.logical`."""
+    """A pure model. `init` names the axes of every parameter through `core.logical`.
+
+    A batch is what the task's `spec` says. That of a text task: `inputs`, `targets`, `segment_ids`, `positions` [B, T],
+    int32 (documents of a row count from 1, 0 is padding; positions restart with each), and `weights` [B, T], float32 (0
+    leaves a position out of the loss). In `loss` there is also `row_ids` [B], for `core.random_bits`.
+
+    Optional, each for what is named:
+      logits(params, batch): [B, T, V] of the next token, float32. Text that the trained model writes (PROMPT).
+      shrink(multiples): the smallest model of this kind whose dimensions are multiples of `multiples`, a number by
+        logical axis. --smoke and the tests that compile a gin file.
+      flops_per_token(length): of training, without recomputation. The share of peak in what a run prints.
+      vocab_size: entries of the vocabulary, held against the task's. Preflight and --smoke.
+    """
 
     def init(self, rng: jax.Array, batch: Batch) -> Params:
         """Parameters for batches of this shape; float32."""

@@ -90,7 +90,6 @@ def test_a_batch_without_a_supervised_item_changes_nothing():
     assert float(metrics["loss"]) == 0.0
 
 
-@pytest.mark.covers("T12")
 def test_random_bits_belong_to_seed_and_step():
     def bits(seed, at):
         state = start()._replace(step=jnp.int32(at))
