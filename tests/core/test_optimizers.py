@@ -49,6 +49,36 @@ def test_impossible_schedules_are_refused(wrong, message):
             schedule(peak=1.0, **wrong)
 
 
+@pytest.mark.parametrize("value", [-1e-3, float("nan"), float("inf")])
+def test_rates_that_cannot_be_are_refused(value):
+    with pytest.raises(ValueError, match=rf"learning rate: peak = {value}: expected at least 0"):
+        optimizers.warmup_cosine(peak=value, warmup_steps=0, total_steps=1)
+    with pytest.raises(ValueError, match=rf"constant: value = {value}: expected at least 0"):
+        optimizers.constant(value)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "values", "expected"),
+    [
+        ("adamw lion muon", "b1", (-0.1, 1.0, float("nan")), "from 0 to below 1"),
+        ("adamw lion muon", "b2", (-0.1, 1.0), "from 0 to below 1"),
+        ("muon", "momentum", (1.0,), "from 0 to below 1"),
+        ("adamw muon", "eps", (0.0, -1e-8), "above 0"),
+        ("muon", "rms", (0.0,), "above 0"),
+        ("adafactor", "decay_rate", (0.0,), "above 0"),
+        ("adafactor", "clip_update", (-1.0,), "above 0"),
+        ("adafactor", "min_factored", (0,), "at least 1"),
+        ("adamw adafactor lion muon", "weight_decay", (-0.1,), "at least 0, and finite"),
+        ("adamw adafactor lion muon", "clip_norm", (0.0, -1.0), "above 0, or None"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(make, name, values, expected):
+    for optimizer in make.split():
+        for value in values:
+            with pytest.raises(ValueError, match=rf"{optimizer}: {name} = {value}: expected {expected}"):
+                getattr(optimizers, optimizer)(learning_rate=optimizers.constant(1.0), **{name: value})
+
+
 def update(optimizer, grads):
     state = optimizer.init(PARAMS)
     return optimizer.transformation.update(grads, state, PARAMS)[0]
@@ -63,6 +93,18 @@ def test_decay_spares_norms_wherever_they_are():
         "layers/block": {"query": -0.05, "attention_norm": 0.0},
     }
     jax.tree.map(lambda u, w: np.testing.assert_allclose(u, np.full(u.shape, w), atol=1e-8), updates, want)
+
+
+@pytest.mark.covers("T07")
+@pytest.mark.parametrize("make", ["adamw", "adafactor", "lion"])
+def test_a_no_decay_pattern_that_matches_nothing_is_refused_unless_it_is_the_default(make):
+    def init(params=PARAMS, **options):
+        return getattr(optimizers, make)(learning_rate=optimizers.constant(1.0), **options).init(params)
+
+    with pytest.raises(ValueError, match=r"no_decay = \('\*nrom', '\*ing'\): no parameter matches '\*nrom'; the para"):
+        init(no_decay=("*nrom", "*ing"))
+    init({"~": {"w": jnp.ones((4, 4))}})  # a model without norms
+    init(no_decay=("embedding",), frozen=("embedding",))  # matches, and is not trained
 
 
 @pytest.mark.covers("T05")
