@@ -13,7 +13,9 @@ from __future__ import annotations
 import collections
 import os
 import re
+import signal
 import sys
+import threading
 import traceback
 from types import TracebackType
 from typing import NamedTuple
@@ -21,6 +23,7 @@ from typing import NamedTuple
 import jax
 from jax._src import clusters, xla_bridge
 from jax._src import distributed as jax_distributed
+from jax.experimental import multihost_utils
 
 from core import roll_call
 
@@ -41,6 +44,7 @@ class Cluster(NamedTuple):
 
 
 _joined: Cluster | None = None
+_told_to_stop = threading.Event()
 _calls: collections.Counter[str] = collections.Counter()
 
 
@@ -80,7 +84,9 @@ def initialize(
         )
     if local_cpu_devices is not None:
         jax.config.update("jax_num_cpu_devices", local_cpu_devices)
-    if not single_process:
+    if single_process:
+        _listen_for_stop()
+    else:
         wanted = wanted or _detected(timeout_seconds)
         _join(wanted, timeout_seconds=timeout_seconds)
     _joined = wanted
@@ -204,6 +210,21 @@ def _get(client, key: str, *, name: str, source: int) -> str:
         return client.blocking_key_value_get(key, TIMEOUT_SECONDS * 1000)
     except jax.errors.JaxRuntimeError as error:
         raise TimeoutError(f"{name}: host {source} gave nothing within {TIMEOUT_SECONDS} s; read its log") from error
+
+
+def preempted(step: int) -> bool:
+    """Whether to stop behind `step`, because SIGTERM reached a host; every host gets the same answer.
+
+    Ask at every step, on every host: the hosts agree on a step that none of them has passed.
+    """
+    if process_count() == 1:
+        return _told_to_stop.is_set()
+    return multihost_utils.reached_preemption_sync_point(step)
+
+
+def _listen_for_stop() -> None:
+    """A process alone has nobody to agree with: JAX listens for SIGTERM only where there are several."""
+    signal.signal(signal.SIGTERM, lambda *_: _told_to_stop.set())
 
 
 def shutdown() -> None:

@@ -20,6 +20,8 @@ from core import paths
 JSONL_NAME = "metrics.jsonl"
 TENSORBOARD_NAME = "tensorboard"
 
+_SECONDS_BETWEEN_COPIES = 30.0  # A bucket is not written at every line of a fast run.
+
 
 class Writer(Protocol):
     """Something that records a run."""
@@ -112,7 +114,7 @@ class TensorBoard:
     def flush(self) -> None:
         """Makes what was recorded visible to readers."""
         self._events.flush()
-        self._mirror.push()
+        self._mirror.push(least_seconds=_SECONDS_BETWEEN_COPIES)
 
     def close(self) -> None:
         """Flushes and releases; a second call does nothing."""
@@ -149,7 +151,7 @@ class JsonLines:
     def flush(self) -> None:
         """Makes what was recorded visible to readers."""
         self._file.flush()
-        self._mirror.push()
+        self._mirror.push(least_seconds=_SECONDS_BETWEEN_COPIES)
 
     def close(self) -> None:
         """Flushes and releases; a second call does nothing."""
@@ -180,6 +182,7 @@ class Mirror:
         self._destination = destination
         self._temporary = None
         self._pushed: dict[str, int] = {}
+        self._pushed_at = -math.inf
         if not (paths.is_remote(destination) if copies is None else copies):
             self.folder = pathlib.Path(destination)
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -189,10 +192,11 @@ class Mirror:
         if fetch is not None and (destination / fetch).exists():
             (self.folder / fetch).write_bytes((destination / fetch).read_bytes())
 
-    def push(self) -> None:
-        """Copies the files that grew since the last call."""
-        if self._temporary is None:
+    def push(self, *, least_seconds: float = 0.0) -> None:
+        """Copies the files that grew since the last call; does nothing within `least_seconds` of it."""
+        if self._temporary is None or time.monotonic() - self._pushed_at < least_seconds:
             return
+        self._pushed_at = time.monotonic()
         for file in sorted(self.folder.iterdir()):
             size_bytes = file.stat().st_size
             if self._pushed.get(file.name) != size_bytes:

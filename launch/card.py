@@ -22,18 +22,27 @@ from parallel.partitioner import Program
 SAMPLE_IDS = 200
 
 
-def show(experiment: Experiment, program: Program, *, run_dir: str, resumed_from: int | None, host: Host) -> None:
+def show(
+    experiment: Experiment,
+    program: Program,
+    *,
+    run_dir: str,
+    resumed_from: int | None,
+    last_step: int,
+    host: Host,
+) -> None:
     """One card with what the run is; printed on the host that calls it."""
     grid = Table.grid(padding=(0, 2))
-    for name, value in rows(experiment, program, run_dir=run_dir, resumed_from=resumed_from, host=host).items():
+    card = rows(experiment, program, host=host)
+    left = f"resumed from {resumed_from:,}" if resumed_from else "fresh"
+    early = f" of {experiment.total_steps:,}" if last_step < experiment.total_steps else ""
+    for name, value in {**card, "steps": f"to {last_step:,}{early}, {left}", "run": run_dir}.items():
         grid.add_row(f"[bold]{name}[/bold]", value)
     Console(width=118, soft_wrap=False).print(Panel(grid, title="renga", title_align="left", expand=False))
 
 
-def rows(
-    experiment: Experiment, program: Program, *, run_dir: str, resumed_from: int | None, host: Host
-) -> dict[str, str]:
-    """The card's rows."""
+def rows(experiment: Experiment, program: Program, *, host: Host) -> dict[str, str]:
+    """What is run, on what, and what it costs a chip."""
     slice_ = slices.get(experiment.slice)
     sizes = report.totals(program)
     tokens = experiment.batch_size * experiment.task.length
@@ -57,8 +66,6 @@ def rows(
     if hasattr(experiment.model, "flops_per_token"):
         flops = experiment.model.flops_per_token(experiment.task.length) * tokens
         card["compute"] = f"{flops:.3g} FLOPs per step; {flops / slice_.peak_flops:.3g} s at the slice's bf16 peak"
-    card["steps"] = f"{experiment.total_steps:,}, " + (f"resumed from {resumed_from:,}" if resumed_from else "fresh")
-    card["run"] = run_dir
     return card
 
 

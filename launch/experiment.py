@@ -7,7 +7,7 @@ touches no device and opens no data. Binding it to devices is `bind`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -16,6 +16,7 @@ from core.optimizers import Optimizer
 from core.types import Model, Task
 from parallel.partitioner import Partitioner, Program
 from parallel.strategy import Strategy
+from tasks import vocabularies
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,24 @@ class Experiment:
         if low:
             raise ValueError(f"Experiment: {', '.join(low)}: expected at least 1")
 
+    def data_problems(self, *, prepared: bool) -> list[str]:
+        """Everything wrong between task and model that shows without reading the data, each with its fix.
+
+        Args:
+          prepared: whether `task.prepare` has run; only then can a vocabulary that the run trains be tried.
+        """
+        problems = list(self.task.problems())
+        if problems:
+            return problems
+        vocabulary = self.task.vocabulary
+        if hasattr(self.model, "vocab_size"):
+            problems += _refusal(
+                "VOCAB_SIZE", lambda: vocabularies.check_fits(vocabulary, vocab_size=self.model.vocab_size)
+            )
+        if prepared and self.prompt:
+            problems += _refusal(f"PROMPT = {self.prompt!r}", lambda: vocabulary.encode(self.prompt))
+        return problems
+
     def bind(self, devices: Sequence[jax.Device]) -> Program:
         """The experiment's steps on these devices.
 
@@ -91,3 +110,11 @@ def padding(model: Model) -> str:
     """`; vocabulary 50,257 stored as 50,304` of a model that rounds it up, so that it divides; else nothing."""
     size, stored = getattr(model, "vocab_size", None), getattr(model, "stored_vocab_size", None)
     return f"; vocabulary {size:,} stored as {stored:,}" if stored not in (None, size) else ""
+
+
+def _refusal(name: str, look: Callable[[], object]) -> list[str]:
+    try:
+        look()
+    except ValueError as error:
+        return [f"{name}: {error}"]
+    return []

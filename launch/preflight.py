@@ -16,7 +16,6 @@ from launch import configuration, smoke
 from launch.experiment import Experiment, padding
 from parallel import mesh, report
 from parallel.partitioner import Program
-from tasks import vocabularies
 
 
 class Finding(NamedTuple):
@@ -100,13 +99,7 @@ def _data(experiment: Experiment, *, smoked: bool) -> list[Finding]:
     problems = experiment.task.problems()
     if problems and smoked:
         return [Finding("data", True, f"random tokens in its place ({problems[0]})")]
-    vocab_size = getattr(experiment.model, "vocab_size", None)
-    if vocab_size is not None and not problems:
-        try:
-            vocabularies.check_fits(experiment.task.vocabulary, vocab_size=vocab_size)
-        except ValueError as error:
-            problems = [str(error)]
-    if problems:
+    if problems := experiment.data_problems(prepared=False):
         return [Finding("data", False, p) for p in problems]
     return [Finding("data", True, experiment.task.describe())]
 

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
+
+from launch.pods.joining import Host
 
 
 class Progress:
-    """Prints a line per report on host 0, and nothing elsewhere.
+    """Prints a line per report on host 0; the others say where they begin.
 
     step   100/200  loss 2.1034  1.21 s/step  3,385 tokens/s  ETA 2:01
     """
 
-    def __init__(self, last_step: int, *, is_host_zero: bool):
+    def __init__(self, last_step: int, *, host: Host):
         self._last_step = last_step
-        self._speaks = is_host_zero
+        self._host = host
 
     def start(self, step: int) -> None:
-        """Says so where there is nothing to do."""
+        """Every host says that it is there; host 0 also where there is nothing to do."""
+        if not self._host.is_zero:
+            print(f"{self._host.name}: from step {step} to {self._last_step}", flush=True)
         if step >= self._last_step:
             self._print(
                 f"step {step} of {self._last_step} is done already: raise TOTAL_STEPS, or give another --run-dir"
@@ -42,8 +45,8 @@ class Progress:
         self._print(f"step {step:>6}/{self._last_step}  validation: {means}")
 
     def _print(self, text: str) -> None:
-        if self._speaks:
-            print(text, flush=True, file=sys.stdout)
+        if self._host.is_zero:
+            print(text, flush=True)
 
 
 def duration(seconds: float) -> str:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import secrets
+import time
+from collections.abc import Sequence
 
-from core import logical, slices
+from core import distributed, logical, slices
 from core.checkpoint import Checkpoints
 from core.training import trainer
 from core.types import Task
@@ -23,8 +26,12 @@ STEPS = 20
 LENGTH = 128  # the smallest that the splash kernel takes
 
 
-def shrink(experiment: Experiment) -> Experiment:
+def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = ()) -> Experiment:
     """The smoke run of an experiment.
+
+    Args:
+      experiment: to be shrunk.
+      beside: others whose layouts must fit the same sizes, so that the runs can be compared.
 
     Raises:
       ValueError: the model cannot shrink (it has no `shrink(multiples)`), or the mesh does not fit the slice.
@@ -34,10 +41,9 @@ def shrink(experiment: Experiment) -> Experiment:
             f"--smoke: {type(experiment.model).__name__} has no method shrink(multiples) -> Model; add one that "
             "returns the model with the smallest sizes that are multiples of these, by logical axis"
         )
-    slice_ = slices.get(experiment.slice)
-    shape = strategy.resolve(experiment.strategy, slice_)
-    multiples = {name: _shards(experiment.strategy, shape, name) for name in logical.LOGICAL_AXES}
-    rows = multiples["batch"] * experiment.accum_steps
+    every = (experiment, *beside)
+    multiples = {name: math.lcm(*(_shards(e, name) for e in every)) for name in logical.LOGICAL_AXES}
+    rows = multiples["batch"] * math.lcm(*(e.accum_steps for e in every))
     task = _small_task(experiment, streams=rows, length=math.lcm(LENGTH, multiples["length"]))
     return dataclasses.replace(
         experiment,
@@ -49,9 +55,15 @@ def shrink(experiment: Experiment) -> Experiment:
         eval_interval=STEPS,
         eval_batches=1,
         checkpoint_interval=STEPS // 2,
+        keep_checkpoints=2,
         profile_steps=(),
         prompt=experiment.prompt if isinstance(task, type(experiment.task)) else "",
     )
+
+
+def attempt(run_dir: str) -> str:
+    """A folder of this attempt's own inside the smoke run's, the same on all hosts: a smoke run never continues one."""
+    return f"{run_dir}/{distributed.from_host_zero(time.strftime('%Y%m%d-%H%M%S') + f'-{secrets.token_hex(2)}')}"
 
 
 class _Losses(trainer.Hook):
@@ -86,8 +98,10 @@ def rehearse(run: Run) -> None:
         print(f"PASS  {STEPS} steps; restored at step {step}, {len(again.by_step)} steps repeated bit for bit")
 
 
-def _shards(tables: strategy.Strategy, shape: dict[str, int], name: str) -> int:
+def _shards(experiment: Experiment, name: str) -> int:
     """What a dimension of this meaning must be a multiple of, in every table."""
+    tables = experiment.strategy
+    shape = strategy.resolve(tables, slices.get(experiment.slice))
     rules = (tables.param_rules, tables.activation_rules, tables.stored_optimizer_rules)
     return math.lcm(*(logical.shards(r[name], shape) for r in rules))
 

@@ -6,9 +6,10 @@ Everything that can refuse does so before the stage after it spends anything.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -78,14 +79,25 @@ def train(run: Run, *, also: Sequence[hooks.Hook] = ()) -> dict[str, float]:
     """
     checkpoints = Checkpoints(run.checkpoint_dir, keep=run.experiment.keep_checkpoints)
     state, position, resumed = restore_or_init(run, checkpoints)
-    writers = metrics.open_writers(run.run_dir, is_host_zero=run.host.is_zero, first_step=int(state.step))
-    progress = Progress(run.last_step, is_host_zero=run.host.is_zero)
-    if run.host.is_zero:
-        card.show(run.experiment, run.program, run_dir=run.run_dir, resumed_from=resumed, host=run.host)
-        _write_config(run, writers)
-    progress.start(int(state.step))
-    evaluation = _evaluation(run, writers, progress)
-    with open_batches(run, position) as batches:
+    first_step = int(state.step)
+    progress = Progress(run.last_step, host=run.host)
+    progress.start(first_step)
+    with contextlib.ExitStack() as stack:
+        writers = metrics.open_writers(run.run_dir, is_host_zero=run.host.is_zero, first_step=first_step)
+        stack.callback(writers.close)
+        if run.host.is_zero:
+            card.show(
+                run.experiment,
+                run.program,
+                run_dir=run.run_dir,
+                resumed_from=resumed,
+                last_step=run.last_step,
+                host=run.host,
+            )
+            _write_config(run, writers)
+        evaluation = _evaluation(run, writers, progress)
+        batches = stack.enter_context(open_batches(run, position))
+        preemption = hooks.StopWhenPreempted(distributed.preempted)
         state = trainer.train(
             _OnceCompiledProgram(run.program),
             batches,
@@ -95,12 +107,14 @@ def train(run: Run, *, also: Sequence[hooks.Hook] = ()) -> dict[str, float]:
                 hooks.StopOnNonFinite(),
                 *_logging(run, writers, progress),
                 *([evaluation] if evaluation else []),
-                _saving(run, checkpoints, batches),
+                _saving(run, checkpoints, batches, also=preemption.needs_state),
+                preemption,
                 hooks.Profile(profiling.Profile(run.run_dir).start, at=run.experiment.profile_steps),
                 *also,
             ],
         )
-    writers.close()
+        if evaluation and first_step >= run.last_step:  # nothing was left to train; still say how good it is
+            evaluation.at_boundary(first_step, state)
     checkpoints.close()
     card.show_end(run.experiment, run.program, state, evaluation.latest if evaluation else {}, run_dir=run.run_dir)
     distributed.barrier("run/end")
@@ -149,10 +163,13 @@ class _OnceCompiledProgram:
 def _logging(run: Run, writers: metrics.Writers, progress: Progress) -> list[hooks.Hook]:
     tokens = run.experiment.batch_size * run.experiment.task.length
     every = run.experiment.log_interval
-    return [
-        hooks.Log(writers.scalars, every=every, items_per_step=tokens),
-        hooks.Log(progress.line, every=every, items_per_step=tokens),
-    ]
+
+    def write(step: int, values: Mapping[str, float]) -> None:
+        progress.line(step, values)
+        writers.scalars(step, values)
+        writers.flush()
+
+    return [hooks.Log(write, every=every, items_per_step=tokens, last_step=run.last_step)]
 
 
 def _evaluation(run: Run, writers: metrics.Writers, progress: Progress) -> hooks.Evaluate | None:
@@ -168,26 +185,30 @@ def _evaluation(run: Run, writers: metrics.Writers, progress: Progress) -> hooks
         return hooks.evaluate(run.program.eval_step, state, map(run.program.put, kept), num_batches=len(kept))
 
     def write(step: int, values: Mapping[str, float]) -> None:
-        writers.scalars(step, values)
         progress.validation(step, values)
+        writers.scalars(step, values)
+        writers.flush()
 
     return hooks.Evaluate(evaluate, write, every=run.experiment.eval_interval, last_step=run.last_step)
 
 
-def _saving(run: Run, checkpoints: Checkpoints, batches: prefetch.Prefetch) -> hooks.Save:
-    return hooks.Save(
-        checkpoints, batches.position, run.meta, every=run.experiment.checkpoint_interval, last_step=run.last_step
-    )
+def _saving(
+    run: Run, checkpoints: Checkpoints, batches: prefetch.Prefetch, *, also: Callable[[int], bool]
+) -> hooks.Save:
+    def due(step: int) -> bool:
+        return step % run.experiment.checkpoint_interval == 0 or step == run.last_step or also(step)
+
+    return hooks.Save(checkpoints, batches.position, run.meta, due=due)
 
 
 def _write_config(run: Run, writers: metrics.Writers) -> None:
     paths.write_text_atomically(paths.resolve(run.run_dir) / "config.gin", run.meta["config"])
-    writers.text("config", f"```\n{run.meta['config']}\n```")
+    writers.text("config", run.meta["config"])
     writers.text("versions", "\n".join(f"- {k} {v}" for k, v in run.meta["versions"].items()))
 
 
 def ready(experiment: Experiment, *, config_text: str, revision: str, run_dir: str, last_step: int, host: Host) -> Run:
-    """Binds an experiment to the devices of the joined hosts, and makes what its data needs.
+    """Binds an experiment to the devices of the joined hosts, makes what its data needs, and looks that it fits.
 
     Raises:
       ValueError: hosts that differ, a run directory that is not shared, missing data, a layout that does not fit.
@@ -199,6 +220,8 @@ def ready(experiment: Experiment, *, config_text: str, revision: str, run_dir: s
     distributed.barrier("data/prepared")
     if not host.is_zero:
         experiment.task.prepare(run_dir, is_host_zero=False)
+    if problems := experiment.data_problems(prepared=True):
+        raise ValueError("\n".join(problems))
     meta = describe(config_text, revision, experiment)
     joining.require_same("the configuration", "\n".join(f"{k}: {v}" for k, v in meta.items()))
     return Run(experiment, program, host, run_dir, meta, last_step)

@@ -125,7 +125,7 @@ def _accumulated_gathers(facts: Facts) -> Iterator[Finding]:
             "weights gathered in the accumulation loop",
             f"{len(inside)} gathers run in each of {steps} microbatches, {_gib(_wire(inside))} sent per chip and step; "
             f"whole weights take {_gib(layers_held)} and would fit: {_gib(facts.peak_bytes)} of {_gib(usable)} in use",
-            "gather once per step, outside the loop; or fewer accum_steps",
+            "experiment.Experiment.gather_once = True (its cost is on the card); or fewer accum_steps",
         )
 
 

@@ -39,20 +39,21 @@ class StopOnNonFinite(Hook):
 class Log(Hook):
     """Writes the metrics of every `every`-th step; rates are means over the steps since the last line."""
 
-    def __init__(self, write: Scalars, *, every: int, items_per_step: int):
+    def __init__(self, write: Scalars, *, every: int, items_per_step: int, last_step: int | None = None):
         """`write(step, values)` gets the metrics, step_seconds, input_wait_seconds and tokens_per_second."""
         self._write = write
         self._every = every
         self._items_per_step = items_per_step
+        self._last_step = last_step
         self._seconds: list[float] = []
         self._waits: list[float] = []
         self._started = False
 
     def after_step(self, report: StepReport) -> None:
-        """Writes when it is time, and the first step."""
+        """Writes when it is time, and the first and the last step."""
         self._seconds.append(report.seconds)
         self._waits.append(report.input_wait_seconds)
-        if self._started and report.step % self._every:
+        if self._started and report.step % self._every and report.step != self._last_step:
             return
         self._started = True
         mean_seconds = sum(self._seconds) / len(self._seconds)
@@ -106,27 +107,25 @@ class Evaluate(Hook):
 
 
 class Save(Hook):
-    """Every `every` steps, and behind the last: the state, the position in the data, and what the run is."""
+    """Saves the state, the position in the data, and what the run is, whenever it is due."""
 
     def __init__(
         self,
         checkpoints: Any,
         position: Callable[[], Mapping[str, bytes]],
-        meta: Mapping,
+        meta: Mapping[str, Any],
         *,
-        every: int,
-        last_step: int,
+        due: Callable[[int], bool],
     ):
-        """Takes a `core.checkpoint.Checkpoints`, the prefetcher's `position`, and what to keep beside the state."""
+        """Takes a `core.checkpoint.Checkpoints`, the prefetcher's `position`, what to keep beside them, and when."""
         self._checkpoints = checkpoints
         self._position = position
         self._meta = meta
-        self._every = every
-        self._last_step = last_step
+        self._due = due
 
     def needs_state(self, step: int) -> bool:
-        """At multiples of `every`, and at the end."""
-        return step % self._every == 0 or step == self._last_step
+        """When it is due."""
+        return self._due(step)
 
     def at_boundary(self, step: int, state: TrainState) -> None:
         """Starts an asynchronous save; the copy off the devices is done when this returns."""
@@ -135,6 +134,33 @@ class Save(Hook):
     def close(self) -> None:
         """Waits for the last save; its error surfaces here."""
         self._checkpoints.wait()
+
+
+class PreemptedError(RuntimeError):
+    """The machine is to be given back; the run can be continued."""
+
+
+class StopWhenPreempted(Hook):
+    """Ends the run at the step that all hosts agree on once one of them was told to stop; stands behind `Save`."""
+
+    def __init__(self, preempted: Callable[[int], bool]):
+        """`preempted(step)` is asked once a step, on every host, and answers alike on all."""
+        self._preempted = preempted
+        self._stopping = False
+
+    def before_step(self, step: int) -> None:
+        """Asks."""
+        self._stopping = self._stopping or self._preempted(step)
+
+    def needs_state(self, step: int) -> bool:
+        """Whether this step is the last."""
+        del step
+        return self._stopping
+
+    def at_boundary(self, step: int, state: TrainState) -> None:
+        """Raises PreemptedError; the state has been saved."""
+        del state
+        raise PreemptedError(f"told to stop (SIGTERM): saved step {step}; the same command continues from there")
 
 
 class Profile(Hook):

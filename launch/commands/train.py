@@ -7,6 +7,8 @@ import argparse
 from core import slices
 from launch import environment
 
+PREEMPTED_EXIT_CODE = 143  # as a shell reports SIGTERM
+
 HELP = "train on the devices of this host and its peers (launch/pod.sh starts it on every host)"
 EXAMPLE = "launch/run train gin/quickstart.gin --slice v4-8"
 
@@ -25,10 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Joins the other hosts and trains."""
+    from core.training.hooks import PreemptedError
     from launch import configuration, smoke, training
     from launch.pods import joining
     from launch.pods.hosts import revision
 
+    if args.steps is not None and args.steps < 1:
+        raise ValueError(f"--steps {args.steps}: expected at least 1")
     config = configuration.load(args.experiment, bindings=args.gin, slice_name=args.slice)
     experiment = config.build()
     if args.smoke:
@@ -37,16 +42,18 @@ def run(args: argparse.Namespace) -> int:
     if host.is_zero:
         for note in config.notes:
             print(f"note: {note}")
+    run_dir = args.run_dir or environment.run_directory(args.experiment, smoke=args.smoke)
     run = training.ready(
         experiment,
         config_text=config.text,
         revision=revision(),
-        run_dir=args.run_dir or environment.run_directory(args.experiment, smoke=args.smoke),
+        run_dir=smoke.attempt(run_dir) if args.smoke else run_dir,
         last_step=min(args.steps or experiment.total_steps, experiment.total_steps),
         host=host,
     )
-    if args.smoke:
-        smoke.rehearse(run)
-    else:
-        training.train(run)
+    try:
+        smoke.rehearse(run) if args.smoke else training.train(run)
+    except PreemptedError as stop:
+        print(f"{host.name}: {stop}", flush=True)
+        return PREEMPTED_EXIT_CODE
     return 0

@@ -51,7 +51,7 @@ def run(
     *,
     command: Sequence[str],
     log_directory: Path,
-    grace_seconds: float = 5.0,
+    grace_seconds: float = 15.0,
 ) -> int:
     """Runs `command` once for every host of `slice_`, to the end of the last or the first failure.
 

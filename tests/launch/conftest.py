@@ -18,13 +18,23 @@ def cache(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def launch(cache):
-    """`launch("train", …, slice_name="v4-16")` runs a command of ours to its end; one process plays the whole slice."""
+def launch_command(cache):
+    """`launch_command("train", …, slice_name="v4-16") -> (argv, environment)`; one process plays the whole slice."""
 
-    def run(*arguments, slice_name=None, code=0):
+    def build(*arguments, slice_name=None):
         env = {**os.environ, "JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         env |= {"RENGA_SIMULATE": slice_name} if slice_name else {}
-        command = [sys.executable, "-m", "launch", *arguments]
+        return [sys.executable, "-m", "launch", *arguments], env
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def launch(launch_command):
+    """Runs such a command to its end; gives what it printed, and its errors where it is to fail."""
+
+    def run(*arguments, slice_name=None, code=0):
+        command, env = launch_command(*arguments, slice_name=slice_name)
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
         assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout + (done.stderr if code else "")

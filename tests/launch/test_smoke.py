@@ -19,6 +19,14 @@ def test_every_experiment_file_smokes_on_its_slice(launch, experiment, tmp_path)
     assert "PASS  20 steps; restored at step 10, 10 steps repeated bit for bit" in said
 
 
+def test_a_smoke_run_can_be_repeated(launch, tmp_path):
+    where = ["--smoke", "--run-dir", str(tmp_path), "--gin", "KEEP_CHECKPOINTS = 1"]
+    for _ in range(2):
+        said = launch("train", "gin/own_text.gin", *where, slice_name="v4-8")
+        assert "PASS" in said
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 @pytest.mark.slow
 @pytest.mark.simulated(4)
 def test_valkyrie_7b_smokes_on_four_hosts(launch, tmp_path):

@@ -1,10 +1,17 @@
 """Whole runs of the real thing: real text, real checkpoints, one process and several."""
 
 import json
+import re
 import shutil
+import signal
+import subprocess
 
 import numpy as np
 import pytest
+
+from launch import environment
+
+ROOT = environment.WORKSPACE
 
 SMALL = [
     "NUM_STREAMS = 4",
@@ -88,6 +95,63 @@ def test_another_number_of_hosts_and_another_strategy_continue_the_run(launch, u
     ours, want = scalars(tmp_path / "run", "loss"), scalars(undisturbed[0], "loss")
     np.testing.assert_allclose([ours[s] for s in range(7, 13)], [want[s] for s in range(7, 13)], atol=1e-5, rtol=0)
     assert (tmp_path / "run" / "logs" / "host_1.log").exists()
+
+
+def random_tokens(*more):
+    return small("TASK = @synthetic.random_tokens()", "PROMPT = ''", *more)
+
+
+@pytest.mark.simulated(2)
+@pytest.mark.covers("C08")
+def test_sigterm_saves_at_one_step_of_all_hosts_and_the_run_continues(launch, launch_command, tmp_path):
+    where = ["pod", "v4-16", "gin/quickstart.gin", "--simulate", "--run-dir", str(tmp_path)]
+    endless = random_tokens("TOTAL_STEPS = 100000", "CHECKPOINT_INTERVAL = 100000", "EVAL_INTERVAL = 100000")
+    command, env = launch_command(*where, *endless)
+    running = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    for line in running.stdout:
+        if line.startswith("step     20/"):
+            running.send_signal(signal.SIGTERM)
+            break
+    said = running.communicate(timeout=60)[0]
+    assert running.returncode == 143, said
+    assert "host 0 of 2: told to stop (SIGTERM): saved step" in said
+    (saved,) = (int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit())
+    assert saved >= 20
+    assert f"host 1 of 2: told to stop (SIGTERM): saved step {saved}" in (tmp_path / "logs" / "host_1.log").read_text()
+    assert max(scalars(tmp_path, "loss")) >= 20
+    said = launch(*where, *endless, "--steps", str(saved + 2))
+    assert f"resumed from {saved}" in said
+
+
+@pytest.mark.covers("T10", "O07")
+def test_a_loss_that_is_no_number_ends_the_run_and_what_was_measured_is_kept(launch, tmp_path):
+    where = ["--slice", "v4-8", "--run-dir", str(tmp_path)]
+    bindings = random_tokens("LEARNING_RATE = 1e38", "TOTAL_STEPS = 100", "CHECKPOINT_INTERVAL = 100")
+    said = launch("train", "gin/quickstart.gin", *where, *bindings, slice_name="v4-8", code=13)
+    assert re.search(r"step \d+: .*(loss|gradient_norm) = (nan|inf)", said)
+    assert scalars(tmp_path, "loss")[1] > 0
+    assert not list((tmp_path / "checkpoints").glob("[0-9]*"))
+
+
+@pytest.mark.covers("D09")
+@pytest.mark.parametrize(
+    ("binding", "message"),
+    [
+        ("VOCAB_SIZE = 100", "VOCAB_SIZE: "),
+        ("text.python_source.num_streams = 3", "batch_size 32 is not divisible by num_streams 3"),
+    ],
+)
+def test_every_start_looks_whether_data_and_model_fit(launch, tmp_path, binding, message):
+    where = ["--slice", "v4-8", "--run-dir", str(tmp_path)]
+    said = launch("train", "gin/quickstart.gin", *where, "--gin", binding, slice_name="v4-8", code=2)
+    assert message in said
+
+
+def test_a_finished_run_says_how_good_it_is(launch, undisturbed):
+    where = ["--slice", "v4-16", "--run-dir", str(undisturbed[0])]
+    said = launch("train", "gin/quickstart.gin", *where, *small(), slice_name="v4-16")
+    assert "step 12 of 12 is done already" in said
+    assert "validation loss" in said
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ class Checkpoints:
 @pytest.mark.covers("C04")
 def test_save_takes_the_position_at_that_moment():
     checkpoints, place = Checkpoints(), {"stream 0": b"1"}
-    save = hooks.Save(checkpoints, lambda: place, {"seed": 7}, every=5, last_step=12)
+    save = hooks.Save(checkpoints, lambda: place, {"seed": 7}, due=lambda step: step % 5 == 0 or step == 12)
     assert [s for s in range(1, 13) if save.needs_state(s)] == [5, 10, 12]
     save.at_boundary(5, "state 5")
     place["stream 0"] = b"2"
