@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints one row per strategy; 0 whatever they are: the tests hold the tolerances."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_NUM_CPU_DEVICES"] = "16"
-    sys.path.insert(0, str(Path.cwd()))
+    sys.path.append(str(Path.cwd()))
     from launch import agreement
 
     examples = _examples(args, agreement)

@@ -171,7 +171,8 @@ def test_the_scripts_set_up_and_pass_everything_on(tmp_path):
     launch.mkdir()
     stand_ins = {
         launch / "setup.sh": "#!/bin/sh\necho set up\n",
-        tmp_path / ".venv/bin/python": '#!/bin/sh\necho "$PYTHONPATH"; for a in "$@"; do echo "[$a]"; done\n',
+        tmp_path
+        / ".venv/bin/python": '#!/bin/sh\necho "$PYTHONPATH" "$PYTHONSAFEPATH"; for a in "$@"; do echo "[$a]"; done\n',
     }
     for name in ("run", "pod.sh"):
         stand_ins[launch / name] = (Path(pod.__file__).parent.parent / name).read_text()
@@ -181,4 +182,24 @@ def test_the_scripts_set_up_and_pass_everything_on(tmp_path):
     command = [str(launch / "pod.sh"), "v4-16", "my file.gin", "--gin", "A = 'b'"]
     out = subprocess.run(command, cwd="/", env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=True)
     words = ["-m", "launch", "pod", "v4-16", "my file.gin", "--gin", "A = 'b'"]
-    assert out.stdout.splitlines() == ["set up", str(tmp_path), *[f"[{word}]" for word in words]]
+    assert out.stdout.splitlines() == ["set up", f"{tmp_path} 1", *[f"[{word}]" for word in words]]
+
+
+def test_a_user_s_own_folders_hide_none_of_ours(tmp_path):
+    for name in ("core", "launch", "models", "parallel", "tasks"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('not ours')\n")
+    (tmp_path / "mine.py").write_text(
+        "from parallel import strategies\n\n\ndef spread():\n    return strategies.data_parallel()\n"
+    )
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "x.gin").write_text(
+        "from __gin__ import dynamic_registration\nimport mine\n"
+        f"include '{ROOT}/gin/quickstart.gin'\nSTRATEGY = @mine.spread()\n"
+    )
+    command = [str(ROOT / "launch/pod.sh"), "v4-8", "deep/x.gin", "--check", "--run-dir", str(tmp_path / "run")]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "data_parallel on v4-8" in done.stdout
+    assert done.stdout.endswith("READY\n")
