@@ -1,0 +1,173 @@
+"""Where two runs of one experiment part: the first step, place and tensor whose numbers differ.
+
+Two recordings (`parallel.recording`) are walked together in causal order, and the first difference that rounding does
+not explain is the one to look at: all later ones may follow from it.
+
+Differences are in float32 spacings at the largest entry of their tensor ("ulp"), as in `parallel.agreement`; a tensor
+of a layer is measured by itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from core.checkpoint import Checkpoints
+from core.train_state import TrainState
+from launch.training import Run
+from parallel import agreement
+from parallel.agreement import Batch
+from parallel.partitioner import Program
+from parallel.recording import START, Recording, key, record
+
+DATA = "data"  # the phase of the batches that a side reads; like START, compared bit by bit
+# Largest difference that equal runs have shown in three steps of the smoke model in float32, times 8 and rounded up.
+TOLERANCE: Mapping[str, float] = {"forward": 64, "loss": 64, "gradients": 512, "update": 4096}
+
+
+class Compared(NamedTuple):
+    """One tensor of both recordings.
+
+    Attributes:
+      step: from 1.
+      phase: "forward", "loss", "gradients" or "update" (or what was given: "data", "start").
+      place: the part of the model, such as "layer 3".
+      tensor: its name there.
+      ulp: largest difference over the float32 spacing at the largest entry of both; infinite where shapes differ, an
+        integer differs, or one of them is not finite.
+      absolute: largest difference.
+      remark: why the tensors cannot be subtracted; else empty.
+    """
+
+    step: int
+    phase: str
+    place: str
+    tensor: str
+    ulp: float
+    absolute: float
+    remark: str = ""
+
+    @property
+    def group(self) -> tuple[int, str, str]:
+        """Tensors of one group do not depend on one another in an order that we know."""
+        return self.step, self.phase, self.place
+
+    def __str__(self) -> str:
+        where = " ".join(part for part in (self.place, self.tensor) if part)
+        return f"step {self.step}, {self.phase}, {where}" if where else f"step {self.step}, {self.phase}"
+
+
+class Verdict(NamedTuple):
+    """What a comparison found.
+
+    Attributes:
+      first: the tensor to look at, or None where the runs are equal.
+      rows: all of the walk, in causal order.
+      tolerance: in ulp, by phase.
+    """
+
+    first: Compared | None
+    rows: Sequence[Compared]
+    tolerance: Mapping[str, float]
+
+    @property
+    def largest(self) -> Compared:
+        """The largest difference of all, measured by the tolerance of its phase."""
+        return max(self.rows, key=lambda row: row.ulp / self.tolerance[row.phase] if row.ulp else 0.0)
+
+    def differs(self, row: Compared) -> bool:
+        """Whether this tensor is further apart than rounding explains."""
+        return row.ulp > self.tolerance[row.phase]
+
+
+def judge(ours: Recording, theirs: Recording, *, tolerance: Mapping[str, float]) -> Verdict:
+    """Walks both recordings in causal order; within a group the tensor that is furthest apart stands for it."""
+    rows = [row for row in compare(ours, theirs) if row.phase not in (DATA, START)]
+    verdict = Verdict(None, rows, tolerance)
+    for _, group in itertools.groupby(rows, key=lambda row: row.group):
+        if differing := [row for row in group if verdict.differs(row)]:
+            return verdict._replace(first=max(differing, key=lambda row: row.ulp))
+    return verdict
+
+
+def given(ours: Recording, theirs: Recording) -> dict[str, list[Compared]]:
+    """Of what the runs were given (`data`, `start`), the tensors that are not equal bit by bit."""
+    rows = [row for row in compare(ours, theirs) if row.ulp > 0]
+    return {phase: [row for row in rows if row.phase == phase] for phase in (DATA, START)}
+
+
+def compare(ours: Recording, theirs: Recording) -> Iterator[Compared]:
+    """Every tensor of either recording, in our order and then what only they have."""
+    for name in dict.fromkeys((*ours, *theirs)):
+        step, phase, place, tensor = name.split("|")
+        yield Compared(int(step), phase, place, tensor, *apart(ours.get(name), theirs.get(name)))
+
+
+def apart(a: np.ndarray | None, b: np.ndarray | None) -> tuple[float, float, str]:
+    """How far two arrays are from each other: ulp, absolute, and a remark where that cannot be said."""
+    if a is None or b is None:
+        return np.inf, np.inf, f"only in {'B' if a is None else 'A'}"
+    if a.shape != b.shape:
+        return np.inf, np.inf, f"{list(a.shape)} in A, {list(b.shape)} in B"
+    wide_a, wide_b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    same = (wide_a == wide_b) | (np.isnan(wide_a) & np.isnan(wide_b))
+    if np.all(same):
+        return 0.0, 0.0, ""
+    if not (np.all(np.isfinite(wide_a)) and np.all(np.isfinite(wide_b))):
+        return np.inf, np.inf, "not finite"
+    absolute = float(np.max(np.abs(wide_a - wide_b)))
+    if not np.issubdtype(a.dtype, np.floating):
+        return np.inf, absolute, ""
+    largest = max(np.max(np.abs(wide_a)), np.max(np.abs(wide_b)), np.finfo(np.float32).tiny)
+    return absolute / float(np.spacing(np.float32(largest))), absolute, ""
+
+
+# Recording a side.
+
+
+def run(
+    ready: Run, *, steps: int, checkpoint: tuple[str, int] | None, data_of: Recording | None
+) -> dict[str, np.ndarray]:
+    """Records a run on this side's data, or on that of the other side's recording.
+
+    Args:
+      ready: what `training.ready` made.
+      steps: how many.
+      checkpoint: run directory and step to take the state from; None starts afresh. Data starts at its beginning.
+      data_of: a recording whose batches to train on.
+
+    Raises:
+      ValueError: no such checkpoint, or one that does not fit; batches of other shapes than `data_of` has.
+    """
+    program, layout = ready.program, ready.program.partitioner.data_layout(ready.experiment.batch_size)
+    stream = ready.experiment.task.train(layout, seed=ready.experiment.seed)
+    own = [agreement.everywhere(program, program.put(next(stream))) for _ in range(steps)]
+    batches = own if data_of is None else _batches(data_of, own)
+    state = program.init() if checkpoint is None else _restored(program, *checkpoint)
+    given = {key(step, DATA, "batch", name): a for step, batch in enumerate(own, 1) for name, a in batch.items()}
+    return given | record(program, state, batches)
+
+
+def _batches(recording: Recording, own: Sequence[Batch]) -> list[Batch]:
+    """The batches of a recording, for a run whose own have these names and shapes."""
+    batches = [
+        {name: recording.get(key(step, DATA, "batch", name)) for name in own[0]} for step in range(1, len(own) + 1)
+    ]
+    wrong = {n: a.shape for n, a in own[0].items() if batches[0][n] is None or batches[0][n].shape != a.shape}
+    if wrong:
+        raise ValueError(
+            f"A and B cannot run on the same data: B's batches have {wrong}, A's "
+            f"{ {n: None if batches[0][n] is None else batches[0][n].shape for n in wrong} }; "
+            "give both the same task, BATCH_SIZE and LENGTH"
+        )
+    return batches
+
+
+def _restored(program: Program, run_dir: str, step: int) -> TrainState:
+    checkpoints = Checkpoints(f"{run_dir}/checkpoints", keep=1, read_only=True)
+    state, _, _ = checkpoints.restore(step, program.abstract_state)
+    checkpoints.close()
+    return state

@@ -1,0 +1,214 @@
+"""Everything that a short run of training computes, as named arrays in causal order.
+
+An array can only depend on those before it, so of two recordings the first difference is the one to look at.
+
+    step 1   forward      embedding, layer 0 … L-1: the residual stream behind each; head: logits
+             loss         the step's
+             gradients    head, layer L-1 … 0, embedding: every parameter's, as the optimizer got them
+             update       optimizer state, parameters
+    step 2   …
+
+The residual stream is what a layer stack hands from layer to layer, so any model built with `core.stack` shows it, and
+logits where the model has `logits(params, batch)`. One without either still shows loss, gradients and update.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Var
+
+from core import parameters, stack
+from core.optimizers import Optimizer
+from core.train_state import TrainState
+from parallel import agreement
+from parallel.agreement import Batch
+from parallel.partitioner import Program
+
+Recording = Mapping[str, np.ndarray]  # "step|phase|place|tensor" -> array, in causal order
+
+START = "start"  # the phase of the state before step 1
+
+
+def key(step: int, phase: str, place: str, tensor: str = "") -> str:
+    """The name of an array in a recording."""
+    return f"{step}|{phase}|{place}|{tensor}"
+
+
+class Watched(NamedTuple):
+    """Optimizer state with the gradients that it was given last."""
+
+    inner: Any
+    gradients: Any
+
+
+def record(program: Program, state: TrainState, batches: Sequence[Batch]) -> dict[str, np.ndarray]:
+    """Trains on the batches, and keeps everything on the way.
+
+    Args:
+      program: bound to devices that exist.
+      state: to start from; consumed.
+      batches: global batches, whole.
+
+    Returns:
+      The recording, on every host; with the state before step 1 as phase `START` of step 0.
+    """
+    watched = dataclasses.replace(program, optimizer=watch(program.optimizer))
+    rows = np.asarray(program.partitioner.data_layout(len(next(iter(batches[0].values())))).rows)
+    order, forward = _Order(program), _Forward(program)
+    kept = {key(0, START, "parameters", name): a for name, a in _named(program, state.params)}
+    kept |= {key(0, START, "optimizer state", name): a for name, a in _named(program, state.opt_state)}
+    state = _with_gradients(watched, state)
+    for step, batch in enumerate(batches, 1):
+        on_device = program.put({name: a[rows] for name, a in batch.items()})
+        kept |= {key(step, "forward", *where): a for where, a in forward(state, on_device).items()}
+        state, metrics = watched.train_step(state, on_device)
+        kept[key(step, "loss", "")] = np.asarray(metrics["loss"])
+        gradients = agreement.everywhere(program, state.opt_state.gradients)
+        kept |= {key(step, "gradients", place, name): a for place, name, a in order.gradients(gradients)}
+        parts = {"optimizer state": state.opt_state.inner, "parameters": state.params}
+        for place, tree in parts.items():
+            axes = program.axes.opt_state if place == "optimizer state" else program.axes.params
+            kept |= {key(step, "update", place, name): a for name, a in _by_layer(_named(program, tree), axes)}
+    return kept
+
+
+def watch(optimizer: Optimizer) -> Optimizer:
+    """The same optimizer with the gradients of its last update kept in its state."""
+    inner = optimizer.transformation
+
+    def init(params):
+        return Watched(inner.init(params), jax.tree.map(jnp.zeros_like, params))
+
+    def update(gradients, state, params=None):
+        updates, after = inner.update(gradients, state.inner, params)
+        return updates, Watched(after, gradients)
+
+    return dataclasses.replace(optimizer, transformation=inner._replace(init=init, update=update))
+
+
+def _with_gradients(watched: Program, state: TrainState) -> TrainState:
+    layout = watched.state_shardings.opt_state.gradients
+    zeros = jax.jit(lambda p: jax.tree.map(jnp.zeros_like, p), out_shardings=layout)(state.params)
+    return state._replace(opt_state=Watched(state.opt_state, zeros))
+
+
+class _Forward:
+    """The forward pass on a whole batch, with what the layers hand on."""
+
+    def __init__(self, program: Program):
+        self._program = program
+        self._jitted = jax.jit(lambda state, batch: residuals(program, state.params, state, batch))
+
+    def __call__(self, state: TrainState, batch: Any) -> dict[tuple[str, str], np.ndarray]:
+        """Arrays by (place, tensor); without residuals where the model's stack is not at the top of its loss."""
+        with self._program.partitioner.tracing():
+            try:
+                seen, logits = self._jitted(state, batch)
+            except jax.errors.UnexpectedTracerError:  # the stack stands inside another transformation
+                return {}
+        found = {}
+        for before, layers in agreement.everywhere(self._program, seen):
+            found.setdefault(("embedding", "residual"), _storable(before))
+            first = len(found) - 1
+            found |= {(f"layer {first + i}", "residual"): _storable(x) for i, x in enumerate(layers)}
+        if logits is not None:
+            found["head", "logits"] = _storable(agreement.everywhere(self._program, logits))
+        return found
+
+
+def residuals(program: Program, params: Any, state: TrainState, batch: Any) -> tuple[list, jax.Array | None]:
+    """For every layer stack: what enters it, and [L, ...] behind each layer; then the logits, where there are any."""
+    model, seen = program.model, []
+    rng = jax.random.fold_in(jax.random.key(program.seed), state.step)
+
+    def runner(fn, stacked, x, side, tail):
+        def body(x, layer):
+            x = fn(layer, x, side)
+            return x, x
+
+        after, every = jax.lax.scan(body, x, stacked)
+        seen.append((x, every))
+        return after if tail is None else tail.fn(tail.params, after, side)
+
+    with stack.use_runner(runner):
+        model.loss(params, state.carry, rng, batch)
+    return list(seen), model.logits(params, batch) if hasattr(model, "logits") else None
+
+
+class _Order:
+    """The order in which a backward pass finishes gradients: head, layers from the last to the first, embedding."""
+
+    def __init__(self, program: Program):
+        self._axes = program.axes.params
+        self._early = _feeds_the_stack(program)
+
+    def gradients(self, tree: Any) -> Iterator[tuple[str, str, np.ndarray]]:
+        """(place, name, array) of every gradient; a stacked one layer by layer."""
+        whole, stacked = [], []
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        for (path, a), axes in zip(leaves, _axes_leaves(self._axes), strict=True):
+            (stacked if _is_stacked(axes) else whole).append((parameters.path_name(path), np.asarray(a)))
+        yield from (("head", name, a) for name, a in whole if name not in self._early)
+        for layer in reversed(range(max((len(a) for _, a in stacked), default=0))):
+            yield from ((f"layer {layer}", name, a[layer]) for name, a in stacked if layer < len(a))
+        yield from (("embedding", name, a) for name, a in whole if name in self._early)
+
+
+def _feeds_the_stack(program: Program) -> set[str]:
+    """Names of the parameters that what enters the first layer stack depends on."""
+    state = program.abstract_state
+    batch = {k: jax.ShapeDtypeStruct(s.shape, s.dtype) for k, s in program.spec.items()}
+
+    def entering(params, state, batch):
+        seen, _ = residuals(program, params, state, batch)
+        return seen[0][0] if seen else ()
+
+    with program.partitioner.tracing():
+        try:
+            traced = jax.make_jaxpr(entering)(state.params, state, batch).jaxpr
+        except jax.errors.UnexpectedTracerError:
+            return set()
+    needed, names = _dependencies(traced), parameters.names(state.params)
+    return {name for name, var in zip(names, traced.invars, strict=False) if var in needed}  # parameters come first
+
+
+def _dependencies(jaxpr: Any) -> set[Var]:
+    """Every variable that the results of a computation depend on."""
+    needed = {v for v in jaxpr.outvars if isinstance(v, Var)}
+    for equation in reversed(jaxpr.eqns):
+        if needed.intersection(equation.outvars):
+            needed.update(v for v in equation.invars if isinstance(v, Var))
+    return needed
+
+
+def _named(program: Program, tree: Any) -> Iterator[tuple[str, np.ndarray]]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(agreement.everywhere(program, tree)):
+        yield jax.tree_util.keystr(path, simple=True, separator="/").removeprefix("~/"), _storable(leaf)
+
+
+def _by_layer(named: Iterator[tuple[str, np.ndarray]], axes: Any) -> Iterator[tuple[str, np.ndarray]]:
+    for (name, a), of in zip(named, _axes_leaves(axes), strict=True):
+        if _is_stacked(of):
+            yield from ((f"{name}, layer {i}", a[i]) for i in range(len(a)))
+        else:
+            yield name, a
+
+
+def _axes_leaves(axes: Any) -> list[tuple[str | None, ...]]:
+    return [leaf.names for leaf in jax.tree.leaves(axes)]
+
+
+def _is_stacked(names: tuple[str | None, ...]) -> bool:
+    return names[:1] == ("layers",)
+
+
+def _storable(a: Any) -> np.ndarray:
+    """As numpy can save it: what is narrower than float32 becomes float32, without loss."""
+    a = np.asarray(a)
+    return a.astype(np.float32) if a.dtype.itemsize < 4 and jnp.issubdtype(a.dtype, jnp.floating) else a
