@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import secrets
+import time
 from collections.abc import Sequence
 
-from core import logical, slices
+from core import distributed, logical, slices
 from core.checkpoint import Checkpoints
 from core.training import trainer
 from core.types import Task
@@ -53,9 +55,15 @@ def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = ()) -> Expe
         eval_interval=STEPS,
         eval_batches=1,
         checkpoint_interval=STEPS // 2,
+        keep_checkpoints=2,
         profile_steps=(),
         prompt=experiment.prompt if isinstance(task, type(experiment.task)) else "",
     )
+
+
+def attempt(run_dir: str) -> str:
+    """A folder of this attempt's own inside the smoke run's, the same on all hosts: a smoke run never continues one."""
+    return f"{run_dir}/{distributed.from_host_zero(time.strftime('%Y%m%d-%H%M%S') + f'-{secrets.token_hex(2)}')}"
 
 
 class _Losses(trainer.Hook):
