@@ -174,6 +174,13 @@ class Program:
         """Layout of every array of a batch."""
         return self.partitioner.batch_shardings(self.spec)
 
+    @property
+    def abstract_batch(self) -> Mapping[str, jax.ShapeDtypeStruct]:
+        """Shape, dtype and layout of every array of a batch."""
+        return {
+            k: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self.batch_shardings[k]) for k, s in self.spec.items()
+        }
+
     @functools.cached_property
     def _abstract(self) -> tuple[TrainState, TrainState]:
         params, param_axes = logical.abstract_init(self.model.init, jax.random.key(self.seed), self._example())
@@ -215,15 +222,20 @@ class Program:
     def _replicated(self) -> NamedSharding:
         return NamedSharding(self.partitioner.mesh, PartitionSpec())
 
-    def init(self) -> TrainState:
-        """A fresh state, equal under every layout."""
+    @functools.cached_property
+    def jitted_init(self) -> Any:
+        """The jitted making of a fresh state; trace it inside `partitioner.tracing()`."""
 
         def fresh() -> TrainState:
             zeros = {k: jnp.zeros(s.shape, s.dtype) for k, s in self.spec.items()}
             return train_state.initialise(self.model, self.optimizer, seed=self.seed, batch=zeros)
 
+        return jax.jit(fresh, out_shardings=self.state_shardings)
+
+    def init(self) -> TrainState:
+        """A fresh state, equal under every layout."""
         with self.partitioner.tracing():
-            return jax.jit(fresh, out_shardings=self.state_shardings)()
+            return self.jitted_init()
 
     @functools.cached_property
     def manual_axes(self) -> set[str]:
@@ -283,8 +295,5 @@ class Program:
 
     def lower_train_step(self) -> Any:
         """The training step lowered from shapes alone: nothing is allocated, so the devices need not exist."""
-        batch = {
-            k: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self.batch_shardings[k]) for k, s in self.spec.items()
-        }
         with self.partitioner.tracing():
-            return self.jitted_train_step.lower(self.abstract_state, batch)
+            return self.jitted_train_step.lower(self.abstract_state, self.abstract_batch)

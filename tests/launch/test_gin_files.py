@@ -4,6 +4,7 @@ import pytest
 
 from core import slices
 from launch import configuration, environment
+from models import transformer
 from parallel import agreement, mesh, report
 
 GIN = environment.WORKSPACE / "gin"
@@ -21,7 +22,11 @@ def valkyrie(*included, at):
     return configuration.load("gin/valkyrie_7b.gin", bindings=bindings, slice_name=at).build()
 
 
-@pytest.mark.covers("M15", "M16")
+def test_valkyrie_7b_is_the_7b():
+    assert valkyrie(at="v4-32").model == transformer.preset("7b", remat="full")
+
+
+@pytest.mark.covers("M15")
 @pytest.mark.parametrize("name", names("strategies"))
 def test_a_strategy_file_binds_a_table_that_fits(name):
     experiment = valkyrie(f"strategies/{name}", at=AT.get(name, "v4-32"))

@@ -1,6 +1,7 @@
 """Compiling for slices that are not there."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +9,11 @@ import pytest
 
 from core import optimizers, slices
 from core.slices import GIB
+from launch import configuration, environment, smoke
 from models import transformer
 from parallel import compiled, compiler_options, partitioner, report, strategies
+
+GIN = environment.WORKSPACE / "gin"
 
 
 def program(model, tables, slice_name, *, rows, length):
@@ -33,10 +37,46 @@ SMALL = transformer.Transformer(
 def test_a_step_compiles_with_splash_inside(tables):
     result = compiled.compile_for_slice(program(SMALL, tables, "v4-32", rows=16, length=256))
     assert "tpu_custom_call" in result.hlo
-    assert 0 < result.temp_bytes < result.peak_bytes + result.temp_bytes
-    state = report.totals(program(SMALL, tables, "v4-32", rows=16, length=256)).everything
+    sizes = report.totals(program(SMALL, tables, "v4-32", rows=16, length=256))
+    state = sizes.everything
+    assert result.argument_bytes + result.temp_bytes <= result.peak_bytes
+    assert sizes.params <= result.temp_bytes < sizes.whole / 3  # its gradients at least; never the whole model's
     batch = 16 * 256 * 4 * 5 // (16 if tables.name == "fsdp" else 4)
     assert result.argument_bytes == pytest.approx(state + batch, rel=0.02)
+
+
+def dimensions(hlo):
+    """Every size of a dimension of an array of the program."""
+    return {int(n) for shape in re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", hlo) for n in shape.split(",")}
+
+
+@pytest.mark.covers("M14")
+@pytest.mark.compiled("v4-32")
+@pytest.mark.parametrize(("tables", "whole"), [(strategies.fsdp(), True), (strategies.fsdp_tensor(tensor=4), False)])
+def test_a_vocabulary_that_is_split_is_whole_on_no_chip(tables, whole):
+    """Neither looked up, nor in the logits, nor in the loss; stored as 1408, a size that nothing else has."""
+    model = dataclasses.replace(SMALL, vocab_size=1400)
+    found = dimensions(compiled.compile_for_slice(program(model, tables, "v4-32", rows=16, length=256)).hlo)
+    assert (1408 in found) == whole
+    assert whole or 1408 // 4 in found
+
+
+@pytest.mark.covers("X04")
+@pytest.mark.compiled("v4-8", "v4-16", "v4-32")
+@pytest.mark.parametrize("name", sorted(p.name for p in GIN.glob("*.gin") if p.name != "defaults.gin"))
+def test_every_experiment_compiles_for_its_slice(name):
+    """Its smallest sizes: a fresh state, a training step and an evaluation step."""
+    experiment = smoke.shrink(configuration.load(f"gin/{name}").build())
+    bound = experiment.bind(compiled.devices_of(slices.get(experiment.slice)))
+    with bound.partitioner.tracing():
+        fresh = bound.jitted_init.lower().compile()
+        evaluated = bound.jitted_eval_step.lower(bound.abstract_state, bound.abstract_batch).compile()
+    trained = compiled.compile_for_slice(bound)
+    sizes = report.totals(bound)
+    assert fresh.memory_analysis().output_size_in_bytes >= sizes.everything
+    assert trained.argument_bytes >= sizes.everything
+    assert evaluated.memory_analysis().argument_size_in_bytes >= sizes.params
+    assert all("tpu_custom_call" in hlo for hlo in (trained.hlo, evaluated.as_text()))  # the splash kernel
 
 
 @pytest.mark.compiled("v4-32")
