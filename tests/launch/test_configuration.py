@@ -110,7 +110,19 @@ def test_a_workstation_hands_them_to_the_hosts_as_flags(mesh, monkeypatch):
     monkeypatch.setattr(workstation, "start", lambda tpu, *, arguments, **_: seen.append(arguments) or 0)
     parser = pod.argparse.ArgumentParser()
     pod.add_arguments(parser)
-    argv = ["v4-16", QUICKSTART, "--tpu", "t", "--zone", "z", "--gin", "SEED = 1"]
+    argv = [
+        "v4-16",
+        QUICKSTART,
+        "--tpu",
+        "t",
+        "--zone",
+        "z",
+        "--dry-run",
+        "--run-dir",
+        "gs://bucket/x",
+        "--gin",
+        "SEED = 1",
+    ]
     assert pod.run(parser.parse_args(argv)) == 0
     flags = [value for option, value in zip(seen[0], seen[0][1:], strict=False) if option == "--gin"]
     assert flags == [*bindings("2,4", "data,fsdp"), "SEED = 1"]
