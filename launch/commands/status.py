@@ -126,8 +126,8 @@ def render(names: Mapping[str, str], tests: Iterable[Marked]) -> str:
         "",
         _count(shown, total=len(names)),
         "",
-        "| row | capability | unit | simulated on | compiled for | ran on a TPU |",
-        "|---|---|---|---|---|---|",
+        "| row | capability | unit | simulated on | compiled for | ran on a TPU | shown by, in `tests/` |",
+        "|---|---|---|---|---|---|---|",
         *(_line(row, names[row], found) for row, found in shown.items()),
         "",
         "Not yet: " + "; ".join(f"{row} {name}" for row, name in names.items() if row not in shown) + ".",
@@ -149,4 +149,5 @@ def _line(row: str, name: str, found: list[Marked]) -> str:
     hosts = sorted({t.hosts for t in found if t.hosts})
     slices = list(dict.fromkeys(s for t in found for s in t.slices))
     simulated = f"{', '.join(map(str, hosts))} hosts" if hosts else ""
-    return f"| {row} | {name} | {unit} | {simulated} | {', '.join(slices)} | never |"
+    files = list(dict.fromkeys(t.name.split("::")[0].removeprefix("tests/") for t in found))
+    return f"| {row} | {name} | {unit} | {simulated} | {', '.join(slices)} | never | {', '.join(files)} |"

@@ -60,7 +60,7 @@ def opened(tmp_path):
         checkpoints.close()
 
 
-@pytest.mark.covers("C02", "C07")
+@pytest.mark.covers("C07")
 @pytest.mark.parametrize(
     ("shape", "spec"), [((4, 2), ("fsdp", "tensor")), ((2, 4), ("tensor", "fsdp")), ((2,), ("fsdp",)), ((1,), ())]
 )

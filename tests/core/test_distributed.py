@@ -47,7 +47,7 @@ print("left")
 )
 
 
-@pytest.mark.covers("R02", "R04")
+@pytest.mark.covers("R02", "R04", "X11")
 @pytest.mark.simulated(4)
 def test_four_hosts_join_talk_and_leave(run_hosts):
     results = run_hosts(EXPLICIT, hosts=4)

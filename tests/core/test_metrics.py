@@ -71,6 +71,7 @@ def test_a_run_that_continues_hides_what_it_redoes(tmp_path):
     assert series(tmp_path / "tensorboard", "loss") == [(0, 10.0), (1, 11.0), (2, 12.0), (3, 3.0)]
 
 
+@pytest.mark.covers("O07")
 def test_json_lines_are_valid_json_and_survive_a_cut(tmp_path):
     path = paths.resolve(tmp_path / "metrics.jsonl")
     writer = metrics.JsonLines(path)

@@ -159,7 +159,6 @@ def test_frozen_leaves_have_no_state_to_name():
     assert sorted(map(str, named)) == ["(norm)", "(norm)", "(vocab, embed)", "(vocab, embed)"]
 
 
-@pytest.mark.covers("M08")
 def test_factored_moments_keep_the_axes_that_remain():
     rule = optax.adafactor(1e-3, min_dim_size_to_factor=2)
     axes, state = axes_by_shape(optimizers.Optimizer(rule, optimizers.constant(1e-3)))

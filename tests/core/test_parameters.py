@@ -122,7 +122,6 @@ def test_frozen_layers_get_no_state(name):
     assert np.all(updates["layers/block"]["query"])
 
 
-@pytest.mark.covers("M08")
 @pytest.mark.parametrize("name", MAKE)
 def test_every_leaf_of_the_state_has_the_axes_of_its_dimensions(name):
     """Sizes are told apart by the axis: every named dimension of a leaf has the size of that axis in its parameter."""

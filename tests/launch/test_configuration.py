@@ -24,7 +24,7 @@ def mesh(monkeypatch):
     return say
 
 
-@pytest.mark.covers("L10", "M01")
+@pytest.mark.covers("L10", "M02")
 def test_degrees_become_gin_bindings():
     assert bindings("", "") == ()
     assert bindings("4,2,2", "data,fsdp,tensor") == (
@@ -40,7 +40,7 @@ def test_degrees_become_gin_bindings():
     )
 
 
-@pytest.mark.covers("L10", "M05")
+@pytest.mark.covers("L10", "M02")
 @pytest.mark.parametrize(
     ("config", "axes", "says"),
     [
@@ -71,7 +71,7 @@ def shape(config):
     return dict(config.build().strategy.mesh_shape)
 
 
-@pytest.mark.covers("L10", "R03")
+@pytest.mark.covers("L10", "M02")
 def test_they_win_over_the_file_and_flags_win_over_them(mesh):
     alone = configuration.load(QUICKSTART)
     assert alone.build().strategy.name == "fsdp"

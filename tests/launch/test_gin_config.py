@@ -200,6 +200,7 @@ def bench(modules, tmp_path, monkeypatch):
 # What is accepted.
 
 
+@pytest.mark.covers("L02")
 def test_builds_the_root(bench):
     config = bench.load()
     built = config.build()
@@ -548,6 +549,7 @@ MISTAKES = {
 }  # fmt: skip
 
 
+@pytest.mark.covers("L02")
 @pytest.mark.parametrize("name", MISTAKES)
 def test_finds_the_mistake_and_nothing_else(bench, name):
     text, line, words = MISTAKES[name]

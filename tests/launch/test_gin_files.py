@@ -42,7 +42,6 @@ def test_there_is_a_file_for_every_strategy_and_each_says_what_it_is():
             assert path.read_text().startswith("# "), path
 
 
-@pytest.mark.covers("M08")
 @pytest.mark.parametrize("name", names("optimizers"))
 def test_an_optimizer_file_binds_an_optimizer_whose_state_is_as_small_as_promised(name):
     experiment = valkyrie(f"optimizers/{name}", at="v4-32")

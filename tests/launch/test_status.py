@@ -55,14 +55,14 @@ NAMES = {"R01": "first", "R02": "second", "M01": "third"}
 
 def test_the_page_counts_and_lists_what_is_missing():
     tests = [
-        status.Marked("t::a", ("R01",), 0, ()),
-        status.Marked("t::b", ("R01", "M01"), 4, ()),
-        status.Marked("t::c", ("R01",), 2, ("v4-32",)),
+        status.Marked("tests/core/test_t.py::a", ("R01",), 0, ()),
+        status.Marked("tests/core/test_t.py::B::b", ("R01", "M01"), 4, ()),
+        status.Marked("tests/test_u.py::c", ("R01",), 2, ("v4-32",)),
     ]
     page = status.render(NAMES, tests)
     assert "**2 of 3 capabilities are shown by a test**, 2 of them on several simulated hosts and 1 by the real" in page
-    assert "| R01 | first | yes | 2, 4 hosts | v4-32 | never |" in page
-    assert "| M01 | third |  | 4 hosts |  | never |" in page
+    assert "| R01 | first | yes | 2, 4 hosts | v4-32 | never | core/test_t.py, test_u.py |\n" in page
+    assert "| M01 | third |  | 4 hosts |  | never | core/test_t.py |\n" in page
     assert "Not yet: R02 second.\n" in page
 
 

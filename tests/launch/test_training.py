@@ -71,7 +71,7 @@ def test_a_run_says_what_it_is_and_ends_with_what_it_learned(undisturbed):
     assert sorted(scalars(run_dir, "validation/loss")) == [6, 12]
 
 
-@pytest.mark.covers("C06", "T12", "E11", "E12")
+@pytest.mark.covers("C06", "E11", "E12")
 def test_stop_and_start_again_continues_bit_for_bit(launch, undisturbed, stopped, tmp_path):
     shutil.copytree(stopped, tmp_path / "run")
     where = ["--slice", "v4-16", "--run-dir", str(tmp_path / "run")]
@@ -84,7 +84,7 @@ def test_stop_and_start_again_continues_bit_for_bit(launch, undisturbed, stopped
 
 
 @pytest.mark.simulated(2)
-@pytest.mark.covers("D15", "T11", "L06", "C07")
+@pytest.mark.covers("D15", "T11", "L06", "C07", "C09")
 def test_another_number_of_hosts_and_another_strategy_continue_the_run(launch, undisturbed, stopped, tmp_path):
     shutil.copytree(stopped, tmp_path / "run")
     where = ["--simulate", "--run-dir", str(tmp_path / "run")]
@@ -154,6 +154,7 @@ def test_a_finished_run_says_how_good_it_is(launch, undisturbed):
     assert "validation loss" in said
 
 
+@pytest.mark.covers("T13", "L06")
 @pytest.mark.slow
 @pytest.mark.simulated(4)
 def test_v4_32_in_four_processes_has_the_losses_of_one(launch, tmp_path):

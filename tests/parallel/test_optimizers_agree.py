@@ -38,7 +38,7 @@ def trajectory(optimizer, tables, slice_name):
 
 
 @pytest.mark.slow
-@pytest.mark.covers("T13")
+@pytest.mark.covers("M16")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_numbers_do_not_depend_on_the_pieces(name):
     one = trajectory(OPTIMIZERS[name], strategies.data_parallel(), "v5e-1")

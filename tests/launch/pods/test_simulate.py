@@ -98,6 +98,7 @@ def test_every_host_gets_its_own_environment(tmp_path, capfdbinary):
     assert seen[0]["JAX_NUM_CPU_DEVICES"] == "4"
 
 
+@pytest.mark.covers("X09")
 def test_every_host_is_logged_and_host_0_is_on_the_terminal(tmp_path, capfdbinary):
     text = "print('out of', index); print('err of', index, file=sys.stderr)"
     assert run(V4_16, text, tmp_path) == 0

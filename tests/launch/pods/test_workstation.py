@@ -92,7 +92,7 @@ def wait_for(path, text):
         time.sleep(0.02)
 
 
-@pytest.mark.covers("L01", "L03", "L04", "L08", "L09")
+@pytest.mark.covers("L01", "L03", "L04", "L08", "L09", "O11")
 def test_ship_set_up_start_follow_and_stop(cloud, workspace, monkeypatch, capfd):
     monkeypatch.setenv("HF_TOKEN", SECRET)
     assert start(workspace, "gin/x.gin", "--gin", "A = 'it''s; $HOME'") == 0
