@@ -11,6 +11,7 @@ import pathlib
 import re
 import shutil
 import uuid
+from collections.abc import Callable
 
 os.environ["EPATH_USE_TF"] = "0"  # Before etils is imported.
 
@@ -64,15 +65,33 @@ def require_writable(directory: str | os.PathLike[str]) -> epath.Path:
       ValueError: it cannot be written, with the reason.
     """
     directory = resolve(directory)
-    probe = directory / f".writable-{uuid.uuid4().hex}"
+    _probe(directory, lambda: directory.mkdir(parents=True, exist_ok=True) or directory)
+    return directory
+
+
+def check_writable(directory: str | os.PathLike[str]) -> epath.Path:
+    """As `require_writable`, but leaves nothing behind: of a missing folder it tries the nearest that exists above.
+
+    Raises:
+      ValueError: it cannot be written, with the reason.
+    """
+    directory = resolve(directory)
+    _probe(directory, lambda: directory if is_remote(directory) else _nearest(directory))
+    return directory
+
+
+def _nearest(directory: epath.Path) -> epath.Path:
+    return next(folder for folder in (directory, *directory.parents) if folder.exists())
+
+
+def _probe(directory: epath.Path, folder: Callable[[], epath.Path]) -> None:
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        probe = folder() / f".writable-{uuid.uuid4().hex}"
         probe.write_text("")
         probe.unlink()
     except Exception as error:  # A bucket fails with its client's own types.
         fix = "check the credentials and the bucket's permissions" if is_remote(directory) else "choose another folder"
         raise ValueError(f"cannot write to {directory}: {type(error).__name__}: {error}; {fix}") from error
-    return directory
 
 
 def write_text_atomically(path: str | os.PathLike[str], text: str) -> None:

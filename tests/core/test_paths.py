@@ -62,6 +62,10 @@ def test_what_cannot_be_written_is_said_early(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"cannot write to .*/file/run: NotADirectoryError.*choose another folder"):
         paths.require_writable(tmp_path / "file" / "run")
+    assert str(paths.check_writable(tmp_path / "a" / "b")) == str(tmp_path / "a" / "b")
+    assert not (tmp_path / "a").exists()
+    with pytest.raises(ValueError, match=r"cannot write to .*file/run: NotADirectoryError"):
+        paths.check_writable(tmp_path / "file" / "run")
 
 
 def test_a_copy_makes_its_folder(tmp_path):
