@@ -7,11 +7,12 @@ touches no device and opens no data. Binding it to devices is `bind`.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 import jax
 
-from core import slices
+from core import logical, slices
 from core.optimizers import Optimizer
 from core.types import Model, Task
 from parallel.partitioner import Partitioner, Program
@@ -96,6 +97,7 @@ class Experiment:
           ValueError: model, batch, strategy and slice do not fit; every mismatch at once.
         """
         partitioner = Partitioner(self.strategy, slice=slices.get(self.slice), devices=devices)
+        self._check_rows(partitioner)
         return partitioner.program(
             self.model,
             self.optimizer,
@@ -103,6 +105,20 @@ class Experiment:
             seed=self.seed,
             accum_steps=self.accum_steps,
             gather_once=self.gather_once,
+        )
+
+    def _check_rows(self, partitioner: Partitioner) -> None:
+        """Speaks of streams and chips at once where the next multiple of either would not suit the other."""
+        streams, groups = self.task.num_streams, partitioner.row_shards * self.accum_steps
+        fits_streams, fits_chips = self.batch_size % streams == 0, self.batch_size % groups == 0
+        if (fits_streams and fits_chips) or (fits_streams and groups % streams == 0):
+            return  # or the layout's own message is complete
+        nearest = logical.nearest_multiples(self.batch_size, math.lcm(streams, groups))
+        microbatches = f" x {self.accum_steps} microbatches" if self.accum_steps > 1 else ""
+        raise ValueError(
+            f"batch_size = {self.batch_size} must divide over NUM_STREAMS = {streams} and over "
+            f"{partitioner.row_shards} groups of chips{microbatches} "
+            f"(strategy {self.strategy.name!r} on {self.slice}). Set BATCH_SIZE = {' or '.join(map(str, nearest))}"
         )
 
 

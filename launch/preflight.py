@@ -2,7 +2,8 @@
 
 A slice is dear and a queue is long; a mistake found here costs seconds. Each finding has a name, a verdict and, where
 it fails, what is wrong and how to mend it. The chips that the layout is checked on are the compiler's description of
-the slice, so rows, shapes and degrees are those of the real thing.
+the slice, so rows, shapes and degrees are those of the real thing. What cannot be judged from here is a note
+(`launch.reach`).
 """
 
 from __future__ import annotations
@@ -10,20 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from core import paths, slices
+from core import slices
 from core.slices import GIB
-from launch import configuration, smoke
+from launch import configuration, reach, smoke
 from launch.experiment import Experiment, padding
+from launch.reach import Finding, Hosts
 from parallel import mesh, report
 from parallel.partitioner import Program
-
-
-class Finding(NamedTuple):
-    """One thing looked at. `detail` is a fact where `ok`, and otherwise what is wrong."""
-
-    name: str
-    ok: bool
-    detail: str
 
 
 class Checked(NamedTuple):
@@ -44,16 +38,22 @@ class Checked(NamedTuple):
 
 
 def check(
-    path: str, *, bindings: Sequence[str] = (), slice_name: str | None = None, run_dir: str, smoked: bool = False
+    path: str,
+    *,
+    bindings: Sequence[str] = (),
+    slice_name: str | None = None,
+    run_dir: str,
+    smoked: bool = False,
+    hosts: Hosts = "here",
 ) -> Checked:
-    """Looks at configuration, layout, data and run directory; never raises for what a user got wrong."""
+    """Looks at configuration, layout, data and run directory; never raises for what a user got wrong, makes nothing."""
     findings: list[Finding] = []
     experiment = _configuration(path, bindings, slice_name, findings)
     program = None
     if experiment is not None:
         program = _attempt("layout", lambda: _bind(experiment, smoked=smoked), findings, say=_layout_facts)
-        findings += _data(experiment, smoked=smoked)
-    _attempt("run directory", lambda: paths.require_writable(run_dir), findings, say=str)
+        findings += reach.data(experiment, smoked=smoked, hosts=hosts)
+    findings += reach.run_directory(run_dir, slices.get(experiment.slice) if experiment else None, hosts)
     if program is None:
         return Checked(tuple(findings), 0)
     sizes = report.totals(program)
@@ -69,7 +69,7 @@ def _configuration(
         config = configuration.load(path, bindings=bindings, slice_name=slice_name)
         return config.build(), config.notes
 
-    built = _attempt("configuration", build, findings, say=lambda b: "; ".join((path, *b[1])))
+    built = _attempt("configuration", build, findings, say=lambda b: "\n".join((path, *b[1])))
     return built[0] if built else None
 
 
@@ -93,15 +93,6 @@ def _layout_facts(program: Program) -> str:
     rows = next(iter(program.spec.values())).shape[0]
     where = f"{program.partitioner.strategy.name} on {program.partitioner.slice.name}"
     return f"{where}: {shape}; {rows} rows{padding(program.model)}"
-
-
-def _data(experiment: Experiment, *, smoked: bool) -> list[Finding]:
-    problems = experiment.task.problems()
-    if problems and smoked:
-        return [Finding("data", True, f"random tokens in its place ({problems[0]})")]
-    if problems := experiment.data_problems(prepared=False):
-        return [Finding("data", False, p) for p in problems]
-    return [Finding("data", True, experiment.task.describe())]
 
 
 def _memory(bytes_per_chip: int, slice_: slices.Slice) -> Finding:

@@ -62,6 +62,9 @@ class Corpus(Protocol):
     def problems(self) -> list[str]:
         """What is wrong, as far as it shows without opening the data."""
 
+    def named_files(self) -> tuple[str, ...]:
+        """Patterns and folders as the user named them."""
+
     def describe(self) -> str:
         """A few words for the card of a run. Holds no secret."""
 
@@ -71,6 +74,10 @@ class Corpus(Protocol):
 
 class _SeqioCorpus:
     """A corpus that seqio and tf.data read."""
+
+    def named_files(self) -> tuple[str, ...]:
+        """See `Corpus`."""
+        return ()
 
     def provider(self, spec: StreamSpec) -> Any:
         """The seqio Task (or Mixture) of one stream."""
@@ -164,6 +171,10 @@ class TextFiles(_FileCorpus):
     validation: tuple[str, ...]
     field: str
 
+    def named_files(self) -> tuple[str, ...]:
+        """See `Corpus`."""
+        return (*self.train, *self.validation)
+
     @functools.cached_property
     def _listed(self) -> dict[str, tuple[File, ...]]:
         train, validation = (_with_text(list_files(patterns)) for patterns in (self.train, self.validation))
@@ -221,6 +232,10 @@ class Tfds(_SeqioCorpus):
     field: str
     data_dir: str | None
 
+    def named_files(self) -> tuple[str, ...]:
+        """See `Corpus`."""
+        return (self.data_dir,) if self.data_dir else ()
+
     def documents(self, spec: StreamSpec, *, epochs: int | None = None) -> tuple[Any, bool]:
         """See `readers.tfds_documents`."""
         from tasks import readers
@@ -254,6 +269,8 @@ class HuggingFace:
     validation_split: str
     field: str
     streaming: bool
+
+    named_files = _SeqioCorpus.named_files  # none
 
     def open_stream(self, spec: StreamSpec) -> Stream:
         """See `Corpus`."""
@@ -289,6 +306,10 @@ class Mixture(_SeqioCorpus):
 
     corpora: tuple[_SeqioCorpus, ...]
     weights: tuple[float, ...]
+
+    def named_files(self) -> tuple[str, ...]:
+        """See `Corpus`."""
+        return tuple(name for corpus in self.corpora for name in corpus.named_files())
 
     def provider(self, spec: StreamSpec) -> Any:
         """See `_SeqioCorpus`."""

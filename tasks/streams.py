@@ -59,11 +59,8 @@ def rows_per_stream(batch_size: int, *, num_streams: int) -> int:
         return batch_size // num_streams
     below, above = batch_size // num_streams * num_streams, -(-batch_size // num_streams) * num_streams
     batches = " or ".join(str(b) for b in sorted({below, max(above, num_streams)}) if b > 0)
-    divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
-    nearest = sorted(sorted(divisors, key=lambda n: abs(n - num_streams))[:2])
     raise ValueError(
-        f"batch_size {batch_size} is not divisible by num_streams {num_streams}: "
-        f"set BATCH_SIZE = {batches}, or NUM_STREAMS = {' or '.join(map(str, nearest))}"
+        f"batch_size {batch_size} is not divisible by num_streams {num_streams}: set BATCH_SIZE = {batches}"
     )
 
 

@@ -71,6 +71,11 @@ class TextTask:
         """Everything wrong that shows without opening the data, each with its fix."""
         return [*self.corpus.problems(), *self.vocabulary.problems()]
 
+    def named_files(self) -> tuple[str, ...]:
+        """Patterns, files and folders as the user named them, so that a check can say which it could not look at."""
+        model = getattr(self.vocabulary, "path", "")
+        return (*self.corpus.named_files(), *((model,) if model else ()))
+
     def describe(self) -> str:
         """One line for the card of a run."""
         return (

@@ -20,6 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--run-dir", metavar="DIR", help="default: $RENGA_RUN_ROOT/{group}/{experiment}")
     parser.add_argument("--smoke", action="store_true", help="check the smoke run")
+    hosts = parser.add_mutually_exclusive_group()
+    hosts.add_argument("--simulate", action="store_true", help="its hosts will be processes here")
+    hosts.add_argument("--ship", action="store_true", help="its hosts will be reached from this workstation")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -33,8 +36,10 @@ def run(args: argparse.Namespace) -> int:
         slice_name=args.slice,
         run_dir=args.run_dir or environment.run_directory(args.experiment, smoke=args.smoke),
         smoked=args.smoke,
+        hosts="simulated" if args.simulate else "shipped to" if args.ship else "here",
     )
     for finding in checked.findings:
-        print(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.name:<14} {finding.detail}")
+        verdict = "FAIL" if not finding.ok else "note" if finding.is_note else "ok"
+        print(f"{verdict:<5} {finding.name:<14} {finding.detail}".replace("\n", "\n" + 21 * " "))
     print("READY" if checked.ok else "NOT READY")
     return 0 if checked.ok else 2

@@ -10,11 +10,16 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from core import slices
+from core import paths, slices
 from launch import environment
 from launch.pods import hosts, simulate, workstation
+
+if TYPE_CHECKING:
+    from launch import preflight
 
 HELP = "train an experiment on a slice: on this TPU host, from a workstation, or simulated here"
 EXAMPLE = """launch/pod.sh v4-16 gin/quickstart.gin --simulate
@@ -53,34 +58,30 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"no experiment given: launch/pod.sh {args.target} EXPERIMENT.gin (gin/ has some)")
     if args.steps is not None and args.steps < 1:
         raise ValueError(f"--steps {args.steps}: expected at least 1")
+    _require_one_mode(args)
     if args.check:
-        return _become(["check", args.experiment, "--slice", slice_.name, *_options(args)])
+        where = ["--simulate"] if args.simulate else ["--ship"] if args.tpu else []
+        return _become(["check", args.experiment, "--slice", slice_.name, *_options(args), *where])
     if args.simulate:
         return _simulate(args, slice_)
     if args.tpu:
         return _from_workstation(args, slice_, workstation.find_tpu(args.tpu, args.zone, args.project))
     place = hosts.look()
     if place.on_tpu_host:
+        _refuse_dry_run(args, "this is a host of a TPU slice, which sends nothing")
         hosts.require_slice(slice_, accelerator_type=place.accelerator_type, where="this host's TPU")
         return _become(["train", args.experiment, "--slice", slice_.name, *_options(args)])
     tpu = workstation.find_tpu(None, args.zone, args.project)
     if tpu is not None:
         return _from_workstation(args, slice_, tpu)
+    _refuse_dry_run(args, "no TPU is named")
     raise ValueError(_no_place(slice_, args.experiment, place))
 
 
 def _simulate(args: argparse.Namespace, slice_: slices.Slice) -> int:
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    from launch import preflight
-
-    run_directory = args.run_dir or environment.run_directory(args.experiment, smoke=args.smoke)
-    remote = "://" in run_directory
-    here = environment.run_directory(args.experiment, smoke=args.smoke, environ={}) if remote else run_directory
-    checked = preflight.check(
-        args.experiment, bindings=args.gin, slice_name=slice_.name, run_dir=run_directory, smoked=args.smoke
-    )
-    if not checked.ok:
-        raise ValueError("\n".join(f"{f.name}: {f.detail}" for f in checked.findings if not f.ok))
+    run_directory = os.fspath(paths.resolve(args.run_dir or _run_directory(args)))  # the hosts have another ~
+    here = _run_directory(args, environ={}) if paths.is_remote(run_directory) else run_directory
+    checked = _checked(args, slice_, run_directory=run_directory, hosts="simulated")
     simulate.require_memory(checked.training_bytes, slice_name=slice_.name)
     options = ["--run-dir", run_directory, *_options(args, run_dir=False)]
     command = [sys.executable, "-m", "launch", "train", args.experiment, "--slice", slice_.name, *options]
@@ -94,12 +95,58 @@ def _simulate(args: argparse.Namespace, slice_: slices.Slice) -> int:
 def _from_workstation(args: argparse.Namespace, slice_: slices.Slice, tpu: workstation.Tpu) -> int:
     workspace = environment.WORKSPACE
     experiment = workstation.shipped_path(args.experiment, workspace=workspace)
+    where = "dry run" if args.dry_run else "shipped to"
+    checked = _checked(args, slice_, run_directory=args.run_dir or _run_directory(args), hosts=where)
+    for finding in checked.findings:
+        if finding.is_note:
+            print(f"# {finding.name}: {finding.detail}")
     run_directory = []
     if args.run_dir is None and environment.read("RENGA_RUN_ROOT"):
-        run_directory = ["--run-dir", environment.run_directory(experiment, smoke=args.smoke)]
+        run_directory = ["--run-dir", _run_directory(args)]
     mesh = [option for binding in environment.mesh_bindings() for option in ("--gin", binding)]
     arguments = [slice_.name, experiment, *run_directory, *mesh, *_options(args)]
     return workstation.start(tpu, slice_=slice_, arguments=arguments, workspace=workspace, dry_run=args.dry_run)
+
+
+def _checked(args: argparse.Namespace, slice_: slices.Slice, *, run_directory: str, hosts: str) -> preflight.Checked:
+    """What a check finds before anything starts. Raises ValueError with everything that failed."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    from launch import preflight
+
+    checked = preflight.check(
+        args.experiment,
+        bindings=args.gin,
+        slice_name=slice_.name,
+        run_dir=run_directory,
+        smoked=args.smoke,
+        hosts=hosts,
+    )
+    if not checked.ok:
+        raise ValueError("\n".join(f"{f.name}: {f.detail}" for f in checked.findings if not f.ok))
+    return checked
+
+
+def _run_directory(args: argparse.Namespace, *, environ: Mapping[str, str] | None = None) -> str:
+    return environment.run_directory(args.experiment, smoke=args.smoke, environ=environ)
+
+
+def _require_one_mode(args: argparse.Namespace) -> None:
+    """Raises ValueError for two modes of which one would be ignored."""
+    for one, other, why in (
+        ("simulate", "tpu", "the hosts are processes here, or those of a TPU"),
+        ("simulate", "dry_run", "a simulation sends nothing to gcloud that could be printed"),
+        ("check", "dry_run", "a check sends nothing to gcloud that could be printed"),
+    ):
+        if getattr(args, one) and getattr(args, other):
+            raise ValueError(f"--{one} and --{other.replace('_', '-')} exclude each other: {why}. Give one of them")
+
+
+def _refuse_dry_run(args: argparse.Namespace, why: str) -> None:
+    if args.dry_run:
+        raise ValueError(
+            f"--dry-run prints what a workstation would send to a TPU, and {why}: "
+            "give --tpu NAME --zone ZONE, or set TPU_NAME and TPU_ZONE"
+        )
 
 
 def _act(args: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ Flags: https://cloud.google.com/sdk/gcloud/reference/compute/tpus/tpu-vm (ssh, s
 from __future__ import annotations
 
 import dataclasses
+import glob
 import os
 import shlex
 import shutil
@@ -189,6 +190,21 @@ def shipped_path(path: str, *, workspace: Path) -> str:
     if not absolute.is_relative_to(workspace) or str(absolute.relative_to(workspace)) not in workspace_files(workspace):
         raise ValueError(f"{path} would not reach the hosts: put it into {workspace}, where git does not ignore it")
     return str(absolute.relative_to(workspace))
+
+
+def left_behind(names: Sequence[str], *, workspace: Path) -> list[str]:
+    """What is wrong with files, named by patterns relative to `workspace`, that are there but would not be shipped."""
+    shipped = workspace_files(workspace) if names else []
+    found = []
+    for name in names:
+        here = sorted(map(os.path.normpath, glob.glob(name, root_dir=workspace, recursive=True)))  # noqa: PTH207 (as `tasks.listing`)
+        left = [path for path in here if not any(f == path or f.startswith(f"{path}/") for f in shipped)]
+        if left:
+            found.append(
+                f"{name!r} would not reach the hosts: git ignores {left[0]}, so it is not shipped. Give gs://BUCKET/…, "
+                "or the absolute path where the hosts have it"
+            )
+    return found
 
 
 def _require_ready(tpu: Tpu, slice_: slices.Slice) -> None:

@@ -92,7 +92,7 @@ def test_simulation_gives_every_host_one_run_directory(place, calls, tmp_path):
 
 def test_a_simulated_smoke_run_has_a_directory_of_its_own_and_local_logs(place, calls, monkeypatch):
     monkeypatch.setenv("RENGA_RUN_ROOT", "gs://bucket/runs")
-    monkeypatch.setattr(paths, "require_writable", lambda directory: directory)  # there is no such bucket
+    monkeypatch.setattr(paths, "check_writable", lambda directory: directory)  # there is no such bucket
     assert cli.main(["pod", "v4-16", "gin/quickstart.gin", "--simulate", "--smoke"]) == 0
     ((_, _, command, logs),) = calls
     assert command[-3:] == ["--run-dir", "gs://bucket/runs/gin/quickstart-smoke", "--smoke"]
@@ -123,28 +123,82 @@ def test_a_model_larger_than_this_machine_is_not_simulated(place, calls, tmp_pat
 def test_check_starts_nothing_wherever_it_is(place, calls):
     with pytest.raises(Became) as became:
         cli.main(["pod", "v4-16", "x.gin", "--check", "--simulate", "--smoke", "--gin", "A = 1"])
-    assert became.value.args == (["check", "x.gin", "--slice", "v4-16", "--gin", "A = 1", "--smoke"],)
+    assert became.value.args == (["check", "x.gin", "--slice", "v4-16", "--gin", "A = 1", "--smoke", "--simulate"],)
+    with pytest.raises(Became) as became:
+        cli.main(["pod", "v4-16", "x.gin", "--check", "--tpu", "t", "--zone", "z"])
+    assert became.value.args == (["check", "x.gin", "--slice", "v4-16", "--ship"],)
     assert not calls
 
 
 def test_a_workstation_passes_on_what_the_hosts_need(place, calls, monkeypatch):
     monkeypatch.setenv("RENGA_RUN_ROOT", "gs://bucket/runs")
-    argv = ["pod", "v4-32", "gin/x.gin", "--tpu", "t", "--zone", "z", "--smoke", "--dry-run"]
+    argv = ["pod", "v4-16", "gin/quickstart.gin", "--tpu", "t", "--zone", "z", "--smoke", "--dry-run"]
     assert cli.main(argv) == 0
-    arguments = ["v4-32", "gin/x.gin", "--run-dir", "gs://bucket/runs/gin/x-smoke", "--smoke"]
-    assert calls == [("start", workstation.Tpu("t", "z"), "v4-32", arguments, True)]
+    arguments = ["v4-16", "gin/quickstart.gin", "--run-dir", "gs://bucket/runs/gin/quickstart-smoke", "--smoke"]
+    assert calls == [("start", workstation.Tpu("t", "z"), "v4-16", arguments, True)]
+
+
+@pytest.mark.covers("L01")
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--gin", "BATCHSIZE = 3"], "did you mean 'BATCH_SIZE'"),
+        (["--gin", "BATCH_SIZE = 12", "--gin", "NUM_STREAMS = 4"], "batch_size = 12 does not divide over 8 groups"),
+        (["--gin", "MODEL_EMBED_DIM = 3"], "MODEL_EMBED_DIM"),
+        (
+            ["--run-dir", "/tmp/x"],
+            "all 2 hosts of v4-16 must see one run directory, and this is on a disk: give --run-dir",
+        ),
+        (["--run-dir", "s3://bucket/x"], "has scheme 's3'"),
+    ],
+)
+@pytest.mark.parametrize("dry_run", [["--dry-run"], []])
+def test_mistakes_are_found_before_anything_is_shipped(place, calls, capsys, monkeypatch, more, says, dry_run):
+    monkeypatch.setattr(paths, "check_writable", lambda directory: directory)
+    argv = ["pod", "v4-16", "gin/quickstart.gin", "--tpu", "t", "--zone", "z", *dry_run]
+    assert cli.main([*argv, "--run-dir", "gs://bucket/x", *more]) == 2
+    assert says in capsys.readouterr().err
+    assert not calls
+
+
+def test_hosts_with_disks_of_their_own_need_a_run_directory(place, calls, capsys):
+    argv = ["--tpu", "t", "--zone", "z", "--dry-run"]
+    assert cli.main(["pod", "v4-16", "gin/quickstart.gin", *argv]) == 2
+    assert "RENGA_RUN_ROOT to gs://BUCKET/" in capsys.readouterr().err
+    assert cli.main(["pod", "v4-8", "gin/quickstart.gin", *argv]) == 0  # one host
+    assert "# run directory: " in capsys.readouterr().out
+
+
+def test_a_home_directory_is_that_of_the_launcher_not_of_a_host(place, calls, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    argv = ["pod", "v4-16", "gin/quickstart.gin", "--simulate"]
+    assert cli.main([*argv, "--run-dir", "~/x"]) == 0
+    monkeypatch.setenv("RENGA_RUN_ROOT", "~/y")
+    assert cli.main(argv) == 0
+    for (_, _, command, logs), run in zip(calls, ("x", "y/gin/quickstart"), strict=True):
+        assert command[-2:] == ["--run-dir", str(tmp_path / run)]
+        assert logs == str(tmp_path / run / "logs")
 
 
 def test_a_tpu_host_wins_over_the_environment_but_not_over_the_flag(place, calls, monkeypatch):
+    monkeypatch.setattr(paths, "check_writable", lambda directory: directory)
     place(TPU_HOST)
     monkeypatch.setenv("TPU_NAME", "other")
     monkeypatch.setenv("TPU_ZONE", "z")
+    argv = ["pod", "v4-32", "gin/quickstart.gin", "--run-dir", "gs://bucket/x"]
     with pytest.raises(Became):
-        cli.main(["pod", "v4-32", "x.gin"])
-    assert cli.main(["pod", "v4-32", "x.gin", "--tpu", "flag"]) == 0
+        cli.main(argv)
+    assert cli.main([*argv, "--tpu", "flag"]) == 0
     place(NOWHERE)
-    assert cli.main(["pod", "v4-32", "x.gin"]) == 0
+    assert cli.main(argv) == 0
     assert [call[1].name for call in calls] == ["flag", "other"]
+
+
+def test_a_dry_run_needs_somebody_to_send_to(place, calls, capsys):
+    for where, why in ((NOWHERE, "no TPU is named"), (TPU_HOST, "this is a host of a TPU slice")):
+        place(where)
+        assert cli.main(["pod", "v4-32", "x.gin", "--dry-run"]) == 2
+        assert f"--dry-run prints what a workstation would send to a TPU, and {why}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -154,6 +208,9 @@ def test_a_tpu_host_wins_over_the_environment_but_not_over_the_flag(place, calls
         (["v4-32"], "no experiment given"),
         (["v4-32", "x.gin", "--simulate", "--steps", "0"], "--steps 0: expected at least 1"),
         (["v4-32", "x.gin", "--tpu", "t"], "TPU 't' has no zone"),
+        (["v4-32", "x.gin", "--simulate", "--tpu", "t"], "--simulate and --tpu exclude each other: the hosts are"),
+        (["v4-32", "x.gin", "--simulate", "--dry-run"], "--simulate and --dry-run exclude each other"),
+        (["v4-32", "x.gin", "--check", "--dry-run"], "--check and --dry-run exclude each other"),
         (["logs"], "logs on which TPU?"),
         (["stop", "x.gin", "--tpu", "t", "--zone", "z"], "stop takes no 'x.gin'"),
     ],

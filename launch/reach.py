@@ -1,0 +1,95 @@
+"""What a check can see of data and run directory from where it runs, and what it cannot.
+
+The one idea: a file is judged where it will be read. What the hosts have on their own disks, or what nobody asks the
+network for, is named in a note and never taken for right or wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Literal, NamedTuple
+
+from core import paths
+from core.slices import Slice
+from launch import environment
+from launch.experiment import Experiment
+from launch.pods import workstation
+
+# Where the hosts will be: here or who knows; processes here; reached from this workstation, which for a dry run asks
+# nothing over the network.
+Hosts = Literal["here", "simulated", "shipped to", "dry run"]
+_AWAY = ("shipped to", "dry run")
+
+
+class Finding(NamedTuple):
+    """One thing looked at. `detail` is a fact where `ok`, else what is wrong; a note is what could not be judged."""
+
+    name: str
+    ok: bool
+    detail: str
+    is_note: bool = False
+
+
+def data(experiment: Experiment, *, smoked: bool, hosts: Hosts) -> list[Finding]:
+    """What shows of the task's files without reading documents."""
+    task = experiment.task
+    named = tuple(getattr(task, "named_files", tuple)())
+    vocabulary = getattr(task.vocabulary, "path", "")
+    unseen = [name for name in named if _is_unseen(name, hosts, is_vocabulary=name == vocabulary)]
+    with contextlib.chdir(environment.WORKSPACE) if hosts in _AWAY else contextlib.nullcontext():  # where hosts start
+        problems = _without(unseen, task.problems())
+        if problems and smoked:
+            return [Finding("data", True, f"random tokens in its place ({problems[0]})")]
+        if hosts in _AWAY:
+            seen = [name for name in named if name not in unseen and not paths.is_remote(name)]
+            problems += workstation.left_behind(seen, workspace=environment.WORKSPACE)
+        notes = [Finding("data", True, f"not looked at: {', '.join(unseen)}", is_note=True)] if unseen else []
+        if vocabulary not in unseen and not problems:
+            try:
+                problems = _without(unseen, experiment.data_problems(prepared=False))
+            except Exception as error:  # a bucket fails with its client's own types
+                if not paths.is_remote(vocabulary):
+                    raise
+                unread = f"cannot read {vocabulary} from here: {type(error).__name__}: {error}"
+                return [Finding("data", hosts in _AWAY, unread, is_note=hosts in _AWAY), *notes]
+        if problems:
+            return [*(Finding("data", False, p) for p in problems), *notes]
+        return [Finding("data", True, ", ".join(named) if vocabulary in unseen else task.describe()), *notes]
+
+
+def run_directory(run_dir: str, slice_: Slice | None, hosts: Hosts) -> list[Finding]:
+    """Whether the hosts of the slice can share and write it, as far as that shows from here. Nothing is made."""
+    name, remote = "run directory", paths.is_remote(run_dir)
+    several = slice_ is not None and slice_.hosts > 1
+    try:
+        resolved = paths.resolve(run_dir)
+        if several and not remote and hosts in _AWAY:
+            return [Finding(name, False, f"{run_dir}: {_not_shared(slice_)}")]
+        if hosts == "dry run" or (hosts == "shipped to" and not remote):
+            return [Finding(name, True, f"{run_dir}: not looked at", is_note=True)]
+        found = [Finding(name, True, str(paths.check_writable(resolved)))]
+    except ValueError as error:
+        # The hosts write as the TPU's service account, not as whoever is here; but what does not exist exists nowhere.
+        unproven = hosts == "shipped to" and not isinstance(error.__cause__, FileNotFoundError | None)
+        return [Finding(name, unproven, str(error), is_note=unproven)]
+    if several and not remote and hosts == "here":
+        found.append(Finding(name, True, f"unless this is a rehearsal (--simulate), {_not_shared(slice_)}", True))
+    return found
+
+
+def _not_shared(slice_: Slice) -> str:
+    return (
+        f"all {slice_.hosts} hosts of {slice_.name} must see one run directory, and this is on a disk: "
+        "give --run-dir gs://BUCKET/… or set RENGA_RUN_ROOT to gs://BUCKET/…"
+    )
+
+
+def _is_unseen(name: str, hosts: Hosts, *, is_vocabulary: bool) -> bool:
+    """Data in a bucket is never looked for, a vocabulary there is read; absolute paths are those of the hosts."""
+    if paths.is_remote(name):
+        return hosts == "dry run" or not is_vocabulary
+    return hosts in _AWAY and name.startswith(("/", "~"))
+
+
+def _without(unseen: list[str], problems: list[str]) -> list[str]:
+    return [p for p in problems if not any(repr(name) in p for name in unseen)]  # a problem names its file

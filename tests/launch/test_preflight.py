@@ -1,0 +1,134 @@
+"""What a check says of data and run directory, by where the hosts are; and that it leaves nothing behind."""
+
+import subprocess
+
+import pytest
+
+from core import paths
+from launch import __main__ as cli
+from launch import preflight
+from launch.pods import workstation
+
+QUICKSTART, VALKYRIE = "gin/quickstart.gin", "gin/valkyrie_7b.gin"
+
+
+def check(path=QUICKSTART, *, run_dir, **options):
+    return {f.name: f for f in preflight.check(path, run_dir=str(run_dir), **options).findings}
+
+
+def data_of(tmp_path, **named):
+    bindings = [f"{name} = {value!r}" for name, value in named.items()]
+    options = {"bindings": bindings, "slice_name": "v4-32", "run_dir": "gs://bucket/x", "hosts": "dry run"}
+    return [f for f in preflight.check(VALKYRIE, **options).findings if f.name == "data"]
+
+
+def test_a_check_makes_no_folder(tmp_path):
+    assert check(run_dir=tmp_path / "a/b/c")["run directory"].ok
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").write_text("")
+    found = check(run_dir=tmp_path / "file/run")["run directory"]
+    assert not found.ok
+    assert f"cannot write to {tmp_path}/file/run: NotADirectoryError" in found.detail
+
+
+@pytest.mark.covers("L06")
+def test_a_disk_is_a_note_where_nobody_said_where_the_hosts_are(tmp_path, capsys):
+    argv = ["check", QUICKSTART, "--run-dir", str(tmp_path / "run")]
+    assert cli.main([*argv, "--slice", "v4-16"]) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
+    assert len(notes) == 1
+    assert "all 2 hosts of v4-16 must see one run directory" in notes[0]
+    assert "--run-dir gs://BUCKET/" in notes[0]
+    for options in (["--slice", "v4-16", "--simulate"], ["--slice", "v4-8"]):
+        assert cli.main([*argv, *options]) == 0
+        assert "\nnote" not in capsys.readouterr().out
+    assert cli.main([*argv, "--slice", "v4-16", "--ship"]) == 2
+    assert "FAIL  run directory" in capsys.readouterr().out
+
+
+def test_a_bucket_that_only_the_hosts_may_write_is_a_note(monkeypatch):
+    def fails_with(error):
+        def check_writable(directory):
+            raise ValueError(f"cannot write to {directory}") from error
+
+        monkeypatch.setattr(paths, "check_writable", check_writable)
+        return check(run_dir="gs://bucket/x", slice_name="v4-16", hosts="shipped to")["run directory"]
+
+    assert fails_with(PermissionError("no credentials"))[1:] == (True, "cannot write to gs://bucket/x", True)
+    assert not fails_with(FileNotFoundError("no such bucket")).ok
+    monkeypatch.undo()
+    asked = []
+    monkeypatch.setattr(paths, "check_writable", asked.append)
+    assert check(run_dir="gs://bucket/x", slice_name="v4-16", hosts="dry run")["run directory"].is_note
+    assert not asked
+
+
+def test_data_that_was_not_looked_at_is_named(tmp_path):
+    there = {"DATA": "gs://bucket/*.txt", "VOCABULARY": "/data/words.model"}
+    facts, note = data_of(tmp_path, **there)
+    assert facts.ok
+    assert not facts.is_note
+    assert (note.is_note, note.detail) == (True, "not looked at: gs://bucket/*.txt, /data/words.model")
+    (missing,) = (f for f in data_of(tmp_path, VOCABULARY="/data/words.model") if not f.ok)
+    assert "DATA is not set" in missing.detail
+    (local,) = (f for f in data_of(tmp_path, DATA="no_such_folder/*.txt", VOCABULARY="/m.model") if not f.ok)
+    assert "no file matches 'no_such_folder/*.txt'" in local.detail
+
+
+def test_a_bucket_of_data_is_noted_where_the_vocabulary_was_read(tmp_path):
+    bindings = ["TASK = @text.files()", "text.files.train = 'gs://bucket/*.txt'"]
+    bindings += ["text.files.length = %LENGTH", "text.files.num_streams = %NUM_STREAMS"]
+    found = preflight.check(QUICKSTART, bindings=bindings, run_dir=str(tmp_path), hosts="simulated")
+    assert [f.detail for f in found.findings if f.is_note] == ["not looked at: gs://bucket/*.txt"]
+
+
+def test_a_vocabulary_that_cannot_be_read_is_no_traceback(tmp_path, monkeypatch):
+    from tasks import sentencepieces
+
+    def unreachable(self):
+        raise OSError("no route to the bucket")
+
+    monkeypatch.setattr(sentencepieces.SentencePiece, "_model", property(unreachable))
+    bindings = ["DATA = 'gs://bucket/*.txt'", "VOCABULARY = 'gs://bucket/m.model'"]
+    for hosts, ok in (("simulated", False), ("shipped to", True)):
+        found = preflight.check(VALKYRIE, bindings=bindings, slice_name="v4-32", run_dir=str(tmp_path), hosts=hosts)
+        (unread,) = (f for f in found.findings if "cannot read gs://bucket/m.model" in f.detail)
+        assert (unread.ok, unread.is_note) == (ok, ok)
+
+
+def test_what_git_ignores_does_not_reach_the_hosts(tmp_path):
+    (tmp_path / ".gitignore").write_text("ignored/\n")
+    for folder in ("ignored", "kept"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.txt").write_text("x")
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    assert workstation.left_behind(["kept/*.txt", "kept", "./kept/a.txt", "absent/*"], workspace=tmp_path) == []
+    (problem,) = workstation.left_behind(["kept/*.txt", "*/*.txt"], workspace=tmp_path)
+    assert "'*/*.txt' would not reach the hosts: git ignores ignored/a.txt" in problem
+    assert "gs://BUCKET/" in problem
+
+
+@pytest.mark.covers("D01")
+def test_batch_sizes_that_are_advised_suit_streams_and_chips(tmp_path):
+    def layout(*bindings):
+        return check(run_dir=tmp_path, bindings=bindings, slice_name="v4-16")["layout"]
+
+    refused = layout("BATCH_SIZE = 30")
+    assert "must divide over NUM_STREAMS = 8 and over 8 groups of chips" in refused.detail
+    assert refused.detail.endswith("Set BATCH_SIZE = 24 or 32")
+    refused = layout("BATCH_SIZE = 40", "NUM_STREAMS = 5", "ACCUM_STEPS = 2")
+    assert refused.detail.endswith("Set BATCH_SIZE = 80")
+    assert layout("BATCH_SIZE = 80", "NUM_STREAMS = 5", "ACCUM_STEPS = 2").ok
+    assert layout("BATCH_SIZE = 24").ok
+
+
+def test_every_binding_that_is_left_out_has_a_line_of_its_own(capsys, tmp_path):
+    bindings = ["TASK = @synthetic.random_tokens()", "synthetic.random_tokens.vocab_size = 259"]
+    bindings += ["synthetic.random_tokens.length = %LENGTH", "synthetic.random_tokens.num_streams = 8"]
+    argv = [x for b in bindings for x in ("--gin", b)]
+    assert cli.main(["check", QUICKSTART, "--slice", "v4-8", "--run-dir", str(tmp_path), *argv]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == f"ok    configuration  {QUICKSTART}"
+    left_out = [line for line in lines if "is left out" in line]
+    assert len(left_out) == 3
+    assert all(line.startswith(" " * 21 + "gin/") and line.count("is left out") == 1 for line in left_out)
