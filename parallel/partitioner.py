@@ -137,8 +137,15 @@ class Program:
     gather_once: bool = False
 
     def __post_init__(self):
-        self._check_rows()
-        _ = self.abstract_state, self.batch_shardings  # finds every other mismatch of stored arrays now
+        problems = []
+        for look in (self._check_rows, lambda: self.abstract_state):  # what is independent is said together
+            try:
+                look()
+            except ValueError as error:
+                problems.append(str(error))
+        if problems:
+            raise ValueError("\n".join(problems))
+        _ = self.batch_shardings
         self._check_activations()
 
     @functools.cached_property

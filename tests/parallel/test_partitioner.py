@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from core import optimizers, slices
-from models.transformer import Transformer
+from models.transformer import Transformer, preset
 from parallel import strategies
 from parallel.partitioner import Partitioner
 
@@ -161,3 +161,12 @@ def test_tracing_sees_the_mesh_and_the_table():
     with bound.tracing():
         assert jax.sharding.get_abstract_mesh().shape == {"stage": 1, "data": 1, "fsdp": 4, "sequence": 1, "tensor": 1}
     assert jax.sharding.get_abstract_mesh().empty
+
+
+@pytest.mark.covers("M05")
+def test_a_wrong_batch_and_a_wrong_model_are_told_together():
+    bound = bind(strategies.fsdp_tensor(tensor=4), "v4-32")
+    two_key_heads = preset("tiny")
+    with pytest.raises(ValueError, match=r"batch_size = 6 does not divide(?s:.*)kv_heads = 2 does not divide") as error:
+        bound.program(two_key_heads, ADAMW, batch_spec(6), seed=0)
+    assert "Nearest that do: 4, 8" in str(error.value)
