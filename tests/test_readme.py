@@ -8,7 +8,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import sentencepiece
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -29,7 +28,7 @@ def commands():
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory):
-    """A copy of what git tracks, with README's own Python files written beside it, and our environment."""
+    """A copy of what git tracks, with README's own files saved in it, and our environment."""
     copy = tmp_path_factory.mktemp("clone") / "renga"
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in tracked.splitlines():
@@ -38,15 +37,15 @@ def workspace(tmp_path_factory):
     subprocess.run(["git", "init", "--quiet"], cwd=copy, check=True)
     subprocess.run(["git", "add", "--all"], cwd=copy, check=True)
     (copy / ".venv").symlink_to(ROOT / ".venv")
-    for body in blocks("python"):
+    for body in blocks("python") + blocks("gin"):
         (copy / body.splitlines()[0].removeprefix("# ")).write_text(body)
     return copy
 
 
-def run(command, workspace):
+def run(command, workspace, *, code=0):
     env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
     done = subprocess.run(command, shell=True, cwd=workspace, env=env, capture_output=True, text=True, timeout=1500)
-    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    assert done.returncode == code, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
 
 
@@ -61,25 +60,48 @@ def test_every_file_that_readme_and_workspace_link_to_exists():
             assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
 
 
+def test_what_a_reader_saves_passes_the_style_check(workspace):
+    saved = " ".join(body.splitlines()[0].removeprefix("# ") for body in blocks("python"))
+    assert saved == "my_model.py my_strategies.py"
+    run(f".venv/bin/python -m ruff check {saved} && .venv/bin/python -m ruff format --check {saved}", workspace)
+
+
+def test_the_model_is_short():
+    (model,) = [body for body in blocks("python") if body.startswith("# my_model.py")]
+    assert len([line for line in model.splitlines() if line and not line.startswith("#")]) <= 30
+    (gin,) = blocks("gin")
+    assert len(gin.splitlines()) <= 8
+
+
+def test_an_unnamed_parameter_is_refused_as_readme_says(workspace):
+    text = (workspace / "my_model.py").read_text().replace("(table[batch", "(hk.Linear(self.embed_dim)(table[batch", 1)
+    (workspace / "unnamed.py").write_text(text.replace('["inputs"]])', '["inputs"]]))'))
+    gin = (workspace / "my_model.gin").read_text().replace("my_model", "unnamed")
+    (workspace / "unnamed.gin").write_text(gin)
+    command = "launch/pod.sh v4-8 unnamed.gin --simulate --check"
+    assert "parameters without named axes: linear/b, linear/w" in run(command, workspace, code=2)
+
+
+@pytest.fixture(scope="module")
+def text(workspace):
+    """Text and a vocabulary, where README's own commands put them."""
+    (line,) = [c for c in commands() if c.startswith("mkdir")]
+    run(line, workspace)
+    train = (
+        "from tasks import text, vocabularies as v; "
+        "vocabulary = v.trained_sentencepiece(size=1024); "
+        "task = text.files(train='runs/text/*.txt', length=256, num_streams=4, vocabulary=vocabulary); "
+        "task.prepare('runs/own', is_host_zero=True)"
+    )
+    run(f'.venv/bin/python -c "{train}"', workspace)
+
+
 @pytest.mark.parametrize("command", [c for c in commands() if "pod.sh v" in c and REMOTE not in c])
+@pytest.mark.usefixtures("text")
 def test_every_run_passes_its_check(command, workspace):
-    """As typed, but with --check: nothing starts. Valkyrie is told where its data would be."""
-    (workspace / "runs" / "text").mkdir(parents=True, exist_ok=True)
-    for name in ("a", "b"):
-        (workspace / "runs" / "text" / f"{name}.txt").write_text("one document")
-    if "valkyrie_7b" in command and "--smoke" not in command:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter((ROOT / "README.md").read_text().splitlines()),
-            model_prefix=str(workspace / "runs" / "words"),
-            vocab_size=300,
-            pad_id=0,
-            eos_id=1,
-            unk_id=2,
-            bos_id=-1,
-            minloglevel=2,
-        )
-        command += " --gin \"DATA = 'runs/text/*.txt'\" --gin \"VOCABULARY = 'runs/words.model'\""
-    assert run(command + " --check", workspace).splitlines()[-1] == "READY"
+    """As typed, but with --check: nothing starts."""
+    checked = command if "--check" in command else command + " --check"
+    assert run(checked, workspace).splitlines()[-1] == "READY"
 
 
 @pytest.mark.parametrize("command", [c for c in commands() if REMOTE in c])
@@ -91,5 +113,5 @@ def test_what_goes_to_gcloud_is_printed(command, workspace):
 def test_every_command_as_typed(workspace):
     """In README's order, in a copy of the workspace; without the one that runs these tests and those for gcloud."""
     for command in commands():
-        if command != "tests/run.sh" and REMOTE not in command and "--check" not in command:
+        if command != "tests/run.sh" and REMOTE not in command:
             run(command, workspace)
