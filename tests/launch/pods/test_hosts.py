@@ -1,5 +1,6 @@
 """Where am I: environment, devices and metadata server, each on its own and together."""
 
+import contextlib
 import http.server
 import itertools
 import subprocess
@@ -29,7 +30,8 @@ def metadata():
                 self.send_response(200 if known else 404)
                 self.end_headers()
                 if known:
-                    self.wfile.write(value.encode())
+                    with contextlib.suppress(BrokenPipeError):  # who asked has given up
+                        self.wfile.write(value.encode())
 
             def log_message(self, *args):
                 pass

@@ -62,8 +62,7 @@ refuses(joining.require_same, "the configuration", "SEED = 1\\nLENGTH = 8")
 refuses(joining.require_same, "the configuration", f"SEED = {{PROCESS}}\\nLENGTH = 8")
 refuses(joining.require_shared, {str(tmp_path / "ours")!r}, host)
 refuses(joining.require_shared, {str(tmp_path)!r} + f"/of_{{PROCESS}}", host)
-distributed.barrier("end")
-distributed.exit_at_once(0)
+distributed.shutdown()
 """
     results = run_hosts(JOINED + text, hosts=2, timeout=90)
     for index, result in enumerate(results):
