@@ -181,9 +181,9 @@ def _compare(args: argparse.Namespace, experiments: list[Any], folder: Path) -> 
     dtypes = [str(getattr(e.model, "dtype", "float32")) for e in experiments]
     tolerance = dict(bisect.TOLERANCE)
     if args.tolerance is not None:
-        tolerance = dict.fromkeys(tolerance, args.tolerance)
+        tolerance = dict.fromkeys(tolerance, (args.tolerance, args.tolerance))
     elif args.own_dtype and "bfloat16" in dtypes:
-        tolerance = {phase: ulp * BFLOAT16_ULP for phase, ulp in tolerance.items()}
+        tolerance = {at: (first * BFLOAT16_ULP,) * 2 for at, (first, _) in tolerance.items()}
     verdict = bisect.judge(ours, theirs, tolerance=tolerance)
     console = Console(width=120, highlight=False)
     _say(console, verdict, steps=args.steps)
@@ -197,9 +197,13 @@ def _compare(args: argparse.Namespace, experiments: list[Any], folder: Path) -> 
 def _say(console: Console, verdict: Any, *, steps: int) -> None:
     row = verdict.first or verdict.largest
     size = row.remark or f"{row.ulp:.3g} ulp apart ({row.absolute:.2g})"
-    allowed = f"tolerance {verdict.tolerance[row.phase]:g} ulp"
+    allowed = f"tolerance {verdict.allowed(row):g} ulp"
     if verdict.first is None:
-        console.print(f"equal through step {steps}: at most {size}, {row}; {allowed}", markup=False, soft_wrap=True)
+        console.print(
+            f"equal through step {steps}: the largest difference is {row}: {size}; {allowed}",
+            markup=False,
+            soft_wrap=True,
+        )
     else:
         console.print(f"different: {row}: {size}; {allowed}", markup=False, soft_wrap=True)
     console.print(_table(verdict))

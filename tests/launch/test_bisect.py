@@ -1,0 +1,371 @@
+"""Two variants of one experiment: equal ones are called equal, and of different ones the first difference is named."""
+
+import functools
+import types
+
+import haiku as hk
+import jax
+import numpy as np
+import pytest
+
+from core import logical, optimizers, slices, train_state
+from launch import agreement, bisect
+from launch.commands import bisect as command
+from models import losses, transformer
+from parallel import accumulation, partitioner, recording, strategies
+from parallel.recording import key
+
+PLANTED = '''
+"""A feed-forward layer that forgets to add up over `tensor`; right wherever that axis is 1."""
+import dataclasses
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from models import transformer
+
+
+class Forgetful(transformer.Block):
+    def _mlp(self, x):
+        d, f = self.config.embed_dim, self.config.mlp_dim
+        up = self._weight("up", (d, f), ("embed", "mlp"), fan_in=d)
+        down = self._weight("down", (f, d), ("mlp", "embed"), fan_in=f)
+        hidden = jax.nn.silu(x @ up)
+        if jax.sharding.get_abstract_mesh().empty:
+            return hidden @ down
+        forgotten = lambda h, w: h @ w
+        specs = (P(None, None, "tensor"), P("tensor", None))
+        return jax.shard_map(
+            forgotten, in_specs=specs, out_specs=P(), axis_names={"tensor"}, check_vma=False
+        )(hidden, down)
+
+
+transformer.Block = Forgetful
+
+
+def model():
+    return transformer.preset("tiny", dtype="float32")
+'''
+EXPERIMENT = """
+from __gin__ import dynamic_registration
+{imports}
+from core import optimizers
+from parallel import strategies
+
+include 'gin/defaults.gin'
+include 'gin/slices/v4_8.gin'
+MODEL = @{model}()
+{bindings}
+VOCAB_SIZE = 259
+OPTIMIZER = @optimizers.adamw()
+optimizers.adamw.learning_rate = @optimizers.constant()
+optimizers.constant.value = %LEARNING_RATE
+STRATEGY = @strategies.fsdp()
+"""
+TENSOR = "STRATEGY = @strategies.tensor()"
+
+
+def synthetic():
+    """A recording of two steps and two layers of ones."""
+    places = [("forward", p, "residual") for p in ("embedding", "layer 0", "layer 1")]
+    places += [("loss", "", ""), ("gradients", "head", "unembedding")]
+    places += [("gradients", f"layer {i}", t) for i in (1, 0) for t in ("block/gate", "block/up")]
+    places += [("update", "optimizer state", "count"), ("update", "parameters", "block/up")]
+    arrays = {key(step, *place): np.ones((2, 3), np.float32) for step in (1, 2) for place in places}
+    return arrays | {name: np.asarray(1, np.int32) for name in arrays if name.endswith("count")}
+
+
+def off(ulp):
+    array = np.ones((2, 3), np.float32)
+    array[1, 2] += ulp * np.spacing(np.float32(1))
+    return array
+
+
+def judged(changed, tolerance=16.0):
+    return bisect.judge(
+        synthetic(), synthetic() | changed, tolerance=dict.fromkeys(bisect.TOLERANCE, (tolerance, tolerance))
+    )
+
+
+# Comparing
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (key(1, "forward", "layer 1", "residual"), "step 1, forward, layer 1 residual"),
+        (key(2, "loss", ""), "step 2, loss"),
+        (key(1, "gradients", "layer 1", "block/up"), "step 1, gradients, layer 1 block/up"),
+        (key(2, "update", "parameters", "block/up"), "step 2, update, parameters block/up"),
+    ],
+)
+def test_one_wrong_array_is_named(name, said):
+    verdict = judged({name: off(1000)})
+    assert str(verdict.first) == said
+    mean = "|update|parameters|" in name  # of squares, over six entries
+    assert verdict.first.ulp == pytest.approx(1000 / 6**0.5 if mean else 1000)
+
+
+def test_rounding_is_not_a_difference_and_the_largest_is_said():
+    verdict = judged({key(2, "loss", ""): off(12), key(1, "forward", "layer 0", "residual"): off(3)})
+    assert verdict.first is None
+    assert (str(verdict.largest), verdict.largest.ulp) == ("step 2, loss", pytest.approx(12))
+
+
+def test_the_earliest_is_named_not_the_largest():
+    later = {key(1, "gradients", "layer 0", "block/up"): off(10**6), key(2, "loss", ""): off(10**6)}
+    assert str(judged({key(1, "gradients", "layer 1", "block/gate"): off(50), **later}).first) == (
+        "step 1, gradients, layer 1 block/gate"
+    )
+
+
+def test_within_a_layer_the_furthest_apart_is_named():
+    both = {key(1, "gradients", "layer 1", "block/gate"): off(50), key(1, "gradients", "layer 1", "block/up"): off(900)}
+    assert judged(both).first.tensor == "block/up"
+
+
+@pytest.mark.parametrize(
+    ("array", "remark"),
+    [
+        (np.ones((2, 4), np.float32), "[2, 3] in A, [2, 4] in B"),
+        (np.full((2, 3), np.nan, np.float32), "not finite"),
+    ],
+)
+def test_what_cannot_be_subtracted_differs(array, remark):
+    first = judged({key(1, "forward", "layer 1", "residual"): array}, tolerance=1e30).first
+    assert (first.place, first.remark) == ("layer 1", remark)
+
+
+def test_what_only_one_side_has_differs():
+    assert judged({key(2, "forward", "layer 2", "residual"): off(0)}).first.remark == "only in B"
+
+
+def test_a_counter_differs_by_one():
+    assert judged({key(1, "update", "optimizer state", "count"): np.asarray(2, np.int32)}).first.tensor == "count"
+
+
+def test_nan_in_both_is_equal():
+    nan = np.full((2, 3), np.nan, np.float32)
+    assert bisect.apart(nan, nan) == (0.0, 0.0, "")
+
+
+def test_neighbours_are_shown_beside_the_first():
+    shown = command._shown(judged({key(1, "gradients", "layer 1", "block/up"): off(1000)}))
+    assert [(r.phase, r.place, r.tensor) for r in shown] == [
+        ("forward", "layer 0", "residual"),
+        ("forward", "layer 1", "residual"),
+        ("loss", "", ""),
+        ("gradients", "head", "unembedding"),
+        ("gradients", "layer 1", "block/up"),
+        ("gradients", "layer 1", "block/gate"),
+        ("gradients", "layer 0", "block/gate"),
+        ("update", "optimizer state", "count"),
+    ]
+
+
+# Variants
+
+
+def test_a_variant_s_text():
+    variant = command.parse("STRATEGY = @strategies.hsdp(); hosts=2; checkpoint=runs/a@b@30;x.y = 3;", experiment="e")
+    assert variant == ("e", ("STRATEGY = @strategies.hsdp()", "x.y = 3"), 2, ("runs/a@b", 30))
+    assert command.parse("config = other.gin", experiment="e") == ("other.gin", (), 1, None)
+    assert command.parse("", experiment="e") == ("e", (), 1, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("hosts=two", "hosts=two: expected a whole number"),
+        ("hosts=2; hosts=4", "hosts is given twice"),
+        ("checkpoint=runs/a", "expected RUN@STEP"),
+    ],
+)
+def test_a_variant_that_makes_no_sense(text, message):
+    with pytest.raises(ValueError, match=message):
+        command.parse(text, experiment="e")
+
+
+# Recording
+
+BATCHES = list(agreement.random_batches(203, steps=1))
+MODEL = transformer.preset("tiny", vocab_size=203, dtype="float32")
+
+
+@functools.cache
+def fresh(model):
+    return jax.jit(model.init)
+
+
+def recorded(tables, *, model=MODEL, learning_rate=1e-3, seed=0, **options):
+    bound = partitioner.Partitioner(tables, slice=slices.get("v4-8"), devices=jax.devices())
+    spec = {k: jax.ShapeDtypeStruct(a.shape, a.dtype) for k, a in BATCHES[0].items()}
+    optimizer = optimizers.adamw(learning_rate=optimizers.constant(learning_rate))
+    program = bound.program(model, optimizer, spec, seed=seed, **options)
+    params = jax.device_get(fresh(model)(jax.random.key(seed), BATCHES[0]))
+    state = train_state.create(model, optimizer, params, BATCHES[0])
+    return recording.record(program, jax.device_put(state, program.state_shardings), BATCHES)
+
+
+@pytest.fixture(scope="module")
+def fsdp():
+    return recorded(strategies.fsdp())
+
+
+def first(ours, theirs):
+    return bisect.judge(ours, theirs, tolerance=bisect.TOLERANCE).first
+
+
+def test_a_recording_is_in_causal_order(fsdp):
+    places = list(dict.fromkeys(tuple(name.split("|")[:3]) for name in fsdp))
+    assert [p for p in places if p[0] == "1"] == [
+        ("1", "forward", "embedding"),
+        ("1", "forward", "layer 0"),
+        ("1", "forward", "layer 1"),
+        ("1", "forward", "head"),
+        ("1", "loss", ""),
+        ("1", "gradients", "head"),
+        ("1", "gradients", "layer 1"),
+        ("1", "gradients", "layer 0"),
+        ("1", "gradients", "embedding"),
+        ("1", "update", "optimizer state"),
+        ("1", "update", "parameters"),
+    ]
+    assert {name for name in fsdp if name.startswith("1|gradients|embedding")} == {"1|gradients|embedding|embedding"}
+
+
+def test_a_recording_holds_what_the_model_computes(fsdp):
+    batch, params = BATCHES[0], {"~": {}, "layers/block": {}}
+    for name, array in fsdp.items():
+        if name.startswith("0|start|parameters|"):
+            module, _, leaf = name.split("|")[3].rpartition("/")
+            params[module or "~"][leaf] = array
+
+    @jax.jit
+    def whole(params):
+        def loss(params):
+            _, out = MODEL.loss(params, (), None, batch)
+            return out.loss_sum / out.weight_sum
+
+        return MODEL.residual(params, batch), MODEL.logits(params, batch), *jax.value_and_grad(loss)(params)
+
+    residual, logits, value, gradients = whole(params)
+    np.testing.assert_allclose(fsdp[key(1, "forward", "layer 1", "residual")], residual, atol=1e-5)
+    np.testing.assert_allclose(fsdp[key(1, "forward", "head", "logits")], logits, atol=1e-5)
+    np.testing.assert_allclose(fsdp[key(1, "loss", "")], value, rtol=1e-6)
+    up = gradients["layers/block"]["up"][1]
+    np.testing.assert_allclose(fsdp[key(1, "gradients", "layer 1", "layers/block/up")], up, atol=1e-6)
+
+
+def test_equal_strategies_are_equal(fsdp):
+    other = recorded(strategies.fsdp_tensor(tensor=2))
+    assert first(fsdp, other) is None
+    assert any(row.ulp > 0 for row in bisect.compare(fsdp, other))  # rounding there was
+
+
+@pytest.mark.slow
+def test_accumulation_is_equal(fsdp):
+    assert first(fsdp, recorded(strategies.data_parallel(), accum_steps=2)) is None
+
+
+@pytest.mark.slow
+def test_another_learning_rate_is_named_where_parameters_are_updated(fsdp):
+    found = first(fsdp, recorded(strategies.fsdp(), learning_rate=1.1e-3))
+    assert found.group == (1, "update", "parameters")
+
+
+@pytest.mark.slow
+def test_another_seed_is_named_at_the_start(fsdp):
+    other = recorded(strategies.fsdp(), seed=1)
+    assert str(first(fsdp, other)) == "step 1, forward, embedding residual"
+    assert bisect.given(fsdp, other)["start"]
+    assert not bisect.given(fsdp, fsdp)["start"]
+
+
+@pytest.mark.slow
+def test_gradients_that_are_not_added_up_are_named_behind_an_equal_loss(fsdp, monkeypatch):
+    monkeypatch.setattr(accumulation, "_reduce", lambda x, spec, manual: x)
+    found = first(fsdp, recorded(strategies.data_parallel(), accum_steps=2))
+    assert found.group == (1, "gradients", "head")
+    assert found.tensor in ("unembedding", "final_norm")
+
+
+class Bigram:
+    """A model without a stack and without logits: a table of next tokens."""
+
+    def init(self, rng, batch):
+        return hk.transform(self._loss).init(rng, batch)
+
+    def init_carry(self, batch):
+        return ()
+
+    def loss(self, params, carry, rng, batch):
+        return carry, hk.transform(self._loss).apply(params, None, batch)
+
+    def _loss(self, batch):
+        table = logical.param("table", (203, 256), ("embed", "vocab"), hk.initializers.RandomNormal())
+        return losses.cross_entropy(table[batch["inputs"]], batch["targets"], batch["weights"], vocab_size=203)
+
+
+def test_a_model_without_a_stack_shows_the_rest():
+    found = recorded(strategies.tensor(), model=Bigram())
+    places = list(dict.fromkeys(tuple(name.split("|")[1:3]) for name in found if name.startswith("1|")))
+    assert places == [("loss", ""), ("gradients", "head"), ("update", "optimizer state"), ("update", "parameters")]
+
+
+# Whole
+
+
+@pytest.fixture
+def experiment(tmp_path, monkeypatch):
+    """Writes an experiment with the planted model, or a tiny right one."""
+
+    def write(*, planted=False):
+        (tmp_path / "planted.py").write_text(PLANTED)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        sizes = dict(num_layers=2, embed_dim=16, mlp_dim=32, num_heads=4, num_kv_heads=4)
+        bindings = "" if planted else "\n".join(f"transformer.Transformer.{k} = {v}" for k, v in sizes.items())
+        text = EXPERIMENT.format(
+            imports="import planted" if planted else "from models import transformer",
+            model="planted.model" if planted else "transformer.Transformer",
+            bindings=bindings,
+        )
+        (tmp_path / "tried.gin").write_text(text)
+        return str(tmp_path / "tried.gin")
+
+    return write
+
+
+def test_a_sum_that_a_block_forgets_is_found(launch, experiment):
+    said = launch("bisect", experiment(planted=True), "", TENSOR, "--steps", "1", code=1)
+    assert "different: step 1, forward, layer 0 residual: " in said
+    lines = [line.split() for line in said.splitlines()]
+    assert [line[-1] for line in lines if line[:3] == ["1", "forward", "embedding"]] == ["agrees"]
+    assert any(line[:4] == ["1", "forward", "layer", "1"] and line[-1] == "differs" for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.simulated(2)
+@pytest.mark.parametrize("variant", ["hosts=2", f"{TENSOR}; hosts=4", "hosts=2; ACCUM_STEPS = 2"])
+def test_strategies_and_hosts_change_nothing(launch, experiment, variant):
+    assert "equal through step 3: " in launch("bisect", experiment(), "", variant)
+
+
+@pytest.mark.slow
+def test_another_file_and_a_checkpoint(launch, experiment, tmp_path):
+    path = experiment()
+    (tmp_path / "other.gin").write_text((tmp_path / "tried.gin").read_text() + "LEARNING_RATE = 1e-2\n")
+    said = launch("bisect", path, "", f"config={tmp_path}/other.gin", code=1)
+    assert "different: step 1, update, parameters " in said
+    run_dir = str(tmp_path / "run")
+    launch("train", path, "--smoke", "--run-dir", run_dir, slice_name="v4-8")
+    (attempt,) = (p for p in (tmp_path / "run").iterdir() if (p / "checkpoints").is_dir())
+    said = launch("bisect", path, f"checkpoint={attempt}@10", f"checkpoint={attempt}@20", code=1)
+    assert "different: step 1, forward, embedding residual" in said
+    assert "note: the runs start from different states" in said
+
+
+def test_processes_that_cannot_share_the_chips(tmp_path):
+    variant = command.parse("hosts=3", experiment="e")
+    with pytest.raises(ValueError, match="B: hosts=3: v4-8 has 4 chips"):
+        command._run_side("B", variant, types.SimpleNamespace(slice="v4-8"), into=tmp_path)
