@@ -68,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
     experiments = [_experiment(variant, args) for variant in _variants(args)]
     with tempfile.TemporaryDirectory(prefix="renga-bisect-") as folder:
         for side, variant, experiment in zip("AB", _variants(args), experiments, strict=True):
+            if args.full:
+                _require_memory(variant, experiment, steps=args.steps, run_dir=folder)
             if code := _run_side(side, variant, experiment, into=Path(folder)):
                 return code
         return _compare(args, experiments, Path(folder))
@@ -135,6 +137,19 @@ def _run_side(side: str, variant: Variant, experiment: Any, *, into: Path) -> in
     if code and code < 128:
         raise ValueError(f"{side} could not be run (exit code {code}); what its host said is above")
     return code
+
+
+def _require_memory(variant: Variant, experiment: Any, *, steps: int, run_dir: str) -> None:
+    """Refuses sizes whose every step this machine could not keep."""
+    from launch import preflight
+    from launch.pods import simulate
+
+    checked = preflight.check(
+        variant.config, bindings=variant.bindings, slice_name=experiment.slice, run_dir=run_dir, smoked=False
+    )
+    if not checked.ok:
+        raise ValueError("\n".join(f"{f.name}: {f.detail}" for f in checked.findings if not f.ok))
+    simulate.require_memory(checked.training_bytes * (steps + 2), slice_name=experiment.slice)
 
 
 def _record(args: argparse.Namespace) -> int:

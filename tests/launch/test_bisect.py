@@ -369,3 +369,10 @@ def test_processes_that_cannot_share_the_chips(tmp_path):
     variant = command.parse("hosts=3", experiment="e")
     with pytest.raises(ValueError, match="B: hosts=3: v4-8 has 4 chips"):
         command._run_side("B", variant, types.SimpleNamespace(slice="v4-8"), into=tmp_path)
+
+
+@pytest.mark.slow
+def test_a_model_too_large_to_keep_is_refused(launch):
+    data = "TASK = @synthetic.random_tokens()"
+    said = launch("bisect", "gin/valkyrie_7b.gin", data, f"{data}; hosts=2", "--full", code=2)
+    assert "simulating v4-32 needs " in said
