@@ -2,7 +2,7 @@
 
 import pytest
 
-MINE = '''
+MINE = """
 import dataclasses
 
 from models import transformer
@@ -16,7 +16,7 @@ def build():
 def halves():
     table = {**REPLICATED, "mlp": "tensor"}
     return Strategy(name="halves", mesh_shape={"tensor": -1}, param_rules=table, activation_rules=table)
-'''
+"""
 
 
 def test_a_model_and_a_strategy_of_ones_own(launch, tmp_path, monkeypatch):
