@@ -19,6 +19,7 @@ def halves():
 """
 
 
+@pytest.mark.slow
 def test_a_model_and_a_strategy_of_ones_own(launch, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

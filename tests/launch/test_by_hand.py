@@ -23,7 +23,7 @@ def test_by_hand_runs():
         timeout=240,
         check=True,
     )
-    assert "mesh {'stage': 1, 'data': 1, 'fsdp': 4, 'tensor': 1}" in ran.stdout
+    assert "mesh {'stage': 1, 'data': 1, 'fsdp': 4, 'sequence': 1, 'tensor': 1}" in ran.stdout
     losses = [float(x) for x in re.findall(r"step \d+  loss ([\d.]+)", ran.stdout)]
     assert len(losses) == 4
     assert losses[-1] < losses[0]  # no knowledge is to be had beyond ln 63 = 4.143, but the start is above it

@@ -16,7 +16,7 @@ def test_bench_counts_the_settled_steps_of_both_sides(tmp_path, monkeypatch, cap
     result = overhead.measure(timed, turn_steps=5, run_dir=str(tmp_path / "run"), host=Host(0, 1, True))
     assert [len(turn) for turn in result.trainer] == [2, 2]  # two turns of five, three steps of each settling
     assert [len(turn) for turn in result.bare] == [2, 2]
-    assert min(min(turn) for turn in result.trainer) >= 0.1  # two logs per step
+    assert min(min(turn) for turn in result.trainer) >= 0.05  # one log per step
     assert result.ratios_by_turn == sorted(result.ratios_by_turn)
     assert result.ratio > 1
     bench._print(result)

@@ -138,7 +138,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_what_was_measured_is_kept(lau
     ("binding", "message"),
     [
         ("VOCAB_SIZE = 100", "VOCAB_SIZE: "),
-        ("text.python_source.num_streams = 3", "batch_size 32 is not divisible by num_streams 3"),
+        ("text.python_source.num_streams = 3", "must divide over NUM_STREAMS = 3"),
     ],
 )
 def test_every_start_looks_whether_data_and_model_fit(launch, tmp_path, binding, message):
@@ -147,6 +147,7 @@ def test_every_start_looks_whether_data_and_model_fit(launch, tmp_path, binding,
     assert message in said
 
 
+@pytest.mark.slow
 def test_a_finished_run_says_how_good_it_is(launch, undisturbed):
     where = ["--slice", "v4-16", "--run-dir", str(undisturbed[0])]
     said = launch("train", "gin/quickstart.gin", *where, *small(), slice_name="v4-16")

@@ -18,6 +18,13 @@ CASES = {
         ),
     ),
 }
+CONTAINED = {  # what another case splits in the same way, and more
+    "data_parallel": "zero1",
+    "hsdp": "multislice",
+    "fsdp_tensor": "sequence_tensor",
+    "mesh3d": "multislice and sequence_tensor",
+    "whole key heads": "tensor",
+}
 STEPS = 20
 
 
@@ -40,7 +47,7 @@ TOLERANCE = {"fresh": 0.0, "gradients": 1e-6, "losses": 1e-5, "params": 1e-5, "o
 
 
 @pytest.mark.covers("M04", "M06", "M07", "M08", "M09", "M10", "M13", "M16", "R11")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in CONTAINED)) for n in CASES])
 def test_numbers_do_not_depend_on_the_strategy(name, one_device):
     case = CASES[name]
     found = agreement.compare(agreement.run(program(case.strategy, case.slice), batches()), one_device)
@@ -60,8 +67,16 @@ def test_a_wrong_number_anywhere_is_seen(part, one_device):
 
 
 @pytest.mark.covers("T03")
-@pytest.mark.parametrize("gather_once", [False, True])
-@pytest.mark.parametrize("tables", [strategies.hsdp(data=2), strategies.mesh3d(data=1, tensor=2)], ids=lambda t: t.name)
+@pytest.mark.parametrize(
+    ("tables", "gather_once"),
+    [
+        (strategies.hsdp(data=2), False),
+        (strategies.fsdp_tensor(tensor=2), True),
+        pytest.param(strategies.hsdp(data=2), True, marks=pytest.mark.slow),
+        pytest.param(strategies.fsdp_tensor(tensor=2), False, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_accumulation_equals_one_big_batch(tables, gather_once, one_device):
     bound = program(tables, "v4-8", accum_steps=4, gather_once=gather_once)
     found = agreement.compare(agreement.run(bound, batches()), one_device)
