@@ -38,7 +38,16 @@ class Compiled(NamedTuple):
 
 
 class OutOfHbmError(ValueError):
-    """The step needs more HBM than a chip has."""
+    """The step needs more HBM than a chip has.
+
+    Attributes:
+      needed, present: as the compiler writes them, such as `75.31GiB`.
+    """
+
+    def __init__(self, message: str, *, needed: str, present: str):
+        super().__init__(message)
+        self.needed = needed
+        self.present = present
 
 
 def compile_for_slice(program: Program) -> Compiled:
@@ -75,11 +84,13 @@ def _explained(error: Exception, program: Program) -> Exception:
     found = next((m for pattern in _TOO_MUCH if (m := re.search(pattern, str(error)))), None)
     if found is None:
         return error
-    return OutOfHbmError(
-        f"strategy {program.partitioner.strategy.name!r} on {program.partitioner.slice.name}: the step needs "
-        f"{found['needed']}iB of HBM per chip, a chip has {found['present']}iB. Split more (fsdp, tensor), recompute "
-        "more (remat = 'full'), use more accum_steps or a smaller batch."
+    needed, present = f"{found['needed']}iB", f"{found['present']}iB"
+    message = (
+        f"strategy {program.partitioner.strategy.name!r} on {program.partitioner.slice.name}: the step needs {needed} "
+        f"of HBM per chip, a chip has {present}. Split more (fsdp, tensor), recompute more (remat = 'full'), use more "
+        "accum_steps or a smaller batch."
     )
+    return OutOfHbmError(message, needed=needed, present=present)
 
 
 def devices_of(slice: Slice) -> list[jax.Device]:

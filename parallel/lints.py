@@ -316,8 +316,12 @@ class Messages:
 
 
 @contextlib.contextmanager
-def compiler_messages() -> Iterator[Messages]:
-    """Keeps what C++ writes to file descriptor 2 meanwhile; at the end passes on all but the compiler's warnings."""
+def compiler_messages(*, pass_on: bool = True) -> Iterator[Messages]:
+    """Keeps what C++ writes to file descriptor 2 meanwhile; at the end passes on all but the compiler's warnings.
+
+    Args:
+      pass_on: False keeps all of it to itself.
+    """
     messages = Messages()
     sys.stderr.flush()
     before = os.dup(2)
@@ -331,4 +335,5 @@ def compiler_messages() -> Iterator[Messages]:
             os.close(before)
             kept.seek(0)
             messages.text = kept.read().decode(errors="replace")
-            os.write(2, re.sub(r"(?m)^[WI]\d{4} .*\n?", "", messages.text).encode())
+            if pass_on:
+                os.write(2, re.sub(r"(?m)^[WI]\d{4} .*\n?", "", messages.text).encode())

@@ -1,0 +1,30 @@
+"""Every array of a program on one chip, known from shapes alone."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from parallel import report
+from parallel.partitioner import Program
+
+
+def show(program: Program) -> None:
+    """Prints every parameter with its mesh axes, and the bytes of each part of the state."""
+    table = Table("array", "shape", "logical axes", "mesh axes", "MiB per chip", box=None)
+    for row in report.rows(program):
+        if row.path.startswith("params/"):
+            shape = "x".join(map(str, row.shape))
+            table.add_row(row.path, shape, str(row.axes), row.spec, f"{row.bytes_per_chip / 2**20:,.2f}")
+    Console(width=140).print(table)
+    sizes = report.totals(program)
+    print(
+        f"per chip: parameters {_mib(sizes.params)}, optimizer state {_mib(sizes.opt_state)}, "
+        f"carry {_mib(sizes.carry)}; all of it unsplit: {_mib(sizes.whole)}"
+    )
+    whole = [row.path for row in report.rows(program) if row.replicated and row.bytes_per_chip >= 2**20]
+    print(f"held whole by every chip, 1 MiB or more: {', '.join(whole) or 'nothing'}")
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.1f} MiB"
