@@ -1,26 +1,32 @@
-"""The table of agreement: every strategy on 16 CPU devices against one device, by one model.
+"""The table of agreement: every strategy on CPU devices against one device, by one model.
 
 `parallel.agreement` compares two programs; here are the model, the batches and the loop over strategies. The batches
-are packed rows with uneven padding, different at every step, so that weights, segments and positions all matter.
+are packed rows with uneven padding, different at every step, so that weights, segments and positions all matter. The
+devices are those of this process, or of several processes that play the slice: the first of them then leaves
+what it found in files (`record`), and the comparison is made here (`measure_played`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from core import optimizers, slices
+from core.slices import Slice
 from core.types import Model
+from launch.pods import joining, simulate
 from models import transformer
 from parallel import agreement, strategies
-from parallel.agreement import EXAMPLES, Batch, Difference, Example
+from parallel.agreement import EXAMPLES, Batch, Difference, Example, Trajectory
 from parallel.partitioner import Partitioner, Program
 
-__all__ = ["EXAMPLES", "MODEL", "Example", "bind", "measure", "random_batches"]
+__all__ = ["EXAMPLES", "MODEL", "Example", "bind", "measure", "measure_played", "random_batches", "record"]
 
 ROWS, LENGTH = 16, 24
 
@@ -58,13 +64,17 @@ def bind(model: Model, example: Example, batch: Batch, **options) -> Program:
     return bound.program(model, OPTIMIZER, spec, seed=7, **options)
 
 
+Apart = Mapping[str, Difference]  # by part of the trajectory
+
+
 class Row(NamedTuple):
-    """How far one strategy is from one device, by part of the trajectory."""
+    """How far one strategy is from one device; `float32` and `bfloat16` in one process, `played` by processes."""
 
     name: str
     slice: str
-    float32: Mapping[str, Difference]
-    bfloat16: Mapping[str, Difference] | None
+    float32: Apart
+    bfloat16: Apart | None
+    played: Mapping[int, Apart]
 
 
 def measure(model: Any, examples: Mapping[str, Example], *, steps: int, bfloat16: bool) -> list[Row]:
@@ -77,13 +87,67 @@ def measure(model: Any, examples: Mapping[str, Example], *, steps: int, bfloat16
       bfloat16: also compare the model computing in bfloat16 with itself on one device.
     """
     data = list(random_batches(model.vocab_size, steps=steps))
-    dtypes = ["float32", *(["bfloat16"] if bfloat16 else [])]
-    models = {d: dataclasses.replace(model, dtype=d) if hasattr(model, "dtype") else model for d in dtypes}
+    models = {d: _computing_in(model, d) for d in ("float32", *(["bfloat16"] if bfloat16 else []))}
     want = {d: agreement.run(bind(m, ONE_DEVICE, data[0]), data) for d, m in models.items()}
     rows = []
     for name, example in examples.items():
         found = {
             d: agreement.compare(agreement.run(bind(m, example, data[0]), data), want[d]) for d, m in models.items()
         }
-        rows.append(Row(name, example.slice, found["float32"], found.get("bfloat16")))
+        rows.append(Row(name, example.slice, found["float32"], found.get("bfloat16"), {}))
     return rows
+
+
+def measure_played(
+    model: Any, examples: Mapping[str, Example], *, steps: int, processes: int, command: Sequence[str]
+) -> dict[str, Apart]:
+    """Every example in float32 against one device, its chips shared among processes.
+
+    Args:
+      model, examples, steps: as for `measure`.
+      processes: on loopback, each with an even share of the chips.
+      command: argv that makes a process call `record`; `--into FOLDER --only NAME …` is added.
+
+    Raises:
+      ValueError: the processes could not be run.
+    """
+    data = list(random_batches(model.vocab_size, steps=steps))
+    want = agreement.run(bind(_computing_in(model, "float32"), ONE_DEVICE, data[0]), data)
+    found = {}
+    with tempfile.TemporaryDirectory(prefix="renga-agreement-") as folder:
+        for slice_name in dict.fromkeys(e.slice for e in examples.values()):
+            names = [name for name, example in examples.items() if example.slice == slice_name]
+            _play(slices.get(slice_name), processes, [*command, "--into", folder, "--only", *names], Path(folder))
+        for name in examples:
+            found[name] = agreement.compare(_load(Path(folder) / f"{name}.npz", like=want), want)
+    return found
+
+
+def record(model: Any, examples: Mapping[str, Example], *, steps: int, into: Path) -> None:
+    """Trains under every example as one of the processes that play its slice; host 0 leaves the trajectories."""
+    data = list(random_batches(model.vocab_size, steps=steps))
+    (slice_name,) = {example.slice for example in examples.values()}
+    host = joining.join(slices.get(slice_name))
+    for name, example in examples.items():
+        program = bind(_computing_in(model, "float32"), example, data[0])
+        rows = list(program.partitioner.data_layout(ROWS).rows)
+        trajectory = agreement.run(program, [{k: a[rows] for k, a in batch.items()} for batch in data])
+        if host.is_zero:
+            np.savez(into / f"{name}.npz", *jax.tree.leaves(trajectory))
+
+
+def _play(slice_: Slice, processes: int, command: Sequence[str], folder: Path) -> None:
+    if slice_.chips % processes:
+        raise ValueError(f"{processes} processes cannot share the {slice_.chips} chips of {slice_.name} evenly")
+    played = dataclasses.replace(slice_, host_bounds=(slice_.chips // processes,))
+    if code := simulate.run(played, command=command, log_directory=folder / f"logs_{slice_.name}"):
+        raise ValueError(f"{processes} processes of {slice_.name} could not be run (exit code {code})")
+
+
+def _load(path: Path, *, like: Trajectory) -> Trajectory:
+    with np.load(path) as leaves:
+        return jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name in leaves.files])
+
+
+def _computing_in(model: Any, dtype: str) -> Any:
+    return dataclasses.replace(model, dtype=dtype) if hasattr(model, "dtype") else model

@@ -95,12 +95,12 @@ def run(program: Program, batches: Iterable[Batch]) -> Trajectory:
 
 
 def _gradients(program: Program, params: Any, batch: Any) -> Any:
-    def mean_loss(params):
+    def mean_loss(params, batch):
         _, out = program.model.loss(params, program.model.init_carry(batch), jax.random.key(program.seed), batch)
         return out.loss_sum / out.weight_sum
 
     with program.partitioner.tracing():
-        return everywhere(program, jax.jit(jax.grad(mean_loss))(params))
+        return everywhere(program, jax.jit(jax.grad(mean_loss))(params, batch))
 
 
 def everywhere(program: Program, tree: Any) -> Any:

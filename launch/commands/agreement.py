@@ -9,12 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 HELP = "measure how far every strategy's numbers are from one device's"
 EXAMPLE = """launch/run agreement
   launch/run agreement --only fsdp zero1 --steps 20
+  launch/run agreement --processes 2 4
   launch/run agreement --model mine:build --strategy mine:tensor_only@v4-8"""
 
 PARTS = ("gradients", "losses", "params", "opt_state")
@@ -29,37 +31,75 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--strategy", metavar="MODULE:FUNCTION@SLICE", action="append", default=[], help="one of yours; repeatable"
     )
     parser.add_argument("--float32-only", action="store_true", help="leave the bfloat16 column out")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="also with the chips of each slice shared among N processes, a column for each N",
+    )
+    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)  # as one of those processes
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints one row per strategy; 0 whatever they are: the tests hold the tolerances."""
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["JAX_NUM_CPU_DEVICES"] = "16"
+    if args.into is None:
+        os.environ["JAX_NUM_CPU_DEVICES"] = "16"
     sys.path.append(str(Path.cwd()))
     from launch import agreement
 
     examples = _examples(args, agreement)
     model = _load(args.model)() if args.model else agreement.MODEL
-    columns = agreement.measure(model, examples, steps=args.steps, bfloat16=not args.float32_only)
-    Console(width=120).print(_table(columns, args.steps))
+    if args.into:
+        agreement.record(model, examples, steps=args.steps, into=args.into)
+        return 0
+    _check(args, examples)
+    rows = agreement.measure(model, examples, steps=args.steps, bfloat16=not args.float32_only)
+    for processes in args.processes:
+        command = [sys.executable, "-m", "launch", "agreement", *_passed_on(args)]
+        found = agreement.measure_played(model, examples, steps=args.steps, processes=processes, command=command)
+        rows = [row._replace(played={**row.played, processes: found[row.name]}) for row in rows]
+    Console(width=140).print(_table(rows, args))
     return 0
 
 
+def _check(args: argparse.Namespace, examples: dict[str, Any]) -> None:
+    from core import slices
+
+    if args.steps < 1:
+        raise ValueError(f"--steps {args.steps}: expected at least 1")
+    for processes in args.processes:
+        odd = {e.slice for e in examples.values() if processes < 1 or slices.get(e.slice).chips % processes}
+        if odd:
+            raise ValueError(f"--processes {processes}: cannot share the chips of {', '.join(sorted(odd))} evenly")
+
+
+def _passed_on(args: argparse.Namespace) -> list[str]:
+    """What a process must be told, but for which examples it runs."""
+    model = ["--model", args.model] if args.model else []
+    return ["--steps", str(args.steps), *model, *(a for text in args.strategy for a in ("--strategy", text))]
+
+
 def _examples(args: argparse.Namespace, agreement: Any) -> dict[str, Any]:
-    unknown = [name for name in args.only or () if name not in agreement.EXAMPLES]
+    """By name: those asked for with --only, of ours and the user's; else the user's, or where there are none, ours."""
+    mine = dict(_own(text, agreement) for text in args.strategy)
+    known = {**agreement.EXAMPLES, **mine}
+    unknown = [name for name in args.only or () if name not in known]
     if unknown:
-        raise ValueError(f"no strategy {', '.join(unknown)}; expected some of {', '.join(agreement.EXAMPLES)}")
-    if args.only is None and args.strategy:
-        chosen = {}
-    else:
-        chosen = {k: v for k, v in agreement.EXAMPLES.items() if args.only is None or k in args.only}
-    for text in args.strategy:
-        function, at, slice_name = text.rpartition("@")
-        if not at:
-            raise ValueError(f"--strategy {text!r}: expected MODULE:FUNCTION@SLICE, such as mine:tensor_only@v4-8")
-        made = _load(function)()
-        chosen[made.name] = agreement.Example(slice_name, made)
-    return chosen
+        raise ValueError(f"no strategy {', '.join(unknown)}; expected some of {', '.join(known)}")
+    if args.into:
+        return {name: known[name] for name in args.only}
+    return {**({k: known[k] for k in args.only} if args.only else {}), **mine} or known
+
+
+def _own(text: str, agreement: Any) -> tuple[str, Any]:
+    function, at, slice_name = text.rpartition("@")
+    if not at:
+        raise ValueError(f"--strategy {text!r}: expected MODULE:FUNCTION@SLICE, such as mine:tensor_only@v4-8")
+    made = _load(function)()
+    return made.name, agreement.Example(slice_name, made)
 
 
 def _load(name: str) -> Any:
@@ -69,12 +109,18 @@ def _load(name: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-def _table(rows: Any, steps: int) -> Table:
-    table = Table(title=f"largest difference from one device after {steps} steps, absolute (ulp of the leaf)", box=None)
-    for heading in ("strategy", "slice", *PARTS, "bfloat16 losses"):
+def _table(rows: Any, args: argparse.Namespace) -> Table:
+    title = f"largest difference from one device after {args.steps} steps, absolute (ulp of the leaf)"
+    table = Table(title=title, box=box.MARKDOWN)
+    headings = ["strategy", "slice", *PARTS, *(f"params, {n} processes" for n in args.processes)]
+    for heading in (*headings, *([] if args.float32_only else ["bfloat16 losses"])):
         table.add_column(heading)
     for row in rows:
-        cells = [f"{row.float32[p].absolute:.1e} ({row.float32[p].ulp:.0f})" for p in PARTS]
-        narrow = f"{row.bfloat16['losses'].absolute:.1e}" if row.bfloat16 else "-"
-        table.add_row(row.name, row.slice, *cells, narrow)
+        cells = [_cell(row.float32[part]) for part in PARTS] + [_cell(apart["params"]) for apart in row.played.values()]
+        narrow = [f"{row.bfloat16['losses'].absolute:.1e}"] if row.bfloat16 else []
+        table.add_row(row.name, row.slice, *cells, *narrow)
     return table
+
+
+def _cell(apart: Any) -> str:
+    return f"{apart.absolute:.1e} ({apart.ulp:.0f})"
