@@ -13,12 +13,13 @@ from types import MappingProxyType
 _RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = MappingProxyType(
     {
         **dict.fromkeys(("peak", "value", "weight_decay"), (lambda v: 0 <= v < math.inf, "at least 0, and finite")),
-        **dict.fromkeys(("b1", "b2", "momentum"), (lambda v: 0 <= v < 1, "from 0 to below 1")),
+        **dict.fromkeys(("b1", "b2", "momentum", "decay"), (lambda v: 0 <= v < 1, "from 0 to below 1")),
         **dict.fromkeys(("eps", "rms", "decay_rate", "clip_update"), (lambda v: 0 < v < math.inf, "above 0")),
         "clip_norm": (lambda v: v is None or v > 0, "above 0, or None to leave the gradient alone"),
         "min_factored": (lambda v: v >= 1, "at least 1"),
     }
 )
+NAMES = frozenset(_RANGES)
 
 
 def check(where: str, **values: float | None) -> None:

@@ -1,0 +1,57 @@
+"""Named axes for what an optimizer keeps, so that a strategy's tables decide where it lives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from core.logical import Axes
+from core.optimizers.base import Optimizer
+from core.types import Params
+
+
+def state_axes(optimizer: Optimizer, shapes: Params, axes: Any) -> Any:
+    """Logical axes of every leaf of the optimizer's state.
+
+    A leaf that belongs to a parameter and has its shape has its axes; one that lacks a dimension (a factored moment)
+    has the axes that remain; everything else (counters) has no named axis, hence is replicated. A leaf belongs to the
+    parameter whose path its own path ends with. Of two equally long dimensions optax drops the later for a row moment
+    and the earlier for a column moment; should that change, a layout would, never a number.
+
+    Args:
+      optimizer: whose state.
+      shapes: tree of `jax.ShapeDtypeStruct`, the parameters.
+      axes: tree of `Axes` of the same structure.
+
+    Returns:
+      A tree like `optimizer.init(params)` with `Axes` leaves.
+    """
+    by_path = {
+        tuple(path): (leaf.shape, named.names)
+        for (path, leaf), named in zip(
+            jax.tree_util.tree_leaves_with_path(shapes),
+            jax.tree.leaves(axes, is_leaf=lambda a: isinstance(a, Axes)),
+            strict=True,
+        )
+    }
+
+    def of_leaf(path, leaf) -> Axes:
+        owner = next((by_path[path[i:]] for i in range(len(path)) if path[i:] in by_path), None)
+        is_column = any(getattr(key, "name", None) == "v_col" for key in path)
+        return Axes(_surviving_axes(leaf.shape, *owner, first=is_column) if owner else (None,) * len(leaf.shape))
+
+    return jax.tree_util.tree_map_with_path(of_leaf, jax.eval_shape(optimizer.init, shapes))
+
+
+def _surviving_axes(
+    leaf: tuple[int, ...], param: tuple[int, ...], names: tuple[str | None, ...], *, first: bool
+) -> tuple:
+    """The axes of a leaf that lacks a dimension: the last, or the `first`, without which the sizes are right."""
+    if leaf == param:
+        return names
+    order = range(len(param)) if first else reversed(range(len(param)))
+    for dropped in sorted(order, key=lambda i: names[i] == "layers"):  # a layer of a stack keeps moments of its own
+        if leaf == param[:dropped] + param[dropped + 1 :]:
+            return names[:dropped] + names[dropped + 1 :]
+    return (None,) * len(leaf)
