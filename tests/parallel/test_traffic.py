@@ -9,7 +9,8 @@ import pytest
 
 from core import optimizers, slices
 from models import transformer
-from parallel import analysis, compiled, partitioner, strategies, traffic
+from parallel import analysis, compiled, partitioner, traffic
+from parallel.agreement import EXAMPLES
 from parallel.hlo import executions, program, replica_groups
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
@@ -200,51 +201,48 @@ def analyze(tables, slice_name):
     return analysis.analyze(bound.program(MODEL, optimizer, spec, seed=0))
 
 
+def both(axes, kind):
+    """Inside the loop over layers, and outside for embedding and head."""
+    return {(axes, kind, "loop"), (axes, kind, "once")}
+
+
 # What each strategy sends, by mesh axis and kind, inside the loop over layers or outside; what is under 4 KiB per
 # execution (metrics, norms) left out. A line that appears or disappears is a change of the strategy or of the compiler.
+WEIGHTS_OVER_FSDP = both("fsdp", "all-gather")
+PIECES_OF_GRADIENTS = both("fsdp", "reduce-scatter") | {("fsdp", "all-reduce", "loop")}
 SIGNATURES = {
-    "data_parallel": (
-        strategies.data_parallel(),
-        {("data", "all-reduce", "loop"), ("data", "all-reduce", "once")},
-    ),
-    "fsdp": (
-        strategies.fsdp(),
-        {
-            ("fsdp", "all-gather", "loop"),
-            ("fsdp", "all-gather", "once"),
-            ("fsdp", "all-reduce", "loop"),
-            ("fsdp", "all-reduce", "once"),
-        },
-    ),
-    "fsdp_tensor 4": (
-        strategies.fsdp_tensor(tensor=4),
-        {
-            ("fsdp", "all-gather", "loop"),
-            ("fsdp", "all-gather", "once"),
-            ("fsdp", "all-reduce", "loop"),
-            ("fsdp", "reduce-scatter", "loop"),
-            ("fsdp", "reduce-scatter", "once"),
-            ("tensor", "all-reduce", "loop"),
-            ("tensor", "all-reduce", "once"),
-        },
-    ),
+    "data_parallel": both("data", "all-reduce"),
+    "zero1": both("data", "all-reduce") | {("data", "all-gather", "once")},  # the updated parameters
+    "fsdp": WEIGHTS_OVER_FSDP | both("fsdp", "all-reduce"),
+    "hsdp": WEIGHTS_OVER_FSDP | both("data fsdp", "all-reduce"),
+    "tensor": both("tensor", "all-reduce"),
+    "fsdp_tensor": WEIGHTS_OVER_FSDP | PIECES_OF_GRADIENTS | both("tensor", "all-reduce"),
+    "sequence_tensor": WEIGHTS_OVER_FSDP
+    | PIECES_OF_GRADIENTS
+    | both("tensor", "all-gather")
+    | both("tensor", "reduce-scatter")
+    | {("fsdp tensor", "all-reduce", "once")},  # gradients of the norms
+    "context": both("fsdp sequence", "all-gather")
+    | both("fsdp sequence", "all-reduce")
+    | {("sequence", kind, "loop") for kind in ("all-gather", "all-reduce", "all-to-all", "reduce-scatter")},
+    "mesh3d": WEIGHTS_OVER_FSDP | both("data fsdp", "all-reduce") | both("tensor", "all-reduce"),
+    "multislice": WEIGHTS_OVER_FSDP | both("fsdp", "all-reduce") | both("data", "all-reduce"),
 }
+BETWEEN_SLICES = {"multislice": {"data"}}
 
 
 @pytest.fixture(scope="module")
-def compiled_for_v4_32():
-    return functools.cache(lambda name: analyze(SIGNATURES[name][0], "v4-32"))
+def compiled_for_a_slice():
+    return functools.cache(lambda name: analyze(EXAMPLES[name].strategy, EXAMPLES[name].slice))
 
 
-@pytest.mark.compiled("v4-32")
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_signature(name, compiled_for_v4_32):
-    found = {
-        (" ".join(c.axes), c.kind, "loop" if c.loops else "once")
-        for c in compiled_for_v4_32(name).collectives
-        if c.payload_bytes >= 4096
-    }
-    assert found == SIGNATURES[name][1]
+@pytest.mark.compiled("v4-8", "v4-32", "2xv4-16")
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_signature(name, compiled_for_a_slice):
+    large = [c for c in compiled_for_a_slice(name).collectives if c.payload_bytes >= 4096]
+    found = {(" ".join(c.axes), c.kind, "loop" if c.loops else "once") for c in large}
+    assert found == SIGNATURES[name]
+    assert {" ".join(c.axes) for c in large if c.network == "DCN"} == BETWEEN_SLICES.get(name, set())
 
 
 def layer_bytes():
@@ -254,16 +252,16 @@ def layer_bytes():
 
 
 @pytest.mark.compiled("v4-32")
-def test_fsdp_gathers_each_layer_forward_and_again_backward(compiled_for_v4_32):
-    found = compiled_for_v4_32("fsdp").collectives
+def test_fsdp_gathers_each_layer_forward_and_again_backward(compiled_for_a_slice):
+    found = compiled_for_a_slice("fsdp").collectives
     gathers = [c for c in found if c.kind == "all-gather" and c.loops]
     assert sum(c.wire_bytes * c.times for c in gathers) == 2 * MODEL.num_layers * layer_bytes() * 15 // 16
     assert all(c.dtype == "bf16" for c in gathers)
 
 
 @pytest.mark.compiled("v4-32")
-def test_data_parallel_adds_up_every_gradient_once(compiled_for_v4_32):
-    found = compiled_for_v4_32("data_parallel").collectives
+def test_data_parallel_adds_up_every_gradient_once(compiled_for_a_slice):
+    found = compiled_for_a_slice("data_parallel").collectives
     stored = MODEL.stored_vocab_size * MODEL.embed_dim
     norms = (2 * MODEL.num_layers + 1) * MODEL.embed_dim
     reduced = sum(math.prod(a.dims) * c.times for c in found for a in c.arrays if a.dims)
