@@ -1,0 +1,1 @@
+"""Grids to complete: Sudoku, mazes, ARC."""

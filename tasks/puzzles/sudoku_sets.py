@@ -1,0 +1,225 @@
+"""A Sudoku dataset: generated, or the public benchmark's two CSV files.
+
+The one idea: the held-out puzzles come first, and no training puzzle may share a signature with one of them
+(`sudoku_puzzles.signatures`), so that no held-out puzzle is a symmetric copy of what the model trains on.
+
+Tokens: 0 padding (never used), 1 blank, digit + 1. Every puzzle has identifier 0.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from core import paths
+from tasks.puzzles import sudoku_puzzles, writing
+from tasks.puzzles.sudoku_puzzles import CLUES, Puzzle
+from tasks.puzzles.sudoku_solver import shape
+
+Report = Callable[[int, int], None]  # groups done, of how many
+_DRAWS_PER_PUZZLE = 200  # before a generator gives up on finding another that is new
+_SIGNED_AT_ONCE = 4096
+_TEST, _TRAIN, _AUGMENT = range(3)  # streams of random numbers
+_COLUMNS = ("source", "question", "answer", "rating")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SudokuSet:
+    """What to build.
+
+    Attributes:
+      size: 4, 6 or 9.
+      num_train: training puzzles, each a group.
+      num_test: held-out puzzles; None: all of the CSV.
+      num_aug: symmetric copies of each training puzzle beside itself.
+      clues: fewest and most of a generated puzzle.
+      csv: folder with train.csv and test.csv (columns source, question, answer, rating); empty: generate.
+      min_rating: puzzles below it are left out.
+      seed: of everything random.
+
+    Raises:
+      ValueError: a number out of range.
+    """
+
+    size: int
+    num_train: int
+    num_test: int | None
+    num_aug: int
+    clues: tuple[int, int] | None = None
+    csv: str = ""
+    min_rating: int = 0
+    seed: int = 0
+
+    def __post_init__(self):
+        cells = shape(self.size).cells
+        low, high = self.clues or CLUES[self.size]
+        wrong = [f"num_train {self.num_train}, expected at least 1"] if self.num_train < 1 else []
+        wrong += [f"num_test {self.num_test}, expected at least 1"] if (self.num_test or 1) < 1 else []
+        wrong += ["num_test None, expected a number where puzzles are generated"] * (not self.csv and not self.num_test)
+        wrong += [f"num_aug {self.num_aug}, expected at least 0"] if self.num_aug < 0 else []
+        wrong += [f"clues {low} to {high}, expected 0 to {cells} in order"] if not 0 <= low <= high <= cells else []
+        wrong += [f"size {self.size} with csv, whose puzzles are of size 9"] if self.csv and self.size != 9 else []
+        if wrong:
+            raise ValueError("sudoku: " + "; ".join(wrong))
+
+    @property
+    def vocab_size(self) -> int:
+        """Padding, blank and the digits."""
+        return self.size + 2
+
+    @property
+    def seq_len(self) -> int:
+        """Cells."""
+        return self.size**2
+
+    def about(self) -> dict[str, Any]:
+        """What was asked for, as JSON."""
+        clues = None if self.csv else list(self.clues or CLUES[self.size])
+        return {"kind": "sudoku", **dataclasses.asdict(self), "clues": clues}
+
+    def build(self, directory: str, *, report: Report = lambda done, total: None) -> Mapping[str, Any]:
+        """Writes the dataset and returns what build.json says of it.
+
+        Raises:
+          ValueError: the directory is taken, a file is wrong, or there are not as many different puzzles.
+        """
+        with writing.dataset(directory, vocab_size=self.vocab_size, seq_len=self.seq_len, about=self.about()) as out:
+            test, train = self._puzzles()
+            for puzzle in test:
+                out.test.add_group(puzzle.grid[None] + 1, puzzle.solution[None] + 1)
+            for number, puzzle in enumerate(train):
+                grids, solutions = self._group(puzzle, number)
+                out.train.add_group(grids + 1, solutions + 1)
+                report(number + 1, len(train))
+            out.extra[writing.BUILD] |= {"train": _summary(train), "test": _summary(test), **_HELD_OUT}
+        return out.extra[writing.BUILD]
+
+    def draw(self, tokens: np.ndarray) -> str:
+        """A grid as text."""
+        rows, columns = shape(self.size).box
+        lines = []
+        for y, row in enumerate(np.asarray(tokens).reshape(self.size, self.size).tolist()):
+            cells = ["." if t <= 1 else str(t - 1) for t in row]
+            boxes = [" ".join(cells[x : x + columns]) for x in range(0, self.size, columns)]
+            lines += [""] * (y > 0 and y % rows == 0) + ["  ".join(boxes)]
+        return "\n".join(lines)
+
+    def _rng(self, *key: int) -> np.random.Generator:
+        return np.random.default_rng((self.seed, *key))
+
+    def _group(self, puzzle: Puzzle, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Puzzle and copies, [1 + num_aug, C] each."""
+        rng = self._rng(_AUGMENT, number)
+        copies = [sudoku_puzzles.random_symmetry(rng, size=self.size) for _ in range(self.num_aug)]
+        grids = [puzzle.grid, *(symmetry(puzzle.grid) for symmetry in copies)]
+        solutions = [puzzle.solution, *(symmetry(puzzle.solution) for symmetry in copies)]
+        return np.stack(grids), np.stack(solutions)
+
+    def _puzzles(self) -> tuple[list[Puzzle], list[Puzzle]]:
+        if self.csv:
+            test = self._from_csv("test", self.num_test, taken=np.zeros(0, np.uint64))
+            return test, self._from_csv("train", self.num_train, taken=_signed(test, self.size))
+        test = self._generated(self._rng(_TEST), self.num_test, taken=set())
+        return test, self._generated(self._rng(_TRAIN), self.num_train, taken=set(_signed(test, self.size).tolist()))
+
+    def _generated(self, rng: np.random.Generator, count: int, *, taken: set[int]) -> list[Puzzle]:
+        """`count` different grids whose signatures are not `taken`; held-out ones differ in signature too."""
+        found: dict[Any, Puzzle] = {}
+        is_test = not taken
+        for _ in range(count * _DRAWS_PER_PUZZLE):
+            puzzle = sudoku_puzzles.generate(rng, size=self.size, clues=self.clues)
+            signature = int(sudoku_puzzles.signatures(puzzle.grid[None], size=self.size)[0])
+            if puzzle.rating >= self.min_rating and signature not in taken:
+                found.setdefault(signature if is_test else puzzle.grid.tobytes(), puzzle)
+                if len(found) == count:
+                    return list(found.values())
+        what = "held-out puzzles that are no symmetric copies of one another" if is_test else "training puzzles"
+        raise ValueError(
+            f"sudoku: of {count * _DRAWS_PER_PUZZLE:,} puzzles of {self.size}x{self.size} only {len(found):,} are {what}"
+            f"{' unlike the held-out ones' * (not is_test)} with a rating of at least {self.min_rating}; asked for "
+            f"{count:,}. Ask for fewer, other clues, or a lower rating"
+        )
+
+    def _from_csv(self, split: str, count: int | None, *, taken: np.ndarray) -> list[Puzzle]:
+        """`count` random puzzles of a file (all where None) whose signatures are not `taken`."""
+        file = paths.resolve(self.csv) / f"{split}.csv"
+        fits = [number for number, row in _rows(file) if _rating(row, file, number) >= self.min_rating]
+        order = self._rng(_TEST if split == "test" else _TRAIN).permutation(len(fits)) if count else range(len(fits))
+        wanted = {fits[i]: place for place, i in enumerate(order[: 2 * count + 100] if count else order)}
+        rows = ((wanted[n], _parsed(row, file, n)) for n, row in _rows(file) if n in wanted)
+        puzzles = [puzzle for _, puzzle in sorted(rows, key=lambda pair: pair[0])]
+        new = ~np.isin(_signed(puzzles, self.size), taken)
+        chosen = [puzzle for puzzle, is_new in zip(puzzles, new, strict=True) if is_new][:count]
+        if len(chosen) < (count or 1):
+            raise ValueError(
+                f"{file} has {len(chosen)} puzzles with a rating of at least {self.min_rating} that are no copies of "
+                f"held-out ones; asked for {count or 'all'}"
+            )
+        return chosen
+
+
+_HELD_OUT = {
+    "held_out_by": "no training puzzle has the symmetry-invariant signature of a held-out one",
+    "rating_is": "backtracks until the solution is found and proved the only one (of a CSV: its own column)",
+}
+
+
+def _signed(puzzles: list[Puzzle], size: int) -> np.ndarray:
+    """[n] signatures."""
+    parts = [puzzles[i : i + _SIGNED_AT_ONCE] for i in range(0, len(puzzles), _SIGNED_AT_ONCE)]
+    signed = [sudoku_puzzles.signatures(np.stack([p.grid for p in part]), size=size) for part in parts]
+    return np.concatenate([np.zeros(0, np.uint64), *signed])
+
+
+def _summary(puzzles: list[Puzzle]) -> dict[str, Any]:
+    ratings = np.asarray([p.rating for p in puzzles])
+    clues = np.asarray([np.count_nonzero(p.grid) for p in puzzles])
+    quantiles = {"min": 0, "median": 50, "p90": 90, "max": 100}
+    return {
+        "puzzles": len(puzzles),
+        "rating": {name: int(np.percentile(ratings, q)) for name, q in quantiles.items()},
+        "clues": {name: int(np.percentile(clues, q)) for name, q in quantiles.items()},
+    }
+
+
+def _rows(file: paths.Path) -> Iterator[tuple[int, Mapping[str, str]]]:
+    """(line, row) of a CSV file."""
+    try:
+        with file.open("r") as stream:
+            reader = csv.DictReader(stream)
+            missing = [c for c in _COLUMNS[1:] if c not in (reader.fieldnames or ())]
+            if missing:
+                raise ValueError(f"{file} has columns {reader.fieldnames}, expected {', '.join(_COLUMNS)}")
+            for row in reader:
+                yield reader.line_num, row
+    except FileNotFoundError as error:
+        raise ValueError(f"{file} does not exist; csv names the folder that holds train.csv and test.csv") from error
+
+
+def _rating(row: Mapping[str, str], file: paths.Path, number: int) -> int:
+    try:
+        return int(row["rating"])
+    except (TypeError, ValueError):
+        raise ValueError(f"{file}, line {number}: rating is {row['rating']!r}, expected an integer") from None
+
+
+def _parsed(row: Mapping[str, str], file: paths.Path, number: int) -> Puzzle:
+    question, answer = (row["question"] or "").replace(".", "0"), row["answer"] or ""
+    for name, text in (("question", question), ("answer", answer)):
+        if len(text) != 81 or not text.isascii() or not text.isdecimal():
+            raise ValueError(f"{file}, line {number}: {name} is {text!r}, expected 81 digits ('.' or 0 for blank)")
+    grid, solution = (np.frombuffer(text.encode(), np.uint8) - ord("0") for text in (question, answer))
+    if not is_solved(solution, size=9) or np.any((grid > 0) & (grid != solution)):
+        raise ValueError(f"{file}, line {number}: answer is no solution of question")
+    return Puzzle(grid, solution, _rating(row, file, number))
+
+
+def is_solved(grid: np.ndarray, *, size: int) -> bool:
+    """Whether every row, column and box of a grid [C] holds every digit once."""
+    cells = np.asarray(grid)
+    units = ([c for c in range(size**2) if unit >> c & 1] for unit in shape(size).units)
+    return all(sorted(cells[unit].tolist()) == list(range(1, size + 1)) for unit in units)
