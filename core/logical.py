@@ -41,6 +41,7 @@ LOGICAL_AXES: Mapping[str, str] = {
     "vocab": "entries of the vocabulary, as stored",
     "norm": "scale of a normalisation: the width of what it normalises, too small to split",
     "layers": "layers of a stack, in model order",
+    "puzzles": "rows of a table with one for each puzzle",
 }
 
 

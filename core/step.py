@@ -73,7 +73,7 @@ def train_step(
 
         def loss_sum(params, batch):
             carry, out = model.loss(optimizer.trainable(params), state.carry, rng, batch)
-            return out.loss_sum, (carry, out._replace(extras=()))
+            return out.loss_sum, (carry, out)
 
         grad = jax.grad(loss_sum, has_aux=True)
         if accum_steps == 1:
@@ -83,8 +83,7 @@ def train_step(
             carry = state.carry
             grads, out = sum_gradients(lambda p, b: _without_carry(grad(p, b)), state.params, batch, accum_steps)
         grads = jax.tree.map(lambda g: g / jnp.maximum(out.weight_sum, 1.0), grads)
-        updates, opt_state = optimizer.transformation.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        params, opt_state = optimizer.update(grads, state.opt_state, state.params, out.extras)
         metrics = {
             **means(out),
             "learning_rate": jnp.asarray(optimizer.learning_rate(state.step), jnp.float32),
@@ -96,13 +95,23 @@ def train_step(
     return run
 
 
-def eval_step(model: Model, *, seed: int) -> Callable[[TrainState, Batch], Mapping[str, WeightedSum]]:
-    """The function `(state, batch) -> sums`, to be added up over batches and divided once."""
+def eval_step(
+    model: Model, optimizer: Optimizer, *, seed: int
+) -> Callable[[TrainState, Batch], Mapping[str, WeightedSum]]:
+    """The function `(state, batch) -> sums`, to be added up over batches and divided once.
+
+    It reads the parameters that the optimizer averages, where it does, and calls the model's own `evaluate`, where it
+    has one.
+    """
 
     def run(state: TrainState, batch: Batch) -> Mapping[str, WeightedSum]:
         rng = jax.random.fold_in(jax.random.key(seed), state.step)
         batch = random_bits.with_row_ids(batch)
-        _, out = model.loss(state.params, model.init_carry(batch), rng, batch)
+        params = optimizer.evaluated(state.params, state.opt_state)
+        if hasattr(model, "evaluate"):
+            out = model.evaluate(params, rng, batch)
+        else:
+            _, out = model.loss(params, model.init_carry(batch), rng, batch)
         return {"loss": WeightedSum(out.loss_sum, out.weight_sum), **out.metrics}
 
     return run
@@ -116,7 +125,7 @@ def means(out: LossOutput) -> dict[str, jax.Array]:
 
 def _without_carry(result: tuple[Params, tuple[Any, LossOutput]]) -> tuple[Params, LossOutput]:
     grads, (_, out) = result
-    return grads, out
+    return grads, out._replace(extras=())  # rows touched in one microbatch are no sum
 
 
 def _refuse_carry(carry: Any, accum_steps: int) -> None:

@@ -32,7 +32,8 @@ class LossOutput(NamedTuple):
       loss_sum: [], float32.
       weight_sum: [], float32, the number of supervised items.
       metrics: further means to report, by name.
-      extras: what an optimizer needs beside gradients.
+      extras: what an optimizer needs beside gradients: `{path of a table: rows that were read [N], int32}` for
+        `core.optimizers.with_table`. Not summed over microbatches.
     """
 
     loss_sum: jax.Array
@@ -48,7 +49,11 @@ class Model(Protocol):
     int32 (documents of a row count from 1, 0 is padding; positions restart with each), and `weights` [B, T], float32 (0
     leaves a position out of the loss). In `loss` there is also `row_ids` [B], for `core.random_bits`.
 
+    A puzzle's: `inputs`, `labels` [B, S] (-100 is ignored) and `puzzle_ids` [B], int32.
+
     Optional, each for what is named:
+      evaluate(params, rng, batch): a LossOutput in place of that of `loss`, for a model that is evaluated otherwise
+        than it is trained. Evaluation.
       logits(params, batch): [B, T, V] of the next token, float32. Text that the trained model writes (PROMPT).
       shrink(multiples): the smallest model of this kind whose dimensions are multiples of `multiples`, a number by
         logical axis. --smoke and the tests that compile a gin file.

@@ -31,7 +31,7 @@ def continue_prompt(program: Program, state: TrainState, prompt: list[int], *, c
     prompt = prompt[-length:]
     written = np.zeros(max(length, len(prompt) + count), np.int32)
     written[: len(prompt)] = prompt
-    params = state.params
+    params = program.optimizer.evaluated(state.params, state.opt_state)
     if sum(leaf.nbytes for leaf in jax.tree.leaves(params)) <= GATHER_AT_MOST_BYTES:
         whole = NamedSharding(program.partitioner.mesh, PartitionSpec())
         params = jax.jit(lambda tree: tree, out_shardings=whole)(params)  # once, not at every layer of every id

@@ -220,7 +220,9 @@ class Program:
         """Traces the loss, so that a table that the computation does not fit is refused before the first step."""
         with self.partitioner.tracing():
             try:
-                jax.eval_shape(step.eval_step(self.model, seed=self.seed), self._abstract[0], self._example())
+                jax.eval_shape(
+                    step.eval_step(self.model, self.optimizer, seed=self.seed), self._abstract[0], self._example()
+                )
             except ValueError as error:
                 tables, where = self.partitioner.strategy, self.partitioner.slice.name
                 raise ValueError(f"strategy {tables.name!r} on {where}, computation: {error}") from error
@@ -278,7 +280,7 @@ class Program:
     @functools.cached_property
     def jitted_eval_step(self) -> Any:
         """The jitted evaluation step; trace it inside `partitioner.tracing()`."""
-        return self._jit(step.eval_step(self.model, seed=self.seed), out_shardings=self._replicated)
+        return self._jit(step.eval_step(self.model, self.optimizer, seed=self.seed), out_shardings=self._replicated)
 
     def _jit(self, fn: Callable, **options) -> Any:
         on_tpu = self.partitioner.mesh.devices.flat[0].platform == "tpu"

@@ -6,10 +6,12 @@ base.py        `Optimizer`, and what all of them share: learning_rate, weight_de
 layout.py      named axes of the state
 """
 
+from core.optimizers.average import averaged
 from core.optimizers.base import CONSTANTS, NORMS, Optimizer
 from core.optimizers.layout import state_axes
 from core.optimizers.rules import MATRICES, adafactor, adam_atan2, adamw, lion, muon
 from core.optimizers.schedules import Schedule, constant, warmup_cosine, warmup_floor, warmup_linear
+from core.optimizers.table import with_table
 
 __all__ = [
     "CONSTANTS",
@@ -20,6 +22,7 @@ __all__ = [
     "adafactor",
     "adam_atan2",
     "adamw",
+    "averaged",
     "constant",
     "lion",
     "muon",
@@ -27,4 +30,5 @@ __all__ = [
     "warmup_cosine",
     "warmup_floor",
     "warmup_linear",
+    "with_table",
 ]

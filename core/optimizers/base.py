@@ -68,7 +68,7 @@ class Optimizer:
         Raises:
           ValueError: a pattern matches no parameter.
         """
-        frozen = _frozen(params, self.frozen)
+        frozen = frozen_of(params, self.frozen)
         return jax.tree.map(lambda p, stop: jax.lax.stop_gradient(p) if stop else p, params, frozen)
 
     def evaluated(self, params: Params, state: Any) -> Params:
@@ -158,8 +158,12 @@ def _decayed(params: Params, no_decay: tuple[str, ...]) -> Any:
     return jax.tree.map(lambda yes: not yes, spared)
 
 
-def _frozen(params: Params, frozen: tuple[str, ...]) -> Any:
-    """A tree of booleans: what never changes."""
+def frozen_of(params: Params, frozen: tuple[str, ...]) -> Any:
+    """A tree of booleans: what never changes.
+
+    Raises:
+      ValueError: a pattern of `frozen` matches no parameter.
+    """
     parameters.matches(params, frozen, where="frozen")
     return parameters.matches(params, (*frozen, *parameters.present(params, CONSTANTS)))
 
@@ -168,7 +172,7 @@ def only_trainable(rule: optax.GradientTransformation, frozen: tuple[str, ...]) 
     """`rule` for what is trained; nothing, and no state, for what is frozen or a constant."""
 
     def of(params: Params) -> optax.GradientTransformationExtraArgs:
-        labels = jax.tree.map(lambda f: "frozen" if f else "trained", _frozen(params, frozen))
+        labels = jax.tree.map(lambda f: "frozen" if f else "trained", frozen_of(params, frozen))
         if "frozen" not in jax.tree.leaves(labels):
             return optax.with_extra_args_support(rule)
         return optax.partition({"trained": rule, "frozen": optax.set_to_zero()}, labels)

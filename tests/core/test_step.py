@@ -112,7 +112,7 @@ def test_the_carry_travels_and_cannot_be_accumulated():
 @pytest.mark.covers("T17")
 def test_evaluation_returns_sums_and_starts_from_a_fresh_carry():
     state = start(Counting())._replace(carry=jnp.full(4, 9.0))
-    sums = step.eval_step(Counting(), seed=0)(state, batch(weights=[1.0, 1.0, 0.0, 2.0]))
+    sums = step.eval_step(Counting(), sgd(), seed=0)(state, batch(weights=[1.0, 1.0, 0.0, 2.0]))
     assert (float(sums["loss"].total), float(sums["loss"].weight)) == (63.0, 4.0)
     assert set(sums) == {"loss", "bits"}
 
