@@ -34,10 +34,10 @@ def batch_spec(batch_size: int, *, length: int) -> dict[str, jax.ShapeDtypeStruc
 
 
 class Stream(Protocol):
-    """One endless stream of rows, the same on every host that opens it."""
+    """One stream of rows, the same on every host that opens it."""
 
     def __next__(self) -> Mapping[str, np.ndarray]:
-        """The next R rows: every key of `BATCH_DTYPES`, each [R, T]."""
+        """The next R rows of every key of the batch; raises StopIteration behind the last, where there is one."""
 
     def state(self) -> bytes:
         """The position: what a fresh stream needs to continue after the last rows returned."""
@@ -74,7 +74,7 @@ class StreamBatches:
 
     Args:
       layout: the rows of this host.
-      length: T.
+      spec: shapes and dtypes of the global batch, `inputs` [B, T] among them.
       num_streams: streams of the whole input, whatever the number of hosts.
       open_stream: opens one stream at its start.
       identity: what a saved position is only good for (source, vocabulary, seed, ...); compared in `restore`.
@@ -84,14 +84,15 @@ class StreamBatches:
         self,
         layout: DataLayout,
         *,
-        length: int,
+        spec: Mapping[str, jax.ShapeDtypeStruct],
         num_streams: int,
         open_stream: OpenStream,
         identity: Mapping[str, Any],
     ) -> None:
         rows = rows_per_stream(layout.batch_size, num_streams=num_streams)
         _check_layout(layout)
-        self._layout, self._length, self._rows = layout, length, rows
+        self._layout, self._spec = layout, spec
+        length = spec["inputs"].shape[1]
         self._identity = {**identity, "length": length, "num_streams": num_streams, "rows_per_stream": rows}
         self._takes = _takes(layout.rows, rows)
         self._streams = {index: open_stream(index, rows) for index in self._takes}
@@ -101,15 +102,15 @@ class StreamBatches:
     @property
     def spec(self) -> Mapping[str, jax.ShapeDtypeStruct]:
         """See `core.types.Batches`."""
-        return batch_spec(self._layout.batch_size, length=self._length)
+        return self._spec
 
     def __iter__(self) -> StreamBatches:
         return self
 
     def __next__(self) -> Mapping[str, np.ndarray]:
         """See `core.types.Batches`."""
-        shape = (len(self._layout.rows), self._length)
-        batch = {key: np.empty(shape, dtype) for key, dtype in BATCH_DTYPES.items()}
+        height = len(self._layout.rows)
+        batch = {key: np.empty((height, *whole.shape[1:]), whole.dtype) for key, whole in self._spec.items()}
         for index, (places, rows) in self._takes.items():
             part = next(self._streams[index])
             for key, values in batch.items():

@@ -98,7 +98,7 @@ class SyntheticTask:
 
         return streams.StreamBatches(
             layout,
-            length=self.length,
+            spec=self.spec(layout.batch_size),
             num_streams=self.num_streams,
             open_stream=open_stream,
             identity={"source": self.fingerprint(), "split": key[0], "seed": key[1]},

@@ -94,7 +94,7 @@ class TextTask:
         source, vocabulary = self.corpus.fingerprint(), self.vocabulary.hash
         return streams.StreamBatches(
             layout,
-            length=self.length,
+            spec=self.spec(layout.batch_size),
             num_streams=self.num_streams,
             open_stream=open_stream,
             identity={"source": source, "vocabulary": vocabulary, "split": split, "seed": seed},

@@ -61,7 +61,7 @@ def test_a_host_opens_only_the_streams_of_its_rows():
         return iter(())
 
     layout = DataLayout(16, (0, 3, 13), (0, 3, 13))
-    streams.StreamBatches(layout, length=7, num_streams=8, open_stream=open_stream, identity={})
+    streams.StreamBatches(layout, spec=TASK.spec(16), num_streams=8, open_stream=open_stream, identity={})
     assert opened == [(0, 2), (1, 2), (6, 2)]
 
 

@@ -1,0 +1,174 @@
+"""Which examples a batch is made of, as indices into a split: endless and shuffled, or once in order.
+
+The one idea: a position is a handful of numbers. The order is drawn in iterations; iteration i (from 1) draws from
+Philox(seed + i): first `epochs` permutations of the groups, one behind the other, then for each visit of a group one of
+its puzzles. So an epoch visits each puzzle once whatever its augmentations, and any host can draw the whole order.
+
+    Philox(seed + i)    groups  2 0 1 | 1 2 0     2 epochs of 3 groups
+                        puzzles 7 1 4   3 8 0     one of each visited group's
+
+A puzzle of several examples (ARC) gives as many as the batch has room for, without repetition; these are drawn from a
+generator of their own for each batch, keyed by (seed, iteration, first visit), so that they disturb nothing. What is left at the end of an
+iteration and fills no batch is dropped. (seqio shuffles examples through a buffer and resumes by replaying it; it knows
+neither groups nor a draw that depends on one, and this order needs both.)
+
+B rows of a batch, E examples, P puzzles, G groups.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tasks.puzzles.files import Split
+
+FILLER = -1  # example index of a row that completes the last batch of an evaluation
+_BATCHES_PER_ITERATION = 1000
+_LONGEST_ORDER = 2**25  # visits kept in memory
+
+
+class Picked(NamedTuple):
+    """One global batch.
+
+    Attributes:
+      examples: [B] rows of `inputs` and `labels`, or FILLER.
+      puzzles: [B] the puzzle of each.
+    """
+
+    examples: np.ndarray
+    puzzles: np.ndarray
+
+
+def epochs_per_iteration(split: Split, *, batch_size: int) -> int:
+    """So many that what an iteration drops is a thousandth of it at most, or as many as memory should hold."""
+    groups = len(split.group_indices) - 1
+    enough = -(-_BATCHES_PER_ITERATION * batch_size // max(1, groups))
+    return max(1, min(enough, _LONGEST_ORDER // max(1, groups)), -(-batch_size // max(1, groups)))
+
+
+class Shuffled:
+    """The endless order of training."""
+
+    def __init__(self, split: Split, *, batch_size: int, seed: int, epochs: int | None = None):
+        """`epochs` permutations to an iteration; `epochs_per_iteration` where not given.
+
+        Raises:
+          ValueError: an iteration that gives no batch.
+        """
+        self._batch_size, self._seed = batch_size, seed
+        self._groups, self._puzzles = np.array(split.group_indices), np.array(split.puzzle_indices)
+        self._single = bool(np.all(np.diff(self._puzzles) == 1))
+        self._epochs = epochs or epochs_per_iteration(split, batch_size=batch_size)
+        self._num_groups = len(split.group_indices) - 1
+        fewest = self._num_groups * self._epochs * int(np.diff(self._puzzles).min())
+        if fewest < batch_size:
+            raise ValueError(
+                f"{self._epochs} epochs of {self._num_groups} puzzles give no batch of {batch_size}: "
+                f"set epochs_per_iteration to {-(-batch_size // max(1, self._num_groups))} or more, or leave it out"
+            )
+        self._start(1)
+
+    def __next__(self) -> Picked:
+        """The next batch."""
+        while (picked := self._pick()) is None:
+            self._start(self._iteration + 1)
+        return picked
+
+    def state(self) -> bytes:
+        """Iteration, visit, and where its generator is."""
+        generator = _plain(self._rng.bit_generator.state)
+        return json.dumps({"iteration": self._iteration, "visit": self._visit, "generator": generator}).encode()
+
+    def restore(self, state: bytes) -> None:
+        """Continues at a position. Raises ValueError for bytes that are none."""
+        try:
+            found = json.loads(state)
+            self._start(int(found["iteration"]))
+            self._rng.bit_generator.state = _arrays(found["generator"])
+            self._visit = int(found["visit"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{state[:60]!r}... is no position in a set of puzzles: {error}") from error
+
+    def _start(self, iteration: int) -> None:
+        self._iteration, self._visit = iteration, 0
+        self._rng = np.random.Generator(np.random.Philox(seed=self._seed + iteration))
+        self._order = np.concatenate([self._rng.permutation(self._num_groups) for _ in range(self._epochs)])
+
+    def _pick(self) -> Picked | None:
+        """A whole batch, or None at the end of the iteration."""
+        return self._pick_single() if self._single else self._pick_several()
+
+    def _pick_single(self) -> Picked | None:
+        """Where every puzzle has one example: one visit a row, all draws at once (the same numbers, much faster)."""
+        groups = self._order[self._visit : self._visit + self._batch_size]
+        if len(groups) < self._batch_size:
+            return None
+        puzzles = self._rng.integers(self._groups[groups], self._groups[groups + 1])
+        self._visit += self._batch_size
+        return Picked(self._puzzles[puzzles], puzzles)
+
+    def _pick_several(self) -> Picked | None:
+        room, inner = self._batch_size, None
+        examples, puzzles = [], []
+        while room and self._visit < len(self._order):
+            group = self._order[self._visit]
+            puzzle = int(self._rng.integers(self._groups[group], self._groups[group + 1]))
+            first, after = self._puzzles[puzzle], self._puzzles[puzzle + 1]
+            inner = inner or np.random.default_rng((self._seed, self._iteration, self._visit))
+            taken = first + inner.permutation(after - first)[:room]
+            self._visit += 1
+            examples.append(taken)
+            puzzles.append(np.full(len(taken), puzzle))
+            room -= len(taken)
+        return None if room else Picked(np.concatenate(examples), np.concatenate(puzzles))
+
+
+class InOrder:
+    """Every chosen example once, in batches of which the last is filled up; then it ends."""
+
+    def __init__(self, split: Split, *, batch_size: int, subset: int | None = None, seed: int = 0):
+        """All examples, or `subset` of them drawn once with `seed`, in ascending order."""
+        count = split.num_examples
+        chosen = np.arange(count)
+        if subset is not None and subset < count:
+            chosen = np.sort(np.random.default_rng(seed).permutation(count)[:subset])
+        puzzles = np.searchsorted(split.puzzle_indices, chosen, side="right") - 1
+        fill = -len(chosen) % batch_size
+        self._examples = np.pad(chosen, (0, fill), constant_values=FILLER).reshape(-1, batch_size)
+        self._puzzles = np.pad(puzzles, (0, fill)).reshape(-1, batch_size)
+        self._next = 0
+
+    def __next__(self) -> Picked:
+        """The next batch. Raises StopIteration behind the last."""
+        if self._next == len(self._examples):
+            raise StopIteration
+        self._next += 1
+        return Picked(self._examples[self._next - 1], self._puzzles[self._next - 1])
+
+    def state(self) -> bytes:
+        """The number of batches read."""
+        return json.dumps({"batches": self._next}).encode()
+
+    def restore(self, state: bytes) -> None:
+        """Continues at a position."""
+        self._next = int(json.loads(state)["batches"])
+
+
+def _plain(value: Any) -> Any:
+    """The state of a generator as JSON; arrays are marked."""
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, np.ndarray):
+        return {"uint64": [int(x) for x in value]}
+    return value if isinstance(value, str) else int(value)
+
+
+def _arrays(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    if set(value) == {"uint64"}:
+        return np.asarray(value["uint64"], np.uint64)
+    return {key: _arrays(inner) for key, inner in value.items()}
