@@ -1,6 +1,10 @@
 """The agreement command, with a model and a strategy from a file that is not ours."""
 
+import sys
+
 import pytest
+
+from launch import agreement
 
 MINE = """
 import dataclasses
@@ -42,4 +46,30 @@ def test_a_model_and_a_strategy_of_ones_own(launch, tmp_path, monkeypatch):
     ],
 )
 def test_what_cannot_be_compared_is_said(launch, arguments, message):
+    assert message in launch("agreement", *arguments, code=2)
+
+
+@pytest.mark.slow
+@pytest.mark.covers("R11")
+@pytest.mark.simulated(4)
+@pytest.mark.parametrize("processes", [2, 4])
+def test_numbers_do_not_depend_on_the_number_of_processes(processes):
+    """As `launch/run agreement --processes`, for all that it shows; tolerances of tests/parallel/test_agreement.py."""
+    command = [sys.executable, "-m", "launch", "agreement", "--steps", "3"]
+    found = agreement.measure_played(agreement.MODEL, agreement.EXAMPLES, steps=3, processes=processes, command=command)
+    assert list(found) == list(agreement.EXAMPLES)
+    for name, apart in found.items():
+        assert apart["fresh"].absolute == 0, name
+        assert 0 < apart["gradients"].absolute < 1e-6, name
+        assert max(apart[part].absolute for part in ("losses", "params", "opt_state")) < 1e-5, name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--processes", "3", "--only", "fsdp", "tensor"], "--processes 3: cannot share the chips of v4-32, v4-8"),
+        (["--steps", "0"], "--steps 0: expected at least 1"),
+    ],
+)
+def test_a_count_that_cannot_be_is_refused(launch, arguments, message):
     assert message in launch("agreement", *arguments, code=2)

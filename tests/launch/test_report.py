@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,3 +33,51 @@ def test_the_report_says_what_is_sent_where(tmp_path):
     assert read["slice"] == "v4-8"
     assert {row["network"] for row in read["traffic"]} == {"ICI"}
     assert list(read) == sorted(read)
+
+
+@pytest.mark.compiled("v4-8")
+def test_strategies_side_by_side(launch, tmp_path):
+    """What compiles has its figures, what the slice cannot have its reason; a file of one's own is as good as ours."""
+    mine = tmp_path / "mine.gin"
+    mine.write_text(Path("gin/strategies/hsdp.gin").read_text().replace("data = 4", "data = 2"))
+    choices = ["gin/strategies/fsdp.gin", str(mine), "gin/strategies/multislice.gin", "STRATEGY = @strategies.tensor()"]
+    written = tmp_path / "all.json"
+    said = launch("report", "v4-8", "gin/quickstart.gin", "--json", str(written), "--strategies", *choices)
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in said.splitlines() if line.startswith("| ")]
+    assert [row[:2] for row in table[1:]] == [
+        ["fsdp", "fsdp 4"],
+        ["hsdp", "data 2 x fsdp 2"],
+        ["multislice", "refused"],
+        ["STRATEGY = @strategies.tensor()", "refused"],
+    ]
+    assert all(float(cell) > 0 for row in table[1:3] for cell in row[2:6])
+    assert "spans 2 slice(s), v4-8 is 1" in said
+    assert "kv_heads = 2 does not divide over tensor = 4" in said
+    fsdp, hsdp, *refused = json.loads(written.read_text())
+    assert set(fsdp["wire_bytes_by_axes"]) == {"fsdp"}
+    assert set(hsdp["wire_bytes_by_axes"]) > {"fsdp"}
+    assert ["problem" in row for row in refused] == [True, True]
+
+
+@pytest.mark.compiled("v4-8")
+def test_what_does_not_fit_is_a_row_with_what_it_needs(launch):
+    choice = "gin/strategies/data_parallel.gin"
+    said = launch("report", "v4-8", "gin/quickstart.gin", "--gin", "BATCH_SIZE = 262144", "--strategies", choice)
+    (row,) = [line.split("|")[1:] for line in said.splitlines() if line.startswith("| data_parallel")]
+    assert [cell.strip() for cell in row[:4:3]] == ["data_parallel", "does not fit"]
+    (needed,) = re.findall(r"does not fit: needs ([\d.]+)GiB of 30.75GiB", said)
+    assert float(needed) > 30.75
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--strategies", "fsdp.gin"],
+            "--strategies fsdp.gin: no such file; gin/strategies/ has gin/strategies/context",
+        ),
+        (["--gin", "BATCH_SIZ = 3", "--strategies"], "did you mean 'BATCH_SIZE'?"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_at_once(launch, arguments, message):
+    assert message in launch("report", "v4-8", "gin/quickstart.gin", *arguments, code=2)
