@@ -116,6 +116,11 @@ class Slice:
         return math.prod(self.host_bounds)
 
     @property
+    def single(self) -> Slice:
+        """One of the slices by itself."""
+        return get(self.name.partition("x")[2]) if self.num_slices > 1 else self
+
+    @property
     def hosts(self) -> int:
         """Virtual machines, which is JAX processes."""
         return self.chips // self.chips_per_host

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,10 @@ EXAMPLE = """launch/pod.sh v4-16 gin/quickstart.gin --simulate
   launch/pod.sh v4-32 gin/valkyrie_7b.gin --simulate --smoke
   launch/pod.sh v4-32 gin/valkyrie_7b.gin --gin "BATCH_SIZE = 64" --run-dir gs://bucket/runs/first
   launch/pod.sh v4-32 gin/valkyrie_7b.gin --tpu my-tpu --zone us-central2-b
+  launch/pod.sh 2xv4-32 gin/valkyrie_7b.gin --gin "include 'gin/strategies/multislice.gin'" --tpu first,second
   launch/pod.sh logs --tpu my-tpu --zone us-central2-b      (and status, stop, tensorboard)"""
+
+SENT = ("TPU_MESH_CONFIG", "TPU_AXIS_NAMES")  # what the hosts read as this machine does
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     modes.add_argument("--simulate", action="store_true", help="hosts as processes here, chips as CPU devices")
     modes.add_argument("--smoke", action="store_true", help="same slice and tables, smallest sizes, 20 steps, PASS")
     modes.add_argument("--check", action="store_true", help="only what can be known without a device; starts nothing")
-    modes.add_argument("--tpu", metavar="NAME", help="from a workstation: the TPU to reach (or TPU_NAME)")
+    modes.add_argument("--tpu", metavar="NAME[,NAME]", help="from a workstation: the TPU of each slice (or TPU_NAME)")
     modes.add_argument("--zone", help="its zone (or TPU_ZONE)")
     modes.add_argument("--project", help="its project (or TPU_PROJECT)")
     modes.add_argument("--dry-run", action="store_true", help="print the commands for the hosts, run none")
@@ -65,15 +68,15 @@ def run(args: argparse.Namespace) -> int:
     if args.simulate:
         return _simulate(args, slice_)
     if args.tpu:
-        return _from_workstation(args, slice_, workstation.find_tpu(args.tpu, args.zone, args.project))
+        return _from_workstation(args, slice_, workstation.find_tpus(args.tpu, args.zone, args.project))
     place = hosts.look()
     if place.on_tpu_host:
         _refuse_dry_run(args, "this is a host of a TPU slice, which sends nothing")
         hosts.require_slice(slice_, accelerator_type=place.accelerator_type, where="this host's TPU")
         return _become(["train", args.experiment, "--slice", slice_.name, *_options(args)])
-    tpu = workstation.find_tpu(None, args.zone, args.project)
-    if tpu is not None:
-        return _from_workstation(args, slice_, tpu)
+    tpus = workstation.find_tpus(None, args.zone, args.project)
+    if tpus:
+        return _from_workstation(args, slice_, tpus)
     _refuse_dry_run(args, "no TPU is named")
     raise ValueError(_no_place(slice_, args.experiment, place))
 
@@ -92,7 +95,7 @@ def _simulate(args: argparse.Namespace, slice_: slices.Slice) -> int:
     return simulate.run(slice_, command=command, log_directory=Path(here) / "logs")
 
 
-def _from_workstation(args: argparse.Namespace, slice_: slices.Slice, tpu: workstation.Tpu) -> int:
+def _from_workstation(args: argparse.Namespace, slice_: slices.Slice, tpus: Sequence[workstation.Tpu]) -> int:
     workspace = environment.WORKSPACE
     experiment = workstation.shipped_path(args.experiment, workspace=workspace)
     where = "dry run" if args.dry_run else "shipped to"
@@ -103,9 +106,14 @@ def _from_workstation(args: argparse.Namespace, slice_: slices.Slice, tpu: works
     run_directory = []
     if args.run_dir is None and environment.read("RENGA_RUN_ROOT"):
         run_directory = ["--run-dir", _run_directory(args)]
-    mesh = [option for binding in environment.mesh_bindings() for option in ("--gin", binding)]
-    arguments = [slice_.name, experiment, *run_directory, *mesh, *_options(args)]
-    return workstation.start(tpu, slice_=slice_, arguments=arguments, workspace=workspace, dry_run=args.dry_run)
+    return workstation.start(
+        tpus,
+        slice_=slice_,
+        arguments=[slice_.name, experiment, *run_directory, *_options(args)],
+        variables=[f"{name}={value}" for name in SENT if (value := environment.read(name))],
+        workspace=workspace,
+        dry_run=args.dry_run,
+    )
 
 
 def _checked(args: argparse.Namespace, slice_: slices.Slice, *, run_directory: str, hosts: str) -> preflight.Checked:
@@ -154,11 +162,11 @@ def _act(args: argparse.Namespace) -> int:
         raise ValueError(
             f"{args.target} takes no {args.experiment!r}: launch/pod.sh {args.target} --tpu NAME --zone ZONE"
         )
-    tpu = workstation.find_tpu(args.tpu, args.zone, args.project)
-    if tpu is None:
+    tpus = workstation.find_tpus(args.tpu, args.zone, args.project)
+    if not tpus:
         raise ValueError(f"{args.target} on which TPU? Give --tpu NAME --zone ZONE, or set TPU_NAME and TPU_ZONE")
     log_directory = args.run_dir or environment.read("RENGA_RUN_ROOT") or "runs"
-    return workstation.act(tpu, action=args.target, log_directory=log_directory, dry_run=args.dry_run)
+    return workstation.act(tpus, action=args.target, log_directory=log_directory, dry_run=args.dry_run)
 
 
 def _options(args: argparse.Namespace, *, run_dir: bool = True) -> list[str]:

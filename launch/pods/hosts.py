@@ -71,6 +71,8 @@ def on_tpu_host() -> bool:
 def require_slice(slice_: slices.Slice, *, accelerator_type: str | None, where: str) -> None:
     """Refuses a slice that is not the one there is; an unknown one passes (its devices are counted later).
 
+    Of several slices in one job, `where` is one.
+
     Raises:
       ValueError: names both slices with their devices and hosts.
     """
@@ -80,10 +82,10 @@ def require_slice(slice_: slices.Slice, *, accelerator_type: str | None, where: 
         actual = slices.get(accelerator_type)
     except ValueError as error:
         raise ValueError(f"{where} is a {accelerator_type}, which the slice table does not have: {error}") from error
-    if actual != slice_:
+    if actual != slice_.single:
         raise ValueError(
             f"{where} is a {actual.name} ({_size(actual)}), but SLICE is {slice_.name} ({_size(slice_)}). "
-            f"Give {actual.name} as the SLICE, or use another TPU."
+            f"Give {_several(actual, slice_.num_slices)} as the SLICE, or use another TPU."
         )
 
 
@@ -121,6 +123,10 @@ def _metadata(url: str, timeouts: Sequence[float]) -> tuple[str | None, str]:
         except (OSError, http.client.HTTPException):  # URLError and timeouts are OSErrors
             continue
     return None, f"no answer to {len(timeouts)} question{'s' if len(timeouts) > 1 else ''}"
+
+
+def _several(one: slices.Slice, count: int) -> str:
+    return one.name if count == 1 else f"{count}x{one.name}"
 
 
 def _size(slice_: slices.Slice) -> str:

@@ -83,6 +83,7 @@ def _require_chips(slice_: Slice, *, played: bool) -> None:
         raise ValueError(
             f"{slice_.name} has {slice_.chips} devices on {slice_.hosts} host(s), but JAX sees {len(devices)} on "
             f"{jax.process_count()} host(s): run the same command on every host of the slice, or name the slice this is"
+            + ("; slices find one another through MEGASCALE_NUM_SLICES, …_SLICE_ID" if slice_.num_slices > 1 else "")
         )
 
 

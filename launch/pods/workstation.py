@@ -6,7 +6,8 @@ exactly what would run, and the only quoting is that of one `--command`.
 
     pack (git's files) → describe → scp archive → install (unpack, launch/setup.sh) → scp token → start, detached
 
-Each step reaches all hosts before the next begins: nothing starts anywhere unless set-up succeeded everywhere. The
+Each step reaches all hosts before the next begins: nothing starts anywhere unless set-up succeeded everywhere. A job
+of several slices has a TPU for each; their hosts start with MEGASCALE_… set, by which JAX and libtpu join them. The
 Hugging Face token travels as a file of mode 600 that the host deletes when it has read it, never on a command line.
 
 Flags: https://cloud.google.com/sdk/gcloud/reference/compute/tpus/tpu-vm (ssh, scp, describe).
@@ -39,11 +40,18 @@ TENSORBOARD_PORT = 6006
 
 @dataclasses.dataclass(frozen=True)
 class Tpu:
-    """A TPU as gcloud finds it; project None is gcloud's own."""
+    """A TPU (one slice) as gcloud finds it; project None is gcloud's own."""
 
     name: str
     zone: str
     project: str | None = None
+
+
+class Run(NamedTuple):
+    """What every host starts: arguments of `launch/pod.sh`, and NAME=VALUE of its environment."""
+
+    arguments: Sequence[str]
+    variables: Sequence[str]
 
 
 class Step(NamedTuple):
@@ -53,30 +61,51 @@ class Step(NamedTuple):
     argv: tuple[str, ...]
 
 
-def find_tpu(name: str | None, zone: str | None, project: str | None) -> Tpu | None:
-    """The TPU that the flags name, or else TPU_NAME, TPU_ZONE and TPU_PROJECT; None where neither names one.
-
-    Raises:
-      ValueError: a TPU without its zone, or a name that gcloud would take for something else.
-    """
-    name = name or environment.read("TPU_NAME")
-    if not name:
-        return None
-    zone = zone or environment.read("TPU_ZONE")
-    if not zone:
-        raise ValueError(f"TPU {name!r} has no zone: add --zone ZONE or set TPU_ZONE (such as us-central2-b)")
-    if not name.replace("-", "").isalnum():
-        raise ValueError(f"TPU name {name!r}: expected letters, digits and dashes, as `gcloud … tpu-vm list` prints it")
-    return Tpu(name, zone, project or environment.read("TPU_PROJECT"))
-
-
-def start(tpu: Tpu, *, slice_: slices.Slice, arguments: Sequence[str], workspace: Path, dry_run: bool) -> int:
-    """Ships the workspace to every host of `tpu`, sets up, and starts `launch/pod.sh ARGUMENTS` on all, detached.
+def find_tpus(names: str | None, zone: str | None, project: str | None) -> tuple[Tpu, ...]:
+    """The TPUs that the flags name, or else TPU_NAME, TPU_ZONE and TPU_PROJECT; empty where neither names one.
 
     Args:
-      tpu: must be READY and of the size of `slice_`.
+      names: one, or `A,B`: one for each slice of the job, the first has its coordinator.
+      zone: of all.
+      project: of all.
+
+    Raises:
+      ValueError: a TPU without its zone, a name that gcloud would take for something else, or one given twice.
+    """
+    names = names or environment.read("TPU_NAME")
+    if not names:
+        return ()
+    zone = zone or environment.read("TPU_ZONE")
+    if not zone:
+        raise ValueError(f"TPU {names!r} has no zone: add --zone ZONE or set TPU_ZONE (such as us-central2-b)")
+    parts = names.split(",")
+    for name in parts:
+        if not name.replace("-", "").isalnum():
+            raise ValueError(
+                f"TPU name {name!r}: expected letters, digits and dashes, as `gcloud … tpu-vm list` prints it; several "
+                "slices as A,B"
+            )
+    if len(set(parts)) < len(parts):
+        raise ValueError(f"TPU {names!r}: each slice is a TPU of its own")
+    return tuple(Tpu(name, zone, project or environment.read("TPU_PROJECT")) for name in parts)
+
+
+def start(
+    tpus: Sequence[Tpu],
+    *,
+    slice_: slices.Slice,
+    arguments: Sequence[str],
+    variables: Sequence[str] = (),
+    workspace: Path,
+    dry_run: bool,
+) -> int:
+    """Ships the workspace to every host of `tpus`, sets up, and starts `launch/pod.sh ARGUMENTS` on all, detached.
+
+    Args:
+      tpus: one for each slice; each must be READY and of the size of `slice_`.
       slice_: the SLICE argument.
       arguments: of `launch/pod.sh`, paths relative to the workspace.
+      variables: NAME=VALUE, of its environment.
       workspace: a git work tree; what git ignores stays here.
       dry_run: prints the steps instead.
 
@@ -84,44 +113,71 @@ def start(tpu: Tpu, *, slice_: slices.Slice, arguments: Sequence[str], workspace
       The exit code of the first step that failed, or 0.
 
     Raises:
-      ValueError: the TPU is of another size or not READY, or the workspace is not under git.
+      ValueError: a TPU is of another size or not READY, there are more or fewer than slices, or the workspace is not
+        under git.
     """
+    if len(tpus) != slice_.num_slices:
+        raise ValueError(
+            f"{slice_.name} is {slice_.num_slices} slice(s), but {len(tpus)} TPU(s) are named "
+            f"({', '.join(tpu.name for tpu in tpus)}): give one for each, as --tpu A,B"
+        )
     files = workspace_files(workspace)
     token = environment.read("HF_TOKEN")
     with tempfile.TemporaryDirectory(prefix="renga-ship-") as folder:
         archive, token_file = Path(folder) / REMOTE_ARCHIVE, Path(folder) / "hf_token"
-        steps = start_steps(tpu, arguments=arguments, archive=archive, token_file=token_file if token else None)
+        shipped = {"run": Run(arguments, variables), "archive": archive, "token_file": token_file if token else None}
         if dry_run:
-            return perform([describe_step(tpu), *steps], dry_run=True)
-        _require_ready(tpu, slice_)
+            looks = [describe_step(tpu) for tpu in tpus] + [address_step(tpus[0])][: len(tpus) - 1]
+            steps = start_steps(tpus, **shipped, coordinator=f"ADDRESS_OF_{tpus[0].name}")
+            return perform([*looks, *steps], dry_run=True)
+        for tpu in tpus:
+            _require_ready(tpu, slice_)
+        steps = start_steps(tpus, **shipped, coordinator=_address(tpus[0]) if len(tpus) > 1 else "")
         pack(files, workspace=workspace, archive=archive)
         if token:
             token_file.touch(mode=0o600)
             token_file.write_text(token)
         code = perform(steps, dry_run=False)
     if code == 0:
-        print(f"Started on {slice_.hosts} hosts. Follow it: launch/pod.sh logs --tpu {tpu.name} --zone {tpu.zone}")
+        names = ",".join(tpu.name for tpu in tpus)
+        print(f"Started on {slice_.hosts} hosts. Follow it: launch/pod.sh logs --tpu {names} --zone {tpus[0].zone}")
     return code
 
 
-def act(tpu: Tpu, *, action: str, log_directory: str, dry_run: bool) -> int:
-    """Runs one of ACTIONS on the hosts of `tpu`; TensorBoard on host 0 alone, seen through a tunnel on 127.0.0.1."""
-    return perform(action_steps(tpu, action=action, log_directory=log_directory), dry_run=dry_run)
+def act(tpus: Sequence[Tpu], *, action: str, log_directory: str, dry_run: bool) -> int:
+    """Runs one of ACTIONS on all hosts at once; TensorBoard on host 0 alone, seen through a tunnel on 127.0.0.1."""
+    if action == "tensorboard":
+        return perform([tensorboard_step(tpus[0], log_directory=log_directory)], dry_run=dry_run)
+    if action == "status" and (code := perform([describe_step(tpu) for tpu in tpus], dry_run=dry_run)):
+        return code
+    return perform([action_step(tpu, action=action) for tpu in tpus], dry_run=dry_run, together=True)
 
 
-def start_steps(tpu: Tpu, *, arguments: Sequence[str], archive: Path, token_file: Path | None) -> list[Step]:
-    """What happens after the TPU has been looked at."""
+def start_steps(
+    tpus: Sequence[Tpu], *, run: Run, archive: Path, token_file: Path | None, coordinator: str
+) -> list[Step]:
+    """What happens after the TPUs have been looked at; `coordinator` is the address of the first one's host 0."""
     unpack = (
         f"mkdir -p {REMOTE_WORKSPACE} && tar -xzf {REMOTE_ARCHIVE} -C {REMOTE_WORKSPACE} launch/pods/on_host.sh && "
         f"{_on_host('install')}"
     )
-    steps = [
-        Step("ship the workspace to all hosts", _scp(tpu, archive, REMOTE_ARCHIVE)),
-        Step("unpack and set up on all hosts", _ssh(tpu, unpack)),
-    ]
+    of = {tpu: f" of {tpu.name}" if len(tpus) > 1 else "" for tpu in tpus}
+    steps = [Step(f"ship the workspace to all hosts{of[t]}", _scp(t, archive, REMOTE_ARCHIVE)) for t in tpus]
+    steps += [Step(f"unpack and set up on all hosts{of[t]}", _ssh(t, unpack)) for t in tpus]
     if token_file is not None:
-        steps.append(Step("ship HF_TOKEN, in a file that each host deletes", _scp(tpu, token_file, REMOTE_TOKEN)))
-    return [*steps, Step("start on all hosts, detached", _ssh(tpu, _on_host("start", *arguments)))]
+        purpose = "ship HF_TOKEN, in a file that each host deletes"
+        steps += [Step(f"{purpose}{of[t]}", _scp(t, token_file, REMOTE_TOKEN)) for t in tpus]
+    for index, tpu in enumerate(tpus):
+        joined = _joined(index, len(tpus), coordinator) if len(tpus) > 1 else ()
+        command = _on_host("start", *run.arguments, variables=(*joined, *run.variables))
+        steps.append(Step(f"start on all hosts{of[tpu]}, detached", _ssh(tpu, command)))
+    return steps
+
+
+def _joined(index: int, count: int, coordinator: str) -> tuple[str, ...]:
+    """What makes the hosts of a slice part of a job of several (read by JAX and libtpu)."""
+    values = {"NUM_SLICES": count, "SLICE_ID": index, "COORDINATOR_ADDRESS": coordinator}
+    return tuple(f"MEGASCALE_{name}={value}" for name, value in values.items())
 
 
 def describe_step(tpu: Tpu) -> Step:
@@ -130,28 +186,49 @@ def describe_step(tpu: Tpu) -> Step:
     return Step("look at the TPU", (*argv, "--format=value(acceleratorType,state,health)"))
 
 
-def action_steps(tpu: Tpu, *, action: str, log_directory: str) -> list[Step]:
-    """The steps of one of ACTIONS."""
-    if action == "tensorboard":
-        port = TENSORBOARD_PORT
-        tunnel = ("-tt", f"-L 127.0.0.1:{port}:127.0.0.1:{port}")  # with a terminal, so that it ends with the tunnel
-        command = _on_host("tensorboard", str(port), log_directory)
-        purpose = f"TensorBoard of {log_directory} at http://127.0.0.1:{port} until Ctrl-C"
-        return [Step(purpose, _ssh(tpu, command, worker="0", ssh_flags=tunnel))]
-    steps = [Step(f"{action} on all hosts", _ssh(tpu, _on_host(action)))]
-    return [describe_step(tpu), *steps] if action == "status" else steps
+def address_step(tpu: Tpu) -> Step:
+    """Prints the address of host 0 in the network of the TPU."""
+    argv = ("gcloud", "compute", "tpus", "tpu-vm", "describe", tpu.name, *_where(tpu))
+    return Step("find the address of host 0", (*argv, "--format=value(networkEndpoints[0].ipAddress)"))
 
 
-def perform(steps: Sequence[Step], *, dry_run: bool) -> int:
-    """Runs the steps up to the first that fails and returns its exit code, or prints them for a shell."""
+def action_step(tpu: Tpu, *, action: str) -> Step:
+    """One of ACTIONS on all hosts of a TPU."""
+    return Step(f"{action} on all hosts of {tpu.name}", _ssh(tpu, _on_host(action)))
+
+
+def tensorboard_step(tpu: Tpu, *, log_directory: str) -> Step:
+    """TensorBoard on host 0."""
+    port = TENSORBOARD_PORT
+    tunnel = ("-tt", f"-L 127.0.0.1:{port}:127.0.0.1:{port}")  # with a terminal, so that it ends with the tunnel
+    command = _on_host("tensorboard", str(port), log_directory)
+    purpose = f"TensorBoard of {log_directory} at http://127.0.0.1:{port} until Ctrl-C"
+    return Step(purpose, _ssh(tpu, command, worker="0", ssh_flags=tunnel))
+
+
+def perform(steps: Sequence[Step], *, dry_run: bool, together: bool = False) -> int:
+    """Runs the steps one after the other up to the first that fails, or all `together`; or prints them for a shell.
+
+    Returns:
+      The exit code of the first that failed, or 0.
+    """
+    running = []
     for step in steps:
         print(f"# {step.purpose}", flush=True)
         if dry_run:
             print(shlex.join(step.argv))
-        elif code := subprocess.run(_resolved(step.argv), check=False).returncode:
-            print(f"failed (exit code {code}): {shlex.join(step.argv)}", flush=True)
+            continue
+        running.append((step, subprocess.Popen(_resolved(step.argv))))
+        if not together and (code := _ended(*running.pop())):
             return code
-    return 0
+    return next((code for code in [_ended(*started) for started in running] if code), 0)
+
+
+def _ended(step: Step, process: subprocess.Popen) -> int:
+    code = process.wait()
+    if code:
+        print(f"failed (exit code {code}): {shlex.join(step.argv)}", flush=True)
+    return code
 
 
 def workspace_files(workspace: Path) -> list[str]:
@@ -207,6 +284,15 @@ def left_behind(names: Sequence[str], *, workspace: Path) -> list[str]:
     return found
 
 
+def _address(tpu: Tpu) -> str:
+    found = subprocess.run(_resolved(address_step(tpu).argv), capture_output=True, text=True, check=False)
+    if found.returncode or not found.stdout.strip():
+        raise ValueError(
+            f"gcloud has no address of host 0 of {tpu.name}: {found.stderr.strip() or 'it printed nothing'}"
+        )
+    return found.stdout.strip()
+
+
 def _require_ready(tpu: Tpu, slice_: slices.Slice) -> None:
     described = subprocess.run(_resolved(describe_step(tpu).argv), capture_output=True, text=True, check=False)
     if described.returncode:
@@ -224,8 +310,9 @@ def _resolved(argv: Sequence[str]) -> list[str]:
     return [program, *argv[1:]]
 
 
-def _on_host(action: str, *arguments: str) -> str:
-    return shlex.join(["bash", f"{REMOTE_WORKSPACE}/launch/pods/on_host.sh", action, *arguments])
+def _on_host(action: str, *arguments: str, variables: Sequence[str] = ()) -> str:
+    script = f"{REMOTE_WORKSPACE}/launch/pods/on_host.sh"
+    return shlex.join([*(("env", *variables) if variables else ()), "bash", script, action, *arguments])
 
 
 def _where(tpu: Tpu) -> tuple[str, ...]:

@@ -4,8 +4,9 @@ What is allowed is written down from the reference pages of `ssh`, `scp` and `de
 flags with and without value, the forms of --worker, and scp's `[[USER@]INSTANCE:]PATH`. A worker is a folder: scp
 copies into it, ssh runs the command there with HOME set to it.
 
-Environment: GCLOUD_STAND_IN, a folder with tpu.json ({"name", "zone", "type", "state", "workers"}); calls are appended
-to calls.jsonl in it, and worker I lives in worker_I.
+Environment: GCLOUD_STAND_IN, a folder with tpu.json ({"name", "zone", "type", "state", "workers"}, and "also" for the
+names of further ones like it); calls are appended to calls.jsonl in it. Worker I of the first lives in worker_I, that
+of another in NAME_worker_I.
 """
 
 import json
@@ -76,25 +77,26 @@ def require_tpu(instance, flags, tpu):
     match = INSTANCE.fullmatch(instance)
     if not match:
         raise Refused(f"malformed instance {instance!r}")
-    if (match[1], flags.get("--zone")) != (tpu["name"], [tpu["zone"]]):
+    if match[1] not in (tpu["name"], *tpu.get("also", ())) or flags.get("--zone") != [tpu["zone"]]:
         raise Refused(f"NOT_FOUND: {match[1]} in {flags.get('--zone')}")
+    return "" if match[1] == tpu["name"] else f"{match[1]}_"
 
 
 def ssh(positionals, flags, tpu, folder):
     if len(positionals) != 1:
         raise Refused(f"ssh takes one [USER@]TPU, got {positionals}")
-    require_tpu(positionals[0], flags, tpu)
+    prefix = require_tpu(positionals[0], flags, tpu)
     workers = chosen_workers(flags, tpu)
     if "--command" not in flags:
         raise Refused("a test has no terminal" if len(workers) == 1 else "several workers need --command")
-    return [on_worker(worker, flags["--command"][-1], folder) for worker in workers]
+    return [on_worker(f"{prefix}worker_{worker}", flags["--command"][-1], folder) for worker in workers]
 
 
 def on_worker(worker, command, folder):
-    home = folder / f"worker_{worker}"
+    home = folder / worker
     tools = home / ".bin"
     tools.mkdir(parents=True, exist_ok=True)
-    (tools / "hostname").write_text(f"#!/bin/sh\necho w-{worker}\n")
+    (tools / "hostname").write_text(f"#!/bin/sh\necho {worker.replace('worker_', 'w-')}\n")
     (tools / "hostname").chmod(0o755)
     env = {"HOME": str(home), "PATH": f"{tools}:/usr/bin:/bin"}
     return subprocess.Popen(["bash", "-c", command], cwd=home, env=env, stdin=subprocess.DEVNULL)
@@ -109,9 +111,9 @@ def scp(positionals, flags, tpu, folder):
     instance, _, path = destination.partition(":")
     if path.startswith("//"):
         raise Refused(f"malformed path in {destination!r}")
-    require_tpu(instance, flags, tpu)
+    prefix = require_tpu(instance, flags, tpu)
     for worker in chosen_workers(flags, tpu):
-        home = folder / f"worker_{worker}"
+        home = folder / f"{prefix}worker_{worker}"
         home.mkdir(exist_ok=True)
         for source in sources:
             if pathlib.Path(source).is_dir() and "--recurse" not in flags:
@@ -124,9 +126,14 @@ def describe(positionals, flags, tpu, folder):
     if len(positionals) != 1:
         raise Refused(f"describe takes one TPU, got {positionals}")
     require_tpu(positionals[0], flags, tpu)
-    if flags.get("--format") != ["value(acceleratorType,state,health)"]:
-        raise Refused("this stand-in knows one format")
-    print(f"{tpu['type']}\t{tpu['state']}\tHEALTHY", flush=True)
+    known = {
+        "value(acceleratorType,state,health)": f"{tpu['type']}\t{tpu['state']}\tHEALTHY",
+        "value(networkEndpoints[0].ipAddress)": "10.130.0.4",
+    }
+    (wanted,) = flags.get("--format", [""])
+    if wanted not in known:
+        raise Refused("this stand-in knows two formats")
+    print(known[wanted], flush=True)
     return []
 
 

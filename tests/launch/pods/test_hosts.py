@@ -116,6 +116,9 @@ def test_another_slice_is_refused_with_both_sizes():
     v4_32 = slices.get("v4-32")
     hosts.require_slice(v4_32, accelerator_type="v4-32", where="here")
     hosts.require_slice(v4_32, accelerator_type=None, where="here")
+    hosts.require_slice(slices.get("2xv4-32"), accelerator_type="v4-32", where="here")
+    with pytest.raises(ValueError, match=r"is a v4-8 .* Give 2xv4-8 as the SLICE"):
+        hosts.require_slice(slices.get("2xv4-32"), accelerator_type="v4-8", where="here")
     hosts.require_slice(slices.get("v5e-16"), accelerator_type="v5litepod-16", where="here")
     with pytest.raises(
         ValueError, match=r"here is a v4-8 \(4 devices on 1 host\), but SLICE is v4-32 \(16 devices on 4"

@@ -15,6 +15,7 @@ from launch.pods import workstation
 HERE = pathlib.Path(__file__).parent
 ON_HOST = HERE.parent.parent.parent / "launch" / "pods" / "on_host.sh"
 TPU = workstation.Tpu("my-tpu", "us-central2-b", "proj")
+SECOND = workstation.Tpu("second", "us-central2-b", "proj")
 V4_16 = slices.get("v4-16")
 SECRET = "hf_abcdefghijkl"
 SETUP = '#!/bin/bash\n[ -e "$HOME/no_setup" ] && { echo no python >&2; exit 1; }\nmkdir -p .venv; echo set up "$HOME"\n'
@@ -73,11 +74,11 @@ def workspace(tmp_path):
 
 def start(workspace, *arguments, dry_run=False):
     arguments = ["v4-16", *(arguments or ["gin/x.gin"])]
-    return workstation.start(TPU, slice_=V4_16, arguments=arguments, workspace=workspace, dry_run=dry_run)
+    return workstation.start([TPU], slice_=V4_16, arguments=arguments, workspace=workspace, dry_run=dry_run)
 
 
 def act(action, **kwargs):
-    return workstation.act(TPU, action=action, log_directory="runs", dry_run=False, **kwargs)
+    return workstation.act([TPU], action=action, log_directory="runs", dry_run=False, **kwargs)
 
 
 def calls(cloud):
@@ -119,9 +120,7 @@ def test_ship_set_up_start_follow_and_stop(cloud, workspace, monkeypatch, capfd)
     assert "v4-16\tREADY\tHEALTHY" in status
     assert all(f"w-{worker}: running, process" in status for worker in range(2))
 
-    follower = subprocess.Popen(
-        workstation.action_steps(TPU, action="logs", log_directory="runs")[0].argv, stdout=subprocess.PIPE, text=True
-    )
+    follower = subprocess.Popen(workstation.action_step(TPU, action="logs").argv, stdout=subprocess.PIPE, text=True)
     assert act("stop") == 0
     followed, _ = follower.communicate(timeout=20)  # ends by itself, since the run did
     for worker in range(2):
@@ -198,7 +197,7 @@ def test_a_tpu_that_cannot_be_used_is_refused_before_anything_is_shipped(cloud, 
 
 
 def test_tensorboard_is_tunnelled_on_loopback_from_host_0(cloud):
-    (step,) = workstation.action_steps(TPU, action="tensorboard", log_directory="gs://b/runs")
+    step = workstation.tensorboard_step(TPU, log_directory="gs://b/runs")
     assert "--worker=0" in step.argv
     assert "--ssh-flag=-L 127.0.0.1:6006:127.0.0.1:6006" in step.argv
     assert step.argv[-1].endswith("on_host.sh tensorboard 6006 gs://b/runs")
@@ -217,15 +216,69 @@ def test_only_what_git_would_keep_can_be_an_experiment(workspace, tmp_path):
 def test_the_tpu_comes_from_flags_then_environment(monkeypatch):
     monkeypatch.setenv("TPU_NAME", "env-tpu")
     monkeypatch.setenv("TPU_ZONE", "z")
-    assert workstation.find_tpu(None, None, "p") == workstation.Tpu("env-tpu", "z", "p")
-    assert workstation.find_tpu("flag", "y", None) == workstation.Tpu("flag", "y", None)
+    assert workstation.find_tpus(None, None, "p") == (workstation.Tpu("env-tpu", "z", "p"),)
+    assert workstation.find_tpus("flag", "y", None) == (workstation.Tpu("flag", "y", None),)
+    assert [tpu.name for tpu in workstation.find_tpus("b,a", "y", None)] == ["b", "a"]
     monkeypatch.delenv("TPU_ZONE")
     with pytest.raises(ValueError, match="TPU 'flag' has no zone"):
-        workstation.find_tpu("flag", None, None)
-    with pytest.raises(ValueError, match="expected letters, digits"):
-        workstation.find_tpu("user@flag:", "z", None)
+        workstation.find_tpus("flag", None, None)
+    for names in ("user@flag:", "a,,b", "a, b"):
+        with pytest.raises(ValueError, match="expected letters, digits"):
+            workstation.find_tpus(names, "z", None)
+    with pytest.raises(ValueError, match="each slice is a TPU of its own"):
+        workstation.find_tpus("a,a", "z", None)
     monkeypatch.delenv("TPU_NAME")
-    assert workstation.find_tpu(None, "z", None) is None
+    assert workstation.find_tpus(None, "z", None) == ()
+
+
+@pytest.fixture
+def two_slices(cloud):
+    """The stand-in has two equal TPUs."""
+    tpu = json.loads((cloud / "tpu.json").read_text())
+    (cloud / "tpu.json").write_text(json.dumps({**tpu, "also": ["second"]}))
+    return cloud
+
+
+def test_two_tpus_are_one_job(two_slices, workspace, capfd):
+    """Every host of either slice has the same command line, and is told of which slice it is."""
+    (workspace / "launch/pod.sh").write_text(POD.replace("token", "${!MEGASCALE_*} $MEGASCALE_SLICE_ID; token"))
+    job = {"slice_": slices.get("2xv4-16"), "arguments": ["2xv4-16", "gin/x.gin"], "workspace": workspace}
+    assert workstation.start([TPU, SECOND], **job, variables=["MEGASCALE_X=1 2"], dry_run=False) == 0
+    names = "MEGASCALE_COORDINATOR_ADDRESS MEGASCALE_NUM_SLICES MEGASCALE_SLICE_ID MEGASCALE_X"
+    for index, prefix in enumerate(("", "second_")):
+        for worker in range(2):
+            log = two_slices / f"{prefix}worker_{worker}/.renga/run.log"
+            wait_for(log, f"pod.sh got 2xv4-16 gin/x.gin; {names} {index}; token 0")
+    started = [call[-1] for call in calls(two_slices) if call[3] == "ssh" and " start " in call[-1]]
+    assert [f"MEGASCALE_SLICE_ID={i} MEGASCALE_COORDINATOR_ADDRESS=10.130.0.4" in c for i, c in enumerate(started)] == [
+        True,
+        True,
+    ]
+    assert "--tpu my-tpu,second --zone us-central2-b" in capfd.readouterr().out
+    kinds = [call[3] for call in calls(two_slices)]
+    assert kinds == ["describe"] * 3 + ["scp"] * 2 + ["ssh"] * 4  # each step reaches both before the next begins
+    both = {"log_directory": "runs", "dry_run": False}
+    assert workstation.act([TPU, SECOND], action="status", **both) == 0
+    status = capfd.readouterr().out
+    assert all(f"{name}: running" in status for name in ("w-0", "w-1", "second_w-0", "second_w-1"))
+    assert workstation.act([TPU, SECOND], action="stop", **both) == 0
+    assert "second_w-1: stopped" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("tpus", "name"), [([TPU], "2xv4-16"), ([TPU, SECOND], "v4-16")])
+def test_a_job_has_a_tpu_for_each_slice(two_slices, workspace, tpus, name):
+    with pytest.raises(ValueError, match=rf"{name} is \d slice\(s\), but {len(tpus)} TPU\(s\) are named \(my-tpu"):
+        workstation.start(tpus, slice_=slices.get(name), arguments=[name], workspace=workspace, dry_run=False)
+    assert not calls(two_slices)
+
+
+def test_a_dry_run_of_two_slices_says_what_only_gcloud_knows(two_slices, workspace, capfd):
+    job = {"slice_": slices.get("2xv4-16"), "arguments": ["2xv4-16", "gin/x.gin"], "workspace": workspace}
+    assert workstation.start([TPU, SECOND], **job, dry_run=True) == 0
+    printed = [line for line in capfd.readouterr().out.splitlines() if not line.startswith("#")]
+    assert len(printed) == 9
+    assert sum("MEGASCALE_COORDINATOR_ADDRESS=ADDRESS_OF_my-tpu" in line for line in printed) == 2
+    assert not calls(two_slices)
 
 
 @pytest.mark.parametrize(
