@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from core import logical
 
@@ -47,7 +49,26 @@ class Tail(NamedTuple):
     params: Any
 
 
-LayerFn = Callable[[Layer, jax.Array, Side], jax.Array]
+@dataclasses.dataclass(frozen=True)
+class LayerFn:
+    """One layer as a pure function, and what a runner may want to know of its parameters.
+
+    Attributes:
+      call: `(layer, x, side) -> x`, with the rematerialisation that the model chose.
+      axes: gives the tree of `Axes` of one layer's parameters. A function, for finding them takes a trace.
+      dtypes: tree of the dtypes that one layer computes with: that of its only cast where a parameter is cast before
+        anything else, so that a runner that moves weights can move the narrow form; else the stored one.
+    """
+
+    call: Callable[[Layer, jax.Array, Side], jax.Array]
+    axes: Callable[[], Any]
+    dtypes: Any
+
+    def __call__(self, layer: Layer, x: jax.Array, side: Side) -> jax.Array:
+        """The residual stream behind this layer."""
+        return self.call(layer, x, side)
+
+
 Runner = Callable[[LayerFn, Layer, jax.Array, Side, Tail | None], Any]
 
 REMAT_POLICIES = {
@@ -109,10 +130,15 @@ def layer_stack(
 
     def apply(x: jax.Array, side: Side = ()) -> Any:
         stacked = Layer(_stacked_params(pure.init, name, num_layers, x, side), _layer_keys(num_layers))
-        fn = one_layer if remat == "none" else jax.checkpoint(one_layer, policy=REMAT_POLICIES[remat])
+        abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (x, side))
         if hk.running_init():  # a runner may need a mesh; init has none
             return scan_runner(one_layer, stacked, x, side, tail)
-        _refuse_foreign_arrays(one_layer, stacked, x, side)
+        traced = _trace(one_layer, stacked, *abstract)
+        fn = LayerFn(
+            call=one_layer if remat == "none" else jax.checkpoint(one_layer, policy=REMAT_POLICIES[remat]),
+            axes=lambda: logical.abstract_init(pure.init, jax.random.key(0), *abstract)[1],
+            dtypes=_computed_dtypes(traced, stacked.params),
+        )
         return _runner.get()(fn, stacked, x, side, tail)
 
     return apply
@@ -136,10 +162,10 @@ def _layer_keys(num_layers: int) -> jax.Array | None:
     return None if key is None else jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.arange(num_layers))
 
 
-def _refuse_foreign_arrays(fn: LayerFn, stacked: Layer, x: jax.Array, side: Side) -> None:
-    abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (x, side))
+def _trace(fn: Callable, stacked: Layer, x: Any, side: Any) -> ClosedJaxpr:
+    """One layer's program; refuses one that a runner could not split or repeat."""
     layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), stacked)
-    traced = jax.make_jaxpr(fn)(layer, *abstract)
+    traced = jax.make_jaxpr(fn)(layer, x, side)
     foreign = [c for c in traced.consts if isinstance(c, jax.Array)]
     if foreign:
         found = ", ".join(f"{c.dtype}{list(c.shape)}" for c in foreign)
@@ -153,3 +179,17 @@ def _refuse_foreign_arrays(fn: LayerFn, stacked: Layer, x: jax.Array, side: Side
             f"layer_stack: the block maps {x.dtype}{list(x.shape)} to {out.dtype}{list(out.shape)}; "
             "a stack needs blocks that keep shape and dtype"
         )
+    return traced
+
+
+def _computed_dtypes(traced: ClosedJaxpr, params: Any) -> Any:
+    leaves, structure = jax.tree.flatten(params)  # parameters come first among a layer's inputs
+    inputs = zip(traced.jaxpr.invars, leaves, strict=False)
+    return jax.tree.unflatten(structure, [_only_cast(traced.jaxpr, var) or a.dtype for var, a in inputs])
+
+
+def _only_cast(jaxpr: Jaxpr, var: Any) -> Any:
+    """The dtype that everything which reads `var` casts it to; None where something reads it as it is."""
+    readers = [equation for equation in jaxpr.eqns if any(v is var for v in equation.invars)]
+    casts = {e.params["new_dtype"] if e.primitive.name == "convert_element_type" else None for e in readers}
+    return casts.pop() if len(casts) == 1 else None

@@ -53,11 +53,10 @@ def sum_gradients(manual: set[str], param_axes: Any, param_rules: Rules, activat
 
     def run(grad: step.Grad, params: Params, batch: Batch, accum_steps: int) -> tuple[Params, LossOutput]:
         def local(params: Params, batch: Batch) -> tuple[Params, LossOutput]:
-            whole = jax.tree.map(_gather, params, stored)
+            whole = jax.tree.map(gather, params, stored)
             grads, out = step.sum_gradients(grad, whole, batch, accum_steps)
-            return jax.tree.map(lambda g, spec: _reduce(g, spec, manual), grads, stored), jax.lax.psum(
-                out, tuple(manual)
-            )
+            pieces = jax.tree.map(lambda g, spec: reduce(g, spec, manual), grads, stored)
+            return pieces, jax.lax.psum(out, tuple(manual))
 
         rows = {
             k: logical.partition_spec(rules.batch_axes(x.shape), activation_rules, keep=manual.__contains__)
@@ -78,13 +77,14 @@ def _split_dimensions(spec: PartitionSpec) -> list[tuple[int, tuple[str, ...]]]:
     return [(i, logical.mesh_axes(entry)) for i, entry in enumerate(spec) if entry is not None]
 
 
-def _gather(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+def gather(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """The whole of an array that is stored in pieces over manual axes."""
     for dimension, axes in _split_dimensions(spec):
         x = jax.lax.all_gather(x, axes, axis=dimension, tiled=True)
     return x
 
 
-def _reduce(x: jax.Array, spec: PartitionSpec, manual: set[str]) -> jax.Array:
+def reduce(x: jax.Array, spec: PartitionSpec, manual: set[str]) -> jax.Array:
     """Sums over the manual axes; a dimension that is stored in pieces keeps this chip's."""
     pieces = _split_dimensions(spec)
     for dimension, axes in pieces:

@@ -18,12 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from core import logical, optimizers, step, train_state
+from core import logical, optimizers, stack, step, train_state
 from core.optimizers import Optimizer
 from core.slices import Slice
 from core.train_state import TrainState
 from core.types import Batch, DataLayout, Model
 from parallel import accumulation, compiler_options, mesh, rules, strategy
+from parallel.pipeline import checks, runner
 
 BatchSpec = Mapping[str, jax.ShapeDtypeStruct]
 
@@ -48,7 +49,13 @@ class Partitioner:
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
         """Context in which a model traced for this layout sees its mesh and its table."""
-        with jax.set_mesh(self.mesh), logical.activation_rules(self.strategy.activation_rules):
+        tables = self.strategy
+        with contextlib.ExitStack() as context:
+            context.enter_context(jax.set_mesh(self.mesh))
+            context.enter_context(logical.activation_rules(tables.activation_rules))
+            if tables.pipeline:
+                run = runner.runner(tables.pipeline, tables.param_rules, tables.activation_rules)
+                context.enter_context(stack.use_runner(run))
             yield
 
     @property
@@ -138,7 +145,7 @@ class Program:
 
     def __post_init__(self):
         problems = []
-        for look in (self._check_rows, lambda: self.abstract_state):  # what is independent is said together
+        for look in (self._check_rows, self._check_state):  # what is independent is said together
             try:
                 look()
             except ValueError as error:
@@ -205,24 +212,40 @@ class Program:
     def _example(self) -> dict[str, jax.ShapeDtypeStruct]:
         return {k: jax.ShapeDtypeStruct(s.shape, s.dtype) for k, s in self.spec.items()}
 
+    def _check_state(self) -> None:
+        """A pipeline that the model does not fit says so before its tables do."""
+        tables, where = self.partitioner.strategy, self.partitioner.slice.name
+        if tables.pipeline:
+            shapes, axes = self._abstract
+            stages = self.partitioner.shape["stage"]
+            if found := checks.problems(tables.pipeline, shapes.params, axes.params, stages=stages):
+                raise ValueError(f"strategy {tables.name!r} on {where}:\n  " + "\n  ".join(found))
+        _ = self.abstract_state
+
     def _check_rows(self) -> None:
-        rows = next(iter(self.spec.values())).shape[0]
-        unit = self.partitioner.row_shards * self.accum_steps
+        rows, groups = next(iter(self.spec.values())).shape[0], self.partitioner.row_shards
+        tables = self.partitioner.strategy
+        unit = groups * self.accum_steps * tables.microbatches
         if rows % unit:
-            microbatches = f" in accum_steps = {self.accum_steps} microbatches" if self.accum_steps > 1 else ""
+            cut = f" in accum_steps = {self.accum_steps} microbatches" if self.accum_steps > 1 else ""
+            cut += f" in num_microbatches = {tables.microbatches} of the pipeline" if tables.pipeline else ""
             raise ValueError(
-                f"batch_size = {rows} does not divide{microbatches} over {self.partitioner.row_shards} groups of chips "
-                f"(strategy {self.partitioner.strategy.name!r} on {self.partitioner.slice.name}). "
+                f"batch_size = {rows} does not divide{cut} over {groups} groups of chips (strategy {tables.name!r} on "
+                f"{self.partitioner.slice.name}). "
                 f"Nearest that do: {', '.join(map(str, logical.nearest_multiples(rows, unit)))}"
+                + checks.other_microbatches(tables.pipeline, rows, groups * self.accum_steps)
             )
 
     def _check_activations(self) -> None:
-        """Traces the loss, so that a table that the computation does not fit is refused before the first step."""
+        """Traces the loss, so that a table that the computation does not fit is refused before the first step.
+
+        Of a pipeline the gradient is traced too: its rules refuse what they cannot differentiate.
+        """
+        evaluated = step.eval_step(self.model, self.optimizer, seed=self.seed)
+        fn = self._pure_train_step if self.partitioner.strategy.pipeline else evaluated
         with self.partitioner.tracing():
             try:
-                jax.eval_shape(
-                    step.eval_step(self.model, self.optimizer, seed=self.seed), self._abstract[0], self._example()
-                )
+                jax.eval_shape(fn, self._abstract[0], self._example())
             except ValueError as error:
                 tables, where = self.partitioner.strategy, self.partitioner.slice.name
                 raise ValueError(f"strategy {tables.name!r} on {where}, computation: {error}") from error
@@ -265,8 +288,13 @@ class Program:
     @functools.cached_property
     def jitted_train_step(self) -> Any:
         """The jitted training step; trace it inside `partitioner.tracing()`. The state is donated."""
+        out = (self.state_shardings, self._replicated)
+        return self._jit(self._pure_train_step, out_shardings=out, donate_argnums=0)
+
+    @property
+    def _pure_train_step(self) -> Callable:
         tables = self.partitioner.strategy
-        pure = step.train_step(
+        return step.train_step(
             self.model,
             self.optimizer,
             seed=self.seed,
@@ -275,7 +303,6 @@ class Program:
                 self.manual_axes, self.axes.params, tables.param_rules, tables.activation_rules
             ),
         )
-        return self._jit(pure, out_shardings=(self.state_shardings, self._replicated), donate_argnums=0)
 
     @functools.cached_property
     def jitted_eval_step(self) -> Any:

@@ -6,6 +6,8 @@ whole; d is data, s is sequence, t is tensor; gather_f and scatter_f are collect
 
 from __future__ import annotations
 
+from parallel.pipeline import schedules
+from parallel.pipeline.schedules import Schedule
 from parallel.strategy import REPLICATED, Strategy, override
 
 __all__ = [
@@ -19,12 +21,19 @@ __all__ = [
     "mesh3d",
     "multislice",
     "override",
+    "pipeline",
+    "pipeline_data",
+    "pipeline_fsdp",
+    "pipeline_fsdp_tensor",
     "sequence_tensor",
     "tensor",
     "zero1",
 ]
 
 _BY_TENSOR = {"mlp": "tensor", "heads": "tensor", "kv_heads": "tensor", "vocab": "tensor"}
+_BY_STAGE = {"layers": "stage", "vocab": "stage"}  # embedding and head belong to no stage, so all of them share it
+_BY_STAGE_AND_TENSOR = {**_BY_TENSOR, "layers": "stage", "vocab": ("stage", "tensor")}
+_SCHEDULE = schedules.gpipe(num_microbatches=8)
 
 
 def data_parallel(*, data: int = -1) -> Strategy:
@@ -156,4 +165,65 @@ def multislice(*, slices: int, fsdp: int = -1, tensor: int = 1) -> Strategy:
         dcn_shape={"data": slices},
         param_rules={**REPLICATED, **_BY_TENSOR, "embed": "fsdp"},
         activation_rules={**REPLICATED, **_BY_TENSOR, "batch": ("data", "fsdp")},
+    )
+
+
+def pipeline(*, stage: int = 4, data: int = -1, schedule: Schedule = _SCHEDULE) -> Strategy:
+    """Layers in stages, rows sent through them in microbatches (Huang et al. 2019); replicas of that over data.
+
+    stage s: In[B_dm, D] · Win[D, F] → Out[B_dm, D] → stage s + 1, for microbatch m;   logits[B_d, V_s]
+    """
+    return Strategy(
+        name="pipeline",
+        mesh_shape={"stage": stage, "data": data},
+        param_rules={**REPLICATED, **_BY_STAGE},
+        activation_rules={**REPLICATED, **_BY_STAGE, "batch": "data"},
+        pipeline=schedule,
+    )
+
+
+def pipeline_data(*, slices: int, stage: int = 1, data: int = -1, schedule: Schedule = _SCHEDULE) -> Strategy:
+    """Stages across slices, `stage` of them in each, replicas inside: what crosses slices is activations alone.
+
+    stage s: In[B_dm, D] · Win[D, F] → Out[B_dm, D] → stage s + 1, over the data-center network
+    """
+    return Strategy(
+        name="pipeline_data",
+        mesh_shape={"stage": stage, "data": data},
+        dcn_shape={"stage": slices},
+        param_rules={**REPLICATED, **_BY_STAGE},
+        activation_rules={**REPLICATED, **_BY_STAGE, "batch": "data"},
+        pipeline=schedule,
+    )
+
+
+def pipeline_fsdp(*, stage: int, fsdp: int = -1, slices: int = 1, schedule: Schedule = _SCHEDULE) -> Strategy:
+    """As pipeline, with the weights of a stage split over fsdp and gathered once per step; `slices`: of the stages.
+
+    stage s: In[B_fm, D] · gather_f(Win[D_f, F]) → Out[B_fm, D] → stage s + 1;   dWin → scatter_f, once
+    """
+    return Strategy(
+        name="pipeline_fsdp",
+        mesh_shape={"stage": stage, "fsdp": fsdp},
+        dcn_shape={"stage": slices},
+        param_rules={**REPLICATED, **_BY_STAGE, "embed": "fsdp"},
+        activation_rules={**REPLICATED, **_BY_STAGE, "batch": "fsdp"},
+        pipeline=schedule,
+    )
+
+
+def pipeline_fsdp_tensor(
+    *, stage: int, tensor: int, fsdp: int = -1, slices: int = 1, schedule: Schedule = _SCHEDULE
+) -> Strategy:
+    """As pipeline_fsdp, with the weights of a stage also split over tensor, and the vocabulary over both.
+
+    stage s: In[B_fm, D] · gather_f(Win[D_f, F_t]) → H[B_fm, F_t] → Out[B_fm, D] → stage s + 1;   logits[B_f, V_st]
+    """
+    return Strategy(
+        name="pipeline_fsdp_tensor",
+        mesh_shape={"stage": stage, "fsdp": fsdp, "tensor": tensor},
+        dcn_shape={"stage": slices},
+        param_rules={**REPLICATED, **_BY_STAGE_AND_TENSOR, "embed": "fsdp"},
+        activation_rules={**REPLICATED, **_BY_STAGE_AND_TENSOR, "batch": "fsdp"},
+        pipeline=schedule,
     )

@@ -11,13 +11,13 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from core import logical
 from core.logical import Rules
 from core.slices import Slice
+from parallel.pipeline.schedules import Schedule
 
 MESH_AXES: Mapping[str, str] = {  # slowest network first
     "stage": "groups of consecutive layers",
@@ -53,7 +53,7 @@ class Strategy:
     activation_rules: Rules
     optimizer_rules: Rules | None = None
     dcn_shape: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    pipeline: Any = None
+    pipeline: Schedule | None = None
 
     def __post_init__(self):
         problems = _mesh_problems("mesh_shape", self.mesh_shape) + _mesh_problems("dcn_shape", self.dcn_shape)
@@ -62,6 +62,8 @@ class Strategy:
             if rules is not None:
                 problems += _table_problems(table, rules)
         problems += _idle_axes(self)
+        if self.pipeline and "stage" not in logical.mesh_axes(self.param_rules.get("layers")):
+            problems.append("param_rules: a pipeline needs its layers over its stages: {'layers': 'stage'}")
         if problems:
             raise ValueError(f"strategy {self.name!r}:\n  " + "\n  ".join(problems))
 
@@ -69,6 +71,11 @@ class Strategy:
     def stored_optimizer_rules(self) -> Rules:
         """The table that optimizer state follows."""
         return self.param_rules if self.optimizer_rules is None else self.optimizer_rules
+
+    @property
+    def microbatches(self) -> int:
+        """Parts that a pipeline cuts the rows of every chip into; 1 without one."""
+        return self.pipeline.num_microbatches if self.pipeline else 1
 
 
 def _mesh_problems(table: str, mesh_shape: Mapping[str, int]) -> list[str]:

@@ -1,0 +1,1 @@
+"""Pipelines: layers spread over the mesh axis `stage`, rows sent through them in microbatches."""

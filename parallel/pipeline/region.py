@@ -1,0 +1,87 @@
+"""Where a pipeline runs: regions in which some mesh axes are manual, and how arrays get in and out.
+
+Left to the partitioner, weights that are split over fsdp are gathered and their gradients reduced for every microbatch.
+So the axes that rows are split over are manual outside of the loop over ticks: weights come in as pieces, are gathered
+once, and gradients leave as pieces, reduced once. `stage` is manual inside; `tensor` and `sequence` stay automatic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from core import logical
+from core.logical import Axes, Rules
+from core.stack import LayerFn
+from parallel import accumulation
+from parallel.pipeline.stage import STAGE
+
+
+class Region(NamedTuple):
+    """The manual axes of rows, and how parameters are stored over them.
+
+    Attributes:
+      rows: mesh axes that rows are split over, in their order; may be none.
+      stored: tree of specs, of stacked parameters over those axes.
+      dtypes: tree of what the layers compute with, which is what travels.
+    """
+
+    rows: tuple[str, ...]
+    stored: Any
+    dtypes: Any
+
+    @property
+    def by_rows(self) -> P:
+        """Spec of an array [B, ...]."""
+        return P(self.rows or None)
+
+    def run(self, fn: Callable, *, in_specs: Any, out_specs: Any) -> Callable:
+        """`fn` on the arrays of one group of rows."""
+        if not self.rows:  # for shard_map, none would be all
+            return fn
+        return jax.shard_map(
+            fn, in_specs=in_specs, out_specs=out_specs, axis_names=set(self.rows), check_vma=False
+        )  # as for every region with a kernel inside: it does not declare how its results vary
+
+    def gather(self, params: Any) -> Any:
+        """Whole weights in the dtype of computation, from pieces as they are stored."""
+        return jax.tree.map(
+            lambda a, spec, dtype: accumulation.gather(a.astype(dtype), spec), params, self.stored, self.dtypes
+        )
+
+    def reduce(self, grads: Any) -> Any:
+        """Pieces of gradients, summed over all rows."""
+        return jax.tree.map(lambda g, spec: accumulation.reduce(g, spec, set(self.rows)), grads, self.stored)
+
+    def sum(self, tree: Any) -> Any:
+        """Sums over all rows."""
+        return jax.lax.psum(tree, self.rows) if self.rows else tree
+
+
+def region(fn: LayerFn, param_rules: Rules, activation_rules: Rules) -> Region:
+    """The region of a layer stack, inside of whatever is manual already."""
+    automatic = logical.automatic_axes()
+    rows = tuple(axis for axis in logical.mesh_axes(activation_rules["batch"]) if axis in automatic)
+
+    def stored(axes: Axes) -> P:
+        return logical.partition_spec(Axes(("layers", *axes.names)), param_rules, keep=rows.__contains__)
+
+    return Region(rows, jax.tree.map(stored, fn.axes(), is_leaf=lambda a: isinstance(a, Axes)), fn.dtypes)
+
+
+def over_stages(fn: Callable, *, in_specs: Any, out_specs: Any) -> Callable:
+    """`fn` on the arrays of one stage."""
+    return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names={STAGE}, check_vma=False)
+
+
+def split_rows(x: jax.Array, microbatches: int) -> jax.Array:
+    """[B, ...] -> [M, B / M, ...]; microbatch m holds rows m, m + M, …"""
+    return x.reshape(x.shape[0] // microbatches, microbatches, *x.shape[1:]).swapaxes(0, 1)
+
+
+def merge_rows(x: jax.Array) -> jax.Array:
+    """[M, b, ...] -> [M b, ...], in the order that `split_rows` took them from."""
+    return x.swapaxes(0, 1).reshape(x.shape[0] * x.shape[1], *x.shape[2:])

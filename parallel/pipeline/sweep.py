@@ -1,0 +1,94 @@
+"""All microbatches through all stages in one direction: the two passes of gpipe and circular.
+
+The backward pass is the forward pass run from the other end. Seen from the end where microbatches enter, a stage has a
+rank; at tick t it has its turn number t - rank:
+
+    rank 0:  0 1 2 3 . .      S = 3, M = 4: turn by tick; a dot is a bubble
+    rank 1:  . 0 1 2 3 .
+    rank 2:  . . 0 1 2 3
+
+Rank 0 takes what enters from a queue with a place for each microbatch. The last rank hands its results to rank 0,
+around the ring, which puts them into the same places: for the next repeat, or as the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from parallel.pipeline import stage as one_stage
+from parallel.pipeline.schedules import Schedule
+from parallel.pipeline.stage import STAGE, Stage, Turn, put_if, take
+
+
+def forward(schedule: Schedule, stage: Stage, xs: jax.Array) -> tuple[jax.Array, Any]:
+    """Every microbatch through every layer.
+
+    Args:
+      schedule: gpipe or circular.
+      stage: the layers of this stage.
+      xs: [M, b, ...], what enters the first layer.
+
+    Returns:
+      What leaves the last layer, [M, b, ...] on every stage, and what this stage keeps, [M R, ...].
+    """
+
+    def work(kept: Any, at: Turn, x: jax.Array) -> tuple[jax.Array, Any]:
+        y, inputs = one_stage.forward(stage, at, x)
+        return y, jax.tree.map(lambda a, new: put_if(at.valid, a, new, _place(schedule, at)), kept, inputs)
+
+    shapes = jax.eval_shape(lambda x: one_stage.forward(stage, _first_turn(schedule), x)[1], xs[0])
+    kept = jax.tree.map(lambda s: jnp.zeros((schedule.turns, *s.shape), s.dtype), shapes)
+    return _sweep(schedule, work, xs, kept, toward=1)
+
+
+def backward(schedule: Schedule, stage: Stage, kept: Any, dys: jax.Array) -> tuple[jax.Array, Any]:
+    """The gradient of every microbatch back through every layer.
+
+    Args:
+      schedule: gpipe or circular.
+      stage: the layers of this stage.
+      kept: [M R, ...], by `forward`.
+      dys: [M, b, ...], gradients of what left the last layer.
+
+    Returns:
+      Gradients of what entered the first layer, [M, b, ...] on every stage, and of this stage's parameters, float32.
+    """
+
+    def work(grads: Any, at: Turn, dy: jax.Array) -> tuple[jax.Array, Any]:
+        at = at._replace(repeat=schedule.repeats - 1 - at.repeat)
+        return one_stage.backward(stage, at, take(kept, _place(schedule, at)), dy, grads)
+
+    return _sweep(schedule, work, dys, one_stage.zero_grads(stage.layers), toward=-1)
+
+
+def _sweep(
+    schedule: Schedule, work: Callable[[Any, Turn, jax.Array], tuple], queue: jax.Array, state: Any, *, toward: int
+) -> tuple[jax.Array, Any]:
+    microbatches, stages = schedule.num_microbatches, jax.lax.axis_size(STAGE)
+    index = jax.lax.axis_index(STAGE)
+    rank = index if toward == 1 else stages - 1 - index
+
+    def tick(carry: tuple, t: jax.Array) -> tuple[tuple, None]:
+        arrived, queue, state = carry
+        queue = put_if(t >= stages, queue, arrived, (t - stages) % microbatches)
+        at = one_stage.turn(t - rank, microbatches=microbatches, repeats=schedule.repeats)
+        x = jnp.where(rank == 0, take(queue, at.microbatch), arrived)
+        y, state = work(state, at, jnp.where(at.valid, x, schedule.bubble_input))
+        return (one_stage.send(y, toward=toward), queue, state), None
+
+    carry = (jnp.zeros_like(queue[0]), queue, state)
+    (arrived, queue, state), _ = jax.lax.scan(tick, carry, jnp.arange(schedule.ticks(stages)))
+    queue = one_stage.put(queue, arrived, jnp.asarray(microbatches - 1))  # what the last tick sent
+    return one_stage.broadcast(queue, source=rank == 0), state
+
+
+def _place(schedule: Schedule, at: Turn) -> jax.Array:
+    return at.repeat * schedule.num_microbatches + at.microbatch
+
+
+def _first_turn(schedule: Schedule) -> Turn:
+    return one_stage.turn(jnp.asarray(0), microbatches=schedule.num_microbatches, repeats=schedule.repeats)
