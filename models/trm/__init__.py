@@ -1,0 +1,11 @@
+"""The Tiny Recursive Model: one small network, applied to its own answer until the answer is right.
+
+model.py     the configuration and the model: `TRM`
+net.py       the blocks, and the recursion over latent and answer
+halting.py   the carry: which rows go on, which take a new puzzle; loss and metrics of one step
+"""
+
+from models.trm.halting import Carry
+from models.trm.model import TRM
+
+__all__ = ["TRM", "Carry"]

@@ -1,0 +1,166 @@
+"""The carry of the Tiny Recursive Model, and what one supervised step makes of it.
+
+Deep supervision is spread over training steps: each step is one round of recursion for every row of the batch. A row
+goes on with its puzzle until it halts; then it takes the puzzle that the incoming batch has for it, and starts afresh.
+An incoming puzzle whose row has not halted is not used.
+
+    where halted:  states <- initial, steps <- 0, data <- incoming
+    recursion;  steps += 1;  halted <- steps = max, or (q_halt > 0 and steps >= m)
+
+m is drawn for each row and step: from 2 to max with the exploration's probability, else 0. Bits belong to global rows.
+B batch, T positions with prefix, S positions of a puzzle, D embed, V vocab as stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from core import random_bits
+from core.types import Batch, LossOutput, WeightedSum
+from models import losses
+from models.trm.net import States
+
+DATA = ("inputs", "labels", "puzzle_ids")
+
+
+class Carry(NamedTuple):
+    """What travels from step to step; the first axis of everything is the row.
+
+    Attributes:
+      states: answer and latents, each [B, T, D].
+      steps: [B], int32, steps done on the current puzzle.
+      halted: [B], bool.
+      data: the current puzzles: inputs, labels [B, S] and puzzle_ids [B], int32.
+    """
+
+    states: States
+    steps: jax.Array
+    halted: jax.Array
+    data: Mapping[str, jax.Array]
+
+
+class Outputs(NamedTuple):
+    """What the heads say.
+
+    Attributes:
+      logits: [B, S, V].
+      q_halt, q_continue: [B], float32.
+    """
+
+    logits: jax.Array
+    q_halt: jax.Array
+    q_continue: jax.Array
+
+
+def all_halted(batch: Batch, states: States) -> Carry:
+    """A carry in which every row waits for a puzzle; `states` are placeholders."""
+    rows = batch["inputs"].shape[0]
+    data = {name: jnp.zeros_like(batch[name]) for name in DATA}
+    return Carry(states, jnp.zeros((rows,), jnp.int32), jnp.ones((rows,), bool), data)
+
+
+def refill(carry: Carry, batch: Batch, fresh: States) -> Carry:
+    """Gives every halted row its incoming puzzle and the initial states; `fresh` broadcasts to those of the carry."""
+
+    def choose(new: jax.Array, old: jax.Array) -> jax.Array:
+        halted = carry.halted.reshape((-1,) + (1,) * (old.ndim - 1))
+        return jnp.where(halted, new, old)
+
+    return Carry(
+        jax.tree.map(choose, fresh, carry.states),
+        jnp.where(carry.halted, 0, carry.steps),
+        jnp.zeros_like(carry.halted),
+        {name: choose(batch[name], carry.data[name]) for name in DATA},
+    )
+
+
+def halts(q_halt: jax.Array, steps: jax.Array, key: jax.Array, rows: jax.Array, *, most: int, exploration: float):
+    """[B], bool: which rows halt in training.
+
+    Args:
+      q_halt: [B], positive: the answer is thought to be right.
+      steps: [B], with this one.
+      key: of this training step.
+      rows: [B], of the global batch.
+      most: steps after which a row halts in any case.
+      exploration: probability that a row must go on for a number of steps that is drawn.
+    """
+    last = steps >= most
+    if most == 1:
+        return last
+
+    def at_least(key: jax.Array) -> jax.Array:
+        explore, draw = jax.random.split(key)
+        drawn = jax.random.randint(draw, (), 2, most + 1)
+        return jnp.where(jax.random.bernoulli(explore, exploration), drawn, 0)
+
+    minimum = jax.vmap(at_least)(random_bits.row_keys(key, rows))
+    return (last | (q_halt > 0)) & (steps >= minimum)
+
+
+class Scores(NamedTuple):
+    """By row, [B]: losses in float32, and what was right.
+
+    Attributes:
+      token_loss: mean over the row's labelled positions.
+      halt_loss: of q_halt against `right`.
+      accuracy: share of labelled positions that are right.
+      right: every labelled position is.
+      labelled: there is one.
+    """
+
+    token_loss: jax.Array
+    halt_loss: jax.Array
+    accuracy: jax.Array
+    right: jax.Array
+    labelled: jax.Array
+
+
+def score(outputs: Outputs, labels: jax.Array, *, vocab_size: int, log_probabilities) -> Scores:
+    """Losses and answers by row; `log_probabilities` is one of `models.losses`."""
+    known = labels != losses.IGNORED  # [B, S]
+    count = jnp.sum(known, axis=-1)  # [B]
+    exists = jnp.arange(outputs.logits.shape[-1]) < vocab_size
+    predicted = jnp.argmax(jnp.where(exists, outputs.logits.astype(jnp.float32), -jnp.inf), axis=-1)
+    correct = jnp.sum(known & (predicted == labels), axis=-1)
+    right = correct == count
+    token_loss = losses.negative_log_likelihood(log_probabilities(outputs.logits, vocab_size=vocab_size), labels)
+    divisor = jnp.maximum(count, 1)
+    return Scores(
+        jnp.sum(token_loss, axis=-1) / divisor,
+        losses.binary_cross_entropy(outputs.q_halt, right),
+        correct / divisor,
+        right,
+        count > 0,
+    )
+
+
+def sums(scores: Scores, q_halt: jax.Array, steps: jax.Array, *, rows: jax.Array, counted: jax.Array) -> LossOutput:
+    """Sums over rows.
+
+    Args:
+      scores: by row.
+      q_halt, steps: [B].
+      rows: [B], bool: rows of the loss.
+      counted: [B], bool: rows of the metrics.
+    """
+    weight, count = jnp.sum(rows, dtype=jnp.float32), jnp.sum(counted, dtype=jnp.float32)
+
+    def over(mask: jax.Array, values: jax.Array, weight: jax.Array) -> WeightedSum:
+        return WeightedSum(jnp.sum(jnp.where(mask, values.astype(jnp.float32), 0.0)), weight)
+
+    token, halt = over(rows, scores.token_loss, weight), over(rows, scores.halt_loss, weight)
+    metrics = {
+        "accuracy": over(counted, scores.accuracy, count),
+        "exact_accuracy": over(counted, scores.right, count),
+        "q_halt_accuracy": over(counted, (q_halt >= 0) == scores.right, count),
+        "steps": over(counted, steps, count),
+        "halted": WeightedSum(count, weight),
+        "lm_loss": token,
+        "q_halt_loss": halt,
+    }
+    return LossOutput(token.total + 0.5 * halt.total, weight, metrics)

@@ -1,0 +1,116 @@
+"""The parameters of the Tiny Recursive Model: their shapes, their named axes, and what they start from.
+
+No gains and no biases but that of the halting head; the answer's and the latents' first values are parameters that
+nothing trains (`core.optimizers.CONSTANTS`); the puzzle table starts at zero. Everything else is drawn from a normal
+distribution cut at two deviations, and scaled so that what is left has variance 1 / fan_in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+
+from core import logical
+from models.trm.net import States
+
+if TYPE_CHECKING:
+    from models.trm.model import TRM
+
+_KEPT = 0.87962566103423978  # standard deviation of a normal distribution cut at two of them
+
+
+class Weights(NamedTuple):
+    """The parameters, cast for computation; D embed, V vocab as stored, T positions, N puzzles as stored."""
+
+    embedding: jax.Array  # [V, D]
+    unembedding: jax.Array  # [D, V]
+    halt_head: jax.Array  # [D, 2]
+    halt_bias: jax.Array  # [2]
+    starts: States  # z_h [1, 1, D], each z_l [1, 1, D]
+    positions: jax.Array | None  # [T, D]
+    puzzle_table: jax.Array | None  # [N, puzzle_dim], float32: rows are cast when they have been read
+    layers: tuple[Mapping[str, jax.Array], ...]
+
+
+def make(model: TRM, length: int) -> Weights:
+    """The parameters, made where they do not exist yet; `length` is T. Call it inside `hk.transform`."""
+    d, v, dtype = model.embed_dim, model.stored_vocab_size, model.dtype
+    rows, columns = (_entries(model, axis=axis) for axis in (0, 1))
+    return Weights(
+        embedding=logical.param("embedding", (v, d), ("vocab", "embed"), rows, compute_dtype=dtype),
+        unembedding=logical.param("unembedding", (d, v), ("embed", "vocab"), columns, compute_dtype=dtype),
+        halt_head=logical.param("halt_head", (d, 2), ("embed", None), jnp.zeros, compute_dtype=dtype),
+        halt_bias=logical.param("halt_bias", (2,), (None,), hk.initializers.Constant(-5.0), compute_dtype=dtype),
+        starts=_starts(model),
+        positions=_positions(model, length),
+        puzzle_table=_puzzle_table(model),
+        layers=_layers(model, length),
+    )
+
+
+def cut_normal(fan_in: int) -> hk.initializers.TruncatedNormal:
+    """A normal distribution cut at two deviations, scaled so that what is left has variance 1 / fan_in."""
+    return hk.initializers.TruncatedNormal(1 / (math.sqrt(fan_in) * _KEPT))
+
+
+def _entries(model: TRM, *, axis: int):
+    """Initialiser of an array with the vocabulary along `axis`: entries that do not exist are zero."""
+
+    def init(shape, dtype) -> jax.Array:
+        exists = jnp.arange(shape[axis]) < model.vocab_size
+        drawn = cut_normal(model.embed_dim)(shape, dtype)
+        return jnp.where(exists[:, None] if axis == 0 else exists, drawn, 0.0)
+
+    return init
+
+
+def _starts(model: TRM) -> States:
+    """What every puzzle starts from."""
+    d, count, dtype = model.embed_dim, model.num_latents, model.dtype
+    z_h = logical.param("h_init", (d,), ("embed",), cut_normal(1), compute_dtype=dtype)
+    if not count:
+        return States(jax.lax.stop_gradient(z_h)[None, None], ())
+    z_l = logical.param("l_init", (count, d), (None, "embed"), cut_normal(1), compute_dtype=dtype)
+    z_h, z_l = jax.lax.stop_gradient((z_h, z_l))
+    return States(z_h[None, None], tuple(z_l[i][None, None] for i in range(count)))
+
+
+def _positions(model: TRM, length: int) -> jax.Array | None:
+    if model.positions != "learned":
+        return None
+    d = model.embed_dim
+    return logical.param("positions", (length, d), (None, "embed"), cut_normal(d), compute_dtype=model.dtype)
+
+
+def _puzzle_table(model: TRM) -> jax.Array | None:
+    if not model.puzzle_width:
+        return None
+    stored = math.ceil(model.num_puzzles / model.puzzle_multiple) * model.puzzle_multiple
+    return logical.param("puzzle_table", (stored, model.puzzle_width), ("puzzles", None), jnp.zeros)
+
+
+def _layers(model: TRM, length: int) -> tuple[Mapping[str, jax.Array], ...]:
+    d, f, h, num = model.embed_dim, model.mlp_width(model.embed_dim), model.num_heads, model.num_layers
+
+    def matrix(name: str, shape: tuple, axes: tuple, *, fan_in: int) -> jax.Array:
+        return logical.param(name, (num, *shape), ("layers", *axes), cut_normal(fan_in), compute_dtype=model.dtype)
+
+    with hk.name_scope("layers"), hk.name_scope("block"):
+        stacked = {
+            "gate_up": matrix("gate_up", (d, 2, f), ("embed", None, "mlp"), fan_in=d),
+            "down": matrix("down", (f, d), ("mlp", "embed"), fan_in=f),
+        }
+        if model.mixer == "attention":
+            k = d // h
+            stacked["qkv"] = matrix("qkv", (d, 3, h, k), ("embed", None, "heads", "head_dim"), fan_in=d)
+            stacked["output"] = matrix("output", (h, k, d), ("heads", "head_dim", "embed"), fan_in=d)
+        else:
+            ft = model.mlp_width(length)
+            stacked["token_gate_up"] = matrix("token_gate_up", (length, 2, ft), (None, None, "mlp"), fan_in=length)
+            stacked["token_down"] = matrix("token_down", (ft, length), ("mlp", None), fan_in=ft)
+    return tuple({name: w[i] for name, w in stacked.items()} for i in range(num))
