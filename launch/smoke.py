@@ -107,7 +107,9 @@ def _shards(experiment: Experiment, name: str) -> int:
 
 
 def _small_task(experiment: Experiment, *, streams: int, length: int) -> Task:
-    """The task with short rows; random tokens in its place where the data was never named."""
+    """The task with short rows, or as small as it says it can be; random tokens where the data was never named."""
+    if hasattr(experiment.task, "rehearsal"):
+        return experiment.task.rehearsal()
     if experiment.task.problems():
         return synthetic.random_tokens(vocab_size=experiment.model.vocab_size, length=length, num_streams=streams)
     return dataclasses.replace(experiment.task, length=length, num_streams=streams)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -181,7 +182,7 @@ def _evaluation(run: Run, writers: metrics.Writers, progress: Progress) -> hooks
         if not kept:
             layout = run.program.partitioner.data_layout(run.experiment.batch_size)
             batches = run.experiment.task.evaluation(layout)
-            kept.extend(next(batches) for _ in range(run.experiment.eval_batches))
+            kept.extend(itertools.islice(batches, run.experiment.eval_batches))  # all of a task that has fewer
         return hooks.evaluate(run.program.eval_step, state, map(run.program.put, kept), num_batches=len(kept))
 
     def write(step: int, values: Mapping[str, float]) -> None:

@@ -100,9 +100,7 @@ def read_metadata(directory: str, split: str) -> Metadata:
     root = paths.resolve(directory)
     if not (root / IDENTIFIERS).exists():
         part = "is missing, so it was not written to its end" if root.exists() else "and the folder itself are missing"
-        raise ValueError(
-            f"no puzzles in {str(directory)!r}: {IDENTIFIERS} {part}. Build them: launch/run build --help"
-        )
+        raise ValueError(f"no puzzles in {str(directory)!r}: {IDENTIFIERS} {part}. Build them: launch/run build --help")
     file = root / split / METADATA
     try:
         found = json.loads(file.read_text())
@@ -114,7 +112,9 @@ def read_metadata(directory: str, split: str) -> Metadata:
     if missing:
         raise ValueError(f"{file} lacks {', '.join(missing)}; expected {', '.join(names)}")
     if list(found.get("sets", [SET])) != [SET]:
-        raise ValueError(f"{file} has sets {found['sets']}, expected [{SET!r}]: several sets in one folder are not read")
+        raise ValueError(
+            f"{file} has sets {found['sets']}, expected [{SET!r}]: several sets in one folder are not read"
+        )
     kept = {name: found[name] for name in names if name in found}
     return Metadata(**{**kept, "sets": (SET,)})
 

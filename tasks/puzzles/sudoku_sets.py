@@ -20,8 +20,8 @@ from tasks.puzzles import sudoku_puzzles, writing
 from tasks.puzzles.sudoku_puzzles import CLUES, Puzzle
 from tasks.puzzles.sudoku_solver import shape
 
-Report = Callable[[int, int], None]  # groups done, of how many
-_DRAWS_PER_PUZZLE = 200  # before a generator gives up on finding another that is new
+Report = Callable[[int, int], None]  # steps done, of how many; a step is a puzzle found or a group written
+_DRAWS_IN_VAIN = 3  # for each puzzle found, before a generator gives up on finding another
 _SIGNED_AT_ONCE = 4096
 _TEST, _TRAIN, _AUGMENT = range(3)  # streams of random numbers
 _COLUMNS = ("source", "question", "answer", "rating")
@@ -88,13 +88,14 @@ class SudokuSet:
           ValueError: the directory is taken, a file is wrong, or there are not as many different puzzles.
         """
         with writing.dataset(directory, vocab_size=self.vocab_size, seq_len=self.seq_len, about=self.about()) as out:
-            test, train = self._puzzles()
+            steps = (self.num_test or 0) + 2 * self.num_train
+            test, train = self._puzzles(lambda found: report(found, steps))
             for puzzle in test:
                 out.test.add_group(puzzle.grid[None] + 1, puzzle.solution[None] + 1)
             for number, puzzle in enumerate(train):
                 grids, solutions = self._group(puzzle, number)
                 out.train.add_group(grids + 1, solutions + 1)
-                report(number + 1, len(train))
+                report(steps - len(train) + number + 1, steps)
             out.extra[writing.BUILD] |= {"train": _summary(train), "test": _summary(test), **_HELD_OUT}
         return out.extra[writing.BUILD]
 
@@ -119,29 +120,41 @@ class SudokuSet:
         solutions = [puzzle.solution, *(symmetry(puzzle.solution) for symmetry in copies)]
         return np.stack(grids), np.stack(solutions)
 
-    def _puzzles(self) -> tuple[list[Puzzle], list[Puzzle]]:
+    def _puzzles(self, report: Callable[[int], None]) -> tuple[list[Puzzle], list[Puzzle]]:
         if self.csv:
             test = self._from_csv("test", self.num_test, taken=np.zeros(0, np.uint64))
             return test, self._from_csv("train", self.num_train, taken=_signed(test, self.size))
-        test = self._generated(self._rng(_TEST), self.num_test, taken=set())
-        return test, self._generated(self._rng(_TRAIN), self.num_train, taken=set(_signed(test, self.size).tolist()))
+        test = self._generated(self._rng(_TEST), self.num_test, taken=set(), report=report)
+        taken = set(_signed(test, self.size).tolist())
+        train_rng, held_out = self._rng(_TRAIN), len(test)
+        return test, self._generated(train_rng, self.num_train, taken=taken, report=lambda n: report(held_out + n))
 
-    def _generated(self, rng: np.random.Generator, count: int, *, taken: set[int]) -> list[Puzzle]:
+    def _generated(
+        self, rng: np.random.Generator, count: int, *, taken: set[int], report: Callable[[int], None]
+    ) -> list[Puzzle]:
         """`count` different grids whose signatures are not `taken`; held-out ones differ in signature too."""
         found: dict[Any, Puzzle] = {}
-        is_test = not taken
-        for _ in range(count * _DRAWS_PER_PUZZLE):
+        is_test, in_vain = not taken, 0
+        while in_vain < _DRAWS_IN_VAIN * (100 + len(found)):
             puzzle = sudoku_puzzles.generate(rng, size=self.size, clues=self.clues)
             signature = int(sudoku_puzzles.signatures(puzzle.grid[None], size=self.size)[0])
-            if puzzle.rating >= self.min_rating and signature not in taken:
-                found.setdefault(signature if is_test else puzzle.grid.tobytes(), puzzle)
-                if len(found) == count:
-                    return list(found.values())
-        what = "held-out puzzles that are no symmetric copies of one another" if is_test else "training puzzles"
+            key = signature if is_test else puzzle.grid.tobytes()
+            if puzzle.rating < self.min_rating or signature in taken or key in found:
+                in_vain += 1
+                continue
+            found[key], in_vain = puzzle, 0
+            report(len(found))
+            if len(found) == count:
+                return list(found.values())
+        what = (
+            "held-out puzzles that are no symmetric copies of one another"
+            if is_test
+            else "training puzzles that are no copies of one another"
+        )
         raise ValueError(
-            f"sudoku: of {count * _DRAWS_PER_PUZZLE:,} puzzles of {self.size}x{self.size} only {len(found):,} are {what}"
-            f"{' unlike the held-out ones' * (not is_test)} with a rating of at least {self.min_rating}; asked for "
-            f"{count:,}. Ask for fewer, other clues, or a lower rating"
+            f"sudoku: found {len(found):,} {what}{' or of held-out ones' * (not is_test)}, of {self.size} x {self.size} "
+            f"with a rating of at least {self.min_rating}, then {in_vain:,} draws gave no other; asked for {count:,}. "
+            "Ask for fewer, other clues, or a lower rating"
         )
 
     def _from_csv(self, split: str, count: int | None, *, taken: np.ndarray) -> list[Puzzle]:

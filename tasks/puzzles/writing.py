@@ -21,6 +21,7 @@ import numpy as np
 from core import paths
 from tasks.puzzles import files
 
+BUILD = "build.json"  # what was asked for, and what came of it
 _HEADER_BYTES = 128  # always as long, so that it can be written once the number of rows is known
 
 
@@ -58,7 +59,9 @@ class SplitWriter:
         rows = {"inputs": (seq_len,), "labels": (seq_len,)}
         dtypes = {"inputs": np.uint8, "labels": np.uint8, "puzzle_identifiers": np.int32}
         self._arrays = {
-            name: ArrayFile(folder / f"{files.SET}__{name}.npy", row=rows.get(name, ()), dtype=dtypes.get(name, np.int64))
+            name: ArrayFile(
+                folder / f"{files.SET}__{name}.npy", row=rows.get(name, ()), dtype=dtypes.get(name, np.int64)
+            )
             for name in files.ARRAYS
         }
         for name in ("puzzle_indices", "group_indices"):
@@ -176,6 +179,3 @@ def _upload(folder: pathlib.Path, target: paths.Path) -> None:
     every = sorted(p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
     for name in sorted(every, key=lambda p: p.as_posix() == files.IDENTIFIERS):
         paths.copy_file(folder / name, to=target / name.as_posix())
-
-
-BUILD = "build.json"

@@ -1,0 +1,317 @@
+"""Puzzles as a task: a dataset on disk, or one that the run builds first, in the batches that a trainer takes.
+
+The one idea: the whole global batch is one stream (`tasks.streams`), a pure function of the dataset, the seed and a
+position, so every number of hosts sees the same batches, and host 0 alone saves the position.
+
+B rows, S tokens of a puzzle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from core import paths
+from core.types import Batches, DataLayout
+from tasks import streams, vocabularies
+from tasks.puzzles import files, order, writing
+from tasks.puzzles.files import Split
+
+IGNORED = -100  # label of a place that is not scored
+
+
+class Recipe(Protocol):
+    """A dataset that can be built. Frozen dataclasses whose fields are JSON."""
+
+    seq_len: int
+    vocab_size: int
+
+    def about(self) -> dict[str, Any]:
+        """What is asked for; two recipes with the same are the same, byte for byte."""
+
+    def build(self, directory: str) -> Mapping[str, Any]:
+        """Writes the dataset."""
+
+
+class Stored:
+    """A dataset that is there."""
+
+    def __init__(self, directory: str):
+        self.directory = directory
+        self._splits: dict[str, Split] = {}
+
+    def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
+        """Reads it, so that a damaged one is refused before the first step. Raises ValueError."""
+        for split in files.SPLITS:
+            self.split(split)
+
+    def split(self, name: str) -> Split:
+        """One split, read once."""
+        if name not in self._splits:
+            self._splits[name] = files.read_split(self.directory, name)
+        return self._splits[name]
+
+    def problems(self) -> list[str]:
+        """What is wrong with it that shows at once; one in a bucket is not looked for."""
+        if not self.directory:
+            return ["DATA is not set: bind it to a folder of puzzles, as launch/run build makes one"]
+        if paths.is_remote(self.directory):
+            return []
+        try:
+            if any(files.read_metadata(self.directory, split).total_groups < 1 for split in files.SPLITS):
+                return [f"{self.directory!r} has a split without puzzles; build it anew"]
+        except ValueError as error:
+            return [str(error)]
+        return []
+
+    def named_files(self) -> tuple[str, ...]:
+        """Folders that the user named."""
+        return (self.directory,) if self.directory else ()
+
+    def rehearsal(self) -> Stored | None:
+        """Itself, where it is there."""
+        return None if self.problems() else self
+
+    def describe(self) -> str:
+        """A few words."""
+        return f"puzzles of {self.directory or '(DATA is not set)'}"
+
+    def fingerprint(self) -> str:
+        """Of what is in it."""
+        return files.fingerprint(self.directory)
+
+
+class Built(Stored):
+    """A dataset that host 0 builds when it is not there, in a named folder or in the run directory."""
+
+    def __init__(self, recipe: Recipe, *, directory: str | None = None):
+        super().__init__("")
+        self.recipe, self._named = recipe, directory
+
+    def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
+        """Builds on host 0 what is not there; every host reads it.
+
+        Raises:
+          ValueError: the folder holds other puzzles, or a host does not see what host 0 built.
+        """
+        self.directory = self._named or f"{run_dir}/puzzles"
+        self._splits = {}
+        if is_host_zero and not files.is_dataset(self.directory):
+            print(f"building {self.describe()}, in {self.directory}", flush=True)
+            self.recipe.build(self.directory)
+        if not files.is_dataset(self.directory):
+            raise ValueError(
+                f"no puzzles in {self.directory!r}: host 0 builds them first; do all hosts see this folder?"
+            )
+        if different := self._differences():
+            raise ValueError(
+                f"{self.directory!r} holds other puzzles ({different}): name another directory, or remove it"
+            )
+        super().prepare(run_dir, is_host_zero=is_host_zero)
+
+    def problems(self) -> list[str]:
+        """Of a named folder that holds other puzzles."""
+        if not self._named or paths.is_remote(self._named) or not files.is_dataset(self._named):
+            return []
+        different = self._differences()
+        return [f"{self._named!r} holds other puzzles ({different}): name another directory"] if different else []
+
+    def named_files(self) -> tuple[str, ...]:
+        """The folder, where the user named one."""
+        return (self._named,) if self._named else ()
+
+    def rehearsal(self) -> Built:
+        """The same kind of puzzles, a few of them."""
+        few = {name: min(8, getattr(self.recipe, name)) for name in ("num_train", "num_test")}
+        return Built(dataclasses.replace(self.recipe, **few))
+
+    def describe(self) -> str:
+        """A few words."""
+        return "puzzles: " + ", ".join(f"{k} {v}" for k, v in self.recipe.about().items() if v not in (None, ""))
+
+    def fingerprint(self) -> str:
+        """Of what is in it; of the recipe before it is built."""
+        return super().fingerprint() if self.directory else json.dumps(self.recipe.about(), sort_keys=True)
+
+    def _differences(self) -> str:
+        file = paths.resolve(self.directory or self._named) / writing.BUILD
+        saved = json.loads(file.read_text()) if file.exists() else {}
+        now = json.loads(json.dumps(self.recipe.about()))
+        return ", ".join(f"{k}: there {saved.get(k)!r}, now {v!r}" for k, v in now.items() if saved.get(k) != v)
+
+
+@dataclasses.dataclass(frozen=True)
+class PuzzleTask:
+    """`core.types.Task` over puzzles. A batch: `inputs`, `labels` [B, S] (-100 is not scored), `puzzle_ids` [B], int32.
+
+    Attributes:
+      source: where the puzzles are.
+      length: S.
+      vocab_size: tokens are below it.
+      epochs_per_iteration: see `order.Shuffled`.
+      eval_puzzles: how many held-out examples an evaluation takes, drawn once with `eval_seed`; None: all.
+      eval_seed: of that draw.
+    """
+
+    source: Stored
+    length: int
+    vocab_size: int
+    epochs_per_iteration: int | None = None
+    eval_puzzles: int | None = None
+    eval_seed: int = 0
+
+    @property
+    def num_streams(self) -> int:
+        """The global batch is one stream."""
+        return 1
+
+    @property
+    def vocabulary(self) -> vocabularies.Numbers:
+        """Tokens as numbers."""
+        return vocabularies.Numbers(self.vocab_size)
+
+    @property
+    def num_puzzles(self) -> int:
+        """Rows that a model's table of puzzles needs. Raises ValueError before the dataset is there."""
+        return self.source.split("train").metadata.num_puzzle_identifiers
+
+    def spec(self, batch_size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of a global batch."""
+        streams.rows_per_stream(batch_size, num_streams=1)
+        tokens = jax.ShapeDtypeStruct((batch_size, self.length), np.int32)
+        return {"inputs": tokens, "labels": tokens, "puzzle_ids": jax.ShapeDtypeStruct((batch_size,), np.int32)}
+
+    def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
+        """Builds (on host 0) and reads the dataset. Raises ValueError for one that is damaged or not this task's."""
+        self.source.prepare(run_dir, is_host_zero=is_host_zero)
+        if problems := self._misfits():
+            raise ValueError("\n".join(problems))
+
+    def train(self, layout: DataLayout, *, seed: int) -> Batches:
+        """Endless batches. Raises ValueError for a dataset that is damaged or gives no whole batch."""
+        split = self.source.split("train")
+
+        def visits(rows: int) -> order.Shuffled:
+            return order.Shuffled(split, batch_size=rows, seed=seed, epochs=self.epochs_per_iteration)
+
+        return self._batches(layout, split, visits, {"split": "train", "seed": seed})
+
+    def evaluation(self, layout: DataLayout) -> Batches:
+        """Every held-out example once, or the fixed subset; the last batch is filled with rows that nobody scores."""
+        split = self.source.split("test")
+
+        def visits(rows: int) -> order.InOrder:
+            return order.InOrder(split, batch_size=rows, subset=self.eval_puzzles, seed=self.eval_seed)
+
+        return self._batches(layout, split, visits, {"split": "test", "seed": self.eval_seed})
+
+    def evaluated_on(self) -> str:
+        """What an evaluation's score is of."""
+        count = self.source.split("test").num_examples
+        if self.eval_puzzles is None or self.eval_puzzles >= count:
+            return f"all {count:,} held-out puzzles"
+        return f"{self.eval_puzzles:,} of {count:,} held-out puzzles, drawn with seed {self.eval_seed}"
+
+    def problems(self) -> list[str]:
+        """Everything wrong that can be known without reading the puzzles."""
+        return self.source.problems() or self._misfits()
+
+    def named_files(self) -> tuple[str, ...]:
+        """Folders as the user named them."""
+        return self.source.named_files()
+
+    def rehearsal(self) -> PuzzleTask:
+        """A small task of the same shapes for --smoke; random grids where the puzzles are not there."""
+        source = self.source.rehearsal() or Built(RandomGrids(seq_len=self.length, vocab_size=self.vocab_size))
+        return dataclasses.replace(self, source=source, eval_puzzles=8)
+
+    def describe(self) -> str:
+        """One line for the card of a run."""
+        return f"{self.source.describe()}; length {self.length}"
+
+    def fingerprint(self) -> str:
+        """Equal on all hosts that read the same data."""
+        return self.source.fingerprint()
+
+    def _misfits(self) -> list[str]:
+        """Where the dataset, once there, is not of this length and vocabulary."""
+        directory = self.source.directory
+        if not directory or paths.is_remote(directory):
+            return []
+        found = []
+        for split in files.SPLITS:
+            meta = files.read_metadata(directory, split)
+            wanted = (("seq_len", "length", meta.seq_len, self.length),)
+            wanted += (("vocab_size", "vocab_size", meta.vocab_size, self.vocab_size),)
+            found += [
+                f"{directory!r}, {split}: {theirs} is {actual}, but the task's {ours} is {expected}; set it to {actual}"
+                for theirs, ours, actual, expected in wanted
+                if actual != expected
+            ]
+        return found
+
+    def _batches(self, layout: DataLayout, split: Split, visits: Any, identity: Mapping[str, Any]) -> Batches:
+        return streams.StreamBatches(
+            layout,
+            spec=self.spec(layout.batch_size),
+            num_streams=1,
+            open_stream=lambda index, rows: PuzzleStream(split, visits(rows)),
+            identity={"source": self.fingerprint(), "epochs": self.epochs_per_iteration, **identity},
+        )
+
+
+class PuzzleStream:
+    """`streams.Stream` of global batches."""
+
+    def __init__(self, split: Split, visits: order.Shuffled | order.InOrder):
+        self._split, self._visits = split, visits
+
+    def __next__(self) -> Mapping[str, np.ndarray]:
+        """See `streams.Stream`."""
+        picked = next(self._visits)
+        split, meta = self._split, self._split.metadata
+        filler = picked.examples == order.FILLER
+        rows = np.where(filler, 0, picked.examples)
+        labels = split.labels[rows].astype(np.int32)  # [B, S]
+        if meta.ignore_label_id is not None:
+            labels[labels == meta.ignore_label_id] = IGNORED
+        inputs = split.inputs[rows].astype(np.int32)
+        ids = np.where(filler, meta.blank_identifier_id, split.puzzle_identifiers[picked.puzzles]).astype(np.int32)
+        inputs[filler], labels[filler] = meta.pad_id, IGNORED
+        return {"inputs": inputs, "labels": labels, "puzzle_ids": ids}
+
+    def state(self) -> bytes:
+        """See `streams.Stream`."""
+        return self._visits.state()
+
+    def restore(self, state: bytes) -> None:
+        """See `streams.Stream`."""
+        self._visits.restore(state)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RandomGrids:
+    """Random tokens in place of puzzles, where a rehearsal has none."""
+
+    seq_len: int
+    vocab_size: int
+    num_train: int = 8
+    num_test: int = 8
+
+    def about(self) -> dict[str, Any]:
+        """See `Recipe`."""
+        return {"kind": "random grids", **dataclasses.asdict(self)}
+
+    def build(self, directory: str) -> Mapping[str, Any]:
+        """See `Recipe`."""
+        rng = np.random.default_rng(0)
+        with writing.dataset(directory, vocab_size=self.vocab_size, seq_len=self.seq_len, about=self.about()) as out:
+            for split, count in ((out.train, self.num_train), (out.test, self.num_test)):
+                for _ in range(count):
+                    split.add_group(*rng.integers(1, self.vocab_size, (2, 1, self.seq_len), dtype=np.uint8))
+        return self.about()
