@@ -53,7 +53,7 @@ class Partitioner:
         with contextlib.ExitStack() as context:
             context.enter_context(jax.set_mesh(self.mesh))
             context.enter_context(logical.activation_rules(tables.activation_rules))
-            if tables.pipeline:
+            if tables.pipeline and self.shape["stage"] > 1:
                 run = runner.runner(tables.pipeline, tables.param_rules, tables.activation_rules)
                 context.enter_context(stack.use_runner(run))
             yield

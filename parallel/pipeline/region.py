@@ -24,7 +24,7 @@ class Region(NamedTuple):
     """The manual axes of rows, and how parameters are stored over them.
 
     Attributes:
-      rows: mesh axes that rows are split over, in their order; may be none.
+      rows: mesh axes above 1 that rows are split over, in their order; may be none.
       stored: tree of specs, of stacked parameters over those axes.
       dtypes: tree of what the layers compute with, which is what travels.
     """
@@ -46,11 +46,13 @@ class Region(NamedTuple):
             fn, in_specs=in_specs, out_specs=out_specs, axis_names=set(self.rows), check_vma=False
         )  # as for every region with a kernel inside: it does not declare how its results vary
 
+    def cast(self, params: Any) -> Any:
+        """Pieces in the dtype of computation."""
+        return jax.tree.map(lambda a, dtype: a.astype(dtype), params, self.dtypes)
+
     def gather(self, params: Any) -> Any:
-        """Whole weights in the dtype of computation, from pieces as they are stored."""
-        return jax.tree.map(
-            lambda a, spec, dtype: accumulation.gather(a.astype(dtype), spec), params, self.stored, self.dtypes
-        )
+        """Whole weights from pieces."""
+        return jax.tree.map(accumulation.gather, params, self.stored)
 
     def reduce(self, grads: Any) -> Any:
         """Pieces of gradients, summed over all rows."""
@@ -63,8 +65,8 @@ class Region(NamedTuple):
 
 def region(fn: LayerFn, param_rules: Rules, activation_rules: Rules) -> Region:
     """The region of a layer stack, inside of whatever is manual already."""
-    automatic = logical.automatic_axes()
-    rows = tuple(axis for axis in logical.mesh_axes(activation_rules["batch"]) if axis in automatic)
+    automatic, sizes = logical.automatic_axes(), jax.sharding.get_abstract_mesh().shape
+    rows = tuple(a for a in logical.mesh_axes(activation_rules["batch"]) if a in automatic and sizes[a] > 1)
 
     def stored(axes: Axes) -> P:
         return logical.partition_spec(Axes(("layers", *axes.names)), param_rules, keep=rows.__contains__)

@@ -6,9 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from launch.agreement import bind, random_batches
+from core import optimizers, slices
+from launch.agreement import random_batches
 from models import transformer
-from parallel import strategies
+from parallel import partitioner, strategies
 from parallel.agreement import Example, difference
 from parallel.pipeline import schedules
 
@@ -29,22 +30,44 @@ def gpipe(microbatches, **options):
     return schedules.gpipe(num_microbatches=microbatches, **options)
 
 
+def one_f_one_b(microbatches, **options):
+    return schedules.one_f_one_b(num_microbatches=microbatches, **options)
+
+
 CASES = {
     "gpipe, S 4, M 2": example("v4-8", strategies.pipeline, gpipe(2), stage=4),
     "gpipe, S 2, M 4, fsdp": example("v4-8", strategies.pipeline_fsdp, gpipe(4), stage=2),
     "gpipe, S 2, M 2, fsdp, tensor, by stage": example(
         "v4-16", strategies.pipeline_fsdp_tensor, gpipe(2, save="stage"), stage=2, tensor=2
     ),
+    "circular, S 2, R 2, M 4, fsdp": example(
+        "v4-8", strategies.pipeline_fsdp, schedules.circular(num_microbatches=4, repeats=2), stage=2
+    ),
+    "1F1B, S 4, M 8": example("v4-8", strategies.pipeline, one_f_one_b(8), stage=4),
+    "1F1B, S 2, M 2, fsdp, tensor": example(
+        "v4-16", strategies.pipeline_fsdp_tensor, one_f_one_b(2), stage=2, tensor=2
+    ),
+    "1F1B, S 4, M 2, by stage": example("v4-8", strategies.pipeline, one_f_one_b(2, save="stage"), stage=4),
     "gpipe across slices": example("2xv4-8", strategies.pipeline_data, gpipe(4), slices=2),
     "gpipe, S 4, M 4, fsdp": example("v4-32", strategies.pipeline_fsdp, gpipe(4), stage=4),
     "gpipe, S 4, M 16": example("v4-8", strategies.pipeline, gpipe(16), stage=4),
 }
-QUICK = ("gpipe, S 4, M 2", "gpipe, S 2, M 2, fsdp, tensor, by stage")
+QUICK = (
+    "gpipe, S 4, M 2",
+    "gpipe, S 2, M 2, fsdp, tensor, by stage",
+    "circular, S 2, R 2, M 4, fsdp",
+    "1F1B, S 4, M 8",
+    "1F1B, S 2, M 2, fsdp, tensor",
+)
 
 
 def trained(case, model=MODEL, fresh=None, **options):
     """The state before and behind three steps, and their losses."""
-    program = bind(model, case, BATCHES[0], **options)
+    # eps: an update is a smooth function of gradients, else one that is nearly 0 would be of the size of the rate
+    optimizer = optimizers.adamw(learning_rate=optimizers.constant(3e-3), eps=1e-3)
+    spec = {k: jax.ShapeDtypeStruct(a.shape, a.dtype) for k, a in BATCHES[0].items()}
+    bound = partitioner.Partitioner(case.strategy, slice=slices.get(case.slice), devices=jax.devices())
+    program = bound.program(model, optimizer, spec, seed=7, **options)
     state = program.init() if fresh is None else jax.device_put(fresh, program.state_shardings)
     fresh, losses = jax.device_get(state), []
     for batch in BATCHES:
@@ -66,4 +89,4 @@ def test_numbers_are_those_of_one_device(name, one_device):
     np.testing.assert_allclose(losses, want_losses, atol=5e-6)
     moments = difference(state.opt_state, want.opt_state)  # a tenth of the gradients, summed over steps
     assert moments.absolute <= 1e-7, moments
-    assert difference(state.params, want.params).absolute <= 3e-5  # a hundredth of an update where moments are ~ 0
+    assert difference(state.params, want.params).absolute <= 1e-6

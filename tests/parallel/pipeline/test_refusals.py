@@ -10,6 +10,8 @@ import pytest
 from core import logical, optimizers, slices
 from core.stack import layer_stack
 from core.types import LossOutput
+from launch import agreement
+from models import transformer
 from parallel import partitioner, strategies
 from parallel.pipeline import schedules
 
@@ -76,12 +78,32 @@ def bind(schedule, model=Linear(), slice_name="v4-8", **options):
             "circular: num_microbatches = 2 is below stage = 4: .* take at least 4, or gpipe",
         ),
         (schedules.gpipe(num_microbatches=4), Linear(stacked=False), "no layer stack to cut into stages"),
+        (
+            schedules.one_f_one_b(num_microbatches=4),
+            Linear(),
+            "1F1B: .* must be the stack's tail and give a LossOutput",
+        ),
         (schedules.gpipe(num_microbatches=4), Linear(scaled=True), "the side of the layer stack depends on parameters"),
     ],
 )
 def test_what_does_not_fit_is_refused(schedule, model, message):
     with pytest.raises(ValueError, match=message):
         bind(schedule, model)
+
+
+def test_gradients_that_1f1b_has_not_are_refused():
+    """Its gradients are those of the loss sum; a metric in the loss would be left out in silence."""
+    tables = strategies.pipeline(stage=4, schedule=schedules.one_f_one_b(num_microbatches=4))
+    bound = partitioner.Partitioner(tables, slice=slices.get("v4-8"), devices=jax.devices())
+    model = transformer.Transformer(num_layers=4, embed_dim=8, mlp_dim=8, num_heads=2, num_kv_heads=2, vocab_size=128)
+    batch = next(agreement.random_batches(128, steps=1))
+
+    def loss(params):
+        _, out = model.loss(params, (), jax.random.key(0), batch)
+        return out.loss_sum + out.metrics["accuracy"].total
+
+    with bound.tracing(), pytest.raises(ValueError, match="of what a tail returns, loss_sum alone has a gradient"):
+        jax.eval_shape(jax.grad(loss), jax.eval_shape(model.init, jax.random.key(0), batch))
 
 
 @pytest.mark.parametrize(

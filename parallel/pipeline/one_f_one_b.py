@@ -1,0 +1,184 @@
+"""1F1B in lockstep: loss and gradients in one pass, with few microbatches in flight.
+
+At a tick every stage runs one microbatch forward, then the tail runs on the one that the last stage has just finished,
+then every stage runs one microbatch backward. Three loops, so that no tick pays for work that no stage does:
+
+    warm-up     S - 1 ticks   forward
+    steady      M ticks       forward, tail, backward
+    cool-down   S - 1 ticks   backward
+
+    stage s at tick t:  forward of microbatch t - s, backward of microbatch t - 2 (S - 1) + s
+
+What is kept lives in a ring of 2 S - 1 places. `stage` is manual in the two passes only: for the tail it is automatic
+again, so that the vocabulary can be split over it and all stages share the head.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from core.stack import Layer, LayerFn, Side, Tail
+from parallel.pipeline import stage as one_stage
+from parallel.pipeline.region import over_stages
+from parallel.pipeline.schedules import Schedule
+from parallel.pipeline.stage import STAGE, Stage, Turn, put_if, take
+
+_BY_STAGE = P(STAGE)
+
+
+class Flow(NamedTuple):
+    """What a stage has from tick to tick.
+
+    Outside of the stages' own region every array starts with a dimension over stages.
+
+    Attributes:
+      arrived: [b, ...], what the previous stage sent.
+      returned: [b, ...], the gradient that the next stage sent.
+      queue: [M, b, ...]; on the first stage: what enters, then, place by place, its gradient.
+      ring: [2 S - 1, k, b, ...], what is kept.
+      grads: float32, leaves [k, ...], summed so far.
+    """
+
+    arrived: jax.Array
+    returned: jax.Array
+    queue: jax.Array
+    ring: Any
+    grads: Any
+
+
+class Sums(NamedTuple):
+    """What the tail gave, added up: its results, and float32 gradients of its parameters."""
+
+    out: Any
+    grads: Any
+
+
+class OnePass(NamedTuple):
+    """1F1B over a stack of layers, on the rows of one group of chips.
+
+    Attributes:
+      schedule: 1F1B.
+      fn: one layer.
+      tail: what runs behind the last one, with a `core.types.LossOutput` as its result.
+      layers: whole weights and keys of all stages, leaves [L, ...].
+      sides: what travels with the rows, leaves [M, b, ...].
+      stages: S.
+    """
+
+    schedule: Schedule
+    fn: LayerFn
+    tail: Tail
+    layers: Layer
+    sides: Side
+    stages: int
+
+    def run(self, xs: jax.Array) -> tuple[Sums, Any, jax.Array]:
+        """What the tail gave, gradients of the layers in float32, [L, ...], and of what enters, [M, b, ...].
+
+        Args:
+          xs: [M, b, ...], what enters the first layer.
+        """
+        filled, fed = self.stages - 1, self.stages - 1 + self.schedule.num_microbatches
+        flow = self._on_stages(_start, xs)
+        flow = _loop(lambda flow, t: self._forward(flow, t)[0], flow, 0, filled)
+        flow, sums = _loop(self._steady, (flow, self._no_sums(xs[0])), filled, fed)
+        flow = _loop(lambda flow, t: self._on_stages(_backward, t, None, flow=flow), flow, fed, fed + filled)
+        return sums, *self._on_stages(_finish, flow=flow, out_specs=(P(STAGE), P()))
+
+    def _forward(self, flow: Flow, t: jax.Array) -> tuple[Flow, jax.Array]:
+        return self._on_stages(_forward, t, flow=flow, out_specs=(P(STAGE), P()))
+
+    def _steady(self, carry: tuple[Flow, Sums], t: jax.Array) -> tuple[Flow, Sums]:
+        flow, sums = carry
+        flow, left = self._forward(flow, t)
+        side = jax.tree.map(lambda a: take(a, t - (self.stages - 1)), self.sides)
+        dleft, sums = self._run_tail(left, side, sums)
+        return self._on_stages(_backward, t, dleft, flow=flow), sums
+
+    def _run_tail(self, x: jax.Array, side: Side, sums: Sums) -> tuple[jax.Array, Sums]:
+        """The gradient of the loss sum by what left the last layer, [b, ...]."""
+
+        def loss_sum(params: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+            out = self.tail.fn(params, x, side)
+            return out.loss_sum, out
+
+        (dw, dx), out = jax.grad(loss_sum, argnums=(0, 1), has_aux=True)(self.tail.params, x)
+        add = functools.partial(jax.tree.map, lambda total, new: total + new.astype(total.dtype))
+        return dx, Sums(add(sums.out, out), add(sums.grads, dw))
+
+    def _no_sums(self, x: jax.Array) -> Sums:
+        side = jax.tree.map(lambda a: a[0], self.sides)
+        out = jax.eval_shape(self.tail.fn, self.tail.params, x, side)
+        zeros = functools.partial(jax.tree.map, lambda a: jnp.zeros(a.shape, a.dtype))
+        return Sums(zeros(out), jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), self.tail.params))
+
+    def _on_stages(self, fn: Callable, *args: Any, flow: Flow | None = None, out_specs: Any = _BY_STAGE) -> Any:
+        """`fn(schedule, stage, flow, *args)` on every stage."""
+
+        def local(layers: Layer, sides: Side, flow: Flow | None, *args: Any) -> Any:
+            depth = jax.tree.leaves(layers.params)[0].shape[0]
+            stage = Stage(self.fn, layers, sides, depth, self.schedule.save)
+            return fn(self.schedule, stage, jax.tree.map(lambda a: a[0], flow), *args)
+
+        specs = (P(STAGE), P(), P(STAGE), *(P() for _ in args))
+        return over_stages(local, in_specs=specs, out_specs=out_specs)(self.layers, self.sides, flow, *args)
+
+
+def _start(schedule: Schedule, stage: Stage, _: None, xs: jax.Array) -> Flow:
+    first = one_stage.turn(jnp.asarray(0), microbatches=schedule.num_microbatches, repeats=1)
+    kept = jax.eval_shape(lambda x: one_stage.forward(stage, first, x)[1], xs[0])
+    places = schedule.kept(jax.lax.axis_size(STAGE))
+    ring = jax.tree.map(lambda a: jnp.zeros((places, *a.shape), a.dtype), kept)
+    nothing = jnp.zeros_like(xs[0])
+    return _over_stages(Flow(nothing, nothing, xs, ring, one_stage.zero_grads(stage.layers)))
+
+
+def _forward(schedule: Schedule, stage: Stage, flow: Flow, t: jax.Array) -> tuple[Flow, jax.Array]:
+    """One microbatch forward; and what left the last stage, on every stage."""
+    at = _turn(schedule, t - _index())
+    x = jnp.where(_index() == 0, take(flow.queue, at.microbatch), flow.arrived)
+    y, kept = one_stage.forward(stage, at, jnp.where(at.valid, x, schedule.bubble_input))
+    ring = jax.tree.map(lambda a, new: put_if(at.valid, a, new, at.microbatch % a.shape[0]), flow.ring, kept)
+    left = one_stage.broadcast(y, source=_index() == _last())
+    return _over_stages(flow._replace(arrived=one_stage.send(y, toward=1), ring=ring)), left
+
+
+def _backward(schedule: Schedule, stage: Stage, flow: Flow, t: jax.Array, dleft: jax.Array | None) -> Flow:
+    """One microbatch backward, from the gradient of what left the last stage at this tick, if anything did."""
+    at = _turn(schedule, t - 2 * _last() + _index())
+    dy = flow.returned if dleft is None else jnp.where(_index() == _last(), dleft, flow.returned)
+    kept = jax.tree.map(lambda a: take(a, at.microbatch % a.shape[0]), flow.ring)
+    dx, grads = one_stage.backward(stage, at, kept, jnp.where(at.valid, dy, schedule.bubble_input), flow.grads)
+    queue = put_if(at.valid, flow.queue, dx, at.microbatch)
+    return _over_stages(flow._replace(returned=one_stage.send(dx, toward=-1), queue=queue, grads=grads))
+
+
+def _finish(schedule: Schedule, stage: Stage, flow: Flow) -> tuple[Any, jax.Array]:
+    del schedule, stage
+    return flow.grads, one_stage.broadcast(flow.queue, source=_index() == 0)
+
+
+def _loop(body: Callable[[Any, jax.Array], Any], carry: Any, start: int, stop: int) -> Any:
+    return jax.lax.scan(lambda carry, t: (body(carry, t), None), carry, jnp.arange(start, stop))[0]
+
+
+def _over_stages(flow: Flow) -> Flow:
+    return jax.tree.map(lambda a: a[None], flow)
+
+
+def _turn(schedule: Schedule, number: jax.Array) -> Turn:
+    return one_stage.turn(number, microbatches=schedule.num_microbatches, repeats=1)
+
+
+def _index() -> jax.Array:
+    return jax.lax.axis_index(STAGE)
+
+
+def _last() -> int:
+    return jax.lax.axis_size(STAGE) - 1
