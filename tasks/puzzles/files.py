@@ -223,8 +223,8 @@ def _check_tokens(split: Split, folder: paths.Path) -> None:
                 wrong = (part < 0) | (part >= meta.vocab_size)
                 row, column = np.argwhere(wrong)[0]
                 raise ValueError(
-                    f"{folder}/{SET}__{name}.npy has token {part[row, column]} in example {start + row}, place {column}; "
-                    f"expected below vocab_size {meta.vocab_size}"
+                    f"{folder}/{SET}__{name}.npy has token {part[row, column]} in example {start + row}, "
+                    f"place {column}; expected below vocab_size {meta.vocab_size}"
                 )
 
 

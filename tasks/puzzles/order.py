@@ -8,8 +8,8 @@ its puzzles. So an epoch visits each puzzle once whatever its augmentations, and
                         puzzles 7 1 4   3 8 0     one of each visited group's
 
 A puzzle of several examples (ARC) gives as many as the batch has room for, without repetition; these are drawn from a
-generator of their own for each batch, keyed by (seed, iteration, first visit), so that they disturb nothing. What is left at the end of an
-iteration and fills no batch is dropped. (seqio shuffles examples through a buffer and resumes by replaying it; it knows
+generator of their own for each batch, keyed by (seed, iteration, visit), so that they disturb nothing. What is left at
+the end of an iteration and fills no batch is dropped. (Not seqio: it shuffles examples through a buffer, and knows
 neither groups nor a draw that depends on one, and this order needs both.)
 
 B rows of a batch, E examples, P puzzles, G groups.

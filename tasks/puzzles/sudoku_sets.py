@@ -152,9 +152,9 @@ class SudokuSet:
             else "training puzzles that are no copies of one another"
         )
         raise ValueError(
-            f"sudoku: found {len(found):,} {what}{' or of held-out ones' * (not is_test)}, of {self.size} x {self.size} "
-            f"with a rating of at least {self.min_rating}, then {in_vain:,} draws gave no other; asked for {count:,}. "
-            "Ask for fewer, other clues, or a lower rating"
+            f"sudoku: found {len(found):,} {what}{' or of held-out ones' * (not is_test)}, of "
+            f"{self.size} x {self.size} with a rating of at least {self.min_rating}, then {in_vain:,} draws gave no "
+            f"other; asked for {count:,}. Ask for fewer, other clues, or a lower rating"
         )
 
     def _from_csv(self, split: str, count: int | None, *, taken: np.ndarray) -> list[Puzzle]:

