@@ -81,13 +81,14 @@ def measure(model: Any, examples: Mapping[str, Example], *, steps: int, bfloat16
     """Every example against one device, on 16 CPU devices.
 
     Args:
-      model: over batches of tokens; for the bfloat16 column it must be a dataclass with a field `dtype`.
+      model: over batches of tokens.
       examples: by name.
       steps: AdamW steps.
-      bfloat16: also compare the model computing in bfloat16 with itself on one device.
+      bfloat16: also compare the model computing in bfloat16 with itself on one device, where it has a field `dtype`.
     """
     data = list(random_batches(model.vocab_size, steps=steps))
-    models = {d: _computing_in(model, d) for d in ("float32", *(["bfloat16"] if bfloat16 else []))}
+    narrow = bfloat16 and hasattr(model, "dtype")
+    models = {d: _computing_in(model, d) for d in ("float32", *(["bfloat16"] if narrow else []))}
     want = {d: agreement.run(bind(m, ONE_DEVICE, data[0]), data) for d, m in models.items()}
     rows = []
     for name, example in examples.items():

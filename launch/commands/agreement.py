@@ -117,8 +117,8 @@ def _table(rows: Any, args: argparse.Namespace) -> Table:
         table.add_column(heading)
     for row in rows:
         cells = [_cell(row.float32[part]) for part in PARTS] + [_cell(apart["params"]) for apart in row.played.values()]
-        narrow = [f"{row.bfloat16['losses'].absolute:.1e}"] if row.bfloat16 else []
-        table.add_row(row.name, row.slice, *cells, *narrow)
+        narrow = f"{row.bfloat16['losses'].absolute:.1e}" if row.bfloat16 else "–"
+        table.add_row(row.name, row.slice, *cells, *([] if args.float32_only else [narrow]))
     return table
 
 

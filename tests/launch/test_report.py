@@ -9,6 +9,15 @@ from pathlib import Path
 
 import pytest
 
+MY_TABLES = """
+from parallel.strategies import REPLICATED, Strategy
+
+
+def halves():
+    table = {**REPLICATED, "mlp": "tensor"}
+    return Strategy(name="halves", mesh_shape={"tensor": -1}, param_rules=table, activation_rules=table)
+"""
+
 
 @pytest.mark.slow
 @pytest.mark.covers("M18")
@@ -36,11 +45,14 @@ def test_the_report_says_what_is_sent_where(tmp_path):
 
 
 @pytest.mark.compiled("v4-8")
-def test_strategies_side_by_side(launch, tmp_path):
-    """What compiles has its figures, what the slice cannot have its reason; a file of one's own is as good as ours."""
+def test_strategies_side_by_side(launch, tmp_path, monkeypatch):
+    """What compiles has its figures, what the slice cannot have its reason; one's own is as good as ours."""
+    (tmp_path / "my_tables.py").write_text(MY_TABLES)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     mine = tmp_path / "mine.gin"
     mine.write_text(Path("gin/strategies/hsdp.gin").read_text().replace("data = 4", "data = 2"))
     choices = ["gin/strategies/fsdp.gin", str(mine), "gin/strategies/multislice.gin", "STRATEGY = @strategies.tensor()"]
+    choices.append("import my_tables; STRATEGY = @my_tables.halves()")
     written = tmp_path / "all.json"
     said = launch("report", "v4-8", "gin/quickstart.gin", "--json", str(written), "--strategies", *choices)
     table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in said.splitlines() if line.startswith("| ")]
@@ -49,12 +61,14 @@ def test_strategies_side_by_side(launch, tmp_path):
         ["hsdp", "data 2 x fsdp 2"],
         ["multislice", "refused"],
         ["STRATEGY = @strategies.tensor()", "refused"],
+        ["halves", "tensor 4"],
     ]
-    assert all(float(cell) > 0 for row in table[1:3] for cell in row[2:6])
+    assert all(float(cell) > 0 for row in (*table[1:3], table[5]) for cell in row[2:6])
     assert "spans 2 slice(s), v4-8 is 1" in said
     assert "kv_heads = 2 does not divide over tensor = 4" in said
-    fsdp, hsdp, *refused = json.loads(written.read_text())
+    fsdp, hsdp, *refused, halves = json.loads(written.read_text())
     assert set(fsdp["wire_bytes_by_axes"]) == {"fsdp"}
+    assert set(halves["wire_bytes_by_axes"]) == {"tensor"}
     assert set(hsdp["wire_bytes_by_axes"]) > {"fsdp"}
     assert ["problem" in row for row in refused] == [True, True]
 
