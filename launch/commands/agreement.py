@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         command = [sys.executable, "-m", "launch", "agreement", *_passed_on(args)]
         found = agreement.measure_played(model, examples, steps=args.steps, processes=processes, command=command)
         rows = [row._replace(played={**row.played, processes: found[row.name]}) for row in rows]
-    Console(width=140).print(_table(rows, args))
+    Console(width=170).print(_table(rows, args))
     return 0
 
 
