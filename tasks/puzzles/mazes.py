@@ -158,7 +158,11 @@ class MazeSet:
             for name in ("num_train", "num_test")
             if getattr(self, name) < 1
         ]
-        wrong += [f"min_path {self.min_path}, expected at least 1"] if (self.min_path or 1) < 1 else []
+        wrong += (
+            [f"min_path {self.min_path}, expected at least 1"]
+            if self.min_path is not None and self.min_path < 1
+            else []
+        )
         if wrong:
             raise ValueError("maze: " + "; ".join(wrong))
 

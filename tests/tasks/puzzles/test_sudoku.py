@@ -203,6 +203,7 @@ def test_a_grid_as_text():
     [
         ({"size": 5}, "size is 5, expected one of 4, 6, 9"),
         ({"num_train": 0}, "num_train 0, expected at least 1"),
+        ({"num_test": 0}, "num_test 0, expected at least 1"),
         ({"num_test": None}, "expected a number where puzzles are generated"),
         ({"num_aug": -1}, "num_aug -1"),
         ({"clues": (9, 4)}, "clues 9 to 4"),
@@ -251,7 +252,7 @@ def test_the_public_file_is_read_without_copies_of_held_out_puzzles(csv_folder, 
     first = (csv_folder / "test.csv").read_text().splitlines()[1].split(",")
     np.testing.assert_array_equal(test.inputs[0] - 1, cells(first[1]))
     np.testing.assert_array_equal(test.labels[0] - 1, cells(first[2]))
-    with pytest.raises(ValueError, match="has 11 puzzles .* asked for 12"):
+    with pytest.raises(ValueError, match=r"has 11 puzzles .* asked for 12"):
         from_csv(csv_folder, num_train=12).build(str(tmp_path / "other"))
 
 
