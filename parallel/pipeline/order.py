@@ -17,9 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
-from parallel.pipeline.region import over_stages
 from parallel.pipeline.stage import STAGE, put, take
 
 
@@ -53,43 +51,31 @@ def _move(stage: int, place: int, stages: int, repeats: int) -> Move:
 
 
 def to_stages(tree: Any, *, stages: int, repeats: int) -> Any:
-    """Leaves [L, ...] in the model's order to the order in which stages run them; `stage` is automatic here."""
-    return _moved(
-        tree,
-        stages,
-        repeats,
-        [[(m.stored_on, m.place, m.runs_on, m.repeat) for m in e] for e in exchanges(stages, repeats)],
-    )
+    """This stage's leaves [L / S, ...] in the model's order, for those in the order in which stages run them."""
+    moves = [[(m.stored_on, m.place, m.runs_on, m.repeat) for m in e] for e in exchanges(stages, repeats)]
+    return jax.tree.map(lambda a: _exchange(a, moves), tree)
 
 
 def to_model(tree: Any, *, stages: int, repeats: int) -> Any:
     """The inverse of `to_stages`."""
-    return _moved(
-        tree,
-        stages,
-        repeats,
-        [[(m.runs_on, m.repeat, m.stored_on, m.place) for m in e] for e in exchanges(stages, repeats)],
-    )
+    moves = [[(m.runs_on, m.repeat, m.stored_on, m.place) for m in e] for e in exchanges(stages, repeats)]
+    return jax.tree.map(lambda a: _exchange(a, moves), tree)
 
 
-def _moved(tree: Any, stages: int, repeats: int, exchanged: list[list[tuple[int, int, int, int]]]) -> Any:
-    if repeats == 1:
-        return tree
-
-    def local(a: jax.Array) -> jax.Array:
-        parts = a.reshape(repeats, -1, *a.shape[1:])
-        result = jnp.zeros_like(parts)
-        for moves in exchanged:
-            taken, placed = np.zeros((2, stages), np.int32)
-            for source, of, target, to in moves:
-                taken[source], placed[target] = of, to
-            index = jax.lax.axis_index(STAGE)
-            part = take(parts, jnp.asarray(taken)[index])
-            part = jax.lax.ppermute(part, STAGE, [(source, target) for source, _, target, _ in moves])
-            result = put(result, part, jnp.asarray(placed)[index])
-        return result.reshape(a.shape)
-
-    return over_stages(lambda tree: jax.tree.map(local, tree), in_specs=(P(STAGE),), out_specs=P(STAGE))(tree)
+def _exchange(a: jax.Array, exchanged: list[list[tuple[int, int, int, int]]]) -> jax.Array:
+    """Parts by (from stage, its place there, to stage, its place there); `stage` is manual here."""
+    if len(exchanged) == 1:
+        return a
+    parts = a.reshape(len(exchanged), -1, *a.shape[1:])  # [R, L / (R S), ...]
+    result, index = jnp.zeros_like(parts), jax.lax.axis_index(STAGE)
+    for moves in exchanged:
+        taken, placed = np.zeros((2, len(moves)), np.int32)
+        for source, place, target, to in moves:
+            taken[source], placed[target] = place, to
+        part = take(parts, jnp.asarray(taken)[index])
+        part = jax.lax.ppermute(part, STAGE, [(source, target) for source, _, target, _ in moves])
+        result = put(result, part, jnp.asarray(placed)[index])
+    return result.reshape(a.shape)
 
 
 def keys_to_stages(keys: jax.Array | None, *, stages: int, repeats: int) -> jax.Array | None:

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from core.stack import Layer, LayerFn, Side, Tail
@@ -69,17 +70,20 @@ class Passes:
                 self.schedule, self._fn, Tail(tail.fn, head), layers, self._split(side), self._stages
             )
             sums, grads, dx = one_pass.run(self._split(x))
-            of_head = jax.tree.map(lambda g, a: g.astype(a.dtype), self._at.sum(sums.grads), head)
+            of_head = jax.tree.map(lambda g: g[None], sums.grads)  # summed outside, where it may stay split
             return self._at.sum(sums.out), (self._reduce(grads), of_head, merge_rows(dx))
 
-        specs, out_specs = (self._at.stored, P(), P(), rows, rows), (P(), (self._at.stored, P(), rows))
-        return self._at.run(local, in_specs=specs, out_specs=out_specs)(params, tail.params, keys, x, side)
+        specs, out_specs = (self._at.stored, P(), P(), rows, rows), (P(), (self._at.stored, rows, rows))
+        run = self._at.run(local, in_specs=specs, out_specs=out_specs)
+        out, (grads, of_head, dx) = run(params, tail.params, keys, x, side)
+        of_head = jax.tree.map(lambda g, a: jnp.sum(g, axis=0).astype(a.dtype), of_head, tail.params)
+        return out, (grads, of_head, dx)
 
     def _gather(self, params: Any) -> Any:
-        return self._at.gather(order.to_stages(self._at.cast(params), **self._ordered))
+        return self._at.gather(self._at.cast(params), then=functools.partial(order.to_stages, **self._ordered))
 
     def _reduce(self, grads: Any) -> Any:
-        return order.to_model(self._at.reduce(grads), **self._ordered)
+        return self._at.reduce(grads, then=functools.partial(order.to_model, **self._ordered))
 
     def _forward(self, whole: Any, keys: Any, xs: jax.Array, sides: Side, *, save: str) -> tuple[jax.Array, Any]:
         y, kept = sweep.forward(self.schedule, self._stage(whole, keys, sides, save), xs)

@@ -25,12 +25,16 @@ class Region(NamedTuple):
 
     Attributes:
       rows: mesh axes above 1 that rows are split over, in their order; may be none.
-      stored: tree of specs, of stacked parameters over those axes.
+      others: the other automatic ones above 1, `stage` among them.
+      stored: tree of specs, of stacked parameters over `rows`.
+      kept: likewise over `others`: how weights stay split when they are gathered.
       dtypes: tree of what the layers compute with, which is what travels.
     """
 
     rows: tuple[str, ...]
+    others: tuple[str, ...]
     stored: Any
+    kept: Any
     dtypes: Any
 
     @property
@@ -50,28 +54,43 @@ class Region(NamedTuple):
         """Pieces in the dtype of computation."""
         return jax.tree.map(lambda a, dtype: a.astype(dtype), params, self.dtypes)
 
-    def gather(self, params: Any) -> Any:
-        """Whole weights from pieces."""
-        return jax.tree.map(accumulation.gather, params, self.stored)
+    def gather(self, params: Any, *, then: Callable = lambda tree: tree) -> Any:
+        """Whole weights from pieces; `then`, on the weights of one stage, comes before."""
+        return self._on_every_chip(lambda tree: jax.tree.map(accumulation.gather, then(tree), self.stored), params)
 
-    def reduce(self, grads: Any) -> Any:
-        """Pieces of gradients, summed over all rows."""
-        return jax.tree.map(lambda g, spec: accumulation.reduce(g, spec, set(self.rows)), grads, self.stored)
+    def reduce(self, grads: Any, *, then: Callable = lambda tree: tree) -> Any:
+        """Pieces of gradients, summed over all rows; `then` comes behind, on those of one stage."""
+
+        def pieces(tree: Any) -> Any:
+            return then(jax.tree.map(lambda g, spec: accumulation.reduce(g, spec, set(self.rows)), tree, self.stored))
+
+        return self._on_every_chip(pieces, grads)
+
+    def _on_every_chip(self, fn: Callable, tree: Any) -> Any:
+        """With every axis manual: the partitioner would first make whole what a collective of ours is given."""
+        return jax.shard_map(
+            fn, in_specs=(self.kept,), out_specs=self.kept, axis_names=set(self.others), check_vma=False
+        )(tree)
 
     def sum(self, tree: Any) -> Any:
-        """Sums over all rows."""
+        """Sums over all rows of something small."""
         return jax.lax.psum(tree, self.rows) if self.rows else tree
 
 
 def region(fn: LayerFn, param_rules: Rules, activation_rules: Rules) -> Region:
     """The region of a layer stack, inside of whatever is manual already."""
-    automatic, sizes = logical.automatic_axes(), jax.sharding.get_abstract_mesh().shape
-    rows = tuple(a for a in logical.mesh_axes(activation_rules["batch"]) if a in automatic and sizes[a] > 1)
+    sizes = jax.sharding.get_abstract_mesh().shape
+    automatic = [axis for axis in sizes if axis in logical.automatic_axes() and sizes[axis] > 1]
+    rows = tuple(axis for axis in logical.mesh_axes(activation_rules["batch"]) if axis in automatic)
+    others = tuple(axis for axis in automatic if axis not in rows)
 
-    def stored(axes: Axes) -> P:
-        return logical.partition_spec(Axes(("layers", *axes.names)), param_rules, keep=rows.__contains__)
+    def specs(axes: tuple[str, ...]) -> Any:
+        def one(named: Axes) -> P:
+            return logical.partition_spec(Axes(("layers", *named.names)), param_rules, keep=axes.__contains__)
 
-    return Region(rows, jax.tree.map(stored, fn.axes(), is_leaf=lambda a: isinstance(a, Axes)), fn.dtypes)
+        return jax.tree.map(one, fn.axes(), is_leaf=lambda a: isinstance(a, Axes))
+
+    return Region(rows, others, specs(rows), specs(others), fn.dtypes)
 
 
 def over_stages(fn: Callable, *, in_specs: Any, out_specs: Any) -> Callable:
