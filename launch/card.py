@@ -13,7 +13,7 @@ from rich.table import Table
 from core import slices
 from core.slices import GIB
 from core.train_state import TrainState
-from launch import sampling
+from launch import progress, sampling
 from launch.experiment import Experiment, padding
 from launch.pods.joining import Host
 from parallel import report
@@ -91,8 +91,12 @@ def _validated(experiment: Experiment, validation: Mapping[str, float]) -> str:
     """The loss of text; every mean of a task that says what its evaluation is of."""
     if not hasattr(experiment.task, "evaluated_on"):
         return f"validation loss {validation['validation/loss']:.4f} nats per token"
-    means = "  ".join(f"{name.removeprefix('validation/')} {value:.4f}" for name, value in sorted(validation.items()))
-    return f"validation on {experiment.task.evaluated_on()}\n{means}"
+    means = {name.removeprefix("validation/"): value for name, value in sorted(validation.items())}
+    lines = ["  ".join(f"{name} {value:.4f}" for name, value in means.items() if not progress.BY_STEP.search(name))]
+    for curve in sorted({progress.BY_STEP.sub("", name) for name in means if progress.BY_STEP.search(name)}):
+        values = [value for name, value in means.items() if progress.BY_STEP.sub("", name) == curve != name]
+        lines.append(f"{curve} by step: " + " ".join(f"{value:.3f}" for value in values))
+    return "\n".join([f"validation on {experiment.task.evaluated_on()}", *lines])
 
 
 def _sample(experiment: Experiment, program: Program, state: TrainState) -> str:

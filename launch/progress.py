@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from launch.pods.joining import Host
+
+BY_STEP = re.compile(r"_step_\d+$")  # a mean by step of a recursion
 
 
 class Progress:
@@ -40,8 +43,9 @@ class Progress:
         )
 
     def validation(self, step: int, values: Mapping[str, float]) -> None:
-        """One evaluation."""
-        means = "  ".join(f"{name.removeprefix('validation/')} {value:.4f}" for name, value in values.items())
+        """One evaluation; of a mean by step of a recursion (`…_step_07`) only the curve's end, which has no number."""
+        shown = {name: value for name, value in values.items() if not BY_STEP.search(name)}
+        means = "  ".join(f"{name.removeprefix('validation/')} {value:.4f}" for name, value in shown.items())
         self._print(f"step {step:>6}/{self._last_step}  validation: {means}")
 
     def _print(self, text: str) -> None:
