@@ -71,8 +71,8 @@ def fsdp(*, fsdp: int = -1) -> Strategy:
     return Strategy(
         name="fsdp",
         mesh_shape={"fsdp": fsdp},
-        param_rules={**REPLICATED, "embed": "fsdp"},
-        activation_rules={**REPLICATED, "batch": "fsdp"},
+        param_rules={**REPLICATED, "embed": "fsdp", "puzzles": "fsdp"},
+        activation_rules={**REPLICATED, "batch": "fsdp", "puzzles": "fsdp"},
     )
 
 
@@ -84,8 +84,8 @@ def hsdp(*, data: int, fsdp: int = -1) -> Strategy:
     return Strategy(
         name="hsdp",
         mesh_shape={"data": data, "fsdp": fsdp},
-        param_rules={**REPLICATED, "embed": "fsdp"},
-        activation_rules={**REPLICATED, "batch": ("data", "fsdp")},
+        param_rules={**REPLICATED, "embed": "fsdp", "puzzles": "fsdp"},
+        activation_rules={**REPLICATED, "batch": ("data", "fsdp"), "puzzles": "fsdp"},
     )
 
 
@@ -110,8 +110,8 @@ def fsdp_tensor(*, tensor: int, fsdp: int = -1) -> Strategy:
     return Strategy(
         name="fsdp_tensor",
         mesh_shape={"fsdp": fsdp, "tensor": tensor},
-        param_rules={**REPLICATED, **_BY_TENSOR, "embed": "fsdp"},
-        activation_rules={**REPLICATED, **_BY_TENSOR, "batch": "fsdp"},
+        param_rules={**REPLICATED, **_BY_TENSOR, "embed": "fsdp", "puzzles": "fsdp"},
+        activation_rules={**REPLICATED, **_BY_TENSOR, "batch": "fsdp", "puzzles": "fsdp"},
     )
 
 
@@ -123,8 +123,8 @@ def sequence_tensor(*, tensor: int, fsdp: int = -1) -> Strategy:
     return Strategy(
         name="sequence_tensor",
         mesh_shape={"fsdp": fsdp, "tensor": tensor},
-        param_rules={**REPLICATED, **_BY_TENSOR, "embed": "fsdp"},
-        activation_rules={**REPLICATED, **_BY_TENSOR, "batch": "fsdp", "residual_length": "tensor"},
+        param_rules={**REPLICATED, **_BY_TENSOR, "embed": "fsdp", "puzzles": "fsdp"},
+        activation_rules={**REPLICATED, **_BY_TENSOR, "batch": "fsdp", "residual_length": "tensor", "puzzles": "fsdp"},
     )
 
 
@@ -136,8 +136,14 @@ def context(*, sequence: int, fsdp: int = -1) -> Strategy:
     return Strategy(
         name="context",
         mesh_shape={"fsdp": fsdp, "sequence": sequence},
-        param_rules={**REPLICATED, "embed": ("fsdp", "sequence")},
-        activation_rules={**REPLICATED, "batch": "fsdp", "length": "sequence", "residual_length": "sequence"},
+        param_rules={**REPLICATED, "embed": ("fsdp", "sequence"), "puzzles": "fsdp"},
+        activation_rules={
+            **REPLICATED,
+            "batch": "fsdp",
+            "length": "sequence",
+            "residual_length": "sequence",
+            "puzzles": "fsdp",
+        },
     )
 
 
@@ -149,8 +155,8 @@ def mesh3d(*, data: int = 1, fsdp: int = -1, tensor: int = 1) -> Strategy:
     return Strategy(
         name="mesh3d",
         mesh_shape={"data": data, "fsdp": fsdp, "tensor": tensor},
-        param_rules={**REPLICATED, **_BY_TENSOR, "embed": "fsdp"},
-        activation_rules={**REPLICATED, **_BY_TENSOR, "batch": ("data", "fsdp")},
+        param_rules={**REPLICATED, **_BY_TENSOR, "embed": "fsdp", "puzzles": "fsdp"},
+        activation_rules={**REPLICATED, **_BY_TENSOR, "batch": ("data", "fsdp"), "puzzles": "fsdp"},
     )
 
 
@@ -163,8 +169,8 @@ def multislice(*, slices: int, fsdp: int = -1, tensor: int = 1) -> Strategy:
         name="multislice",
         mesh_shape={"fsdp": fsdp, "tensor": tensor},
         dcn_shape={"data": slices},
-        param_rules={**REPLICATED, **_BY_TENSOR, "embed": "fsdp"},
-        activation_rules={**REPLICATED, **_BY_TENSOR, "batch": ("data", "fsdp")},
+        param_rules={**REPLICATED, **_BY_TENSOR, "embed": "fsdp", "puzzles": "fsdp"},
+        activation_rules={**REPLICATED, **_BY_TENSOR, "batch": ("data", "fsdp"), "puzzles": "fsdp"},
     )
 
 
@@ -206,8 +212,8 @@ def pipeline_fsdp(*, stage: int, fsdp: int = -1, slices: int = 1, schedule: Sche
         name="pipeline_fsdp",
         mesh_shape={"stage": stage, "fsdp": fsdp},
         dcn_shape={"stage": slices},
-        param_rules={**REPLICATED, **_BY_STAGE, "embed": "fsdp"},
-        activation_rules={**REPLICATED, **_BY_STAGE, "batch": "fsdp"},
+        param_rules={**REPLICATED, **_BY_STAGE, "embed": "fsdp", "puzzles": "fsdp"},
+        activation_rules={**REPLICATED, **_BY_STAGE, "batch": "fsdp", "puzzles": "fsdp"},
         pipeline=schedule,
     )
 
@@ -223,7 +229,7 @@ def pipeline_fsdp_tensor(
         name="pipeline_fsdp_tensor",
         mesh_shape={"stage": stage, "fsdp": fsdp, "tensor": tensor},
         dcn_shape={"stage": slices},
-        param_rules={**REPLICATED, **_BY_STAGE_AND_TENSOR, "embed": "fsdp"},
-        activation_rules={**REPLICATED, **_BY_STAGE_AND_TENSOR, "batch": "fsdp"},
+        param_rules={**REPLICATED, **_BY_STAGE_AND_TENSOR, "embed": "fsdp", "puzzles": "fsdp"},
+        activation_rules={**REPLICATED, **_BY_STAGE_AND_TENSOR, "batch": "fsdp", "puzzles": "fsdp"},
         pipeline=schedule,
     )

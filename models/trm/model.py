@@ -223,7 +223,7 @@ class TRM:
             self,
             embed_dim=unit,
             num_heads=heads,
-            num_layers=math.lcm(1, multiples["layers"]),
+            num_layers=1,
             puzzle_dim=None if self.puzzle_width else 0,
             prefix_length=math.lcm(positions, self.prefix_length) if self.prefix_length else 0,
             vocab_multiple=math.lcm(self.vocab_multiple, multiples["vocab"]),

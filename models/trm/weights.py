@@ -98,7 +98,8 @@ def _layers(model: TRM, length: int) -> tuple[Mapping[str, jax.Array], ...]:
     d, f, h, num = model.embed_dim, model.mlp_width(model.embed_dim), model.num_heads, model.num_layers
 
     def matrix(name: str, shape: tuple, axes: tuple, *, fan_in: int) -> jax.Array:
-        return logical.param(name, (num, *shape), ("layers", *axes), cut_normal(fan_in), compute_dtype=model.dtype)
+        # Not `layers`: the same blocks run over and over, so a pipeline cannot cut them into stages.
+        return logical.param(name, (num, *shape), (None, *axes), cut_normal(fan_in), compute_dtype=model.dtype)
 
     with hk.name_scope("layers"), hk.name_scope("block"):
         stacked = {
