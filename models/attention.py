@@ -16,7 +16,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from core import logical
 
@@ -101,7 +101,8 @@ def splash_attention(
     mesh = jax.sharding.get_abstract_mesh()
     length_shards, head_shards = (logical.shards(q_spec[i], mesh.shape) for i in (1, 2))
     kernel = _kernel(q.shape[1], q.shape[2], length_shards=length_shards, head_shards=head_shards, interpret=interpret)
-    kernel_spec = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(q_spec[2], q_spec[1])))
+    free = AbstractMesh(mesh.axis_sizes, mesh.axis_names)  # for arithmetic: inside a pipeline, axes may be manual
+    kernel_spec = kernel.manual_sharding_spec(NamedSharding(free, PartitionSpec(q_spec[2], q_spec[1])))
     return jax.shard_map(
         _attend_locally,
         in_specs=(kernel_spec, q_spec, kv_spec, kv_spec, PartitionSpec(*q_spec[:2]), PartitionSpec(*kv_spec[:2])),
