@@ -111,6 +111,11 @@ class Task(Protocol):
       length: tokens of a row.
       num_streams: streams of the input, whatever the number of hosts; divides the batch size.
       vocabulary: has `size`, `encode(text) -> ids`, `decode(ids) -> text`, `describe()`.
+
+    Optional, each for what is named:
+      num_puzzles: rows that a model's table of puzzles needs, held against the model's `num_puzzles`. Once prepared.
+      evaluated_on(): what an evaluation's score is of. The end of a run.
+      rehearsal(): a small task of the same shapes that needs no files. --smoke.
     """
 
     length: int
@@ -127,7 +132,7 @@ class Task(Protocol):
         """Endless batches."""
 
     def evaluation(self, layout: DataLayout) -> Batches:
-        """Endless validation batches from their start, the same at every call and on every number of hosts."""
+        """Validation batches from their start, the same at every call and on every number of hosts; they may end."""
 
     def problems(self) -> list[str]:
         """Everything wrong that can be known without opening the data, each with its fix."""

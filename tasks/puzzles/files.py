@@ -17,7 +17,7 @@ import dataclasses
 import hashlib
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -140,11 +140,10 @@ def read_split(directory: str, split: str) -> Split:
     return found
 
 
-def fingerprint(directory: str) -> str:
+def fingerprint(splits: Iterable[Split]) -> str:
     """A hash of the metadata, the offsets, and 1,000 examples spread over each split."""
     digest = hashlib.sha256()
-    for split in SPLITS:
-        found = read_split(directory, split)
+    for found in splits:
         digest.update(json.dumps(dataclasses.asdict(found.metadata), sort_keys=True).encode())
         stride = max(1, found.num_examples // _FINGERPRINT_EXAMPLES)
         spread = (found.inputs[::stride], found.labels[::stride])

@@ -83,7 +83,7 @@ class Stored:
 
     def fingerprint(self) -> str:
         """Of what is in it."""
-        return files.fingerprint(self.directory)
+        return files.fingerprint(self.split(name) for name in files.SPLITS)
 
 
 class Built(Stored):

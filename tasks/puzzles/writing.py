@@ -170,9 +170,16 @@ def dataset(directory: str, *, vocab_size: int, seq_len: int, about: Mapping[str
         if remote:
             _upload(part, target)
         else:
-            part.rename(target)  # Onto an empty folder too.
+            _appear(part, target)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _appear(part: pathlib.Path, target: paths.Path) -> None:
+    try:
+        part.rename(target)  # Onto an empty folder too.
+    except OSError as error:
+        raise ValueError(f"{target} was free when building began and is not now ({error}): name another") from error
 
 
 def _upload(folder: pathlib.Path, target: paths.Path) -> None:
