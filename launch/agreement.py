@@ -1,7 +1,8 @@
 """The table of agreement: every strategy on CPU devices against one device, by one model.
 
-`parallel.agreement` compares two programs; here are the model, the batches and the loop over strategies. The batches
-are packed rows with uneven padding, different at every step, so that weights, segments and positions all matter. The
+`parallel.agreement` compares two programs; here are the models, their batches and the loop over strategies. Those of
+the decoder are packed rows with uneven padding, different at every step, so that weights, segments and positions all
+matter; those of the recursive model have puzzles that recur, and labels that are left out. The
 devices are those of this process, or of several processes that play the slice: the first of them then leaves
 what it found in files (`record`), and the comparison is made here (`measure_played`).
 """
@@ -21,12 +22,23 @@ from core import optimizers, slices
 from core.slices import Slice
 from core.types import Model
 from launch.pods import joining, simulate
-from models import transformer
+from models import transformer, trm
 from parallel import agreement, strategies
 from parallel.agreement import EXAMPLES, Batch, Difference, Example, Trajectory
 from parallel.partitioner import Partitioner, Program
 
-__all__ = ["EXAMPLES", "MODEL", "Example", "bind", "measure", "measure_played", "random_batches", "record"]
+__all__ = [
+    "EXAMPLES",
+    "MODEL",
+    "MODELS",
+    "Example",
+    "batches_for",
+    "bind",
+    "measure",
+    "measure_played",
+    "random_batches",
+    "record",
+]
 
 ROWS, LENGTH = 16, 24
 
@@ -37,6 +49,26 @@ MODEL = transformer.Transformer(
 OPTIMIZER = optimizers.adamw(
     learning_rate=optimizers.warmup_cosine(peak=3e-3, warmup_steps=5, total_steps=20), weight_decay=0.1
 )
+RECURSIVE = trm.TRM(
+    vocab_size=11,
+    vocab_multiple=8,
+    embed_dim=64,
+    num_heads=8,
+    num_layers=1,
+    h_cycles=2,
+    l_cycles=2,
+    num_puzzles=5,
+    puzzle_multiple=16,
+    prefix_length=8,
+    halt_max_steps=3,
+    exploration=0.5,
+    dtype="float32",
+)
+_RATE = optimizers.warmup_floor(peak=1e-3, warmup_steps=5, total_steps=20, floor=0.1)
+RECURSIVE_OPTIMIZER = optimizers.averaged(
+    optimizer=optimizers.with_table(dense=optimizers.adam_atan2(learning_rate=_RATE), learning_rate=_RATE), decay=0.9
+)
+MODELS: Mapping[str, Model] = {"transformer": MODEL, "trm": RECURSIVE}
 ONE_DEVICE = Example("v5e-1", strategies.data_parallel())
 
 
@@ -57,24 +89,45 @@ def random_batches(vocab_size: int, *, steps: int) -> Iterator[Batch]:
         }
 
 
+def batches_for(model: Model, *, steps: int) -> Iterator[Batch]:
+    """Batches of the kind that the model takes."""
+    return _puzzles(model, steps) if isinstance(model, trm.TRM) else random_batches(model.vocab_size, steps=steps)
+
+
+def _puzzles(model: trm.TRM, steps: int) -> Iterator[Batch]:
+    rng = np.random.default_rng(0)
+    for _ in range(steps):
+        labels = rng.integers(1, model.vocab_size, (ROWS, LENGTH), dtype=np.int32)
+        yield {
+            "inputs": rng.integers(0, model.vocab_size, (ROWS, LENGTH), dtype=np.int32),
+            "labels": np.where(rng.random((ROWS, LENGTH)) < 0.2, np.int32(-100), labels),
+            "puzzle_ids": rng.integers(0, model.num_puzzles, ROWS, dtype=np.int32),
+        }
+
+
 def bind(model: Model, example: Example, batch: Batch, **options) -> Program:
     """The model under a strategy, on CPU devices that play the example's slice."""
     spec = {k: jax.ShapeDtypeStruct(a.shape, a.dtype) for k, a in batch.items()}
     bound = Partitioner(example.strategy, slice=slices.get(example.slice), devices=jax.devices())
-    return bound.program(model, OPTIMIZER, spec, seed=7, **options)
+    optimizer = RECURSIVE_OPTIMIZER if isinstance(model, trm.TRM) else OPTIMIZER
+    return bound.program(model, optimizer, spec, seed=7, **options)
 
 
 Apart = Mapping[str, Difference]  # by part of the trajectory
 
 
 class Row(NamedTuple):
-    """How far one strategy is from one device; `float32` and `bfloat16` in one process, `played` by processes."""
+    """How far one strategy is from one device; `float32` and `bfloat16` in one process, `played` by processes.
+
+    Where the strategy cannot hold the model, `refused` says why, and the rest is empty.
+    """
 
     name: str
     slice: str
     float32: Apart
     bfloat16: Apart | None
     played: Mapping[int, Apart]
+    refused: str = ""
 
 
 def measure(model: Any, examples: Mapping[str, Example], *, steps: int, bfloat16: bool) -> list[Row]:
@@ -86,12 +139,17 @@ def measure(model: Any, examples: Mapping[str, Example], *, steps: int, bfloat16
       steps: AdamW steps.
       bfloat16: also compare the model computing in bfloat16 with itself on one device, where it has a field `dtype`.
     """
-    data = list(random_batches(model.vocab_size, steps=steps))
+    data = list(batches_for(model, steps=steps))
     narrow = bfloat16 and hasattr(model, "dtype")
     models = {d: _computing_in(model, d) for d in ("float32", *(["bfloat16"] if narrow else []))}
     want = {d: agreement.run(bind(m, ONE_DEVICE, data[0]), data) for d, m in models.items()}
     rows = []
     for name, example in examples.items():
+        try:
+            bind(model, example, data[0])
+        except ValueError as error:
+            rows.append(Row(name, example.slice, {}, None, {}, refused=str(error)))
+            continue
         found = {
             d: agreement.compare(agreement.run(bind(m, example, data[0]), data), want[d]) for d, m in models.items()
         }
@@ -112,7 +170,7 @@ def measure_played(
     Raises:
       ValueError: the processes could not be run.
     """
-    data = list(random_batches(model.vocab_size, steps=steps))
+    data = list(batches_for(model, steps=steps))
     want = agreement.run(bind(_computing_in(model, "float32"), ONE_DEVICE, data[0]), data)
     found = {}
     with tempfile.TemporaryDirectory(prefix="renga-agreement-") as folder:
@@ -126,7 +184,7 @@ def measure_played(
 
 def record(model: Any, examples: Mapping[str, Example], *, steps: int, into: Path) -> None:
     """Trains under every example as one of the processes that play its slice; host 0 leaves the trajectories."""
-    data = list(random_batches(model.vocab_size, steps=steps))
+    data = list(batches_for(model, steps=steps))
     (slice_name,) = {example.slice for example in examples.values()}
     host = joining.join(slices.get(slice_name))
     for name, example in examples.items():

@@ -17,6 +17,7 @@ HELP = "measure how far every strategy's numbers are from one device's"
 EXAMPLE = """launch/run agreement
   launch/run agreement --only fsdp zero1 --steps 20
   launch/run agreement --processes 2 4
+  launch/run agreement --model trm
   launch/run agreement --model mine:build --strategy mine:tensor_only@v4-8"""
 
 PARTS = ("gradients", "losses", "params", "opt_state")
@@ -26,7 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what is compared."""
     parser.add_argument("--steps", type=int, default=3, help="AdamW steps (default 3)")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="some of the shipped strategies")
-    parser.add_argument("--model", metavar="MODULE:FUNCTION", help="a function of no arguments that returns your model")
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="transformer (default) or trm, or MODULE:FUNCTION, a function of no arguments that returns your model",
+    )
     parser.add_argument(
         "--strategy", metavar="MODULE:FUNCTION@SLICE", action="append", default=[], help="one of yours; repeatable"
     )
@@ -51,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     from launch import agreement
 
     examples = _examples(args, agreement)
-    model = _load(args.model)() if args.model else agreement.MODEL
+    model = agreement.MODELS.get(args.model or "transformer") or _load(args.model)()
     if args.into:
         agreement.record(model, examples, steps=args.steps, into=args.into)
         return 0
@@ -59,9 +64,14 @@ def run(args: argparse.Namespace) -> int:
     rows = agreement.measure(model, examples, steps=args.steps, bfloat16=not args.float32_only)
     for processes in args.processes:
         command = [sys.executable, "-m", "launch", "agreement", *_passed_on(args)]
-        found = agreement.measure_played(model, examples, steps=args.steps, processes=processes, command=command)
-        rows = [row._replace(played={**row.played, processes: found[row.name]}) for row in rows]
-    Console(width=170).print(_table(rows, args))
+        held = {row.name: examples[row.name] for row in rows if not row.refused}
+        found = agreement.measure_played(model, held, steps=args.steps, processes=processes, command=command)
+        rows = [row if row.refused else row._replace(played={**row.played, processes: found[row.name]}) for row in rows]
+    console = Console(width=170)
+    console.print(_table([row for row in rows if not row.refused], args))
+    for row in rows:
+        if row.refused:
+            console.print(f"{row.name} on {row.slice} is refused: {row.refused}", markup=False, highlight=False)
     return 0
 
 
