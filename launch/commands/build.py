@@ -17,7 +17,10 @@ _EXAMPLES = {
         EXAMPLE,
         "launch/run build sudoku --csv sudoku-extreme --augment 1000 --out gs://BUCKET/sudoku-extreme-1k",
     ),
-    "maze": ("launch/run build maze --size 30 --out runs/puzzles/maze30",),
+    "maze": (
+        "launch/run build maze --size 30 --out runs/puzzles/maze30",
+        "launch/run build maze --csv maze-30x30-hard-1k --out gs://BUCKET/maze-hard",
+    ),
     "arc": ("launch/run build arc --version 1 --augment 1000 --out runs/puzzles/arc1",),
 }
 _ABOUT = {
@@ -61,8 +64,9 @@ def _add_sudoku(parser: argparse.ArgumentParser) -> None:
 
 def _add_maze(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", type=int, default=30, help="rows and columns (default 30)")
-    parser.add_argument("--train", type=int, default=1000, metavar="N", help="training mazes (default 1000)")
-    parser.add_argument("--test", type=int, default=1000, metavar="N", help="held-out mazes (default 1000)")
+    parser.add_argument("--train", type=int, metavar="N", help="training mazes (default 1000; of --csv: all)")
+    parser.add_argument("--test", type=int, metavar="N", help="held-out mazes (default 1000; of --csv: all)")
+    parser.add_argument("--csv", default="", metavar="FOLDER", help="with train.csv and test.csv; else generate")
     parser.add_argument("--min-path", type=int, metavar="N", help="shortest path above (default 110 x area / 900)")
     parser.add_argument("--no-augment", action="store_true", help="one orientation of each, not all eight")
 
@@ -98,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _recipe(args: argparse.Namespace):
     from tasks.puzzles.arc_sets import ArcSet
-    from tasks.puzzles.mazes import MazeSet
+    from tasks.puzzles.maze_sets import MazeSet
     from tasks.puzzles.sudoku_sets import SudokuSet
 
     if args.seed < 0:
@@ -114,10 +118,11 @@ def _recipe(args: argparse.Namespace):
     if args.kind == "maze":
         return MazeSet(
             size=args.size,
-            num_train=args.train,
-            num_test=args.test,
+            num_train=args.train if args.train is not None or args.csv else 1000,
+            num_test=args.test if args.test is not None or args.csv else 1000,
             min_path=args.min_path,
             augment=not args.no_augment,
+            csv=args.csv,
             seed=args.seed,
         )
     return SudokuSet(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tasks.checks import check_integer
-from tasks.puzzles.mazes import MazeSet
+from tasks.puzzles.maze_sets import MazeSet
 from tasks.puzzles.sudoku_sets import SudokuSet
 from tasks.puzzles.task import Built, PuzzleTask, Stored
 

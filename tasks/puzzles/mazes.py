@@ -11,20 +11,14 @@ Tokens: 0 padding (never used), 1 wall "#", 2 open " ", 3 start "S", 4 goal "G",
 from __future__ import annotations
 
 import collections
-import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-
-from tasks.puzzles import symmetries, writing
 
 CHARACTERS = "# SGo"  # tokens 1 to 5
 WALL, OPEN, START, GOAL, PATH = range(1, 6)
 _STEPS = ((1, 0), (0, -1), (0, 1), (-1, 0))  # down, left, right, up
 _MOST_FALLEN = 0.12  # share of the walls between two corridors that fall, at most
-_DRAWS_PER_MAZE = 300
-_TEST, _TRAIN = range(2)
 
 Cell = tuple[int, int]
 
@@ -125,106 +119,3 @@ def _divides(is_open: np.ndarray) -> np.ndarray:
     across = around[1:-1, :-2] & around[1:-1, 2:]
     upright = around[:-2, 1:-1] & around[2:, 1:-1]
     return ~is_open & (across | upright)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MazeSet:
-    """What to build.
-
-    Attributes:
-      size: N.
-      num_train, num_test: mazes; each of training is a group.
-      min_path: steps that the shortest path must exceed; None: 110 of 30 x 30, in proportion to the area.
-      augment: training mazes in all eight orientations.
-      seed: of everything random.
-
-    Raises:
-      ValueError: a number out of range.
-    """
-
-    size: int = 30
-    num_train: int = 1000
-    num_test: int = 1000
-    min_path: int | None = None
-    augment: bool = True
-    seed: int = 0
-
-    vocab_size = 1 + len(CHARACTERS)
-
-    def __post_init__(self):
-        wrong = [f"size {self.size}, expected 5 to 100"] if not 5 <= self.size <= 100 else []
-        wrong += [
-            f"{name} {getattr(self, name)}, expected at least 1"
-            for name in ("num_train", "num_test")
-            if getattr(self, name) < 1
-        ]
-        wrong += (
-            [f"min_path {self.min_path}, expected at least 1"]
-            if self.min_path is not None and self.min_path < 1
-            else []
-        )
-        if wrong:
-            raise ValueError("maze: " + "; ".join(wrong))
-
-    @property
-    def seq_len(self) -> int:
-        """Cells."""
-        return self.size**2
-
-    @property
-    def exceeds(self) -> int:
-        """Steps that every path exceeds."""
-        return self.size**2 * 110 // 900 if self.min_path is None else self.min_path
-
-    def about(self) -> dict[str, Any]:
-        """What was asked for, as JSON."""
-        return {"kind": "maze", **dataclasses.asdict(self), "min_path": self.exceeds}
-
-    def build(self, directory: str, *, report: Callable[[int, int], None] = lambda done, total: None) -> Mapping:
-        """Writes the dataset and returns what build.json says of it.
-
-        Raises:
-          ValueError: the directory is taken, or mazes with such long paths are too rare at this size.
-        """
-        total, done, seen = self.num_train + self.num_test, 0, set()
-        steps: dict[str, list[int]] = {"train": [], "test": []}
-        with writing.dataset(directory, vocab_size=self.vocab_size, seq_len=self.seq_len, about=self.about()) as out:
-            for split, count, key in ((out.test, self.num_test, _TEST), (out.train, self.num_train, _TRAIN)):
-                rng = np.random.default_rng((self.seed, key))
-                for _ in range(count):
-                    maze = self._new(rng, seen)
-                    orientations = symmetries.ORIENTATIONS if self.augment and key == _TRAIN else (0,)
-                    split.add_group(_rows(maze.grid, orientations), _rows(maze.solved, orientations))
-                    steps["train" if key == _TRAIN else "test"].append(maze.steps)
-                    done += 1
-                    report(done, total)
-            out.extra[writing.BUILD] |= {name: _summary(found) for name, found in steps.items()}
-            out.extra[writing.BUILD]["held_out_by"] = "no two mazes are orientations of one another"
-        return out.extra[writing.BUILD]
-
-    def draw(self, tokens: np.ndarray) -> str:
-        """A maze as text, framed."""
-        rows = np.asarray(tokens).reshape(self.size, self.size).tolist()
-        text = ["".join((" " + CHARACTERS)[t] for t in row) for row in rows]
-        return "\n".join(["+" + "-" * self.size + "+", *(f"|{line}|" for line in text), "+" + "-" * self.size + "+"])
-
-    def _new(self, rng: np.random.Generator, seen: set[bytes]) -> Maze:
-        for _ in range(_DRAWS_PER_MAZE):
-            maze = generate(rng, size=self.size, min_path=self.exceeds)
-            if maze is not None and (name := symmetries.smallest(maze.grid)) not in seen:
-                seen.add(name)
-                return maze
-        raise ValueError(
-            f"maze: after {len(seen):,} mazes of {self.size} x {self.size}, {_DRAWS_PER_MAZE} more had no new one with "
-            f"a shortest path above {self.exceeds} steps: ask for fewer mazes, a larger size or a smaller min_path"
-        )
-
-
-def _rows(grid: np.ndarray, orientations) -> np.ndarray:
-    """[A, N * N]: a grid in each of A orientations."""
-    return np.stack([symmetries.orient(grid, o).ravel() for o in orientations])
-
-
-def _summary(steps: list[int]) -> dict[str, Any]:
-    quantiles = {"min": 0, "median": 50, "p90": 90, "max": 100}
-    return {"puzzles": len(steps), "path": {name: int(np.percentile(steps, q)) for name, q in quantiles.items()}}

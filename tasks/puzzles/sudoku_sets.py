@@ -8,15 +8,14 @@ Tokens: 0 padding (never used), 1 blank, digit + 1. Every puzzle has identifier 
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from core import paths
-from tasks.puzzles import sudoku_puzzles, writing
+from tasks.puzzles import benchmarks, sudoku_puzzles, writing
 from tasks.puzzles.sudoku_puzzles import CLUES, Puzzle
 from tasks.puzzles.sudoku_solver import shape
 
@@ -24,7 +23,6 @@ Report = Callable[[int, int], None]  # steps done, of how many; a step is a puzz
 _DRAWS_IN_VAIN = 3  # for each puzzle found, before a generator gives up on finding another
 _SIGNED_AT_ONCE = 4096
 _TEST, _TRAIN, _AUGMENT = range(3)  # streams of random numbers
-_COLUMNS = ("source", "question", "answer", "rating")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,10 +164,12 @@ class SudokuSet:
     def _from_csv(self, split: str, count: int | None, *, taken: np.ndarray) -> list[Puzzle]:
         """`count` random puzzles of a file (all where None) whose signatures are not `taken`."""
         file = paths.resolve(self.csv) / f"{split}.csv"
-        fits = [number for number, row in _rows(file) if _rating(row, file, number) >= self.min_rating]
+        fits = [
+            number for number, row in benchmarks.rows(file) if benchmarks.rating(row, file, number) >= self.min_rating
+        ]
         order = self._rng(_TEST if split == "test" else _TRAIN).permutation(len(fits)) if count else range(len(fits))
         wanted = {fits[i]: place for place, i in enumerate(order[: 2 * count + 100] if count else order)}
-        rows = ((wanted[n], _parsed(row, file, n)) for n, row in _rows(file) if n in wanted)
+        rows = ((wanted[n], _parsed(row, file, n)) for n, row in benchmarks.rows(file) if n in wanted)
         puzzles = [puzzle for _, puzzle in sorted(rows, key=lambda pair: pair[0])]
         new = ~np.isin(_signed(puzzles, self.size), taken)
         chosen = [puzzle for puzzle, is_new in zip(puzzles, new, strict=True) if is_new][:count]
@@ -205,27 +205,6 @@ def _summary(puzzles: list[Puzzle]) -> dict[str, Any]:
     }
 
 
-def _rows(file: paths.Path) -> Iterator[tuple[int, Mapping[str, str]]]:
-    """(line, row) of a CSV file."""
-    try:
-        with file.open("r") as stream:
-            reader = csv.DictReader(stream)
-            missing = [c for c in _COLUMNS[1:] if c not in (reader.fieldnames or ())]
-            if missing:
-                raise ValueError(f"{file} has columns {reader.fieldnames}, expected {', '.join(_COLUMNS)}")
-            for row in reader:
-                yield reader.line_num, row
-    except FileNotFoundError as error:
-        raise ValueError(f"{file} does not exist; csv names the folder that holds train.csv and test.csv") from error
-
-
-def _rating(row: Mapping[str, str], file: paths.Path, number: int) -> int:
-    try:
-        return int(row["rating"])
-    except (TypeError, ValueError):
-        raise ValueError(f"{file}, line {number}: rating is {row['rating']!r}, expected an integer") from None
-
-
 def _parsed(row: Mapping[str, str], file: paths.Path, number: int) -> Puzzle:
     question, answer = (row["question"] or "").replace(".", "0"), row["answer"] or ""
     for name, text in (("question", question), ("answer", answer)):
@@ -234,7 +213,7 @@ def _parsed(row: Mapping[str, str], file: paths.Path, number: int) -> Puzzle:
     grid, solution = (np.frombuffer(text.encode(), np.uint8) - ord("0") for text in (question, answer))
     if not is_solved(solution, size=9) or np.any((grid > 0) & (grid != solution)):
         raise ValueError(f"{file}, line {number}: answer is no solution of question")
-    return Puzzle(grid, solution, _rating(row, file, number))
+    return Puzzle(grid, solution, benchmarks.rating(row, file, number))
 
 
 def is_solved(grid: np.ndarray, *, size: int) -> bool:

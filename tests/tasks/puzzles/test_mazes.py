@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from tasks.puzzles import files, mazes, symmetries
-from tasks.puzzles.mazes import GOAL, OPEN, PATH, START, WALL, MazeSet
+from tasks.puzzles.maze_sets import MazeSet
+from tasks.puzzles.mazes import GOAL, OPEN, PATH, START, WALL
 
 
 def tokens(*lines):
@@ -124,3 +125,59 @@ def test_orientations_are_eight_and_can_be_undone():
     for orientation, image in enumerate(images):
         np.testing.assert_array_equal(symmetries.restore(image, orientation), grid)
     assert len({symmetries.smallest(image) for image in images}) == 1
+
+
+def as_text(grid):
+    return "".join(mazes.CHARACTERS[t - 1] for t in grid.ravel())
+
+
+@pytest.fixture
+def csv_folder(tmp_path):
+    """A benchmark of 5 training and 3 held-out mazes of 6 x 6; training maze 0 is held-out maze 0, turned."""
+    rng = np.random.default_rng(3)
+    found = list(itertools.islice(filter(None, (mazes.generate(rng, size=6, min_path=5) for _ in range(99))), 7))
+    turned = found[0]._replace(grid=np.rot90(found[0].grid), solved=np.rot90(found[0].solved))
+    folder = tmp_path / "benchmark"
+    folder.mkdir()
+    for name, part in (("test", found[:3]), ("train", [turned, *found[3:]])):
+        lines = [f"made,{as_text(maze.grid)},{as_text(maze.solved)},{maze.steps}" for maze in part]
+        (folder / f"{name}.csv").write_text("\n".join(["source,question,answer,rating", *lines]) + "\n")
+    return folder
+
+
+def from_csv(folder, **change):
+    return MazeSet(**({"size": 6, "num_train": None, "num_test": None, "csv": str(folder)} | change))
+
+
+def test_the_public_file_is_read_without_copies_of_held_out_mazes(csv_folder, tmp_path):
+    about = from_csv(csv_folder).build(str(tmp_path / "set"))
+    train, test = (files.read_split(str(tmp_path / "set"), split) for split in files.SPLITS)
+    assert (train.num_examples, test.num_examples) == (4 * 8, 3)
+    assert about["train"]["puzzles"] == 4
+    line = (csv_folder / "test.csv").read_text().splitlines()[2].split(",")
+    assert [as_text(test.inputs[1]), as_text(test.labels[1])] == line[1:3]
+    from_csv(csv_folder, num_train=2, num_test=1).build(str(tmp_path / "part"))
+    assert files.read_split(str(tmp_path / "part"), "train").metadata.total_groups == 2
+    with pytest.raises(ValueError, match=r"has 4 mazes that are no copies .* asked for 5"):
+        from_csv(csv_folder, num_train=5).build(str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda question, answer: (question[1:], answer), "question has 35 characters, expected 36"),
+        (lambda question, answer: (question, answer.replace("o", "x")), "answer has 36 characters, expected 36 of"),
+        (lambda question, answer: (question.replace("S", " "), answer), "a maze has 0 S and 1 G"),
+        (lambda question, answer: (question, answer.replace("o", " ", 1)), "is not question with a shortest path"),
+        (lambda question, answer: (question, answer.replace("#", "o", 1)), "is not question with a shortest path"),
+    ],
+)
+def test_a_wrong_line_of_the_public_file_is_named(csv_folder, tmp_path, change, message):
+    file = csv_folder / "train.csv"
+    lines = file.read_text().splitlines()
+    source, question, answer, rating = lines[3].split(",")
+    lines[3] = ",".join((source, *change(question, answer), rating))
+    file.write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=message) as raised:
+        from_csv(csv_folder).build(str(tmp_path / "set"))
+    assert "train.csv, line 4" in str(raised.value)

@@ -1,0 +1,38 @@
+"""The CSV files of public benchmarks: columns source, question, answer and rating, one puzzle a line."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping
+
+from core import paths
+
+COLUMNS = ("source", "question", "answer", "rating")
+
+Row = Mapping[str, str]
+
+
+def rows(file: paths.Path) -> Iterator[tuple[int, Row]]:
+    """(line, row) of a file.
+
+    Raises:
+      ValueError: it does not exist, or lacks a column.
+    """
+    try:
+        with file.open("r") as stream:
+            reader = csv.DictReader(stream)
+            missing = [c for c in COLUMNS[1:] if c not in (reader.fieldnames or ())]
+            if missing:
+                raise ValueError(f"{file} has columns {reader.fieldnames}, expected {', '.join(COLUMNS)}")
+            for row in reader:
+                yield reader.line_num, row
+    except FileNotFoundError as error:
+        raise ValueError(f"{file} does not exist; csv names the folder that holds train.csv and test.csv") from error
+
+
+def rating(row: Row, file: paths.Path, number: int) -> int:
+    """The difficulty that the file gives a puzzle. Raises ValueError where it is no integer."""
+    try:
+        return int(row["rating"])
+    except (TypeError, ValueError):
+        raise ValueError(f"{file}, line {number}: rating is {row['rating']!r}, expected an integer") from None
