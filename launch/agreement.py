@@ -44,7 +44,7 @@ ROWS, LENGTH = 16, 24
 
 # Grouped-query attention, and a vocabulary that no mesh divides before it is rounded up.
 MODEL = transformer.Transformer(
-    vocab_size=203, num_layers=3, embed_dim=64, mlp_dim=176, num_heads=8, num_kv_heads=4, dtype="float32"
+    vocab_size=203, num_layers=4, embed_dim=64, mlp_dim=176, num_heads=8, num_kv_heads=4, dtype="float32"
 )
 OPTIMIZER = optimizers.adamw(
     learning_rate=optimizers.warmup_cosine(peak=3e-3, warmup_steps=5, total_steps=20), weight_decay=0.1

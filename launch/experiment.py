@@ -116,12 +116,13 @@ class Experiment:
 
     def _check_rows(self, partitioner: Partitioner) -> None:
         """Speaks of streams and chips at once where the next multiple of either would not suit the other."""
-        streams, groups = self.task.num_streams, partitioner.row_shards * self.accum_steps
+        cuts = self.accum_steps * self.strategy.microbatches
+        streams, groups = self.task.num_streams, partitioner.row_shards * cuts
         fits_streams, fits_chips = self.batch_size % streams == 0, self.batch_size % groups == 0
         if (fits_streams and fits_chips) or (fits_streams and groups % streams == 0):
             return  # or the layout's own message is complete
         nearest = logical.nearest_multiples(self.batch_size, math.lcm(streams, groups))
-        microbatches = f" x {self.accum_steps} microbatches" if self.accum_steps > 1 else ""
+        microbatches = f" x {cuts} microbatches" if cuts > 1 else ""
         raise ValueError(
             f"batch_size = {self.batch_size} must divide over NUM_STREAMS = {streams} and over "
             f"{partitioner.row_shards} groups of chips{microbatches} "

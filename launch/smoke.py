@@ -43,7 +43,7 @@ def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = ()) -> Expe
         )
     every = (experiment, *beside)
     multiples = {name: math.lcm(*(_shards(e, name) for e in every)) for name in logical.LOGICAL_AXES}
-    rows = multiples["batch"] * math.lcm(*(e.accum_steps for e in every))
+    rows = multiples["batch"] * math.lcm(*(e.accum_steps * e.strategy.microbatches for e in every))
     task = _small_task(experiment, streams=rows, length=math.lcm(LENGTH, multiples["length"]))
     return dataclasses.replace(
         experiment,
@@ -103,7 +103,10 @@ def _shards(experiment: Experiment, name: str) -> int:
     tables = experiment.strategy
     shape = strategy.resolve(tables, slices.get(experiment.slice))
     rules = (tables.param_rules, tables.activation_rules, tables.stored_optimizer_rules)
-    return math.lcm(*(logical.shards(r[name], shape) for r in rules))
+    pieces = math.lcm(*(logical.shards(r[name], shape) for r in rules))
+    if name == "layers" and tables.pipeline:
+        return math.lcm(pieces, tables.pipeline.layer_unit(shape["stage"]))
+    return pieces
 
 
 def _small_task(experiment: Experiment, *, streams: int, length: int) -> Task:

@@ -18,6 +18,7 @@ import numpy as np
 
 from parallel import strategies
 from parallel.partitioner import Program
+from parallel.pipeline import schedules
 from parallel.strategy import Strategy
 
 Batch = Mapping[str, np.ndarray]
@@ -41,6 +42,17 @@ EXAMPLES: Mapping[str, Example] = {
     "context": Example("v4-32", strategies.context(sequence=4)),
     "mesh3d": Example("v4-32", strategies.mesh3d(data=2, tensor=2)),
     "multislice": Example("2xv4-16", strategies.multislice(slices=2)),
+    "pipeline": Example("v4-32", strategies.pipeline(schedule=schedules.gpipe(num_microbatches=4))),
+    "pipeline_fsdp": Example(
+        "v4-32", strategies.pipeline_fsdp(stage=4, schedule=schedules.one_f_one_b(num_microbatches=4))
+    ),
+    "pipeline_fsdp_tensor": Example(
+        "v4-32",
+        strategies.pipeline_fsdp_tensor(stage=2, tensor=4, schedule=schedules.circular(num_microbatches=4, repeats=2)),
+    ),
+    "pipeline_data": Example(
+        "2xv4-16", strategies.pipeline_data(slices=2, schedule=schedules.gpipe(num_microbatches=2))
+    ),
 }
 
 

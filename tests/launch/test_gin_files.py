@@ -8,7 +8,7 @@ from models import transformer
 from parallel import agreement, mesh, report
 
 GIN = environment.WORKSPACE / "gin"
-AT = {"tensor": "v4-8", "multislice": "2xv4-32"}  # the others: v4-32
+AT = {"tensor": "v4-8", "multislice": "2xv4-32", "pipeline_data": "2xv4-32"}  # the others: v4-32
 OPTIMIZERS = {"adafactor": 0.1, "lion": 1.0, "muon": 1.1}  # at most this much state, in parameters
 _GIB = 2**30
 

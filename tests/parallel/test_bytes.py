@@ -15,11 +15,22 @@ from models import transformer
 from parallel import agreement, report
 from parallel.partitioner import Partitioner
 
-L, D, F, H, N, K, V = 3, 256, 512, 8, 4, 128, 384  # layers, embed, mlp, heads, kv_heads, head_dim, vocab as stored
+L, D, F, H, N, K, V = 4, 256, 512, 8, 4, 128, 384  # layers, embed, mlp, heads, kv_heads, head_dim, vocab as stored
 MODEL = transformer.Transformer(
     vocab_size=300, num_layers=L, embed_dim=D, mlp_dim=F, num_heads=H, num_kv_heads=N, head_dim=K
 )
-SIZES = {"layers": L, "embed": D, "mlp": F, "heads": H, "kv_heads": N, "head_dim": K, "vocab": V, "norm": D, "one": 1}
+SIZES = {
+    "layers": L,
+    "embed": D,
+    "mlp": F,
+    "heads": H,
+    "kv_heads": N,
+    "head_dim": K,
+    "vocab": V,
+    "norm": D,
+    "one": 1,
+    "each": L,
+}
 MATRICES = {
     "query": ("layers", "embed", "heads", "head_dim"),
     "key": ("layers", "embed", "kv_heads", "head_dim"),
@@ -51,16 +62,21 @@ PIECES = {  # strategy: into how many pieces each axis of a parameter is cut
     "context": {"embed": 16},
     "mesh3d": {"embed": 4, **BY_2},
     "multislice": {"embed": 8},
+    "pipeline": {"layers": 4, "vocab": 4},
+    "pipeline_data": {"layers": 2, "vocab": 2},
+    "pipeline_fsdp": {"layers": 4, "vocab": 4, "embed": 4},
+    "pipeline_fsdp_tensor": {**BY_4, "layers": 2, "vocab": 8, "embed": 2},
 }
 OPTIMIZER_PIECES = PIECES | {"zero1": {"embed": 16}}
 
-# What Adafactor keeps of each: rows and columns over the two largest dimensions, one number where it keeps nothing.
+# What Adafactor keeps of each: rows and columns over the two largest dimensions, one number where it keeps nothing, for
+# each layer of a stack: those are on every chip.
 FACTORED = [
-    *([("layers", "heads", "head_dim"), ("layers", "embed", "heads"), ("layers", "one")]),
-    *([("layers", "kv_heads", "head_dim"), ("layers", "embed", "kv_heads"), ("layers", "one")] * 2),
-    *([("layers", "heads", "head_dim"), ("layers", "heads", "embed"), ("layers", "one")]),
-    *([("layers", "embed"), ("layers", "mlp"), ("layers", "one")] * 3),
-    *([("layers", "norm"), ("layers", "one"), ("layers", "one")] * 2),
+    *([("layers", "heads", "head_dim"), ("layers", "embed", "heads"), ("each", "one")]),
+    *([("layers", "kv_heads", "head_dim"), ("layers", "embed", "kv_heads"), ("each", "one")] * 2),
+    *([("layers", "heads", "head_dim"), ("layers", "heads", "embed"), ("each", "one")]),
+    *([("layers", "embed"), ("layers", "mlp"), ("each", "one")] * 3),
+    *([("layers", "norm"), ("each", "one"), ("each", "one")] * 2),
     *[("norm",), ("one",), ("one",)],
     *([("vocab",), ("embed",), ("one",)] * 2),
 ]

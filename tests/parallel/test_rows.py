@@ -14,6 +14,7 @@ from parallel.partitioner import Partitioner
 
 SLICES = ("v4-32", "v4-64", "v5p-128", "2xv4-32")
 ACROSS = {"data_parallel": "data", "zero1": "data", "hsdp": "data", "mesh3d": "data", "tensor": "tensor"}
+ACROSS |= {"pipeline": "data", "pipeline_data": "stage", "pipeline_fsdp": "stage", "pipeline_fsdp_tensor": "stage"}
 
 
 def adapted(name, slice_name):
@@ -26,7 +27,8 @@ def adapted(name, slice_name):
     return dataclasses.replace(tables, dcn_shape={ACROSS.get(name, "fsdp"): slices.get(slice_name).num_slices})
 
 
-CASES = [(name, at) for at in SLICES for name in agreement.EXAMPLES if name != "multislice" or "x" in at]
+SEVERAL = ("multislice", "pipeline_data")  # for several slices alone
+CASES = [(name, at) for at in SLICES for name in agreement.EXAMPLES if name not in SEVERAL or "x" in at]
 
 
 @functools.cache

@@ -210,6 +210,8 @@ def both(axes, kind):
 # execution (metrics, norms) left out. A line that appears or disappears is a change of the strategy or of the compiler.
 WEIGHTS_OVER_FSDP = both("fsdp", "all-gather")
 PIECES_OF_GRADIENTS = both("fsdp", "reduce-scatter") | {("fsdp", "all-reduce", "loop")}
+BETWEEN_STAGES = {("stage", "collective-permute", "loop"), ("stage", "all-reduce", "once")}  # of activations alone
+ONCE_OVER_FSDP = {("fsdp", kind, "once") for kind in ("all-gather", "all-reduce", "reduce-scatter")}
 SIGNATURES = {
     "data_parallel": both("data", "all-reduce"),
     "zero1": both("data", "all-reduce") | {("data", "all-gather", "once")},  # the updated parameters
@@ -227,8 +229,16 @@ SIGNATURES = {
     | {("sequence", kind, "loop") for kind in ("all-gather", "all-reduce", "all-to-all", "reduce-scatter")},
     "mesh3d": WEIGHTS_OVER_FSDP | both("data fsdp", "all-reduce") | both("tensor", "all-reduce"),
     "multislice": WEIGHTS_OVER_FSDP | both("fsdp", "all-reduce") | both("data", "all-reduce"),
+    "pipeline": BETWEEN_STAGES | {("data", "all-reduce", "once")},
+    "pipeline_data": BETWEEN_STAGES | {("data", "all-reduce", "once")},
+    "pipeline_fsdp": BETWEEN_STAGES | ONCE_OVER_FSDP | {("stage", "all-reduce", "loop")},  # 1F1B: what the tail reads
+    "pipeline_fsdp_tensor": BETWEEN_STAGES
+    | ONCE_OVER_FSDP
+    | {("fsdp", "all-gather", "loop")}  # pieces of the embedding's, which starts and ends outside of the loop
+    | {("stage tensor", "all-reduce", "once"), ("tensor", "all-reduce", "loop")}
+    | {(axes, "collective-permute", "once") for axes in ("", "stage")},  # parts of the circular order; some stay
 }
-BETWEEN_SLICES = {"multislice": {"data"}}
+BETWEEN_SLICES = {"multislice": {"data"}, "pipeline_data": {"stage"}}
 
 
 @pytest.fixture(scope="module")
