@@ -24,6 +24,7 @@ CONTAINED = {  # what another case splits in the same way, and more
     "fsdp_tensor": "sequence_tensor",
     "mesh3d": "multislice and sequence_tensor",
     "whole key heads": "tensor",
+    **{n: "tests/parallel/pipeline" for n in CASES if n.startswith("pipeline")},
 }
 STEPS = 20
 
