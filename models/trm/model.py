@@ -51,6 +51,7 @@ class TRM:
       num_puzzles: rows of the puzzle table; stored rounded up to `puzzle_multiple`.
       puzzle_dim: width of a puzzle's vector; None: embed_dim; 0: no table.
       prefix_length: P, positions in front of the cells; the first hold the puzzle's vector.
+      halt_bias: what both logits of the halting head start from; its matrix starts at zero.
       halt_max_steps: most steps for a puzzle, and the number of steps of evaluation.
       exploration: probability that a row must go on for a number of steps that is drawn.
       probabilities: of the token loss: "stablemax" or "softmax".
@@ -77,6 +78,7 @@ class TRM:
     num_puzzles: int = 1
     puzzle_dim: int | None = None
     prefix_length: int = 16
+    halt_bias: float = -5.0
     halt_max_steps: int = 16
     exploration: float = 0.1
     probabilities: str = "stablemax"

@@ -41,11 +41,12 @@ def make(model: TRM, length: int) -> Weights:
     """The parameters, made where they do not exist yet; `length` is T. Call it inside `hk.transform`."""
     d, v, dtype = model.embed_dim, model.stored_vocab_size, model.dtype
     rows, columns = (_entries(model, axis=axis) for axis in (0, 1))
+    bias = hk.initializers.Constant(model.halt_bias)
     return Weights(
         embedding=logical.param("embedding", (v, d), ("vocab", "embed"), rows, compute_dtype=dtype),
         unembedding=logical.param("unembedding", (d, v), ("embed", "vocab"), columns, compute_dtype=dtype),
         halt_head=logical.param("halt_head", (d, 2), ("embed", None), jnp.zeros, compute_dtype=dtype),
-        halt_bias=logical.param("halt_bias", (2,), (None,), hk.initializers.Constant(-5.0), compute_dtype=dtype),
+        halt_bias=logical.param("halt_bias", (2,), (None,), bias, compute_dtype=dtype),
         starts=_starts(model),
         positions=_positions(model, length),
         puzzle_table=_puzzle_table(model),

@@ -1,0 +1,86 @@
+"""The recursive model spread over chips: its numbers, where carry and table live, and an exact resume."""
+
+import jax
+import numpy as np
+import pytest
+
+from core import train_state
+from core.checkpoint import Checkpoints
+from launch.agreement import ONE_DEVICE, RECURSIVE, batches_for, bind
+from parallel import agreement, strategies
+from parallel.agreement import EXAMPLES, Example
+
+STEPS = 20
+BATCHES = list(batches_for(RECURSIVE, steps=STEPS))
+TOLERANCE = {"fresh": 0.0, "gradients": 1e-6, "losses": 1e-5, "params": 1e-5, "opt_state": 1e-5}
+SLOW = ("data_parallel", "fsdp", "zero1", "hsdp", "tensor", "context", "sequence_tensor", "mesh3d", "multislice")
+CASES = {
+    "8 devices": Example("v4-16", strategies.hsdp(data=2)),  # rows over both axes, weights and table over one
+    **{name: EXAMPLES[name] for name in SLOW},
+}
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    return agreement.run(bind(RECURSIVE, ONE_DEVICE, BATCHES[0]), BATCHES)
+
+
+@pytest.mark.covers("M06", "M07", "M16", "N12")
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES])
+def test_numbers_do_not_depend_on_the_strategy(name, one_device):
+    """Rows halt, take new puzzles and explore meanwhile; puzzles recur on several chips; all of 20 steps in float32."""
+    found = agreement.compare(agreement.run(bind(RECURSIVE, CASES[name], BATCHES[0]), BATCHES), one_device)
+    assert not {part: found[part] for part in TOLERANCE if found[part].absolute > TOLERANCE[part]}
+
+
+def test_a_pipeline_cannot_hold_a_network_that_is_applied_again_and_again():
+    with pytest.raises(ValueError, match="strategy 'pipeline' on v4-32:\n  gpipe: the model has no layer stack to cut"):
+        bind(RECURSIVE, Example("v4-32", strategies.pipeline()), BATCHES[0])
+
+
+def test_a_batch_that_does_not_divide_is_refused():
+    odd = {k: a[:12] for k, a in BATCHES[0].items()}
+    with pytest.raises(ValueError, match="batch_size = 12 does not divide over 16 groups of chips"):
+        bind(RECURSIVE, EXAMPLES["fsdp"], odd)
+
+
+def test_carry_and_table_are_split():
+    program = bind(RECURSIVE, EXAMPLES["fsdp"], BATCHES[0])
+    state = program.abstract_state
+    for leaf in jax.tree.leaves(state.carry):
+        assert leaf.sharding.shard_shape(leaf.shape) == (leaf.shape[0] // 16, *leaf.shape[1:])
+    table = state.params["~"]["puzzle_table"]
+    assert table.sharding.shard_shape(table.shape) == (3, 64)
+    text = program.lower_train_step().compile().as_text()
+    gathers = [line.split(" all-gather(")[0] for line in text.splitlines() if " all-gather(" in line]
+    assert gathers
+    assert not [shape for shape in gathers if "f32[48,64]" in shape]  # rows travel, never the table
+
+
+@pytest.mark.covers("C06", "C07")
+def test_a_resume_is_exact_and_may_change_the_strategy(tmp_path):
+    program = bind(RECURSIVE, Example("v4-8", strategies.fsdp()), BATCHES[0])
+    state, losses = program.init(), []
+    checkpoints = Checkpoints(str(tmp_path), keep=1)
+    for number, batch in enumerate(BATCHES[:6]):
+        if number == 3:
+            checkpoints.save(3, state=state, data={}, meta={})
+            checkpoints.wait()
+        state, metrics = program.train_step(state, program.put(batch))
+        losses.append(float(metrics["loss"]))
+    again, _, _ = checkpoints.restore(3, program.abstract_state)
+    assert isinstance(again, train_state.TrainState)
+    assert len(np.unique(jax.device_get(again.carry.steps))) > 1  # in the middle of puzzles
+    repeated = []
+    for batch in BATCHES[3:6]:
+        again, metrics = program.train_step(again, program.put(batch))
+        repeated.append(float(metrics["loss"]))
+    assert repeated == losses[3:]
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(again), jax.device_get(state))
+    other = bind(RECURSIVE, EXAMPLES["zero1"], BATCHES[0])
+    moved, _, _ = checkpoints.restore(3, other.abstract_state)
+    checkpoints.close()
+    rows = moved.carry.states.z_h
+    assert rows.sharding.shard_shape(rows.shape)[0] == 1
+    kept, _, _ = Checkpoints(str(tmp_path), keep=1, read_only=True).restore(3, program.abstract_state)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(moved), jax.device_get(kept))
