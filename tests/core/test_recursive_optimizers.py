@@ -44,7 +44,7 @@ def test_a_schedule_with_a_floor_counts_the_step_it_is_made_for():
     np.testing.assert_allclose([float(flat(jnp.int32(s))) for s in (0, 3, 9, 99)], [0.5, 2, 2, 2], rtol=1e-6)
     never_warm = optimizers.warmup_floor(peak=2.0, warmup_steps=2000, total_steps=813, floor=0.1)
     assert float(never_warm(jnp.int32(812))) == pytest.approx(2.0 * 813 / 2000, rel=1e-6)
-    with pytest.raises(ValueError, match="floor = 1.5: expected from 0 to 1"):
+    with pytest.raises(ValueError, match=r"floor = 1\.5: expected from 0 to 1"):
         optimizers.warmup_floor(peak=1.0, warmup_steps=0, total_steps=1, floor=1.5)
     with pytest.raises(ValueError, match="warmup_steps = -1: expected at least 0"):
         optimizers.warmup_floor(peak=1.0, warmup_steps=-1, total_steps=1)
@@ -132,11 +132,11 @@ def test_averages_are_laid_out_as_their_parameters_are():
 
 def test_what_cannot_be_composed_is_refused():
     dense = optimizers.adamw(learning_rate=RATE)
-    with pytest.raises(ValueError, match="averaged: decay = 1.0: expected from 0 to below 1"):
+    with pytest.raises(ValueError, match=r"averaged: decay = 1\.0: expected from 0 to below 1"):
         optimizers.averaged(optimizer=dense, decay=1.0)
     with pytest.raises(ValueError, match="dense averages; put it the other way round"):
         optimizers.with_table(dense=optimizers.averaged(optimizer=dense), learning_rate=RATE)
-    with pytest.raises(ValueError, match="table = .*: no parameter matches 'table'"):
+    with pytest.raises(ValueError, match=r"table = .*: no parameter matches 'table'"):
         optimizers.with_table(dense=dense, learning_rate=RATE, table="table").init(PARAMS)
     with pytest.raises(ValueError, match="does not say which rows of 'puzzle_table' a step touched"):
         steps_of(composed(), 1, extras=())

@@ -84,6 +84,7 @@ RATE = optimizers.constant(1e-3)
 KEPT = {  # optimizer: itself, the arrays it keeps, bytes of counters and constants beside them
     "adamw": (optimizers.adamw(learning_rate=RATE), PARAMS * 2, 4 + 4),
     "adafactor": (optimizers.adafactor(learning_rate=RATE), FACTORED, 4 * L + 4 + 4),
+    "adam_atan2": (optimizers.adam_atan2(learning_rate=RATE), PARAMS * 2, 4 + 4),
     "lion": (optimizers.lion(learning_rate=RATE), PARAMS, 4 + 4),
     "muon": (optimizers.muon(learning_rate=RATE), PARAMS + list(OTHERS.values()), (4 + 12) * L + 4 + 4),
 }
