@@ -47,7 +47,9 @@ MODEL = transformer.Transformer(
     vocab_size=203, num_layers=4, embed_dim=64, mlp_dim=176, num_heads=8, num_kv_heads=4, dtype="float32"
 )
 OPTIMIZER = optimizers.adamw(
-    learning_rate=optimizers.warmup_cosine(peak=3e-3, warmup_steps=5, total_steps=20), weight_decay=0.1
+    eps=1e-4,  # an update is a smooth function of its gradient: at 1e-8 one that is nearly 0 rests on its last bits
+    learning_rate=optimizers.warmup_cosine(peak=3e-3, warmup_steps=5, total_steps=20),
+    weight_decay=0.1,
 )
 RECURSIVE = trm.TRM(
     vocab_size=11,

@@ -145,7 +145,7 @@ def _forward(schedule: Schedule, stage: Stage, flow: Flow, t: jax.Array) -> tupl
     x = jnp.where(_index() == 0, take(flow.queue, at.microbatch), flow.arrived)
     y, kept = one_stage.forward(stage, at, jnp.where(at.valid, x, schedule.bubble_input))
     ring = jax.tree.map(lambda a, new: put_if(at.valid, a, new, at.microbatch % a.shape[0]), flow.ring, kept)
-    left = one_stage.broadcast(y, source=_index() == _last())
+    left = one_stage.broadcast(y, source=_last())
     return _over_stages(flow._replace(arrived=one_stage.send(y, toward=1), ring=ring)), left
 
 
@@ -161,7 +161,7 @@ def _backward(schedule: Schedule, stage: Stage, flow: Flow, t: jax.Array, dleft:
 
 def _finish(schedule: Schedule, stage: Stage, flow: Flow) -> tuple[Any, jax.Array]:
     del schedule, stage
-    return flow.grads, one_stage.broadcast(flow.queue, source=_index() == 0)
+    return flow.grads, one_stage.broadcast(flow.queue, source=0)
 
 
 def _loop(body: Callable[[Any, jax.Array], Any], carry: Any, start: int, stop: int) -> Any:

@@ -144,6 +144,16 @@ def send(x: jax.Array, *, toward: int) -> jax.Array:
     return jax.lax.ppermute(x, STAGE, [(i, (i + toward) % stages) for i in range(stages)])
 
 
-def broadcast(x: jax.Array, *, source: jax.Array) -> jax.Array:
-    """On every stage, the `x` of the stage on which `source` holds."""
-    return jax.lax.psum(jnp.where(source, x, 0), STAGE)
+def broadcast(x: jax.Array, *, source: int) -> jax.Array:
+    """On every stage, the `x` of stage `source`: those that have it double at every step.
+
+    Not a sum with zeros, which costs arithmetic, and which XLA cannot compile for CPUs in bfloat16.
+    """
+    stages, have = jax.lax.axis_size(STAGE), 1
+    offset = (jax.lax.axis_index(STAGE) - source) % stages
+    while have < stages:
+        pairs = [((source + i) % stages, (source + i + have) % stages) for i in range(min(have, stages - have))]
+        arrived = jax.lax.ppermute(x, STAGE, pairs)
+        x = jnp.where((offset >= have) & (offset < 2 * have), arrived, x)
+        have *= 2
+    return x

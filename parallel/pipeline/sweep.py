@@ -70,7 +70,8 @@ def _sweep(
 ) -> tuple[jax.Array, Any]:
     microbatches, stages = schedule.num_microbatches, jax.lax.axis_size(STAGE)
     index = jax.lax.axis_index(STAGE)
-    rank = index if toward == 1 else stages - 1 - index
+    first = 0 if toward == 1 else stages - 1  # of rank 0
+    rank = abs(index - first)
 
     def tick(carry: tuple, t: jax.Array) -> tuple[tuple, None]:
         arrived, queue, state = carry
@@ -83,7 +84,7 @@ def _sweep(
     carry = (jnp.zeros_like(queue[0]), queue, state)
     (arrived, queue, state), _ = jax.lax.scan(tick, carry, jnp.arange(schedule.ticks(stages)))
     queue = one_stage.put(queue, arrived, jnp.asarray(microbatches - 1))  # what the last tick sent
-    return one_stage.broadcast(queue, source=rank == 0), state
+    return one_stage.broadcast(queue, source=first), state
 
 
 def _place(schedule: Schedule, at: Turn) -> jax.Array:

@@ -210,7 +210,8 @@ def both(axes, kind):
 # execution (metrics, norms) left out. A line that appears or disappears is a change of the strategy or of the compiler.
 WEIGHTS_OVER_FSDP = both("fsdp", "all-gather")
 PIECES_OF_GRADIENTS = both("fsdp", "reduce-scatter") | {("fsdp", "all-reduce", "loop")}
-BETWEEN_STAGES = {("stage", "collective-permute", "loop"), ("stage", "all-reduce", "once")}  # of activations alone
+# Activations alone; the last stage's results go to all stages, and the vocabulary is split over them.
+BETWEEN_STAGES = both("stage", "collective-permute") | {("stage", "all-reduce", "once")}
 ONCE_OVER_FSDP = {("fsdp", kind, "once") for kind in ("all-gather", "all-reduce", "reduce-scatter")}
 SIGNATURES = {
     "data_parallel": both("data", "all-reduce"),
@@ -236,7 +237,7 @@ SIGNATURES = {
     | ONCE_OVER_FSDP
     | {("fsdp", "all-gather", "loop")}  # pieces of the embedding's, which starts and ends outside of the loop
     | {("stage tensor", "all-reduce", "once"), ("tensor", "all-reduce", "loop")}
-    | {(axes, "collective-permute", "once") for axes in ("", "stage")},  # parts of the circular order; some stay
+    | {("", "collective-permute", "once")},  # parts of the circular order that stay
 }
 BETWEEN_SLICES = {"multislice": {"data"}, "pipeline_data": {"stage"}}
 

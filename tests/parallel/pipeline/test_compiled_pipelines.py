@@ -1,0 +1,66 @@
+"""What the real TPU compiler makes of a pipeline: no weight travels inside the ticks, and what is kept."""
+
+import functools
+
+import jax
+import pytest
+
+from core import optimizers, slices
+from models import transformer
+from parallel import analysis, compiled, partitioner, strategies
+from parallel.pipeline import schedules
+
+MODEL = transformer.Transformer(
+    vocab_size=512, num_layers=16, embed_dim=128, mlp_dim=256, num_heads=4, num_kv_heads=4, head_dim=32,
+    remat="full", attention="plain",
+)  # fmt: skip
+LENGTH = 512
+MAKE = {"gpipe": schedules.gpipe, "1F1B": schedules.one_f_one_b}
+
+
+@pytest.fixture(scope="module")
+def analyze():
+    """Compiled for v4-32 with four stages and fsdp 4, a row of every chip in a microbatch."""
+
+    @functools.cache
+    def run(name, microbatches, save="layers"):
+        rows = 4 * microbatches
+        integers = ("inputs", "targets", "segment_ids", "positions")
+        spec = {k: jax.ShapeDtypeStruct((rows, LENGTH), "int32") for k in integers}
+        spec["weights"] = jax.ShapeDtypeStruct((rows, LENGTH), "float32")
+        tables = strategies.pipeline_fsdp(stage=4, schedule=MAKE[name](num_microbatches=microbatches, save=save))
+        slice_ = slices.get("v4-32")
+        bound = partitioner.Partitioner(tables, slice=slice_, devices=compiled.devices_of(slice_))
+        optimizer = optimizers.adamw(learning_rate=optimizers.constant(1e-4))
+        return analysis.analyze(bound.program(MODEL, optimizer, spec, seed=0))
+
+    return run
+
+
+@pytest.mark.covers("M12")
+@pytest.mark.compiled("v4-32")
+@pytest.mark.parametrize("name", [pytest.param("gpipe", marks=pytest.mark.slow), "1F1B"])
+def test_weights_are_gathered_once_and_gradients_reduced_once(name, analyze):
+    found = analyze(name, 8)
+    trips = {loop.trips for loop in found.costs.loops}
+    assert {"gpipe": {11, 4}, "1F1B": {3, 8, 4}}[name] == trips  # ticks, and the layers of a stage
+    inside = {(" ".join(c.axes), c.kind) for c in found.collectives if c.loops}
+    assert not {pair for pair in inside if pair[0] != "stage"}
+    assert {kind for _, kind in inside} == {"collective-permute"} | {"all-reduce"} * (name == "1F1B")
+    activation = LENGTH * MODEL.embed_dim * 4
+    assert max(c.payload_bytes / c.times for c in found.collectives if c.loops) <= 2 * activation
+    e, m, h = MODEL.embed_dim, MODEL.mlp_dim, MODEL.num_heads * MODEL.head_width
+    a_stage = MODEL.num_layers // 4 * (4 * e * h + 3 * e * m)
+    head = 2 * e * MODEL.stored_vocab_size // 4  # and the embedding
+    gathered = sum(c.payload_bytes for c in found.collectives if c.axes == ("fsdp",) and c.kind == "all-gather")
+    assert gathered == 2 * (a_stage + head)  # bytes of bfloat16
+
+
+@pytest.mark.slow
+@pytest.mark.compiled("v4-32")
+def test_memory_of_1f1b_does_not_grow_with_layers_times_microbatches(analyze):
+    """From 8 to 32 microbatches: gpipe keeps inputs of 4 layers for each, 1F1B what enters alone."""
+    row = LENGTH * MODEL.embed_dim * 2
+    grown = {name: analyze(name, 32).compiled.temp_bytes - analyze(name, 8).compiled.temp_bytes for name in MAKE}
+    assert grown["gpipe"] >= 24 * 4 * row
+    assert grown["1F1B"] <= 24 * 3 * row
