@@ -211,7 +211,7 @@ def both(axes, kind):
 WEIGHTS_OVER_FSDP = both("fsdp", "all-gather")
 PIECES_OF_GRADIENTS = both("fsdp", "reduce-scatter") | {("fsdp", "all-reduce", "loop")}
 # Activations alone; the last stage's results go to all stages, and the vocabulary is split over them.
-BETWEEN_STAGES = both("stage", "collective-permute") | {("stage", "all-reduce", "once")}
+BETWEEN_STAGES = both("stage", "collective-permute")
 ONCE_OVER_FSDP = {("fsdp", kind, "once") for kind in ("all-gather", "all-reduce", "reduce-scatter")}
 SIGNATURES = {
     "data_parallel": both("data", "all-reduce"),
@@ -230,12 +230,11 @@ SIGNATURES = {
     | {("sequence", kind, "loop") for kind in ("all-gather", "all-reduce", "all-to-all", "reduce-scatter")},
     "mesh3d": WEIGHTS_OVER_FSDP | both("data fsdp", "all-reduce") | both("tensor", "all-reduce"),
     "multislice": WEIGHTS_OVER_FSDP | both("fsdp", "all-reduce") | both("data", "all-reduce"),
-    "pipeline": BETWEEN_STAGES | {("data", "all-reduce", "once")},
-    "pipeline_data": BETWEEN_STAGES | {("data", "all-reduce", "once")},
-    "pipeline_fsdp": BETWEEN_STAGES | ONCE_OVER_FSDP | {("stage", "all-reduce", "loop")},  # 1F1B: what the tail reads
+    "pipeline": BETWEEN_STAGES | {(axis, "all-reduce", "once") for axis in ("stage", "data")},
+    "pipeline_data": BETWEEN_STAGES | {(axis, "all-reduce", "once") for axis in ("stage", "data")},
+    "pipeline_fsdp": BETWEEN_STAGES | ONCE_OVER_FSDP | both("stage", "all-reduce"),  # 1F1B: the tail is in the loop
     "pipeline_fsdp_tensor": BETWEEN_STAGES
     | ONCE_OVER_FSDP
-    | {("fsdp", "all-gather", "loop")}  # pieces of the embedding's, which starts and ends outside of the loop
     | {("stage tensor", "all-reduce", "once"), ("tensor", "all-reduce", "loop")}
     | {("", "collective-permute", "once")},  # parts of the circular order that stay
 }
