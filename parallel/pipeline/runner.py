@@ -7,6 +7,7 @@ so its rule computes both at once and keeps gradients.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -31,8 +32,11 @@ def runner(schedule: Schedule, param_rules: Rules, activation_rules: Rules) -> s
     """
 
     def run(fn: LayerFn, stacked: Layer, x: jax.Array, side: Side, tail: Tail | None) -> Any:
-        stages = jax.sharding.get_abstract_mesh().shape["stage"]
-        passes = Passes(schedule, region.region(fn, param_rules, activation_rules), fn, stages)
+        sizes = jax.sharding.get_abstract_mesh().shape
+        at = region.region(fn, param_rules, activation_rules)
+        if x.shape[0] % (math.prod(sizes[axis] for axis in at.rows) * schedule.num_microbatches):
+            return stack.scan_runner(fn, stacked, x, side, tail)  # a prompt; the rows of a step are held to divide
+        passes = Passes(schedule, at, fn, sizes["stage"])
         if isinstance(schedule, OneFOneB):
             if tail is not None and isinstance(jax.eval_shape(tail.fn, tail.params, x, side), LossOutput):
                 return _loss_and_gradients(passes, tail)(stacked.params, tail.params, x, stacked.key, side)

@@ -63,7 +63,7 @@ def test_weights_are_gathered_once_and_gradients_reduced_once(name, analyze):
 @pytest.mark.compiled("v4-32")
 def test_memory_of_1f1b_does_not_grow_with_layers_times_microbatches(analyze):
     """From 8 to 32 microbatches: gpipe keeps inputs of 4 layers for each, 1F1B what enters alone."""
-    row = LENGTH * MODEL.embed_dim * 2
     grown = {name: analyze(name, 32).compiled.temp_bytes - analyze(name, 8).compiled.temp_bytes for name in MAKE}
-    assert grown["gpipe"] >= 24 * 4 * row
-    assert grown["1F1B"] <= 24 * 3 * row
+    inputs = 24 * 4 * LENGTH * MODEL.embed_dim * 2
+    assert grown["gpipe"] > inputs / 2
+    assert grown["1F1B"] < inputs / 10

@@ -90,3 +90,16 @@ def test_numbers_are_those_of_one_device(name, one_device):
     moments = difference(state.opt_state, want.opt_state)  # a tenth of the gradients, summed over steps
     assert moments.absolute <= 1e-7, moments
     assert difference(state.params, want.params).absolute <= 1e-6
+
+
+@pytest.mark.parametrize("name", ["gpipe, S 4, M 2", "1F1B, S 4, M 8"])
+def test_a_prompt_of_one_row_has_the_logits_of_one_device(name):
+    """Whether or not its rows divide into microbatches."""
+    params = MODEL.init(jax.random.key(1), BATCHES[0])
+    case = CASES[name]
+    bound = partitioner.Partitioner(case.strategy, slice=slices.get(case.slice), devices=jax.devices())
+    for rows in (1, 8):
+        batch = {k: a[:rows] for k, a in BATCHES[0].items()}
+        with bound.tracing():
+            found = jax.device_get(jax.jit(MODEL.logits)(params, batch))
+        np.testing.assert_allclose(found, jax.jit(MODEL.logits)(params, batch), atol=1e-5)
