@@ -56,7 +56,6 @@ _PRICED = frozenset(
         "atan2",
         "bitcast-convert",
         "broadcast",
-        "call",
         "cbrt",
         "ceil",
         "cholesky",

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from parallel.hlo.program import Computation, Instruction, Module, root
+from parallel.hlo import decisions
+from parallel.hlo.program import Computation, Instruction, Module
 from parallel.hlo.trip_counts import Scope, TripCounts
 
 COLLECTIVES = (
@@ -46,7 +47,7 @@ class Branch(NamedTuple):
     Attributes:
       name: of the `conditional`.
       op_name: where in the source it comes from.
-      depends_on: what decides: "constant", "counter" (every chip decides alike), "chip" or "data".
+      depends_on: what decides, one of `decisions.KINDS`.
     """
 
     name: str
@@ -130,7 +131,7 @@ class _Walk:
     def _branch(self, at: Instruction, place: _Place) -> Iterator[Executed]:
         """Every branch; the one that costs most is taken each time, the others never."""
         names = [n for n in at.called() if n in self._module.computations]
-        taken = Branch(at.name, at.op_name, _decided_by(self._module, place.scope, at.operands[0]))
+        taken = Branch(at.name, at.op_name, decisions.decided_by(self._module, place.scope, at.operands[0]))
         inner = place._replace(branches=(*place.branches, taken))
         runs = [list(self._call(at, name, inner)) for name in names]
         dearest = max(range(len(runs)), key=lambda i: (_weight(runs[i]), len(runs[i])), default=None)
@@ -143,43 +144,6 @@ def _weight(run: list[Executed]) -> float:
     unpriced = [e for e in run if base_opcode(e.instruction) in COLLECTIVES or is_kernel(e.instruction)]
     moved = sum(a.bytes * e.times for e in unpriced for a in e.instruction.arrays)
     return sum(e.cycles for e in run) + moved / _LINK_BYTES_PER_CYCLE
-
-
-def _decided_by(module: Module, scope: Scope, name: str) -> str:
-    """What a value depends on at most: "constant" < "counter" < "chip" < "data"."""
-    order = ("constant", "counter", "chip", "data")
-    seen: set[tuple[str, str]] = set()
-
-    def leaf(scope: Scope, name: str) -> str:
-        at = module.computations[scope.computation].get(name)
-        if at is None:
-            return "data"
-        if (scope.computation, name) in seen or at.opcode in ("constant", "iota"):
-            return "constant"
-        seen.add((scope.computation, name))
-        if at.opcode in ("partition-id", "replica-id"):
-            return "chip"
-        if at.opcode == "parameter":
-            if scope.call is not None and scope.call.opcode in ("fusion", "call"):
-                return leaf(scope.caller, scope.call.operands[int(at.argument)])
-            return "data"
-        if at.opcode == "get-tuple-element" and _is_counter(module, scope, at):
-            return "counter"
-        inner = [Scope(n, scope, at) for n in at.called()] if at.opcode in ("fusion", "call") else []
-        reads = [(scope, o) for o in at.operands] if not inner else []
-        reads += [(s, root(module.computations[s.computation]).name) for s in inner]
-        return max((leaf(*read) for read in reads), key=order.index, default="data")
-
-    return leaf(scope, name)
-
-
-def _is_counter(module: Module, scope: Scope, at: Instruction) -> bool:
-    """Whether this is the element of a loop's state that every turn moves by a constant."""
-    holder = module.computations[scope.computation].get(at.operands[0])
-    loop = scope.call
-    if holder is None or holder.opcode != "parameter" or loop is None or loop.opcode != "while":
-        return False
-    return TripCounts(module).step(loop, int(at.attribute("index"))) is not None
 
 
 def base_opcode(instruction: Instruction) -> str:

@@ -1,0 +1,97 @@
+"""What a value of an optimized HLO program depends on, and with it whether every chip decides a branch alike.
+
+The one idea: a value is followed back through tuples, fusions, calls and the states of loops to what it comes from, and
+depends on the least certain of that. An element of a loop's state comes from what the loop starts with and what a turn
+does to it: one that turns only move by a constant is no more than a counter, and is one only if it starts as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from parallel.hlo.program import Instruction, Module, root
+from parallel.hlo.trip_counts import Scope, TripCounts
+
+KINDS = ("constant", "counter", "chip", "data")  # from what every chip knows to what only one may
+_WHOLE = ("copy", "copy-start", "copy-done", "bitcast", "optimization-barrier")  # of a tuple, element by element
+
+
+def decided_by(module: Module, scope: Scope, name: str) -> str:
+    """What the value `name` depends on at most, one of `KINDS`.
+
+    Args:
+      module: the program.
+      scope: the computation that holds the value, and where that is called from.
+      name: of an instruction in it.
+    """
+    return _Sources(module).of(scope, name)
+
+
+def _worst(kinds: Iterable[str]) -> str:
+    return max(kinds, key=KINDS.index, default="data")
+
+
+class _Sources:
+    def __init__(self, module: Module):
+        self._module = module
+        self._trips = TripCounts(module)
+        self._seen: set[tuple[Scope, str]] = set()
+
+    def of(self, scope: Scope, name: str) -> str:
+        at = self._at(scope, name)
+        if at is None:
+            return "data"
+        if (scope, name) in self._seen or at.opcode in ("constant", "iota"):
+            return "constant"
+        self._seen.add((scope, name))
+        if at.opcode in ("partition-id", "replica-id"):
+            return "chip"
+        if at.opcode == "get-tuple-element":
+            return self._element(scope, at.operands[0], int(at.attribute("index")))
+        if at.opcode == "parameter":
+            outside = _argument(scope, at)
+            return "data" if outside is None else self.of(*outside)
+        if at.opcode in ("fusion", "call"):
+            return _worst(self.of(inner, root(self._module.computations[inner.computation]).name)
+                          for inner in _inside(scope, at))  # fmt: skip
+        return "data" if at.opcode in ("while", "conditional") else _worst(self.of(scope, o) for o in at.operands)
+
+    def _element(self, scope: Scope, name: str, index: int) -> str:
+        """Of element `index` of the tuple `name`."""
+        at = self._at(scope, name)
+        if at is None:
+            return "data"
+        if at.opcode == "tuple":
+            return self.of(scope, at.operands[index])
+        if at.opcode in _WHOLE:
+            return self._element(scope, at.operands[0], index)
+        if at.opcode == "while":
+            return self._state(scope, at, index) if self._trips.of(at, scope) is not None else "data"
+        if at.opcode == "parameter":
+            if scope.call is not None and scope.call.opcode == "while":
+                return self._state(scope.caller, scope.call, index)
+            outside = _argument(scope, at)
+            return "data" if outside is None else self._element(*outside, index)
+        return self.of(scope, name)
+
+    def _state(self, scope: Scope, loop: Instruction, index: int) -> str:
+        """Of an element of the state of `loop`, which stands in `scope`."""
+        step = self._trips.step(loop, index)
+        if step is None:
+            return "data"
+        start = self._element(scope, loop.operands[0], index)
+        return start if step == 0 else _worst(("counter", start))
+
+    def _at(self, scope: Scope, name: str) -> Instruction | None:
+        return self._module.computations[scope.computation].get(name)
+
+
+def _inside(scope: Scope, at: Instruction) -> list[Scope]:
+    return [Scope(name, scope, at) for name in at.called()]
+
+
+def _argument(scope: Scope, parameter: Instruction) -> tuple[Scope, str] | None:
+    """What the caller hands to a parameter of a fusion or a call."""
+    if scope.call is None or scope.call.opcode not in ("fusion", "call"):
+        return None
+    return scope.caller, scope.call.operands[int(parameter.argument)]
