@@ -11,6 +11,7 @@ from parallel import compiled, lints, traffic
 from parallel.compiled import Compiled
 from parallel.hlo import costs, executions, program
 from parallel.hlo.costs import Costs
+from parallel.hlo.messages import compiler_messages
 from parallel.lints import Finding
 from parallel.partitioner import Program
 from parallel.traffic import Collective
@@ -38,7 +39,7 @@ def analyze(bound: Program) -> Analysis:
     Raises:
       OutOfHbmError: the step does not fit.
     """
-    with lints.compiler_messages() as messages:
+    with compiler_messages() as messages:
         result = compiled.compile_for_slice(bound)
     return read(bound, result, messages.text)
 

@@ -6,20 +6,15 @@ exception is a row of a table with its reason, so that a known finding is still 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import math
-import os
 import re
-import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from core import logical
-from core.logical import Axes
+from core.logical import Rules
 from core.slices import GIB
 from parallel import report
 from parallel.partitioner import Program
@@ -39,7 +34,7 @@ class Facts:
       program: strategy, slice, state.
       peak_bytes: most HBM in use at any time.
       collectives: of the compiled step.
-      messages: what the compiler wrote to stderr, its warnings included: see `AUDIBLE_WARNINGS`.
+      messages: what the compiler wrote to stderr, its warnings included: see `hlo.messages`.
     """
 
     program: Program
@@ -79,14 +74,38 @@ class KnownException:
 KNOWN: tuple[KnownException, ...] = (
     KnownException(
         "all-reduce instead of reduce-scatter",
-        {"topology": "2x2x4", "group_size": 16},
+        {"topology": "2x2x4", "group_size": 16, "pieces": "one on each of these chips"},
         "libtpu turns 16-way reduce-scatters on 2x2x4 into all-reduce and slice, even where one is asked for; a mesh "
         "whose fsdp axis is 4 gets reduce-scatters",
     ),
     KnownException(
+        "all-reduce instead of reduce-scatter",
+        {"group_size": 4, "pieces": "one on each of these chips"},
+        "over 4 chips libtpu (0.0.42.1) scatters what is split along one of its last two dimensions, along the last into "
+        "256 or more; of other arrays it makes all-reduce and slice, even where a reduce-scatter is asked for",
+    ),
+    KnownException(
+        "all-reduce instead of reduce-scatter",
+        {"pieces": "the same on several of these chips"},
+        "gradients of replicas are added up together with those of the chips that hold other pieces: the partitioner "
+        "does not make two sums of it, a reduce-scatter over the pieces and an all-reduce of what is left",
+    ),
+    KnownException(
         "large collective on DCN",
-        {"kind": "all-reduce", "in_loop": False},
+        {"kind": "all-reduce", "axes": ("data",), "place": "once"},
         "replicas on different slices must add up their gradients once per step",
+    ),
+    KnownException(
+        "large collective on DCN",
+        {"kind": "all-reduce", "axes": ("data",), "place": "backward loop over layers"},
+        "replicas on different slices must add up their gradients once per step, and do it layer by layer, beside the "
+        "computation of the next",
+    ),
+    KnownException(
+        "float32 gather of weights",
+        {"of": "updated parameters"},
+        "the optimizer updates pieces of parameters that every chip holds whole: what is sent are the parameters "
+        "themselves, which a narrower type would round",
     ),
     KnownException(
         "float32 gather of weights",
@@ -116,8 +135,8 @@ def _with_reason(finding: Finding) -> Finding:
 
 def _accumulated_gathers(facts: Facts) -> Iterator[Finding]:
     """Weights gathered once per microbatch although all of them would fit beside what is in use."""
-    steps, weights = facts.program.accum_steps, _Weights(facts.program)
-    inside = [c for c in facts.collectives if _in_accumulation(c, steps) and weights.path_of(c)]
+    steps, weights = facts.program.accum_steps, report.Weights(facts.program)
+    inside = [c for c in facts.collectives if _in_accumulation(c, steps) and _gathered(c, weights)]
     layers_held = sum(c.payload_bytes * c.times // steps for c in inside if not _is_recomputed(c))
     usable = facts.program.partitioner.slice.chip.usable_hbm_bytes
     if inside and facts.peak_bytes + layers_held <= usable:
@@ -129,9 +148,16 @@ def _accumulated_gathers(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def _gathered(c: Collective, weights: report.Weights) -> str | None:
+    """The path of the weight that a gather makes whole; None where it gathers something else."""
+    if c.kind != "all-gather":
+        return None
+    return next((path for a in c.arrays if (path := weights.path_of(a.dims))), None)
+
+
 def _in_accumulation(c: Collective, accum_steps: int) -> bool:
     """Whether it runs in the loop over microbatches, the only one outside the gradient."""
-    return accum_steps > 1 and any(re.fullmatch(r"jit\([^)]*\)/while", loop.op_name) for loop in c.loops)
+    return accum_steps > 1 and any(re.fullmatch(r"jit\([^)]*\)(/shard_map)?/while", loop.op_name) for loop in c.loops)
 
 
 def _is_recomputed(c: Collective) -> bool:
@@ -144,41 +170,80 @@ def _dcn(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 "large collective on DCN",
                 f"{_described(c)} crosses slices: {_gib(_wire([c]))} per chip and step",
-                "let only data span slices, as strategies.multislice does",
-                {"kind": c.kind, "in_loop": bool(c.loops)},
+                "let only data span slices, as strategies.multislice does"
+                if c.axes != ("data",)
+                else "send gradients alone across slices, each once per step",
+                {"kind": c.kind, "axes": c.axes, "place": _place(c, facts.program.accum_steps)},
             )
 
 
+def _place(c: Collective, accum_steps: int) -> str:
+    """In which loop it runs."""
+    if not c.loops:
+        return "once"
+    if _in_accumulation(c, accum_steps):
+        return "loop over microbatches"
+    return "backward loop over layers" if "transpose(" in c.loops[-1].op_name else "another loop"
+
+
 def _float32_gathers(facts: Facts) -> Iterator[Finding]:
-    weights = _Weights(facts.program)
+    weights = report.Weights(facts.program)
     dtype = getattr(facts.program.model, "dtype", None)
+    tables = facts.program.partitioner.strategy
+    updated = _stored_over(tables.stored_optimizer_rules) - _stored_over(tables.param_rules)
     for c in facts.collectives:
-        path = weights.path_of(c) if c.dtype == "f32" and c.payload_bytes >= LARGE_BYTES else None
+        path = _gathered(c, weights) if c.dtype == "f32" and c.payload_bytes >= LARGE_BYTES else None
+        is_update = set(c.axes) <= updated and not c.loops
         if path is not None:
             yield Finding(
                 "float32 gather of weights",
                 f"{path}: {_described(c)} moves float32, {_gib(_wire([c]))} per chip and step",
-                "cast before the gather: logical.param(..., compute_dtype=...) constrains what it returns",
-                {"computes_in": dtype},
+                "cast before the gather: logical.param(..., compute_dtype=...) constrains what it returns"
+                if not is_update
+                else "store parameters in pieces too (strategies.fsdp), and gather them as computation needs them",
+                {"computes_in": dtype, "of": "updated parameters" if is_update else "weights"},
             )
+
+
+def _stored_over(rules: Rules) -> set[str]:
+    return {axis for axes in rules.values() for axis in logical.mesh_axes(axes)}
 
 
 def _whole_reductions(facts: Facts) -> Iterator[Finding]:
     slice_ = facts.program.partitioner.slice
-    groups: dict[tuple, list[Collective]] = {}
+    groups: dict[tuple[tuple[str, ...], int], list[Collective]] = {}
     for c in facts.collectives:
         if c.sliced_bytes >= LARGE_BYTES:
             groups.setdefault((c.axes, c.group_size), []).append(c)
     for (axes, size), found in groups.items():
+        pieces = _pieces(axes, facts)
         wasted = sum(round(c.sliced_bytes * (size - 1) / size) * c.times for c in found)
         yield Finding(
             "all-reduce instead of reduce-scatter",
             f"{len(found)} all-reduces over {' x '.join(axes)} ({size} chips) whose readers take a slice: "
             f"reduce-scatters would send {_gib(wasted)} less per chip and step; the largest is "
             f"{_described(max(found, key=lambda c: c.sliced_bytes))}",
-            "reduce over a mesh axis of 4 chips, where libtpu mostly scatters; or less often (fewer accum_steps)",
-            {"topology": slice_.topology_name, "group_size": size},
+            _how_to_scatter(pieces, size),
+            {"topology": slice_.topology_name, "group_size": size, "pieces": pieces},
         )
+
+
+def _how_to_scatter(pieces: str, chips: int) -> str:
+    if pieces == "the same on several of these chips":
+        return "accum_steps above 1: microbatches scatter among the pieces, and replicas add them up once per step"
+    if chips > 4:
+        return "reduce over a mesh axis of 4 chips, where libtpu mostly scatters; or less often (fewer accum_steps)"
+    return "a wider model, or fewer chips on the axis; or reduce less often (fewer accum_steps)"
+
+
+def _pieces(axes: Sequence[str], facts: Facts) -> str:
+    """Which pieces of a gradient the chips of a group want that reduce over these axes."""
+    shape = facts.program.partitioner.shape
+    rules = facts.program.partitioner.strategy.stored_optimizer_rules
+    stored = [{a for a in logical.mesh_axes(entry) if shape[a] > 1} for entry in rules.values()]
+    if any(set(axes) == entry for entry in stored):
+        return "one on each of these chips"
+    return "the same on several of these chips" if any(entry & set(axes) for entry in stored) else "whole"
 
 
 def _replicated(facts: Facts) -> Iterator[Finding]:
@@ -260,35 +325,6 @@ LINTS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
 )
 
 
-class _Weights:
-    """Recognises a gathered weight by its shape: that of a parameter, or of one layer of it, in computation."""
-
-    def __init__(self, program: Program):
-        self._by_shape: dict[tuple[int, ...], str] = {}
-        rules, shape = program.partitioner.strategy.activation_rules, program.partitioner.shape
-        axes = jax.tree.leaves(program.axes.params, is_leaf=lambda a: isinstance(a, Axes))
-        rows = [row for row in report.rows(program) if row.path.startswith("params/")]
-        for row, named in zip(rows, axes, strict=True):
-            split = [math.prod(shape[a] for a in logical.mesh_axes(rules.get(n))) if n else 1 for n in named.names]
-            local = tuple(size // ways for size, ways in zip(row.shape, split, strict=True))
-            for dims in (local, tuple(d for d, n in zip(local, named.names, strict=True) if n != "layers")):
-                for form in _forms(dims):
-                    self._by_shape.setdefault(form, row.path)
-
-    def path_of(self, c: Collective) -> str | None:
-        """Of the parameter that a gather makes whole; None where it gathers something else."""
-        if c.kind != "all-gather":
-            return None
-        return next((p for a in c.arrays for f in _forms(a.dims) if (p := self._by_shape.get(f))), None)
-
-
-def _forms(dims: Sequence[int]) -> list[tuple[int, ...]]:
-    """Without dimensions of 1, in any order; and with two neighbours merged, as heads and head_dim often are."""
-    bare = [d for d in dims if d > 1]
-    merged = [[*bare[:i], bare[i] * bare[i + 1], *bare[i + 2 :]] for i in range(len(bare) - 1)] if len(bare) > 2 else []
-    return [tuple(sorted(form)) for form in (bare, *merged) if len(form) > 1]
-
-
 def _described(c: Collective) -> str:
     """`all-reduce bf16[4096,11008] over fsdp, 32 times, at jvp()/while/body/.../dot_general`."""
     arrays = ", ".join(map(str, c.arrays[:2])) + (f" and {len(c.arrays) - 2} more" if len(c.arrays) > 2 else "")
@@ -303,37 +339,3 @@ def _wire(found: Sequence[Collective]) -> int:
 
 def _gib(count: float) -> str:
     return f"{count / GIB:.2f} GiB" if count >= GIB / 10 else f"{count / MIB:.1f} MiB"
-
-
-# Environment in which libtpu says on stderr what it warns of; it reads it once, when it is loaded.
-AUDIBLE_WARNINGS = {"TPU_STDERR_LOG_LEVEL": "1"}
-
-
-class Messages:
-    """Text that is there once `compiler_messages` has ended."""
-
-    text = ""
-
-
-@contextlib.contextmanager
-def compiler_messages(*, pass_on: bool = True) -> Iterator[Messages]:
-    """Keeps what C++ writes to file descriptor 2 meanwhile; at the end passes on all but the compiler's warnings.
-
-    Args:
-      pass_on: False keeps all of it to itself.
-    """
-    messages = Messages()
-    sys.stderr.flush()
-    before = os.dup(2)
-    with tempfile.TemporaryFile() as kept:
-        os.dup2(kept.fileno(), 2)
-        try:
-            yield messages
-        finally:
-            sys.stderr.flush()
-            os.dup2(before, 2)
-            os.close(before)
-            kept.seek(0)
-            messages.text = kept.read().decode(errors="replace")
-            if pass_on:
-                os.write(2, re.sub(r"(?m)^[WI]\d{4} .*\n?", "", messages.text).encode())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -78,3 +78,29 @@ def totals(program: Program) -> Totals:
         by_part[row.path.split("/")[0]] += row.bytes_per_chip
     whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.abstract_state))
     return Totals(**by_part, everything=sum(by_part.values()), whole=whole)
+
+
+class Weights:
+    """Recognises a weight by its shape in computation: that of a parameter, or of one layer of it."""
+
+    def __init__(self, program: Program):
+        self._by_shape: dict[tuple[int, ...], str] = {}
+        table, shape = program.partitioner.strategy.activation_rules, program.partitioner.shape
+        for row in _part("params", program.abstract_state.params, program.axes.params):
+            names = row.axes.names
+            split = [math.prod(shape[a] for a in logical.mesh_axes(table.get(n))) if n else 1 for n in names]
+            local = tuple(size // ways for size, ways in zip(row.shape, split, strict=True))
+            for dims in (local, tuple(d for d, n in zip(local, names, strict=True) if n != "layers")):
+                for form in _forms(dims):
+                    self._by_shape.setdefault(form, row.path)
+
+    def path_of(self, dims: Sequence[int]) -> str | None:
+        """Of the parameter that an array of this shape on one chip may be."""
+        return next((path for form in _forms(dims) if (path := self._by_shape.get(form))), None)
+
+
+def _forms(dims: Sequence[int]) -> list[tuple[int, ...]]:
+    """Without dimensions of 1, in any order; and with two neighbours merged, as heads and head_dim often are."""
+    bare = [d for d in dims if d > 1]
+    merged = [[*bare[:i], bare[i] * bare[i + 1], *bare[i + 2 :]] for i in range(len(bare) - 1)] if len(bare) > 2 else []
+    return [tuple(sorted(form)) for form in (bare, *merged) if len(form) > 1]

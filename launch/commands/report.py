@@ -39,9 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the tables."""
     os.environ["JAX_PLATFORMS"] = "cpu"
-    from parallel import lints
+    from parallel.hlo import messages
 
-    os.environ.update(lints.AUDIBLE_WARNINGS)
+    os.environ.update(messages.AUDIBLE_WARNINGS)
     written = _every_strategy(args) if args.strategies is not None else _one_program(args)
     if args.json:
         pathlib.Path(args.json).write_text(json.dumps(written, indent=1, sort_keys=True) + "\n")

@@ -17,9 +17,10 @@ from rich.table import Table
 from core import slices
 from core.slices import GIB
 from launch import configuration
-from parallel import analysis, compiled, lints, report, traffic
+from parallel import analysis, compiled, report, traffic
 from parallel.analysis import Analysis
 from parallel.compiled import OutOfHbmError
+from parallel.hlo.messages import compiler_messages
 from parallel.partitioner import Program
 
 FOLDER = "gin/strategies"
@@ -83,7 +84,7 @@ def _row(experiment: str, choice: str, bindings: Sequence[str], slice_name: str)
     except ValueError as error:
         return Row(choice, None, None, " ".join(str(error).split()))
     try:
-        with lints.compiler_messages(pass_on=False):  # two hundred lines on what does not fit
+        with compiler_messages(pass_on=False):  # two hundred lines on what does not fit
             return Row(choice, program, analysis.analyze(program), "")
     except OutOfHbmError as error:
         return Row(choice, program, None, f"does not fit: needs {error.needed} of {error.present}")

@@ -65,12 +65,19 @@ def _chain(computation: Computation, done: Instruction) -> Iterator[str]:
 
 def sliced_bytes(module: Module, executed: Executed) -> int:
     """Bytes of the result of a collective of which every reader takes no more than a slice."""
-    at, computation = executed.instruction, executed.computation
+    computation = executed.computation
+    at = _result(computation, executed.instruction)
     if not at.type.startswith("("):
         return at.arrays[0].bytes if _is_only_sliced(module, computation, at.name) else 0
     elements = [u for u in users(computation, at.name) if u.opcode == "get-tuple-element"]
     sliced = {int(u.attribute("index")) for u in elements if _is_only_sliced(module, computation, u.name)}
     return sum(a.bytes for i, a in enumerate(at.arrays) if i in sliced)
+
+
+def _result(computation: Computation, at: Instruction) -> Instruction:
+    """What holds the result: of a pair, its end."""
+    ends = [u for u in users(computation, at.name) if u.opcode == at.opcode.removesuffix("-start") + "-done"]
+    return ends[0] if ends else at
 
 
 def _is_only_sliced(module: Module, computation: Computation, name: str) -> bool:

@@ -15,11 +15,11 @@ import pytest
 from core import optimizers, slices
 from models import transformer
 from parallel import analysis, compiled, lints, partitioner, strategies, traffic
-from parallel.hlo import executions, program
+from parallel.hlo import executions, messages, program
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODEL = transformer.Transformer(
-    vocab_size=8192, num_layers=2, embed_dim=128, mlp_dim=384, num_heads=8, num_kv_heads=4, head_dim=16,
+    vocab_size=8192, num_layers=2, embed_dim=1024, mlp_dim=3072, num_heads=8, num_kv_heads=4, head_dim=128,
     remat="full", attention="plain",
 )  # fmt: skip
 MIB = 2**20
@@ -62,26 +62,28 @@ def test_the_report_as_json_is_stable(good):
 
 
 @pytest.mark.compiled("v4-8")
-def test_gathers_in_the_accumulation_loop(good):
-    bound = bind(strategies.fsdp(), accum_steps=2)
+@pytest.mark.parametrize("tables", [strategies.fsdp(), strategies.hsdp(data=2)], ids=lambda t: t.name)
+def test_gathers_in_the_accumulation_loop(tables):
+    bound = bind(tables, accum_steps=2)
     found = analysis.analyze(bound)
     (gathers,) = [f for f in found.findings if f.lint == "weights gathered in the accumulation loop"]
     assert "2 microbatches" in gathers.what
+    assert found.findings == [gathers]
     assert gathers.reason is None
     full = lints.Facts(bound, bound.partitioner.slice.chip.usable_hbm_bytes - 1024, found.collectives)
     assert gathers.lint not in [f.lint for f in lints.check(full)]  # there is no room for whole weights
     assert [loop.trips for loop in found.costs.loops] == [2, 2, 2]
 
 
-def gather(dtype, *, rows=8192):
+def gather(dtype, *, rows=8192, axis="fsdp"):
     """A gather of the embedding table, MODEL's largest array."""
     text = f"""
-ENTRY %main (x: {dtype}[{rows},32]) -> {dtype}[{rows},128] {{
-  %x = {dtype}[{rows},32]{{1,0}} parameter(0)
-  ROOT %g = {dtype}[{rows},128]{{1,0}} all-gather(%x), channel_id=1, replica_groups=[1,4]<=[4], dimensions={{1}}
+ENTRY %main (x: {dtype}[{rows},256]) -> {dtype}[{rows},1024] {{
+  %x = {dtype}[{rows},256]{{1,0}} parameter(0)
+  ROOT %g = {dtype}[{rows},1024]{{1,0}} all-gather(%x), channel_id=1, replica_groups=[1,4]<=[4], dimensions={{1}}
 }}
 """
-    return collectives(text, traffic.Grid({"fsdp": 4}, (0,) * 4))
+    return collectives(text, traffic.Grid({axis: 4}, (0,) * 4))
 
 
 def collectives(text, grid):
@@ -101,6 +103,36 @@ def test_float32_gathers_of_weights(good):
     assert lints.check(lints.Facts(good[0], 0, gather("f32", rows=8200))) == []  # activations, not weights
 
 
+@pytest.mark.compiled("v4-8")
+def test_updated_parameters_are_gathered_as_they_are():
+    """Parameters whole, optimizer state in pieces."""
+    bound, lint = bind(strategies.zero1()), "float32 gather of weights"
+    (update,) = gather("f32", axis="data")
+    assert (lint, True) in names(lints.check(lints.Facts(bound, 0, [update])))
+    in_loop = update._replace(loops=(executions.Loop("while", "jit(run)/jvp()/while", 2),))
+    assert (lint, False) in names(lints.check(lints.Facts(bound, 0, [in_loop])))
+
+
+NARROW = dataclasses.replace(MODEL, embed_dim=256, mlp_dim=768, head_dim=32)
+
+
+@pytest.mark.slow
+@pytest.mark.compiled("v4-8")
+@pytest.mark.parametrize(
+    ("tables", "options", "expected"),
+    [
+        (strategies.zero1(), {}, {"float32 gather of weights", "large replicated array"}),
+        (strategies.hsdp(data=2), {}, {"all-reduce instead of reduce-scatter"}),
+        (strategies.fsdp(), {"accum_steps": 2, "gather_once": True}, {"all-reduce instead of reduce-scatter"}),
+        (strategies.fsdp(), {"model": NARROW}, {"all-reduce instead of reduce-scatter"}),
+    ],
+)
+def test_what_a_layout_cannot_help_is_known(tables, options, expected):
+    found = analysis.analyze(bind(tables, **options)).findings
+    assert {f.lint for f in found} == expected
+    assert all(f.reason for f in found)
+
+
 @pytest.mark.compiled("v4-32")
 def test_sixteen_way_reductions_are_known():
     bound = bind(strategies.fsdp(), "v4-32")
@@ -112,20 +144,49 @@ def test_sixteen_way_reductions_are_known():
 
 
 @pytest.mark.parametrize(
-    ("kind", "in_loop", "times", "expected"),
+    ("tables", "slice_name", "axes", "size", "reason", "fix"),
     [
-        ("all-gather", False, 1, [("large collective on DCN", False)]),
-        ("all-reduce", False, 1, [("large collective on DCN", True)]),
-        ("all-reduce", True, 1, [("large collective on DCN", False)]),
-        ("all-reduce", True, 0, []),
+        (strategies.fsdp(), "v4-32", ("fsdp",), 16, "16-way", "axis of 4"),
+        (strategies.context(sequence=4), "v4-32", ("fsdp", "sequence"), 16, "16-way", "axis of 4"),
+        (strategies.hsdp(data=4), "v4-32", ("data", "fsdp"), 16, "replicas", "accum_steps above 1"),
+        (strategies.mesh3d(data=2, tensor=2), "v4-32", ("data", "fsdp"), 8, "replicas", "accum_steps above 1"),
+        (strategies.fsdp(), "v4-8", ("fsdp",), 4, "256", "wider"),
+        (strategies.fsdp(), "v4-16", ("fsdp",), 8, None, "axis of 4"),
+        (strategies.data_parallel(), "v4-32", ("data",), 16, None, "axis of 4"),
     ],
 )
-def test_large_collectives_on_dcn(good, kind, in_loop, times, expected):
+def test_why_a_reduction_is_not_scattered(tables, slice_name, axes, size, reason, fix):
     (one,) = gather("bf16")
-    loops = (executions.Loop("while", "jit(run)/jvp()/while", 4),) if in_loop else ()
-    crossing = one._replace(kind=kind, network="DCN", wire_bytes=64 * MIB, times=times, loops=loops)
-    assert names(lints.check(lints.Facts(good[0], 0, [crossing]))) == expected
-    assert lints.check(lints.Facts(good[0], 0, [crossing._replace(network="ICI")])) == []
+    planted = one._replace(kind="all-reduce", axes=axes, group_size=size, sliced_bytes=64 * MIB)
+    found = lints.check(lints.Facts(bind(tables, slice_name, model=NARROW), 0, [planted]))
+    (finding,) = [f for f in found if f.lint == "all-reduce instead of reduce-scatter"]
+    assert (finding.reason is None) == (reason is None)
+    assert (reason or "") in (finding.reason or "")
+    assert fix in finding.fix
+
+
+LARGE_ON_DCN, FORWARD, BACKWARD = "large collective on DCN", "jit(run)/jvp()/while", "jit(run)/transpose(jvp())/while"
+
+
+@pytest.mark.parametrize(
+    ("changes", "loops", "expected"),
+    [
+        ({"kind": "all-gather"}, [], [(LARGE_ON_DCN, False)]),
+        ({}, [], [(LARGE_ON_DCN, True)]),
+        ({}, [BACKWARD], [(LARGE_ON_DCN, True)]),
+        ({}, [FORWARD], [(LARGE_ON_DCN, False)]),
+        ({}, ["jit(run)/shard_map/while", BACKWARD], [(LARGE_ON_DCN, False)]),  # in every microbatch
+        ({"axes": ("data", "fsdp")}, [], [(LARGE_ON_DCN, False)]),  # its larger part belongs on ICI
+        ({"times": 0}, [FORWARD], []),
+        ({"network": "ICI"}, [FORWARD], []),
+    ],
+)
+def test_large_collectives_on_dcn(changes, loops, expected):
+    bound = bind(strategies.hsdp(data=2), accum_steps=2 if len(loops) > 1 else 1)
+    around = tuple(executions.Loop("while", op_name, 2) for op_name in loops)
+    (one,) = gather("bf16", axis="data")
+    crossing = one._replace(kind="all-reduce", network="DCN", wire_bytes=64 * MIB, times=1, loops=around)
+    assert names(lints.check(lints.Facts(bound, 0, [crossing._replace(**changes)]))) == expected
 
 
 def test_replicated_arrays(good):
@@ -211,6 +272,7 @@ import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 from core import slices
 from parallel import lints, mesh
+from parallel.hlo import messages
 
 slice_ = slices.get("v4-32")
 grid = mesh.make_mesh({"fsdp": 4, "tensor": 4}, slice=slice_, devices=mesh.topology_devices(slice_))
@@ -224,16 +286,16 @@ def kept(x):
 
 x = jax.ShapeDtypeStruct((8, 8, 32), jnp.float32, sharding=NamedSharding(grid, P()))
 for fn in (turned, kept):
-    with lints.compiler_messages() as messages:
+    with messages.compiler_messages() as said:
         jax.jit(fn).lower(x).compile()
-    facts = lints.Facts(None, 0, [], messages.text)
+    facts = lints.Facts(None, 0, [], said.text)
     print(fn.__name__, [f.what for f in lints.rematerialized(facts)])
 """
 
 
 @pytest.mark.compiled("v4-32")
 def test_involuntary_rematerialization_is_heard(monkeypatch):
-    for name, value in {**lints.AUDIBLE_WARNINGS, "PYTHONPATH": str(ROOT)}.items():
+    for name, value in {**messages.AUDIBLE_WARNINGS, "PYTHONPATH": str(ROOT)}.items():
         monkeypatch.setenv(name, value)
     ran = subprocess.run([sys.executable, "-c", textwrap.dedent(PLANTED)], capture_output=True, text=True, timeout=120)
     turned, kept = ran.stdout.splitlines()
@@ -244,7 +306,7 @@ def test_involuntary_rematerialization_is_heard(monkeypatch):
 
 
 def test_messages_that_are_no_warnings_are_passed_on(capfd):
-    with lints.compiler_messages() as messages:
+    with messages.compiler_messages() as said:
         subprocess.run(["/bin/sh", "-c", "echo 'W1120 11:33 x.cc:1] hm' >&2; echo 'E1120 bad' >&2"], check=True)
-    assert messages.text == "W1120 11:33 x.cc:1] hm\nE1120 bad\n"
+    assert said.text == "W1120 11:33 x.cc:1] hm\nE1120 bad\n"
     assert capfd.readouterr().err == "E1120 bad\n"

@@ -179,8 +179,17 @@ ENTRY %main (g: f32[64,8], h: f32[64,8], i: s32[]) -> (f32[4,8], f32[64,8]) {
 """
 
 
-def test_a_reduction_of_which_only_a_slice_is_read_is_noticed():
-    (found,) = collectives(SLICED)
+def asynchronous(text):
+    """The reduction as a start and an end."""
+    at = next(line for line in text.splitlines() if " all-reduce(" in line)
+    type_ = at.split(" = ")[1].split(" all-reduce")[0]
+    start = at.replace("%sum", "%started").replace("all-reduce(", "all-reduce-start(")
+    return text.replace(at, f"{start}\n  %sum = {type_} all-reduce-done(%started)")
+
+
+@pytest.mark.parametrize("text", [SLICED, asynchronous(SLICED)], ids=["one instruction", "start and end"])
+def test_a_reduction_of_which_only_a_slice_is_read_is_noticed(text):
+    (found,) = collectives(text)
     assert (found.kind, found.payload_bytes, found.sliced_bytes) == ("all-reduce", 2 * 64 * 8 * 4, 64 * 8 * 4)
 
 
