@@ -81,7 +81,7 @@ KNOWN: tuple[KnownException, ...] = (
     KnownException(
         "all-reduce instead of reduce-scatter",
         {"group_size": 4, "pieces": "one on each of these chips"},
-        "over 4 chips libtpu (0.0.42.1) scatters what is split along one of its last two dimensions, along the last into "
+        "over 4 chips libtpu 0.0.42.1 scatters what is split along one of its last two dimensions, along the last into "
         "256 or more; of other arrays it makes all-reduce and slice, even where a reduce-scatter is asked for",
     ),
     KnownException(
@@ -230,7 +230,10 @@ def _whole_reductions(facts: Facts) -> Iterator[Finding]:
 
 def _how_to_scatter(pieces: str, chips: int) -> str:
     if pieces == "the same on several of these chips":
-        return "accum_steps above 1: microbatches scatter among the pieces, and replicas add them up once per step"
+        return (
+            "fewer replicas (fsdp or fsdp_tensor over all chips); with accum_steps above 1 every microbatch is "
+            "scattered among the pieces, and replicas add them up once per step"
+        )
     if chips > 4:
         return "reduce over a mesh axis of 4 chips, where libtpu mostly scatters; or less often (fewer accum_steps)"
     return "a wider model, or fewer chips on the axis; or reduce less often (fewer accum_steps)"

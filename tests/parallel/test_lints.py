@@ -124,13 +124,13 @@ NARROW = dataclasses.replace(MODEL, embed_dim=256, mlp_dim=768, head_dim=32)
         (strategies.zero1(), {}, {"float32 gather of weights", "large replicated array"}),
         (strategies.hsdp(data=2), {}, {"all-reduce instead of reduce-scatter"}),
         (strategies.fsdp(), {"accum_steps": 2, "gather_once": True}, {"all-reduce instead of reduce-scatter"}),
-        (strategies.fsdp(), {"model": NARROW}, {"all-reduce instead of reduce-scatter"}),
+        (strategies.fsdp(), {"accum_steps": 2, "model": NARROW}, {"all-reduce instead of reduce-scatter"}),
     ],
 )
 def test_what_a_layout_cannot_help_is_known(tables, options, expected):
     found = analysis.analyze(bind(tables, **options)).findings
-    assert {f.lint for f in found} == expected
-    assert all(f.reason for f in found)
+    assert {f.lint for f in found if f.reason} == expected
+    assert {f.lint for f in found if not f.reason} <= {"weights gathered in the accumulation loop"}
 
 
 @pytest.mark.compiled("v4-32")

@@ -9,7 +9,7 @@ import pytest
 
 from core import optimizers, slices
 from models import transformer
-from parallel import analysis, compiled, partitioner, traffic
+from parallel import analysis, compiled, partitioner, strategies, traffic
 from parallel.agreement import EXAMPLES
 from parallel.hlo import executions, program, replica_groups
 
@@ -200,14 +200,14 @@ MODEL = transformer.Transformer(
 ROWS, LENGTH = 16, 64
 
 
-def analyze(tables, slice_name):
+def analyze(tables, slice_name, **options):
     slice_ = slices.get(slice_name)
     integers = ("inputs", "targets", "segment_ids", "positions")
     spec = {k: jax.ShapeDtypeStruct((ROWS, LENGTH), "int32") for k in integers}
     spec = {**spec, "weights": jax.ShapeDtypeStruct((ROWS, LENGTH), "float32")}
     bound = partitioner.Partitioner(tables, slice=slice_, devices=compiled.devices_of(slice_))
     optimizer = optimizers.adamw(learning_rate=optimizers.constant(1e-4))
-    return analysis.analyze(bound.program(MODEL, optimizer, spec, seed=0))
+    return analysis.analyze(bound.program(MODEL, optimizer, spec, seed=0, **options))
 
 
 def both(axes, kind):
@@ -255,13 +255,60 @@ def compiled_for_a_slice():
     return functools.cache(lambda name: analyze(EXAMPLES[name].strategy, EXAMPLES[name].slice))
 
 
+LARGE_BYTES = 4096
+
+
+def signature(found):
+    return {(" ".join(c.axes), c.kind, "loop" if c.loops else "once") for c in found if c.payload_bytes >= LARGE_BYTES}
+
+
 @pytest.mark.compiled("v4-8", "v4-32", "2xv4-16")
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_signature(name, compiled_for_a_slice):
-    large = [c for c in compiled_for_a_slice(name).collectives if c.payload_bytes >= 4096]
-    found = {(" ".join(c.axes), c.kind, "loop" if c.loops else "once") for c in large}
-    assert found == SIGNATURES[name]
+    found = compiled_for_a_slice(name).collectives
+    assert signature(found) == SIGNATURES[name]
+    large = [c for c in found if c.payload_bytes >= LARGE_BYTES]
     assert {" ".join(c.axes) for c in large if c.network == "DCN"} == BETWEEN_SLICES.get(name, set())
+
+
+# In microbatches: inside their loop, or inside that over layers within it; outside.
+ACCUMULATED = {
+    "hsdp": (
+        strategies.hsdp(data=2),
+        {},
+        WEIGHTS_OVER_FSDP
+        | {("fsdp", kind, "loop") for kind in ("all-reduce", "reduce-scatter")}
+        | {("data", "all-reduce", "once")},
+    ),
+    "gathered once": (
+        strategies.fsdp(),
+        {"gather_once": True},
+        {("fsdp", kind, "once") for kind in ("all-gather", "all-reduce", "reduce-scatter")},
+    ),
+}
+
+
+@pytest.mark.covers("T03")
+@pytest.mark.compiled("v4-8")
+@pytest.mark.parametrize("name", ACCUMULATED)
+def test_signature_of_accumulation(name):
+    """Over axes along which parameters are whole, or are made whole, gradients are reduced once, behind the loop."""
+    tables, options, expected = ACCUMULATED[name]
+    found = analyze(tables, "v4-8", accum_steps=2, **options).collectives
+    assert signature(found) == expected
+    if name == "hsdp":
+        over_data = [a for c in found if c.axes == ("data",) for a in c.arrays if a.dims]
+        assert sum(math.prod(a.dims) for a in over_data) == matrices() // 2 + norms()  # of pieces over fsdp 2
+
+
+def matrices():
+    """Entries of the parameters that strategies split."""
+    return MODEL.num_layers * layer_bytes() // 2 + 2 * MODEL.stored_vocab_size * MODEL.embed_dim
+
+
+def norms():
+    """Entries of the parameters that every chip holds."""
+    return (2 * MODEL.num_layers + 1) * MODEL.embed_dim
 
 
 def layer_bytes():
@@ -281,7 +328,4 @@ def test_fsdp_gathers_each_layer_forward_and_again_backward(compiled_for_a_slice
 @pytest.mark.compiled("v4-32")
 def test_data_parallel_adds_up_every_gradient_once(compiled_for_a_slice):
     found = compiled_for_a_slice("data_parallel").collectives
-    stored = MODEL.stored_vocab_size * MODEL.embed_dim
-    norms = (2 * MODEL.num_layers + 1) * MODEL.embed_dim
-    reduced = sum(math.prod(a.dims) * c.times for c in found for a in c.arrays if a.dims)
-    assert reduced == MODEL.num_layers * layer_bytes() // 2 + 2 * stored + norms
+    assert sum(math.prod(a.dims) * c.times for c in found for a in c.arrays if a.dims) == matrices() + norms()
