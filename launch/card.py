@@ -61,7 +61,7 @@ def rows(experiment: Experiment, program: Program, *, host: Host) -> dict[str, s
     }
     if experiment.strategy.pipeline:
         card["pipeline"] = experiment.strategy.pipeline.describe(program.partitioner.shape["stage"])
-    if experiment.gather_once:
+    if experiment.gather_once and experiment.accum_steps > 1:  # one microbatch is one gather anyway
         card["gathered"] = (
             f"{_bytes(program.gathered_bytes)} more per chip: parameters and gradients whole, once per step"
         )

@@ -1,8 +1,15 @@
 """What a run shows of its validation."""
 
+import math
 import types
 
-from launch import card
+import jax
+import pytest
+
+from core import slices
+from launch import card, configuration, smoke
+from launch.pods.joining import Host
+from parallel import mesh
 
 MEANS = {"validation/loss": 0.25, "validation/exact_accuracy": 0.75, "validation/exact_accuracy_step_01": 0.5}
 
@@ -21,3 +28,23 @@ def test_puzzles_have_every_mean_and_what_it_is_of():
         "exact_accuracy 0.7500  loss 0.2500",
         "exact_accuracy by step: 0.500",
     ]
+
+
+@pytest.mark.parametrize(
+    ("accum_steps", "gather_once", "is_gathered"), [(2, True, True), (2, False, False), (1, True, False)]
+)
+def test_what_gathering_once_costs_a_chip_is_on_the_card(accum_steps, gather_once, is_gathered):
+    bindings = (
+        "STRATEGY = @strategies.fsdp()",
+        f"ACCUM_STEPS = {accum_steps}",
+        f"experiment.Experiment.gather_once = {gather_once}",
+    )
+    run = smoke.shrink(configuration.load("gin/quickstart.gin", bindings=bindings, slice_name="v4-8").build())
+    bound = run.bind(mesh.topology_devices(slices.get("v4-8")))
+    shown = card.rows(run, bound, host=Host(0, 1, simulated=True))
+    assert ("gathered" in shown) == is_gathered
+    if is_gathered:
+        leaves = jax.tree.leaves(bound.abstract_state.params)
+        held = sum(math.prod(a.sharding.shard_shape(a.shape)) for a in leaves)
+        more = 2 * 4 * (sum(math.prod(a.shape) for a in leaves) - held)  # parameters and gradients, float32
+        assert shown["gathered"].startswith(f"{more / 2**20:.3g} MiB more per chip")
