@@ -1,7 +1,7 @@
-"""One table of TPU compiler options by kind of slice.
+"""The one table of TPU compiler options, for every program and, so far, every kind of slice.
 
-The compiler rejects a name it does not know, and a test compiles with every row, so the table cannot rot. Each option
-says why it is here; figures are in parallel/README.md.
+The compiler rejects a name it does not know, and a test compiles with the table for each kind of slice, so it cannot
+rot. Each option says why it is here.
 """
 
 from __future__ import annotations
@@ -12,21 +12,26 @@ from core.slices import Slice
 
 Options = Mapping[str, str | int | bool]
 
-_ALL: Options = {
+OPTIONS: Options = {
     # Splitting an einsum into steps around a ring of permutes made 7B on v4-32 1.8 times as slow by the compiler's own
     # estimate; gathering first is better.
     "xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000,
-    # Weight gathers run beside the computation that precedes them.
+    # A gather is a start and an end, with other work between them.
     "xla_enable_async_all_gather": True,
+    # What runs between them is fused with the collective, so that one core computes and sends.
     "xla_tpu_enable_async_collective_fusion": True,
+    # Gathers are among what is fused so.
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+    # One collective may run beside several computations.
     "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
+    # The TensorCore computes while it drives a collective.
     "xla_tpu_overlap_compute_collective_tc": True,
 }
 
-_BY_GENERATION: Mapping[str, Options] = {"v4": {}, "v5p": {}, "v5e": {}, "v6e": {}}
-
 
 def compiler_options(slice: Slice) -> Options:
-    """What to pass as `compiler_options` when compiling for this slice; nothing for CPU devices that play it."""
-    return {**_ALL, **_BY_GENERATION[slice.generation]}
+    """What to pass as `compiler_options` when compiling for this slice: today the same for all.
+
+    CPU devices that play it take none of them.
+    """
+    return OPTIONS
