@@ -43,15 +43,15 @@ QUICK = ("sequence_tensor", "context")  # length is split, and the kernel's mask
 )
 def test_a_step_compiles_with_splash_inside(name):
     example = EXAMPLES[name]
-    bound = program(SMALL, example.strategy, example.slice, rows=16, length=256)
+    model = dataclasses.replace(SMALL, num_layers=4)  # two stages of two turns
+    bound = program(model, example.strategy, example.slice, rows=16, length=512)  # 128 positions on each of 4 chips
     result = compiled.compile_for_slice(bound)
     assert "tpu_custom_call" in result.hlo
     sizes = report.totals(bound)
     assert result.argument_bytes + result.temp_bytes <= result.peak_bytes
-    assert min(sizes.params, sizes.opt_state // 2) <= result.temp_bytes  # its gradients at least
     whole = sum(math.prod(a.shape) * 4 for a in jax.tree.leaves(bound.abstract_state.params))
     if sizes.params < whole and bound.partitioner.row_shards > 1:
-        assert result.temp_bytes < whole  # never the whole model's
+        assert result.temp_bytes < whole  # gradients in pieces; what fits lives in CMEM, so there is no lower bound
     batch = sum(math.prod(a.sharding.shard_shape(a.shape)) * 4 for a in bound.abstract_batch.values())
     assert result.argument_bytes == pytest.approx(sizes.everything + batch, rel=0.02)
 

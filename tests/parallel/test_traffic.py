@@ -280,11 +280,7 @@ ACCUMULATED = {
         | {("fsdp", kind, "loop") for kind in ("all-reduce", "reduce-scatter")}
         | {("data", "all-reduce", "once")},
     ),
-    "gathered once": (
-        strategies.fsdp(),
-        {"gather_once": True},
-        {("fsdp", kind, "once") for kind in ("all-gather", "all-reduce", "reduce-scatter")},
-    ),
+    "gathered once": (strategies.fsdp(), {"gather_once": True}, ONCE_OVER_FSDP),
 }
 
 
