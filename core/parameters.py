@@ -20,8 +20,8 @@ from core.types import Params
 
 
 def path_name(path: Sequence[Any]) -> str:
-    """`layers/block/query` of a key path in a parameter tree; the root module has no name."""
-    return "/".join(str(k.key) for k in path).removeprefix("~/")
+    """`layers/block/query` or `1/mu/layers/block/query` of a key path; Haiku's `~` is left out."""
+    return "/".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path).replace("~/", "")
 
 
 def names(params: Params) -> list[str]:

@@ -56,7 +56,8 @@ def make_mesh(
     if len(devices) < slice.chips or (len(devices) > slice.chips and not played):
         raise ValueError(
             f"{slice.name} has {slice.chips} devices on {slice.hosts} host(s), but JAX sees {len(devices)} "
-            f"{devices[0].device_kind} device(s) on {len({d.process_index for d in devices})} host(s)"
+            f"{devices[0].device_kind} device(s) on {len({d.process_index for d in devices})} host(s). "
+            + (f"Play it with JAX_NUM_CPU_DEVICES={slice.chips} or more" if played else "Name the slice that this is")
         )
     chips = play(devices, slice) if played else devices
     grid = _grid(shape, dcn_shape or {}, chips)

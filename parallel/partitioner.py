@@ -23,10 +23,9 @@ from core.optimizers import Optimizer
 from core.slices import Slice
 from core.train_state import TrainState
 from core.types import Batch, DataLayout, Model
-from parallel import accumulation, compiler_options, mesh, rules, strategy
+from parallel import accumulation, compiler_options, mesh, placement, rules, strategy
 from parallel.pipeline import checks, runner
-
-BatchSpec = Mapping[str, jax.ShapeDtypeStruct]
+from parallel.placement import BatchSpec
 
 
 class Partitioner:
@@ -76,38 +75,8 @@ class Partitioner:
 
     def data_layout(self, batch_size: int) -> DataLayout:
         """The rows of a global batch that this host supplies."""
-        row_spec = {"rows": jax.ShapeDtypeStruct((batch_size,), jnp.int32)}
-        index_map = self.batch_shardings(row_spec)["rows"].devices_indices_map((batch_size,))
-        by_host: dict[int, set[int]] = {}
-        for device, (rows,) in index_map.items():
-            by_host.setdefault(device.process_index, set()).update(range(*rows.indices(batch_size)))
-        me = jax.process_index()
-        mine = by_host.get(me, set())
-        earlier = set().union(*(rows for host, rows in by_host.items() if host < me))
-        return DataLayout(batch_size, tuple(sorted(mine)), tuple(sorted(mine - earlier)))
-
-    def put(self, batch: Mapping[str, np.ndarray], spec: BatchSpec) -> Batch:
-        """This host's rows of a global batch, placed on its devices.
-
-        Args:
-          batch: arrays [rows of this host, ...], in the order of `data_layout(...).rows`.
-          spec: shapes of the global batch.
-
-        Returns:
-          Global arrays.
-        """
-        layouts = self.batch_shardings(spec)
-        rows = np.asarray(self.data_layout(next(iter(spec.values())).shape[0]).rows)
-
-        def shard(local: np.ndarray, batch_size: int, index: tuple[slice, ...]) -> np.ndarray:
-            start, stop, _ = index[0].indices(batch_size)
-            at = np.searchsorted(rows, start)
-            return local[(slice(at, at + stop - start), *index[1:])]
-
-        return {
-            k: jax.make_array_from_callback(s.shape, layouts[k], functools.partial(shard, batch[k], s.shape[0]))
-            for k, s in spec.items()
-        }
+        rows = {"rows": jax.ShapeDtypeStruct((batch_size,), jnp.int32)}
+        return placement.data_layout(self.batch_shardings(rows)["rows"], batch_size)
 
     def program(
         self,
@@ -144,15 +113,12 @@ class Program:
     gather_once: bool = False
 
     def __post_init__(self):
-        problems = []
-        for look in (self._check_rows, self._check_state):  # what is independent is said together
-            try:
-                look()
-            except ValueError as error:
-                problems.append(str(error))
+        if self.accum_steps < 1 or not self.spec:
+            raise ValueError(f"accum_steps = {self.accum_steps}, features {list(self.spec)}: expected 1 or more")
+        looks = (self._check_rows, self._check_positions, self._check_state)  # what is independent is said together
+        problems = [str(error) for look in looks if (error := _refusal(look))]
         if problems:
             raise ValueError("\n".join(problems))
-        _ = self.batch_shardings
         self._check_activations()
 
     @functools.cached_property
@@ -223,7 +189,7 @@ class Program:
         _ = self.abstract_state
 
     def _check_rows(self) -> None:
-        rows, groups = next(iter(self.spec.values())).shape[0], self.partitioner.row_shards
+        rows, groups = self._num_rows, self.partitioner.row_shards
         tables = self.partitioner.strategy
         unit = groups * self.accum_steps * tables.microbatches
         if rows % unit:
@@ -235,6 +201,11 @@ class Program:
                 f"Nearest that do: {', '.join(map(str, logical.nearest_multiples(rows, unit)))}"
                 + checks.other_microbatches(tables.pipeline, rows, groups * self.accum_steps)
             )
+
+    def _check_positions(self) -> None:
+        rows = self.partitioner.row_shards
+        others = {k: jax.ShapeDtypeStruct((rows, *s.shape[1:]), s.dtype) for k, s in self.spec.items()}
+        self.partitioner.batch_shardings(others)
 
     def _check_activations(self) -> None:
         """Traces the loss, so that a table that the computation does not fit is refused before the first step.
@@ -326,10 +297,30 @@ class Program:
             return self.jitted_eval_step(state, batch)
 
     def put(self, batch: Mapping[str, np.ndarray]) -> Batch:
-        """This host's rows, placed on its devices."""
-        return self.partitioner.put(batch, self.spec)
+        """This host's rows of a batch, in the order of `data_layout(...).rows`, placed on its devices.
+
+        Raises:
+          ValueError: features, rows, shapes or dtypes that are not what this host owes.
+        """
+        return placement.put(batch, self.spec, self.batch_shardings, rows=self._owed_rows)
+
+    @functools.cached_property
+    def _owed_rows(self) -> tuple[int, ...]:
+        return self.partitioner.data_layout(self._num_rows).rows
+
+    @property
+    def _num_rows(self) -> int:
+        return next(iter(self.spec.values())).shape[0]
 
     def lower_train_step(self) -> Any:
         """The training step lowered from shapes alone: nothing is allocated, so the devices need not exist."""
         with self.partitioner.tracing():
             return self.jitted_train_step.lower(self.abstract_state, self.abstract_batch)
+
+
+def _refusal(look: Callable[[], object]) -> ValueError | None:
+    try:
+        look()
+    except ValueError as error:
+        return error
+    return None

@@ -189,7 +189,7 @@ def _dependencies(jaxpr: Any) -> set[Var]:
 
 def _named(program: Program, tree: Any) -> Iterator[tuple[str, np.ndarray]]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(agreement.everywhere(program, tree)):
-        yield jax.tree_util.keystr(path, simple=True, separator="/").replace("~/", ""), _storable(leaf)
+        yield parameters.path_name(path), _storable(leaf)
 
 
 def _by_layer(named: Iterator[tuple[str, np.ndarray]], axes: Any) -> Iterator[tuple[str, np.ndarray]]:

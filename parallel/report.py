@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from core import logical
+from core import logical, parameters
 from core.logical import Axes
-from parallel import rules
 from parallel.partitioner import Program
 
 
@@ -57,7 +56,7 @@ def _part(name: str, tree: Any, axes: Any) -> Iterator[Row]:
     for (path, leaf), leaf_axes in zip(jax.tree_util.tree_leaves_with_path(tree), named, strict=True):
         shard = leaf.sharding.shard_shape(leaf.shape)
         yield Row(
-            path=f"{name}/{rules.path_of(path)}",
+            path=f"{name}/{parameters.path_name(path)}",
             shape=leaf.shape,
             axes=leaf_axes,
             spec=_spec_text(leaf.sharding.spec),

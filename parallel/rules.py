@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from core import logical
+from core import logical, parameters
 from core.logical import Axes, Rules
 
 
@@ -30,47 +30,60 @@ def specs(shapes: Any, axes: Any, rules: Rules, *, mesh_shape: Mapping[str, int]
     Raises:
       ValueError: every array that the table does not fit.
     """
-    problems: list[str] = []
+    problems: dict[str, list[str]] = {}  # what is wrong -> arrays
 
     def one(path, shape, named: Axes) -> PartitionSpec:
+        array = f"{parameters.path_name(path)}: shape {tuple(shape.shape)}, axes {named}"
         try:
             spec = logical.partition_spec(named, rules)
         except ValueError as error:
-            problems.append(f"{path_of(path)}: shape {tuple(shape.shape)}, {error}")
+            problems.setdefault(str(error), []).append(f"{parameters.path_name(path)}: shape {tuple(shape.shape)}")
             return PartitionSpec()
-        problems.extend(f"{path_of(path)}: {p}" for p in _division_problems(shape.shape, named, spec, mesh_shape))
+        for problem in _division_problems(shape.shape, named, spec, mesh_shape):
+            problems.setdefault(problem, []).append(array)
         return spec
 
     tree = jax.tree_util.tree_map_with_path(one, shapes, axes, is_leaf=lambda a: isinstance(a, Axes))
     if problems:
-        raise ValueError(f"{where} does not fit:\n  " + "\n  ".join(problems))
+        raise ValueError(f"{where} does not fit:\n  " + "\n  ".join(map(_said, problems, problems.values())))
     return tree
+
+
+def _said(problem: str, arrays: Sequence[str]) -> str:
+    """A problem that several arrays have is said once."""
+    others = [array.partition(":")[0] for array in arrays[1:]]
+    return f"{arrays[0]}: {problem}" + (f" (so too {', '.join(others)})" if others else "")
 
 
 def _division_problems(
     shape: Sequence[int], axes: Axes, spec: PartitionSpec, mesh_shape: Mapping[str, int]
 ) -> list[str]:
     if len(shape) != len(axes.names):
-        return [f"shape {tuple(shape)} has {len(shape)} dimensions, its axes {axes} name {len(axes.names)}"]
+        return [f"{len(shape)} dimensions, but its axes name {len(axes.names)}"]
     problems = []
     for size, name, entry in zip(shape, axes.names, spec, strict=True):
         shards = logical.shards(entry, mesh_shape)
         if size % shards:
-            problems.append(
-                f"shape {tuple(shape)}, axes {axes}: {name} = {size} does not divide over {entry} = {shards}. "
-                + _fix(name, size, shards)
-            )
+            fix = _fix(name, size, entry, mesh_shape)
+            problems.append(f"{name} = {size} does not divide over {_product(entry)} = {shards}. {fix}")
     return problems
 
 
-def _fix(name: str, size: int, shards: int) -> str:
+def _product(entry: str | tuple[str, ...]) -> str:
+    return " x ".join(logical.mesh_axes(entry))
+
+
+def _fix(name: str, size: int, entry: str | tuple[str, ...], mesh_shape: Mapping[str, int]) -> str:
     """A batch is easily made larger or smaller; a dimension of a model is not, so there the layout gives way."""
+    shards = logical.shards(entry, mesh_shape)
     if name in ("batch", "length"):
         return f"Nearest that do: {', '.join(map(str, logical.nearest_multiples(size, shards)))}"
-    degrees = [str(d) for d in range(1, 2 * shards + 1) if size % d == 0]
+    chips = math.prod(mesh_shape.values())
+    degrees = [str(d) for d in range(1, chips + 1) if size % d == 0 and chips % d == 0]
+    of = f"of {_product(entry)} " if len(logical.mesh_axes(entry)) > 1 else ""
     padded = f"or store it rounded up to {math.ceil(size / shards) * shards} (vocab_multiple); " * (name == "vocab")
     return (
-        f"Degrees that do: {', '.join(degrees)}; {padded}or keep it whole: "
+        f"Degrees {of}that do: {', '.join(degrees)}; {padded}or keep it whole: "
         f"strategies.override(param_rules={{{name!r}: None}}, activation_rules={{{name!r}: None}})"
     )
 
@@ -78,11 +91,6 @@ def _fix(name: str, size: int, shards: int) -> str:
 def shardings(spec_tree: Any, mesh: jax.sharding.Mesh) -> Any:
     """Each spec bound to the mesh."""
     return jax.tree.map(lambda s: NamedSharding(mesh, s), spec_tree, is_leaf=lambda s: isinstance(s, PartitionSpec))
-
-
-def path_of(path: Sequence[Any]) -> str:
-    """`layers/block/query` or `opt_state/1/mu/layers/block/query` of a key path."""
-    return "/".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path).replace("~/", "")
 
 
 def batch_axes(shape: Sequence[int]) -> Axes:

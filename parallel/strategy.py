@@ -59,10 +59,10 @@ class Strategy:
         problems = _mesh_problems("mesh_shape", self.mesh_shape) + _mesh_problems("dcn_shape", self.dcn_shape)
         for table in ("param_rules", "activation_rules", "optimizer_rules"):
             rules = getattr(self, table)
-            if rules is not None:
+            if rules is not None or table != "optimizer_rules":
                 problems += _table_problems(table, rules)
-        problems += _idle_axes(self)
-        if self.pipeline and "stage" not in logical.mesh_axes(self.param_rules.get("layers")):
+        problems = problems or _idle_axes(self)
+        if not problems and self.pipeline and "stage" not in logical.mesh_axes(self.param_rules.get("layers")):
             problems.append("param_rules: a pipeline needs its layers over its stages: {'layers': 'stage'}")
         if problems:
             raise ValueError(f"strategy {self.name!r}:\n  " + "\n  ".join(problems))
@@ -84,14 +84,18 @@ def _mesh_problems(table: str, mesh_shape: Mapping[str, int]) -> list[str]:
         if axis not in MESH_AXES:
             hint = "call it 'tensor'" if axis in ("model", "mp") else f"expected one of {', '.join(MESH_AXES)}"
             problems.append(f"{table}: unknown mesh axis {axis!r}; {hint}")
-        if degree < 1 and degree != -1:
-            problems.append(f"{table}: {axis} = {degree}; expected a positive number, or -1 for what is left")
+        free = table == "mesh_shape"  # how many slices there are is no matter of what is left
+        if isinstance(degree, bool) or not isinstance(degree, int) or not (degree >= 1 or (free and degree == -1)):
+            wanted = "a whole number from 1 up" + (", or -1 for what is left" if free else "")
+            problems.append(f"{table}: {axis} = {degree!r}; expected {wanted}")
     if list(mesh_shape.values()).count(-1) > 1:
         problems.append(f"{table}: more than one -1 in {dict(mesh_shape)}; only one axis can take what is left")
     return problems
 
 
 def _table_problems(table: str, rules: Rules) -> list[str]:
+    if not isinstance(rules, Mapping):
+        return [f"{table} = {rules!r}; expected a table, such as REPLICATED | {{'embed': 'fsdp'}}"]
     problems = []
     for name, axes in rules.items():
         try:
@@ -104,6 +108,11 @@ def _table_problems(table: str, rules: Rules) -> list[str]:
                 "mesh axis, ('data', 'fsdp') for both of them on this one dimension"
             )
             continue
+        if not (axes is None or isinstance(axes, str) or (isinstance(axes, tuple) and set(map(type, axes)) <= {str})):
+            problems.append(f"{table}: {name} -> {axes!r}; expected None, a mesh axis, or a tuple of mesh axes")
+            continue
+        if len(set(logical.mesh_axes(axes))) < len(logical.mesh_axes(axes)):
+            problems.append(f"{table}: {name} -> {axes!r} names a mesh axis twice")
         problems += [
             f"{table}: {name} -> unknown mesh axis {axis!r}; expected one of {', '.join(MESH_AXES)}"
             for axis in logical.mesh_axes(axes)

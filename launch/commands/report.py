@@ -39,6 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the tables."""
     os.environ["JAX_PLATFORMS"] = "cpu"
+    if args.json and not (parent := pathlib.Path(args.json).absolute().parent).is_dir():
+        raise ValueError(f"--json {args.json}: there is no folder {parent}; make it first")
+    if args.compile and args.strategies is not None:
+        raise ValueError("--compile reports one program, --strategies compares several: give one of them")
     from parallel.hlo import messages
 
     os.environ.update(messages.AUDIBLE_WARNINGS)

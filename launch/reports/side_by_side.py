@@ -21,7 +21,7 @@ from parallel import analysis, compiled, report, traffic
 from parallel.analysis import Analysis
 from parallel.compiled import OutOfHbmError
 from parallel.hlo.messages import compiler_messages
-from parallel.partitioner import Program
+from parallel.partitioner import Partitioner, Program
 
 FOLDER = "gin/strategies"
 
@@ -34,12 +34,14 @@ class Row(NamedTuple):
       program: None where it was refused before compiling.
       found: None where there is no compiled step.
       problem: why not; else empty.
+      needed: HBM per chip as the compiler writes it, where that is the problem.
     """
 
     choice: str
     program: Program | None
     found: Analysis | None
-    problem: str
+    problem: str = ""
+    needed: str = ""
 
 
 def files(folder: str = FOLDER) -> list[str]:
@@ -82,12 +84,13 @@ def _row(experiment: str, choice: str, bindings: Sequence[str], slice_name: str)
         built = configuration.load(experiment, bindings=bindings, slice_name=slice_name).build()
         program = built.bind(compiled.devices_of(slices.get(built.slice)))
     except ValueError as error:
-        return Row(choice, None, None, " ".join(str(error).split()))
+        return Row(choice, None, None, problem=" ".join(str(error).split()))
     try:
         with compiler_messages(pass_on=False):  # two hundred lines on what does not fit
-            return Row(choice, program, analysis.analyze(program), "")
+            return Row(choice, program, analysis.analyze(program))
     except OutOfHbmError as error:
-        return Row(choice, program, None, f"does not fit: needs {error.needed} of {error.present}")
+        problem = f"does not fit: needs {error.needed} of {error.present}"
+        return Row(choice, program, None, problem=problem, needed=error.needed.removesuffix("GiB"))
 
 
 def show(found: Sequence[Row], *, slice_name: str) -> None:
@@ -111,10 +114,10 @@ def cells(row: Row) -> list[str]:
     """A row of the table as text."""
     if row.program is None:
         return [name(row), "refused", *["–"] * 6]
-    mesh = " x ".join(f"{axis} {n}" for axis, n in row.program.partitioner.shape.items() if n > 1)
+    mesh = _mesh(row.program.partitioner)
     if row.found is None:
         state = report.totals(row.program).everything
-        return [name(row), mesh, _gib(state), "does not fit", *["–"] * 4]
+        return [name(row), mesh, _gib(state), f"{row.needed}, too much", *["–"] * 4]
     by_axes = traffic.wire_bytes_by_axes(row.found.collectives)
     shares = ", ".join(f"{' '.join(axes) or '-'} {_gib(size)}" for axes, size in by_axes.items() if size > 0)
     memory = row.found.compiled
@@ -128,6 +131,12 @@ def cells(row: Row) -> list[str]:
         shares or "none",
         f"{memory.compile_seconds:.0f}",
     ]
+
+
+def _mesh(bound: Partitioner) -> str:
+    across = bound.strategy.dcn_shape
+    degrees = ((axis, n, " (DCN)" if across.get(axis, 1) > 1 else "") for axis, n in bound.shape.items())
+    return " x ".join(f"{axis} {n}{network}" for axis, n, network in degrees if n > 1)
 
 
 def name(row: Row) -> str:

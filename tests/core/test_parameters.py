@@ -156,3 +156,9 @@ def test_letters_that_make_no_matrix_are_refused(matrices, message):
 
 def test_patterns_that_are_not_there_are_left_out():
     assert parameters.present(random_tree(0), ("layers/*", "nothing")) == ["layers/*"]
+
+
+def test_paths_of_any_tree_read_alike():
+    tree = {"~": {"embedding": 0}, "layers/block": {"query": (1,)}, "outer/~/inner": {"w": 2}}
+    paths = [parameters.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    assert paths == ["layers/block/query/0", "outer/inner/w", "embedding"]

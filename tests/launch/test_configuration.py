@@ -3,8 +3,6 @@
 import pytest
 
 from launch import configuration, environment, preflight
-from launch.commands import pod
-from launch.pods import workstation
 
 QUICKSTART = "gin/quickstart.gin"
 
@@ -102,27 +100,3 @@ def test_a_check_says_what_is_wrong_with_them(config, axes, finding, says, mesh,
     checked = preflight.check(QUICKSTART, slice_name="v4-32", run_dir=str(tmp_path))
     assert not checked.ok
     assert says in next(f.detail for f in checked.findings if f.name == finding and not f.ok)
-
-
-def test_a_workstation_hands_them_to_the_hosts_as_flags(mesh, monkeypatch):
-    mesh("2,4", "data,fsdp")
-    seen = []
-    monkeypatch.setattr(workstation, "start", lambda tpu, *, arguments, **_: seen.append(arguments) or 0)
-    parser = pod.argparse.ArgumentParser()
-    pod.add_arguments(parser)
-    argv = [
-        "v4-16",
-        QUICKSTART,
-        "--tpu",
-        "t",
-        "--zone",
-        "z",
-        "--dry-run",
-        "--run-dir",
-        "gs://bucket/x",
-        "--gin",
-        "SEED = 1",
-    ]
-    assert pod.run(parser.parse_args(argv)) == 0
-    flags = [value for option, value in zip(seen[0], seen[0][1:], strict=False) if option == "--gin"]
-    assert flags == [*bindings("2,4", "data,fsdp"), "SEED = 1"]

@@ -1,5 +1,7 @@
 """A strategy on devices: which rows a host supplies, how they get there, and what is refused before an array exists."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -78,39 +80,6 @@ def test_512_rows_on_v4_64_are_64_to_a_host_and_16_to_a_chip(tpu_topology, monke
         bound.data_layout(500)
 
 
-@pytest.mark.covers("D03")
-@pytest.mark.parametrize("tables", [FSDP, BY_FOUR], ids=lambda t: t.name)
-def test_put_gives_every_chip_its_rows_on_a_host_whose_rows_are_strided(tables, tpu_topology, monkeypatch):
-    """The callback that fills a host's chips, for every host of a v4-32 in turn."""
-    bound = bind(tables, "v4-32", tpu_topology("v4-32"))
-    spec = {"inputs": jax.ShapeDtypeStruct((32, 3), jnp.int32)}
-    whole = np.arange(96, dtype=np.int32).reshape(32, 3)
-    filled = {}
-
-    def fill(shape, sharding, callback):
-        for device, index in sharding.devices_indices_map(shape).items():
-            if device.process_index == jax.process_index():
-                filled[device] = callback(index)
-                np.testing.assert_array_equal(filled[device], whole[index])
-
-    monkeypatch.setattr(jax, "make_array_from_callback", fill)
-    for host in range(4):
-        monkeypatch.setattr(jax, "process_index", lambda host=host: host)
-        bound.put({"inputs": whole[list(bound.data_layout(32).rows)]}, spec)
-    assert len(filled) == 16
-
-
-@pytest.mark.covers("D03", "M17")
-def test_put_places_rows_in_the_slices_own_order():
-    bound = bind(FSDP, "v4-32")
-    whole = np.arange(16 * 8, dtype=np.int32).reshape(16, 8)
-    spec = {"inputs": jax.ShapeDtypeStruct((16, 8), jnp.int32)}
-    array = bound.put({"inputs": whole}, spec)["inputs"]
-    np.testing.assert_array_equal(array, whole)
-    by_device = {s.device.id: s.index[0].start for s in array.addressable_shards}
-    assert {by_device[i] for i in range(4)} == {0, 4, 8, 12}  # the four chips that play host 0
-
-
 @pytest.mark.covers("M04", "M15")
 def test_layout_of_the_state_without_an_array():
     program = bind(strategies.fsdp_tensor(tensor=2), "v4-8").program(TINY, ADAMW, batch_spec(4), seed=0)
@@ -170,3 +139,21 @@ def test_a_wrong_batch_and_a_wrong_model_are_told_together():
     with pytest.raises(ValueError, match=r"batch_size = 6 does not divide(?s:.*)kv_heads = 2 does not divide") as error:
         bound.program(two_key_heads, ADAMW, batch_spec(6), seed=0)
     assert "Nearest that do: 4, 8" in str(error.value)
+
+
+def test_what_is_wrong_with_batch_and_model_is_said_at_once_and_each_once():
+    odd = dataclasses.replace(TINY, embed_dim=18, head_dim=4)
+    with pytest.raises(ValueError, match="does not fit") as error:
+        bind(strategies.context(sequence=2), "v4-8").program(odd, ADAMW, batch_spec(3, length=9), seed=0)
+    said = str(error.value)
+    assert "batch_size = 3 does not divide over 2 groups" in said
+    assert "length = 9 does not divide over sequence = 2. Nearest that do: 8, 10" in said
+    assert said.count("embed = 18 does not divide over fsdp x sequence = 4") == 1
+    assert "(so too layers/block/gate, layers/block/key, " in said
+    assert "Degrees of fsdp x sequence that do: 1, 2; or keep it whole" in said
+
+
+@pytest.mark.parametrize(("accum_steps", "spec"), [(0, batch_spec(4)), (1, {})])
+def test_a_program_needs_microbatches_and_features(accum_steps, spec):
+    with pytest.raises(ValueError, match="expected 1 or more"):
+        bind(FSDP, "v4-8").program(TINY, ADAMW, spec, seed=0, accum_steps=accum_steps)

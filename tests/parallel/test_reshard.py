@@ -13,9 +13,13 @@ BATCH = next(random_batches(MODEL.vocab_size, steps=1))
 
 
 @pytest.mark.covers("C07")
-@pytest.mark.parametrize(("source", "target"), [("zero1", "context"), ("sequence_tensor", "multislice")])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("zero1", "context"), ("sequence_tensor", "multislice"), ("tensor", "fsdp"), ("hsdp", "tensor")],
+)
 def test_a_state_is_bit_equal_under_another_strategy(source, target, tmp_path):
-    written = bind(MODEL, EXAMPLES[source], BATCH).init()
+    first = bind(MODEL, EXAMPLES[source], BATCH)
+    written, _ = first.train_step(first.init(), first.put(BATCH))  # moments that are not all zero
     saved = Checkpoints(str(tmp_path), keep=1)
     saved.save(1, state=written, data={}, meta={})
     saved.close()

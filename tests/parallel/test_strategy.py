@@ -5,8 +5,9 @@ import math
 
 import pytest
 
-from core import logical, slices
+from core import slices
 from parallel import strategies, strategy
+from parallel.agreement import EXAMPLES
 from parallel.strategies import REPLICATED, Strategy
 
 SPLIT = {**REPLICATED, "batch": ("data", "fsdp"), "embed": "fsdp", "mlp": "tensor"}
@@ -22,30 +23,20 @@ def of(mesh_shape, *, params=None, activations=None, **options):
     )
 
 
-SHIPPED = {
-    "data_parallel": strategies.data_parallel(),
-    "fsdp": strategies.fsdp(),
-    "fsdp_tensor": strategies.fsdp_tensor(tensor=4),
-}
-
-
 @pytest.mark.covers("M15")
-@pytest.mark.parametrize("name", SHIPPED)
-def test_shipped_tables_list_every_axis_and_nothing_else(name):
-    table = SHIPPED[name]
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_shipped_table_is_named_after_what_makes_it_and_fills_its_slice(name):
+    table, slice_ = EXAMPLES[name].strategy, slices.get(EXAMPLES[name].slice)
     assert table.name == name
-    for rules in (table.param_rules, table.activation_rules):
-        assert set(rules) == set(logical.LOGICAL_AXES)
-    assert table.stored_optimizer_rules is table.param_rules
-    for slice_name in ("v4-8", "v4-32", "v5p-128"):
-        shape = strategy.resolve(table, slices.get(slice_name))
-        assert tuple(shape) == tuple(strategy.MESH_AXES)
-        assert math.prod(shape.values()) == slices.get(slice_name).chips
+    assert getattr(strategies, name).__name__ == name
+    shape = strategy.resolve(table, slice_)
+    assert tuple(shape) == tuple(strategy.MESH_AXES)
+    assert math.prod(shape.values()) == slice_.chips
 
 
-def test_where_no_single_degree_helps_any_product_is_named():
-    with pytest.raises(ValueError, match=r"mesh data 3 x fsdp 5 needs 15 devices.*any degrees whose product is 16"):
-        strategy.resolve(of({"data": 3, "fsdp": 5}), slices.get("v4-32"))
+def test_only_zero1_stores_optimizer_state_otherwise_than_parameters():
+    other = [n for n, e in EXAMPLES.items() if e.strategy.stored_optimizer_rules is not e.strategy.param_rules]
+    assert other == ["zero1"]
 
 
 @pytest.mark.covers("M01", "M04")
@@ -66,7 +57,17 @@ def test_every_factorisation_of_a_slice_is_a_mesh():
             lambda: of({"expert": 4}),
             "mesh_shape: unknown mesh axis 'expert'; expected one of stage, data, fsdp, sequence",
         ),
-        (lambda: of({"data": 0}), "mesh_shape: data = 0; expected a positive number, or -1"),
+        (lambda: of({"data": 0}), "mesh_shape: data = 0; expected a whole number from 1 up, or -1"),
+        (lambda: of({"tensor": "4"}), "mesh_shape: tensor = '4'; expected a whole number from 1 up"),
+        (lambda: of({"tensor": 4.0}), "mesh_shape: tensor = 4.0; expected a whole number"),
+        (lambda: of({"tensor": True}), "mesh_shape: tensor = True; expected a whole number"),
+        (lambda: of({}, dcn_shape={"data": -1}), r"dcn_shape: data = -1; expected a whole number from 1 up(?!,)"),
+        (lambda: of({}, params={"embed": 3}), "param_rules: embed -> 3; expected None, a mesh axis, or a tuple"),
+        (lambda: of({}, params={"embed": ("fsdp", "fsdp")}), "embed -> .'fsdp', 'fsdp'. names a mesh axis twice"),
+        (
+            lambda: Strategy(name="x", mesh_shape={}, param_rules=None, activation_rules={}),
+            "param_rules = None; expected",
+        ),
         (lambda: of({"data": -1, "fsdp": -1}), "more than one -1 in .*; only one axis can take what is left"),
         (lambda: of({}, params={"mpl": "tensor"}), "param_rules: unknown logical axis 'mpl'; did you mean mlp?"),
         (lambda: of({}, activations={"batch": "dp"}), "activation_rules: batch -> unknown mesh axis 'dp'; expected"),

@@ -141,9 +141,12 @@ def fit(shape, axes):
 @pytest.mark.parametrize(
     ("use", "message"),
     [
-        (lambda: fit((8, 4), ("layers", "embed", "mlp")), r"w: shape \(8, 4\) has 2 dimensions, its axes .* name 3"),
-        (lambda: fit((8,), ("embed", "mlp")), r"w: shape \(8,\) has 1 dimensions, its axes .* name 2"),
-        (lambda: fit((6, 4), ("embed", "mlp")), "embed = 6 does not divide over fsdp = 4. Degrees that do: 1, 2, 3, 6"),
+        (
+            lambda: fit((8, 4), ("layers", "embed", "mlp")),
+            r"w: shape \(8, 4\), axes .*: 2 dimensions, but its axes name 3",
+        ),
+        (lambda: fit((8,), ("embed", "mlp")), r"w: shape \(8,\), axes .*: 1 dimensions, but its axes name 2"),
+        (lambda: fit((6, 4), ("embed", "mlp")), "embed = 6 does not divide over fsdp = 4. Degrees that do: 1, 2;"),
         (lambda: fit((8, 8), ("embed", "embed")), "mesh axis 'fsdp' is used twice, by 'embed' and by 'embed'"),
         (
             lambda: logical.constrain(jnp.ones((8, 4)), "batch", "length", "embed"),
@@ -222,7 +225,9 @@ def test_two_key_heads_over_tensor_4_and_everything_else_that_does_not_fit():
     assert "layers/block/key: shape (1, 24, 2, 6), axes (layers, embed, kv_heads, head_dim): kv_heads = 2 does" in text
     assert "Degrees that do: 1, 2;" in text
     assert "override(param_rules={'kv_heads': None}, activation_rules={'kv_heads': None})" in text
-    assert "layers/block/up: shape (1, 24, 10), axes (layers, embed, mlp): mlp = 10 does not divide" in text
+    assert "layers/block/down: shape (1, 10, 24), axes (layers, mlp, embed): mlp = 10 does not divide" in text
+    assert text.count("mlp = 10 does not divide over tensor = 4") == 1
+    assert "(so too layers/block/gate, layers/block/up)" in text
     assert "layers/block/query" not in text
 
 
