@@ -141,7 +141,7 @@ bound = Partitioner(strategies.data_parallel(), slice=slices.get("v4-8"), device
 program = bound.program(MeanOfTargets(), optimizers.adamw(learning_rate=optimizers.constant(1e-3)), spec, seed=0)
 rows = np.array(bound.data_layout(4).rows)
 assert len(rows) == 2
-targets = rows[:, None] + np.arange(3.0, dtype=np.float32)  # [2, 3]
+targets = (rows[:, None] + np.arange(3)).astype(np.float32)  # [2, 3]
 weights = np.repeat(rows[:, None] % 3, 3, axis=1).astype(np.float32)  # rows 0 and 3 do not count: uneven over hosts
 batch = program.put({"targets": targets, "weights": weights})
 print("RESULT", hooks.evaluate(program.eval_step, program.init(), iter([batch] * 2), num_batches=2)["loss"])
