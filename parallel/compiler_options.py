@@ -1,4 +1,4 @@
-"""The one table of TPU compiler options, for every program and, so far, every kind of slice.
+"""The one table of TPU compiler options, for every program and every kind of slice; CPU devices take none of them.
 
 The compiler rejects a name it does not know, and a test compiles with the table for each kind of slice, so it cannot
 rot. Each option says why it is here; parallel/README.md has what they do together.
@@ -7,8 +7,6 @@ rot. Each option says why it is here; parallel/README.md has what they do togeth
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-from core.slices import Slice
 
 Options = Mapping[str, str | int | bool]
 
@@ -27,11 +25,3 @@ OPTIONS: Options = {
     # The TensorCore computes while it drives a collective.
     "xla_tpu_overlap_compute_collective_tc": True,
 }
-
-
-def compiler_options(slice: Slice) -> Options:
-    """What to pass as `compiler_options` when compiling for this slice: today the same for all.
-
-    CPU devices that play it take none of them.
-    """
-    return OPTIONS

@@ -282,7 +282,7 @@ class Program:
 
     def _jit(self, fn: Callable, **options) -> Any:
         on_tpu = self.partitioner.mesh.devices.flat[0].platform == "tpu"
-        chosen = compiler_options.compiler_options(self.partitioner.slice) if on_tpu else None
+        chosen = compiler_options.OPTIONS if on_tpu else None
         inputs = (self.state_shardings, self.batch_shardings)
         return jax.jit(fn, in_shardings=inputs, compiler_options=chosen, **options)
 

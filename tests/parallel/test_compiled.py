@@ -102,7 +102,7 @@ def test_a_step_that_does_not_fit_says_by_how_much():
 def test_libtpu_knows_every_compiler_option(name, tpu_topology):
     device = tpu_topology(name)[0]
     x = jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(device))
-    options = dict(compiler_options.compiler_options(slices.get(name)))
+    options = dict(compiler_options.OPTIONS)
     jax.jit(lambda x: x @ x).lower(x).compile(compiler_options=options)
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
         jax.jit(lambda x: x @ x).lower(x).compile(compiler_options={**options, "xla_tpu_no_such_option": True})
