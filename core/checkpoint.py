@@ -97,7 +97,7 @@ class Checkpoints:
 
     def latest_step(self) -> int | None:
         """The latest complete step, as host 0 sees it, or None."""
-        steps = _complete_steps(self._directory) if distributed.is_host_zero() else []
+        steps = complete_steps(self._directory) if distributed.is_host_zero() else []
         answer = distributed.from_host_zero(str(steps[-1]) if steps else "")
         return int(answer) if answer else None
 
@@ -112,7 +112,7 @@ class Checkpoints:
           ValueError: no such complete step, a leaf without sharding, or a tree, shape or dtype that differs from what
             was saved; names the leaves, before anything is read.
         """
-        if step not in (steps := _complete_steps(self._directory)):
+        if step not in (steps := complete_steps(self._directory)):
             raise ValueError(f"no complete checkpoint of step {step} in {self._directory}; there are {steps or 'none'}")
         _require_shardings(abstract_state)
         self._require_same_tree(step, abstract_state)
@@ -200,7 +200,7 @@ class StreamsRestore(ocp.args.CheckpointArgs):
 # What is complete
 
 
-def _complete_steps(directory: paths.Path) -> list[int]:
+def complete_steps(directory: paths.Path) -> list[int]:
     """Steps that hold everything a restore needs, ascending. An empty folder named 3 is not one."""
     if not directory.exists():
         return []

@@ -10,6 +10,7 @@ what it found in files (`record`), and the comparison is made here (`measure_pla
 from __future__ import annotations
 
 import dataclasses
+import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,6 @@ import jax
 import numpy as np
 
 from core import optimizers, slices
-from core.slices import Slice
 from core.types import Model
 from launch.pods import joining, simulate
 from models import transformer, trm
@@ -38,6 +38,7 @@ __all__ = [
     "measure_played",
     "random_batches",
     "record",
+    "rows_for",
 ]
 
 ROWS, LENGTH = 16, 24
@@ -75,37 +76,44 @@ MODELS: Mapping[str, Model] = {"transformer": MODEL, "trm": RECURSIVE}
 ONE_DEVICE = Example("v5e-1", strategies.data_parallel())
 
 
-def random_batches(vocab_size: int, *, steps: int) -> Iterator[Batch]:
+def random_batches(vocab_size: int, *, steps: int, rows: int = ROWS) -> Iterator[Batch]:
     """Two documents to a row, then padding; lengths differ from row to row and step to step."""
     rng = np.random.default_rng(0)
     position = np.arange(LENGTH)[None]
     for _ in range(steps):
-        first = rng.integers(4, LENGTH // 2, (ROWS, 1))
+        first = rng.integers(4, LENGTH // 2, (rows, 1))
         second = position >= first
-        padding = position >= LENGTH - rng.integers(0, 6, (ROWS, 1))
+        padding = position >= LENGTH - rng.integers(0, 6, (rows, 1))
         yield {
-            "inputs": rng.integers(0, vocab_size, (ROWS, LENGTH), dtype=np.int32),
-            "targets": rng.integers(0, vocab_size, (ROWS, LENGTH), dtype=np.int32),
+            "inputs": rng.integers(0, vocab_size, (rows, LENGTH), dtype=np.int32),
+            "targets": rng.integers(0, vocab_size, (rows, LENGTH), dtype=np.int32),
             "weights": (~padding).astype(np.float32),
             "segment_ids": np.where(padding, 0, 1 + second).astype(np.int32),
             "positions": np.where(second, position - first, position).astype(np.int32),
         }
 
 
-def batches_for(model: Model, *, steps: int) -> Iterator[Batch]:
+def batches_for(model: Model, *, steps: int, rows: int = ROWS) -> Iterator[Batch]:
     """Batches of the kind that the model takes."""
-    return _puzzles(model, steps) if isinstance(model, trm.TRM) else random_batches(model.vocab_size, steps=steps)
+    if isinstance(model, trm.TRM):
+        return _puzzles(model, steps, rows)
+    return random_batches(model.vocab_size, steps=steps, rows=rows)
 
 
-def _puzzles(model: trm.TRM, steps: int) -> Iterator[Batch]:
+def _puzzles(model: trm.TRM, steps: int, rows: int) -> Iterator[Batch]:
     rng = np.random.default_rng(0)
     for _ in range(steps):
-        labels = rng.integers(1, model.vocab_size, (ROWS, LENGTH), dtype=np.int32)
+        labels = rng.integers(1, model.vocab_size, (rows, LENGTH), dtype=np.int32)
         yield {
-            "inputs": rng.integers(0, model.vocab_size, (ROWS, LENGTH), dtype=np.int32),
-            "labels": np.where(rng.random((ROWS, LENGTH)) < 0.2, np.int32(-100), labels),
-            "puzzle_ids": rng.integers(0, model.num_puzzles, ROWS, dtype=np.int32),
+            "inputs": rng.integers(0, model.vocab_size, (rows, LENGTH), dtype=np.int32),
+            "labels": np.where(rng.random((rows, LENGTH)) < 0.2, np.int32(-100), labels),
+            "puzzle_ids": rng.integers(0, model.num_puzzles, rows, dtype=np.int32),
         }
+
+
+def rows_for(examples: Mapping[str, Example]) -> int:
+    """Rows of a batch that the chips of all these slices can split."""
+    return math.lcm(ROWS, *(slices.get(example.slice).chips for example in examples.values()))
 
 
 def bind(model: Model, example: Example, batch: Batch, **options) -> Program:
@@ -132,9 +140,20 @@ class Row(NamedTuple):
     played: Mapping[int, Apart]
     refused: str = ""
 
+    @property
+    def beyond(self) -> list[str]:
+        """What is further from one device than the strategy's tolerance, in words."""
+        every = {self.slice: self.float32, **{f"{n} processes": apart for n, apart in self.played.items()}}
+        limits = agreement.tolerance(self.name)
+        return [
+            f"{self.name}, {where}: {part} {found.where} {found.ulp:.0f} ulp apart, tolerance {limits[part]:.0f}"
+            for where, apart in every.items()
+            for part, found in agreement.beyond(self.name, apart).items()
+        ]
+
 
 def measure(model: Any, examples: Mapping[str, Example], *, steps: int, bfloat16: bool) -> list[Row]:
-    """Every example against one device, on 16 CPU devices.
+    """Every example against one device, on the CPU devices of this process.
 
     Args:
       model: over batches of tokens.
@@ -142,22 +161,32 @@ def measure(model: Any, examples: Mapping[str, Example], *, steps: int, bfloat16
       steps: AdamW steps.
       bfloat16: also compare the model computing in bfloat16 with itself on one device, where it has a field `dtype`.
     """
-    data = list(batches_for(model, steps=steps))
+    data = list(batches_for(model, steps=steps, rows=rows_for(examples)))
     narrow = bfloat16 and hasattr(model, "dtype")
     models = {d: _computing_in(model, d) for d in ("float32", *(["bfloat16"] if narrow else []))}
-    want = {d: agreement.run(bind(m, ONE_DEVICE, data[0]), data) for d, m in models.items()}
+    refused = {name: _refusal(model, example, data[0]) for name, example in examples.items()}
+    want = {
+        d: agreement.run(bind(m, ONE_DEVICE, data[0]), data) for d, m in models.items() if not all(refused.values())
+    }
     rows = []
     for name, example in examples.items():
-        try:
-            bind(model, example, data[0])
-        except ValueError as error:
-            rows.append(Row(name, example.slice, {}, None, {}, refused=str(error)))
+        if refused[name]:
+            rows.append(Row(name, example.slice, {}, None, {}, refused=refused[name]))
             continue
         found = {
             d: agreement.compare(agreement.run(bind(m, example, data[0]), data), want[d]) for d, m in models.items()
         }
         rows.append(Row(name, example.slice, found["float32"], found.get("bfloat16"), {}))
     return rows
+
+
+def _refusal(model: Any, example: Example, batch: Batch) -> str:
+    """Why the strategy cannot hold the model; empty where it can."""
+    try:
+        bind(model, example, batch)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def measure_played(
@@ -168,42 +197,42 @@ def measure_played(
     Args:
       model, examples, steps: as for `measure`.
       processes: on loopback, each with an even share of the chips.
-      command: argv that makes a process call `record`; `--into FOLDER --only NAME …` is added.
+      command: argv that makes a process call `record`; `--into FOLDER --rows N --only NAME …` is added.
 
     Raises:
       ValueError: the processes could not be run.
     """
-    data = list(batches_for(model, steps=steps))
+    rows = rows_for(examples)
+    data = list(batches_for(model, steps=steps, rows=rows))
     want = agreement.run(bind(_computing_in(model, "float32"), ONE_DEVICE, data[0]), data)
     found = {}
     with tempfile.TemporaryDirectory(prefix="renga-agreement-") as folder:
         for slice_name in dict.fromkeys(e.slice for e in examples.values()):
             names = [name for name, example in examples.items() if example.slice == slice_name]
-            _play(slices.get(slice_name), processes, [*command, "--into", folder, "--only", *names], Path(folder))
+            told = ["--into", folder, "--rows", str(rows), "--only", *names]
+            _play(slice_name, processes, [*command, *told], Path(folder))
         for name in examples:
             found[name] = agreement.compare(_load(Path(folder) / f"{name}.npz", like=want), want)
     return found
 
 
-def record(model: Any, examples: Mapping[str, Example], *, steps: int, into: Path) -> None:
+def record(model: Any, examples: Mapping[str, Example], *, steps: int, rows: int, into: Path) -> None:
     """Trains under every example as one of the processes that play its slice; host 0 leaves the trajectories."""
-    data = list(batches_for(model, steps=steps))
+    data = list(batches_for(model, steps=steps, rows=rows))
     (slice_name,) = {example.slice for example in examples.values()}
     host = joining.join(slices.get(slice_name))
     for name, example in examples.items():
         program = bind(_computing_in(model, "float32"), example, data[0])
-        rows = list(program.partitioner.data_layout(ROWS).rows)
-        trajectory = agreement.run(program, [{k: a[rows] for k, a in batch.items()} for batch in data])
+        mine = list(program.partitioner.data_layout(rows).rows)
+        trajectory = agreement.run(program, [{k: a[mine] for k, a in batch.items()} for batch in data])
         if host.is_zero:
             np.savez(into / f"{name}.npz", *jax.tree.leaves(trajectory))
 
 
-def _play(slice_: Slice, processes: int, command: Sequence[str], folder: Path) -> None:
-    if slice_.chips % processes:
-        raise ValueError(f"{processes} processes cannot share the {slice_.chips} chips of {slice_.name} evenly")
-    played = dataclasses.replace(slice_, host_bounds=(slice_.chips // processes,))
-    if code := simulate.run(played, command=command, log_directory=folder / f"logs_{slice_.name}"):
-        raise ValueError(f"{processes} processes of {slice_.name} could not be run (exit code {code})")
+def _play(slice_name: str, processes: int, command: Sequence[str], folder: Path) -> None:
+    played = simulate.shared(slices.get(slice_name), processes)
+    if code := simulate.run(played, command=command, log_directory=folder / f"logs_{slice_name}"):
+        raise ValueError(f"{processes} processes of {slice_name} could not be run (exit code {code})")
 
 
 def _load(path: Path, *, like: Trajectory) -> Trajectory:

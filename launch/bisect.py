@@ -36,6 +36,16 @@ TOLERANCE: Mapping[str, tuple[float, float]] = {
 }
 
 
+# The same with the model computing in bfloat16, one of whose spacings is 65,536 of float32's.
+BFLOAT16: Mapping[str, tuple[float, float]] = {
+    "forward": (2**19, 2**21),
+    "loss": (2**11, 2**14),
+    "gradients": (2**20, 2**21),
+    "optimizer state": (2**20, 2**22),
+    "parameters": (2**17, 2**18),
+}
+
+
 class Compared(NamedTuple):
     """One tensor of both recordings.
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,6 @@ import numpy as np
 from jax.extend.core import Var
 
 from core import parameters, stack
-from core.optimizers import Optimizer
 from core.train_state import TrainState
 from parallel import agreement
 from parallel.agreement import Batch
@@ -40,13 +39,6 @@ def key(step: int, phase: str, place: str, tensor: str = "") -> str:
     return f"{step}|{phase}|{place}|{tensor}"
 
 
-class Watched(NamedTuple):
-    """Optimizer state with the gradients that it was given last."""
-
-    inner: Any
-    gradients: Any
-
-
 def record(program: Program, state: TrainState, batches: Sequence[Batch]) -> dict[str, np.ndarray]:
     """Trains on the batches, and keeps everything on the way.
 
@@ -58,7 +50,7 @@ def record(program: Program, state: TrainState, batches: Sequence[Batch]) -> dic
     Returns:
       The recording, on every host; with the state before step 1 as phase `START` of step 0.
     """
-    watched = dataclasses.replace(program, optimizer=watch(program.optimizer))
+    watched = dataclasses.replace(program, optimizer=agreement.watch(program.optimizer))
     rows = np.asarray(program.partitioner.data_layout(len(next(iter(batches[0].values())))).rows)
     order, forward = _Order(program), _Forward(program)
     kept = {key(0, START, "parameters", name): a for name, a in _named(program, state.params)}
@@ -78,24 +70,10 @@ def record(program: Program, state: TrainState, batches: Sequence[Batch]) -> dic
     return kept
 
 
-def watch(optimizer: Optimizer) -> Optimizer:
-    """The same optimizer with the gradients of its last update kept in its state."""
-    inner = optimizer.transformation
-
-    def init(params):
-        return Watched(inner.init(params), jax.tree.map(jnp.zeros_like, params))
-
-    def update(gradients, state, params=None):
-        updates, after = inner.update(gradients, state.inner, params)
-        return updates, Watched(after, gradients)
-
-    return dataclasses.replace(optimizer, transformation=inner._replace(init=init, update=update))
-
-
 def _with_gradients(watched: Program, state: TrainState) -> TrainState:
     layout = watched.state_shardings.opt_state.gradients
     zeros = jax.jit(lambda p: jax.tree.map(jnp.zeros_like, p), out_shardings=layout)(state.params)
-    return state._replace(opt_state=Watched(state.opt_state, zeros))
+    return state._replace(opt_state=agreement.Watched(state.opt_state, zeros))
 
 
 class _Forward:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import os
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from core import slices
+
 HELP = "measure how far every strategy's numbers are from one device's"
 EXAMPLE = """launch/run agreement
   launch/run agreement --only fsdp zero1 --steps 20
@@ -20,12 +23,13 @@ EXAMPLE = """launch/run agreement
   launch/run agreement --model trm
   launch/run agreement --model mine:build --strategy mine:tensor_only@v4-8"""
 
+SHIPPED_CHIPS = 16  # of the largest slice of `parallel.agreement.EXAMPLES`
 PARTS = ("gradients", "losses", "params", "opt_state")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what is compared."""
-    parser.add_argument("--steps", type=int, default=3, help="AdamW steps (default 3)")
+    parser.add_argument("--steps", type=int, default=3, help="default 3; tolerances were measured through 20")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="some of the shipped strategies")
     parser.add_argument(
         "--model",
@@ -45,20 +49,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also with the chips of each slice shared among N processes, a column for each N",
     )
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)  # as one of those processes
+    parser.add_argument("--rows", type=int, help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one row per strategy; 0 whatever they are: the tests hold the tolerances."""
+    """Prints one row per strategy: 0, or 1 where one is beyond its tolerance or, asked for, cannot hold the model."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     if args.into is None:
-        os.environ["JAX_NUM_CPU_DEVICES"] = "16"
+        os.environ["JAX_NUM_CPU_DEVICES"] = str(_devices(args))
     sys.path.append(str(Path.cwd()))
     from launch import agreement
 
     examples = _examples(args, agreement)
-    model = agreement.MODELS.get(args.model or "transformer") or _load(args.model)()
+    model = _model(args.model or "transformer", agreement)
     if args.into:
-        agreement.record(model, examples, steps=args.steps, into=args.into)
+        agreement.record(model, examples, steps=args.steps, rows=args.rows, into=args.into)
         return 0
     _check(args, examples)
     rows = agreement.measure(model, examples, steps=args.steps, bfloat16=not args.float32_only)
@@ -67,23 +72,34 @@ def run(args: argparse.Namespace) -> int:
         held = {row.name: examples[row.name] for row in rows if not row.refused}
         found = agreement.measure_played(model, held, steps=args.steps, processes=processes, command=command)
         rows = [row if row.refused else row._replace(played={**row.played, processes: found[row.name]}) for row in rows]
-    console = Console(width=170)
+    return _say(rows, args)
+
+
+def _say(rows: list[Any], args: argparse.Namespace) -> int:
+    console = Console(width=170, highlight=False, markup=False, soft_wrap=True)
     console.print(_table([row for row in rows if not row.refused], args))
-    for row in rows:
-        if row.refused:
-            console.print(f"{row.name} on {row.slice} is refused: {row.refused}", markup=False, highlight=False)
-    return 0
+    refused = [row for row in rows if row.refused]
+    for row in refused:
+        console.print(f"{row.name} on {row.slice} is refused: {row.refused}")
+    beyond = [sentence for row in rows for sentence in row.beyond]
+    for sentence in beyond:
+        console.print(f"differs: {sentence}")
+    return 1 if beyond or (refused and (args.only or args.strategy)) else 0
+
+
+def _devices(args: argparse.Namespace) -> int:
+    """CPU devices for the largest slice there is; needed before jax is imported, so read from the command line."""
+    return max([SHIPPED_CHIPS, *(slices.get(_split(text)[1]).chips for text in args.strategy)])
 
 
 def _check(args: argparse.Namespace, examples: dict[str, Any]) -> None:
-    from core import slices
+    from launch.pods import simulate
 
     if args.steps < 1:
         raise ValueError(f"--steps {args.steps}: expected at least 1")
     for processes in args.processes:
-        odd = {e.slice for e in examples.values() if processes < 1 or slices.get(e.slice).chips % processes}
-        if odd:
-            raise ValueError(f"--processes {processes}: cannot share the chips of {', '.join(sorted(odd))} evenly")
+        for slice_name in dict.fromkeys(e.slice for e in examples.values()):
+            simulate.shared(slices.get(slice_name), processes)
 
 
 def _passed_on(args: argparse.Namespace) -> list[str]:
@@ -94,8 +110,12 @@ def _passed_on(args: argparse.Namespace) -> list[str]:
 
 def _examples(args: argparse.Namespace, agreement: Any) -> dict[str, Any]:
     """By name: those asked for with --only, of ours and the user's; else the user's, or where there are none, ours."""
-    mine = dict(_own(text, agreement) for text in args.strategy)
-    known = {**agreement.EXAMPLES, **mine}
+    known, mine = dict(agreement.EXAMPLES), {}
+    for text in args.strategy:
+        name, example = _own(text, agreement)
+        if name in known:
+            raise ValueError(f"--strategy {text}: there is already a strategy named {name!r}; give yours another name")
+        known[name] = mine[name] = example
     unknown = [name for name in args.only or () if name not in known]
     if unknown:
         raise ValueError(f"no strategy {', '.join(unknown)}; expected some of {', '.join(known)}")
@@ -105,18 +125,63 @@ def _examples(args: argparse.Namespace, agreement: Any) -> dict[str, Any]:
 
 
 def _own(text: str, agreement: Any) -> tuple[str, Any]:
-    function, at, slice_name = text.rpartition("@")
-    if not at:
-        raise ValueError(f"--strategy {text!r}: expected MODULE:FUNCTION@SLICE, such as mine:tensor_only@v4-8")
-    made = _load(function)()
+    from parallel.strategy import Strategy
+
+    function, slice_name = _split(text)
+    made = _made(function, flag="--strategy")
+    if not isinstance(made, Strategy):
+        raise ValueError(
+            f"--strategy {text}: it returned a {type(made).__name__}; expected a parallel.strategies.Strategy"
+        )
     return made.name, agreement.Example(slice_name, made)
 
 
-def _load(name: str) -> Any:
+def _split(text: str) -> tuple[str, str]:
+    function, at, slice_name = text.rpartition("@")
+    if not at:
+        raise ValueError(f"--strategy {text!r}: expected MODULE:FUNCTION@SLICE, such as mine:tensor_only@v4-8")
+    return function, slice_name
+
+
+def _model(name: str, agreement: Any) -> Any:
+    if name in agreement.MODELS:
+        return agreement.MODELS[name]
+    model = _made(name, flag="--model")
+    missing = [what for what in ("init", "init_carry", "loss", "vocab_size") if not hasattr(model, what)]
+    if missing:
+        raise ValueError(
+            f"--model {name}: the {type(model).__name__} it returned has no {', '.join(missing)} "
+            "(README, Your own model)"
+        )
+    return model
+
+
+def _made(name: str, *, flag: str) -> Any:
+    """What a function of the user's returns."""
     module, colon, attribute = name.partition(":")
     if not colon:
-        raise ValueError(f"{name!r}: expected MODULE:FUNCTION, such as mine:build")
-    return getattr(importlib.import_module(module), attribute)
+        raise ValueError(f"{flag} {name!r}: expected MODULE:FUNCTION, such as mine:build")
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # the module is there, and misses another
+        raise ValueError(f"{flag} {name}: no module {error.name}, here or on PYTHONPATH") from error
+    except AttributeError as error:
+        raise ValueError(f"{flag} {name}: {error}") from error
+    if not callable(function):
+        raise ValueError(f"{flag} {name}: expected a function, found a {type(function).__name__}")
+    needs = [p.name for p in inspect.signature(function).parameters.values() if _is_required(p)]
+    if needs:
+        raise ValueError(
+            f"{flag} {name}: it needs {', '.join(needs)}; give a function of no arguments that calls it with them"
+        )
+    return function()
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return parameter.default is parameter.empty and parameter.kind not in variadic
 
 
 def _table(rows: Any, args: argparse.Namespace) -> Table:

@@ -12,12 +12,16 @@ import os
 import re
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+
+from core import paths
+from core.slices import Slice
 
 HELP = "run two variants of an experiment and name the first step, layer and tensor that differ"
 EXAMPLE = """launch/run bisect gin/quickstart.gin "" "hosts=2"
@@ -28,7 +32,6 @@ EXAMPLE = """launch/run bisect gin/quickstart.gin "" "hosts=2"
 A and B are text: gin bindings, hosts=N (that many processes play the slice; 1 unless said), checkpoint=RUN@STEP (the
 state to start from), config=OTHER.gin (in place of EXPERIMENT.gin), with ; between them; "" is the experiment."""
 
-BFLOAT16_ULP = 2.0**16  # float32 spacings in one of bfloat16
 SHOWN_BEFORE, SHOWN_AT, SHOWN_AFTER = 4, 6, 2
 
 
@@ -39,6 +42,11 @@ class Variant(NamedTuple):
     bindings: tuple[str, ...]
     hosts: int
     checkpoint: tuple[str, int] | None
+
+    def __str__(self) -> str:
+        """Text that says the same in a process with another HOME."""
+        start = [f"checkpoint={self.checkpoint[0]}@{self.checkpoint[1]}"] if self.checkpoint else []
+        return "; ".join((f"config={self.config}", f"hosts={self.hosts}", *start, *self.bindings))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,12 +73,16 @@ def run(args: argparse.Namespace) -> int:
     if args.record:
         return _record(args)
     os.environ["JAX_PLATFORMS"] = "cpu"
-    experiments = [_experiment(variant, args) for variant in _variants(args)]
+    variants = _variants(args)
+    experiments = [_experiment(variant, args) for variant in variants]
+    played = [_slice(variant, experiment) for variant, experiment in zip(variants, experiments, strict=True)]
     with tempfile.TemporaryDirectory(prefix="renga-bisect-") as folder:
-        for side, variant, experiment in zip("AB", _variants(args), experiments, strict=True):
-            if args.full:
+        if args.full:
+            for variant, experiment in zip(variants, experiments, strict=True):
                 _require_memory(variant, experiment, steps=args.steps, run_dir=folder)
-            if code := _run_side(side, variant, experiment, into=Path(folder)):
+        for side, slice_ in zip("AB", played, strict=True):
+            command = [sys.executable, "-m", "launch", "bisect", *_passed_on(args), "--record", side, "--into", folder]
+            if code := _run_side(side, slice_, command, into=Path(folder)):
                 return code
         return _compare(args, experiments, Path(folder))
 
@@ -94,9 +106,8 @@ def parse(text: str, *, experiment: str) -> Variant:
     hosts = settings.get("hosts", "1")
     if not hosts.isdecimal() or int(hosts) < 1:
         raise ValueError(f"variant {text!r}: hosts={hosts}: expected a whole number from 1 up")
-    return Variant(
-        settings.get("config", experiment), tuple(bindings), int(hosts), _checkpoint(settings.get("checkpoint"))
-    )
+    config = os.path.expanduser(settings.get("config", experiment))  # noqa: PTH111 (a relative one stays as typed)
+    return Variant(config, tuple(bindings), int(hosts), _checkpoint(settings.get("checkpoint")))
 
 
 def _checkpoint(text: str | None) -> tuple[str, int] | None:
@@ -105,11 +116,18 @@ def _checkpoint(text: str | None) -> tuple[str, int] | None:
     run_dir, _, step = text.rpartition("@")
     if not run_dir or not step.isdecimal():
         raise ValueError(f"checkpoint={text}: expected RUN@STEP, such as runs/gin/quickstart@100")
-    return run_dir, int(step)
+    return str(paths.resolve(run_dir)), int(step)
 
 
 def _variants(args: argparse.Namespace) -> list[Variant]:
     return [parse(text, experiment=args.experiment) for text in (args.a, args.b)]
+
+
+def _passed_on(args: argparse.Namespace) -> list[str]:
+    """What a host's process must be told: the same, in words that do not depend on its HOME."""
+    flags = [flag for flag, given in (("--full", args.full), ("--own-dtype", args.own_dtype)) if given]
+    options = ["--slice", args.slice] if args.slice else []
+    return [args.experiment, *map(str, _variants(args)), "--steps", str(args.steps), *options, *flags]
 
 
 def _experiment(variant: Variant, args: argparse.Namespace) -> Any:
@@ -118,22 +136,41 @@ def _experiment(variant: Variant, args: argparse.Namespace) -> Any:
     return configuration.load(variant.config, bindings=variant.bindings, slice_name=args.slice).build()
 
 
-def _run_side(side: str, variant: Variant, experiment: Any, *, into: Path) -> int:
+def _slice(variant: Variant, experiment: Any) -> Slice:
+    """The slice as this side's processes play it.
+
+    Raises:
+      ValueError: they cannot share its chips; the state that they are to start from is not there.
+    """
+    from core import slices
+    from launch.pods import simulate
+
+    if variant.checkpoint:
+        _require_checkpoint(*variant.checkpoint)
+    return simulate.shared(slices.get(experiment.slice), variant.hosts)
+
+
+def _require_checkpoint(run_dir: str, step: int) -> None:
+    from core import checkpoint
+
+    folder = paths.resolve(run_dir) / "checkpoints"
+    if step not in (there := checkpoint.complete_steps(folder)):
+        raise ValueError(
+            f"checkpoint={run_dir}@{step}: no complete checkpoint of step {step} in {folder}; there are "
+            f"{', '.join(map(str, there)) or 'none'}"
+        )
+
+
+def _run_side(side: str, slice_: Slice, command: Sequence[str], *, into: Path) -> int:
     """Plays the hosts of one side; 0, or the code that a signal gives.
 
     Raises:
       ValueError: it could not be run.
     """
-    from core import slices
     from launch.pods import simulate
 
-    slice_ = slices.get(experiment.slice)
-    if slice_.chips % variant.hosts:
-        raise ValueError(f"{side}: hosts={variant.hosts}: {slice_.name} has {slice_.chips} chips, which do not divide")
-    print(f"{side}: {variant.hosts} process(es) play {slice_.name}", flush=True)
-    played = dataclasses.replace(slice_, host_bounds=(slice_.chips // variant.hosts,))
-    command = [sys.executable, "-m", "launch", *sys.argv[1:], "--record", side, "--into", str(into)]
-    code = simulate.run(played, command=command, log_directory=into / f"logs_{side}")
+    print(f"{side}: {slice_.hosts} process(es) play {slice_.name}", flush=True)
+    code = simulate.run(slice_, command=command, log_directory=into / f"logs_{side}")
     if code and code < 128:
         raise ValueError(f"{side} could not be run (exit code {code}); what its host said is above")
     return code
@@ -194,11 +231,9 @@ def _compare(args: argparse.Namespace, experiments: list[Any], folder: Path) -> 
 
     ours, theirs = (dict(np.load(folder / f"{side}.npz")) for side in "AB")
     dtypes = [str(getattr(e.model, "dtype", "float32")) for e in experiments]
-    tolerance = dict(bisect.TOLERANCE)
+    tolerance = bisect.BFLOAT16 if args.own_dtype and "bfloat16" in dtypes else bisect.TOLERANCE
     if args.tolerance is not None:
         tolerance = dict.fromkeys(tolerance, (args.tolerance, args.tolerance))
-    elif args.own_dtype and "bfloat16" in dtypes:
-        tolerance = {at: (first * BFLOAT16_ULP,) * 2 for at, (first, _) in tolerance.items()}
     verdict = bisect.judge(ours, theirs, tolerance=tolerance)
     console = Console(width=120, highlight=False)
     _say(console, verdict, steps=args.steps)

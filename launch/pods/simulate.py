@@ -12,6 +12,7 @@ gives its exit code, and nothing outlives the launcher, however that ends.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import queue
 import shlex
@@ -44,6 +45,21 @@ class _Host(NamedTuple):
     name: str
     process: subprocess.Popen
     output: host_output.HostOutput
+
+
+def shared(slice_: slices.Slice, processes: int) -> slices.Slice:
+    """The slice as that many hosts with an even share of its chips each, for `run` to play.
+
+    Raises:
+      ValueError: the chips do not divide; names the counts that do.
+    """
+    if processes < 1 or slice_.chips % processes:
+        counts = [n for n in range(1, slice_.chips + 1) if slice_.chips % n == 0]
+        raise ValueError(
+            f"{processes} processes cannot share the {slice_.chips} chips of {slice_.name} evenly; expected one of "
+            f"{', '.join(map(str, counts))}"
+        )
+    return dataclasses.replace(slice_, host_bounds=(slice_.chips // processes,))
 
 
 def run(

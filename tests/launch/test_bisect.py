@@ -2,6 +2,7 @@
 
 import functools
 import types
+from pathlib import Path
 
 import haiku as hk
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from core import logical, optimizers, slices, train_state
+from launch import __main__ as cli
 from launch import agreement, bisect
 from launch.commands import bisect as command
 from models import losses, transformer
@@ -149,6 +151,19 @@ def test_nan_in_both_is_equal():
     assert bisect.apart(nan, nan) == (0.0, 0.0, "")
 
 
+@pytest.mark.parametrize("tolerance", [bisect.TOLERANCE, bisect.BFLOAT16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("times", [0.0, 0.5, np.nan])
+def test_a_wrong_tensor_anywhere_is_beyond_the_measured_tolerances(times, tolerance):
+    for name, array in synthetic().items():
+        if not name.endswith("count"):
+            verdict = bisect.judge(synthetic(), synthetic() | {name: array * np.float32(times)}, tolerance=tolerance)
+            assert key(*_place(verdict.first)) == name
+
+
+def _place(row):
+    return row.step, row.phase, row.place, row.tensor
+
+
 def test_neighbours_are_shown_beside_the_first():
     shown = command._shown(judged({key(1, "gradients", "layer 1", "block/up"): off(1000)}))
     assert [(r.phase, r.place, r.tensor) for r in shown] == [
@@ -168,9 +183,34 @@ def test_neighbours_are_shown_beside_the_first():
 
 def test_a_variant_s_text():
     variant = command.parse("STRATEGY = @strategies.hsdp(); hosts=2; checkpoint=runs/a@b@30;x.y = 3;", experiment="e")
-    assert variant == ("e", ("STRATEGY = @strategies.hsdp()", "x.y = 3"), 2, ("runs/a@b", 30))
+    start = (str(Path.cwd() / "runs/a@b"), 30)
+    assert variant == ("e", ("STRATEGY = @strategies.hsdp()", "x.y = 3"), 2, start)
     assert command.parse("config = other.gin", experiment="e") == ("other.gin", (), 1, None)
     assert command.parse("", experiment="e") == ("e", (), 1, None)
+
+
+def test_a_variant_means_the_same_in_another_home(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    variant = command.parse("config=~/a.gin; checkpoint=~/runs/x@10; SEED = 1; hosts=2", experiment="e")
+    monkeypatch.setenv("HOME", "/elsewhere")
+    assert variant.config == "/home/somebody/a.gin"
+    assert variant.checkpoint == ("/home/somebody/runs/x", 10)
+    assert command.parse(str(variant), experiment="another") == variant
+
+
+@pytest.mark.parametrize("steps", [(), (5,)])
+def test_a_checkpoint_that_is_not_there_is_said_before_anything_starts(capsys, tmp_path, steps):
+    for step in steps:
+        (tmp_path / f"checkpoints/{step}/state").mkdir(parents=True)
+        for part in ("meta", "_CHECKPOINT_METADATA"):
+            (tmp_path / f"checkpoints/{step}/{part}").touch()
+    assert cli.main(["bisect", "gin/quickstart.gin", "", f"checkpoint={tmp_path}@10"]) == 2
+    said = capsys.readouterr()
+    assert (
+        f"no complete checkpoint of step 10 in {tmp_path}/checkpoints; there are {steps[0] if steps else 'none'}"
+        in (said.err)
+    )
+    assert "process(es) play" not in said.out
 
 
 @pytest.mark.parametrize(
@@ -284,7 +324,7 @@ def test_another_seed_is_named_at_the_start(fsdp):
 
 @pytest.mark.slow
 def test_gradients_that_are_not_added_up_are_named_behind_an_equal_loss(fsdp, monkeypatch):
-    monkeypatch.setattr(accumulation, "_reduce", lambda x, spec, manual: x)
+    monkeypatch.setattr(accumulation, "reduce", lambda x, spec, manual: x)
     found = first(fsdp, recorded(strategies.data_parallel(), accum_steps=2))
     assert found.group == (1, "gradients", "head")
     assert found.tensor in ("unembedding", "final_norm")
@@ -365,10 +405,12 @@ def test_another_file_and_a_checkpoint(launch, experiment, tmp_path):
     assert "note: the runs start from different states" in said
 
 
-def test_processes_that_cannot_share_the_chips(tmp_path):
+def test_processes_that_cannot_share_the_chips():
     variant = command.parse("hosts=3", experiment="e")
-    with pytest.raises(ValueError, match="B: hosts=3: v4-8 has 4 chips"):
-        command._run_side("B", variant, types.SimpleNamespace(slice="v4-8"), into=tmp_path)
+    with pytest.raises(
+        ValueError, match="3 processes cannot share the 4 chips of v4-8 evenly; expected one of 1, 2, 4"
+    ):
+        command._slice(variant, types.SimpleNamespace(slice="v4-8"))
 
 
 @pytest.mark.slow
