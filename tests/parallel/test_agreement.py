@@ -20,12 +20,12 @@ CASES = {
         ),
     ),
 }
-CONTAINED = {  # slow, for another case splits in the same way, and more
-    "data_parallel": "zero1",
-    "fsdp": "mesh3d",
+SLOW = {  # by what is quick and splits in the same way
+    "data_parallel": "zero1, which splits optimizer state too",
+    "fsdp": "mesh3d: data, fsdp and tensor together",
     "hsdp": "mesh3d",
     "fsdp_tensor": "mesh3d",
-    "whole key heads": "tensor",
+    "whole key heads": "tensor, but that key heads may stay whole is seen only here",
     **{n: "tests/parallel/pipeline" for n in CASES if n.startswith("pipeline")},
 }
 STEPS = 20
@@ -45,7 +45,7 @@ def one_device():
 
 
 @pytest.mark.covers("M04", "M06", "M07", "M08", "M09", "M10", "M13", "M16", "R11")
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in CONTAINED)) for n in CASES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES])
 def test_numbers_do_not_depend_on_the_strategy(name, one_device):
     case = CASES[name]
     found = agreement.compare(agreement.run(program(case.strategy, case.slice), batches()), one_device)

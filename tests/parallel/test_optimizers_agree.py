@@ -26,8 +26,8 @@ OPTIMIZERS = {
     "lion": optimizers.lion(learning_rate=RATE),
     "muon": optimizers.muon(learning_rate=RATE),
 }
-# In ulp of each leaf, in float32, after 3 steps. Lion takes a sign, so a momentum that is all rounding could turn one of
-# its updates around (6e-3 at this rate); on these batches none is.
+# In ulp of each leaf, in float32, after 3 steps. Lion takes a sign, so a momentum that is all rounding could turn one
+# of its updates around (6e-3 at this rate); on these batches none is.
 MEASURED = {  # gradients, losses, params, opt_state
     "adafactor": (8, 1, 1, 7),
     "lion": (8, 1, 1, 7),
