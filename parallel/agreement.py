@@ -65,6 +65,16 @@ EXAMPLES: Mapping[str, Example] = {
 # on the gradient's last bits. A leaf that is zero or 1 % off shows as 80,000 or more.
 MEASURED: Mapping[str, tuple[float, float, float, float]] = {  # gradients, losses, params, opt_state
     "data_parallel": (13, 3, 1369, 358),
+    "zero1": (13, 3, 1369, 358),
+    "fsdp": (13, 3, 1369, 358),
+    "hsdp": (13, 3, 1369, 358),
+    "tensor": (13, 2, 1720, 452),
+    "fsdp_tensor": (15, 3, 561, 145),
+    "sequence_tensor": (19, 3, 680, 178),
+    "context": (15, 3, 1049, 274),
+    "mesh3d": (15, 3, 2119, 558),
+    "multislice": (13, 3, 1369, 358),
+    "pipeline": (16, 3, 2408, 630),
 }
 HEADROOM = 8  # other processors, threads and numbers of processes take sums in other orders: 3 times as far was seen
 

@@ -30,8 +30,8 @@ OPTIMIZERS = {
 # of its updates around (6e-3 at this rate); on these batches none is.
 MEASURED = {  # gradients, losses, params, opt_state
     "adafactor": (8, 1, 1, 7),
-    "lion": (8, 1, 1, 7),
-    "muon": (8, 1, 1, 7),
+    "lion": (8, 1, 1, 9),
+    "muon": (8, 4, 3, 7),
 }
 BATCHES = list(table.random_batches(60, steps=3))
 
