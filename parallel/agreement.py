@@ -75,6 +75,9 @@ MEASURED: Mapping[str, tuple[float, float, float, float]] = {  # gradients, loss
     "mesh3d": (15, 3, 2119, 558),
     "multislice": (13, 3, 1369, 358),
     "pipeline": (16, 3, 2408, 630),
+    "pipeline_fsdp": (16, 3, 2556, 669),
+    "pipeline_fsdp_tensor": (14, 4, 689, 177),
+    "pipeline_data": (15, 3, 1839, 483),
 }
 HEADROOM = 8  # other processors, threads and numbers of processes take sums in other orders: 3 times as far was seen
 
