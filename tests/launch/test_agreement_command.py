@@ -1,6 +1,7 @@
 """The agreement command, with README's model and strategy, and with wrong ones."""
 
 import argparse
+import importlib
 import os
 import re
 import sys
@@ -175,10 +176,10 @@ def test_the_exit_code_says_whether_all_agree(in_process, monkeypatch):
     assert "differs: fsdp, 2 processes: params w 80000 ulp apart" in said
 
 
-def agree_when_played(names, *, steps, processes):
+def agree_when_played(names, *, steps, processes, model=agreement.MODEL, options=()):
     examples = {name: agreement.EXAMPLES[name] for name in names}
-    argv = [sys.executable, "-m", "launch", "agreement", "--steps", str(steps)]
-    found = agreement.measure_played(agreement.MODEL, examples, steps=steps, processes=processes, command=argv)
+    argv = [sys.executable, "-m", "launch", "agreement", "--steps", str(steps), *options]
+    found = agreement.measure_played(model, examples, steps=steps, processes=processes, command=argv)
     assert list(found) == list(names)
     for name, apart in found.items():
         assert not beyond(name, apart)
@@ -187,8 +188,10 @@ def agree_when_played(names, *, steps, processes):
 
 @pytest.mark.covers("R11")
 @pytest.mark.simulated(2)
+@pytest.mark.usefixtures("mine")
 def test_numbers_do_not_depend_on_the_number_of_processes():
-    agree_when_played(["fsdp_tensor"], steps=1, processes=2)
+    model = importlib.import_module("my_model").TokenModel(vocab_size=260)  # quick to compile
+    agree_when_played(["fsdp_tensor"], steps=1, processes=2, model=model, options=("--model", "mine:build"))
 
 
 @pytest.mark.slow
