@@ -36,12 +36,13 @@ TOLERANCE: Mapping[str, tuple[float, float]] = {
 }
 
 
-# The same with the model computing in bfloat16, one of whose spacings is 65,536 of float32's.
+# The same with the model computing in bfloat16, one of whose spacings is 65,536 of float32's (data_parallel, zero1, tensor,
+# sequence_tensor, context, mesh3d, pipeline_fsdp_tensor; four layers).
 BFLOAT16: Mapping[str, tuple[float, float]] = {
-    "forward": (2**20, 2**20),  # 196,608, 262,144: three and four spacings
+    "forward": (2**20, 2**20),  # 229,376, 262,144: up to four spacings
     "loss": (2**12, 2**13),  # 1,095, 1,663
-    "gradients": (2**20, 2**20),  # 199,136, 240,385: two or three hundredths
-    "optimizer state": (2**21, 2**21),  # 338,622, 327,465
+    "gradients": (2**20, 2**20),  # 203,153, 274,513: two or three hundredths
+    "optimizer state": (2**21, 2**21),  # 415,460, 327,465
     "parameters": (2**17, 2**17),  # 19,812, 23,277
 }
 
