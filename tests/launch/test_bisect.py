@@ -376,6 +376,7 @@ def experiment(tmp_path, monkeypatch):
     return write
 
 
+@pytest.mark.slow
 def test_a_sum_that_a_block_forgets_is_found(launch, experiment):
     said = launch("bisect", experiment(planted=True), "", TENSOR, "--steps", "1", code=1)
     assert "different: step 1, forward, layer 0 residual: " in said

@@ -1,5 +1,7 @@
 """A strategy changes speed and memory, never numbers: every strategy on 16 devices against one device, in float32."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,8 +96,8 @@ def test_a_sum_over_microbatches_that_is_wrong_is_seen_in_the_gradients(one_devi
 @pytest.mark.parametrize(
     ("tables", "gather_once"),
     [
-        (strategies.hsdp(data=2), False),
         (strategies.fsdp_tensor(tensor=2), True),
+        pytest.param(strategies.hsdp(data=2), False, marks=pytest.mark.slow),
         pytest.param(strategies.hsdp(data=2), True, marks=pytest.mark.slow),
         pytest.param(strategies.fsdp_tensor(tensor=2), False, marks=pytest.mark.slow),
     ],
@@ -111,7 +113,8 @@ def test_accumulation_equals_one_big_batch(tables, gather_once, one_device):
 def test_frozen_parameters_stay_and_have_no_state():
     optimizer = optimizers.adamw(learning_rate=optimizers.constant(1e-2), frozen=("layers/*", "embedding"))
     bound = partitioner.Partitioner(strategies.fsdp(), slice=slices.get("v4-32"), devices=jax.devices())
-    frozen = bound.program(MODEL, optimizer, program(strategies.fsdp(), "v4-32").spec, seed=7)
+    spec = {k: jax.ShapeDtypeStruct(a.shape, a.dtype) for k, a in next(batches()).items()}
+    frozen = bound.program(dataclasses.replace(MODEL, num_layers=1), optimizer, spec, seed=7)
     state = frozen.init()
     before = jax.device_get(state.params)
     moments = [a.shape for a in jax.tree.leaves(state.opt_state) if a.ndim]
