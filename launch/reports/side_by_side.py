@@ -94,7 +94,7 @@ def _row(experiment: str, choice: str, bindings: Sequence[str], slice_name: str)
 
 
 def show(found: Sequence[Row], *, slice_name: str) -> None:
-    """Prints the table as Markdown, and below it why a row has none of the figures."""
+    """Prints the table as Markdown, what needs least first, and below it why a row has none of the figures."""
     chip = slices.get(slice_name).chip
     print(f"\ncompiled for {slice_name} by libtpu on this machine's CPU (not run), per chip and step;")
     print(f"a chip has {chip.usable_hbm_bytes / GIB:.2f} GiB; wire: what a chip sends, by mesh axis\n")
@@ -102,7 +102,7 @@ def show(found: Sequence[Row], *, slice_name: str) -> None:
     headings = ("strategy", "mesh", "state GiB", "peak GiB", "M cycles", "wire GiB", "by axis", "compile s")
     for heading in headings:
         table.add_column(heading, justify="right" if heading.split()[-1] in ("GiB", "cycles", "s") else "left")
-    for row in found:
+    for row in sorted(found, key=_peak_bytes):
         table.add_row(*cells(row))
     Console(width=200).print(table)
     for row in found:
@@ -131,6 +131,12 @@ def cells(row: Row) -> list[str]:
         shares or "none",
         f"{memory.compile_seconds:.0f}",
     ]
+
+
+def _peak_bytes(row: Row) -> float:
+    if row.found:
+        return row.found.compiled.peak_bytes
+    return float(row.needed or "inf") * GIB
 
 
 def _mesh(bound: Partitioner) -> str:
