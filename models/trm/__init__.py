@@ -1,11 +1,13 @@
 """The Tiny Recursive Model: one small network, applied to its own answer until the answer is right.
 
-model.py     the configuration and the model: `TRM`
-net.py       the blocks, and the recursion over latent and answer
-halting.py   the carry: which rows go on, which take a new puzzle; loss and metrics of one step
+model.py      the configuration and the model: `TRM`
+net.py        the blocks, and the recursion over latent and answer
+halting.py    the carry: which rows go on, which take a new puzzle; loss and metrics of one step
+schedules.py  what changes while it trains: exploration, and a curriculum of cycles
 """
 
 from models.trm.halting import Carry
 from models.trm.model import TRM
+from models.trm.schedules import Curriculum, Linear
 
-__all__ = ["TRM", "Carry"]
+__all__ = ["TRM", "Carry", "Curriculum", "Linear"]

@@ -28,19 +28,21 @@ DATA = ("inputs", "labels", "puzzle_ids")
 
 
 class Carry(NamedTuple):
-    """What travels from step to step; the first axis of everything is the row.
+    """What travels from step to step; the first axis of everything but `trained` is the row.
 
     Attributes:
       states: answer and latents, each [B, T, D].
       steps: [B], int32, steps done on the current puzzle.
       halted: [B], bool.
       data: the current puzzles: inputs, labels [B, S] and puzzle_ids [B], int32.
+      trained: [], int32, training steps done: what schedules go by (`models.trm.schedules`).
     """
 
     states: States
     steps: jax.Array
     halted: jax.Array
     data: Mapping[str, jax.Array]
+    trained: jax.Array
 
 
 class Outputs(NamedTuple):
@@ -60,7 +62,7 @@ def all_halted(batch: Batch, states: States) -> Carry:
     """A carry in which every row waits for a puzzle; `states` are placeholders."""
     rows = batch["inputs"].shape[0]
     data = {name: jnp.zeros_like(batch[name]) for name in DATA}
-    return Carry(states, jnp.zeros((rows,), jnp.int32), jnp.ones((rows,), bool), data)
+    return Carry(states, jnp.zeros((rows,), jnp.int32), jnp.ones((rows,), bool), data, jnp.zeros((), jnp.int32))
 
 
 def refill(carry: Carry, batch: Batch, fresh: States) -> Carry:
@@ -75,10 +77,19 @@ def refill(carry: Carry, batch: Batch, fresh: States) -> Carry:
         jnp.where(carry.halted, 0, carry.steps),
         jnp.zeros_like(carry.halted),
         {name: choose(batch[name], carry.data[name]) for name in DATA},
+        carry.trained,
     )
 
 
-def halts(q_halt: jax.Array, steps: jax.Array, key: jax.Array, rows: jax.Array, *, most: int, exploration: float):
+def halts(
+    q_halt: jax.Array,
+    steps: jax.Array,
+    key: jax.Array,
+    rows: jax.Array,
+    *,
+    most: int,
+    exploration: float | jax.Array,
+) -> jax.Array:
     """[B], bool: which rows halt in training.
 
     Args:

@@ -25,6 +25,7 @@ from models import losses
 from models.trm import halting, net, weights
 from models.trm.halting import Carry, Outputs
 from models.trm.net import Recursion, States
+from models.trm.schedules import Curriculum, Linear
 from models.trm.weights import Weights
 
 MIXERS = ("attention", "mlp")
@@ -53,9 +54,13 @@ class TRM:
       prefix_length: P, positions in front of the cells; the first hold the puzzle's vector.
       halt_bias: what both logits of the halting head start from; its matrix starts at zero.
       halt_max_steps: most steps for a puzzle, and the number of steps of evaluation.
-      exploration: probability that a row must go on for a number of steps that is drawn.
+      exploration: probability that a row must go on for a number of steps that is drawn; a number, or one that
+        changes while it trains (`models.trm.schedules.Linear`).
+      curriculum: cycles that grow to h_cycles and l_cycles while it trains; None: all of them from the start.
       probabilities: of the token loss: "stablemax" or "softmax".
-      dtype: of computation, "bfloat16", "float32" or "float16"; parameters, norms, softmax and loss are float32.
+      dtype: of computation, "bfloat16", "float32" or "float16"; parameters, norms, softmax and loss are float32. The
+        loss is a sum over rows that is divided after the backward pass, in float32: for float16 that is a loss scale of
+        the batch size, and the only one.
       rope_theta, norm_eps: constants of the rotary embedding and of RMSNorm.
       vocab_multiple, puzzle_multiple: numbers of the model, never of a mesh.
 
@@ -80,7 +85,8 @@ class TRM:
     prefix_length: int = 16
     halt_bias: float = -5.0
     halt_max_steps: int = 16
-    exploration: float = 0.1
+    exploration: float | Linear = 0.1
+    curriculum: Curriculum | None = None
     probabilities: str = "stablemax"
     dtype: str = "bfloat16"
     rope_theta: float = 10000.0
@@ -105,9 +111,21 @@ class TRM:
         for field, allowed in choices.items():
             if getattr(self, field) not in allowed:
                 raise ValueError(f"TRM.{field} = {getattr(self, field)!r}: expected one of {', '.join(allowed)}")
-        if not 0 <= self.exploration <= 1:
+        ends = (self.exploration.start, self.exploration.end) if self._anneals else (self.exploration,)
+        if not all(0 <= p <= 1 for p in ends):
             raise ValueError(f"TRM.exploration = {self.exploration}: expected a probability, from 0 to 1")
         self._check_shapes()
+        self._check_curriculum()
+
+    def _check_curriculum(self) -> None:
+        if self.curriculum is None:
+            return
+        if self.latents == "many":
+            raise ValueError("TRM: latents = 'many' has a latent for each cycle and takes no curriculum of cycles")
+        for field in ("h_cycles", "l_cycles"):
+            first, last = getattr(self.curriculum, field), getattr(self, field)
+            if first > last:
+                raise ValueError(f"TRM: the curriculum starts with {field} = {first}, above the model's {last}")
 
     def _check_shapes(self) -> None:
         if self.mixer == "attention" and self.embed_dim % (2 * self.num_heads):
@@ -156,15 +174,18 @@ class TRM:
         """
         w = self._cast(params, batch)
         carry = halting.refill(carry, batch, w.starts)
-        states = self._recur(w, carry.states, self._embed(w, carry.data))
+        now = self.curriculum and self.curriculum.at(carry.trained, h_cycles=self.h_cycles, l_cycles=self.l_cycles)
+        states = self._recur(w, carry.states, self._embed(w, carry.data), now=now)
         outputs = self._heads(w, states)
         steps = carry.steps + 1
         rows = random_bits.row_ids(batch)
-        halted = halting.halts(outputs.q_halt, steps, rng, rows, most=self.halt_max_steps, exploration=self.exploration)
+        exploration = self.exploration.at(carry.trained) if self._anneals else self.exploration
+        halted = halting.halts(outputs.q_halt, steps, rng, rows, most=self.halt_max_steps, exploration=exploration)
         scores = self._score(outputs, carry.data["labels"])
         out = halting.sums(scores, outputs.q_halt, steps, rows=jnp.ones_like(halted), counted=halted & scores.labelled)
         extras = {"puzzle_table": carry.data["puzzle_ids"]} if self.puzzle_width else {}
-        return Carry(jax.lax.stop_gradient(states), steps, halted, carry.data), out._replace(extras=extras)
+        carry = Carry(jax.lax.stop_gradient(states), steps, halted, carry.data, carry.trained + 1)
+        return carry, out._replace(extras=extras)
 
     def evaluate(self, params: Params, rng: jax.Array, batch: Batch) -> LossOutput:
         """Exactly `halt_max_steps` steps on fresh states: sums of the last one over rows that have labels.
@@ -216,11 +237,27 @@ class TRM:
         """The same, by cell."""
         return self.flops_per_row(length) / length
 
+    def training_flops(self, length: int, *, rows: int, steps: int) -> float:
+        """Of a run of `steps` steps of `rows` rows, as the curriculum has it."""
+        if self.curriculum is None:
+            return self.flops_per_row(length) * rows * steps
+        stages = self.curriculum.stages(steps, h_cycles=self.h_cycles, l_cycles=self.l_cycles)
+        return sum(
+            dataclasses.replace(self, h_cycles=outer, l_cycles=inner, curriculum=None).flops_per_row(length) * rows * n
+            for n, outer, inner in stages
+        )
+
     def shrink(self, multiples: Mapping[str, int]) -> TRM:
         """The smallest model of this kind whose dimensions are multiples of `multiples`, by logical axis."""
         heads = multiples["heads"]
         unit = math.lcm(16, multiples["embed"], 2 * heads * multiples["head_dim"])
         positions = math.lcm(multiples["length"], multiples["residual_length"])
+        h_cycles, l_cycles = min(self.h_cycles, 2), min(self.l_cycles, 2)
+        first = self.curriculum and dataclasses.replace(
+            self.curriculum,
+            h_cycles=min(h_cycles, self.curriculum.h_cycles),
+            l_cycles=min(l_cycles, self.curriculum.l_cycles),
+        )
         return dataclasses.replace(
             self,
             embed_dim=unit,
@@ -230,10 +267,15 @@ class TRM:
             prefix_length=math.lcm(positions, self.prefix_length) if self.prefix_length else 0,
             vocab_multiple=math.lcm(self.vocab_multiple, multiples["vocab"]),
             puzzle_multiple=math.lcm(self.puzzle_multiple, multiples["puzzles"]),
-            h_cycles=min(self.h_cycles, 2),
-            l_cycles=min(self.l_cycles, 2),
+            h_cycles=h_cycles,
+            l_cycles=l_cycles,
+            curriculum=first,
             halt_max_steps=min(self.halt_max_steps, 4),
         )
+
+    @property
+    def _anneals(self) -> bool:
+        return isinstance(self.exploration, Linear)
 
     @property
     def num_latents(self) -> int:
@@ -265,8 +307,8 @@ class TRM:
     def _fresh(self, w: Weights, batch: Batch) -> States:
         return halting.refill(self.init_carry(batch), batch, w.starts).states
 
-    def _recur(self, w: Weights, states: States, x: jax.Array) -> States:
-        return net.run(w.layers, states, x, net=self._net, recursion=self.recursion)
+    def _recur(self, w: Weights, states: States, x: jax.Array, *, now=None) -> States:
+        return net.run(w.layers, states, x, net=self._net, recursion=self.recursion, now=now)
 
     def _net(self, layers: tuple[Mapping[str, jax.Array], ...], x: jax.Array) -> jax.Array:
         for block in layers:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,15 @@ class Recursion(NamedTuple):
     remat: str
 
 
-def run(layers: Sequence[Block], states: States, x: jax.Array, *, net: Callable, recursion: Recursion) -> States:
+def run(
+    layers: Sequence[Block],
+    states: States,
+    x: jax.Array,
+    *,
+    net: Callable,
+    recursion: Recursion,
+    now: tuple[jax.Array, jax.Array] | None = None,
+) -> States:
     """All H cycles.
 
     Args:
@@ -69,29 +77,35 @@ def run(layers: Sequence[Block], states: States, x: jax.Array, *, net: Callable,
       x: [B, T, D], the embedded puzzle.
       net: `net(layers, x) -> x`.
       recursion: how.
+      now: outer and inner repetitions, [] int32, of those that `recursion` has; None: all of them.
     """
+    h_now, l_now = now or (None, None)
     still, still_x = jax.lax.stop_gradient((layers, x))
 
-    def early(states: States, _: None) -> tuple[States, None]:
-        return _cycle(functools.partial(net, still), states, still_x, recursion), None
+    def early(states: States) -> States:
+        return _cycle(functools.partial(net, still), states, still_x, recursion, l_now)
 
-    states = jax.lax.stop_gradient(states)
-    states, _ = jax.lax.scan(early, states, length=recursion.h_cycles - 1)
+    states = _repeat(early, jax.lax.stop_gradient(states), times=h_now, most=recursion.h_cycles)
     last = functools.partial(net, layers)
     if recursion.remat != "none":
         last = jax.checkpoint(last, policy=stack.REMAT_POLICIES[recursion.remat])
-    return _cycle(last, states, x, recursion)
+    return _cycle(last, states, x, recursion, l_now)
 
 
-def _cycle(net: Net, states: States, x: jax.Array, recursion: Recursion) -> States:
+def _cycle(net: Net, states: States, x: jax.Array, recursion: Recursion, l_now: jax.Array | None = None) -> States:
     """L updates of the latent, then one of the answer."""
     stop = jax.lax.stop_gradient if recursion.gradient == "last_calls" else (lambda a: a)
     z_h, z_l = states
+
+    def inner(z: jax.Array, inject: jax.Array) -> jax.Array:
+        z = _repeat(lambda z: net(z + inject), z, times=l_now, most=recursion.l_cycles)
+        return net(stop(z) + inject)
+
     if recursion.latents == "single":
-        return States(net(_inner(net, z_h, x, recursion.l_cycles, stop)), ())
+        return States(net(inner(z_h, x)), ())
     inject = z_h + x
     if recursion.latents == "two":
-        z_l = (_inner(net, z_l[0], inject, recursion.l_cycles, stop),)
+        z_l = (inner(z_l[0], inject),)
     else:
         for i in range(recursion.l_cycles):
             z_l = stop(z_l)
@@ -99,9 +113,15 @@ def _cycle(net: Net, states: States, x: jax.Array, recursion: Recursion) -> Stat
     return States(net(z_h + sum(z_l)), z_l)
 
 
-def _inner(net: Net, z: jax.Array, inject: jax.Array, times: int, stop: Callable) -> jax.Array:
-    z, _ = jax.lax.scan(lambda z, _: (net(z + inject), None), z, length=times - 1)
-    return net(stop(z) + inject)
+def _repeat(update: Callable, value: Any, *, times: jax.Array | None, most: int) -> Any:
+    """`update` applied once less than `times`, or once less than `most` where that is None."""
+    if times is None:
+        return jax.lax.scan(lambda v, _: (update(v), None), value, length=most - 1)[0]
+
+    def one(value: Any, i: jax.Array) -> tuple[Any, None]:
+        return jax.lax.cond(i < times, update, lambda v: v, value), None
+
+    return jax.lax.scan(one, value, jnp.arange(1, most))[0]
 
 
 def attention_block(weights: Block, x: jax.Array, *, theta: float | None, eps: float) -> jax.Array:
