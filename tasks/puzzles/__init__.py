@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tasks.checks import check_integer
+from tasks.puzzles.files import Cut
 from tasks.puzzles.maze_sets import MazeSet
 from tasks.puzzles.sudoku_sets import SudokuSet
 from tasks.puzzles.task import Built, PuzzleTask, Stored
@@ -20,6 +21,8 @@ def dataset(
     directory: str | None,
     length: int,
     vocab_size: int,
+    train_puzzles: int | None = None,
+    train_copies: int | None = None,
     epochs_per_iteration: int | None = None,
     eval_puzzles: int | None = None,
     eval_seed: int = 0,
@@ -30,6 +33,8 @@ def dataset(
       directory: with train/ and test/; None is told by `problems`.
       length: tokens of a puzzle, S; must be the dataset's seq_len.
       vocab_size: must be the dataset's.
+      train_puzzles: take the first so many of the folder's training puzzles; None: all.
+      train_copies: take the first so many variants of each beside itself; None: all.
       epochs_per_iteration: permutations of the puzzles drawn at a time; what fills no batch at their end is dropped.
         None: so many that this is a thousandth at most.
       eval_puzzles: held-out examples that an evaluation takes; None: all.
@@ -39,7 +44,8 @@ def dataset(
       ValueError: a number out of range.
     """
     _check(length=length, vocab_size=vocab_size, epochs_per_iteration=epochs_per_iteration, eval_puzzles=eval_puzzles)
-    source = Stored(directory or "")
+    _check(train_puzzles=train_puzzles, train_copies=None if train_copies is None else train_copies + 1)
+    source = Stored(directory or "", cut=Cut(train_puzzles, train_copies))
     return PuzzleTask(source, length, vocab_size, epochs_per_iteration, eval_puzzles, eval_seed)
 
 

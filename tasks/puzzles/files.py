@@ -140,6 +140,66 @@ def read_split(directory: str, split: str) -> Split:
     return found
 
 
+class Cut(NamedTuple):
+    """A part of a split: the first puzzles, and the first variants of each.
+
+    A build with the same seed that asks for less is the beginning of one that asks for more, so one large dataset
+    serves experiments that need parts of it.
+
+    Attributes:
+      puzzles: groups; None: all.
+      copies: variants of each beside the puzzle itself; None: all.
+    """
+
+    puzzles: int | None = None
+    copies: int | None = None
+
+    def lacking(self, metadata: Metadata) -> str | None:
+        """What a split of this metadata does not have; None where it has enough."""
+        copies = metadata.total_puzzles // max(1, metadata.total_groups) - 1
+        if (self.puzzles or 0) <= metadata.total_groups and (self.copies or 0) <= copies:
+            return None
+        return (
+            f"{metadata.total_groups:,} training puzzles with {copies:,} copies of each; asked for "
+            f"{self.puzzles if self.puzzles is not None else 'all'} with "
+            f"{self.copies if self.copies is not None else 'all'}"
+        )
+
+    def of(self, split: Split) -> Split:
+        """The part, its arrays copied where it is no beginning of them."""
+        if self == Cut():
+            return split
+        first, after = (np.asarray(a, np.int64) for a in (split.group_indices[:-1], split.group_indices[1:]))
+        first, after = first[: self.puzzles], after[: self.puzzles]
+        if self.copies is not None:
+            after = np.minimum(after, first + 1 + self.copies)
+        puzzles = _ranges(first, after)
+        offsets = np.asarray(split.puzzle_indices, np.int64)
+        rows = _ranges(offsets[puzzles], offsets[puzzles + 1])
+        sizes = offsets[puzzles + 1] - offsets[puzzles]
+        metadata = dataclasses.replace(
+            split.metadata,
+            total_groups=len(first),
+            total_puzzles=len(puzzles),
+            mean_puzzle_examples=len(rows) / len(puzzles),
+        )
+        taken = slice(len(rows)) if rows[-1] == len(rows) - 1 else rows
+        return Split(
+            split.inputs[taken],
+            split.labels[taken],
+            split.puzzle_identifiers[puzzles],
+            np.concatenate([[0], np.cumsum(sizes)]),
+            np.concatenate([[0], np.cumsum(after - first)]),
+            metadata,
+        )
+
+
+def _ranges(first: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """first[0] … after[0] - 1, first[1] … after[1] - 1, …"""
+    sizes = after - first
+    return np.repeat(first - np.concatenate([[0], np.cumsum(sizes)[:-1]]), sizes) + np.arange(sizes.sum())
+
+
 def fingerprint(splits: Iterable[Split]) -> str:
     """A hash of the metadata, the offsets, and 1,000 examples spread over each split."""
     digest = hashlib.sha256()

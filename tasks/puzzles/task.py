@@ -23,6 +23,7 @@ from tasks.puzzles import files, order, writing
 from tasks.puzzles.files import Split
 
 IGNORED = -100  # label of a place that is not scored
+WHOLE = files.Cut()
 
 
 class Recipe(Protocol):
@@ -41,8 +42,8 @@ class Recipe(Protocol):
 class Stored:
     """A dataset that is there."""
 
-    def __init__(self, directory: str):
-        self.directory = directory
+    def __init__(self, directory: str, *, cut: files.Cut = WHOLE):
+        self.directory, self.asked = directory, cut
         self._splits: dict[str, Split] = {}
 
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
@@ -53,7 +54,10 @@ class Stored:
     def split(self, name: str) -> Split:
         """One split, read once."""
         if name not in self._splits:
-            self._splits[name] = files.read_split(self.directory, name)
+            found = files.read_split(self.directory, name)
+            if name == "train":
+                found = self._part(found)
+            self._splits[name] = found
         return self._splits[name]
 
     def problems(self) -> list[str]:
@@ -65,6 +69,7 @@ class Stored:
         try:
             if any(files.read_metadata(self.directory, split).total_groups < 1 for split in files.SPLITS):
                 return [f"{self.directory!r} has a split without puzzles; build it anew"]
+            self._refuse_less(files.read_metadata(self.directory, "train"))
         except ValueError as error:
             return [str(error)]
         return []
@@ -79,7 +84,17 @@ class Stored:
 
     def describe(self) -> str:
         """A few words."""
-        return f"puzzles of {self.directory or '(DATA is not set)'}"
+        named = zip(("training puzzles", "copies of each"), self.asked, strict=True)
+        part = "".join(f", {count:,} {what}" for what, count in named if count is not None)
+        return f"puzzles of {self.directory or '(DATA is not set)'}{part}"
+
+    def _part(self, split: Split) -> Split:
+        self._refuse_less(split.metadata)
+        return self.asked.of(split)
+
+    def _refuse_less(self, metadata: files.Metadata) -> None:
+        if lacking := self.asked.lacking(metadata):
+            raise ValueError(f"{self.directory!r} has {lacking}. Build a larger one, or ask for fewer")
 
     def fingerprint(self) -> str:
         """Of what is in it."""
@@ -92,6 +107,7 @@ class Built(Stored):
     def __init__(self, recipe: Recipe, *, directory: str | None = None):
         super().__init__("")
         self.recipe, self._named = recipe, directory
+        self.asked = files.Cut(recipe.num_train, getattr(recipe, "num_aug", None))
 
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
         """Builds on host 0 what is not there; every host reads it.
@@ -138,6 +154,9 @@ class Built(Stored):
         """Of what is in it; of the recipe before it is built."""
         return super().fingerprint() if self.directory else json.dumps(self.recipe.about(), sort_keys=True)
 
+    def _part(self, split: Split) -> Split:
+        return split  # the recipe asked for it
+
     def _differences(self) -> str:
         file = paths.resolve(self.directory or self._named) / writing.BUILD
         saved = json.loads(file.read_text()) if file.exists() else {}
@@ -174,6 +193,11 @@ class PuzzleTask:
     def vocabulary(self) -> vocabularies.Numbers:
         """Tokens as numbers."""
         return vocabularies.Numbers(self.vocab_size)
+
+    @property
+    def asked(self) -> files.Cut:
+        """Training puzzles and copies of each that are asked for; None: what there is."""
+        return self.source.asked
 
     @property
     def num_puzzles(self) -> int:

@@ -181,3 +181,43 @@ def test_steps_of_a_recipe_in_epochs(groups, examples, epochs, batch_size, steps
         total_puzzles=groups,
     )
     assert files.total_steps(metadata, epochs=epochs, batch_size=batch_size) == steps
+
+
+def test_a_part_is_what_a_smaller_build_would_be(tmp_path):
+    """The first puzzles and copies of a large dataset are the dataset of a recipe that asks for those."""
+    from tasks.puzzles.sudoku_sets import SudokuSet
+
+    few, many = (SudokuSet(size=4, num_train=n, num_test=3, num_aug=copies, seed=1) for n, copies in ((5, 2), (9, 4)))
+    few.build(str(tmp_path / "few"))
+    many.build(str(tmp_path / "many"))
+    whole = files.read_split(str(tmp_path / "many"), "train")
+    part, wanted = files.Cut(5, 2).of(whole), files.read_split(str(tmp_path / "few"), "train")
+    for name in files.ARRAYS:
+        np.testing.assert_array_equal(getattr(part, name), getattr(wanted, name), err_msg=name)
+    assert part.metadata == wanted.metadata
+    assert files.Cut().of(whole) is whole
+    assert files.Cut(puzzles=2).of(whole).num_examples == 10
+
+
+def test_a_part_of_puzzles_with_several_examples(make_split):
+    split = make_split([[3, 4, 1], [5, 2], [6, 1, 2]])
+    part = files.Cut(copies=1).of(split)
+    assert part.inputs[:, 0].tolist() == [*range(7), *range(8, 15), *range(15, 22)]
+    assert part.puzzle_indices.tolist() == [0, 3, 7, 12, 14, 20, 21]
+    assert part.group_indices.tolist() == [0, 2, 4, 6]
+    assert part.puzzle_identifiers.tolist() == [1, 2, 4, 5, 6, 7]
+
+
+def test_a_part_larger_than_the_whole_is_refused(write_dataset):
+    from tasks import puzzles
+
+    directory = write_dataset()
+    task = puzzles.dataset(directory=directory, length=5, vocab_size=9, train_puzzles=21, train_copies=0)
+    (problem,) = task.problems()
+    assert "has 20 training puzzles with 0 copies of each; asked for 21 with 0" in problem
+    with pytest.raises(ValueError, match="Build a larger one"):
+        task.train(None, seed=0)
+    one = puzzles.dataset(directory=directory, length=5, vocab_size=9, train_puzzles=3)
+    assert one.source.split("train").num_examples == 3
+    assert one.describe().endswith("set, 3 training puzzles; length 5")
+    assert one.fingerprint() != puzzles.dataset(directory=directory, length=5, vocab_size=9).fingerprint()
