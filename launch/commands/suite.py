@@ -1,0 +1,186 @@
+"""`launch/run suite`: many experiments one after another, and one table of what came of them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from core import paths
+from launch import environment
+
+if TYPE_CHECKING:
+    from launch.suites.running import Suite
+
+HELP = "run a group of experiments one after another, and gather what came of them in one table"
+EXAMPLE = """launch/run suite exp01 --gin "DATA = 'gs://BUCKET/sudoku-extreme'"        (on every host of the slice)
+  launch/run suite all --smoke --simulate --slice v4-8
+  launch/run suite exp02 --seeds 3 --run-root gs://BUCKET/runs --gin "DATA = 'gs://BUCKET/sudoku-extreme'"
+  launch/run suite exp02 --analyze --run-root gs://BUCKET/runs --gin "DATA = 'gs://BUCKET/sudoku-extreme'\""""
+TERMINATED, INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGINT
+_SECONDS_BETWEEN_LOOKS = 3.0
+_WIDTH = 140  # where there is no terminal to say
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what a suite takes."""
+    parser.add_argument("group", metavar="GROUP", help="of gin/trm (exp01, exp02, …, all), or a folder of gin files")
+    parser.add_argument("--simulate", action="store_true", help="hosts as processes here, chips as CPU devices")
+    parser.add_argument("--smoke", action="store_true", help="rehearse each: smallest sizes, 20 steps, PASS")
+    parser.add_argument("--analyze", action="store_true", help="run nothing: gather what is there")
+    parser.add_argument("--list", action="store_true", help="run nothing: what there is, and what is the same")
+    parser.add_argument("--slice", metavar="SLICE", help="wins over the files' SLICE")
+    parser.add_argument("--gin", metavar="BINDING", action="append", default=[], help="for all of them; repeatable")
+    parser.add_argument("--seeds", metavar="N", type=int, default=1, help="of each experiment (default 1)")
+    parser.add_argument("--steps", metavar="N", type=int, help="stop each after step N")
+    parser.add_argument("--run-root", metavar="DIR", help="runs go to DIR/{group}/{experiment}; as RENGA_RUN_ROOT")
+    parser.add_argument("--out", metavar="DIR", help="for the table and the logs (default: runs/suites/GROUP)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plans, runs, gathers. 1 where an experiment failed."""
+    if args.simulate or args.analyze or args.list:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    from launch.suites import plan, running
+
+    _check(args)
+    root = args.run_root or environment.read("RENGA_RUN_ROOT") or str(environment.WORKSPACE / "runs")
+    root = os.fspath(paths.resolve(root))
+    entries = plan.plan(
+        plan.files(args.group),
+        bindings=args.gin,
+        slice_name=args.slice,
+        seeds=args.seeds,
+        root=root,
+        smoke=args.smoke,
+        check_data=not (args.analyze or args.list),
+    )
+    name = Path(args.group).name
+    out = Path(args.out) if args.out else environment.WORKSPACE / "runs" / "suites" / name
+    mode = running.Mode(simulate=args.simulate, smoke=args.smoke, steps=args.steps)
+    suite = running.Suite(entries, mode=mode, root=root, logs=out / "logs")
+    suite.gather() if args.analyze else suite.look()
+    if args.list:
+        _console().print(_list(suite))
+        return 0
+    code = 0 if args.analyze else _run(suite)
+    _console().print(_list(suite))
+    if not args.analyze:
+        _print_failures(suite)
+    if not args.smoke:
+        _write(suite, name=name, out=out)
+    return code
+
+
+def _check(args: argparse.Namespace) -> None:
+    from launch.pods import hosts
+
+    if args.seeds < 1 or (args.steps is not None and args.steps < 1):
+        raise ValueError(f"--seeds {args.seeds} --steps {args.steps}: expected at least 1")
+    if args.analyze and args.smoke:
+        raise ValueError("--analyze reads the scores of runs, and rehearsals have none: leave --smoke out")
+    if args.simulate or args.analyze or args.list:
+        return
+    if not hosts.on_tpu_host():
+        raise ValueError(
+            f"this is no host of a TPU: run `launch/run suite {args.group} …` on every host of one, or add --simulate"
+        )
+
+
+def _run(suite: Suite) -> int:
+    """Runs with a table that follows it on a terminal, a line for each change elsewhere."""
+    before = signal.signal(signal.SIGTERM, _stop)
+    console = _console()
+    try:
+        if not console.is_terminal:
+            return suite.run(_Lines(suite))
+        with Live(console=console, auto_refresh=False, transient=True) as live:
+            return suite.run(_Throttled(lambda: live.update(_list(suite), refresh=True)))
+    except SystemExit as stop:
+        return stop.code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _stop(number: int, frame: object) -> None:
+    raise SystemExit(TERMINATED)
+
+
+class _Throttled:
+    """Calls at most every few seconds: looking means reading files."""
+
+    def __init__(self, look):
+        self._look, self._last = look, 0.0
+
+    def __call__(self) -> None:
+        if time.monotonic() - self._last >= _SECONDS_BETWEEN_LOOKS:
+            self._last = time.monotonic()
+            self._look()
+
+
+class _Lines:
+    """Prints a line whenever an experiment's status changes."""
+
+    def __init__(self, suite: Suite):
+        self._suite, self._said = suite, {}
+
+    def __call__(self) -> None:
+        for number, entry in enumerate(self._suite.entries, 1):
+            status = self._suite.status[entry.id]
+            if self._said.get(entry.id) != status and status != "waits":
+                print(f"{number:>3}/{len(self._suite.entries)}  {entry.id:<36} {status}", flush=True)
+            self._said[entry.id] = status
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=_WIDTH)
+
+
+def _list(suite: Suite) -> Table:
+    """The status of every experiment."""
+    done = sum(not suite.failed(entry) for entry in suite.entries)
+    distinct = sum(not entry.same_as for entry in suite.entries)
+    title = f"{len(suite.entries)} experiments, {distinct} of them distinct; {done} done"
+    table = Table(title=title, box=box.SIMPLE, title_justify="left")
+    for heading in ("experiment", "step", "of", "exact"):
+        table.add_column(heading, no_wrap=True, justify="left" if heading == "experiment" else "right")
+    table.add_column("status", overflow="fold")
+    for entry in suite.entries:
+        step, score = (0, None) if entry.same_as or suite.mode.smoke else suite.progress(entry)
+        shown = ("", "") if entry.same_as else (f"{step:,}", f"{suite.mode.last_step(entry):,}")
+        table.add_row(entry.name, *shown, "" if score is None else f"{score:.2%}", suite.status[entry.id])
+    return table
+
+
+def _print_failures(suite: Suite) -> None:
+    for entry in suite.entries:
+        if suite.status[entry.id].startswith(("failed", "refused")):
+            print(f"{entry.id} {suite.status[entry.id]}", file=sys.stderr)
+        if suite.status[entry.id].startswith("failed"):
+            print("".join(f"  | {line}\n" for line in suite.last_lines(entry)), end="", file=sys.stderr)
+            print(f"  all of it: {suite.logs[entry.id]}", file=sys.stderr)
+
+
+def _write(suite: Suite, *, name: str, out: Path) -> None:
+    """One table, for a program and for a reader."""
+    from launch.suites import page, results
+
+    table = results.rows(suite.entries, status=suite.status, run_dirs=suite.run_dirs)
+    note = (
+        f"{len(table)} experiments, {sum(not row['same_as'] for row in table)} distinct. Scores are of the last step."
+    )
+    paths.write_text_atomically(out / "results.csv", results.as_csv(table))
+    paths.write_text_atomically(out / "results.html", page.page(table, title=f"Suite {name}", note=note))
+    print(f"{out / 'results.csv'}\n{out / 'results.html'}")

@@ -1,0 +1,158 @@
+"""Pictures of a table of results as inline SVG: points with a label each, and curves by step.
+
+The one idea: a picture is a function from numbers to text; nothing has to be installed, fetched or run to see it.
+"""
+
+from __future__ import annotations
+
+import html
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+WIDTH, HEIGHT = 560, 340
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 16, 34, 48
+COLOURS = ("#3366aa", "#cc5533", "#2f8f5b", "#8a5aa8", "#b8860b", "#3a9aa8", "#a83a6b", "#667722", "#555555")
+
+
+class Point(NamedTuple):
+    """One experiment in a picture; y is a share of 1."""
+
+    x: float
+    y: float
+    label: str
+    group: str
+
+
+class _Axis(NamedTuple):
+    low: float
+    high: float
+    place: Callable[[float], float]
+    ticks: tuple[float, ...]
+
+
+def scatter(points: Sequence[Point], *, title: str, x_label: str, log: bool = False, frontier: bool = False) -> str:
+    """Accuracy against something; empty where fewer than two different x are there to compare.
+
+    Args:
+      points: what is drawn; those of a group have one colour.
+      title, x_label: said in words.
+      log: the x axis is logarithmic.
+      frontier: a line through the points that no other beats in both: less x and more y.
+    """
+    points = [p for p in points if math.isfinite(p.x) and math.isfinite(p.y) and (p.x > 0 or not log)]
+    if len({p.x for p in points}) < 2:
+        return ""
+    across, up = _across([p.x for p in points], log=log), _up([p.y for p in points])
+    colours = _colours(p.group for p in points)
+    body = [_line(_staircase(pareto(points)), across, up, colour="#999999", dashed=True)] if frontier else []
+    for p in points:
+        x, y = across.place(p.x), up.place(p.y)
+        said = html.escape(f"{p.label}: {p.y:.2%} at {number(p.x)}")
+        body.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{colours[p.group]}"><title>{said}</title></circle>'
+            f'<text class="name" x="{x + 6:.1f}" y="{y - 6:.1f}">{html.escape(p.label)}</text>'
+        )
+    return _picture(title, x_label, across, up, body)
+
+
+def curves(series: Mapping[str, Sequence[tuple[float, float]]], *, title: str, x_label: str) -> str:
+    """Accuracy by step, a line for each run; empty where no run has two points."""
+    series = {name: points for name, points in series.items() if len(points) > 1}
+    if not series:
+        return ""
+    every = [point for points in series.values() for point in points]
+    across, up = _across([x for x, _ in every], log=False), _up([y for _, y in every])
+    body = []
+    for (name, points), colour in zip(series.items(), COLOURS * len(series), strict=False):
+        x, y = across.place(points[-1][0]), up.place(points[-1][1])
+        body.append(_line(points, across, up, colour=colour, name=name))
+        body.append(f'<text class="name" x="{x - 4:.1f}" y="{y - 5:.1f}" text-anchor="end">{html.escape(name)}</text>')
+    return _picture(title, x_label, across, up, body)
+
+
+def pareto(points: Sequence[Point]) -> list[Point]:
+    """The points that no other beats: by ascending x, each higher than all before it."""
+    best: list[Point] = []
+    for point in sorted(points, key=lambda p: (p.x, -p.y)):
+        if not best or point.y > best[-1].y:
+            best.append(point)
+    return best
+
+
+def number(value: float) -> str:
+    """A number as one says it: 5.03M, 8,138, 0.25."""
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
+
+
+def _staircase(points: Sequence[Point]) -> list[tuple[float, float]]:
+    steps = [(points[0].x, points[0].y)]
+    for before, after in itertools.pairwise(points):
+        steps += [(after.x, before.y), (after.x, after.y)]
+    return steps
+
+
+def _across(values: Sequence[float], *, log: bool) -> _Axis:
+    turn = math.log10 if log else float
+    low, high = turn(min(values)), turn(max(values))
+    margin = 0.06 * (high - low) or 0.5
+    low, high = low - margin, high + margin
+    scale = (WIDTH - _LEFT - _RIGHT) / (high - low)
+
+    def place(value: float) -> float:
+        return _LEFT + (turn(value) - low) * scale
+
+    if log and len(set(values)) <= 8:
+        return _Axis(low, high, place, tuple(sorted(set(values))))
+    ticks = _round_ticks(low, high)
+    return _Axis(low, high, place, tuple(10**t for t in ticks) if log else ticks)
+
+
+def _up(values: Sequence[float]) -> _Axis:
+    low, high = max(0.0, min(values) - 0.05), min(1.0, max(values) + 0.05)
+    high = max(high, low + 0.1)
+    scale = (HEIGHT - _TOP - _BOTTOM) / (high - low)
+    return _Axis(low, high, lambda value: HEIGHT - _BOTTOM - (value - low) * scale, _round_ticks(low, high))
+
+
+def _round_ticks(low: float, high: float) -> tuple[float, ...]:
+    """Four to ten round numbers between two."""
+    size = 10 ** math.floor(math.log10(high - low))
+    step = next(size * part for part in (0.1, 0.2, 0.5, 1, 2) if (high - low) / (size * part) <= 8)
+    first = math.ceil(low / step)
+    return tuple(i * step for i in range(first, math.floor(high / step) + 1))
+
+
+def _line(points, across: _Axis, up: _Axis, *, colour: str, dashed: bool = False, name: str = "") -> str:
+    path = " ".join(f"{across.place(x):.1f},{up.place(y):.1f}" for x, y in points)
+    dash = ' stroke-dasharray="4 3"' if dashed else ""
+    title = f"<title>{html.escape(name)}</title>" if name else ""
+    return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"{dash}>{title}</polyline>'
+
+
+def _colours(names) -> dict[str, str]:
+    return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(dict.fromkeys(names))}
+
+
+def _picture(title: str, x_label: str, across: _Axis, up: _Axis, body: Sequence[str]) -> str:
+    bottom, right = HEIGHT - _BOTTOM, WIDTH - _RIGHT
+    middle = f'x="{(_LEFT + right) / 2}" y="{HEIGHT - 10}" text-anchor="middle"'
+    parts = [
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" aria-label="{html.escape(title)}">',
+        f'<text class="title" x="{_LEFT}" y="20">{html.escape(title)}</text>',
+        f'<text class="axis" {middle}>{html.escape(x_label)}</text>',
+    ]
+    for tick in up.ticks:
+        y = up.place(tick)
+        parts.append(f'<line x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#e4e4e4"/>')
+        parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:.0%}</text>')
+    for tick in across.ticks:
+        x = across.place(tick)
+        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 4}" stroke="#888888"/>')
+        parts.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 17}" text-anchor="middle">{number(tick)}</text>')
+    parts.append(f'<line x1="{_LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}" stroke="#888888"/>')
+    return "\n".join([*parts, *body, "</svg>"])

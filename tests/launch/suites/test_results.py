@@ -1,0 +1,133 @@
+"""Metrics that a run left, the table of them, and pictures that open anywhere."""
+
+import csv
+import io
+import itertools
+import json
+import xml.etree.ElementTree
+
+import pytest
+
+from core.training import hooks
+from launch.suites import measured, page, plan, plots, results
+
+PATHS = [plan.HOME / "exp01" / f"exp01{i}.gin" for i in "abc"]
+
+
+@pytest.fixture(scope="module")
+def entries():
+    return plan.plan(PATHS, check_data=False, seeds=2)
+
+
+def write(folder, lines):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    return str(folder)
+
+
+def score(step, value, **more):
+    return json.dumps({"step": step, "time_seconds": 1.0, "validation/exact_accuracy": value, **more})
+
+
+def test_the_name_of_the_score_is_the_one_that_runs_write(tmp_path):
+    written = {}
+    evaluate = hooks.Evaluate(
+        lambda state: {"exact_accuracy": 0.5}, lambda step, values: written.update(values), every=1, last_step=1
+    )
+    evaluate.at_boundary(1, None)
+    assert list(written) == [measured.SCORE]
+
+
+def test_metrics_are_read_as_they_were_meant(tmp_path):
+    """The later of two lines holds; texts, cut lines and what is no number are left out."""
+    run = write(
+        tmp_path / "run",
+        [
+            json.dumps({"step": 0, "tag": "config", "text": "…"}),
+            json.dumps({"step": 10, "time_seconds": 1.0, "loss": 3.0, "step_seconds": 0.2}),
+            score(10, 0.1),
+            score(20, 0.9),
+            json.dumps({"step": 20, "loss": "nan", "step_seconds": 0.4}),
+            score(20, 0.3),
+            score(30, 0.3),
+            '{"step": 40, "val',
+        ],
+    )
+    found = measured.read(run)
+    assert found.step == 30
+    assert found.curve(measured.SCORE) == [(10, 0.1), (20, 0.3), (30, 0.3)]
+    assert found.best(measured.SCORE) == (20, 0.3)
+    assert found.last("loss") == 3.0
+    assert found.median("step_seconds") == pytest.approx(0.3)
+    assert measured.read(str(tmp_path / "nothing")) == measured.Measured()
+
+
+def table(entries, tmp_path):
+    dirs, scores = {}, iter((0.2, 0.3, 0.5, 0.7))
+    for entry in entries:
+        value = next(scores, None)
+        lines = [] if value is None else [score(100, value / 2), score(8138, value, **{"validation/accuracy": 0.9})]
+        dirs[entry.id] = write(tmp_path / entry.name, lines)
+    return results.rows(entries, status=dict.fromkeys(dirs, "done"), run_dirs=dirs)
+
+
+@pytest.mark.covers("E04", "T15")
+def test_a_row_says_what_it_is_what_it_cost_and_how_good_it_was(entries, tmp_path):
+    rows = table(entries, tmp_path)
+    first, last = rows[0], rows[-1]
+    assert (first["parameters"], first["depth"], first["puzzles"], first["copies"]) == (1_483_778, 42, 1000, 1000)
+    assert first["eflop"] == first["total_eflop"] == pytest.approx(0.67, abs=0.01)
+    assert (first["exact_accuracy"], first["best_step"], first["cell_accuracy"]) == (0.2, 8138, 0.9)
+    assert first["mean_of_seeds"] == pytest.approx(0.25)
+    assert first["spread_of_seeds"] == pytest.approx(0.1)
+    assert (last["steps"], last["exact_accuracy"], last["mean_of_seeds"], last["eflop"]) == (0, None, None, 0)
+    read = list(csv.DictReader(io.StringIO(results.as_csv(rows))))
+    assert [row["experiment"] for row in read] == [row["experiment"] for row in rows]
+    assert float(read[0]["exact_accuracy"]) == 0.2
+    assert read[-1]["exact_accuracy"] == ""
+
+
+def test_the_page_is_whole_and_needs_nothing_else(entries, tmp_path):
+    rows = table(entries, tmp_path)
+    text = page.page(rows, title="Suite <exp01>", note="here")
+    assert "http" not in text.replace("http://www.w3.org", "")
+    assert "<script" not in text
+    assert "Suite &lt;exp01&gt;" in text
+    pictures = [picture for picture in page.pictures(rows) if picture]
+    titles = [xml.etree.ElementTree.fromstring(picture).attrib["aria-label"] for picture in pictures]
+    assert titles == [
+        "Accuracy and parameters",
+        "Accuracy and compute, with what nothing beats in both",
+        "Accuracy by step",
+    ]  # what does not vary is not drawn
+    (parameters, *_) = pictures
+    assert parameters.count("<circle") == 4
+    assert "exp01a: 20.00% at 1.48M" in parameters
+    empty = page.page(table(entries[4:], tmp_path / "none")[:0], title="t", note="")
+    assert "Nothing to draw yet" in empty
+
+
+def test_the_frontier_is_what_nothing_beats_in_both():
+    points = [plots.Point(x, y, f"{x}", "g") for x, y in ((1, 0.2), (2, 0.1), (2, 0.5), (3, 0.5), (4, 0.9), (5, 0.8))]
+    assert [(p.x, p.y) for p in plots.pareto(points)] == [(1, 0.2), (2, 0.5), (4, 0.9)]
+
+
+def test_places_in_a_picture_are_those_of_the_numbers():
+    points = [plots.Point(10.0**i, 0.1 * i, f"p{i}", "g") for i in range(1, 5)]
+    drawn = xml.etree.ElementTree.fromstring(plots.scatter(points, title="t", x_label="x", log=True))
+    circles = [(float(c.attrib["cx"]), float(c.attrib["cy"])) for c in drawn.iter("circle")]
+    across = [b[0] - a[0] for a, b in itertools.pairwise(circles)]
+    up = [a[1] - b[1] for a, b in itertools.pairwise(circles)]
+    assert max(across) - min(across) < 0.2  # a factor of ten each: equal distances
+    assert min(across) > 50
+    assert max(up) - min(up) < 0.2
+    assert min(up) > 20
+    assert plots.scatter(points[:1], title="t", x_label="x") == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(5_028_866, "5.03M"), (8138, "8,138"), (0.25, "0.25"), (16, "16"), (2.1e12, "2.1T"), (1.5, "1.5")],
+)
+def test_numbers_are_said_shortly(value, said):
+    assert plots.number(value) == said

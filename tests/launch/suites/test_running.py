@@ -1,0 +1,194 @@
+"""One process for each experiment: what is done stays done, what fails does not stop the rest, the same is run once."""
+
+import dataclasses
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from launch.suites import measured, plan, running
+
+TINY = """from __gin__ import dynamic_registration
+from models import trm
+from tasks import puzzles
+include 'gin/trm/sudoku4.gin'
+BATCH_SIZE = 16
+TOTAL_STEPS = 4
+EVAL_INTERVAL = 2
+LOG_INTERVAL = 2
+CHECKPOINT_INTERVAL = 2
+LEARNING_RATE = {rate}
+trm.TRM.embed_dim = 32
+trm.TRM.num_layers = 1
+trm.TRM.h_cycles = 1
+trm.TRM.halt_max_steps = 2
+puzzles.sudoku.num_train = 40
+puzzles.sudoku.num_test = 16
+puzzles.sudoku.num_aug = 2
+"""
+PLAYED = """
+import json, pathlib, sys
+folder, steps, code = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+folder.mkdir(parents=True, exist_ok=True)
+(folder / "config.gin").write_text(sys.argv[4])
+line = json.dumps({"step": steps, "validation/exact_accuracy": 0.5})
+(folder / "metrics.jsonl").write_text(line + chr(10))
+print("the last words")
+sys.exit(code)
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Played(running.Mode):
+    """Runs that take no time: they write what a run would, and end with a code by name."""
+
+    codes: tuple = ()
+
+    def command(self, entry):
+        code = dict(self.codes).get(entry.name, 0)
+        steps = 2 if code else self.last_step(entry)
+        return [sys.executable, "-c", PLAYED, entry.run_dir, str(steps), str(code), entry.text]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, rate in (("a", "1e-3"), ("b", "2e-3"), ("c", "1e-3")):
+        (tmp_path / "mine").mkdir(exist_ok=True)
+        (tmp_path / "mine" / f"{name}.gin").write_text(TINY.format(rate=rate))
+    return tmp_path / "mine"
+
+
+@pytest.fixture
+def suite(folder, tmp_path):
+    def make(mode=None, **options):
+        root = str(tmp_path / "runs")
+        entries = plan.plan(plan.files(str(folder)), root=root, **options)
+        made = running.Suite(entries, mode=mode or Played(), root=root, logs=tmp_path / "logs")
+        made.look()
+        return made
+
+    return make
+
+
+def nothing():
+    pass
+
+
+@pytest.mark.covers("E03")
+def test_it_goes_on_after_a_failure_and_resumes(suite):
+    first = suite(Played(codes=(("a", 3),)))
+    assert first.run(nothing) == 1
+    assert first.status["mine/a"].startswith("failed with exit code 3")
+    assert first.status["mine/b"].startswith("done")
+    assert first.status["mine/c"] == "same as mine/a"
+    assert [first.failed(entry) for entry in first.entries] == [True, False, True]
+    assert first.last_lines(first.entries[0]) == ["the last words"]
+    again, ran = suite(), []
+    assert again.status == {"mine/a": "waits", "mine/b": "was done", "mine/c": "same as mine/a"}
+    assert again.run(lambda: ran.extend(k for k, status in again.status.items() if status == "runs")) == 0
+    assert set(ran) == {"mine/a"}
+    assert again.run_dirs["mine/c"] == again.run_dirs["mine/a"]
+
+
+def test_what_was_done_in_another_group_is_not_done_again(suite, folder, tmp_path):
+    suite().run(nothing)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "z.gin").write_text((folder / "b.gin").read_text())
+    root = str(tmp_path / "runs")
+    there = running.Suite(plan.plan(plan.files(str(other)), root=root), mode=Played(), root=root, logs=tmp_path)
+    there.look()
+    assert there.status["other/z"] == f"was done in {root}/mine/b"
+    assert there.run_dirs["other/z"] == f"{root}/mine/b"
+
+
+def test_a_run_that_is_short_of_its_end_is_not_done(suite):
+    short = suite(Played(steps=3))
+    short.run(nothing)
+    assert suite(Played(steps=3)).status["mine/a"] == "was done"
+    assert suite().status["mine/a"] == "waits"
+
+
+def test_a_directory_of_another_experiment_is_refused(suite):
+    suite().run(nothing)
+    changed = suite(bindings=["EVAL_INTERVAL = 3"])
+    assert (
+        "holds another experiment (EVAL_INTERVAL: there 2, now 3). Give another --run-root" in changed.status["mine/b"]
+    )
+    assert changed.run(nothing) == 1
+
+
+def test_a_preempted_run_ends_the_suite(suite):
+    stopped = suite(Played(codes=(("a", running.PREEMPTED),)))
+    assert stopped.run(nothing) == running.PREEMPTED
+    assert stopped.status["mine/b"] == "waits"
+
+
+def test_gathering_takes_runs_as_they_were(suite, folder):
+    suite(bindings=["EVAL_INTERVAL = 3"]).run(nothing)
+    (folder / "d.gin").write_text(TINY.format(rate="5e-3"))
+    found = suite(slice_name="v4-16")  # which the runs did not have
+    found.gather()
+    assert found.status == {
+        "mine/a": "done",
+        "mine/b": "done",
+        "mine/c": "same as mine/a: done in " + found.run_dirs["mine/a"],
+        "mine/d": "not run",
+    }
+    assert found.entries[0].experiment.eval_interval == 3
+    assert found.entries[0].experiment.slice == "v4-8"
+
+
+def test_a_command_is_what_one_would_type(suite):
+    entry = suite(seeds=2).entries[1]
+    mode = running.Mode(simulate=True, smoke=True, steps=7)
+    assert mode.command(entry)[1:] == [
+        *("-m", "launch", "pod", "v4-8", entry.path, "--run-dir", entry.run_dir),
+        *("--gin", "SEED = 1", "--steps", "7", "--simulate", "--smoke"),
+    ]
+    assert mode.last_step(entry) == 4
+
+
+def test_a_difference_is_named():
+    assert running.difference("A = 1\nB = 2", "A = 1\nB = 3") == "B: there 2, now 3"
+    assert running.difference("A = 1", "A = 1\nC = 3") == "C: there not set, now 3"
+    assert running.without_place("A = 1\nDATA = 'x'\nSLICE = 'v4-8'") == "A = 1"
+
+
+def test_stopping_the_suite_stops_the_run(folder, tmp_path, launch_command):
+    """Asked to stop, it asks the run to stop, waits for it, and leaves a table."""
+    options = ("--simulate", "--run-root", str(tmp_path / "runs"), "--out", str(tmp_path / "out"))
+    command, env = launch_command("suite", str(folder), *options)
+    process = subprocess.Popen(command, cwd=plan.environment.WORKSPACE, env=env, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline().split()[-1] == "runs"
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 143, output
+    assert "results.csv" in output
+    left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert str(tmp_path / "runs") not in left
+
+
+def test_the_command_says_what_it_needs(launch, folder):
+    assert "is no host of a TPU" in launch("suite", str(folder), code=2)
+    assert "did you mean 'exp10'" in launch("suite", "exp1x", "--list", code=2)
+
+
+@pytest.mark.slow
+@pytest.mark.covers("E03", "E04")
+def test_two_experiments_for_real(launch, folder, tmp_path):
+    """Trained, gathered, and gathered again without running; the third is the first."""
+    options = ("--run-root", str(tmp_path / "runs"), "--out", str(tmp_path / "out"))
+    output = launch("suite", str(folder), "--simulate", *options)
+    assert "3 experiments, 2 of them distinct; 3 done" in output
+    began = time.monotonic()
+    again = launch("suite", str(folder), "--analyze", *options)
+    assert time.monotonic() - began < 30
+    assert "2 of them distinct; 3 done" in again
+    rows = (tmp_path / "out" / "results.csv").read_text().splitlines()
+    assert len(rows) == 4
+    assert "Accuracy by step" in (tmp_path / "out" / "results.html").read_text()
+    assert measured.read(str(tmp_path / "runs" / "mine" / "a")).last(measured.SCORE) is not None
+    assert not (tmp_path / "runs" / "mine" / "c").exists()
