@@ -48,10 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plans, runs, gathers. 1 where an experiment failed."""
-    if args.simulate or args.analyze or args.list:
-        os.environ["JAX_PLATFORMS"] = "cpu"
+    import jax
+
     from launch.suites import plan, running
 
+    jax.config.update("jax_platforms", "cpu")  # of this process alone: the chips are for the runs that it starts
     _check(args)
     root = args.run_root or environment.read("RENGA_RUN_ROOT") or str(environment.WORKSPACE / "runs")
     root = os.fspath(paths.resolve(root))
@@ -86,6 +87,8 @@ def _check(args: argparse.Namespace) -> None:
 
     if args.seeds < 1 or (args.steps is not None and args.steps < 1):
         raise ValueError(f"--seeds {args.seeds} --steps {args.steps}: expected at least 1")
+    if args.out and paths.is_remote(args.out):
+        raise ValueError(f"--out {args.out}: expected a local folder (runs themselves may be in a bucket: --run-root)")
     if args.analyze and args.smoke:
         raise ValueError("--analyze reads the scores of runs, and rehearsals have none: leave --smoke out")
     if args.simulate or args.analyze or args.list:
@@ -158,8 +161,9 @@ def _list(suite: Suite) -> Table:
         table.add_column(heading, no_wrap=True, justify="left" if heading == "experiment" else "right")
     table.add_column("status", overflow="fold")
     for entry in suite.entries:
-        step, score = (0, None) if entry.same_as or suite.mode.smoke else suite.progress(entry)
-        shown = ("", "") if entry.same_as else (f"{step:,}", f"{suite.mode.last_step(entry):,}")
+        has_steps = not (entry.same_as or suite.mode.smoke)
+        step, score = suite.progress(entry) if has_steps else (0, None)
+        shown = (f"{step:,}", f"{suite.mode.last_step(entry):,}") if has_steps else ("", "")
         table.add_row(entry.name, *shown, "" if score is None else f"{score:.2%}", suite.status[entry.id])
     return table
 

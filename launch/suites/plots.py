@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 WIDTH, HEIGHT = 560, 340
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 16, 34, 48
+_SAME, _APART = 1.01, 36
 COLOURS = ("#3366aa", "#cc5533", "#2f8f5b", "#8a5aa8", "#b8860b", "#3a9aa8", "#a83a6b", "#667722", "#555555")
 
 
@@ -33,7 +34,7 @@ class _Axis(NamedTuple):
 
 
 def scatter(points: Sequence[Point], *, title: str, x_label: str, log: bool = False, frontier: bool = False) -> str:
-    """Accuracy against something; empty where fewer than two different x are there to compare.
+    """Accuracy against something; empty where all x are one and the same, to a hundredth.
 
     Args:
       points: what is drawn; those of a group have one colour.
@@ -42,7 +43,7 @@ def scatter(points: Sequence[Point], *, title: str, x_label: str, log: bool = Fa
       frontier: a line through the points that no other beats in both: less x and more y.
     """
     points = [p for p in points if math.isfinite(p.x) and math.isfinite(p.y) and (p.x > 0 or not log)]
-    if len({p.x for p in points}) < 2:
+    if not points or max(p.x for p in points) <= _SAME * min(p.x for p in points):
         return ""
     across, up = _across([p.x for p in points], log=log), _up([p.y for p in points])
     colours = _colours(p.group for p in points)
@@ -52,7 +53,7 @@ def scatter(points: Sequence[Point], *, title: str, x_label: str, log: bool = Fa
         said = html.escape(f"{p.label}: {p.y:.2%} at {number(p.x)}")
         body.append(
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{colours[p.group]}"><title>{said}</title></circle>'
-            f'<text class="name" x="{x + 6:.1f}" y="{y - 6:.1f}">{html.escape(p.label)}</text>'
+            f'<text class="name" {_beside(x)} y="{y - 6:.1f}">{html.escape(p.label)}</text>'
         )
     return _picture(title, x_label, across, up, body)
 
@@ -87,6 +88,13 @@ def number(value: float) -> str:
         if abs(value) >= size:
             return f"{value / size:.3g}{unit}"
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
+
+
+def _beside(x: float) -> str:
+    """Where a point's name begins or, in the right half, ends."""
+    if x > (_LEFT + WIDTH) / 2:
+        return f'x="{x - 6:.1f}" text-anchor="end"'
+    return f'x="{x + 6:.1f}"'
 
 
 def _staircase(points: Sequence[Point]) -> list[tuple[float, float]]:
@@ -150,8 +158,12 @@ def _picture(title: str, x_label: str, across: _Axis, up: _Axis, body: Sequence[
         y = up.place(tick)
         parts.append(f'<line x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#e4e4e4"/>')
         parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:.0%}</text>')
+    said = -math.inf
     for tick in across.ticks:
         x = across.place(tick)
+        if x - said < _APART:  # its number would run into the one before
+            continue
+        said = x
         parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 4}" stroke="#888888"/>')
         parts.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 17}" text-anchor="middle">{number(tick)}</text>')
     parts.append(f'<line x1="{_LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}" stroke="#888888"/>')

@@ -123,6 +123,10 @@ def test_places_in_a_picture_are_those_of_the_numbers():
     assert max(up) - min(up) < 0.2
     assert min(up) > 20
     assert plots.scatter(points[:1], title="t", x_label="x") == ""
+    alike = [plots.Point(x, 0.5, "p", "g") for x in (2.1360, 2.1355)]  # steps rounded differently
+    assert plots.scatter(alike, title="t", x_label="x") == ""
+    names = [t for t in drawn.iter("text") if t.attrib["class"] == "name"]
+    assert [t.attrib.get("text-anchor") for t in names] == [None, None, "end", "end"]  # none runs out of the picture
 
 
 @pytest.mark.parametrize(

@@ -171,8 +171,18 @@ def test_stopping_the_suite_stops_the_run(folder, tmp_path, launch_command):
     assert str(tmp_path / "runs") not in left
 
 
+def test_chips_are_left_to_the_runs(launch_command, folder, tmp_path):
+    """The suite itself computes on the CPU, whatever platform its runs are to use; they inherit its environment."""
+    command, env = launch_command("suite", str(folder), "--analyze", "--out", str(tmp_path / "out"))
+    root = {"RENGA_RUN_ROOT": str(tmp_path / "runs"), "JAX_PLATFORMS": "tpu"}
+    done = subprocess.run(command, cwd=plan.environment.WORKSPACE, env=env | root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "results.csv").read_text().count("not run") == 3
+
+
 def test_the_command_says_what_it_needs(launch, folder):
     assert "is no host of a TPU" in launch("suite", str(folder), code=2)
+    assert "expected a local folder" in launch("suite", str(folder), "--list", "--out", "gs://bucket/x", code=2)
     assert "did you mean 'exp10'" in launch("suite", "exp1x", "--list", code=2)
 
 
