@@ -221,31 +221,33 @@ class TRM:
         )
         return self._heads(w, states)
 
-    def flops_per_row(self, length: int) -> float:
-        """Training FLOPs of one row of S = `length` cells in one step: all cycles forward, the last one backward."""
+    def flops_per_row(self, length: int, *, early: int | None = None) -> float:
+        """Training FLOPs of one row of S = `length` cells in one step: all cycles forward, the last one backward.
+
+        `early`: calls of the network in cycles without a gradient, where it is not all of them.
+        """
         d, f, t = self.embed_dim, self.mlp_width(self.embed_dim), length + self.prefix_length
         if self.mixer == "mlp":
             layer = 6.0 * d * t * self.mlp_width(t) + 6.0 * t * d * f
         else:
             layer = 2.0 * t * (4 * d * d + 3 * d * f) + 4.0 * t * t * d
         calls = self.l_cycles + 1
+        early = calls * (self.h_cycles - 1) if early is None else early
         backward = 2 * (2 if self.gradient == "last_calls" else calls)
         heads = 6.0 * length * d * self.stored_vocab_size
-        return (calls * self.h_cycles + backward) * self.num_layers * layer + heads
+        return (early + calls + backward) * self.num_layers * layer + heads
 
     def flops_per_token(self, length: int) -> float:
         """The same, by cell."""
         return self.flops_per_row(length) / length
 
     def training_flops(self, length: int, *, rows: int, steps: int) -> float:
-        """Of a run of `steps` steps of `rows` rows, as the curriculum has it."""
+        """Of a run of `steps` steps of `rows` rows, less the cycles without a gradient that a curriculum leaves out."""
         if self.curriculum is None:
             return self.flops_per_row(length) * rows * steps
         stages = self.curriculum.stages(steps, h_cycles=self.h_cycles, l_cycles=self.l_cycles)
-        return sum(
-            dataclasses.replace(self, h_cycles=outer, l_cycles=inner, curriculum=None).flops_per_row(length) * rows * n
-            for n, outer, inner in stages
-        )
+        each = (n * self.flops_per_row(length, early=(outer - 1) * (inner + 1)) for n, outer, inner in stages)
+        return rows * sum(each)
 
     def shrink(self, multiples: Mapping[str, int]) -> TRM:
         """The smallest model of this kind whose dimensions are multiples of `multiples`, by logical axis."""

@@ -89,16 +89,33 @@ def run(
     last = functools.partial(net, layers)
     if recursion.remat != "none":
         last = jax.checkpoint(last, policy=stack.REMAT_POLICIES[recursion.remat])
-    return _cycle(last, states, x, recursion, l_now)
+    return _cycle(last, states, x, recursion, l_now, leave_out=_mask)
 
 
-def _cycle(net: Net, states: States, x: jax.Array, recursion: Recursion, l_now: jax.Array | None = None) -> States:
+def _skip(is_on: jax.Array, update: Callable, value: Any) -> Any:
+    """The update, or nothing at no cost. Its gradient would be summed over chips inside of the branch, each time."""
+    return jax.lax.cond(is_on, update, lambda v: v, value)
+
+
+def _mask(is_on: jax.Array, update: Callable, value: Any) -> Any:
+    """The update, computed in any case, or the value as it was: gradients are summed over chips once, as ever."""
+    return jax.tree.map(functools.partial(jnp.where, is_on), update(value), value)
+
+
+def _cycle(
+    net: Net,
+    states: States,
+    x: jax.Array,
+    recursion: Recursion,
+    l_now: jax.Array | None = None,
+    leave_out: Callable = _skip,
+) -> States:
     """L updates of the latent, then one of the answer."""
     stop = jax.lax.stop_gradient if recursion.gradient == "last_calls" else (lambda a: a)
     z_h, z_l = states
 
     def inner(z: jax.Array, inject: jax.Array) -> jax.Array:
-        z = _repeat(lambda z: net(z + inject), z, times=l_now, most=recursion.l_cycles)
+        z = _repeat(lambda z: net(z + inject), z, times=l_now, most=recursion.l_cycles, leave_out=leave_out)
         return net(stop(z) + inject)
 
     if recursion.latents == "single":
@@ -113,15 +130,11 @@ def _cycle(net: Net, states: States, x: jax.Array, recursion: Recursion, l_now: 
     return States(net(z_h + sum(z_l)), z_l)
 
 
-def _repeat(update: Callable, value: Any, *, times: jax.Array | None, most: int) -> Any:
+def _repeat(update: Callable, value: Any, *, times: jax.Array | None, most: int, leave_out: Callable = _skip) -> Any:
     """`update` applied once less than `times`, or once less than `most` where that is None."""
     if times is None:
         return jax.lax.scan(lambda v, _: (update(v), None), value, length=most - 1)[0]
-
-    def one(value: Any, i: jax.Array) -> tuple[Any, None]:
-        return jax.lax.cond(i < times, update, lambda v: v, value), None
-
-    return jax.lax.scan(one, value, jnp.arange(1, most))[0]
+    return jax.lax.scan(lambda v, i: (leave_out(i < times, update, v), None), value, jnp.arange(1, most))[0]
 
 
 def attention_block(weights: Block, x: jax.Array, *, theta: float | None, eps: float) -> jax.Array:

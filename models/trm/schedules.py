@@ -1,9 +1,11 @@
 """What of the Tiny Recursive Model changes while it trains: how much it explores, and how often it recurs.
 
 The one idea: the carry counts training steps, so a schedule is a pure function of a number that every step has, that a
-checkpoint keeps, and that is the same on all chips. One program serves the whole run: a curriculum leaves cycles out by
-`lax.cond` inside loops of fixed length, so a cycle that is left out costs no time; memory is that of all cycles, and
-nothing is compiled anew when the curriculum moves on.
+checkpoint keeps, and that is the same on all chips. One program serves the whole run, with loops of fixed length, and
+nothing is compiled anew when a curriculum moves on. Outer cycles without a gradient that it leaves out stand behind a
+condition and cost nothing. Inner ones of the last cycle are masked and cost what they always do: behind a condition the
+gradients of the weights would be summed over all chips at every call, and compiled for a v4-64 that made a step a fifth
+longer than without any curriculum, for all of the run.
 """
 
 from __future__ import annotations
