@@ -29,6 +29,7 @@ EXAMPLE = """launch/run suite exp01 --gin "DATA = 'gs://BUCKET/sudoku-extreme'" 
 TERMINATED, INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGINT
 _SECONDS_BETWEEN_LOOKS = 3.0
 _WIDTH = 140  # where there is no terminal to say
+_AROUND = 6  # lines of a table that are no rows
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,7 +108,7 @@ def _run(suite: Suite) -> int:
         if not console.is_terminal:
             return suite.run(_Lines(suite))
         with Live(console=console, auto_refresh=False, transient=True) as live:
-            return suite.run(_Throttled(lambda: live.update(_list(suite), refresh=True)))
+            return suite.run(_Throttled(lambda: live.update(_list(suite, most=console.height - _AROUND), refresh=True)))
     except SystemExit as stop:
         return stop.code
     except KeyboardInterrupt:
@@ -151,8 +152,8 @@ def _console() -> Console:
     return console if console.is_terminal else Console(width=_WIDTH)
 
 
-def _list(suite: Suite) -> Table:
-    """The status of every experiment."""
+def _list(suite: Suite, *, most: int | None = None) -> Table:
+    """The status of every experiment, or of so many around the one that runs."""
     done = sum(not suite.failed(entry) for entry in suite.entries)
     distinct = sum(not entry.same_as for entry in suite.entries)
     title = f"{len(suite.entries)} experiments, {distinct} of them distinct; {done} done"
@@ -160,12 +161,21 @@ def _list(suite: Suite) -> Table:
     for heading in ("experiment", "step", "of", "exact"):
         table.add_column(heading, no_wrap=True, justify="left" if heading == "experiment" else "right")
     table.add_column("status", overflow="fold")
-    for entry in suite.entries:
+    for entry in suite.entries[_window(suite, most)]:
         has_steps = not (entry.same_as or suite.mode.smoke)
         step, score = suite.progress(entry) if has_steps else (0, None)
         shown = (f"{step:,}", f"{suite.mode.last_step(entry):,}") if has_steps else ("", "")
         table.add_row(entry.name, *shown, "" if score is None else f"{score:.2%}", suite.status[entry.id])
     return table
+
+
+def _window(suite: Suite, most: int | None) -> slice:
+    if most is None or len(suite.entries) <= most:
+        return slice(None)
+    statuses = [suite.status[entry.id] for entry in suite.entries]
+    at = statuses.index("runs") if "runs" in statuses else 0
+    first = max(0, min(at - most // 2, len(statuses) - most))
+    return slice(first, first + max(most, 1))
 
 
 def _print_failures(suite: Suite) -> None:

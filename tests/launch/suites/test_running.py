@@ -151,6 +151,18 @@ def test_a_command_is_what_one_would_type(suite):
     assert mode.last_step(entry) == 4
 
 
+def test_a_table_that_is_too_long_shows_what_runs(tmp_path):
+    from launch.commands import suite as command
+
+    entries = plan.plan(plan.files("all"), check_data=False, root=str(tmp_path))
+    long = running.Suite(entries, mode=running.Mode(), root=str(tmp_path), logs=tmp_path)
+    for number, shown in ((0, 0), (30, 20), (66, 47)):
+        long.status = {entry.id: "runs" if i == number else "waits" for i, entry in enumerate(entries)}
+        assert command._list(long, most=20).row_count == 20
+        assert command._window(long, 20).start == shown
+    assert command._list(long).row_count == 67
+
+
 def test_a_difference_is_named():
     assert running.difference("A = 1\nB = 2", "A = 1\nB = 3") == "B: there 2, now 3"
     assert running.difference("A = 1", "A = 1\nC = 3") == "C: there not set, now 3"
