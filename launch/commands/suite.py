@@ -26,7 +26,6 @@ EXAMPLE = """launch/run suite exp01 --gin "DATA = 'gs://BUCKET/sudoku-extreme'" 
   launch/run suite all --smoke --simulate --slice v4-8
   launch/run suite exp02 --seeds 3 --run-root gs://BUCKET/runs --gin "DATA = 'gs://BUCKET/sudoku-extreme'"
   launch/run suite exp02 --analyze --run-root gs://BUCKET/runs --gin "DATA = 'gs://BUCKET/sudoku-extreme'\""""
-TERMINATED, INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGINT
 _SECONDS_BETWEEN_LOOKS = 3.0
 _WIDTH = 140  # where there is no terminal to say
 _AROUND = 6  # lines of a table that are no rows
@@ -102,23 +101,17 @@ def _check(args: argparse.Namespace) -> None:
 
 def _run(suite: Suite) -> int:
     """Runs with a table that follows it on a terminal, a line for each change elsewhere."""
-    before = signal.signal(signal.SIGTERM, _stop)
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    before = {n: signal.signal(n, lambda n, frame: suite.requested.append(128 + n)) for n in numbers}
     console = _console()
     try:
         if not console.is_terminal:
             return suite.run(_Lines(suite))
         with Live(console=console, auto_refresh=False, transient=True) as live:
             return suite.run(_Throttled(lambda: live.update(_list(suite, most=console.height - _AROUND), refresh=True)))
-    except SystemExit as stop:
-        return stop.code
-    except KeyboardInterrupt:
-        return INTERRUPTED
     finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _stop(number: int, frame: object) -> None:
-    raise SystemExit(TERMINATED)
+        for number, action in before.items():
+            signal.signal(number, action)
 
 
 class _Throttled:

@@ -21,6 +21,7 @@ from core import paths
 from launch.suites import measured, plan
 from launch.suites.plan import Entry
 
+INTERRUPTED = 128 + signal.SIGINT
 PREEMPTED = 143  # of a run whose machine is taken away: there is no use in going on
 DONE = ("done", "was done")
 _POLL_SECONDS = 0.5
@@ -63,10 +64,13 @@ class Suite:
       status: by id, in words: what the table shows.
       run_dirs: by id, where its results are.
       logs: by id, what its process printed.
+      requested: exit codes of signals that asked us to stop. A handler adds to it and does nothing else: an exception
+        while a process starts would leave it behind.
     """
 
     def __init__(self, entries: Sequence[Entry], *, mode: Mode, root: str, logs: Path):
         self.entries, self.mode, self._root = list(entries), mode, root
+        self.requested: list[int] = []
         self.run_dirs = {entry.id: entry.run_dir for entry in entries}
         self.logs = {entry.id: logs / entry.group / f"{entry.name}.log" for entry in entries}
         self._elsewhere = {} if mode.smoke else measured.elsewhere(root, {entry.text for entry in entries})
@@ -105,7 +109,8 @@ class Suite:
           show: called whenever something may have changed.
 
         Returns:
-          0 where all is done; 1 where something failed; 143 where a run was preempted, and the rest left.
+          0 where all is done; 1 where something failed; 143 where a run was preempted, and the rest left; the exit
+          code of a signal that asked us to stop.
         """
         for entry in self.entries:
             if self.status[entry.id] != "waits":
@@ -113,8 +118,8 @@ class Suite:
             code = self._run(entry, show)
             self._follow()
             show()
-            if code == PREEMPTED:
-                return PREEMPTED
+            if self.requested or code == PREEMPTED:
+                return self.requested[0] if self.requested else PREEMPTED
         return int(any(self.failed(entry) for entry in self.entries))
 
     def failed(self, entry: Entry) -> bool:
@@ -152,6 +157,20 @@ class Suite:
         places = (entry.run_dir, self.run_dirs[entry.same_as or entry.id], *alike)
         return next((place for place in places if measured.config(place) is not None), None)
 
+    def _wait(self, process: subprocess.Popen, show: Callable[[], None]) -> int:
+        """Waits for a run to end. Where we are asked to stop, so is it, and it is given the time to save."""
+        while process.poll() is None and not self.requested:
+            time.sleep(_POLL_SECONDS)
+            show()
+        if process.poll() is None:
+            if self.requested[0] == INTERRUPTED:  # it got Ctrl-C from the terminal too; a second signal costs its save
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_GRACE_SECONDS)
+            if process.poll() is None:
+                process.terminate()
+            process.wait()
+        return process.returncode if process.returncode >= 0 else 128 - process.returncode
+
     def _follow(self) -> None:
         """A duplicate's results are those of the entry in its place."""
         for entry in self.entries:
@@ -165,28 +184,12 @@ class Suite:
         log = self.logs[entry.id]
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as out:
-            code = _wait(subprocess.Popen(self.mode.command(entry), stdout=out, stderr=subprocess.STDOUT), show)
+            process = subprocess.Popen(self.mode.command(entry), stdout=out, stderr=subprocess.STDOUT)
+            code = self._wait(process, show)
         minutes = (time.monotonic() - began) / 60
-        ended = "done" if code == 0 else f"failed with exit code {code}"
+        ended = "done" if code == 0 else "stopped" if self.requested else f"failed with exit code {code}"
         self.status[entry.id] = f"{ended} after {minutes:.1f} min"
         return code
-
-
-def _wait(process: subprocess.Popen, show: Callable[[], None]) -> int:
-    """Waits for a process to end; where we are stopped, it is asked to stop too, and is given the time to save."""
-    try:
-        while process.poll() is None:
-            time.sleep(_POLL_SECONDS)
-            show()
-    except KeyboardInterrupt:  # it got the same signal from the terminal; a second one would cost it its checkpoint
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE_SECONDS)
-        raise
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            process.wait()
-    return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
 
 def without_place(text: str) -> str:

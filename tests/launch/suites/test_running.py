@@ -169,16 +169,20 @@ def test_a_difference_is_named():
     assert running.without_place("A = 1\nDATA = 'x'\nSLICE = 'v4-8'") == "A = 1"
 
 
-def test_stopping_the_suite_stops_the_run(folder, tmp_path, launch_command):
+@pytest.mark.parametrize("seconds", [0, 3])  # while its process starts; while it runs
+def test_stopping_the_suite_stops_the_run(folder, tmp_path, launch_command, seconds):
     """Asked to stop, it asks the run to stop, waits for it, and leaves a table."""
     options = ("--simulate", "--run-root", str(tmp_path / "runs"), "--out", str(tmp_path / "out"))
     command, env = launch_command("suite", str(folder), *options)
     process = subprocess.Popen(command, cwd=plan.environment.WORKSPACE, env=env, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline().split()[-1] == "runs"
+    time.sleep(seconds)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 143, output
     assert "results.csv" in output
+    assert "stopped after" in output
+    time.sleep(1)  # a process that was left behind would have come so far as to show its arguments
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert str(tmp_path / "runs") not in left
 
