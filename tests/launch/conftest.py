@@ -33,9 +33,9 @@ def launch_command(cache):
 def launch(launch_command):
     """Runs such a command to its end; gives what it printed, and its errors where it is to fail."""
 
-    def run(*arguments, slice_name=None, code=0):
+    def run(*arguments, slice_name=None, code=0, timeout=300):
         command, env = launch_command(*arguments, slice_name=slice_name)
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
         assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout + (done.stderr if code else "")
 

@@ -172,8 +172,8 @@ def test_v4_32_in_four_processes_has_the_losses_of_one(launch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.simulated(2)
 def test_the_quickstart_learns_and_attention_is_why(launch, tmp_path):
-    launch("pod", "v4-16", "gin/quickstart.gin", "--simulate", "--run-dir", str(tmp_path / "run"))
+    launch("pod", "v4-16", "gin/quickstart.gin", "--simulate", "--run-dir", str(tmp_path / "run"), timeout=1200)
     assert scalars(tmp_path / "run", "validation/loss")[200] < 1.9
     control = ["--gin", "transformer.Transformer.attention = 'none'", "--run-dir", str(tmp_path / "control")]
-    launch("pod", "v4-16", "gin/quickstart.gin", "--simulate", *control)
+    launch("pod", "v4-16", "gin/quickstart.gin", "--simulate", *control, timeout=1200)
     assert scalars(tmp_path / "control", "validation/loss")[200] > 2.1
