@@ -2,6 +2,7 @@
 
 model.py      the configuration and the model: `TRM`
 net.py        the blocks, and the recursion over latent and answer
+operations.py  products, gate and norm, with derivatives of their own
 halting.py    the carry: which rows go on, which take a new puzzle; loss and metrics of one step
 schedules.py  what changes while it trains: exploration, and a curriculum of cycles
 """

@@ -12,6 +12,7 @@ stored, L layers, N puzzles as stored.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 
@@ -19,7 +20,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from core import logical, random_bits, stack
+from core import logical, random_bits
 from core.types import Batch, LossOutput, Params
 from models import losses
 from models.trm import halting, net, weights
@@ -104,7 +105,7 @@ class TRM:
             "positions": ("auto", *POSITIONS),
             "latents": net.LATENTS,
             "gradient": net.GRADIENTS,
-            "remat": stack.REMAT_CHOICES,
+            "remat": net.REMAT_CHOICES,
             "probabilities": tuple(LOG_PROBABILITIES),
             "dtype": _DTYPES,
         }
@@ -114,6 +115,8 @@ class TRM:
         ends = (self.exploration.start, self.exploration.end) if self._anneals else (self.exploration,)
         if not all(0 <= p <= 1 for p in ends):
             raise ValueError(f"TRM.exploration = {self.exploration}: expected a probability, from 0 to 1")
+        if not self.expansion > 0:
+            raise ValueError(f"TRM.expansion = {self.expansion}: expected above 0")
         self._check_shapes()
         self._check_curriculum()
 
@@ -310,7 +313,11 @@ class TRM:
         return halting.refill(self.init_carry(batch), batch, w.starts).states
 
     def _recur(self, w: Weights, states: States, x: jax.Array, *, now=None) -> States:
-        return net.run(w.layers, states, x, net=self._net, recursion=self.recursion, now=now)
+        run = functools.partial(net.run, w.layers, net=self._net, recursion=self.recursion, now=now)
+        if self.mixer == "attention":
+            return run(states, x)
+        turn = functools.partial(jax.tree.map, lambda a: jnp.swapaxes(a, 0, 1))  # [B, T, D] <-> [T, B, D]
+        return turn(run(turn(states), turn(x)))
 
     def _net(self, layers: tuple[Mapping[str, jax.Array], ...], x: jax.Array) -> jax.Array:
         for block in layers:

@@ -23,12 +23,15 @@ import jax.numpy as jnp
 
 from core import logical, stack
 from models import attention
+from models.trm import operations
 
 Block = Mapping[str, jax.Array]  # weights of one layer
 Net = Callable[[jax.Array], jax.Array]  # [B, T, D] -> [B, T, D]
 
 LATENTS = ("two", "single", "many")
 GRADIENTS = ("last_cycle", "last_calls")
+REMAT_POLICIES = {**stack.REMAT_POLICIES, "norms": operations.KEEP_NORMED}
+REMAT_CHOICES = ("none", *REMAT_POLICIES)
 
 
 class States(NamedTuple):
@@ -50,7 +53,7 @@ class Recursion(NamedTuple):
       h_cycles, l_cycles: outer and inner repetitions.
       latents: "two" (z and y), "single" (y alone), "many" (a z for each inner step).
       gradient: "last_cycle", or "last_calls": of the last update of each state alone.
-      remat: what the backward pass recomputes: "none", "dots", "full".
+      remat: what the backward pass recomputes: "none", "dots", "full"; "norms": all but what norms gave.
     """
 
     h_cycles: int
@@ -86,10 +89,14 @@ def run(
         return _cycle(functools.partial(net, still), states, still_x, recursion, l_now)
 
     states = _repeat(early, jax.lax.stop_gradient(states), times=h_now, most=recursion.h_cycles)
-    last = functools.partial(net, layers)
+    wide = jax.tree.map(lambda w: w.astype(jnp.float32), layers)  # gradients of the calls are summed in float32
+
+    def last(x: jax.Array) -> jax.Array:
+        return net(jax.tree.map(lambda w: w.astype(x.dtype), wide), x)
+
     if recursion.remat != "none":
-        last = jax.checkpoint(last, policy=stack.REMAT_POLICIES[recursion.remat])
-    return _cycle(last, states, x, recursion, l_now, leave_out=_mask)
+        last = jax.checkpoint(last, policy=REMAT_POLICIES[recursion.remat])
+    return _cycle(last, states, x, recursion, l_now, loop=_LAST)
 
 
 def _skip(is_on: jax.Array, update: Callable, value: Any) -> Any:
@@ -102,20 +109,30 @@ def _mask(is_on: jax.Array, update: Callable, value: Any) -> Any:
     return jax.tree.map(functools.partial(jnp.where, is_on), update(value), value)
 
 
+class _Loop(NamedTuple):
+    """How calls are repeated."""
+
+    leave_out: Callable  # of a call that a curriculum has not come to
+    unrolled: int  # calls that stand in the program one by one; what they keep is then not copied into an array of all
+
+
+_EARLY, _LAST = _Loop(_skip, 1), _Loop(_mask, 6)
+
+
 def _cycle(
     net: Net,
     states: States,
     x: jax.Array,
     recursion: Recursion,
     l_now: jax.Array | None = None,
-    leave_out: Callable = _skip,
+    loop: _Loop = _EARLY,
 ) -> States:
     """L updates of the latent, then one of the answer."""
     stop = jax.lax.stop_gradient if recursion.gradient == "last_calls" else (lambda a: a)
     z_h, z_l = states
 
     def inner(z: jax.Array, inject: jax.Array) -> jax.Array:
-        z = _repeat(lambda z: net(z + inject), z, times=l_now, most=recursion.l_cycles, leave_out=leave_out)
+        z = _repeat(lambda z: net(z + inject), z, times=l_now, most=recursion.l_cycles, loop=loop)
         return net(stop(z) + inject)
 
     if recursion.latents == "single":
@@ -130,36 +147,42 @@ def _cycle(
     return States(net(z_h + sum(z_l)), z_l)
 
 
-def _repeat(update: Callable, value: Any, *, times: jax.Array | None, most: int, leave_out: Callable = _skip) -> Any:
+def _repeat(update: Callable, value: Any, *, times: jax.Array | None, most: int, loop: _Loop = _EARLY) -> Any:
     """`update` applied once less than `times`, or once less than `most` where that is None."""
-    if times is None:
-        return jax.lax.scan(lambda v, _: (update(v), None), value, length=most - 1)[0]
-    return jax.lax.scan(lambda v, i: (leave_out(i < times, update, v), None), value, jnp.arange(1, most))[0]
+
+    def body(value: Any, i: jax.Array) -> tuple[Any, None]:
+        return update(value) if times is None else loop.leave_out(i < times, update, value), None
+
+    return jax.lax.scan(body, value, jnp.arange(1, most), unroll=min(loop.unrolled, max(most - 1, 1)))[0]
 
 
 def attention_block(weights: Block, x: jax.Array, *, theta: float | None, eps: float) -> jax.Array:
     """Attention over all positions, then the feed-forward layer; theta of the rotary embedding, None for none."""
     x = logical.constrain(x, "batch", "residual_length", "embed")
-    x = rms_norm(x + _attend(weights, x, theta=theta), eps=eps)
+    x = operations.rms_norm(x + _attend(weights, x, theta=theta), -1, eps)
     x = logical.constrain(x, "batch", "residual_length", "embed")
-    return _feed_forward(weights, x, eps=eps)
+    x = _feed_forward(weights, x, ("batch", "length"), eps=eps)
+    return logical.constrain(x, "batch", "residual_length", "embed")
 
 
 def mixing_block(weights: Block, x: jax.Array, *, eps: float) -> jax.Array:
-    """A feed-forward layer over positions, channel by channel, normalised over positions; then one over channels."""
-    x = logical.constrain(x, "batch", "residual_length", "embed")
-    hidden = jnp.einsum("btd,tcf->bcfd", x, weights["token_gate_up"])  # [B, 2, F, D]
-    hidden = logical.constrain(hidden, "batch", None, "mlp", "embed")
-    mixed = jnp.einsum("bfd,ft->btd", jax.nn.silu(hidden[:, 0]) * hidden[:, 1], weights["token_down"])
-    x = rms_norm(x + mixed, eps=eps, axis=1)
-    return _feed_forward(weights, x, eps=eps)
+    """A feed-forward layer over positions, channel by channel, normalised over positions; then one over channels.
+
+    x is [T, B, D] here: positions first and channels last make both layers plain products of matrices.
+    """
+    x = logical.constrain(x, "residual_length", "batch", "embed")
+    gate, up = (operations.over_positions(weights[name], x) for name in ("token_gate", "token_up"))
+    gate, up = (logical.constrain(a, "mlp", "batch", "embed") for a in (gate, up))
+    mixed = operations.over_positions(weights["token_down"], operations.swiglu(gate, up))
+    x = operations.rms_norm(x + mixed, 0, eps)
+    x = _feed_forward(weights, x, ("length", "batch"), eps=eps)
+    return logical.constrain(x, "residual_length", "batch", "embed")
 
 
-def _feed_forward(weights: Block, x: jax.Array, *, eps: float) -> jax.Array:
-    hidden = jnp.einsum("btd,dcf->btcf", x, weights["gate_up"])  # [B, T, 2, F]
-    hidden = logical.constrain(hidden, "batch", "length", None, "mlp")
-    x = rms_norm(x + (jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1]) @ weights["down"], eps=eps)
-    return logical.constrain(x, "batch", "residual_length", "embed")
+def _feed_forward(weights: Block, x: jax.Array, axes: tuple[str, str], *, eps: float) -> jax.Array:
+    """Over channels, and normalised over them; `axes` are the two logical axes in front of the channels."""
+    gate, up = (logical.constrain(x @ weights[name], *axes, "mlp") for name in ("gate", "up"))
+    return operations.rms_norm(x + operations.swiglu(gate, up) @ weights["down"], -1, eps)
 
 
 def _attend(weights: Block, x: jax.Array, *, theta: float | None) -> jax.Array:
@@ -175,9 +198,3 @@ def _attend(weights: Block, x: jax.Array, *, theta: float | None) -> jax.Array:
     return jnp.einsum(
         "bthk,hkd->btd", logical.constrain(mixed, "batch", "length", "heads", "head_dim"), weights["output"]
     )
-
-
-def rms_norm(x: jax.Array, *, eps: float, axis: int = -1) -> jax.Array:
-    """x / sqrt(mean(x^2) + eps) over an axis, in float32, without a gain."""
-    wide = x.astype(jnp.float32)
-    return (wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=axis, keepdims=True) + eps)).astype(x.dtype)

@@ -307,7 +307,7 @@ def interleaved_rotary(monkeypatch):
 def gate_and_up_swapped(monkeypatch):
     block = net.attention_block
     monkeypatch.setattr(
-        net, "attention_block", lambda w, x, **o: block({**w, "gate_up": w["gate_up"][:, ::-1]}, x, **o)
+        net, "attention_block", lambda w, x, **o: block({**w, "gate": w["up"], "up": w["gate"]}, x, **o)
     )
 
 

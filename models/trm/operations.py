@@ -1,0 +1,91 @@
+"""What the blocks of the recursive network are made of, each with a derivative of its own.
+
+The one idea: the gradient runs through one cycle of calls, so what each call keeps for it is most of the memory of a
+step. These derivatives are written from the results that are kept anyway: the gated unit keeps its two inputs and not
+what lies between, the norm keeps its output. `NORMED` names the outputs of norms for rematerialisation: with them alone
+(`KEEP_NORMED`) a backward pass computes each block's products again and nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+NORMED = "normed"
+KEEP_NORMED = jax.checkpoint_policies.save_only_these_names(NORMED)
+
+
+@jax.custom_vjp
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """silu(gate) * up, elementwise. Shazeer 2020, "GLU variants improve transformer"."""
+    return jax.nn.silu(gate) * up
+
+
+def _swiglu_forward(gate: jax.Array, up: jax.Array):
+    return swiglu(gate, up), (gate, up)
+
+
+def _swiglu_backward(kept, d_out: jax.Array):
+    gate, up = kept
+    s = jax.nn.sigmoid(gate)
+    return d_out * up * (s * (1 + gate * (1 - s))), d_out * (gate * s)
+
+
+swiglu.defvjp(_swiglu_forward, _swiglu_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def rms_norm(x: jax.Array, axis: int, eps: float) -> jax.Array:
+    """x / sqrt(mean(x^2) + eps) over an axis, in float32, without a gain."""
+    return _normed(x, axis, eps)[0]
+
+
+def _normed(x: jax.Array, axis: int, eps: float) -> tuple[jax.Array, jax.Array]:
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide**2, axis=axis, keepdims=True) + eps)
+    return (wide * scale).astype(x.dtype), scale
+
+
+def _rms_norm_forward(x: jax.Array, axis: int, eps: float):
+    y, scale = (checkpoint_name(a, NORMED) for a in _normed(x, axis, eps))
+    return y, (y, scale)
+
+
+def _rms_norm_backward(axis: int, eps: float, kept, d_y: jax.Array):
+    del eps
+    y, scale = kept
+    wide, d = y.astype(jnp.float32), d_y.astype(jnp.float32)
+    d_x = scale * (d - wide * jnp.mean(d * wide, axis=axis, keepdims=True))
+    return (d_x.astype(d_y.dtype),)
+
+
+rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
+
+
+@jax.custom_vjp
+def over_positions(w: jax.Array, x: jax.Array) -> jax.Array:
+    """w [I, O], x [I, B, D] -> [O, B, D]: a linear layer over the first axis.
+
+    JAX's own derivative of this product transposes the large operands: on a CPU that took as long as the products. Here
+    the one with more positions always comes first, and stays as it lies.
+    """
+    return jnp.einsum("io,ibd->obd", w, x)
+
+
+def _over_positions_forward(w: jax.Array, x: jax.Array):
+    return over_positions(w, x), (w, x)
+
+
+def _over_positions_backward(kept, d_out: jax.Array):
+    w, x = kept
+    if w.shape[1] > w.shape[0]:
+        d_w = jnp.einsum("obd,ibd->oi", d_out, x).T
+    else:
+        d_w = jnp.einsum("ibd,obd->io", x, d_out)
+    return d_w, jnp.einsum("io,obd->ibd", w, d_out)
+
+
+over_positions.defvjp(_over_positions_forward, _over_positions_backward)
