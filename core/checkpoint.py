@@ -58,7 +58,8 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(
             self._directory,
             options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep,
+                max_to_keep=None if read_only else keep,
+                save_interval_steps=0 if read_only else 1,
                 create=not read_only,
                 read_only=read_only,
                 cleanup_tmp_directories=not read_only,

@@ -103,16 +103,33 @@ def eval_step(
     It reads the parameters that the optimizer averages, where it does, and calls the model's own `evaluate`, where it
     has one.
     """
+    answer = answer_step(model, optimizer, seed=seed)
 
     def run(state: TrainState, batch: Batch) -> Mapping[str, WeightedSum]:
+        return answer(state, batch)[0]
+
+    return run
+
+
+def answer_step(
+    model: Model, optimizer: Optimizer, *, seed: int
+) -> Callable[[TrainState, Batch], tuple[Mapping[str, WeightedSum], Mapping[str, jax.Array]]]:
+    """As `eval_step`, `(state, batch) -> (sums, answers)`: also what the model answers, `{name: [B, ...]}`.
+
+    Of a model without `evaluate`, no answers.
+    """
+
+    def run(state: TrainState, batch: Batch) -> tuple[Mapping[str, WeightedSum], Mapping[str, jax.Array]]:
         rng = jax.random.fold_in(jax.random.key(seed), state.step)
         batch = random_bits.with_row_ids(batch)
         params = optimizer.evaluated(state.params, state.opt_state)
         if hasattr(model, "evaluate"):
             out = model.evaluate(params, rng, batch)
+            answers = dict(out.extras)
         else:
             _, out = model.loss(params, model.init_carry(batch), rng, batch)
-        return {"loss": WeightedSum(out.loss_sum, out.weight_sum), **out.metrics}
+            answers = {}
+        return {"loss": WeightedSum(out.loss_sum, out.weight_sum), **out.metrics}, answers
 
     return run
 

@@ -53,7 +53,8 @@ class Model(Protocol):
 
     Optional, each for what is named:
       evaluate(params, rng, batch): a LossOutput in place of that of `loss`, for a model that is evaluated otherwise
-        than it is trained. Evaluation.
+        than it is trained; its `extras` are what the model answers to each row, `{name: [B, ...]}`, for a task that
+        judges answers. Evaluation.
       logits(params, batch): [B, T, V] of the next token, float32. Text that the trained model writes (PROMPT).
       shrink(multiples): the smallest model of this kind whose dimensions are multiples of `multiples`, a number by
         logical axis. --smoke and the tests that compile a gin file.
@@ -114,7 +115,10 @@ class Task(Protocol):
 
     Optional, each for what is named:
       num_puzzles: rows that a model's table of puzzles needs, held against the model's `num_puzzles`. Once prepared.
-      evaluated_on(): what an evaluation's score is of. The end of a run.
+      evaluated_on(): what an evaluation's score is of. The end of a run, and launch/run evaluate.
+      evaluating(rows): this task with evaluations of so many held-out rows, always the same ones; None: of all, once.
+        launch/run evaluate --rows.
+      judge(): scores the answers of an evaluation (`tasks.puzzles.arc_voting.Judge`), or None. Once prepared.
       rehearsal(): a small task of the same shapes that needs no files. --smoke.
     """
 

@@ -280,6 +280,11 @@ class Program:
         """The jitted evaluation step; trace it inside `partitioner.tracing()`."""
         return self._jit(step.eval_step(self.model, self.optimizer, seed=self.seed), out_shardings=self._replicated)
 
+    @functools.cached_property
+    def jitted_answer_step(self) -> Any:
+        """The jitted evaluation step that also answers; trace it inside `partitioner.tracing()`."""
+        return self._jit(step.answer_step(self.model, self.optimizer, seed=self.seed), out_shardings=self._replicated)
+
     def _jit(self, fn: Callable, **options) -> Any:
         on_tpu = self.partitioner.mesh.devices.flat[0].platform == "tpu"
         chosen = compiler_options.OPTIONS if on_tpu else None
@@ -295,6 +300,11 @@ class Program:
         """Loss and metric sums of one batch."""
         with self.partitioner.tracing():
             return self.jitted_eval_step(state, batch)
+
+    def answer_step(self, state: TrainState, batch: Batch) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """As `eval_step`, and what the model answers to every row of the global batch, whole on every host."""
+        with self.partitioner.tracing():
+            return self.jitted_answer_step(state, batch)
 
     def put(self, batch: Mapping[str, np.ndarray]) -> Batch:
         """This host's rows of a batch, in the order of `data_layout(...).rows`, placed on its devices.

@@ -82,7 +82,7 @@ def evaluate(eval_step: Callable, state: TrainState, batches: Any, *, num_batche
     for _ in range(num_batches):
         sums = jax.device_get(eval_step(state, next(batches)))
         total = sums if total is None else trainer.add_sums(total, sums)
-    return {name: float(s.total / max(s.weight, 1.0)) for name, s in total.items()}
+    return trainer.means(total)
 
 
 class Evaluate(Hook):

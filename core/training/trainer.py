@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from core.train_state import TrainState
-from core.types import Batch
+from core.types import Batch, WeightedSum
 
 
 class StepReport(NamedTuple):
@@ -142,3 +142,8 @@ def train(
 def add_sums(total: Any, more: Any) -> Any:
     """Adds two trees of sums on the host, in float64."""
     return jax.tree.map(lambda a, b: np.float64(a) + np.float64(b), total, more)
+
+
+def means(total: Mapping[str, WeightedSum]) -> dict[str, float]:
+    """What sums on the host stand for; 0 where nothing was supervised."""
+    return {name: float(s.total / max(s.weight, 1.0)) for name, s in total.items()}

@@ -131,12 +131,17 @@ class Scores(NamedTuple):
     labelled: jax.Array
 
 
+def tokens(outputs: Outputs, *, vocab_size: int) -> jax.Array:
+    """[B, S], int32: the likeliest token of every cell, of those that exist."""
+    exists = jnp.arange(outputs.logits.shape[-1]) < vocab_size
+    return jnp.argmax(jnp.where(exists, outputs.logits.astype(jnp.float32), -jnp.inf), axis=-1)
+
+
 def score(outputs: Outputs, labels: jax.Array, *, vocab_size: int, log_probabilities) -> Scores:
     """Losses and answers by row; `log_probabilities` is one of `models.losses`."""
     known = labels != losses.IGNORED  # [B, S]
     count = jnp.sum(known, axis=-1)  # [B]
-    exists = jnp.arange(outputs.logits.shape[-1]) < vocab_size
-    predicted = jnp.argmax(jnp.where(exists, outputs.logits.astype(jnp.float32), -jnp.inf), axis=-1)
+    predicted = tokens(outputs, vocab_size=vocab_size)
     correct = jnp.sum(known & (predicted == labels), axis=-1)
     right = correct == count
     token_loss = losses.negative_log_likelihood(log_probabilities(outputs.logits, vocab_size=vocab_size), labels)

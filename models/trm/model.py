@@ -193,7 +193,8 @@ class TRM:
     def evaluate(self, params: Params, rng: jax.Array, batch: Batch) -> LossOutput:
         """Exactly `halt_max_steps` steps on fresh states: sums of the last one over rows that have labels.
 
-        Metrics also hold the exact accuracy after every step, as `exact_accuracy_step_03`.
+        Metrics also hold the exact accuracy after every step, as `exact_accuracy_step_03`; extras are the answers by
+        row: `inputs` and `predicted` [B, S], `puzzle_ids` [B], int32, and the logit `q_halt` [B].
         """
         del rng  # nothing is drawn
         w = self._cast(params, batch)
@@ -213,7 +214,13 @@ class TRM:
             f"exact_accuracy_step_{i + 1:02d}": out.metrics["exact_accuracy"]._replace(total=right[i])
             for i in range(self.halt_max_steps)
         }
-        return out._replace(metrics={**out.metrics, **by_step})
+        answers = {
+            "inputs": batch["inputs"],
+            "puzzle_ids": batch["puzzle_ids"],
+            "predicted": halting.tokens(outputs, vocab_size=self.vocab_size),
+            "q_halt": outputs.q_halt,
+        }
+        return out._replace(metrics={**out.metrics, **by_step}, extras=answers)
 
     def predict(self, params: Params, batch: Batch) -> Outputs:
         """What the heads say after `halt_max_steps` steps on fresh states; argmax over the vocabulary is the answer."""

@@ -9,13 +9,16 @@ Attempts are ranked by number of votes, then by the mean of the model's own conf
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tasks.puzzles import arc_grids
+from core import paths
+from tasks.puzzles import arc_grids, arc_sets, files
 
 KS = (1, 2, 5, 10, 100, 1000)
 _NO_ANSWER = ((0,),)
@@ -50,6 +53,66 @@ class Support(NamedTuple):
 
 
 Votes = Mapping[tuple[str, Grid], Mapping[Grid, Support]]  # (puzzle, test input) -> candidate output -> support
+
+
+@dataclasses.dataclass(frozen=True)
+class Judge:
+    """What scores a model's answers to the held-out rows of an ARC dataset.
+
+    Attributes:
+      puzzles: test_puzzles.json.
+      names: identifiers of puzzles and variants by id.
+      blank: the id of rows that only complete a batch; they do not vote.
+    """
+
+    puzzles: Mapping[str, Any]
+    names: Sequence[str]
+    blank: int
+
+    def votes(self, batches: Iterable[Mapping[str, np.ndarray]]) -> Votes:
+        """The votes of one evaluation.
+
+        Args:
+          batches: answers by row: `inputs` and `predicted` [B, 900], `puzzle_ids` and `q_halt` [B].
+        """
+        return count_votes(answer for batch in batches for answer in self._answers(batch))
+
+    def scores(self, votes: Votes) -> dict[str, Any]:
+        """pass@k, and of how many puzzles, tests and votes, as JSON."""
+        tests = [(name, as_grid(test["input"])) for name, puzzle in self.puzzles.items() for test in puzzle["test"]]
+        counted = [sum(support.votes for support in votes.get(test, {}).values()) for test in tests]
+        return {
+            "pass_at": {str(k): share for k, share in pass_at(votes, self.puzzles).items()},
+            "puzzles": len(self.puzzles),
+            "tests": len(tests),
+            "tests_with_votes": sum(count > 0 for count in counted),
+            "votes": sum(counted),
+        }
+
+    def _answers(self, batch: Mapping[str, np.ndarray]) -> Iterator[Answer]:
+        rows = zip(batch["puzzle_ids"], batch["inputs"], batch["predicted"], batch["q_halt"], strict=True)
+        for identifier, shown, said, q_halt in rows:
+            if identifier != self.blank:
+                yield Answer(self.names[identifier], shown, said, float(q_halt))
+
+
+def read_judge(directory: str) -> Judge | None:
+    """The judge of the dataset in a folder; None where it is not ARC's, which has test_puzzles.json.
+
+    Raises:
+      ValueError: the file is damaged or empty.
+    """
+    file = paths.resolve(directory) / arc_sets.TEST_PUZZLES
+    if not file.exists():
+        return None
+    try:
+        puzzles = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON ({error}); build the dataset anew") from error
+    if not puzzles:
+        raise ValueError(f"{file} names no puzzles, so there is nothing to score; build the dataset anew")
+    blank = files.read_metadata(directory, "test").blank_identifier_id
+    return Judge(puzzles, files.read_identifiers(directory), blank)
 
 
 def count_votes(answers: Iterable[Answer]) -> Votes:
@@ -119,7 +182,7 @@ def submission(votes: Votes, puzzles: Mapping[str, Any]) -> dict[str, list[dict[
 
 def as_grid(values: Any) -> Grid:
     """Rows of colours as a value."""
-    return tuple(tuple(int(x) for x in row) for row in np.asarray(values))
+    return tuple(map(tuple, np.asarray(values).tolist()))
 
 
 def _sigmoid(x: float) -> float:

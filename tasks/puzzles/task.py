@@ -19,7 +19,7 @@ import numpy as np
 from core import paths
 from core.types import Batches, DataLayout
 from tasks import streams, vocabularies
-from tasks.puzzles import files, order, writing
+from tasks.puzzles import arc_voting, files, order, random_grids, writing
 from tasks.puzzles.files import Split
 
 IGNORED = -100  # label of a place that is not scored
@@ -241,6 +241,14 @@ class PuzzleTask:
             return f"all {count:,} held-out puzzles"
         return f"{self.eval_puzzles:,} of {count:,} held-out puzzles, drawn with seed {self.eval_seed}"
 
+    def evaluating(self, rows: int | None) -> PuzzleTask:
+        """The same puzzles with evaluations of `rows` held-out examples, drawn once; None: of all."""
+        return dataclasses.replace(self, eval_puzzles=rows)
+
+    def judge(self) -> arc_voting.Judge | None:
+        """What scores answers by voting, where the dataset, once there, is ARC's."""
+        return arc_voting.read_judge(self.source.directory) if self.source.directory else None
+
     def problems(self) -> list[str]:
         """Everything wrong that can be known without reading the puzzles."""
         return self.source.problems() or self._misfits()
@@ -251,7 +259,9 @@ class PuzzleTask:
 
     def rehearsal(self) -> PuzzleTask:
         """A small task of the same shapes for --smoke; random grids where the puzzles are not there."""
-        source = self.source.rehearsal() or Built(RandomGrids(seq_len=self.length, vocab_size=self.vocab_size))
+        source = self.source.rehearsal() or Built(
+            random_grids.RandomGrids(seq_len=self.length, vocab_size=self.vocab_size)
+        )
         return dataclasses.replace(self, source=source, eval_puzzles=8)
 
     def describe(self) -> str:
@@ -316,26 +326,3 @@ class PuzzleStream:
     def restore(self, state: bytes) -> None:
         """See `streams.Stream`."""
         self._visits.restore(state)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RandomGrids:
-    """Random tokens in place of puzzles, where a rehearsal has none."""
-
-    seq_len: int
-    vocab_size: int
-    num_train: int = 8
-    num_test: int = 8
-
-    def about(self) -> dict[str, Any]:
-        """See `Recipe`."""
-        return {"kind": "random grids", **dataclasses.asdict(self)}
-
-    def build(self, directory: str) -> Mapping[str, Any]:
-        """See `Recipe`."""
-        rng = np.random.default_rng(0)
-        with writing.dataset(directory, vocab_size=self.vocab_size, seq_len=self.seq_len, about=self.about()) as out:
-            for split, count in ((out.train, self.num_train), (out.test, self.num_test)):
-                for _ in range(count):
-                    split.add_group(*rng.integers(1, self.vocab_size, (2, 1, self.seq_len), dtype=np.uint8))
-        return self.about()

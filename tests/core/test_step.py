@@ -117,6 +117,20 @@ def test_evaluation_returns_sums_and_starts_from_a_fresh_carry():
     assert set(sums) == {"loss", "bits"}
 
 
+class Answering(Line):
+    """Is evaluated otherwise than it is trained, and answers."""
+
+    def evaluate(self, params, rng, batch):
+        return super().loss(params, (), rng, batch)[1]._replace(extras={"y": params["~"]["w"] * batch["x"]})
+
+
+@pytest.mark.parametrize(("model", "answers"), [(Answering(), {"y": [2.0, 4.0, 6.0, 8.0]}), (Line(), {})])
+def test_answers_come_with_the_same_sums(model, answers):
+    sums, found = step.answer_step(model, sgd(), seed=0)(start(), batch())
+    assert {name: values.tolist() for name, values in found.items()} == answers
+    assert sums == step.eval_step(model, sgd(), seed=0)(start(), batch())
+
+
 def test_frozen_parameters_do_not_count_in_the_gradient_norm():
     frozen = optimizers.adamw(learning_rate=optimizers.constant(0.1), frozen=("w",))
     params = {"~": {"w": jnp.float32(2.0), "idle_norm": jnp.ones(())}}

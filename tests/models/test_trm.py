@@ -303,12 +303,23 @@ def test_evaluation_takes_every_step_and_leaves_padded_rows_out():
         data = {k: jnp.concatenate([batch()[k][:3], batch(seed)[k][3:]]) for k in halting.DATA}
         data["labels"] = data["labels"].at[3:].set(losses.IGNORED)
         found.append(evaluate(params, jax.random.key(seed), data))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), *found)
+    real = [out._replace(extras=jax.tree.map(lambda x: x[:3], out.extras)) for out in found]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), *real)
     out = found[0]
     assert float(out.weight_sum) == float(out.metrics["accuracy"].weight) == 3
     assert float(out.metrics["steps"].total) == 3 * 4
     by_step = [float(out.metrics[f"exact_accuracy_step_{i:02d}"].total) for i in (1, 2, 3, 4)]
     assert by_step[-1] == float(out.metrics["exact_accuracy"].total)
+
+
+def test_evaluation_says_what_is_answered_to_each_row():
+    answers = MODEL.evaluate(lively(MODEL), jax.random.key(0), batch()).extras
+    outputs = MODEL.predict(lively(MODEL), batch())
+    assert answers["predicted"].shape == (ROWS, CELLS)
+    np.testing.assert_array_equal(answers["predicted"], jnp.argmax(outputs.logits[..., : MODEL.vocab_size], axis=-1))
+    np.testing.assert_allclose(answers["q_halt"], outputs.q_halt, rtol=1e-5)
+    for name in ("inputs", "puzzle_ids"):
+        np.testing.assert_array_equal(answers[name], batch()[name])
 
 
 def test_a_right_answer_counts_by_row():

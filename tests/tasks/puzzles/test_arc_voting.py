@@ -1,11 +1,13 @@
 """Votes over variants become attempts; one checkpoint's and an ensemble's are told apart by whoever merges."""
 
+import json
 import math
 
 import numpy as np
 import pytest
 
-from tasks.puzzles import arc_grids, arc_voting
+from tasks import puzzles
+from tasks.puzzles import arc_grids, arc_voting, writing
 from tasks.puzzles.arc_grids import Variant
 from tasks.puzzles.arc_voting import Answer
 
@@ -88,3 +90,55 @@ def test_confidence_is_a_sigmoid_at_any_size():
 def test_no_puzzles_are_no_score():
     with pytest.raises(ValueError, match="no puzzles to score"):
         arc_voting.pass_at({}, {})
+
+
+@pytest.fixture
+def arc_set(tmp_path):
+    """The folder of p and one variant of it."""
+    pair = [answer(RIGHT, seed=seed) for seed in (0, 1)]
+    with writing.dataset(str(tmp_path / "set"), vocab_size=12, seq_len=900, about={}) as out:
+        out.identifiers += [a.name for a in pair]
+        for split in (out.train, out.test):
+            split.add_group(*np.asarray([a[1:3] for a in pair]).swapaxes(0, 1), identifiers=[1, 2])
+        out.extra["test_puzzles.json"] = PUZZLES
+    return tmp_path / "set"
+
+
+def test_a_judge_names_rows_by_their_ids_and_leaves_out_those_that_fill_up(arc_set):
+    judge = puzzles.dataset(directory=str(arc_set), length=900, vocab_size=12).judge()
+    right, wrong, filler = answer(RIGHT, seed=0), answer(WRONG, seed=1), answer(OTHER)
+    rows = [(1, right), (2, wrong), (0, filler), (0, filler)]
+    batch = {
+        "puzzle_ids": np.asarray([identifier for identifier, _ in rows]),
+        "inputs": np.stack([a.inputs for _, a in rows]),
+        "predicted": np.stack([a.predicted for _, a in rows]),
+        "q_halt": np.asarray([1.0, 2.0, 9.0, 9.0]),
+    }
+    found = judge.votes([batch])
+    assert found == arc_voting.count_votes([right._replace(q_halt=1.0), wrong._replace(q_halt=2.0)])
+    scores = judge.scores(arc_voting.merged(found, judge.votes([batch])))
+    assert scores["pass_at"] == {"1": 0.0, "2": 1.0, "5": 1.0, "10": 1.0, "100": 1.0, "1000": 1.0}
+    assert {k: v for k, v in scores.items() if k != "pass_at"} == {
+        "puzzles": 1,
+        "tests": 1,
+        "tests_with_votes": 1,
+        "votes": 4,
+    }
+    assert judge.scores({}) == {
+        "pass_at": dict.fromkeys(scores["pass_at"], 0.0),
+        "puzzles": 1,
+        "tests": 1,
+        "tests_with_votes": 0,
+        "votes": 0,
+    }
+
+
+def test_only_a_set_with_puzzles_to_score_has_a_judge(arc_set, write_dataset):
+    assert arc_voting.read_judge(write_dataset("no arc")) is None
+    assert puzzles.sudoku().judge() is None  # not built yet
+    for text, message in (("{", "is no JSON"), ("{}", "names no puzzles")):
+        (arc_set / "test_puzzles.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            arc_voting.read_judge(str(arc_set))
+    (arc_set / "test_puzzles.json").write_text(json.dumps(PUZZLES))
+    assert arc_voting.read_judge(str(arc_set)).names[0] == "<blank>"

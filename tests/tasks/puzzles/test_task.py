@@ -103,7 +103,8 @@ def test_an_evaluation_takes_every_puzzle_once_and_pads_with_what_nobody_scores(
 
 
 def test_an_evaluation_of_a_part_is_always_of_the_same_part(task, host_layouts):
-    part = dataclasses.replace(task, eval_puzzles=3, eval_seed=5)
+    assert dataclasses.replace(task, eval_puzzles=3).evaluating(None) == task
+    part = dataclasses.replace(task.evaluating(3), eval_seed=5)
     assert part.evaluated_on() == "3 of 7 held-out puzzles, drawn with seed 5"
     first, second = (next(part.evaluation(host_layouts(4, 1)[0])) for _ in range(2))
     assert_equal(first, second)

@@ -1,0 +1,166 @@
+"""`launch/run evaluate`: how good a run's checkpoints are on held-out data, from its directory alone.
+
+The one idea: the same command in three places. On a host of a TPU slice it is this host's process of the evaluation
+(run it on every host); with --simulate it plays the hosts; elsewhere one process plays the slice on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from core import paths, slices
+from launch import environment
+
+if TYPE_CHECKING:
+    from launch.evaluation.portion import Portion
+    from launch.evaluation.results import Results
+    from launch.evaluation.saved import Saved
+    from launch.pods.joining import Host
+    from tasks.puzzles.arc_voting import Judge
+
+HELP = "score a run's checkpoints on held-out data: its means, and ARC by voting"
+EXAMPLE = """launch/run evaluate runs/trm/sudoku4
+  launch/run evaluate gs://BUCKET/runs/trm/sudoku --rows all          (on every host of the slice)
+  launch/run evaluate runs/trm/arc1 --all-steps --submission submission.json --simulate --slice v4-8
+  launch/run evaluate runs/gin/quickstart --step 100 --rows 512 --gin "STRATEGY = @strategies.tensor()\""""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what an evaluation takes."""
+    parser.add_argument("run_dir", metavar="RUN", help="the directory of a run, local or gs://")
+    steps = parser.add_mutually_exclusive_group()
+    steps.add_argument("--step", metavar="N", type=int, help="of this checkpoint (default: the latest)")
+    steps.add_argument("--all-steps", action="store_true", help="of every checkpoint; ARC also votes over all of them")
+    parser.add_argument(
+        "--rows", metavar="all|N", type=_rows, help="held-out rows (default: as many as the run's own evaluations)"
+    )
+    parser.add_argument(
+        "--submission", metavar="FILE", help="of ARC: write two attempts for every test, from all that is voted on"
+    )
+    parser.add_argument("--simulate", action="store_true", help="hosts as processes here, chips as CPU devices")
+    parser.add_argument("--slice", metavar="SLICE", help="wins over the run's SLICE")
+    parser.add_argument("--gin", metavar="BINDING", action="append", default=[], help="wins over the run's; repeatable")
+
+
+def _rows(text: str) -> int | str:
+    if text == "all" or (text.isdecimal() and int(text) > 0):
+        return text if text == "all" else int(text)
+    raise argparse.ArgumentTypeError(f"{text!r}: expected all, or a number from 1 up")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Finds the run, looks that all that was asked for can be had, and evaluates."""
+    from launch.pods import hosts, joining
+
+    played = environment.read("RENGA_SIMULATE")
+    place = hosts.look()
+    alone = not (args.simulate or played or place.on_tpu_host or environment.process_layout().count)
+    if alone or args.simulate:
+        os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported
+    from launch.evaluation import portion, saved
+
+    found = saved.read(args.run_dir, bindings=args.gin, slice_name=args.slice)
+    steps = saved.chosen(found, step=args.step, every=args.all_steps)
+    asked = portion.portion(found.config.build(), rows=args.rows)
+    if problems := asked.experiment.data_problems(prepared=False):
+        raise ValueError("\n".join(problems))
+    if args.submission:
+        _check_submission(args.submission, asked)
+    slice_ = slices.get(asked.experiment.slice)
+    if args.simulate:
+        return _simulate(args, asked, run_dir=found.run_dir)
+    if place.on_tpu_host and not played:
+        hosts.require_slice(slice_, accelerator_type=place.accelerator_type, where="this host's TPU")
+    if alone:
+        os.environ["RENGA_SIMULATE"] = slice_.name
+    host = joining.join(slice_)
+    if host.is_zero:
+        for note in found.config.notes:
+            print(f"note: {note}")
+        if alone:
+            print(f"this machine has no TPU: its CPU plays the {slice_.chips} chips of {slice_.name}", flush=True)
+    _evaluate(args, found, steps, asked, host)
+    return 0
+
+
+def _check_submission(file: str, asked: Portion) -> None:
+    """Raises ValueError where there is nothing to submit, or nowhere to write it."""
+    if _judge(asked) is None:
+        raise ValueError(
+            f"--submission {file}: this run's task has no attempts to submit; expected an ARC dataset "
+            "(a folder with test_puzzles.json, as launch/run build arc makes one)"
+        )
+    paths.check_writable(paths.resolve(file).parent)
+
+
+def _judge(asked: Portion) -> Judge | None:
+    task = asked.experiment.task
+    return task.judge() if hasattr(task, "judge") else None
+
+
+def _simulate(args: argparse.Namespace, asked: Portion, *, run_dir: str) -> int:
+    from launch.pods import simulate
+    from parallel import mesh, report
+
+    slice_ = slices.get(asked.experiment.slice)
+    program = asked.experiment.bind(mesh.topology_devices(slice_))  # a layout that does not fit is refused once, here
+    simulate.require_memory(report.totals(program).everything * slice_.chips, slice_name=slice_.name)
+    command = [sys.executable, "-m", "launch", "evaluate", run_dir, "--slice", slice_.name]  # the hosts have another ~
+    command += [word for binding in args.gin for word in ("--gin", binding)]
+    command += ["--step", str(args.step)] * (args.step is not None) + ["--all-steps"] * args.all_steps
+    command += ["--rows", str(args.rows)] * (args.rows is not None)
+    command += ["--submission", os.fspath(paths.resolve(args.submission))] if args.submission else []
+    logs = Path(run_dir) if not paths.is_remote(run_dir) else environment.WORKSPACE / "runs" / Path(run_dir).name
+    print(f"Simulating {slice_.name}: {slice_.hosts} hosts x {slice_.chips_per_host} chips; logs in {logs}/logs")
+    sys.stdout.flush()
+    return simulate.run(slice_, command=command, log_directory=logs / "logs")
+
+
+def _evaluate(args: argparse.Namespace, found: Saved, steps: list[int], asked: Portion, host: Host) -> None:
+    """All hosts evaluate the same checkpoints; host 0 says what came of it."""
+    from core import distributed
+    from core.checkpoint import Checkpoints
+    from launch import training
+    from launch.evaluation import measuring
+    from launch.evaluation.results import Results
+    from launch.pods import hosts
+
+    revision = hosts.revision()
+    run = training.ready(
+        asked.experiment,
+        config_text=found.config.text,
+        revision=revision,
+        run_dir=found.run_dir,
+        last_step=steps[-1],
+        host=host,
+    )
+    steps = [int(step) for step in distributed.from_host_zero(" ".join(map(str, steps))).split()]
+    judge, about = _judge(asked), {"evaluated_on": asked.describe(), "slice": asked.experiment.slice}
+    about |= {"strategy": asked.experiment.strategy.name, "git_revision": revision}
+    if host.is_zero:
+        print(f"{found.run_dir}: checkpoint {', '.join(map(str, steps))} on {about['evaluated_on']}", flush=True)
+    checkpoints = Checkpoints(run.checkpoint_dir, keep=run.experiment.keep_checkpoints, read_only=True)
+    results = Results(found.run_dir, about, judge, cumulative=args.all_steps)
+    for step in steps:
+        measured = measuring.measure(run, checkpoints, step, portion=asked, judge=judge)
+        if host.is_zero:
+            results = results.with_step(measured)
+    checkpoints.close()
+    if host.is_zero:
+        _report(args, results)
+    distributed.barrier("evaluate/end")
+
+
+def _report(args: argparse.Namespace, results: Results) -> None:
+    results.show()
+    if not all(found["same_data_as_in_training"] for found in results.checkpoints):
+        print("note: the run was trained on other data than that of which this holds some out")
+    written = results.files
+    if args.submission:
+        paths.write_text_atomically(args.submission, results.submission())
+        written.append(f"{args.submission}: two attempts for every test, from the votes of {results.of}")
+    print("\n".join(written), flush=True)

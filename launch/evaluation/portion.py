@@ -1,0 +1,64 @@
+"""Which held-out rows an evaluation takes.
+
+The one idea: a score is never without what it is of. Puzzles end, so all of them can be taken, or a subset that is
+drawn once with a seed; text starts again at its end, so of text the first rows are taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from core.types import DataLayout, Task
+from launch.experiment import Experiment
+
+
+class Portion(NamedTuple):
+    """The rows of an evaluation.
+
+    Attributes:
+      experiment: whose task evaluates them.
+      batches: how many; None: until they end.
+    """
+
+    experiment: Experiment
+    batches: int | None
+
+    def open(self, layout: DataLayout) -> Iterator[Mapping[str, np.ndarray]]:
+        """This host's rows, batch by batch, from the start."""
+        return itertools.islice(self.experiment.task.evaluation(layout), self.batches)
+
+    def describe(self) -> str:
+        """What the score is of. Once the task is prepared."""
+        task: Task = self.experiment.task
+        if hasattr(task, "evaluated_on"):
+            return task.evaluated_on()
+        return f"the first {self.batches * self.experiment.batch_size:,} rows of the validation data"
+
+
+def portion(experiment: Experiment, *, rows: int | Literal["all"] | None) -> Portion:
+    """The rows that are asked for.
+
+    Args:
+      experiment: of the run.
+      rows: so many (of text rounded up to whole batches), or all; None: as many as the run's own evaluations.
+
+    Raises:
+      ValueError: all rows of data without an end; data of which the run evaluated none, and no number.
+    """
+    task = experiment.task
+    if hasattr(task, "evaluating"):
+        if rows is not None:
+            task = task.evaluating(None if rows == "all" else rows)
+        return Portion(dataclasses.replace(experiment, task=task), None)
+    if rows == "all":
+        raise ValueError("--rows all: the validation data of this task starts again at its end; give a number of rows")
+    batches = experiment.eval_batches if rows is None else math.ceil(rows / experiment.batch_size)
+    if not batches:
+        raise ValueError("the run evaluated nothing (EVAL_BATCHES = 0): say how many rows to take, --rows N")
+    return Portion(experiment, batches)

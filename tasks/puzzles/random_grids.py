@@ -1,0 +1,34 @@
+"""Puzzles that are none, of the right shapes: what a rehearsal trains on where the real ones are not there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tasks.puzzles import writing
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RandomGrids:
+    """Random tokens in place of puzzles, where a rehearsal has none."""
+
+    seq_len: int
+    vocab_size: int
+    num_train: int = 8
+    num_test: int = 8
+
+    def about(self) -> dict[str, Any]:
+        """See `tasks.puzzles.task.Recipe`."""
+        return {"kind": "random grids", **dataclasses.asdict(self)}
+
+    def build(self, directory: str) -> Mapping[str, Any]:
+        """See `tasks.puzzles.task.Recipe`."""
+        rng = np.random.default_rng(0)
+        with writing.dataset(directory, vocab_size=self.vocab_size, seq_len=self.seq_len, about=self.about()) as out:
+            for split, count in ((out.train, self.num_train), (out.test, self.num_test)):
+                for _ in range(count):
+                    split.add_group(*rng.integers(1, self.vocab_size, (2, 1, self.seq_len), dtype=np.uint8))
+        return self.about()
