@@ -54,7 +54,7 @@ def _rows(text: str) -> int | str:
 
 def run(args: argparse.Namespace) -> int:
     """Finds the run, looks that all that was asked for can be had, and evaluates."""
-    from launch.pods import hosts, joining
+    from launch.pods import hosts
 
     played = environment.read("RENGA_SIMULATE")
     place = hosts.look()
@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     if alone or args.simulate:
         os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported
     from launch.evaluation import portion, saved
+    from launch.pods import joining
 
     found = saved.read(args.run_dir, bindings=args.gin, slice_name=args.slice)
     steps = saved.chosen(found, step=args.step, every=args.all_steps)

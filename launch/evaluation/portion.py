@@ -38,6 +38,8 @@ class Portion(NamedTuple):
         task: Task = self.experiment.task
         if hasattr(task, "evaluated_on"):
             return task.evaluated_on()
+        if self.batches is None:
+            return "all held-out rows"
         return f"the first {self.batches * self.experiment.batch_size:,} rows of the validation data"
 
 
@@ -57,7 +59,10 @@ def portion(experiment: Experiment, *, rows: int | Literal["all"] | None) -> Por
             task = task.evaluating(None if rows == "all" else rows)
         return Portion(dataclasses.replace(experiment, task=task), None)
     if rows == "all":
-        raise ValueError("--rows all: the validation data of this task starts again at its end; give a number of rows")
+        raise ValueError(
+            "--rows all: this task does not say where its validation data ends (that of text starts again there): "
+            "give a number of rows"
+        )
     batches = experiment.eval_batches if rows is None else math.ceil(rows / experiment.batch_size)
     if not batches:
         raise ValueError("the run evaluated nothing (EVAL_BATCHES = 0): say how many rows to take, --rows N")

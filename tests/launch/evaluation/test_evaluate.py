@@ -130,7 +130,7 @@ def test_the_means_are_those_of_training(command, dataset, monkeypatch, tmp_path
         (["{run}", "--gin", "DATA = 'nowhere'"], "no puzzles in 'nowhere'"),
         (["{run}", "--submission", "{run}/config.gin/x"], "cannot write to"),
         (["{text}", "--submission", "x.json"], "this run's task has no attempts to submit; expected an ARC dataset"),
-        (["{text}", "--rows", "all"], "starts again at its end; give a number of rows"),
+        (["{text}", "--rows", "all"], "(that of text starts again there): give a number of rows"),
         (["{text}", "--gin", "EVAL_BATCHES = 0"], "say how many rows to take, --rows N"),
     ],
 )
