@@ -17,6 +17,8 @@ Params = Mapping[str, Mapping[str, jax.Array]]
 Carry = Any
 Batch = Mapping[str, jax.Array]
 
+IGNORED = -100  # a label that no loss and no metric looks at
+
 
 class WeightedSum(NamedTuple):
     """A mean that has not been taken yet."""
@@ -49,7 +51,7 @@ class Model(Protocol):
     int32 (documents of a row count from 1, 0 is padding; positions restart with each), and `weights` [B, T], float32 (0
     leaves a position out of the loss). In `loss` there is also `row_ids` [B], for `core.random_bits`.
 
-    A puzzle's: `inputs`, `labels` [B, S] (-100 is ignored) and `puzzle_ids` [B], int32.
+    A puzzle's: `inputs`, `labels` [B, S] (`IGNORED` is not scored) and `puzzle_ids` [B], int32.
 
     Optional, each for what is named:
       evaluate(params, rng, batch): a LossOutput in place of that of `loss`, for a model that is evaluated otherwise

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from core import optimizers, slices
-from core.types import Model
+from core.types import IGNORED, Model
 from launch.pods import joining, simulate
 from models import transformer, trm
 from parallel import agreement, strategies
@@ -106,7 +106,7 @@ def _puzzles(model: trm.TRM, steps: int, rows: int) -> Iterator[Batch]:
         labels = rng.integers(1, model.vocab_size, (rows, LENGTH), dtype=np.int32)
         yield {
             "inputs": rng.integers(0, model.vocab_size, (rows, LENGTH), dtype=np.int32),
-            "labels": np.where(rng.random((rows, LENGTH)) < 0.2, np.int32(-100), labels),
+            "labels": np.where(rng.random((rows, LENGTH)) < 0.2, np.int32(IGNORED), labels),
             "puzzle_ids": rng.integers(0, model.num_puzzles, rows, dtype=np.int32),
         }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from core.types import IGNORED as IGNORED
 from core.types import LossOutput, WeightedSum
 
 
@@ -34,9 +35,6 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, weights: jax.Array, *, 
         weight_sum=weight_sum,
         metrics={"accuracy": WeightedSum(jnp.sum(correct * weights), weight_sum)},
     )
-
-
-IGNORED = -100  # a label that no loss and no metric looks at
 
 
 def log_stablemax(logits: jax.Array, *, vocab_size: int) -> jax.Array:

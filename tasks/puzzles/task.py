@@ -17,12 +17,11 @@ import jax
 import numpy as np
 
 from core import paths
-from core.types import Batches, DataLayout
+from core.types import IGNORED, Batches, DataLayout
 from tasks import streams, vocabularies
 from tasks.puzzles import arc_voting, files, order, random_grids, writing
 from tasks.puzzles.files import Split
 
-IGNORED = -100  # label of a place that is not scored
 WHOLE = files.Cut()
 
 
