@@ -24,7 +24,7 @@ from core.optimizers.schedules import Schedule
 from core.types import Params
 
 NORMS = ("*norm",)  # the default of `no_decay`, and the one choice of which a model may have none
-CONSTANTS = ("*_init",)  # arrays that a model draws once and that nothing trains, where it has any
+CONSTANTS = ("h_init", "l_init")  # full paths: what models.trm draws once and nothing trains, where a model has it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Optimizer:
     Attributes:
       transformation: from gradients to updates; its update may take `extras`, those of the step's `LossOutput`.
       learning_rate: schedule, for reporting.
-      frozen: patterns of parameters that never change; they get no gradient and no state. So do `CONSTANTS`.
+      frozen: patterns of parameters that never change; they get no gradient and no state. So do `CONSTANTS`. What is
+        `live` is trained all the same: these are patterns of the rule for everything else.
       live: patterns of trained parameters that an average over steps leaves out.
       averages: the averaged parameters of a state, with `optax.MaskedNode` for those that have none.
     """
@@ -68,7 +69,7 @@ class Optimizer:
         Raises:
           ValueError: a pattern matches no parameter.
         """
-        frozen = frozen_of(params, self.frozen)
+        frozen = frozen_of(params, self.frozen, live=self.live)
         return jax.tree.map(lambda p, stop: jax.lax.stop_gradient(p) if stop else p, params, frozen)
 
     def evaluated(self, params: Params, state: Any) -> Params:
@@ -158,14 +159,15 @@ def _decayed(params: Params, no_decay: tuple[str, ...]) -> Any:
     return jax.tree.map(lambda yes: not yes, spared)
 
 
-def frozen_of(params: Params, frozen: tuple[str, ...]) -> Any:
-    """A tree of booleans: what never changes.
+def frozen_of(params: Params, frozen: tuple[str, ...], *, live: tuple[str, ...] = ()) -> Any:
+    """A tree of booleans: what never changes; nothing of `live`.
 
     Raises:
       ValueError: a pattern of `frozen` matches no parameter.
     """
     parameters.matches(params, frozen, where="frozen")
-    return parameters.matches(params, (*frozen, *parameters.present(params, CONSTANTS)))
+    stopped = parameters.matches(params, (*frozen, *parameters.present(params, CONSTANTS)))
+    return jax.tree.map(lambda stop, keep: stop and not keep, stopped, parameters.matches(params, live, where="live"))
 
 
 def only_trainable(rule: optax.GradientTransformation, frozen: tuple[str, ...]) -> optax.GradientTransformation:

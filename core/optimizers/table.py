@@ -38,7 +38,8 @@ def with_table(
     """`dense` for everything but one table, which is updated by sign where it was touched.
 
     Args:
-      dense: of all other parameters; its learning rate is the one that is reported.
+      dense: of all other parameters, and so are its `frozen`: with all of them frozen the table alone is trained. Its
+        learning rate is the one that is reported.
       learning_rate: schedule, of the table.
       weight_decay: of touched rows; multiplied by the table's learning rate.
       table: path of the table, [rows, width]. The model gives `extras = {table: rows that it read [N], int32}`.
@@ -71,7 +72,8 @@ def _by_sign(learning_rate: Schedule, weight_decay: float) -> optax.GradientTran
             rows = _rows(parameters.path_name(path), extras)
             touched = jnp.zeros(p.shape[0], bool).at[rows].set(True)
             changed = p * (1 - rate * weight_decay) - rate * jnp.sign(g)
-            return jnp.where(touched[:, None], changed - p, 0.0)  # added to p, this is `changed` to the last bit
+            # Added to p, this is `changed` up to a rounding of the larger of the two; untouched rows keep their bits.
+            return jnp.where(touched[:, None], changed - p, 0.0)
 
         return jax.tree_util.tree_map_with_path(one, params, grads), SignState(state.count + 1)
 

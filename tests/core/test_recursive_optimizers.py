@@ -130,6 +130,35 @@ def test_averages_are_laid_out_as_their_parameters_are():
     assert sorted(map(str, jax.tree.leaves(named, is_leaf=lambda a: isinstance(a, Axes)))).count("(embed, mlp)") == 3
 
 
+@pytest.mark.parametrize("around", [lambda o: o, lambda o: optimizers.averaged(optimizer=o)], ids=["alone", "averaged"])
+def test_with_all_else_frozen_the_table_alone_is_trained(around):
+    dense = optimizers.adam_atan2(learning_rate=RATE, weight_decay=0.1, frozen=("*",))
+    optimizer = around(optimizers.with_table(dense=dense, learning_rate=optimizers.constant(0.05)))
+    grads = jax.grad(lambda p: sum(jnp.sum(a) for a in jax.tree.leaves(optimizer.trainable(p))))(PARAMS)
+    assert np.all(grads["~"].pop("puzzle_table") == 1)
+    assert not any(np.any(a) for a in jax.tree.leaves(grads))
+    params, state = steps_of(optimizer, 2, grads=lambda _: jax.tree.map(jnp.ones_like, PARAMS))[-1]
+    row = (PARAMS["~"]["puzzle_table"][1] * 0.95 - 0.05) * 0.95 - 0.05  # decay and sign, twice
+    np.testing.assert_allclose(params["~"]["puzzle_table"][1], row, rtol=1e-6)
+    np.testing.assert_array_equal(params["~"]["puzzle_table"][0], PARAMS["~"]["puzzle_table"][0])
+    jax.tree.map(np.testing.assert_array_equal, params["layers/block"], PARAMS["layers/block"])
+    assert not [a for a in jax.tree.leaves(state) if a.ndim]  # no moment and no average of what is frozen
+
+
+def test_the_table_is_not_the_dense_rules_to_freeze():
+    dense = optimizers.adam_atan2(learning_rate=RATE, frozen=("puzzle_table",))
+    with pytest.raises(ValueError, match=r"frozen = .*: no parameter matches 'puzzle_table'"):
+        optimizers.with_table(dense=dense, learning_rate=RATE).init(PARAMS)
+
+
+def test_constants_are_full_paths_so_that_another_models_first_state_is_trained():
+    params = {"~": {"h_init": jnp.ones(2), "w_init": jnp.ones(2)}, "rnn": {"h_init": jnp.ones(2)}}
+    optimizer = optimizers.adam_atan2(learning_rate=optimizers.constant(0.1))
+    after, _ = optimizer.update(jax.tree.map(jnp.ones_like, params), optimizer.init(params), params)
+    still = jax.tree.map(lambda a, b: bool(np.all(a == b)), after, params)
+    assert still == {"~": {"h_init": True, "w_init": False}, "rnn": {"h_init": False}}
+
+
 def test_what_cannot_be_composed_is_refused():
     dense = optimizers.adamw(learning_rate=RATE)
     with pytest.raises(ValueError, match=r"averaged: decay = 1\.0: expected from 0 to below 1"):
