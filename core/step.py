@@ -23,7 +23,7 @@ from core.optimizers import Optimizer
 from core.train_state import TrainState
 from core.types import Batch, LossOutput, Model, Params, WeightedSum
 
-Metrics = Mapping[str, jax.Array]  # name -> [], float32
+Metrics = Mapping[str, jax.Array | WeightedSum]  # name -> [], float32, or a mean that has not been taken yet
 
 
 Grad = Callable[[Params, Batch], tuple[Params, LossOutput]]  # gradient of the loss sum, and the sums
@@ -63,8 +63,9 @@ def train_step(
       sum_gradients: how gradients are added over microbatches, where `accum_steps` is above 1.
 
     Returns:
-      A pure function; metrics are means of this step: loss, learning_rate, gradient_norm (before clipping, over
-      trained parameters), weight (supervised items), and the model's own.
+      A pure function; metrics are numbers of this step: loss (the mean), learning_rate, gradient_norm (before
+      clipping, over trained parameters), weight (supervised items); and the model's own, as sums: a step may have
+      nothing that one of them is a mean of.
     """
 
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -79,13 +80,15 @@ def train_step(
         if accum_steps == 1:
             grads, (carry, out) = grad(state.params, batch)
         else:
-            _refuse_carry(state.carry, accum_steps)
+            refuse_carry(state.carry, accum_steps)
             carry = state.carry
             grads, out = sum_gradients(lambda p, b: _without_carry(grad(p, b)), state.params, batch, accum_steps)
-        grads = jax.tree.map(lambda g: g / jnp.maximum(out.weight_sum, 1.0), grads)
+        items = jnp.maximum(out.weight_sum, 1.0)
+        grads = jax.tree.map(lambda g: g / items, grads)
         params, opt_state = optimizer.update(grads, state.opt_state, state.params, out.extras)
         metrics = {
-            **means(out),
+            **out.metrics,
+            "loss": out.loss_sum / items,
             "learning_rate": jnp.asarray(optimizer.learning_rate(state.step), jnp.float32),
             "gradient_norm": optax.global_norm(grads),
             "weight": out.weight_sum,
@@ -134,19 +137,14 @@ def answer_step(
     return run
 
 
-def means(out: LossOutput) -> dict[str, jax.Array]:
-    """The means that the sums stand for; 0 where nothing was supervised."""
-    sums = {"loss": WeightedSum(out.loss_sum, out.weight_sum), **out.metrics}
-    return {name: s.total / jnp.maximum(s.weight, 1.0) for name, s in sums.items()}
-
-
 def _without_carry(result: tuple[Params, tuple[Any, LossOutput]]) -> tuple[Params, LossOutput]:
     grads, (_, out) = result
     return grads, out._replace(extras=())  # rows touched in one microbatch are no sum
 
 
-def _refuse_carry(carry: Any, accum_steps: int) -> None:
-    if jax.tree.leaves(carry):
+def refuse_carry(carry: Any, accum_steps: int) -> None:
+    """Raises ValueError for a carry, or its shapes, that cannot be cut into microbatches."""
+    if accum_steps > 1 and jax.tree.leaves(carry):
         raise ValueError(
             f"accum_steps = {accum_steps}: a model whose carry belongs to the rows of a batch cannot accumulate; "
             "use accum_steps = 1"

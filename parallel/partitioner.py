@@ -115,7 +115,8 @@ class Program:
     def __post_init__(self):
         if self.accum_steps < 1 or not self.spec:
             raise ValueError(f"accum_steps = {self.accum_steps}, features {list(self.spec)}: expected 1 or more")
-        looks = (self._check_rows, self._check_positions, self._check_state)  # what is independent is said together
+        # what is independent is said together
+        looks = (self._check_rows, self._check_positions, self._check_carry, self._check_state)
         problems = [str(error) for look in looks if (error := _refusal(look))]
         if problems:
             raise ValueError("\n".join(problems))
@@ -206,6 +207,9 @@ class Program:
         rows = self.partitioner.row_shards
         others = {k: jax.ShapeDtypeStruct((rows, *s.shape[1:]), s.dtype) for k, s in self.spec.items()}
         self.partitioner.batch_shardings(others)
+
+    def _check_carry(self) -> None:
+        step.refuse_carry(jax.eval_shape(self.model.init_carry, self._example()), self.accum_steps)
 
     def _check_activations(self) -> None:
         """Traces the loss, so that a table that the computation does not fit is refused before the first step.

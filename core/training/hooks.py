@@ -14,6 +14,7 @@ import jax
 from core.train_state import TrainState
 from core.training import trainer
 from core.training.trainer import Hook, StepReport
+from core.types import WeightedSum
 
 Scalars = Callable[[int, Mapping[str, float]], None]  # (step, name -> value)
 
@@ -37,7 +38,11 @@ class StopOnNonFinite(Hook):
 
 
 class Log(Hook):
-    """Writes the metrics of every `every`-th step; rates are means over the steps since the last line."""
+    """Writes the metrics of every `every`-th step.
+
+    Loss, learning rate and gradient norm are those of the step. Rates and the model's own metrics are means over all
+    steps since the last line; a metric of which these steps had nothing (no row halted) is left out.
+    """
 
     def __init__(self, write: Scalars, *, every: int, items_per_step: int, last_step: int | None = None):
         """`write(step, values)` gets the metrics, step_seconds, input_wait_seconds and tokens_per_second."""
@@ -47,12 +52,14 @@ class Log(Hook):
         self._last_step = last_step
         self._seconds: list[float] = []
         self._waits: list[float] = []
+        self._sums: dict[str, WeightedSum] = {}
         self._started = False
 
     def after_step(self, report: StepReport) -> None:
         """Writes when it is time, and the first and the last step."""
         self._seconds.append(report.seconds)
         self._waits.append(report.input_wait_seconds)
+        self._sums = trainer.add_sums(self._sums, report.sums)
         if self._started and report.step % self._every and report.step != self._last_step:
             return
         self._started = True
@@ -62,8 +69,9 @@ class Log(Hook):
             "input_wait_seconds": sum(self._waits) / len(self._waits),
             "tokens_per_second": self._items_per_step / mean_seconds,
         }
-        self._seconds, self._waits = [], []
-        self._write(report.step, {**report.metrics, **rates})
+        own = trainer.means(self._sums)
+        self._seconds, self._waits, self._sums = [], [], {}
+        self._write(report.step, {**own, **report.metrics, **rates})
 
 
 def evaluate(eval_step: Callable, state: TrainState, batches: Any, *, num_batches: int) -> dict[str, float]:
@@ -76,12 +84,11 @@ def evaluate(eval_step: Callable, state: TrainState, batches: Any, *, num_batche
       num_batches: how many.
 
     Returns:
-      The model's metrics by name, as `loss`, `accuracy`, ….
+      The model's metrics by name, as `loss`, `accuracy`, …; without those of which the batches had nothing.
     """
-    total = None
+    total: dict[str, WeightedSum] = {}
     for _ in range(num_batches):
-        sums = jax.device_get(eval_step(state, next(batches)))
-        total = sums if total is None else trainer.add_sums(total, sums)
+        total = trainer.add_sums(total, jax.device_get(eval_step(state, next(batches))))
     return trainer.means(total)
 
 

@@ -13,11 +13,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
 
+from core.step import Metrics
 from core.train_state import TrainState
 from core.types import Batch, WeightedSum
 
@@ -27,13 +28,15 @@ class StepReport(NamedTuple):
 
     Attributes:
       step: its number; the first is 1.
-      metrics: means of this step, as numbers.
+      metrics: numbers of this step.
+      sums: of this step, what the model's metrics are means of; a weight may be 0.
       seconds: since the previous step finished; for the first, since it was dispatched (compilation included).
       input_wait_seconds: of these, how long the host waited for its batch.
     """
 
     step: int
     metrics: Mapping[str, float]
+    sums: Mapping[str, WeightedSum]
     seconds: float
     input_wait_seconds: float
 
@@ -62,7 +65,7 @@ class Hook:
 class Program(Protocol):
     """What the loop needs of a model bound to devices."""
 
-    def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Mapping[str, jax.Array]]:
+    def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One step; consumes `state`."""
 
 
@@ -77,7 +80,7 @@ class DeviceBatches(Protocol):
 
 class _Dispatched(NamedTuple):
     step: int
-    metrics: Mapping[str, jax.Array]
+    metrics: Metrics
     input_wait_seconds: float
 
 
@@ -89,9 +92,11 @@ class _Reader:
         self._finished_at = time.perf_counter()
 
     def read(self, dispatched: _Dispatched) -> None:
-        values = {k: float(v) for k, v in jax.device_get(dict(dispatched.metrics)).items()}  # waits for the step
+        found = jax.device_get(dict(dispatched.metrics))  # waits for the step
+        sums = {k: v for k, v in found.items() if isinstance(v, WeightedSum)}
+        values = {k: float(v) for k, v in found.items() if k not in sums}
         now = time.perf_counter()
-        report = StepReport(dispatched.step, values, now - self._finished_at, dispatched.input_wait_seconds)
+        report = StepReport(dispatched.step, values, sums, now - self._finished_at, dispatched.input_wait_seconds)
         self._finished_at = now
         for hook in self._hooks:
             hook.after_step(report)
@@ -139,11 +144,12 @@ def train(
     return state
 
 
-def add_sums(total: Any, more: Any) -> Any:
-    """Adds two trees of sums on the host, in float64."""
-    return jax.tree.map(lambda a, b: np.float64(a) + np.float64(b), total, more)
+def add_sums(total: Mapping[str, WeightedSum], more: Mapping[str, WeightedSum]) -> dict[str, WeightedSum]:
+    """Adds sums by name, on the host, in float64; `total` may be empty."""
+    wide = {k: WeightedSum(np.float64(s.total), np.float64(s.weight)) for k, s in more.items()}
+    return jax.tree.map(np.add, dict(total), wide) if total else wide
 
 
-def means(total: Mapping[str, WeightedSum]) -> dict[str, float]:
-    """What sums on the host stand for; 0 where nothing was supervised."""
-    return {name: float(s.total / max(s.weight, 1.0)) for name, s in total.items()}
+def means(sums: Mapping[str, WeightedSum]) -> dict[str, float]:
+    """What the sums are means of; no entry where the weight is 0, for a mean of nothing is no number."""
+    return {name: float(s.total / s.weight) for name, s in sums.items() if s.weight > 0}

@@ -15,6 +15,7 @@ import numpy as np
 
 from core.checkpoint import Checkpoints
 from core.train_state import TrainState
+from core.types import WeightedSum
 from core.training import trainer
 from launch.evaluation.portion import Portion
 from launch.training import Run
@@ -57,7 +58,7 @@ def measure(run: Run, checkpoints: Checkpoints, step: int, *, portion: Portion, 
         votes = judge.votes(answers)
     for _ in answers:  # what nobody counts is computed with the others
         pass
-    if once.sums is None:
+    if not once.sums:
         raise ValueError("there are no held-out rows to evaluate")
     same = meta.get("data") == run.meta["data"]
     return Measured(step, trainer.means(once.sums), round(float(once.sums["loss"].weight)), same, votes)
@@ -68,7 +69,7 @@ class _Pass:
 
     def __init__(self, program: Program, state: TrainState, batches: Iterable[Mapping], *, answering: bool):
         self._program, self._state, self._batches, self._answering = program, state, batches, answering
-        self.sums: Any = None
+        self.sums: dict[str, WeightedSum] = {}
 
     def answers(self) -> Iterator[Mapping[str, np.ndarray]]:
         """Answers by batch; empty ones where nobody asks. The next batch is on its way while one is looked at."""
@@ -89,7 +90,7 @@ class _Pass:
 
     def _read(self, dispatched: tuple[Any, Any]) -> Mapping[str, np.ndarray]:
         sums, answers = jax.device_get(dispatched)
-        self.sums = sums if self.sums is None else trainer.add_sums(self.sums, sums)
+        self.sums = trainer.add_sums(self.sums, sums)
         return answers
 
 

@@ -88,12 +88,14 @@ def test_a_batch_without_a_supervised_item_changes_nothing():
     state, metrics = step.train_step(Line(), sgd(), seed=0)(start(), batch(weights=[0.0] * 4))
     assert float(state.params["~"]["w"]) == 2.0
     assert float(metrics["loss"]) == 0.0
+    assert (float(metrics["bits"].total), float(metrics["bits"].weight)) == (0.0, 0.0)  # no mean of nothing
 
 
 def test_random_bits_belong_to_seed_and_step():
     def bits(seed, at):
         state = start()._replace(step=jnp.int32(at))
-        return float(step.train_step(Line(), sgd(), seed=seed)(state, batch())[1]["bits"])
+        found = step.train_step(Line(), sgd(), seed=seed)(state, batch())[1]["bits"]
+        return float(found.total / found.weight)
 
     assert bits(0, 3) == bits(0, 3)
     assert len({bits(0, 3), bits(0, 4), bits(1, 3)}) == 3

@@ -48,7 +48,7 @@ def test_state_softmax_norms_and_loss_are_wide(traced):
     program, (state, metrics) = traced
     floats = [a for a in jax.tree.leaves((state.params, state.opt_state)) if jnp.issubdtype(a.dtype, jnp.floating)]
     assert {a.dtype for a in floats} == {jnp.dtype("float32")}
-    assert {m.dtype for m in metrics.values()} == {jnp.dtype("float32")}
+    assert {m.dtype for m in jax.tree.leaves(metrics)} == {jnp.dtype("float32")}
     narrow = {
         e.primitive.name
         for e in equations(program.jaxpr)

@@ -118,7 +118,7 @@ def test_the_step_donates_its_state_and_keeps_every_layout():
     after, metrics = program.train_step(state, batch)
     assert before.is_deleted()
     assert jax.tree.map(lambda a: a.sharding.spec, after) == jax.tree.map(lambda a: a.spec, program.state_shardings)
-    assert all(m.is_fully_replicated for m in metrics.values())
+    assert all(m.is_fully_replicated for m in jax.tree.leaves(metrics))
     sums = program.eval_step(after, batch)
     assert not after.step.is_deleted()  # evaluation consumes nothing
     assert float(sums["loss"].weight) == 32.0

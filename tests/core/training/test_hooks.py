@@ -10,8 +10,8 @@ from core.training.trainer import StepReport
 from core.types import WeightedSum
 
 
-def report(step, *, seconds=0.5, wait=0.1, **metrics):
-    return StepReport(step, {"loss": 2.0, **metrics}, seconds, wait)
+def report(step, *, seconds=0.5, wait=0.1, sums=(), **metrics):
+    return StepReport(step, {"loss": 2.0, **metrics}, dict(sums), seconds, wait)
 
 
 def test_log_writes_the_first_step_and_means_over_each_interval():
@@ -24,6 +24,17 @@ def test_log_writes_the_first_step_and_means_over_each_interval():
     assert [v["tokens_per_second"] for _, v in written] == [pytest.approx(100 / 9), 50.0, 50.0]
     assert written[1][1]["input_wait_seconds"] == 0.5
     assert written[1][1]["loss"] == 2.0
+
+
+def test_log_divides_once_over_the_interval_and_leaves_out_what_had_nothing():
+    written = []
+    log = hooks.Log(lambda step, values: written.append(values), every=3, items_per_step=1)
+    for step, (total, weight) in enumerate([(0, 0), (3, 4), (0, 0), (1, 1), (0, 0), (0, 0), (0, 0), (0, 0), (0, 0)], 1):
+        sums = {"right": WeightedSum(np.float32(total), np.float32(weight)), "all": WeightedSum(step, 1)}
+        log.after_step(report(step, sums=sums, loss=float(step)))
+    assert [v.get("right") for v in written] == [None, 0.75, 1.0, None]  # nobody's step is a zero
+    assert [v["all"] for v in written] == [1.0, 2.5, 5.0, 8.0]
+    assert [v["loss"] for v in written] == [1.0, 3.0, 6.0, 9.0]  # of the step, as it is
 
 
 @pytest.mark.covers("T10")
@@ -48,7 +59,7 @@ def test_evaluate_divides_once_over_all_batches():
     nothing = hooks.evaluate(
         lambda *_: {"loss": WeightedSum(np.float32(0), np.float32(0))}, None, iter([0]), num_batches=1
     )
-    assert nothing == {"loss": 0.0}
+    assert nothing == {}
 
 
 def test_evaluate_is_due_at_multiples_and_at_the_end():

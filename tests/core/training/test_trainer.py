@@ -6,6 +6,7 @@ import pytest
 
 from core.train_state import TrainState
 from core.training import hooks, trainer
+from core.types import WeightedSum
 
 
 class Metric:
@@ -28,7 +29,7 @@ class Program:
         assert batch == f"batch {step}"
         self.events.append(f"dispatch {step}")
         loss = Metric(self.losses.get(step, 1.0 / step), lambda: self.events.append(f"read {step}"))
-        return state._replace(step=jnp.int32(step)), {"loss": loss}
+        return state._replace(step=jnp.int32(step)), {"loss": loss, "right": WeightedSum(2.0, float(step))}
 
 
 class Batches:
@@ -89,7 +90,8 @@ def test_metrics_of_a_step_are_read_after_the_next_is_dispatched():
         "close",
     ]
     assert int(state.step) == 3
-    assert [r.metrics["loss"] for r in recorder.reports] == [1.0, 0.5, pytest.approx(1 / 3)]
+    assert [r.metrics for r in recorder.reports] == [{"loss": 1.0}, {"loss": 0.5}, {"loss": pytest.approx(1 / 3)}]
+    assert [r.sums for r in recorder.reports] == [{"right": (2.0, n)} for n in (1, 2, 3)]
     assert all(r.input_wait_seconds == 0.25 and r.seconds > 0 for r in recorder.reports)
 
 
@@ -155,8 +157,8 @@ def test_every_hook_is_closed_though_one_fails_and_the_first_error_stays_in_sigh
 
 
 def test_sums_are_added_in_double_precision():
-    total = None
+    total = {}
     for _ in range(3):
-        sums = {"a": np.float32(2**24 + 2)}
-        total = sums if total is None else trainer.add_sums(total, sums)
-    assert total["a"] == 3 * (2**24 + 2)
+        total = trainer.add_sums(total, {"a": WeightedSum(np.float32(2**24 + 2), np.float32(0.5))})
+    assert total == {"a": (3 * (2**24 + 2), 1.5)}
+    assert trainer.means(total | {"nothing": WeightedSum(0.0, 0.0)}) == {"a": 2.0 * (2**24 + 2)}
