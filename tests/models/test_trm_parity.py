@@ -44,7 +44,12 @@ BATCHES = {
 }
 
 
+READ = set()  # what `fixture` was asked for
+ELSEWHERE = {"mid/rope_cos", "mid/rope_sin", "bf16/step1/logits"}  # what tests of their own compare
+
+
 def fixture(key):
+    READ.add(key)
     return FIXTURE[f"attn/{key}"]
 
 
@@ -116,12 +121,16 @@ def digests_apart(params, theirs):
     return np.max(np.abs(digests(params) - theirs) / np.maximum(theirs[:, :1], 1e-30))
 
 
-def optimizer():
-    def rate(peak):
-        return optimizers.warmup_floor(peak=peak, warmup_steps=2, total_steps=10, floor=0.1)
+def rate(peak):
+    return optimizers.warmup_floor(peak=peak, warmup_steps=2, total_steps=10, floor=0.1)
 
+
+TABLE_RATE = rate(5e-2)
+
+
+def optimizer():
     dense = optimizers.adam_atan2(learning_rate=rate(1e-2), weight_decay=0.1)
-    table = optimizers.with_table(dense=dense, learning_rate=rate(5e-2), weight_decay=0.1)
+    table = optimizers.with_table(dense=dense, learning_rate=TABLE_RATE, weight_decay=0.1)
     return optimizers.averaged(optimizer=table, decay=0.9)
 
 
@@ -129,11 +138,13 @@ GATES = {
     "embeddings": 1e-6,
     "first": 2e-5,
     "states": 1e-4,
-    "logits": 5e-4,
+    "logits 2": 1e-4,
+    "logits 3": 5e-4,
     "q": 2e-3,
     "loss": 1e-4,
     "metrics": 1e-4,
     "halting": 0.0,
+    "rates": 1e-6,
     "gradients": 2e-4,
     "params": 3e-4,
     "average": 3e-5,
@@ -152,8 +163,8 @@ class Found(dict):
         return {name: value for name, value in self.items() if value > GATES[name]}
 
 
-def metric_vector(out):
-    return np.array([float(out.metrics["accuracy"].weight), *(float(out.metrics[m].total) for m in METRICS[1:])])
+def metric_vector(sums):
+    return np.array([float(sums["accuracy"].weight), *(float(sums[m].total) for m in METRICS[1:])])
 
 
 def frozen_steps(model, found, *, steps):
@@ -170,13 +181,13 @@ def frozen_steps(model, found, *, steps):
         (loss, (carry, out, outputs)), grads = run(params, carry, BATCHES["AB"[(number - 1) % 2]])
         here = f"frozen/step{number}"
         found.add("loss", apart(loss, fixture(f"{here}/loss")))
-        found.add("metrics", apart(metric_vector(out), fixture(f"{here}/metrics")))
+        found.add("metrics", apart(metric_vector(out.metrics), fixture(f"{here}/metrics")))
         for ours, theirs in ((carry.halted, "halted"), (carry.steps, "steps"), (out.extras["puzzle_table"], "cur_ids")):
             found.add("halting", np.any(np.asarray(ours) != fixture(f"{here}/{theirs}")))
         found.add("q", apart(outputs.q_halt, fixture(f"{here}/q_halt_logits")))
         found.add("q", apart(outputs.q_continue, fixture(f"{here}/q_continue_logits")))
         if number <= 3:
-            found.add("first" if number == 1 else "logits", apart(outputs.logits, fixture(f"{here}/logits")))
+            found.add("first" if number == 1 else f"logits {number}", apart(outputs.logits, fixture(f"{here}/logits")))
         if number <= 2:
             for ours, theirs in ((carry.states.z_h, "z_H"), (carry.states.z_l[0], "z_L")):
                 found.add("first" if number == 1 else "states", apart(ours, fixture(f"{here}/{theirs}")))
@@ -203,7 +214,9 @@ def train_steps(model, found, *, steps, chosen):
         state, metrics = run(state, BATCHES["AB"[(number - 1) % 2]])
         here = f"train/step{number}"
         found.add("loss", apart(3 * metrics["loss"], fixture(f"{here}/loss")))
-        found.add("loss", apart(metrics["learning_rate"], fixture(f"{here}/lr")))
+        found.add("metrics", apart(metric_vector(metrics), fixture(f"{here}/metrics")))
+        found.add("rates", abs(metrics["learning_rate"] / fixture(f"{here}/lr") - 1))
+        found.add("rates", abs(TABLE_RATE(jnp.int32(number - 1)) / fixture(f"{here}/lr_emb") - 1))
         found.add("halting", np.any(np.asarray(state.carry.halted) != fixture(f"{here}/halted")))
         found.add("halting", np.any(np.asarray(state.carry.steps) != fixture(f"{here}/steps")))
         found.add("table", apart(state.params["~"]["puzzle_table"], fixture(f"{here}/puzzle_emb")))
@@ -220,7 +233,7 @@ def evaluation(model, found):
     found.add("q", apart(outputs.q_halt, fixture("eval/q_halt_logits")))
     found.add("predictions", np.any(np.argmax(outputs.logits, -1) != fixture("eval/preds")))
     found.add("loss", apart(out.loss_sum, fixture("eval/loss")))
-    found.add("metrics", apart(metric_vector(out), fixture("eval/metrics")))
+    found.add("metrics", apart(metric_vector(out.metrics), fixture("eval/metrics")))
     assert model.halt_max_steps == fixture("eval/n_steps")
 
 
@@ -245,12 +258,15 @@ def intermediate(model, found):
 @pytest.mark.covers("N12")
 def test_every_number_of_the_reference():
     found = Found()
+    READ.clear()
     intermediate(MODEL, found)
     frozen_steps(MODEL, found, steps=6)
     evaluation(MODEL, found)
     train_steps(MODEL, found, steps=4, chosen=optimizer())
     assert not found.failed()
     assert set(found) == set(GATES)
+    there = {key.removeprefix("attn/") for key in FIXTURE.files if key.startswith("attn/")}
+    assert there == READ | ELSEWHERE | {"param_order"}
 
 
 def test_rotary_angles():
@@ -373,9 +389,9 @@ def test_another_epsilon_is_refused():
 def test_a_wrong_optimizer_is_refused(wrong, monkeypatch):
     found, chosen = Found(), optimizer()
     if wrong == "adamw":
-        rate = optimizers.warmup_floor(peak=1e-2, warmup_steps=2, total_steps=10, floor=0.1)
+        peak = rate(1e-2)
         chosen = optimizers.averaged(
-            optimizer=optimizers.with_table(dense=optimizers.adamw(learning_rate=rate), learning_rate=rate), decay=0.9
+            optimizer=optimizers.with_table(dense=optimizers.adamw(learning_rate=peak), learning_rate=peak), decay=0.9
         )
     else:
         monkeypatch.setattr("core.optimizers.table._rows", lambda name, extras: jnp.arange(5))
