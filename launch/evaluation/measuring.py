@@ -15,8 +15,8 @@ import numpy as np
 
 from core.checkpoint import Checkpoints
 from core.train_state import TrainState
-from core.types import WeightedSum
 from core.training import trainer
+from core.types import WeightedSum
 from launch.evaluation.portion import Portion
 from launch.training import Run
 from parallel.partitioner import Program

@@ -1,4 +1,4 @@
-"""The Tiny Recursive Model: sizes, first values, the mlp variant restated in numpy, halting, and where gradients go."""
+"""The Tiny Recursive Model: sizes, first values, halting, evaluation, and where gradients go."""
 
 import dataclasses
 import functools
@@ -110,81 +110,44 @@ def test_flops_are_those_of_the_formula():
     assert model.flops_per_token(81) * 81 == model.flops_per_row(81)
 
 
-def test_first_values():
-    model = dataclasses.replace(MODEL, embed_dim=64, num_layers=3, puzzle_multiple=8)
-    params = jax.jit(model.init)(jax.random.key(1), batch())
-    root, block = params["~"], params["layers/block"]
-    for name, fan_in in (("qkv", 64), ("output", 64), ("gate_up", 64), ("down", 256)):
-        deviation = 1 / math.sqrt(fan_in)
-        assert np.std(block[name]) == pytest.approx(deviation, rel=0.02), name
-        assert np.max(np.abs(block[name])) <= 2.2737 * deviation, name
-        assert np.max(np.abs(block[name])) >= 2.2 * deviation, name
-    assert np.std(root["unembedding"]) == pytest.approx(1 / 8, rel=0.1)
-    assert 0.7 < np.std(root["h_init"]) < 1.3
+WIDE = dataclasses.replace(
+    MODEL, vocab_size=100, embed_dim=128, prefix_length=16, puzzle_multiple=8, positions="learned"
+)
+
+
+@pytest.mark.parametrize("mixer", trm.model.MIXERS)
+def test_first_values(mixer):
+    """At sizes at which the deviation of a draw is known to half a percent; 2.2737 deviations are where it is cut."""
+    model, cells = dataclasses.replace(WIDE, mixer=mixer), 80
+    params = jax.jit(model.init)(jax.random.key(1), {k: jnp.zeros(s.shape, s.dtype) for k, s in spec(cells).items()})
+    root, block = dict(params["~"]), params["layers/block"]
+    across = {"qkv": 128, "output": 128} if mixer == "attention" else {"token_gate_up": 96, "token_down": 256}
+    fan_in = {"embedding": 128, "unembedding": 128, "positions": 128, "gate_up": 128, "down": 512, **across}
+    for name, width in fan_in.items():
+        drawn, deviation = root.pop(name) if name in root else block[name], 1 / math.sqrt(width)
+        assert np.std(drawn) == pytest.approx(deviation, rel=0.02), name
+        assert abs(np.mean(drawn)) < 0.03 * deviation, name
+        assert 2.2 * deviation <= np.max(np.abs(drawn)) <= 2.2737 * deviation, name
+    assert set(block) < set(fan_in)
     assert not np.any(root["halt_head"])
     assert np.all(root["halt_bias"] == -5)
-    assert root["puzzle_table"].shape == (8, 64)
+    assert root["puzzle_table"].shape == (8, 128)
     assert not np.any(root["puzzle_table"])
+    assert set(root) == {"halt_head", "halt_bias", "puzzle_table", "h_init", "l_init"}
 
 
-# The mlp variant and the latents, restated
+def test_first_values_of_the_states():
+    wide = dataclasses.replace(WIDE, embed_dim=2**15)  # so that few entries say what the law is; the rest is not drawn
+    rest = {k: jnp.zeros(s.shape, s.dtype) for k, s in spec(4).items()}
+    drawn = jax.jit(lambda key: {k: wide.init(key, rest)["~"][k] for k in ("h_init", "l_init")})(jax.random.key(1))
+    for name, shape in (("h_init", (2**15,)), ("l_init", (1, 2**15))):
+        assert drawn[name].shape == shape
+        assert np.std(drawn[name]) == pytest.approx(1, rel=0.02), name
+        assert 2.2 <= np.max(np.abs(drawn[name])) <= 2.2737, name
+    assert np.any(drawn["h_init"] != drawn["l_init"][0])
 
 
-def restated(model, params, data):
-    """One cycle after the other in numpy, float64: new states and logits, from fresh states."""
-    root, block = ({k: np.asarray(v, np.float64) for k, v in params[m].items()} for m in ("~", "layers/block"))
-    width = model.embed_dim
-
-    def rms(a, axis):
-        return a / np.sqrt(np.mean(a**2, axis=axis, keepdims=True) + 1e-5)
-
-    def glu(a, gate_up, down):
-        gate, up = a @ gate_up[:, 0], a @ gate_up[:, 1]
-        return (gate / (1 + np.exp(-gate)) * up) @ down
-
-    def apply(a):
-        for i in range(model.num_layers):
-            turned = a.transpose(0, 2, 1)  # [B, D, T]
-            turned = rms(turned + glu(turned, block["token_gate_up"][i], block["token_down"][i]), -1)
-            a = turned.transpose(0, 2, 1)
-            a = rms(a + glu(a, block["gate_up"][i], block["down"][i]), -1)
-        return a
-
-    prefix = np.zeros((ROWS, model.prefix_length, width))
-    prefix[:, 0] = root["puzzle_table"][data["puzzle_ids"]]
-    x = math.sqrt(width) * np.concatenate([prefix, root["embedding"][data["inputs"]]], axis=1)
-    y = np.broadcast_to(root["h_init"], x.shape)
-    z = [np.broadcast_to(row, x.shape) for row in root.get("l_init", ())]
-    for _ in range(model.h_cycles):
-        for i in range(model.l_cycles):
-            if model.latents == "single":
-                y = apply(y + x)
-            else:
-                z[i % len(z)] = apply(sum(z) + (y + x))
-        y = apply(y) if model.latents == "single" else apply(y + sum(z))
-    return y, z, y[:, model.prefix_length :] @ root["unembedding"]
-
-
-@pytest.mark.covers("N12")
-@pytest.mark.parametrize("latents", net.LATENTS)
-def test_the_mlp_variant_is_its_restatement(latents):
-    model = dataclasses.replace(MIXING, latents=latents, num_layers=2, halt_max_steps=1)
-    params, data = lively(model), batch()
-    assert params["layers/block"]["token_gate_up"].shape == (2, 9, 2, 256)
-    y, z, logits = restated(model, params, data)
-    carry, out = step_of(model)(params, model.init_carry(data), jax.random.key(0), data)
-    np.testing.assert_allclose(carry.states.z_h, y, atol=5e-5)
-    assert len(carry.states.z_l) == {"two": 1, "single": 0, "many": 3}[latents]
-    for ours, theirs in zip(carry.states.z_l, z, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=5e-5)
-    labels = np.asarray(data["labels"])
-    s = np.where(logits >= 0, logits + 1, 1 / (1 - np.minimum(logits, 0)))
-    p = np.take_along_axis(s / s.sum(-1, keepdims=True), np.maximum(labels, 0)[..., None], -1)[..., 0]
-    known = labels != losses.IGNORED
-    token_loss = np.sum(-np.log(p) * known / known.sum(-1, keepdims=True))
-    assert float(out.metrics["lm_loss"].total) == pytest.approx(token_loss, rel=1e-5)
-    right = np.all((logits.argmax(-1) == labels) | ~known, axis=-1)
-    assert float(out.metrics["exact_accuracy"].total) == right.sum()
+# Rows and vocabulary
 
 
 def test_rows_do_not_see_one_another():
@@ -296,7 +259,45 @@ def test_metrics_count_halted_rows_alone():
         assert float(out.loss_sum) == pytest.approx(float(total), rel=1e-6)
 
 
-def test_evaluation_takes_every_step_and_leaves_padded_rows_out():
+def test_rows_without_labels_count_in_no_metric_of_training():
+    eager = dataclasses.replace(MODEL, halt_max_steps=1)  # every row halts
+    params, data = lively(MODEL), batch()
+    answers = np.argmax(jax.jit(eager.predict)(params, data).logits, -1)
+    labels = np.where(np.arange(CELLS) == 3, (answers + 1) % 6, answers)  # all right but one cell
+    labels[1:4] = losses.IGNORED
+    _, out = step_of(eager)(params, eager.init_carry(data), jax.random.key(0), {**data, "labels": jnp.asarray(labels)})
+    assert float(out.metrics["accuracy"].total) == pytest.approx(2 * (CELLS - 1) / CELLS)
+    assert float(out.metrics["steps"].total) == float(out.metrics["halted"].total) == 2
+    assert {float(out.metrics[m].weight) for m in ("accuracy", "exact_accuracy", "q_halt_accuracy", "steps")} == {2.0}
+    assert float(out.weight_sum) == float(out.metrics["lm_loss"].weight) == ROWS  # the loss divides by all rows
+
+
+def test_evaluation_takes_every_step():
+    """Each row's labels are what the model says after another step; and every step is one of training."""
+    model, data = dataclasses.replace(MIXING, h_cycles=1, l_cycles=2), batch()
+    sure = {**lively(model), "~": lively(model)["~"] | {"halt_bias": jnp.array([9.0, 0.0])}}  # would halt at once
+    said = [
+        np.argmax(jax.jit(dataclasses.replace(model, halt_max_steps=n).predict)(sure, data).logits, -1)
+        for n in (1, 2, 3, 4)
+    ]
+    assert len({answer[:4].tobytes() for answer in said}) == 4
+    data["labels"] = jnp.asarray(np.stack([said[min(row, 3)][row] for row in range(ROWS)]), jnp.int32)
+    right = [int(np.sum(np.all(answer == data["labels"], axis=1))) for answer in said]
+    assert len(set(right)) > 1
+    out = jax.jit(model.evaluate)(sure, jax.random.key(0), data)
+    assert [float(out.metrics[f"exact_accuracy_step_{n:02d}"].total) for n in (1, 2, 3, 4)] == right
+    assert float(out.metrics["exact_accuracy"].total) == right[-1]
+    carry = model.init_carry(data)
+    for number in range(4):
+        carry, trained = step_of(model)(sure, carry, jax.random.key(0), data)
+        assert np.all(carry.halted)
+        carry = carry._replace(halted=jnp.zeros(ROWS, bool), steps=jnp.full(ROWS, number + 1))
+    for name in ("accuracy", "exact_accuracy", "q_halt_accuracy", "steps", "lm_loss", "q_halt_loss"):
+        np.testing.assert_allclose(out.metrics[name], trained.metrics[name], rtol=1e-5, err_msg=name)
+    np.testing.assert_allclose(out.loss_sum, trained.loss_sum, rtol=1e-5)
+
+
+def test_evaluation_leaves_padded_rows_out():
     params, evaluate = lively(MODEL), jax.jit(MODEL.evaluate)
     found = []
     for seed in (1, 2):  # what stands in the padded rows
@@ -305,11 +306,7 @@ def test_evaluation_takes_every_step_and_leaves_padded_rows_out():
         found.append(evaluate(params, jax.random.key(seed), data))
     real = [out._replace(extras=jax.tree.map(lambda x: x[:3], out.extras)) for out in found]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), *real)
-    out = found[0]
-    assert float(out.weight_sum) == float(out.metrics["accuracy"].weight) == 3
-    assert float(out.metrics["steps"].total) == 3 * 4
-    by_step = [float(out.metrics[f"exact_accuracy_step_{i:02d}"].total) for i in (1, 2, 3, 4)]
-    assert by_step[-1] == float(out.metrics["exact_accuracy"].total)
+    assert float(found[0].weight_sum) == float(found[0].metrics["accuracy"].weight) == 3
 
 
 def test_evaluation_says_what_is_answered_to_each_row():
@@ -374,7 +371,7 @@ def test_the_gradient_is_that_of_a_program_whose_early_cycles_are_constants():
 
 
 @pytest.mark.slow
-def test_remat_changes_nothing_and_a_shorter_gradient_does():
+def test_remat_changes_nothing():
     params, data = lively(MODEL), batch()
 
     def gradient(**fields):
@@ -385,7 +382,6 @@ def test_remat_changes_nothing_and_a_shorter_gradient_does():
     want = gradient()
     for remat in ("dots", "full"):
         np.testing.assert_allclose(gradient(remat=remat), want, atol=1e-5, rtol=1e-4)
-    assert np.max(np.abs(gradient(gradient="last_calls") - want)) > 1e-3
 
 
 def test_no_gradient_reaches_the_carry():
