@@ -194,6 +194,18 @@ def test_numbers_do_not_depend_on_the_number_of_processes():
     agree_when_played(["fsdp_tensor"], steps=1, processes=2, model=model, options=("--model", "mine:build"))
 
 
+RECURSIVE = [name for name, example in agreement.EXAMPLES.items() if not example.strategy.pipeline]  # that can hold it
+
+
+@pytest.mark.slow
+@pytest.mark.covers("R11", "N12")
+@pytest.mark.simulated(4)
+@pytest.mark.parametrize(("processes", "steps", "names"), [(2, 3, ["fsdp", "fsdp_tensor"]), (4, 20, RECURSIVE)])
+def test_no_number_of_the_recursive_model_depends_on_the_number_of_processes(processes, steps, names):
+    model = agreement.MODELS["trm"]
+    agree_when_played(names, steps=steps, processes=processes, model=model, options=("--model", "trm"))
+
+
 @pytest.mark.slow
 @pytest.mark.covers("R11")
 @pytest.mark.simulated(4)

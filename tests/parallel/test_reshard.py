@@ -7,29 +7,31 @@ import numpy as np
 import pytest
 
 from core.checkpoint import Checkpoints
-from launch.agreement import EXAMPLES, MODEL, bind, random_batches
-
-BATCH = next(random_batches(MODEL.vocab_size, steps=1))
+from launch.agreement import EXAMPLES, MODELS, batches_for, bind
 
 
 @pytest.mark.covers("C07")
 @pytest.mark.parametrize(
-    ("source", "target"),
+    ("kind", "source", "target"),
     [
-        ("zero1", "context"),
-        ("tensor", "fsdp"),
-        pytest.param("sequence_tensor", "multislice", marks=pytest.mark.slow),
-        pytest.param("hsdp", "tensor", marks=pytest.mark.slow),
+        ("transformer", "zero1", "context"),
+        ("transformer", "tensor", "fsdp"),
+        pytest.param("transformer", "sequence_tensor", "multislice", marks=pytest.mark.slow),
+        pytest.param("transformer", "hsdp", "tensor", marks=pytest.mark.slow),
+        ("trm", "tensor", "zero1"),
+        pytest.param("trm", "fsdp", "mesh3d", marks=pytest.mark.slow),
     ],
 )
-def test_a_state_is_bit_equal_under_another_strategy(source, target, tmp_path):
-    first = bind(MODEL, EXAMPLES[source], BATCH)
-    written, _ = first.train_step(first.init(), first.put(BATCH))  # moments that are not all zero
+def test_a_state_is_bit_equal_under_another_strategy(kind, source, target, tmp_path):
+    model = MODELS[kind]
+    batch = next(batches_for(model, steps=1))
+    first = bind(model, EXAMPLES[source], batch)
+    written, _ = first.train_step(first.init(), first.put(batch))  # moments that are not all zero
     saved = Checkpoints(str(tmp_path), keep=1)
     saved.save(1, state=written, data={}, meta={})
     saved.close()
     reader = Checkpoints(str(tmp_path), keep=1, read_only=True)
-    program = bind(MODEL, EXAMPLES[target], BATCH)
+    program = bind(model, EXAMPLES[target], batch)
     restored, _, _ = reader.restore(1, program.abstract_state)
     jax.tree.map(
         lambda a, layout: a.sharding.is_equivalent_to(layout, a.ndim) or pytest.fail(str(a.sharding)),
@@ -47,9 +49,10 @@ from core import distributed
 distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS,
                        local_cpu_devices=16 // HOSTS, single_process=False)
 from core.checkpoint import Checkpoints
-from launch.agreement import EXAMPLES, MODEL, bind, random_batches
+from launch.agreement import EXAMPLES, MODELS, batches_for, bind
 from parallel import agreement
-BATCHES = list(random_batches(MODEL.vocab_size, steps=2))
+MODEL = MODELS[KIND]
+BATCHES = list(batches_for(MODEL, steps=2))
 SPREAD = {name: EXAMPLES[name] for name in NAMES}
 
 def rows(program, batch):
@@ -100,7 +103,12 @@ def said(results):
 
 SPREAD = [name for name, example in EXAMPLES.items() if example.slice != "v4-8"]  # those that use all 16 devices
 PIPELINES = [name for name in SPREAD if EXAMPLES[name].strategy.pipeline]
-GROUPS = {"tables": [name for name in SPREAD if name not in PIPELINES], "pipelines": ["fsdp", *PIPELINES]}
+TABLES = [name for name in SPREAD if name not in PIPELINES]
+GROUPS = {
+    "tables": ("transformer", TABLES),
+    "pipelines": ("transformer", ["fsdp", *PIPELINES]),
+    "recursive": ("trm", TABLES),  # no pipeline can hold it
+}
 
 
 @pytest.mark.slow
@@ -109,7 +117,8 @@ GROUPS = {"tables": [name for name in SPREAD if name not in PIPELINES], "pipelin
 def test_every_pair_of_strategies_and_hosts(run_hosts, tmp_path, monkeypatch, group):
     """Written by 4 hosts; read by 1, 2 and 4. Bytes are equal, and the next loss is what it would have been."""
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    folder = f"FOLDER, NAMES = {str(tmp_path / 'runs')!r}, {GROUPS[group]!r}\n"
+    kind, names = GROUPS[group]
+    folder = f"FOLDER, KIND, NAMES = {str(tmp_path / 'runs')!r}, {kind!r}, {names!r}\n"
     losses = {row["name"]: row["next_loss"] for row in said(run_hosts(folder + WRITE, hosts=4, timeout=1800))}
     for readers in (1, 2, 4):
         pairs = said(run_hosts(folder + READ, hosts=readers, timeout=2400))
