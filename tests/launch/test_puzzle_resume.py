@@ -79,6 +79,9 @@ def test_a_recursive_run_resumes_to_the_last_bit(run, tmp_path):
     assert got_position == want_position != position
     assert lines(resumed, after=20) == lines(run, after=20)
     assert len(lines(run, after=20)) == 21  # 20 steps and an evaluation
+    steps = [row for row in lines(run, after=0) if "loss" in row]
+    assert all(("steps" in row) == (row["halted"] > 0) for row in steps)  # no row halted: no mean, and no zero
+    assert min(row["steps"] for row in steps if "steps" in row) >= 1
     kept = got.opt_state.average, got.params["~"]["puzzle_table"], got.carry.states.z_h, got.carry.data
     before = (
         halfway.opt_state.average,
