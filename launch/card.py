@@ -20,6 +20,7 @@ from parallel import report
 from parallel.partitioner import Program
 
 SAMPLE_IDS = 200
+EVALUATED = "validation/of"  # tag of what scores are of, beside the metrics
 
 
 def show(
@@ -36,6 +37,8 @@ def show(
     card = rows(experiment, program, host=host)
     left = f"resumed from {resumed_from:,}" if resumed_from else "fresh"
     early = f" of {experiment.total_steps:,}" if last_step < experiment.total_steps else ""
+    if evaluated := evaluated_on(experiment):
+        card["validation"] = f"on {evaluated}"
     for name, value in {**card, "steps": f"to {last_step:,}{early}, {left}", "run": run_dir}.items():
         grid.add_row(f"[bold]{name}[/bold]", value)
     Console(width=118, soft_wrap=False).print(Panel(grid, title="renga", title_align="left", expand=False))
@@ -89,16 +92,23 @@ def show_end(
     print(f"run         {run_dir}\ntensorboard launch/run tensorboard {run_dir}", flush=True)
 
 
+def evaluated_on(experiment: Experiment) -> str:
+    """What the scores of its evaluations are of, its data being there; empty for a task that does not say."""
+    if not experiment.eval_batches or not hasattr(experiment.task, "evaluated_on"):
+        return ""
+    return experiment.task.evaluated_on(experiment.eval_batches * experiment.batch_size)
+
+
 def _validated(experiment: Experiment, validation: Mapping[str, float]) -> str:
     """The loss of text; every mean of a task that says what its evaluation is of."""
-    if not hasattr(experiment.task, "evaluated_on"):
+    if not (evaluated := evaluated_on(experiment)):
         return f"validation loss {validation['validation/loss']:.4f} nats per token"
     means = {name.removeprefix("validation/"): value for name, value in sorted(validation.items())}
     lines = ["  ".join(f"{name} {value:.4f}" for name, value in means.items() if not progress.BY_STEP.search(name))]
     for curve in sorted({progress.BY_STEP.sub("", name) for name in means if progress.BY_STEP.search(name)}):
         values = [value for name, value in means.items() if progress.BY_STEP.sub("", name) == curve != name]
         lines.append(f"{curve} by step: " + " ".join(f"{value:.3f}" for value in values))
-    return "\n".join([f"validation on {experiment.task.evaluated_on()}", *lines])
+    return "\n".join([f"validation on {evaluated}", *lines])
 
 
 def _sample(experiment: Experiment, program: Program, state: TrainState) -> str:

@@ -71,6 +71,8 @@ class Experiment:
             low.append(f"eval_batches = {self.eval_batches} (0 for none)")
         if low:
             raise ValueError(f"Experiment: {', '.join(low)}: expected at least 1")
+        if self.seed < 0:
+            raise ValueError(f"Experiment: seed = {self.seed} (SEED): expected at least 0")
 
     def data_problems(self, *, prepared: bool) -> list[str]:
         """Everything wrong between task and model that shows without reading the data, each with its fix.

@@ -27,6 +27,7 @@ from launch.pods.joining import Host
 from launch.progress import Progress
 from parallel.partitioner import Program
 
+DATA_SECONDS = 3600.0  # for one host's work on the data; a build that takes longer belongs into launch/run build
 _PACKAGES = ("jax", "jaxlib", "libtpu", "dm-haiku", "optax", "orbax-checkpoint", "tensorstore", "seqio", "gin-config")
 
 
@@ -205,7 +206,22 @@ def _saving(
 def _write_config(run: Run, writers: metrics.Writers) -> None:
     paths.write_text_atomically(paths.resolve(run.run_dir) / "config.gin", run.meta["config"])
     writers.text("config", run.meta["config"])
+    if evaluated := card.evaluated_on(run.experiment):
+        writers.text(card.EVALUATED, evaluated)
     writers.text("versions", "\n".join(f"- {k} {v}" for k, v in run.meta["versions"].items()))
+
+
+def _prepare(experiment: Experiment, run_dir: str, host: Host) -> None:
+    """Host 0 builds or reads the data, then the others read it; each waits as long as a large build may take."""
+    if host.is_zero:
+        experiment.task.prepare(run_dir, is_host_zero=True)
+    else:
+        limit = f"{DATA_SECONDS / 60:g} minutes"
+        print(f"{host.name}: waits for host 0 to build or read the data, {limit} at most", flush=True)
+    distributed.barrier("data/prepared by host 0", timeout_seconds=DATA_SECONDS)
+    if not host.is_zero:
+        experiment.task.prepare(run_dir, is_host_zero=False)
+    distributed.barrier("data/prepared by all", timeout_seconds=DATA_SECONDS)
 
 
 def ready(experiment: Experiment, *, config_text: str, revision: str, run_dir: str, last_step: int, host: Host) -> Run:
@@ -216,11 +232,7 @@ def ready(experiment: Experiment, *, config_text: str, revision: str, run_dir: s
     """
     program = experiment.bind(jax.devices())
     joining.require_shared(run_dir, host)
-    if host.is_zero:
-        experiment.task.prepare(run_dir, is_host_zero=True)
-    distributed.barrier("data/prepared")
-    if not host.is_zero:
-        experiment.task.prepare(run_dir, is_host_zero=False)
+    _prepare(experiment, run_dir, host)
     if problems := experiment.data_problems(prepared=True):
         raise ValueError("\n".join(problems))
     meta = describe(config_text, revision, experiment)

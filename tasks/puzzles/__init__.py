@@ -44,7 +44,8 @@ def dataset(
       ValueError: a number out of range.
     """
     _check(length=length, vocab_size=vocab_size, epochs_per_iteration=epochs_per_iteration, eval_puzzles=eval_puzzles)
-    _check(train_puzzles=train_puzzles, train_copies=None if train_copies is None else train_copies + 1)
+    _check(train_puzzles=train_puzzles)
+    _check(least=0, train_copies=train_copies, eval_seed=eval_seed)
     source = Stored(directory or "", cut=Cut(train_puzzles, train_copies))
     return PuzzleTask(source, length, vocab_size, epochs_per_iteration, eval_puzzles, eval_seed)
 
@@ -74,7 +75,8 @@ def sudoku(
     Raises:
       ValueError: a number out of range.
     """
-    _check(num_train=num_train, num_test=num_test, eval_puzzles=eval_puzzles, seed=seed + 1)
+    _check(num_train=num_train, num_test=num_test, eval_puzzles=eval_puzzles)
+    _check(least=0, num_aug=num_aug, seed=seed)
     recipe = SudokuSet(
         size=size,
         num_train=num_train,
@@ -112,13 +114,14 @@ def maze(
     Raises:
       ValueError: a number out of range.
     """
-    _check(num_train=num_train, num_test=num_test, eval_puzzles=eval_puzzles, seed=seed + 1)
+    _check(num_train=num_train, num_test=num_test, eval_puzzles=eval_puzzles)
+    _check(least=0, seed=seed, min_path=min_path)
     recipe = MazeSet(size=size, num_train=num_train, num_test=num_test, min_path=min_path, augment=augment, seed=seed)
     source = Built(recipe, directory=directory)
     return PuzzleTask(source, recipe.seq_len, recipe.vocab_size, eval_puzzles=eval_puzzles)
 
 
-def _check(**numbers: int | None) -> None:
+def _check(*, least: int = 1, **numbers: int | None) -> None:
     for name, value in numbers.items():
         if value is not None:
-            check_integer(value, where=f"puzzles: {name}", least=1)
+            check_integer(value, where=f"puzzles: {name}", least=least)

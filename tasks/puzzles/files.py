@@ -18,7 +18,7 @@ import hashlib
 import io
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -46,7 +46,7 @@ class Metadata:
       num_puzzle_identifiers: rows of the model's table of puzzles.
       total_groups: G.
       mean_puzzle_examples: E / P.
-      total_puzzles: P (some writers put G here; nothing depends on it).
+      total_puzzles: P (TRM's own tool puts G here for Sudoku and mazes; nothing may depend on it).
       sets: always one, "all".
     """
 
@@ -140,6 +140,22 @@ def read_split(directory: str, split: str) -> Split:
     return found
 
 
+def read_group_indices(directory: str, split: str) -> np.ndarray:
+    """[G + 1] alone: where each group's puzzles begin. Raises ValueError for a file that is missing or damaged."""
+    return _read_array(paths.resolve(directory) / split / f"{SET}__group_indices.npy")
+
+
+def read_first(directory: str, split: str) -> tuple[np.ndarray, np.ndarray, int]:
+    """The first example's tokens and labels, [S] each, and how many examples there are; nothing else is read."""
+    folder, rows = paths.resolve(directory) / split, []
+    for name in ("inputs", "labels"):
+        file = folder / f"{SET}__{name}.npy"
+        with file.open("rb") as stream:
+            dims, _, dtype = _read_header(file, stream)
+            rows.append(np.frombuffer(stream.read(dims[1] * dtype.itemsize), dtype))
+    return *rows, dims[0]
+
+
 class Cut(NamedTuple):
     """A part of a split: the first puzzles, and the first variants of each.
 
@@ -154,15 +170,17 @@ class Cut(NamedTuple):
     puzzles: int | None = None
     copies: int | None = None
 
-    def lacking(self, metadata: Metadata) -> str | None:
-        """What a split of this metadata does not have; None where it has enough."""
-        copies = metadata.total_puzzles // max(1, metadata.total_groups) - 1
-        if (self.puzzles or 0) <= metadata.total_groups and (self.copies or 0) <= copies:
+    def lacking(self, group_indices: np.ndarray) -> str | None:
+        """What a split of these groups ([G + 1]) does not have; None where it has enough."""
+        groups = len(group_indices) - 1
+        sizes = np.diff(np.asarray(group_indices, np.int64))[: self.puzzles]
+        copies = int(sizes.min()) - 1 if groups else 0
+        if (self.puzzles or 0) <= groups and (self.copies or 0) <= copies:
             return None
         return (
-            f"{metadata.total_groups:,} training puzzles with {copies:,} copies of each; asked for "
-            f"{self.puzzles if self.puzzles is not None else 'all'} with "
-            f"{self.copies if self.copies is not None else 'all'}"
+            f"{groups:,} training puzzles with at least {copies:,} copies of each; asked for "
+            f"{'all' if self.puzzles is None else f'{self.puzzles:,}'} with "
+            f"{'all' if self.copies is None else f'{self.copies:,}'}"
         )
 
     def of(self, split: Split) -> Split:
@@ -215,14 +233,9 @@ def fingerprint(splits: Iterable[Split]) -> str:
 def _read_array(file: paths.Path) -> np.ndarray:
     if not file.exists():
         raise ValueError(f"{file} is missing; build the dataset anew")
-    try:
-        with file.open("rb") as stream:
-            version = np.lib.format.read_magic(stream)
-            reader = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
-            dims, fortran, dtype = reader(stream)
-            header_bytes = stream.tell()
-    except (ValueError, KeyError) as error:
-        raise ValueError(f"{file} is no .npy file: {error}") from error
+    with file.open("rb") as stream:
+        dims, fortran, dtype = _read_header(file, stream)
+        header_bytes = stream.tell()
     expected = header_bytes + int(np.prod(dims)) * dtype.itemsize
     if (actual := file.stat().length) != expected:
         raise ValueError(
@@ -234,6 +247,16 @@ def _read_array(file: paths.Path) -> np.ndarray:
     if paths.is_remote(file):
         return np.load(io.BytesIO(file.read_bytes()))
     return np.load(str(file), mmap_mode="r") if np.prod(dims) else np.zeros(dims, dtype)
+
+
+def _read_header(file: paths.Path, stream: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Shape, whether in column order, and dtype; the stream then stands at the first number."""
+    try:
+        version = np.lib.format.read_magic(stream)
+        reader = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+        return reader(stream)
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{file} is no .npy file: {error}") from error
 
 
 def _check_offsets(split: Split, folder: paths.Path) -> None:

@@ -46,9 +46,9 @@ class Stored:
         self._splits: dict[str, Split] = {}
 
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
-        """Reads it, so that a damaged one is refused before the first step. Raises ValueError."""
-        for split in files.SPLITS:
-            self.split(split)
+        """Reads it, so that a damaged or empty one is refused before the first step. Raises ValueError."""
+        if not all(self.split(split).num_examples for split in files.SPLITS):
+            raise ValueError(self._empty())
 
     def split(self, name: str) -> Split:
         """One split, read once."""
@@ -67,8 +67,9 @@ class Stored:
             return []
         try:
             if any(files.read_metadata(self.directory, split).total_groups < 1 for split in files.SPLITS):
-                return [f"{self.directory!r} has a split without puzzles; build it anew"]
-            self._refuse_less(files.read_metadata(self.directory, "train"))
+                return [self._empty()]
+            if self.asked != WHOLE:
+                self._refuse_less(files.read_group_indices(self.directory, "train"))
         except ValueError as error:
             return [str(error)]
         return []
@@ -87,12 +88,15 @@ class Stored:
         part = "".join(f", {count:,} {what}" for what, count in named if count is not None)
         return f"puzzles of {self.directory or '(DATA is not set)'}{part}"
 
+    def _empty(self) -> str:
+        return f"{self.directory!r} has a split without puzzles; build it anew"
+
     def _part(self, split: Split) -> Split:
-        self._refuse_less(split.metadata)
+        self._refuse_less(split.group_indices)
         return self.asked.of(split)
 
-    def _refuse_less(self, metadata: files.Metadata) -> None:
-        if lacking := self.asked.lacking(metadata):
+    def _refuse_less(self, group_indices: np.ndarray) -> None:
+        if lacking := self.asked.lacking(group_indices):
             raise ValueError(f"{self.directory!r} has {lacking}. Build a larger one, or ask for fewer")
 
     def fingerprint(self) -> str:
@@ -212,7 +216,7 @@ class PuzzleTask:
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
         """Builds (on host 0) and reads the dataset. Raises ValueError for one that is damaged or not this task's."""
         self.source.prepare(run_dir, is_host_zero=is_host_zero)
-        if problems := self._misfits():
+        if problems := self._misfits({name: self.source.split(name).metadata for name in files.SPLITS}):
             raise ValueError("\n".join(problems))
 
     def train(self, layout: DataLayout, *, seed: int) -> Batches:
@@ -233,12 +237,20 @@ class PuzzleTask:
 
         return self._batches(layout, split, visits, {"split": "test", "seed": self.eval_seed})
 
-    def evaluated_on(self) -> str:
-        """What an evaluation's score is of."""
+    def evaluated_on(self, most: int | None = None) -> str:
+        """What an evaluation's score is of, where it takes `most` rows (EVAL_BATCHES x BATCH_SIZE); None: all."""
         count = self.source.split("test").num_examples
-        if self.eval_puzzles is None or self.eval_puzzles >= count:
+        drawn = count if self.eval_puzzles is None else min(self.eval_puzzles, count)
+        taken = drawn if most is None else min(most, drawn)
+        if taken == count:
             return f"all {count:,} held-out puzzles"
-        return f"{self.eval_puzzles:,} of {count:,} held-out puzzles, drawn with seed {self.eval_seed}"
+        if drawn == count:
+            return f"the first {taken:,} of {count:,} held-out puzzles"
+        if taken < drawn:
+            return (
+                f"the first {taken:,} of the {drawn:,} drawn with seed {self.eval_seed} of {count:,} held-out puzzles"
+            )
+        return f"{drawn:,} of {count:,} held-out puzzles, drawn with seed {self.eval_seed}"
 
     def evaluating(self, rows: int | None) -> PuzzleTask:
         """The same puzzles with evaluations of `rows` held-out examples, drawn once; None: of all."""
@@ -250,7 +262,10 @@ class PuzzleTask:
 
     def problems(self) -> list[str]:
         """Everything wrong that can be known without reading the puzzles."""
-        return self.source.problems() or self._misfits()
+        directory = self.source.directory
+        if (found := self.source.problems()) or not directory or paths.is_remote(directory):
+            return found
+        return self._misfits({name: files.read_metadata(directory, name) for name in files.SPLITS})
 
     def named_files(self) -> tuple[str, ...]:
         """Folders as the user named them."""
@@ -271,18 +286,15 @@ class PuzzleTask:
         """Equal on all hosts that read the same data."""
         return self.source.fingerprint()
 
-    def _misfits(self) -> list[str]:
-        """Where the dataset, once there, is not of this length and vocabulary."""
-        directory = self.source.directory
-        if not directory or paths.is_remote(directory):
-            return []
+    def _misfits(self, of: Mapping[str, files.Metadata]) -> list[str]:
+        """Where the splits are not of this length and vocabulary."""
         found = []
-        for split in files.SPLITS:
-            meta = files.read_metadata(directory, split)
+        for split, meta in of.items():
             wanted = (("seq_len", "length", meta.seq_len, self.length),)
             wanted += (("vocab_size", "vocab_size", meta.vocab_size, self.vocab_size),)
             found += [
-                f"{directory!r}, {split}: {theirs} is {actual}, but the task's {ours} is {expected}; set it to {actual}"
+                f"{self.source.directory!r}, {split}: {theirs} is {actual}, but the task's {ours} is {expected}; "
+                f"set it to {actual}"
                 for theirs, ours, actual, expected in wanted
                 if actual != expected
             ]

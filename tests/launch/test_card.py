@@ -15,7 +15,11 @@ MEANS = {"validation/loss": 0.25, "validation/exact_accuracy": 0.75, "validation
 
 
 def shown(**task):
-    return card._validated(types.SimpleNamespace(task=types.SimpleNamespace(**task)), MEANS)
+    return card._validated(of(**task), MEANS)
+
+
+def of(*, eval_batches=3, **task):
+    return types.SimpleNamespace(task=types.SimpleNamespace(**task), eval_batches=eval_batches, batch_size=2)
 
 
 def test_text_has_its_loss():
@@ -23,11 +27,20 @@ def test_text_has_its_loss():
 
 
 def test_puzzles_have_every_mean_and_what_it_is_of():
-    assert shown(evaluated_on=lambda: "8 of 9 puzzles, drawn with seed 0").splitlines() == [
-        "validation on 8 of 9 puzzles, drawn with seed 0",
+    assert shown(evaluated_on=lambda most: f"{most} of 9 puzzles, drawn with seed 0").splitlines() == [
+        "validation on 6 of 9 puzzles, drawn with seed 0",
         "exact_accuracy 0.7500  loss 0.2500",
         "exact_accuracy by step: 0.500",
     ]
+
+
+def test_what_a_score_is_of_is_bounded_by_what_an_evaluation_takes():
+    def said(most):
+        return f"at most {most}"
+
+    assert card.evaluated_on(of(evaluated_on=said, eval_batches=5)) == "at most 10"
+    assert card.evaluated_on(of(evaluated_on=said, eval_batches=0)) == ""
+    assert card.evaluated_on(of()) == ""
 
 
 @pytest.mark.parametrize(

@@ -100,3 +100,8 @@ def test_a_check_says_what_is_wrong_with_them(config, axes, finding, says, mesh,
     checked = preflight.check(QUICKSTART, slice_name="v4-32", run_dir=str(tmp_path))
     assert not checked.ok
     assert says in next(f.detail for f in checked.findings if f.name == finding and not f.ok)
+
+
+def test_a_seed_below_zero_is_refused():
+    with pytest.raises(ValueError, match=r"seed = -3 \(SEED\): expected at least 0"):
+        configuration.load(QUICKSTART, bindings=["SEED = -3"]).build()

@@ -5,11 +5,13 @@ import re
 import shutil
 import signal
 import subprocess
+import types
 
 import numpy as np
 import pytest
 
-from launch import environment
+from launch import environment, training
+from launch.pods.joining import Host
 
 ROOT = environment.WORKSPACE
 
@@ -95,6 +97,21 @@ def test_another_number_of_hosts_and_another_strategy_continue_the_run(launch, u
     ours, want = scalars(tmp_path / "run", "loss"), scalars(undisturbed[0], "loss")
     np.testing.assert_allclose([ours[s] for s in range(7, 13)], [want[s] for s in range(7, 13)], atol=1e-5, rtol=0)
     assert (tmp_path / "run" / "logs" / "host_1.log").exists()
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_host_has_an_hour_for_the_data_and_the_others_say_that_they_wait(monkeypatch, capsys, index):
+    done = []
+
+    def prepare(run_dir, *, is_host_zero):
+        done.append(f"{run_dir} {is_host_zero}")
+
+    monkeypatch.setattr(training.distributed, "barrier", lambda name, timeout_seconds: done.append(timeout_seconds))
+    experiment = types.SimpleNamespace(task=types.SimpleNamespace(prepare=prepare))
+    training._prepare(experiment, "run", Host(index, 2, simulated=True))
+    assert done == (["run True", 3600, 3600] if index == 0 else [3600, "run False", 3600])
+    said = "host 1 of 2: waits for host 0 to build or read the data, 60 minutes at most\n"
+    assert capsys.readouterr().out == (said if index else "")
 
 
 def random_tokens(*more):

@@ -214,10 +214,48 @@ def test_a_part_larger_than_the_whole_is_refused(write_dataset):
     directory = write_dataset()
     task = puzzles.dataset(directory=directory, length=5, vocab_size=9, train_puzzles=21, train_copies=0)
     (problem,) = task.problems()
-    assert "has 20 training puzzles with 0 copies of each; asked for 21 with 0" in problem
+    assert "has 20 training puzzles with at least 0 copies of each; asked for 21 with 0" in problem
     with pytest.raises(ValueError, match="Build a larger one"):
         task.train(None, seed=0)
     one = puzzles.dataset(directory=directory, length=5, vocab_size=9, train_puzzles=3)
+    assert one.problems() == []
     assert one.source.split("train").num_examples == 3
     assert one.describe().endswith("set, 3 training puzzles; length 5")
     assert one.fingerprint() != puzzles.dataset(directory=directory, length=5, vocab_size=9).fingerprint()
+
+
+def test_copies_are_counted_in_the_groups(tmp_path):
+    """TRM's own tool writes the number of groups as total_puzzles of a Sudoku; groups may differ in size."""
+    from tasks import puzzles
+
+    directory = str(tmp_path / "set")
+    with writing.dataset(directory, vocab_size=9, seq_len=5, about={}) as out:
+        for split, sizes in ((out.train, (4, 3, 2)), (out.test, (1,))):
+            for size in sizes:
+                split.add_group(np.ones((size, 5)), np.ones((size, 5)))
+    for split in files.SPLITS:
+        file = tmp_path / "set" / split / "dataset.json"
+        found = json.loads(file.read_text())
+        file.write_text(json.dumps(found | {"total_puzzles": found["total_groups"]}))
+
+    def task(train_puzzles, train_copies):
+        return puzzles.dataset(
+            directory=directory, length=5, vocab_size=9, train_puzzles=train_puzzles, train_copies=train_copies
+        )
+
+    for asked, examples in (((2, 2), 6), ((1, 3), 4), ((3, 1), 6), ((None, 1), 6)):
+        assert task(*asked).problems() == []
+        assert task(*asked).source.split("train").num_examples == examples
+    for asked, copies in (((3, 2), 1), ((2, 3), 2), ((None, 2), 1), ((1, 4), 3)):
+        assert f"with at least {copies} copies of each; asked for" in task(*asked).problems()[0]
+        with pytest.raises(ValueError, match=f"with at least {copies} copies of each"):
+            task(*asked).source.split("train")
+
+
+def test_the_first_example_is_read_alone(write_dataset, tmp_path):
+    directory = write_dataset()
+    inputs, labels, count = files.read_first(directory, "train")
+    assert (inputs.tolist(), labels.tolist(), count) == ([1] * 5, [0, 1, 1, 1, 1], 20)
+    file = pathlib.Path(directory) / "train/all__inputs.npy"
+    file.write_bytes(file.read_bytes()[: 128 + 5])  # the rest is not looked at
+    assert files.read_first(directory, "train")[0].tolist() == [1] * 5

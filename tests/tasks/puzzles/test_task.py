@@ -10,6 +10,7 @@ import pytest
 from core.types import DataLayout
 from tasks import puzzles, streams
 from tasks.puzzles import files
+from tasks.puzzles import task as task_module
 from tasks.puzzles.order import InOrder
 
 
@@ -106,6 +107,10 @@ def test_an_evaluation_of_a_part_is_always_of_the_same_part(task, host_layouts):
     assert dataclasses.replace(task, eval_puzzles=3).evaluating(None) == task
     part = dataclasses.replace(task.evaluating(3), eval_seed=5)
     assert part.evaluated_on() == "3 of 7 held-out puzzles, drawn with seed 5"
+    assert part.evaluated_on(4) == part.evaluated_on()
+    assert part.evaluated_on(2) == "the first 2 of the 3 drawn with seed 5 of 7 held-out puzzles"
+    assert task.evaluated_on(4) == "the first 4 of 7 held-out puzzles"
+    assert dataclasses.replace(task, eval_puzzles=8192).evaluated_on(8) == "all 7 held-out puzzles"
     first, second = (next(part.evaluation(host_layouts(4, 1)[0])) for _ in range(2))
     assert_equal(first, second)
     chosen = next(InOrder(part.source.split("test"), batch_size=3, subset=3, seed=5)).examples
@@ -128,10 +133,31 @@ def test_what_is_wrong_with_the_data_is_told_before_a_run(task, write_dataset, t
         longer.prepare(str(tmp_path), is_host_zero=True)
     empty = puzzles.dataset(directory=write_dataset("empty", test=0), length=5, vocab_size=9)
     assert "has a split without puzzles" in empty.problems()[0]
+    with pytest.raises(ValueError, match="has a split without puzzles"):
+        empty.prepare(str(tmp_path), is_host_zero=True)
     assert puzzles.dataset(directory="gs://bucket/a", length=5, vocab_size=9).problems() == []  # not looked for
     damaged = pathlib.Path(task.source.directory) / "train/all__inputs.npy"
     damaged.write_bytes(damaged.read_bytes()[:-3])
     with pytest.raises(ValueError, match="it is truncated"):
+        task.prepare(str(tmp_path), is_host_zero=True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"length": 81}, "seq_len is 5, but the task's length is 81; set it to 5"),
+        ({"vocab_size": 11}, "vocab_size is 9, but the task's vocab_size is 11; set it to 9"),
+        ({"train_puzzles": 21}, "20 training puzzles"),
+    ],
+)
+def test_a_bucket_is_not_looked_at_before_a_run_and_held_against_the_task_when_it_starts(
+    write_dataset, monkeypatch, tmp_path, asked, message
+):
+    directory = write_dataset("bucket")
+    task = puzzles.dataset(**({"directory": directory, "length": 5, "vocab_size": 9} | asked))
+    monkeypatch.setattr(task_module.paths, "is_remote", lambda path: "/bucket" in str(path))
+    assert task.problems() == []
+    with pytest.raises(ValueError, match=message):
         task.prepare(str(tmp_path), is_host_zero=True)
 
 
@@ -198,6 +224,10 @@ def test_a_rehearsal_is_small_and_needs_no_files(tmp_path, task, host_layouts):
     [
         (lambda: puzzles.dataset(directory="a", length=0, vocab_size=9), "length is 0"),
         (lambda: puzzles.dataset(directory="a", length=5, vocab_size=9, eval_puzzles=0), "eval_puzzles is 0"),
+        (lambda: puzzles.dataset(directory="a", length=5, vocab_size=9, train_copies=-1), "train_copies is -1, .* 0"),
+        (lambda: puzzles.dataset(directory="a", length=5, vocab_size=9, eval_seed=-1), "eval_seed is -1, .* 0"),
+        (lambda: puzzles.sudoku(seed=-1), "seed is -1, expected an integer of at least 0"),
+        (lambda: puzzles.maze(seed="x"), "seed is 'x', expected an integer of at least 0"),
         (lambda: puzzles.sudoku(size=7), "size is 7"),
         (lambda: puzzles.sudoku(num_train="many"), "num_train is 'many'"),
         (lambda: puzzles.maze(size=2), "size 2, expected 5 to 100"),
