@@ -140,18 +140,18 @@ def _recipe(args: argparse.Namespace):
 def _show(recipe, directory: str, about: Mapping[str, Any]) -> None:
     from tasks.puzzles import files
 
-    train, test = (files.read_split(directory, split) for split in files.SPLITS)
-    print(f"\nthe first training puzzle\n\n{recipe.draw(train.inputs[0])}\n")
-    print(f"its solution\n\n{recipe.draw(train.labels[0])}\n")
-    for name, split in (("train", train), ("test", test)):
-        meta = split.metadata
-        what = f"{meta.total_groups:,} puzzles, {meta.total_puzzles:,} with variants, {split.num_examples:,} examples"
+    puzzle, solution, _ = files.read_first(directory, "train")
+    print(f"\nthe first training puzzle\n\n{recipe.draw(puzzle)}\n")
+    print(f"its solution\n\n{recipe.draw(solution)}\n")
+    for name in files.SPLITS:
+        meta, (*_, examples) = files.read_metadata(directory, name), files.read_first(directory, name)
+        what = f"{meta.total_groups:,} puzzles, {meta.total_puzzles:,} with variants, {examples:,} examples"
         print(f"{name:<6}{what}{_quantiles(about.get(name, {}))}")
     for key in ("held_out_by", "rating_is", "subsets", "left_out_because_held_out"):
         if about.get(key):
             value = about[key] if isinstance(about[key], str) else json.dumps(about[key])
             print(f"{key.replace('_', ' ')}: {value}")
-    meta = train.metadata
+    meta = files.read_metadata(directory, "train")
     print(f"\n{directory}")
     print(f"  to train on it: DATA = {directory!r}, LENGTH = {meta.seq_len}, VOCAB_SIZE = {meta.vocab_size}")
 

@@ -9,7 +9,7 @@ Tokens: 0 padding (never used), 1 blank, digit + 1. Every puzzle has identifier 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,8 @@ from tasks.puzzles import benchmarks, sudoku_puzzles, writing
 from tasks.puzzles.sudoku_puzzles import CLUES, Puzzle
 from tasks.puzzles.sudoku_solver import shape
 
-Report = Callable[[int, int], None]  # steps done, of how many; a step is a puzzle found or a group written
+Report = Callable[[int, int | None], None]  # steps done, of how many: puzzles found, groups written, lines of a CSV
+_LINES_A_REPORT = 1000
 _DRAWS_IN_VAIN = 3  # for each puzzle found, before a generator gives up on finding another
 _SIGNED_AT_ONCE = 4096
 _TEST, _TRAIN, _AUGMENT = range(3)  # streams of random numbers
@@ -92,14 +93,15 @@ class SudokuSet:
           ValueError: the directory is taken, a file is wrong, or there are not as many different puzzles.
         """
         with writing.dataset(directory, vocab_size=self.vocab_size, seq_len=self.seq_len, about=self.about()) as out:
-            steps = (self.num_test or 0) + 2 * self.num_train
-            test, train = self._puzzles(lambda found: report(found, steps))
+            found = 0 if self.csv else self.num_test + self.num_train
+            steps = found + self.num_train
+            test, train = self._puzzles(lambda done: report(done, None if self.csv else steps))
             for puzzle in test:
                 out.test.add_group(puzzle.grid[None] + 1, puzzle.solution[None] + 1)
             for number, puzzle in enumerate(train):
                 grids, solutions = self._group(puzzle, number)
                 out.train.add_group(grids + 1, solutions + 1)
-                report(steps - len(train) + number + 1, steps)
+                report(found + number + 1, steps)
             out.extra[writing.BUILD] |= {"train": _summary(train), "test": _summary(test), **_HELD_OUT}
         return out.extra[writing.BUILD]
 
@@ -126,8 +128,8 @@ class SudokuSet:
 
     def _puzzles(self, report: Callable[[int], None]) -> tuple[list[Puzzle], list[Puzzle]]:
         if self.csv:
-            test = self._from_csv("test", self.num_test, taken=np.zeros(0, np.uint64))
-            return test, self._from_csv("train", self.num_train, taken=_signed(test, self.size))
+            test = self._from_csv("test", self.num_test, taken=np.zeros(0, np.uint64), report=report)
+            return test, self._from_csv("train", self.num_train, taken=_signed(test, self.size), report=report)
         test = self._generated(self._rng(_TEST), self.num_test, taken=set(), report=report)
         taken = set(_signed(test, self.size).tolist())
         train_rng, held_out = self._rng(_TRAIN), len(test)
@@ -161,15 +163,22 @@ class SudokuSet:
             f"other; asked for {count:,}. Ask for fewer, other clues, or a lower rating"
         )
 
-    def _from_csv(self, split: str, count: int | None, *, taken: np.ndarray) -> list[Puzzle]:
-        """`count` random puzzles of a file (all where None) whose signatures are not `taken`."""
+    def _from_csv(
+        self, split: str, count: int | None, *, taken: np.ndarray, report: Callable[[int], None]
+    ) -> list[Puzzle]:
+        """`count` random puzzles of a file (all where None) whose signatures are not `taken`. It is read twice."""
         file = paths.resolve(self.csv) / f"{split}.csv"
-        fits = [
-            number for number, row in benchmarks.rows(file) if benchmarks.rating(row, file, number) >= self.min_rating
-        ]
+
+        def lines() -> Iterator[tuple[int, benchmarks.Row]]:
+            for number, row in benchmarks.rows(file):
+                if number % _LINES_A_REPORT == 0:
+                    report(number)
+                yield number, row
+
+        fits = [number for number, row in lines() if benchmarks.rating(row, file, number) >= self.min_rating]
         order = self._rng(_TEST if split == "test" else _TRAIN).permutation(len(fits)) if count else range(len(fits))
         wanted = {fits[i]: place for place, i in enumerate(order[: 2 * count + 100] if count else order)}
-        rows = ((wanted[n], _parsed(row, file, n)) for n, row in benchmarks.rows(file) if n in wanted)
+        rows = ((wanted[n], _parsed(row, file, n)) for n, row in lines() if n in wanted)
         puzzles = [puzzle for _, puzzle in sorted(rows, key=lambda pair: pair[0])]
         new = ~np.isin(_signed(puzzles, self.size), taken)
         chosen = [puzzle for puzzle, is_new in zip(puzzles, new, strict=True) if is_new][:count]

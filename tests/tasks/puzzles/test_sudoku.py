@@ -256,6 +256,17 @@ def test_the_public_file_is_read_without_copies_of_held_out_puzzles(csv_folder, 
         from_csv(csv_folder, num_train=12).build(str(tmp_path / "other"))
 
 
+def test_reading_the_public_file_reports_its_lines(csv_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(sudoku_sets, "_LINES_A_REPORT", 4)
+    said = []
+    recipe = from_csv(csv_folder, num_train=4)
+    recipe.build(str(tmp_path / "set"), report=lambda done, total: said.append((done, total)))
+    reading, writing_ = said[:-4], said[-4:]
+    lines = [len((csv_folder / f"{name}.csv").read_text().splitlines()) for name in ("test", "train")]
+    assert reading == [(n, None) for count in lines for n in 2 * list(range(4, count + 1, 4))]
+    assert writing_ == [(n, 4) for n in (1, 2, 3, 4)]
+
+
 def test_a_part_of_the_public_file_is_drawn_by_seed_and_rating(csv_folder, tmp_path):
     def ratings(name, **change):
         from_csv(csv_folder, num_train=4, num_test=2, **change).build(str(tmp_path / name))
