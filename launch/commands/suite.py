@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,14 +16,16 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from core import paths
+from core import paths, slices
 from launch import environment
 
 if TYPE_CHECKING:
+    from launch.suites.plan import Entry
     from launch.suites.running import Suite
 
 HELP = "run a group of experiments one after another, and gather what came of them in one table"
-EXAMPLE = """launch/run suite exp01 --gin "DATA = 'gs://BUCKET/sudoku-extreme'"        (on every host of the slice)
+EXAMPLE = """launch/run suite exp01 --run-root gs://BUCKET/runs --gin "DATA = 'gs://BUCKET/sudoku-extreme'"
+      (on every host of the slice)
   launch/run suite all --smoke --simulate --slice v4-8
   launch/run suite exp02 --seeds 3 --run-root gs://BUCKET/runs --gin "DATA = 'gs://BUCKET/sudoku-extreme'"
   launch/run suite exp02 --analyze --run-root gs://BUCKET/runs --gin "DATA = 'gs://BUCKET/sudoku-extreme'\""""
@@ -65,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
         smoke=args.smoke,
         check_data=not (args.analyze or args.list),
     )
+    if not (args.simulate or args.analyze or args.list):
+        _check_places(entries, root)
     name = Path(args.group).name
     out = Path(args.out) if args.out else environment.WORKSPACE / "runs" / "suites" / name
     mode = running.Mode(simulate=args.simulate, smoke=args.smoke, steps=args.steps)
@@ -96,6 +101,22 @@ def _check(args: argparse.Namespace) -> None:
     if not hosts.on_tpu_host():
         raise ValueError(
             f"this is no host of a TPU: run `launch/run suite {args.group} …` on every host of one, or add --simulate"
+        )
+
+
+def _check_places(entries: Sequence[Entry], root: str) -> None:
+    """Raises ValueError for what every run of real hosts would be refused for, one after another."""
+    names: dict[str, str] = {}
+    for entry in entries:
+        names.setdefault(entry.experiment.slice, entry.id)
+    if len(names) > 1:
+        which = " and ".join(f"{name} ({first})" for name, first in names.items())
+        raise ValueError(f"the experiments are for several slices, {which}, and these hosts are of one: give --slice")
+    (slice_,) = map(slices.get, names)
+    if slice_.hosts > 1 and not paths.is_remote(root):
+        raise ValueError(
+            f"runs would go to {root}, on a disk of this host, but all {slice_.hosts} hosts of {slice_.name} must see "
+            "one run directory: give --run-root gs://BUCKET/runs (or set RENGA_RUN_ROOT)"
         )
 
 

@@ -164,9 +164,9 @@ def test_contributions_change_the_model(suite):
     assert [float(fades.at(jnp.int32(s))) for s in (0, 8138)] == pytest.approx([0.3, 0.05])
 
 
-def test_controls_are_the_paper_and_originals_are_others(suite, beside):
-    paper = configuration.load("gin/trm/sudoku.gin")
-    assert beside["control/paper_mlp"].text == paper.text
+def test_controls_are_the_reference_code_and_originals_are_others(suite, beside):
+    reference = configuration.load("gin/trm/sudoku.gin")
+    assert beside["control/paper_mlp"].text == reference.text
     attention = beside["control/paper_attention"].experiment
     assert results.trained_parameters(attention.model, 81) == 6_828_034
     assert (attention.batch_size, attention.model.l_cycles) == (768, 6)
@@ -174,7 +174,7 @@ def test_controls_are_the_paper_and_originals_are_others(suite, beside):
     assert len({e.text for e in beside.values()}) == len(beside) == 14
 
 
-def test_recipes_have_the_values_of_the_paper(recipes):
+def test_recipes_have_the_values_of_the_reference_code(recipes):
     for name, run in recipes.items():
         assert run.batch_size == 768
         assert run.optimizer.averages is not None
@@ -210,7 +210,8 @@ def test_headers_are_right():
         assert "Not run." in text, where
         assert re.search(rf"launch/pod\.sh {run.slice} {re.escape(where)} ", text), where
         if path.parent != TRM:
-            assert f"launch/run suite {path.parent.name} --gin" in text, where
+            slice_name = " --slice v4-64" if path.parent.name == "control" else ""
+            assert f"launch/run suite {path.parent.name}{slice_name} --run-root gs://BUCKET/runs --gin" in text, where
             assert len(text.splitlines()) <= 20, where
 
 

@@ -8,6 +8,9 @@ import time
 
 import pytest
 
+from launch import __main__ as main
+from launch.commands import suite as command
+from launch.pods import hosts
 from launch.suites import measured, plan, running
 
 TINY = """from __gin__ import dynamic_registration
@@ -152,8 +155,6 @@ def test_a_command_is_what_one_would_type(suite):
 
 
 def test_a_table_that_is_too_long_shows_what_runs(tmp_path):
-    from launch.commands import suite as command
-
     entries = plan.plan(plan.files("all"), check_data=False, root=str(tmp_path))
     long = running.Suite(entries, mode=running.Mode(), root=str(tmp_path), logs=tmp_path)
     for number, shown in ((0, 0), (30, 20), (66, 47)):
@@ -200,6 +201,47 @@ def test_the_command_says_what_it_needs(launch, folder):
     assert "is no host of a TPU" in launch("suite", str(folder), code=2)
     assert "expected a local folder" in launch("suite", str(folder), "--list", "--out", "gs://bucket/x", code=2)
     assert "did you mean 'exp10'" in launch("suite", "exp1x", "--list", code=2)
+
+
+def test_what_every_host_would_be_refused_for_is_told_before_anything_starts(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(hosts, "on_tpu_host", lambda: True)
+    started = []
+    monkeypatch.setattr(running.Suite, "run", lambda suite, show: started.append(suite) or 0)
+
+    def said(*more):
+        code = main.main(["suite", *more, "--out", str(tmp_path / "out"), "--gin", "DATA = 'gs://bucket/set'"])
+        return code, capsys.readouterr().err
+
+    local = ("--run-root", str(tmp_path / "runs"))
+    code, error = said("exp07", *local)
+    assert code == main.USER_ERROR
+    assert f"runs would go to {tmp_path}/runs, on a disk of this host, but all 8 hosts of v4-64 must see one" in error
+    assert "give --run-root gs://BUCKET/runs" in error
+    code, error = said("control", *local)
+    assert code == main.USER_ERROR
+    assert "v4-8 (control/paper_attention) and v4-64 (control/short_warmup), and these hosts are of one" in error
+    assert "give --slice" in error
+    assert not started
+    assert said("exp07", *local, "--slice", "v4-8")[0] == 0  # one host
+    assert len(started) == 1
+    assert said("exp07", *local, "--list")[0] == 0
+    entries = plan.plan(plan.files("exp07"), root="gs://bucket/runs", check_data=False)
+    command._check_places(entries, "gs://bucket/runs")
+
+
+@pytest.mark.slow
+@pytest.mark.simulated(2)
+@pytest.mark.covers("E03")
+def test_two_hosts_run_a_suite(launch, folder, tmp_path):
+    options = ("--slice", "v4-16", "--run-root", str(tmp_path / "runs"), "--out", str(tmp_path / "out"))
+    output = launch("suite", str(folder), "--simulate", *options)
+    assert "3 experiments, 2 of them distinct; 3 done" in output
+    for name in "ab":
+        run = tmp_path / "runs" / "mine" / name
+        assert measured.read(str(run)).last(measured.SCORE) is not None
+        assert "host 1 of 2: from step 0 to 4" in (run / "logs" / "host_1.log").read_text()
+    assert "held-out puzzles" in (tmp_path / "out" / "results.csv").read_text()
+    assert "3 done" in launch("suite", str(folder), "--simulate", *options)
 
 
 @pytest.mark.slow
