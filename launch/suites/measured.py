@@ -24,10 +24,12 @@ class Measured:
     Attributes:
       step: the last one recorded; 0 where there is none.
       by_step: metrics by step, those of training and of validation together.
+      texts: what it recorded in words, by tag.
     """
 
     step: int = 0
     by_step: Mapping[int, Mapping[str, float]] = dataclasses.field(default_factory=dict)
+    texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def last(self, name: str) -> float | None:
         """The latest value of a metric that is a number."""
@@ -41,6 +43,10 @@ class Measured:
     def curve(self, name: str) -> list[tuple[int, float]]:
         """A metric by step."""
         return [(step, values[name]) for step, values in sorted(self.by_step.items()) if name in values]
+
+    def first_at(self, name: str, *, least: float) -> int | None:
+        """The first step where a metric is at least so much."""
+        return next((step for step, value in self.curve(name) if value >= least), None)
 
     def median(self, name: str) -> float | None:
         """The median over all steps recorded."""
@@ -57,14 +63,17 @@ def read(run_dir: str) -> Measured:
     if not file.exists():
         return Measured()
     by_step: dict[int, dict[str, float]] = {}
+    texts: dict[str, str] = {}
     for line in file.read_text().splitlines():
         row = _parsed(line)
         step = row.get("step")
+        if "tag" in row:
+            texts[str(row["tag"])] = str(row.get("text", ""))
         if not isinstance(step, int) or "tag" in row:
             continue
         numbers = {k: v for k, v in row.items() if isinstance(v, (int, float)) and k not in ("step", "time_seconds")}
         by_step.setdefault(step, {}).update(numbers)
-    return Measured(max(by_step, default=0), by_step)
+    return Measured(max(by_step, default=0), by_step, texts)
 
 
 def config(run_dir: str) -> str | None:

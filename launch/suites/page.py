@@ -6,7 +6,7 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from launch.suites import plots
+from launch.suites import analysis, plots
 from launch.suites.plots import Point
 from launch.suites.results import Row
 
@@ -38,9 +38,11 @@ _COLUMNS = (  # column of the table, heading, how it is shown
     ("spread_of_seeds", "spread", "share"),
     ("best_exact_accuracy", "best", "share"),
     ("best_step", "at step", "count"),
+    ("goal_step", "80 % at step", "count"),
     ("cell_accuracy", "cells", "share"),
     ("q_halt_accuracy", "halting", "share"),
     ("train_exact_accuracy", "in training", "share"),
+    ("gap", "gap", "share"),
     ("train_steps_per_puzzle", "steps a puzzle", "number"),
     ("step_seconds", "s/step", "number"),
     ("evaluated", "scores are of", "text"),
@@ -65,6 +67,7 @@ def page(table: Sequence[Row], *, title: str, note: str) -> str:
     """
     drawn = [picture for picture in pictures(table) if picture]
     shown = "\n".join(drawn) or "<p>Nothing to draw yet: no run has a score.</p>"
+    laws = "".join(f"<p>{html.escape(f'{group}: {_said(law)}')}.</p>" for group, law in analysis.laws(table).items())
     heads = "".join(f'<th class="{form}">{name}</th>' for _, name, form in _COLUMNS)
     return "\n".join(
         [
@@ -72,7 +75,7 @@ def page(table: Sequence[Row], *, title: str, note: str) -> str:
             f'<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>',
             f"<style>{_STYLE}</style></head><body>",
             f"<h1>{html.escape(title)}</h1><p>{html.escape(note)}</p>",
-            f'<div class="pictures">{shown}</div>',
+            f'<div class="pictures">{shown}</div>{laws}',
             f'<h2>Table</h2><div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>',
             *(_row(row) for row in table),
             "</tbody></table></div></body></html>\n",
@@ -83,6 +86,7 @@ def page(table: Sequence[Row], *, title: str, note: str) -> str:
 def pictures(table: Sequence[Row]) -> list[str]:
     """Exact accuracy against what varies, with compute, and by step; '' for one that has nothing to show."""
     scored = [row for row in table if row["exact_accuracy"] is not None and not row["same_as"]]
+    laws = {group: law for group, law in analysis.laws(table).items() if isinstance(law, analysis.Law)}
     found = []
     for column, title, x_label, log, frontier in _PICTURES:
         points = [
@@ -90,9 +94,14 @@ def pictures(table: Sequence[Row]) -> list[str]:
             for row in scored
             if row[column] is not None
         ]
-        found.append(plots.scatter(points, title=title, x_label=x_label, log=log, frontier=frontier))
+        lines = {group: law.line() for group, law in laws.items()} if column == "parameters" else {}
+        found.append(plots.scatter(points, title=title, x_label=x_label, log=log, frontier=frontier, laws=lines))
     by_step = {row["experiment"]: row["curve"] for row in scored}
     return [*found, plots.curves(by_step, title="Accuracy by step", x_label="training step")]
+
+
+def _said(law: analysis.Law | str) -> str:
+    return law if isinstance(law, str) else law.describe()
 
 
 def _row(row: Row) -> str:

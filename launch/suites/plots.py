@@ -9,6 +9,7 @@ import html
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 WIDTH, HEIGHT = 560, 340
@@ -33,7 +34,15 @@ class _Axis(NamedTuple):
     ticks: tuple[float, ...]
 
 
-def scatter(points: Sequence[Point], *, title: str, x_label: str, log: bool = False, frontier: bool = False) -> str:
+def scatter(
+    points: Sequence[Point],
+    *,
+    title: str,
+    x_label: str,
+    log: bool = False,
+    frontier: bool = False,
+    laws: Mapping[str, Sequence[tuple[float, float]]] = MappingProxyType({}),
+) -> str:
     """Accuracy against something; empty where all x are one and the same, to a hundredth.
 
     Args:
@@ -41,6 +50,7 @@ def scatter(points: Sequence[Point], *, title: str, x_label: str, log: bool = Fa
       title, x_label: said in words.
       log: the x axis is logarithmic.
       frontier: a line through the points that no other beats in both: less x and more y.
+      laws: curves fitted to groups of points, by group.
     """
     points = [p for p in points if math.isfinite(p.x) and math.isfinite(p.y) and (p.x > 0 or not log)]
     if not points or max(p.x for p in points) <= _SAME * min(p.x for p in points):
@@ -48,6 +58,10 @@ def scatter(points: Sequence[Point], *, title: str, x_label: str, log: bool = Fa
     across, up = _across([p.x for p in points], log=log), _up([p.y for p in points])
     colours = _colours(p.group for p in points)
     body = [_line(_staircase(pareto(points)), across, up, colour="#999999", dashed=True)] if frontier else []
+    body += [
+        _line(curve, across, up, colour=colours.get(group, "#999999"), dashed=True, name=f"law of {group}")
+        for group, curve in laws.items()
+    ]
     for p in points:
         x, y = across.place(p.x), up.place(p.y)
         said = html.escape(f"{p.label}: {p.y:.2%} at {number(p.x)}")

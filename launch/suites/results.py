@@ -15,10 +15,12 @@ import jax
 from core import logical, parameters
 from core.optimizers import CONSTANTS
 from core.types import Model
+from launch import card
 from launch.experiment import Experiment
 from launch.suites import measured
 from launch.suites.plan import Entry
 
+GOAL = 0.8  # accuracy whose first step is told
 TABLE = "puzzle_table"  # of a recursive model: a row for each puzzle, counted apart as in the paper
 
 Row = Mapping[str, Any]
@@ -69,20 +71,25 @@ def scored(run: Experiment, found: measured.Measured) -> Row:
     """How far a run came, and how good it was there."""
     best = found.best(measured.SCORE)
     curve = found.curve(measured.SCORE)
+    exact, in_training = found.last(measured.SCORE), found.last("exact_accuracy")
+    said = found.texts.get(card.EVALUATED)
     return {
         "steps": found.step,
         "rows": found.step * run.batch_size,
         "eflop": flops(run, found.step, 1e18),
-        "exact_accuracy": curve[-1][1] if curve else None,
+        "exact_accuracy": exact,
         "best_exact_accuracy": best[1] if best else None,
         "best_step": best[0] if best else None,
+        "goal_step": found.first_at(measured.SCORE, least=GOAL),
         "cell_accuracy": found.last("validation/accuracy"),
         "q_halt_accuracy": found.last("validation/q_halt_accuracy"),
-        "train_exact_accuracy": found.last("exact_accuracy"),
+        "train_exact_accuracy": in_training,
+        "gap": None if None in (exact, in_training) else in_training - exact,
         "train_steps_per_puzzle": found.last("steps"),
         "validation_loss": found.last("validation/loss"),
         "step_seconds": found.median("step_seconds"),
         "curve": curve,
+        **({"evaluated": said} if said else {}),
     }
 
 
@@ -126,9 +133,11 @@ def flops(run: Experiment, steps: int, unit: float) -> float | None:
 
 
 def evaluated(run: Experiment) -> str:
-    """What a score is of."""
-    count = getattr(run.task, "eval_puzzles", None)
-    return f"{count:,} held-out puzzles, seed {run.task.eval_seed}" if count else "all held out"
+    """What a score will be of, as far as the configuration says; a run says it exactly."""
+    most, count = run.eval_batches * run.batch_size, getattr(run.task, "eval_puzzles", None)
+    if count is None:
+        return f"at most {most:,} held-out rows"
+    return f"at most {min(most, count):,} held-out puzzles, seed {run.task.eval_seed}"
 
 
 def as_csv(table: Sequence[Row]) -> str:

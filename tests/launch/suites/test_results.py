@@ -9,6 +9,7 @@ import xml.etree.ElementTree
 import pytest
 
 from core.training import hooks
+from launch import card
 from launch.suites import measured, page, plan, plots, results
 
 PATHS = [plan.HOME / "exp01" / f"exp01{i}.gin" for i in "abc"]
@@ -66,7 +67,10 @@ def table(entries, tmp_path):
     dirs, scores = {}, iter((0.2, 0.3, 0.5, 0.7))
     for entry in entries:
         value = next(scores, None)
-        lines = [] if value is None else [score(100, value / 2), score(8138, value, **{"validation/accuracy": 0.9})]
+        last = {"validation/accuracy": 0.9, "exact_accuracy": 0.95}
+        lines = [] if value is None else [score(100, value / 2), score(8138, value, **last)]
+        of = {"step": 0, "time_seconds": 1.0, "tag": card.EVALUATED, "text": "8,192 of 9,000"}
+        lines += [] if value is None else [json.dumps(of)]
         dirs[entry.id] = write(tmp_path / entry.name, lines)
     return results.rows(entries, status=dict.fromkeys(dirs, "done"), run_dirs=dirs)
 
@@ -78,6 +82,10 @@ def test_a_row_says_what_it_is_what_it_cost_and_how_good_it_was(entries, tmp_pat
     assert (first["parameters"], first["depth"], first["puzzles"], first["copies"]) == (1_483_778, 42, 1000, 1000)
     assert first["eflop"] == first["total_eflop"] == pytest.approx(0.67, abs=0.01)
     assert (first["exact_accuracy"], first["best_step"], first["cell_accuracy"]) == (0.2, 8138, 0.9)
+    assert first["gap"] == pytest.approx(0.75)
+    assert first["evaluated"] == "8,192 of 9,000"  # as the run said
+    assert last["evaluated"] == "at most 8,192 held-out puzzles, seed 0"
+    assert (last["gap"], last["goal_step"]) == (None, None)
     assert first["mean_of_seeds"] == pytest.approx(0.25)
     assert first["spread_of_seeds"] == pytest.approx(0.1)
     assert (last["steps"], last["exact_accuracy"], last["mean_of_seeds"], last["eflop"]) == (0, None, None, 0)
@@ -103,6 +111,7 @@ def test_the_page_is_whole_and_needs_nothing_else(entries, tmp_path):
     (parameters, *_) = pictures
     assert parameters.count("<circle") == 4
     assert "exp01a: 20.00% at 1.48M" in parameters
+    assert "exp01: no law a - b N^-c: 2 sizes have a score, and its three numbers need at least 4." in text
     empty = page.page(table(entries[4:], tmp_path / "none")[:0], title="t", note="")
     assert "Nothing to draw yet" in empty
 
@@ -135,3 +144,33 @@ def test_places_in_a_picture_are_those_of_the_numbers():
 )
 def test_numbers_are_said_shortly(value, said):
     assert plots.number(value) == said
+
+
+def test_the_first_step_at_a_goal(tmp_path):
+    lines = [score(step, value) for step, value in ((10, 0.7), (20, 0.8), (30, 0.75), (40, 0.9))]
+    found = measured.read(write(tmp_path / "run", lines))
+    assert found.first_at(measured.SCORE, least=results.GOAL) == 20
+    assert found.first_at(measured.SCORE, least=0.95) is None
+
+
+def test_a_law_is_drawn_and_said_with_its_residual():
+    """What an evaluation of four widths and one duplicate would give."""
+    column = {"status": "done", "same_as": "", "curve": [], "group": "wide", "depth": 42}
+    sizes = (1e6, 2e6, 4e6, 8e6)
+    rows = [
+        {**dict.fromkeys(name for name, *_ in page._COLUMNS), **column}
+        | {"experiment": f"w{i}", "run": f"r{i}", "parameters": n, "exact_accuracy": 0.9 - 0.3 * (n / 1e6) ** -0.7}
+        for i, n in enumerate(sizes)
+    ]
+    rows.append({**rows[-1], "experiment": "copy", "same_as": "w3"})
+    text = page.page(rows, title="t", note="")
+    said = "wide: accuracy = 0.900 - 0.3 N^-0.70, N in millions of parameters; 4 points of 4 sizes lie 0.00 percentage"
+    assert said in text
+    (picture,) = (p for p in page.pictures(rows) if "Accuracy and parameters" in p)
+    drawn = xml.etree.ElementTree.fromstring(picture)
+    (law,) = drawn.iter("polyline")
+    assert law.find("title").text == "law of wide"
+    first, *_, last = (tuple(map(float, pair.split(","))) for pair in law.attrib["points"].split())
+    circles = [(float(c.attrib["cx"]), float(c.attrib["cy"])) for c in drawn.iter("circle")]
+    assert first == pytest.approx(circles[0], abs=0.2)
+    assert last == pytest.approx(circles[-1], abs=0.2)
