@@ -84,20 +84,36 @@ def page(table: Sequence[Row], *, title: str, note: str) -> str:
 
 
 def pictures(table: Sequence[Row]) -> list[str]:
-    """Exact accuracy against what varies, with compute, and by step; '' for one that has nothing to show."""
-    scored = [row for row in table if row["exact_accuracy"] is not None and not row["same_as"]]
+    """Exact accuracy against what varies, with compute, and by step; '' for one that has nothing to show.
+
+    Against a quantity stand the groups that vary it: the others would be a column of points at the baseline's.
+    """
+    scored = [row for row in table if row["exact_accuracy"] is not None]
+    distinct = [row for row in scored if not row["same_as"]]
     laws = {group: law for group, law in analysis.laws(table).items() if isinstance(law, analysis.Law)}
     found = []
     for column, title, x_label, log, frontier in _PICTURES:
         points = [
             Point(row[column], row["exact_accuracy"], row["experiment"], row["group"])
-            for row in scored
+            for row in (distinct if frontier else _varying(scored, column))
             if row[column] is not None
         ]
         lines = {group: law.line() for group, law in laws.items()} if column == "parameters" else {}
         found.append(plots.scatter(points, title=title, x_label=x_label, log=log, frontier=frontier, laws=lines))
-    by_step = {row["experiment"]: row["curve"] for row in scored}
+    by_step = {row["experiment"]: row["curve"] for row in distinct}
     return [*found, plots.curves(by_step, title="Accuracy by step", x_label="training step")]
+
+
+def _varying(rows: Sequence[Row], column: str) -> list[Row]:
+    """Rows of the groups in which a column has more than one value, each run once."""
+    once: dict[str, Row] = {}
+    for group in dict.fromkeys(row["group"] for row in rows):
+        members = [row for row in rows if row["group"] == group and row[column] is not None]
+        values = [row[column] for row in members]
+        if values and max(values) > plots.SAME * min(values):
+            for row in members:
+                once.setdefault(row["run"], row)
+    return list(once.values())
 
 
 def _said(law: analysis.Law | str) -> str:

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 WIDTH, HEIGHT = 560, 340
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 16, 34, 48
-_SAME, _APART = 1.01, 36
+SAME, _APART = 1.01, 36  # so near are two numbers alike; pixels between two ticks
+_LETTER, _LINE = 6.0, 11.0  # of a name, at most
 COLOURS = ("#3366aa", "#cc5533", "#2f8f5b", "#8a5aa8", "#b8860b", "#3a9aa8", "#a83a6b", "#667722", "#555555")
 
 
@@ -25,6 +26,15 @@ class Point(NamedTuple):
     y: float
     label: str
     group: str
+
+
+class _Name(NamedTuple):
+    """Text at a place, which is its end where it `ends` there."""
+
+    x: float
+    y: float
+    text: str
+    ends: bool
 
 
 class _Axis(NamedTuple):
@@ -53,7 +63,7 @@ def scatter(
       laws: curves fitted to groups of points, by group.
     """
     points = [p for p in points if math.isfinite(p.x) and math.isfinite(p.y) and (p.x > 0 or not log)]
-    if not points or max(p.x for p in points) <= _SAME * min(p.x for p in points):
+    if not points or max(p.x for p in points) <= SAME * min(p.x for p in points):
         return ""
     across, up = _across([p.x for p in points], log=log), _up([p.y for p in points])
     colours = _colours(p.group for p in points)
@@ -62,14 +72,16 @@ def scatter(
         _line(curve, across, up, colour=colours.get(group, "#999999"), dashed=True, name=f"law of {group}")
         for group, curve in laws.items()
     ]
+    names = []
     for p in points:
         x, y = across.place(p.x), up.place(p.y)
         said = html.escape(f"{p.label}: {p.y:.2%} at {number(p.x)}")
         body.append(
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{colours[p.group]}"><title>{said}</title></circle>'
-            f'<text class="name" {_beside(x)} y="{y - 6:.1f}">{html.escape(p.label)}</text>'
         )
-    return _picture(title, x_label, across, up, body)
+        ends = x > (_LEFT + WIDTH) / 2  # a name in the right half ends at its point
+        names.append(_Name(x - 6 if ends else x + 6, y - 6, p.label, ends))
+    return _picture(title, x_label, across, up, [*body, *_legible(names)])
 
 
 def curves(series: Mapping[str, Sequence[tuple[float, float]]], *, title: str, x_label: str) -> str:
@@ -79,12 +91,12 @@ def curves(series: Mapping[str, Sequence[tuple[float, float]]], *, title: str, x
         return ""
     every = [point for points in series.values() for point in points]
     across, up = _across([x for x, _ in every], log=False), _up([y for _, y in every])
-    body = []
+    body, names = [], []
     for (name, points), colour in zip(series.items(), COLOURS * len(series), strict=False):
         x, y = across.place(points[-1][0]), up.place(points[-1][1])
         body.append(_line(points, across, up, colour=colour, name=name))
-        body.append(f'<text class="name" x="{x - 4:.1f}" y="{y - 5:.1f}" text-anchor="end">{html.escape(name)}</text>')
-    return _picture(title, x_label, across, up, body)
+        names.append(_Name(x - 4, y - 5, name, True))
+    return _picture(title, x_label, across, up, [*body, *_legible(names)])
 
 
 def pareto(points: Sequence[Point]) -> list[Point]:
@@ -104,11 +116,19 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
 
 
-def _beside(x: float) -> str:
-    """Where a point's name begins or, in the right half, ends."""
-    if x > (_LEFT + WIDTH) / 2:
-        return f'x="{x - 6:.1f}" text-anchor="end"'
-    return f'x="{x + 6:.1f}"'
+def _legible(names: Sequence[_Name]) -> list[str]:
+    """The names that lie on none before them; the others are said where one points at theirs."""
+    taken: list[tuple[float, float, float]] = []
+    drawn = []
+    for x, y, text, ends in names:
+        width = _LETTER * len(text)
+        left = x - width if ends else x
+        if any(left < x0 + w and x0 < left + width and abs(y - y0) < _LINE for x0, w, y0 in taken):
+            continue
+        taken.append((left, width, y))
+        anchor = ' text-anchor="end"' if ends else ""
+        drawn.append(f'<text class="name" x="{x:.1f}" y="{y:.1f}"{anchor}>{html.escape(text)}</text>')
+    return drawn
 
 
 def _staircase(points: Sequence[Point]) -> list[tuple[float, float]]:
@@ -130,8 +150,7 @@ def _across(values: Sequence[float], *, log: bool) -> _Axis:
 
     if log and len(set(values)) <= 8:
         return _Axis(low, high, place, tuple(sorted(set(values))))
-    ticks = _round_ticks(low, high)
-    return _Axis(low, high, place, tuple(10**t for t in ticks) if log else ticks)
+    return _Axis(low, high, place, _decimal_ticks(low, high) if log else _round_ticks(low, high))
 
 
 def _up(values: Sequence[float]) -> _Axis:
@@ -147,6 +166,13 @@ def _round_ticks(low: float, high: float) -> tuple[float, ...]:
     step = next(size * part for part in (0.1, 0.2, 0.5, 1, 2) if (high - low) / (size * part) <= 8)
     first = math.ceil(low / step)
     return tuple(i * step for i in range(first, math.floor(high / step) + 1))
+
+
+def _decimal_ticks(low: float, high: float) -> tuple[float, ...]:
+    """1, 2, 5, 10, 20, … between two powers of ten; round numbers where these would be fewer than three."""
+    powers = range(math.floor(low), math.ceil(high) + 1)
+    ticks = tuple(m * 10.0**k for k in powers for m in (1, 2, 5) if 10**low <= m * 10.0**k <= 10**high)
+    return ticks if len(ticks) >= 3 else _round_ticks(10**low, 10**high)
 
 
 def _line(points, across: _Axis, up: _Axis, *, colour: str, dashed: bool = False, name: str = "") -> str:

@@ -170,17 +170,17 @@ class Cut(NamedTuple):
     puzzles: int | None = None
     copies: int | None = None
 
-    def lacking(self, group_indices: np.ndarray) -> str | None:
-        """What a split of these groups ([G + 1]) does not have; None where it has enough."""
+    def require(self, group_indices: np.ndarray, *, directory: str) -> None:
+        """Raises ValueError where the split of these groups ([G + 1]) has less than is asked for."""
         groups = len(group_indices) - 1
         sizes = np.diff(np.asarray(group_indices, np.int64))[: self.puzzles]
         copies = int(sizes.min()) - 1 if groups else 0
         if (self.puzzles or 0) <= groups and (self.copies or 0) <= copies:
-            return None
-        return (
-            f"{groups:,} training puzzles with at least {copies:,} copies of each; asked for "
+            return
+        raise ValueError(
+            f"{directory!r} has {groups:,} training puzzles with at least {copies:,} copies of each; asked for "
             f"{'all' if self.puzzles is None else f'{self.puzzles:,}'} with "
-            f"{'all' if self.copies is None else f'{self.copies:,}'}"
+            f"{'all' if self.copies is None else f'{self.copies:,}'}. Build a larger one, or ask for fewer"
         )
 
     def of(self, split: Split) -> Split:

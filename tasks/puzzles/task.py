@@ -23,6 +23,7 @@ from tasks.puzzles import arc_voting, files, order, random_grids, writing
 from tasks.puzzles.files import Split
 
 WHOLE = files.Cut()
+_EMPTY = "{!r} has a split without puzzles; build it anew"
 
 
 class Recipe(Protocol):
@@ -48,7 +49,7 @@ class Stored:
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
         """Reads it, so that a damaged or empty one is refused before the first step. Raises ValueError."""
         if not all(self.split(split).num_examples for split in files.SPLITS):
-            raise ValueError(self._empty())
+            raise ValueError(_EMPTY.format(self.directory))
 
     def split(self, name: str) -> Split:
         """One split, read once."""
@@ -67,9 +68,9 @@ class Stored:
             return []
         try:
             if any(files.read_metadata(self.directory, split).total_groups < 1 for split in files.SPLITS):
-                return [self._empty()]
+                return [_EMPTY.format(self.directory)]
             if self.asked != WHOLE:
-                self._refuse_less(files.read_group_indices(self.directory, "train"))
+                self.asked.require(files.read_group_indices(self.directory, "train"), directory=self.directory)
         except ValueError as error:
             return [str(error)]
         return []
@@ -88,16 +89,9 @@ class Stored:
         part = "".join(f", {count:,} {what}" for what, count in named if count is not None)
         return f"puzzles of {self.directory or '(DATA is not set)'}{part}"
 
-    def _empty(self) -> str:
-        return f"{self.directory!r} has a split without puzzles; build it anew"
-
     def _part(self, split: Split) -> Split:
-        self._refuse_less(split.group_indices)
+        self.asked.require(split.group_indices, directory=self.directory)
         return self.asked.of(split)
-
-    def _refuse_less(self, group_indices: np.ndarray) -> None:
-        if lacking := self.asked.lacking(group_indices):
-            raise ValueError(f"{self.directory!r} has {lacking}. Build a larger one, or ask for fewer")
 
     def fingerprint(self) -> str:
         """Of what is in it."""

@@ -174,3 +174,38 @@ def test_a_law_is_drawn_and_said_with_its_residual():
     circles = [(float(c.attrib["cx"]), float(c.attrib["cy"])) for c in drawn.iter("circle")]
     assert first == pytest.approx(circles[0], abs=0.2)
     assert last == pytest.approx(circles[-1], abs=0.2)
+
+
+def test_names_that_would_lie_on_others_are_left_to_the_pointer():
+    points = [plots.Point(1.0 + i / 1000, 0.5, f"experiment{i}", "g") for i in range(9)]
+    points += [plots.Point(9.0, 0.9, "far", "g")]
+    drawn = xml.etree.ElementTree.fromstring(plots.scatter(points, title="t", x_label="x"))
+    assert [t.text for t in drawn.iter("text") if t.attrib["class"] == "name"] == ["experiment0", "far"]
+    said = [circle.find("title").text.split(":")[0] for circle in drawn.iter("circle")]
+    assert said == [p.label for p in points]
+
+
+def test_a_picture_has_the_groups_that_vary_what_it_is_of():
+    def row(group, name, puzzles, run, same_as=""):
+        return {"group": group, "experiment": name, "puzzles": puzzles, "run": run, "same_as": same_as}
+
+    rows = [
+        row("exp01", "a", 1000, "r/a"),
+        row("exp01", "b", 1000, "r/b"),
+        row("exp04", "c", 100, "r/c"),
+        row("exp04", "base", 1000, "r/a", same_as="exp01/a"),  # a point of this group though it is run in another
+        row("exp05", "base", 1000, "r/a", same_as="exp01/a"),
+        row("exp05", "none", None, "r/n"),
+    ]
+    assert [r["experiment"] for r in page._varying(rows, "puzzles")] == ["c", "base"]
+
+
+@pytest.mark.parametrize(("low", "high"), [(1.4e6, 4e7), (0.6, 13), (3, 3.2)])
+def test_ticks_of_a_logarithmic_axis_are_round(low, high):
+    values = [low + (high - low) * i / 11 for i in range(12)]
+    drawn = xml.etree.ElementTree.fromstring(
+        plots.scatter([plots.Point(v, 0.5, "", "g") for v in values], title="t", x_label="x", log=True)
+    )
+    ticks = [t.text for t in drawn.iter("text") if t.attrib["class"] == "tick" and "%" not in t.text]
+    assert len(ticks) >= 3
+    assert all(len(t.strip("MTG0.").replace(".", "")) <= 3 for t in ticks), ticks
