@@ -1,4 +1,4 @@
-"""`launch/run bench`: what the trainer costs beside the bare jitted step of the same shapes."""
+"""`launch/run bench`: the trainer beside the bare jitted step, or the recursive model beside this machine's peak."""
 
 from __future__ import annotations
 
@@ -13,15 +13,27 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-HELP = "time the trainer's steady step against the bare jitted step, taking turns in one process"
-EXAMPLE = "launch/run bench v4-8"
+HELP = (
+    "time the trainer's steady step against the bare jitted step, taking turns in one process; or the recursive model"
+)
+EXAMPLE = """launch/run bench v4-8
+  launch/run bench --recursion"""
 GOAL = 1.03
+RECURSION_GOAL = 0.6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the slice and the sizes."""
-    parser.add_argument("slice", metavar="SLICE", help="on its hosts; elsewhere the CPU devices of one process play it")
-    parser.add_argument("--width", type=int, default=128, help="of the model (default: 128)")
+    parser.add_argument(
+        "slice", metavar="SLICE", nargs="?", help="on its hosts; elsewhere the CPU devices of one process play it"
+    )
+    parser.add_argument(
+        "--recursion",
+        action="store_true",
+        help="instead: the share of this machine's float32 peak that a step of the recursive model reaches, and where "
+        "its time goes",
+    )
+    parser.add_argument("--width", type=int, help="of the model (default: 128; with --recursion: 512)")
     parser.add_argument("--length", type=int, default=128, help="tokens of a row (default: 128)")
     parser.add_argument("--batch-size", type=int, default=16, help="rows of the global batch (default: 16)")
     parser.add_argument("--turns", type=int, default=20, help="turns that count, at least 2 (default: 20)")
@@ -31,8 +43,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints; always 0, because a shared machine is no judge."""
+    if args.recursion == bool(args.slice):
+        raise ValueError("expected either a SLICE, such as v4-8, or --recursion, which needs none")
+    return _recursion(args.width or 512) if args.recursion else _overhead(args)
+
+
+def _recursion(width: int) -> int:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    from launch.benchmarks import recursion
+
+    if width < 16 or width % 16:
+        raise ValueError(f"--width {width}: expected a multiple of 16, for 8 heads of an even width")
+    found = [recursion.measure(mixer, width=width) for mixer in ("mlp", "attention")]
+    table = Table("mixes by", "step", "GFLOP/s", "peak", "of peak", "of peak, CPU seconds", *found[0].profile, box=None)
+    for speed in found:
+        cells = [f"{speed.step.clock:.3f} s", f"{speed.flops / speed.step.clock / 1e9:.0f}"]
+        shares = [f"{share:.1%}" for share in (*speed.share, *speed.profile.values())]
+        table.add_row(speed.mixer, *cells, f"{speed.peak.clock / 1e9:.0f}", *shares)
+    Console(width=140).print(table)
+    print(
+        f"goal: {RECURSION_GOAL:.0%} of the float32 peak of a product of matrices; the last three: of a profiled step"
+    )
+    return 0
+
+
+def _overhead(args: argparse.Namespace) -> int:
     from core import slices
-    from launch import overhead
+    from launch.benchmarks import overhead
     from launch.pods import hosts, joining
 
     if args.turns < 2 or args.turn_steps < overhead.SETTLING_STEPS + 2:
@@ -42,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         os.environ |= {"JAX_PLATFORMS": "cpu", "RENGA_SIMULATE": slice_.name}
     timed = overhead.experiment(
         slice_.name,
-        width=args.width,
+        width=args.width or 128,
         length=args.length,
         batch_size=args.batch_size,
         total_steps=(1 + args.turns) * args.turn_steps,

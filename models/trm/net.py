@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from core import logical, stack
 from models import attention
@@ -30,7 +31,12 @@ Net = Callable[[jax.Array], jax.Array]  # [B, T, D] -> [B, T, D]
 
 LATENTS = ("two", "single", "many")
 GRADIENTS = ("last_cycle", "last_calls")
-REMAT_POLICIES = {**stack.REMAT_POLICIES, "norms": operations.KEEP_NORMED}
+_keep = jax.checkpoint_policies.save_only_these_names
+REMAT_POLICIES = {
+    **stack.REMAT_POLICIES,
+    "norms": _keep(operations.NORMED),
+    "mixing": _keep(operations.NORMED, operations.GATED),
+}
 REMAT_CHOICES = ("none", *REMAT_POLICIES)
 
 
@@ -53,7 +59,8 @@ class Recursion(NamedTuple):
       h_cycles, l_cycles: outer and inner repetitions.
       latents: "two" (z and y), "single" (y alone), "many" (a z for each inner step).
       gradient: "last_cycle", or "last_calls": of the last update of each state alone.
-      remat: what the backward pass recomputes: "none", "dots", "full"; "norms": all but what norms gave.
+      remat: what the backward pass recomputes: "none", "dots", "full"; "norms": all but what norms gave; "mixing": what
+        mixes positions, and nothing of the feed-forward layer over channels but its cheap parts.
     """
 
     h_cycles: int
@@ -182,6 +189,7 @@ def mixing_block(weights: Block, x: jax.Array, *, eps: float) -> jax.Array:
 def _feed_forward(weights: Block, x: jax.Array, axes: tuple[str, str], *, eps: float) -> jax.Array:
     """Over channels, and normalised over them; `axes` are the two logical axes in front of the channels."""
     gate, up = (logical.constrain(x @ weights[name], *axes, "mlp") for name in ("gate", "up"))
+    gate, up = (checkpoint_name(a, operations.GATED) for a in (gate, up))
     return operations.rms_norm(x + operations.swiglu(gate, up) @ weights["down"], -1, eps)
 
 

@@ -2,8 +2,8 @@
 
 The one idea: the gradient runs through one cycle of calls, so what each call keeps for it is most of the memory of a
 step. These derivatives are written from the results that are kept anyway: the gated unit keeps its two inputs and not
-what lies between, the norm keeps its output. `NORMED` names the outputs of norms for rematerialisation: with them alone
-(`KEEP_NORMED`) a backward pass computes each block's products again and nothing else.
+what lies between, the norm keeps its output. For rematerialisation, what is worth keeping has names: the outputs of
+norms, with which a backward pass computes a block's products again and no more than those, and the inputs of the gate.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-NORMED = "normed"
-KEEP_NORMED = jax.checkpoint_policies.save_only_these_names(NORMED)
+NORMED, GATED = "normed", "gated"
 
 
 @jax.custom_vjp

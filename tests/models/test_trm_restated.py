@@ -148,7 +148,7 @@ def test_a_step_is_its_restatement(fields):
     y, z, logits = restated(model, exact(params), data)
     run = jax.jit(lambda p, d: model.loss(p, model.init_carry(d), jax.random.key(0), random_bits.with_row_ids(d)))
     carry, out = run(params, data)
-    np.testing.assert_allclose(carry.states.z_h, y, atol=5e-5)
+    np.testing.assert_allclose(carry.states.z_h, y, atol=3e-4)  # a step magnifies rounding; a fault gives 1e-2 and more
     assert len(carry.states.z_l) == {"two": 1, "single": 0, "many": 3}[model.latents]
     for ours, theirs in zip(carry.states.z_l, z, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=5e-5)

@@ -3,7 +3,7 @@
 import time
 
 from core.training import hooks
-from launch import overhead
+from launch.benchmarks import overhead
 from launch.commands import bench
 from launch.pods.joining import Host
 

@@ -1,0 +1,122 @@
+"""How much of this machine's peak a training step of the recursive model reaches, and where its time goes.
+
+The peak is that of a float32 product of two matrices, timed in the same run, before and behind the step. Both are taken
+by the clock, and by the CPU seconds of this process, which other work on the machine disturbs less.
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from core import optimizers, step, train_state
+from models.trm import TRM
+
+ROWS, CELLS = 8, 81
+_SIZE = 2048  # of the matrices
+_PRODUCT, _MOVE = re.compile(r"(^|_)(ynn|dot)"), re.compile(r"copy|transpose")
+PRODUCTS, MOVES, REST = "products of matrices", "copies and transposes", "everything else"
+
+
+class Seconds(NamedTuple):
+    """The least of several times."""
+
+    clock: float
+    cpu: float
+
+
+class Speed(NamedTuple):
+    """One variant of the model.
+
+    Attributes:
+      mixer: "mlp" or "attention".
+      flops: of a step, by formula.
+      step: seconds of it.
+      peak: FLOP/s of the product of matrices, by the clock and by CPU seconds.
+      profile: share of the time of a step's operations, by kind.
+    """
+
+    mixer: str
+    flops: float
+    step: Seconds
+    peak: Seconds
+    profile: Mapping[str, float]
+
+    @property
+    def share(self) -> Seconds:
+        """Of the peak, by the clock and by CPU seconds."""
+        return Seconds(*(self.flops / s / peak for s, peak in zip(self.step, self.peak, strict=True)))
+
+
+def measure(mixer: str, *, width: int = 512, times: int = 8) -> Speed:
+    """A step of `ROWS` Sudoku of 9 x 9 in float32: 2 layers, 3 outer cycles of 6, one device.
+
+    Args:
+      mixer: "mlp" or "attention".
+      width: of the model.
+      times: the least of so many is taken.
+    """
+    model = TRM(vocab_size=11, mixer=mixer, embed_dim=width, dtype="float32")
+    state, batch, compiled = _compiled(model)
+
+    def run() -> None:
+        jax.block_until_ready(compiled(state, batch))
+
+    before = _peak(times)
+    seconds = _least(run, times)
+    peak = Seconds(*map(max, before, _peak(times)))
+    return Speed(mixer, model.flops_per_row(CELLS) * ROWS, seconds, peak, _profile(run, compiled.as_text()))
+
+
+def _compiled(model: TRM):
+    rng = np.random.default_rng(0)
+    cells = {name: jnp.asarray(rng.integers(1, 11, (ROWS, CELLS)), jnp.int32) for name in ("inputs", "labels")}
+    batch = {**cells, "puzzle_ids": jnp.zeros(ROWS, jnp.int32)}
+    rate = optimizers.constant(1e-4)
+    table = optimizers.with_table(dense=optimizers.adam_atan2(learning_rate=rate), learning_rate=rate)
+    optimizer = optimizers.averaged(optimizer=table)
+    state = train_state.initialise(model, optimizer, seed=0, batch=batch)
+    return state, batch, jax.jit(step.train_step(model, optimizer, seed=0)).lower(state, batch).compile()
+
+
+def _peak(times: int) -> Seconds:
+    """FLOP/s of a product of matrices, the highest of several."""
+    a = jnp.ones((_SIZE, _SIZE), jnp.float32)
+    product = jax.jit(jnp.matmul)
+    least = _least(lambda: jax.block_until_ready(product(a, a)), times)
+    return Seconds(*(2 * _SIZE**3 / s for s in least))
+
+
+def _least(run: Callable[[], None], times: int) -> Seconds:
+    run()  # compiles, and fills what is allocated once
+    found = []
+    for _ in range(times):
+        clock, cpu = time.perf_counter(), time.process_time()
+        run()
+        found.append((time.perf_counter() - clock, time.process_time() - cpu))
+    return Seconds(*map(min, zip(*found, strict=True)))
+
+
+def _profile(run: Callable[[], None], text: str) -> dict[str, float]:
+    """Shares of the traced time of a step's operations; a loop's own time is that of what it holds, and left out."""
+    with tempfile.TemporaryDirectory(prefix="renga-bench-") as folder:
+        with jax.profiler.trace(folder):
+            run()
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        events = [e for p in jax.profiler.ProfileData.from_file(str(file)).planes for ln in p.lines for e in ln.events]
+        spent: collections.Counter[str] = collections.Counter()
+        for event in events:
+            name = event.name
+            if f"%{name} = " in text and not re.match("while|call|conditional", name):
+                kind = PRODUCTS if _PRODUCT.search(name) else MOVES if _MOVE.search(name) else REST
+                spent[kind] += event.duration_ns
+    return {kind: spent[kind] / max(spent.total(), 1) for kind in (PRODUCTS, MOVES, REST)}
