@@ -20,6 +20,7 @@ COUNTS = {"exp01": 6, "exp02a": 6, "exp02b": 5, "exp03": 5, "exp04a": 6, "exp04b
 COUNTS |= {"exp07": 3, "exp08": 5, "exp09": 5, "exp10": 5, "contrib01": 2, "contrib02": 2}
 BASELINES = {"exp01c", "exp02a_03", "exp02b_03", "exp03b", "exp04a_1000", "exp04b_1000", "exp05_d", "exp06_c", "exp07b"}
 BASELINES |= {"exp08d", "exp09a", "exp10b", "contrib01_baseline", "contrib02_baseline"}
+RUN_HERE = "learning"
 RECIPES = ("sudoku", "maze", "arc1", "arc2")
 HEADER = re.compile(
     r"# ([\d,]+) parameters(.*?); ([\d,]+) steps of ([\d,]+) rows, ([\d.]+) GFLOP a row, ([\d.]+) EFLOP"
@@ -225,7 +226,25 @@ def test_recipes_have_the_values_of_the_reference_code(recipes):
 
 
 def every_file():
-    return [path for path in sorted(TRM.rglob("*.gin")) if path.parent != TRM] + [TRM / f"{n}.gin" for n in RECIPES]
+    """What is for a slice."""
+    inside = [path for path in sorted(TRM.rglob("*.gin")) if path.parent not in (TRM, TRM / RUN_HERE)]
+    return inside + [TRM / f"{n}.gin" for n in RECIPES]
+
+
+def test_what_is_run_here_leaves_out_one_thing_each():
+    runs = {path.stem: configuration.load(str(path)).build() for path in (TRM / RUN_HERE).glob("*.gin")}
+    assert sorted(runs) == ["full", "last_calls", "no_average", "softmax"]
+    whole = runs["full"]
+    assert dataclasses.replace(runs["last_calls"].model, gradient="last_cycle") == whole.model
+    assert dataclasses.replace(runs["softmax"].model, probabilities="stablemax") == whole.model
+    assert (runs["no_average"].model, runs["no_average"].optimizer.averages) == (whole.model, None)
+    assert whole.optimizer.averages is not None
+    recipe = configuration.load("gin/trm/sudoku4.gin").build()
+    assert (recipe.model, recipe.total_steps) == (whole.model, whole.total_steps)
+    page = (TRM / RUN_HERE / "README.md").read_text()
+    assert f"{results.trained_parameters(whole.model, whole.task.length):,} parameters" in page
+    assert f"launch/run suite {RUN_HERE} --simulate" in page
+    assert all(f"]({name}.gin)" in page for name in runs)
 
 
 def test_headers_are_right():
@@ -251,7 +270,7 @@ def test_headers_are_right():
 
 @pytest.mark.covers("E01")
 def test_every_group_explains_itself():
-    for group in plan.groups():
+    for group in set(plan.groups()) - {RUN_HERE}:
         page = (TRM / group / "README.md").read_text()
         for part in ("Hypothesis", "What varies", "Expected, and why", "Success", "How to read it", "Command"):
             assert f"**{part}" in page, (group, part)
