@@ -370,18 +370,24 @@ def test_the_gradient_is_that_of_a_program_whose_early_cycles_are_constants():
     assert np.all(got["~"]["halt_head"][:, 0])
 
 
-@pytest.mark.slow
-def test_remat_changes_nothing():
-    params, data = lively(MODEL), batch()
+@pytest.mark.parametrize("mixer", ["mlp", pytest.param("attention", marks=pytest.mark.slow)])
+def test_remat_keeps_less_and_changes_no_gradient(mixer):
+    data, whole = batch(), dataclasses.replace(MODEL, mixer=mixer)
+    params = lively(whole)
 
-    def gradient(**fields):
-        model = dataclasses.replace(MODEL, **fields)
-        loss = jax.grad(lambda p: model.loss(p, model.init_carry(data), jax.random.key(0), data)[1].loss_sum)
-        return jax.jit(loss)(params)["layers/block"]["gate_up"]
+    def loss(remat):
+        model = dataclasses.replace(whole, remat=remat)
+        return lambda p: model.loss(p, model.init_carry(data), jax.random.key(0), data)[1].loss_sum
 
-    want = gradient()
-    for remat in ("dots", "full"):
-        np.testing.assert_allclose(gradient(remat=remat), want, atol=1e-5, rtol=1e-4)
+    kept, found = {}, {}
+    for remat in ("none", "mixing", "norms", "full"):
+        residuals = jax.eval_shape(lambda f, p: jax.vjp(f, p)[1], jax.tree_util.Partial(loss(remat)), params)
+        kept[remat] = sum(leaf.size for leaf in jax.tree.leaves(residuals))
+        found[remat] = jax.jit(jax.grad(loss(remat)))(params)["layers/block"]
+    assert kept["full"] <= kept["norms"] < kept["mixing"] < kept["none"]
+    for remat in ("mixing", "norms", "full"):
+        for name, want in found["none"].items():
+            np.testing.assert_allclose(found[remat][name], want, atol=1e-5, rtol=1e-4, err_msg=f"{remat} {name}")
 
 
 def test_no_gradient_reaches_the_carry():
