@@ -390,6 +390,24 @@ def test_remat_keeps_less_and_changes_no_gradient(mixer):
             np.testing.assert_allclose(found[remat][name], want, atol=1e-5, rtol=1e-4, err_msg=f"{remat} {name}")
 
 
+def test_gradients_of_the_calls_are_summed_in_float32():
+    model, data = dataclasses.replace(MODEL, dtype="bfloat16", mixer="mlp"), batch()
+    params = lively(model)
+    weights = {leaf.shape[1:] for leaf in jax.tree.leaves(params["layers/block"])}
+    weights |= {(shape[0], shape[2]) for shape in weights if len(shape) == 3}
+
+    def summed(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "add_any":
+                yield equation.outvars[0].aval
+            for inner in jax.core.jaxprs_in_params(equation.params):
+                yield from summed(inner)
+
+    loss = jax.grad(lambda p: model.loss(p, model.init_carry(data), jax.random.key(0), data)[1].loss_sum)
+    found = [aval for aval in summed(jax.make_jaxpr(loss)(params).jaxpr) if aval.shape in weights]
+    assert {str(aval.dtype) for aval in found} == {"float32"}
+
+
 def test_no_gradient_reaches_the_carry():
     params, data = lively(MODEL), batch()
     carry, _ = step_of(MODEL)(params, MODEL.init_carry(data), jax.random.key(0), data)
