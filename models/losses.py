@@ -8,7 +8,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from core.types import IGNORED as IGNORED
 from core.types import LossOutput, WeightedSum
 
 
@@ -66,7 +65,7 @@ def log_softmax(logits: jax.Array, *, vocab_size: int) -> jax.Array:
 
 
 def negative_log_likelihood(log_probabilities: jax.Array, labels: jax.Array) -> jax.Array:
-    """-log p(label), selected by comparison; 0 where the label is `IGNORED`. [..., V], [...] -> [...]."""
+    """-log p(label), selected by comparison; 0 where the label is `core.types.IGNORED`. [..., V], [...] -> [...]."""
     chosen = jnp.arange(log_probabilities.shape[-1]) == labels[..., None]
     return -jnp.sum(jnp.where(chosen, log_probabilities, 0.0), axis=-1)
 

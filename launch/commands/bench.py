@@ -20,6 +20,8 @@ EXAMPLE = """launch/run bench v4-8
   launch/run bench --recursion"""
 GOAL = 1.03
 RECURSION_GOAL = 0.6
+# Options of the trainer's measurement, and their defaults.
+_OF_THE_TRAINER = {"length": 128, "batch_size": 16, "turns": 20, "turn_steps": 10, "run_dir": None}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,10 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "its time goes",
     )
     parser.add_argument("--width", type=int, help="of the model (default: 128; with --recursion: 512)")
-    parser.add_argument("--length", type=int, default=128, help="tokens of a row (default: 128)")
-    parser.add_argument("--batch-size", type=int, default=16, help="rows of the global batch (default: 16)")
-    parser.add_argument("--turns", type=int, default=20, help="turns that count, at least 2 (default: 20)")
-    parser.add_argument("--turn-steps", type=int, default=10, help="steps of a turn, at least 5 (default: 10)")
+    parser.add_argument("--length", type=int, help="tokens of a row (default: 128)")
+    parser.add_argument("--batch-size", type=int, help="rows of the global batch (default: 16)")
+    parser.add_argument("--turns", type=int, help="turns that count, at least 2 (default: 20)")
+    parser.add_argument("--turn-steps", type=int, help="steps of a turn, at least 5 (default: 10)")
     parser.add_argument("--run-dir", metavar="DIR", help="for what a run writes; several hosts need one they share")
 
 
@@ -45,7 +47,14 @@ def run(args: argparse.Namespace) -> int:
     """Measures and prints; always 0, because a shared machine is no judge."""
     if args.recursion == bool(args.slice):
         raise ValueError("expected either a SLICE, such as v4-8, or --recursion, which needs none")
-    return _recursion(args.width or 512) if args.recursion else _overhead(args)
+    if not args.recursion:
+        return _overhead(args)
+    idle = [f"--{name.replace('_', '-')}" for name in _OF_THE_TRAINER if getattr(args, name) is not None]
+    if idle:
+        raise ValueError(
+            f"--recursion does not take {', '.join(idle)}: they are of the trainer's measurement; leave them out"
+        )
+    return _recursion(512 if args.width is None else args.width)
 
 
 def _recursion(width: int) -> int:
@@ -68,6 +77,9 @@ def _recursion(width: int) -> int:
 
 
 def _overhead(args: argparse.Namespace) -> int:
+    for name, default in (_OF_THE_TRAINER | {"width": 128}).items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
     from core import slices
     from launch.benchmarks import overhead
     from launch.pods import hosts, joining
@@ -79,7 +91,7 @@ def _overhead(args: argparse.Namespace) -> int:
         os.environ |= {"JAX_PLATFORMS": "cpu", "RENGA_SIMULATE": slice_.name}
     timed = overhead.experiment(
         slice_.name,
-        width=args.width or 128,
+        width=args.width,
         length=args.length,
         batch_size=args.batch_size,
         total_steps=(1 + args.turns) * args.turn_steps,

@@ -1,9 +1,9 @@
 """What a group of results says of its hypothesis: accuracy as a law in the number of parameters.
 
-    accuracy = a - b N^-c          N in millions; 0 <= a <= 1, b >= 0
+    accuracy = a - b N^-c          N in millions; 0 <= a <= 1, b >= 0, 0.01 <= c <= 10
 
 The one idea: for a given c the rest is a straight line in N^-c, so the least squares of three numbers are a search over
-one, which cannot end in a wrong valley unnoticed.
+one: on a grid, and finer around its best point.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def law(parameters: Sequence[float], accuracies: Sequence[float]) -> Law:
     sizes = tuple(sorted(set(map(float, parameters))))
     if len(sizes) < FEWEST_SIZES:
         raise ValueError(
-            f"no law a - b N^-c: {len(sizes)} sizes have a score, and its three numbers need at least {FEWEST_SIZES}"
+            f"no law a - b N^-c: {len(sizes)} sizes are done, and its three numbers need at least {FEWEST_SIZES}"
         )
     n, y = np.asarray(parameters, float) / MILLION, np.asarray(accuracies, float)
     low, high = _EXPONENTS
@@ -103,15 +103,21 @@ def _straight(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 
 
 def laws(table: Sequence[Row]) -> dict[str, Law | str]:
-    """By group, of those that vary the size of the network and not its depth: the law, or why there is none."""
+    """By group, of those that vary the size of the network alone: the law of finished runs, or why there is none."""
     found: dict[str, Law | str] = {}
     for group in dict.fromkeys(row["group"] for row in table):
         members = [row for row in table if row["group"] == group]
-        if len({row["parameters"] for row in members}) < 2 or len({row["depth"] for row in members}) > 1:
+        if len({row["parameters"] for row in members}) < 2 or len({_beside(row) for row in members}) > 1:
             continue
-        scored = {row["run"]: row for row in members if row["exact_accuracy"] is not None}.values()
+        done = [row for row in members if row["exact_accuracy"] is not None and row["steps"] == row["total_steps"]]
+        once = {row["run"]: row for row in done}.values()
         try:
-            found[group] = law([r["parameters"] for r in scored], [r["exact_accuracy"] for r in scored])
+            found[group] = law([r["parameters"] for r in once], [r["exact_accuracy"] for r in once])
         except ValueError as error:
             found[group] = str(error)
     return found
+
+
+def _beside(row: Row) -> tuple:
+    """What a group that varies the size alone holds fixed."""
+    return tuple(row[name] for name in ("depth", "puzzles", "copies", "batch", "total_steps"))

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from core import random_bits
-from core.types import Batch, LossOutput, WeightedSum
+from core.types import IGNORED, Batch, LossOutput, WeightedSum
 from models import losses
 from models.trm.net import States
 
@@ -139,7 +139,7 @@ def tokens(outputs: Outputs, *, vocab_size: int) -> jax.Array:
 
 def score(outputs: Outputs, labels: jax.Array, *, vocab_size: int, log_probabilities) -> Scores:
     """Losses and answers by row; `log_probabilities` is one of `models.losses`."""
-    known = labels != losses.IGNORED  # [B, S]
+    known = labels != IGNORED  # [B, S]
     count = jnp.sum(known, axis=-1)  # [B]
     predicted = tokens(outputs, vocab_size=vocab_size)
     correct = jnp.sum(known & (predicted == labels), axis=-1)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from core import logical, random_bits
+from core.types import IGNORED
 from models import losses, trm
 from models.trm import halting, net
 
@@ -34,7 +35,7 @@ MIXING = dataclasses.replace(MODEL, mixer="mlp")
 def batch(seed=0, rows=ROWS):
     rng = np.random.default_rng(seed)
     labels = rng.integers(1, 6, (rows, CELLS))
-    labels[:, 2] = np.where(rng.random(rows) < 0.5, losses.IGNORED, labels[:, 2])
+    labels[:, 2] = np.where(rng.random(rows) < 0.5, IGNORED, labels[:, 2])
     return {
         "inputs": jnp.asarray(rng.integers(0, 6, (rows, CELLS)), jnp.int32),
         "labels": jnp.asarray(labels, jnp.int32),
@@ -264,7 +265,7 @@ def test_rows_without_labels_count_in_no_metric_of_training():
     params, data = lively(MODEL), batch()
     answers = np.argmax(jax.jit(eager.predict)(params, data).logits, -1)
     labels = np.where(np.arange(CELLS) == 3, (answers + 1) % 6, answers)  # all right but one cell
-    labels[1:4] = losses.IGNORED
+    labels[1:4] = IGNORED
     _, out = step_of(eager)(params, eager.init_carry(data), jax.random.key(0), {**data, "labels": jnp.asarray(labels)})
     assert float(out.metrics["accuracy"].total) == pytest.approx(2 * (CELLS - 1) / CELLS)
     assert float(out.metrics["steps"].total) == float(out.metrics["halted"].total) == 2
@@ -302,7 +303,7 @@ def test_evaluation_leaves_padded_rows_out():
     found = []
     for seed in (1, 2):  # what stands in the padded rows
         data = {k: jnp.concatenate([batch()[k][:3], batch(seed)[k][3:]]) for k in halting.DATA}
-        data["labels"] = data["labels"].at[3:].set(losses.IGNORED)
+        data["labels"] = data["labels"].at[3:].set(IGNORED)
         found.append(evaluate(params, jax.random.key(seed), data))
     real = [out._replace(extras=jax.tree.map(lambda x: x[:3], out.extras)) for out in found]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), *real)
@@ -321,7 +322,7 @@ def test_evaluation_says_what_is_answered_to_each_row():
 
 def test_a_right_answer_counts_by_row():
     logits = jax.nn.one_hot(jnp.array([[1, 2, 3], [1, 2, 0], [0, 0, 0]]), 4) * 9
-    labels = jnp.array([[1, 2, losses.IGNORED], [1, 2, 3], [losses.IGNORED] * 3])
+    labels = jnp.array([[1, 2, IGNORED], [1, 2, 3], [IGNORED] * 3])
     outputs = halting.Outputs(logits, jnp.array([2.0, 2.0, -2.0]), jnp.zeros(3))
     found = halting.score(outputs, labels, vocab_size=4, log_probabilities=losses.log_stablemax)
     assert found.right.tolist() == [True, False, True]
@@ -380,12 +381,12 @@ def test_remat_keeps_less_and_changes_no_gradient(mixer):
         return lambda p: model.loss(p, model.init_carry(data), jax.random.key(0), data)[1].loss_sum
 
     kept, found = {}, {}
-    for remat in ("none", "mixing", "norms", "full"):
+    for remat in ("none", "dots", "mixing", "norms", "full"):
         residuals = jax.eval_shape(lambda f, p: jax.vjp(f, p)[1], jax.tree_util.Partial(loss(remat)), params)
         kept[remat] = sum(leaf.size for leaf in jax.tree.leaves(residuals))
         found[remat] = jax.jit(jax.grad(loss(remat)))(params)["layers/block"]
-    assert kept["full"] <= kept["norms"] < kept["mixing"] < kept["none"]
-    for remat in ("mixing", "norms", "full"):
+    assert kept["full"] <= kept["norms"] < kept["mixing"] < kept["none"] > kept["dots"]
+    for remat in ("dots", "mixing", "norms", "full"):
         for name, want in found["none"].items():
             np.testing.assert_allclose(found[remat][name], want, atol=1e-5, rtol=1e-4, err_msg=f"{remat} {name}")
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from core import optimizers, step, train_state
+from core.types import IGNORED
 from models import attention, losses, trm
 from models.trm import halting, net
 
@@ -342,7 +343,7 @@ def mean_over_tokens(monkeypatch):
 
     def wrong(outputs, labels, **options):
         right = score(outputs, labels, **options)
-        count = jnp.sum(labels != losses.IGNORED, axis=-1)
+        count = jnp.sum(labels != IGNORED, axis=-1)
         return right._replace(token_loss=right.token_loss * count * labels.shape[0] / jnp.sum(count))
 
     monkeypatch.setattr(halting, "score", wrong)

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from core import random_bits
-from models import losses, trm
+from core.types import IGNORED
+from models import trm
 
 ROWS, CELLS = 5, 7
 
@@ -28,7 +29,7 @@ def small(**fields):
 def batch():
     rng = np.random.default_rng(0)
     labels = rng.integers(1, 6, (ROWS, CELLS))
-    labels[:, 2] = np.where(rng.random(ROWS) < 0.5, losses.IGNORED, labels[:, 2])
+    labels[:, 2] = np.where(rng.random(ROWS) < 0.5, IGNORED, labels[:, 2])
     return {
         "inputs": jnp.asarray(rng.integers(0, 6, (ROWS, CELLS)), jnp.int32),
         "labels": jnp.asarray(labels, jnp.int32),
@@ -119,7 +120,7 @@ def losses_of(root, y, logits, labels):
     """Token loss and halting loss, summed over rows, and which rows are right."""
     s = np.where(logits >= 0, logits + 1, 1 / (1 - np.minimum(logits, 0)))
     p = np.take_along_axis(s / s.sum(-1, keepdims=True), np.maximum(labels, 0)[..., None], -1)[..., 0]
-    known = labels != losses.IGNORED
+    known = labels != IGNORED
     right = np.all((logits.argmax(-1) == labels) | ~known, axis=-1)
     q = y[:, 0] @ root["halt_head"][:, 0] + root["halt_bias"][0]
     token = np.sum(-np.log(p) * known / known.sum(-1, keepdims=True))

@@ -50,11 +50,11 @@ def test_several_seeds_are_points_of_one_size():
 
 
 def test_three_sizes_are_too_few():
-    with pytest.raises(ValueError, match="3 sizes have a score, and its three numbers need at least 4"):
+    with pytest.raises(ValueError, match="3 sizes are done, and its three numbers need at least 4"):
         analysis.law(SIZES[:3] * 2, [0.1] * 6)
 
 
-def rows(group, sizes, depths, scored=6):
+def rows(group, sizes, depths, scored=6, finished=6, batches=None):
     return [
         {
             "group": group,
@@ -62,6 +62,9 @@ def rows(group, sizes, depths, scored=6):
             "depth": d,
             "run": f"{group}/{i}",
             "exact_accuracy": 0.5 if i < scored else None,
+            "steps": 100 if i < finished else 10,
+            "total_steps": 100,
+            **{"puzzles": None, "copies": None, "batch": batches[i] if batches else 8},
         }
         for i, (n, d) in enumerate(zip(sizes, depths, strict=True))
     ]
@@ -72,6 +75,9 @@ def test_only_groups_that_vary_the_size_alone_have_one():
         *rows("width", SIZES, [42] * 6, scored=3),
         *rows("layers", SIZES, [39, 42, 45, 48, 54, 60]),
         *rows("rate", SIZES[:1] * 6, [42] * 6),
+        *rows("rows too", SIZES, [42] * 6, batches=[8, 16, 32, 64, 128, 256]),
+        *rows("unfinished", SIZES, [42] * 6, finished=3),
     ]
-    assert list(analysis.laws(table)) == ["width"]
+    assert list(analysis.laws(table)) == ["width", "unfinished"]
+    assert analysis.laws(table)["unfinished"] == analysis.laws(table)["width"]
     assert analysis.laws(table)["width"].startswith("no law a - b N^-c: 3 sizes")

@@ -111,7 +111,7 @@ def test_the_page_is_whole_and_needs_nothing_else(entries, tmp_path):
     (parameters, *_) = pictures
     assert parameters.count("<circle") == 4
     assert "exp01a: 20.00% at 1.48M" in parameters
-    assert "exp01: no law a - b N^-c: 2 sizes have a score, and its three numbers need at least 4." in text
+    assert "exp01: no law a - b N^-c: 2 sizes are done, and its three numbers need at least 4." in text
     empty = page.page(table(entries[4:], tmp_path / "none")[:0], title="t", note="")
     assert "Nothing to draw yet" in empty
 
