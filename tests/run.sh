@@ -19,4 +19,4 @@ fi
 export JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1
 $python -m ruff format --check --quiet . || { echo "run: .venv/bin/ruff format" >&2 && exit 1; }
 $python -m ruff check --quiet .
-exec $python -m pytest -n 2 --dist loadfile "${selection[@]}" "$@"
+exec $python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "${selection[@]}" "$@"
