@@ -256,8 +256,26 @@ class Block(hk.Module):
         gate = self._weight("gate", (d, f), ("embed", "mlp"), fan_in=d)
         up = self._weight("up", (d, f), ("embed", "mlp"), fan_in=d)
         down = self._weight("down", (f, d), ("mlp", "embed"), fan_in=2 * self.config.num_layers * f)
-        hidden = jax.nn.silu(x @ gate) * (x @ up)  # [B, T, F]
+        hidden = gated(x @ gate, x @ up)  # [B, T, F]
         return logical.constrain(hidden, "batch", "length", "mlp") @ down
+
+
+@jax.custom_vjp
+def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """silu(gate) up. Its gradients are written once; left to XLA, each product that reads one makes it anew."""
+    return jax.nn.silu(gate) * up
+
+
+def _gated_forward(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return gated(gate, up), (gate, up)
+
+
+def _gated_back(saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    _, vjp = jax.vjp(lambda gate, up: jax.nn.silu(gate) * up, *saved)
+    return jax.lax.optimization_barrier(vjp(dy))
+
+
+gated.defvjp(_gated_forward, _gated_back)
 
 
 def rotary_heads(x: jax.Array, side: Side, heads: str, *, theta: float) -> jax.Array:
