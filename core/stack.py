@@ -55,12 +55,14 @@ class LayerFn:
 
     Attributes:
       call: `(layer, x, side) -> x`, with the rematerialisation that the model chose.
+      plain: the same without, for a runner that computes a layer again by itself.
       axes: gives the tree of `Axes` of one layer's parameters. A function, for finding them takes a trace.
       dtypes: tree of the dtypes that one layer computes with: that of its only cast where a parameter is cast before
         anything else, so that a runner that moves weights can move the narrow form; else the stored one.
     """
 
     call: Callable[[Layer, jax.Array, Side], jax.Array]
+    plain: Callable[[Layer, jax.Array, Side], jax.Array]
     axes: Callable[[], Any]
     dtypes: Any
 
@@ -136,6 +138,7 @@ def layer_stack(
         traced = _trace(one_layer, stacked, *abstract)
         fn = LayerFn(
             call=one_layer if remat == "none" else jax.checkpoint(one_layer, policy=REMAT_POLICIES[remat]),
+            plain=one_layer,
             axes=lambda: logical.abstract_init(pure.init, jax.random.key(0), *abstract)[1],
             dtypes=_computed_dtypes(traced, stacked.params),
         )

@@ -22,8 +22,9 @@ def problems(schedule: Schedule, shapes: Any, axes: Any, *, stages: int) -> list
     depths = sorted({leaf.shape[0] for leaf, of in named if of.names[:1] == ("layers",)})
     if not depths:
         return [
-            f"{schedule.name}: the model has no layer stack to cut into stages; build its layers with "
-            "core.stack.layer_stack, or take a strategy without a pipeline"
+            f"{schedule.name}: the model has no layer stack to cut into stages (one network that is applied again and "
+            "again is none: every stage would need all of its weights); build its layers with core.stack.layer_stack, "
+            "or take a strategy without a pipeline"
         ]
     return schedule.problems(stages) + [_depth(schedule, n, stages) for n in depths if n % schedule.layer_unit(stages)]
 

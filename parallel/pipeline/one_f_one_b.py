@@ -41,15 +41,15 @@ class Flow(NamedTuple):
       arrived: [b, ...], what the previous stage sent.
       returned: [b, ...], the gradient that the next stage sent.
       queue: [M, b, ...]; on the first stage: what enters, then, place by place, its gradient.
-      ring: [2 S - 1, k, b, ...], what is kept.
-      grads: float32, leaves [k, ...], summed so far.
+      ring: [k, 2 S, b, ...], what is kept, and a place for bubbles.
+      grads: of the stage's parameters, summed so far.
     """
 
     arrived: jax.Array
     returned: jax.Array
     queue: jax.Array
-    ring: Any
-    grads: Any
+    ring: jax.Array
+    grads: one_stage.Grads
 
 
 class Sums(NamedTuple):
@@ -79,7 +79,7 @@ class OnePass(NamedTuple):
     stages: int
 
     def run(self, xs: jax.Array) -> tuple[Sums, Any, jax.Array]:
-        """What the tail gave, gradients of the layers in float32, [L, ...], and of what enters, [M, b, ...].
+        """What the tail gave, gradients of the layers in float32, k trees [S, ...], and of what enters, [M, b, ...].
 
         Args:
           xs: [M, b, ...], what enters the first layer.
@@ -123,7 +123,7 @@ class OnePass(NamedTuple):
 
         def local(layers: Layer, sides: Side, flow: Flow | None, *args: Any) -> Any:
             depth = jax.tree.leaves(layers.params)[0].shape[0]
-            stage = Stage(self.fn, layers, sides, depth, self.schedule.save)
+            stage = Stage(self.fn, layers, sides, depth, self.schedule.save, self.schedule.bubble_input)
             return fn(self.schedule, stage, jax.tree.map(lambda a: a[0], flow), *args)
 
         specs = (P(STAGE), P(), P(STAGE), *(P() for _ in args))
@@ -131,20 +131,16 @@ class OnePass(NamedTuple):
 
 
 def _start(schedule: Schedule, stage: Stage, _: None, xs: jax.Array) -> Flow:
-    first = one_stage.turn(jnp.asarray(0), microbatches=schedule.num_microbatches, repeats=1)
-    kept = jax.eval_shape(lambda x: one_stage.forward(stage, first, x)[1], xs[0])
-    places = schedule.kept(jax.lax.axis_size(STAGE))
-    ring = jax.tree.map(lambda a: jnp.zeros((places, *a.shape), a.dtype), kept)
+    ring = one_stage.nothing_kept(stage, xs[0], places=schedule.kept(jax.lax.axis_size(STAGE)))
     nothing = jnp.zeros_like(xs[0])
-    return _over_stages(Flow(nothing, nothing, xs, ring, one_stage.zero_grads(stage.layers)))
+    return _over_stages(Flow(nothing, nothing, xs, ring, one_stage.no_grads(stage)))
 
 
 def _forward(schedule: Schedule, stage: Stage, flow: Flow, t: jax.Array) -> tuple[Flow, jax.Array]:
     """One microbatch forward; and what left the last stage, on every stage."""
     at = _turn(schedule, t - _index())
     x = jnp.where(_index() == 0, take(flow.queue, at.microbatch), flow.arrived)
-    y, kept = one_stage.forward(stage, at, jnp.where(at.valid, x, schedule.bubble_input))
-    ring = jax.tree.map(lambda a, new: put_if(at.valid, a, new, at.microbatch % a.shape[0]), flow.ring, kept)
+    y, ring = one_stage.forward(stage, at, stage.input(at, x), flow.ring, _place(flow, at))
     left = one_stage.broadcast(y, source=_last())
     return _over_stages(flow._replace(arrived=one_stage.send(y, toward=1), ring=ring)), left
 
@@ -153,15 +149,14 @@ def _backward(schedule: Schedule, stage: Stage, flow: Flow, t: jax.Array, dleft:
     """One microbatch backward, from the gradient of what left the last stage at this tick, if anything did."""
     at = _turn(schedule, t - 2 * _last() + _index())
     dy = flow.returned if dleft is None else jnp.where(_index() == _last(), dleft, flow.returned)
-    kept = jax.tree.map(lambda a: take(a, at.microbatch % a.shape[0]), flow.ring)
-    dx, grads = one_stage.backward(stage, at, kept, jnp.where(at.valid, dy, schedule.bubble_input), flow.grads)
+    dx, grads = one_stage.backward(stage, at, flow.ring, _place(flow, at), stage.input(at, dy), flow.grads)
     queue = put_if(at.valid, flow.queue, dx, at.microbatch)
     return _over_stages(flow._replace(returned=one_stage.send(dx, toward=-1), queue=queue, grads=grads))
 
 
 def _finish(schedule: Schedule, stage: Stage, flow: Flow) -> tuple[Any, jax.Array]:
     del schedule, stage
-    return flow.grads, one_stage.broadcast(flow.queue, source=0)
+    return flow.grads.layers(), one_stage.broadcast(flow.queue, source=0)
 
 
 def _loop(body: Callable[[Any, jax.Array], Any], carry: Any, start: int, stop: int) -> Any:
@@ -174,6 +169,10 @@ def _over_stages(flow: Flow) -> Flow:
 
 def _turn(schedule: Schedule, number: jax.Array) -> Turn:
     return one_stage.turn(number, microbatches=schedule.num_microbatches, repeats=1)
+
+
+def _place(flow: Flow, at: Turn) -> jax.Array:
+    return at.microbatch % (flow.ring.shape[1] - 1)  # the last place is for bubbles
 
 
 def _index() -> jax.Array:

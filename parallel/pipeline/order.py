@@ -63,11 +63,11 @@ def to_model(tree: Any, *, stages: int, repeats: int) -> Any:
 
 
 def _exchange(a: jax.Array, exchanged: list[list[tuple[int, int, int, int]]]) -> jax.Array:
-    """Parts by (from stage, its place there, to stage, its place there); `stage` is manual here."""
+    """Parts by (from stage, its place there, to stage, its place there); every mesh axis is manual here."""
     if len(exchanged) == 1:
         return a
     parts = a.reshape(len(exchanged), -1, *a.shape[1:])  # [R, L / (R S), ...]
-    result, index = jnp.zeros_like(parts), jax.lax.axis_index(STAGE)
+    result, index = jax.lax.empty(parts.shape, parts.dtype), jax.lax.axis_index(STAGE)  # every place gets a part
     for moves in exchanged:
         taken, placed = np.zeros((2, len(moves)), np.int32)
         for source, place, target, to in moves:

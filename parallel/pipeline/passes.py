@@ -32,7 +32,7 @@ class Passes:
         self._ordered = {"stages": stages, "repeats": schedule.repeats}
 
     def forward(self, params: Any, x: jax.Array, keys: Any, side: Side, *, save: str) -> tuple[jax.Array, Any, Any]:
-        """What leaves the last layer, [B, ...]; weights as gathered; what is kept, [S, M R, k, rows, ...]."""
+        """What leaves the last layer, [B, ...]; weights as gathered; what is kept, [S, k, M R + 1, rows, ...]."""
         rows = self._at.by_rows
 
         def local(params: Any, keys: Any, x: jax.Array, side: Side) -> tuple[jax.Array, Any, Any]:
@@ -95,12 +95,12 @@ class Passes:
 
     def _stage(self, whole: Any, keys: Any, sides: Side, save: str) -> Stage:
         depth = jax.tree.leaves(whole)[0].shape[0] // self.schedule.repeats
-        return Stage(self._fn, Layer(whole, keys), sides, depth, save)
+        return Stage(self._fn, Layer(whole, keys), sides, depth, save, self.schedule.bubble_input)
 
     def _split(self, tree: Any) -> Any:
         return jax.tree.map(lambda a: split_rows(a, self.schedule.num_microbatches), tree)
 
 
 def _kept(rows: P) -> P:
-    """Spec of what is kept, [S, M R, k, rows, ...]."""
+    """Spec of what is kept, [S, k, M R + 1, rows, ...]."""
     return P(None, None, None, *rows)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from core import logical
@@ -56,20 +57,33 @@ class Region(NamedTuple):
 
     def gather(self, params: Any, *, then: Callable = lambda tree: tree) -> Any:
         """Whole weights from pieces; `then`, on the weights of one stage, comes before."""
-        return self._on_every_chip(lambda tree: jax.tree.map(accumulation.gather, then(tree), self.stored), params)
 
-    def reduce(self, grads: Any, *, then: Callable = lambda tree: tree) -> Any:
-        """Pieces of gradients, summed over all rows; `then` comes behind, on those of one stage."""
+        def whole(tree: Any) -> Any:
+            return jax.tree.map(accumulation.gather, then(tree), self.stored)
 
-        def pieces(tree: Any) -> Any:
-            return then(jax.tree.map(lambda g, spec: accumulation.reduce(g, spec, set(self.rows)), tree, self.stored))
+        return self._on_every_chip(whole, params, in_specs=self.kept)
 
-        return self._on_every_chip(pieces, grads)
+    def reduce(self, grads: tuple, *, then: Callable = lambda tree: tree) -> Any:
+        """Pieces of gradients, summed over all rows.
 
-    def _on_every_chip(self, fn: Callable, tree: Any) -> Any:
+        Args:
+          grads: of each of the k layers that a stage runs within a tick, leaves [R, ...].
+          then: applied behind, to those of one stage, [R k, ...].
+        """
+
+        def pieces(grads: tuple) -> Any:
+            layers = [jax.tree.map(self._reduced, tree, self.stored) for tree in grads]
+            return then(jax.tree.map(_one_behind_the_other, *layers))
+
+        return self._on_every_chip(pieces, grads, in_specs=(self.kept,) * len(grads))
+
+    def _reduced(self, g: jax.Array, spec: P) -> jax.Array:
+        return accumulation.reduce(g, spec, set(self.rows))
+
+    def _on_every_chip(self, fn: Callable, tree: Any, *, in_specs: Any) -> Any:
         """With every axis manual: the partitioner would first make whole what a collective of ours is given."""
         return jax.shard_map(
-            fn, in_specs=(self.kept,), out_specs=self.kept, axis_names=set(self.others), check_vma=False
+            fn, in_specs=(in_specs,), out_specs=self.kept, axis_names=set(self.others), check_vma=False
         )(tree)
 
     def sum(self, tree: Any) -> Any:
@@ -91,6 +105,12 @@ def region(fn: LayerFn, param_rules: Rules, activation_rules: Rules) -> Region:
         return jax.tree.map(one, fn.axes(), is_leaf=lambda a: isinstance(a, Axes))
 
     return Region(rows, others, specs(rows), specs(others), fn.dtypes)
+
+
+def _one_behind_the_other(*layers: jax.Array) -> jax.Array:
+    """k arrays [R, ...] as [R k, ...], in the order in which they run."""
+    stacked = jnp.stack(layers, axis=1)
+    return stacked.reshape(-1, *stacked.shape[2:])
 
 
 def over_stages(fn: Callable, *, in_specs: Any, out_specs: Any) -> Callable:

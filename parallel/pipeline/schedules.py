@@ -41,7 +41,8 @@ class Schedule:
       num_microbatches: M. Microbatch m holds rows m, m + M, … of every chip, so that chips keep their rows.
       save: what is kept of the forward pass for the backward one: "layers", the input of every layer; "stage", the
         input of a stage alone, at the price of running it forward once more. Everything else is computed again.
-      bubble_input: what a stage without a microbatch computes on. Nothing depends on it, which a test shows with NaN.
+      bubble_input: what a stage without a microbatch computes on, and what is where nothing was put yet. Nothing
+        depends on it, which tests show with NaN. None: whatever is there.
 
     Raises:
       ValueError: numbers out of range.
@@ -49,7 +50,7 @@ class Schedule:
 
     num_microbatches: int
     save: str = "layers"
-    bubble_input: float = 0.0
+    bubble_input: float | None = None
 
     name = "schedule"
     repeats = 1

@@ -2,7 +2,7 @@
 
 Everything here runs where `stage` is manual: arrays are those of this stage. Only inputs are kept between the two
 passes, and every layer is computed again in the backward pass, so that no parameter is kept with each microbatch.
-Gradients are added up in float32, in place, layer by layer.
+Gradients are added up in float32, in place, layer by layer, so that a sum costs no more than the product it adds.
 
     forward    x[l+1] = f(W[l], x[l]);    kept: x[l] of every layer, or the first
     backward   dW[l], dx[l] = vjp(f at W[l], x[l])(dx[l+1]);    dW_sum[l] += dW[l]
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from core import logical
 from core.stack import Layer, LayerFn, Side
 
 STAGE = "stage"
@@ -33,6 +34,11 @@ class Turn(NamedTuple):
     microbatch: jax.Array
     repeat: jax.Array
     valid: jax.Array
+
+    @property
+    def first(self) -> jax.Array:
+        """[], bool: whether it is the first of its repeat."""
+        return self.valid & (self.microbatch == 0)
 
 
 def turn(number: jax.Array, *, microbatches: int, repeats: int) -> Turn:
@@ -51,6 +57,7 @@ class Stage(NamedTuple):
       sides: what travels with the rows, by microbatch; leaves [M, b, ...].
       depth: k.
       save: "layers", "stage", or "nothing" where no backward pass follows.
+      bubble: what a turn without a microbatch computes on, and what is where nothing was put yet; None: anything.
     """
 
     fn: LayerFn
@@ -58,84 +65,162 @@ class Stage(NamedTuple):
     sides: Side
     depth: int
     save: str
+    bubble: float | None
+
+    def input(self, at: Turn, x: jax.Array) -> jax.Array:
+        """`x`, or in a bubble what the stage is to compute on then."""
+        return x if self.bubble is None else jnp.where(at.valid, x, self.bubble)
+
+    @property
+    def repeats(self) -> int:
+        """R."""
+        return jax.tree.leaves(self.layers.params)[0].shape[0] // self.depth
+
+    def layer(self, at: Turn, i: jax.Array | int) -> Layer:
+        """The layer in place i of this turn's."""
+        return jax.tree.map(lambda a: take(a, at.repeat * self.depth + i), self.layers)
 
     def side(self, at: Turn) -> Side:
         """What belongs to the rows of this turn."""
         return jax.tree.map(lambda a: take(a, at.microbatch), self.sides)
 
+    def room(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        """An array that nothing is read from before it was put there."""
+        sizes = jax.sharding.get_abstract_mesh().shape
+        if self.bubble is None and all(sizes[axis] == 1 for axis in logical.automatic_axes()):
+            return jax.lax.empty(shape, dtype)  # along an automatic axis it would be whole on every chip
+        return jnp.full(shape, self.bubble or 0, dtype)
 
-def forward(stage: Stage, at: Turn, x: jax.Array) -> tuple[jax.Array, Any]:
+
+class Grads(NamedTuple):
+    """Gradients of a stage's parameters, float32.
+
+    Each of the k layers has arrays of its own: to add to a part of a larger one, XLA copies the part first.
+
+    Attributes:
+      sums: of the repeat at hand; k trees, leaves [...].
+      repeats: of all repeats, the latest sums put there at every turn, which costs less than to add them up there;
+        k trees, leaves [R, ...], or () where R = 1.
+    """
+
+    sums: tuple
+    repeats: tuple
+
+    def layers(self) -> tuple:
+        """k trees, leaves [R, ...]."""
+        return self.repeats or jax.tree.map(lambda a: a[None], self.sums)
+
+
+def forward(stage: Stage, at: Turn, x: jax.Array, kept: Any, place: jax.Array) -> tuple[jax.Array, Any]:
     """Runs the layers of this turn.
 
     Args:
       stage: the layers.
-      at: the turn.
+      at: the turn; in a bubble what is kept stays as it is.
       x: [b, ...], what enters the first of them.
+      kept: by `nothing_kept`.
+      place: [], of this turn in `kept`.
 
     Returns:
-      What leaves the last, and what is kept: [k, b, ...], [1, b, ...], or ().
+      What leaves the last, and what is kept.
     """
-    y, inputs = _run(stage, at, x)
-    return y, {"layers": inputs, "stage": x[None], "nothing": ()}[stage.save]
+    side = stage.side(at)
+    if stage.save != "nothing":
+        place = jnp.where(at.valid, place, kept.shape[1] - 1)
+    if stage.save == "stage":
+        kept = put(kept, x, 0, place)
+
+    def one(carry: tuple[jax.Array, Any], i: jax.Array) -> tuple[tuple[jax.Array, Any], None]:
+        x, kept = carry
+        if stage.save == "layers":
+            kept = put(kept, x, i, place)
+        return (stage.fn(stage.layer(at, i), x, side), kept), None
+
+    return jax.lax.scan(one, (x, kept), jnp.arange(stage.depth))[0]
 
 
-def backward(stage: Stage, at: Turn, kept: jax.Array, dy: jax.Array, grads: Any) -> tuple[jax.Array, Any]:
+def backward(
+    stage: Stage, at: Turn, kept: Any, place: jax.Array, dy: jax.Array, grads: Grads
+) -> tuple[jax.Array, Grads]:
     """The backward pass of the layers of this turn.
 
     Args:
       stage: the layers.
       at: the turn; in a bubble the gradients stay as they are.
       kept: what `forward` kept.
+      place: [], of this turn in `kept`.
       dy: [b, ...], the gradient of what left the last layer.
-      grads: float32, leaves [R k, ...], summed so far.
+      grads: summed so far.
 
     Returns:
       The gradient of what entered the first layer, [b, ...], and the sums.
     """
-    inputs = kept if stage.save == "layers" else _run(stage, at, kept[0])[1]
+    if stage.save == "stage":
+        kept, place = _inputs_again(stage, at, take(kept, 0, place)), jnp.zeros_like(place)
+    sums, repeats = list(grads.sums), list(grads.repeats)
+
+    def add(so_far: jax.Array, new: jax.Array) -> jax.Array:
+        before = jnp.where(at.first, 0, so_far) if repeats else so_far
+        return before + jnp.where(at.valid, new, 0)
+
+    for i in reversed(range(stage.depth)):
+        dw, dy = _layer_backward(stage, at, i, take(kept, i, place), dy)
+        sums[i] = jax.tree.map(add, sums[i], dw)
+        if repeats:
+            repeats[i] = jax.tree.map(lambda all_, new: put(all_, new, at.repeat), repeats[i], sums[i])
+        # One layer after the other: else the compiler runs several forward at once, and adds up at the end.
+        dy, place, sums[i] = jax.lax.optimization_barrier((dy, place, sums[i]))
+    return dy, Grads(tuple(sums), tuple(repeats))
+
+
+def _layer_backward(stage: Stage, at: Turn, i: int, x: jax.Array, dy: jax.Array) -> tuple[Any, jax.Array]:
+    params, key = stage.layer(at, i)
     side = stage.side(at)
-
-    def one(carry: tuple, i: jax.Array) -> tuple[tuple, None]:
-        dy, grads = carry
-        number = at.repeat * stage.depth + i
-        layer = jax.tree.map(lambda a: take(a, number), stage.layers)
-        _, vjp = jax.vjp(lambda params, x: stage.fn(Layer(params, layer.key), x, side), layer.params, take(inputs, i))
-        dw, dx = vjp(dy)
-        grads = jax.tree.map(lambda g, d: put(g, take(g, number) + jnp.where(at.valid, d, 0), number), grads, dw)
-        return (dx, grads), None
-
-    (dx, grads), _ = jax.lax.scan(one, (dy, grads), jnp.arange(stage.depth), reverse=True)
-    return dx, grads
+    _, vjp = jax.vjp(lambda params, x: stage.fn.plain(Layer(params, key), x, side), params, x)
+    return vjp(dy)
 
 
-def zero_grads(layers: Layer) -> Any:
-    """Float32 zeros like the parameters."""
-    return jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), layers.params)
+def _inputs_again(stage: Stage, at: Turn, x: jax.Array) -> jax.Array:
+    """The inputs of the layers of this turn, in place 0 of [k, 2, b, ...]."""
+    again = stage._replace(save="layers")
+    return forward(again, at, x, nothing_kept(again, x, places=1), jnp.asarray(0))[1]
 
 
-def _run(stage: Stage, at: Turn, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    side = stage.side(at)
+def nothing_kept(stage: Stage, x: jax.Array, *, places: int) -> Any:
+    """Room for the inputs of so many turns, [k, places + 1, b, ...] or [1, places + 1, b, ...].
 
-    def one(x: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array | tuple]:
-        layer = jax.tree.map(lambda a: take(a, at.repeat * stage.depth + i), stage.layers)
-        return stage.fn(layer, x, side), () if stage.save == "nothing" else x
-
-    return jax.lax.scan(one, x, jnp.arange(stage.depth))
-
-
-def take(a: jax.Array, i: jax.Array) -> jax.Array:
-    """a[i]."""
-    return jax.lax.dynamic_index_in_dim(a, i, keepdims=False)
+    The last place is for bubbles: to put there costs less than to put back what was in another.
+    """
+    layers = {"layers": stage.depth, "stage": 1, "nothing": 0}[stage.save]
+    return stage.room((layers, places + 1, *x.shape), x.dtype) if layers else ()
 
 
-def put(a: jax.Array, value: jax.Array, i: jax.Array) -> jax.Array:
-    """`a` with a[i] = value."""
-    return jax.lax.dynamic_update_index_in_dim(a, value.astype(a.dtype), i, 0)
+def no_grads(stage: Stage) -> Grads:
+    """What is there before the first turn."""
+    one = jax.tree.map(lambda a: a[0], stage.layers.params)
+    sums = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), (one,) * stage.depth)
+    if stage.repeats == 1:
+        return Grads(sums, ())
+    return Grads(sums, jax.tree.map(lambda a: stage.room((stage.repeats, *a.shape), jnp.float32), sums))
 
 
-def put_if(condition: jax.Array, a: jax.Array, value: jax.Array, i: jax.Array) -> jax.Array:
+def take(a: jax.Array, *index: jax.Array | int) -> jax.Array:
+    """a[index]."""
+    n = len(index)
+    starts = (*index, *[0] * (a.ndim - n))
+    return jax.lax.dynamic_slice(a, starts, (*[1] * n, *a.shape[n:])).reshape(a.shape[n:])
+
+
+def put(a: jax.Array, value: jax.Array, *index: jax.Array | int) -> jax.Array:
+    """`a` with a[index] = value."""
+    n = len(index)
+    starts = (*index, *[0] * (a.ndim - n))
+    return jax.lax.dynamic_update_slice(a, value.astype(a.dtype).reshape(*[1] * n, *a.shape[n:]), starts)
+
+
+def put_if(condition: jax.Array, a: jax.Array, value: jax.Array, *index: jax.Array | int) -> jax.Array:
     """`put` where the condition holds; else `a`. Only the entry is selected, so that it happens in place."""
-    return put(a, jnp.where(condition, value, take(a, i)), i)
+    return put(a, jnp.where(condition, value, take(a, *index)), *index)
 
 
 def send(x: jax.Array, *, toward: int) -> jax.Array:

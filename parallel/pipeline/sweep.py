@@ -33,16 +33,13 @@ def forward(schedule: Schedule, stage: Stage, xs: jax.Array) -> tuple[jax.Array,
       xs: [M, b, ...], what enters the first layer.
 
     Returns:
-      What leaves the last layer, [M, b, ...] on every stage, and what this stage keeps, [M R, ...].
+      What leaves the last layer, [M, b, ...] on every stage, and what this stage keeps, [k, M R + 1, b, ...].
     """
 
     def work(kept: Any, at: Turn, x: jax.Array) -> tuple[jax.Array, Any]:
-        y, inputs = one_stage.forward(stage, at, x)
-        return y, jax.tree.map(lambda a, new: put_if(at.valid, a, new, _place(schedule, at)), kept, inputs)
+        return one_stage.forward(stage, at, x, kept, _place(schedule, at))
 
-    shapes = jax.eval_shape(lambda x: one_stage.forward(stage, _first_turn(schedule), x)[1], xs[0])
-    kept = jax.tree.map(lambda s: jnp.zeros((schedule.turns, *s.shape), s.dtype), shapes)
-    return _sweep(schedule, work, xs, kept, toward=1)
+    return _sweep(schedule, stage, work, xs, one_stage.nothing_kept(stage, xs[0], places=schedule.turns), toward=1)
 
 
 def backward(schedule: Schedule, stage: Stage, kept: Any, dys: jax.Array) -> tuple[jax.Array, Any]:
@@ -51,22 +48,24 @@ def backward(schedule: Schedule, stage: Stage, kept: Any, dys: jax.Array) -> tup
     Args:
       schedule: gpipe or circular.
       stage: the layers of this stage.
-      kept: [M R, ...], by `forward`.
+      kept: by `forward`.
       dys: [M, b, ...], gradients of what left the last layer.
 
     Returns:
-      Gradients of what entered the first layer, [M, b, ...] on every stage, and of this stage's parameters, float32.
+      Gradients of what entered the first layer, [M, b, ...] on every stage, and of this stage's parameters, float32,
+      k trees, leaves [R, ...].
     """
 
     def work(grads: Any, at: Turn, dy: jax.Array) -> tuple[jax.Array, Any]:
         at = at._replace(repeat=schedule.repeats - 1 - at.repeat)
-        return one_stage.backward(stage, at, take(kept, _place(schedule, at)), dy, grads)
+        return one_stage.backward(stage, at, kept, _place(schedule, at), dy, grads)
 
-    return _sweep(schedule, work, dys, one_stage.zero_grads(stage.layers), toward=-1)
+    dxs, grads = _sweep(schedule, stage, work, dys, one_stage.no_grads(stage), toward=-1)
+    return dxs, grads.layers()
 
 
 def _sweep(
-    schedule: Schedule, work: Callable[[Any, Turn, jax.Array], tuple], queue: jax.Array, state: Any, *, toward: int
+    schedule: Schedule, stage: Stage, work: Callable[..., tuple], queue: jax.Array, state: Any, *, toward: int
 ) -> tuple[jax.Array, Any]:
     microbatches, stages = schedule.num_microbatches, jax.lax.axis_size(STAGE)
     index = jax.lax.axis_index(STAGE)
@@ -78,7 +77,7 @@ def _sweep(
         queue = put_if(t >= stages, queue, arrived, (t - stages) % microbatches)
         at = one_stage.turn(t - rank, microbatches=microbatches, repeats=schedule.repeats)
         x = jnp.where(rank == 0, take(queue, at.microbatch), arrived)
-        y, state = work(state, at, jnp.where(at.valid, x, schedule.bubble_input))
+        y, state = work(state, at, stage.input(at, x))
         return (one_stage.send(y, toward=toward), queue, state), None
 
     carry = (jnp.zeros_like(queue[0]), queue, state)
@@ -89,7 +88,3 @@ def _sweep(
 
 def _place(schedule: Schedule, at: Turn) -> jax.Array:
     return at.repeat * schedule.num_microbatches + at.microbatch
-
-
-def _first_turn(schedule: Schedule) -> Turn:
-    return one_stage.turn(jnp.asarray(0), microbatches=schedule.num_microbatches, repeats=schedule.repeats)
