@@ -4,37 +4,42 @@ import functools
 
 import jax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from core import optimizers, slices
 from models import transformer
 from parallel import analysis, compiled, partitioner, strategies
-from parallel.pipeline import schedules
+from parallel.pipeline import region, schedules
 
 MODEL = transformer.Transformer(
     vocab_size=512, num_layers=16, embed_dim=128, mlp_dim=256, num_heads=4, num_kv_heads=4, head_dim=32,
     remat="full", attention="plain",
 )  # fmt: skip
 LENGTH = 512
+INTEGERS = ("inputs", "targets", "segment_ids", "positions")
 MAKE = {"gpipe": schedules.gpipe, "1F1B": schedules.one_f_one_b}
+
+
+def compile_(name, microbatches, save="layers"):
+    """For v4-32 with four stages and fsdp 4, a row of every chip in a microbatch."""
+    rows = 4 * microbatches
+    spec = {k: jax.ShapeDtypeStruct((rows, LENGTH), "int32") for k in INTEGERS}
+    spec["weights"] = jax.ShapeDtypeStruct((rows, LENGTH), "float32")
+    tables = strategies.pipeline_fsdp(stage=4, schedule=MAKE[name](num_microbatches=microbatches, save=save))
+    slice_ = slices.get("v4-32")
+    bound = partitioner.Partitioner(tables, slice=slice_, devices=compiled.devices_of(slice_))
+    optimizer = optimizers.adamw(learning_rate=optimizers.constant(1e-4))
+    return analysis.analyze(bound.program(MODEL, optimizer, spec, seed=0))
 
 
 @pytest.fixture(scope="module")
 def analyze():
-    """Compiled for v4-32 with four stages and fsdp 4, a row of every chip in a microbatch."""
+    return functools.cache(compile_)
 
-    @functools.cache
-    def run(name, microbatches, save="layers"):
-        rows = 4 * microbatches
-        integers = ("inputs", "targets", "segment_ids", "positions")
-        spec = {k: jax.ShapeDtypeStruct((rows, LENGTH), "int32") for k in integers}
-        spec["weights"] = jax.ShapeDtypeStruct((rows, LENGTH), "float32")
-        tables = strategies.pipeline_fsdp(stage=4, schedule=MAKE[name](num_microbatches=microbatches, save=save))
-        slice_ = slices.get("v4-32")
-        bound = partitioner.Partitioner(tables, slice=slice_, devices=compiled.devices_of(slice_))
-        optimizer = optimizers.adamw(learning_rate=optimizers.constant(1e-4))
-        return analysis.analyze(bound.program(MODEL, optimizer, spec, seed=0))
 
-    return run
+def inside_of_ticks(found):
+    """{(mesh axes, kind)} of what travels inside of a loop."""
+    return {(" ".join(c.axes), c.kind) for c in found.collectives if c.loops}
 
 
 @pytest.mark.covers("M12")
@@ -44,7 +49,7 @@ def test_weights_are_gathered_once_and_gradients_reduced_once(name, analyze):
     found = analyze(name, 8)
     trips = {loop.trips for loop in found.costs.loops}
     assert {"gpipe": {11, 4}, "1F1B": {3, 8, 4}}[name] == trips  # ticks, and the layers of a stage
-    inside = {(" ".join(c.axes), c.kind) for c in found.collectives if c.loops}
+    inside = inside_of_ticks(found)
     assert not {pair for pair in inside if pair[0] != "stage"}
     assert {kind for _, kind in inside} == {
         "gpipe": {"collective-permute"},
@@ -57,6 +62,23 @@ def test_weights_are_gathered_once_and_gradients_reduced_once(name, analyze):
     head = 2 * e * MODEL.stored_vocab_size // 4  # and the embedding
     gathered = sum(c.payload_bytes for c in found.collectives if c.axes == ("fsdp",) and c.kind == "all-gather")
     assert gathered == 2 * (a_stage + head)  # bytes of bfloat16
+
+
+@pytest.mark.slow
+@pytest.mark.compiled("v4-32")
+def test_left_to_the_partitioner_weights_and_gradients_travel_at_every_tick(monkeypatch):
+    """What the test above looks for is there to be found, were the axes of the rows automatic."""
+
+    def automatic(*args, original=region.region):
+        at = original(*args)
+        return at._replace(
+            rows=(), stored=jax.tree.map(lambda spec: P(), at.stored, is_leaf=lambda a: isinstance(a, P))
+        )
+
+    monkeypatch.setattr(region, "region", automatic)
+    inside = inside_of_ticks(compile_("gpipe", 8))
+    assert ("fsdp", "all-gather") in inside
+    assert inside & {("fsdp", "all-reduce"), ("fsdp", "reduce-scatter")}
 
 
 @pytest.mark.slow

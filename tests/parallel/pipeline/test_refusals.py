@@ -21,11 +21,12 @@ SPEC = {"x": jax.ShapeDtypeStruct((ROWS, 4, WIDTH), jnp.float32)}
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """Layers `tanh(x w)`, in a stack or not; `scaled` lets the side depend on a parameter."""
+    """Layers `tanh(x w)`, in a stack or not; `scaled` lets the side depend on a parameter, `closed` a layer on rows."""
 
     layers: int = 4
     stacked: bool = True
     scaled: bool = False
+    closed: bool = False
 
     def init(self, rng, batch):
         return hk.transform(self._loss).init(rng, batch)
@@ -39,7 +40,7 @@ class Linear:
     def _loss(self, batch):
         def block(x, side):
             w = logical.param("w", (WIDTH, WIDTH), ("embed", None), hk.initializers.RandomNormal(0.3))
-            return jnp.tanh(x @ w) * side
+            return jnp.tanh(x @ w) * side + (batch["x"] if self.closed else 0)
 
         scale = logical.param("scale", (), (), jnp.ones) if self.scaled else 1.0
         side = jnp.full((ROWS, 1, 1), scale)
@@ -78,6 +79,11 @@ def bind(schedule, model=Linear(), slice_name="v4-8", **options):
             "circular: num_microbatches = 2 is below stage = 4: .* take at least 4, or gpipe",
         ),
         (schedules.gpipe(num_microbatches=4), Linear(stacked=False), "no layer stack to cut into stages"),
+        (
+            schedules.gpipe(num_microbatches=4),
+            Linear(closed=True),
+            r"the block closes over 1 array.*pass arrays that belong to rows through side",
+        ),
         (
             schedules.one_f_one_b(num_microbatches=4),
             Linear(),
