@@ -137,7 +137,7 @@ def collectives(module: Module, run: Sequence[Executed], grid: Grid) -> list[Col
       ValueError: a group names a chip that the mesh does not have.
     """
     found = []
-    starts = {_identity(e) for e in run if dataflow.is_start(e)}
+    starts = [e for e in run if dataflow.is_start(e)]
     for executed in run:
         kind = executions.base_opcode(executed.instruction)
         if kind in executions.COLLECTIVES and not _is_later_piece(executed, starts):
@@ -147,15 +147,25 @@ def collectives(module: Module, run: Sequence[Executed], grid: Grid) -> list[Col
     return found
 
 
-def _is_later_piece(executed: Executed, starts: set[tuple]) -> bool:
-    """Fused with computation, one collective is written three times: at its start, in what hides it, at its end."""
-    return bool(executed.wrappers) and not dataflow.is_start(executed) and _identity(executed) in starts
+def _is_later_piece(executed: Executed, starts: Sequence[Executed]) -> bool:
+    """Fused with computation, one collective is written three times: at its start, in what hides it, at its end.
+
+    What hides it may stand in a loop that the start stands in front of.
+    """
+    if not executed.wrappers or dataflow.is_start(executed):
+        return False
+    depth = len(executed.loops)
+    return any(
+        s.schedule is executed.schedule or (len(s.loops) < depth and s.loops == executed.loops[: len(s.loops)])
+        for s in starts
+        if _identity(s) == _identity(executed)
+    )
 
 
 def _identity(executed: Executed) -> tuple:
     """What the pieces of one collective have in common; a channel alone is used more than once."""
     at = executed.instruction
-    return id(executed.schedule), at.opcode, at.attribute("channel_id"), *at.arrays
+    return at.opcode, at.attribute("channel_id"), *at.arrays
 
 
 def _collective(module: Module, executed: Executed, kind: str, grid: Grid) -> Collective:

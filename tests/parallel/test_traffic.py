@@ -11,7 +11,7 @@ from core import optimizers, slices
 from models import transformer
 from parallel import analysis, compiled, partitioner, strategies, traffic
 from parallel.agreement import EXAMPLES
-from parallel.hlo import executions, program, replica_groups
+from parallel.hlo import dataflow, executions, program, replica_groups
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 GRID = traffic.Grid({"data": 2, "fsdp": 2, "tensor": 4}, (0,) * 16)
@@ -131,6 +131,19 @@ def test_a_gather_fused_with_computation_counts_once():
     for found in (by_itself, fused):
         assert (found.kind, found.axes, found.dtype) == ("all-gather", ("fsdp",), "bf16")
         assert found.wire_bytes == 15 * 256 * 32 * 128 * 2  # 15 other shards of [256, 32, 128]
+
+
+def test_a_gather_that_is_hidden_by_a_loop_is_not_sent_inside_of_it():
+    module = program.parse((FIXTURES / "fused_gather.hlo").read_text())
+    run = executions.walk(module)
+    loop = executions.Loop("while.1", "", 11)
+    inside = [
+        e._replace(loops=(*e.loops, loop), schedule={}, times=11) if e.wrappers and not dataflow.is_start(e) else e
+        for e in run
+    ]
+    assert inside != run
+    found = traffic.collectives(module, inside, FLAT)
+    assert [(c.kind, c.times, c.loops) for c in found] == [("all-gather", 1, ())] * 2
 
 
 def test_an_all_reduce_fused_with_its_slice_is_a_reduce_scatter():
