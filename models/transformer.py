@@ -279,8 +279,13 @@ gated.defvjp(_gated_forward, _gated_back)
 
 
 def rotary_heads(x: jax.Array, side: Side, heads: str, *, theta: float) -> jax.Array:
-    """Heads laid out as the strategy says, then turned by their positions; [B, T, heads, K]."""
-    return attention.rotary(logical.constrain(x, "batch", "length", heads, "head_dim"), side.positions, theta=theta)
+    """Heads turned by their positions, laid out as the strategy says before and behind; [B, T, heads, K].
+
+    Behind too: where keys are gathered over positions, their gradient is then scattered before it is turned back.
+    """
+    axes = ("batch", "length", heads, "head_dim")
+    turned = attention.rotary(logical.constrain(x, *axes), side.positions, theta=theta)
+    return logical.constrain(turned, *axes)
 
 
 def preset(name: str, **changes) -> Transformer:
