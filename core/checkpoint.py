@@ -27,8 +27,14 @@ import orbax.checkpoint as ocp
 
 TIMEOUT_SECONDS = 300  # orbax waits 20 minutes for a host that failed to write; the others need not.
 
+REMOVAL_SECONDS = 10.0  # What somebody removes may look complete for so long after its first file is gone.
+
 _COMPLETE_MARK = "_CHECKPOINT_METADATA"
 _STREAM_SUFFIX = ".bin"
+
+
+class Misfit(ValueError):
+    """The checkpoint is there, and does not fit what is asked of it."""
 
 
 class Checkpoints:
@@ -58,6 +64,7 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(
             self._directory,
             options=ocp.CheckpointManagerOptions(
+                # For a reader what orbax makes of them anyway, warning of each: it neither saves nor removes.
                 max_to_keep=None if read_only else keep,
                 save_interval_steps=0 if read_only else 1,
                 create=not read_only,
@@ -123,12 +130,39 @@ class Checkpoints:
         restored = self._manager.restore(step, args=parts)
         return restored["state"], restored["data"], restored["meta"]
 
+    def restore_if_there(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, bytes], dict[str, Any]] | None:
+        """As `restore`; None, on every host, where a running job removed the step before, or while it was read."""
+        if not self._is_there(step):
+            return None
+        restored, error = None, None
+        try:
+            restored = self.restore(step, abstract_state)
+        except Misfit:
+            raise
+        except Exception as unread:  # of many types, as files vanish under the reader
+            error = unread
+        said = distributed.all_gather_text("checkpoints/read", f"{type(error).__name__}: {error}" if error else "")
+        if not any(said):
+            return restored
+        if not self._is_there(step, after_seconds=REMOVAL_SECONDS):
+            return None
+        failed = "; ".join(f"host {host}: {text}" for host, text in enumerate(said) if text)
+        raise RuntimeError(f"the checkpoint of step {step} in {self._directory} cannot be read: {failed}") from error
+
+    def _is_there(self, step: int, *, after_seconds: float = 0.0) -> bool:
+        """Whether host 0 sees the step complete, still after so many seconds."""
+        is_there, end = False, time.monotonic() + after_seconds
+        if distributed.is_host_zero():
+            while (is_there := step in complete_steps(self._directory)) and time.monotonic() < end:
+                time.sleep(0.5)
+        return distributed.from_host_zero("there" if is_there else "") == "there"
+
     def _require_same_tree(self, step: int, abstract_state: Any) -> None:
         saved = self._manager.item_metadata(step)["state"]
         differences = _differences(_leaves(saved.tree), _leaves(abstract_state))
         if differences:
             listed = "\n  ".join(differences[:20] + [f"… and {len(differences) - 20} more"] * (len(differences) > 20))
-            raise ValueError(
+            raise Misfit(
                 f"the checkpoint of step {step} in {self._directory} does not fit this model and optimizer "
                 f"({len(differences)} leaves):\n  {listed}\nUse the configuration saved with it, or another run_dir."
             )
@@ -260,4 +294,4 @@ def _kind(leaf: Any) -> str:
 def _require_shardings(abstract_state: Any) -> None:
     without = [name for name, leaf in _leaves(abstract_state).items() if getattr(leaf, "sharding", None) is None]
     if without:
-        raise ValueError(f"restore needs the sharding of every leaf; missing: {', '.join(without[:20])}")
+        raise Misfit(f"restore needs the sharding of every leaf; missing: {', '.join(without[:20])}")

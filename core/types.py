@@ -117,7 +117,8 @@ class Task(Protocol):
 
     Optional, each for what is named:
       num_puzzles: rows that a model's table of puzzles needs, held against the model's `num_puzzles`. Once prepared.
-      evaluated_on(): what an evaluation's score is of. The end of a run, and launch/run evaluate.
+      evaluated_on(most): what the score of an evaluation of at most so many rows is of; None: of all. A run, at its
+        start and end, and launch/run evaluate.
       evaluating(rows): this task with evaluations of so many held-out rows, always the same ones; None: of all, once.
         launch/run evaluate --rows.
       judge(): scores the answers of an evaluation (`tasks.puzzles.arc_voting.Judge`), or None. Once prepared.

@@ -104,10 +104,10 @@ def _validated(experiment: Experiment, validation: Mapping[str, float]) -> str:
     if not (evaluated := evaluated_on(experiment)):
         return f"validation loss {validation['validation/loss']:.4f} nats per token"
     means = {name.removeprefix("validation/"): value for name, value in sorted(validation.items())}
-    lines = ["  ".join(f"{name} {value:.4f}" for name, value in means.items() if not progress.BY_STEP.search(name))]
-    for curve in sorted({progress.BY_STEP.sub("", name) for name in means if progress.BY_STEP.search(name)}):
-        values = [value for name, value in means.items() if progress.BY_STEP.sub("", name) == curve != name]
-        lines.append(f"{curve} by step: " + " ".join(f"{value:.3f}" for value in values))
+    plain, curves = progress.curves_apart(means)
+    lines = ["  ".join(f"{name} {value:.4f}" for name, value in plain.items())]
+    for name, values in curves.items():
+        lines.append(f"{name} by step: " + " ".join(f"{value:.3f}" for value in values))
     return "\n".join([f"validation on {evaluated}", *lines])
 
 

@@ -44,13 +44,23 @@ class Progress:
 
     def validation(self, step: int, values: Mapping[str, float]) -> None:
         """One evaluation; of a mean by step of a recursion (`…_step_07`) only the curve's end, which has no number."""
-        shown = {name: value for name, value in values.items() if not BY_STEP.search(name)}
+        shown, _ = curves_apart(values)
         means = "  ".join(f"{name.removeprefix('validation/')} {value:.4f}" for name, value in shown.items())
         self._print(f"step {step:>6}/{self._last_step}  validation: {means}")
 
     def _print(self, text: str) -> None:
         if self._host.is_zero:
             print(text, flush=True)
+
+
+def curves_apart(means: Mapping[str, float]) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Means without a step of recursion, and those by step: `exact_accuracy_step_01`, … under `exact_accuracy`."""
+    plain = {name: value for name, value in means.items() if not BY_STEP.search(name)}
+    curves: dict[str, list[float]] = {}
+    for name, value in sorted(means.items()):
+        if name not in plain:
+            curves.setdefault(BY_STEP.sub("", name), []).append(value)
+    return plain, curves
 
 
 def duration(seconds: float) -> str:

@@ -310,6 +310,11 @@ class Program:
         with self.partitioner.tracing():
             return self.jitted_answer_step(state, batch)
 
+    def abstract_answers(self) -> Mapping[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of what `answer_step` answers; traced alone, so no device does anything."""
+        with self.partitioner.tracing():
+            return jax.eval_shape(self.jitted_answer_step, self.abstract_state, self.abstract_batch)[1]
+
     def put(self, batch: Mapping[str, np.ndarray]) -> Batch:
         """This host's rows of a batch, in the order of `data_layout(...).rows`, placed on its devices.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from launch.evaluation.results import Results
     from launch.evaluation.saved import Saved
     from launch.pods.joining import Host
+    from launch.training import Run
     from tasks.puzzles.arc_voting import Judge
 
 HELP = "score a run's checkpoints on held-out data: its means, and ARC by voting"
@@ -36,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     steps.add_argument("--step", metavar="N", type=int, help="of this checkpoint (default: the latest)")
     steps.add_argument("--all-steps", action="store_true", help="of every checkpoint; ARC also votes over all of them")
     parser.add_argument(
-        "--rows", metavar="all|N", type=_rows, help="held-out rows (default: as many as the run's own evaluations)"
+        "--rows", metavar="all|N", type=_rows, help="held-out rows (default: those of the run's own evaluations)"
     )
     parser.add_argument(
         "--submission", metavar="FILE", help="of ARC: write two attempts for every test, from all that is voted on"
@@ -65,7 +67,6 @@ def run(args: argparse.Namespace) -> int:
     from launch.pods import joining
 
     found = saved.read(args.run_dir, bindings=args.gin, slice_name=args.slice)
-    steps = saved.chosen(found, step=args.step, every=args.all_steps)
     asked = portion.portion(found.config.build(), rows=args.rows)
     if problems := asked.experiment.data_problems(prepared=False):
         raise ValueError("\n".join(problems))
@@ -73,18 +74,20 @@ def run(args: argparse.Namespace) -> int:
         _check_submission(args.submission, asked)
     slice_ = slices.get(asked.experiment.slice)
     if args.simulate:
+        saved.chosen(found.run_dir, step=args.step, every=args.all_steps)  # refused once, here
         return _simulate(args, asked, run_dir=found.run_dir)
     if place.on_tpu_host and not played:
         hosts.require_slice(slice_, accelerator_type=place.accelerator_type, where="this host's TPU")
     if alone:
         os.environ["RENGA_SIMULATE"] = slice_.name
     host = joining.join(slice_)
+    saved.agreed(found.run_dir, step=args.step, every=args.all_steps)  # refused before the data is read
     if host.is_zero:
         for note in found.config.notes:
             print(f"note: {note}")
         if alone:
             print(f"this machine has no TPU: its CPU plays the {slice_.chips} chips of {slice_.name}", flush=True)
-    _evaluate(args, found, steps, asked, host)
+    _evaluate(args, found, asked, host)
     return 0
 
 
@@ -121,12 +124,11 @@ def _simulate(args: argparse.Namespace, asked: Portion, *, run_dir: str) -> int:
     return simulate.run(slice_, command=command, log_directory=logs / "logs")
 
 
-def _evaluate(args: argparse.Namespace, found: Saved, steps: list[int], asked: Portion, host: Host) -> None:
+def _evaluate(args: argparse.Namespace, found: Saved, asked: Portion, host: Host) -> None:
     """All hosts evaluate the same checkpoints; host 0 says what came of it."""
     from core import distributed
-    from core.checkpoint import Checkpoints
     from launch import training
-    from launch.evaluation import measuring
+    from launch.evaluation import measuring, saved
     from launch.evaluation.results import Results
     from launch.pods import hosts
 
@@ -136,24 +138,43 @@ def _evaluate(args: argparse.Namespace, found: Saved, steps: list[int], asked: P
         config_text=found.config.text,
         revision=revision,
         run_dir=found.run_dir,
-        last_step=steps[-1],
+        last_step=asked.experiment.total_steps,
         host=host,
     )
-    steps = [int(step) for step in distributed.from_host_zero(" ".join(map(str, steps))).split()]
     judge, about = _judge(asked), {"evaluated_on": asked.describe(), "slice": asked.experiment.slice}
     about |= {"strategy": asked.experiment.strategy.name, "git_revision": revision}
+    if judge:
+        measuring.require_answers(run.program)
+    steps = saved.agreed(found.run_dir, step=args.step, every=args.all_steps)  # again: a run may have gone on
     if host.is_zero:
         print(f"{found.run_dir}: checkpoint {', '.join(map(str, steps))} on {about['evaluated_on']}", flush=True)
-    checkpoints = Checkpoints(run.checkpoint_dir, keep=run.experiment.keep_checkpoints, read_only=True)
-    results = Results(found.run_dir, about, judge, cumulative=args.all_steps)
-    for step in steps:
-        measured = measuring.measure(run, checkpoints, step, portion=asked, judge=judge)
-        if host.is_zero:
-            results = results.with_step(measured)
-    checkpoints.close()
+    results = _measured(run, steps, asked, Results(found.run_dir, about, judge, cumulative=args.all_steps))
     if host.is_zero:
         _report(args, results)
     distributed.barrier("evaluate/end")
+
+
+def _measured(run: Run, steps: Sequence[int], asked: Portion, results: Results) -> Results:
+    """With what came of each checkpoint, on host 0. Raises ValueError where all were removed before their turn."""
+    from core.checkpoint import Checkpoints
+    from launch.evaluation import measuring
+
+    keep, read = run.experiment.keep_checkpoints, False
+    checkpoints = Checkpoints(run.checkpoint_dir, keep=keep, read_only=True)
+    for step in steps:
+        measured = measuring.measure(run, checkpoints, step, portion=asked, judge=results.judge)
+        read = read or measured is not None
+        if measured and run.host.is_zero:
+            results = results.with_step(measured)
+        if measured is None and run.host.is_zero:
+            print(f"note: the checkpoint of step {step} was removed before it was read; it is left out", flush=True)
+    checkpoints.close()
+    if not read:
+        raise ValueError(
+            f"every checkpoint that was to be evaluated ({', '.join(map(str, steps))}) was removed meanwhile: the run "
+            f"is still training and keeps its latest {keep} (KEEP_CHECKPOINTS). Evaluate again, without --step"
+        )
+    return results
 
 
 def _report(args: argparse.Namespace, results: Results) -> None:

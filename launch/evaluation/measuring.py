@@ -20,6 +20,7 @@ from core.types import WeightedSum
 from launch.evaluation.portion import Portion
 from launch.training import Run
 from parallel.partitioner import Program
+from tasks.puzzles import arc_voting
 from tasks.puzzles.arc_voting import Judge, Votes
 
 SECONDS_BETWEEN_LINES = 15.0
@@ -43,13 +44,36 @@ class Measured(NamedTuple):
     votes: Votes | None
 
 
-def measure(run: Run, checkpoints: Checkpoints, step: int, *, portion: Portion, judge: Judge | None) -> Measured:
+def require_answers(program: Program) -> None:
+    """Looks, before any device works, that the model answers what a judge reads.
+
+    Raises:
+      ValueError: it does not.
+    """
+    answered = program.abstract_answers()
+    if missing := [name for name in arc_voting.ANSWERED if name not in answered]:
+        model = type(program.model).__name__
+        lacks = f"the extras of its `evaluate` lack {', '.join(missing)}"
+        raise ValueError(
+            f"the data is ARC's, which is scored by the votes of a model's answers, but {model} gives none: "
+            f"{lacks if hasattr(program.model, 'evaluate') else 'it has no `evaluate`'}. "
+            f"Expected {', '.join(arc_voting.ANSWERED)} by row in the extras of its `evaluate`, as models/trm has them"
+        )
+
+
+def measure(run: Run, checkpoints: Checkpoints, step: int, *, portion: Portion, judge: Judge | None) -> Measured | None:
     """Evaluates the checkpoint of one step, with the weights that the optimizer averages where it does.
+
+    Returns:
+      What came of it; None, on every host, where a run that is still training removed it meanwhile.
 
     Raises:
       ValueError: the checkpoint does not fit the model, or there are no held-out rows.
     """
-    state, _, meta = checkpoints.restore(step, run.program.abstract_state)
+    restored = checkpoints.restore_if_there(step, run.program.abstract_state)
+    if restored is None:
+        return None
+    state, _, meta = restored
     layout = run.program.partitioner.data_layout(run.experiment.batch_size)
     once = _Pass(run.program, state, portion.open(layout), answering=judge is not None)
     answers = _said(once.answers(), f"step {step}", quiet=not run.host.is_zero, rows=run.experiment.batch_size)

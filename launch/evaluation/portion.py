@@ -36,11 +36,10 @@ class Portion(NamedTuple):
     def describe(self) -> str:
         """What the score is of. Once the task is prepared."""
         task: Task = self.experiment.task
+        most = None if self.batches is None else self.batches * self.experiment.batch_size
         if hasattr(task, "evaluated_on"):
-            return task.evaluated_on()
-        if self.batches is None:
-            return "all held-out rows"
-        return f"the first {self.batches * self.experiment.batch_size:,} rows of the validation data"
+            return task.evaluated_on(most)
+        return "all held-out rows" if most is None else f"the first {most:,} rows of the validation data"
 
 
 def portion(experiment: Experiment, *, rows: int | Literal["all"] | None) -> Portion:
@@ -48,22 +47,24 @@ def portion(experiment: Experiment, *, rows: int | Literal["all"] | None) -> Por
 
     Args:
       experiment: of the run.
-      rows: so many (of text rounded up to whole batches), or all; None: as many as the run's own evaluations.
+      rows: so many (of text rounded up to whole batches), or all; None: those of the run's own evaluations, at most
+        EVAL_BATCHES x BATCH_SIZE.
 
     Raises:
       ValueError: all rows of data without an end; data of which the run evaluated none, and no number.
     """
-    task = experiment.task
-    if hasattr(task, "evaluating"):
-        if rows is not None:
-            task = task.evaluating(None if rows == "all" else rows)
+    task, ends = experiment.task, hasattr(experiment.task, "evaluating")
+    if rows is None:
+        if not experiment.eval_batches:
+            either = "--rows N or --rows all" if ends else "--rows N"
+            raise ValueError(f"the run evaluated nothing (EVAL_BATCHES = 0): say how many rows to take, {either}")
+        return Portion(experiment, experiment.eval_batches)
+    if ends:
+        task = task.evaluating(None if rows == "all" else rows)
         return Portion(dataclasses.replace(experiment, task=task), None)
     if rows == "all":
         raise ValueError(
             "--rows all: this task does not say where its validation data ends (that of text starts again there): "
             "give a number of rows"
         )
-    batches = experiment.eval_batches if rows is None else math.ceil(rows / experiment.batch_size)
-    if not batches:
-        raise ValueError("the run evaluated nothing (EVAL_BATCHES = 0): say how many rows to take, --rows N")
-    return Portion(experiment, batches)
+    return Portion(experiment, math.ceil(rows / experiment.batch_size))

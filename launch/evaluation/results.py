@@ -18,7 +18,7 @@ from rich.table import Table
 
 from core import paths
 from launch.evaluation.measuring import Measured
-from launch.progress import BY_STEP
+from launch.progress import curves_apart
 from tasks.puzzles import arc_voting
 from tasks.puzzles.arc_voting import Judge, Votes
 
@@ -136,16 +136,6 @@ class Results:
 
     def _labels(self) -> list[str]:
         return [f"step {step:,}" for step in self.steps]
-
-
-def curves_apart(means: Mapping[str, float]) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Means without a step of recursion, and those by step: `exact_accuracy_step_01`, … under `exact_accuracy`."""
-    plain = {name: value for name, value in means.items() if not BY_STEP.search(name)}
-    curves: dict[str, list[float]] = {}
-    for name, value in sorted(means.items()):
-        if name not in plain:
-            curves.setdefault(BY_STEP.sub("", name), []).append(value)
-    return plain, curves
 
 
 def _table(

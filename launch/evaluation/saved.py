@@ -6,11 +6,12 @@ slice; what they give beside it (a slice, a strategy, other data) wins over what
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from core import checkpoint, paths
+from core import checkpoint, distributed, paths
 from launch import configuration, environment
 from launch.gin_config import LoadedConfig
 
@@ -23,12 +24,10 @@ class Saved(NamedTuple):
     Attributes:
       run_dir: resolved.
       config: what it was, with what was given beside it.
-      steps: of its complete checkpoints, ascending; at least one.
     """
 
     run_dir: str
     config: LoadedConfig
-    steps: tuple[int, ...]
 
 
 def read(run_dir: str, *, bindings: Sequence[str] = (), slice_name: str | None = None) -> Saved:
@@ -40,32 +39,51 @@ def read(run_dir: str, *, bindings: Sequence[str] = (), slice_name: str | None =
       slice_name: as `bindings`, of the slice.
 
     Raises:
-      ValueError: there is no run, or no complete checkpoint; mistakes in the bindings.
+      ValueError: there is no run; mistakes in the bindings.
     """
     folder = paths.resolve(run_dir)
     if not (folder / CONFIG).exists():
         raise ValueError(_no_run(run_dir, folder))
-    steps = checkpoint.complete_steps(folder / CHECKPOINTS)
-    if not steps:
-        raise ValueError(
-            f"the run in {str(folder)!r} has no complete checkpoint: it saves one every CHECKPOINT_INTERVAL steps, "
-            "when it is told to stop (SIGTERM), and at its end"
-        )
-    return Saved(str(folder), _config(folder / CONFIG, bindings, slice_name), tuple(steps))
+    return Saved(str(folder), _config(folder / CONFIG, bindings, slice_name))
 
 
-def chosen(saved: Saved, *, step: int | None, every: bool) -> list[int]:
-    """The steps to evaluate: the last, `step`, or every one.
+def chosen(run_dir: str, *, step: int | None, every: bool) -> list[int]:
+    """The steps to evaluate of those that are there now: the last, `step`, or every one.
 
     Raises:
-      ValueError: there is no complete checkpoint of `step`.
+      ValueError: there is no complete checkpoint, or none of `step`.
     """
-    if step is not None and step not in saved.steps:
-        there = ", ".join(map(str, saved.steps))
-        raise ValueError(f"--step {step}: {saved.run_dir!r} has no complete checkpoint of it; there are {there}")
+    steps = checkpoint.complete_steps(paths.resolve(run_dir) / CHECKPOINTS)
+    if not steps:
+        raise ValueError(
+            f"the run in {run_dir!r} has no complete checkpoint: it saves one every CHECKPOINT_INTERVAL steps, "
+            "when it is told to stop (SIGTERM), and at its end"
+        )
+    if step is not None and step not in steps:
+        there = ", ".join(map(str, steps))
+        raise ValueError(f"--step {step}: {run_dir!r} has no complete checkpoint of it; there are {there}")
     if every:
-        return list(saved.steps)
-    return [saved.steps[-1] if step is None else step]
+        return steps
+    return [steps[-1] if step is None else step]
+
+
+def agreed(run_dir: str, *, step: int | None, every: bool) -> list[int]:
+    """As `chosen`, host 0's choice on every host: a run that is still training adds and removes checkpoints.
+
+    Collective.
+    """
+    answer = json.loads(distributed.from_host_zero(_choice(run_dir, step, every) if distributed.is_host_zero() else ""))
+    if isinstance(answer, str):
+        raise ValueError(answer)
+    return answer
+
+
+def _choice(run_dir: str, step: int | None, every: bool) -> str:
+    """The steps as JSON, or why there are none: the other hosts are told that too."""
+    try:
+        return json.dumps(chosen(run_dir, step=step, every=every))
+    except ValueError as error:
+        return json.dumps(str(error))
 
 
 def _config(file: paths.Path, bindings: Sequence[str], slice_name: str | None) -> LoadedConfig:

@@ -55,6 +55,9 @@ class Support(NamedTuple):
 Votes = Mapping[tuple[str, Grid], Mapping[Grid, Support]]  # (puzzle, test input) -> candidate output -> support
 
 
+ANSWERED = ("inputs", "predicted", "puzzle_ids", "q_halt")  # by row, what a judge reads of an answer
+
+
 @dataclasses.dataclass(frozen=True)
 class Judge:
     """What scores a model's answers to the held-out rows of an ARC dataset.
@@ -90,8 +93,7 @@ class Judge:
         }
 
     def _answers(self, batch: Mapping[str, np.ndarray]) -> Iterator[Answer]:
-        rows = zip(batch["puzzle_ids"], batch["inputs"], batch["predicted"], batch["q_halt"], strict=True)
-        for identifier, shown, said, q_halt in rows:
+        for shown, said, identifier, q_halt in zip(*(batch[name] for name in ANSWERED), strict=True):
             if identifier != self.blank:
                 yield Answer(self.names[identifier], shown, said, float(q_halt))
 

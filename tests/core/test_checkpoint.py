@@ -1,4 +1,5 @@
 import pathlib
+import shutil
 from typing import Any, NamedTuple
 
 import jax
@@ -127,6 +128,48 @@ def test_incomplete_steps_are_not_the_latest_and_do_not_block(opened, state, tmp
     assert not leftover.exists()
     assert not (folder / "300").exists()
     assert_same(checkpoints.restore(101, abstract(state))[0], state)
+
+
+def test_reading_removes_nothing(opened, state, tmp_path):
+    writer = opened(keep=3)
+    for step in (1, 2, 3):
+        writer.save(step, state=state, data={"a": b"1"}, meta={})
+    writer.close()
+    folder = tmp_path / "checkpoints"
+    (folder / "4.orbax-checkpoint-tmp").mkdir()
+    (folder / "5" / "state").mkdir(parents=True)
+    before = sorted(folder.rglob("*"))
+    reader = opened(keep=1, read_only=True)
+    for step in (1, 3):
+        assert_same(reader.restore(step, abstract(state))[0], state)
+    reader.close()
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_a_step_that_vanishes_is_none_and_one_that_cannot_be_read_an_error(opened, state, tmp_path, monkeypatch):
+    writer = opened()
+    for step in (1, 2, 3):
+        writer.save(step, state=state, data={}, meta={})
+    writer.close()
+    reader, folder = opened(read_only=True), tmp_path / "checkpoints"
+    monkeypatch.setattr(checkpoint, "REMOVAL_SECONDS", 0.0)
+    assert_same(reader.restore_if_there(3, abstract(state))[0], state)
+    shutil.rmtree(folder / "3")
+    assert reader.restore_if_there(3, abstract(state)) is None
+    restore = reader._manager.restore
+
+    def vanishing(step, **kwargs):
+        shutil.rmtree(folder / str(step))
+        return restore(step, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(reader._manager, "restore", vanishing)
+        assert reader.restore_if_there(2, abstract(state)) is None
+    with pytest.raises(ValueError, match="does not fit this model and optimizer"):
+        reader.restore_if_there(1, abstract(state)._replace(carry=abstract(state).step))
+    shutil.rmtree(folder / "1" / "state" / "d")
+    with pytest.raises(RuntimeError, match=r"the checkpoint of step 1 in .* cannot be read: host 0: "):
+        reader.restore_if_there(1, abstract(state))
 
 
 def test_a_tree_that_differs_is_refused_by_leaf(opened, state):

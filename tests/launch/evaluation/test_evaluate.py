@@ -1,14 +1,16 @@
 """A run is scored from its directory: the means of training, answers counted as votes, and nothing half asked for."""
 
 import json
+import math
 import shutil
 
 import jax
 import pytest
 
 from core import paths
+from core.checkpoint import Checkpoints
 from launch import configuration, training
-from launch.evaluation import portion, saved
+from launch.evaluation import measuring, portion, saved
 from launch.pods.joining import Host
 
 FIRST = {"1": 0.25, "2": 0.75, "5": 0.75, "10": 0.75, "100": 0.75, "1000": 0.75}
@@ -66,6 +68,91 @@ def test_a_subset_says_its_size_and_seed(command, parrot_run, tmp_path):
     assert (found["scored"], found["arc"]["votes"]) == (3, 3)
 
 
+def on_one_host(monkeypatch):
+    """The 4 chips of a v4-8 instead of 16."""
+    chips = jax.devices()[:4]
+    monkeypatch.setattr(jax, "devices", lambda: chips)
+
+
+def test_a_part_is_as_large_as_the_runs_own_evaluations(command, parrot_run, monkeypatch, tmp_path):
+    on_one_host(monkeypatch)
+    shutil.copytree(parrot_run, tmp_path / "run")
+    few = [word for name in ("BATCH_SIZE = 4", "EVAL_BATCHES = 1") for word in ("--gin", name)]
+    code, said = command("evaluate", tmp_path / "run", "--slice", "v4-8", *few)
+    assert code == 0, said
+    found = written(tmp_path / "run", "step_2.json")
+    assert found["evaluated_on"] == "the first 4 of 7 held-out puzzles"
+    assert (found["scored"], found["arc"]["votes"]) == (4, 4)
+    code, said = command("evaluate", tmp_path / "run", "--slice", "v4-8", *few, "--rows", "all")
+    assert code == 0, said
+    found = written(tmp_path / "run", "step_2.json")
+    assert (found["evaluated_on"], found["scored"]) == ("all 7 held-out puzzles", 7)
+
+
+def test_a_checkpoint_that_vanishes_before_its_turn_is_left_out(command, parrot_run, monkeypatch, tmp_path):
+    shutil.copytree(parrot_run, tmp_path / "run")
+    measure = measuring.measure
+
+    def removing(run, checkpoints, step, **kwargs):
+        found = measure(run, checkpoints, step, **kwargs)
+        if step == 1:
+            shutil.rmtree(tmp_path / "run" / "checkpoints" / "2")
+        return found
+
+    monkeypatch.setattr(measuring, "measure", removing)
+    code, said = command("evaluate", tmp_path / "run", "--all-steps")
+    assert code == 0, said
+    assert "note: the checkpoint of step 2 was removed before it was read; it is left out" in said
+    assert [found["steps"] for found in written(tmp_path / "run", "cumulative.json")["cumulative"]] == [[1]]
+    assert not (tmp_path / "run" / "evaluation" / "step_2.json").exists()
+
+
+def test_what_is_there_is_looked_at_when_the_data_is_read(command, parrot_run, monkeypatch, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(parrot_run, run_dir)
+    (run_dir / "checkpoints" / "2").rename(tmp_path / "later")
+    ready, measure = training.ready, measuring.measure
+
+    def while_training(*args, **kwargs):
+        found = ready(*args, **kwargs)
+        (tmp_path / "later").rename(run_dir / "checkpoints" / "2")
+        shutil.rmtree(run_dir / "checkpoints" / "1")
+        return found
+
+    def too_late(*args, **kwargs):
+        shutil.rmtree(run_dir / "checkpoints" / "2")
+        return measure(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(training, "ready", while_training)
+        code, said = command("evaluate", run_dir)
+    assert code == 0, said
+    assert written(run_dir, "step_2.json")["step"] == 2
+    monkeypatch.setattr(measuring, "measure", too_late)
+    code, said = command("evaluate", run_dir)
+    assert code == 2
+    assert "every checkpoint that was to be evaluated (2) was removed meanwhile" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "lacks"),
+    [
+        (("def evaluate(", "def other("), "it has no `evaluate`"),
+        (('("predicted", "q_halt")', '("predicted",)'), "the extras of its `evaluate` lack q_halt"),
+    ],
+)
+def test_a_model_that_answers_nothing_is_not_judged(command, parrot, parrot_run, monkeypatch, tmp_path, change, lacks):
+    name = f"mute_{len(lacks)}"
+    (parrot / f"{name}.py").write_text((parrot / "parrot.py").read_text().replace(*change))
+    shutil.copytree(parrot_run, tmp_path / "run")
+    config = tmp_path / "run" / "config.gin"
+    config.write_text(config.read_text().replace("import parrot", f"import {name}").replace("parrot.P", f"{name}.P"))
+    monkeypatch.setattr(measuring, "measure", None)  # nothing comes that far
+    code, said = command("evaluate", tmp_path / "run")
+    assert code == 2, said
+    assert f"but Parrot gives none: {lacks}. Expected inputs, predicted, puzzle_ids, q_halt" in said
+
+
 TRM = """
 from __gin__ import dynamic_registration
 from models import trm
@@ -77,6 +164,7 @@ include 'gin/tasks/arc.gin'
 STRATEGY = @strategies.data_parallel()
 COMPUTE_DTYPE = 'float32'
 BATCH_SIZE = 4
+EVAL_BATCHES = 1
 SLICE = 'v4-8'
 WARMUP_STEPS = 1
 TOTAL_STEPS = 2
@@ -95,8 +183,7 @@ trm.TRM.halt_max_steps = 2
 
 @pytest.mark.covers("T17")
 def test_the_means_are_those_of_training(command, dataset, monkeypatch, tmp_path):
-    chips = jax.devices()[:4]
-    monkeypatch.setattr(jax, "devices", lambda: chips)
+    on_one_host(monkeypatch)
     run_dir, file = tmp_path / "run", tmp_path / "tiny.gin"
     file.write_text(TRM)
     config = configuration.load(str(file), bindings=[f"DATA = '{dataset[0]}'"])
@@ -114,7 +201,8 @@ def test_the_means_are_those_of_training(command, dataset, monkeypatch, tmp_path
         assert len(by_step) == 2
         theirs = {name.removeprefix("validation/"): v for name, v in logged[step].items() if "/" in name}
         assert {**found["means"], **by_step} == pytest.approx(theirs, rel=1e-6)
-        assert found["arc"]["tests"] == 3
+        assert (found["arc"]["tests"], found["scored"]) == (3, 4)
+        assert found["evaluated_on"] == "the first 4 of 7 held-out puzzles"
     assert "exact_accuracy after so many steps on a puzzle" in said
     assert found["means"]["loss"] != written(run_dir, "step_1.json")["means"]["loss"]
 
@@ -132,6 +220,7 @@ def test_the_means_are_those_of_training(command, dataset, monkeypatch, tmp_path
         (["{text}", "--submission", "x.json"], "this run's task has no attempts to submit; expected an ARC dataset"),
         (["{text}", "--rows", "all"], "(that of text starts again there): give a number of rows"),
         (["{text}", "--gin", "EVAL_BATCHES = 0"], "say how many rows to take, --rows N"),
+        (["{run}", "--gin", "EVAL_BATCHES = 0"], "say how many rows to take, --rows N or --rows all"),
     ],
 )
 def test_what_cannot_be_had_is_said_before_anything_starts(command, monkeypatch, parrot_run, tmp_path, argv, message):
@@ -172,7 +261,7 @@ def test_text_is_evaluated_in_whole_batches():
 def test_the_configuration_of_a_run_in_a_bucket_is_read(monkeypatch, parrot_run):
     monkeypatch.setattr(paths, "is_remote", lambda path: True)
     found = saved.read(str(parrot_run), bindings=["BATCH_SIZE = 32"], slice_name="v4-16")
-    assert found.steps == (1, 2)
+    assert saved.chosen(found.run_dir, step=None, every=True) == [1, 2]
     experiment = found.config.build()
     assert (experiment.batch_size, experiment.slice) == (32, "v4-16")
 
@@ -190,3 +279,69 @@ def test_one_process_and_two_hosts_score_alike(launch, parrot, parrot_run, monke
     assert found[0] == found[1]
     assert found[0][0]["arc"]["pass_at"] == FIRST
     assert (tmp_path / "two" / "logs" / "host_1.log").exists()
+
+
+TEXT = """
+from __gin__ import dynamic_registration
+include 'gin/quickstart.gin'
+SLICE = 'v4-8'
+BATCH_SIZE = 8
+LENGTH = 32
+NUM_STREAMS = 4
+EVAL_BATCHES = 1
+transformer.Transformer.num_layers = 1
+transformer.Transformer.embed_dim = 32
+transformer.Transformer.mlp_dim = 64
+"""
+
+
+def fresh(text, run_dir, *, bindings=()):
+    """A run of one checkpoint, of what it starts from; averages, where it has any, are twice the parameters."""
+    run_dir.mkdir()
+    (run_dir / "experiment.gin").write_text(text)
+    config = configuration.load(str(run_dir / "experiment.gin"), bindings=bindings)
+    (run_dir / "config.gin").write_text(config.text)
+    host = Host(0, 1, True)
+    run = training.ready(
+        config.build(), config_text=config.text, revision="", run_dir=str(run_dir), last_step=1, host=host
+    )
+    state = run.program.init()
+    if hasattr(state.opt_state, "average"):
+        twice = jax.tree.map(lambda x: 2 * x, state.opt_state.average)
+        state = state._replace(opt_state=state.opt_state._replace(average=twice))
+    checkpoints = Checkpoints(run.checkpoint_dir, keep=1)
+    checkpoints.save(1, state=state, data={}, meta=json.loads(json.dumps(run.meta)))
+    checkpoints.close()
+
+
+def test_text_scores_alike_under_another_strategy(command, monkeypatch, tmp_path):
+    on_one_host(monkeypatch)
+    fresh(TEXT, tmp_path / "run")
+    found = {}
+    for name in ("fsdp", "tensor"):
+        swap = ["--gin", f"STRATEGY = @strategies.{name}()"]
+        code, said = command("evaluate", tmp_path / "run", "--rows", "9", *swap)
+        assert code == 0, said
+        assert "the first 16 rows of the validation data" in said
+        found[name] = written(tmp_path / "run", "step_1.json")
+    assert {name: of["strategy"] for name, of in found.items()} == {"fsdp": "fsdp", "tensor": "tensor"}
+    assert found["tensor"]["scored"] == found["fsdp"]["scored"] == 16 * 32
+    assert found["tensor"]["means"] == pytest.approx(found["fsdp"]["means"], rel=1e-5)
+    assert found["tensor"]["means"]["loss"] == pytest.approx(math.log(259), rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.simulated(2)
+def test_two_hosts_score_the_averaged_weights_of_a_recursion_alike(launch, dataset, monkeypatch, tmp_path):
+    on_one_host(monkeypatch)
+    fresh(TRM, tmp_path / "one", bindings=[f"DATA = '{dataset[0]}'", "BATCH_SIZE = 8"])
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    where = ["--rows", "5", "--slice", "v4-16"]
+    launch("evaluate", str(tmp_path / "one"), *where, slice_name="v4-16")
+    launch("evaluate", str(tmp_path / "two"), *where, "--simulate")
+    one, two = (written(tmp_path / name, "step_1.json") for name in ("one", "two"))
+    assert one["evaluated_on"] == "5 of 7 held-out puzzles, drawn with seed 0"
+    for part in ("means", "by_step"):
+        flat, same = (jax.tree.leaves(of.pop(part)) for of in (one, two))
+        assert flat == pytest.approx(same, rel=1e-5)
+    assert one == two
