@@ -28,7 +28,7 @@ HELP = "score a run's checkpoints on held-out data: its means, and ARC by voting
 EXAMPLE = """launch/run evaluate runs/trm/sudoku4
   launch/run evaluate gs://BUCKET/runs/trm/sudoku --rows all          (on every host of the slice)
   launch/run evaluate runs/trm/arc1 --all-steps --submission submission.json --simulate --slice v4-8
-  launch/run evaluate runs/gin/quickstart --step 100 --rows 512 --gin "STRATEGY = @strategies.tensor()\""""
+  launch/run evaluate runs/gin/quickstart --step 100 --rows 512 --gin "STRATEGY = @strategies.data_parallel()\""""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -134,6 +134,13 @@ def command(monkeypatch, capsys):
     return run
 
 
+@pytest.fixture
+def one_host(monkeypatch):
+    """The 4 chips of a v4-8 instead of 16."""
+    chips = jax.devices()[:4]
+    monkeypatch.setattr(jax, "devices", lambda: chips)
+
+
 def framed(grid, variant=None):
     grid = np.asarray(grid)
     return arc_grids.frame(variant.apply(grid) if variant else grid)

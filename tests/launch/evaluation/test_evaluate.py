@@ -1,17 +1,15 @@
 """A run is scored from its directory: the means of training, answers counted as votes, and nothing half asked for."""
 
 import json
-import math
+import re
 import shutil
 
-import jax
 import pytest
 
 from core import paths
-from core.checkpoint import Checkpoints
 from launch import configuration, training
+from launch.commands import evaluate
 from launch.evaluation import measuring, portion, saved
-from launch.pods.joining import Host
 
 FIRST = {"1": 0.25, "2": 0.75, "5": 0.75, "10": 0.75, "100": 0.75, "1000": 0.75}
 
@@ -68,14 +66,7 @@ def test_a_subset_says_its_size_and_seed(command, parrot_run, tmp_path):
     assert (found["scored"], found["arc"]["votes"]) == (3, 3)
 
 
-def on_one_host(monkeypatch):
-    """The 4 chips of a v4-8 instead of 16."""
-    chips = jax.devices()[:4]
-    monkeypatch.setattr(jax, "devices", lambda: chips)
-
-
-def test_a_part_is_as_large_as_the_runs_own_evaluations(command, parrot_run, monkeypatch, tmp_path):
-    on_one_host(monkeypatch)
+def test_a_part_is_as_large_as_the_runs_own_evaluations(command, parrot_run, one_host, tmp_path):
     shutil.copytree(parrot_run, tmp_path / "run")
     few = [word for name in ("BATCH_SIZE = 4", "EVAL_BATCHES = 1") for word in ("--gin", name)]
     code, said = command("evaluate", tmp_path / "run", "--slice", "v4-8", *few)
@@ -153,60 +144,6 @@ def test_a_model_that_answers_nothing_is_not_judged(command, parrot, parrot_run,
     assert f"but Parrot gives none: {lacks}. Expected inputs, predicted, puzzle_ids, q_halt" in said
 
 
-TRM = """
-from __gin__ import dynamic_registration
-from models import trm
-from parallel import strategies
-include 'gin/defaults.gin'
-include 'gin/models/trm_attention.gin'
-include 'gin/optimizers/trm.gin'
-include 'gin/tasks/arc.gin'
-STRATEGY = @strategies.data_parallel()
-COMPUTE_DTYPE = 'float32'
-BATCH_SIZE = 4
-EVAL_BATCHES = 1
-SLICE = 'v4-8'
-WARMUP_STEPS = 1
-TOTAL_STEPS = 2
-EVAL_INTERVAL = 1
-CHECKPOINT_INTERVAL = 1
-trm.TRM.num_puzzles = 7
-trm.TRM.embed_dim = 16
-trm.TRM.num_heads = 1
-trm.TRM.num_layers = 1
-trm.TRM.h_cycles = 1
-trm.TRM.l_cycles = 1
-trm.TRM.prefix_length = 1
-trm.TRM.halt_max_steps = 2
-"""
-
-
-@pytest.mark.covers("T17")
-def test_the_means_are_those_of_training(command, dataset, monkeypatch, tmp_path):
-    on_one_host(monkeypatch)
-    run_dir, file = tmp_path / "run", tmp_path / "tiny.gin"
-    file.write_text(TRM)
-    config = configuration.load(str(file), bindings=[f"DATA = '{dataset[0]}'"])
-    run = training.ready(
-        config.build(), config_text=config.text, revision="", run_dir=str(run_dir), last_step=2, host=Host(0, 1, True)
-    )
-    training.train(run)
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    logged = {row["step"]: row for row in rows if "validation/loss" in row}
-    code, said = command("evaluate", run_dir, "--all-steps")
-    assert code == 0, said
-    for step in (1, 2):
-        found = written(run_dir, f"step_{step}.json")
-        by_step = {f"exact_accuracy_step_{i:02d}": v for i, v in enumerate(found["by_step"]["exact_accuracy"], 1)}
-        assert len(by_step) == 2
-        theirs = {name.removeprefix("validation/"): v for name, v in logged[step].items() if "/" in name}
-        assert {**found["means"], **by_step} == pytest.approx(theirs, rel=1e-6)
-        assert (found["arc"]["tests"], found["scored"]) == (3, 4)
-        assert found["evaluated_on"] == "the first 4 of 7 held-out puzzles"
-    assert "exact_accuracy after so many steps on a puzzle" in said
-    assert found["means"]["loss"] != written(run_dir, "step_1.json")["means"]["loss"]
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -281,67 +218,8 @@ def test_one_process_and_two_hosts_score_alike(launch, parrot, parrot_run, monke
     assert (tmp_path / "two" / "logs" / "host_1.log").exists()
 
 
-TEXT = """
-from __gin__ import dynamic_registration
-include 'gin/quickstart.gin'
-SLICE = 'v4-8'
-BATCH_SIZE = 8
-LENGTH = 32
-NUM_STREAMS = 4
-EVAL_BATCHES = 1
-transformer.Transformer.num_layers = 1
-transformer.Transformer.embed_dim = 32
-transformer.Transformer.mlp_dim = 64
-"""
-
-
-def fresh(text, run_dir, *, bindings=()):
-    """A run of one checkpoint, of what it starts from; averages, where it has any, are twice the parameters."""
-    run_dir.mkdir()
-    (run_dir / "experiment.gin").write_text(text)
-    config = configuration.load(str(run_dir / "experiment.gin"), bindings=bindings)
-    (run_dir / "config.gin").write_text(config.text)
-    host = Host(0, 1, True)
-    run = training.ready(
-        config.build(), config_text=config.text, revision="", run_dir=str(run_dir), last_step=1, host=host
-    )
-    state = run.program.init()
-    if hasattr(state.opt_state, "average"):
-        twice = jax.tree.map(lambda x: 2 * x, state.opt_state.average)
-        state = state._replace(opt_state=state.opt_state._replace(average=twice))
-    checkpoints = Checkpoints(run.checkpoint_dir, keep=1)
-    checkpoints.save(1, state=state, data={}, meta=json.loads(json.dumps(run.meta)))
-    checkpoints.close()
-
-
-def test_text_scores_alike_under_another_strategy(command, monkeypatch, tmp_path):
-    on_one_host(monkeypatch)
-    fresh(TEXT, tmp_path / "run")
-    found = {}
-    for name in ("fsdp", "tensor"):
-        swap = ["--gin", f"STRATEGY = @strategies.{name}()"]
-        code, said = command("evaluate", tmp_path / "run", "--rows", "9", *swap)
-        assert code == 0, said
-        assert "the first 16 rows of the validation data" in said
-        found[name] = written(tmp_path / "run", "step_1.json")
-    assert {name: of["strategy"] for name, of in found.items()} == {"fsdp": "fsdp", "tensor": "tensor"}
-    assert found["tensor"]["scored"] == found["fsdp"]["scored"] == 16 * 32
-    assert found["tensor"]["means"] == pytest.approx(found["fsdp"]["means"], rel=1e-5)
-    assert found["tensor"]["means"]["loss"] == pytest.approx(math.log(259), rel=0.05)
-
-
-@pytest.mark.slow
-@pytest.mark.simulated(2)
-def test_two_hosts_score_the_averaged_weights_of_a_recursion_alike(launch, dataset, monkeypatch, tmp_path):
-    on_one_host(monkeypatch)
-    fresh(TRM, tmp_path / "one", bindings=[f"DATA = '{dataset[0]}'", "BATCH_SIZE = 8"])
-    shutil.copytree(tmp_path / "one", tmp_path / "two")
-    where = ["--rows", "5", "--slice", "v4-16"]
-    launch("evaluate", str(tmp_path / "one"), *where, slice_name="v4-16")
-    launch("evaluate", str(tmp_path / "two"), *where, "--simulate")
-    one, two = (written(tmp_path / name, "step_1.json") for name in ("one", "two"))
-    assert one["evaluated_on"] == "5 of 7 held-out puzzles, drawn with seed 0"
-    for part in ("means", "by_step"):
-        flat, same = (jax.tree.leaves(of.pop(part)) for of in (one, two))
-        assert flat == pytest.approx(same, rel=1e-5)
-    assert one == two
+def test_the_strategy_of_the_example_fits_the_quickstart(tpu_topology):
+    (binding,) = re.findall(r'gin/quickstart .*--gin "(.*)"', evaluate.EXAMPLE)
+    experiment = configuration.load("gin/quickstart.gin", bindings=[binding]).build()
+    assert experiment.strategy.name in binding
+    assert experiment.bind(tpu_topology(experiment.slice)).abstract_state.params
