@@ -222,6 +222,7 @@ def test_a_failed_write_surfaces_and_leaves_the_earlier_step(opened, state, tmp_
 
 
 TWO_HOSTS_SAVE = """
+import shutil
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from core import checkpoint, distributed
@@ -237,16 +238,30 @@ for step in (3, 4):
 checkpoints.wait()
 print("latest", checkpoints.latest_step())
 checkpoints.close()
+
+reader = checkpoint.Checkpoints("checkpoints", keep=2, read_only=True)
+layout = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+restore = reader._manager.restore
+def vanishing(step, **kwargs):
+    if PROCESS == 0 and step == 3:
+        shutil.rmtree("checkpoints/3")
+    distributed.barrier(f"{step} removed")
+    return restore(step, **kwargs)
+reader._manager.restore = vanishing
+read = [reader.restore_if_there(step, layout) for step in (3, 3, 4)]
+print("read", [found and int(found[0]["step"]) for found in read])
+reader.close()
 distributed.shutdown()
 """
 
 
 @pytest.mark.covers("C01", "C02", "C07")
 @pytest.mark.simulated(2)
-def test_two_hosts_save_and_one_restores(run_hosts, opened, tmp_path):
+def test_two_hosts_save_and_read_and_one_restores(run_hosts, opened, tmp_path):
     results = run_hosts(TWO_HOSTS_SAVE, hosts=2)
     assert [result.returncode for result in results] == [0, 0], results
     assert all("latest 4" in result.output for result in results)
+    assert all("read [None, None, 4]" in result.output for result in results)
     layout = sharded((4, 2), "fsdp", "tensor")
     wanted = {
         "w": jax.ShapeDtypeStruct((8, 3), jnp.float32, sharding=sharded((2,), "fsdp")),
