@@ -49,7 +49,7 @@ class TRM:
         Sudoku; its weights depend on S).
       positions: "rope", "learned", "none"; "auto": rope for attention, none for the mlp.
       h_cycles, l_cycles: outer and inner repetitions of the recursion.
-      latents, gradient, remat: see `models.trm.net.Recursion`.
+      latents, gradient, remat, unroll: see `models.trm.net.Recursion`.
       num_puzzles: rows of the puzzle table; stored rounded up to `puzzle_multiple`.
       puzzle_dim: width of a puzzle's vector; None: embed_dim; 0: no table.
       prefix_length: P, positions in front of the cells; the first hold the puzzle's vector.
@@ -81,6 +81,7 @@ class TRM:
     latents: str = "two"
     gradient: str = "last_cycle"
     remat: str = "none"
+    unroll: int = 1
     num_puzzles: int = 1
     puzzle_dim: int | None = None
     prefix_length: int = 16
@@ -97,7 +98,7 @@ class TRM:
 
     def __post_init__(self):
         counted = ("vocab_size", "embed_dim", "num_heads", "num_layers", "h_cycles", "l_cycles", "num_puzzles")
-        for field in (*counted, "halt_max_steps", "vocab_multiple", "puzzle_multiple"):
+        for field in (*counted, "halt_max_steps", "unroll", "vocab_multiple", "puzzle_multiple"):
             if getattr(self, field) < 1:
                 raise ValueError(f"TRM.{field} = {getattr(self, field)}: expected at least 1")
         choices = {
@@ -158,7 +159,7 @@ class TRM:
     @property
     def recursion(self) -> Recursion:
         """What the network is told of repetition."""
-        return Recursion(self.h_cycles, self.l_cycles, self.latents, self.gradient, self.remat)
+        return Recursion(self.h_cycles, self.l_cycles, self.latents, self.gradient, self.remat, self.unroll)
 
     def init(self, rng: jax.Array, batch: Batch) -> Params:
         """Parameters, float32; those of the mlp over positions depend on S."""

@@ -61,6 +61,8 @@ class Recursion(NamedTuple):
       gradient: "last_cycle", or "last_calls": of the last update of each state alone.
       remat: what the backward pass recomputes: "none", "dots", "full"; "norms": all but what norms gave; "mixing": what
         mixes positions, and nothing of the feed-forward layer over channels but its cheap parts.
+      unroll: calls of the last cycle that stand in the program one by one. What they keep is then not copied into an
+        array of all: on a TPU a tenth of a step. A CPU does better with 1.
     """
 
     h_cycles: int
@@ -68,6 +70,7 @@ class Recursion(NamedTuple):
     latents: str
     gradient: str
     remat: str
+    unroll: int
 
 
 def run(
@@ -103,7 +106,7 @@ def run(
 
     if recursion.remat != "none":
         last = jax.checkpoint(last, policy=REMAT_POLICIES[recursion.remat])
-    return _cycle(last, states, x, recursion, l_now, loop=_LAST)
+    return _cycle(last, states, x, recursion, l_now, loop=_Loop(_mask, recursion.unroll))
 
 
 def _skip(is_on: jax.Array, update: Callable, value: Any) -> Any:
@@ -117,13 +120,13 @@ def _mask(is_on: jax.Array, update: Callable, value: Any) -> Any:
 
 
 class _Loop(NamedTuple):
-    """How calls are repeated."""
+    """How calls are repeated: what is done in place of one that a curriculum has not come to, and how many unrolled."""
 
-    leave_out: Callable  # of a call that a curriculum has not come to
-    unrolled: int  # calls that stand in the program one by one; what they keep is then not copied into an array of all
+    leave_out: Callable
+    unroll: int
 
 
-_EARLY, _LAST = _Loop(_skip, 1), _Loop(_mask, 6)
+_EARLY = _Loop(_skip, 1)
 
 
 def _cycle(
@@ -160,7 +163,7 @@ def _repeat(update: Callable, value: Any, *, times: jax.Array | None, most: int,
     def body(value: Any, i: jax.Array) -> tuple[Any, None]:
         return update(value) if times is None else loop.leave_out(i < times, update, value), None
 
-    return jax.lax.scan(body, value, jnp.arange(1, most), unroll=min(loop.unrolled, max(most - 1, 1)))[0]
+    return jax.lax.scan(body, value, jnp.arange(1, most), unroll=min(loop.unroll, max(most - 1, 1)))[0]
 
 
 def attention_block(weights: Block, x: jax.Array, *, theta: float | None, eps: float) -> jax.Array:

@@ -371,6 +371,18 @@ def test_the_gradient_is_that_of_a_program_whose_early_cycles_are_constants():
     assert np.all(got["~"]["halt_head"][:, 0])
 
 
+def test_unrolled_calls_give_the_same_gradient():
+    params, data = lively(MODEL), batch()
+
+    def gradient(model):
+        loss = jax.grad(lambda p: model.loss(p, model.init_carry(data), jax.random.key(0), data)[1].loss_sum)
+        return str(jax.make_jaxpr(loss)(params)), jax.jit(loss)(params)
+
+    (looped, want), (unrolled, found) = gradient(MODEL), gradient(dataclasses.replace(MODEL, unroll=6))
+    assert looped != unrolled
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, want)
+
+
 @pytest.mark.parametrize("mixer", ["mlp", pytest.param("attention", marks=pytest.mark.slow)])
 def test_remat_keeps_less_and_changes_no_gradient(mixer):
     data, whole = batch(), dataclasses.replace(MODEL, mixer=mixer)
