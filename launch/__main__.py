@@ -1,4 +1,4 @@
-"""`python -m launch COMMAND …`: finds the command among launch/commands/, imports that one alone and runs it.
+"""`python -m launch COMMAND …`: finds the command in a folder of launch/commands/, imports that one alone and runs it.
 
 A command is a module with `HELP` (one line), `EXAMPLE` (one command line), `add_arguments(parser)` and
 `run(args) -> int`. A ValueError is the user's to fix: its message is printed without a traceback and the exit code is
@@ -27,16 +27,22 @@ INTERRUPTED = 128 + signal.SIGINT
 
 def command_names() -> list[str]:
     """The commands there are."""
-    return sorted(path.stem for path in COMMANDS.glob("*.py") if path.stem != "__init__")
+    return sorted(_files())
 
 
 def command_help(name: str) -> str:
     """The HELP line of a command, read without importing it."""
-    for node in ast.parse((COMMANDS / f"{name}.py").read_text()).body:
+    file = _files()[name]
+    for node in ast.parse(file.read_text()).body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
         if isinstance(target, ast.Name) and target.id == "HELP":
             return ast.literal_eval(node.value)
-    raise AssertionError(f"launch/commands/{name}.py has no HELP")
+    raise AssertionError(f"{file} has no HELP")
+
+
+def _files() -> dict[str, Path]:
+    """The file of every command, by its name; a folder is a family of commands."""
+    return {path.stem: path for path in COMMANDS.glob("*/*.py") if path.stem != "__init__"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -45,10 +51,11 @@ def main(argv: Sequence[str]) -> int:
         print(_overview())
         return 0
     name, *rest = argv
-    if name not in command_names():
+    files = _files()
+    if name not in files:
         print(_unknown(name), file=sys.stderr)
         return USER_ERROR
-    command = importlib.import_module(f"launch.commands.{name}")
+    command = importlib.import_module(f"launch.commands.{files[name].parent.name}.{name}")
     parser = argparse.ArgumentParser(
         prog="launch/pod.sh" if name == "pod" else f"launch/run {name}",
         description=command.HELP,
@@ -67,10 +74,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _overview() -> str:
-    lines = ["launch/run COMMAND …   (launch/run COMMAND --help says more, with an example)", ""]
-    names = command_names()
-    width = max(map(len, names))
-    return "\n".join(lines + [f"  {name:<{width}}  {command_help(name)}" for name in names])
+    lines = ["launch/run COMMAND …   (launch/run COMMAND --help says more, with an example)"]
+    files = _files()
+    width = max(map(len, files))
+    families = {path.parent for path in files.values()}
+    about = {family: ast.get_docstring(ast.parse((family / "__init__.py").read_text())) for family in families}
+    for family in sorted(families, key=about.__getitem__):
+        lines += ["", about[family]]
+        lines += [f"  {name:<{width}}  {command_help(name)}" for name in sorted(files) if files[name].parent == family]
+    return "\n".join(lines)
 
 
 def _unknown(name: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 from core import slices
 from launch import __main__ as cli
 from launch import agreement, environment
-from launch.commands import agreement as command
+from launch.commands.layouts import agreement as command
 from parallel import strategies
 from parallel.agreement import Difference, Trajectory, beyond
 

@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from launch import __main__ as main
-from launch.commands import build
+from launch.commands.runs import build
 from tasks.puzzles import files
 
 

@@ -13,22 +13,27 @@ COMMANDS = cli.command_names()
 
 @pytest.fixture
 def commands(tmp_path, monkeypatch):
-    """A package of two commands: one that raises ValueError, one that cannot be imported."""
-    (tmp_path / "wrong.py").write_text(
+    """A family of two commands: one that raises ValueError, one that cannot be imported."""
+    family = tmp_path / "family"
+    family.mkdir()
+    (family / "__init__.py").write_text('"""Commands that fail."""')
+    (family / "wrong.py").write_text(
         "HELP = 'goes wrong'\nEXAMPLE = 'launch/run wrong'\n"
         "def add_arguments(parser): parser.add_argument('--n', type=int)\n"
         "def run(args):\n    if args.n is not None: return args.n\n    raise ValueError('rows=3: expected 4')\n"
     )
-    (tmp_path / "broken.py").write_text("HELP = 'cannot be imported'\nimport no_such_module_anywhere\n")
+    (family / "broken.py").write_text("HELP = 'cannot be imported'\nimport no_such_module_anywhere\n")
     monkeypatch.setattr(cli, "COMMANDS", tmp_path)
     monkeypatch.setattr("launch.commands.__path__", [str(tmp_path)])
     yield
-    sys.modules.pop("launch.commands.wrong", None)
+    for module in ("family.wrong", "family"):
+        sys.modules.pop(f"launch.commands.{module}", None)
 
 
 def test_the_list_shows_every_command_without_importing_any(commands, capsys):
     assert cli.main([]) == 0
     out = capsys.readouterr().out
+    assert "\nCommands that fail.\n" in out
     assert "broken  cannot be imported" in out
     assert "wrong   goes wrong" in out
 

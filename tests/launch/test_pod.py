@@ -4,14 +4,12 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from core import paths
 from launch import __main__ as cli
 from launch import environment
-from launch.commands import pod
 from launch.pods import hosts, simulate, workstation
 
 ROOT = environment.WORKSPACE
@@ -244,7 +242,7 @@ def test_the_scripts_set_up_and_pass_everything_on(tmp_path):
         / ".venv/bin/python": '#!/bin/sh\necho "$PYTHONPATH" "$PYTHONSAFEPATH"; for a in "$@"; do echo "[$a]"; done\n',
     }
     for name in ("run", "pod.sh"):
-        stand_ins[launch / name] = (Path(pod.__file__).parent.parent / name).read_text()
+        stand_ins[launch / name] = (environment.WORKSPACE / "launch" / name).read_text()
     for path, text in stand_ins.items():
         path.write_text(text)
         path.chmod(0o755)

@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 
-from launch.commands import status
+from launch.commands.house import status
 
 
 @pytest.mark.covers("E07")

@@ -4,7 +4,7 @@ import time
 
 from core.training import hooks
 from launch.benchmarks import overhead
-from launch.commands import bench
+from launch.commands.house import bench
 from launch.pods.joining import Host
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from core import paths
 from launch import configuration, training
-from launch.commands import evaluate
+from launch.commands.runs import evaluate
 from launch.evaluation import measuring, portion, saved
 
 FIRST = {"1": 0.25, "2": 0.75, "5": 0.75, "10": 0.75, "100": 0.75, "1000": 0.75}

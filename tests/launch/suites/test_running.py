@@ -9,7 +9,7 @@ import time
 import pytest
 
 from launch import __main__ as main
-from launch.commands import suite as command
+from launch.commands.runs import suite as command
 from launch.pods import hosts
 from launch.suites import measured, plan, running
 

@@ -5,7 +5,7 @@ import zlib
 
 import pytest
 
-from launch.commands import draw
+from launch.commands.layouts import draw
 from parallel.pipeline import drawing, schedules
 
 

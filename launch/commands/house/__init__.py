@@ -1,0 +1,1 @@
+"""The workspace: its own state and speed."""

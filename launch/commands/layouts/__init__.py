@@ -1,0 +1,1 @@
+"""Layouts: what a strategy does to chips, traffic and numbers."""
