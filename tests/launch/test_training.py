@@ -186,6 +186,34 @@ def test_v4_32_in_four_processes_has_the_losses_of_one(launch, tmp_path):
     np.testing.assert_allclose([four[s] for s in sorted(four)], [one[s] for s in sorted(one)], atol=1e-5, rtol=0)
 
 
+@pytest.mark.covers("C07", "L06")
+@pytest.mark.slow
+@pytest.mark.simulated(4)
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
+def test_a_pipeline_s_run_goes_on_under_fsdp_where_it_was(launch, tmp_path, schedule):
+    often = ["--gin", "LOG_INTERVAL = 1", "--gin", "CHECKPOINT_INTERVAL = 10", "--gin", "EVAL_INTERVAL = 10"]
+    pipeline = [
+        "STRATEGY = @strategies.pipeline()",
+        "from parallel.pipeline import schedules",
+        f"strategies.pipeline.schedule = @schedules.{schedule}()",
+        f"schedules.{schedule}.num_microbatches = 8",
+    ]
+    here = ["pod", "v4-32", "gin/quickstart.gin", "--simulate", "--run-dir", str(tmp_path / "run"), *often]
+    said = launch(*here, "--steps", "10", *(word for binding in pipeline for word in ("--gin", binding)))
+    assert "stage 4 x data 4" in said
+    assert "bubble" in said
+    saved_at = scalars(tmp_path / "run", "validation/loss")[10]
+    said = launch(*here, "--steps", "20")
+    assert "fsdp 16" in said
+    assert "resumed from 10" in said
+    where = ["--slice", "v4-32", "--run-dir", str(tmp_path / "fsdp")]
+    launch("train", "gin/quickstart.gin", *where, *often, "--steps", "20", slice_name="v4-32")
+    ours, want = scalars(tmp_path / "run", "loss"), scalars(tmp_path / "fsdp", "loss")
+    assert sorted(ours) == list(range(1, 21))
+    np.testing.assert_allclose([ours[s] for s in sorted(ours)], [want[s] for s in sorted(want)], atol=1e-5, rtol=0)
+    assert saved_at == pytest.approx(scalars(tmp_path / "fsdp", "validation/loss")[10], abs=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.simulated(2)
 def test_the_quickstart_learns_and_attention_is_why(launch, tmp_path):
