@@ -49,6 +49,9 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("JAX_PROCESS_COUNT", "number of processes", "detected on a TPU", "launch"),
     Variable("JAX_PLATFORMS", "the platforms JAX may use, such as cpu", "whatever JAX finds", "launch, JAX"),
     Variable("JAX_NUM_CPU_DEVICES", "CPU devices of one process", "1; a host's chips with --simulate", "JAX"),
+    Variable(
+        "JAX_COMPILATION_CACHE_DIR", "where compiled programs are kept (local or gs://)", "RUN/compiled", "launch"
+    ),
     Variable("HF_TOKEN", "read access to gated Hugging Face data", "unset", "tasks, launch/pod.sh", secret=True),
     Variable("TPU_WORKER_ID", "index of this host in its slice", "the metadata server's", "launch, libtpu"),
     Variable("TPU_WORKER_HOSTNAMES", "hosts of this slice, comma-separated", "the metadata server's", "launch, libtpu"),

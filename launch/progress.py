@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from core.training.compile_cache import Totals
 from launch.pods.joining import Host
 
 BY_STEP = re.compile(r"_step_\d+$")  # a mean by step of a recursion
@@ -28,6 +29,13 @@ class Progress:
             self._print(
                 f"step {step} of {self._last_step} is done already: raise TOTAL_STEPS, or give another --run-dir"
             )
+
+    def compiled(self, totals: Totals) -> None:
+        """What was compiled for the first step, and what of it was kept from an earlier start."""
+        self._print(
+            f"compiled {totals.programs - totals.found} programs and read {totals.found} that were kept, "
+            f"in {totals.seconds:.3g} s"
+        )
 
     def line(self, step: int, values: Mapping[str, float]) -> None:
         """One finished interval of training."""

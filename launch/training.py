@@ -19,8 +19,8 @@ import numpy as np
 from core import distributed, metrics, paths
 from core.checkpoint import Checkpoints
 from core.train_state import TrainState
-from core.training import hooks, prefetch, profiling, recompile, trainer
-from launch import card
+from core.training import compile_cache, hooks, prefetch, profiling, recompile, trainer
+from launch import card, environment
 from launch.experiment import Experiment
 from launch.pods import joining
 from launch.pods.joining import Host
@@ -171,7 +171,11 @@ def _logging(run: Run, writers: metrics.Writers, progress: Progress) -> list[hoo
         writers.scalars(step, values)
         writers.flush()
 
-    return [hooks.Log(write, every=every, items_per_step=tokens, last_step=run.last_step)]
+    def compiled(step: int, totals: compile_cache.Totals) -> None:
+        progress.compiled(totals)
+        writers.scalars(step, {f"compile/{name}": float(value) for name, value in totals._asdict().items()})
+
+    return [hooks.Compiled(compiled), hooks.Log(write, every=every, items_per_step=tokens, last_step=run.last_step)]
 
 
 def _evaluation(run: Run, writers: metrics.Writers, progress: Progress) -> hooks.Evaluate | None:
@@ -230,6 +234,7 @@ def ready(experiment: Experiment, *, config_text: str, revision: str, run_dir: s
     Raises:
       ValueError: hosts that differ, a run directory that is not shared, missing data, a layout that does not fit.
     """
+    compile_cache.use(environment.read("JAX_COMPILATION_CACHE_DIR") or f"{run_dir}/compiled")
     program = experiment.bind(jax.devices())
     joining.require_shared(run_dir, host)
     _prepare(experiment, run_dir, host)

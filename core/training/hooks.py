@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from core.train_state import TrainState
-from core.training import trainer
+from core.training import compile_cache, trainer
 from core.training.trainer import Hook, StepReport
 from core.types import WeightedSum
 
@@ -35,6 +35,20 @@ class StopOnNonFinite(Hook):
                 f"step {report.step}: {found}. The last checkpoint precedes this step. Usual causes: a learning rate "
                 "that is too high, no warm-up, or a bad batch; start again from the checkpoint with a lower rate."
             )
+
+
+class Compiled(Hook):
+    """Says once, behind the first step, what had to be compiled to get there."""
+
+    def __init__(self, write: Callable[[int, compile_cache.Totals], None]):
+        """`write(step, totals)` is called with what the process has compiled so far."""
+        self._write: Callable[[int, compile_cache.Totals], None] | None = write
+
+    def after_step(self, report: StepReport) -> None:
+        """Writes behind the first step."""
+        if self._write is not None:
+            self._write(report.step, compile_cache.totals())
+            self._write = None
 
 
 class Log(Hook):

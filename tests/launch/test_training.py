@@ -69,6 +69,7 @@ def test_a_run_says_what_it_is_and_ends_with_what_it_learned(undisturbed):
     assert "TOTAL_STEPS = 12" in (run_dir / "config.gin").read_text()
     losses = scalars(run_dir, "loss")
     assert sorted(losses) == list(range(1, 13))
+    assert scalars(run_dir, "compile/seconds")[1] > 0
     assert losses[12] < losses[1] - 1.0
     assert sorted(scalars(run_dir, "validation/loss")) == [6, 12]
 
