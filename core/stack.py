@@ -121,7 +121,8 @@ def layer_stack(
       `(x, side) -> x [B, ...]`, or the tail's result. Call it inside `hk.transform`.
 
     Raises:
-      ValueError: unknown `remat`, a block that changes the shape or closes over an array.
+      ValueError: unknown `remat`, a block that changes the shape, a block or a tail that closes over an array, a side
+        with an array that has other rows than x.
     """
     if remat not in REMAT_CHOICES:
         raise ValueError(f"remat = {remat!r}: expected one of {', '.join(REMAT_CHOICES)}")
@@ -131,11 +132,14 @@ def layer_stack(
         return pure.apply(layer.params, layer.key, x, side)
 
     def apply(x: jax.Array, side: Side = ()) -> Any:
+        _check_rows(x, side)
         stacked = Layer(_stacked_params(pure.init, name, num_layers, x, side), _layer_keys(num_layers))
         abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (x, side))
         if hk.running_init():  # a runner may need a mesh; init has none
             return scan_runner(one_layer, stacked, x, side, tail)
         traced = _trace(one_layer, stacked, *abstract)
+        if tail is not None:
+            _refuse_closure(jax.make_jaxpr(tail.fn)(tail.params, *abstract), "tail", "tail.params, x and side")
         fn = LayerFn(
             call=one_layer if remat == "none" else jax.checkpoint(one_layer, policy=REMAT_POLICIES[remat]),
             plain=one_layer,
@@ -169,13 +173,7 @@ def _trace(fn: Callable, stacked: Layer, x: Any, side: Any) -> ClosedJaxpr:
     """One layer's program; refuses one that a runner could not split or repeat."""
     layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), stacked)
     traced = jax.make_jaxpr(fn)(layer, x, side)
-    foreign = [c for c in traced.consts if isinstance(c, jax.Array)]
-    if foreign:
-        found = ", ".join(f"{c.dtype}{list(c.shape)}" for c in foreign)
-        raise ValueError(
-            f"layer_stack: the block closes over {len(foreign)} array(s) ({found}). A block may use only its "
-            "parameters, x and side: pass arrays that belong to rows through side, and make constants inside the block."
-        )
+    _refuse_closure(traced, "block", "its parameters, x and side")
     (out,) = traced.out_avals
     if (out.shape, out.dtype) != (x.shape, x.dtype):
         raise ValueError(
@@ -183,6 +181,26 @@ def _trace(fn: Callable, stacked: Layer, x: Any, side: Any) -> ClosedJaxpr:
             "a stack needs blocks that keep shape and dtype"
         )
     return traced
+
+
+def _check_rows(x: jax.Array, side: Side) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(side):
+        if leaf.shape[:1] != x.shape[:1]:
+            raise ValueError(
+                f"layer_stack: side{jax.tree_util.keystr(path)} is {leaf.dtype}{list(leaf.shape)}, but x has "
+                f"{x.shape[0]} rows: a side belongs to rows, one entry for each. Make what all rows share inside the "
+                "block, or repeat it for each row"
+            )
+
+
+def _refuse_closure(traced: ClosedJaxpr, what: str, allowed: str) -> None:
+    foreign = [c for c in traced.consts if isinstance(c, jax.Array)]
+    if foreign:
+        found = ", ".join(f"{c.dtype}{list(c.shape)}" for c in foreign)
+        raise ValueError(
+            f"layer_stack: the {what} closes over {len(foreign)} array(s) ({found}). A {what} may use only {allowed}: "
+            f"pass arrays that belong to rows through side, and make constants inside the {what}."
+        )
 
 
 def _computed_dtypes(traced: ClosedJaxpr, params: Any) -> Any:

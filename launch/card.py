@@ -62,8 +62,8 @@ def rows(experiment: Experiment, program: Program, *, host: Host) -> dict[str, s
         "state": f"{_bytes(sizes.everything)} per chip (parameters {_bytes(sizes.params)}, optimizer "
         f"{_bytes(sizes.opt_state)}); {_bytes(sizes.whole)} in all",
     }
-    if experiment.strategy.pipeline:
-        card["pipeline"] = experiment.strategy.pipeline.describe(program.partitioner.shape["stage"])
+    if schedule := program.partitioner.pipeline:
+        card["pipeline"] = schedule.describe(program.partitioner.shape["stage"])
     if experiment.gather_once and experiment.accum_steps > 1:  # one microbatch is one gather anyway
         card["gathered"] = (
             f"{_bytes(program.gathered_bytes)} more per chip: parameters and gradients whole, once per step"

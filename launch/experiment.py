@@ -118,7 +118,8 @@ class Experiment:
 
     def _check_rows(self, partitioner: Partitioner) -> None:
         """Speaks of streams and chips at once where the next multiple of either would not suit the other."""
-        cuts = self.accum_steps * self.strategy.microbatches
+        schedule = partitioner.pipeline
+        cuts = self.accum_steps * (schedule.num_microbatches if schedule else 1)
         streams, groups = self.task.num_streams, partitioner.row_shards * cuts
         fits_streams, fits_chips = self.batch_size % streams == 0, self.batch_size % groups == 0
         if (fits_streams and fits_chips) or (fits_streams and groups % streams == 0):

@@ -43,7 +43,7 @@ def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = ()) -> Expe
         )
     every = (experiment, *beside)
     multiples = {name: math.lcm(*(_shards(e, name) for e in every)) for name in logical.LOGICAL_AXES}
-    rows = multiples["batch"] * math.lcm(*(e.accum_steps * e.strategy.microbatches for e in every))
+    rows = multiples["batch"] * math.lcm(*(e.accum_steps * _microbatches(e) for e in every))
     task = _small_task(experiment, streams=rows, length=math.lcm(LENGTH, multiples["length"]))
     return dataclasses.replace(
         experiment,
@@ -96,6 +96,11 @@ def rehearse(run: Run) -> None:
             )
     if run.host.is_zero:
         print(f"PASS  {STEPS} steps; restored at step {step}, {len(again.by_step)} steps repeated bit for bit")
+
+
+def _microbatches(experiment: Experiment) -> int:
+    schedule = experiment.strategy.pipeline
+    return schedule.num_microbatches if schedule else 1
 
 
 def _shards(experiment: Experiment, name: str) -> int:

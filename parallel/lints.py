@@ -102,6 +102,11 @@ KNOWN: tuple[KnownException, ...] = (
         "computation of the next",
     ),
     KnownException(
+        "large collective on DCN",
+        {"kind": "collective-permute", "axes": ("stage",)},
+        "stages on different slices hand on their activations, and back their gradients",
+    ),
+    KnownException(
         "float32 gather of weights",
         {"of": "updated parameters"},
         "the optimizer updates pieces of parameters that every chip holds whole: what is sent are the parameters "

@@ -25,6 +25,7 @@ from core.train_state import TrainState
 from core.types import Batch, DataLayout, Model
 from parallel import accumulation, compiler_options, mesh, placement, rules, strategy
 from parallel.pipeline import checks, runner
+from parallel.pipeline.schedules import Schedule
 from parallel.placement import BatchSpec
 
 
@@ -52,10 +53,15 @@ class Partitioner:
         with contextlib.ExitStack() as context:
             context.enter_context(jax.set_mesh(self.mesh))
             context.enter_context(logical.activation_rules(tables.activation_rules))
-            if tables.pipeline and self.shape["stage"] > 1:
-                run = runner.runner(tables.pipeline, tables.param_rules, tables.activation_rules)
+            if self.pipeline:
+                run = runner.runner(self.pipeline, tables.param_rules, tables.activation_rules)
                 context.enter_context(stack.use_runner(run))
             yield
+
+    @property
+    def pipeline(self) -> Schedule | None:
+        """The schedule; None with one stage too, for then there is nothing to hand on."""
+        return self.strategy.pipeline if self.shape["stage"] > 1 else None
 
     @property
     def row_shards(self) -> int:
@@ -181,27 +187,24 @@ class Program:
 
     def _check_state(self) -> None:
         """A pipeline that the model does not fit says so before its tables do."""
-        tables, where = self.partitioner.strategy, self.partitioner.slice.name
-        if tables.pipeline:
+        at = self.partitioner
+        if at.pipeline:
             shapes, axes = self._abstract
-            stages = self.partitioner.shape["stage"]
-            if found := checks.problems(tables.pipeline, shapes.params, axes.params, stages=stages):
-                raise ValueError(f"strategy {tables.name!r} on {where}:\n  " + "\n  ".join(found))
+            sizes = {"stages": at.shape["stage"], "chips": at.slice.chips}
+            if found := checks.problems(at.pipeline, shapes.params, axes.params, **sizes):
+                raise ValueError(f"strategy {at.strategy.name!r} on {at.slice.name}:\n  " + "\n  ".join(found))
         _ = self.abstract_state
 
     def _check_rows(self) -> None:
-        rows, groups = self._num_rows, self.partitioner.row_shards
-        tables = self.partitioner.strategy
-        unit = groups * self.accum_steps * tables.microbatches
-        if rows % unit:
-            cut = f" in accum_steps = {self.accum_steps} microbatches" if self.accum_steps > 1 else ""
-            cut += f" in num_microbatches = {tables.microbatches} of the pipeline" if tables.pipeline else ""
-            raise ValueError(
-                f"batch_size = {rows} does not divide{cut} over {groups} groups of chips (strategy {tables.name!r} on "
-                f"{self.partitioner.slice.name}). "
-                f"Nearest that do: {', '.join(map(str, logical.nearest_multiples(rows, unit)))}"
-                + checks.other_microbatches(tables.pipeline, rows, groups * self.accum_steps)
-            )
+        at = self.partitioner
+        checks.check_rows(
+            self._num_rows,
+            groups=at.row_shards,
+            accum_steps=self.accum_steps,
+            schedule=at.pipeline,
+            stages=at.shape["stage"],
+            where=f"strategy {at.strategy.name!r} on {at.slice.name}",
+        )
 
     def _check_positions(self) -> None:
         rows = self.partitioner.row_shards
@@ -216,11 +219,12 @@ class Program:
 
         Of a pipeline the gradient is traced too: its rules refuse what they cannot differentiate.
         """
-        evaluated = step.eval_step(self.model, self.optimizer, seed=self.seed)
-        fn = self._pure_train_step if self.partitioner.strategy.pipeline else evaluated
+        traced = [step.eval_step(self.model, self.optimizer, seed=self.seed)]
+        traced += [self._pure_train_step] if self.partitioner.pipeline else []
         with self.partitioner.tracing():
             try:
-                jax.eval_shape(fn, self._abstract[0], self._example())
+                for fn in traced:
+                    jax.eval_shape(fn, self._abstract[0], self._example())
             except ValueError as error:
                 tables, where = self.partitioner.strategy, self.partitioner.slice.name
                 raise ValueError(f"strategy {tables.name!r} on {where}, computation: {error}") from error

@@ -1,7 +1,7 @@
 """The strategies that come with Renga. Each is a table; swap one for another with one gin line.
 
 Notation: X[B_f, D] is an array whose batch dimension is split over the mesh axis fsdp (f) and whose embed dimension is
-whole; d is data, s is sequence, t is tensor; gather_f and scatter_f are collectives over fsdp. L is length.
+whole; d is data, s is sequence, t is tensor, p is stage; gather_f and scatter_f are collectives over fsdp. L is length.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def multislice(*, slices: int, fsdp: int = -1, tensor: int = 1) -> Strategy:
 def pipeline(*, stage: int = 4, data: int = -1, schedule: Schedule = _SCHEDULE) -> Strategy:
     """Layers in stages, rows sent through them in microbatches (Huang et al. 2019); replicas of that over data.
 
-    stage s: In[B_dm, D] · Win[D, F] → Out[B_dm, D] → stage s + 1, for microbatch m;   logits[B_d, V_s]
+    stage s: In[B_dm, D] · Win[D, F] → Out[B_dm, D] → stage s + 1, for microbatch m;   logits[B_d, V_p]
     """
     return Strategy(
         name="pipeline",
@@ -223,7 +223,7 @@ def pipeline_fsdp_tensor(
 ) -> Strategy:
     """As pipeline_fsdp, with the weights of a stage also split over tensor, and the vocabulary over both.
 
-    stage s: In[B_fm, D] · gather_f(Win[D_f, F_t]) → H[B_fm, F_t] → Out[B_fm, D] → stage s + 1;   logits[B_f, V_st]
+    stage s: In[B_fm, D] · gather_f(Win[D_f, F_t]) → H[B_fm, F_t] → Out[B_fm, D] → stage s + 1;   logits[B_f, V_pt]
     """
     return Strategy(
         name="pipeline_fsdp_tensor",

@@ -62,8 +62,7 @@ class Strategy:
             if rules is not None or table != "optimizer_rules":
                 problems += _table_problems(table, rules)
         problems = problems or _idle_axes(self)
-        if not problems and self.pipeline and "stage" not in logical.mesh_axes(self.param_rules.get("layers")):
-            problems.append("param_rules: a pipeline needs its layers over its stages: {'layers': 'stage'}")
+        problems = problems or _pipeline_problems(self)
         if problems:
             raise ValueError(f"strategy {self.name!r}:\n  " + "\n  ".join(problems))
 
@@ -71,11 +70,6 @@ class Strategy:
     def stored_optimizer_rules(self) -> Rules:
         """The table that optimizer state follows."""
         return self.param_rules if self.optimizer_rules is None else self.optimizer_rules
-
-    @property
-    def microbatches(self) -> int:
-        """Parts that a pipeline cuts the rows of every chip into; 1 without one."""
-        return self.pipeline.num_microbatches if self.pipeline else 1
 
 
 def _mesh_problems(table: str, mesh_shape: Mapping[str, int]) -> list[str]:
@@ -136,6 +130,20 @@ def _idle_axes(strategy: Strategy) -> list[str]:
         for axis, degree in (*strategy.mesh_shape.items(), *strategy.dcn_shape.items())
         if axis in MESH_AXES and degree != 1 and axis not in used and not (axis == "stage" and strategy.pipeline)
     ]
+
+
+def _pipeline_problems(strategy: Strategy) -> list[str]:
+    if strategy.pipeline is None:
+        stages = strategy.mesh_shape.get("stage", 1) * strategy.dcn_shape.get("stage", 1)
+        return [f"stage = {stages} without a schedule; give one, such as schedules.gpipe(...)"] * (stages != 1)
+    if not isinstance(strategy.pipeline, Schedule):
+        return [
+            f"schedule = {strategy.pipeline!r}; expected a schedule, such as schedules.gpipe(num_microbatches=8), in "
+            "gin with its brackets: @schedules.gpipe()"
+        ]
+    if logical.mesh_axes(strategy.param_rules["layers"]) != ("stage",):
+        return ["param_rules: a pipeline needs its layers over its stages alone: {'layers': 'stage'}"]
+    return []
 
 
 def override(

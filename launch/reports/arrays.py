@@ -25,8 +25,8 @@ def show(program: Program) -> None:
     )
     whole = [row.path for row in report.rows(program) if row.replicated and row.bytes_per_chip >= 2**20]
     print(f"held whole by every chip, 1 MiB or more: {', '.join(whole) or 'nothing'}")
-    if program.partitioner.strategy.pipeline:
-        print("\n" + drawing.text(program.partitioner.strategy.pipeline, stages=program.partitioner.shape["stage"]))
+    if schedule := program.partitioner.pipeline:
+        print("\n" + drawing.text(schedule, stages=program.partitioner.shape["stage"]))
 
 
 def _mib(count: int) -> str:

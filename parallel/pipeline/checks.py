@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 
+from core import logical
 from core.logical import Axes
 from parallel.pipeline.schedules import Schedule
 
 
-def problems(schedule: Schedule, shapes: Any, axes: Any, *, stages: int) -> list[str]:
+def problems(schedule: Schedule, shapes: Any, axes: Any, *, stages: int, chips: int) -> list[str]:
     """Everything that keeps a model from running as this pipeline, each with what would do.
 
     Args:
       schedule: the strategy's.
       shapes, axes: of the model's parameters, trees of one structure.
       stages: degree of `stage`.
+      chips: of the slice, which bound other degrees.
     """
     named = zip(jax.tree.leaves(shapes), jax.tree.leaves(axes, is_leaf=lambda a: isinstance(a, Axes)), strict=True)
     depths = sorted({leaf.shape[0] for leaf, of in named if of.names[:1] == ("layers",)})
@@ -26,12 +29,13 @@ def problems(schedule: Schedule, shapes: Any, axes: Any, *, stages: int) -> list
             "again is none: every stage would need all of its weights); build its layers with core.stack.layer_stack, "
             "or take a strategy without a pipeline"
         ]
-    return schedule.problems(stages) + [_depth(schedule, n, stages) for n in depths if n % schedule.layer_unit(stages)]
+    uneven = [n for n in depths if n % schedule.layer_unit(stages)]
+    return schedule.problems(stages) + [_depth(schedule, n, stages, chips) for n in uneven]
 
 
-def _depth(schedule: Schedule, layers: int, stages: int) -> str:
+def _depth(schedule: Schedule, layers: int, stages: int, chips: int) -> str:
     repeats = schedule.repeats
-    fits = [str(s) for s in range(1, layers // repeats + 1) if layers % (s * repeats) == 0]
+    fits = [str(s) for s in range(1, layers // repeats + 1) if layers % (s * repeats) == 0 and chips % s == 0]
     times = f" x {repeats} repeats" if repeats > 1 else ""
     other = f"stage one of {', '.join(fits)}" if fits else f"repeats that divide {layers}"
     return (
@@ -40,9 +44,36 @@ def _depth(schedule: Schedule, layers: int, stages: int) -> str:
     )
 
 
-def other_microbatches(schedule: Schedule | None, rows: int, groups: int) -> str:
+def check_rows(rows: int, *, groups: int, accum_steps: int, schedule: Schedule | None, stages: int, where: str) -> None:
+    """Whether a batch divides over the chips, and there into microbatches.
+
+    Args:
+      rows: of a global batch.
+      groups: of chips that have rows of their own.
+      accum_steps, schedule: what cuts the rows of each; None for no pipeline.
+      stages: degree of `stage`.
+      where: strategy and slice, for the message.
+
+    Raises:
+      ValueError: it does not; says which numbers do.
+    """
+    unit = groups * accum_steps * (schedule.num_microbatches if schedule else 1)
+    if rows % unit == 0:
+        return
+    cut = f" in accum_steps = {accum_steps} microbatches" if accum_steps > 1 else ""
+    cut += f" in num_microbatches = {schedule.num_microbatches} of the pipeline" if schedule else ""
+    raise ValueError(
+        f"batch_size = {rows} does not divide{cut} over {groups} groups of chips ({where}). "
+        f"Nearest that do: {', '.join(map(str, logical.nearest_multiples(rows, unit)))}"
+        + _other_microbatches(schedule, rows, groups * accum_steps, stages=stages)
+    )
+
+
+def _other_microbatches(schedule: Schedule | None, rows: int, groups: int, *, stages: int) -> str:
     """The numbers of microbatches that these rows do divide into on every group of chips, for a message."""
     if schedule is None or rows % groups:
         return ""
     local = rows // groups
-    return f"; or num_microbatches one of {', '.join(str(m) for m in range(1, local + 1) if local % m == 0)}"
+    divide = (dataclasses.replace(schedule, num_microbatches=m) for m in range(1, local + 1) if local % m == 0)
+    fits = [str(other.num_microbatches) for other in divide if not other.problems(stages)]
+    return f"; or num_microbatches one of {', '.join(fits)}" if fits else ""

@@ -2,7 +2,7 @@
 
 Left to the partitioner, weights that are split over fsdp are gathered and their gradients reduced for every microbatch.
 So the axes that rows are split over are manual outside of the loop over ticks: weights come in as pieces, are gathered
-once, and gradients leave as pieces, reduced once. `stage` is manual inside; `tensor` and `sequence` stay automatic.
+once, and gradients leave as pieces, reduced once. `stage` is manual inside; other axes stay automatic.
 """
 
 from __future__ import annotations

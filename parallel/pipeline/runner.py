@@ -34,11 +34,12 @@ def runner(schedule: Schedule, param_rules: Rules, activation_rules: Rules) -> s
     def run(fn: LayerFn, stacked: Layer, x: jax.Array, side: Side, tail: Tail | None) -> Any:
         sizes = jax.sharding.get_abstract_mesh().shape
         at = region.region(fn, param_rules, activation_rules)
-        if x.shape[0] % (math.prod(sizes[axis] for axis in at.rows) * schedule.num_microbatches):
-            return stack.scan_runner(fn, stacked, x, side, tail)  # a prompt; the rows of a step are held to divide
+        unit = math.prod(sizes[axis] for axis in at.rows) * schedule.num_microbatches
+        if x.shape[0] % unit:  # of a prompt; the rows of a step are held to divide
+            return _one_by_one(fn, tail, unit)(stacked, () if tail is None else tail.params, x, side)
         passes = Passes(schedule, at, fn, sizes["stage"])
         if isinstance(schedule, OneFOneB):
-            if tail is not None and isinstance(jax.eval_shape(tail.fn, tail.params, x, side), LossOutput):
+            if tail is not None and _gives_loss(tail, x, side):
                 return _loss_and_gradients(passes, tail)(stacked.params, tail.params, x, stacked.key, side)
             y = _forward_alone(passes)(stacked.params, x, stacked.key, side)
         else:
@@ -90,19 +91,53 @@ def _loss_and_gradients(passes: Passes, tail: Tail) -> Any:
     return call
 
 
+def _gives_loss(tail: Tail, x: jax.Array, side: Side) -> bool:
+    """Whether the tail gives what 1F1B differentiates; refuses what it could not add up over microbatches."""
+    out = jax.eval_shape(tail.fn, tail.params, x, side)
+    if not isinstance(out, LossOutput):
+        return False
+    if jax.tree.leaves(out.extras):
+        raise ValueError(
+            "1F1B: the tail gives a LossOutput with extras, which belong to rows and have no sum over microbatches: "
+            "add them to what the stack returns, or take schedules.gpipe or schedules.circular"
+        )
+    fixed = [
+        f"{jax.tree_util.keystr(path)} {a.dtype}{list(a.shape)}".strip()
+        for path, a in jax.tree_util.tree_leaves_with_path(tail.params)
+        if not jnp.issubdtype(a.dtype, jnp.floating)
+    ]
+    if fixed:
+        raise ValueError(
+            f"1F1B: tail.params has arrays without a gradient ({', '.join(fixed)}): pass what belongs to rows through "
+            "side, and make constants inside the tail"
+        )
+    return True
+
+
 def _forward_alone(passes: Passes) -> Any:
     """The layers where 1F1B cannot find a loss behind them: fine, as long as nobody wants a gradient."""
+    return _without_gradient(
+        lambda params, x, keys, side: passes.forward(params, x, keys, side, save="nothing")[0],
+        "1F1B: a microbatch's backward pass starts before the next one's forward pass, so the head and the loss "
+        "must be the stack's tail and give a LossOutput: core.stack.layer_stack(..., tail=Tail(fn, params)). Or "
+        "take schedules.gpipe or schedules.circular",
+    )
 
-    @jax.custom_vjp
-    def call(params: Any, x: jax.Array, keys: Any, side: Side) -> jax.Array:
-        return passes.forward(params, x, keys, side, save="nothing")[0]
+
+def _one_by_one(fn: LayerFn, tail: Tail | None, unit: int) -> Any:
+    """The layers on rows that are no microbatches, without a pipeline: slow, and only to look at a prompt."""
+    return _without_gradient(
+        lambda stacked, head, x, side: stack.scan_runner(fn, stacked, x, side, tail and Tail(tail.fn, head)),
+        f"pipeline: the layer stack is to be trained on rows that do not divide into microbatches on every chip; give "
+        f"it a multiple of {unit} rows",
+    )
+
+
+def _without_gradient(fn: Any, why_not: str) -> Any:
+    call = jax.custom_vjp(fn)
 
     def forward(*args: Any) -> Any:
-        raise ValueError(
-            "1F1B: a microbatch's backward pass starts before the next one's forward pass, so the head and the loss "
-            "must be the stack's tail and give a LossOutput: core.stack.layer_stack(..., tail=Tail(fn, params)). Or "
-            "take schedules.gpipe or schedules.circular"
-        )
+        raise ValueError(why_not)
 
     call.defvjp(forward, lambda saved, dy: saved, symbolic_zeros=True)
     return call

@@ -56,8 +56,7 @@ class Schedule:
     repeats = 1
 
     def __post_init__(self):
-        if self.num_microbatches < 1:
-            raise ValueError(f"{self.name}: num_microbatches = {self.num_microbatches}; expected at least 1")
+        _check_count(self.name, "num_microbatches", self.num_microbatches)
         if self.save not in SAVES:
             raise ValueError(f"{self.name}: save = {self.save!r}; expected one of {', '.join(SAVES)}")
 
@@ -112,17 +111,18 @@ class Schedule:
 
     def describe(self, stages: int) -> str:
         """One line for people."""
-        many = f"{self.num_microbatches} microbatches" + (f" x {self.repeats} repeats" if self.repeats > 1 else "")
+        rounds = f" x {self.repeats} repeats" if self.repeats > 1 else ""
         formula = f"(S - 1) / ({'M R' if self.repeats > 1 else 'M'} + S - 1)"
         return (
-            f"{self.name}: {many} through {stages} stages in {self.ticks(stages)} ticks each way; bubble {formula} = "
-            f"{self.bubble(stages):.1%}; keeps the {'layer' if self.save == 'layers' else 'stage'} inputs of "
-            f"{self.kept(stages)} microbatches"
+            f"{self.name}: {_many(self.num_microbatches, 'microbatch', 'es')}{rounds} through {_many(stages, 'stage')} "
+            f"in {_many(self.ticks(stages), 'tick')} each way; bubble {formula} = {self.bubble(stages):.1%}; keeps the "
+            f"{'layer' if self.save == 'layers' else 'stage'} inputs of "
+            f"{_many(self.kept(stages) // self.repeats, 'microbatch', 'es')}{rounds}"
         )
 
 
 class GPipe(Schedule):
-    """All microbatches forward, then all backward. Huang et al. 2018."""
+    """All microbatches forward, then all backward. Huang et al. 2019."""
 
     name = "gpipe"
 
@@ -143,8 +143,7 @@ class Circular(Schedule):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.repeats < 1:
-            raise ValueError(f"circular: repeats = {self.repeats}; expected at least 1")
+        _check_count(self.name, "repeats", self.repeats)
 
     def problems(self, stages: int) -> list[str]:
         """A microbatch that comes around must find its place free."""
@@ -187,3 +186,12 @@ def circular(*, num_microbatches: int, repeats: int, save: str = "layers") -> Sc
 def one_f_one_b(*, num_microbatches: int, save: str = "layers") -> Schedule:
     """Backward as soon as possible; memory does not grow with the number of microbatches."""
     return OneFOneB(num_microbatches=num_microbatches, save=save)
+
+
+def _check_count(schedule: str, name: str, count: int) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"{schedule}: {name} = {count!r}; expected a whole number, at least 1")
+
+
+def _many(count: int, noun: str, plural: str = "s") -> str:
+    return f"{count} {noun}{plural if count != 1 else ''}"

@@ -31,6 +31,8 @@ def run(args: argparse.Namespace) -> int:
     problems = schedule.problems(args.stages) if args.stages > 0 else [f"--stages {args.stages}: expected at least 1"]
     if problems:
         raise ValueError("; ".join(problems))
+    if args.png and not (parent := pathlib.Path(args.png).absolute().parent).is_dir():
+        raise ValueError(f"--png {args.png}: there is no folder {parent}; make it first")
     print(drawing.text(schedule, stages=args.stages))
     if args.png:
         pathlib.Path(args.png).write_bytes(drawing.png(schedule, stages=args.stages))

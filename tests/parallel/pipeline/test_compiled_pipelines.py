@@ -17,15 +17,20 @@ MODEL = transformer.Transformer(
 )  # fmt: skip
 LENGTH = 512
 INTEGERS = ("inputs", "targets", "segment_ids", "positions")
-MAKE = {"gpipe": schedules.gpipe, "1F1B": schedules.one_f_one_b}
+MAKE = {
+    "gpipe": schedules.gpipe,
+    "1F1B": schedules.one_f_one_b,
+    "circular": functools.partial(schedules.circular, repeats=2),
+}
 
 
-def compile_(name, microbatches, save="layers"):
-    """For v4-32 with four stages and fsdp 4, a row of every chip in a microbatch."""
+def compile_(name, microbatches, stages=4, **degrees):
+    """For v4-32 with fsdp 4, a row of every chip in a microbatch."""
     rows = 4 * microbatches
     spec = {k: jax.ShapeDtypeStruct((rows, LENGTH), "int32") for k in INTEGERS}
     spec["weights"] = jax.ShapeDtypeStruct((rows, LENGTH), "float32")
-    tables = strategies.pipeline_fsdp(stage=4, schedule=MAKE[name](num_microbatches=microbatches, save=save))
+    make = strategies.pipeline_fsdp_tensor if degrees else strategies.pipeline_fsdp
+    tables = make(stage=stages, schedule=MAKE[name](num_microbatches=microbatches), **degrees)
     slice_ = slices.get("v4-32")
     bound = partitioner.Partitioner(tables, slice=slice_, devices=compiled.devices_of(slice_))
     optimizer = optimizers.adamw(learning_rate=optimizers.constant(1e-4))
@@ -44,17 +49,15 @@ def inside_of_ticks(found):
 
 @pytest.mark.covers("M12")
 @pytest.mark.compiled("v4-32")
-@pytest.mark.parametrize("name", [pytest.param("gpipe", marks=pytest.mark.slow), "1F1B"])
+@pytest.mark.parametrize("name", [*(pytest.param(n, marks=pytest.mark.slow) for n in ("gpipe", "circular")), "1F1B"])
 def test_weights_are_gathered_once_and_gradients_reduced_once(name, analyze):
     found = analyze(name, 8)
     trips = {loop.trips for loop in found.costs.loops}
-    assert {"gpipe": {11, 4}, "1F1B": {3, 8, 4}}[name] == trips  # ticks, and the layers of a stage
+    # ticks, and the layers that a stage runs in one
+    assert {"gpipe": {11, 4}, "1F1B": {3, 8, 4}, "circular": {19, 2}}[name] == trips
     inside = inside_of_ticks(found)
     assert not {pair for pair in inside if pair[0] != "stage"}
-    assert {kind for _, kind in inside} == {
-        "gpipe": {"collective-permute"},
-        "1F1B": {"collective-permute", "all-reduce"},
-    }[name]
+    assert {kind for _, kind in inside} == {"collective-permute"} | ({"all-reduce"} if name == "1F1B" else set())
     activation = LENGTH * MODEL.embed_dim * 4
     assert max(c.payload_bytes / c.times for c in found.collectives if c.loops) <= 2 * activation
     e, m, h = MODEL.embed_dim, MODEL.mlp_dim, MODEL.num_heads * MODEL.head_width
@@ -62,6 +65,15 @@ def test_weights_are_gathered_once_and_gradients_reduced_once(name, analyze):
     head = 2 * e * MODEL.stored_vocab_size // 4  # and the embedding
     gathered = sum(c.payload_bytes for c in found.collectives if c.axes == ("fsdp",) and c.kind == "all-gather")
     assert gathered == 2 * (a_stage + head)  # bytes of bfloat16
+
+
+@pytest.mark.slow
+@pytest.mark.compiled("v4-32")
+def test_beside_tensor_activations_alone_travel_inside_of_ticks(analyze):
+    found = analyze("gpipe", 8, stages=2, tensor=2)
+    inside = [c for c in found.collectives if c.loops]
+    assert {c.axes for c in inside} == {("stage",), ("tensor",)}
+    assert max(c.payload_bytes for c in inside if c.axes == ("tensor",)) <= 2 * LENGTH * MODEL.embed_dim * 4
 
 
 @pytest.mark.slow
@@ -85,7 +97,8 @@ def test_left_to_the_partitioner_weights_and_gradients_travel_at_every_tick(monk
 @pytest.mark.compiled("v4-32")
 def test_memory_of_1f1b_does_not_grow_with_layers_times_microbatches(analyze):
     """From 8 to 32 microbatches: gpipe keeps inputs of 4 layers for each, 1F1B what enters alone."""
-    grown = {name: analyze(name, 32).compiled.temp_bytes - analyze(name, 8).compiled.temp_bytes for name in MAKE}
+    names = ("gpipe", "1F1B")
+    grown = {name: analyze(name, 32).compiled.temp_bytes - analyze(name, 8).compiled.temp_bytes for name in names}
     inputs = 24 * 4 * LENGTH * MODEL.embed_dim * 2
     assert grown["gpipe"] > inputs / 2
     assert grown["1F1B"] < inputs / 10

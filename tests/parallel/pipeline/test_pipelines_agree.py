@@ -1,6 +1,9 @@
 """A pipeline changes no number: losses, gradients and trained parameters equal one device's, in float32."""
 
 import dataclasses
+import functools
+import itertools
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -16,90 +19,162 @@ from parallel.pipeline import schedules
 MODEL = transformer.Transformer(
     vocab_size=203, num_layers=4, embed_dim=32, mlp_dim=48, num_heads=4, num_kv_heads=2, head_dim=8, dtype="float32"
 )
+DEEP = dataclasses.replace(MODEL, num_layers=8)  # for four stages, twice around
 STEPS = 3
 ONE_DEVICE = Example("v5e-1", strategies.data_parallel())
-BATCHES = list(random_batches(MODEL.vocab_size, steps=STEPS))  # 16 packed rows, uneven over rows and microbatches
-
-
-def example(slice_name, make, schedule, **degrees):
-    """Bubbles compute on NaN: had a number anything to do with them, it would be NaN too."""
-    return Example(slice_name, make(schedule=dataclasses.replace(schedule, bubble_input=float("nan")), **degrees))
-
-
-def gpipe(microbatches, **options):
-    return schedules.gpipe(num_microbatches=microbatches, **options)
-
-
-def one_f_one_b(microbatches, **options):
-    return schedules.one_f_one_b(num_microbatches=microbatches, **options)
-
-
-CASES = {
-    "gpipe, S 4, M 2": example("v4-8", strategies.pipeline, gpipe(2), stage=4),
-    "gpipe, S 2, M 4, fsdp": example("v4-8", strategies.pipeline_fsdp, gpipe(4), stage=2),
-    "gpipe, S 2, M 2, fsdp, tensor, by stage": example(
-        "v4-16", strategies.pipeline_fsdp_tensor, gpipe(2, save="stage"), stage=2, tensor=2
-    ),
-    "circular, S 2, R 2, M 4, fsdp": example(
-        "v4-8", strategies.pipeline_fsdp, schedules.circular(num_microbatches=4, repeats=2), stage=2
-    ),
-    "1F1B, S 4, M 8": example("v4-8", strategies.pipeline, one_f_one_b(8), stage=4),
-    "1F1B, S 2, M 2, fsdp, tensor": example(
-        "v4-16", strategies.pipeline_fsdp_tensor, one_f_one_b(2), stage=2, tensor=2
-    ),
-    "1F1B, S 4, M 2, by stage": example("v4-8", strategies.pipeline, one_f_one_b(2, save="stage"), stage=4),
-    "gpipe across slices": example("2xv4-8", strategies.pipeline_data, gpipe(4), slices=2),
-    "gpipe, S 4, M 4, fsdp": example("v4-32", strategies.pipeline_fsdp, gpipe(4), stage=4),
-    "gpipe, S 4, M 16": example("v4-8", strategies.pipeline, gpipe(16), stage=4),
+MAKE = {
+    "gpipe": schedules.gpipe,
+    "circular": functools.partial(schedules.circular, repeats=2),
+    "1F1B": schedules.one_f_one_b,
 }
-QUICK = (
-    "gpipe, S 4, M 2",
-    "gpipe, S 2, M 2, fsdp, tensor, by stage",
-    "circular, S 2, R 2, M 4, fsdp",
-    "1F1B, S 4, M 8",
-    "1F1B, S 2, M 2, fsdp, tensor",
-)
 
 
-def trained(case, model=MODEL, fresh=None, **options):
-    """The state before and behind three steps, and their losses."""
+class Case(NamedTuple):
+    """One pipeline; M is `times` S."""
+
+    schedule: str
+    stages: int
+    times: int
+    fsdp: int
+    tensor: int
+    save: str = "layers"
+
+    @property
+    def rows(self):
+        """Of the smallest batch that divides, and no fewer than 16."""
+        return max(16, self.stages * self.times * self.fsdp)
+
+    @property
+    def model(self):
+        return DEEP if (self.schedule, self.stages) == ("circular", 4) else MODEL
+
+    @property
+    def example(self):
+        """Bubbles compute on NaN: had a number anything to do with them, it would be NaN too."""
+        schedule = MAKE[self.schedule](num_microbatches=self.stages * self.times, save=self.save)
+        schedule = dataclasses.replace(schedule, bubble_input=float("nan"))
+        slice_ = {4: "v4-8", 8: "v4-16", 16: "v4-32"}[max(4, self.stages * self.fsdp * self.tensor)]
+        if self.tensor > 1:
+            make = functools.partial(strategies.pipeline_fsdp_tensor, tensor=self.tensor)
+        else:
+            make = strategies.pipeline if self.fsdp == 1 else strategies.pipeline_fsdp
+        return Example(slice_, make(stage=self.stages, schedule=schedule))
+
+
+EVERY = [Case(*values) for values in itertools.product(MAKE, (2, 4), (1, 2, 4), (1, 2), (1, 2))]
+# Any two values of two different columns meet in one of these.
+PAIRWISE = [
+    Case("gpipe", 4, 1, 1, 1),
+    Case("gpipe", 2, 2, 2, 2),
+    Case("gpipe", 2, 4, 1, 2),
+    Case("circular", 2, 1, 2, 1),
+    Case("circular", 4, 2, 1, 2),
+    Case("circular", 2, 4, 2, 1),
+    Case("1F1B", 2, 1, 1, 2),
+    Case("1F1B", 4, 2, 1, 1),
+    Case("1F1B", 4, 4, 2, 1),
+]
+BY_STAGE = [Case(name, 2, 2, 2, 1, save="stage") for name in MAKE]
+
+
+def label(case):
+    by = f"{case.schedule}, S {case.stages}, M {case.stages * case.times}"
+    return by + ", fsdp" * (case.fsdp > 1) + ", tensor" * (case.tensor > 1) + ", by stage" * (case.save == "stage")
+
+
+def batches(rows):
+    """Packed rows, uneven over rows and microbatches."""
+    return list(random_batches(MODEL.vocab_size, steps=STEPS, rows=rows))
+
+
+def program_of(example, model, batch, **options):
     # eps: an update is a smooth function of gradients, else one that is nearly 0 would be of the size of the rate
     optimizer = optimizers.adamw(learning_rate=optimizers.constant(3e-3), eps=1e-3)
-    spec = {k: jax.ShapeDtypeStruct(a.shape, a.dtype) for k, a in BATCHES[0].items()}
-    bound = partitioner.Partitioner(case.strategy, slice=slices.get(case.slice), devices=jax.devices())
-    program = bound.program(model, optimizer, spec, seed=7, **options)
+    spec = {k: jax.ShapeDtypeStruct(a.shape, a.dtype) for k, a in batch.items()}
+    bound = partitioner.Partitioner(example.strategy, slice=slices.get(example.slice), devices=jax.devices())
+    return bound.program(model, optimizer, spec, seed=7, **options)
+
+
+def trained(example, model, rows, fresh=None):
+    """The state before and behind three steps, what they measured, and what an evaluation does then."""
+    program = program_of(example, model, batches(rows)[0])
     state = program.init() if fresh is None else jax.device_put(fresh, program.state_shardings)
-    fresh, losses = jax.device_get(state), []
-    for batch in BATCHES:
+    fresh, measured = jax.device_get(state), []
+    for batch in batches(rows):
         state, metrics = program.train_step(state, program.put(batch))
-        losses.append(float(metrics["loss"]))
-    return fresh, jax.device_get(state), np.asarray(losses)
+        measured.append(jax.device_get(metrics))
+    evaluated = jax.device_get(program.eval_step(state, program.put(batches(rows)[0])))
+    return fresh, jax.device_get(state), measured, evaluated
 
 
 @pytest.fixture(scope="module")
 def one_device():
-    return trained(ONE_DEVICE)
+    return functools.cache(lambda model, rows: trained(ONE_DEVICE, model, rows))
+
+
+def quick_or_slow():
+    """The pairwise cases, then all others."""
+    slow = [case for case in (*EVERY, *BY_STAGE) if case not in PAIRWISE]
+    marked = [pytest.param(case, id=label(case), marks=pytest.mark.slow) for case in slow]
+    return [*(pytest.param(case, id=label(case)) for case in PAIRWISE), *marked]
 
 
 @pytest.mark.covers("M12")
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in CASES])
-def test_numbers_are_those_of_one_device(name, one_device):
-    fresh, want, want_losses = one_device
-    _, state, losses = trained(CASES[name], fresh=fresh)
-    np.testing.assert_allclose(losses, want_losses, atol=5e-6)
+@pytest.mark.parametrize("case", quick_or_slow())
+def test_numbers_are_those_of_one_device(case, one_device):
+    same_numbers(case.example, case.model, case.rows, one_device(case.model, case.rows))
+
+
+@pytest.mark.covers("M12")
+@pytest.mark.slow
+def test_numbers_across_slices_are_those_of_one_device(one_device):
+    schedule = dataclasses.replace(schedules.gpipe(num_microbatches=4), bubble_input=float("nan"))
+    across = Example("2xv4-8", strategies.pipeline_data(slices=2, schedule=schedule))
+    same_numbers(across, MODEL, 16, one_device(MODEL, 16))
+
+
+def same_numbers(example, model, rows, wanted):
+    fresh, want, want_measured, want_evaluated = wanted
+    _, state, measured, evaluated = trained(example, model, rows, fresh=fresh)
+    for a, b in zip((*measured, evaluated), (*want_measured, want_evaluated), strict=True):
+        assert a.keys() == b.keys()
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=5e-6), dict(a), dict(b))
     moments = difference(state.opt_state, want.opt_state)  # a tenth of the gradients, summed over steps
     assert moments.absolute <= 1e-7, moments
     assert difference(state.params, want.params).absolute <= 1e-6
 
 
-@pytest.mark.parametrize("name", ["gpipe, S 4, M 2", "1F1B, S 4, M 8"])
-def test_a_prompt_of_one_row_has_the_logits_of_one_device(name):
+def test_any_two_values_of_two_columns_meet_in_a_quick_case():
+    columns = [field for field in Case._fields if field != "save"]
+    for a, b in itertools.combinations(columns, 2):
+        pairs = {(getattr(case, a), getattr(case, b)) for case in EVERY}
+        assert pairs == {(getattr(case, a), getattr(case, b)) for case in PAIRWISE}, (a, b)
+
+
+def test_a_scaled_loss_has_scaled_gradients():
+    """A rule that has its gradients before the loss is used must heed what is done to the loss."""
+    program = program_of(Case("1F1B", 2, 1, 2, 1).example, MODEL, batches(16)[0])
+    params, batch = jax.device_get(program.init().params), batches(16)[0]
+
+    def gradients(scale):
+        def loss(params):
+            return scale * MODEL.loss(params, (), jax.random.key(0), batch)[1].loss_sum
+
+        with program.partitioner.tracing():
+            return jax.device_get(jax.jit(jax.grad(loss))(params))
+
+    whole, half = gradients(1.0), gradients(0.5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(0.5 * a, b, rtol=1e-6, atol=1e-7), whole, half)
+
+
+@pytest.mark.parametrize("case", [Case("gpipe", 4, 1, 1, 1), Case("1F1B", 4, 2, 1, 1)], ids=label)
+def test_a_prompt_of_one_row_has_the_logits_of_one_device(case):
     """Whether or not its rows divide into microbatches."""
-    params = MODEL.init(jax.random.key(1), BATCHES[0])
-    case = CASES[name]
-    bound = partitioner.Partitioner(case.strategy, slice=slices.get(case.slice), devices=jax.devices())
+    whole, example = batches(16)[0], case.example
+    params = MODEL.init(jax.random.key(1), whole)
+    bound = partitioner.Partitioner(example.strategy, slice=slices.get(example.slice), devices=jax.devices())
     for rows in (1, 8):
-        batch = {k: a[:rows] for k, a in BATCHES[0].items()}
+        batch = {k: a[:rows] for k, a in whole.items()}
         with bound.tracing():
             found = jax.device_get(jax.jit(MODEL.logits)(params, batch))
         np.testing.assert_allclose(found, jax.jit(MODEL.logits)(params, batch), atol=1e-5)

@@ -74,9 +74,12 @@ def one_device():
         (schedules.gpipe(num_microbatches=2), {"accum_steps": 2}),
         (schedules.circular(num_microbatches=4, repeats=2), {}),
         (schedules.one_f_one_b(num_microbatches=4), {}),
+        (schedules.one_f_one_b(num_microbatches=2, save="stage"), {"accum_steps": 2}),
+        (schedules.circular(num_microbatches=2, repeats=2), {"accum_steps": 2, "gather_once": True}),
     ],
-    ids=["gpipe, accumulated", "circular", "1F1B"],
+    ids=["gpipe, accumulated", "circular", "1F1B", "1F1B by stage, accumulated", "circular, accumulated, fsdp"],
 )
 def test_losses_with_dropout_are_those_of_one_device(schedule, options, one_device):
-    tables = strategies.pipeline(stage=2, schedule=schedule)
+    make = strategies.pipeline_fsdp if options.get("gather_once") else strategies.pipeline
+    tables = make(stage=2, schedule=schedule)
     np.testing.assert_allclose(losses_of(tables, "v4-8", **options), one_device, atol=2e-6)

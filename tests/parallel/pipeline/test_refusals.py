@@ -5,10 +5,11 @@ import dataclasses
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from core import logical, optimizers, slices
-from core.stack import layer_stack
+from core.stack import Tail, layer_stack
 from core.types import LossOutput
 from launch import agreement
 from models import transformer
@@ -21,12 +22,23 @@ SPEC = {"x": jax.ShapeDtypeStruct((ROWS, 4, WIDTH), jnp.float32)}
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """Layers `tanh(x w)`, in a stack or not; `scaled` lets the side depend on a parameter, `closed` a layer on rows."""
+    """Layers `tanh(x w)`, in a stack or not, and ways to go wrong.
+
+    Attributes:
+      scaled: the side depends on a parameter.
+      closed: a layer reads rows of its own.
+      side_rows: rows of the side.
+      halved: the stack sees a row in four.
+      tail: "closes" over rows, gives extras of "rows", or has a "table" of integers.
+    """
 
     layers: int = 4
     stacked: bool = True
     scaled: bool = False
     closed: bool = False
+    side_rows: int = ROWS
+    halved: bool = False
+    tail: str = ""
 
     def init(self, rng, batch):
         return hk.transform(self._loss).init(rng, batch)
@@ -42,9 +54,20 @@ class Linear:
             w = logical.param("w", (WIDTH, WIDTH), ("embed", None), hk.initializers.RandomNormal(0.3))
             return jnp.tanh(x @ w) * side + (batch["x"] if self.closed else 0)
 
+        def last(table, x, side):
+            rows = {"rows": side[:, 0, 0]} if self.tail == "rows" else {}
+            more = jnp.sum(batch["x"]) if self.tail == "closes" else 0.0
+            return LossOutput(jnp.sum(x**2) + more, jnp.float32(x.shape[0]), {}, rows)
+
         scale = logical.param("scale", (), (), jnp.ones) if self.scaled else 1.0
-        side = jnp.full((ROWS, 1, 1), scale)
-        x = layer_stack(block, self.layers)(batch["x"], side) if self.stacked else block(batch["x"], side)
+        side, x = jnp.full((self.side_rows, 1, 1), scale), batch["x"]
+        if self.halved:
+            side, x = side[::4], x[::4]
+        if self.tail:
+            return layer_stack(block, self.layers, tail=Tail(last, jnp.arange(3) if self.tail == "table" else ()))(
+                x, side
+            )
+        x = layer_stack(block, self.layers)(x, side) if self.stacked else block(x, side)
         return LossOutput(jnp.sum(x**2), jnp.float32(ROWS), {})
 
 
@@ -64,9 +87,14 @@ def bind(schedule, model=Linear(), slice_name="v4-8", **options):
             r"Nearest that do: 15, 18; or num_microbatches one of 1, 2, 4, 8, 16",
         ),
         (
+            schedules.circular(num_microbatches=3, repeats=1),
+            Linear(),
+            r"Nearest that do: 15, 18; or num_microbatches one of 4, 8, 16\n",
+        ),
+        (
             schedules.gpipe(num_microbatches=4),
             Linear(layers=6),
-            "gpipe: 6 layers do not divide over stage = 4; take stage one of 1, 2, 3, 6, or a multiple of 4 layers",
+            "gpipe: 6 layers do not divide over stage = 4; take stage one of 1, 2, or a multiple of 4 layers",
         ),
         (
             schedules.circular(num_microbatches=4, repeats=2),
@@ -90,6 +118,27 @@ def bind(schedule, model=Linear(), slice_name="v4-8", **options):
             "1F1B: .* must be the stack's tail and give a LossOutput",
         ),
         (schedules.gpipe(num_microbatches=4), Linear(scaled=True), "the side of the layer stack depends on parameters"),
+        (
+            schedules.gpipe(num_microbatches=4),
+            Linear(side_rows=4),
+            r"side is float32\[4, 1, 1\], but x has 16 rows: a side belongs to rows",
+        ),
+        (
+            schedules.one_f_one_b(num_microbatches=4),
+            Linear(tail="closes"),
+            r"the tail closes over 1 array.*A tail may use only tail.params, x and side",
+        ),
+        (
+            schedules.one_f_one_b(num_microbatches=4),
+            Linear(tail="rows"),
+            "1F1B: the tail gives a LossOutput with extras, which belong to rows",
+        ),
+        (
+            schedules.one_f_one_b(num_microbatches=4),
+            Linear(tail="table"),
+            r"1F1B: tail.params has arrays without a gradient \(.*int32\[3\]\)",
+        ),
+        (schedules.gpipe(num_microbatches=8), Linear(halved=True), "trained on rows that do not divide into microb"),
     ],
 )
 def test_what_does_not_fit_is_refused(schedule, model, message):
@@ -112,12 +161,54 @@ def test_gradients_that_1f1b_has_not_are_refused():
         jax.eval_shape(jax.grad(loss), jax.eval_shape(model.init, jax.random.key(0), batch))
 
 
+def test_bubbles_compute_on_what_they_are_given():
+    """NaN of a bubble proves something only if a layer sees it: it is then what was kept last in the bubbles' place."""
+
+    def block(x, side):
+        return jnp.tanh(x @ logical.param("w", (WIDTH, WIDTH), ("embed", None), hk.initializers.RandomNormal(0.3)))
+
+    net = hk.transform(lambda x: layer_stack(block, 2)(x))
+    schedule = dataclasses.replace(schedules.gpipe(num_microbatches=4), bubble_input=float("nan"))
+    tables = strategies.pipeline(stage=2, schedule=schedule)
+    bound = partitioner.Partitioner(tables, slice=slices.get("v4-8"), devices=jax.devices())
+    x = jnp.ones((ROWS, WIDTH))
+    params = net.init(jax.random.key(0), x)
+    with bound.tracing():
+        y, pull = jax.jit(lambda params: jax.vjp(lambda params: net.apply(params, None, x), params))(params)
+    assert np.isfinite(y).all()
+    (kept,) = (np.asarray(a) for a in jax.tree.leaves(pull) if a.shape[:3] == (2, 1, 5))  # stage, layer, place
+    assert np.isfinite(kept[:, :, :4]).all()
+    assert np.isnan(kept[:, :, 4]).all()
+
+
+def test_one_stage_is_no_pipeline():
+    """Its rows need not divide into microbatches, and nothing is said of a schedule."""
+    tables = strategies.pipeline(stage=1, schedule=schedules.one_f_one_b(num_microbatches=3))
+    bound = partitioner.Partitioner(tables, slice=slices.get("v4-8"), devices=jax.devices())
+    assert bound.pipeline is None
+    bound.program(Linear(), optimizers.adamw(learning_rate=optimizers.constant(1e-3)), SPEC, seed=0)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: schedules.gpipe(num_microbatches=0), "gpipe: num_microbatches = 0; expected at least 1"),
+        (
+            lambda: schedules.gpipe(num_microbatches=0),
+            "gpipe: num_microbatches = 0; expected a whole number, at least 1",
+        ),
+        (lambda: schedules.gpipe(num_microbatches=8.0), "gpipe: num_microbatches = 8.0; expected a whole number"),
+        (lambda: schedules.gpipe(num_microbatches="8"), "gpipe: num_microbatches = '8'; expected a whole number"),
+        (lambda: strategies.pipeline(schedule=schedules.gpipe), r"in gin with its brackets: @schedules.gpipe\(\)"),
+        (lambda: strategies.pipeline(schedule=None), "stage = 4 without a schedule; give one"),
+        (
+            lambda: strategies.override(strategies.pipeline(), param_rules={"layers": ("stage", "data")}),
+            "a pipeline needs its layers over its stages alone",
+        ),
         (lambda: schedules.gpipe(num_microbatches=2, save="all"), "save = 'all'; expected one of layers, stage"),
-        (lambda: schedules.circular(num_microbatches=2, repeats=0), "circular: repeats = 0; expected at least 1"),
+        (
+            lambda: schedules.circular(num_microbatches=2, repeats=0),
+            "circular: repeats = 0; expected a whole number, at least 1",
+        ),
         (
             lambda: dataclasses.replace(strategies.fsdp(), pipeline=schedules.gpipe(num_microbatches=2)),
             "a pipeline needs its layers over its stages",
