@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from core.checkpoint import Checkpoints
+from core.checkpoints.store import Checkpoints
 from core.train_state import TrainState
 from launch.training import Run
 from parallel import agreement

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 from core import distributed, logical, slices
-from core.checkpoint import Checkpoints
+from core.checkpoints.store import Checkpoints
 from core.training import trainer
 from core.types import Task
 from launch import training

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from core import distributed, metrics, paths
-from core.checkpoint import Checkpoints
+from core.checkpoints.store import Checkpoints
 from core.train_state import TrainState
 from core.training import compile_cache, hooks, prefetch, profiling, recompile, trainer
 from launch import card, environment
@@ -126,15 +126,18 @@ def train(run: Run, *, also: Sequence[hooks.Hook] = ()) -> dict[str, float]:
 def restore_or_init(
     run: Run, checkpoints: Checkpoints, *, step: int | None = None
 ) -> tuple[TrainState, Mapping[str, bytes] | None, int | None]:
-    """The state and the position in the data of the newest checkpoint (or of `step`), or a fresh start.
+    """The state and the position in the data of the newest sound checkpoint (or of `step`), or a fresh start.
 
     Returns:
       State, position (None at the start), and the step it comes from (None for a fresh start).
     """
-    step = checkpoints.latest_step() if step is None else step
     if step is None:
+        found = checkpoints.restore_newest(run.program.abstract_state)
+    else:
+        found = step, *checkpoints.restore(step, run.program.abstract_state)
+    if found is None:
         return run.program.init(), None, None
-    state, position, meta = checkpoints.restore(step, run.program.abstract_state)
+    step, state, position, meta = found
     if meta["data"] != run.meta["data"]:
         raise ValueError(
             f"the checkpoint of step {step} was trained on other data (fingerprint {meta['data']}, now "

@@ -138,7 +138,7 @@ class Save(Hook):
         *,
         due: Callable[[int], bool],
     ):
-        """Takes a `core.checkpoint.Checkpoints`, the prefetcher's `position`, what to keep beside them, and when."""
+        """Takes the `Checkpoints` of a run, the prefetcher's `position`, what to keep beside them, and when."""
         self._checkpoints = checkpoints
         self._position = position
         self._meta = meta

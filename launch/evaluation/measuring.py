@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from core.checkpoint import Checkpoints
+from core.checkpoints.store import Checkpoints
 from core.train_state import TrainState
 from core.training import trainer
 from core.types import WeightedSum

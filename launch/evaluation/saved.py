@@ -11,7 +11,8 @@ import tempfile
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from core import checkpoint, distributed, paths
+from core import distributed, paths
+from core.checkpoints import steps as saved_steps
 from launch import configuration, environment
 from launch.gin_config import LoadedConfig
 
@@ -53,7 +54,7 @@ def chosen(run_dir: str, *, step: int | None, every: bool) -> list[int]:
     Raises:
       ValueError: there is no complete checkpoint, or none of `step`.
     """
-    steps = checkpoint.complete_steps(paths.resolve(run_dir) / CHECKPOINTS)
+    steps = saved_steps.complete(paths.resolve(run_dir) / CHECKPOINTS)
     if not steps:
         raise ValueError(
             f"the run in {run_dir!r} has no complete checkpoint: it saves one every CHECKPOINT_INTERVAL steps, "

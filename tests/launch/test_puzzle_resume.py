@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from core.checkpoint import Checkpoints
+from core.checkpoints.store import Checkpoints
 from launch import configuration, training
 from launch.pods.joining import Host
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from core import train_state
-from core.checkpoint import Checkpoints
+from core.checkpoints.store import Checkpoints
 from launch.agreement import ONE_DEVICE, RECURSIVE, batches_for, bind
 from parallel import agreement, strategies
 from parallel.agreement import EXAMPLES, Example

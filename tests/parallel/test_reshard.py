@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from core.checkpoint import Checkpoints
+from core.checkpoints.store import Checkpoints
 from launch.agreement import EXAMPLES, MODELS, batches_for, bind
 
 
@@ -53,7 +53,7 @@ import jax
 from core import distributed
 distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS,
                        local_cpu_devices=16 // HOSTS, single_process=False)
-from core.checkpoint import Checkpoints
+from core.checkpoints.store import Checkpoints
 from launch.agreement import EXAMPLES, MODELS, batches_for, bind
 from parallel import agreement
 MODEL = MODELS[KIND]

@@ -151,10 +151,10 @@ def _slice(variant: Variant, experiment: Any) -> Slice:
 
 
 def _require_checkpoint(run_dir: str, step: int) -> None:
-    from core import checkpoint
+    from core.checkpoints import steps as saved_steps
 
     folder = paths.resolve(run_dir) / "checkpoints"
-    if step not in (there := checkpoint.complete_steps(folder)):
+    if step not in (there := saved_steps.complete(folder)):
         raise ValueError(
             f"checkpoint={run_dir}@{step}: no complete checkpoint of step {step} in {folder}; there are "
             f"{', '.join(map(str, there)) or 'none'}"

@@ -156,7 +156,7 @@ def _evaluate(args: argparse.Namespace, found: Saved, asked: Portion, host: Host
 
 def _measured(run: Run, steps: Sequence[int], asked: Portion, results: Results) -> Results:
     """With what came of each checkpoint, on host 0. Raises ValueError where all were removed before their turn."""
-    from core.checkpoint import Checkpoints
+    from core.checkpoints.store import Checkpoints
     from launch.evaluation import measuring
 
     keep, read = run.experiment.keep_checkpoints, False

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from core.checkpoint import Checkpoints
+from core.checkpoints.store import Checkpoints
 from launch import __main__ as cli
 from launch import configuration, training
 from launch.pods import joining

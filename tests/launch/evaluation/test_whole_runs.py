@@ -7,7 +7,7 @@ import shutil
 import jax
 import pytest
 
-from core.checkpoint import Checkpoints
+from core.checkpoints.store import Checkpoints
 from launch import configuration, training
 from launch.pods.joining import Host
 

@@ -4,37 +4,38 @@ One step is one folder with three parts, written by all hosts together and made 
 
     RUN/checkpoints/100/state   every array, sharded: each host writes its own shards (orbax)
                         data    one file per input stream, written by the host that owns the stream
-                        meta    JSON: config text, versions, git revision, seed …
+                        meta    JSON: config text, versions, git revision, seed …; and what is in every array
 
 The one idea: nothing in a checkpoint depends on how many hosts or which mesh wrote it. The state is restored into
-whatever shardings the reader asks for, and every reader gets the union of all streams.
+whatever shardings the reader asks for, every reader gets the union of all streams, and the numbers that tell whether an
+array is what it was do not depend on its layout either.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import hashlib
+import json
 import time
-import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-
-import jax
-import numpy as np
 
 from core import distributed, paths  # isort: skip (paths decides how etils reaches buckets, before orbax imports it)
 import orbax.checkpoint as ocp
+
+from core.checkpoints import leaves, steps
+from core.checkpoints.leaves import Misfit
+from core.checkpoints.streams import StreamsHandler, StreamsSave
 
 TIMEOUT_SECONDS = 300  # orbax waits 20 minutes for a host that failed to write; the others need not.
 
 REMOVAL_SECONDS = 10.0  # What somebody removes may look complete for so long after its first file is gone.
 
-_COMPLETE_MARK = "_CHECKPOINT_METADATA"
-_STREAM_SUFFIX = ".bin"
+_CONTENT, _CHECKSUM = "content", "checksum"  # in meta, beside what the caller keeps there
 
 
-class Misfit(ValueError):
-    """The checkpoint is there, and does not fit what is asked of it."""
+class DamagedError(RuntimeError):
+    """What is in a checkpoint is not what was saved."""
 
 
 class Checkpoints:
@@ -59,7 +60,7 @@ class Checkpoints:
             raise ValueError(f"there are no checkpoints in {self._directory}: no such folder; check run_dir")
         self._saving: int | None = None
         if not read_only and distributed.is_host_zero():
-            _set_incomplete_aside(self._directory)
+            steps.set_incomplete_aside(self._directory)
         distributed.barrier("checkpoints/open", timeout_seconds=timeout_seconds)
         self._manager = ocp.CheckpointManager(
             self._directory,
@@ -92,12 +93,14 @@ class Checkpoints:
           ValueError: the step is already saved, or a leaf is not a jax.Array.
           RuntimeError: the save before this one failed, or this one could not start.
         """
-        _require_arrays(state)
+        leaves.require_arrays(state)
         self.wait()
         if step in self._manager.all_steps():
             raise ValueError(f"step {step} is already saved in {self._directory}; a save never overwrites")
         parts = ocp.args.Composite(
-            state=ocp.args.StandardSave(state), data=StreamsSave(dict(data)), meta=ocp.args.JsonSave(dict(meta))
+            state=ocp.args.StandardSave(state),
+            data=StreamsSave(dict(data)),
+            meta=ocp.args.JsonSave(_sealed({**meta, _CONTENT: leaves.describe(state)})),
         )
         self._saving = step
         with self._naming_failures():
@@ -105,8 +108,8 @@ class Checkpoints:
 
     def latest_step(self) -> int | None:
         """The latest complete step, as host 0 sees it, or None."""
-        steps = complete_steps(self._directory) if distributed.is_host_zero() else []
-        answer = distributed.from_host_zero(str(steps[-1]) if steps else "")
+        there = steps.complete(self._directory) if distributed.is_host_zero() else []
+        answer = distributed.from_host_zero(str(there[-1]) if there else "")
         return int(answer) if answer else None
 
     def restore(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, bytes], dict[str, Any]]:
@@ -119,47 +122,81 @@ class Checkpoints:
         Raises:
           ValueError: no such complete step, a leaf without sharding, or a tree, shape or dtype that differs from what
             was saved; names the leaves, before anything is read.
+          DamagedError: an array or the description is not what was saved.
         """
-        if step not in (steps := complete_steps(self._directory)):
-            raise ValueError(f"no complete checkpoint of step {step} in {self._directory}; there are {steps or 'none'}")
-        _require_shardings(abstract_state)
-        self._require_same_tree(step, abstract_state)
-        parts = ocp.args.Composite(
-            state=ocp.args.StandardRestore(abstract_state), data=StreamsRestore(), meta=ocp.args.JsonRestore()
-        )
-        restored = self._manager.restore(step, args=parts)
-        return restored["state"], restored["data"], restored["meta"]
+        if step not in (there := steps.complete(self._directory)):
+            raise ValueError(f"no complete checkpoint of step {step} in {self._directory}; there are {there or 'none'}")
+        restored, said = self._attempt(step, abstract_state)
+        if said:
+            raise DamagedError(f"the checkpoint of step {step} in {self._directory} cannot be read: {said}")
+        return restored
+
+    def restore_newest(self, abstract_state: Any) -> tuple[int, Any, dict[str, bytes], dict[str, Any]] | None:
+        """The newest step that is as it was saved, with its state, streams and description; None where there is none.
+
+        A step that is damaged is renamed, so that it can be trained and saved again, and said on host 0.
+
+        Raises:
+          Misfit: it does not fit `abstract_state`.
+          RuntimeError: there are steps, and all of them are damaged.
+        """
+        damaged = []
+        while (step := self.latest_step()) is not None:
+            restored, said = self._attempt(step, abstract_state)
+            if not said:
+                return step, *restored
+            damaged.append(step)
+            if distributed.is_host_zero():
+                aside = steps.set_damaged_aside(self._directory, step)
+                print(f"checkpoint {step} is damaged ({said}); it is {aside.name} now", flush=True)
+            distributed.barrier(f"checkpoints/{step} aside")
+            self._manager.reload()
+        if damaged:
+            raise RuntimeError(
+                f"all checkpoints in {self._directory} are damaged (steps {', '.join(map(str, damaged))}; kept as "
+                "damaged-* there). To start afresh, give another run_dir"
+            )
+        return None
+
+    def _attempt(self, step: int, abstract_state: Any) -> tuple[Any, str]:
+        """What was restored, or what is wrong with it, alike on all hosts; a misfit is no damage, and raises.
+
+        Not by orbax's manager: its hosts wait for one another behind every read, for minutes where one of them failed.
+        """
+        leaves.require_shardings(abstract_state)
+        folder = self._directory / str(step)
+        description, said = _on_all_hosts(lambda: _read_meta(folder))
+        if said:
+            return None, said
+        meta, content = description
+        self._require_same_tree(step, content, abstract_state)
+        parts, said = _on_all_hosts(lambda: _read_arrays_and_streams(folder, abstract_state))
+        if said:
+            return None, said
+        state, data = parts
+        return (state, data, meta), _differing(content, state)
 
     def restore_if_there(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, bytes], dict[str, Any]] | None:
         """As `restore`; None, on every host, where a running job removed the step before, or while it was read."""
         if not self._is_there(step):
             return None
-        restored, error = None, None
-        try:
-            restored = self.restore(step, abstract_state)
-        except Misfit:
-            raise
-        except Exception as unread:  # of many types, as files vanish under the reader
-            error = unread
-        said = distributed.all_gather_text("checkpoints/read", f"{type(error).__name__}: {error}" if error else "")
-        if not any(said):
+        restored, said = self._attempt(step, abstract_state)
+        if not said:
             return restored
         if not self._is_there(step, after_seconds=REMOVAL_SECONDS):
             return None
-        failed = "; ".join(f"host {host}: {text}" for host, text in enumerate(said) if text)
-        raise RuntimeError(f"the checkpoint of step {step} in {self._directory} cannot be read: {failed}") from error
+        raise RuntimeError(f"the checkpoint of step {step} in {self._directory} cannot be read: {said}")
 
     def _is_there(self, step: int, *, after_seconds: float = 0.0) -> bool:
         """Whether host 0 sees the step complete, still after so many seconds."""
         is_there, end = False, time.monotonic() + after_seconds
         if distributed.is_host_zero():
-            while (is_there := step in complete_steps(self._directory)) and time.monotonic() < end:
+            while (is_there := step in steps.complete(self._directory)) and time.monotonic() < end:
                 time.sleep(0.5)
         return distributed.from_host_zero("there" if is_there else "") == "there"
 
-    def _require_same_tree(self, step: int, abstract_state: Any) -> None:
-        saved = self._manager.item_metadata(step)["state"]
-        differences = _differences(_leaves(saved.tree), _leaves(abstract_state))
+    def _require_same_tree(self, step: int, content: Mapping[str, list], abstract_state: Any) -> None:
+        differences = leaves.differences({name: kind for name, (kind, _) in content.items()}, abstract_state)
         if differences:
             listed = "\n  ".join(differences[:20] + [f"… and {len(differences) - 20} more"] * (len(differences) > 20))
             raise Misfit(
@@ -193,105 +230,43 @@ class Checkpoints:
             ) from error
 
 
-class StreamsHandler(ocp.AsyncCheckpointHandler):
-    """Writes the streams of this host, one file each; reads those of all hosts."""
-
-    async def async_save(self, directory: Any, args: StreamsSave) -> list[ocp.future.Future]:
-        """Starts writing; the folder is made by orbax, perhaps only after this returns."""
-        return [ocp.future.CommitFutureAwaitingContractedSignals(self._write(directory, args.streams), name="streams")]
-
-    async def _write(self, directory: Any, streams: Mapping[str, bytes]) -> None:
-        for name, position in streams.items():
-            (directory / (urllib.parse.quote(name, safe="") + _STREAM_SUFFIX)).write_bytes(position)
-
-    def save(self, directory: Any, args: StreamsSave) -> None:
-        """Part of the interface of a handler; `Checkpoints` only saves in the background."""
-        raise NotImplementedError("streams are saved by async_save")
-
-    def restore(self, directory: Any, args: StreamsRestore | None = None) -> dict[str, bytes]:
-        """All streams of the step, by name."""
-        del args
-        files = sorted(directory.glob(f"*{_STREAM_SUFFIX}")) if directory.exists() else []
-        return {urllib.parse.unquote(file.name.removesuffix(_STREAM_SUFFIX)): file.read_bytes() for file in files}
-
-    def metadata(self, directory: Any) -> None:
-        """Streams have none."""
+def _on_all_hosts(read: Callable[[], Any]) -> tuple[Any, str]:
+    """What this host read, or, where it failed on any, what each of those says."""
+    found, error = None, None
+    try:
+        found = read()
+    except Exception as unread:  # of many types: whatever files and formats make of a wrong byte
+        error = unread
+    said = distributed.all_gather_text("checkpoints/read", f"{type(error).__name__}: {error}" if error else "")
+    return found, "; ".join(f"host {host}: {text}" for host, text in enumerate(said) if text)
 
 
-@ocp.args.register_with_handler(StreamsHandler, for_save=True)
-@dataclasses.dataclass
-class StreamsSave(ocp.args.CheckpointArgs):
-    """What this host writes: position by stream name."""
-
-    streams: Mapping[str, bytes]
-
-
-@ocp.args.register_with_handler(StreamsHandler, for_restore=True)
-@dataclasses.dataclass
-class StreamsRestore(ocp.args.CheckpointArgs):
-    """Asks for the streams of all hosts."""
+def _read_meta(folder: paths.Path) -> tuple[dict[str, Any], dict[str, list]]:
+    """What the caller kept, and kind and content of every leaf."""
+    meta = ocp.JsonCheckpointHandler().restore(folder / "meta")
+    if meta.get(_CHECKSUM) != _checksum(meta) or _CONTENT not in meta:
+        raise DamagedError("the description is not what was saved")
+    return {k: v for k, v in meta.items() if k not in (_CONTENT, _CHECKSUM)}, meta[_CONTENT]
 
 
-# What is complete
+def _read_arrays_and_streams(folder: paths.Path, abstract_state: Any) -> tuple[Any, dict[str, bytes]]:
+    state = ocp.StandardCheckpointHandler().restore(folder / "state", args=ocp.args.StandardRestore(abstract_state))
+    return state, StreamsHandler().restore(folder / "data")
 
 
-def complete_steps(directory: paths.Path) -> list[int]:
-    """Steps that hold everything a restore needs, ascending. An empty folder named 3 is not one."""
-    if not directory.exists():
-        return []
-    found = ocp.path.step.standard_name_format().find_all(directory)
-    return sorted(step.step for step in found if _is_complete(step.path))
+def _differing(content: Mapping[str, list], state: Any) -> str:
+    found = leaves.describe(state)
+    wrong = [name for name in content if found[name] != content[name]]
+    named = ", ".join(wrong[:3] + [f"and {len(wrong) - 3} more"] * (len(wrong) > 3))
+    return f"{len(wrong)} of {len(content)} arrays are not what was saved: {named}" if wrong else ""
 
 
-def _is_complete(folder: paths.Path) -> bool:
-    return all((folder / name).exists() for name in (_COMPLETE_MARK, "state", "meta"))
+def _sealed(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """A description with its own checksum, as it comes back from JSON."""
+    plain = json.loads(json.dumps(meta))
+    return {**plain, _CHECKSUM: _checksum(plain)}
 
 
-def _set_incomplete_aside(directory: paths.Path) -> None:
-    """Renames local step folders that cannot be restored: orbax would count them among the latest.
-
-    In a bucket there are none: a step without its last object is not listed, and orbax removes it.
-    """
-    if paths.is_remote(directory) or not directory.exists():
-        return
-    for folder in sorted(directory.iterdir()):
-        if folder.name.isdigit() and folder.is_dir() and not _is_complete(folder):
-            folder.rename(directory / f"incomplete-{folder.name}-{time.time_ns()}")
-
-
-# What fits
-
-
-def _leaves(tree: Any) -> dict[str, Any]:
-    """Leaves by name, equal for a NamedTuple and the dict that orbax makes of it: "params/decoder/linear/w"."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {
-        "/".join(str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path): leaf
-        for path, leaf in flat
-    }
-
-
-def _require_arrays(state: Any) -> None:
-    wrong = {name: type(leaf).__name__ for name, leaf in _leaves(state).items() if not isinstance(leaf, jax.Array)}
-    if wrong:
-        raise ValueError(f"a checkpoint holds jax.Arrays; these leaves are not: {wrong}; put them on the devices first")
-
-
-def _differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """One line for each leaf that is missing, extra, or of another shape or dtype."""
-    lines = [f"{name}: not in the checkpoint, expected {_kind(wanted[name])}" for name in wanted if name not in saved]
-    lines += [f"{name}: {_kind(saved[name])} in the checkpoint, not expected" for name in saved if name not in wanted]
-    for name in wanted:
-        if name in saved and _kind(saved[name]) != _kind(wanted[name]):
-            lines.append(f"{name}: {_kind(saved[name])} in the checkpoint, expected {_kind(wanted[name])}")
-    return lines
-
-
-def _kind(leaf: Any) -> str:
-    return f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
-
-
-def _require_shardings(abstract_state: Any) -> None:
-    without = [name for name, leaf in _leaves(abstract_state).items() if getattr(leaf, "sharding", None) is None]
-    if without:
-        raise Misfit(f"restore needs the sharding of every leaf; missing: {', '.join(without[:20])}")
+def _checksum(meta: Mapping[str, Any]) -> str:
+    plain = {k: v for k, v in meta.items() if k != _CHECKSUM}
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()

@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from core import checkpoint
+from core.checkpoints import store, streams
 
 
 class State(NamedTuple):
@@ -53,7 +53,7 @@ def opened(tmp_path):
     made = []
 
     def open_at(folder=tmp_path / "checkpoints", keep=3, **kwargs):
-        made.append(checkpoint.Checkpoints(str(folder), keep=keep, **kwargs))
+        made.append(store.Checkpoints(str(folder), keep=keep, **kwargs))
         return made[-1]
 
     yield open_at
@@ -152,18 +152,18 @@ def test_a_step_that_vanishes_is_none_and_one_that_cannot_be_read_an_error(opene
         writer.save(step, state=state, data={}, meta={})
     writer.close()
     reader, folder = opened(read_only=True), tmp_path / "checkpoints"
-    monkeypatch.setattr(checkpoint, "REMOVAL_SECONDS", 0.0)
+    monkeypatch.setattr(store, "REMOVAL_SECONDS", 0.0)
     assert_same(reader.restore_if_there(3, abstract(state))[0], state)
     shutil.rmtree(folder / "3")
     assert reader.restore_if_there(3, abstract(state)) is None
-    restore = reader._manager.restore
+    read = store._read_arrays_and_streams
 
-    def vanishing(step, **kwargs):
-        shutil.rmtree(folder / str(step))
-        return restore(step, **kwargs)
+    def vanishing(step_folder, abstract_state):
+        shutil.rmtree(step_folder)
+        return read(step_folder, abstract_state)
 
     with monkeypatch.context() as patched:
-        patched.setattr(reader._manager, "restore", vanishing)
+        patched.setattr(store, "_read_arrays_and_streams", vanishing)
         assert reader.restore_if_there(2, abstract(state)) is None
     with pytest.raises(ValueError, match="does not fit this model and optimizer"):
         reader.restore_if_there(1, abstract(state)._replace(carry=abstract(state).step))
@@ -214,7 +214,7 @@ def test_a_failed_write_surfaces_and_leaves_the_earlier_step(opened, state, tmp_
     async def fail(*_):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(checkpoint.StreamsHandler, "_write", fail)
+    monkeypatch.setattr(streams.StreamsHandler, "_write", fail)
     checkpoints.save(2, state=state, data={"a": b"2"}, meta={})
     with pytest.raises(RuntimeError, match=r"step 2 to .* failed.*No space left"):
         checkpoints.save(3, state=state, data={"a": b"3"}, meta={})
@@ -225,29 +225,30 @@ TWO_HOSTS_SAVE = """
 import shutil
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from core import checkpoint, distributed
+from core import distributed
+from core.checkpoints import store
 distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS, local_cpu_devices=2)
 mesh = Mesh(np.array(jax.devices()), ("fsdp",))
 def array(value, *spec):
     return jax.make_array_from_callback(value.shape, NamedSharding(mesh, PartitionSpec(*spec)), lambda i: value[i])
 weights = np.arange(24.0, dtype=np.float32).reshape(8, 3)
 state = {"w": array(weights, "fsdp"), "step": array(np.array(4, np.int32))}
-checkpoints = checkpoint.Checkpoints("checkpoints", keep=2, timeout_seconds=30)
+checkpoints = store.Checkpoints("checkpoints", keep=2, timeout_seconds=30)
 for step in (3, 4):
     checkpoints.save(step, state=state, data={f"stream_{PROCESS}": bytes([step, PROCESS])}, meta={"host": PROCESS})
 checkpoints.wait()
 print("latest", checkpoints.latest_step())
 checkpoints.close()
 
-reader = checkpoint.Checkpoints("checkpoints", keep=2, read_only=True)
+reader = store.Checkpoints("checkpoints", keep=2, read_only=True)
 layout = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-restore = reader._manager.restore
-def vanishing(step, **kwargs):
-    if PROCESS == 0 and step == 3:
+read = store._read_arrays_and_streams
+def vanishing(folder, abstract_state):
+    if PROCESS == 0 and folder.name == "3":
         shutil.rmtree("checkpoints/3")
-    distributed.barrier(f"{step} removed")
-    return restore(step, **kwargs)
-reader._manager.restore = vanishing
+    distributed.barrier(f"{folder.name} removed")
+    return read(folder, abstract_state)
+store._read_arrays_and_streams = vanishing
 read = [reader.restore_if_there(step, layout) for step in (3, 3, 4)]
 print("read", [found and int(found[0]["step"]) for found in read])
 reader.close()
@@ -264,7 +265,7 @@ def test_two_hosts_save_and_read_and_one_restores(run_hosts, opened, tmp_path):
     assert all("read [None, None, 4]" in result.output for result in results)
     layout = sharded((4, 2), "fsdp", "tensor")
     wanted = {
-        "w": jax.ShapeDtypeStruct((8, 3), jnp.float32, sharding=sharded((2,), "fsdp")),
+        "w": jax.ShapeDtypeStruct((8, 3), jnp.float32, sharding=sharded((4, 2), "tensor")),
         "step": jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(layout.mesh, PartitionSpec())),
     }
     state, data, meta = opened().restore(4, wanted)

@@ -1,0 +1,64 @@
+"""The arrays of a state by name: what they are, whether two trees have the same, and what is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from core.checkpoints import fingerprint
+
+
+class Misfit(ValueError):
+    """The checkpoint is there, and does not fit what is asked of it."""
+
+
+def by_name(tree: Any) -> dict[str, Any]:
+    """Leaves by name, equal for a NamedTuple and the dict that orbax makes of it: "params/decoder/linear/w"."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {
+        "/".join(str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path): leaf
+        for path, leaf in flat
+    }
+
+
+def require_arrays(state: Any) -> None:
+    """Raises ValueError where a leaf is no jax.Array."""
+    wrong = {name: type(leaf).__name__ for name, leaf in by_name(state).items() if not isinstance(leaf, jax.Array)}
+    if wrong:
+        raise ValueError(f"a checkpoint holds jax.Arrays; these leaves are not: {wrong}; put them on the devices first")
+
+
+def differences(saved: Mapping[str, str], abstract_state: Any) -> list[str]:
+    """One line for each leaf that is missing, extra, or of another shape or dtype.
+
+    Args:
+      saved: kinds by name.
+      abstract_state: what is wanted.
+    """
+    wanted = {name: kind(leaf) for name, leaf in by_name(abstract_state).items()}
+    lines = [f"{name}: not in the checkpoint, expected {wanted[name]}" for name in wanted if name not in saved]
+    lines += [f"{name}: {saved[name]} in the checkpoint, not expected" for name in saved if name not in wanted]
+    both = [name for name in wanted if name in saved and saved[name] != wanted[name]]
+    return lines + [f"{name}: {saved[name]} in the checkpoint, expected {wanted[name]}" for name in both]
+
+
+def kind(leaf: Any) -> str:
+    """`float32[8, 6]`."""
+    return f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
+
+
+def require_shardings(abstract_state: Any) -> None:
+    """Raises Misfit where a leaf has none."""
+    without = [name for name, leaf in by_name(abstract_state).items() if getattr(leaf, "sharding", None) is None]
+    if without:
+        raise Misfit(f"restore needs the sharding of every leaf; missing: {', '.join(without[:20])}")
+
+
+def describe(state: Any) -> dict[str, list]:
+    """Kind and content of every leaf, as JSON: `{"params/w": ["float32[8, 6]", 2864434397]}`."""
+    leaves = by_name(state)
+    contents = fingerprint.of(leaves)
+    return {name: [kind(leaf), contents[name]] for name, leaf in leaves.items()}

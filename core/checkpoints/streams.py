@@ -1,0 +1,70 @@
+"""The position in the data as a part of a checkpoint: one file per input stream, written by the host that owns it.
+
+Every file starts with the SHA-256 of the rest, so that what cannot be trusted is not read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import urllib.parse
+from collections.abc import Mapping
+from typing import Any
+
+from core import paths  # isort: skip (paths decides how etils reaches buckets, before orbax imports it)
+import orbax.checkpoint as ocp
+
+SUFFIX = ".bin"
+_DIGEST_BYTES = 32
+
+
+class DamagedStreamError(RuntimeError):
+    """What is read is not what was written."""
+
+
+class StreamsHandler(ocp.AsyncCheckpointHandler):
+    """Writes the streams of this host, one file each; reads those of all hosts."""
+
+    async def async_save(self, directory: Any, args: StreamsSave) -> list[ocp.future.Future]:
+        """Starts writing; the folder is made by orbax, perhaps only after this returns."""
+        return [ocp.future.CommitFutureAwaitingContractedSignals(self._write(directory, args.streams), name="streams")]
+
+    async def _write(self, directory: Any, streams: Mapping[str, bytes]) -> None:
+        for name, position in streams.items():
+            file = directory / (urllib.parse.quote(name, safe="") + SUFFIX)
+            file.write_bytes(hashlib.sha256(position).digest() + position)
+
+    def save(self, directory: Any, args: StreamsSave) -> None:
+        """Part of the interface of a handler; `Checkpoints` only saves in the background."""
+        raise NotImplementedError("streams are saved by async_save")
+
+    def restore(self, directory: Any, args: StreamsRestore | None = None) -> dict[str, bytes]:
+        """All streams of the step, by name. Raises DamagedStreamError."""
+        del args
+        files = sorted(directory.glob(f"*{SUFFIX}")) if directory.exists() else []
+        return {urllib.parse.unquote(file.name.removesuffix(SUFFIX)): _read(file) for file in files}
+
+    def metadata(self, directory: Any) -> None:
+        """Streams have none."""
+
+
+@ocp.args.register_with_handler(StreamsHandler, for_save=True)
+@dataclasses.dataclass
+class StreamsSave(ocp.args.CheckpointArgs):
+    """What this host writes: position by stream name."""
+
+    streams: Mapping[str, bytes]
+
+
+@ocp.args.register_with_handler(StreamsHandler, for_restore=True)
+@dataclasses.dataclass
+class StreamsRestore(ocp.args.CheckpointArgs):
+    """Asks for the streams of all hosts; orbax wants both kinds of a handler known."""
+
+
+def _read(file: paths.Path) -> bytes:
+    content = file.read_bytes()
+    digest, position = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    if hashlib.sha256(position).digest() != digest:
+        raise DamagedStreamError(f"the position in {file.name} is damaged: its content is not what was written")
+    return position

@@ -1,0 +1,168 @@
+"""A checkpoint that is not what was saved is never used: the newest sound one is, and nothing is thrown away."""
+
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from core.checkpoints import store
+from core.checkpoints.leaves import Misfit
+
+RNG = np.random.default_rng(1)
+LAYOUT = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("fsdp",)), PartitionSpec())
+
+
+def state_of(step):
+    values = {"w": np.random.default_rng(step).normal(size=(32, 16)).astype(np.float32), "step": np.int32(step)}
+    return jax.device_put(values, LAYOUT)
+
+
+ABSTRACT = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=LAYOUT), state_of(0))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Two steps, never touched."""
+    folder = tmp_path_factory.mktemp("saved") / "checkpoints"
+    checkpoints = store.Checkpoints(str(folder), keep=3)
+    for step in (3, 7):
+        checkpoints.save(step, state=state_of(step), data={"a": bytes([step]) * 40}, meta={"seed": step})
+    checkpoints.close()
+    return folder
+
+
+@pytest.fixture
+def newest(saved, tmp_path):
+    """`newest(damage) -> (step, names in the folder)` of a copy that `damage(folder of step 7)` was done to."""
+
+    def found(damage):
+        folder = tmp_path / "copy"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(saved, folder)
+        damage(folder / "7")
+        checkpoints = store.Checkpoints(str(folder), keep=3)
+        try:
+            step, state, data, meta = checkpoints.restore_newest(ABSTRACT)
+            want = jax.device_get(state_of(step))
+            jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), want)
+            assert (data, meta) == ({"a": bytes([step]) * 40}, {"seed": step})
+            return step, {path.name for path in folder.iterdir()}
+        finally:
+            checkpoints.close()
+
+    return found
+
+
+def files(folder):
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
+
+
+@pytest.mark.covers("C04")
+def test_a_bit_flipped_anywhere_is_never_used(newest, saved):
+    """In every file, in its middle: what is read is right, of this step or the one before."""
+    fell_back = []
+    for name in (path.relative_to(saved / "7") for path in files(saved / "7")):
+
+        def flip(folder, name=name):
+            content = bytearray((folder / name).read_bytes())
+            content[int(RNG.integers(len(content)))] ^= 1 << int(RNG.integers(8))
+            (folder / name).write_bytes(content)
+
+        step, there = newest(flip)
+        if step == 3:
+            fell_back.append(str(name))
+            assert [n for n in there if n.startswith("damaged-7-")], there
+    assert any("/d/" in name for name in fell_back), fell_back  # arrays
+    assert any(name.startswith("data/") for name in fell_back)
+    assert any(name.startswith("meta/") for name in fell_back)
+
+
+@pytest.mark.covers("C04")
+@pytest.mark.parametrize("pattern", ["state/d/*", "data/a.bin", "meta/metadata", "state/manifest.ocdbt"])
+def test_a_truncated_file_is_never_used(newest, pattern):
+    def truncate(folder):
+        (file,) = folder.glob(pattern)
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+    assert newest(truncate)[0] == 3
+
+
+def test_a_missing_folder_is_no_step(newest):
+    assert newest(lambda folder: shutil.rmtree(folder / "state"))[0] == 3
+
+
+def test_a_run_whose_steps_are_all_damaged_does_not_start_afresh(saved, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(saved, folder)
+    for step in (3, 7):
+        meta = folder / str(step) / "meta" / "metadata"
+        meta.write_text(meta.read_text().replace('"seed":', '"sead":'))
+    checkpoints = store.Checkpoints(str(folder), keep=3)
+    with pytest.raises(RuntimeError, match=r"all checkpoints in .* are damaged \(steps 7, 3; .*give another run_dir"):
+        checkpoints.restore_newest(ABSTRACT)
+    checkpoints.close()
+    assert {path.name.rsplit("-", 1)[0] for path in folder.iterdir()} == {"damaged-3", "damaged-7"}
+
+
+def test_a_damaged_step_can_be_saved_again(newest, tmp_path):
+    newest(lambda folder: [path.write_bytes(b"") for path in files(folder / "data")])
+    checkpoints = store.Checkpoints(str(tmp_path / "copy"), keep=3)
+    checkpoints.save(7, state=state_of(7), data={"a": b"7"}, meta={})
+    checkpoints.close()
+    checkpoints = store.Checkpoints(str(tmp_path / "copy"), keep=3)
+    assert checkpoints.restore_newest(ABSTRACT)[0] == 7
+    checkpoints.close()
+
+
+def test_another_model_is_no_damage(saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "copy")
+    checkpoints = store.Checkpoints(str(tmp_path / "copy"), keep=3)
+    other = ABSTRACT | {"w": jax.ShapeDtypeStruct((32, 8), jnp.float32, sharding=LAYOUT)}
+    with pytest.raises(Misfit, match=r"w: float32\[32, 16\] in the checkpoint, expected float32\[32, 8\]"):
+        checkpoints.restore_newest(other)
+    checkpoints.close()
+    assert (tmp_path / "copy" / "7").exists()
+
+
+TWO_HOSTS = """
+import pathlib
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from core import distributed
+from core.checkpoints import store
+distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS, local_cpu_devices=2)
+mesh = Mesh(np.array(jax.devices()), ("fsdp",))
+def state_of(step):
+    value = np.random.default_rng(step).normal(size=(256, 1024)).astype(np.float32)
+    layout = NamedSharding(mesh, PartitionSpec("fsdp"))
+    return {"w": jax.make_array_from_callback(value.shape, layout, lambda i: value[i])}
+checkpoints = store.Checkpoints("checkpoints", keep=3, timeout_seconds=30)
+for step in (1, 2, 3):
+    checkpoints.save(step, state=state_of(step), data={}, meta={})
+checkpoints.close()
+distributed.barrier("saved")
+if PROCESS == 0:
+    for step, harm in ((3, lambda b: b[:len(b) // 2]), (2, lambda b: b[:999] + bytes([b[999] ^ 1]) + b[1000:])):
+        folder = pathlib.Path(f"checkpoints/{step}/state/ocdbt.process_1/d")  # what host 1 wrote
+        for path in folder.iterdir():
+            path.write_bytes(harm(path.read_bytes()))
+distributed.barrier("harmed")
+checkpoints = store.Checkpoints("checkpoints", keep=3, timeout_seconds=30)
+layout = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state_of(1))
+step, state, _, _ = checkpoints.restore_newest(layout)
+print("FOUND", step)
+checkpoints.close()
+distributed.shutdown()
+"""
+
+
+@pytest.mark.covers("C04")
+@pytest.mark.simulated(2)
+def test_hosts_agree_on_what_is_damaged(run_hosts):
+    results = run_hosts(TWO_HOSTS, hosts=2)
+    assert [result.returncode for result in results] == [0, 0], results
+    assert all("FOUND 1" in result.output for result in results), results
+    assert "checkpoint 3 is damaged (host" in results[0].output
