@@ -81,8 +81,12 @@ REMAT_CHOICES = ("none", *REMAT_POLICIES)
 
 
 def scan_runner(fn: LayerFn, stacked: Layer, x: jax.Array, side: Side, tail: Tail | None) -> Any:
-    """One layer after the other on all rows at once."""
-    x, _ = jax.lax.scan(lambda x, layer: (fn(layer, x, side), None), x, stacked)
+    """One layer after the other on all rows at once.
+
+    Weights are cast before the loop, so that their gradients are stacked as narrow as a layer gives them.
+    """
+    narrow = jax.tree.map(lambda a, dtype: a.astype(dtype), stacked.params, fn.dtypes)
+    x, _ = jax.lax.scan(lambda x, layer: (fn(layer, x, side), None), x, stacked._replace(params=narrow))
     return x if tail is None else tail.fn(tail.params, x, side)
 
 
@@ -104,7 +108,7 @@ def layer_stack(
     num_layers: int,
     *,
     name: str = "layers",
-    remat: str = "none",
+    remat: str | tuple[str, ...] = "none",
     tail: Tail | None = None,
 ) -> Callable[[jax.Array, Side], Any]:
     """`num_layers` copies of a Haiku block, each with parameters of its own.
@@ -114,7 +118,8 @@ def layer_stack(
         layer then has its own key, equal under every runner.
       num_layers: L.
       name: module name that the stacked parameters live under.
-      remat: what the backward pass recomputes: "none", "dots" (all but matrix products), "full".
+      remat: what the backward pass recomputes: "none", "dots" (all but matrix products), "full"; or the names of what
+        is kept, as the block gives them with `jax.ad_checkpoint.checkpoint_name`: it recomputes all else.
       tail: runs behind the last layer.
 
     Returns:
@@ -124,8 +129,8 @@ def layer_stack(
       ValueError: unknown `remat`, a block that changes the shape, a block or a tail that closes over an array, a side
         with an array that has other rows than x.
     """
-    if remat not in REMAT_CHOICES:
-        raise ValueError(f"remat = {remat!r}: expected one of {', '.join(REMAT_CHOICES)}")
+    if isinstance(remat, str) and remat not in REMAT_CHOICES:
+        raise ValueError(f"remat = {remat!r}: expected one of {', '.join(REMAT_CHOICES)}, or a tuple of names")
     pure = hk.transform(block)
 
     def one_layer(layer: Layer, x: jax.Array, side: Side) -> jax.Array:
@@ -135,20 +140,32 @@ def layer_stack(
         _check_rows(x, side)
         stacked = Layer(_stacked_params(pure.init, name, num_layers, x, side), _layer_keys(num_layers))
         abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (x, side))
-        if hk.running_init():  # a runner may need a mesh; init has none
-            return scan_runner(one_layer, stacked, x, side, tail)
         traced = _trace(one_layer, stacked, *abstract)
         if tail is not None:
             _refuse_closure(jax.make_jaxpr(tail.fn)(tail.params, *abstract), "tail", "tail.params, x and side")
         fn = LayerFn(
-            call=one_layer if remat == "none" else jax.checkpoint(one_layer, policy=REMAT_POLICIES[remat]),
+            call=_rematerialized(one_layer, remat),
             plain=one_layer,
             axes=lambda: logical.abstract_init(pure.init, jax.random.key(0), *abstract)[1],
             dtypes=_computed_dtypes(traced, stacked.params),
         )
+        if hk.running_init():  # a runner may need a mesh; init has none
+            return scan_runner(fn, stacked, x, side, tail)
         return _runner.get()(fn, stacked, x, side, tail)
 
     return apply
+
+
+def _rematerialized(fn: Callable, remat: str | tuple[str, ...]) -> Callable:
+    """A layer that keeps for its backward pass what `remat` says.
+
+    Without `prevent_cse=False` every weight would be copied first. Layers run in a loop, forward in one and backward
+    in another, so there is nothing that the compiler could take for the same.
+    """
+    if remat == "none":
+        return fn
+    policy = REMAT_POLICIES[remat] if isinstance(remat, str) else jax.checkpoint_policies.save_only_these_names(*remat)
+    return jax.checkpoint(fn, policy=policy, prevent_cse=False)
 
 
 def _stacked_params(init: Callable, name: str, num_layers: int, x: jax.Array, side: Side) -> Any:

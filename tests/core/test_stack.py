@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 from core import logical, stack
 
@@ -24,7 +25,7 @@ class Layer(hk.Module):
     def __call__(self, x, side):
         init = hk.initializers.RandomNormal(0.3)
         w = logical.param("w", (3, 3), ("embed", None), init)
-        x = jnp.tanh(x @ w + side["bias"])
+        x = checkpoint_name(jnp.tanh(x @ w + side["bias"]), "activation")
         if self.drops:
             x = x * jax.random.bernoulli(hk.next_rng_key(), 0.5, x.shape)
         return x
@@ -66,7 +67,7 @@ def test_scan_is_the_composition_of_the_layers():
     np.testing.assert_allclose(network().apply(params, None, X, SIDE), want, atol=1e-6)
 
 
-@pytest.mark.parametrize("remat", stack.REMAT_CHOICES)
+@pytest.mark.parametrize("remat", [*stack.REMAT_CHOICES, ("activation",), ("nothing", "has", "these", "names")])
 def test_value_and_gradient_do_not_depend_on_runner_or_remat(remat):
     params = network().init(KEY, X, SIDE)
 
@@ -78,6 +79,23 @@ def test_value_and_gradient_do_not_depend_on_runner_or_remat(remat):
     got, got_grad = jax.value_and_grad(value)(params, by_loop)
     np.testing.assert_allclose(got, want, rtol=1e-6)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), got_grad, want_grad)
+
+
+def test_weights_that_a_layer_casts_go_through_the_loop_as_narrow_as_it_uses_them():
+    def block(x, side):
+        wide = hk.get_parameter("wide", (3, 3), init=jnp.ones)
+        narrow = hk.get_parameter("narrow", (3, 3), init=jnp.ones).astype(jnp.bfloat16)
+        return x @ wide + (x.astype(jnp.bfloat16) @ narrow).astype(x.dtype)
+
+    net = hk.transform(lambda x, side: stack.layer_stack(block, LAYERS, remat="full")(x, side))
+    params = net.init(KEY, X, SIDE)
+    loss = lambda params: jnp.sum(net.apply(params, None, X, SIDE))  # noqa: E731
+    loops = [e for e in jax.make_jaxpr(jax.grad(loss))(params).eqns if e.primitive.name == "scan"]
+    assert len(loops) == 2  # forward and backward
+    for loop in loops:
+        moved = [v.aval for v in (*loop.invars, *loop.outvars) if v.aval.shape == (LAYERS, 3, 3)]
+        assert sorted(str(a.dtype) for a in moved) in (["bfloat16", "float32"], ["bfloat16"] * 2 + ["float32"] * 2)
+    assert {a.dtype for a in jax.tree.leaves(jax.grad(loss)(params))} == {jnp.dtype("float32")}
 
 
 def test_the_tail_sees_its_parameters_and_the_last_layer():
