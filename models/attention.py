@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,26 +24,41 @@ from core import logical
 
 LANES = 128  # a TPU vector register is 128 wide; splash blocks are multiples of it
 CHOICES = ("auto", "plain", "splash", "none")
+MIXED = "mixed"  # names, for rematerialisation, what the kernel gives and what else its derivative needs
 
 
-def rotary(x: jax.Array, positions: jax.Array, *, theta: float) -> jax.Array:
-    """Rotary position embedding in the half-split form: dimension i turns with dimension i + K/2.
+class Turn(NamedTuple):
+    """How far every pair of dimensions of a head turns at every position; [B, T, 1, K] float32 each."""
+
+    cos: jax.Array
+    sin: jax.Array
+
+
+def turn_by_position(positions: jax.Array, head_dim: int, *, theta: float, length: float = 1.0) -> Turn:
+    """The tables of the rotary position embedding in the half-split form: dimension i turns with dimension i + K/2.
 
     Su et al. 2021 (RoFormer), eq. 34, with the pairing of Llama.
 
     Args:
-      x: [B, T, heads, K].
       positions: [B, T], int32, position within the document.
+      head_dim: K.
       theta: base of the geometric series of wavelengths.
-
-    Returns:
-      [B, T, heads, K], in the dtype of x.
+      length: what a turned vector of length 1 has.
     """
-    half = x.shape[-1] // 2
+    half = head_dim // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)  # [K/2]
     angle = positions[:, :, None, None].astype(jnp.float32) * frequency  # [B, T, 1, K/2]
-    cos, sin = (jnp.concatenate([table, table], axis=-1) for table in (jnp.cos(angle), jnp.sin(angle)))
-    return _turn(x, cos, sin)
+    return Turn(*(length * jnp.concatenate([table, table], axis=-1) for table in (jnp.cos(angle), jnp.sin(angle))))
+
+
+def rotary(x: jax.Array, positions: jax.Array, *, theta: float) -> jax.Array:
+    """[B, T, heads, K], turned by `positions` [B, T]; in the dtype of x."""
+    return turned(x, turn_by_position(positions, x.shape[-1], theta=theta))
+
+
+def turned(x: jax.Array, by: Turn) -> jax.Array:
+    """[B, T, heads, K], turned; in the dtype of x."""
+    return _turn(x, *by)
 
 
 @jax.custom_vjp
@@ -77,7 +93,15 @@ def _turn_back(tables: tuple, dy: jax.Array) -> tuple:
 _turn.defvjp(_turn_forward, _turn_back)
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, *, choice: str = "auto") -> jax.Array:
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    choice: str = "auto",
+    scale: float | None = None,
+) -> jax.Array:
     """Causal attention within segments.
 
     Args:
@@ -87,6 +111,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, *, 
       segment_ids: [B, T], int32.
       choice: "plain"; "splash"; "auto": splash on TPU where its tiles fit, plain elsewhere; "none": no mixing over
         positions at all (a control for experiments: each position keeps its own value).
+      scale: what scores are multiplied by; None: 1 / sqrt(K).
 
     Returns:
       [B, T, H, K].
@@ -94,18 +119,20 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, *, 
     if choice == "none":
         return _repeat_heads(v, q.shape[2])
     k, v = (logical.constrain(a, "batch", "kv_length", "kv_heads", "head_dim") for a in (k, v))
+    by_kernel, by_products = (functools.partial(form, scale=scale) for form in (splash_attention, plain))
     if choice == "plain" or (choice == "auto" and not _tiles(q.shape[1])):
-        return plain(q, k, v, segment_ids)
+        return by_products(q, k, v, segment_ids)
     if choice == "splash":
-        return splash_attention(q, k, v, segment_ids)
-    return jax.lax.platform_dependent(q, k, v, segment_ids, tpu=splash_attention, default=plain)
+        return by_kernel(q, k, v, segment_ids)
+    return jax.lax.platform_dependent(q, k, v, segment_ids, tpu=by_kernel, default=by_products)
 
 
-def plain(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
+def plain(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, *, scale: float | None = None) -> jax.Array:
     """The reference form; scores and softmax in float32."""
     batch, length, heads, head_dim = q.shape
     grouped = q.reshape(batch, length, k.shape[2], heads // k.shape[2], head_dim)  # [B, T, N, G, K]
-    scores = jnp.einsum("btngk,bsnk->bngts", grouped, k, preferred_element_type=jnp.float32) / math.sqrt(head_dim)
+    scores = jnp.einsum("btngk,bsnk->bngts", grouped, k, preferred_element_type=jnp.float32)
+    scores *= 1 / math.sqrt(head_dim) if scale is None else scale
     causal = jnp.arange(length)[:, None] >= jnp.arange(length)[None, :]  # [T, S]
     visible = causal & (segment_ids[:, :, None] == segment_ids[:, None, :])  # [B, T, S]
     scores = jnp.where(visible[:, None, None], scores, -1e30)
@@ -114,14 +141,21 @@ def plain(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> j
 
 
 def splash_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, *, interpret: bool = False
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    scale: float | None = None,
+    interpret: bool = False,
 ) -> jax.Array:
     """The splash kernel, on each chip's rows, heads and query positions; shapes as in `attend`.
 
     Args:
-      q, k, v, segment_ids: as in `attend`; a chip needs all positions of its keys and values.
+      q, k, v, segment_ids, scale: as in `attend`; a chip needs all positions of its keys and values.
       interpret: run the kernel's own definition, on any device.
     """
+    q = scaled(q, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     q_spec = logical.activation_spec("batch", "length", "heads", "head_dim")
     if q_spec is None:
         kernel = _kernel(q.shape[1], q.shape[2], interpret=interpret)
@@ -151,6 +185,7 @@ def _kernel(length: int, heads: int, *, length_shards: int = 1, head_shards: int
         block_sizes=_block_sizes(length // length_shards),
         head_shards=head_shards,
         q_seq_shards=length_shards,
+        residual_checkpoint_name=MIXED,
         interpret=interpret,
     )
 
@@ -159,10 +194,14 @@ def _attend_locally(
     kernel, q: jax.Array, k: jax.Array, v: jax.Array, q_segments: jax.Array, kv_segments: jax.Array
 ) -> jax.Array:
     """The kernel on the arrays of one chip."""
-    scaled = (q.astype(jnp.float32) / math.sqrt(q.shape[-1])).astype(q.dtype)
-    heads_first = [jnp.swapaxes(a, 1, 2) for a in (scaled, k, v)]  # [B, H, T, K], [B, N, S, K] x 2
+    heads_first = [jnp.swapaxes(a, 1, 2) for a in (q, k, v)]  # [B, H, T, K], [B, N, S, K] x 2
     out = jax.vmap(kernel, in_axes=(0, 0, 0, 0))(*heads_first, splash.SegmentIds(q_segments, kv_segments))
     return jnp.swapaxes(out, 1, 2)  # [B, T, H, K]
+
+
+def scaled(x: jax.Array, scale: float) -> jax.Array:
+    """x times a number, in float32."""
+    return x if scale == 1 else (x.astype(jnp.float32) * scale).astype(x.dtype)
 
 
 def _tiles(length: int) -> bool:

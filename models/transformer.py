@@ -20,16 +20,30 @@ from typing import Any, NamedTuple
 import haiku as hk
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from core import logical, stack
 from core.types import Batch, LossOutput, Params
-from models import attention, losses
+from models import attention, derivatives, losses
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "tiny": {"num_layers": 2, "embed_dim": 64, "mlp_dim": 176, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 259},
     "125m": {"num_layers": 12, "embed_dim": 768, "mlp_dim": 2048, "num_heads": 12, "num_kv_heads": 12},
     "1b": {"num_layers": 22, "embed_dim": 2048, "mlp_dim": 5632, "num_heads": 32, "num_kv_heads": 4},
     "7b": {"num_layers": 32, "embed_dim": 4096, "mlp_dim": 11008, "num_heads": 32, "num_kv_heads": 32},
+}
+# What is kept of a layer for its backward pass, beside its input, by the names that arrays have in the block. MiB: of
+# one layer and one row of 2048 tokens of the 7B, with the input; then how much of the layer's products is computed
+# again.
+_ATTENTION = ("norm", "query", "key", "value", attention.MIXED)
+REMAT: Mapping[str, str | tuple[str, ...]] = {
+    "none": "none",  # everything that XLA wants
+    "projections": (*_ATTENTION, "attended", "gate", "up"),  # 182 MiB, 0: every product and what the kernel gives
+    "attention_and_up": (*_ATTENTION, "attended", "up"),  # 139 MiB, 2/9: all but the gate
+    "attention": _ATTENTION,  # 80 MiB, 1/2: the projections into the kernel, and what it gives
+    "dots": "dots",  # as projections, but that the kernel runs again
+    "halves": ("norm", "attended"),  # 32 MiB, 7/10: the input of attention and that of the feed-forward layer
+    "full": ("norm",),  # 16 MiB, 7/9: the lengths of what is normalised
 }
 _DTYPES = ("bfloat16", "float32")
 
@@ -38,7 +52,7 @@ class Side(NamedTuple):
     """What travels with the rows through the stack."""
 
     segment_ids: jax.Array  # [B, T]
-    positions: jax.Array  # [B, T]
+    turn: attention.Turn  # [B, T, 1, K] each; made once for all layers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +65,8 @@ class Transformer:
       vocab_size: entries of the vocabulary; stored rounded up to `vocab_multiple`.
       num_layers, embed_dim, mlp_dim, num_heads, num_kv_heads, head_dim: sizes; head_dim defaults to embed/heads.
       tied: use the embedding as the output matrix.
-      remat: what the backward pass recomputes: "none", "dots", "full".
+      remat: what the backward pass keeps, the rest being computed again: "none" (everything), "projections",
+        "attention_and_up", "attention", "dots", "full" (nothing); see `REMAT`. A pipeline always does as "full".
       dtype: of computation, "bfloat16" or "float32"; parameters, norms, softmax and loss are float32.
       attention: "auto", "plain", "splash" or "none"; see `models.attention.attend`.
       rope_theta, norm_eps: constants of the rotary embedding and of RMSNorm.
@@ -91,7 +106,7 @@ class Transformer:
             )
         if self.head_width % 2:
             raise ValueError(f"Transformer: head_dim = {self.head_width} is odd; rotary positions need pairs")
-        for field, choices in (("remat", stack.REMAT_CHOICES), ("dtype", _DTYPES), ("attention", attention.CHOICES)):
+        for field, choices in (("remat", REMAT), ("dtype", _DTYPES), ("attention", attention.CHOICES)):
             if getattr(self, field) not in choices:
                 raise ValueError(
                     f"Transformer.{field} = {getattr(self, field)!r}: expected one of {', '.join(choices)}"
@@ -168,14 +183,20 @@ class Transformer:
         head = self._head_params(embedding)
         table = logical.constrain(embedding.astype(self.dtype), "vocab", None)  # gathered by index: keep rows whole
         x = logical.constrain(table[batch["inputs"]], "batch", "residual_length", "embed")  # [B, T, D]
-        side = Side(batch["segment_ids"], batch["positions"])
+        side = Side(batch["segment_ids"], self._turn(batch["positions"]))
         layers = stack.layer_stack(
             lambda x, side: Block(self)(x, side[0]),
             self.num_layers,
-            remat=self.remat,
+            remat=REMAT[self.remat],
             tail=None if tail_fn is None else stack.Tail(tail_fn, head),
         )
         return layers(x, (side, batch["targets"], batch["weights"]))
+
+    def _turn(self, positions: jax.Array) -> attention.Turn:
+        """Queries and keys get shorter by K^(1/4) as they are turned: their products are then those over sqrt(K)."""
+        length = self.head_width**-0.25
+        tables = attention.turn_by_position(positions, self.head_width, theta=self.rope_theta, length=length)
+        return jax.tree.map(lambda table: logical.constrain(table, "batch", "length", None, None), tables)
 
     def _embedding(self) -> jax.Array:
         def init(shape, dtype):
@@ -204,15 +225,8 @@ class Transformer:
         return jnp.where(jnp.arange(shape[1]) < self.vocab_size, columns, 0.0)
 
     def _head(self, head: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-        x = rms_norm(x, head["scale"], eps=self.norm_eps)
-        logits = jnp.einsum("btd,dv->btv", x, head["unembed"], preferred_element_type=jnp.float32)
-        return logical.constrain(logits, "batch", "length", "vocab")
-
-
-def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float) -> jax.Array:
-    """x / sqrt(mean(x^2) + eps) * scale over the last dimension, in float32. Zhang & Sennrich 2019, eq. 4."""
-    wide = x.astype(jnp.float32)
-    return (wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + eps) * scale).astype(x.dtype)
+        x = derivatives.rms_norm(x, head["scale"], self.norm_eps)
+        return logical.constrain(derivatives.unembedded(x, head["unembed"]), "batch", "length", "vocab")
 
 
 class Block(hk.Module):
@@ -226,12 +240,12 @@ class Block(hk.Module):
         """[B, T, D] -> [B, T, D]."""
         x = logical.constrain(x, "batch", "residual_length", "embed")
         x = x + self._attention(self._norm("attention_norm", x), side)
-        x = logical.constrain(x, "batch", "residual_length", "embed")
+        x = checkpoint_name(logical.constrain(x, "batch", "residual_length", "embed"), "attended")
         x = x + self._mlp(self._norm("mlp_norm", x))
         return logical.constrain(x, "batch", "residual_length", "embed")
 
     def _norm(self, name: str, x: jax.Array) -> jax.Array:
-        return rms_norm(x, logical.param(name, x.shape[-1:], ("norm",), jnp.ones), eps=self.config.norm_eps)
+        return derivatives.rms_norm(x, logical.param(name, x.shape[-1:], ("norm",), jnp.ones), self.config.norm_eps)
 
     def _weight(self, name: str, shape: tuple[int, ...], axes: tuple[str, ...], *, fan_in: int) -> jax.Array:
         init = hk.initializers.TruncatedNormal(1.0 / math.sqrt(fan_in))
@@ -244,10 +258,11 @@ class Block(hk.Module):
         wk = self._weight("key", (d, n, k), ("embed", "kv_heads", "head_dim"), fan_in=d)
         wv = self._weight("value", (d, n, k), ("embed", "kv_heads", "head_dim"), fan_in=d)
         wo = self._weight("output", (h, k, d), ("heads", "head_dim", "embed"), fan_in=2 * c.num_layers * h * k)
-        q = rotary_heads(jnp.einsum("btd,dhk->bthk", x, wq), side, "heads", theta=c.rope_theta)
-        key = rotary_heads(jnp.einsum("btd,dnk->btnk", x, wk), side, "kv_heads", theta=c.rope_theta)
+        q = rotary_heads(jnp.einsum("btd,dhk->bthk", x, wq), side, "heads")
+        key = rotary_heads(jnp.einsum("btd,dnk->btnk", x, wk), side, "kv_heads")
         value = logical.constrain(jnp.einsum("btd,dnk->btnk", x, wv), "batch", "length", "kv_heads", "head_dim")
-        mixed = attention.attend(q, key, value, side.segment_ids, choice=c.attention)
+        q, key, value = map(checkpoint_name, (q, key, value), ("query", "key", "value"))
+        mixed = attention.attend(q, key, value, side.segment_ids, choice=c.attention, scale=1.0)
         mixed = logical.constrain(mixed, "batch", "length", "heads", "head_dim")
         return jnp.einsum("bthk,hkd->btd", mixed, wo)
 
@@ -256,36 +271,17 @@ class Block(hk.Module):
         gate = self._weight("gate", (d, f), ("embed", "mlp"), fan_in=d)
         up = self._weight("up", (d, f), ("embed", "mlp"), fan_in=d)
         down = self._weight("down", (f, d), ("mlp", "embed"), fan_in=2 * self.config.num_layers * f)
-        hidden = gated(x @ gate, x @ up)  # [B, T, F]
+        hidden = derivatives.gated(x @ gate, x @ up)  # [B, T, F]
         return logical.constrain(hidden, "batch", "length", "mlp") @ down
 
 
-@jax.custom_vjp
-def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """silu(gate) up. Its gradients are written once; left to XLA, each product that reads one makes it anew."""
-    return jax.nn.silu(gate) * up
-
-
-def _gated_forward(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return gated(gate, up), (gate, up)
-
-
-def _gated_back(saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
-    _, vjp = jax.vjp(lambda gate, up: jax.nn.silu(gate) * up, *saved)
-    return jax.lax.optimization_barrier(vjp(dy))
-
-
-gated.defvjp(_gated_forward, _gated_back)
-
-
-def rotary_heads(x: jax.Array, side: Side, heads: str, *, theta: float) -> jax.Array:
+def rotary_heads(x: jax.Array, side: Side, heads: str) -> jax.Array:
     """Heads turned by their positions, laid out as the strategy says before and behind; [B, T, heads, K].
 
     Behind too: where keys are gathered over positions, their gradient is then scattered before it is turned back.
     """
     axes = ("batch", "length", heads, "head_dim")
-    turned = attention.rotary(logical.constrain(x, *axes), side.positions, theta=theta)
-    return logical.constrain(turned, *axes)
+    return logical.constrain(attention.turned(logical.constrain(x, *axes), side.turn), *axes)
 
 
 def preset(name: str, **changes) -> Transformer:

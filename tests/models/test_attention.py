@@ -1,5 +1,7 @@
 """The two forms of attention agree, forward and backward, with segments and grouped heads."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,7 +65,7 @@ def test_auto_is_plain_where_the_kernel_has_no_tiles(inputs):
 def test_the_kernel_under_a_split_of_heads_equals_plain(inputs, whole_key_heads, monkeypatch):
     """In a shard_map over rows and heads; key heads that are not split are given to each query head."""
     interpreted = attention.splash_attention
-    monkeypatch.setattr(attention, "splash_attention", lambda *a: interpreted(*a, interpret=True))
+    monkeypatch.setattr(attention, "splash_attention", functools.partial(interpreted, interpret=True))
     tables = strategies.fsdp_tensor(tensor=2)
     if whole_key_heads:
         row = {"kv_heads": None}
@@ -72,6 +74,15 @@ def test_the_kernel_under_a_split_of_heads_equals_plain(inputs, whole_key_heads,
     with bound.tracing():
         out = jax.jit(lambda *a: attention.attend(*a, choice="splash"))(*inputs[:4])
     np.testing.assert_allclose(out, attention.plain(*inputs[:4]), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("form", [attention.plain, functools.partial(attention.splash_attention, interpret=True)])
+def test_a_scale_takes_the_place_of_the_root_of_the_head_dimension(inputs, form):
+    q, k, v, segments = (a[:1, :128] for a in inputs[:4])
+    shorter = HEAD_DIM**-0.25
+    want = attention.plain(q, k, v, segments)
+    np.testing.assert_allclose(form(q * shorter, k * shorter, v, segments, scale=1.0), want, atol=2e-5, rtol=0)
+    np.testing.assert_allclose(form(q, k / 3, v, segments, scale=3 * shorter**2), want, atol=2e-5, rtol=0)
 
 
 def test_rotary_turns_pairs_and_depends_on_distance_only():

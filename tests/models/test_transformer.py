@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 from core import optimizers, step, train_state
-from models import losses, transformer
+from models import attention, losses, transformer
 
 FIXTURE = np.load(pathlib.Path(__file__).parent / "fixtures" / "llama_parity.npz")
 CONFIG = json.loads(str(FIXTURE["config_json"]))
@@ -183,7 +184,7 @@ def test_causality(params):
 
 
 @pytest.mark.covers("T04")
-@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize("remat", [name for name in transformer.REMAT if name != "none"])
 def test_remat_changes_nothing(params, remat):
     batch = batch_of(FIXTURE["input_ids"])
     value = jax.value_and_grad(lambda p, m: mean_loss(m, p, batch))
@@ -191,6 +192,28 @@ def test_remat_changes_nothing(params, remat):
     loss2, grads2 = value(params, dataclasses.replace(MODEL, remat=remat))
     np.testing.assert_allclose(loss, loss2, rtol=1e-7)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), grads, grads2)
+
+
+PRODUCTS_AGAIN = {  # of a layer: projections to queries, keys (both turned), values, from heads; gate, up
+    "none": 0,
+    "projections": 0,
+    "attention_and_up": 1,
+    "attention": 3,
+    "halves": 5 + 2,
+    "full": 6 + 2,
+}
+
+
+@pytest.mark.parametrize("remat", PRODUCTS_AGAIN)
+def test_what_is_kept_is_not_computed_again(params, remat, monkeypatch):
+    """Products of the backward pass; attention stands for a kernel whose result and derivative are kept by name."""
+    monkeypatch.setattr(attention, "attend", lambda q, k, v, *_, **__: checkpoint_name(q * k * v, attention.MIXED))
+    model = dataclasses.replace(MODEL, num_layers=1, num_kv_heads=4, remat=remat)
+    batch = batch_of(FIXTURE["input_ids"])
+    params = jax.eval_shape(model.init, jax.random.key(0), batch)
+    products = lambda m: str(jax.make_jaxpr(jax.grad(lambda p: mean_loss(m, p, batch)))(params)).count("dot_general")  # noqa: E731
+    kept = products(dataclasses.replace(model, remat="none"))
+    assert products(model) - kept == PRODUCTS_AGAIN[remat]
 
 
 @pytest.mark.covers("M14")
@@ -241,7 +264,7 @@ def test_flops_of_the_7b():
     [
         ({"num_kv_heads": 3}, "not a multiple of num_kv_heads = 3"),
         ({"embed_dim": 66}, "does not divide over num_heads = 4"),
-        ({"remat": "half"}, "expected one of none, dots, full"),
+        ({"remat": "half"}, "expected one of none, projections, attention_and_up, attention, dots, halves, full"),
         ({"dtype": "float16"}, "expected one of bfloat16, float32"),
         ({"num_layers": 0}, "expected at least 1"),
     ],

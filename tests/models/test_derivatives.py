@@ -1,0 +1,72 @@
+"""Derivatives that are written out, against those that JAX makes of the plain form; and which names they give."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import attention, derivatives
+
+KEYS = jax.random.split(jax.random.key(3), 8)
+X = 2.0 + 3.0 * jax.random.normal(KEYS[0], (2, 5, 6))
+POSITIONS = jax.random.randint(KEYS[1], (2, 5), 0, 50)
+
+
+def plain_norm(x, scale):
+    return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-2) * scale
+
+
+def plain_turn(x):
+    """Pairs as complex numbers, times 0.7 of unit ones."""
+    angle = POSITIONS[..., None, None] * 20.0 ** (-jnp.arange(3.0) / 3)
+    pairs = (x[..., :3] + 1j * x[..., 3:]) * 0.7 * jnp.exp(1j * angle)
+    return jnp.concatenate([pairs.real, pairs.imag], axis=-1)
+
+
+CASES = {
+    "rms_norm": (
+        lambda x, scale: derivatives.rms_norm(x, scale, 1e-2),
+        plain_norm,
+        (X, 1.0 + jax.random.normal(KEYS[2], (6,))),
+    ),
+    "gated": (derivatives.gated, lambda gate, up: gate / (1 + jnp.exp(-gate)) * up, (X, X[::-1] - 1.0)),
+    "unembedded": (derivatives.unembedded, lambda x, w: x @ w, (X, jax.random.normal(KEYS[3], (6, 11)))),
+    "turned": (
+        lambda x: attention.turned(x, attention.turn_by_position(POSITIONS, 6, theta=20.0, length=0.7)),
+        plain_turn,
+        (jax.random.normal(KEYS[4], (2, 5, 3, 6)),),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_value_and_every_gradient_are_those_of_the_plain_form(name):
+    ours, plain, inputs = CASES[name]
+    want, vjp = jax.vjp(plain, *inputs)
+    dy = jax.random.normal(KEYS[5], want.shape)
+    got, our_vjp = jax.vjp(ours, *inputs)
+    np.testing.assert_allclose(got, want, rtol=2e-6, atol=1e-5)
+    for gradient, expected in zip(our_vjp(dy), vjp(dy), strict=True):
+        assert gradient.dtype == expected.dtype
+        np.testing.assert_allclose(gradient, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bfloat16_comes_back_as_bfloat16_near_the_wide_result(name):
+    ours, plain, inputs = CASES[name]
+    narrow = [a.astype(jnp.bfloat16) for a in inputs]
+    want, vjp = jax.vjp(plain, *(a.astype(jnp.float32) for a in narrow))
+    got, our_vjp = jax.vjp(ours, *narrow)
+    assert got.dtype == (jnp.float32 if name == "unembedded" else jnp.bfloat16)
+    np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=2**-7, atol=0.02)
+    for gradient, expected in zip(our_vjp(jnp.ones_like(got)), vjp(jnp.ones_like(want)), strict=True):
+        assert gradient.dtype == jnp.bfloat16
+        np.testing.assert_allclose(gradient.astype(jnp.float32), expected, rtol=2**-6, atol=0.1)
+
+
+def test_a_large_gate_neither_overflows_nor_loses_its_gradient():
+    gate, up = jnp.array([-1e4, -90.0, 0.0, 90.0, 1e4]), jnp.full(5, 2.0)
+    np.testing.assert_allclose(derivatives.gated(gate, up), [0, 0, 0, 180, 2e4], atol=1e-6)
+    d_gate, d_up = jax.grad(lambda *a: jnp.sum(derivatives.gated(*a)), argnums=(0, 1))(gate, up)
+    np.testing.assert_allclose(d_gate, [0, 0, 1, 2, 2], atol=1e-6)
+    np.testing.assert_allclose(d_up, [0, 0, 0, 90, 1e4], atol=1e-6)
