@@ -1,0 +1,1 @@
+"""Runs: prepare, start, watch and score them."""
