@@ -1,0 +1,144 @@
+"""Seconds of a step, by hand and by compiling."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from core import optimizers, slices
+from models import transformer
+from parallel import analysis, compiled, mesh, partitioner, strategies, traffic
+from parallel.compiled import Compiled
+from parallel.hlo.costs import Costs, Kernel
+from parallel.hlo.executions import Loop
+from parallel.planning import cost, kernels, links
+
+V4_32 = slices.get("v4-32")
+
+
+def kernel(name, operands, results, times=1):
+    return Kernel(name, f"jit(run)/while/body/{name}/pallas_call", tuple(operands), tuple(results), times)
+
+
+HEADS = "bf16[2,32,2048,128]"
+FORWARD = kernel("splash_mha_fwd_segmented.1", ["s8[1,4,4]", HEADS, HEADS, HEADS, "s32[2,2048,128]"], [HEADS], 32)
+DQ = kernel("splash_mha_dq_segmented.1", ["s8[1,4,4]", HEADS, HEADS, HEADS], [HEADS], 32)
+DKV = kernel("splash_mha_dkv_segmented.1", ["s8[1,4,4]", HEADS, HEADS, HEADS], [HEADS, HEADS], 32)
+FUSED = kernel("splash_mha_dkv.1", ["s8[1,4,4]", HEADS, HEADS, HEADS], ["bf16[2,4,32,2048,128]", HEADS, HEADS], 32)
+PRODUCT = 2 * (2 * 32) * 2048 * 2048 * 128 / 2  # of one matrix product of 2 x 32 heads, half of it behind the query
+
+
+@pytest.mark.parametrize(("which", "products"), [(FORWARD, 2), (DQ, 3), (DKV, 4), (FUSED, 5)])
+def test_flops_of_attention_kernels(which, products):
+    assert kernels.flops(which) == products * PRODUCT * 32
+
+
+def test_the_chip_with_the_last_queries_sees_most_keys():
+    queries, keys = "bf16[1,8,512,64]", "bf16[1,2,2048,64]"
+    split = kernel("splash_mha_fwd.1", ["s8[1,1,4]", queries, keys, keys], [queries])
+    assert kernels.flops(split) == 2 * 2 * 8 * 512 * 2048 * 64 * 0.875
+    assert kernels.causal_share(2048, 2048) == 0.5
+
+
+def test_a_kernel_that_is_not_known_has_no_price():
+    assert kernels.flops(kernel("ragged_gather.3", [HEADS], [HEADS])) is None
+
+
+def analysis_of(*, cycles=0, found_kernels=(), loops=(), collectives=()):
+    costs = Costs({"fusion kOutput": cycles}, list(found_kernels), {}, list(loops), {}, {})
+    return analysis.Analysis(Compiled(V4_32, 0, 0, 0, 0.0, ""), costs, list(collectives), [])
+
+
+SMALL = transformer.Transformer(
+    vocab_size=1024, num_layers=2, embed_dim=512, mlp_dim=1024, num_heads=4, num_kv_heads=4, remat="full"
+)
+
+
+def program(slice_name="v4-32", *, model=SMALL, strategy=None, rows=16, length=512):
+    slice_ = slices.get(slice_name)
+    integers = ("inputs", "targets", "segment_ids", "positions")
+    spec = {k: jax.ShapeDtypeStruct((rows, length), jnp.int32) for k in integers}
+    spec["weights"] = jax.ShapeDtypeStruct((rows, length), jnp.float32)
+    bound = partitioner.Partitioner(strategy or strategies.fsdp(), slice=slice_, devices=compiled.devices_of(slice_))
+    return bound.program(model, optimizers.adamw(learning_rate=optimizers.constant(1e-4)), spec, seed=0)
+
+
+def collective(*, wire, times, beside=0, axes=("fsdp",), size=16):
+    return traffic.Collective(
+        "g", "all-gather", (), times, wire, wire, size, axes, "ICI", (), (), beside > 0, beside, 0, ""
+    )
+
+
+def test_a_step_by_hand():
+    """0.5 s of cycles; kernels; 1.35e9 bytes twice over three links of 45 GB/s, 4 ms of each beside computation."""
+    gathers = collective(wire=1_350_000_000, times=2, beside=4_200_000)
+    bare = collective(wire=135_000_000, times=10)
+    found = analysis_of(cycles=525_000_000, found_kernels=[FORWARD], collectives=[gathers, bare])
+    time = cost.step_time(found, program())
+    assert time.compute == pytest.approx(0.5)
+    assert time.kernels == pytest.approx(2 * PRODUCT * 32 / (0.4 * 275e12))
+    (axis,) = time.traffic
+    assert (axis.axes, axis.network, axis.wire_bytes) == (("fsdp",), "ICI", 4_050_000_000)
+    assert axis.seconds == pytest.approx(2 * 0.010 + 10 * 0.001)
+    assert axis.beside == pytest.approx(2 * 0.004)
+    assert time.hidden == pytest.approx(time.busy) == pytest.approx(0.5 + time.kernels)
+    assert time.exposed == pytest.approx(time.busy + 0.030)
+    assert time.scheduled == pytest.approx(time.busy + 0.022)
+    assert time.unpriced == ()
+
+
+def test_traffic_that_takes_longer_than_computation_binds():
+    time = cost.step_time(
+        analysis_of(cycles=10_500_000, collectives=[collective(wire=13_500_000_000, times=1)]), program()
+    )
+    assert time.hidden == pytest.approx(0.1)
+    assert time.exposed == pytest.approx(0.11)
+
+
+def test_what_has_no_price_is_named():
+    unknown = kernel("ragged_gather.3", [HEADS], [HEADS], times=7)
+    found = analysis_of(found_kernels=[FORWARD, unknown], loops=[Loop("while.1", "jit(run)/while", None)])
+    time = cost.step_time(found, program())
+    assert time.unpriced == ("kernel ragged_gather.3 x 7", "loop jit(run)/while, counted once")
+    assert time.kernels == pytest.approx(kernels.flops(FORWARD) / (0.4 * 275e12))
+
+
+def test_utilisation_by_hand_and_never_above_all_of_it():
+    flops = 41.25e9 * 32 * 2048  # a 7B at 2,048 tokens
+    assert cost.mfu(flops, seconds=1.0, slice=V4_32) == pytest.approx(flops / (16 * 275e12))
+    with pytest.raises(ValueError, match=r"are 123% of its peak.*expected at most 100 %"):
+        cost.mfu(flops, seconds=0.5, slice=V4_32)
+
+
+@pytest.mark.parametrize("slice_name", ["v4-8", "v5p-8", "v5e-4", "v6e-4"])
+def test_clocks_agree_with_the_compiler_and_the_peak(slice_name):
+    """A large product takes the compiler's cycles, at our clock, a little longer than at peak."""
+    slice_ = slices.get(slice_name)
+    chip = jax.sharding.SingleDeviceSharding(mesh.topology_devices(slice_)[0])
+    matrix = jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16, sharding=chip)
+    text = jax.jit(lambda a, b: a @ b).lower(matrix, matrix).compile().as_text()
+    from parallel.hlo import costs, executions, program as hlo
+
+    cycles = costs.summarize(executions.walk(hlo.parse(text))).total_cycles
+    share = 2 * 8192**3 / slice_.chip.peak_flops / (cycles / cost.CLOCK_HZ[slice_.generation])
+    assert 0.85 < share <= 1.0, share
+
+
+def times(**changes):
+    model = dataclasses.replace(SMALL, **changes)
+    bound = program("v4-8", model=model)
+    found = analysis.analyze(bound)
+    return found, cost.step_time(found, bound)
+
+
+@pytest.mark.compiled("v4-8")
+def test_recomputing_takes_longer_and_less_memory():
+    kept, recomputed = (times(remat=remat) for remat in ("none", "full"))
+    assert recomputed[1].busy > 1.1 * kept[1].busy
+    assert recomputed[0].compiled.peak_bytes < kept[0].compiled.peak_bytes
+    for _, time in (kept, recomputed):
+        assert 0 < time.busy <= time.hidden <= time.scheduled <= time.exposed
+        assert not time.unpriced
+        assert time.traffic[0].axes == ("fsdp",)
+    assert links.Links(program("v4-8").partitioner.mesh, slices.get("v4-8")).count(("fsdp",)) == 2

@@ -1,0 +1,101 @@
+"""Links of groups of chips, counted by hand on the grids of real slices."""
+
+import math
+
+import jax
+import pytest
+
+from core import slices
+from parallel import mesh, traffic
+from parallel.planning import links
+
+
+def links_of(slice_name, devices=None, dcn_shape=None, **shape):
+    slice_ = slices.get(slice_name)
+    devices = devices or mesh.topology_devices(slice_)
+    return links.Links(mesh.make_mesh(shape, slice=slice_, devices=devices, dcn_shape=dcn_shape), slice_)
+
+
+def collective(kind, axes, *, payload, wire, group_size, network="ICI", times=1, beside=0):
+    return traffic.Collective(
+        "x", kind, (), times, payload, wire, group_size, axes, network, (), (), beside > 0, beside, 0, ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("slice_name", "shape", "axes", "expected"),
+    [
+        ("v4-8", {"fsdp": 4}, ("fsdp",), 2),  # 2x2: a link along x and one along y
+        ("v4-32", {"fsdp": 16}, ("fsdp",), 3),  # 2x2x4, open: one for each dimension
+        ("v4-32", {"fsdp": 4, "tensor": 4}, ("tensor",), 2),  # the 2x2 plane of a host
+        ("v4-32", {"fsdp": 4, "tensor": 4}, ("fsdp",), 1),  # a line along z
+        ("v4-32", {"fsdp": 4, "tensor": 4}, ("fsdp", "tensor"), 3),
+        ("v4-64", {"fsdp": 32}, ("fsdp",), 3),  # 2x4x4, still open
+        ("v4-128", {"fsdp": 64}, ("fsdp",), 6),  # 4x4x4: three rings
+        ("v4-128", {"data": 16, "fsdp": 4}, ("fsdp",), 2),  # one ring
+        ("v5p-1024", {"fsdp": 512}, ("fsdp",), 6),
+        ("v6e-256", {"fsdp": 256}, ("fsdp",), 4),  # 16x16: two rings
+        ("v6e-64", {"fsdp": 64}, ("fsdp",), 2),  # 8x8: open
+    ],
+)
+def test_links_of_a_group(slice_name, shape, axes, expected):
+    assert links_of(slice_name, **shape).count(axes) == expected
+
+
+def test_groups_that_lie_between_one_another_share_their_links():
+    found = links_of("v4-32", data=2, fsdp=2, tensor=4)  # z in halves of halves
+    by_axis = {axis: found.extents((axis,)) for axis in ("data", "fsdp")}
+    assert by_axis["fsdp"] == (links.Extent(2, 1, False),)
+    assert by_axis["data"] == (links.Extent(2, 2, False),)
+    assert (found.count(("fsdp",)), found.count(("data",))) == (1, 0.5)
+    assert found.count(("data", "fsdp")) == 1
+
+
+def test_a_part_of_an_axis_has_no_more_links_than_its_chips_can_have():
+    found = links_of("v4-32", fsdp=16)
+    assert [found.count(("fsdp",), group_size=n) for n in (2, 4, 8, 16)] == [1, 2, 3, 3]
+
+
+def test_devices_that_play_a_slice_stand_where_its_chips_do():
+    played = links_of("v4-32", devices=jax.devices()[:16], fsdp=4, tensor=4)
+    real = links_of("v4-32", fsdp=4, tensor=4)
+    assert (played._coordinates == real._coordinates).all()
+
+
+def test_a_shift_along_a_line_or_a_ring_has_every_link_to_itself():
+    assert links_of("v4-32", stage=4, fsdp=4).permute_load(("stage",)) == 1
+    assert links_of("v4-128", stage=4, fsdp=16).permute_load(("stage",)) == 1
+
+
+def test_a_shift_over_halves_of_a_line_crosses_the_other_half():
+    assert links_of("v4-32", data=2, fsdp=2, tensor=4).permute_load(("data",)) == 2
+
+
+def test_seconds_of_collectives_by_hand():
+    found = links_of("v4-32", fsdp=16)
+    gather = collective("all-gather", ("fsdp",), payload=16_000_000, wire=15_000_000, group_size=16)
+    assert found.seconds(gather) == pytest.approx(15e6 / (3 * 45e9))
+    line = links_of("v4-32", stage=4, fsdp=4)
+    shift = collective("collective-permute", ("stage",), payload=9_000_000, wire=9_000_000, group_size=4)
+    assert line.seconds(shift) == pytest.approx(9e6 / 45e9)
+    # to everybody along a line of 4: the link in the middle carries 2 x 2 parts of a quarter each way
+    exchange = collective("all-to-all", ("stage",), payload=8_000_000, wire=6_000_000, group_size=4)
+    assert line.seconds(exchange) == pytest.approx(8e6 / 45e9)
+    nobody = collective("all-reduce", (), payload=8, wire=0, group_size=1)
+    assert found.seconds(nobody) == 0
+
+
+def test_slices_are_joined_by_the_network_of_hosts():
+    found = links_of("2xv4-32", dcn_shape={"data": 2}, data=2, fsdp=16)
+    assert found.count(("fsdp",)) == 3
+    across = collective("all-reduce", ("data",), payload=1_000_000, wire=1_000_000, group_size=2, network="DCN")
+    assert found.seconds(across) == pytest.approx(1e6 / 6.25e9)
+    assert found.permute_load(("fsdp",)) == links_of("v4-32", fsdp=16).permute_load(("fsdp",))
+
+
+def test_the_table_of_networks_agrees_with_that_of_slices():
+    assert set(links.DCN_BYTES_PER_SECOND) == set(slices.CHIPS)
+    for name in ("v4-32", "v5p-128"):
+        slice_ = slices.get(name)
+        per_host = links.DCN_BYTES_PER_SECOND[slice_.generation] * slice_.chips_per_host
+        assert math.isclose(per_host, slices.DCN_BYTES_PER_SECOND_PER_HOST)
