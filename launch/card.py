@@ -31,15 +31,16 @@ def show(
     resumed_from: int | None,
     last_step: int,
     host: Host,
+    measured: Mapping[str, str],
 ) -> None:
-    """One card with what the run is; printed on the host that calls it."""
+    """One card with what the run is, and `measured` of it; printed on the host that calls it."""
     grid = Table.grid(padding=(0, 2))
     card = rows(experiment, program, host=host)
     left = f"resumed from {resumed_from:,}" if resumed_from else "fresh"
     early = f" of {experiment.total_steps:,}" if last_step < experiment.total_steps else ""
     if evaluated := evaluated_on(experiment):
         card["validation"] = f"on {evaluated}"
-    for name, value in {**card, "steps": f"to {last_step:,}{early}, {left}", "run": run_dir}.items():
+    for name, value in {**card, **measured, "steps": f"to {last_step:,}{early}, {left}", "run": run_dir}.items():
         grid.add_row(f"[bold]{name}[/bold]", value)
     Console(width=118, soft_wrap=False).print(Panel(grid, title="renga", title_align="left", expand=False))
 

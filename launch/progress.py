@@ -45,10 +45,15 @@ class Progress:
             eta = f"  ETA {duration((self._last_step - step) * values['step_seconds'])}"
         waiting = values["input_wait_seconds"]
         starved = f"  waits {waiting:.2f} s for data" if waiting > 0.1 * values["step_seconds"] else ""
+        mfu = f"  {100 * values['mfu']:.1f} % MFU" if "mfu" in values else ""
         self._print(
             f"step {step:>6}/{self._last_step}  loss {values['loss']:.4f}  {values['step_seconds']:.3g} s/step  "
-            f"{values['tokens_per_second']:,.0f} tokens/s{eta}{starved}"
+            f"{values['tokens_per_second']:,.0f} tokens/s{mfu}{eta}{starved}"
         )
+
+    def warning(self, text: str) -> None:
+        """Something that somebody should look at."""
+        self._print(f"warning: {text}")
 
     def validation(self, step: int, values: Mapping[str, float]) -> None:
         """One evaluation; of a mean by step of a recursion (`…_step_07`) only the curve's end, which has no number."""

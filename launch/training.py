@@ -22,6 +22,7 @@ from core.train_state import TrainState
 from core.training import compile_cache, hooks, prefetch, profiling, recompile, trainer
 from launch import card, environment
 from launch.experiment import Experiment
+from launch.plans.measured import Measured
 from launch.pods import joining
 from launch.pods.joining import Host
 from launch.progress import Progress
@@ -84,6 +85,7 @@ def train(run: Run, *, also: Sequence[hooks.Hook] = ()) -> dict[str, float]:
     first_step = int(state.step)
     progress = Progress(run.last_step, host=run.host)
     progress.start(first_step)
+    measured = _measured(run, progress)
     with contextlib.ExitStack() as stack:
         writers = metrics.open_writers(run.run_dir, is_host_zero=run.host.is_zero, first_step=first_step)
         stack.callback(writers.close)
@@ -95,6 +97,7 @@ def train(run: Run, *, also: Sequence[hooks.Hook] = ()) -> dict[str, float]:
                 resumed_from=resumed,
                 last_step=run.last_step,
                 host=run.host,
+                measured=measured.rows(),
             )
             _write_config(run, writers)
         evaluation = _evaluation(run, writers, progress)
@@ -107,7 +110,7 @@ def train(run: Run, *, also: Sequence[hooks.Hook] = ()) -> dict[str, float]:
             total_steps=run.last_step,
             hooks=[
                 hooks.StopOnNonFinite(),
-                *_logging(run, writers, progress),
+                *_logging(run, writers, progress, measured),
                 *([evaluation] if evaluation else []),
                 _saving(run, checkpoints, batches, also=preemption.needs_state),
                 preemption,
@@ -165,11 +168,17 @@ class _OnceCompiledProgram:
         return self._step(state, batch)
 
 
-def _logging(run: Run, writers: metrics.Writers, progress: Progress) -> list[hooks.Hook]:
+def _measured(run: Run, progress: Progress) -> Measured:
+    on_tpu = run.program.partitioner.mesh.devices.flat[0].platform == "tpu"
+    return Measured(run.experiment, config_text=run.meta["config"], on_tpu=on_tpu, warn=progress.warning)
+
+
+def _logging(run: Run, writers: metrics.Writers, progress: Progress, measured: Measured) -> list[hooks.Hook]:
     tokens = run.experiment.batch_size * run.experiment.task.length
     every = run.experiment.log_interval
 
     def write(step: int, values: Mapping[str, float]) -> None:
+        values = {**values, **measured.beside(values)}
         progress.line(step, values)
         writers.scalars(step, values)
         writers.flush()

@@ -1,0 +1,203 @@
+"""What the compiler makes of every experiment file, recorded: tests/golden/NAME.json.
+
+A record is what a change of code, of configuration or of the compiler may not change unseen: bytes, FLOPs, cycles,
+traffic by mesh axis, and the seconds predicted from them. It holds no times of this machine, and its numbers are
+rounded where they are predictions, so that equal programs have equal records and a change is a diff of a few lines.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib.metadata
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from core import paths, slices
+from core.slices import GIB
+from launch import configuration, environment
+from launch.experiment import Experiment
+from parallel import analysis, compiled
+from parallel.planning import cost, label
+from parallel.planning.cost import StepTime
+
+FOLDER = environment.WORKSPACE / "tests" / "golden"
+_GIN = environment.WORKSPACE / "gin"
+_NO_EXPERIMENTS = ("defaults.gin",)
+_PACKAGES = ("jax", "jaxlib", "libtpu")
+# Statements that change what is trained on, when, and how fast the rate falls, but nothing that a step costs.
+_COSTLESS = (
+    r"CHECKPOINT_INTERVAL|DATA|EVAL_BATCHES|EVAL_INTERVAL|KEEP_CHECKPOINTS|LEARNING_RATE|LOG_INTERVAL|NUM_STREAMS"
+    r"|PROFILE_STEPS|PROMPT|SEED|TASK|TOTAL_STEPS|VALIDATION_DATA|VOCABULARY|WARMUP_STEPS"
+)
+
+
+def files() -> dict[str, str]:
+    """Every experiment that is recorded: its gin file, by the name of its record."""
+    found = [p for p in sorted(_GIN.glob("*.gin")) if p.name not in _NO_EXPERIMENTS]
+    found += [*sorted((_GIN / "published").glob("*.gin")), _GIN / "trm" / "suite.gin"]
+    return {"-".join(p.relative_to(_GIN).with_suffix("").parts): f"gin/{p.relative_to(_GIN)}" for p in found}
+
+
+def path(name: str) -> Path:
+    """Where the record of an experiment is."""
+    return FOLDER / f"{name}.json"
+
+
+def read(name: str) -> dict[str, Any] | None:
+    """A record; None where there is none."""
+    file = path(name)
+    return json.loads(file.read_text()) if file.is_file() else None
+
+
+def write(name: str, record: Mapping[str, Any]) -> None:
+    """Keeps a record."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    paths.write_text_atomically(paths.resolve(str(path(name))), text_of(record))
+
+
+def text_of(record: Mapping[str, Any]) -> str:
+    """A record as it stands in its file: sorted, a line for each value."""
+    return json.dumps(record, indent=1, sort_keys=True) + "\n"
+
+
+def difference(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """What changed, as a unified diff; empty where nothing did."""
+    texts = [text_of(record).splitlines(keepends=True) for record in (before, after)]
+    return "".join(difflib.unified_diff(*texts, f"{name}.json recorded", f"{name}.json now", n=1))
+
+
+def fingerprint(config_text: str, experiment: Experiment) -> str:
+    """Equal for configurations whose steps cost the same: 16 hexadecimal digits.
+
+    Of the canonical text it leaves out what `_COSTLESS` lists and what only concerns data, whose shapes it takes; the
+    model and the layout it takes as built, so that a rehearsal with small sizes is something else.
+    """
+    tasks = "|".join(re.findall(r"(?m)^from tasks import (\w+)$", config_text)) or "tasks"
+    free = re.compile(rf"from tasks import .*|({tasks})\..*|({_COSTLESS}) = .*|.* = %({_COSTLESS})")
+    counted = [line for line in config_text.splitlines() if line and not free.fullmatch(line)]
+    spec = experiment.task.spec(experiment.batch_size)
+    counted += [f"{name} {array.shape} {array.dtype}" for name, array in sorted(spec.items())]
+    counted += [repr(experiment.model), repr(experiment.strategy), experiment.slice]
+    return hashlib.sha256("\n".join(counted).encode()).hexdigest()[:16]
+
+
+def find(config_text: str, experiment: Experiment) -> dict[str, Any] | None:
+    """The record of an experiment that costs what this one does; None where nothing is recorded of it."""
+    wanted = fingerprint(config_text, experiment)
+    records = (json.loads(file.read_text()) for file in sorted(FOLDER.glob("*.json")))
+    return next((record for record in records if record["fingerprint"] == wanted), None)
+
+
+def is_current(name: str) -> bool:
+    """Whether the record of an experiment is there, of this configuration and this compiler."""
+    record = read(name)
+    if record is None or record["versions"] != versions():
+        return False
+    config = configuration.load(files()[name])
+    return record["fingerprint"] == fingerprint(config.text, config.build())
+
+
+def versions() -> dict[str, str]:
+    """What a compiled program depends on beside the code here."""
+    return {name: importlib.metadata.version(name) for name in _PACKAGES}
+
+
+def compile_record(file: str) -> dict[str, Any]:
+    """Compiles an experiment for its slice and says all that is recorded of it.
+
+    Raises:
+      OutOfHbmError: it does not fit.
+    """
+    config = configuration.load(file)
+    experiment = config.build()
+    program = experiment.bind(compiled.devices_of(slices.get(experiment.slice)))
+    found = analysis.analyze(program)
+    said = analysis.as_json(program, found)
+    del said["findings"]  # sentences of the report, not figures
+    return said | {
+        "experiment": file,
+        "fingerprint": fingerprint(config.text, experiment),
+        "versions": versions(),
+        "tokens_per_step": tokens_per_step(experiment),
+        "flops_per_step": flops_per_step(experiment),
+        "predicted": predicted(cost.step_time(found, program), experiment),
+    }
+
+
+def tokens_per_step(experiment: Experiment) -> int:
+    """Tokens of a global batch."""
+    return experiment.batch_size * experiment.task.length
+
+
+def flops_per_step(experiment: Experiment) -> float | None:
+    """FLOPs of the model for a global batch, recomputation not counted; None for a model that does not say."""
+    if not hasattr(experiment.model, "flops_per_token"):
+        return None
+    return experiment.model.flops_per_token(experiment.task.length) * tokens_per_step(experiment)
+
+
+def predicted(time: StepTime, experiment: Experiment) -> dict[str, Any]:
+    """Seconds and shares of peak, to four digits.
+
+    Raises:
+      ValueError: more than the peak: the model of time or the count of FLOPs is wrong.
+    """
+    slice_, flops = slices.get(experiment.slice), flops_per_step(experiment)
+    bounds = {"hidden": time.hidden, "scheduled": time.scheduled, "exposed": time.exposed}
+    return {
+        "compute_seconds": _short(time.compute),
+        "kernel_seconds": _short(time.kernels),
+        "traffic_seconds": {
+            f"{' '.join(axis.axes)} {axis.network}": {"all": _short(axis.seconds), "beside": _short(axis.beside)}
+            for axis in time.traffic
+        },
+        "step_seconds": {bound: _short(seconds) for bound, seconds in bounds.items()},
+        "mfu": {bound: _short(cost.mfu(flops, seconds=s, slice=slice_)) for bound, s in bounds.items()}
+        if flops
+        else {},
+        "unpriced": list(time.unpriced),
+    }
+
+
+def write_published() -> None:
+    """Tells `planning.label` what the records predict of runs whose speed is published."""
+    published = label.rows()
+    recorded = {row["name"]: record for row in published if (record := read(row["name"]))}
+    label.write(label.with_predictions(published, {name: _speed(record) for name, record in recorded.items()}))
+
+
+def _speed(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Tokens per second and chip of a record, by bound."""
+    per_chip = record["tokens_per_step"] / slices.get(record["slice"]).chips
+    seconds = record["predicted"]["step_seconds"]
+    return {bound: _short(per_chip / seconds[bound]) for bound in label.BOUNDS} | {
+        "libtpu": record["versions"]["libtpu"]
+    }
+
+
+def line(record: Mapping[str, Any]) -> str:
+    """`0.98 to 1.16 s per step, 61 to 52 % MFU, 18.3 GiB (compiled by libtpu …)`."""
+    return f"{figures(record)} ({label_of(record)})"
+
+
+def label_of(record: Mapping[str, Any]) -> str:
+    """How far what a record predicts can be off."""
+    return label.label(libtpu=record["versions"]["libtpu"])
+
+
+def figures(record: Mapping[str, Any]) -> str:
+    """The first half of `line`: what is predicted, between all traffic hidden and none."""
+    seconds, mfu = record["predicted"]["step_seconds"], record["predicted"]["mfu"]
+    shares = f"{mfu['hidden']:.0%} to {mfu['exposed']:.0%} MFU, ".replace("%", " %") if mfu else ""
+    return (
+        f"{seconds['hidden']:.3g} to {seconds['exposed']:.3g} s per step, {shares}"
+        f"{record['memory']['peak_bytes'] / GIB:.1f} GiB"
+    )
+
+
+def _short(number: float) -> float:
+    return float(f"{number:.4g}")
