@@ -164,10 +164,11 @@ def predicted(time: StepTime, experiment: Experiment) -> dict[str, Any]:
 
 
 def write_published() -> None:
-    """Tells `planning.label` what the records predict of runs whose speed is published."""
+    """Tells `planning.label` what the records predict of runs whose speed is published, then every header."""
     published = label.rows()
     recorded = {row["name"]: record for row in published if (record := read(row["name"]))}
     label.write(label.with_predictions(published, {name: _speed(record) for name, record in recorded.items()}))
+    write_headers()
 
 
 def _speed(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,6 +178,21 @@ def _speed(record: Mapping[str, Any]) -> dict[str, Any]:
     return {bound: _short(per_chip / seconds[bound]) for bound in label.BOUNDS} | {
         "libtpu": record["versions"]["libtpu"]
     }
+
+
+def write_headers() -> None:
+    """Brings the lines `# Predicted: …` of experiment files up to their records, where a file has them."""
+    for name, file in files().items():
+        where, record = environment.WORKSPACE / file, read(name)
+        if record is not None and (changed := with_header(where.read_text(), record)) != where.read_text():
+            where.write_text(changed)
+
+
+def with_header(text: str, record: Mapping[str, Any]) -> str:
+    """A gin text with what is predicted of it in its header: a line `# Predicted:` and one that goes on, indented."""
+    usable = record["memory"]["usable_bytes"] / GIB
+    lines = f"# Predicted: {figures(record)} of {usable:.4g} a chip; not run on a TPU\n#   ({label_of(record)}).\n"
+    return re.sub(r"(?m)^# Predicted:.*\n(#   .*\n)*", lambda _: lines, text, count=1)
 
 
 def line(record: Mapping[str, Any]) -> str:

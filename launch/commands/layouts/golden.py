@@ -88,8 +88,8 @@ def _write(names: list[str], *, again: bool) -> int:
             print(f"{name}: {error}", file=sys.stderr, flush=True)
             continue
         golden.write(name, record)
+        golden.write_published()
         print(f"  {golden.line(record)}", flush=True)
-    golden.write_published()
     return DIFFERENT if failed else 0
 
 

@@ -39,6 +39,7 @@ def test_a_rehearsal_says_so_and_compares_nothing(recorded):
     assert not warnings
 
 
+@pytest.mark.covers("O03", "O08")
 def test_a_tpu_logs_both(recorded):
     found, warnings = measured()
     assert set(found.rows()) == {"predicted"}

@@ -72,6 +72,7 @@ def collective(*, wire, times, beside=0, axes=("fsdp",), size=16):
     )
 
 
+@pytest.mark.covers("X06", "O04")
 def test_a_step_by_hand():
     """0.5 s of cycles; kernels; 1.35e9 bytes twice over three links of 45 GB/s, 4 ms of each beside computation."""
     gathers = collective(wire=1_350_000_000, times=2, beside=4_200_000)
