@@ -72,9 +72,18 @@ def test_a_vocabulary_that_is_split_is_whole_on_no_chip(tables, whole):
     assert whole or 1408 // 4 in found
 
 
+QUICK_EXPERIMENTS = ("quickstart.gin", "own_text.gin", "valkyrie_7b.gin")  # the others differ in sizes and slice
+
+
 @pytest.mark.covers("X04")
 @pytest.mark.compiled("v4-8", "v4-16", "v4-32")
-@pytest.mark.parametrize("name", sorted(p.name for p in GIN.glob("*.gin") if p.name != "defaults.gin"))
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in QUICK_EXPERIMENTS else pytest.param(name, marks=pytest.mark.slow)
+        for name in sorted(p.name for p in GIN.glob("*.gin") if p.name != "defaults.gin")
+    ],
+)
 def test_every_experiment_compiles_for_its_slice(name):
     """Its smallest sizes: a fresh state, a training step and an evaluation step."""
     experiment = smoke.shrink(configuration.load(f"gin/{name}").build())

@@ -130,15 +130,16 @@ def test_clocks_agree_with_the_compiler_and_the_peak(slice_name, least):
 
 
 def times(**changes):
-    model = dataclasses.replace(WIDE, **changes)
-    bound = program("v4-8", model=model, rows=8, length=1024)
+    model = dataclasses.replace(DEEP, **changes)
+    bound = program("v4-8", model=model, rows=8, length=2048)
     found = analysis.analyze(bound)
     return found, cost.step_time(found, bound)
 
 
-WIDE = dataclasses.replace(SMALL, embed_dim=2048, mlp_dim=8192, num_heads=16, num_kv_heads=16)
+DEEP = dataclasses.replace(SMALL, num_layers=16, embed_dim=1024, mlp_dim=4096, num_heads=8, num_kv_heads=8)
 
 
+@pytest.mark.slow
 @pytest.mark.compiled("v4-8")
 def test_recomputing_takes_longer_and_less_memory():
     kept, recomputed = (times(remat=remat) for remat in ("none", "full"))
