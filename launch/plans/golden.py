@@ -208,10 +208,10 @@ def label_of(record: Mapping[str, Any]) -> str:
 def figures(record: Mapping[str, Any]) -> str:
     """The first half of `line`: what is predicted, between all traffic hidden and none."""
     seconds, mfu = record["predicted"]["step_seconds"], record["predicted"]["mfu"]
-    shares = f"{mfu['hidden']:.0%} to {mfu['exposed']:.0%} MFU, ".replace("%", " %") if mfu else ""
+    shares = f"{100 * mfu['hidden']:.0f} to {100 * mfu['exposed']:.0f} % MFU, " if mfu else ""
     return (
         f"{seconds['hidden']:.3g} to {seconds['exposed']:.3g} s per step, {shares}"
-        f"{record['memory']['peak_bytes'] / GIB:.1f} GiB"
+        f"{record['memory']['peak_bytes'] / GIB:.3g} GiB"
     )
 
 
