@@ -52,6 +52,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "JAX_COMPILATION_CACHE_DIR", "where compiled programs are kept (local or gs://)", "RUN/compiled", "launch"
     ),
+    Variable("XDG_CACHE_HOME", "what is compiled for plans goes to renga/plans in it", "~/.cache", "launch"),
     Variable("HF_TOKEN", "read access to gated Hugging Face data", "unset", "tasks, launch/pod.sh", secret=True),
     Variable("TPU_WORKER_ID", "index of this host in its slice", "the metadata server's", "launch, libtpu"),
     Variable("TPU_WORKER_HOSTNAMES", "hosts of this slice, comma-separated", "the metadata server's", "launch, libtpu"),

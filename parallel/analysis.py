@@ -33,14 +33,18 @@ class Analysis(NamedTuple):
     findings: list[Finding]
 
 
-def analyze(bound: Program) -> Analysis:
+def analyze(bound: Program, *, dump_to: str | None = None) -> Analysis:
     """Compiles the training step of a program whose devices are `compiled.devices_of(slice)`, and reads the result.
+
+    Args:
+      bound: the program.
+      dump_to: see `compiled.compile_for_slice`.
 
     Raises:
       OutOfHbmError: the step does not fit.
     """
     with compiler_messages() as messages:
-        result = compiled.compile_for_slice(bound)
+        result = compiled.compile_for_slice(bound, dump_to=dump_to)
     return read(bound, result, messages.text)
 
 

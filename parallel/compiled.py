@@ -50,8 +50,12 @@ class OutOfHbmError(ValueError):
         self.present = present
 
 
-def compile_for_slice(program: Program) -> Compiled:
+def compile_for_slice(program: Program, *, dump_to: str | None = None) -> Compiled:
     """Compiles the training step of a program whose devices are `mesh.topology_devices(slice)`.
+
+    Args:
+      program: what to compile.
+      dump_to: a folder for what the compiler writes down on its way (`parallel.planning.buffers`).
 
     Raises:
       OutOfHbmError: it does not fit; says what it needs and what there is.
@@ -59,7 +63,7 @@ def compile_for_slice(program: Program) -> Compiled:
     start = time.perf_counter()
     lowered = program.lower_train_step()
     try:
-        executable = lowered.compile()
+        executable = lowered.compile(compiler_options={"xla_dump_to": dump_to} if dump_to else None)
     except jax.errors.JaxRuntimeError as error:
         raise _explained(error, program) from error
     memory: Any = executable.memory_analysis()

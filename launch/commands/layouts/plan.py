@@ -1,0 +1,76 @@
+"""`launch/run plan`: which layout to train an experiment with on a slice, by compiling the likely ones for it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+HELP = "find the quickest layout of an experiment that fits a slice, by compiling for it; --explain says what binds"
+EXAMPLE = """launch/run plan v4-32 gin/valkyrie_7b.gin --quick --price 3.22
+  launch/run plan v4-32 gin/valkyrie_7b.gin --batch 32 64 --write mine.gin --html plan.html
+  launch/run plan v5p-128 gin/valkyrie_7b.gin --arithmetic
+  launch/run plan v4-32 gin/valkyrie_7b.gin --explain gin/strategies/hsdp.gin"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what a plan takes."""
+    parser.add_argument("slice", metavar="SLICE")
+    parser.add_argument("experiment", metavar="EXPERIMENT.gin")
+    parser.add_argument(
+        "--gin", metavar="BINDING", action="append", default=[], help="overrides one binding; repeatable"
+    )
+    parser.add_argument("--batch", metavar="ROWS", type=int, nargs="+", default=[], help="batch sizes to try")
+    parser.add_argument("--only", metavar="STRATEGY", nargs="+", default=[], help="try these strategies alone")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--compile", metavar="N", type=int, help="compile until N fit (default 16)")
+    how.add_argument("--quick", action="store_true", help="compile until 10 fit")
+    how.add_argument("--arithmetic", action="store_true", help="compile nothing: five seconds, and only nearly right")
+    how.add_argument("--cached", action="store_true", help="compile nothing: show what was compiled before")
+    how.add_argument("--explain", metavar="CHOICE", help="one layout in depth: a gin file or bindings of STRATEGY")
+    parser.add_argument("--price", metavar="USD", help="of a chip-hour")
+    parser.add_argument("--rejected", action="store_true", help="print every candidate that was left out, with why")
+    parser.add_argument("--write", metavar="FILE", help="write the winner as a gin file to include")
+    parser.add_argument("--overwrite", action="store_true", help="--write and --html may replace a file")
+    parser.add_argument("--html", metavar="FILE", help="write one page with the table and pictures")
+    parser.add_argument("--record", metavar="FILE", help="write what was compiled to FILE, to be committed")
+    parser.add_argument("--fresh", action="store_true", help="compile anew what was compiled before")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plans, or explains one layout."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    _check(args)
+    if args.explain is not None:
+        from launch.plans import explaining
+
+        return explaining.explain(args.experiment, args.explain, slice_name=args.slice, bindings=args.gin)
+    from launch.plans import running
+
+    return running.run(args)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuses what a plan would only find out at its end."""
+    if args.compile is not None and args.compile < 1:
+        raise ValueError(f"--compile {args.compile}: expected at least 1; --arithmetic compiles nothing")
+    if args.price is not None:
+        args.price = _price(args.price)
+    for flag in ("write", "html", "record"):
+        path = getattr(args, flag)
+        if path is None:
+            continue
+        if not (parent := Path(path).absolute().parent).is_dir():
+            raise ValueError(f"--{flag} {path}: there is no folder {parent}; make it first")
+        if flag != "record" and Path(path).exists() and not args.overwrite:
+            raise ValueError(f"--{flag} {path}: the file is there; name another, or add --overwrite")
+
+
+def _price(text: str) -> float:
+    try:
+        price = float(text)
+    except ValueError:
+        price = -1.0
+    if not 0 <= price < float("inf"):
+        raise ValueError(f"--price {text}: expected US dollars per chip-hour, such as 3.22")
+    return price

@@ -1,0 +1,189 @@
+"""`plan … --explain`: one layout in depth. What holds HBM, what takes time, what is sent, and which of them binds.
+
+Where a layout does not fit: by how much, what took it, and the nearest one that does.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from core.slices import GIB
+from launch.plans import facts, memory, planning, table
+from launch.plans.planning import Question, Tried
+from launch.reports import side_by_side
+from parallel import analysis, compiled
+from parallel.analysis import Analysis
+from parallel.compiled import OutOfHbmError
+from parallel.hlo import executions, program
+from parallel.hlo.executions import Executed
+from parallel.hlo.messages import compiler_messages
+from parallel.partitioner import Program
+from parallel.planning import arithmetic, buffers, cost
+from parallel.planning import label as labels
+from parallel.planning.cost import CLOCK_HZ, StepTime
+from parallel.planning.placed import Placed, step_of
+
+TOP_BUFFERS, TOP_OPERATIONS, TOP_ALLOCATIONS, NEAREST = 20, 15, 10, 3
+
+
+def explain(path: str, choice: str, *, slice_name: str, bindings: Sequence[str]) -> int:
+    """Compiles one layout and says what binds it; 1 where it does not fit.
+
+    Raises:
+      ValueError: no such file, a mistake in the configuration, a layout that the slice cannot have.
+    """
+    try:
+        chosen = side_by_side.bindings_of(choice)
+    except ValueError as error:
+        raise ValueError(str(error).replace("--strategies", "--explain")) from error
+    question = planning.ask(path, slice_name=slice_name, bindings=[*chosen, *bindings])
+    bound = question.experiment.bind(compiled.devices_of(question.slice))
+    shape = " x ".join(f"{axis} {n}" for axis, n in bound.partitioner.shape.items() if n > 1) or "1 chip"
+    print(f"{bound.partitioner.strategy.name} ({shape}) on {question.slice.name}; compiling …", flush=True)
+    with tempfile.TemporaryDirectory(prefix="renga-explain-") as folder:
+        try:
+            with compiler_messages(pass_on=False):
+                found = analysis.analyze(bound, dump_to=folder)
+        except OutOfHbmError as error:
+            _too_much(question, bound, error)
+            return 1
+        held = buffers.read(Path(folder))
+    module = program.parse(found.compiled.hlo)
+    _memory(bound, found, memory.holders(bound, module, held))
+    time = cost.step_time(found, bound)
+    run = executions.walk(module)
+    _operations(run, found, time, clock=CLOCK_HZ[question.slice.generation])
+    _traffic(time)
+    _roofline(question, bound, run, time)
+    print(f"\n{labels.label()}.")
+    return 0
+
+
+def _memory(bound: Program, found: Analysis, held: Sequence[memory.Holder]) -> None:
+    have, peak = bound.partitioner.slice.chip.usable_hbm_bytes, found.compiled.peak_bytes
+    print(f"\nHBM: {peak / GIB:.2f} GiB of {have / GIB:.2f} per chip at the peak, {(have - peak) / GIB:.2f} free")
+    for kind, total in memory.by_kind(held).items():
+        print(f"  {kind:<18}{memory.gigabytes(total):>8}")
+    rest = peak - sum(holder.bytes for holder in held)
+    print(f"  {'gaps and constants':<18}{memory.gigabytes(rest):>8}\n")
+    rows = [(h.kind, h.name, h.what, memory.gigabytes(h.bytes)) for h in held[:TOP_BUFFERS]]
+    _print(("kind", "where", "on one chip", "GiB"), rows)
+
+
+def _operations(run: Sequence[Executed], found: Analysis, time: StepTime, *, clock: float) -> None:
+    totals: dict[str, list[float]] = {}
+    for executed in run:
+        if executed.cycles:
+            name = memory.place(executed.instruction.op_name) or executed.instruction.opcode
+            total = totals.setdefault(name, [0.0, 0])
+            total[0] += executed.cycles
+            total[1] += executed.times
+    ranked = sorted(totals.items(), key=lambda item: -item[1][0])[:TOP_OPERATIONS]
+    print(f"\ntime: {time.compute:.3g} s of computation as the compiler estimates it, {time.kernels:.3g} s of kernels")
+    whole = found.costs.total_cycles or 1
+    rows = [(n, f"{t:,}", f"{c / 1e6:,.1f}", f"{c / clock * 1e3:,.1f}", f"{c / whole:.1%}") for n, (c, t) in ranked]
+    _print(("hottest operations", "times", "M cycles", "ms", "of computation"), rows)
+    for unpriced in time.unpriced:
+        print(f"  without an estimate: {unpriced}")
+
+
+def _traffic(time: StepTime) -> None:
+    print(f"\ntraffic: {time.traffic_seconds:.3g} s by itself")
+    rows = [
+        (" ".join(a.axes) or "-", a.network, f"{a.wire_bytes / GIB:.2f}", f"{a.seconds:.3g}", f"{a.beside:.3g}")
+        for a in time.traffic
+    ]
+    _print(("mesh axes", "network", "GiB sent", "seconds", "beside computation"), rows)
+
+
+def _roofline(question: Question, bound: Program, run: Sequence[Executed], time: StepTime) -> None:
+    chip = question.slice.chip
+    known = facts.facts(question.experiment)
+    work = known.works.get(step_of(bound).remat) or next(iter(known.works.values()))
+    products = work.flops * question.experiment.batch_size / question.slice.chips / chip.peak_flops
+    touched = sum(map(_touched_bytes, run))
+    hbm = touched / chip.hbm_bytes_per_second
+    by_network = {n: sum(a.seconds for a in time.traffic if a.network == n) for n in ("ICI", "DCN")}
+    rows = [
+        ("matrix products at the chip's peak", f"{products:.3g}"),
+        ("computation and kernels, estimated", f"{time.busy:.3g}"),
+        (f"HBM: {touched / GIB:,.0f} GiB read and written, at most", f"{hbm:.3g}"),
+        *((f"{network} links", f"{seconds:.3g}") for network, seconds in by_network.items() if seconds),
+    ]
+    print("\nroofline, seconds a step")
+    _print(("", "s"), rows)
+    limits = {"computation": time.busy, "HBM": min(hbm, time.busy), **by_network}
+    binds = max(limits, key=lambda name: limits[name])
+    hidden, exposed = time.hidden, time.exposed
+    print(
+        f"{binds} binds: a step takes {hidden:.3g} s with all traffic hidden, {exposed:.3g} s with none, "
+        f"{time.scheduled:.3g} s as it is scheduled"
+    )
+    if flops := question.flops(question.experiment.batch_size):
+        shares = [cost.mfu(flops, seconds=seconds, slice=question.slice) for seconds in (hidden, exposed)]
+        print(f"MFU {table.between((shares[0], shares[1]), '{:.1f}', 100)} %")
+
+
+def _touched_bytes(executed: Executed) -> float:
+    """Operands and results of what is scheduled by itself; of a stack that a loop walks through, a layer."""
+    at = executed.instruction
+    if executed.wrappers or not at.estimated_cycles:
+        return 0.0
+    trips = next((loop.trips for loop in reversed(executed.loops) if loop.trips), 0)
+    names = [o for o in at.operands if o in executed.computation]
+    types = [at.type, *(executed.computation[name].type for name in names)]
+    total = 0.0
+    for type_ in types:
+        if re.search(r"S\([1-9]", type_):  # in another memory
+            continue
+        for array in program.arrays_of(type_):
+            total += array.bytes / (trips if trips and array.dims[:1] == (trips,) else 1)
+    return total * executed.times
+
+
+def _too_much(question: Question, bound: Program, error: OutOfHbmError) -> None:
+    print(f"\ndoes not fit: needs {error.needed} of {error.present} per chip")
+    took = memory.allocations(str(error.__cause__))
+    if took:
+        print("what took it, as the compiler says")
+        rows = [(memory.gigabytes(a.bytes), a.name, a.what) for a in took[:TOP_ALLOCATIONS]]
+        _print(("GiB", "where", "what"), rows)
+    placed = Placed(bound.partitioner.strategy, facts.facts(question.experiment))
+    by_name = sorted(arithmetic.estimate(placed, step_of(bound)).hbm.items(), key=lambda part: -part[1])
+    said = ", ".join(f"{name} {memory.gigabytes(count)}" for name, count in by_name if count >= 2**20)
+    print(f"by arithmetic: {said}")
+    print("\nnearest that fit, by arithmetic (--write and plan find the quickest)")
+    for one in nearest(planning.consider(question), bound)[:NEAREST]:
+        print(f"  {one.name}: {memory.gigabytes(one.estimate.peak_bytes)} GiB\n    " + "; ".join(one.bindings))
+
+
+def nearest(tried: Sequence[Tried], bound: Program) -> list[Tried]:
+    """Those that may fit, by how little of the layout they change, then by how quick they are likely to be."""
+    shape = {axis: n for axis, n in bound.partitioner.shape.items() if n > 1}
+    step = step_of(bound)
+
+    def distance(one: Tried) -> int:
+        candidate = one.candidate
+        name = candidate.layout.constructor if candidate.layout else bound.partitioner.strategy.name
+        mesh = all(f"{axis} {n}" in one.name for axis, n in shape.items())
+        changed = (not mesh, candidate.remat not in (None, step.remat), candidate.accum_steps != step.accum_steps)
+        return 2 * (name != bound.partitioner.strategy.name) + sum(changed)
+
+    return sorted((t for t in tried if not t.reason), key=lambda t: (distance(t), planning.rank(t)))
+
+
+def _print(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    text = ("kind", "where", "on one chip", "hottest operations", "mesh axes", "network", "what", "")
+    printed = Table(box=box.MARKDOWN)
+    for heading in headings:
+        printed.add_column(heading, justify="left" if heading in text else "right")
+    for row in rows:
+        printed.add_row(*row)
+    Console(width=160).print(printed)

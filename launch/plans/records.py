@@ -1,0 +1,193 @@
+"""What compiling a candidate said, as a small JSON file, and where such files are kept.
+
+A record belongs to a program, so its key is what makes one: slice, model, tables, shapes of a batch, optimizer, the
+compiler's options, and the versions of jax, jaxlib and libtpu. Paths to data, learning rates and lengths of runs are
+left out: another bucket is the same program.
+
+There are two places. A user's own cache is also keyed by the text of the source files that make a program, so that an
+edit compiles anew. `launch/plans/compiled/` is committed, for the experiments that are shipped, and is not: every
+commit would empty it. Its records say which sources they were made of; where these have changed the plan says so, and
+a test compares the digest of the traced program, which is what an edit must not change unnoticed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import json
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from core.slices import GIB
+from launch import environment
+from launch.environment import WORKSPACE
+from launch.experiment import Experiment
+from launch.gin_config import LoadedConfig
+from parallel import compiler_options
+from parallel.planning.cost import AxisTime, StepTime
+
+FORMAT = 1  # of a record; another number makes all there are unknown
+COMMITTED = WORKSPACE / "launch" / "plans" / "compiled"
+_FOLDERS = ("core", "models", "parallel")
+# They only read programs, or choose among them.
+_NO_PART = ("agreement.py", "recording.py", "report.py", "lints.py", "candidates.py", "arithmetic.py", "placed.py")
+_PACKAGES = ("jax", "jaxlib", "libtpu")
+
+COMPILED, TOO_MUCH, REFUSED, FAILED = "compiled", "too much HBM", "refused", "failed"
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What came of compiling one candidate.
+
+    Attributes:
+      status: COMPILED, TOO_MUCH, REFUSED, or FAILED, which is never kept.
+      reason: why not; else empty.
+      needed_bytes: of HBM on a chip: the peak, or what does not fit as the compiler words it.
+      state_bytes: of that, state and batch.
+      time: of the step; None where it was not compiled.
+      bubble: share of a pipeline's time.
+      compile_seconds: on the machine where it was done.
+      made_with: versions, digests of sources and program, git revision.
+      is_committed: found in the workspace and not in a user's cache.
+    """
+
+    status: str
+    reason: str = ""
+    needed_bytes: float = 0.0
+    state_bytes: float = 0.0
+    time: StepTime | None = None
+    bubble: float = 0.0
+    compile_seconds: float = 0.0
+    made_with: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    is_committed: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        plain = dataclasses.asdict(dataclasses.replace(self, time=None))
+        del plain["is_committed"]
+        if self.time:
+            plain["time"] = {**self.time._asdict(), "traffic": [axis._asdict() for axis in self.time.traffic]}
+        return plain
+
+
+def from_json(plain: Mapping[str, Any], *, is_committed: bool = False) -> Record:
+    """The record that `Record.as_json` gave."""
+    time = plain["time"]
+    if time:
+        traffic = tuple(AxisTime(**{**axis, "axes": tuple(axis["axes"])}) for axis in time["traffic"])
+        time = StepTime(**{**time, "traffic": traffic, "unpriced": tuple(time["unpriced"])})
+    return Record(**{**plain, "time": time}, is_committed=is_committed)
+
+
+def program_text(experiment: Experiment, config: LoadedConfig) -> str:
+    """All that makes the program of a training step, equal for two experiments exactly if theirs are one."""
+    spec = {k: (s.shape, str(s.dtype)) for k, s in sorted(experiment.task.spec(experiment.batch_size).items())}
+    parts = {
+        "slice": experiment.slice,
+        "strategy": experiment.strategy,
+        "model": experiment.model,
+        "batch": spec,
+        "accum_steps": experiment.accum_steps,
+        "gather_once": experiment.gather_once,
+        "optimizer": _optimizer(config),
+    }
+    return "\n".join(f"{name}: {value!r}" for name, value in parts.items())
+
+
+def _optimizer(config: LoadedConfig) -> list[str]:
+    """Its statements with macros unfilled: a learning rate by that name may be any."""
+    lines = config.text.splitlines()
+    home = re.compile(r"from core import optimizers(?: as (\w+))?|import core\.optimizers")
+    symbols = {found[1] or "optimizers" for line in lines if (found := home.fullmatch(line))}
+    return [line for line in lines if line.startswith("OPTIMIZER =") or line.partition(".")[0] in symbols]
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Of what makes machine code of a program."""
+    return {name: importlib.metadata.version(name) for name in _PACKAGES}
+
+
+@functools.cache
+def sources_digest() -> str:
+    """Of the text of every file that makes a program."""
+    digest = hashlib.sha256()
+    for path in sorted(p for folder in _FOLDERS for p in (WORKSPACE / folder).rglob("*.py")):
+        if path.name not in _NO_PART:
+            digest.update(path.relative_to(WORKSPACE).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def key(text: str, *, sources: str = "") -> str:
+    """Names a record.
+
+    Args:
+      text: `program_text`, with what else it depends on, such as modules of the user's own.
+      sources: `sources_digest()`; nothing in the committed place.
+    """
+    parts = [str(FORMAT), text, json.dumps(versions(), sort_keys=True), repr(sorted(compiler_options.OPTIONS.items()))]
+    return hashlib.sha256("\n".join([*parts, sources]).encode()).hexdigest()[:24]
+
+
+class Store:
+    """Records by key: those of this user, then those that are committed.
+
+    Attributes:
+      folder: the user's.
+    """
+
+    def __init__(self, folder: Path | None = None, *, committed: Path | None = COMMITTED):
+        self.folder = folder or user_folder()
+        self._committed = committed
+
+    def find(self, text: str) -> Record | None:
+        """The record of a program; None where it was not compiled yet."""
+        mine = self.path(text)
+        if mine.is_file():
+            return from_json(json.loads(mine.read_text()))
+        plain = self._shipped.get(key(text))
+        return from_json(plain, is_committed=True) if plain else None
+
+    def path(self, text: str) -> Path:
+        """Where the record of a program is kept for this user."""
+        return self.folder / f"{key(text, sources=sources_digest())}.json"
+
+    def keep(self, text: str, record: Record) -> None:
+        """Writes a record, whole or not at all."""
+        write(self.path(text), record.as_json())
+
+    @functools.cached_property
+    def _shipped(self) -> dict[str, Any]:
+        files = sorted(self._committed.glob("*.json")) if self._committed else []
+        return {k: plain for file in files for k, plain in json.loads(file.read_text())["records"].items()}
+
+
+def user_folder() -> Path:
+    """`$XDG_CACHE_HOME/renga/plans`."""
+    root = environment.read("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "renga" / "plans"
+
+
+def write(path: Path, plain: Any) -> None:
+    """Writes JSON; who reads meanwhile sees the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    beside.write_text(json.dumps(plain, indent=1, sort_keys=True) + "\n")
+    beside.replace(path)
+
+
+def ship(path: Path, found: Iterator[tuple[str, Record]]) -> None:
+    """Writes the records of a plan to be committed, by key."""
+    write(path, {"records": {key(text): record.as_json() for text, record in found}})
+
+
+def gib_of(written: str) -> float:
+    """`75.31GiB` of a compiler's message in bytes."""
+    units = {"KiB": 2**10, "MiB": 2**20, "GiB": GIB}
+    return float(written[:-3]) * units[written[-3:]]

@@ -1,0 +1,211 @@
+"""The command `plan` from its arguments to its exit code: consider, look up, compile what is missing, show."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from launch.plans import compiling, figures, planning, records, table
+from launch.plans.compiling import Job
+from launch.plans.planning import Question, Tried
+from launch.plans.records import Record, Store
+from parallel.planning import arithmetic
+from parallel.planning import label as labels
+
+INTERRUPTED = 128 + signal.SIGINT
+_ARITHMETIC_ROWS = 20
+_TRIES = 3  # times as many candidates are compiled at most as are wanted, where some do not fit
+
+Found = list[tuple[Tried, Record]]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plans. 130 after Ctrl-C, with what is known by then; 1 where nothing fits."""
+    question = planning.ask(args.experiment, slice_name=args.slice, bindings=args.gin, batch_sizes=args.batch)
+    tried = planning.consider(question, only=args.only)
+    possible = [t for t in tried if not t.reason]
+    cannot = len(tried) - len(possible)
+    print(f"{len(tried)} candidates for {question.slice.name}: {len(possible)} may fit, {cannot} cannot")
+    if not possible or args.arithmetic:
+        return _by_arithmetic(question, tried, args)
+    wanted = args.compile or (planning.QUICK if args.quick else planning.USUAL)
+    store = Store(committed=None) if args.fresh else Store()
+    session = _Session(question, tried, store, wanted)
+    try:
+        session.look_up(fresh=args.fresh)
+        if not args.cached:
+            session.compile_missing()
+    except KeyboardInterrupt:
+        print("\ninterrupted; what is compiled is kept, and the same command goes on from there", file=sys.stderr)
+        _show(question, session, args, is_partial=True)
+        return INTERRUPTED
+    return _show(question, session, args)
+
+
+class _Session:
+    """The candidates of a plan on their way to records.
+
+    Attributes:
+      found: with their records, in the order in which they were looked at.
+    """
+
+    def __init__(self, question: Question, tried: Sequence[Tried], store: Store, wanted: int):
+        self.question, self.tried, self.store = question, tried, store
+        self.found: Found = []
+        self._wanted = wanted
+        self._order = list(planning.order(tried, wanted=wanted))[: _TRIES * wanted]
+        self._missing: list[Tried] = []
+
+    @property
+    def fitting(self) -> int:
+        """How many were compiled and fit."""
+        return sum(record.time is not None for _, record in self.found)
+
+    @property
+    def short(self) -> int:
+        """How many more are wanted."""
+        return self._wanted - self.fitting
+
+    def look_up(self, *, fresh: bool) -> None:
+        """Takes the records that there are, in order, until as many fit as are wanted or one must be compiled."""
+        missing = 0
+        for one in self._order:
+            if self.short - missing <= 0:
+                break
+            record = None if fresh else self.store.find(one.text)
+            if record is None:
+                missing += 1
+                self._missing.append(one)
+            else:
+                self.found.append((one, record))
+        seen = {id(t) for t, _ in self.found} | {id(t) for t in self._missing}
+        self._missing += [one for one in self._order if id(one) not in seen]
+
+    def compile_missing(self) -> None:
+        """Compiles until as many fit as are wanted, or nothing is left to try."""
+        if self.short <= 0 or not self._missing:
+            return
+        names: dict[Path, Tried] = {}
+        with _progress(self._wanted, self.fitting) as report:
+            jobs = self._jobs(names)
+            for done in compiling.compile_all(jobs, wanted=lambda: self.short, on_start=report.started):
+                self.found.append((names[done.job.record], done.record))
+                report.ended(done, fitting=self.fitting)
+
+    def _jobs(self, names: dict[Path, Tried]) -> Iterator[Job]:
+        for one in self._missing:
+            known = self.store.find(one.text)
+            if known is not None and self.store.path(one.text) not in names and known.is_committed:
+                self.found.append((one, known))
+                continue
+            path = self.store.path(one.text)
+            names[path] = one
+            bindings = (*self.question.bindings, *one.bindings)
+            yield Job(one.name, self.question.path, self.question.slice.name, bindings, path)
+
+
+class _Report:
+    """Says what is being compiled: as a bar where there is a terminal, else a line for each that is done."""
+
+    def __init__(self, progress: Progress, wanted: int, fitting: int):
+        self._progress = progress
+        self._task = progress.add_task("", total=wanted, completed=fitting)
+        self._running: list[str] = []
+
+    def started(self, job: Job) -> None:
+        self._running.append(job.name)
+        self._say()
+
+    def ended(self, done: compiling.Done, *, fitting: int) -> None:
+        self._running.remove(done.job.name)
+        record = done.record
+        seconds = f"{record.compile_seconds:.0f} s"
+        said = f"{record.time.scheduled:.3g} s a step" if record.time else f"{record.status}: {record.reason}"
+        self._progress.console.print(f"  {done.job.name}: {said}; {seconds}", highlight=False, soft_wrap=True)
+        self._progress.update(self._task, completed=fitting)
+        self._say()
+
+    def _say(self) -> None:
+        self._progress.update(self._task, description="compiling " + " and ".join(self._running))
+
+
+@contextlib.contextmanager
+def _progress(wanted: int, fitting: int) -> Iterator[_Report]:
+    columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        yield _Report(progress, wanted, fitting)
+
+
+def _by_arithmetic(question: Question, tried: Sequence[Tried], args: argparse.Namespace) -> int:
+    possible = [t for t in tried if not t.reason]
+    rows = [figures.of(question, one) for one in possible]
+    if rows:
+        shown = f"the likely best {min(len(rows), _ARITHMETIC_ROWS)} of {len(rows)}"
+        title = f"{question.config.experiment} on {question.slice.name}: {shown}"
+        table.show(rows[:_ARITHMETIC_ROWS], title=title, label=f"{arithmetic.LABEL}; ranked by tokens/s")
+    table.left_out(tried, [], every=args.rejected)
+    if not rows:
+        print(f"\nno candidate fits {question.slice.name}: take a larger slice, a smaller batch, or accumulation")
+        return 1
+    _finish(question, possible[0], rows, args, label=arithmetic.LABEL)
+    return 0
+
+
+def _show(question: Question, session: _Session, args: argparse.Namespace, *, is_partial: bool = False) -> int:
+    ranked = planning.ranked(session.found)
+    label = labels.label()
+    table.left_out(session.tried, session.found, every=args.rejected)
+    if not ranked:
+        none = "nothing was compiled before" if args.cached else "nothing that was compiled fits"
+        print(f"\n{none} for {question.slice.name}" + (" yet" if is_partial else ""))
+        return 1
+    rows = [figures.of(question, one, record) for one, record in ranked]
+    title = f"{question.config.experiment} on {question.slice.name}" + (", so far" if is_partial else "")
+    print()
+    table.show(rows, title=title, label=f"{label}; ranked by tokens/s with that traffic hidden which the compiler hid")
+    for note in _provenance(ranked):
+        print(note)
+    if args.record:
+        records.ship(Path(args.record), ((one.text, record) for one, record in session.found))
+    _finish(question, ranked[0][0], rows, args, label=label)
+    return 0
+
+
+def _provenance(found: Found) -> list[str]:
+    """Where figures come from that were not compiled from the files as they are."""
+    shipped = [record for _, record in found if record.is_committed]
+    if not shipped:
+        return []
+    made = shipped[0].made_with
+    changed = any(record.made_with.get("sources") != records.sources_digest() for record in shipped)
+    said = f"{len(shipped)} of {len(found)} rows were compiled at revision {made.get('revision') or 'unknown'}"
+    return [said + ("; core/, models/ or parallel/ have changed since: --fresh compiles anew" if changed else "")]
+
+
+def _finish(question: Question, best: Tried, rows: Sequence[figures.Figures], args, *, label: str) -> None:
+    """The outlook, and the files that were asked for."""
+    print(f"\nbest: {best.name}")
+    for line in table.outlook(question, rows[0], price=args.price, now=datetime.datetime.now()):
+        print(f"  {line}")
+    for binding in best.bindings:
+        print(f"  {binding}")
+    if args.write:
+        from launch.plans import choices
+
+        writer = choices.Writer(question.config, question.experiment)
+        text = writer.file(best.candidate, table.header(question, rows[0], label=label))
+        Path(args.write).write_text(text)
+        print(f"written: {args.write}")
+    if args.html:
+        from launch.plans import page
+
+        Path(args.html).write_text(page.page(question, rows, label=label, price=args.price))
+        print(f"written: {args.html}")

@@ -1,0 +1,124 @@
+"""A plan as a person reads it in a terminal: the ranked table, what was left out and why, and what the winner costs."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from core.slices import GIB
+from launch.plans import figures, planning, records
+from launch.plans.figures import Figures, Pair
+from launch.plans.planning import Question, Tried
+from launch.plans.records import Record
+
+WIDTH = 190
+_HEADINGS = (
+    ("", "right"),
+    ("layout", "left"),
+    ("rows", "right"),
+    ("HBM GiB", "right"),
+    ("free", "right"),
+    ("step s", "right"),
+    ("tokens/s", "right"),
+    ("MFU %", "right"),
+    ("bubble", "right"),
+    ("sent, GiB a chip and step", "left"),
+    ("hours", "right"),
+    ("compiled in s", "right"),
+)
+
+
+def show(rows: Sequence[Figures], *, title: str, label: str) -> None:
+    """Prints ranked rows; pairs read from all traffic hidden to none."""
+    table = Table(box=box.MARKDOWN, title=title, title_justify="left")
+    compiled = any(row.compile_seconds is not None for row in rows)
+    for heading, justify in _HEADINGS[: None if compiled else -1]:
+        table.add_column(heading, justify=justify, no_wrap=heading not in ("layout", "sent, GiB a chip and step"))
+    for number, row in enumerate(rows, 1):
+        table.add_row(str(number), *cells(row)[: None if compiled else -1])
+    Console(width=WIDTH).print(table)
+    print(f"{label}.")
+
+
+def cells(row: Figures) -> list[str]:
+    """A row as text, without its place."""
+    return [
+        row.name + (" (as written)" if row.is_as_written and not row.name.startswith("as written") else ""),
+        str(row.rows),
+        f"{row.used_bytes / GIB:.2f}",
+        f"{row.free_bytes / GIB:.2f}",
+        between(row.step_seconds, "{:.3g}"),
+        between(row.tokens_per_second, "{:,.0f}"),
+        between(row.mfu, "{:.1f}", 100) if row.mfu else "–",
+        f"{row.bubble:.0%}" if row.bubble else "–",
+        sent(row) or "nothing",
+        between(row.hours, "{:,.3g}"),
+        "–" if row.compile_seconds is None else f"{row.compile_seconds:.0f}",
+    ]
+
+
+def between(pair: Pair, form: str, factor: float = 1) -> str:
+    """`0.61 – 0.94`, or one number where both are alike."""
+    fast, slow = (form.format(value * factor) for value in pair)
+    return fast if fast == slow else f"{fast} – {slow}"
+
+
+def sent(row: Figures) -> str:
+    """`fsdp 47.1; data 0.8 over DCN`."""
+    said = []
+    for axis in row.traffic:
+        amount = axis.wire_bytes / GIB
+        text = f"{amount:.1f}" if amount >= 0.1 else f"{amount:.1g}"
+        said.append(f"{' '.join(axis.axes) or '-'} {text}" + (" over DCN" if axis.network == "DCN" else ""))
+    return "; ".join(said)
+
+
+def left_out(tried: Sequence[Tried], found: Sequence[tuple[Tried, Record]], *, every: bool) -> None:
+    """Prints why candidates are not in the table: all of them, or for each reason how many and an example."""
+    for kind, group in planning.by_reason(tried):
+        print(f"\nleft out, {kind}: {len(group)}")
+        shown = group if every else sorted(group, key=lambda t: len(t.name))[:1]
+        for one in shown:
+            print(f"  {one.name}, {one.candidate.batch_size} rows: {one.reason}")
+    for one, record in found:
+        if record.time is None:
+            said = f"compiled, does not fit: {record.reason}" if record.status == records.TOO_MUCH else record.reason
+            over = _over(one, record)
+            print(f"\n{record.status}: {one.name}, {one.candidate.batch_size} rows: {said}{over}")
+
+
+def _over(tried: Tried, record: Record) -> str:
+    if record.status != records.TOO_MUCH or tried.estimate is None:
+        return ""
+    return f" (arithmetic said {tried.estimate.peak_bytes / GIB:.2f} GiB)"
+
+
+def outlook(question: Question, best: Figures, *, price: float | None, now: datetime.datetime) -> list[str]:
+    """What training costs with the winner: hours, chip-hours, the day it ends, dollars."""
+    tokens, rows = question.total_tokens, best.rows * question.tokens_per_row
+    total = figures.chip_hours(best.hours, question.slice)
+    ends = [(now + datetime.timedelta(hours=h)).strftime("%Y-%m-%d %H:%M") for h in best.hours]
+    steps = f"{-(-tokens // rows):,} steps of {best.rows} rows"
+    spent = f"{between(best.hours, '{:,.1f}')} hours, {between(total, '{:,.0f}')} chip-hours"
+    said = [f"{tokens / 1e9:,.3g}B tokens ({steps}): {spent}; started now it ends {' – '.join(dict.fromkeys(ends))}"]
+    if price is not None:
+        dollars = total[0] * price, total[1] * price
+        said.append(f"at {price:g} USD per chip-hour: {between(dollars, '{:,.0f}')} USD")
+    return said
+
+
+def header(question: Question, best: Figures, *, label: str) -> list[str]:
+    """Lines that the winner's gin file opens with."""
+    mfu = f", MFU {between(best.mfu, '{:.1f}', 100)} %" if best.mfu else ""
+    return [
+        f"{best.name}: the quickest of a plan for {question.slice.name}, for {question.config.experiment}.",
+        f"{best.rows} rows x {question.tokens_per_row} tokens: {best.used_bytes / GIB:.2f} GiB of "
+        f"{question.slice.chip.usable_hbm_bytes / GIB:.2f} per chip, "
+        f"{between(best.step_seconds, '{:.3g}')} s a step{mfu}",
+        f"(all traffic hidden – none hidden; {label}).",
+        "Include it behind the file's own choices, or give it to --gin \"include 'FILE'\".",
+    ]

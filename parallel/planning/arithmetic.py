@@ -1,0 +1,212 @@
+"""What a layout costs a chip, by arithmetic: bytes of HBM and seconds, in a millisecond and without a compiler.
+
+State is exact: bytes of shapes over the degrees of a table. The rest is a model, good enough to choose what is worth
+compiling, and labelled so wherever it is printed:
+
+    peak        state + the larger of    the end of the forward pass: what is kept, and logits with their gradient
+                                         the backward pass of a layer: what is kept, gradients, weights gathered for
+                                         two layers, and what one layer computes
+    compute     FLOPs of matrix products, recomputation included / 80 % of peak, through bubbles too
+    traffic     every weight gathered for each of both passes, gradients reduced, sums over tensor parallel products,
+                keys and values over sequence, activations over stages / the links of their mesh axes
+
+How far it is from what the compiler says stands in `launch/plans/README.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from core import logical
+from core.logical import Axes
+from core.slices import GIB, Slice
+from parallel import rules
+from parallel.planning import cost
+from parallel.planning.cost import AxisTime, StepTime
+from parallel.planning.links import DCN_BYTES_PER_SECOND
+from parallel.planning.placed import Facts, Placed, Refused, Step, leaves, size_bytes
+from parallel.planning.traced import Kept, Work
+from parallel.strategy import MESH_AXES
+
+LABEL = "arithmetic, not compiled"
+PRODUCT_SHARE_OF_PEAK = 0.8  # of a step of 7B on v4-32: 8 N FLOPs a token over what libtpu estimates for computation
+_TRUE_SCATTER_CHIPS = 4  # a larger group's reduce-scatter is compiled as an all-reduce (measured on 2x2x4)
+_ROW_AXES = ("batch", "length")
+
+
+class Estimate(NamedTuple):
+    """What a step costs a chip.
+
+    Attributes:
+      hbm: bytes at the peak, by what they are.
+      time: of the step.
+      bubble: share of a pipeline's time without work; 0 without one.
+    """
+
+    hbm: Mapping[str, float]
+    time: StepTime
+    bubble: float
+
+    @property
+    def peak_bytes(self) -> float:
+        """All of it."""
+        return sum(self.hbm.values())
+
+
+def estimate(placed: Placed, step: Step) -> Estimate:
+    """What a step costs a chip under tables that fit."""
+    tables, facts = placed.tables, placed.facts
+    work = facts.works[step.remat] if step.remat in facts.works else next(iter(facts.works.values()))
+    shape = placed.shape["stage"]
+    bubble = tables.pipeline.bubble(shape) if tables.pipeline else 0.0
+    return Estimate(_hbm(placed, step, work), _time(placed, step, work), bubble)
+
+
+def _hbm(placed: Placed, step: Step, work: Work) -> dict[str, float]:
+    facts = placed.facts
+    rows = step.batch_size / step.accum_steps
+    parts = dict(placed.state)
+    batch = [(leaf, rules.batch_axes(leaf.shape)) for leaf in facts.spec.values()]
+    carry = leaves(facts.shapes.carry, facts.axes.carry)
+    parts["batch and carry"] = sum(_of_rows(placed, leaf, of, step.batch_size) for leaf, of in (*batch, *carry))
+    loops, others = _kept(placed, work, step, rows)
+    largest = max(others, default=0.0)
+    layer = _one_layer(placed, facts, rows / placed.tables.microbatches)
+    gradients = placed.gradients * (2 if step.accum_steps > 1 else 1)
+    parts["saved activations"] = loops
+    at_loss = {"logits": sum(others) + largest, "gathered weights": placed.gathered if placed.tables.pipeline else 0.0}
+    at_layer = {"gradients": gradients, "gathered weights": placed.gathered, "one layer": layer}
+    return parts | max(at_loss, at_layer, key=lambda part: sum(part.values()))
+
+
+def _of_rows(placed: Placed, leaf: Any, of: Axes, rows: float) -> float:
+    """Bytes of an array of a batch or a carry, for so many rows."""
+    share = rows / leaf.shape[0] if leaf.shape else 1.0
+    return size_bytes(leaf) * share / placed.pieces(of, placed.tables.activation_rules)
+
+
+def _kept(placed: Placed, work: Work, step: Step, rows: float) -> tuple[float, list[float]]:
+    """Bytes that wait for the backward pass: all that loops leave, and each array outside of them."""
+    schedule = placed.tables.pipeline
+    others = [_kept_bytes(placed, k, rows) for k in work.kept if k.copies == 1]
+    if schedule is None:
+        return sum(_kept_bytes(placed, k, rows) for k in work.kept if k.copies > 1), others
+    stages = placed.shape["stage"]
+    inputs = min(
+        (_kept_bytes(placed, k, rows) / stages for k in _full(placed.facts).kept if k.copies > 1 and k.has_rows),
+        default=0.0,
+    )
+    share = schedule.kept(stages) / schedule.turns
+    if schedule.save == "stage":
+        share /= max(1, _layers(placed.facts) // (stages * schedule.repeats))
+    return inputs * share, others
+
+
+def _kept_bytes(placed: Placed, kept: Kept, rows: float) -> float:
+    axes = Axes(tuple(None if name == "layers" else name for name in kept.axes.names))
+    pieces = placed.pieces(axes, placed.tables.activation_rules)
+    return kept.bytes * (rows if kept.has_rows else 1) / pieces
+
+
+def _one_layer(placed: Placed, facts: Facts, rows: float) -> float:
+    """What one layer computes for its backward pass."""
+    everything = max(facts.works.values(), key=lambda work: sum(k.bytes for k in work.kept if k.has_rows))
+    return sum(_kept_bytes(placed, k, rows) / k.copies for k in everything.kept if k.copies > 1 and k.has_rows)
+
+
+def _full(facts: Facts) -> Work:
+    """The choice that keeps least."""
+    return min(facts.works.values(), key=lambda work: sum(k.bytes for k in work.kept if k.has_rows))
+
+
+def _layers(facts: Facts) -> int:
+    named = leaves(facts.shapes.params, facts.axes.params)
+    return next((leaf.shape[0] for leaf, of in named if of.names[:1] == ("layers",)), 1)
+
+
+def _time(placed: Placed, step: Step, work: Work) -> StepTime:
+    facts, schedule = placed.facts, placed.tables.pipeline
+    flops, turns = work.flops, 1.0
+    if schedule:
+        least = _full(facts)
+        flops = least.flops + (least.forward_flops if schedule.save == "stage" else 0.0)
+        turns = schedule.ticks(placed.shape["stage"]) / schedule.turns
+    share = step.batch_size / facts.slice.chips
+    peak = facts.slice.chip.peak_flops
+    state = 2 * sum(placed.state.values()) / facts.slice.chip.hbm_bytes_per_second  # read and written once
+    return StepTime(
+        compute=flops * share * turns / (PRODUCT_SHARE_OF_PEAK * peak) + state,
+        kernels=work.kernel_flops * share * turns / (cost.KERNEL_SHARE_OF_PEAK * peak),
+        traffic=_traffic(placed, step, work),
+        unpriced=(),
+    )
+
+
+def _traffic(placed: Placed, step: Step, work: Work) -> tuple[AxisTime, ...]:
+    totals: dict[tuple[str, ...], float] = {}
+    sent = (*_of_weights(placed, step), *_of_activations(placed, step, work))
+    for axes, count in sent:
+        ordered = tuple(a for a in MESH_AXES if a in axes and placed.shape[a] > 1)
+        if ordered and count:
+            totals[ordered] = totals.get(ordered, 0.0) + count
+    across = placed.tables.dcn_shape
+    chip = placed.facts.slice.chip
+    found = []
+    for axes, count in totals.items():
+        is_dcn = any(across.get(a, 1) > 1 for a in axes)
+        rate = chip.link_bytes_per_second * placed.links.count(axes)
+        rate = DCN_BYTES_PER_SECOND[placed.facts.slice.generation] if is_dcn else rate
+        found.append(AxisTime(axes, "DCN" if is_dcn else "ICI", count / rate, 0.0, round(count)))
+    return tuple(sorted(found, key=lambda row: (-row.seconds, row.axes)))
+
+
+def _of_weights(placed: Placed, step: Step) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Gathers of parameters and reductions of their gradients: mesh axes, and wire bytes of a chip."""
+    table, used = placed.tables.param_rules, placed.tables.activation_rules
+    rows = {a for name in _ROW_AXES for a in logical.mesh_axes(used[name])}
+    times = 1 if placed.tables.pipeline else step.accum_steps
+    for leaf, of in leaves(placed.facts.shapes.params, placed.facts.axes.params):
+        stored = {a for name in of.names if name for a in logical.mesh_axes(table[name])}
+        computed = {a for name in of.names if name for a in logical.mesh_axes(used[name])}
+        gathered = tuple(sorted(stored - computed))
+        payload = leaf.size * placed.facts.itemsize / placed.degree(tuple(computed))
+        n = placed.degree(gathered)
+        passes = 1 if placed.tables.pipeline else 2
+        scatter = 1 if n <= _TRUE_SCATTER_CHIPS or placed.tables.pipeline else 2
+        yield gathered, (n - 1) / n * payload * times * (passes + scatter)
+        whole = tuple(sorted(rows - stored))
+        n = placed.degree(whole)
+        yield whole, 2 * (n - 1) / n * payload / placed.degree(gathered)
+
+
+def _of_activations(placed: Placed, step: Step, work: Work) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Sums over tensor parallel products, keys and values over sequence, rows over stages."""
+    used, facts = placed.tables.activation_rules, placed.facts
+    rows = step.batch_size / placed.shards("batch", used) / placed.shape["stage"]
+    again = 0.5 if work.flops > 3.3 * work.forward_flops else 0.0  # computed again, but for the last product of a block
+    for reduction in work.reductions:
+        axes = logical.mesh_axes(used[reduction.axis])
+        n = placed.degree(axes)
+        pieces = placed.shards("length", used)
+        yield axes, 2 * (n - 1) / n * reduction.bytes * rows / pieces * (2 + again)
+    n = placed.shards("length", used)
+    weights = [leaf for leaf, of in leaves(facts.shapes.params, facts.axes.params) if "kv_heads" in of.names]
+    keys = sum(leaf.size / leaf.shape[1] for leaf in weights) * facts.length * facts.itemsize  # and values, of a row
+    yield logical.mesh_axes(used["length"]), (n - 1) / n * keys * rows * (2 + 2 * again)
+    if placed.tables.pipeline:
+        inputs = min((k.bytes / k.copies for k in _full(facts).kept if k.copies > 1 and k.has_rows), default=0.0)
+        turns = placed.tables.pipeline.ticks(placed.shape["stage"]) / placed.tables.microbatches
+        yield ("stage",), 2 * inputs * rows * placed.shape["stage"] * turns
+
+
+def check_fits(found: Estimate, slice: Slice) -> None:
+    """Raises Refused where the estimate is above what a chip has."""
+    have = slice.chip.usable_hbm_bytes
+    if found.peak_bytes > have:
+        largest = sorted(found.hbm.items(), key=lambda part: -part[1])[:3]
+        said = ", ".join(f"{name} {count / GIB:.1f}" for name, count in largest)
+        raise Refused(
+            "too much HBM by arithmetic",
+            f"needs {found.peak_bytes / GIB:.1f} GiB of {have / GIB:.2f} ({said})",
+        )

@@ -1,0 +1,182 @@
+"""Who holds HBM when most of it is held, from what the compiler writes down of its buffers.
+
+`xla_dump_to` gives two texts: which value lies where (`…buffer-assignment.txt`), and from which instruction to which it
+lives (`…live-range.txt`). The one idea: values share places, one after the other and as aliases, so that sizes cannot
+be added up. At each moment the places in use are measured, and at the fullest one every place is attributed to the
+value that lies in it.
+
+    allocation 215: size 2510701056, preallocated-temp:
+     value: <2750 fusion.18 @0> (size=1441792,offset=201719808): bf16[1,256,2816]{2,1,0:T(8,128)(2,1)}
+"""
+
+from __future__ import annotations
+
+import bisect
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from parallel.hlo import program
+from parallel.hlo.program import Array
+
+_ALLOCATION = re.compile(r"allocation \d+: size (?P<size>\d+)(?P<rest>.*)")
+_VALUE = re.compile(
+    r"\s*value: <\d+ (?P<name>[\w.\-]+)(?P<index>\{[\d,]*\})? @\d+> "
+    r"\(size=(?P<size>\d+),offset=(?P<offset>\d+)\): (?P<type>.*)"
+)
+_HBM_COLORS = ("0", "3")
+_LIVES = re.compile(r"\s+(?P<name>[\w.\-]+)(?P<index>\{[\d,]*\}):(?P<first>\d+)-(?P<last>\d+)")
+
+
+class Value(NamedTuple):
+    """A value in HBM.
+
+    Attributes:
+      name: of the instruction that makes it.
+      array: what it is; None for a tuple of pointers.
+      size, offset: bytes, in the memory of temporaries.
+      first, last: instructions in whose time it lives.
+    """
+
+    name: str
+    array: Array | None
+    size: int
+    offset: int
+    first: int
+    last: int
+
+
+class Argument(NamedTuple):
+    """An argument of the program, which is held all the time.
+
+    Attributes:
+      number: of the entry parameter.
+      size: bytes.
+    """
+
+    number: int
+    size: int
+
+
+class Buffers(NamedTuple):
+    """All of HBM.
+
+    Attributes:
+      arguments: state and batch.
+      values: temporaries.
+      temp_bytes: memory of temporaries, gaps included.
+      other_bytes: constants, and results that are no argument's.
+    """
+
+    arguments: list[Argument]
+    values: list[Value]
+    temp_bytes: int
+    other_bytes: int
+
+
+class Held(NamedTuple):
+    """A value at the fullest moment, with the bytes that no larger value lies on."""
+
+    value: Value
+    bytes: int
+
+
+def read(folder: Path) -> Buffers:
+    """What a compiler that was given `xla_dump_to` wrote of the last stage of one program.
+
+    Raises:
+      ValueError: the texts are not there.
+    """
+    assignment = _one(folder, "after_optimizations-buffer-assignment.txt")
+    lives = _one(folder, "after_optimizations-live-range.txt")
+    return parse(assignment.read_text(), lives.read_text())
+
+
+def _one(folder: Path, ending: str) -> Path:
+    found = [path for path in sorted(folder.glob(f"*{ending}")) if path.stat().st_size]
+    if not found:
+        raise ValueError(f"the compiler left no …{ending} in {folder}")
+    return max(found, key=lambda path: path.stat().st_size)
+
+
+def parse(assignment: str, live_ranges: str) -> Buffers:
+    """Reads both texts."""
+    lives = {
+        (found["name"], found["index"].strip("{}")): (int(found["first"]), int(found["last"]))
+        for line in live_ranges.partition("BufferLiveRange:")[2].partition("Live ranges at")[0].splitlines()
+        if (found := _LIVES.fullmatch(line))
+    }
+    arguments, values, temp, other, kind, base = [], [], 0, 0, "", 0
+    for line in assignment.splitlines():
+        if allocation := _ALLOCATION.match(line):
+            size, rest = int(allocation["size"]), allocation["rest"]
+            kind = _kind(rest)
+            if kind == "argument":
+                arguments.append(Argument(int(re.search(r"parameter (\d+)", rest)[1]), size))
+            base, temp = (temp, temp + size) if kind == "temporary" else (base, temp)
+            other += size if kind == "other" else 0
+        elif kind == "temporary" and (found := _VALUE.fullmatch(line)):
+            when = lives.get((found["name"], (found["index"] or "{}").strip("{}")))
+            if when is not None:
+                arrays = program.arrays_of(found["type"]) if not found["type"].startswith("(") else [None]
+                array = arrays[0] if arrays else None
+                values.append(Value(found["name"], array, int(found["size"]), base + int(found["offset"]), *when))
+    return Buffers(arguments, values, temp, other)
+
+
+def _kind(rest: str) -> str:
+    """Of an allocation; of the colors of memory the default, 0, and 3 are HBM."""
+    color = re.search(r"color (\d+)", rest)
+    if "thread-local" in rest or (color and color[1] not in _HBM_COLORS):
+        return "elsewhere"
+    if "parameter" in rest:
+        return "argument"
+    return "temporary" if "preallocated-temp" in rest else "other"
+
+
+def fullest(buffers: Buffers) -> list[Held]:
+    """The temporaries of the moment in which most bytes are in use, largest first."""
+    if not buffers.values:
+        return []
+    births = sorted({value.first for value in buffers.values})
+    by_first = sorted(buffers.values, key=lambda value: value.first)
+    firsts = [value.first for value in by_first]
+
+    def live(moment: int) -> list[Value]:
+        return [value for value in by_first[: bisect.bisect_right(firsts, moment)] if value.last >= moment]
+
+    moment = max(births, key=lambda m: _in_use(live(m)))
+    return sorted(_attributed(live(moment)), key=lambda held: -held.bytes)
+
+
+def _in_use(values: Sequence[Value]) -> int:
+    total, end = 0, 0
+    for value in sorted(values, key=lambda v: v.offset):
+        stop = value.offset + value.size
+        total += max(0, stop - max(end, value.offset))
+        end = max(end, stop)
+    return total
+
+
+def _attributed(values: Sequence[Value]) -> Iterator[Held]:
+    """Every place to the largest value that lies in it, of equals to the one that was there first."""
+    taken: list[tuple[int, int]] = []
+    for value in sorted(values, key=lambda v: (-v.size, v.first)):
+        free = _without((value.offset, value.offset + value.size), taken)
+        if own := sum(stop - start for start, stop in free):
+            yield Held(value, own)
+            taken = sorted([*taken, *free])
+
+
+def _without(place: tuple[int, int], taken: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The parts of a place that are in none of those taken, which are sorted and apart."""
+    start, stop = place
+    free = []
+    for low, high in taken:
+        if high <= start or low >= stop:
+            continue
+        if low > start:
+            free.append((start, low))
+        start = max(start, high)
+    return [*free, (start, stop)] if start < stop else free

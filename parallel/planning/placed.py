@@ -1,0 +1,204 @@
+"""A program's state under the tables of a strategy, from shapes alone: whether it fits together, and its bytes.
+
+The one idea: shapes and axes of a program's arrays do not depend on its strategy, so they are found once, and hundreds
+of tables are held against them in the time that binding one program would take.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from core import logical
+from core.logical import Axes, Rules
+from core.slices import Slice
+from core.train_state import TrainState
+from parallel import mesh, rules, strategy
+from parallel.partitioner import Program
+from parallel.pipeline import checks
+from parallel.planning.links import Links
+from parallel.planning.traced import Work
+from parallel.strategy import Strategy
+
+
+class Refused(ValueError):
+    """A layout that the slice, the model or the batch cannot have.
+
+    Attributes:
+      kind: what is wrong, in few words, equal for all that share it.
+    """
+
+    def __init__(self, kind: str, reason: str):
+        super().__init__(reason)
+        self.kind = kind
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What is known of a training program whatever its layout.
+
+    Attributes:
+      slice: to be spread over.
+      shapes, axes: of every array of the state, trees of one structure.
+      spec: of a batch of any size.
+      works: one step of a row, by `remat`.
+      itemsize: bytes of a number in computation.
+    """
+
+    slice: Slice
+    shapes: TrainState
+    axes: TrainState
+    spec: Mapping[str, jax.ShapeDtypeStruct]
+    works: Mapping[str | None, Work]
+    itemsize: int
+
+    @property
+    def length(self) -> int:
+        """Positions of a row."""
+        return max((s.shape[1] for s in self.spec.values() if len(s.shape) > 1), default=1)
+
+
+class Step(NamedTuple):
+    """What a candidate chooses beside its strategy."""
+
+    remat: str | None
+    batch_size: int
+    accum_steps: int
+
+
+def step_of(program: Program) -> Step:
+    """Of a bound program."""
+    rows = next(iter(program.spec.values())).shape[0]
+    return Step(getattr(program.model, "remat", None), rows, program.accum_steps)
+
+
+class Placed:
+    """The state of a program under the tables of a strategy.
+
+    Attributes:
+      tables: the strategy.
+      shape: degree by mesh axis.
+    """
+
+    def __init__(self, tables: Strategy, facts: Facts):
+        """Raises Refused where slice, model and tables do not fit."""
+        self.tables, self.facts = tables, facts
+        try:
+            self.shape = strategy.resolve(tables, facts.slice)
+        except ValueError as error:
+            raise Refused("degrees do not make the slice", str(error)) from error
+        self._check_stages()
+        self._check_arrays()
+
+    def _check_stages(self) -> None:
+        schedule = self.tables.pipeline
+        if schedule is None:
+            return
+        found = checks.problems(schedule, self.facts.shapes.params, self.facts.axes.params, stages=self.shape["stage"])
+        if found:
+            raise Refused("layers do not divide into stages", f"strategy {self.tables.name!r}: " + "; ".join(found))
+
+    def _check_arrays(self) -> None:
+        shapes, axes, tables = self.facts.shapes, self.facts.axes, self.tables
+        where = f"strategy {tables.name!r} on {self.facts.slice.name}"
+        parts = (
+            (shapes.params, axes.params, tables.param_rules),
+            (shapes.params, axes.params, tables.activation_rules),
+            (shapes.opt_state, axes.opt_state, tables.stored_optimizer_rules),
+        )
+        for part in parts:
+            try:
+                rules.specs(*part, mesh_shape=self.shape, where=where)
+            except ValueError as error:
+                raise Refused("a dimension does not divide", str(error)) from error
+
+    def check_rows(self, step: Step, *, num_streams: int = 1) -> None:
+        """Raises Refused where the rows, or the positions, of a batch do not divide."""
+        groups = self.shards("batch", self.tables.activation_rules)
+        unit = groups * step.accum_steps * self.tables.microbatches
+        if step.batch_size % unit or step.batch_size % num_streams:
+            nearest = logical.nearest_multiples(step.batch_size, math.lcm(unit, num_streams))
+            cuts = f" in {unit // groups} microbatches" if unit > groups else ""
+            raise Refused(
+                "rows do not divide",
+                f"batch_size = {step.batch_size} does not divide over {groups} groups of chips{cuts}, or over "
+                f"{num_streams} streams; nearest that do: {', '.join(map(str, nearest))}",
+            )
+        pieces = self.shards("length", self.tables.activation_rules)
+        if self.facts.length % pieces:
+            raise Refused("positions do not divide", f"length = {self.facts.length} does not divide over {pieces}")
+
+    def shards(self, name: str, table: Rules) -> int:
+        """Pieces that a logical axis is cut into."""
+        return logical.shards(table[name], self.shape)
+
+    def degree(self, axes: Sequence[str]) -> int:
+        """Chips of a group over mesh axes."""
+        return math.prod(self.shape[a] for a in axes)
+
+    @functools.cached_property
+    def state(self) -> dict[str, float]:
+        """Bytes of parameters and optimizer state on a chip; exact."""
+        shapes, axes, tables = self.facts.shapes, self.facts.axes, self.tables
+        return {
+            "parameters": self._bytes(shapes.params, axes.params, tables.param_rules),
+            "optimizer": self._bytes(shapes.opt_state, axes.opt_state, tables.stored_optimizer_rules),
+        }
+
+    def _bytes(self, shapes: Any, axes: Any, table: Rules) -> float:
+        return sum(size_bytes(leaf) / self.pieces(of, table) for leaf, of in leaves(shapes, axes))
+
+    def pieces(self, axes: Axes, table: Rules, *, without: Sequence[str] = ()) -> int:
+        """Pieces that an array is cut into; a mesh axis counts once."""
+        used = {a for name in axes.names if name for a in logical.mesh_axes(table[name])} - set(without)
+        return self.degree(tuple(used))
+
+    @functools.cached_property
+    def gathered_once(self) -> tuple[str, ...]:
+        """Mesh axes over which a pipeline gathers the weights of a stage before its first tick."""
+        rows = logical.mesh_axes(self.tables.activation_rules["batch"])
+        return tuple(a for a in rows if self.shape[a] > 1) if self.tables.pipeline else ()
+
+    @functools.cached_property
+    def gradients(self) -> float:
+        """Bytes of all gradients on a chip."""
+        table = self.tables.param_rules
+        pairs = leaves(self.facts.shapes.params, self.facts.axes.params)
+        return sum(size_bytes(leaf) / self.pieces(of, table, without=self.gathered_once) for leaf, of in pairs)
+
+    @functools.cached_property
+    def gathered(self) -> float:
+        """Bytes of weights that are gathered at a time: of two layers, or of a pipeline's whole stage."""
+        total = 0.0
+        for leaf, of in leaves(self.facts.shapes.params, self.facts.axes.params):
+            stored = self.pieces(of, self.tables.param_rules)
+            if "layers" in of.names and not self.tables.pipeline:
+                whole = 2 * leaf.size / leaf.shape[0] / self.pieces(of, self.tables.activation_rules)
+            else:
+                whole = leaf.size / self.pieces(of, self.tables.param_rules, without=self.gathered_once)
+            total += whole * self.facts.itemsize if stored > 1 or self.tables.pipeline else 0.0
+        return total
+
+    @functools.cached_property
+    def links(self) -> Links:
+        """The links of the mesh."""
+        chips = mesh.topology_devices(self.facts.slice)
+        made = mesh.make_mesh(self.shape, slice=self.facts.slice, devices=chips, dcn_shape=self.tables.dcn_shape)
+        return Links(made, self.facts.slice)
+
+
+def leaves(shapes: Any, axes: Any) -> list[tuple[Any, Axes]]:
+    """Every array with its axes."""
+    named = jax.tree.leaves(axes, is_leaf=lambda a: isinstance(a, Axes))
+    return list(zip(jax.tree.leaves(shapes), named, strict=True))
+
+
+def size_bytes(leaf: Any) -> int:
+    """Of a whole array; 0 for a random key."""
+    return math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize if hasattr(leaf.dtype, "itemsize") else 0
