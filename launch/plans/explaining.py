@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from core.slices import GIB
-from launch.plans import facts, memory, planning, table
+from launch.plans import facts, memory, planning, records, table
 from launch.plans.planning import Question, Tried
 from launch.reports import side_by_side
 from parallel import analysis, compiled
@@ -52,7 +52,7 @@ def explain(path: str, choice: str, *, slice_name: str, bindings: Sequence[str])
             with compiler_messages(pass_on=False):
                 found = analysis.analyze(bound, dump_to=folder)
         except OutOfHbmError as error:
-            _too_much(question, bound, error)
+            _too_much(question, bound, error, Path(folder))
             return 1
         held = buffers.read(Path(folder))
     module = program.parse(found.compiled.hlo)
@@ -131,26 +131,32 @@ def _roofline(question: Question, bound: Program, run: Sequence[Executed], time:
         print(f"MFU {table.between((shares[0], shares[1]), '{:.1f}', 100)} %")
 
 
+_TO_OTHER_MEMORY = ("copy-start", "slice-start", "dynamic-slice-start")
+_PLACED = re.compile(r"\b([a-z]\w*\[[\d,]*\])(\{[^}]*\})?")
+
+
 def _touched_bytes(executed: Executed) -> float:
     """Operands and results of what is scheduled by itself; of a stack that a loop walks through, a layer."""
     at = executed.instruction
-    if executed.wrappers or not at.estimated_cycles:
+    if executed.wrappers or not (at.estimated_cycles or at.opcode in _TO_OTHER_MEMORY):
         return 0.0
     trips = next((loop.trips for loop in reversed(executed.loops) if loop.trips), 0)
-    names = [o for o in at.operands if o in executed.computation]
-    types = [at.type, *(executed.computation[name].type for name in names)]
+    read = [] if at.opcode in _TO_OTHER_MEMORY else [o for o in at.operands if o in executed.computation]
     total = 0.0
-    for type_ in types:
-        if re.search(r"S\([1-9]", type_):  # in another memory
-            continue
-        for array in program.arrays_of(type_):
-            total += array.bytes / (trips if trips and array.dims[:1] == (trips,) else 1)
+    for type_ in (at.type, *(executed.computation[name].type for name in read)):
+        for shape, layout in _PLACED.findall(type_):
+            if re.search(r"S\([1-9]", layout):  # in another memory
+                continue
+            for array in program.arrays_of(shape):
+                total += array.bytes / (trips if trips and array.dims[:1] == (trips,) else 1)
     return total * executed.times
 
 
-def _too_much(question: Question, bound: Program, error: OutOfHbmError) -> None:
-    print(f"\ndoes not fit: needs {error.needed} of {error.present} per chip")
-    took = memory.allocations(str(error.__cause__))
+def _too_much(question: Question, bound: Program, error: OutOfHbmError, folder: Path) -> None:
+    needed, have = (records.gib_of(text) for text in (error.needed, error.present))
+    over = f"{memory.gigabytes(needed - have)} GiB too much"
+    print(f"\ndoes not fit: needs {error.needed} of {error.present} per chip, {over}")
+    took = memory.allocations(str(error.__cause__)) or _written_down(folder)
     if took:
         print("what took it, as the compiler says")
         rows = [(memory.gigabytes(a.bytes), a.name, a.what) for a in took[:TOP_ALLOCATIONS]]
@@ -162,6 +168,15 @@ def _too_much(question: Question, bound: Program, error: OutOfHbmError) -> None:
     print("\nnearest that fit, by arithmetic (--write and plan find the quickest)")
     for one in nearest(planning.consider(question), bound)[:NEAREST]:
         print(f"  {one.name}: {memory.gigabytes(one.estimate.peak_bytes)} GiB\n    " + "; ".join(one.bindings))
+
+
+def _written_down(folder: Path) -> list[memory.Allocation]:
+    """The largest buffers of a program that the compiler gave up on, from what it had written by then."""
+    try:
+        held = buffers.fullest(buffers.read(folder))
+    except ValueError:  # it gave up before
+        return []
+    return [memory.Allocation(h.bytes, h.value.name, str(h.value.array or "pointers")) for h in held]
 
 
 def nearest(tried: Sequence[Tried], bound: Program) -> list[Tried]:

@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from core import slices
 from core.slices import Slice
@@ -143,19 +144,19 @@ class _Judge:
     def __init__(self, question: Question, known: Facts):
         self._question, self._facts = question, known
         self._writer = choices.Writer(question.config, question.experiment)
-        self._placed: dict[candidates.Layout | None, Placed | Refused] = {}
+        self._placed: dict[Any, Placed | Refused] = {}
 
     def judged(self, candidate: Candidate) -> Tried:
         """The candidate with its estimate, or with why it cannot be."""
         placed = self._place(candidate.layout)
-        mesh = "" if isinstance(placed, Refused) else mesh_text(placed)
+        mesh = _asked(candidate) if isinstance(placed, Refused) else mesh_text(placed)
         bindings = tuple(self._writer.bindings(candidate))
         tried = Tried(candidate, choices.name(candidate, mesh), bindings)
         try:
             if isinstance(placed, Refused):
                 raise placed
             step = Step(candidate.remat, candidate.batch_size, candidate.accum_steps)
-            placed.check_rows(step, num_streams=self._question.experiment.task.num_streams)
+            placed.check(step, num_streams=self._question.experiment.task.num_streams)
             found = arithmetic.estimate(placed, step)
             tried = dataclasses.replace(tried, estimate=found)
             arithmetic.check_fits(found, self._question.slice)
@@ -166,13 +167,21 @@ class _Judge:
         return dataclasses.replace(tried, text=text, is_as_written=made == self._question.experiment)
 
     def _place(self, layout: candidates.Layout | None) -> Placed | Refused:
-        if layout not in self._placed:
+        tables = layout.strategy() if layout else self._question.experiment.strategy
+        mesh = layout and (layout.constructor, layout.degrees)
+        if mesh not in self._placed:
             try:
-                tables = layout.strategy() if layout else self._question.experiment.strategy
-                self._placed[layout] = Placed(tables, self._facts)
+                self._placed[mesh] = Placed(tables, self._facts)
             except Refused as refused:
-                self._placed[layout] = refused
-        return self._placed[layout]
+                self._placed[mesh] = refused
+        placed = self._placed[mesh]
+        return placed.rescheduled(tables) if isinstance(placed, Placed) and tables.pipeline else placed
+
+
+def _asked(candidate: Candidate) -> str:
+    """The degrees of a layout that makes no mesh."""
+    degrees = candidate.layout.degrees if candidate.layout else ()
+    return " x ".join(f"{axis} {n}" for axis, n in degrees if n > 1)
 
 
 def mesh_text(placed: Placed) -> str:

@@ -18,11 +18,11 @@ import hashlib
 import importlib.metadata
 import json
 import re
-import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from core import paths
 from core.slices import GIB
 from launch import environment
 from launch.environment import WORKSPACE
@@ -142,9 +142,9 @@ class Store:
       folder: the user's.
     """
 
-    def __init__(self, folder: Path | None = None, *, committed: Path | None = COMMITTED):
+    def __init__(self, folder: Path | None = None, *, with_committed: bool = True):
         self.folder = folder or user_folder()
-        self._committed = committed
+        self._committed = COMMITTED if with_committed else None
 
     def find(self, text: str) -> Record | None:
         """The record of a program; None where it was not compiled yet."""
@@ -176,10 +176,7 @@ def user_folder() -> Path:
 
 def write(path: Path, plain: Any) -> None:
     """Writes JSON; who reads meanwhile sees the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    beside.write_text(json.dumps(plain, indent=1, sort_keys=True) + "\n")
-    beside.replace(path)
+    paths.write_text_atomically(path, json.dumps(plain, indent=1, sort_keys=True) + "\n")
 
 
 def ship(path: Path, found: Iterator[tuple[str, Record]]) -> None:

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     if not possible or args.arithmetic:
         return _by_arithmetic(question, tried, args)
     wanted = args.compile or (planning.QUICK if args.quick else planning.USUAL)
-    store = Store(committed=None) if args.fresh else Store()
+    store = Store(with_committed=not args.fresh)
     session = _Session(question, tried, store, wanted)
     try:
         session.look_up(fresh=args.fresh)

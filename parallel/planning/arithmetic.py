@@ -165,19 +165,20 @@ def _of_weights(placed: Placed, step: Step) -> Iterator[tuple[tuple[str, ...], f
     """Gathers of parameters and reductions of their gradients: mesh axes, and wire bytes of a chip."""
     table, used = placed.tables.param_rules, placed.tables.activation_rules
     rows = {a for name in _ROW_AXES for a in logical.mesh_axes(used[name])}
-    times = 1 if placed.tables.pipeline else step.accum_steps
+    once = placed.tables.pipeline is not None
     for leaf, of in leaves(placed.facts.shapes.params, placed.facts.axes.params):
         stored = {a for name in of.names if name for a in logical.mesh_axes(table[name])}
         computed = {a for name in of.names if name for a in logical.mesh_axes(used[name])}
         gathered = tuple(sorted(stored - computed))
         payload = leaf.size * placed.facts.itemsize / placed.degree(tuple(computed))
         n = placed.degree(gathered)
-        passes = 1 if placed.tables.pipeline else 2
-        scatter = 1 if n <= _TRUE_SCATTER_CHIPS or placed.tables.pipeline else 2
-        yield gathered, (n - 1) / n * payload * times * (passes + scatter)
+        # Once a step: one gather, gradients in float32. Else gathers for both passes, gradients as they are computed.
+        wide = leaf.dtype.itemsize / placed.facts.itemsize if once or step.accum_steps > 1 else 1
+        passes = 1 + wide if once else step.accum_steps * (3 if n <= _TRUE_SCATTER_CHIPS else 4)
+        yield gathered, (n - 1) / n * payload * passes
         whole = tuple(sorted(rows - stored))
         n = placed.degree(whole)
-        yield whole, 2 * (n - 1) / n * payload / placed.degree(gathered)
+        yield whole, 2 * (n - 1) / n * payload * wide / placed.degree(gathered)
 
 
 def _of_activations(placed: Placed, step: Step, work: Work) -> Iterator[tuple[tuple[str, ...], float]]:

@@ -6,6 +6,7 @@ of tables are held against them in the time that binding one program would take.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
@@ -93,8 +94,14 @@ class Placed:
             self.shape = strategy.resolve(tables, facts.slice)
         except ValueError as error:
             raise Refused("degrees do not make the slice", str(error)) from error
-        self._check_stages()
         self._check_arrays()
+
+    def rescheduled(self, tables: Strategy) -> Placed:
+        """The same with another schedule: what does not depend on it is not found again."""
+        _ = self.state, self.gradients, self.gathered, self.links
+        other = copy.copy(self)
+        other.tables = tables
+        return other
 
     def _check_stages(self) -> None:
         schedule = self.tables.pipeline
@@ -118,8 +125,9 @@ class Placed:
             except ValueError as error:
                 raise Refused("a dimension does not divide", str(error)) from error
 
-    def check_rows(self, step: Step, *, num_streams: int = 1) -> None:
-        """Raises Refused where the rows, or the positions, of a batch do not divide."""
+    def check(self, step: Step, *, num_streams: int = 1) -> None:
+        """Raises Refused where layers do not divide into stages, or the rows or positions of a batch over chips."""
+        self._check_stages()
         groups = self.shards("batch", self.tables.activation_rules)
         unit = groups * step.accum_steps * self.tables.microbatches
         if step.batch_size % unit or step.batch_size % num_streams:
@@ -188,9 +196,14 @@ class Placed:
     @functools.cached_property
     def links(self) -> Links:
         """The links of the mesh."""
-        chips = mesh.topology_devices(self.facts.slice)
+        chips = _chips(self.facts.slice)
         made = mesh.make_mesh(self.shape, slice=self.facts.slice, devices=chips, dcn_shape=self.tables.dcn_shape)
         return Links(made, self.facts.slice)
+
+
+@functools.cache
+def _chips(slice: Slice) -> list[jax.Device]:
+    return mesh.topology_devices(slice)
 
 
 def leaves(shapes: Any, axes: Any) -> list[tuple[Any, Axes]]:

@@ -95,19 +95,20 @@ def work(model: Model, spec: BatchSpec, params: Any, param_axes: Any) -> Work:
     def loss(params: Any, carry: Any, rng: Any, batch: Any) -> jax.Array:
         return model.loss(params, carry, rng, batch)[1].loss_sum
 
-    def backward(params: Any, carry: Any, rng: Any, batch: Any) -> Any:
-        return jax.vjp(lambda p: loss(p, carry, rng, batch), params)[1]
+    def forward(params: Any, carry: Any, rng: Any, batch: Any) -> Any:
+        value, back = jax.vjp(lambda p: loss(p, carry, rng, batch), params)
+        return value, back  # what waits is what the second closes over
 
     inputs = params, carry, rng, batch
-    kept = jax.tree.leaves(jax.eval_shape(backward, *inputs))
-    forward = _flops(jax.make_jaxpr(loss)(*inputs))
+    traced, (_, waits) = jax.make_jaxpr(forward, return_shape=True)(*inputs)
+    products = _flops(traced)
     both = _flops(jax.make_jaxpr(jax.grad(loss))(*inputs))
     return Work(
-        forward_flops=sum(p.flops for p in forward if not p.in_kernel) / sizes.rows,
+        forward_flops=sum(p.flops for p in products if not p.in_kernel) / sizes.rows,
         flops=sum(p.flops for p in both if not p.in_kernel) / sizes.rows,
         kernel_flops=sum(p.flops for p in both if p.in_kernel) / sizes.rows,
-        kept=tuple(_distinct(k for leaf in kept if (k := sizes.kept(leaf)))),
-        reductions=tuple(r for p in forward if not p.in_kernel and (r := sizes.reduction(p))),
+        kept=tuple(_distinct(k for leaf in jax.tree.leaves(waits) if (k := sizes.kept(leaf)))),
+        reductions=tuple(r for p in products if not p.in_kernel and (r := sizes.reduction(p))),
     )
 
 

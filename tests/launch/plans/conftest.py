@@ -1,0 +1,44 @@
+"""A small experiment to plan for, and records as if its candidates had been compiled."""
+
+import pytest
+
+from launch.plans import planning, records
+from launch.plans.records import Record
+
+EXPERIMENT, SLICE = "gin/quickstart.gin", "v4-8"
+
+
+@pytest.fixture(scope="session")
+def question():
+    return planning.ask(EXPERIMENT, slice_name=SLICE)
+
+
+@pytest.fixture(scope="session")
+def tried(question):
+    return planning.consider(question)
+
+
+@pytest.fixture(scope="session")
+def compiled_as():
+    """`compiled_as(tried, factor=1.0) -> Record`: what arithmetic says, as if a compiler had."""
+
+    def build(one, factor=1.0):
+        time = one.estimate.time
+        return Record(
+            records.COMPILED,
+            needed_bytes=one.estimate.peak_bytes,
+            time=time._replace(compute=time.compute * factor, kernels=time.kernels * factor),
+            bubble=one.estimate.bubble,
+            compile_seconds=12.0,
+            made_with={**records.versions(), "sources": records.sources_digest(), "revision": "abc"},
+        )
+
+    return build
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A user's own cache, and nothing that is committed."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(records, "COMMITTED", tmp_path / "nothing")
+    return records.Store()

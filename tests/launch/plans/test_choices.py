@@ -1,0 +1,76 @@
+"""A candidate is its bindings: gin makes of them what is applied directly, and so does the file that is written."""
+
+import pytest
+
+from launch import configuration
+from launch.plans import choices, planning
+from parallel.planning.candidates import Candidate, Choice, Layout
+
+CANDIDATES = [
+    Candidate(Layout("fsdp", (("fsdp", -1),)), "full", 2, 32),
+    Candidate(Layout("mesh3d", (("data", 2), ("fsdp", -1), ("tensor", 2))), "dots", 1, 64),
+    Candidate(
+        Layout("pipeline", (("stage", 2), ("data", -1)), Choice("gpipe", (("num_microbatches", 4), ("save", "stage")))),
+        None,
+        1,
+        32,
+    ),
+    Candidate(
+        Layout(
+            "pipeline_fsdp",
+            (("stage", 2), ("fsdp", -1), ("slices", 1)),
+            Choice("circular", (("num_microbatches", 4), ("repeats", 2), ("save", "layers"))),
+        ),
+        None,
+        1,
+        32,
+    ),
+    Candidate(None, "none", 1, 32),
+]
+
+
+@pytest.mark.parametrize("candidate", CANDIDATES, ids=lambda c: choices.name(c, ""))
+def test_bindings_make_what_is_applied(question, candidate, tmp_path):
+    writer = choices.Writer(question.config, question.experiment)
+    wanted = choices.apply(question.experiment, candidate)
+
+    def made(bindings):
+        built = configuration.load(question.path, bindings=bindings, slice_name=question.slice.name).build()
+        return built.strategy, built.model, built.accum_steps, built.batch_size
+
+    expected = wanted.strategy, wanted.model, wanted.accum_steps, wanted.batch_size
+    assert made(writer.bindings(candidate)) == expected
+    file = tmp_path / "winner.gin"
+    file.write_text(writer.file(candidate, ["why"]))
+    assert made([f"include '{file}'"]) == expected
+
+
+def test_the_experiment_itself_needs_no_binding(question):
+    writer = choices.Writer(question.config, question.experiment)
+    own = Candidate(None, question.experiment.model.remat, 1, question.experiment.batch_size)
+    assert writer.bindings(own) == []
+    assert choices.apply(question.experiment, own) == question.experiment
+
+
+def test_degrees_of_the_file_do_not_remain():
+    """A candidate of the file's own strategy binds every degree, so that none of the file's stays beside it."""
+    asked = planning.ask(
+        "gin/quickstart.gin",
+        slice_name="v4-8",
+        bindings=[
+            "STRATEGY = @strategies.fsdp_tensor()",
+            "strategies.fsdp_tensor.tensor = 1",
+            "strategies.fsdp_tensor.fsdp = 4",
+        ],
+    )
+    candidate = Candidate(Layout("fsdp_tensor", (("tensor", 2), ("fsdp", -1))), "full", 1, 32)
+    writer = choices.Writer(asked.config, asked.experiment)
+    built = configuration.load(
+        asked.path, bindings=[*asked.bindings, *writer.bindings(candidate)], slice_name="v4-8"
+    ).build()
+    assert built.strategy.mesh_shape == {"fsdp": -1, "tensor": 2}
+
+
+def test_names_tell_candidates_apart(tried):
+    names = [(t.name, t.candidate.batch_size) for t in tried]
+    assert len(set(names)) == len(names)

@@ -1,0 +1,84 @@
+"""Three sieves: what cannot be has its reason, the rest is ranked, and the compiler has the last word."""
+
+import collections
+import itertools
+
+import pytest
+
+from launch.plans import planning, records
+
+
+@pytest.mark.covers("X04", "L05")
+def test_every_candidate_is_estimated_or_has_a_reason(tried):
+    for one in tried:
+        assert (one.estimate is not None and bool(one.text)) or (one.kind and one.reason)
+    assert {"a dimension does not divide", "layers do not divide into stages"} <= {
+        kind for kind, _ in planning.by_reason(tried)
+    }
+
+
+def test_likely_best_comes_first_and_what_cannot_be_last(tried):
+    order = [planning.rank(one) for one in tried]
+    assert order == sorted(order)
+
+
+def test_the_experiment_itself_is_compiled_first_and_no_mesh_takes_all(tried):
+    (written,) = [one for one in tried if one.is_as_written]
+    ordered = list(planning.order(tried, wanted=8))
+    assert ordered[0] is written
+    assert len(ordered) == sum(not one.reason for one in tried)
+    meshes = collections.Counter(one.name.partition(",")[0] for one in ordered[:8])
+    assert max(meshes.values()) <= 2
+    assert len(meshes) >= 4
+
+
+def test_the_quickest_as_scheduled_wins(tried, compiled_as):
+    possible = [one for one in tried if not one.reason][:4]
+    found = [(one, compiled_as(one, factor)) for one, factor in zip(possible, (4.0, 3.0, 0.1, 2.0), strict=True)]
+    found.append((possible[0], records.Record(records.TOO_MUCH, needed_bytes=1e12)))
+    assert planning.winner(found)[0] is possible[2]
+    ranked = [record.time.scheduled for _, record in planning.ranked(found)]
+    assert ranked == sorted(ranked)
+    assert len(ranked) == 4
+    assert planning.winner([]) is None
+
+
+def test_batches_are_compared_by_row(question):
+    asked = planning.ask(question.path, slice_name=question.slice.name, batch_sizes=[32, 64])
+    both = planning.consider(asked, only=["fsdp"])
+    assert {one.candidate.batch_size for one in both} == {32, 64}
+    times = [planning.rank(one)[1] for one in both if not one.reason]
+    assert times == sorted(times)
+    twice = [one for one in both if one.candidate.batch_size == 64]
+    assert all("BATCH_SIZE = 64" in one.bindings for one in twice)
+    assert asked.total_tokens == question.total_tokens
+
+
+def test_only_what_was_asked_for(question):
+    found = planning.consider(question, only=["hsdp", "tensor"])
+    assert {one.candidate.layout.constructor for one in found} == {"hsdp", "tensor"}
+
+
+def test_own_tables_are_tried_as_they_are(question):
+    bindings = [
+        "STRATEGY = @strategies.override()",
+        "strategies.override.strategy = @strategies.fsdp_tensor()",
+        "strategies.fsdp_tensor.tensor = 4",
+        "strategies.override.param_rules = {'kv_heads': None}",
+        "strategies.override.activation_rules = {'kv_heads': None}",
+    ]
+    asked = planning.ask(question.path, slice_name=question.slice.name, bindings=bindings)
+    own = [one for one in planning.consider(asked) if one.candidate.layout is None]
+    assert own
+    assert not any(one.reason for one in own if one.candidate.accum_steps == 1)
+    assert any(one.is_as_written for one in own)
+
+
+def test_another_model_has_its_own_choices():
+    asked = planning.ask("gin/trm/suite.gin", slice_name="v4-64", bindings=["DATA = 'x'"])
+    found = planning.consider(asked)
+    remats = {one.candidate.remat for one in found if not (one.candidate.layout and one.candidate.layout.choice)}
+    assert {"norms", "mixing", "full"} <= remats
+    refused = [one for one in found if one.candidate.layout and one.candidate.layout.choice]
+    assert all("no layer stack" in one.reason for one in refused)
+    assert any(b.startswith("trm.TRM.remat = ") for b in itertools.chain(*(one.bindings for one in found)))

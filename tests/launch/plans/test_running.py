@@ -1,0 +1,195 @@
+"""The command from arguments to exit code, with records in the place of a compiler."""
+
+import argparse
+import datetime
+import re
+
+import pytest
+
+from launch import configuration
+from launch.commands.layouts import plan
+from launch.plans import compiling, figures, page, planning, records, table
+
+_CONSIDERED = {}
+
+
+@pytest.fixture(autouse=True)
+def considered_once(monkeypatch):
+    """Tracing a model takes a second, and most tests here ask of the same one."""
+    consider = planning.consider
+
+    def remembered(question, *, only=()):
+        key = records.program_text(question.experiment, question.config), question.batch_sizes, tuple(only)
+        if key not in _CONSIDERED:
+            _CONSIDERED[key] = consider(question, only=only)
+        return _CONSIDERED[key]
+
+    monkeypatch.setattr(planning, "consider", remembered)
+
+
+@pytest.fixture
+def arguments():
+
+    def parse(*given):
+        parser = argparse.ArgumentParser()
+        plan.add_arguments(parser)
+        return parser.parse_args(["v4-8", "gin/quickstart.gin", *given])
+
+    return parse
+
+
+@pytest.fixture
+def filled(cache, tried, compiled_as):
+    """A cache that has the first candidates; the second does not fit."""
+    ordered = list(planning.order(tried, wanted=3))[:5]
+    for number, one in enumerate(ordered):
+        record = compiled_as(one, 1 + number / 10)
+        if number == 1:
+            record = records.Record(records.TOO_MUCH, reason="needs 31.2GiB of 30.75GiB", needed_bytes=31.2 * 2**30)
+        cache.keep(one.text, record)
+    return ordered
+
+
+@pytest.mark.covers("L12", "O03")
+def test_a_plan_from_the_cache(arguments, filled, capsys, tmp_path):
+    file, html = tmp_path / "winner.gin", tmp_path / "plan.html"
+    given = ("--compile", "3", "--price", "2", "--write", str(file), "--html", str(html))
+    assert plan.run(arguments(*given)) == 0
+    said = capsys.readouterr().out
+    rows = [line for line in said.splitlines() if re.match(r"\|\s+\d+ \|", line)]
+    assert len(rows) == 3
+    assert "too much HBM: " in said
+    assert "needs 31.2GiB of 30.75GiB (arithmetic said" in said
+    assert "left out, layers do not divide into stages: " in said
+    assert "uncalibrated" in said
+    assert re.search(r"chip-hours; started now it ends \d{4}-", said)
+    assert "at 2 USD per chip-hour" in said
+    built = configuration.load("gin/quickstart.gin", bindings=[f"include '{file}'"], slice_name="v4-8").build()
+    best = min((t for t in filled if t is not filled[1]), key=lambda t: filled.index(t))
+    assert built.strategy == (best.candidate.layout.strategy() if best.candidate.layout else built.strategy)
+    assert "uncalibrated" in file.read_text().split("from __gin__")[0]
+    text = html.read_text()
+    assert text.count("<svg") == 3
+    assert not re.search(r"(src|href)=|https?://(?!www\.w3\.org)", text)
+
+
+def test_every_rejected_candidate_is_printed_when_asked(arguments, filled, tried, capsys):
+    plan.run(arguments("--cached", "--rejected"))
+    said = capsys.readouterr().out
+    out = [one for one in tried if one.reason]
+    assert all(f"  {one.name}, {one.candidate.batch_size} rows: {one.reason}" in said for one in out)
+
+
+def test_ctrl_c_prints_what_there_is(arguments, filled, capsys, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(compiling, "compile_all", interrupted)
+    assert plan.run(arguments("--compile", "9")) == 130
+    printed = capsys.readouterr()
+    assert "on v4-8, so far" in printed.out
+    assert "the same command goes on from there" in printed.err
+
+
+def test_what_is_missing_is_compiled_until_as_many_fit(arguments, filled, tried, compiled_as, capsys, monkeypatch):
+    started = []
+
+    def fake(jobs, *, wanted, on_start):
+        for job in jobs:
+            if wanted() <= 0:
+                return
+            on_start(job)
+            started.append(job)
+            one = next(t for t in tried if t.name == job.name)
+            record = compiled_as(one) if len(started) > 1 else records.Record(records.FAILED, reason="no luck")
+            yield compiling.Done(job, record)
+
+    monkeypatch.setattr(compiling, "compile_all", fake)
+    assert plan.run(arguments("--compile", "6")) == 0
+    said = capsys.readouterr().out
+    assert len([line for line in said.splitlines() if re.match(r"\|\s+\d+ \|", line)]) == 6
+    assert "failed: " in said
+    assert len(started) == 3
+    assert not {job.name for job in started} & {one.name for one in filled}
+    assert all(job.bindings for job in started)
+
+
+def test_nothing_known_and_nothing_to_be_compiled(arguments, cache, capsys):
+    assert plan.run(arguments("--cached")) == 1
+    assert "nothing was compiled before for v4-8" in capsys.readouterr().out
+
+
+@pytest.mark.covers("X13")
+def test_nothing_fits(arguments, cache, capsys):
+    assert plan.run(arguments("--arithmetic", "--batch", "33", "--only", "fsdp")) == 1
+    said = capsys.readouterr().out
+    assert "rows do not divide: 3" in said
+    assert "no candidate fits v4-8" in said
+
+
+def test_arithmetic_says_what_it_is(arguments, cache, capsys):
+    assert plan.run(arguments("--arithmetic")) == 0
+    said = capsys.readouterr().out
+    assert "arithmetic, not compiled" in said
+    assert "uncalibrated" not in said
+    assert "compiled in s" not in said
+
+
+def test_committed_records_say_where_they_are_from(arguments, tried, compiled_as, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ordered = list(planning.order(tried, wanted=2))[:2]
+    records.ship(tmp_path / "here" / "x.json", iter([(one.text, compiled_as(one)) for one in ordered]))
+    monkeypatch.setattr(records, "COMMITTED", tmp_path / "here")
+    assert plan.run(arguments("--compile", "2")) == 0
+    assert "2 of 2 rows were compiled at revision abc\n" in capsys.readouterr().out
+    monkeypatch.setattr(records, "sources_digest", lambda: "edited")
+    plan.run(arguments("--compile", "2"))
+    assert "have changed since: --fresh compiles anew" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--price", "cheap"], "--price cheap: expected US dollars"),
+        (["--price", "-1"], "--price -1"),
+        (["--compile", "0"], "--compile 0: expected at least 1"),
+        (["--batch", "0"], "--batch 0: expected at least 1 row"),
+        (["--only", "fsdb"], "did you mean fsdp"),
+        (["--explain", "fsdp.gin"], "--explain fsdp.gin: no such file"),
+        (["--write", "no/such/folder/x.gin"], "no/such/folder; make it first"),
+        (["--write", "gin/quickstart.gin"], "the file is there; name another, or add --overwrite"),
+        (["--gin", "BATCH_SIZ = 3"], "did you mean 'BATCH_SIZE'"),
+    ],
+)
+def test_wrong_input_is_refused(arguments, cache, given, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan.run(arguments(*given))
+
+
+def test_an_unknown_slice_is_refused(cache):
+    with pytest.raises(ValueError, match="unknown TPU slice 'v4-33'"):
+        planning.ask("gin/quickstart.gin", slice_name="v4-33")
+
+
+def test_what_training_costs(question, tried, compiled_as):
+    one = next(t for t in tried if not t.reason)
+    row = figures.of(question, one, compiled_as(one))
+    tokens = 200 * 32 * 128
+    assert row.hours[0] == pytest.approx(row.step_seconds[0] * 200 / 3600)
+    assert row.tokens_per_second[1] == pytest.approx(32 * 128 / row.step_seconds[1])
+    assert row.step_seconds[0] <= row.scheduled_seconds <= row.step_seconds[1]
+    assert row.mfu[0] == pytest.approx(question.flops(32) / row.step_seconds[0] / question.slice.peak_flops)
+    now = datetime.datetime(2030, 1, 1)
+    said = table.outlook(question, row._replace(hours=(1.0, 25.0)), price=3.0, now=now)
+    assert "4 – 100 chip-hours" in said[0]
+    assert "2030-01-01 01:00 – 2030-01-02 01:00" in said[0]
+    assert said[1].endswith("12 – 300 USD")
+    assert f"{tokens / 1e9:,.3g}B tokens (200 steps of 32 rows)" in said[0]
+
+
+def test_a_page_with_two_batch_sizes_compares_equal_work(question, tried, compiled_as):
+    possible = [t for t in tried if not t.reason][:2]
+    rows = [figures.of(question, one, compiled_as(one)) for one in possible]
+    drawn = page.page(question, [rows[0], rows[1]._replace(rows=64)], label="x", price=None)
+    assert "s for 32 rows" in drawn

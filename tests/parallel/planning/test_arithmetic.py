@@ -1,0 +1,159 @@
+"""Arithmetic against what was compiled, against shapes, and against itself: more of one is less of the other."""
+
+import jax
+import pytest
+
+from core import optimizers, slices
+from core.slices import GIB
+from models import transformer, trm
+from parallel import report, strategies
+from parallel.partitioner import Partitioner
+from parallel.pipeline import schedules
+from parallel.planning import arithmetic
+from parallel.planning.placed import Placed, Refused, Step
+
+FULL = Step("full", 32, 1)
+PIPELINE = {"stage": 4, "fsdp": 4}
+# Peak GiB and GiB on the wire of Valkyrie-7B, 32 x 2048, full rematerialisation, v4-32: parallel/README.md.
+COMPILED = {
+    "fsdp": (strategies.fsdp(), 9.16, 47.07),
+    "sequence_tensor": (strategies.sequence_tensor(tensor=4), 9.14, 40.89),
+    "context": (strategies.context(sequence=4), 9.49, 65.07),
+    "fsdp_tensor": (strategies.fsdp_tensor(tensor=4), 12.05, 37.58),
+    "mesh3d": (strategies.mesh3d(data=2, tensor=2), 16.98, 30.61),
+    "tensor": (strategies.tensor(), 26.91, 152.81),
+    "hsdp": (strategies.hsdp(data=4), 29.70, 46.39),
+    "gpipe": (strategies.pipeline_fsdp(**PIPELINE, schedule=schedules.gpipe(num_microbatches=8)), 15.35, 10.1),
+    "1F1B": (strategies.pipeline_fsdp(**PIPELINE, schedule=schedules.one_f_one_b(num_microbatches=8)), 15.50, 10.1),
+    "circular": (
+        strategies.pipeline_fsdp(**PIPELINE, schedule=schedules.circular(num_microbatches=8, repeats=4)),
+        16.72,
+        11.7,
+    ),
+}
+
+
+@pytest.mark.covers("X05")
+@pytest.mark.parametrize("name", COMPILED)
+def test_hbm_and_traffic_of_7b_are_near_what_was_compiled(seven_b, name):
+    tables, peak, wire = COMPILED[name]
+    found = arithmetic.estimate(Placed(tables, seven_b), FULL)
+    assert found.peak_bytes / GIB == pytest.approx(peak, rel=0.2)
+    assert sum(axis.wire_bytes for axis in found.time.traffic) / GIB == pytest.approx(wire, rel=0.35)
+
+
+@pytest.mark.covers("X06")
+def test_seconds_of_7b_are_near_what_was_compiled(seven_b):
+    found = arithmetic.estimate(Placed(strategies.fsdp(), seven_b), FULL)
+    assert found.time.compute == pytest.approx(1015e6 / 1.05e9, rel=0.1)
+    flops = transformer.preset("7b").flops_per_token(2048) * 2048
+    assert seven_b.works["none"].flops + 6 * 32 * 2048**2 / 2 * 4096 * 2 == pytest.approx(flops, rel=0.05)
+    assert seven_b.works["full"].flops > 1.2 * seven_b.works["none"].flops
+
+
+@pytest.mark.parametrize(
+    ("tables", "optimizer"),
+    [
+        (strategies.fsdp(), optimizers.adamw(learning_rate=lambda step: 1e-3)),
+        (strategies.zero1(), optimizers.adamw(learning_rate=lambda step: 1e-3)),
+        (strategies.fsdp_tensor(tensor=2), optimizers.adafactor(learning_rate=lambda step: 1e-3)),
+        (strategies.mesh3d(data=2, tensor=2), optimizers.lion(learning_rate=lambda step: 1e-3)),
+        (strategies.pipeline(stage=2), optimizers.adamw(learning_rate=lambda step: 1e-3)),
+    ],
+    ids=lambda x: getattr(x, "name", ""),
+)
+def test_state_is_exact(facts_of, tables, optimizer):
+    model = transformer.preset("tiny", vocab_size=512)
+    known = facts_of(model, slice_name="v4-16", rows=16, length=128, optimizer=optimizer)
+    slice_ = slices.get("v4-16")
+    program = Partitioner(tables, slice=slice_, devices=jax.devices()[:8]).program(
+        model, optimizer, {k: jax.ShapeDtypeStruct((32, *s.shape[1:]), s.dtype) for k, s in known.spec.items()}, seed=0
+    )
+    wanted, found = report.totals(program), Placed(tables, known).state
+    assert (found["parameters"], found["optimizer"]) == (wanted.params, wanted.opt_state)
+
+
+@pytest.mark.covers("X04")
+def test_more_fsdp_is_less_hbm(seven_b):
+    peaks = [arithmetic.estimate(Placed(strategies.mesh3d(data=n), seven_b), FULL).peak_bytes for n in (16, 8, 4, 2, 1)]
+    assert peaks == sorted(peaks, reverse=True)
+    assert len(set(peaks)) == len(peaks)
+
+
+def test_more_recomputation_is_less_hbm_and_more_time(seven_b):
+    placed = Placed(strategies.fsdp(), seven_b)
+    none, dots, full = (arithmetic.estimate(placed, Step(remat, 32, 1)) for remat in ("none", "dots", "full"))
+    assert none.peak_bytes > dots.peak_bytes > full.peak_bytes
+    assert none.time.busy < dots.time.busy < full.time.busy
+
+
+def test_accumulation_is_less_hbm_and_more_traffic(seven_b):
+    placed = Placed(strategies.fsdp(), seven_b)
+    one, two = (arithmetic.estimate(placed, Step("dots", 32, n)) for n in (1, 2))
+    assert one.peak_bytes > two.peak_bytes
+    assert one.time.traffic_seconds < two.time.traffic_seconds
+
+
+def test_more_microbatches_are_a_smaller_bubble_and_less_time(seven_b):
+    def at(microbatches):
+        schedule = schedules.gpipe(num_microbatches=microbatches)
+        return arithmetic.estimate(Placed(strategies.pipeline_fsdp(stage=4, schedule=schedule), seven_b), FULL)
+
+    few, many = at(4), at(8)
+    assert few.bubble > many.bubble > 0
+    assert few.time.compute > many.time.compute
+
+
+@pytest.mark.parametrize(
+    ("tables", "step", "kind", "said"),
+    [
+        (strategies.fsdp(fsdp=8), FULL, "degrees do not make the slice", "needs 8 devices, but v4-32 has 16"),
+        (strategies.fsdp(), Step("full", 24, 1), "rows do not divide", "nearest that do: 16, 32"),
+        (strategies.fsdp(), Step("full", 32, 4), "rows do not divide", "in 4 microbatches"),
+        (strategies.pipeline(stage=16), FULL, "layers do not divide into stages", "16 x 4 repeats"),
+        (strategies.data_parallel(), FULL, "too much HBM by arithmetic", "of 30.75"),
+    ],
+    ids=lambda x: "" if isinstance(x, (strategies.Strategy, Step)) else x,
+)
+def test_what_cannot_be_is_refused_with_its_reason(seven_b, tables, step, kind, said):
+    if kind.startswith("layers"):
+        tables = strategies.pipeline(stage=16, schedule=schedules.circular(num_microbatches=16, repeats=4))
+
+    def judge():
+        placed = Placed(tables, seven_b)
+        placed.check(step)
+        arithmetic.check_fits(arithmetic.estimate(placed, step), seven_b.slice)
+
+    with pytest.raises(Refused, match=said) as refused:
+        judge()
+    assert refused.value.kind == kind
+
+
+def test_a_dimension_that_does_not_divide_is_refused(facts_of):
+    known = facts_of(transformer.preset("tiny", vocab_size=512), rows=16, length=128)
+    with pytest.raises(Refused, match="kv_heads = 2 does not divide over tensor = 4") as refused:
+        Placed(strategies.fsdp_tensor(tensor=4), known)
+    assert refused.value.kind == "a dimension does not divide"
+
+
+def test_a_model_without_a_stack_is_measured_too():
+    """The recursion keeps what its loops leave; no formula here knows it."""
+    from launch import configuration
+    from launch.plans import facts
+
+    experiment = configuration.load("gin/trm/suite.gin", bindings=["DATA = 'x'"], slice_name="v4-64").build()
+    assert isinstance(experiment.model, trm.TRM)
+    known = facts.facts(experiment)
+    placed = Placed(strategies.data_parallel(), known)
+    kept = {remat: arithmetic.estimate(placed, Step(remat, 6144, 1)) for remat in known.works}
+    assert kept["none"].hbm["saved activations"] > kept["full"].hbm["saved activations"]
+    assert all(found.time.compute > 0 for found in kept.values())
+
+
+def test_what_crosses_slices_goes_over_dcn(facts_of):
+    known = facts_of(transformer.preset("tiny", vocab_size=512), slice_name="2xv4-8", rows=16, length=128)
+    found = arithmetic.estimate(Placed(strategies.multislice(slices=2), known), Step("none", 16, 1))
+    assert {axis.axes: axis.network for axis in found.time.traffic if len(axis.axes) == 1} == {
+        ("data",): "DCN",
+        ("fsdp",): "ICI",
+    }

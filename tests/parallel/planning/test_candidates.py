@@ -1,0 +1,105 @@
+"""What is tried: everything that strategies, schedules and models offer, and nothing twice."""
+
+import dataclasses
+
+import pytest
+
+from core import slices
+from models import transformer, trm
+from parallel import strategies, strategy
+from parallel.planning import candidates
+from parallel.planning.candidates import Candidate, Layout
+
+V4_32, TWO = slices.get("v4-32"), slices.get("2xv4-32")
+
+
+@pytest.fixture(scope="module")
+def layouts():
+    return candidates.layouts(V4_32)
+
+
+def test_every_strategy_for_one_slice_is_tried_with_every_degree(layouts):
+    constructors = {layout.constructor for layout in layouts}
+    wanted = set(strategies.__all__) - {"REPLICATED", "Strategy", "override", "multislice", "pipeline_data"}
+    assert constructors == wanted
+    assert {dict(x.degrees)["data"] for x in layouts if x.constructor == "hsdp"} == {2, 4, 8}
+    assert {dict(x.degrees)["tensor"] for x in layouts if x.constructor == "fsdp_tensor"} == {2, 4, 8}
+    stages = {dict(x.degrees)["stage"] for x in layouts if x.constructor == "pipeline"}
+    assert stages == {2, 4, 8, 16}
+    kinds = {x.choice.constructor for x in layouts if x.choice}
+    assert kinds == {"gpipe", "circular", "one_f_one_b"}
+
+
+def test_nothing_is_tried_twice(layouts):
+    meshes = [
+        (tuple(strategy.resolve(s, V4_32).items()), str(s.param_rules), str(s.activation_rules), s.pipeline)
+        for s in (layout.strategy() for layout in layouts)
+        if s.optimizer_rules is None
+    ]
+    assert len(meshes) == len(set(map(str, meshes)))
+
+
+def test_degrees_multiply_to_the_slice(layouts):
+    for layout in layouts:
+        shape = strategy.resolve(layout.strategy(), V4_32)
+        assert all(n >= 1 for n in shape.values())
+
+
+def test_across_slices_each_strategy_says_how_many():
+    found = candidates.layouts(TWO, only=["multislice", "pipeline_data", "pipeline_fsdp"])
+    assert {dict(layout.degrees)["slices"] for layout in found} == {2}
+    assert {1, 2, 4} <= {dict(layout.degrees)["stage"] for layout in found if layout.constructor == "pipeline_data"}
+
+
+def test_a_strategy_enters_by_being_there(monkeypatch):
+    def rings(*, tensor: int, fsdp: int = -1, gather: str = "ring"):
+        return strategies.fsdp_tensor(tensor=tensor, fsdp=fsdp)
+
+    monkeypatch.setattr(strategies, "rings", rings, raising=False)
+    monkeypatch.setattr(strategies, "__all__", [*strategies.__all__, "rings"])
+    found = candidates.layouts(V4_32, only=["rings"])
+    assert {layout.degrees for layout in found} == {(("tensor", n), ("fsdp", -1)) for n in (2, 4, 8, 16)}
+
+
+def test_an_unknown_strategy_is_refused_with_the_nearest():
+    with pytest.raises(ValueError, match=r"--only fsdb: no such strategy.*did you mean fsdp"):
+        candidates.layouts(V4_32, only=["fsdb"])
+
+
+def test_rematerialisation_is_what_the_model_offers():
+    decoder = transformer.preset("tiny")
+    assert {"none", "dots", "full"} <= set(candidates.remats(decoder))
+    assert {"norms", "mixing"} <= set(candidates.remats(trm.TRM(vocab_size=11)))
+    assert "mixing" not in candidates.remats(decoder)
+
+    @dataclasses.dataclass(frozen=True)
+    class Plain:
+        width: int = 1
+
+    assert candidates.remats(Plain()) == [None]
+
+
+def test_rows_are_cut_down_to_one_at_a_time():
+    assert candidates.accumulations(8) == [1, 2, 4, 8]
+    assert candidates.accumulations(6) == [1, 2]
+    assert candidates.accumulations(1) == [1]
+
+
+def test_a_pipeline_chooses_its_rows_and_what_it_computes_again_by_itself(layouts):
+    model = transformer.preset("7b")
+    every = list(candidates.candidates(layouts, own=strategies.fsdp(), slice=V4_32, model=model, batch_sizes=[32, 64]))
+    assert len(every) == len(set(every))
+    pipelines = [c for c in every if c.layout.choice]
+    assert {(c.remat, c.accum_steps) for c in pipelines} == {(None, 1)}
+    fsdp = [c for c in every if c.layout.constructor == "fsdp" and c.batch_size == 64]
+    assert {c.accum_steps for c in fsdp} == {1, 2, 4}
+    assert {c.remat for c in fsdp} == set(candidates.remats(model))
+
+
+def test_the_own_strategy_is_one_of_them():
+    own = strategies.override(strategies.fsdp(), activation_rules={"puzzles": None})
+    every = candidates.candidates(
+        [None], own=own, slice=V4_32, model=transformer.preset("tiny", remat="full"), batch_sizes=[16]
+    )
+    assert Candidate(None, "full", 1, 16) in list(every)
+    assert Layout("fsdp", (("fsdp", -1),)).strategy() == strategies.fsdp()
