@@ -15,6 +15,7 @@ from launch.suites.plots import COLOURS
 WIDTH, HEIGHT = 560, 340
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 20, 34, 48
 _BAR, _GAP, _LEGEND = 15, 6, 22
+_APART, _SHOWN = 26, 3  # pixels between marks with a line of their own; places in a line
 _LETTER = 6.2  # pixels of a letter in a legend
 
 
@@ -46,7 +47,7 @@ class Bar(NamedTuple):
 def ranges(marks: Sequence[Mark], *, title: str, x_label: str, y_label: str, limit: float) -> str:
     """A line from low to high for each candidate, with what no x may pass as a dashed line."""
     across = _ticks(0.0, max([limit, *(m.x for m in marks)]) * 1.04)
-    up = _ticks(0.0, max(m.high for m in marks) * 1.08)
+    up = _ticks(0.0, max(m.high for m in marks) * 1.12)
     right, bottom = WIDTH - _RIGHT, HEIGHT - _BOTTOM
 
     def x_of(value: float) -> float:
@@ -74,15 +75,19 @@ def ranges(marks: Sequence[Mark], *, title: str, x_label: str, y_label: str, lim
 
 
 def _places(marks: Sequence[Mark], x_of, y_of) -> list[str]:
-    """Numbers above the marks; those that would lie on another go higher."""
-    taken: list[tuple[float, float]] = []
+    """Places above the marks; those that stand side by side share a line, the others are said where one points."""
+    groups: list[list[Mark]] = []
+    for mark in sorted(marks, key=lambda m: m.x):
+        if groups and x_of(mark.x) - x_of(groups[-1][0].x) < _APART:
+            groups[-1].append(mark)
+        else:
+            groups.append([mark])
     said = []
-    for mark in sorted(marks, key=lambda m: m.high):
-        x, y = x_of(mark.x), y_of(mark.high) - 8
-        while any(abs(x - x0) < 13 and abs(y - y0) < 11 for x0, y0 in taken):
-            y -= 11
-        taken.append((x, y))
-        said.append(_text(x, y, str(mark.place), "name", "middle"))
+    for group in groups:
+        places = sorted(mark.place for mark in group)
+        text = ", ".join(map(str, places[:_SHOWN])) + (" …" if len(places) > _SHOWN else "")
+        middle = sum(x_of(mark.x) for mark in group) / len(group)
+        said.append(_text(middle, min(y_of(mark.high) for mark in group) - 8, text, "name", "middle"))
     return said
 
 

@@ -207,5 +207,6 @@ def _finish(question: Question, best: Tried, rows: Sequence[figures.Figures], ar
     if args.html:
         from launch.plans import page
 
-        Path(args.html).write_text(page.page(question, rows, label=label, price=args.price))
+        shown = rows[:_ARITHMETIC_ROWS]
+        Path(args.html).write_text(page.page(question, shown, label=label, price=args.price))
         print(f"written: {args.html}")

@@ -19,7 +19,11 @@ kind, _, argument = job["name"].partition(" ")
 if kind == "crash":
     print("out of luck"); sys.exit(3)
 if kind == "log":
-    with open(argument, "a") as log: log.write("+"); log.flush(); time.sleep(0.5); log.write("-")
+    together, _, path = argument.partition(" ")
+    with open(path, "a") as log: log.write("+")
+    end = time.time() + 20
+    while pathlib.Path(path).read_text().count("+") < int(together) and time.time() < end: time.sleep(0.02)
+    with open(path, "a") as log: log.write("-")
 if kind == "sleep":
     pathlib.Path(argument).write_text(str(os.getpid())); time.sleep(60)
 pathlib.Path(job["record"]).write_text(json.dumps({"status": "refused", "reason": job["name"], "time": None}))
@@ -50,13 +54,12 @@ def test_a_crash_is_a_row_with_its_last_words_and_is_not_kept(tmp_path, command)
     assert not done.job.record.exists()
 
 
-@pytest.mark.parametrize(("room", "log"), [(1, "+-+-+-"), (2, "++--+-")])
-def test_as_many_at_once_as_there_is_room_for(tmp_path, command, monkeypatch, room, log):
+@pytest.mark.parametrize(("room", "begins"), [(1, "+-+-+-"), (2, "++")])
+def test_as_many_at_once_as_there_is_room_for(tmp_path, command, monkeypatch, room, begins):
     monkeypatch.setattr(compiling, "at_once", lambda: room)
     file = tmp_path / "log"
-    list(compiling.compile_all(jobs(tmp_path, *[f"log {file}"] * 3), wanted=lambda: 9, command=command))
-    seen = file.read_text()
-    assert seen == log or (room == 2 and seen == "++-+--")
+    list(compiling.compile_all(jobs(tmp_path, *[f"log {room} {file}"] * 3), wanted=lambda: 9, command=command))
+    assert file.read_text().startswith(begins)
 
 
 def test_room_is_memory_and_processors(monkeypatch):

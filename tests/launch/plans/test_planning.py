@@ -74,11 +74,12 @@ def test_own_tables_are_tried_as_they_are(question):
     assert any(one.is_as_written for one in own)
 
 
+@pytest.mark.slow
 def test_another_model_has_its_own_choices():
     asked = planning.ask("gin/trm/suite.gin", slice_name="v4-64", bindings=["DATA = 'x'"])
-    found = planning.consider(asked)
-    remats = {one.candidate.remat for one in found if not (one.candidate.layout and one.candidate.layout.choice)}
+    found = planning.consider(asked, only=["data_parallel", "pipeline"])
+    remats = {one.candidate.remat for one in found if not one.candidate.layout.choice}
     assert {"norms", "mixing", "full"} <= remats
-    refused = [one for one in found if one.candidate.layout and one.candidate.layout.choice]
-    assert all("no layer stack" in one.reason for one in refused)
+    assert all(one.reason for one in found if one.candidate.layout.choice)
+    assert any("no layer stack" in one.reason for one in found)
     assert any(b.startswith("trm.TRM.remat = ") for b in itertools.chain(*(one.bindings for one in found)))

@@ -51,7 +51,7 @@ def filled(cache, tried, compiled_as):
 
 
 @pytest.mark.covers("L12", "O03")
-def test_a_plan_from_the_cache(arguments, filled, capsys, tmp_path):
+def test_a_plan_from_the_cache(arguments, filled, cache, capsys, tmp_path):
     file, html = tmp_path / "winner.gin", tmp_path / "plan.html"
     given = ("--compile", "3", "--price", "2", "--write", str(file), "--html", str(html))
     assert plan.run(arguments(*given)) == 0
@@ -65,8 +65,8 @@ def test_a_plan_from_the_cache(arguments, filled, capsys, tmp_path):
     assert re.search(r"chip-hours; started now it ends \d{4}-", said)
     assert "at 2 USD per chip-hour" in said
     built = configuration.load("gin/quickstart.gin", bindings=[f"include '{file}'"], slice_name="v4-8").build()
-    best = min((t for t in filled if t is not filled[1]), key=lambda t: filled.index(t))
-    assert built.strategy == (best.candidate.layout.strategy() if best.candidate.layout else built.strategy)
+    best, _ = planning.winner([(one, cache.find(one.text)) for one in (filled[0], *filled[2:4])])
+    assert (built.strategy, built.model.remat) == (best.candidate.layout.strategy(), best.candidate.remat or "none")
     assert "uncalibrated" in file.read_text().split("from __gin__")[0]
     text = html.read_text()
     assert text.count("<svg") == 3

@@ -54,10 +54,8 @@ def test_seconds_of_7b_are_near_what_was_compiled(seven_b):
 @pytest.mark.parametrize(
     ("tables", "optimizer"),
     [
-        (strategies.fsdp(), optimizers.adamw(learning_rate=lambda step: 1e-3)),
         (strategies.zero1(), optimizers.adamw(learning_rate=lambda step: 1e-3)),
         (strategies.fsdp_tensor(tensor=2), optimizers.adafactor(learning_rate=lambda step: 1e-3)),
-        (strategies.mesh3d(data=2, tensor=2), optimizers.lion(learning_rate=lambda step: 1e-3)),
         (strategies.pipeline(stage=2), optimizers.adamw(learning_rate=lambda step: 1e-3)),
     ],
     ids=lambda x: getattr(x, "name", ""),
@@ -136,6 +134,7 @@ def test_a_dimension_that_does_not_divide_is_refused(facts_of):
     assert refused.value.kind == "a dimension does not divide"
 
 
+@pytest.mark.slow
 def test_a_model_without_a_stack_is_measured_too():
     """The recursion keeps what its loops leave; no formula here knows it."""
     from launch import configuration

@@ -1,0 +1,52 @@
+"""Who holds HBM at the fullest moment: values that share places are not added up."""
+
+from parallel.planning import buffers
+
+ASSIGNMENT = """BufferAssignment:
+allocation 0: size 512, thread-local:
+ value: <2 reduce.1 @0> (size=512,offset=0): f32[]{:T(128)}
+allocation 1: size 4000, parameter 7, shape |f32[1000]| at ShapeIndex {}, maybe-live-out:
+ value: <3 param.1 @0> (size=4000,offset=0): f32[1000]{0:T(1024)}
+allocation 2: size 64, constant:
+ value: <4 constant.1 @0> (size=64,offset=0): f32[16]{0}
+allocation 3: size 1000, preallocated-temp:
+ value: <5 early @0> (size=600,offset=0): f32[150]{0}
+ value: <6 late @0> (size=500,offset=0): f32[125]{0}
+ value: <7 alias{} @0> (size=500,offset=0): f32[125]{0}
+ value: <8 beside @0> (size=300,offset=500): bf16[150]{0}
+ value: <9 pair{0} @0> (size=100,offset=900): f32[25]{0}
+allocation 4: size 999, color 1, preallocated-temp:
+ value: <10 elsewhere @1> (size=999,offset=0): f32[249]{0:S(1)}
+allocation 5: size 200, color 3, preallocated-temp:
+ value: <11 other @3> (size=200,offset=0): f32[50]{0:S(3)}
+"""
+LIVE = """HloLiveRange (max 9):
+  BufferLiveRange:
+    early{}:0-2
+    late{}:3-6
+    alias{}:4-5
+    beside{}:4-8
+    pair{0}:1-9
+    elsewhere{}:0-9
+    other{}:5-9
+  Live ranges at 5 (peak):
+    early{}: 1 bytes
+"""
+
+
+def test_the_fullest_moment():
+    found = buffers.parse(ASSIGNMENT, LIVE)
+    assert [(a.number, a.size) for a in found.arguments] == [(7, 4000)]
+    assert (found.temp_bytes, found.other_bytes) == (1200, 64)
+    held = {h.value.name: h.bytes for h in buffers.fullest(found)}
+    assert held == {"late": 500, "beside": 300, "pair": 100, "other": 200}
+
+
+def test_a_place_goes_to_the_larger_of_two():
+    live = LIVE.replace("early{}:0-2", "early{}:0-6")
+    held = {h.value.name: h.bytes for h in buffers.fullest(buffers.parse(ASSIGNMENT, live))}
+    assert held == {"early": 600, "beside": 200, "pair": 100, "other": 200}
+
+
+def test_nothing_lives():
+    assert buffers.fullest(buffers.parse("BufferAssignment:\n", "")) == []
