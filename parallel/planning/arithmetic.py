@@ -72,7 +72,7 @@ def _hbm(placed: Placed, step: Step, work: Work) -> dict[str, float]:
     parts["batch and carry"] = sum(_of_rows(placed, leaf, of, step.batch_size) for leaf, of in (*batch, *carry))
     loops, others = _kept(placed, work, step, rows)
     largest = max(others, default=0.0)
-    layer = _one_layer(placed, facts, rows / placed.tables.microbatches)
+    layer = _one_layer(placed, facts, rows / placed.microbatches)
     gradients = placed.gradients * (2 if step.accum_steps > 1 else 1)
     parts["saved activations"] = loops
     at_loss = {"logits": sum(others) + largest, "gathered weights": placed.gathered if placed.tables.pipeline else 0.0}
@@ -93,7 +93,7 @@ def _kept(placed: Placed, work: Work, step: Step, rows: float) -> tuple[float, l
     if schedule is None:
         return sum(_kept_bytes(placed, k, rows) for k in work.kept if k.copies > 1), others
     stages = placed.shape["stage"]
-    inputs = min(
+    inputs = max(  # beside them it may keep a number for each position
         (_kept_bytes(placed, k, rows) / stages for k in _full(placed.facts).kept if k.copies > 1 and k.has_rows),
         default=0.0,
     )
@@ -105,7 +105,8 @@ def _kept(placed: Placed, work: Work, step: Step, rows: float) -> tuple[float, l
 
 def _kept_bytes(placed: Placed, kept: Kept, rows: float) -> float:
     axes = Axes(tuple(None if name == "layers" else name for name in kept.axes.names))
-    pieces = placed.pieces(axes, placed.tables.activation_rules)
+    tables = placed.tables  # weights that wait are the cast ones, which a stack casts where they are stored
+    pieces = placed.pieces(axes, tables.activation_rules if kept.has_rows else tables.param_rules)
     return kept.bytes * (rows if kept.has_rows else 1) / pieces
 
 
@@ -196,8 +197,8 @@ def _of_activations(placed: Placed, step: Step, work: Work) -> Iterator[tuple[tu
     keys = sum(leaf.size / leaf.shape[1] for leaf in weights) * facts.length * facts.itemsize  # and values, of a row
     yield logical.mesh_axes(used["length"]), (n - 1) / n * keys * rows * (2 + 2 * again)
     if placed.tables.pipeline:
-        inputs = min((k.bytes / k.copies for k in _full(facts).kept if k.copies > 1 and k.has_rows), default=0.0)
-        turns = placed.tables.pipeline.ticks(placed.shape["stage"]) / placed.tables.microbatches
+        inputs = max((k.bytes / k.copies for k in _full(facts).kept if k.copies > 1 and k.has_rows), default=0.0)
+        turns = placed.tables.pipeline.ticks(placed.shape["stage"]) / placed.microbatches
         yield ("stage",), 2 * inputs * rows * placed.shape["stage"] * turns
 
 

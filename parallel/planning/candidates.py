@@ -26,6 +26,7 @@ from parallel.pipeline.schedules import Schedule
 from parallel.strategy import MESH_AXES, Strategy
 
 _NOT_STRATEGIES = {"REPLICATED", "Strategy", "override"}
+_REMAT_LISTS = ("REMAT", "REMAT_CHOICES")  # what a model calls its list
 _REPEATS = (2, 4)
 _MICROBATCHES_PER_STAGE = (1, 2, 4)
 
@@ -186,7 +187,8 @@ def remats(model: Model) -> list[str | None]:
         return [None]
     home = sys.modules[type(model).__module__]
     beside = [value for value in vars(home).values() if isinstance(value, ModuleType)]
-    names = [name for place in (type(model), home, *beside) for name in getattr(place, "REMAT_CHOICES", ())]
+    lists = [getattr(place, table, ()) for place in (type(model), home, *beside) for table in _REMAT_LISTS]
+    names = [name for names in lists for name in names]
     return [name for name in dict.fromkeys([*names, model.remat]) if _accepts(model, name)]
 
 

@@ -96,6 +96,11 @@ class Placed:
             raise Refused("degrees do not make the slice", str(error)) from error
         self._check_arrays()
 
+    @property
+    def microbatches(self) -> int:
+        """Parts that a pipeline cuts the rows of every chip into; 1 without one."""
+        return self.tables.pipeline.num_microbatches if self.tables.pipeline else 1
+
     def rescheduled(self, tables: Strategy) -> Placed:
         """The same with another schedule: what does not depend on it is not found again."""
         _ = self.state, self.gradients, self.gathered, self.links
@@ -107,7 +112,13 @@ class Placed:
         schedule = self.tables.pipeline
         if schedule is None:
             return
-        found = checks.problems(schedule, self.facts.shapes.params, self.facts.axes.params, stages=self.shape["stage"])
+        found = checks.problems(
+            schedule,
+            self.facts.shapes.params,
+            self.facts.axes.params,
+            stages=self.shape["stage"],
+            chips=self.facts.slice.chips,
+        )
         if found:
             raise Refused("layers do not divide into stages", f"strategy {self.tables.name!r}: " + "; ".join(found))
 
@@ -129,7 +140,7 @@ class Placed:
         """Raises Refused where layers do not divide into stages, or the rows or positions of a batch over chips."""
         self._check_stages()
         groups = self.shards("batch", self.tables.activation_rules)
-        unit = groups * step.accum_steps * self.tables.microbatches
+        unit = groups * step.accum_steps * self.microbatches
         if step.batch_size % unit or step.batch_size % num_streams:
             nearest = logical.nearest_multiples(step.batch_size, math.lcm(unit, num_streams))
             cuts = f" in {unit // groups} microbatches" if unit > groups else ""
