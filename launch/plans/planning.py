@@ -25,7 +25,7 @@ from parallel.planning.candidates import Candidate
 from parallel.planning.placed import Facts, Placed, Refused, Step
 
 QUICK, USUAL = 10, 16  # candidates that compile
-_SAME_MESH = 4  # of the first N, at most 1 in so many more have one mesh, while others are left
+_SAME_MESH = 3  # of the first N, at most 1 in so many more have one mesh, while others are left
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +202,7 @@ def order(tried: Sequence[Tried], *, wanted: int) -> Iterator[Tried]:
     later = []
     for one in possible:
         mesh = one.name.partition(",")[0], one.candidate.batch_size
-        taken[mesh] += 1
+        taken[mesh] += not one.is_as_written
         if taken[mesh] <= share:
             yield one
         else:
