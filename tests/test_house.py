@@ -64,7 +64,8 @@ def tracked(folder=ROOT):
     """Every file that git tracks or would track, without asking git: a shipped workspace has no .git."""
     patterns = [*ignored_patterns(), ".git"]
     for path in sorted(folder.iterdir()):
-        if any(fnmatch.fnmatch(path.name, p) for p in patterns):
+        names = {path.name, f"/{path.relative_to(ROOT).as_posix()}"}  # a pattern with / in front is of the root alone
+        if any(fnmatch.fnmatch(name, p) for p in patterns for name in names):
             continue
         if path.is_dir():
             yield from tracked(path)
