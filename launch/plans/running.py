@@ -63,6 +63,7 @@ class _Session:
         self._wanted = wanted
         self._order = list(planning.order(tried, wanted=wanted))[: _TRIES * wanted]
         self._missing: list[Tried] = []
+        self._fresh = False
 
     @property
     def fitting(self) -> int:
@@ -76,7 +77,7 @@ class _Session:
 
     def look_up(self, *, fresh: bool) -> None:
         """Takes the records that there are, in order, until as many fit as are wanted or one must be compiled."""
-        missing = 0
+        self._fresh, missing = fresh, 0
         for one in self._order:
             if self.short - missing <= 0:
                 break
@@ -102,11 +103,11 @@ class _Session:
 
     def _jobs(self, names: dict[Path, Tried]) -> Iterator[Job]:
         for one in self._missing:
-            known = self.store.find(one.text)
-            if known is not None and self.store.path(one.text) not in names and known.is_committed:
+            path = self.store.path(one.text)
+            known = self.store.find(one.text) if path in names or not self._fresh else None
+            if known is not None:
                 self.found.append((one, known))
                 continue
-            path = self.store.path(one.text)
             names[path] = one
             bindings = (*self.question.bindings, *one.bindings)
             yield Job(one.name, self.question.path, self.question.slice.name, bindings, path)

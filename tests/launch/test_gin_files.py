@@ -24,7 +24,7 @@ def valkyrie(*included, at):
 
 
 def test_valkyrie_7b_is_the_7b():
-    assert valkyrie(at="v4-32").model == transformer.preset("7b", remat="full")
+    assert valkyrie(at="v4-32").model == transformer.preset("7b", remat="projections")
 
 
 @pytest.mark.covers("M15")
