@@ -39,6 +39,11 @@ def explain(path: str, choice: str, *, slice_name: str, bindings: Sequence[str])
     Raises:
       ValueError: no such file, a mistake in the configuration, a layout that the slice cannot have.
     """
+    if "=" not in choice and not choice.endswith(".gin"):
+        raise ValueError(
+            f"--explain {choice}: expected a gin file, such as gin/strategies/fsdp.gin, or bindings of STRATEGY, "
+            'such as "STRATEGY = @strategies.fsdp()"'
+        )
     try:
         chosen = side_by_side.bindings_of(choice)
     except ValueError as error:
@@ -165,7 +170,7 @@ def _too_much(question: Question, bound: Program, error: OutOfHbmError, folder: 
     by_name = sorted(arithmetic.estimate(placed, step_of(bound)).hbm.items(), key=lambda part: -part[1])
     said = ", ".join(f"{name} {memory.gigabytes(count)}" for name, count in by_name if count >= 2**20)
     print(f"by arithmetic: {said}")
-    print("\nnearest that fit, by arithmetic (--write and plan find the quickest)")
+    print("\nnearest that may fit, by arithmetic (launch/run plan without --explain finds the quickest)")
     for one in nearest(planning.consider(question), bound)[:NEAREST]:
         print(f"  {one.name}: {memory.gigabytes(one.estimate.peak_bytes)} GiB\n    " + "; ".join(one.bindings))
 

@@ -7,7 +7,7 @@ left out: another bucket is the same program.
 There are two places. A user's own cache is also keyed by the text of the source files that make a program, so that an
 edit compiles anew. `launch/plans/compiled/` is committed, for the experiments that are shipped, and is not: every
 commit would empty it. Its records say which sources they were made of; where these have changed the plan says so, and
-a test compares the digest of the traced program, which is what an edit must not change unnoticed.
+they hold a digest of the traced program, which only an edit that matters changes.
 """
 
 from __future__ import annotations

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
+import dataclasses
 import datetime
 import signal
 import sys
@@ -146,18 +148,37 @@ def _progress(wanted: int, fitting: int) -> Iterator[_Report]:
 
 
 def _by_arithmetic(question: Question, tried: Sequence[Tried], args: argparse.Namespace) -> int:
+    tried = _with_what_compiled_too_large(tried, Store(with_committed=not args.fresh))
     possible = [t for t in tried if not t.reason]
     rows = [figures.of(question, one) for one in possible]
+    label = f"{arithmetic.LABEL}; of compiled steps: {labels.label()}"
     if rows:
         shown = f"the likely best {min(len(rows), _ARITHMETIC_ROWS)} of {len(rows)}"
         title = f"{question.config.experiment} on {question.slice.name}: {shown}"
-        table.show(rows[:_ARITHMETIC_ROWS], title=title, label=f"{arithmetic.LABEL}; ranked by tokens/s")
+        table.show(rows[:_ARITHMETIC_ROWS], title=title, label=f"{label}; ranked by tokens/s")
     table.left_out(tried, [], every=args.rejected)
     if not rows:
-        print(f"\nno candidate fits {question.slice.name}: take a larger slice, a smaller batch, or accumulation")
+        kind = planning.by_reason(tried)[0][0]
+        fix = (
+            "take a larger slice, a smaller batch, or accumulation"
+            if kind.startswith("too much HBM")
+            else f"most often: {kind}; the reasons above say which numbers do"
+        )
+        print(f"\nno candidate fits {question.slice.name}: {fix}")
         return 1
-    _finish(question, possible[0], rows, args, label=arithmetic.LABEL)
+    _finish(question, possible[0], rows, args, label=label)
     return 0
+
+
+def _with_what_compiled_too_large(tried: Sequence[Tried], store: Store) -> list[Tried]:
+    """Candidates that may fit by arithmetic, and are known not to, with that as their reason."""
+    found = [(one, None if one.reason else store.find(one.text)) for one in tried]
+    return [
+        dataclasses.replace(one, kind="too much HBM as compiled", reason=f"compiled, does not fit: {record.reason}")
+        if record is not None and record.status == records.TOO_MUCH
+        else one
+        for one, record in found
+    ]
 
 
 def _show(question: Question, session: _Session, args: argparse.Namespace, *, is_partial: bool = False) -> int:
@@ -185,9 +206,10 @@ def _provenance(found: Found) -> list[str]:
     shipped = [record for _, record in found if record.is_committed]
     if not shipped:
         return []
-    made = shipped[0].made_with
+    revisions = collections.Counter(record.made_with.get("revision") or "unknown" for record in shipped)
+    made = ", ".join(f"{revision} ({count})" for revision, count in revisions.most_common())
     changed = any(record.made_with.get("sources") != records.sources_digest() for record in shipped)
-    said = f"{len(shipped)} of {len(found)} rows were compiled at revision {made.get('revision') or 'unknown'}"
+    said = f"{len(shipped)} of {len(found)} rows were compiled before, at {made}; + means uncommitted changes"
     return [said + ("; core/, models/ or parallel/ have changed since: --fresh compiles anew" if changed else "")]
 
 

@@ -12,6 +12,8 @@ EXAMPLE = """launch/run plan v4-32 gin/valkyrie_7b.gin --quick --price 3.22
   launch/run plan v5p-128 gin/valkyrie_7b.gin --arithmetic
   launch/run plan v4-32 gin/valkyrie_7b.gin --explain gin/strategies/hsdp.gin"""
 
+_OF_A_PLAN = ("batch", "only", "price", "rejected", "write", "overwrite", "html", "record", "fresh")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what a plan takes."""
@@ -52,6 +54,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Refuses what a plan would only find out at its end."""
+    if args.explain is not None:
+        idle = [f"--{name}" for name in _OF_A_PLAN if getattr(args, name) not in (None, False, [])]
+        if idle:
+            raise ValueError(f"{', '.join(idle)}: of a plan; --explain is about one layout and takes --gin alone")
+    if args.arithmetic and args.record:
+        raise ValueError("--record keeps what was compiled, and --arithmetic compiles nothing: give one of them")
     if args.compile is not None and args.compile < 1:
         raise ValueError(f"--compile {args.compile}: expected at least 1; --arithmetic compiles nothing")
     if args.price is not None:

@@ -125,15 +125,36 @@ def test_nothing_fits(arguments, cache, capsys):
     assert plan.run(arguments("--arithmetic", "--batch", "33", "--only", "fsdp")) == 1
     said = capsys.readouterr().out
     assert "left out, rows do not divide: " in said
-    assert "no candidate fits v4-8" in said
+    assert "no candidate fits v4-8: most often: rows do not divide; the reasons above say which numbers do" in said
 
 
 def test_arithmetic_says_what_it_is(arguments, cache, capsys):
     assert plan.run(arguments("--arithmetic")) == 0
     said = capsys.readouterr().out
     assert "arithmetic, not compiled" in said
-    assert "uncalibrated" not in said
+    assert "of compiled steps: compiled by libtpu" in said
+    assert "uncalibrated, spread" in said
     assert "compiled in s" not in said
+
+
+def test_what_was_compiled_and_did_not_fit_is_not_proposed_by_arithmetic(arguments, filled, capsys):
+    assert plan.run(arguments("--arithmetic", "--rejected")) == 0
+    said = capsys.readouterr().out
+    assert f"{filled[1].name}" in said.split("too much HBM as compiled")[1]
+    assert "compiled, does not fit: needs 31.2GiB of 30.75GiB" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--explain", "fsdp"), "--explain fsdp: expected a gin file, such as gin/strategies/fsdp.gin, or bindings"),
+        (("--explain", "a.gin", "--html", "x.html", "--price", "3"), "--price, --html: of a plan; --explain is about"),
+        (("--arithmetic", "--record", "x.json"), "--record keeps what was compiled"),
+    ],
+)
+def test_flags_that_would_do_nothing_are_refused(arguments, given, message):
+    with pytest.raises(ValueError, match=message):
+        plan.run(arguments(*given))
 
 
 def test_committed_records_say_where_they_are_from(arguments, tried, compiled_as, capsys, monkeypatch, tmp_path):
@@ -142,7 +163,7 @@ def test_committed_records_say_where_they_are_from(arguments, tried, compiled_as
     records.ship(tmp_path / "here" / "x.json", iter([(one.text, compiled_as(one)) for one in ordered]))
     monkeypatch.setattr(records, "COMMITTED", tmp_path / "here")
     assert plan.run(arguments("--compile", "2")) == 0
-    assert "2 of 2 rows were compiled at revision abc\n" in capsys.readouterr().out
+    assert "2 of 2 rows were compiled before, at abc (2); + means" in capsys.readouterr().out
     monkeypatch.setattr(records, "sources_digest", lambda: "edited")
     plan.run(arguments("--compile", "2"))
     assert "have changed since: --fresh compiles anew" in capsys.readouterr().out
