@@ -115,6 +115,7 @@ def versions() -> dict[str, str]:
 
 
 @functools.cache
+@functools.cache
 def sources_digest() -> str:
     """Of the text of every file that makes a program."""
     digest = hashlib.sha256()

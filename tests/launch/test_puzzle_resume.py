@@ -56,9 +56,10 @@ def left_behind(run, step):
 
 
 def lines(run, *, after):
-    """What a run wrote, without what a clock said."""
+    """What a run wrote, without what a clock said, and what was compiled."""
     rows = map(json.loads, pathlib.Path(run.run_dir, "metrics.jsonl").read_text().splitlines())
-    return [{k: v for k, v in row.items() if "second" not in k} for row in rows if row["step"] > after]
+    rows = [row for row in rows if row["step"] > after and not any(k.startswith("compile/") for k in row)]
+    return [{k: v for k, v in row.items() if "second" not in k} for row in rows]
 
 
 def differs(one, other):
