@@ -111,7 +111,8 @@ def test_a_mirror_copies_what_grew_and_continues_what_was_there(tmp_path):
 
 def test_writing_loads_no_tensorflow(tmp_path):
     program = (
-        "import sys; from core import metrics; from core.checkpoints import store; from core.training import profiling\n"
+        "import sys; from core import metrics; from core.checkpoints import store\n"
+        "from core.training import profiling\n"
         f"w = metrics.open_writers({str(tmp_path)!r}, is_host_zero=True); w.scalars(1, {{'a': 1.0}}); w.close()\n"
         "assert 'tensorflow' not in sys.modules and 'torch' not in sys.modules"
     )

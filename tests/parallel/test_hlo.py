@@ -276,7 +276,11 @@ def scanned_and_unrolled(shape, **sizes):
         flat = analysis.analyze(bound.program(model, optimizer, spec, seed=0))
     assert [loop.trips for loop in scanned.costs.loops] == [4, 4]
     assert not flat.costs.loops
-    assert traffic.wire_bytes_by_axes(scanned.collectives) == traffic.wire_bytes_by_axes(flat.collectives)
+    wire = [traffic.wire_bytes_by_axes(found.collectives) for found in (scanned, flat)]
+    assert wire[0].keys() == wire[1].keys() == {("fsdp",)}
+    # Written out, the last layer's weights are still there when its backward pass begins.
+    gathered = sum(c.wire_bytes * c.times for c in scanned.collectives if c.kind == "all-gather" and c.loops)
+    assert wire[0][("fsdp",)] - wire[1][("fsdp",)] == gathered // (2 * model.num_layers)
     return scanned, flat
 
 
@@ -284,7 +288,8 @@ def scanned_and_unrolled(shape, **sizes):
 def test_matrix_products_of_a_scanned_and_an_unrolled_model_cost_the_same():
     scanned, flat = scanned_and_unrolled((16, 64), embed_dim=128, mlp_dim=512, head_dim=32)
     products = [found.costs.cycles["fusion kOutput"] for found in (scanned, flat)]
-    assert products[0] == pytest.approx(products[1], rel=0.02)
+    # Written out, the last of 4 layers need not be computed again: at most 1 of 16 passes through a layer's products.
+    assert 0.98 <= products[0] / products[1] <= 1 + 1 / 16
 
 
 @pytest.mark.slow

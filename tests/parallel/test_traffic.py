@@ -241,7 +241,10 @@ SIGNATURES = {
     "fsdp": WEIGHTS_OVER_FSDP | both("fsdp", "all-reduce"),
     "hsdp": WEIGHTS_OVER_FSDP | both("data fsdp", "all-reduce"),
     "tensor": both("tensor", "all-reduce"),
-    "fsdp_tensor": WEIGHTS_OVER_FSDP | PIECES_OF_GRADIENTS | both("tensor", "all-reduce"),
+    "fsdp_tensor": WEIGHTS_OVER_FSDP
+    | PIECES_OF_GRADIENTS
+    | both("tensor", "all-reduce")
+    | {("fsdp", "all-reduce", "once")},
     "sequence_tensor": WEIGHTS_OVER_FSDP
     | PIECES_OF_GRADIENTS
     | both("tensor", "all-gather")
