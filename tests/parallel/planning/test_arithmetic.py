@@ -16,19 +16,19 @@ FULL = Step("full", 32, 1)
 PIPELINE = {"stage": 4, "fsdp": 4}
 # Peak GiB and GiB on the wire of Valkyrie-7B, 32 x 2048, full rematerialisation, v4-32: parallel/README.md.
 COMPILED = {
-    "fsdp": (strategies.fsdp(), 9.16, 47.07),
-    "sequence_tensor": (strategies.sequence_tensor(tensor=4), 9.14, 40.89),
-    "context": (strategies.context(sequence=4), 9.49, 65.07),
-    "fsdp_tensor": (strategies.fsdp_tensor(tensor=4), 12.05, 37.58),
-    "mesh3d": (strategies.mesh3d(data=2, tensor=2), 16.98, 30.61),
-    "tensor": (strategies.tensor(), 26.91, 152.81),
-    "hsdp": (strategies.hsdp(data=4), 29.70, 46.39),
-    "gpipe": (strategies.pipeline_fsdp(**PIPELINE, schedule=schedules.gpipe(num_microbatches=8)), 15.35, 10.1),
-    "1F1B": (strategies.pipeline_fsdp(**PIPELINE, schedule=schedules.one_f_one_b(num_microbatches=8)), 15.50, 10.1),
+    "fsdp": (strategies.fsdp(), 8.46, 46.61),
+    "sequence_tensor": (strategies.sequence_tensor(tensor=4), 8.35, 40.75),
+    "context": (strategies.context(sequence=4), 8.71, 64.61),
+    "fsdp_tensor": (strategies.fsdp_tensor(tensor=4), 11.14, 37.35),
+    "mesh3d": (strategies.mesh3d(data=2, tensor=2), 15.39, 30.34),
+    "tensor": (strategies.tensor(), 25.50, 151.88),
+    "hsdp": (strategies.hsdp(data=4), 27.10, 41.99),
+    "gpipe": (strategies.pipeline_fsdp(**PIPELINE, schedule=schedules.gpipe(num_microbatches=8)), 15.35, 9.9),
+    "1F1B": (strategies.pipeline_fsdp(**PIPELINE, schedule=schedules.one_f_one_b(num_microbatches=8)), 15.49, 9.9),
     "circular": (
         strategies.pipeline_fsdp(**PIPELINE, schedule=schedules.circular(num_microbatches=8, repeats=4)),
         16.72,
-        11.7,
+        11.45,
     ),
 }
 
@@ -45,7 +45,7 @@ def test_hbm_and_traffic_of_7b_are_near_what_was_compiled(seven_b, name):
 @pytest.mark.covers("X06")
 def test_seconds_of_7b_are_near_what_was_compiled(seven_b):
     found = arithmetic.estimate(Placed(strategies.fsdp(), seven_b), FULL)
-    assert found.time.compute == pytest.approx(1015e6 / 1.05e9, rel=0.1)
+    assert found.time.compute == pytest.approx(981e6 / 1.05e9, rel=0.1)
     flops = transformer.preset("7b").flops_per_token(2048) * 2048
     assert seven_b.works["none"].flops + 6 * 32 * 2048**2 / 2 * 4096 * 2 == pytest.approx(flops, rel=0.05)
     assert seven_b.works["full"].flops > 1.2 * seven_b.works["none"].flops
