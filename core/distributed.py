@@ -26,11 +26,11 @@ from jax._src import distributed as jax_distributed
 from jax.experimental import multihost_utils
 
 from core import roll_call
+from core.watch import exit_codes
 
 HEARTBEAT_SECONDS = 30  # A host that is silent for this long is taken for dead, and the others end.
 SHUTDOWN_SECONDS = 30
 TIMEOUT_SECONDS = 300
-EXCEPTION_EXIT_CODE = 13
 
 _MAX_TEXT_BYTES = 2**21  # The coordinator's messages end at 4 MiB.
 
@@ -243,13 +243,13 @@ def exit_at_once(code: int) -> None:
 
 
 def exit_at_once_on_exception() -> None:
-    """An exception that nobody catches prints its traceback and ends this process with `EXCEPTION_EXIT_CODE`.
+    """An exception that nobody catches prints its traceback and ends this process with `exit_codes.RAISED`.
 
     Without it the process would wait for the others at exit, and they for its collectives; Ctrl-C ends with 130.
     """
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         traceback.print_exception(kind, error, trace)
-        exit_at_once(130 if issubclass(kind, KeyboardInterrupt) else EXCEPTION_EXIT_CODE)
+        exit_at_once(exit_codes.INTERRUPTED if issubclass(kind, KeyboardInterrupt) else exit_codes.RAISED)
 
     sys.excepthook = end

@@ -12,17 +12,15 @@ import ast
 import difflib
 import importlib
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from core.watch import exit_codes
 from launch import environment
 
 COMMANDS = Path(__file__).parent / "commands"
-USER_ERROR = 2
-INTERRUPTED = 128 + signal.SIGINT
 
 
 def command_names() -> list[str]:
@@ -54,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     files = _files()
     if name not in files:
         print(_unknown(name), file=sys.stderr)
-        return USER_ERROR
+        return exit_codes.USER_ERROR
     command = importlib.import_module(f"launch.commands.{files[name].parent.name}.{name}")
     parser = argparse.ArgumentParser(
         prog="launch/pod.sh" if name == "pod" else f"launch/run {name}",
@@ -68,9 +66,9 @@ def main(argv: Sequence[str]) -> int:
         return command.run(parser.parse_args(rest))
     except ValueError as error:
         _print_user_error(error)
-        return USER_ERROR
+        return exit_codes.USER_ERROR
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return exit_codes.INTERRUPTED
 
 
 def _overview() -> str:

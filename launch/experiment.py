@@ -40,6 +40,11 @@ class Experiment:
       keep_checkpoints: how many of the latest.
       profile_steps: steps at which a profile of every host starts.
       prompt: what the model continues at the end of the run.
+      non_finite: what a loss or gradient that is no number does: `stop` the run, `skip` the update, or `roll_back` to
+        the last checkpoint and leave out the data since.
+      step_limit_seconds: a step that takes longer ends the run, with the stacks of all threads.
+      compile_limit_seconds: the same for a step that compiles, and for reading and writing.
+      compare_interval: steps between comparisons of what hosts hold in common; 0 for none.
 
     Raises:
       ValueError: numbers out of range.
@@ -62,6 +67,10 @@ class Experiment:
     keep_checkpoints: int = 3
     profile_steps: Sequence[int] = ()
     prompt: str = ""
+    non_finite: str = "stop"
+    step_limit_seconds: float = 600.0
+    compile_limit_seconds: float = 3600.0
+    compare_interval: int = 100
 
     def __post_init__(self):
         slices.get(self.slice)

@@ -32,6 +32,7 @@ _PACKAGES = ("jax", "jaxlib", "libtpu")
 _COSTLESS = (
     r"CHECKPOINT_INTERVAL|DATA|EVAL_BATCHES|EVAL_INTERVAL|KEEP_CHECKPOINTS|LEARNING_RATE|LOG_INTERVAL|NUM_STREAMS"
     r"|PROFILE_STEPS|PROMPT|SEED|TASK|TOTAL_STEPS|VALIDATION_DATA|VOCABULARY|WARMUP_STEPS"
+    r"|experiment\.Experiment\.(compare_interval|compile_limit_seconds|step_limit_seconds)"
 )
 
 

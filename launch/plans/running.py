@@ -7,7 +7,6 @@ import collections
 import contextlib
 import dataclasses
 import datetime
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from core.watch import exit_codes
 from launch.plans import compiling, figures, planning, records, table
 from launch.plans.compiling import Job
 from launch.plans.planning import Question, Tried
@@ -22,7 +22,6 @@ from launch.plans.records import Record, Store
 from parallel.planning import arithmetic
 from parallel.planning import label as labels
 
-INTERRUPTED = 128 + signal.SIGINT
 _ARITHMETIC_ROWS = 20
 _TRIES = 3  # times as many candidates are compiled at most as are wanted, where some do not fit
 
@@ -48,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted; what is compiled is kept, and the same command goes on from there", file=sys.stderr)
         _show(question, session, args, is_partial=True)
-        return INTERRUPTED
+        return exit_codes.INTERRUPTED
     return _show(question, session, args)
 
 

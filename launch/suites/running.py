@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -18,10 +17,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from core import paths
+from core.watch import exit_codes
 from launch.suites import measured, plan
 from launch.suites.plan import Entry
 
-INTERRUPTED = 128 + signal.SIGINT
 PREEMPTED = 143  # of a run whose machine is taken away: there is no use in going on
 DONE = ("done", "was done")
 _POLL_SECONDS = 0.5
@@ -163,7 +162,7 @@ class Suite:
             time.sleep(_POLL_SECONDS)
             show()
         if process.poll() is None:
-            if self.requested[0] == INTERRUPTED:  # it got Ctrl-C from the terminal too; a second signal costs its save
+            if self.requested[0] == exit_codes.INTERRUPTED:  # the terminal told it too; a second signal costs its save
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_GRACE_SECONDS)
             if process.poll() is None:

@@ -3,6 +3,7 @@ import time
 import pytest
 
 from core import distributed
+from core.watch import exit_codes
 
 JOIN = """
 from core import distributed
@@ -192,7 +193,7 @@ except TimeoutError:
 def test_an_exception_on_one_host_ends_it_at_once(run_hosts):
     began = time.monotonic()
     zero, one = run_hosts(FAILS_ALONE, hosts=2)
-    assert one.returncode == distributed.EXCEPTION_EXIT_CODE
+    assert one.returncode == exit_codes.RAISED
     assert "OverflowError: only here" in one.output
     assert zero.returncode == 5
     assert time.monotonic() - began < distributed.SHUTDOWN_SECONDS / 2

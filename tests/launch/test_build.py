@@ -5,6 +5,7 @@ import pathlib
 
 import pytest
 
+from core.watch import exit_codes
 from launch import __main__ as main
 from launch.commands.runs import build
 from tasks.puzzles import files
@@ -65,14 +66,14 @@ def test_arc_is_built_from_a_folder_of_json(tmp_path, capsys):
     ],
 )
 def test_what_cannot_be_built_is_refused_with_the_reason(tmp_path, capsys, argv, message):
-    assert run(*argv, "--out", tmp_path / "out") == main.USER_ERROR
+    assert run(*argv, "--out", tmp_path / "out") == exit_codes.USER_ERROR
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_in_use_is_refused_before_anything_is_built(tmp_path, capsys):
     (tmp_path / "letter.txt").write_text("dear")
-    assert run("sudoku", "--size", 9, "--train", 100_000, "--out", tmp_path) == main.USER_ERROR
+    assert run("sudoku", "--size", 9, "--train", 100_000, "--out", tmp_path) == exit_codes.USER_ERROR
     assert "exists and holds something else" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["letter.txt"]
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 
 from core import slices
+from core.watch import exit_codes
 from launch import environment
-
-PREEMPTED_EXIT_CODE = 143  # as a shell reports SIGTERM
 
 HELP = "train on the devices of this host and its peers (launch/pod.sh starts it on every host)"
 EXAMPLE = "launch/run train gin/quickstart.gin --slice v4-8"
@@ -55,5 +54,5 @@ def run(args: argparse.Namespace) -> int:
         smoke.rehearse(run) if args.smoke else training.train(run)
     except PreemptedError as stop:
         print(f"{host.name}: {stop}", flush=True)
-        return PREEMPTED_EXIT_CODE
+        return exit_codes.PREEMPTED
     return 0

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from core.watch import exit_codes
 from launch import __main__ as main
 from launch.commands.runs import suite as command
 from launch.pods import hosts
@@ -214,11 +215,11 @@ def test_what_every_host_would_be_refused_for_is_told_before_anything_starts(fol
 
     local = ("--run-root", str(tmp_path / "runs"))
     code, error = said("exp07", *local)
-    assert code == main.USER_ERROR
+    assert code == exit_codes.USER_ERROR
     assert f"runs would go to {tmp_path}/runs, on a disk of this host, but all 8 hosts of v4-64 must see one" in error
     assert "give --run-root gs://BUCKET/runs" in error
     code, error = said("control", *local)
-    assert code == main.USER_ERROR
+    assert code == exit_codes.USER_ERROR
     assert "v4-8 (control/paper_attention) and v4-64 (control/short_warmup), and these hosts are of one" in error
     assert "give --slice" in error
     assert not started
