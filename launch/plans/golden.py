@@ -209,7 +209,8 @@ def label_of(record: Mapping[str, Any]) -> str:
 def figures(record: Mapping[str, Any]) -> str:
     """The first half of `line`: what is predicted, between all traffic hidden and none."""
     seconds, mfu = record["predicted"]["step_seconds"], record["predicted"]["mfu"]
-    shares = f"{100 * mfu['hidden']:.0f} to {100 * mfu['exposed']:.0f} % MFU, " if mfu else ""
+    ends = dict.fromkeys(f"{100 * mfu[bound]:.0f}" for bound in ("hidden", "exposed")) if mfu else ()
+    shares = f"{' to '.join(ends)} % MFU, " if ends else ""
     return (
         f"{seconds['hidden']:.3g} to {seconds['exposed']:.3g} s per step, {shares}"
         f"{record['memory']['peak_bytes'] / GIB:.3g} GiB"

@@ -38,7 +38,7 @@ class Tried:
       bindings: that make it of the experiment.
       estimate: by arithmetic; None where it was refused before.
       kind, reason: why it was refused; else empty.
-      text: what makes its program, which names its record.
+      text: what makes its program, which names its record; empty where its tables were refused.
       is_as_written: whether it is the experiment itself.
     """
 
@@ -158,13 +158,14 @@ class _Judge:
             step = Step(candidate.remat, candidate.batch_size, candidate.accum_steps)
             placed.check(step, num_streams=self._question.experiment.task.num_streams)
             found = arithmetic.estimate(placed, step)
-            tried = dataclasses.replace(tried, estimate=found)
+            made = choices.apply(self._question.experiment, candidate)
+            text = records.program_text(made, self._question.config)
+            is_as_written = made == self._question.experiment
+            tried = dataclasses.replace(tried, estimate=found, text=text, is_as_written=is_as_written)
             arithmetic.check_fits(found, self._question.slice)
         except Refused as refused:
-            return dataclasses.replace(tried, kind=refused.kind, reason=" ".join(str(refused).split()))
-        made = choices.apply(self._question.experiment, candidate)
-        text = records.program_text(made, self._question.config)
-        return dataclasses.replace(tried, text=text, is_as_written=made == self._question.experiment)
+            tried = dataclasses.replace(tried, kind=refused.kind, reason=" ".join(str(refused).split()))
+        return tried
 
     def _place(self, layout: candidates.Layout | None) -> Placed | Refused:
         tables = layout.strategy() if layout else self._question.experiment.strategy

@@ -34,8 +34,9 @@ from parallel.planning.cost import AxisTime, StepTime
 FORMAT = 1  # of a record; another number makes all there are unknown
 COMMITTED = WORKSPACE / "launch" / "plans" / "compiled"
 _FOLDERS = ("core", "models", "parallel")
-# They only read programs, or choose among them.
+# They only read programs, choose among them, or stand beside one that runs.
 _NO_PART = ("agreement.py", "recording.py", "report.py", "lints.py", "candidates.py", "arithmetic.py", "placed.py")
+_BESIDE = ("checkpoints", "metrics", "training", "watch")
 _PACKAGES = ("jax", "jaxlib", "libtpu")
 
 COMPILED, TOO_MUCH, REFUSED, FAILED = "compiled", "too much HBM", "refused", "failed"
@@ -97,6 +98,8 @@ def program_text(experiment: Experiment, config: LoadedConfig) -> str:
         "gather_once": experiment.gather_once,
         "optimizer": _optimizer(config),
     }
+    if experiment.non_finite == "skip":  # the one choice of these that is part of the program
+        parts["non_finite"] = experiment.non_finite
     return "\n".join(f"{name}: {value!r}" for name, value in parts.items())
 
 
@@ -115,12 +118,11 @@ def versions() -> dict[str, str]:
 
 
 @functools.cache
-@functools.cache
 def sources_digest() -> str:
     """Of the text of every file that makes a program."""
     digest = hashlib.sha256()
     for path in sorted(p for folder in _FOLDERS for p in (WORKSPACE / folder).rglob("*.py")):
-        if path.name not in _NO_PART:
+        if path.name not in _NO_PART and path.parent.name not in _BESIDE:
             digest.update(path.relative_to(WORKSPACE).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 

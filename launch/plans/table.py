@@ -16,6 +16,7 @@ from launch.plans.planning import Question, Tried
 from launch.plans.records import Record
 
 WIDTH = 190
+_LEAST_GIB_SENT = 0.005
 _HEADINGS = (
     ("", "right"),
     ("layout", "left"),
@@ -68,10 +69,12 @@ def between(pair: Pair, form: str, factor: float = 1) -> str:
 
 
 def sent(row: Figures) -> str:
-    """`fsdp 47.1; data 0.8 over DCN`."""
+    """`fsdp 47.1; data 0.8 over DCN`; sums of a few numbers are left out."""
     said = []
     for axis in row.traffic:
         amount = axis.wire_bytes / GIB
+        if amount < _LEAST_GIB_SENT:
+            continue
         text = f"{amount:.1f}" if amount >= 0.1 else f"{amount:.1g}"
         said.append(f"{' '.join(axis.axes) or '-'} {text}" + (" over DCN" if axis.network == "DCN" else ""))
     return "; ".join(said)

@@ -91,7 +91,8 @@ def _kept(placed: Placed, work: Work, step: Step, rows: float) -> tuple[float, l
     schedule = placed.tables.pipeline
     others = [_kept_bytes(placed, k, rows) for k in work.kept if k.copies == 1]
     if schedule is None:
-        return sum(_kept_bytes(placed, k, rows) for k in work.kept if k.copies > 1), others
+        again = work.gathers_again
+        return sum(_kept_bytes(placed, k, rows, gathers_again=again) for k in work.kept if k.copies > 1), others
     stages = placed.shape["stage"]
     inputs = max(  # beside them it may keep a number for each position
         (_kept_bytes(placed, k, rows) / stages for k in _full(placed.facts).kept if k.copies > 1 and k.has_rows),
@@ -103,10 +104,12 @@ def _kept(placed: Placed, work: Work, step: Step, rows: float) -> tuple[float, l
     return inputs * share, others
 
 
-def _kept_bytes(placed: Placed, kept: Kept, rows: float) -> float:
+def _kept_bytes(placed: Placed, kept: Kept, rows: float, *, gathers_again: bool = True) -> float:
+    """Bytes of what waits on a chip; weights are the cast ones, as they are stored or, else, gathered."""
     axes = Axes(tuple(None if name == "layers" else name for name in kept.axes.names))
-    tables = placed.tables  # weights that wait are the cast ones, which a stack casts where they are stored
-    pieces = placed.pieces(axes, tables.activation_rules if kept.has_rows else tables.param_rules)
+    tables = placed.tables
+    as_computed = kept.has_rows or not gathers_again
+    pieces = placed.pieces(axes, tables.activation_rules if as_computed else tables.param_rules)
     return kept.bytes * (rows if kept.has_rows else 1) / pieces
 
 

@@ -69,6 +69,7 @@ class Work(NamedTuple):
       kernel_flops: of kernels in the same.
       kept: what waits for the backward pass.
       reductions: of a forward pass.
+      gathers_again: whether the backward pass gathers a layer's weights again; else gathered ones wait for it.
     """
 
     forward_flops: float
@@ -76,6 +77,7 @@ class Work(NamedTuple):
     kernel_flops: float
     kept: tuple[Kept, ...]
     reductions: tuple[Reduction, ...]
+    gathers_again: bool = True
 
 
 def work(model: Model, spec: BatchSpec, params: Any, param_axes: Any) -> Work:
@@ -102,13 +104,15 @@ def work(model: Model, spec: BatchSpec, params: Any, param_axes: Any) -> Work:
     inputs = params, carry, rng, batch
     traced, (_, waits) = jax.make_jaxpr(forward, return_shape=True)(*inputs)
     products = _flops(traced)
-    both = _flops(jax.make_jaxpr(jax.grad(loss))(*inputs))
+    backward = jax.make_jaxpr(jax.grad(loss))(*inputs)
+    both = _flops(backward)
     return Work(
         forward_flops=sum(p.flops for p in products if not p.in_kernel) / sizes.rows,
         flops=sum(p.flops for p in both if not p.in_kernel) / sizes.rows,
         kernel_flops=sum(p.flops for p in both if p.in_kernel) / sizes.rows,
         kept=tuple(_distinct(k for leaf in jax.tree.leaves(waits) if (k := sizes.kept(leaf)))),
         reductions=tuple(r for p in products if not p.in_kernel and (r := sizes.reduction(p))),
+        gathers_again=_computes_again(backward.jaxpr),
     )
 
 
@@ -141,6 +145,15 @@ def _products(jaxpr: Jaxpr, times: float, in_kernel: bool) -> Iterator[_Product]
             turns = params["length"] if name == "scan" else 1
             for inner in _inner(params):
                 yield from _products(inner, times * turns, in_kernel)
+
+
+def _computes_again(jaxpr: Jaxpr) -> bool:
+    """Whether any of it is under a choice of what to keep: what such a region closes over lies as it is stored."""
+    return any(
+        equation.primitive.name in ("checkpoint", "remat", "remat2")
+        or any(_computes_again(inner) for inner in _inner(equation.params))
+        for equation in jaxpr.eqns
+    )
 
 
 def _inner(params: Mapping[str, Any]) -> Iterator[Jaxpr]:

@@ -1,19 +1,44 @@
-"""The plan that is shipped answers for the experiment as it is."""
+"""The plan that is shipped answers for the experiment as it is, and arithmetic stands near all that was compiled."""
 
 import pytest
 
+from core.slices import GIB
 from launch.plans import planning, records
 
 
+@pytest.fixture(scope="module")
+def question():
+    return planning.ask("gin/valkyrie_7b.gin", slice_name="v4-32", bindings=[], batch_sizes=[])
+
+
+@pytest.fixture(scope="module")
+def known(question, tmp_path_factory):
+    """Every candidate that has an estimate and a record, those included that arithmetic says do not fit."""
+    store = records.Store(tmp_path_factory.mktemp("empty"), with_committed=True)
+    found = [(one, store.find(one.text)) for one in planning.consider(question) if one.estimate]
+    return [(one, record) for one, record in found if record is not None]
+
+
 @pytest.mark.covers("L12")
-def test_valkyrie_7b_is_the_winner_of_its_committed_plan(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    question = planning.ask("gin/valkyrie_7b.gin", slice_name="v4-32", bindings=[], batch_sizes=[])
-    store = records.Store(with_committed=True)
-    known = [(one, store.find(one.text)) for one in planning.consider(question) if not one.reason]
-    found = [(one, record) for one, record in known if record is not None]
-    ranked = planning.ranked(found)
-    assert len(ranked) >= 8
+def test_valkyrie_7b_is_the_winner_of_its_committed_plan(question, known):
+    found = [(one, record) for one, record in known if not one.reason]
+    assert len(planning.ranked(found)) >= 8
     best, record = planning.winner(found)
     assert best.is_as_written
     assert record.needed_bytes < question.slice.chip.usable_hbm_bytes
+
+
+@pytest.mark.covers("X05")
+def test_arithmetic_is_near_every_record(known):
+    """With `none` too, which keeps gathered weights; a message of the compiler says what it needs of what it has."""
+    assert {record.status for _, record in known} == {records.COMPILED, records.TOO_MUCH}
+    ratios = {one.name: one.estimate.peak_bytes / record.needed_bytes for one, record in known}
+    assert len(ratios) == 13
+    assert all(0.95 < ratio < 1.08 for ratio in ratios.values()), ratios
+
+
+def test_what_did_not_fit_is_refused_by_arithmetic(question, known):
+    too_large = [one for one, record in known if record.status == records.TOO_MUCH]
+    assert len(too_large) == 3
+    assert all(one.kind == "too much HBM by arithmetic" for one in too_large)
+    assert all(one.estimate.peak_bytes / GIB > question.slice.chip.usable_hbm_bytes / GIB for one in too_large)

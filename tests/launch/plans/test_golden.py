@@ -2,6 +2,7 @@
 
 import pytest
 
+from core import slices
 from launch import __main__ as main
 from launch import configuration, environment, smoke
 from launch.commands.layouts import golden as command
@@ -65,6 +66,17 @@ def test_flops_of_a_step_by_hand():
     attention = 2 * 2 * (256 * 256 / 2) * 512  # of a row: scores and values, a product of 256 x 256 x 512, half of it
     assert golden.tokens_per_step(experiment) == 32 * 256
     assert golden.flops_per_step(experiment) == 3 * (2 * weights * 32 * 256 + 32 * attention)
+
+
+@pytest.mark.covers("L05")
+def test_seven_billion_at_sixty_four_rows_reach_their_shares_of_the_peak():
+    """Predicted for v4-32: 60 % with all traffic hidden and 50 % with none, in what a chip has."""
+    found = golden.read("valkyrie_7b_64_rows")
+    _, experiment = loaded("gin/valkyrie_7b_64_rows.gin")
+    assert (experiment.slice, golden.tokens_per_step(experiment)) == ("v4-32", 64 * 2048)
+    assert found["predicted"]["mfu"]["hidden"] >= 0.60
+    assert found["predicted"]["mfu"]["exposed"] >= 0.50
+    assert found["memory"]["peak_bytes"] < slices.get("v4-32").chip.usable_hbm_bytes
 
 
 def record(**changes):
