@@ -3,7 +3,8 @@
 import pytest
 
 from core.slices import GIB
-from launch.plans import planning, records
+from launch.plans import planning, records, worker
+from parallel import compiled
 
 
 @pytest.fixture(scope="module")
@@ -42,3 +43,12 @@ def test_what_did_not_fit_is_refused_by_arithmetic(question, known):
     assert len(too_large) == 3
     assert all(one.kind == "too much HBM by arithmetic" for one in too_large)
     assert all(one.estimate.peak_bytes / GIB > question.slice.chip.usable_hbm_bytes / GIB for one in too_large)
+
+
+@pytest.mark.slow
+def test_the_code_still_makes_the_winner_s_program(question, known):
+    """A record says which program it is of; where this fails, `launch/run plan … --fresh --record` compiles anew."""
+    best, record = planning.winner([(one, record) for one, record in known if not one.reason])
+    assert best.is_as_written
+    bound = question.experiment.bind(compiled.devices_of(question.slice))
+    assert worker.program_digest(bound) == record.made_with["program"]
