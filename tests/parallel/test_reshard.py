@@ -14,7 +14,7 @@ from launch.agreement import EXAMPLES, MODELS, batches_for, bind
 @pytest.mark.parametrize(
     ("kind", "source", "target"),
     [
-        ("transformer", "zero1", "context"),
+        pytest.param("transformer", "zero1", "context", marks=pytest.mark.slow),
         (
             "transformer",
             "fsdp",

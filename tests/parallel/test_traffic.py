@@ -278,8 +278,15 @@ def signature(found):
     return {(" ".join(c.axes), c.kind, "loop" if c.loops else "once") for c in found if c.payload_bytes >= LARGE_BYTES}
 
 
+QUICK = ("fsdp", "fsdp_tensor", "sequence_tensor", "multislice", "pipeline_fsdp")
+
+
+def some_quick(names):
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 @pytest.mark.compiled("v4-8", "v4-32", "2xv4-16")
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", some_quick(EXAMPLES))
 def test_signature(name, compiled_for_a_slice):
     found = compiled_for_a_slice(name).collectives
     assert signature(found) == SIGNATURES[name]
@@ -302,7 +309,7 @@ ACCUMULATED = {
 
 @pytest.mark.covers("T03")
 @pytest.mark.compiled("v4-8")
-@pytest.mark.parametrize("name", ACCUMULATED)
+@pytest.mark.parametrize("name", ["hsdp", pytest.param("gathered once", marks=pytest.mark.slow)])
 def test_signature_of_accumulation(name):
     """Over axes along which parameters are whole, or are made whole, gradients are reduced once, behind the loop."""
     tables, options, expected = ACCUMULATED[name]

@@ -9,7 +9,7 @@ LENGTH = 9
 
 def _documents():
     generator = np.random.default_rng(0)
-    return [generator.integers(1, 50, size).tolist() for size in generator.integers(1, 25, 12)]
+    return [generator.integers(1, 50, size).tolist() for size in generator.integers(1, 25, 8)]
 
 
 def test_rows_equal_those_of_seqio():

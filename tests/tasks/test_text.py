@@ -64,7 +64,7 @@ def tokens_of(batches, count):
 
 
 @pytest.mark.covers("D02", "D15")
-@pytest.mark.parametrize("hosts", [2, 4])
+@pytest.mark.parametrize("hosts", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_hosts_see_the_same_global_batches(python, hosts, host_layouts, global_batch):
     whole = python.train(layout_of(8), seed=1)
     layouts = host_layouts(8, hosts, strided=True)
@@ -125,7 +125,9 @@ def test_a_damaged_position_is_refused(python):
 
 
 @pytest.mark.covers("D10", "X17")
-@pytest.mark.parametrize("source", ["python", "lines"])  # documents much longer than a row, and shorter
+@pytest.mark.parametrize(  # documents much longer than a row, and shorter
+    "source", [pytest.param("python", marks=pytest.mark.slow), "lines"]
+)
 def test_packing(source, request):
     task = request.getfixturevalue(source)
     batches = task.train(layout_of(8), seed=1)
