@@ -12,17 +12,21 @@ ROOT = environment.WORKSPACE
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory):
+def kept_programs(tmp_path_factory):
     """What one run compiled the next need not."""
     return str(tmp_path_factory.mktemp("compiled"))
 
 
 @pytest.fixture(scope="session")
-def launch_command(cache):
+def launch_command(kept_programs):
     """`launch_command("train", …, slice_name="v4-16") -> (argv, environment)`; one process plays the whole slice."""
 
     def build(*arguments, slice_name=None):
-        env = {**os.environ, "JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        env = {
+            **os.environ,
+            "JAX_COMPILATION_CACHE_DIR": kept_programs,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
         env |= {"RENGA_SIMULATE": slice_name} if slice_name else {}
         return [sys.executable, "-m", "launch", *arguments], env
 
