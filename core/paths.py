@@ -15,7 +15,12 @@ from collections.abc import Callable
 
 os.environ["EPATH_USE_TF"] = "0"  # Before etils is imported.
 
+import fsspec
 from etils import epath
+
+# What other hosts write and remove is seen at once: listings of a bucket are asked for, never remembered.
+for _protocol in ("gcs", "gs"):
+    fsspec.config.conf.setdefault(_protocol, {})["use_listings_cache"] = False
 
 Path = epath.Path
 
@@ -107,6 +112,16 @@ def write_text_atomically(path: str | os.PathLike[str], text: str) -> None:
         os.replace(part, path)  # noqa: PTH105 (epath's replace copies across backends)
     finally:
         part.unlink(missing_ok=True)
+
+
+def sizes(folder: epath.Path) -> dict[str, int]:
+    """The bytes of every file in a folder and those below, by its path from there; a bucket is listed once."""
+    if not is_remote(folder):
+        files = [path for path in pathlib.Path(folder).rglob("*") if path.is_file()]
+        return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+    system, root = fsspec.core.url_to_fs(os.fspath(folder))
+    found = system.find(root, detail=True)
+    return {name.removeprefix(f"{root}/"): about["size"] for name, about in found.items()}
 
 
 def copy_file(local: str | os.PathLike[str], *, to: epath.Path) -> epath.Path:

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+_SPREAD = 0x9E3779B9  # from one place to the next
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 
 
@@ -29,12 +31,39 @@ def of(leaves: Mapping[str, jax.Array]) -> dict[str, int]:
     return {name: int(number) for name, number in jax.device_get(_all(dict(leaves))).items()}
 
 
+def of_block(values: np.ndarray, *, origin: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    """What a part of an array adds to its number, which is the sum over all parts modulo 2^32; on the host alone.
+
+    Args:
+      values: the part.
+      origin: where in the array it begins, one index an axis.
+      shape: of the array.
+    """
+    words = _host_words(values)
+    if words.ndim > values.ndim:  # of 8 bytes, two
+        origin, shape = (*origin, 0), (*shape, 2)
+    place = np.zeros(words.shape, np.uint32)
+    for axis, (begin, size) in enumerate(zip(origin, shape, strict=True)):
+        here = (np.arange(begin, begin + words.shape[axis]) % 2**32).astype(np.uint32)
+        place *= np.uint32(size % 2**32)
+        place += here.reshape([-1 if other == axis else 1 for other in range(words.ndim)])
+    place *= np.uint32(_SPREAD)
+    with np.errstate(over="ignore"):
+        return int(np.sum(_mixed(words ^ place), dtype=np.uint32))
+
+
+def _host_words(values: np.ndarray) -> np.ndarray:
+    size = values.dtype.itemsize
+    plain = np.ascontiguousarray(values).reshape(-1).view(np.dtype(f"u{min(size, 4)}"))
+    return plain.astype(np.uint32).reshape(values.shape if size <= 4 else (*values.shape, 2))
+
+
 def _one(x: jax.Array) -> jax.Array:
     words = _words(x)
     place = jnp.zeros(words.shape, jnp.uint32)
     for axis, size in enumerate(words.shape):
         place = place * jnp.uint32(size % 2**32) + jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
-    return jnp.sum(_mixed(words ^ (place * jnp.uint32(0x9E3779B9))), dtype=jnp.uint32)
+    return jnp.sum(_mixed(words ^ (place * jnp.uint32(_SPREAD))), dtype=jnp.uint32)
 
 
 def _words(x: jax.Array) -> jax.Array:
@@ -46,7 +75,7 @@ def _words(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, _WORDS[x.dtype.itemsize]).astype(jnp.uint32)
 
 
-def _mixed(h: jax.Array) -> jax.Array:
-    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
-    h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
-    return h ^ (h >> 16)
+def _mixed(h: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
+    h = (h ^ (h >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    h = (h ^ (h >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return h ^ (h >> np.uint32(16))

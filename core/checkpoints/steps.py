@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from core import paths  # isort: skip (paths decides how etils reaches buckets, before orbax imports it)
 import orbax.checkpoint as ocp
 
 _COMPLETE_MARK = "_CHECKPOINT_METADATA"
+
+
+class Leftover(NamedTuple):
+    """A folder beside the steps that no restore takes.
+
+    Attributes:
+      folder: where it is.
+      what: `damaged`, `incomplete` (put aside by a run), `unfinished` (a save that has not ended) or `empty` (a step
+        without all that a restore needs).
+    """
+
+    folder: paths.Path
+    what: str
 
 
 def complete(directory: paths.Path) -> list[int]:
@@ -43,3 +59,27 @@ def set_damaged_aside(directory: paths.Path, step: int) -> paths.Path:
     aside = directory / f"damaged-{step}-{time.time_ns()}"
     (directory / str(step)).rename(aside)
     return aside
+
+
+def leftovers(directory: paths.Path) -> Iterator[Leftover]:
+    """What is in a folder of checkpoints and is no complete step."""
+    there = set(complete(directory))
+    for folder in sorted(directory.iterdir()) if directory.exists() else ():
+        put_aside = folder.name.split("-")[0]
+        if ".orbax-checkpoint-tmp" in folder.name:
+            yield Leftover(folder, "unfinished")
+        elif put_aside in ("damaged", "incomplete"):
+            yield Leftover(folder, put_aside)
+        elif folder.name.isdigit() and int(folder.name) not in there:
+            yield Leftover(folder, "empty")
+
+
+def saved_at(step_folder: paths.Path) -> float:
+    """When a complete step was committed, in seconds since 1970."""
+    return json.loads((step_folder / _COMPLETE_MARK).read_text())["commit_timestamp_nsecs"] / 1e9
+
+
+def remove(folder: paths.Path) -> None:
+    """Removes a step or a leftover; what makes it a step goes first, so that half of one is never taken for a step."""
+    (folder / _COMPLETE_MARK).unlink(missing_ok=True)
+    folder.rmtree()

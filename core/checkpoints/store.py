@@ -14,8 +14,6 @@ array is what it was do not depend on its layout either.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -23,19 +21,14 @@ from typing import Any
 from core import distributed, paths  # isort: skip (paths decides how etils reaches buckets, before orbax imports it)
 import orbax.checkpoint as ocp
 
-from core.checkpoints import leaves, steps
+from core.checkpoints import description, leaves, steps
+from core.checkpoints.description import DamagedError
 from core.checkpoints.leaves import Misfit
 from core.checkpoints.streams import StreamsHandler, StreamsSave
 
 TIMEOUT_SECONDS = 300  # orbax waits 20 minutes for a host that failed to write; the others need not.
 
 REMOVAL_SECONDS = 10.0  # What somebody removes may look complete for so long after its first file is gone.
-
-_CONTENT, _CHECKSUM = "content", "checksum"  # in meta, beside what the caller keeps there
-
-
-class DamagedError(RuntimeError):
-    """What is in a checkpoint is not what was saved."""
 
 
 class Checkpoints:
@@ -100,7 +93,7 @@ class Checkpoints:
         parts = ocp.args.Composite(
             state=ocp.args.StandardSave(state),
             data=StreamsSave(dict(data)),
-            meta=ocp.args.JsonSave(_sealed({**meta, _CONTENT: leaves.describe(state)})),
+            meta=ocp.args.JsonSave(description.sealed(meta, leaves.describe(state))),
         )
         self._saving = step
         with self._naming_failures():
@@ -165,10 +158,10 @@ class Checkpoints:
         """
         leaves.require_shardings(abstract_state)
         folder = self._directory / str(step)
-        description, said = _on_all_hosts(lambda: _read_meta(folder))
+        described, said = _on_all_hosts(lambda: description.read(folder))
         if said:
             return None, said
-        meta, content = description
+        meta, content = described
         self._require_same_tree(step, content, abstract_state)
         parts, said = _on_all_hosts(lambda: _read_arrays_and_streams(folder, abstract_state))
         if said:
@@ -241,14 +234,6 @@ def _on_all_hosts(read: Callable[[], Any]) -> tuple[Any, str]:
     return found, "; ".join(f"host {host}: {text}" for host, text in enumerate(said) if text)
 
 
-def _read_meta(folder: paths.Path) -> tuple[dict[str, Any], dict[str, list]]:
-    """What the caller kept, and kind and content of every leaf."""
-    meta = ocp.JsonCheckpointHandler().restore(folder / "meta")
-    if meta.get(_CHECKSUM) != _checksum(meta) or _CONTENT not in meta:
-        raise DamagedError("the description is not what was saved")
-    return {k: v for k, v in meta.items() if k not in (_CONTENT, _CHECKSUM)}, meta[_CONTENT]
-
-
 def _read_arrays_and_streams(folder: paths.Path, abstract_state: Any) -> tuple[Any, dict[str, bytes]]:
     state = ocp.StandardCheckpointHandler().restore(folder / "state", args=ocp.args.StandardRestore(abstract_state))
     return state, StreamsHandler().restore(folder / "data")
@@ -259,14 +244,3 @@ def _differing(content: Mapping[str, list], state: Any) -> str:
     wrong = [name for name in content if found[name] != content[name]]
     named = ", ".join(wrong[:3] + [f"and {len(wrong) - 3} more"] * (len(wrong) > 3))
     return f"{len(wrong)} of {len(content)} arrays are not what was saved: {named}" if wrong else ""
-
-
-def _sealed(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """A description with its own checksum, as it comes back from JSON."""
-    plain = json.loads(json.dumps(meta))
-    return {**plain, _CHECKSUM: _checksum(plain)}
-
-
-def _checksum(meta: Mapping[str, Any]) -> str:
-    plain = {k: v for k, v in meta.items() if k != _CHECKSUM}
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from core import paths
 from core.checkpoints import store
 from core.checkpoints.leaves import Misfit
+from launch.saved import verifying
 
 RNG = np.random.default_rng(1)
 LAYOUT = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("fsdp",)), PartitionSpec())
@@ -161,8 +163,12 @@ distributed.shutdown()
 
 @pytest.mark.covers("C04")
 @pytest.mark.simulated(2)
-def test_hosts_agree_on_what_is_damaged(run_hosts):
+def test_hosts_agree_on_what_is_damaged(run_hosts, tmp_path):
     results = run_hosts(TWO_HOSTS, hosts=2)
     assert [result.returncode for result in results] == [0, 0], results
     assert all("FOUND 1" in result.output for result in results), results
     assert "checkpoint 3 is damaged (host" in results[0].output
+    folder = paths.resolve(tmp_path / "checkpoints")
+    assert not verifying.verify(folder / "1").damaged  # read by one process, without the model
+    shutil.copytree(next(tmp_path.glob("checkpoints/damaged-2-*")), folder / "2")
+    assert verifying.verify(folder / "2").damaged

@@ -1,0 +1,1 @@
+"""What a run has saved, looked at from one machine: listed, verified, compared, and cleared away."""

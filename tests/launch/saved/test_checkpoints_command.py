@@ -1,0 +1,178 @@
+"""`launch/run checkpoints` on what a run has left: seen from one process, whatever has happened to it."""
+
+import re
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from core.checkpoints import arrays, fingerprint, store
+from core.watch import exit_codes
+from launch import __main__ as main
+from launch.saved import verifying
+
+MESH = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("fsdp", "tensor"))
+
+
+def state_of(step, *, width=6):
+    values = {
+        "params": {"block/mlp": {"up": np.random.default_rng(step).normal(size=(8, width)).astype(np.float32)}},
+        "average": (np.full((4, 2), step, jax.numpy.bfloat16),),
+        "touched": np.arange(8) % 3 == 0,
+        "step": np.int32(step),
+    }
+    specs = {2: PartitionSpec("fsdp", "tensor"), 1: PartitionSpec("tensor"), 0: PartitionSpec()}
+    return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(MESH, specs[np.ndim(x)])), values)
+
+
+def write(run, *steps, config="LR = 1\nSEED = 0", jax_version="1", **kind):
+    checkpoints = store.Checkpoints(str(run / "checkpoints"), keep=9)
+    meta = {"config": config, "git_revision": "abcdef", "versions": {"jax": jax_version}, "seed": 0}
+    for step in steps:
+        checkpoints.save(step, state=state_of(step, **kind), data={"a": bytes([step]) * 9}, meta=meta)
+    checkpoints.close()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    run = tmp_path_factory.mktemp("saved") / "run"
+    write(run, 3, 7, 9)
+    return run
+
+
+@pytest.fixture
+def run(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "run")
+
+
+@pytest.fixture
+def command(capsys):
+    def call(*argv, code=0):
+        assert main.main(["checkpoints", *map(str, argv)]) == code
+        return capsys.readouterr()
+
+    return call
+
+
+def damage(folder, pattern, harm):
+    for path in folder.glob(pattern):
+        path.write_bytes(harm(path.read_bytes()))
+
+
+def flip(content):
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :]
+
+
+def steps_of(run):
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def test_ls_has_a_line_for_every_folder(run, command):
+    (run / "checkpoints" / "12").mkdir()
+    (run / "checkpoints" / "damaged-8-1").mkdir()
+    (run / "checkpoints" / "10.orbax-checkpoint-tmp").mkdir()
+    damage(run / "checkpoints" / "7", "meta/metadata", lambda text: text.replace(b"SEED", b"SEND"))
+    said = command("ls", run).out
+    lines = {line.split()[0]: line for line in said.splitlines()}
+    for step in ("3", "9"):
+        assert lines[step].endswith("described")
+        assert "  4  " in lines[step]
+        assert "abcdef" in lines[step]
+        assert "MiB" in lines[step]
+    assert "DAMAGED description: DamagedError" in lines["7"]
+    assert lines["12"].endswith("no step: parts are missing")
+    assert lines["damaged-8-1"].endswith("put aside: its content was not what was saved")
+    assert lines["10.orbax-checkpoint-tmp"].endswith("a save that goes on, or did not end")
+
+
+@pytest.mark.covers("C12")
+def test_verify_names_what_is_damaged(run, command):
+    assert "step 9: sound (4 arrays" in command("verify", run).out
+    damage(run / "checkpoints" / "7", "data/a.bin", flip)
+    shutil.rmtree(run / "checkpoints" / "9" / "state" / "d")
+    said = command("verify", run, code=exit_codes.FAILED).out
+    assert "step 7: DAMAGED" in said
+    assert "data: DamagedStreamError: the position in a.bin is damaged" in said
+    assert "step 9: DAMAGED" in said
+    assert "state: what arrays there are cannot be read" in said
+    assert "step 3: sound" in said
+    assert "step 9" not in command("verify", run, "--step", 3).out
+
+
+@pytest.mark.covers("C12")
+def test_a_flipped_bit_in_an_array_is_found_by_name(tmp_path):
+    """What no file format notices: other values, well written, under the old description."""
+    write(tmp_path / "run", 3, 4)
+    folders = [tmp_path / "run" / "checkpoints" / str(step) for step in (3, 4)]
+    shutil.rmtree(folders[0] / "state")
+    shutil.copytree(folders[1] / "state", folders[0] / "state")
+    verdict = verifying.verify(store.paths.resolve(folders[0]))
+    changed = ["average/0", "params/block/mlp/up", "step"]
+    assert sorted(verdict.damaged) == [f"{name}: its content is not what was saved" for name in changed]
+
+
+def test_blocks_make_the_number_that_the_devices_made(saved):
+    folder = store.paths.resolve(saved / "checkpoints" / "7")
+    found = arrays.Arrays(folder)
+    want = fingerprint.of(store.leaves.by_name(state_of(7)))
+    assert {name: found.number(name) for name in found.names()} == want
+    assert len(list(found.blocks("params/block/mlp/up"))) == 8  # one a device
+    wide = np.random.default_rng(0).integers(0, 2**63, size=(5, 3))
+    with jax.enable_x64(True):
+        want = fingerprint.of({"x": jax.device_put(wide)})["x"]
+    parts = [fingerprint.of_block(wide[i : i + 2], origin=(i, 0), shape=wide.shape) for i in (0, 2, 4)]
+    assert sum(parts) % 2**32 == want
+
+
+def test_diff_says_what_changed_and_by_how_much(run, tmp_path, command):
+    write(tmp_path / "other", 7, config="LR = 2\nSEED = 0", jax_version="2", width=10)
+    said = command("diff", f"{run}@7", tmp_path / "other", code=exit_codes.FAILED).out
+    for words in (
+        "-LR = 1\n  +LR = 2",
+        "versions: jax: 1 -> 2",
+        "params/block/mlp/up: float32[8, 6] -> float32[8, 10]",
+    ):
+        assert words in said
+    assert "SEED" not in said
+    said = command("diff", f"{run}@3", run, code=exit_codes.FAILED).out
+    assert "arrays: 1 are equal, 3 of the same kind are not" in said
+    assert "2.00e+00 of its length, at most 6, 8 of 8 elements  average/0" in said
+    assert "of its length" not in command("diff", f"{run}@3", run, "--no-values", code=exit_codes.FAILED).out
+    assert "no difference" in command("diff", f"{run}@7", f"{run}@7").out
+
+
+def test_prune_keeps_the_latest_and_the_newest_sound_one(run, command):
+    (run / "checkpoints" / "damaged-8-1").mkdir()
+    said = command("prune", run, "--keep", 2, "--dry-run").out
+    assert "keeps 7, 9" in said
+    assert f"would remove {run}/checkpoints/3" in said
+    assert steps_of(run) == ["3", "7", "9", "damaged-8-1"]
+    for step in (7, 9):
+        damage(run / "checkpoints" / str(step), "data/a.bin", flip)
+    said = command("prune", run, "--keep", 1).out
+    assert "step 9: DAMAGED" in said
+    assert "keeps 3, 9" in said
+    assert steps_of(run) == ["3", "9", "damaged-8-1"]
+    assert "keeps 3, 9" in command("prune", run, "--keep", 2, "--set-aside").out
+    assert steps_of(run) == ["3", "9"]
+    damage(run / "checkpoints" / "3", "data/a.bin", flip)
+    assert "is sound: nothing is removed" in command("prune", run, "--keep", 1, code=2).err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("ls", "nowhere"), r"the run 'nowhere' is not there \(looked for"),
+        (("ls", "{run}/checkpoints/9"), "has no checkpoints"),
+        (("verify", "{run}", "--step", "4"), "no complete checkpoint of step 4 in .*; there are 3, 7, 9"),
+        (("diff", "{run}@x", "{run}"), "behind @ stands a step"),
+        (("diff", "{run}@8", "{run}"), "no complete checkpoint of step 8"),
+        (("prune", "{run}", "--keep", "0"), "--keep 0: expected at least 1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(run, command, words, says):
+    said = command(*(word.format(run=run) for word in words), code=exit_codes.USER_ERROR).err
+    assert re.search(says, said), said
