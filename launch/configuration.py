@@ -8,9 +8,13 @@ config.gin, and compared between hosts.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import pathlib
+import tempfile
+from collections.abc import Iterator, Sequence
 
+from core import paths
 from launch import environment, gin_config
 from launch.gin_config import LoadedConfig
 
@@ -21,9 +25,37 @@ _HEADER = "from __gin__ import dynamic_registration\nfrom parallel import strate
 def load(path: str, *, bindings: Sequence[str] = (), slice_name: str | None = None) -> LoadedConfig:
     """As `gin_config.load`, with what the environment says of the mesh between the file and `bindings`.
 
+    Args:
+      path: local, or gs://; what a file in a bucket includes is looked for in the workspace.
+      bindings: of the command line.
+      slice_name: wins over all.
+
     Raises:
       ValueError: a variable that makes no sense; every mistake in the configuration.
     """
+    if not paths.is_remote(path):
+        return _load(path, bindings=bindings, slice_name=slice_name)
+    with _copied(path) as copy:
+        try:
+            config = _load(copy, bindings=bindings, slice_name=slice_name)
+        except ValueError as error:
+            raise ValueError(str(error).replace(copy, path)) from error
+    return dataclasses.replace(config, experiment=path)
+
+
+@contextlib.contextmanager
+def _copied(path: str) -> Iterator[str]:
+    """A file of a bucket on this disk: gin reads from disks."""
+    file = paths.resolve(path)
+    if not file.exists():
+        raise ValueError(f"there is no file {path!r}; give the experiment's address, such as gs://BUCKET/first.gin")
+    with tempfile.TemporaryDirectory(prefix="renga-config-") as folder:
+        copy = pathlib.Path(folder).resolve() / file.name
+        copy.write_bytes(file.read_bytes())
+        yield str(copy)
+
+
+def _load(path: str, *, bindings: Sequence[str], slice_name: str | None) -> LoadedConfig:
     mesh = environment.mesh_bindings()
     if not mesh:
         return gin_config.load(path, bindings=bindings, slice_name=slice_name)

@@ -22,6 +22,7 @@ import tensorstore
 from core.checkpoints import fingerprint, leaves
 
 PART = "state"  # of a step's folder
+_DIRECTORY_BYTES = 2**26
 _AHEAD_BYTES = 2**28  # so much is asked for before it is looked at
 
 
@@ -45,7 +46,8 @@ class Arrays:
         self._folder = step_folder / PART
         found = ocp.PyTreeCheckpointHandler().metadata(self._folder)
         self._stored = {name: leaf.name for name, leaf in leaves.by_name(found.tree).items()}
-        self._context = tensorstore.Context()
+        # The directory of a bucket's files is asked for once, not once an array.
+        self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _DIRECTORY_BYTES}})
 
     def __contains__(self, name: str) -> bool:
         return name in self._stored
@@ -85,6 +87,8 @@ class Arrays:
     def _open(self, name: str) -> Any:
         spec = {
             "driver": "zarr",
+            "recheck_cached_metadata": False,
+            "recheck_cached_data": False,
             "kvstore": {"driver": "ocdbt", "base": _store(self._folder), "path": f"{self._stored[name]}/"},
         }
         return tensorstore.open(spec, open=True, read=True, context=self._context).result()

@@ -11,6 +11,7 @@ from core import paths  # isort: skip (paths decides how etils reaches buckets, 
 import orbax.checkpoint as ocp
 
 _COMPLETE_MARK = "_CHECKPOINT_METADATA"
+_COMMITTED_MARK = "commit_success.txt"  # the last object that orbax writes into a bucket
 
 
 class Leftover(NamedTuple):
@@ -39,14 +40,15 @@ def _is_complete(folder: paths.Path) -> bool:
 
 
 def set_incomplete_aside(directory: paths.Path) -> None:
-    """Renames local step folders that cannot be restored: orbax would count them among the latest.
+    """Renames step folders that cannot be restored: orbax would count them among the latest.
 
-    In a bucket there are none: a step without its last object is not listed, and orbax removes it.
+    In a bucket a step without its last object is a save that did not end: orbax removes it.
     """
-    if paths.is_remote(directory) or not directory.exists():
+    if not directory.exists():
         return
     for folder in sorted(directory.iterdir()):
-        if folder.name.isdigit() and folder.is_dir() and not _is_complete(folder):
+        counted = not paths.is_remote(folder) or (folder / _COMMITTED_MARK).exists()
+        if folder.name.isdigit() and folder.is_dir() and counted and not _is_complete(folder):
             folder.rename(directory / f"incomplete-{folder.name}-{time.time_ns()}")
 
 
@@ -57,7 +59,9 @@ def set_damaged_aside(directory: paths.Path, step: int) -> paths.Path:
       Where it is now; nothing of it is lost.
     """
     aside = directory / f"damaged-{step}-{time.time_ns()}"
-    (directory / str(step)).rename(aside)
+    (directory / str(step)).rename(
+        aside
+    )  # in a bucket object by object: half a step is damaged too, and goes next time
     return aside
 
 
@@ -81,5 +85,6 @@ def saved_at(step_folder: paths.Path) -> float:
 
 def remove(folder: paths.Path) -> None:
     """Removes a step or a leftover; what makes it a step goes first, so that half of one is never taken for a step."""
-    (folder / _COMPLETE_MARK).unlink(missing_ok=True)
+    if (folder / _COMPLETE_MARK).exists():
+        (folder / _COMPLETE_MARK).unlink()
     folder.rmtree()

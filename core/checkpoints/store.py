@@ -14,6 +14,7 @@ array is what it was do not depend on its layout either.
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -25,6 +26,7 @@ from core.checkpoints import description, leaves, steps
 from core.checkpoints.description import DamagedError
 from core.checkpoints.leaves import Misfit
 from core.checkpoints.streams import StreamsHandler, StreamsSave
+from core.checkpoints.writing import Cost, WriteFailedError, Writing, telling
 
 TIMEOUT_SECONDS = 300  # orbax waits 20 minutes for a host that failed to write; the others need not.
 
@@ -51,7 +53,9 @@ class Checkpoints:
         self._directory = paths.resolve(directory)
         if read_only and not self._directory.exists():
             raise ValueError(f"there are no checkpoints in {self._directory}: no such folder; check run_dir")
-        self._saving: int | None = None
+        self._writing: Writing | None = None
+        self._given_up = False
+        self._costs: list[Cost] = []
         if not read_only and distributed.is_host_zero():
             steps.set_incomplete_aside(self._directory)
         distributed.barrier("checkpoints/open", timeout_seconds=timeout_seconds)
@@ -67,9 +71,9 @@ class Checkpoints:
                 async_options=ocp.AsyncOptions(timeout_secs=timeout_seconds),
             ),
             item_handlers={
-                "state": ocp.StandardCheckpointHandler(),
-                "data": StreamsHandler(),
-                "meta": ocp.JsonCheckpointHandler(),
+                "state": telling(ocp.StandardCheckpointHandler(), self._tell),
+                "data": telling(StreamsHandler(), self._tell),
+                "meta": telling(ocp.JsonCheckpointHandler(), self._tell),
             },
         )
 
@@ -88,16 +92,27 @@ class Checkpoints:
         """
         leaves.require_arrays(state)
         self.wait()
+        began = time.monotonic()
         if step in self._manager.all_steps():
             raise ValueError(f"step {step} is already saved in {self._directory}; a save never overwrites")
         parts = ocp.args.Composite(
             state=ocp.args.StandardSave(state),
             data=StreamsSave(dict(data)),
-            meta=ocp.args.JsonSave(description.sealed(meta, leaves.describe(state))),
+            meta=ocp.args.JsonSave(description.sealed(meta, leaves.describe(state), _of_all_hosts(data))),
         )
-        self._saving = step
-        with self._naming_failures():
-            self._manager.save(step, args=parts, force=True)
+        described_seconds = time.monotonic() - began
+        size_bytes = sum(leaf.nbytes for leaf in leaves.by_name(state).values())
+        self._writing = Writing(step, self._directory, size_bytes=size_bytes, blocked_seconds=described_seconds)
+        with self._giving_up():
+            self._writing.start(lambda: self._manager.save(step, args=parts, force=True), finish=self._finish)
+
+    def _tell(self, error: BaseException) -> None:
+        if self._writing is not None:
+            self._writing.fail(error)
+
+    def _finish(self) -> None:
+        self._manager.wait_until_finished()
+        self._manager.check_for_errors()
 
     def latest_step(self) -> int | None:
         """The latest complete step, as host 0 sees it, or None."""
@@ -161,13 +176,12 @@ class Checkpoints:
         described, said = _on_all_hosts(lambda: description.read(folder))
         if said:
             return None, said
-        meta, content = described
-        self._require_same_tree(step, content, abstract_state)
+        self._require_same_tree(step, described.content, abstract_state)
         parts, said = _on_all_hosts(lambda: _read_arrays_and_streams(folder, abstract_state))
         if said:
             return None, said
         state, data = parts
-        return (state, data, meta), _differing(content, state)
+        return (state, data, described.meta), described.missing(data) or _differing(described.content, state)
 
     def restore_if_there(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, bytes], dict[str, Any]] | None:
         """As `restore`; None, on every host, where a running job removed the step before, or while it was read."""
@@ -197,30 +211,48 @@ class Checkpoints:
                 f"({len(differences)} leaves):\n  {listed}\nUse the configuration saved with it, or another run_dir."
             )
 
+    def check(self) -> None:
+        """Raises RuntimeError where the save under way has failed on a host; waits for nobody. Not collective."""
+        with self._giving_up():
+            if self._writing is not None and self._writing.is_done():
+                self._finished()
+
     def wait(self) -> None:
-        """Returns when the last save is on disk. Raises RuntimeError when it failed."""
-        with self._naming_failures():
-            self._manager.wait_until_finished()
-            self._manager.check_for_errors()
+        """Returns when the last save is on disk. Raises RuntimeError soon after it failed on any host."""
+        with self._giving_up():
+            if self._writing is not None:
+                self._writing.wait()
+                self._finished()
+
+    def _finished(self) -> None:
+        self._costs.append(self._writing.cost)
+        self._writing = None
+
+    @contextlib.contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """After a failure nothing waits for the library that writes: it would wait for other hosts."""
+        try:
+            yield
+        except WriteFailedError:
+            self._writing, self._given_up = None, True
+            raise
+
+    def costs(self) -> list[Cost]:
+        """What the saves cost that were completed since the last call."""
+        costs, self._costs = self._costs, []
+        return costs
 
     def close(self) -> None:
         """Waits for the last save and releases everything. Raises RuntimeError when that save failed."""
-        try:
-            self.wait()
-        finally:
+        self.wait()
+        if not self._given_up:
             self._manager.close()
 
-    @contextlib.contextmanager
-    def _naming_failures(self) -> Iterator[None]:
-        """Errors of the background writer have many types, and say neither what was being saved nor where."""
-        try:
-            yield
-        except Exception as error:
-            raise RuntimeError(
-                f"saving the checkpoint of step {self._saving} to {self._directory} failed: "
-                f"{type(error).__name__}: {error}; earlier checkpoints are intact. "
-                "Check free space and permissions, then start again."
-            ) from error
+
+def _of_all_hosts(data: Mapping[str, bytes]) -> list[str]:
+    """The names of every host's streams."""
+    said = distributed.all_gather_text("checkpoints/streams", json.dumps([*data]))
+    return [name for names in said for name in json.loads(names)]
 
 
 def _on_all_hosts(read: Callable[[], Any]) -> tuple[Any, str]:
@@ -230,7 +262,7 @@ def _on_all_hosts(read: Callable[[], Any]) -> tuple[Any, str]:
         found = read()
     except Exception as unread:  # of many types: whatever files and formats make of a wrong byte
         error = unread
-    said = distributed.all_gather_text("checkpoints/read", f"{type(error).__name__}: {error}" if error else "")
+    said = distributed.all_gather_text("checkpoints/read", description.said(error) if error else "")
     return found, "; ".join(f"host {host}: {text}" for host, text in enumerate(said) if text)
 
 

@@ -7,7 +7,6 @@ slice; what they give beside it (a slice, a strategy, other data) wins over what
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -45,7 +44,8 @@ def read(run_dir: str, *, bindings: Sequence[str] = (), slice_name: str | None =
     folder = paths.resolve(run_dir)
     if not (folder / CONFIG).exists():
         raise ValueError(_no_run(run_dir, folder))
-    return Saved(str(folder), _config(folder / CONFIG, bindings, slice_name))
+    config = configuration.load(str(folder / CONFIG), bindings=bindings, slice_name=slice_name)
+    return Saved(str(folder), config)
 
 
 def chosen(run_dir: str, *, step: int | None, every: bool) -> list[int]:
@@ -85,15 +85,6 @@ def _choice(run_dir: str, step: int | None, every: bool) -> str:
         return json.dumps(chosen(run_dir, step=step, every=every))
     except ValueError as error:
         return json.dumps(str(error))
-
-
-def _config(file: paths.Path, bindings: Sequence[str], slice_name: str | None) -> LoadedConfig:
-    if not paths.is_remote(file):
-        return configuration.load(str(file), bindings=bindings, slice_name=slice_name)
-    with tempfile.NamedTemporaryFile("w", suffix=".gin") as copy:  # configurations are read from disks
-        copy.write(file.read_text())
-        copy.flush()
-        return configuration.load(copy.name, bindings=bindings, slice_name=slice_name)
 
 
 def _no_run(run_dir: str, folder: paths.Path) -> str:

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from core import slices
+from core import paths, slices
 from launch import environment
 from launch.pods import hosts
 
@@ -256,11 +256,13 @@ def pack(files: Sequence[str], *, workspace: Path, archive: Path) -> None:
 
 
 def shipped_path(path: str, *, workspace: Path) -> str:
-    """`path` relative to the workspace, as the hosts will see it.
+    """`path` relative to the workspace, as the hosts will see it; gs:// is what it is everywhere.
 
     Raises:
       ValueError: the file does not exist, or is not among what is shipped.
     """
+    if paths.is_remote(path):
+        return path
     absolute = Path(path).resolve()
     if not absolute.is_file():
         raise ValueError(f"no such experiment file: {path}")

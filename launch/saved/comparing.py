@@ -15,7 +15,7 @@ import numpy as np
 from core import paths
 from core.checkpoints import description
 from core.checkpoints.arrays import Arrays
-from launch.saved.verifying import said
+from core.checkpoints.description import said
 
 LARGEST = 20  # leaves whose differences are shown
 

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from core import paths
 from core.checkpoints import description, steps
-from launch.saved.verifying import said, size
+from core.checkpoints.description import said
+from launch.saved.verifying import size
 
 HEADER = ("step", "saved", "size", "arrays", "revision", "config", "")
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from core import paths
 from core.checkpoints import description, streams
 from core.checkpoints.arrays import Arrays
+from core.checkpoints.description import said
 from core.slices import GIB
 
 
@@ -45,17 +46,20 @@ class Verdict(NamedTuple):
 
 def verify(step_folder: paths.Path) -> Verdict:
     """Reads all of a step; never raises for what is wrong with it."""
-    began, read_bytes, content = time.monotonic(), 0, {}
+    began, read_bytes, content, described = time.monotonic(), 0, {}, None
     damaged: list[str] = []
     try:
-        content = description.read(step_folder).content
+        described = description.read(step_folder)
     except Exception as error:  # of many types: whatever files and formats make of a wrong byte
         damaged.append(f"{description.PART}: {said(error)}")
     else:
+        content = described.content
         damaged += _arrays(step_folder, content)
         read_bytes = sum(_bytes(kind) for kind, _ in content.values())
     try:
-        streams.StreamsHandler().restore(step_folder / "data")
+        found = streams.StreamsHandler().restore(step_folder / "data")
+        if described and (missing := described.missing(found)):
+            damaged.append(f"data: {missing}")
     except Exception as error:
         damaged.append(f"data: {said(error)}")
     seconds = time.monotonic() - began
@@ -89,12 +93,6 @@ def _bytes(kind: str) -> int:
     dtype, shape = kind.removesuffix("]").split("[")
     bits = int((re.findall(r"\d+", dtype) or ["8"])[0])
     return math.prod(int(n) for n in shape.split(",") if n.strip()) * bits // 8
-
-
-def said(error: BaseException) -> str:
-    """The first line of what an error says, which may be hundreds long."""
-    text = str(error).strip() or type(error).__name__
-    return f"{type(error).__name__}: {text.splitlines()[0][:200]}"
 
 
 def size(count: float) -> str:

@@ -1,0 +1,177 @@
+"""One save while it is written in the background, watched so that a failure on one host is soon known to all.
+
+The one idea: nobody waits inside the library that writes, for it waits minutes for a host whose disk is full. What
+fails here is said aloud through the coordinator the moment it fails (`telling`), and whoever asks hears of the first
+failure of any host.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from core import distributed, paths
+from core.checkpoints.description import said
+from core.slices import GIB
+
+_LOOK_SECONDS = 0.5  # between looks at what other hosts say
+
+
+class Cost(NamedTuple):
+    """What one save cost.
+
+    Attributes:
+      step: that was saved.
+      blocked_seconds: how long training stood still for it.
+      write_seconds: from its start until it was complete.
+      bytes: of all its arrays, on all hosts together.
+    """
+
+    step: int
+    blocked_seconds: float
+    write_seconds: float
+    bytes: int
+
+
+class WriteFailedError(RuntimeError):
+    """A host could not write its part."""
+
+
+class Writing:
+    """A save that has been started."""
+
+    def __init__(self, step: int, directory: paths.Path, *, size_bytes: int, blocked_seconds: float = 0.0):
+        """Takes what is saved, where, its bytes on all hosts together, and how long training stood still for it."""
+        self.step = step
+        self._directory = directory
+        self._size_bytes = size_bytes
+        self._blocked_seconds, self._write_seconds = blocked_seconds, 0.0
+        self._began, self._looked_at = time.monotonic(), 0.0
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._thread: threading.Thread
+
+    def start(self, begin: Callable[[], object], *, finish: Callable[[], None]) -> None:
+        """Begins, and goes on in the background.
+
+        Args:
+          begin: returns once the arrays are copied off the devices.
+          finish: returns when all hosts have written their parts, raises what went wrong on this one.
+
+        Raises:
+          WriteFailedError: it could not begin.
+        """
+        try:
+            begin()
+        except Exception as error:
+            self.fail(error)
+            self._raise_own()
+        self._blocked_seconds += time.monotonic() - self._began
+        self._thread = threading.Thread(target=self._work, args=(finish,), name=f"checkpoint {self.step}", daemon=True)
+        self._thread.start()
+
+    @property
+    def cost(self) -> Cost:
+        """What it cost, of one that is done."""
+        return Cost(self.step, self._blocked_seconds, self._write_seconds, self._size_bytes)
+
+    def is_done(self) -> bool:
+        """Whether it is written; waits for nobody. Raises WriteFailedError where a host is known to have failed."""
+        self._raise_own()
+        if not self._thread.is_alive():
+            return True
+        if time.monotonic() - self._looked_at >= _LOOK_SECONDS:
+            self._looked_at = time.monotonic()
+            self._raise_of_others()
+        return False
+
+    def wait(self) -> None:
+        """Returns when it is written by all. Raises WriteFailedError as soon as one host is known to have failed."""
+        began = time.monotonic()
+        while self._thread.is_alive() and self._error is None:
+            self._raise_of_others()
+            self._thread.join(_LOOK_SECONDS)
+        self._blocked_seconds += time.monotonic() - began
+        self._raise_own()
+
+    def _work(self, finish: Callable[[], None]) -> None:
+        try:
+            finish()
+        except BaseException as error:  # of many types: whatever disks and buckets make of a write
+            self.fail(error)
+        self._write_seconds = time.monotonic() - self._began
+
+    def fail(self, error: BaseException) -> None:
+        """Notes what this host could not do, and tells the others; any thread may call it, the first counts."""
+        with self._lock:
+            if self._error is None:
+                self._error = error
+                distributed.post(self._name, self._failure(error))
+
+    @property
+    def _name(self) -> str:
+        return f"checkpoints/{self._directory}/{self.step}/failed"
+
+    def _failure(self, error: BaseException) -> str:
+        return (
+            f"saving the checkpoint of step {self.step} to {self._directory} failed: {said(error)}; "
+            f"{space(self._directory, needed_bytes=self._size_bytes)}earlier checkpoints are intact. "
+            "Check free space and permissions, then start again."
+        )
+
+    def _raise_own(self) -> None:
+        if self._error is not None:
+            raise WriteFailedError(self._failure(self._error)) from self._error
+
+    def _raise_of_others(self) -> None:
+        posted = distributed.posted(self._name)
+        posted.pop(distributed.process_index(), None)
+        for host, text in posted.items():
+            raise WriteFailedError(f"host {host}: {text}")
+
+
+class _Told:
+    """A write under way, as the library that writes knows it."""
+
+    def __init__(self, future: Any, tell: Callable[[BaseException], None]):
+        self._future = future
+        self._tell = tell
+
+    def result(self, timeout: float | None = None) -> Any:
+        try:
+            return self._future.result(timeout)
+        except BaseException as error:
+            self._tell(error)
+            raise
+
+    def cancel(self) -> None:
+        self._future.cancel()
+
+
+def telling(handler: Any, tell: Callable[[BaseException], None]) -> Any:
+    """The same handler of a part of a checkpoint, which calls `tell` with what it fails of before it raises it."""
+    save, finalize = handler.async_save, handler.finalize
+
+    async def async_save(*args: Any, **kwargs: Any) -> list[_Told]:
+        return [_Told(future, tell) for future in await save(*args, **kwargs) or ()]
+
+    def finalize_telling(*args: Any, **kwargs: Any) -> None:
+        try:
+            finalize(*args, **kwargs)
+        except BaseException as error:
+            tell(error)
+            raise
+
+    handler.async_save, handler.finalize = async_save, finalize_telling
+    return handler
+
+
+def space(directory: paths.Path, *, needed_bytes: int) -> str:
+    """`a checkpoint takes 1.2 GiB, 0.3 GiB are free here; `; of a bucket what it takes alone."""
+    takes = f"a checkpoint takes {needed_bytes / GIB:.3g} GiB"
+    if paths.is_remote(directory):
+        return f"{takes}; "
+    return f"{takes}, {shutil.disk_usage(directory).free / GIB:.3g} GiB are free on this host's disk; "

@@ -1,0 +1,117 @@
+"""A host that cannot write ends the run on all hosts within seconds, and what was saved before is intact."""
+
+import re
+import resource
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from core import paths
+from core.checkpoints import steps, store, streams, writing
+from launch.saved import verifying
+
+TWO_HOSTS = """
+import resource, time
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from core import distributed
+from core.checkpoints import store
+distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS, local_cpu_devices=2)
+mesh = Mesh(np.array(jax.devices()), ("fsdp",))
+value = np.random.default_rng(0).normal(size=(256, 1024)).astype(np.float32)
+state = {"w": jax.make_array_from_callback(value.shape, NamedSharding(mesh, PartitionSpec("fsdp")), lambda i: value[i])}
+checkpoints = store.Checkpoints("checkpoints", keep=3)  # where hosts wait five minutes for one another
+checkpoints.save(1, state=state, data={f"s{PROCESS}": b"1"}, meta={})
+checkpoints.wait()
+(cost,) = checkpoints.costs()
+print("COST", cost.step, cost.bytes, 0 < cost.blocked_seconds < 60, 0 < cost.write_seconds < 60)
+if PROCESS == 1:  # what a full disk is to the others: one host's file ends early
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+began = time.monotonic()
+try:
+    checkpoints.save(2, state=state, data={f"s{PROCESS}": b"2"}, meta={})
+    for step in range(300):
+        checkpoints.check()
+        time.sleep(0.1)
+    print("NOTHING")
+except RuntimeError as error:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.getrlimit(resource.RLIMIT_FSIZE)[1],) * 2)
+    print(f"AFTER {time.monotonic() - began:.1f} s: {error}")
+    checkpoints.close()
+    print(f"CLOSED after {time.monotonic() - began:.1f} s")
+distributed.exit_at_once(13)
+"""
+
+
+@pytest.mark.simulated(2)
+@pytest.mark.covers("C05", "C12")
+def test_a_full_disk_on_one_host_ends_all_hosts_soon(run_hosts, tmp_path):
+    results = run_hosts(TWO_HOSTS, hosts=2)
+    assert [result.returncode for result in results] == [13, 13], results
+    for host, result in enumerate(results):
+        assert "COST 1 1048576 True True" in result.output
+        ended = re.search(r"AFTER (\d+\.\d) s: (.*)", result.output)
+        assert float(ended[1]) < 10, result.output
+        assert float(re.search(r"CLOSED after (\d+\.\d)", result.output)[1]) < 10
+        assert ended[2].startswith("host 1: saving" if host == 0 else "saving"), ended[2]
+        assert "the checkpoint of step 2 to " in ended[2]
+        assert re.search(r"a checkpoint takes 0.000977 GiB, [\d.]+ GiB are free on this host's disk", ended[2])
+        assert "earlier checkpoints are intact" in ended[2]
+    folder = paths.resolve(tmp_path / "checkpoints")
+    assert steps.complete(folder) == [1]
+    assert not verifying.verify(folder / "1").damaged
+
+
+def test_a_disk_with_room_again_takes_the_next_save(tmp_path):
+    """What a failed save left is removed, or it would keep the disk full."""
+    big = {"w": jax.device_put(np.random.default_rng(0).normal(size=(64, 1024)))}
+    checkpoints = store.Checkpoints(str(tmp_path / "checkpoints"), keep=3)
+    checkpoints.save(1, state=jax.tree.map(lambda x: x[:1], big), data={}, meta={})
+    checkpoints.wait()
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**15, hard))
+    try:
+        checkpoints.save(2, state=big, data={}, meta={})
+        with pytest.raises(writing.WriteFailedError, match=r"step 2 to .* failed: .*OUT_OF_RANGE|File too large"):
+            checkpoints.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    checkpoints.close()
+    assert steps.complete(paths.resolve(tmp_path / "checkpoints")) == [1]
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 2  # and what was begun
+    checkpoints = store.Checkpoints(str(tmp_path / "checkpoints"), keep=3)
+    checkpoints.save(2, state=big, data={}, meta={})
+    checkpoints.close()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["1", "2"]
+
+
+def test_what_cannot_begin_is_said_too(tmp_path, monkeypatch):
+    state = {"w": jax.device_put(np.zeros(3))}
+
+    async def refuse(self, directory, args):
+        raise PermissionError("read-only file system")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(streams.StreamsHandler, "async_save", refuse)
+        checkpoints = store.Checkpoints(str(tmp_path / "checkpoints"), keep=3)
+        with pytest.raises(writing.WriteFailedError, match=r"step 1 to .* failed: PermissionError: read-only"):
+            checkpoints.save(1, state=state, data={}, meta={})
+    checkpoints.wait()  # nothing is under way
+
+
+@pytest.mark.parametrize("pattern", ["state/*", "state/d", "meta", "data", "_CHECKPOINT_METADATA", "*"])
+def test_a_step_that_was_half_removed_is_passed_over(tmp_path, pattern):
+    """Newest first: what is left of a step is put aside, and the one before restored."""
+    checkpoints = store.Checkpoints(str(tmp_path / "checkpoints"), keep=3)
+    for step in (1, 2):
+        state = {"w": jax.device_put(np.full(400, step))}
+        checkpoints.save(step, state=state, data={"a": b"1"}, meta={})
+    checkpoints.close()
+    for path in (tmp_path / "checkpoints" / "2").glob(pattern):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    checkpoints = store.Checkpoints(str(tmp_path / "checkpoints"), keep=3)
+    layout = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    assert checkpoints.restore_newest(layout)[0] == 1
+    checkpoints.close()

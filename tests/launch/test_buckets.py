@@ -1,0 +1,171 @@
+"""Runs whose everything is in a bucket: experiment, data, checkpoints, metrics and compiled programs.
+
+Against a stand-in on this machine (`tests/bucket.py`), which knows no permissions: nobody's credentials are tried.
+"""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+
+import pytest
+
+from launch import environment
+
+PUZZLES = """
+from __gin__ import dynamic_registration
+from models import trm
+from tasks import puzzles
+
+include 'gin/trm/sudoku4.gin'
+
+BATCH_SIZE = 16
+TOTAL_STEPS = 12
+WARMUP_STEPS = 10
+CHECKPOINT_INTERVAL = 4
+EVAL_INTERVAL = 6
+EVAL_BATCHES = 1
+LOG_INTERVAL = 1
+puzzles.sudoku.num_train = 64
+puzzles.sudoku.num_test = 16
+puzzles.sudoku.directory = 'gs://bucket/sudoku4'
+trm.TRM.embed_dim = 32
+trm.TRM.num_layers = 1
+trm.TRM.h_cycles = 2
+trm.TRM.l_cycles = 2
+"""
+TOKENS = """
+from __gin__ import dynamic_registration
+from models import transformer
+from tasks import synthetic
+
+include 'gin/quickstart.gin'
+
+TASK = @synthetic.random_tokens()
+NUM_STREAMS = 4
+TOTAL_STEPS = 12
+WARMUP_STEPS = 3
+LENGTH = 16
+CHECKPOINT_INTERVAL = 4
+EVAL_BATCHES = 0
+LOG_INTERVAL = 1
+PROMPT = ''
+transformer.Transformer.num_layers = 1
+transformer.Transformer.embed_dim = 32
+transformer.Transformer.mlp_dim = 64
+"""
+RUN, PLACE = "gs://bucket/runs/first", "gs://bucket/of_the_test_of_buckets/small.gin"
+
+
+@pytest.fixture(scope="module")
+def command(bucket, launch_command):
+    """A command of ours that talks to the stand-in; programs are kept in the bucket, beside the run."""
+
+    def build(*words):
+        argv, env = launch_command(*words)
+        del env["JAX_COMPILATION_CACHE_DIR"]
+        return {"args": argv, "env": env | bucket.environment, "cwd": environment.WORKSPACE, "text": True}
+
+    yield build
+    shutil.rmtree(environment.run_directory(PLACE, environ={}), ignore_errors=True)  # where logs of such a run go
+
+
+@pytest.fixture(scope="module")
+def pod(bucket, command):
+    """Runs an experiment of a bucket to its end; gives what was printed."""
+
+    def run(slice_name, text, *words, run_dir=RUN):
+        bucket.write(PLACE, text.encode())
+        started = command("pod", slice_name, PLACE, "--simulate", "--run-dir", run_dir, *words)
+        done = subprocess.run(**started, capture_output=True, timeout=400)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout
+
+    return run
+
+
+def numbers(bucket, step, run_dir=RUN):
+    """What is in every array of a checkpoint, as it says itself."""
+    return json.loads(bucket.read(f"{run_dir}/checkpoints/{step}/meta/metadata"))["content"]
+
+
+def metrics(bucket, run_dir=RUN):
+    """The last line of every step, without what a clock said."""
+    rows = [json.loads(line) for line in bucket.read(f"{run_dir}/metrics.jsonl").splitlines()]
+    rows = [row for row in rows if "loss" in row]
+    return {row["step"]: {k: v for k, v in row.items() if "second" not in k} for row in rows}
+
+
+@pytest.mark.simulated(2)
+@pytest.mark.covers("C03", "C06", "D14")
+def test_two_hosts_train_in_a_bucket_and_go_on_from_what_is_sound(bucket, pod, command):
+    """Of three checkpoints one is half removed and one damaged."""
+    said = pod("v4-16", TOKENS)
+    assert "fresh" in said
+    want, lines, there = numbers(bucket, 12), metrics(bucket), bucket.list(f"{RUN}/")
+    assert sorted(lines) == list(range(1, 13))
+    assert any(re.match(r"tensorboard/events\.", name) for name in there)
+    assert any(name.startswith("compiled/") for name in there)
+    assert {name.split("/")[1] for name in there if name.startswith("checkpoints/")} == {"4", "8", "12"}
+
+    bucket.delete(f"{RUN}/checkpoints/12/commit_success.txt")
+    name, _ = max(bucket.list(f"{RUN}/checkpoints/8/state/ocdbt.process_1/d/").items(), key=lambda item: item[1])
+    damaged = f"{RUN}/checkpoints/8/state/ocdbt.process_1/d/{name}"
+    content = bucket.read(damaged)
+    bucket.write(damaged, content[: len(content) // 2])
+    said = pod("v4-16", TOKENS)
+    assert re.search(r"checkpoint 8 is damaged \(.*\); it is damaged-8-\d+ now", said)
+    assert "resumed from 4" in said
+    assert re.search(r"compiled \d programs and read [1-9]", said)
+    assert numbers(bucket, 12) == want  # every bit of every array, the data's position beside them
+    again = metrics(bucket)
+    assert {step: again[step] for step in range(5, 13)} == {step: lines[step] for step in range(5, 13)}
+    kept = {name.split("/")[1].split("-")[0] for name in bucket.list(f"{RUN}/") if name.startswith("checkpoints/")}
+    assert kept == {"4", "8", "12", "damaged"}
+
+    verify = command("checkpoints", "verify", RUN, "--step", "12")
+    done = subprocess.run(**verify, capture_output=True, timeout=100)  # one process, without the model
+    assert "step 12: sound (" in done.stdout, done
+
+
+def process_of(host, *, run_dir):
+    """The process that plays a host of a run."""
+    for folder in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_text().split("\0")
+            said = (folder / "environ").read_text().split("\0")
+        except OSError:  # it has just ended
+            continue
+        if "train" in words and run_dir in words and f"JAX_PROCESS_INDEX={host}" in said:
+            return int(folder.name)
+    raise AssertionError(f"no process plays host {host} of {run_dir}")
+
+
+@pytest.mark.slow
+@pytest.mark.simulated(4)
+@pytest.mark.covers("C03", "C06", "C09", "D14")
+def test_a_killed_host_and_refused_requests_change_no_bit_and_another_slice_goes_on(bucket, pod, command):
+    """Recursion on puzzles of a bucket. One request in twenty is answered with 503, from the first to the last."""
+    before = bucket.errors(0.05)
+    pod("v4-32", PUZZLES, run_dir="gs://bucket/runs/undisturbed")
+    assert {name.split("/")[0] for name in bucket.list("gs://bucket/sudoku4/")} >= {"train", "test"}
+    run_dir = "gs://bucket/runs/killed"
+    started = command("pod", "v4-32", PLACE, "--simulate", "--run-dir", run_dir)
+    running = subprocess.Popen(**started, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    for line in running.stdout:
+        if re.match(r"step +9/", line):
+            os.kill(process_of(2, run_dir=run_dir), signal.SIGKILL)
+            break
+    assert running.communicate(timeout=120)[0] is not None
+    assert running.returncode != 0
+    assert re.search("resumed from [48]", pod("v4-32", PUZZLES, run_dir=run_dir))
+    assert numbers(bucket, 12, run_dir) == numbers(bucket, 12, "gs://bucket/runs/undisturbed")
+    said = pod("v4-16", PUZZLES, "--gin", "TOTAL_STEPS = 14", run_dir=run_dir)
+    assert "v4-16: 8 chips on 2 host(s)" in said
+    assert "resumed from 12" in said
+    assert sorted(metrics(bucket, run_dir)) == list(range(1, 15))
+    after = bucket.errors(0.0)
+    assert after["refused"] - before["refused"] > 0.02 * (after["answered"] - before["answered"]) > 10
