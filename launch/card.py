@@ -16,6 +16,7 @@ from core.train_state import TrainState
 from launch import progress, sampling
 from launch.experiment import Experiment, padding
 from launch.pods.joining import Host
+from launch.saved import cost
 from parallel import report
 from parallel.partitioner import Program
 
@@ -40,7 +41,19 @@ def show(
     early = f" of {experiment.total_steps:,}" if last_step < experiment.total_steps else ""
     if evaluated := evaluated_on(experiment):
         card["validation"] = f"on {evaluated}"
-    for name, value in {**card, **measured, "steps": f"to {last_step:,}{early}, {left}", "run": run_dir}.items():
+    saves = cost.foreseen(
+        run_dir,
+        interval=experiment.checkpoint_interval,
+        keep=experiment.keep_checkpoints,
+        size_bytes=report.totals(program).whole,
+    )
+    for name, value in {
+        **card,
+        **measured,
+        "saves": saves,
+        "steps": f"to {last_step:,}{early}, {left}",
+        "run": run_dir,
+    }.items():
         grid.add_row(f"[bold]{name}[/bold]", value)
     Console(width=118, soft_wrap=False).print(Panel(grid, title="renga", title_align="left", expand=False))
 

@@ -55,6 +55,10 @@ class Progress:
         """Something that somebody should look at."""
         self._print(f"warning: {text}")
 
+    def note(self, text: str) -> None:
+        """A line of its own."""
+        self._print(text)
+
     def validation(self, step: int, values: Mapping[str, float]) -> None:
         """One evaluation; of a mean by step of a recursion (`…_step_07`) only the curve's end, which has no number."""
         shown, _ = curves_apart(values)

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from launch.plans.measured import Measured
 from launch.pods import joining
 from launch.pods.joining import Host
 from launch.progress import Progress
+from launch.saved.cost import Costs
 from parallel.partitioner import Program
 
 DATA_SECONDS = 3600.0  # for one host's work on the data; a build that takes longer belongs into launch/run build
@@ -112,7 +113,7 @@ def train(run: Run, *, also: Sequence[hooks.Hook] = ()) -> dict[str, float]:
                 hooks.StopOnNonFinite(),
                 *_logging(run, writers, progress, measured),
                 *([evaluation] if evaluation else []),
-                _saving(run, checkpoints, batches, also=preemption.needs_state),
+                _saving(run, checkpoints, batches, Costs(say=progress.note, write=writers.scalars), preemption),
                 preemption,
                 hooks.Profile(profiling.Profile(run.run_dir).start, at=run.experiment.profile_steps),
                 *also,
@@ -211,12 +212,13 @@ def _evaluation(run: Run, writers: metrics.Writers, progress: Progress) -> hooks
 
 
 def _saving(
-    run: Run, checkpoints: Checkpoints, batches: prefetch.Prefetch, *, also: Callable[[int], bool]
+    run: Run, checkpoints: Checkpoints, batches: prefetch.Prefetch, costs: Costs, preemption: hooks.StopWhenPreempted
 ) -> hooks.Save:
     def due(step: int) -> bool:
-        return step % run.experiment.checkpoint_interval == 0 or step == run.last_step or also(step)
+        last = step == run.last_step or preemption.needs_state(step)
+        return step % run.experiment.checkpoint_interval == 0 or last
 
-    return hooks.Save(checkpoints, batches.position, run.meta, due=due)
+    return hooks.Save(checkpoints, batches.position, run.meta, due=due, costs=costs)
 
 
 def _write_config(run: Run, writers: metrics.Writers) -> None:

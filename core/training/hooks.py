@@ -137,12 +137,23 @@ class Save(Hook):
         meta: Mapping[str, Any],
         *,
         due: Callable[[int], bool],
+        costs: Any,
     ):
-        """Takes the `Checkpoints` of a run, the prefetcher's `position`, what to keep beside them, and when."""
+        """Takes a run's `Checkpoints`, the prefetcher's `position`, what to keep beside them, and when.
+
+        `costs.add(cost)` is told of each save that is complete, `costs.end()` that there will be no more.
+        """
         self._checkpoints = checkpoints
         self._position = position
         self._meta = meta
         self._due = due
+        self._costs = costs
+
+    def before_step(self, step: int) -> None:
+        """Raises soon after a save has failed on any host."""
+        del step
+        self._checkpoints.check()
+        self._tell()
 
     def needs_state(self, step: int) -> bool:
         """When it is due."""
@@ -155,6 +166,12 @@ class Save(Hook):
     def close(self) -> None:
         """Waits for the last save; its error surfaces here."""
         self._checkpoints.wait()
+        self._tell()
+        self._costs.end()
+
+    def _tell(self) -> None:
+        for cost in self._checkpoints.costs():
+            self._costs.add(cost)
 
 
 class PreemptedError(RuntimeError):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from core import paths
 from core.checkpoints import description, steps
 from core.checkpoints.description import said
-from launch.saved.verifying import size
+from launch.saved.cost import size
 
 HEADER = ("step", "saved", "size", "arrays", "revision", "config", "")
 

@@ -16,7 +16,7 @@ from core import paths
 from core.checkpoints import description, streams
 from core.checkpoints.arrays import Arrays
 from core.checkpoints.description import said
-from core.slices import GIB
+from launch.saved.cost import size
 
 
 class Verdict(NamedTuple):
@@ -93,8 +93,3 @@ def _bytes(kind: str) -> int:
     dtype, shape = kind.removesuffix("]").split("[")
     bits = int((re.findall(r"\d+", dtype) or ["8"])[0])
     return math.prod(int(n) for n in shape.split(",") if n.strip()) * bits // 8
-
-
-def size(count: float) -> str:
-    """`1.23 GiB` or `45.6 MiB`."""
-    return f"{count / GIB:.3g} GiB" if count >= 0.1 * GIB else f"{count / 2**20:.3g} MiB"

@@ -72,9 +72,15 @@ def test_a_run_says_what_it_is_and_ends_with_what_it_learned(undisturbed):
     assert scalars(run_dir, "compile/seconds")[1] > 0
     assert losses[12] < losses[1] - 1.0
     assert sorted(scalars(run_dir, "validation/loss")) == [6, 12]
+    assert sorted(scalars(run_dir, "checkpoint/blocked_seconds")) == [6, 12]
+    assert min(scalars(run_dir, "checkpoint/write_seconds").values()) > 0
+    (state_bytes,) = set(scalars(run_dir, "checkpoint/bytes").values())
+    assert state_bytes > 12 * 43_168  # parameters and two moments
+    assert "every 6 steps (at most so many are lost), the latest 3 kept" in said
+    assert re.search(r"checkpoints: 2 of [\d.]+ MiB, [\d.e-]+ s each out of [\d.]+ s of training", said)
 
 
-@pytest.mark.covers("C06", "E11", "E12")
+@pytest.mark.covers("C06", "C14", "E11", "E12")
 def test_stop_and_start_again_continues_bit_for_bit(launch, undisturbed, stopped, tmp_path):
     shutil.copytree(stopped, tmp_path / "run")
     where = ["--slice", "v4-16", "--run-dir", str(tmp_path / "run")]

@@ -73,19 +73,42 @@ def test_evaluate_is_due_at_multiples_and_at_the_end():
 
 class Checkpoints:
     def __init__(self):
-        self.saved, self.waited = [], 0
+        self.saved, self.waited, self.checked, self.finished = [], 0, 0, []
+
+    def check(self):
+        self.checked += 1
+
+    def costs(self):
+        finished, self.finished = self.finished, []
+        return finished
 
     def save(self, step, *, state, data, meta):
         self.saved.append((step, state, dict(data), dict(meta)))
 
     def wait(self):
         self.waited += 1
+        self.finished.append("the last")
+
+
+class Costs:
+    def __init__(self):
+        self.told = []
+
+    def add(self, cost):
+        self.told.append(cost)
+
+    def end(self):
+        self.told.append("end")
 
 
 @pytest.mark.covers("C04")
 def test_save_takes_the_position_at_that_moment():
-    checkpoints, place = Checkpoints(), {"stream 0": b"1"}
-    save = hooks.Save(checkpoints, lambda: place, {"seed": 7}, due=lambda step: step % 5 == 0 or step == 12)
+    checkpoints, place, costs = Checkpoints(), {"stream 0": b"1"}, Costs()
+
+    def due(step):
+        return step % 5 == 0 or step == 12
+
+    save = hooks.Save(checkpoints, lambda: place, {"seed": 7}, due=due, costs=costs)
     assert [s for s in range(1, 13) if save.needs_state(s)] == [5, 10, 12]
     save.at_boundary(5, "state 5")
     place["stream 0"] = b"2"
@@ -94,8 +117,12 @@ def test_save_takes_the_position_at_that_moment():
         (5, "state 5", {"stream 0": b"1"}, {"seed": 7}),
         (10, "state 10", {"stream 0": b"2"}, {"seed": 7}),
     ]
+    checkpoints.finished.append("the first")
+    save.before_step(11)
+    assert (checkpoints.checked, costs.told) == (1, ["the first"])
     save.close()
     assert checkpoints.waited == 1
+    assert costs.told == ["the first", "the last", "end"]
 
 
 @pytest.mark.covers("O01")
