@@ -38,6 +38,9 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("RENGA_PYTHON", "the Python 3.11-3.13 that .venv is made with", "the first found", "launch/setup.sh"),
     Variable("RENGA_RUN_ROOT", "where runs go (local or gs://), as {group}/{experiment}", "runs", "launch"),
     Variable("RENGA_SIMULATE", "the slice that this process plays a host of; set by --simulate", "unset", "launch"),
+    Variable(
+        "RENGA_STEP_FILE", "where this process notes its step for its log; set by pod.sh", "no step in logs", "launch"
+    ),
     Variable("RENGA_TRACEBACK", "1: a user error also shows where in the code it was raised", "unset", "launch"),
     Variable("TPU_NAME", "the TPU (or A,B: one for each slice) to drive, as --tpu", "unset", "launch/pod.sh"),
     Variable("TPU_ZONE", "its zone, as --zone", "unset", "launch/pod.sh"),

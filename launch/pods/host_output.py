@@ -17,6 +17,7 @@ import re
 import sys
 import termios
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 _KEPT_LINES = 200
@@ -34,8 +35,10 @@ class HostOutput:
       log_path: where it is logged.
     """
 
-    def __init__(self, log_path: Path, *, to_terminal: bool):
+    def __init__(self, log_path: Path, *, to_terminal: bool, stamp: Callable[[], str] = lambda: ""):
+        """`stamp()` begins every line of the log; the terminal has the lines as they are."""
         self.log_path = log_path
+        self._stamp = stamp
         self._to_terminal = to_terminal
         if to_terminal and sys.stdout.isatty():
             self._read_end, self.child_end = pty.openpty()
@@ -64,7 +67,9 @@ class HostOutput:
     def _copy(self, title: str) -> None:
         pending = held = b""
         with self.log_path.open("a", buffering=1, encoding="utf-8") as log:
-            log.write(f"{title} ({datetime.datetime.now().astimezone().isoformat(timespec='seconds')})\n")
+            log.write(
+                f"{self._stamp()}{title} ({datetime.datetime.now().astimezone().isoformat(timespec='seconds')})\n"
+            )
             while chunk := self._read():
                 if self._to_terminal:
                     telling, held = _split_telling(held + chunk)
@@ -89,7 +94,7 @@ class HostOutput:
         told = _NOISE.sub(b"", redrawn[-1])
         if told or not redrawn[-1]:
             self._last.append(told.decode(errors="replace"))
-        log.write(redrawn[-1].decode(errors="replace") + "\n")
+        log.write(self._stamp() + redrawn[-1].decode(errors="replace") + "\n")
 
 
 def _split_telling(text: bytes) -> tuple[bytes, bytes]:

@@ -20,6 +20,9 @@ running_pid() {
   [[ -f $process ]] && read -r pid started <"$process" && [[ -n $started && $(start_time "$pid") == "$started" ]] && echo "$pid"
 }
 
+# That of the workspace, where it was set up.
+python() { if [[ -x .venv/bin/python ]]; then echo .venv/bin/python; else echo python3; fi; }
+
 install_workspace() {
   local archive=$HOME/renga.tar.gz pid
   if pid=$(running_pid); then
@@ -46,7 +49,7 @@ start() {
   fi
   cd "$root"
   [[ -f $run_log ]] && mv "$run_log" "$run_log.before"
-  setsid nohup launch/pod.sh "$@" </dev/null >"$run_log" 2>&1 &
+  setsid nohup "$(python)" -m launch.pods.stamped "$run_log" "$host" launch/pod.sh "$@" </dev/null &>/dev/null &
   pid=$!
   { echo "$pid $(start_time "$pid")" && echo "launch/pod.sh $*"; } >"$process"
   sleep "$settle_seconds"
@@ -61,7 +64,7 @@ start() {
 logs() {
   local pid follow=()
   if pid=$(running_pid); then follow=(-F --pid="$pid"); fi
-  tail -n 100 "${follow[@]}" "$run_log" | sed -u "s/^/$host | /"
+  tail -n 100 "${follow[@]}" "$run_log" # whose lines say which host it is
 }
 
 status() {

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from core import slices
-from launch.pods import host_output
+from launch.pods import host_output, stamps
 
 LAST_LINES = 20
 GIB = 2**30
@@ -137,10 +137,15 @@ def host_environment(
         "JAX_PROCESS_COUNT": str(slice_.hosts),
         "TPU_SKIP_MDS_QUERY": "1",
         "PYTHONUNBUFFERED": "1",
+        "RENGA_STEP_FILE": str(_step_file(home)),
         "HOME": str(home),
         "TMPDIR": str(home / "tmp"),
         "XDG_CACHE_HOME": str(home / "cache"),
     }
+
+
+def _step_file(home: Path) -> Path:
+    return home / "step"
 
 
 def _start(slice_, *, command, log_directory, scratch, started) -> None:
@@ -150,7 +155,8 @@ def _start(slice_, *, command, log_directory, scratch, started) -> None:
         home = scratch / f"host_{index}"
         for folder in (home, home / "tmp", home / "cache"):
             folder.mkdir()
-        output = host_output.HostOutput(log_directory / f"host_{index}.log", to_terminal=index == 0)
+        stamp = stamps.Stamp(f"host {index}", step_file=_step_file(home))
+        output = host_output.HostOutput(log_directory / f"host_{index}.log", to_terminal=index == 0, stamp=stamp)
         process = subprocess.Popen(
             command,
             env=host_environment(slice_, index=index, port=port, home=home, base=os.environ),

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from core import paths, slices
 from launch import environment
-from launch.pods import hosts
+from launch.pods import hosts, logs
 
 ACTIONS = ("logs", "status", "stop", "tensorboard")
 REMOTE_WORKSPACE = "renga"  # under the home directory of every host, as are the next two
@@ -150,7 +150,10 @@ def act(tpus: Sequence[Tpu], *, action: str, log_directory: str, dry_run: bool) 
         return perform([tensorboard_step(tpus[0], log_directory=log_directory)], dry_run=dry_run)
     if action == "status" and (code := perform([describe_step(tpu) for tpu in tpus], dry_run=dry_run)):
         return code
-    return perform([action_step(tpu, action=action) for tpu in tpus], dry_run=dry_run, together=True)
+    steps = [action_step(tpu, action=action) for tpu in tpus]
+    if action == "logs" and not dry_run:
+        return logs.follow([_resolved(step.argv) for step in steps])
+    return perform(steps, dry_run=dry_run, together=True)
 
 
 def start_steps(

@@ -95,9 +95,10 @@ def ssh(positionals, flags, tpu, folder):
 def on_worker(worker, command, folder):
     home = folder / worker
     tools = home / ".bin"
-    tools.mkdir(parents=True, exist_ok=True)
-    (tools / "hostname").write_text(f"#!/bin/sh\necho {worker.replace('worker_', 'w-')}\n")
-    (tools / "hostname").chmod(0o755)
+    if not tools.exists():  # nor written while another call runs it
+        tools.mkdir(parents=True)
+        (tools / "hostname").write_text(f"#!/bin/sh\necho {worker.replace('worker_', 'w-')}\n")
+        (tools / "hostname").chmod(0o755)
     env = {"HOME": str(home), "PATH": f"{tools}:/usr/bin:/bin"}
     return subprocess.Popen(["bash", "-c", command], cwd=home, env=env, stdin=subprocess.DEVNULL)
 

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from core import slices
-from launch.pods import simulate
+from launch.pods import simulate, stamps
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent.parent
 V4_16, V4_32 = slices.get("v4-16"), slices.get("v4-32")
@@ -45,7 +45,10 @@ def run(slice_, text, tmp_path, **kwargs):
 
 
 def log(tmp_path, index):
-    return (tmp_path / f"logs/host_{index}.log").read_text()
+    """What a host said; every line of its log begins with the time and the host."""
+    stamped = [line.split(" | ", 1) for line in (tmp_path / f"logs/host_{index}.log").read_text().splitlines()]
+    assert all(stamps.time_of(f"{stamp} | ") and stamp.endswith(f" host {index}") for stamp, _ in stamped)
+    return "".join(f"{said}\n" for _, said in stamped)
 
 
 def is_alive(pid):

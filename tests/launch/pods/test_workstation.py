@@ -3,17 +3,20 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
 from core import slices
-from launch.pods import workstation
+from launch.pods import logs, stamps, workstation
 
 HERE = pathlib.Path(__file__).parent
-ON_HOST = HERE.parent.parent.parent / "launch" / "pods" / "on_host.sh"
+PODS = HERE.parent.parent.parent / "launch" / "pods"
+ON_HOSTS = ("on_host.sh", "stamped.py", "stamps.py", "host_output.py")  # what acts there, of what is shipped
 TPU = workstation.Tpu("my-tpu", "us-central2-b", "proj")
 SECOND = workstation.Tpu("second", "us-central2-b", "proj")
 V4_16 = slices.get("v4-16")
@@ -53,7 +56,7 @@ def workspace(tmp_path):
     """A small git work tree with stand-ins for the scripts that would train."""
     folder = tmp_path / "workspace"
     for name, text in {
-        "launch/pods/on_host.sh": ON_HOST.read_text(),
+        **{f"launch/pods/{name}": (PODS / name).read_text() for name in ON_HOSTS},
         "launch/setup.sh": SETUP,
         "launch/pod.sh": POD,
         "gin/x.gin": "A = 1\n",
@@ -99,12 +102,13 @@ def test_ship_set_up_start_follow_and_stop(cloud, workspace, monkeypatch, capfd)
     assert start(workspace, "gin/x.gin", "--gin", "A = 'it''s; $HOME'") == 0
     for worker in range(2):
         home = cloud / f"worker_{worker}"
-        shipped = {str(p.relative_to(home / "renga")) for p in (home / "renga").rglob("*") if p.is_file()}
+        there = [p for p in (home / "renga").rglob("*") if p.is_file() and p.suffix != ".pyc"]
+        shipped = {str(p.relative_to(home / "renga")) for p in there}
         assert shipped == {
             ".gitignore",
             ".revision",
             "gin/x.gin",
-            "launch/pods/on_host.sh",
+            *(f"launch/pods/{name}" for name in ON_HOSTS),
             "launch/pod.sh",
             "launch/setup.sh",
             "new file.py",
@@ -120,14 +124,19 @@ def test_ship_set_up_start_follow_and_stop(cloud, workspace, monkeypatch, capfd)
     assert "v4-16\tREADY\tHEALTHY" in status
     assert all(f"w-{worker}: running, process" in status for worker in range(2))
 
-    follower = subprocess.Popen(workstation.action_step(TPU, action="logs").argv, stdout=subprocess.PIPE, text=True)
+    followed = []
+    argv = workstation.action_step(TPU, action="logs").argv
+    follower = threading.Thread(target=logs.follow, args=([argv],), kwargs={"write": followed.append})
+    follower.start()
     assert act("stop") == 0
-    followed, _ = follower.communicate(timeout=20)  # ends by itself, since the run did
+    follower.join(timeout=20)  # ends by itself, since the run did
+    times = [stamps.time_of(line) for line in followed]
+    assert times == sorted(times)
     for worker in range(2):
-        assert f"w-{worker} | pod.sh got v4-16" in followed
+        assert any(f" w-{worker} | pod.sh got v4-16" in line for line in followed)
         wait_for(cloud / f"worker_{worker}/.renga/run.log", "saved")
     assert act("status") == 0
-    assert "w-1: not running; last line of its log: saved" in capfd.readouterr().out
+    assert re.search(r"w-1: not running; last line of its log: \S+ \S+ w-1 \| saved", capfd.readouterr().out)
 
 
 def test_a_run_in_progress_is_neither_replaced_nor_doubled(cloud, workspace, capfd):
