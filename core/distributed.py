@@ -46,6 +46,7 @@ class Cluster(NamedTuple):
 _joined: Cluster | None = None
 _told_to_stop = threading.Event()
 _calls: collections.Counter[str] = collections.Counter()
+_posted_alone: dict[str, str] = {}  # by a process that has no peers
 
 
 def initialize(
@@ -224,6 +225,25 @@ def _get(client, key: str, *, name: str, source: int) -> str:
         return client.blocking_key_value_get(key, TIMEOUT_SECONDS * 1000)
     except jax.errors.JaxRuntimeError as error:
         raise TimeoutError(f"{name}: host {source} gave nothing within {TIMEOUT_SECONDS} s; read its log") from error
+
+
+def post(name: str, text: str) -> None:
+    """Puts up `text` under `name` for every host to read with `posted`, over what stood there; waits for nobody."""
+    client = jax_distributed.global_state.client
+    if client is None:
+        _posted_alone[name] = text
+    else:
+        client.key_value_set(f"renga/posted/{name}", text, allow_overwrite=True)
+
+
+def posted(folder: str) -> dict[str, str]:
+    """What stands under `folder/` now, by the rest of its name; a message to host 0 and back, waiting for nobody."""
+    client = jax_distributed.global_state.client
+    if client is None:
+        found = [(name, text) for name, text in _posted_alone.items() if name.startswith(f"{folder}/")]
+        return {name.removeprefix(f"{folder}/"): text for name, text in found}
+    prefix = f"renga/posted/{folder}/"
+    return {key.removeprefix(prefix): text for key, text in client.key_value_dir_get(prefix)}
 
 
 def preempted(step: int) -> bool:

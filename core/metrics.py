@@ -1,6 +1,7 @@
 """Numbers of a run, where people and programs look for them: TensorBoard events and a JSON line for each step.
 
-The one idea: a writer is told scalars and texts, and host 0 alone has any. Event files and JSON lines grow by
+The one idea: a writer is told scalars and texts. Host 0 alone has those of the run; every host has one of its own, for
+what it measures of itself. Event files and JSON lines grow by
 appending, which a bucket cannot do; for a gs:// run directory they are written in a local folder, and the whole file is
 copied at every `flush` and at `close`. The last seconds before a crash are then missing there, never a checkpoint.
 """
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 from core import paths
 
 JSONL_NAME = "metrics.jsonl"
+OWN_FOLDER = "metrics"
 TENSORBOARD_NAME = "tensorboard"
 
 _SECONDS_BETWEEN_COPIES = 30.0  # A bucket is not written at every line of a fast run.
@@ -84,6 +86,11 @@ def open_writers(run_dir: str, *, is_host_zero: bool, first_step: int = 0) -> Wr
             JsonLines(directory / JSONL_NAME),
         ]
     )
+
+
+def open_own_lines(run_dir: str, *, process_index: int) -> Writers:
+    """JSON lines of what a host measures of itself, on every host: RUN/metrics/host_2.jsonl."""
+    return Writers([JsonLines(paths.resolve(run_dir) / OWN_FOLDER / f"host_{process_index}.jsonl")])
 
 
 class TensorBoard:

@@ -39,6 +39,7 @@ class Experiment:
       eval_batches: validation batches per evaluation; 0 for none.
       keep_checkpoints: how many of the latest.
       profile_steps: steps at which a profile of every host starts.
+      memory_profile_steps: steps behind which every host writes what is in device memory.
       prompt: what the model continues at the end of the run.
       non_finite: what a loss or gradient that is no number does: `stop` the run, `skip` the update, or `roll_back` to
         the last checkpoint and leave out the data since.
@@ -66,6 +67,7 @@ class Experiment:
     checkpoint_interval: int = 1000
     keep_checkpoints: int = 3
     profile_steps: Sequence[int] = ()
+    memory_profile_steps: Sequence[int] = ()
     prompt: str = ""
     non_finite: str = "stop"
     step_limit_seconds: float = 600.0

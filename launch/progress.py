@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 
 from core.training.compile_cache import Totals
+from core.training.host_figures import Slowest
 from launch.pods.joining import Host
 
 BY_STEP = re.compile(r"_step_\d+$")  # a mean by step of a recursion
@@ -37,14 +38,16 @@ class Progress:
             f"in {totals.seconds:.3g} s"
         )
 
-    def line(self, step: int, values: Mapping[str, float]) -> None:
-        """One finished interval of training."""
+    def line(self, step: int, values: Mapping[str, float], *, slowest: Slowest | None = None) -> None:
+        """One finished interval of training, and the host that made the others wait in it, if one did."""
         if step == self._last_step or values["step_seconds"] <= 0:
             eta = ""
         else:
             eta = f"  ETA {duration((self._last_step - step) * values['step_seconds'])}"
         waiting = values["input_wait_seconds"]
         starved = f"  waits {waiting:.2f} s for data" if waiting > 0.1 * values["step_seconds"] else ""
+        if slowest is not None:
+            starved += f"  waits {slowest.seconds:.2f} s for host {slowest.host}"
         mfu = f"  {100 * values['mfu']:.1f} % MFU" if "mfu" in values else ""
         self._print(
             f"step {step:>6}/{self._last_step}  loss {values['loss']:.4f}  {values['step_seconds']:.3g} s/step  "

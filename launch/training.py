@@ -19,13 +19,24 @@ import numpy as np
 from core import distributed, metrics, paths
 from core.checkpoints.store import Checkpoints
 from core.train_state import TrainState
-from core.training import compile_cache, hooks, prefetch, profiling, recompile, trainer
+from core.training import (
+    compile_cache,
+    hooks,
+    host_figures,
+    prefetch,
+    profile_requests,
+    profiling,
+    recompile,
+    step_file,
+    trainer,
+)
 from launch import card, environment
 from launch.experiment import Experiment
 from launch.plans.measured import Measured
 from launch.pods import joining
 from launch.pods.joining import Host
 from launch.progress import Progress
+from launch.reports import arrays
 from launch.saved.cost import Costs
 from parallel.partitioner import Program
 
@@ -90,6 +101,8 @@ def train(run: Run, *, also: Sequence[hooks.Hook] = ()) -> dict[str, float]:
     with contextlib.ExitStack() as stack:
         writers = metrics.open_writers(run.run_dir, is_host_zero=run.host.is_zero, first_step=first_step)
         stack.callback(writers.close)
+        own_lines = metrics.open_own_lines(run.run_dir, process_index=run.host.index)
+        stack.callback(own_lines.close)
         if run.host.is_zero:
             card.show(
                 run.experiment,
@@ -111,11 +124,12 @@ def train(run: Run, *, also: Sequence[hooks.Hook] = ()) -> dict[str, float]:
             total_steps=run.last_step,
             hooks=[
                 hooks.StopOnNonFinite(),
-                *_logging(run, writers, progress, measured),
+                *_logging(run, writers, own_lines, progress, measured),
                 *([evaluation] if evaluation else []),
                 _saving(run, checkpoints, batches, Costs(say=progress.note, write=writers.scalars), preemption),
                 preemption,
-                hooks.Profile(profiling.Profile(run.run_dir).start, at=run.experiment.profile_steps),
+                *_profiles(run, stack),
+                *_noting(run, first_step),
                 *also,
             ],
         )
@@ -174,14 +188,21 @@ def _measured(run: Run, progress: Progress) -> Measured:
     return Measured(run.experiment, config_text=run.meta["config"], on_tpu=on_tpu, warn=progress.warning)
 
 
-def _logging(run: Run, writers: metrics.Writers, progress: Progress, measured: Measured) -> list[hooks.Hook]:
+def _logging(
+    run: Run, writers: metrics.Writers, own_lines: metrics.Writers, progress: Progress, measured: Measured
+) -> list[hooks.Hook]:
     tokens = run.experiment.batch_size * run.experiment.task.length
     every = run.experiment.log_interval
+    figures = host_figures.HostFigures()
 
     def write(step: int, values: Mapping[str, float]) -> None:
         values = {**values, **measured.beside(values)}
-        progress.line(step, values)
-        writers.scalars(step, values)
+        own = figures.own(values)
+        own_lines.scalars(step, own)
+        own_lines.flush()
+        seen = figures.exchange(own)
+        progress.line(step, values, slowest=figures.slowest)
+        writers.scalars(step, {**values, **seen})
         writers.flush()
 
     def compiled(step: int, totals: compile_cache.Totals) -> None:
@@ -189,6 +210,25 @@ def _logging(run: Run, writers: metrics.Writers, progress: Progress, measured: M
         writers.scalars(step, {f"compile/{name}": float(value) for name, value in totals._asdict().items()})
 
     return [hooks.Compiled(compiled), hooks.Log(write, every=every, items_per_step=tokens, last_step=run.last_step)]
+
+
+def _profiles(run: Run, stack: contextlib.ExitStack) -> list[hooks.Hook]:
+    """Of steps and of memory: those of the configuration, those that are asked for, and of memory that is exhausted."""
+    requests = profile_requests.Requests(run.run_dir, last_step=run.last_step)
+    stack.callback(requests.close)
+    memory = profiling.MemoryProfiles(run.run_dir)
+    stack.enter_context(memory.when_exhausted())
+    start, at = profiling.Profile(run.run_dir).start, run.experiment.profile_steps
+    return [
+        hooks.Profile(start, at=at, asked=requests.asked, done=requests.done),
+        hooks.MemoryProfile(memory.write, at=run.experiment.memory_profile_steps),
+    ]
+
+
+def _noting(run: Run, first_step: int) -> list[hooks.Hook]:
+    """For the log of this host, where somebody writes one."""
+    file = environment.read("RENGA_STEP_FILE")
+    return [step_file.NoteStep(file, name=f"host {run.host.index}", step=first_step)] if file else []
 
 
 def _evaluation(run: Run, writers: metrics.Writers, progress: Progress) -> hooks.Evaluate | None:
@@ -224,6 +264,7 @@ def _saving(
 def _write_config(run: Run, writers: metrics.Writers) -> None:
     paths.write_text_atomically(paths.resolve(run.run_dir) / "config.gin", run.meta["config"])
     writers.text("config", run.meta["config"])
+    writers.text("sharding", arrays.text(run.program))
     if evaluated := card.evaluated_on(run.experiment):
         writers.text(card.EVALUATED, evaluated)
     writers.text("versions", "\n".join(f"- {k} {v}" for k, v in run.meta["versions"].items()))

@@ -13,6 +13,7 @@ import jax
 
 from core.train_state import TrainState
 from core.training import compile_cache, trainer
+from core.training.profile_requests import Window
 from core.training.trainer import Hook, StepReport
 from core.types import WeightedSum
 
@@ -59,13 +60,14 @@ class Log(Hook):
     """
 
     def __init__(self, write: Scalars, *, every: int, items_per_step: int, last_step: int | None = None):
-        """`write(step, values)` gets the metrics, step_seconds, input_wait_seconds and tokens_per_second."""
+        """`write(step, values)` gets the metrics, tokens_per_second, and step_seconds with what it consists of."""
         self._write = write
         self._every = every
         self._items_per_step = items_per_step
         self._last_step = last_step
         self._seconds: list[float] = []
         self._waits: list[float] = []
+        self._on_devices: list[float] = []
         self._sums: dict[str, WeightedSum] = {}
         self._started = False
 
@@ -73,19 +75,26 @@ class Log(Hook):
         """Writes when it is time, and the first and the last step."""
         self._seconds.append(report.seconds)
         self._waits.append(report.input_wait_seconds)
+        self._on_devices.append(report.device_seconds)
         self._sums = trainer.add_sums(self._sums, report.sums)
         if self._started and report.step % self._every and report.step != self._last_step:
             return
         self._started = True
-        mean_seconds = sum(self._seconds) / len(self._seconds)
+        mean_seconds, waits, on_devices = map(_mean, (self._seconds, self._waits, self._on_devices))
         rates = {
             "step_seconds": mean_seconds,
-            "input_wait_seconds": sum(self._waits) / len(self._waits),
+            "input_wait_seconds": waits,
+            "device_seconds": on_devices,
+            "host_seconds": max(mean_seconds - waits - on_devices, 0.0),
             "tokens_per_second": self._items_per_step / mean_seconds,
         }
         own = trainer.means(self._sums)
-        self._seconds, self._waits, self._sums = [], [], {}
+        self._seconds, self._waits, self._on_devices, self._sums = [], [], [], {}
         self._write(report.step, {**own, **report.metrics, **rates})
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def evaluate(eval_step: Callable, state: TrainState, batches: Any, *, num_batches: int) -> dict[str, float]:
@@ -202,28 +211,66 @@ class StopWhenPreempted(Hook):
 
 
 class Profile(Hook):
-    """Traces windows of `num_steps` steps that start at the given ones, on every host into one session."""
+    """Traces windows of steps, on every host into one session: those of the configuration, and those asked for."""
 
-    def __init__(self, start: Callable[[int], Any], *, at: Sequence[int], num_steps: int = 3):
-        """`start(step)` begins a trace and returns something with `stop()`."""
+    def __init__(
+        self,
+        start: Callable[[int], Any],
+        *,
+        at: Sequence[int],
+        num_steps: int = 3,
+        asked: Callable[[int], Window | None] = lambda step: None,
+        done: Callable[[Window], None] = lambda window: None,
+    ):
+        """Windows of `num_steps` at the given steps, and whatever else is asked for.
+
+        Args:
+          start: `start(step)` begins the trace of the window that begins at `step`; what it returns has `stop()`.
+          at: steps at which a window begins.
+          num_steps: of each of these.
+          asked: the window that somebody wants and that `step` is in; no window is given twice.
+          done: is told of a window that was asked for, once it is written.
+        """
         self._start = start
         self._at = frozenset(at)
         self._num_steps = num_steps
-        self._window: Any = None
-        self._until = 0
+        self._asked = asked
+        self._done = done
+        self._open: tuple[Any, Window, bool] | None = None
 
     def before_step(self, step: int) -> None:
         """Opens a window."""
-        if step in self._at and self._window is None:
-            self._window, self._until = self._start(step), step + self._num_steps - 1
+        if self._open is not None:
+            return
+        asked = self._asked(step)
+        planned = Window(step, step + self._num_steps - 1) if step in self._at else None
+        if window := asked or planned:
+            self._open = self._start(window.first_step), window, asked is not None
 
     def after_step(self, report: StepReport) -> None:
         """Closes it once its last step has finished."""
-        if self._window is not None and report.step >= self._until:
+        if self._open is not None and report.step >= self._open[1].last_step:
             self.close()
 
     def close(self) -> None:
         """Ends an open window."""
-        if self._window is not None:
-            self._window.stop()
-            self._window = None
+        if self._open is not None:
+            trace, window, was_asked = self._open
+            self._open = None
+            trace.stop()
+            if was_asked:
+                self._done(window)
+
+
+class MemoryProfile(Hook):
+    """Writes what is in device memory behind the given steps."""
+
+    def __init__(self, write: Callable[[int], None], *, at: Sequence[int]):
+        """`write(step)` writes it."""
+        self._write = write
+        self._at = frozenset(at)
+
+    def after_step(self, report: StepReport) -> None:
+        """Writes when it is time; by then the next step has usually begun, so that its arrays are there too."""
+        if report.step in self._at:
+            self._write(report.step)

@@ -9,9 +9,11 @@ temporary folder under the same session name, and moves its file to a place that
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import socket
 import tempfile
+from collections.abc import Iterator
 
 import jax
 
@@ -66,3 +68,34 @@ class Profile:
         again = f"-{number}" if number else ""
         name = f"{socket.gethostname()}-p{self._process}{again}{_SUFFIX}"
         return paths.copy_file(file, to=self._directory / session / name)
+
+
+class MemoryProfiles:
+    """What is in the memory of this host's chips, in the format of `pprof`: RUN/memory/step_100-host_2.pprof."""
+
+    def __init__(self, run_dir: str, *, process_index: int | None = None):
+        """Profiles go under `run_dir`; `process_index` is this host's unless given."""
+        self._directory = paths.resolve(run_dir) / "memory"
+        self._process = distributed.process_index() if process_index is None else process_index
+
+    def write(self, step: int) -> paths.Path:
+        """Writes what is there now, and says where."""
+        return self._write(f"step_{step}-host_{self._process}.pprof", why=f"step {step}")
+
+    @contextlib.contextmanager
+    def when_exhausted(self) -> Iterator[None]:
+        """Inside, an error that says that memory is exhausted leaves a profile of it behind, and goes on."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" in str(error):
+                self._write(f"exhausted-host_{self._process}.pprof", why="memory is exhausted")
+            raise
+
+    def _write(self, name: str, *, why: str) -> paths.Path:
+        with tempfile.TemporaryDirectory(prefix="renga-memory-") as folder:
+            local = pathlib.Path(folder) / name
+            jax.profiler.save_device_memory_profile(str(local))
+            written = paths.copy_file(local, to=self._directory / name)
+        print(f"host {self._process}: {why}: what is in device memory is in {written}", flush=True)
+        return written

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import jax
@@ -21,6 +21,12 @@ import numpy as np
 from core.step import Metrics
 from core.train_state import TrainState
 from core.types import Batch, WeightedSum
+
+# What a profile calls the parts of a step on the host.
+STEP = "train"
+INPUT = "wait for the batch"
+WAITING = "wait for the step"
+HOOKS = "hooks"
 
 
 class StepReport(NamedTuple):
@@ -32,6 +38,8 @@ class StepReport(NamedTuple):
       sums: of this step, what the model's metrics are means of; a weight may be 0.
       seconds: since the previous step finished; for the first, since it was dispatched (compilation included).
       input_wait_seconds: of these, how long the host waited for its batch.
+      device_seconds: of these, how long it was handing over the step and waiting for its result; the rest is its own
+        work.
     """
 
     step: int
@@ -39,6 +47,7 @@ class StepReport(NamedTuple):
     sums: Mapping[str, WeightedSum]
     seconds: float
     input_wait_seconds: float
+    device_seconds: float = 0.0
 
 
 class Hook:
@@ -90,16 +99,29 @@ class _Reader:
     def __init__(self, hooks: Sequence[Hook]):
         self._hooks = hooks
         self._finished_at = time.perf_counter()
+        self._device_seconds = 0.0
+
+    @contextlib.contextmanager
+    def with_devices(self) -> Iterator[None]:
+        """Inside, the host hands something to the devices or waits for them."""
+        began = time.perf_counter()
+        yield
+        self._device_seconds += time.perf_counter() - began
 
     def read(self, dispatched: _Dispatched) -> None:
-        found = jax.device_get(dict(dispatched.metrics))  # waits for the step
+        with self.with_devices(), jax.profiler.TraceAnnotation(WAITING):
+            found = jax.device_get(dict(dispatched.metrics))  # waits for the step
         sums = {k: v for k, v in found.items() if isinstance(v, WeightedSum)}
         values = {k: float(v) for k, v in found.items() if k not in sums}
         now = time.perf_counter()
-        report = StepReport(dispatched.step, values, sums, now - self._finished_at, dispatched.input_wait_seconds)
-        self._finished_at = now
-        for hook in self._hooks:
-            hook.after_step(report)
+        seconds = now - self._finished_at
+        report = StepReport(
+            dispatched.step, values, sums, seconds, dispatched.input_wait_seconds, min(self._device_seconds, seconds)
+        )
+        self._finished_at, self._device_seconds = now, 0.0
+        with jax.profiler.TraceAnnotation(HOOKS):
+            for hook in self._hooks:
+                hook.after_step(report)
 
     def boundary(self, step: int, state: TrainState) -> None:
         for hook in self._hooks:
@@ -131,8 +153,9 @@ def train(
         for step in range(int(state.step) + 1, total_steps + 1):
             for hook in hooks:
                 hook.before_step(step)
-            batch = next(batches)
-            with jax.profiler.StepTraceAnnotation("train", step_num=step):
+            with jax.profiler.TraceAnnotation(INPUT):
+                batch = next(batches)
+            with reader.with_devices(), jax.profiler.StepTraceAnnotation(STEP, step_num=step):
                 state, metrics = program.train_step(state, batch)
             if unread is not None:
                 reader.read(unread)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 from rich.console import Console
 from rich.table import Table
 
@@ -12,21 +14,37 @@ from parallel.pipeline import drawing
 
 def show(program: Program) -> None:
     """Prints every parameter with its mesh axes, and the bytes of each part of the state."""
+    Console(width=140).print(_table(program))
+    print(_sizes(program))
+    whole = [row.path for row in report.rows(program) if row.replicated and row.bytes_per_chip >= 2**20]
+    print(f"held whole by every chip, 1 MiB or more: {', '.join(whole) or 'nothing'}")
+    if schedule := program.partitioner.pipeline:
+        print("\n" + drawing.text(schedule, stages=program.partitioner.shape["stage"]))
+
+
+def text(program: Program) -> str:
+    """Every parameter with its mesh axes, and the sizes, as plain text."""
+    page = io.StringIO()
+    Console(width=140, file=page).print(_table(program))
+    lines = [line.rstrip() for line in page.getvalue().splitlines()]
+    return "\n".join([*lines, "", _sizes(program)])
+
+
+def _table(program: Program) -> Table:
     table = Table("array", "shape", "logical axes", "mesh axes", "MiB per chip", box=None)
     for row in report.rows(program):
         if row.path.startswith("params/"):
             shape = "x".join(map(str, row.shape))
             table.add_row(row.path, shape, str(row.axes), row.spec, f"{row.bytes_per_chip / 2**20:,.2f}")
-    Console(width=140).print(table)
+    return table
+
+
+def _sizes(program: Program) -> str:
     sizes = report.totals(program)
-    print(
+    return (
         f"per chip: parameters {_mib(sizes.params)}, optimizer state {_mib(sizes.opt_state)}, "
         f"carry {_mib(sizes.carry)}; all of it unsplit: {_mib(sizes.whole)}"
     )
-    whole = [row.path for row in report.rows(program) if row.replicated and row.bytes_per_chip >= 2**20]
-    print(f"held whole by every chip, 1 MiB or more: {', '.join(whole) or 'nothing'}")
-    if schedule := program.partitioner.pipeline:
-        print("\n" + drawing.text(schedule, stages=program.partitioner.shape["stage"]))
 
 
 def _mib(count: int) -> str:

@@ -27,7 +27,9 @@ EXAMPLE = """launch/pod.sh v4-16 gin/quickstart.gin --simulate
   launch/pod.sh v4-32 gin/valkyrie_7b.gin --gin "BATCH_SIZE = 64" --run-dir gs://bucket/runs/first
   launch/pod.sh v4-32 gin/valkyrie_7b.gin --tpu my-tpu --zone us-central2-b
   launch/pod.sh 2xv4-32 gin/valkyrie_7b.gin --gin "include 'gin/strategies/multislice.gin'" --tpu first,second
-  launch/pod.sh logs --tpu my-tpu --zone us-central2-b      (and status, stop, tensorboard)"""
+  launch/pod.sh logs --tpu my-tpu --zone us-central2-b      (and status, stop, tensorboard)
+  launch/pod.sh profile RUN --seconds 5                     (of all hosts of a run that is going; RUN: its directory)
+  launch/pod.sh logs RUN                                    (of a simulated run, all hosts by time)"""
 
 SENT = ("TPU_MESH_CONFIG", "TPU_AXIS_NAMES")  # what the hosts read as this machine does
 
@@ -35,13 +37,16 @@ SENT = ("TPU_MESH_CONFIG", "TPU_AXIS_NAMES")  # what the hosts read as this mach
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what pod.sh takes."""
     actions = " | ".join(workstation.ACTIONS)
-    parser.add_argument("target", metavar="SLICE", help=f"such as v4-32 (launch/run slices); or {actions}")
-    parser.add_argument("experiment", metavar="EXPERIMENT.gin", nargs="?", help="the experiment file")
+    parser.add_argument("target", metavar="SLICE", help=f"such as v4-32 (launch/run slices); or {actions} | profile")
+    parser.add_argument(
+        "experiment", metavar="EXPERIMENT.gin", nargs="?", help="the experiment file; of profile and logs, the run"
+    )
     parser.add_argument(
         "--gin", metavar="BINDING", action="append", default=[], help="overrides one binding; repeatable"
     )
     parser.add_argument("--run-dir", metavar="DIR", help="default: $RENGA_RUN_ROOT/{group}/{experiment}")
-    parser.add_argument("--steps", metavar="N", type=int, help="stop after step N")
+    parser.add_argument("--steps", metavar="N", type=int, help="stop after step N; of profile, how many to trace")
+    parser.add_argument("--seconds", metavar="S", type=float, help="of profile: how long to trace")
     modes = parser.add_argument_group("modes")
     modes.add_argument("--simulate", action="store_true", help="hosts as processes here, chips as CPU devices")
     modes.add_argument("--smoke", action="store_true", help="same slice and tables, smallest sizes, 20 steps, PASS")
@@ -54,6 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Chooses the place and goes there."""
+    if args.target == "profile" or (args.target == "logs" and args.experiment):
+        return _of_a_run(args)
     if args.target in workstation.ACTIONS:
         return _act(args)
     slice_ = slices.get(args.target)
@@ -79,6 +86,18 @@ def run(args: argparse.Namespace) -> int:
         return _from_workstation(args, slice_, tpus)
     _refuse_dry_run(args, "no TPU is named")
     raise ValueError(_no_place(slice_, args.experiment, place))
+
+
+def _of_a_run(args: argparse.Namespace) -> int:
+    """What needs a run directory alone, wherever its hosts are."""
+    from launch.pods import logs
+    from launch.profiles import asking
+
+    if args.experiment is None:
+        raise ValueError("profile of which run? launch/pod.sh profile RUN --seconds 5 (its run directory)")
+    if args.target == "logs":
+        return logs.show(args.experiment)
+    return asking.ask(args.experiment, steps=args.steps, seconds=args.seconds)
 
 
 def _simulate(args: argparse.Namespace, slice_: slices.Slice) -> int:

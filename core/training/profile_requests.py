@@ -1,0 +1,165 @@
+"""Profiles that somebody asks for while a run is going: all its hosts trace the same steps.
+
+    command ── RUN/profile_request.json ──> host 0 ── first and last step, posted ──> every host
+       ^                                       │ <── "written" ─────────────────────────── │
+       └────── RUN/profile_answer.json <───────┘
+
+The one idea: nobody waits for an answer inside a step. A thread of each host looks now and then at what is posted, and
+host 0 chooses a first step that is far enough ahead for all of them to have looked. Hosts that train together are
+within two steps of one another, so it is ahead of all if it is ahead of one. A host that hears of it late begins late,
+and says so in the answer.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+import threading
+import time
+from typing import Any, NamedTuple
+
+from core import distributed, paths
+
+REQUEST_NAME = "profile_request.json"
+ANSWER_NAME = "profile_answer.json"
+
+_FOLDER = "profile"
+_LOOK_SECONDS = 0.5  # at what is posted
+_LOCAL_SECONDS = 1.0  # at the request; a bucket is asked less often
+_BUCKET_SECONDS = 5.0
+_AHEAD_SECONDS = 2.0
+_AHEAD_STEPS = 3
+_CLOSING_SECONDS = 10.0
+
+
+class Window(NamedTuple):
+    """Steps to trace, both ends included."""
+
+    first_step: int
+    last_step: int
+
+
+def window(steps: int | None, seconds: float | None, *, step: int, step_seconds: float, end: int) -> Window | None:
+    """The steps that a request is about, ahead of `step`; None where the run ends before.
+
+    Args:
+      steps: how many, or None for as many as take `seconds`.
+      seconds: how long, where `steps` is None.
+      step: the one that host 0 is at.
+      step_seconds: how long one takes.
+      end: the run's last step.
+    """
+    first = step + max(_AHEAD_STEPS, math.ceil(_AHEAD_SECONDS / step_seconds))
+    count = steps or max(1, round(seconds / step_seconds))
+    return Window(first, min(first + count - 1, end)) if first <= end else None
+
+
+class Requests:
+    """What is asked of the run in `run_dir`, on one of its hosts.
+
+    A profile's first step, once known, is `asked` by the hook at every step; `done` says that its file is written.
+    """
+
+    def __init__(self, run_dir: str, *, last_step: int):
+        """Starts to look, in a thread of its own. Host 0 looks for requests, every host for what they led to."""
+        folder = paths.resolve(run_dir)
+        self._request, self._answer = folder / REQUEST_NAME, folder / ANSWER_NAME
+        self._request_seconds = _BUCKET_SECONDS if paths.is_remote(folder) else _LOCAL_SECONDS
+        self._last_step = last_step
+        self._steps: collections.deque[tuple[int, float]] = collections.deque(maxlen=11)
+        self._seen = ""
+        self._late_by = 0
+        self._waiting: Window | None = None
+        self._open: dict[str, Any] = {}  # host 0: what has been answered, until all have written
+        self._looked_at = -math.inf
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="profile requests", daemon=True)
+        self._thread.start()
+
+    def asked(self, step: int) -> Window | None:
+        """The window that `step` is in, the first time; costs nothing. Called before every step."""
+        self._steps.append((step, time.monotonic()))
+        found = self._waiting
+        if found is None or step < found.first_step:
+            return None
+        self._waiting = None
+        if step > found.last_step:
+            self._say_done("heard of it behind its last step")
+            return None
+        self._late_by = step - found.first_step
+        return found
+
+    def done(self, window: Window) -> None:
+        """This host's file is written."""
+        del window
+        self._say_done(f"began {self._late_by} step(s) late" if self._late_by else "")
+
+    def close(self) -> None:
+        """Ends the thread; host 0 waits a little for what others are still writing."""
+        self._closing.set()
+        self._thread.join(_CLOSING_SECONDS + 1.0)
+
+    def _say_done(self, remark: str) -> None:
+        done = {"id": self._seen, "remark": remark}
+        distributed.post(f"{_FOLDER}/done/{distributed.process_index()}", json.dumps(done))
+
+    def _work(self) -> None:
+        while not self._closing.wait(_LOOK_SECONDS):
+            try:
+                self._look()
+            except Exception as error:  # a file system or a coordinator in trouble must not end a run over this
+                print(f"profile requests: {type(error).__name__}: {error}; looks again", flush=True)
+                self._closing.wait(_BUCKET_SECONDS)
+        deadline = time.monotonic() + _CLOSING_SECONDS
+        while self._open and time.monotonic() < deadline:
+            self._answer_when_written(distributed.posted(_FOLDER))
+            time.sleep(_LOOK_SECONDS / 5)
+
+    def _look(self) -> None:
+        if distributed.is_host_zero():
+            self._look_for_request()
+        posted = distributed.posted(_FOLDER)
+        plan = json.loads(posted.get("window", "{}"))
+        if plan and plan["id"] != self._seen:
+            self._seen, self._waiting = plan["id"], Window(plan["first_step"], plan["last_step"])
+        if self._open:
+            self._answer_when_written(posted)
+
+    def _look_for_request(self) -> None:
+        """Takes a request when there is one, and answers with the steps that all will trace."""
+        if self._open or len(self._steps) < 2 or time.monotonic() - self._looked_at < self._request_seconds:
+            return
+        self._looked_at = time.monotonic()
+        if not self._request.exists():
+            return
+        request = json.loads(self._request.read_text())
+        self._request.unlink()
+        (old, then), (step, now) = self._steps[0], self._steps[-1]
+        step_seconds = max((now - then) / (step - old), 1e-3)
+        found = window(
+            request.get("steps"), request.get("seconds"), step=step, step_seconds=step_seconds, end=self._last_step
+        )
+        if found is None:
+            self._say({"id": request["id"], "state": "over", "step": step, "last_step": self._last_step})
+            return
+        plan = {"id": request["id"], **found._asdict()}
+        distributed.post(f"{_FOLDER}/window", json.dumps(plan))
+        self._open = {
+            **plan,
+            "session": f"step_{found.first_step}",
+            "hosts": distributed.process_count(),
+            "starts_in_seconds": round((found.first_step - step) * step_seconds, 1),
+            "step_seconds": round(step_seconds, 4),
+        }
+        self._say({**self._open, "state": "planned"})
+
+    def _answer_when_written(self, posted: dict[str, str]) -> None:
+        done = {host: json.loads(posted.get(f"done/{host}", "{}")) for host in range(self._open["hosts"])}
+        if all(said.get("id") == self._open["id"] for said in done.values()):
+            remarks = {str(host): said["remark"] for host, said in done.items() if said["remark"]}
+            self._say({**self._open, "state": "written", "remarks": remarks})
+            self._open = {}
+
+    def _say(self, answer: dict[str, Any]) -> None:
+        paths.write_text_atomically(self._answer, json.dumps(answer) + "\n")
