@@ -1,4 +1,4 @@
-"""`python -m launch.pods.stamped LOG HOSTNAME COMMAND …`: runs a command, and writes what it says to LOG, every line stamped.
+"""`python -m launch.pods.stamped LOG HOSTNAME COMMAND …`: runs a command; what it says goes to LOG, every line stamped.
 
 What `pods/on_host.sh` starts a host's process with. The one idea: it outlives the command, whatever ends that, because
 the last lines are those that matter; a signal to the process group is the command's to act on. Standard library only.

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from core.training import hooks
+from core.training.profile_requests import Window
 from core.training.trainer import StepReport
 from core.types import WeightedSum
 
 
-def report(step, *, seconds=0.5, wait=0.1, sums=(), **metrics):
-    return StepReport(step, {"loss": 2.0, **metrics}, dict(sums), seconds, wait)
+def report(step, *, seconds=0.5, wait=0.1, device=0.0, sums=(), **metrics):
+    return StepReport(step, {"loss": 2.0, **metrics}, dict(sums), seconds, wait, device)
 
 
 def test_log_writes_the_first_step_and_means_over_each_interval():
@@ -35,6 +36,16 @@ def test_log_divides_once_over_the_interval_and_leaves_out_what_had_nothing():
     assert [v.get("right") for v in written] == [None, 0.75, 1.0, None]  # nobody's step is a zero
     assert [v["all"] for v in written] == [1.0, 2.5, 5.0, 8.0]
     assert [v["loss"] for v in written] == [1.0, 3.0, 6.0, 9.0]  # of the step, as it is
+
+
+@pytest.mark.covers("O03")
+def test_a_step_is_split_into_waiting_for_data_the_devices_and_the_hosts_own_work():
+    written = []
+    log = hooks.Log(lambda step, values: written.append(values), every=2, items_per_step=1)
+    for step, wait, device in [(1, 0.0, 1.0), (2, 0.25, 0.5), (3, 0.0, 1.0), (4, 0.5, 0.25)]:
+        log.after_step(report(step, seconds=1.0, wait=wait, device=device))
+    parts = [(v["input_wait_seconds"], v["device_seconds"], v["host_seconds"]) for v in written]
+    assert parts == [(0.0, 1.0, 0.0), (0.25, 0.5, 0.25), (0.25, 0.625, 0.125)]
 
 
 @pytest.mark.covers("T10")
@@ -148,6 +159,31 @@ def test_profile_windows_open_and_close_with_their_steps():
     assert [e for e in events if not e.startswith("dispatch")] == ["start 2", "stop", "start 9", "stop"]
     profile.close()
     assert events[-1] == "stop"
+
+
+def test_a_window_that_is_asked_for_is_traced_like_a_planned_one():
+    events = []
+
+    class Trace:
+        def __init__(self, step):
+            events.append(f"start {step}")
+
+        def stop(self):
+            events.append("stop")
+
+    wanted = [Window(5, 6)]
+    profile = hooks.Profile(
+        Trace,
+        at=(5, 9),
+        num_steps=1,
+        asked=lambda step: wanted.pop() if wanted and step >= wanted[0].first_step else None,
+        done=lambda window: events.append(f"done {window.first_step}"),
+    )
+    for step in range(1, 12):
+        profile.before_step(step)
+        if step > 1:
+            profile.after_step(report(step - 1))
+    assert events == ["start 5", "stop", "done 5", "start 9", "stop"]
 
 
 SUMS_OVER_HOSTS = """

@@ -1,3 +1,5 @@
+import gzip
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -67,3 +69,22 @@ def test_every_host_writes_into_one_session(run_hosts, tmp_path):
     assert [result.returncode for result in results] == [0, 0], results
     files = list((tmp_path / "run" / PLANES / "step_10").iterdir())
     assert sorted(file.name.rsplit("-", 1)[1] for file in files) == ["p0.xplane.pb", "p1.xplane.pb"]
+
+
+@pytest.mark.covers("O02")
+def test_memory_that_is_exhausted_leaves_a_profile_of_it(tmp_path, capsys):
+    memory = profiling.MemoryProfiles(str(tmp_path), process_index=2)
+    kept = jnp.ones((256, 1024))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"), memory.when_exhausted():
+        jnp.zeros((2**46,), jnp.float32).block_until_ready()
+    written = tmp_path / "memory" / "exhausted-host_2.pprof"
+    assert gzip.decompress(written.read_bytes())  # what pprof reads: a gzipped protocol buffer
+    said = capsys.readouterr().out
+    assert said == f"host 2: memory is exhausted: what is in device memory is in {written}\n"
+    assert kept.nbytes == 2**20
+
+
+def test_other_errors_leave_none(tmp_path):
+    with pytest.raises(ValueError, match="other"), profiling.MemoryProfiles(str(tmp_path)).when_exhausted():
+        raise ValueError("other")
+    assert not list(tmp_path.iterdir())

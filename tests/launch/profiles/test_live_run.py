@@ -1,4 +1,4 @@
-"""One simulated run of two hosts, while it goes and after it: asked for a profile, and all that it leaves to be seen."""
+"""One simulated run of two hosts, while it goes and after it: asked for a profile, and all that can be seen of it."""
 
 import json
 import re

@@ -1,0 +1,80 @@
+"""What hosts measure of themselves, side by side on host 0."""
+
+import pytest
+
+from core.training import host_figures
+from core.training.host_figures import HostFigures, Slowest
+
+
+def figures(*, wait=0.0, work=0.1, step=1.0, **memory):
+    own = {"step_seconds": step, "input_wait_seconds": wait, "device_seconds": step - wait - work}
+    return own | {"host_seconds": work} | {f"hbm_gib/{chip}": gib for chip, gib in memory.items()}
+
+
+def test_the_slowest_host_is_the_one_that_keeps_the_devices_waiting():
+    seen = HostFigures()
+    found = seen._beside({0: figures(), 1: figures(), 2: figures(wait=0.3), 3: figures(work=0.2)})
+    assert found["hosts/slowest"] == 2
+    assert found["hosts/own_seconds/host_2"] == pytest.approx(0.4)
+    assert found["hosts/own_seconds_spread"] == pytest.approx(0.3)
+    assert found["hosts/step_seconds_spread"] == 0.0  # in step, as they must be
+    assert seen.slowest == Slowest(2, pytest.approx(0.3))
+
+
+def test_hosts_that_are_alike_name_none():
+    seen = HostFigures()
+    seen._beside({0: figures(), 1: figures(work=0.15)})
+    assert seen.slowest is None
+
+
+@pytest.mark.covers("O08")
+def test_memory_of_every_chip_of_every_host_is_written_when_it_changes():
+    memory = {"chip_0": 20.0, "chip_1": 21.5}
+    seen = HostFigures(hbm=lambda: memory)
+    own = seen.own({**figures(), "loss": 3.0})
+    assert own == figures(**memory)
+    first = seen._beside({0: own, 1: figures(chip_4=19.0)})
+    written = {name: gib for name, gib in first.items() if name.startswith("hbm")}
+    assert written == {
+        "hbm_gib/host_0/chip_0": 20.0,
+        "hbm_gib/host_0/chip_1": 21.5,
+        "hbm_gib/host_1/chip_4": 19.0,
+    }
+    second = seen._beside({0: figures(chip_0=20.5, chip_1=21.5), 1: figures(chip_4=19.0)})
+    assert {name: gib for name, gib in second.items() if name.startswith("hbm")} == {"hbm_gib/host_0/chip_0": 20.5}
+
+
+def test_what_the_runtime_does_not_say_is_left_out():
+    assert host_figures.hbm_gib() == {}  # CPU devices
+
+
+EXCHANGE = """
+import time
+from core import distributed
+distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS, local_cpu_devices=1)
+from core.training.host_figures import HostFigures
+seen = HostFigures()
+own = {"step_seconds": 1.0, "input_wait_seconds": 0.5 * PROCESS, "device_seconds": 0.1, "host_seconds": 0.1}
+alone = seen.exchange(own)  # waits for nobody
+distributed.barrier("posted")
+began = time.perf_counter()
+for _ in range(100):
+    found = seen.exchange({**own, "host_seconds": 0.2})
+print("MILLISECONDS", (time.perf_counter() - began) * 10)
+print("FOUND", sorted(found) if found else None, seen.slowest)
+distributed.barrier("read")
+distributed.shutdown()
+"""
+
+
+@pytest.mark.simulated(2)
+@pytest.mark.covers("O03")
+def test_hosts_put_up_their_figures_and_host_0_reads_them(run_hosts):
+    first, second = run_hosts(EXCHANGE, hosts=2)
+    assert first.returncode == second.returncode == 0, first.output + second.output
+    assert "hosts/own_seconds/host_1" in first.output
+    assert "Slowest(host=1, seconds=" in first.output
+    assert "FOUND None None" in second.output
+    for host in (first, second):
+        milliseconds = float(host.output.split("MILLISECONDS ")[1].split()[0])
+        assert milliseconds < 20  # 0.5 to 1 on a quiet machine, once in a line of the log
