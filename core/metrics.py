@@ -8,8 +8,11 @@ copied at every `flush` and at `close`. The last seconds before a crash are then
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import json
 import math
+import os
 import pathlib
 import tempfile
 import time
@@ -68,24 +71,26 @@ class Writers:
             writer.close()
 
 
-def open_writers(run_dir: str, *, is_host_zero: bool, first_step: int = 0) -> Writers:
-    """TensorBoard and JSON lines on host 0; nothing on the others.
+def open_writers(run_dir: str, *, is_host_zero: bool, first_step: int = 0, wandb_project: str = "") -> Writers:
+    """TensorBoard, JSON lines and, where it is wanted, Weights & Biases on host 0; nothing on the others.
 
     Args:
       run_dir: local or gs://.
       is_host_zero: whether this host writes.
       first_step: where the run continues. What an earlier run recorded from there on is void: TensorBoard hides it; of
-        two JSON lines of one step, the later holds.
+        two JSON lines of one step, the later holds; Weights & Biases keeps the earlier.
+      wandb_project: a project of Weights & Biases; none where it is empty.
     """
     if not is_host_zero:
         return Writers()
     directory = paths.resolve(run_dir)
-    return Writers(
-        [
-            TensorBoard(directory / TENSORBOARD_NAME, first_step=first_step),
-            JsonLines(directory / JSONL_NAME),
-        ]
-    )
+    writers: list[Writer] = [
+        TensorBoard(directory / TENSORBOARD_NAME, first_step=first_step),
+        JsonLines(directory / JSONL_NAME),
+    ]
+    if wandb_project:
+        writers.append(WeightsAndBiases(wandb_project, run_dir=os.fspath(directory)))
+    return Writers(writers)
 
 
 def open_own_lines(run_dir: str, *, process_index: int) -> Writers:
@@ -165,6 +170,62 @@ class JsonLines:
         if not self._file.closed:
             self._file.close()
             self._mirror.close()
+
+
+def require_wandb(project: str) -> None:
+    """Looks that Weights & Biases is installed, if a project of it is named.
+
+    Raises:
+      ValueError: it is not, with what to do.
+    """
+    if project and importlib.util.find_spec("wandb") is None:
+        raise ValueError(
+            f"experiment.Experiment.wandb_project = {project!r}, but the package wandb is not installed: add wandb to "
+            "requirements.in and run launch/lock.sh, or remove the binding (TensorBoard has the same)"
+        )
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases; one run directory is one run there, however often it is continued.
+
+    Who is logged in, and whether anything is sent, is its own matter: WANDB_API_KEY, and WANDB_MODE=offline, with which
+    everything stays in RUN/wandb until `wandb sync`.
+    """
+
+    def __init__(self, project: str, *, run_dir: str):
+        """Begins or continues the run of this run directory; raises ValueError when the package is not there."""
+        require_wandb(project)
+        import wandb
+
+        name = "/".join(pathlib.PurePath(run_dir).parts[-2:])
+        self._local = None if not paths.is_remote(run_dir) else tempfile.TemporaryDirectory(prefix="renga-wandb-")
+        self._run = wandb.init(
+            project=project,
+            name=name,
+            id=hashlib.sha256(run_dir.encode()).hexdigest()[:16],
+            resume="allow",
+            dir=self._local.name if self._local else run_dir,
+        )
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Records named numbers of one step."""
+        self._run.log({name: float(value) for name, value in values.items()}, step=step)
+
+    def text(self, tag: str, text: str, *, step: int = 0) -> None:
+        """Records a text among the configuration of the run."""
+        del step
+        self._run.config.update({tag: text}, allow_val_change=True)
+
+    def flush(self) -> None:
+        """Does nothing: a thread of its own sends what is logged."""
+
+    def close(self) -> None:
+        """Sends the rest and releases; a second call does nothing."""
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
+            if self._local:
+                self._local.cleanup()
 
 
 def _finite(value: float) -> float | str:

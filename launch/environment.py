@@ -57,6 +57,8 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable("XDG_CACHE_HOME", "what is compiled for plans goes to renga/plans in it", "~/.cache", "launch"),
     Variable("HF_TOKEN", "read access to gated Hugging Face data", "unset", "tasks, launch/pod.sh", secret=True),
+    Variable("WANDB_API_KEY", "who logs to Weights & Biases, read on host 0", "its own login", "wandb", secret=True),
+    Variable("WANDB_MODE", "offline: what goes to Weights & Biases stays in RUN/wandb", "online", "wandb"),
     Variable("TPU_WORKER_ID", "index of this host in its slice", "the metadata server's", "launch, libtpu"),
     Variable("TPU_WORKER_HOSTNAMES", "hosts of this slice, comma-separated", "the metadata server's", "launch, libtpu"),
     Variable("TPU_ACCELERATOR_TYPE", "the slice this host belongs to", "the metadata server's", "launch, libtpu"),

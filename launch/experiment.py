@@ -41,6 +41,7 @@ class Experiment:
       profile_steps: steps at which a profile of every host starts.
       memory_profile_steps: steps behind which every host writes what is in device memory.
       prompt: what the model continues at the end of the run.
+      wandb_project: a project of Weights & Biases, where host 0 logs too; none where it is empty.
       non_finite: what a loss or gradient that is no number does: `stop` the run, `skip` the update, or `roll_back` to
         the last checkpoint and leave out the data since.
       step_limit_seconds: a step that takes longer ends the run, with the stacks of all threads.
@@ -69,6 +70,7 @@ class Experiment:
     profile_steps: Sequence[int] = ()
     memory_profile_steps: Sequence[int] = ()
     prompt: str = ""
+    wandb_project: str = ""
     non_finite: str = "stop"
     step_limit_seconds: float = 600.0
     compile_limit_seconds: float = 3600.0

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from core import slices
+from core import metrics, slices
 from core.slices import GIB
 from launch import configuration, reach, smoke
 from launch.experiment import Experiment, padding
@@ -51,6 +51,8 @@ def check(
     experiment = _configuration(path, bindings, slice_name, findings)
     program = None
     if experiment is not None:
+        if project := experiment.wandb_project:
+            _attempt("metrics", lambda: metrics.require_wandb(project), findings, say=lambda _: f"and in {project}")
         program = _attempt("layout", lambda: _bind(experiment, smoked=smoked), findings, say=_layout_facts)
         findings += reach.data(experiment, smoked=smoked, hosts=hosts)
     findings += reach.run_directory(run_dir, slices.get(experiment.slice) if experiment else None, hosts)

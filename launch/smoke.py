@@ -57,6 +57,8 @@ def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = ()) -> Expe
         checkpoint_interval=STEPS // 2,
         keep_checkpoints=2,
         profile_steps=(),
+        memory_profile_steps=(),
+        wandb_project="",
         prompt=experiment.prompt if isinstance(task, type(experiment.task)) else "",
     )
 

@@ -99,7 +99,12 @@ def train(run: Run, *, also: Sequence[hooks.Hook] = ()) -> dict[str, float]:
     progress.start(first_step)
     measured = _measured(run, progress)
     with contextlib.ExitStack() as stack:
-        writers = metrics.open_writers(run.run_dir, is_host_zero=run.host.is_zero, first_step=first_step)
+        writers = metrics.open_writers(
+            run.run_dir,
+            is_host_zero=run.host.is_zero,
+            first_step=first_step,
+            wandb_project=run.experiment.wandb_project,
+        )
         stack.callback(writers.close)
         own_lines = metrics.open_own_lines(run.run_dir, process_index=run.host.index)
         stack.callback(own_lines.close)

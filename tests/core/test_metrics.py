@@ -117,3 +117,67 @@ def test_writing_loads_no_tensorflow(tmp_path):
         "assert 'tensorflow' not in sys.modules and 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+STAND_IN = """
+import json, types
+
+def init(**arguments):
+    def note(what, value):
+        with open(arguments["dir"] + "/calls.jsonl", "a") as file:
+            file.write(json.dumps([what, value]) + "\\n")
+    note("init", arguments)
+    config = types.SimpleNamespace(update=lambda values, allow_val_change: note("config", values))
+    return types.SimpleNamespace(
+        log=lambda values, step: note("log", [step, values]), config=config, finish=lambda: note("finish", None)
+    )
+"""
+
+
+@pytest.fixture
+def wandb_stand_in(tmp_path, monkeypatch):
+    """A module of its name that writes down what it is told; the package itself is not among those pinned."""
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "wandb.py").write_text(STAND_IN)
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    yield
+    sys.modules.pop("wandb", None)
+
+
+@pytest.mark.covers("O05")
+def test_weights_and_biases_gets_what_tensorboard_gets_from_host_zero(tmp_path, wandb_stand_in):
+    run_dir = tmp_path / "gin" / "first"
+    for is_host_zero in (True, False):
+        writers = metrics.open_writers(str(run_dir), is_host_zero=is_host_zero, wandb_project="renga")
+        writers.scalars(7, {"loss": 2.5})
+        writers.text("config", "LR = 1")
+        writers.flush()
+        writers.close()
+        writers.close()
+    (began, begin), *rest = lines(run_dir / "calls.jsonl")
+    assert (began, begin["project"], begin["name"], begin["resume"]) == ("init", "renga", "gin/first", "allow")
+    assert len(begin["id"]) == 16
+    assert rest == [["log", [7, {"loss": 2.5}]], ["config", {"config": "LR = 1"}], ["finish", None]]
+    assert (run_dir / "metrics.jsonl").exists()
+    metrics.open_writers(str(run_dir), is_host_zero=True, wandb_project="renga").close()
+    again = [said for what, said in lines(run_dir / "calls.jsonl") if what == "init"]
+    assert again[1] == begin  # the same run there
+
+
+@pytest.mark.covers("O05")
+def test_weights_and_biases_is_never_required():
+    metrics.require_wandb("")
+    with pytest.raises(ValueError, match=r"wandb_project = 'renga', but the package wandb is not installed: add wandb"):
+        metrics.require_wandb("renga")
+    with pytest.raises(ValueError, match="not installed"):
+        metrics.WeightsAndBiases("renga", run_dir="runs/x")
+
+
+@pytest.mark.covers("O07")
+def test_every_host_has_lines_of_its_own(tmp_path):
+    for index in (0, 2):
+        writers = metrics.open_own_lines(str(tmp_path), process_index=index)
+        writers.scalars(1, {"step_seconds": 0.5 + index})
+        writers.close()
+    assert sorted(file.name for file in (tmp_path / "metrics").iterdir()) == ["host_0.jsonl", "host_2.jsonl"]
+    assert lines(tmp_path / "metrics" / "host_2.jsonl")[0]["step_seconds"] == 2.5

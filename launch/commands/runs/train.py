@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Joins the other hosts and trains."""
+    from core import metrics
     from core.training.hooks import PreemptedError
     from launch import configuration, smoke, training
     from launch.pods import joining
@@ -37,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
     experiment = config.build()
     if args.smoke:
         experiment = smoke.shrink(experiment)
+    metrics.require_wandb(experiment.wandb_project)
     host = joining.join(slices.get(experiment.slice))
     if host.is_zero:
         for note in config.notes:

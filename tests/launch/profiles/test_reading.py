@@ -23,10 +23,11 @@ def trace(*, began_seconds=1000, late_milliseconds=0, chips=2):
         planes.append((f"/device:TPU:{chip}", {"Steps": steps, "XLA Ops": operations}))
     loop = [(text, 100 * n + late_milliseconds, ms) for n in range(3) for text, ms in [("wait for the batch", 25)]]
     planes.append(("/host:CPU", {"python": [*loop, ("hooks", 110 + late_milliseconds, 2)]}))
-    return "\n".join(plane(*p) for p in planes) + (
-        '\nplanes { name: "Task Environment" stats { metadata_id: 1 uint64_value: %d } '
-        'stat_metadata { key: 1 value { id: 1 name: "profile_start_time" } } }' % (began_seconds * 10**9)
+    began = (
+        f'planes {{ name: "Task Environment" stats {{ metadata_id: 1 uint64_value: {began_seconds * 10**9} }} '
+        'stat_metadata { key: 1 value { id: 1 name: "profile_start_time" } } }'
     )
+    return "\n".join([*(plane(*p) for p in planes), began])
 
 
 def plane(name, lines):
@@ -114,7 +115,7 @@ def test_the_last_session_is_read_unless_one_is_named(tmp_path):
 
 
 def test_a_run_without_a_profile_says_how_to_make_one(tmp_path):
-    with pytest.raises(ValueError, match="has no profile: launch/pod.sh profile .* --seconds 5 makes one"):
+    with pytest.raises(ValueError, match=r"has no profile: launch/pod.sh profile .* --seconds 5 makes one"):
         reading.read_session(str(tmp_path))
 
 
@@ -122,12 +123,12 @@ def test_a_request_that_nobody_takes_is_withdrawn(tmp_path):
     with pytest.raises(ValueError, match=r"is no run directory: it has no config\.gin"):
         asking.ask(str(tmp_path), steps=1)
     (tmp_path / "config.gin").touch()
-    with pytest.raises(ValueError, match="no run took the request within 0.2 s: is the run of .* training now"):
+    with pytest.raises(ValueError, match=r"no run took the request within 0.2 s: is the run of .* training now"):
         asking.ask(str(tmp_path), seconds=5.0, taken_seconds=0.2)
     assert [file.name for file in tmp_path.iterdir()] == ["config.gin"]
     with pytest.raises(ValueError, match="either --seconds S or --steps N"):
         asking.ask(str(tmp_path))
-    with pytest.raises(ValueError, match="0 is no length|-1.0 is no length"):
+    with pytest.raises(ValueError, match=r"-1\.0 is no length"):
         asking.ask(str(tmp_path), seconds=-1.0)
 
 

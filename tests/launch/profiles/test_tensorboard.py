@@ -1,0 +1,67 @@
+"""TensorBoard itself, with the profile plugin, over what several hosts wrote: its answers over HTTP."""
+
+import gzip
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from core import metrics
+from core.training import profiling
+from launch import environment
+
+
+@pytest.fixture
+def served(tmp_path):
+    """`served(path)` is what TensorBoard answers, over a run with four hosts' profiles of one session."""
+    for process in range(4):
+        profile = profiling.Profile(str(tmp_path), process_index=process).start(20)
+        jax.jit(lambda x: x @ x)(jnp.ones((32, 32))).block_until_ready()
+        profile.stop()
+    writers = metrics.open_writers(str(tmp_path), is_host_zero=True)
+    writers.scalars(1, {"hosts/step_seconds/host_3": 0.5})
+    writers.close()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "launch", "tensorboard", str(tmp_path), "--port", str(port)]
+    running = subprocess.Popen(command, cwd=environment.WORKSPACE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+    def get(path):
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/data/{path}") as reply:
+            body = reply.read()
+        return json.loads(gzip.decompress(body) if body[:2] == b"\x1f\x8b" else body)
+
+    deadline = time.monotonic() + 120
+    while True:
+        assert running.poll() is None, running.stdout.read().decode()
+        assert time.monotonic() < deadline
+        try:
+            if get("plugin/profile/runs") and get("plugin/scalars/tags"):
+                break
+        except urllib.error.URLError:
+            pass
+        time.sleep(0.5)
+    yield get
+    running.terminate()
+    running.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.covers("O01", "O06")
+def test_tensorboard_finds_every_host_in_one_session(served):
+    assert served("plugin/profile/runs") == ["tensorboard/step_20"]
+    hosts = served("plugin/profile/hosts?run=tensorboard/step_20&tag=trace_viewer%40")
+    names = [f"{socket.gethostname()}-p{process}" for process in range(4)]
+    assert [host["hostname"] for host in hosts] == names
+    trace = served(f"plugin/profile/data?run=tensorboard/step_20&tag=trace_viewer%40&hosts={','.join(names)}")
+    shown = {event["args"]["name"] for event in trace["traceEvents"] if event.get("name") == "process_name"}
+    assert all(any(name in process for process in shown) for name in names), shown
+    assert "hosts/step_seconds/host_3" in served("plugin/scalars/tags")["tensorboard"]
