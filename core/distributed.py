@@ -192,20 +192,6 @@ def all_gather_text(name: str, text: str) -> list[str]:
     return _shared(f"gather/{name}", text, sources=list(range(process_count())))
 
 
-def post(name: str, text: str) -> None:
-    """Makes `text` known to all hosts under `name`, once for each name. Waits for nobody; any thread may call it."""
-    client = jax_distributed.global_state.client
-    if client is not None:
-        client.key_value_set(f"renga/post/{name}/{process_index()}", text)
-
-
-def posted(name: str) -> dict[int, str]:
-    """What hosts have posted under `name` so far, by process index. Waits for nobody."""
-    client = jax_distributed.global_state.client
-    found = [] if client is None else client.key_value_dir_get(f"renga/post/{name}/")
-    return {int(key.rpartition("/")[2]): text for key, text in found}
-
-
 def _shared(name: str, text: str | None, *, sources: list[int]) -> list[str]:
     """What each of `sources` said the n-th time that `name` was called, n being the same on all hosts."""
     client = jax_distributed.global_state.client

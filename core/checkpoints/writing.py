@@ -109,7 +109,7 @@ class Writing:
         with self._lock:
             if self._error is None:
                 self._error = error
-                distributed.post(self._name, self._failure(error))
+                distributed.post(f"{self._name}/{distributed.process_index()}", self._failure(error))
 
     @property
     def _name(self) -> str:
@@ -128,7 +128,7 @@ class Writing:
 
     def _raise_of_others(self) -> None:
         posted = distributed.posted(self._name)
-        posted.pop(distributed.process_index(), None)
+        posted.pop(str(distributed.process_index()), None)
         for host, text in posted.items():
             raise WriteFailedError(f"host {host}: {text}")
 
