@@ -1,8 +1,8 @@
 """Hosts as one program: joining, waiting for one another, and ending together.
 
 The one idea: there is no silent answer. A host either is part of the cluster that its arguments or its machine name,
-or it says `single_process=True`; a host that does not come is named; an exception on one host ends that process at
-once, instead of blocking for minutes in a barrier that nobody else will reach.
+or it says `single_process=True`; a host that does not come, or would run something else, is named; an exception on one
+host ends that process at once, instead of blocking for minutes in a barrier that nobody else will reach.
 
 The only home of `jax.distributed`. Everything here goes through its coordinator, never through the devices, so it
 works before the first array exists.
@@ -17,22 +17,28 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from types import TracebackType
 from typing import NamedTuple
 
 import jax
 from jax._src import clusters, xla_bridge
 from jax._src import distributed as jax_distributed
+from jax._src.clusters import cloud_tpu_cluster
 from jax.experimental import multihost_utils
 
 from core import roll_call
-from core.watch import exit_codes
+from core.watch import exit_codes, peers
+from core.watch.judging import Limits
 
 HEARTBEAT_SECONDS = 30  # A host that is silent for this long is taken for dead, and the others end.
 SHUTDOWN_SECONDS = 30
 TIMEOUT_SECONDS = 300
 
 _MAX_TEXT_BYTES = 2**21  # The coordinator's messages end at 4 MiB.
+
+
+_CONSEQUENCES = (jax.errors.JaxRuntimeError, TimeoutError)  # how a host sees that another one is gone
 
 
 class Cluster(NamedTuple):
@@ -57,6 +63,9 @@ def initialize(
     local_cpu_devices: int | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
     single_process: bool = False,
+    description: str = "",
+    addresses: Sequence[str] = (),
+    watch: Limits | None = None,
 ) -> Cluster:
     """Joins this process to the others; call it before anything touches a device. A second equal call does nothing.
 
@@ -67,9 +76,13 @@ def initialize(
       local_cpu_devices: how many CPU devices this process has (simulation).
       timeout_seconds: how long to wait for the last host.
       single_process: this process is alone; nothing is detected and nothing is waited for.
+      description: what this host would run; hosts with another one are refused, with what differs.
+      addresses: of all hosts by index, to name one that does not come.
+      watch: from here on the hosts watch one another (`core.watch.peers`), and each may stay so long where it is.
 
     Raises:
-      ValueError: arguments that do not go together, no cluster where one was expected, or a second call that differs.
+      ValueError: arguments that do not go together, no cluster where one was expected, a second call that differs, or
+        hosts whose descriptions do.
       RuntimeError: a device was already touched, so that this process can no longer join.
       TimeoutError: some hosts did not come; names them.
     """
@@ -87,8 +100,10 @@ def initialize(
         jax.config.update("jax_num_cpu_devices", local_cpu_devices)
     if single_process:
         _listen_for_stop()
+        if watch:
+            peers.start(None, limits=watch)
     else:
-        wanted = wanted or _detected(timeout_seconds)
+        wanted = _meet(wanted, timeout_seconds, description=description, addresses=addresses, watch=watch)
         _join(wanted, timeout_seconds=timeout_seconds)
     _joined = wanted
     return _joined
@@ -131,9 +146,40 @@ def _detected(timeout_seconds: float) -> Cluster:
     return Cluster(process_index, process_count, coordinator)
 
 
+def _meet(
+    wanted: Cluster | None, timeout_seconds: float, *, description: str, addresses: Sequence[str], watch: Limits | None
+) -> Cluster:
+    """The cluster, once all of its hosts are here and would run the same; from then on they may watch one another."""
+    if wanted is None:
+        wanted = _detected(timeout_seconds)
+        addresses = addresses or _addresses_of_slice(wanted.process_count)
+    index, count, coordinator = wanted
+    roll = roll_call.answer(
+        coordinator,
+        index=index,
+        count=count,
+        timeout_seconds=timeout_seconds,
+        description=description,
+        addresses=addresses,
+    )
+    if watch:
+        peers.start(roll, limits=watch)
+    else:
+        roll.close()
+    return wanted
+
+
+def _addresses_of_slice(count: int) -> Sequence[str]:
+    """Of the hosts of a slice, in their order, as JAX finds them; none where a job has several slices."""
+    for kind in (cloud_tpu_cluster.GceTpuCluster, cloud_tpu_cluster.GkeTpuCluster):
+        if kind.is_env_present():
+            addresses = kind._get_worker_list_in_slice()
+            return addresses if len(addresses) == count else ()
+    return ()
+
+
 def _join(cluster: Cluster, *, timeout_seconds: float) -> None:
     index, count, coordinator = cluster
-    roll_call.answer(coordinator, index=index, count=count, timeout_seconds=timeout_seconds)
     host, port = roll_call.split(coordinator)
     own_host = roll_call.bindable(host) if index == 0 else host
     jax.distributed.initialize(
@@ -250,26 +296,42 @@ def _listen_for_stop() -> None:
 def shutdown() -> None:
     """Leaves together with the others: waits until all have called it, at most `SHUTDOWN_SECONDS`."""
     global _joined
+    peers.leave()
     if jax.distributed.is_initialized():
         jax.distributed.shutdown()
+    peers.stop()
     _joined = None
 
 
-def exit_at_once(code: int) -> None:
-    """Ends this process without the barrier that JAX runs at exit; for a host that ends while others go on."""
+def exit_at_once(code: int, why: str = "") -> None:
+    """Ends this process without the barrier that JAX runs at exit; for a host that ends while others go on.
+
+    Args:
+      code: the exit code.
+      why: one line, which the others say.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
+    peers.leave(code, why)
     os._exit(code)
 
 
 def exit_at_once_on_exception() -> None:
-    """An exception that nobody catches prints its traceback and ends this process with `exit_codes.RAISED`.
+    """An exception that nobody catches prints its traceback and ends this process, with what is known of its cause.
 
-    Without it the process would wait for the others at exit, and they for its collectives; Ctrl-C ends with 130.
+    The exit code is the error's own `exit_code`, if it has one, or else `exit_codes.RAISED`; where another host was
+    lost, of which the error is but the consequence, it is that of the verdict. Without this the process would wait for
+    the others at exit, and they for its collectives. Ctrl-C ends with 130.
     """
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         traceback.print_exception(kind, error, trace)
-        exit_at_once(exit_codes.INTERRUPTED if issubclass(kind, KeyboardInterrupt) else exit_codes.RAISED)
+        sys.stderr.flush()
+        if issubclass(kind, KeyboardInterrupt):
+            exit_at_once(exit_codes.INTERRUPTED, "stopped by Ctrl-C")
+        code = getattr(error, "exit_code", exit_codes.RAISED)
+        first_line = next(iter(str(error).splitlines()), "")
+        peers.raised(f"{kind.__name__}: {first_line}", code=code, is_consequence=isinstance(error, _CONSEQUENCES))
+        os._exit(code)
 
     sys.excepthook = end

@@ -51,6 +51,7 @@ def train_step(
     seed: int,
     accum_steps: int = 1,
     sum_gradients: SumGradients = sum_gradients,
+    skip_non_finite: bool = False,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The function `(state, batch) -> (state, metrics)`.
 
@@ -61,6 +62,9 @@ def train_step(
       accum_steps: microbatches per step. Microbatch m takes rows m, m + accum_steps, …, so that every device keeps
         the rows it has.
       sum_gradients: how gradients are added over microbatches, where `accum_steps` is above 1.
+      skip_non_finite: where the loss or the gradient is no number, parameters, optimizer state and carry keep their
+        values, and the metric `skipped_updates` is 1. The step counts all the same, for its batch is spent; a schedule
+        inside the optimizer state waits.
 
     Returns:
       A pure function; metrics are numbers of this step: loss (the mean), learning_rate, gradient_norm (before
@@ -93,9 +97,17 @@ def train_step(
             "gradient_norm": optax.global_norm(grads),
             "weight": out.weight_sum,
         }
-        return TrainState(state.step + 1, params, opt_state, carry), metrics
+        after = TrainState(state.step + 1, params, opt_state, carry)
+        return _unless_non_finite(state, after, metrics) if skip_non_finite else (after, metrics)
 
     return run
+
+
+def _unless_non_finite(before: TrainState, after: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
+    """The state behind a step that may have to leave its update out."""
+    finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["gradient_norm"])
+    kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
+    return kept._replace(step=after.step), {**metrics, "skipped_updates": 1.0 - finite.astype(jnp.float32)}
 
 
 def eval_step(

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from core.watch import exit_codes
+from core.watch import exit_codes, peers
 from launch import environment
 
 COMMANDS = Path(__file__).parent / "commands"
@@ -66,6 +66,7 @@ def main(argv: Sequence[str]) -> int:
         return command.run(parser.parse_args(rest))
     except ValueError as error:
         _print_user_error(error)
+        peers.leave(exit_codes.USER_ERROR, f"error: {next(iter(str(error).splitlines()), '')}")
         return exit_codes.USER_ERROR
     except KeyboardInterrupt:
         return exit_codes.INTERRUPTED
@@ -100,4 +101,5 @@ if __name__ == "__main__":
     sys.stdout.flush()
     sys.stderr.flush()
     if code:  # at once: on several hosts, leaving in order would wait for the others at JAX's exit barrier
+        peers.leave(code, exit_codes.ending(code).meaning)
         os._exit(code)

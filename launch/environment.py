@@ -67,9 +67,12 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("MEGASCALE_COORDINATOR_ADDRESS", "host 0 of slice 0", "the metadata server's", "JAX, libtpu"),
     Variable("TPU_SKIP_MDS_QUERY", "1: ask no metadata server", "unset", "launch, JAX, libtpu"),
     Variable("ALLOW_MULTIPLE_LIBTPU_LOAD", "1: several processes here may load libtpu (to compile)", "unset", "libtpu"),
+    Variable("XLA_FLAGS", "flags of XLA; hosts that differ in them are refused", "unset", "launch, XLA"),
+    Variable("LIBTPU_INIT_ARGS", "flags of libtpu; likewise", "unset", "launch, libtpu"),
     Variable("EPATH_USE_TF", "0: gs:// without TensorFlow", "0, set by core/paths.py", "etils"),
     Variable("TF_CPP_MIN_LOG_LEVEL", "how little TensorFlow says", "3, set by tasks", "TensorFlow"),
 )
+COMPILED_BY = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # what changes a compiled program beside the configuration
 MESH_AXES = ("data", "fsdp", "tensor")  # of strategies.mesh3d
 _LAYOUT_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_INDEX", "JAX_PROCESS_COUNT")
 _BY_NAME = {variable.name: variable for variable in VARIABLES}
@@ -116,6 +119,13 @@ def process_layout(*, environ: Mapping[str, str] | None = None) -> ProcessLayout
             f"{_are(present)} set and {_are(missing)} not: set all three, or none (on a TPU, JAX finds the hosts)"
         )
     return layout
+
+
+def worker_addresses(*, environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """The addresses of all hosts, in their order, as TPU_WORKER_HOSTNAMES lists them; none where it does not."""
+    names = (read("TPU_WORKER_HOSTNAMES", environ=environ) or "").split(",")
+    slices_ = read("MEGASCALE_NUM_SLICES", environ=environ) or "1"
+    return tuple(name.strip() for name in names if name.strip()) if slices_ == "1" else ()
 
 
 def mesh_bindings(*, environ: Mapping[str, str] | None = None) -> tuple[str, ...]:

@@ -14,7 +14,9 @@ import jax
 
 from core import logical, slices
 from core.optimizers import Optimizer
+from core.training import non_finite
 from core.types import Model, Task
+from core.watch.judging import Limits
 from parallel.partitioner import Partitioner, Program
 from parallel.strategy import Strategy
 from tasks import vocabularies
@@ -86,6 +88,28 @@ class Experiment:
             raise ValueError(f"Experiment: {', '.join(low)}: expected at least 1")
         if self.seed < 0:
             raise ValueError(f"Experiment: seed = {self.seed} (SEED): expected at least 0")
+        self._check_survival()
+
+    def _check_survival(self) -> None:
+        """What is bound of a run that meets numbers that are none, stuck hosts, or hosts that differ."""
+        if self.non_finite not in non_finite.POLICIES:
+            expected = ", ".join(map(repr, non_finite.POLICIES))
+            raise ValueError(f"Experiment: non_finite = {self.non_finite!r}: expected one of {expected}")
+        limits = {name: getattr(self, name) for name in ("step_limit_seconds", "compile_limit_seconds")}
+        if wrong := [f"{name} = {value}" for name, value in limits.items() if not 0 < value < math.inf]:
+            raise ValueError(f"Experiment: {', '.join(wrong)}: expected a finite number above 0")
+        if self.step_limit_seconds > self.compile_limit_seconds:
+            raise ValueError(
+                f"Experiment: step_limit_seconds = {self.step_limit_seconds} is above compile_limit_seconds = "
+                f"{self.compile_limit_seconds}: a step that compiles takes longer than one that does not"
+            )
+        if self.compare_interval < 0:
+            raise ValueError(f"Experiment: compare_interval = {self.compare_interval}: expected 0 (never) or more")
+
+    @property
+    def limits(self) -> Limits:
+        """How long a host may stay where it is."""
+        return Limits(self.step_limit_seconds, self.compile_limit_seconds)
 
     def data_problems(self, *, prepared: bool) -> list[str]:
         """Everything wrong between task and model that shows without reading the data, each with its fix.
@@ -127,6 +151,7 @@ class Experiment:
             seed=self.seed,
             accum_steps=self.accum_steps,
             gather_once=self.gather_once,
+            skip_non_finite=self.non_finite == "skip",
         )
 
     def _check_rows(self, partitioner: Partitioner) -> None:

@@ -28,8 +28,8 @@ from core.training import (
     profiling,
     recompile,
     step_file,
-    trainer,
 )
+from core.watch import phase
 from launch import card, environment
 from launch.experiment import Experiment
 from launch.plans.measured import Measured
@@ -38,6 +38,7 @@ from launch.pods.joining import Host
 from launch.progress import Progress
 from launch.reports import arrays
 from launch.saved.cost import Costs
+from launch.survival import looping
 from parallel.partitioner import Program
 
 DATA_SECONDS = 3600.0  # for one host's work on the data; a build that takes longer belongs into launch/run build
@@ -70,6 +71,14 @@ class Run:
         return f"{self.run_dir}/checkpoints"
 
 
+def known_at_start(config_text: str, revision: str, *, run_dir: str, last_step: int) -> str:
+    """What a host would run, as far as it is known before the others are; to be the same on all of them."""
+    versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    about = {"git revision": revision, **versions, "run directory": run_dir, "last step": last_step}
+    about |= {name: environment.read(name) or "" for name in environment.COMPILED_BY}
+    return "\n".join([f"{name}: {value}" for name, value in about.items()] + [config_text])
+
+
 def describe(config_text: str, revision: str, experiment: Experiment) -> dict[str, Any]:
     """What a run is, as JSON: kept beside every checkpoint, and equal on all hosts."""
     versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
@@ -92,8 +101,9 @@ def train(run: Run, *, also: Sequence[hooks.Hook] = ()) -> dict[str, float]:
     Returns:
       The last validation means, `validation/loss` among them; empty where nothing is evaluated.
     """
-    checkpoints = Checkpoints(run.checkpoint_dir, keep=run.experiment.keep_checkpoints)
-    state, position, resumed = restore_or_init(run, checkpoints)
+    with phase.enter(phase.RESTORING):
+        checkpoints = Checkpoints(run.checkpoint_dir, keep=run.experiment.keep_checkpoints)
+        state, position, resumed = restore_or_init(run, checkpoints)
     first_step = int(state.step)
     progress = Progress(run.last_step, host=run.host)
     progress.start(first_step)
@@ -122,14 +132,17 @@ def train(run: Run, *, also: Sequence[hooks.Hook] = ()) -> dict[str, float]:
         evaluation = _evaluation(run, writers, progress)
         batches = stack.enter_context(open_batches(run, position))
         preemption = hooks.StopWhenPreempted(distributed.preempted)
-        state = trainer.train(
+        policy = looping.policy(run.experiment.non_finite, progress, writers)
+        state = looping.train(
             _OnceCompiledProgram(run.program),
             batches,
             state,
+            restored=lambda: restore_or_init(run, checkpoints)[0],
             total_steps=run.last_step,
             hooks=[
-                hooks.StopOnNonFinite(),
+                policy,
                 *_logging(run, writers, own_lines, progress, measured),
+                *looping.comparing(run.experiment.compare_interval),
                 *([evaluation] if evaluation else []),
                 _saving(run, checkpoints, batches, Costs(say=progress.note, write=writers.scalars), preemption),
                 preemption,
@@ -140,7 +153,9 @@ def train(run: Run, *, also: Sequence[hooks.Hook] = ()) -> dict[str, float]:
         )
         if evaluation and first_step >= run.last_step:  # nothing was left to train; still say how good it is
             evaluation.at_boundary(first_step, state)
-    checkpoints.close()
+    with phase.enter(phase.SAVING):
+        checkpoints.close()
+    phase.at(phase.ENDING)
     card.show_end(run.experiment, run.program, state, evaluation.latest if evaluation else {}, run_dir=run.run_dir)
     distributed.barrier("run/end")
     return evaluation.latest if evaluation else {}
@@ -294,6 +309,7 @@ def ready(experiment: Experiment, *, config_text: str, revision: str, run_dir: s
     Raises:
       ValueError: hosts that differ, a run directory that is not shared, missing data, a layout that does not fit.
     """
+    phase.at(phase.PREPARING)
     compile_cache.use(environment.read("JAX_COMPILATION_CACHE_DIR") or f"{run_dir}/compiled")
     program = experiment.bind(jax.devices())
     joining.require_shared(run_dir, host)

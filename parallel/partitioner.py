@@ -93,13 +93,14 @@ class Partitioner:
         seed: int,
         accum_steps: int = 1,
         gather_once: bool = False,
+        skip_non_finite: bool = False,
     ) -> Program:
-        """The model's steps in this layout; `gather_once` is explained in `parallel.accumulation`.
+        """The model's steps in this layout; see `parallel.accumulation` and `core.step` for the last two.
 
         Raises:
           ValueError: the model, the batch and the tables do not fit; every mismatch at once.
         """
-        return Program(self, model, optimizer, dict(spec), seed, accum_steps, gather_once)
+        return Program(self, model, optimizer, dict(spec), seed, accum_steps, gather_once, skip_non_finite)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +108,7 @@ class Program:
     """What a trainer calls: initial state, training step, evaluation step, and where their arrays live.
 
     Attributes:
-      partitioner, model, optimizer, spec, seed, accum_steps, gather_once: what it was made of.
+      partitioner, model, optimizer, spec, seed, accum_steps, gather_once, skip_non_finite: what it was made of.
     """
 
     partitioner: Partitioner
@@ -117,6 +118,7 @@ class Program:
     seed: int
     accum_steps: int
     gather_once: bool = False
+    skip_non_finite: bool = False
 
     def __post_init__(self):
         if self.accum_steps < 1 or not self.spec:
@@ -251,18 +253,16 @@ class Program:
     @functools.cached_property
     def manual_axes(self) -> set[str]:
         """Mesh axes over which gradients of microbatches are added before they are reduced."""
-        tables = self.partitioner.strategy
-        return accumulation.manual_axes(
-            tables.param_rules, tables.activation_rules, self.partitioner.shape, gather_once=self.gather_once
-        )
+        tables, shape = self.partitioner.strategy, self.partitioner.shape
+        kept, computed = tables.param_rules, tables.activation_rules
+        return accumulation.manual_axes(kept, computed, shape, gather_once=self.gather_once)
 
     @property
     def gathered_bytes(self) -> int:
         """What `gather_once` costs a chip; 0 without it."""
-        rules_ = self.partitioner.strategy.param_rules
-        return accumulation.gathered_bytes(
-            self.abstract_state.params, self.axes.params, rules_, self.partitioner.shape, self.manual_axes
-        )
+        at, params = self.partitioner, self.abstract_state.params
+        by = (at.strategy.param_rules, at.shape, self.manual_axes)
+        return accumulation.gathered_bytes(params, self.axes.params, *by)
 
     @functools.cached_property
     def jitted_train_step(self) -> Any:
@@ -273,14 +273,15 @@ class Program:
     @property
     def _pure_train_step(self) -> Callable:
         tables = self.partitioner.strategy
+        rules_ = (tables.param_rules, tables.activation_rules)
+        add = accumulation.sum_gradients(self.manual_axes, self.axes.params, *rules_)
         return step.train_step(
             self.model,
             self.optimizer,
             seed=self.seed,
             accum_steps=self.accum_steps,
-            sum_gradients=accumulation.sum_gradients(
-                self.manual_axes, self.axes.params, tables.param_rules, tables.activation_rules
-            ),
+            skip_non_finite=self.skip_non_finite,
+            sum_gradients=add,
         )
 
     @functools.cached_property

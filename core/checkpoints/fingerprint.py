@@ -19,7 +19,7 @@ _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 
 @jax.jit
 def _all(leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    return {name: _one(leaf) for name, leaf in leaves.items()}
+    return {name: number(leaf) for name, leaf in leaves.items()}
 
 
 def of(leaves: Mapping[str, jax.Array]) -> dict[str, int]:
@@ -58,7 +58,8 @@ def _host_words(values: np.ndarray) -> np.ndarray:
     return plain.astype(np.uint32).reshape(values.shape if size <= 4 else (*values.shape, 2))
 
 
-def _one(x: jax.Array) -> jax.Array:
+def number(x: jax.Array) -> jax.Array:
+    """The number of one array, [] uint32; inside of a jitted function."""
     words = _words(x)
     place = jnp.zeros(words.shape, jnp.uint32)
     for axis, size in enumerate(words.shape):

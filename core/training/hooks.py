@@ -1,11 +1,10 @@
-"""What hangs on the training loop: progress, evaluation, checkpoints, profiles, and the stop on a non-finite loss.
+"""What hangs on the training loop: progress, evaluation, checkpoints, profiles; more in `non_finite`, `watch.replicas`.
 
 Each hook does one thing and is told of the run only through its constructor, so that a run is a list of hooks.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,26 +15,9 @@ from core.training import compile_cache, trainer
 from core.training.profile_requests import Window
 from core.training.trainer import Hook, StepReport
 from core.types import WeightedSum
+from core.watch import phase
 
 Scalars = Callable[[int, Mapping[str, float]], None]  # (step, name -> value)
-
-
-class NonFiniteLossError(RuntimeError):
-    """The loss or the gradient is not a number."""
-
-
-class StopOnNonFinite(Hook):
-    """Ends the run at the first step whose loss or gradient norm is not finite, before it can be saved."""
-
-    def after_step(self, report: StepReport) -> None:
-        """Raises NonFiniteLossError."""
-        bad = {k: v for k, v in report.metrics.items() if k in ("loss", "gradient_norm") and not math.isfinite(v)}
-        if bad:
-            found = ", ".join(f"{k} = {v}" for k, v in bad.items())
-            raise NonFiniteLossError(
-                f"step {report.step}: {found}. The last checkpoint precedes this step. Usual causes: a learning rate "
-                "that is too high, no warm-up, or a bad batch; start again from the checkpoint with a lower rate."
-            )
 
 
 class Compiled(Hook):
@@ -132,7 +114,8 @@ class Evaluate(Hook):
 
     def at_boundary(self, step: int, state: TrainState) -> None:
         """Evaluates and writes."""
-        self.latest = {f"validation/{k}": v for k, v in self._run(state).items()}
+        with phase.enter(phase.EVALUATING):
+            self.latest = {f"validation/{k}": v for k, v in self._run(state).items()}
         self._write(step, self.latest)
 
 
@@ -170,11 +153,13 @@ class Save(Hook):
 
     def at_boundary(self, step: int, state: TrainState) -> None:
         """Starts an asynchronous save; the copy off the devices is done when this returns."""
-        self._checkpoints.save(step, state=state, data=self._position(), meta=self._meta)
+        with phase.enter(phase.SAVING):
+            self._checkpoints.save(step, state=state, data=self._position(), meta=self._meta)
 
     def close(self) -> None:
         """Waits for the last save; its error surfaces here."""
-        self._checkpoints.wait()
+        with phase.enter(phase.SAVING):
+            self._checkpoints.wait()
         self._tell()
         self._costs.end()
 

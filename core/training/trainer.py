@@ -6,6 +6,8 @@ to save it) is step n read before n + 1 starts; then a loss that is not finite i
 
     dispatch n   read metrics of n - 1   -> hook.after_step(n - 1)
     …            at a boundary: read n   -> hook.after_step(n), hook.at_boundary(n, state)
+
+Where the loop is at every moment stands in `core.watch.phase`, for the hosts that watch one another.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import numpy as np
 from core.step import Metrics
 from core.train_state import TrainState
 from core.types import Batch, WeightedSum
+from core.watch import phase
 
 # What a profile calls the parts of a step on the host.
 STEP = "train"
@@ -100,17 +103,20 @@ class _Reader:
         self._hooks = hooks
         self._finished_at = time.perf_counter()
         self._device_seconds = 0.0
+        self.phase = phase.COMPILING  # until the first step is read: the hosts compile at different speeds
 
     @contextlib.contextmanager
     def with_devices(self) -> Iterator[None]:
         """Inside, the host hands something to the devices or waits for them."""
         began = time.perf_counter()
-        yield
+        with phase.enter(self.phase):
+            yield
         self._device_seconds += time.perf_counter() - began
 
     def read(self, dispatched: _Dispatched) -> None:
         with self.with_devices(), jax.profiler.TraceAnnotation(WAITING):
             found = jax.device_get(dict(dispatched.metrics))  # waits for the step
+        self.phase = phase.TRAINING
         sums = {k: v for k, v in found.items() if isinstance(v, WeightedSum)}
         values = {k: float(v) for k, v in found.items() if k not in sums}
         now = time.perf_counter()
@@ -151,9 +157,10 @@ def train(
         for hook in reversed(hooks):
             closing.callback(hook.close)
         for step in range(int(state.step) + 1, total_steps + 1):
+            phase.at(phase.BETWEEN, step=step)
             for hook in hooks:
                 hook.before_step(step)
-            with jax.profiler.TraceAnnotation(INPUT):
+            with phase.enter(phase.READING), jax.profiler.TraceAnnotation(INPUT):
                 batch = next(batches)
             with reader.with_devices(), jax.profiler.StepTraceAnnotation(STEP, step_num=step):
                 state, metrics = program.train_step(state, batch)

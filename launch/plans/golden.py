@@ -35,6 +35,9 @@ _COSTLESS = (
     r"|experiment\.Experiment\.(compare_interval|compile_limit_seconds|step_limit_seconds)"
 )
 
+# With `skip` a step looks at what it may have to leave out; the others change nothing in it.
+_UNCHANGED = r"experiment\.Experiment\.non_finite = '(stop|roll_back)'"
+
 
 def files() -> dict[str, str]:
     """Every experiment that is recorded: its gin file, by the name of its record."""
@@ -78,7 +81,7 @@ def fingerprint(config_text: str, experiment: Experiment) -> str:
     model and the layout it takes as built, so that a rehearsal with small sizes is something else.
     """
     tasks = "|".join(re.findall(r"(?m)^from tasks import (\w+)$", config_text)) or "tasks"
-    free = re.compile(rf"from tasks import .*|({tasks})\..*|({_COSTLESS}) = .*|.* = %({_COSTLESS})")
+    free = re.compile(rf"from tasks import .*|({tasks})\..*|({_COSTLESS}) = .*|.* = %({_COSTLESS})|{_UNCHANGED}")
     counted = [line for line in config_text.splitlines() if line and not free.fullmatch(line)]
     spec = experiment.task.spec(experiment.batch_size)
     counted += [f"{name} {array.shape} {array.dtype}" for name, array in sorted(spec.items())]

@@ -5,7 +5,7 @@ Every check here compares what was asked for with what is there, on all hosts, b
 
 from __future__ import annotations
 
-import difflib
+import faulthandler
 import secrets
 import time
 from typing import NamedTuple
@@ -14,6 +14,8 @@ import jax
 
 from core import distributed, paths
 from core.slices import Slice
+from core.watch import difference
+from core.watch.judging import NO_LIMITS, Limits
 from launch import environment
 
 _NONCE_FILE = ".shared"
@@ -38,13 +40,19 @@ class Host(NamedTuple):
         return f"host {self.index} of {self.count}"
 
 
-def join(slice_: Slice) -> Host:
-    """Joins this process to the hosts of the slice.
+def join(slice_: Slice, *, description: str = "", limits: Limits = NO_LIMITS) -> Host:
+    """Joins this process to the hosts of the slice; from then on they watch one another.
 
     In a rehearsal (RENGA_SIMULATE) the processes share the slice's chips among them; a single one has them all.
 
+    Args:
+      slice_: whose hosts these are.
+      description: what this host would run (`launch.training.describe`), to be the same on all of them.
+      limits: how long a host may stay where it is.
+
     Raises:
-      ValueError: the environment contradicts itself or the slice; JAX found another accelerator than was asked for.
+      ValueError: the environment contradicts itself or the slice; the hosts would not run the same; JAX found another
+        accelerator than was asked for.
     """
     layout = environment.process_layout()
     played = environment.read("RENGA_SIMULATE")
@@ -59,14 +67,18 @@ def join(slice_: Slice) -> Host:
             f"{slice_.chips_per_host} chips each: set {slice_.hosts}, or on a TPU leave it unset: JAX "
             "finds the peers"
         )
+    faulthandler.enable()  # where C++ ends this process, its log has the stacks
+    distributed.exit_at_once_on_exception()
     cluster = distributed.initialize(
         coordinator=layout.coordinator,
         process_index=layout.index,
         process_count=layout.count,
         local_cpu_devices=slice_.chips // processes if played else None,
         single_process=layout.count is None and (bool(played) or slice_.hosts == 1),
+        description=description,
+        addresses=environment.worker_addresses(),
+        watch=limits,
     )
-    distributed.exit_at_once_on_exception()
     _require_chips(slice_, played=bool(played))
     return Host(cluster.process_index, cluster.process_count, bool(played))
 
@@ -89,17 +101,8 @@ def _require_chips(slice_: Slice, *, played: bool) -> None:
 
 def require_same(what: str, text: str) -> None:
     """Raises ValueError on all hosts, with the difference, where `text` is not the same on all of them."""
-    texts = distributed.all_gather_text(what, text)
-    for index, other in enumerate(texts):
-        if other != texts[0]:
-            changed = [
-                line
-                for line in difflib.unified_diff(texts[0].splitlines(), other.splitlines(), lineterm="", n=0)
-                if not line.startswith(("---", "+++", "@@"))
-            ]
-            raise ValueError(
-                f"{what} differs between hosts; host {index} against host 0:\n  " + "\n  ".join(changed[:20])
-            )
+    if differing := difference.between_hosts(distributed.all_gather_text(what, text)):
+        raise ValueError(f"{what} differs between hosts (a minus is what the others have):\n{differing}")
 
 
 def require_shared(run_dir: str, host: Host) -> None:

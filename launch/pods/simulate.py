@@ -1,8 +1,9 @@
 """The hosts of a slice as processes on this machine, with its chips as CPU devices.
 
 The one idea: a simulated host runs the same command as a real one; only its environment tells it that its chips are
-CPU devices and where the others are. The processes live and die together: the first one to fail stops the rest and
-gives its exit code, and nothing outlives the launcher, however that ends.
+CPU devices and where the others are. The processes live and die together: when one fails, the rest have a moment to say
+of whom they know that it was lost, and are stopped; the exit code is that of the host that was the cause. Nothing
+outlives the launcher, however that ends.
 
     this process ── host_0   own session, HOME, TMPDIR, XDG_CACHE_HOME; output to RUN/logs/host_0.log and the terminal
                  ├─ host_1   … RUN/logs/host_1.log
@@ -28,11 +29,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from core import slices
+from core.watch import exit_codes
 from launch.pods import host_output, stamps
 
 LAST_LINES = 20
 GIB = 2**30
+WORDS_SECONDS = 3.0  # for the others to say themselves what ends them
 _POLL_SECONDS = 0.2
+_CONSEQUENCES = (exit_codes.PEER_LOST, exit_codes.JAX_ABORTED)  # of what happened to another host
 # Reads session numbers until `over`; if its input ends before that, kills them and removes the folder it was given.
 _GUARD = """
 while read -r line; do [ "$line" = over ] && exit; sessions+=("$line"); done
@@ -68,6 +72,7 @@ def run(
     command: Sequence[str],
     log_directory: Path,
     grace_seconds: float = 15.0,
+    words_seconds: float = WORDS_SECONDS,
 ) -> int:
     """Runs `command` once for every host of `slice_`, to the end of the last or the first failure.
 
@@ -76,10 +81,11 @@ def run(
       command: argv of one host's process; the same for all.
       log_directory: gets host_0.log, host_1.log, …, each appended to.
       grace_seconds: between asking a process to stop and killing it.
+      words_seconds: between the first failure and asking the others to stop.
 
     Returns:
-      0 when all ended well; else the exit code of the host that failed first (128 + N where signal N ended it); 130
-      after Ctrl-C, 143 after SIGTERM.
+      0 when all ended well; else the exit code of the host that failed first (128 + N where signal N ended it), leaving
+      out those that ended because of another; 130 after Ctrl-C, 143 after SIGTERM.
     """
     log_directory.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
@@ -96,7 +102,7 @@ def run(
             guard(host.process.pid)
 
         _start(slice_, command=command, log_directory=log_directory, scratch=scratch, started=started)
-        culprit = _wait(hosts, requested)
+        culprit = _wait(hosts, requested, words_seconds=words_seconds)
     if requested:
         return requested[0]
     return 0 if culprit is None else _report(culprit)
@@ -169,8 +175,8 @@ def _start(slice_, *, command, log_directory, scratch, started) -> None:
         output.follow(title=f"--- host {index} of {slice_.name}: {shlex.join(command)}")
 
 
-def _wait(hosts: Sequence[_Host], requested: Sequence[int]) -> _Host | None:
-    """Waits for all to end well or a stop to be requested (None), or for the first to fail."""
+def _wait(hosts: Sequence[_Host], requested: Sequence[int], *, words_seconds: float) -> _Host | None:
+    """Waits for all to end well or a stop to be requested (None); after a failure, a moment more for its cause."""
     ended: queue.Queue[_Host] = queue.Queue()
 
     def watch(host: _Host) -> None:
@@ -179,14 +185,16 @@ def _wait(hosts: Sequence[_Host], requested: Sequence[int]) -> _Host | None:
 
     for host in hosts:
         threading.Thread(target=watch, args=(host,), daemon=True).start()
-    running = len(hosts)
-    while running and not requested:
+    running, failed, until = len(hosts), [], float("inf")
+    while running and not requested and time.monotonic() < until:
         with contextlib.suppress(queue.Empty):  # wakes up now and then to look at `requested`
             host = ended.get(timeout=_POLL_SECONDS)
             running -= 1
             if host.process.returncode != 0:
-                return host
-    return None
+                failed.append(host)
+                until = min(until, time.monotonic() + words_seconds)
+    causes = [host for host in failed if _exit_code(host) not in _CONSEQUENCES]
+    return next(iter(causes or failed), None)
 
 
 def _stop(hosts: Sequence[_Host], *, grace_seconds: float, requested: Sequence[int]) -> None:
@@ -209,14 +217,19 @@ def _signal_session(process: subprocess.Popen, number: int) -> None:
 
 
 def _report(host: _Host) -> int:
-    returncode = host.process.returncode
-    code = returncode if returncode > 0 else 128 - returncode
+    returncode, code = host.process.returncode, _exit_code(host)
     how = f"exit code {code}" if returncode > 0 else f"signal {signal.Signals(-returncode).name}"
     print(f"\n{host.name} failed first ({how}); the others were stopped. Its last lines:", file=sys.stderr)
     for line in host.output.last_lines(LAST_LINES):
         print(f"  {host.name} | {line}", file=sys.stderr)
     print(f"All of it: {host.output.log_path}", file=sys.stderr, flush=True)
     return code
+
+
+def _exit_code(host: _Host) -> int:
+    """As a shell says it: 128 + N where signal N ended it."""
+    returncode = host.process.returncode
+    return returncode if returncode >= 0 else 128 - returncode
 
 
 @contextlib.contextmanager

@@ -1,3 +1,4 @@
+import contextlib
 import socket
 import threading
 import time
@@ -5,6 +6,7 @@ import time
 import pytest
 
 from core import roll_call
+from core.watch import frames
 
 
 @pytest.fixture
@@ -17,15 +19,15 @@ def address():
 class Host(threading.Thread):
     """One host's answer to the roll call, with how it ended."""
 
-    def __init__(self, address, index, count, seconds=2.0):
+    def __init__(self, address, index, count, seconds=2.0, **more):
         super().__init__(daemon=True)
-        self.call = {"index": index, "count": count, "timeout_seconds": seconds}
-        self.address, self.error = address, None
+        self.call = {"index": index, "count": count, "timeout_seconds": seconds, **more}
+        self.address, self.error, self.roll = address, None, None
         self.start()
 
     def run(self):
         try:
-            roll_call.answer(self.address, **self.call)
+            self.roll = roll_call.answer(self.address, **self.call)
         except (ValueError, TimeoutError) as error:
             self.error = error
 
@@ -50,6 +52,39 @@ def test_everyone_hears_who_is_missing(address):
     for error in errors:
         assert isinstance(error, TimeoutError)
         assert f"at {address} for 5 hosts; missing: host 1, 3." in str(error)
+
+
+@pytest.mark.covers("R05")
+def test_who_is_missing_is_named_with_its_address_where_that_is_known(address):
+    known = {"seconds": 0.6, "addresses": ("10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4")}
+    for error in finish(*(Host(address, index, 4, **known) for index in (0, 2))):
+        assert "for 4 hosts; missing: host 1 (10.0.0.2), 3 (10.0.0.4). Read the end" in str(error)
+
+
+@pytest.mark.covers("R05")
+@pytest.mark.parametrize("odd", [0, 2])
+def test_the_host_that_would_run_something_else_is_named_by_all(address, odd):
+    filler = "\n".join(f"line {n}" for n in range(4000))  # tens of KB, as a configuration with what it includes
+    texts = [f"{filler}\nBATCH_SIZE = {32 if index == odd else 16}\nSEED = 1" for index in range(4)]
+    errors = finish(*(Host(address, index, 4, description=texts[index]) for index in range(4)))
+    for error in errors:
+        assert isinstance(error, ValueError)
+        assert f"\nhost {odd}: -BATCH_SIZE = 16 +BATCH_SIZE = 32\n" in str(error)
+        assert "Start the same command" in str(error)
+
+
+def test_the_ways_to_the_others_stay_open_beside_whoever_has_the_port_next(address):
+    hosts = [Host(address, index, 3) for index in range(3)]
+    assert finish(*hosts) == [None] * 3
+    with socket.create_server(roll_call.split(address)):
+        zero, one, two = (host.roll for host in hosts)
+        assert zero.addresses == two.addresses == ("127.0.0.1",) * 3
+        assert frames.send(two.connections[0], {"word": "ü"}, seconds=1)
+        assert frames.receive(zero.connections[2], seconds=1) == {"word": "ü"}
+        assert frames.send(zero.connections[1], {"another": [1]}, seconds=1)
+        assert frames.receive(one.connections[0], seconds=1) == {"another": [1]}
+    for host in hosts:
+        host.roll.close()
 
 
 @pytest.mark.covers("R05")
@@ -81,7 +116,8 @@ def test_strangers_at_the_port_are_ignored(address):
     time.sleep(0.2)
     with socket.create_connection(roll_call.split(address)) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        assert stranger.recv(100) == b""
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(100) == b""
     assert finish(zero, Host(address, 1, 2)) == [None, None]
 
 

@@ -10,6 +10,7 @@ import types
 import numpy as np
 import pytest
 
+from core.watch import exit_codes
 from launch import environment, training
 from launch.pods.joining import Host
 
@@ -152,7 +153,7 @@ def test_sigterm_saves_at_one_step_of_all_hosts_and_the_run_continues(launch, la
 def test_a_loss_that_is_no_number_ends_the_run_and_what_was_measured_is_kept(launch, tmp_path):
     where = ["--slice", "v4-8", "--run-dir", str(tmp_path)]
     bindings = random_tokens("LEARNING_RATE = 1e38", "TOTAL_STEPS = 100", "CHECKPOINT_INTERVAL = 100")
-    said = launch("train", "gin/quickstart.gin", *where, *bindings, slice_name="v4-8", code=13)
+    said = launch("train", "gin/quickstart.gin", *where, *bindings, slice_name="v4-8", code=exit_codes.NON_FINITE)
     assert re.search(r"step \d+: .*(loss|gradient_norm) = (nan|inf)", said)
     assert scalars(tmp_path, "loss")[1] > 0
     assert not list((tmp_path / "checkpoints").glob("[0-9]*"))

@@ -39,17 +39,23 @@ def run(args: argparse.Namespace) -> int:
     if args.smoke:
         experiment = smoke.shrink(experiment)
     metrics.require_wandb(experiment.wandb_project)
-    host = joining.join(slices.get(experiment.slice))
+    git_revision = revision()
+    run_dir = args.run_dir or environment.run_directory(args.experiment, smoke=args.smoke)
+    last_step = min(args.steps or experiment.total_steps, experiment.total_steps)
+    host = joining.join(
+        slices.get(experiment.slice),
+        description=training.known_at_start(config.text, git_revision, run_dir=run_dir, last_step=last_step),
+        limits=experiment.limits,
+    )
     if host.is_zero:
         for note in config.notes:
             print(f"note: {note}")
-    run_dir = args.run_dir or environment.run_directory(args.experiment, smoke=args.smoke)
     run = training.ready(
         experiment,
         config_text=config.text,
-        revision=revision(),
+        revision=git_revision,
         run_dir=smoke.attempt(run_dir) if args.smoke else run_dir,
-        last_step=min(args.steps or experiment.total_steps, experiment.total_steps),
+        last_step=last_step,
         host=host,
     )
     try:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from core.training import hooks
+from core.training import hooks, non_finite
 from core.training.profile_requests import Window
 from core.training.trainer import StepReport
 from core.types import WeightedSum
@@ -50,9 +50,9 @@ def test_a_step_is_split_into_waiting_for_data_the_devices_and_the_hosts_own_wor
 
 @pytest.mark.covers("T10")
 def test_stop_looks_at_loss_and_gradient_and_nothing_else():
-    stop = hooks.StopOnNonFinite()
+    stop = non_finite.Stop()
     stop.after_step(report(1, gradient_norm=1.0, entropy=math.nan))
-    with pytest.raises(hooks.NonFiniteLossError, match="step 2: gradient_norm = inf"):
+    with pytest.raises(non_finite.NonFiniteLossError, match="step 2: gradient_norm = inf"):
         stop.after_step(report(2, gradient_norm=math.inf))
 
 
@@ -194,7 +194,7 @@ import haiku as hk
 import jax.numpy as jnp
 import numpy as np
 from core import logical, optimizers, slices
-from core.training import hooks
+from core.training import hooks, non_finite
 from core.types import LossOutput
 from parallel import strategies
 from parallel.partitioner import Partitioner

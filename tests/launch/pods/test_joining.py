@@ -6,6 +6,7 @@ import re
 import pytest
 
 from core import slices
+from launch import environment
 from launch.pods import joining
 
 JOINED = """
@@ -53,6 +54,32 @@ def test_training_on_cpus_in_place_of_a_tpu_ends_at_once(launch, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+OTHER_CONFIGURATION = """
+import os, sys
+os.chdir({workspace!r})
+os.environ |= {{
+    "RENGA_SIMULATE": "v4-16",
+    "JAX_COORDINATOR_ADDRESS": COORDINATOR,
+    "JAX_PROCESS_INDEX": str(PROCESS),
+    "JAX_PROCESS_COUNT": str(HOSTS),
+}}
+from launch.__main__ import main
+size = ["--gin", "BATCH_SIZE = 64"] if PROCESS == 1 else []
+sys.exit(main(["train", "gin/quickstart.gin", "--slice", "v4-16", "--run-dir", {run_dir!r}, *size]))
+"""
+
+
+@pytest.mark.covers("R05", "X15")
+@pytest.mark.simulated(2)
+def test_a_host_with_another_configuration_is_named_by_all_before_anything_starts(run_hosts, tmp_path):
+    told = {"workspace": str(environment.WORKSPACE), "run_dir": str(tmp_path / "run")}
+    for result in run_hosts(OTHER_CONFIGURATION.format(**told), hosts=2, timeout=120):
+        assert result.returncode == 2, result.output
+        assert "host 1: -BATCH_SIZE = 32 +BATCH_SIZE = 64\n" in result.output
+        assert "Traceback" not in result.output
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.covers("R02", "R03")
 @pytest.mark.simulated(2)
 def test_hosts_that_differ_all_refuse(run_hosts, tmp_path):
@@ -69,9 +96,9 @@ distributed.shutdown()
         assert result.returncode == 0, result.output
         lines = result.output[result.output.index(f"host {index} of 2\n") :].splitlines()[1:]
         assert lines[0] == "accepted"
-        assert lines[1] == "refused: the configuration differs between hosts; host 1 against host 0:"
-        assert [line.strip() for line in lines[2:4]] == ["-SEED = 0", "+SEED = 1"]
-        assert lines[4] == "accepted"
-        assert "/of_" in lines[5]
-        assert "is not shared: host(s) 1 cannot see host 0's file there" in lines[5]
-        assert "--run-dir (or RENGA_RUN_ROOT) to gs://BUCKET/" in lines[5]
+        assert lines[1] == "refused: the configuration differs between hosts (a minus is what the others have):"
+        assert lines[2] == "host 1: -SEED = 0 +SEED = 1"
+        assert lines[3] == "accepted"
+        assert "/of_" in lines[4]
+        assert "is not shared: host(s) 1 cannot see host 0's file there" in lines[4]
+        assert "--run-dir (or RENGA_RUN_ROOT) to gs://BUCKET/" in lines[4]

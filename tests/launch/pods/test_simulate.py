@@ -131,7 +131,7 @@ def test_the_first_to_fail_stops_the_rest_and_gives_its_code_and_last_lines(tmp_
     text = "print('\\n'.join(f'line {n}' for n in range(50)))\n"
     text += "if index == 2: time.sleep(0.3); sys.exit(7)\ntime.sleep(600)"
     started = time.monotonic()
-    assert run(V4_32, text, tmp_path) == 7
+    assert run(V4_32, text, tmp_path, words_seconds=0.5) == 7
     assert time.monotonic() - started < 5
     error = capfd.readouterr().err
     assert "host_2 failed first (exit code 7)" in error
@@ -139,6 +139,17 @@ def test_the_first_to_fail_stops_the_rest_and_gives_its_code_and_last_lines(tmp_
     assert "  host_2 | line 30\n" in error
     assert "line 29\n" not in error
     assert str(tmp_path / "logs/host_2.log") in error
+
+
+@pytest.mark.covers("L06")
+def test_the_culprit_is_the_cause_and_the_others_have_a_moment_to_say_so(tmp_path, capfd):
+    text = "if index == 1: sys.exit(15)\nif index == 2: time.sleep(0.4); os.kill(os.getpid(), signal.SIGKILL)\n"
+    text += "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))\n"
+    text += "time.sleep(1.2); print('host 2 was lost', flush=True); sys.exit(15)"
+    assert run(V4_32, text, tmp_path) == 137
+    assert "host_2 failed first (signal SIGKILL)" in capfd.readouterr().err
+    for index in (0, 3):
+        assert "host 2 was lost" in log(tmp_path, index)
 
 
 def test_death_by_signal_is_128_plus_its_number(tmp_path, capfd):

@@ -1,0 +1,100 @@
+"""A loss or a gradient that is no number: what a run does about it, as hooks.
+
+    Stop      ends the run, before such a state can be saved
+    Skip      the step has left its update out (`core.step`); counts, and ends the run where it happens again and again
+    RollBack  ends the loop; whoever runs it restores the newest checkpoint and goes on with the data after this
+
+The one idea: the metrics of a step are the same on all hosts, so all of them decide alike without asking one another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from core.training.trainer import Hook, StepReport
+from core.watch import exit_codes
+
+POLICIES = ("stop", "skip", "roll_back")
+SKIPPED = "skipped_updates"  # a metric of every step of a run that skips: 1 where the update was left out
+ROLLED_BACK = "rolled_back"  # a metric of the steps that a run went back from
+MOST_SKIPPED = 20  # in a row
+MOST_ROLLED_BACK = 3  # without getting further
+
+_CAUSES = "Usual causes: a learning rate that is too high, no warm-up, or a bad batch"
+
+
+class NonFiniteLossError(RuntimeError):
+    """The loss or the gradient is not a number."""
+
+    exit_code = exit_codes.NON_FINITE
+
+
+Say = Callable[[int, str, str], None]  # (step, name of the metric that becomes 1, sentence)
+
+
+def found(report: StepReport) -> str:
+    """`loss = nan`, or the like; empty where loss and gradient are numbers."""
+    looked_at = {name: report.metrics[name] for name in ("loss", "gradient_norm") if name in report.metrics}
+    return ", ".join(f"{name} = {value}" for name, value in looked_at.items() if not math.isfinite(value))
+
+
+class Stop(Hook):
+    """Ends the run at the first step whose loss or gradient norm is not finite, before it can be saved."""
+
+    def after_step(self, report: StepReport) -> None:
+        """Raises NonFiniteLossError."""
+        if bad := found(report):
+            raise NonFiniteLossError(
+                f"step {report.step}: {bad}. The last checkpoint precedes this step. {_CAUSES}; start again from the "
+                "checkpoint with a lower rate, or set experiment.Experiment.non_finite = 'skip' or 'roll_back'."
+            )
+
+
+class Skip(Hook):
+    """Says of every update that was left out that it was."""
+
+    def __init__(self, say: Say):
+        """Takes who is told of every such step."""
+        self._say = say
+        self._in_a_row = 0
+
+    def after_step(self, report: StepReport) -> None:
+        """Raises NonFiniteLossError where too many updates in a row were left out."""
+        if not report.metrics[SKIPPED]:
+            self._in_a_row = 0
+            return
+        self._in_a_row += 1
+        self._say(report.step, SKIPPED, f"step {report.step}: {found(report)}; its update is left out")
+        if self._in_a_row >= MOST_SKIPPED:
+            raise NonFiniteLossError(
+                f"step {report.step}: {found(report)}, as in the {MOST_SKIPPED - 1} steps before, whose updates were "
+                f"left out too: no batch is to blame. {_CAUSES}."
+            )
+
+
+class RollBack(Hook):
+    """Ends the loop as `Stop` does, and knows how often it may go on from the newest checkpoint."""
+
+    def __init__(self, say: Say):
+        """Takes who is told of every return."""
+        self._say = say
+        self._failed_at = 0
+        self._in_vain = 0
+
+    def after_step(self, report: StepReport) -> None:
+        """Raises NonFiniteLossError."""
+        if bad := found(report):
+            self._failed_at = max(self._failed_at, report.step)
+            raise NonFiniteLossError(f"step {report.step}: {bad}. {_CAUSES}.")
+        if report.step > self._failed_at:
+            self._in_vain = 0
+
+    def again(self, error: NonFiniteLossError) -> None:
+        """Before every return to a checkpoint. Raises NonFiniteLossError where several led no further."""
+        self._in_vain += 1
+        if self._in_vain > MOST_ROLLED_BACK:
+            raise NonFiniteLossError(
+                f"{error} Rolled back {MOST_ROLLED_BACK} times and got no further than step {self._failed_at}."
+            ) from error
+        self._say(self._failed_at, ROLLED_BACK, f"{error} Back to the newest checkpoint, with the data after this.")

@@ -1,0 +1,101 @@
+"""What a run does about numbers that are none: each policy alone, and the step that leaves its update out."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from core import optimizers, step, train_state
+from core.training import non_finite
+from core.training.trainer import StepReport
+from core.types import LossOutput
+from core.watch import exit_codes
+
+
+def report(number, loss=1.0, skipped=0.0):
+    return StepReport(number, {"loss": loss, "gradient_norm": 1.0, non_finite.SKIPPED: skipped}, {}, 0.1, 0.0)
+
+
+@pytest.mark.covers("T10")
+def test_every_policy_ends_with_its_own_exit_code():
+    assert non_finite.NonFiniteLossError.exit_code == exit_codes.NON_FINITE
+    with pytest.raises(non_finite.NonFiniteLossError, match="step 3: loss = inf"):
+        non_finite.Stop().after_step(report(3, math.inf))
+
+
+def test_skip_says_each_and_ends_where_they_do_not_end():
+    said = []
+    skip = non_finite.Skip(lambda *words: said.append(words))
+    for number in range(1, 30):  # never so many in a row
+        skip.after_step(report(number, math.nan if number % 10 else 1.0, float(number % 10 > 0)))
+    assert len(said) == 27
+    assert said[0] == (1, "skipped_updates", "step 1: loss = nan; its update is left out")
+    skip.after_step(report(30))
+    for number in range(31, 50):
+        skip.after_step(report(number, math.nan, 1.0))
+    with pytest.raises(non_finite.NonFiniteLossError, match="step 50: loss = nan, as in the 19 steps before"):
+        skip.after_step(report(50, math.nan, 1.0))
+
+
+def test_roll_back_gives_up_where_it_gets_no_further():
+    said = []
+    policy = non_finite.RollBack(lambda *words: said.append(words))
+
+    def fails_at(number):
+        with pytest.raises(non_finite.NonFiniteLossError, match=f"step {number}: loss = nan") as error:
+            policy.after_step(report(number, math.nan))
+        policy.again(error.value)
+
+    for number in (7, 6, 7):
+        fails_at(number)
+    policy.after_step(report(8))  # further than ever
+    for number in (9, 9, 9):
+        fails_at(number)
+    with pytest.raises(non_finite.NonFiniteLossError, match="Rolled back 3 times and got no further than step 9"):
+        fails_at(9)
+    assert [words[:2] for words in said] == [(n, "rolled_back") for n in (7, 7, 7, 9, 9, 9)]
+
+
+class Line:
+    """y = w x; the carry counts steps."""
+
+    def loss(self, params, carry, rng, batch):
+        errors = (params["~"]["w"] * batch["x"]) ** 2
+        return carry + 1, LossOutput(jnp.sum(errors), jnp.float32(errors.size), {})
+
+
+@pytest.mark.covers("T10")
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30])  # of the last, only the gradient overflows its square
+def test_a_skipped_step_keeps_everything_but_its_number(bad):
+    optimizer = optimizers.adamw(learning_rate=optimizers.constant(0.1), no_decay=())
+    params = {"~": {"w": jnp.float32(2.0)}}
+    before = train_state.TrainState(jnp.int32(4), params, optimizer.init(params), jnp.float32(0))
+    run = jax.jit(step.train_step(Line(), optimizer, seed=0, skip_non_finite=True))
+    good, metrics = run(before, {"x": jnp.ones(3)})
+    assert metrics["skipped_updates"] == 0
+    assert (int(good.step), float(good.carry)) == (5, 1.0)
+    assert float(good.params["~"]["w"]) < 2.0
+    after, metrics = run(good, {"x": jnp.array([1.0, bad, 1.0], jnp.float32)})
+    assert metrics["skipped_updates"] == 1
+    assert int(after.step) == 6
+    for kept, was in zip(jax.tree.leaves(after._replace(step=0)), jax.tree.leaves(good._replace(step=0)), strict=True):
+        np.testing.assert_array_equal(kept, was)
+    again, metrics = run(after, {"x": jnp.ones(3)})
+    assert metrics["skipped_updates"] == 0
+    assert float(again.params["~"]["w"]) < float(after.params["~"]["w"])
+
+
+def test_a_run_that_stops_has_the_step_that_it_always_had():
+    optimizer = optimizers.adamw(learning_rate=optimizers.constant(0.1), no_decay=())
+    params = {"~": {"w": jnp.float32(2.0)}}
+    state = train_state.TrainState(jnp.int32(4), params, optimizer.init(params), jnp.float32(0))
+    text = {
+        skip: str(
+            jax.make_jaxpr(step.train_step(Line(), optimizer, seed=0, skip_non_finite=skip))(state, {"x": jnp.ones(3)})
+        )
+        for skip in (False, True)
+    }
+    assert "is_finite" not in text[False]
+    assert "is_finite" in text[True]

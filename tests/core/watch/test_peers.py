@@ -1,0 +1,232 @@
+"""Hosts that watch one another, as processes that do nothing else: each way to end, and what everybody says of it."""
+
+import re
+import time
+
+import pytest
+
+from core.watch import exit_codes, judging
+
+# Host 0 waits for the story of the test to be told by the others; everybody ends through the watch.
+WATCHED = """
+import os, signal, sys, time
+from core import roll_call
+from core.watch import judging, peers, phase
+peers.BEAT_SECONDS, judging.EARLY_SECONDS, judging.SILENT_SECONDS = 0.2, 1.0, 2.0
+roll = roll_call.answer(COORDINATOR, index=PROCESS, count=HOSTS, timeout_seconds=30)
+peers.start(roll, limits=judging.Limits(step_seconds=1.5, slow_seconds=30.0))
+phase.at(phase.TRAINING, step=17)
+time.sleep(0.7)  # until everybody has said where it is
+def works_on(seconds=20.0):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        phase.at(phase.TRAINING)
+        time.sleep(0.1)
+def stop_the_clock():
+    print("AT", time.time(), flush=True)
+"""
+LOST, HUNG = exit_codes.PEER_LOST, exit_codes.HUNG
+
+
+@pytest.fixture
+def ends(run_hosts):
+    """Runs a story on three hosts and gives how they ended, and the seconds from what happened to the last end."""
+
+    def run(story, hosts=3):
+        results = run_hosts(WATCHED + story, hosts=hosts, timeout=60)
+        ended = time.time()
+        began = [float(at) for r in results for at in re.findall(r"^AT (\S+)", r.output, re.M)]
+        return results, ended - min(began)
+
+    return run
+
+
+def say(results, hosts, sentence):
+    for host in hosts:
+        assert sentence in results[host].output, results[host].output
+
+
+@pytest.mark.parametrize("host", [1, 0])
+def test_a_killed_host_is_named_with_its_last_place(ends, host):
+    story = f"if PROCESS == {host}: stop_the_clock(); os.kill(os.getpid(), signal.SIGKILL)\nworks_on()"
+    results, seconds = ends(story)
+    others = [i for i in range(3) if i != host]
+    assert [results[i].returncode for i in (host, *others)] == [-9, LOST, LOST], results
+    say(results, others, f"host {host} (127.0.0.1) was lost: last seen at step 17, training. Read the end of its log.")
+    say(results, others[-1:], f"host {others[-1]} (127.0.0.1) of 3 ends: ")
+    assert seconds < 5
+
+
+def test_an_exception_on_one_host_is_told_with_its_type(ends):
+    story = """
+if PROCESS == 2:
+    stop_the_clock()
+    peers.raised("OverflowError: only here", code=13, is_consequence=False)
+if PROCESS == 1:
+    time.sleep(0.2)
+    peers.raised("JaxRuntimeError: Gloo all-reduce failed", code=13, is_consequence=True)
+works_on()
+"""
+    results, seconds = ends(story)
+    assert [r.returncode for r in results] == [LOST, LOST, 13], results
+    say(results, (0, 1), "host 2 (127.0.0.1) raised OverflowError: only here (at step 17, training)")
+    assert seconds < 8
+
+
+def test_what_all_raise_is_everybody_s_own(ends):
+    story = "stop_the_clock(); peers.raised('NonFiniteLossError: loss = nan', code=17, is_consequence=False)"
+    results, seconds = ends(story)
+    assert [r.returncode for r in results] == [17] * 3, results
+    assert seconds < 6
+
+
+def test_an_error_that_a_loss_causes_is_not_taken_for_the_cause(ends):
+    story = """
+if PROCESS == 1:
+    stop_the_clock()
+    peers.raised("JaxRuntimeError: Gloo all-reduce failed", code=13, is_consequence=True)
+if PROCESS == 2: time.sleep(0.3); os.kill(os.getpid(), signal.SIGKILL)
+works_on()
+"""
+    results, _ = ends(story)
+    assert [r.returncode for r in results] == [LOST, LOST, -9], results
+    say(results, (0, 1), "host 2 (127.0.0.1) was lost")
+
+
+@pytest.mark.parametrize("host", [1, 0])
+def test_a_host_that_leaves_its_loop_is_named(ends, host):
+    story = f"if PROCESS == {host}: stop_the_clock(); phase.at(phase.ENDING); sys.exit()\nworks_on()"
+    results, seconds = ends(story)
+    others = [i for i in range(3) if i != host]
+    assert [results[i].returncode for i in (host, *others)] == [0, LOST, LOST], results
+    says = f"host {host} (127.0.0.1) left its loop at step 17, with others in theirs: host {others[0]} (127.0.0.1) at"
+    say(results, others[:1], says + " step 17, training")
+    assert seconds < 9
+
+
+def test_a_host_that_ends_with_a_code_is_named(ends):
+    story = """
+judging.LEAVING_SECONDS = 1.0
+if PROCESS == 1:
+    stop_the_clock()
+    peers.leave(2, "error: no such file")
+    os._exit(2)
+works_on()
+"""
+    results, _ = ends(story)
+    assert [r.returncode for r in results] == [LOST, 2, LOST], results
+    say(results, (0, 2), "host 1 (127.0.0.1) ended with exit code 2: error: no such file")
+
+
+def test_all_that_leave_with_a_code_keep_it(ends):
+    results, seconds = ends(
+        "stop_the_clock(); time.sleep(PROCESS / 5); peers.leave(143, 'told to stop'); os._exit(143)"
+    )
+    assert [r.returncode for r in results] == [143] * 3, results
+    assert not any("ends: " in r.output for r in results), results
+    assert seconds < 5
+
+
+def test_a_frozen_host_is_named(run_hosts):
+    story = """
+if PROCESS == 2:
+    if os.fork() == 0:  # wakes it up again when the others are gone
+        os.closerange(3, 100)
+        time.sleep(5); os.kill(os.getppid(), signal.SIGCONT); os._exit(0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+works_on()
+"""
+    results = run_hosts(WATCHED + story, hosts=3, timeout=60)
+    assert [r.returncode for r in results] == [LOST, LOST, HUNG], results
+    for host in (0, 1):
+        assert re.search(
+            r"host 2 \(127\.0\.0\.1\) has been silent for \d+ s: last seen at step 17, training", results[host].output
+        )
+
+
+@pytest.mark.covers("X08")
+@pytest.mark.parametrize("host", [2, 0])
+def test_a_stuck_host_is_named_with_its_stack(ends, host):
+    story = f"""
+def a_hook_that_never_returns():
+    phase.at(phase.BETWEEN)
+    stop_the_clock()
+    time.sleep(30)
+if PROCESS == {host}: a_hook_that_never_returns()
+time.sleep(30)
+"""
+    results, seconds = ends(story)
+    others = [i for i in range(3) if i != host]
+    assert [results[i].returncode for i in (host, *others)] == [HUNG, LOST, LOST], results
+    for result in results:
+        assert re.search(
+            rf"host {host} \(127\.0\.0\.1\) has been at step 17, between steps for \d+ s \(limit 1.5 s\)", result.output
+        )
+        assert "; the others at step 17, training" in result.output
+        assert "in a_hook_that_never_returns" in result.output
+    assert seconds < 8
+
+
+def test_a_host_in_another_branch_is_named(ends):
+    story = """
+judging.APART_SECONDS[phase.EVALUATING] = 1.0
+stop_the_clock()
+def evaluates_alone():
+    phase.at(phase.EVALUATING)
+    time.sleep(30)
+if PROCESS == 1: evaluates_alone()
+phase.at(phase.TRAINING, step=18)
+time.sleep(30)
+"""
+    results, seconds = ends(story)
+    assert [r.returncode for r in results] == [LOST, HUNG, LOST], results
+    say(results, range(3), "host 1 (127.0.0.1) is at step 17, evaluating; the others at step 18, training: they wait")
+    say(results, range(3), "in evaluates_alone")
+    assert seconds < 8
+
+
+def test_when_nobody_is_behind_everybody_shows_its_stacks(ends):
+    results, _ = ends("stop_the_clock()\ndef waits_for_a_device(): time.sleep(30)\nwaits_for_a_device()", hosts=2)
+    assert [r.returncode for r in results] == [HUNG] * 2, results
+    for result in results:
+        assert "none is behind the others: step 17, training" in result.output
+        assert result.output.count("in waits_for_a_device") == 2
+
+
+def test_a_process_alone_is_watched_for_being_stuck(run_hosts):
+    story = WATCHED.replace("peers.start(roll", "roll.close(); peers.start(None") + "phase.at(phase.SAVING)\n"
+    story = story.replace("slow_seconds=30.0", "slow_seconds=0.5")
+    (result,) = run_hosts(story + "def writes_for_ever(): time.sleep(30)\nwrites_for_ever()", hosts=1)
+    assert result.returncode == HUNG, result.output
+    assert "host 0 has been at step 17, saving for" in result.output
+    assert "in writes_for_ever" in result.output
+
+
+@pytest.mark.covers("X07")
+def test_hosts_with_other_numbers_are_named(ends):
+    story = """
+peers.compare(20, {"params/w": [7, 7], "params/v": [9]})
+peers.compare(40, {"params/w": [7, 8 if PROCESS == 1 else 7], "params/v": [9]})
+stop_the_clock()
+works_on()
+"""
+    results, seconds = ends(story)
+    assert [r.returncode for r in results] == [exit_codes.DIVERGED] * 3, results
+    say(results, range(3), "behind step 40 host 1 held other numbers than most: params/w.")
+    assert seconds < 6
+
+
+def test_hosts_that_end_together_alarm_nobody(run_hosts):
+    story = """
+phase.at(phase.ENDING)
+time.sleep((HOSTS - PROCESS) * 0.4)
+print("done", flush=True)
+"""
+    results = run_hosts(WATCHED + story, hosts=3, timeout=60)
+    assert [(r.returncode, r.output) for r in results] == [(0, "done\n")] * 3
+
+
+def test_the_limits_are_those_of_what_a_host_does():
+    limits = judging.Limits(step_seconds=1, slow_seconds=2)
+    found = {p: limits.of(judging.Place(3, p, 0.0)) for p in ("training", "between steps", "saving", "joining")}
+    assert found == {"training": 1, "between steps": 1, "saving": 2, "joining": float("inf")}
