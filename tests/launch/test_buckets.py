@@ -49,7 +49,8 @@ NUM_STREAMS = 4
 TOTAL_STEPS = 12
 WARMUP_STEPS = 3
 LENGTH = 16
-CHECKPOINT_INTERVAL = 4
+CHECKPOINT_INTERVAL = 3
+KEEP_CHECKPOINTS = 4
 EVAL_BATCHES = 0
 LOG_INTERVAL = 1
 PROMPT = ''
@@ -102,29 +103,30 @@ def metrics(bucket, run_dir=RUN):
 @pytest.mark.simulated(2)
 @pytest.mark.covers("C03", "C06", "D14")
 def test_two_hosts_train_in_a_bucket_and_go_on_from_what_is_sound(bucket, pod, command):
-    """Of three checkpoints one is half removed and one damaged."""
+    """Of four checkpoints one was never finished, one is half removed and one damaged."""
     said = pod("v4-16", TOKENS)
     assert "fresh" in said
     want, lines, there = numbers(bucket, 12), metrics(bucket), bucket.list(f"{RUN}/")
     assert sorted(lines) == list(range(1, 13))
     assert any(re.match(r"tensorboard/events\.", name) for name in there)
     assert any(name.startswith("compiled/") for name in there)
-    assert {name.split("/")[1] for name in there if name.startswith("checkpoints/")} == {"4", "8", "12"}
+    assert {name.split("/")[1] for name in there if name.startswith("checkpoints/")} == {"3", "6", "9", "12"}
 
     bucket.delete(f"{RUN}/checkpoints/12/commit_success.txt")
-    name, _ = max(bucket.list(f"{RUN}/checkpoints/8/state/ocdbt.process_1/d/").items(), key=lambda item: item[1])
-    damaged = f"{RUN}/checkpoints/8/state/ocdbt.process_1/d/{name}"
+    bucket.delete(f"{RUN}/checkpoints/9/_CHECKPOINT_METADATA")
+    name, _ = max(bucket.list(f"{RUN}/checkpoints/6/state/ocdbt.process_1/d/").items(), key=lambda item: item[1])
+    damaged = f"{RUN}/checkpoints/6/state/ocdbt.process_1/d/{name}"
     content = bucket.read(damaged)
     bucket.write(damaged, content[: len(content) // 2])
     said = pod("v4-16", TOKENS)
-    assert re.search(r"checkpoint 8 is damaged \(.*\); it is damaged-8-\d+ now", said)
-    assert "resumed from 4" in said
+    assert re.search(r"checkpoint 6 is damaged \(.*\); it is damaged-6-\d+ now", said)
+    assert "resumed from 3" in said
     assert re.search(r"compiled \d programs and read [1-9]", said)
     assert numbers(bucket, 12) == want  # every bit of every array, the data's position beside them
     again = metrics(bucket)
-    assert {step: again[step] for step in range(5, 13)} == {step: lines[step] for step in range(5, 13)}
+    assert {step: again[step] for step in range(4, 13)} == {step: lines[step] for step in range(4, 13)}
     kept = {name.split("/")[1].split("-")[0] for name in bucket.list(f"{RUN}/") if name.startswith("checkpoints/")}
-    assert kept == {"4", "8", "12", "damaged"}
+    assert kept == {"3", "6", "9", "12", "damaged", "incomplete"}
 
     verify = command("checkpoints", "verify", RUN, "--step", "12")
     done = subprocess.run(**verify, capture_output=True, timeout=100)  # one process, without the model

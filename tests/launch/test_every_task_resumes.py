@@ -1,0 +1,77 @@
+"""Whatever it is trained on, a run that stopped and went on is the run that did not stop, to the last bit."""
+
+import dataclasses
+import json
+
+import pytest
+
+from core import paths
+from core.checkpoints import description
+from core.checkpoints.streams import StreamsHandler
+from launch import configuration, training
+from launch.pods.joining import Host
+
+COMMON = ("TOTAL_STEPS = 8", "CHECKPOINT_INTERVAL = 4", "EVAL_BATCHES = 0", "WARMUP_STEPS = 6", "BATCH_SIZE = 8")
+TOKENS = (
+    *COMMON,
+    "NUM_STREAMS = 4",
+    "LENGTH = 16",
+    "PROMPT = ''",
+    "transformer.Transformer.num_layers = 1",
+    "transformer.Transformer.embed_dim = 32",
+    "transformer.Transformer.mlp_dim = 64",
+)
+GRIDS = (*COMMON, "trm.TRM.embed_dim = 32", "trm.TRM.num_layers = 1", "trm.TRM.h_cycles = 2", "trm.TRM.l_cycles = 2")
+MAZES = ("puzzles.maze.size = 7", "puzzles.maze.num_train = 20", "puzzles.maze.num_test = 8")
+MAZES += ("TASK = @puzzles.maze()",)
+STORED = ("DATA = '{data}'", "puzzles.dataset.directory = %DATA", "TASK = @puzzles.dataset()", "LENGTH = 16")
+STORED += ("puzzles.dataset.length = %LENGTH", "puzzles.dataset.vocab_size = %VOCAB_SIZE")
+LINES = ("TASK = @text.files()", "DATA = '{lines}'", "VALIDATION_DATA = '{lines}'", "text.files.train = %DATA")
+LINES += ("text.files.validation = %VALIDATION_DATA", "text.files.length = %LENGTH")
+LINES += ("text.files.num_streams = %NUM_STREAMS",)
+TASKS = {
+    "random_tokens": ("gin/quickstart.gin", (*TOKENS, "TASK = @synthetic.random_tokens()")),
+    "python_source": ("gin/quickstart.gin", TOKENS),
+    "files": ("gin/quickstart.gin", (*TOKENS, *LINES)),
+    "maze": ("gin/trm/sudoku4.gin", (*GRIDS, *MAZES)),
+    "dataset": ("gin/trm/sudoku4.gin", (*GRIDS, *STORED)),
+}
+
+
+def ready(name, folder):
+    """That task in a tiny run of 8 steps."""
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": f"line {i} " * 9}) + "\n" for i in range(64)))
+    file, bindings = TASKS[name]
+    places = {"data": str(folder / "data"), "lines": str(folder / "text.jsonl")}
+    bindings = [b.format_map(places) if b.startswith(("DATA", "VALIDATION")) else b for b in bindings]
+    config = configuration.load(file, bindings=bindings, slice_name="v5e-4")
+    straight = str(folder / "straight")
+    return training.ready(
+        config.build(), config_text=config.text, revision="", run_dir=straight, last_step=8, host=Host(0, 1, True)
+    )
+
+
+def left_behind(run):
+    folder = paths.resolve(run.checkpoint_dir) / "8"
+    return description.read(folder).content, StreamsHandler().restore(folder / "data")
+
+
+@pytest.mark.covers("C06")
+@pytest.mark.parametrize(
+    "name", [name if name == "random_tokens" else pytest.param(name, marks=pytest.mark.slow) for name in TASKS]
+)
+def test_a_run_goes_on_bit_for_bit(name, tmp_path):
+    if name == "dataset":
+        from launch import __main__ as main
+
+        words = ["sudoku", "--size", "4", "--train", "40", "--test", "8", "--out", str(tmp_path / "data")]
+        assert main.main(["build", *words]) == 0
+    run = ready(name, tmp_path)
+    training.train(run)
+    resumed = dataclasses.replace(run, run_dir=str(tmp_path / "resumed"))
+    training.train(dataclasses.replace(resumed, last_step=4))
+    training.train(resumed)
+    content, position = left_behind(resumed)
+    assert (content, position) == left_behind(run)
+    assert len(content) > 10
+    assert any(position.values())
