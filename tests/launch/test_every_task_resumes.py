@@ -7,7 +7,6 @@ import pytest
 
 from core import paths
 from core.checkpoints import description
-from core.checkpoints.streams import StreamsHandler
 from launch import configuration, training
 from launch.pods.joining import Host
 
@@ -52,8 +51,9 @@ def ready(name, folder):
 
 
 def left_behind(run):
-    folder = paths.resolve(run.checkpoint_dir) / "8"
-    return description.read(folder).content, StreamsHandler().restore(folder / "data")
+    """What is in every array, and which positions there are: an iterator's own state says when it was written."""
+    found = description.read(paths.resolve(run.checkpoint_dir) / "8")
+    return found.content, found.streams
 
 
 @pytest.mark.covers("C06")
@@ -71,7 +71,8 @@ def test_a_run_goes_on_bit_for_bit(name, tmp_path):
     resumed = dataclasses.replace(run, run_dir=str(tmp_path / "resumed"))
     training.train(dataclasses.replace(resumed, last_step=4))
     training.train(resumed)
-    content, position = left_behind(resumed)
-    assert (content, position) == left_behind(run)
+    (content, streams), (want, want_streams) = left_behind(resumed), left_behind(run)
+    assert content == want  # of every array, optimizer and carry included
+    assert streams == want_streams
     assert len(content) > 10
-    assert any(position.values())
+    assert streams
