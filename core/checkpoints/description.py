@@ -62,6 +62,6 @@ def _checksum(meta: Mapping[str, Any]) -> str:
 
 
 def said(error: BaseException) -> str:
-    """The first line of what an error says, which may be hundreds long."""
-    text = str(error).strip() or type(error).__name__
-    return f"{type(error).__name__}: {text.splitlines()[0][:400]}"
+    """The first line of what an error says, which may be hundreds long; of a long line where it begins and ends."""
+    line = (str(error).strip() or "no reason given").splitlines()[0]
+    return f"{type(error).__name__}: {line if len(line) < 500 else f'{line[:200]} … {line[-250:]}'}"

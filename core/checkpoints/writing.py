@@ -113,7 +113,7 @@ class Writing:
 
     @property
     def _name(self) -> str:
-        return f"checkpoints/{self._directory}/{self.step}/failed"
+        return f"checkpoints/step_{self.step}/failed"
 
     def _failure(self, error: BaseException) -> str:
         return (

@@ -58,6 +58,7 @@ def test_a_full_disk_on_one_host_ends_all_hosts_soon(run_hosts, tmp_path):
         assert ended[2].startswith("host 1: saving" if host == 0 else "saving"), ended[2]
         assert "the checkpoint of step 2 to " in ended[2]
         assert re.search(r"a checkpoint takes 0.000977 GiB, [\d.]+ GiB are free on this host's disk", ended[2])
+        assert "File too large" in ended[2]
         assert "earlier checkpoints are intact" in ended[2]
     folder = paths.resolve(tmp_path / "checkpoints")
     assert steps.complete(folder) == [1]
