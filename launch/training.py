@@ -220,9 +220,11 @@ def _logging(
         own = figures.own(values)
         own_lines.scalars(step, own)
         own_lines.flush()
-        seen = figures.exchange(own)
-        progress.line(step, values, slowest=figures.slowest)
-        writers.scalars(step, {**values, **seen})
+        compared, seen = figures.exchange(step, own)
+        progress.line(step, values, slowest=figures.slowest if seen else None)
+        if seen:
+            writers.scalars(compared, seen)
+        writers.scalars(step, values)
         writers.flush()
 
     def compiled(step: int, totals: compile_cache.Totals) -> None:

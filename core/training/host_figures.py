@@ -2,7 +2,8 @@
 
 Hosts that train together have the same step time, since each waits for the slowest in the collectives. What tells them
 apart is what a host does while no device works for it: its own work and its wait for data. The one idea: every host
-puts up its latest figures where host 0 finds them, and nobody waits for anybody; those of others may be a line old.
+puts up its latest figures where host 0 finds them, and nobody waits for anybody: what is compared is the latest line of
+the log that all of them have put up, usually the one before this.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ SENT = ("step_seconds", "input_wait_seconds", "device_seconds", "host_seconds")
 WORTH_NAMING = 0.1  # of a step, that the slowest host makes the others wait
 
 _FOLDER = "figures"
+_LINES = 3  # that a host leaves up: hosts are two steps apart at most
 
 
 class Slowest(NamedTuple):
@@ -42,6 +44,8 @@ class HostFigures:
         """`hbm()` gives GiB by chip."""
         self._hbm = hbm
         self._written: dict[str, float] = {}  # memory that is known already: it grows once and stays
+        self._latest: dict[int, Mapping[str, float]] = {}  # this host's last lines, by step
+        self._compared = -1
         self.slowest: Slowest | None = None
 
     def own(self, values: Mapping[str, float]) -> dict[str, float]:
@@ -49,16 +53,25 @@ class HostFigures:
         memory = {f"hbm_gib/{chip}": gib for chip, gib in self._hbm().items()}
         return {name: values[name] for name in SENT if name in values} | memory
 
-    def exchange(self, own: Mapping[str, float]) -> dict[str, float]:
-        """Puts up this host's figures; on host 0, what there is of all hosts, else nothing.
+    def exchange(self, step: int, own: Mapping[str, float]) -> tuple[int, dict[str, float]]:
+        """Puts up this host's figures of a line; on host 0, the step of a line that all have put up, and all of it.
 
         `hosts/step_seconds/host_2`, `hosts/own_seconds/host_2` (work and wait for data, without the devices), of these
         the `…_spread` between hosts and the number of the slowest, and `hbm_gib/host_2/chip_5` where it has changed.
+        Nothing on other hosts, nor twice.
         """
-        distributed.post(f"{_FOLDER}/{distributed.process_index()}", json.dumps(own))
+        self._latest[step] = own
+        self._latest = dict(sorted(self._latest.items())[-_LINES:])
+        distributed.post(f"{_FOLDER}/{distributed.process_index()}", json.dumps(self._latest))
         if not distributed.is_host_zero():
-            return {}
-        return self._beside({int(host): json.loads(text) for host, text in distributed.posted(_FOLDER).items()})
+            return step, {}
+        of_hosts = {int(host): json.loads(text) for host, text in distributed.posted(_FOLDER).items()}
+        common = set.intersection(*({int(line) for line in lines} for lines in of_hosts.values()))
+        compared = max(common, default=-1)
+        if len(of_hosts) < distributed.process_count() or compared <= self._compared:
+            return step, {}
+        self._compared = compared
+        return compared, self._beside({host: lines[str(compared)] for host, lines in of_hosts.items()})
 
     def _beside(self, figures: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
         alone = {host: own["input_wait_seconds"] + own["host_seconds"] for host, own in sorted(figures.items())}

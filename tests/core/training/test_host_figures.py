@@ -1,5 +1,7 @@
 """What hosts measure of themselves, side by side on host 0."""
 
+import re
+
 import pytest
 
 from core.training import host_figures
@@ -55,14 +57,22 @@ distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_c
 from core.training.host_figures import HostFigures
 seen = HostFigures()
 own = {"step_seconds": 1.0, "input_wait_seconds": 0.5 * PROCESS, "device_seconds": 0.1, "host_seconds": 0.1}
-alone = seen.exchange(own)  # waits for nobody
-distributed.barrier("posted")
+if PROCESS == 0:
+    print("EARLY", seen.exchange(5, own))  # waits for nobody
+else:
+    distributed.barrier("host 0 has put up its lines")
 began = time.perf_counter()
-for _ in range(100):
-    found = seen.exchange({**own, "host_seconds": 0.2})
+for step in range(6 - PROCESS, 106 - PROCESS):  # host 1 is a line behind
+    seen.exchange(step, {**own, "step_seconds": step / 100})
 print("MILLISECONDS", (time.perf_counter() - began) * 10)
-print("FOUND", sorted(found) if found else None, seen.slowest)
-distributed.barrier("read")
+if PROCESS == 0:
+    distributed.barrier("host 0 has put up its lines")
+distributed.barrier("posted")
+if PROCESS:
+    distributed.barrier("host 0 has read")
+print("FOUND", *seen.exchange(106, own), seen.slowest)
+if not PROCESS:
+    distributed.barrier("host 0 has read")
 distributed.shutdown()
 """
 
@@ -72,9 +82,11 @@ distributed.shutdown()
 def test_hosts_put_up_their_figures_and_host_0_reads_them(run_hosts):
     first, second = run_hosts(EXCHANGE, hosts=2)
     assert first.returncode == second.returncode == 0, first.output + second.output
-    assert "hosts/own_seconds/host_1" in first.output
-    assert "Slowest(host=1, seconds=" in first.output
-    assert "FOUND None None" in second.output
+    assert "EARLY (5, {})" in first.output
+    assert re.search(r"FOUND 104 \{.*'hosts/step_seconds/host_1': 1.04", first.output)
+    assert "'hosts/step_seconds_spread': 0" in first.output  # of one line of the log
+    assert "Slowest(host=1, seconds=0.5" in first.output
+    assert "FOUND 106 {} None" in second.output
     for host in (first, second):
         milliseconds = float(host.output.split("MILLISECONDS ")[1].split()[0])
         assert milliseconds < 20  # 0.5 to 1 on a quiet machine, once in a line of the log

@@ -111,9 +111,10 @@ def test_every_host_is_seen_in_the_figures_of_host_0_and_writes_its_own(lived):
             parts = line["input_wait_seconds"] + line["device_seconds"] + line["host_seconds"]
             assert parts == pytest.approx(line["step_seconds"], rel=0.2)
     seen = [row for row in rows(lived.run_dir / "metrics.jsonl") if "hosts/step_seconds/host_1" in row]
-    told = {line["step_seconds"] for line in own[1]}
+    told = [{line["step"]: line["step_seconds"] for line in own[index]} for index in (0, 1)]
     assert len(seen) > 3
-    assert all(row["hosts/step_seconds/host_1"] in told for row in seen)
+    for row in seen:
+        assert [row[f"hosts/step_seconds/host_{index}"] for index in (0, 1)] == [t[row["step"]] for t in told]
     assert all(row["hosts/slowest"] in (0, 1) for row in seen)
     texts = {row["tag"]: row["text"] for row in rows(lived.run_dir / "metrics.jsonl") if "tag" in row}
     assert "params/" in texts["sharding"]
