@@ -116,8 +116,6 @@ def train(run: Run, *, also: Sequence[hooks.Hook] = ()) -> dict[str, float]:
             wandb_project=run.experiment.wandb_project,
         )
         stack.callback(writers.close)
-        own_lines = metrics.open_own_lines(run.run_dir, process_index=run.host.index)
-        stack.callback(own_lines.close)
         if run.host.is_zero:
             card.show(
                 run.experiment,
@@ -141,7 +139,7 @@ def train(run: Run, *, also: Sequence[hooks.Hook] = ()) -> dict[str, float]:
             total_steps=run.last_step,
             hooks=[
                 policy,
-                *_logging(run, writers, own_lines, progress, measured),
+                *_logging(run, writers, progress, measured, stack),
                 *looping.comparing(run.experiment.compare_interval),
                 *([evaluation] if evaluation else []),
                 _saving(run, checkpoints, batches, Costs(say=progress.note, write=writers.scalars), preemption),
@@ -209,11 +207,13 @@ def _measured(run: Run, progress: Progress) -> Measured:
 
 
 def _logging(
-    run: Run, writers: metrics.Writers, own_lines: metrics.Writers, progress: Progress, measured: Measured
+    run: Run, writers: metrics.Writers, progress: Progress, measured: Measured, stack: contextlib.ExitStack
 ) -> list[hooks.Hook]:
     tokens = run.experiment.batch_size * run.experiment.task.length
     every = run.experiment.log_interval
     figures = host_figures.HostFigures()
+    own_lines = metrics.open_own_lines(run.run_dir, process_index=run.host.index)
+    stack.callback(own_lines.close)
 
     def write(step: int, values: Mapping[str, float]) -> None:
         values = {**values, **measured.beside(values)}

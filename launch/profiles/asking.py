@@ -64,7 +64,7 @@ def ask(
 def _wait(folder: paths.Path, plan: dict[str, Any]) -> int:
     first, last = plan["first_step"], plan["last_step"]
     print(
-        f"{plan['hosts']} hosts trace steps {first} to {last}, from about {plan['starts_in_seconds']:g} s from now on"
+        f"{plan['hosts']} host(s) trace steps {first} to {last}, from about {plan['starts_in_seconds']:g} s from now on"
     )
     tracing_seconds = plan["starts_in_seconds"] + (last - first + 1) * plan["step_seconds"]
     answer = _answer(folder, plan["id"], {"written"}, within_seconds=3 * tracing_seconds + _WRITING_SECONDS)
@@ -84,7 +84,7 @@ def _answer(folder: paths.Path, name: str, states: set[str], *, within_seconds: 
     poll_seconds = _BUCKET_POLL_SECONDS if paths.is_remote(folder) else _POLL_SECONDS
     while time.monotonic() < deadline:
         path = folder / ANSWER_NAME
-        if path.exists():
+        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # of a bucket, half of what is replaced
             answer = json.loads(path.read_text())
             if answer["id"] == name and answer["state"] in states:
                 return answer
@@ -94,6 +94,6 @@ def _answer(folder: paths.Path, name: str, states: set[str], *, within_seconds: 
 
 def _withdraw(path: paths.Path, name: str) -> None:
     """Nobody took it; a run that starts later must not."""
-    with contextlib.suppress(FileNotFoundError):  # or somebody did, at the last moment
+    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # or somebody did, at the last moment
         if json.loads(path.read_text())["id"] == name:
             path.unlink()

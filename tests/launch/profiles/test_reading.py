@@ -1,10 +1,14 @@
 """What is read out of traces: of a TPU's planes, written here as the profiler documents them, and what is refused."""
 
 import json
+import re
+import subprocess
+import sys
 
 import jax
 import pytest
 
+from launch.environment import WORKSPACE as ROOT
 from launch.profiles import asking, page, reading
 
 MILLISECOND = 10**9  # picoseconds
@@ -146,3 +150,38 @@ def test_what_is_asked_reaches_the_run_as_json(tmp_path, monkeypatch):
             asking.ask(str(tmp_path), **length)
     assert [{k: v for k, v in request.items() if k != "id"} for request in seen] == [{"steps": 3}, {"seconds": 2.5}]
     assert seen[0]["id"] != seen[1]["id"]
+
+
+LOOP = """
+import time
+from core.training import profile_requests
+profile_requests._BUCKET_SECONDS = 0.5  # between looks, so that the test is quick
+requests = profile_requests.Requests("gs://bucket/run", last_step=100_000)
+for step in range(100_000):
+    time.sleep(0.02)
+    if window := requests.asked(step):
+        print("traced", window, flush=True)
+        requests.done(window)
+"""
+
+
+@pytest.mark.covers("O01")
+def test_a_run_in_a_bucket_is_asked_through_the_bucket(bucket, launch_command):
+    """The run's side, without its training, and the command, each a process that only knows the bucket."""
+    bucket.write("gs://bucket/run/config.gin", b"")
+    command, environment = launch_command("pod", "profile", "gs://bucket/run", "--steps", "2")
+    environment |= bucket.environment | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.Popen([sys.executable, "-c", LOOP], env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        for _ in range(2):  # the second finds what the first left
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+            first, last = map(int, re.search(r"trace steps (\d+) to (\d+)", done.stdout).groups())
+            assert run.stdout.readline() == f"traced Window(first_step={first}, last_step={last})\n"
+            assert f"profile     gs://bucket/run/tensorboard/plugins/profile/step_{first}\n" in done.stdout
+            assert "/profile_request.json" not in bucket.list("gs://bucket/run")
+    finally:
+        run.kill()
+        run.wait()
