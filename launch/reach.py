@@ -13,7 +13,7 @@ from core import paths
 from core.slices import Slice
 from launch import environment
 from launch.experiment import Experiment
-from launch.pods import workstation
+from launch.pods import shipping
 
 # Where the hosts will be: here or who knows; processes here; reached from this workstation, which for a dry run asks
 # nothing over the network.
@@ -42,7 +42,7 @@ def data(experiment: Experiment, *, smoked: bool, hosts: Hosts) -> list[Finding]
             return [Finding("data", True, f"random tokens in its place ({problems[0]})")]
         if hosts in _AWAY:
             seen = [name for name in named if name not in unseen and not paths.is_remote(name)]
-            problems += workstation.left_behind(seen, workspace=environment.WORKSPACE)
+            problems += shipping.left_behind(seen, workspace=environment.WORKSPACE)
         notes = [Finding("data", True, f"not looked at: {', '.join(unseen)}", is_note=True)] if unseen else []
         if vocabulary not in unseen and not problems:
             try:

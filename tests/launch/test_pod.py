@@ -10,7 +10,7 @@ import pytest
 from core import paths
 from launch import __main__ as cli
 from launch import environment
-from launch.pods import hosts, simulate, workstation
+from launch.pods import gcloud, hosts, shipping, simulate, workstation
 
 ROOT = environment.WORKSPACE
 NOWHERE = hosts.Place(False, None, ("environment: TPU_WORKER_ID is not set",))
@@ -55,7 +55,7 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(simulate, "run", simulated)
     monkeypatch.setattr(workstation, "start", start)
-    monkeypatch.setattr(workstation, "shipped_path", lambda path, workspace: path)
+    monkeypatch.setattr(shipping, "shipped_path", lambda path, workspace: path)
     return made
 
 
@@ -133,7 +133,7 @@ def test_a_workstation_passes_on_what_the_hosts_need(place, calls, monkeypatch):
     argv = ["pod", "v4-16", "gin/quickstart.gin", "--tpu", "t", "--zone", "z", "--smoke", "--dry-run"]
     assert cli.main(argv) == 0
     arguments = ["v4-16", "gin/quickstart.gin", "--run-dir", "gs://bucket/runs/gin/quickstart-smoke", "--smoke"]
-    assert calls == [("start", (workstation.Tpu("t", "z"),), "v4-16", arguments, True)]
+    assert calls == [("start", (gcloud.Tpu("t", "z"),), "v4-16", arguments, True)]
 
 
 def test_a_mesh_in_the_environment_is_the_hosts_environment_too(place, calls, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 from core import paths
 from launch import __main__ as cli
 from launch import preflight
-from launch.pods import workstation
+from launch.pods import shipping
 
 QUICKSTART, VALKYRIE = "gin/quickstart.gin", "gin/valkyrie_7b.gin"
 
@@ -102,8 +102,8 @@ def test_what_git_ignores_does_not_reach_the_hosts(tmp_path):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "a.txt").write_text("x")
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
-    assert workstation.left_behind(["kept/*.txt", "kept", "./kept/a.txt", "absent/*"], workspace=tmp_path) == []
-    (problem,) = workstation.left_behind(["kept/*.txt", "*/*.txt"], workspace=tmp_path)
+    assert shipping.left_behind(["kept/*.txt", "kept", "./kept/a.txt", "absent/*"], workspace=tmp_path) == []
+    (problem,) = shipping.left_behind(["kept/*.txt", "*/*.txt"], workspace=tmp_path)
     assert "'*/*.txt' would not reach the hosts: git ignores ignored/a.txt" in problem
     assert "gs://BUCKET/" in problem
 

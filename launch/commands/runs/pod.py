@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from core import paths, slices
 from launch import environment
-from launch.pods import hosts, simulate, workstation
+from launch.pods import gcloud, hosts, shipping, simulate, workstation
 
 if TYPE_CHECKING:
     from launch import preflight
@@ -75,13 +75,13 @@ def run(args: argparse.Namespace) -> int:
     if args.simulate:
         return _simulate(args, slice_)
     if args.tpu:
-        return _from_workstation(args, slice_, workstation.find_tpus(args.tpu, args.zone, args.project))
+        return _from_workstation(args, slice_, gcloud.find_tpus(args.tpu, args.zone, args.project))
     place = hosts.look()
     if place.on_tpu_host:
         _refuse_dry_run(args, "this is a host of a TPU slice, which sends nothing")
         hosts.require_slice(slice_, accelerator_type=place.accelerator_type, where="this host's TPU")
         return _become(["train", args.experiment, "--slice", slice_.name, *_options(args)])
-    tpus = workstation.find_tpus(None, args.zone, args.project)
+    tpus = gcloud.find_tpus(None, args.zone, args.project)
     if tpus:
         return _from_workstation(args, slice_, tpus)
     _refuse_dry_run(args, "no TPU is named")
@@ -114,9 +114,9 @@ def _simulate(args: argparse.Namespace, slice_: slices.Slice) -> int:
     return simulate.run(slice_, command=command, log_directory=Path(here) / "logs")
 
 
-def _from_workstation(args: argparse.Namespace, slice_: slices.Slice, tpus: Sequence[workstation.Tpu]) -> int:
+def _from_workstation(args: argparse.Namespace, slice_: slices.Slice, tpus: Sequence[gcloud.Tpu]) -> int:
     workspace = environment.WORKSPACE
-    experiment = workstation.shipped_path(args.experiment, workspace=workspace)
+    experiment = shipping.shipped_path(args.experiment, workspace=workspace)
     where = "dry run" if args.dry_run else "shipped to"
     checked = _checked(args, slice_, run_directory=args.run_dir or _run_directory(args), hosts=where)
     for finding in checked.findings:
@@ -181,7 +181,7 @@ def _act(args: argparse.Namespace) -> int:
         raise ValueError(
             f"{args.target} takes no {args.experiment!r}: launch/pod.sh {args.target} --tpu NAME --zone ZONE"
         )
-    tpus = workstation.find_tpus(args.tpu, args.zone, args.project)
+    tpus = gcloud.find_tpus(args.tpu, args.zone, args.project)
     if not tpus:
         raise ValueError(f"{args.target} on which TPU? Give --tpu NAME --zone ZONE, or set TPU_NAME and TPU_ZONE")
     log_directory = args.run_dir or environment.read("RENGA_RUN_ROOT") or "runs"

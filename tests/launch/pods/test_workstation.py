@@ -12,13 +12,13 @@ import time
 import pytest
 
 from core import slices
-from launch.pods import logs, stamps, workstation
+from launch.pods import gcloud, logs, shipping, stamps, workstation
 
 HERE = pathlib.Path(__file__).parent
 PODS = HERE.parent.parent.parent / "launch" / "pods"
 ON_HOSTS = ("on_host.sh", "stamped.py", "stamps.py", "host_output.py")  # what acts there, of what is shipped
-TPU = workstation.Tpu("my-tpu", "us-central2-b", "proj")
-SECOND = workstation.Tpu("second", "us-central2-b", "proj")
+TPU = gcloud.Tpu("my-tpu", "us-central2-b", "proj")
+SECOND = gcloud.Tpu("second", "us-central2-b", "proj")
 V4_16 = slices.get("v4-16")
 SECRET = "hf_abcdefghijkl"
 SETUP = '#!/bin/bash\n[ -e "$HOME/no_setup" ] && { echo no python >&2; exit 1; }\nmkdir -p .venv; echo set up "$HOME"\n'
@@ -125,7 +125,7 @@ def test_ship_set_up_start_follow_and_stop(cloud, workspace, monkeypatch, capfd)
     assert all(f"w-{worker}: running, process" in status for worker in range(2))
 
     followed = []
-    argv = workstation.action_step(TPU, action="logs").argv
+    argv = gcloud.action_step(TPU, action="logs").argv
     follower = threading.Thread(target=logs.follow, args=([argv],), kwargs={"write": followed.append})
     follower.start()
     assert act("stop") == 0
@@ -206,38 +206,38 @@ def test_a_tpu_that_cannot_be_used_is_refused_before_anything_is_shipped(cloud, 
 
 
 def test_tensorboard_is_tunnelled_on_loopback_from_host_0(cloud):
-    step = workstation.tensorboard_step(TPU, log_directory="gs://b/runs")
+    step = gcloud.tensorboard_step(TPU, log_directory="gs://b/runs")
     assert "--worker=0" in step.argv
     assert "--ssh-flag=-L 127.0.0.1:6006:127.0.0.1:6006" in step.argv
     assert step.argv[-1].endswith("on_host.sh tensorboard 6006 gs://b/runs")
 
 
 def test_only_what_git_would_keep_can_be_an_experiment(workspace, tmp_path):
-    assert workstation.shipped_path(str(workspace / "gin/x.gin"), workspace=workspace) == "gin/x.gin"
+    assert shipping.shipped_path(str(workspace / "gin/x.gin"), workspace=workspace) == "gin/x.gin"
     with pytest.raises(ValueError, match="would not reach the hosts"):
-        workstation.shipped_path(str(workspace / "data/large.bin"), workspace=workspace)
+        shipping.shipped_path(str(workspace / "data/large.bin"), workspace=workspace)
     with pytest.raises(ValueError, match="no such experiment file"):
-        workstation.shipped_path(str(workspace / "gin/y.gin"), workspace=workspace)
+        shipping.shipped_path(str(workspace / "gin/y.gin"), workspace=workspace)
     with pytest.raises(ValueError, match="not a git work tree"):
-        workstation.workspace_files(tmp_path)
+        shipping.workspace_files(tmp_path)
 
 
 def test_the_tpu_comes_from_flags_then_environment(monkeypatch):
     monkeypatch.setenv("TPU_NAME", "env-tpu")
     monkeypatch.setenv("TPU_ZONE", "z")
-    assert workstation.find_tpus(None, None, "p") == (workstation.Tpu("env-tpu", "z", "p"),)
-    assert workstation.find_tpus("flag", "y", None) == (workstation.Tpu("flag", "y", None),)
-    assert [tpu.name for tpu in workstation.find_tpus("b,a", "y", None)] == ["b", "a"]
+    assert gcloud.find_tpus(None, None, "p") == (gcloud.Tpu("env-tpu", "z", "p"),)
+    assert gcloud.find_tpus("flag", "y", None) == (gcloud.Tpu("flag", "y", None),)
+    assert [tpu.name for tpu in gcloud.find_tpus("b,a", "y", None)] == ["b", "a"]
     monkeypatch.delenv("TPU_ZONE")
     with pytest.raises(ValueError, match="TPU 'flag' has no zone"):
-        workstation.find_tpus("flag", None, None)
+        gcloud.find_tpus("flag", None, None)
     for names in ("user@flag:", "a,,b", "a, b"):
         with pytest.raises(ValueError, match="expected letters, digits"):
-            workstation.find_tpus(names, "z", None)
+            gcloud.find_tpus(names, "z", None)
     with pytest.raises(ValueError, match="each slice is a TPU of its own"):
-        workstation.find_tpus("a,a", "z", None)
+        gcloud.find_tpus("a,a", "z", None)
     monkeypatch.delenv("TPU_NAME")
-    assert workstation.find_tpus(None, "z", None) == ()
+    assert gcloud.find_tpus(None, "z", None) == ()
 
 
 @pytest.fixture
