@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from core import slices
 from core.watch import exit_codes
-from launch.pods import host_output, stamps
+from launch.pods import host_output, stamps, supervise
 
 LAST_LINES = 20
 GIB = 2**30
@@ -73,6 +73,7 @@ def run(
     log_directory: Path,
     grace_seconds: float = 15.0,
     words_seconds: float = WORDS_SECONDS,
+    requested: list[int] | None = None,
 ) -> int:
     """Runs `command` once for every host of `slice_`, to the end of the last or the first failure.
 
@@ -82,6 +83,7 @@ def run(
       log_directory: gets host_0.log, host_1.log, …, each appended to.
       grace_seconds: between asking a process to stop and killing it.
       words_seconds: between the first failure and asking the others to stop.
+      requested: the `stop_requests` of a caller that already listens for them.
 
     Returns:
       0 when all ended well; else the exit code of the host that failed first (128 + N where signal N ended it), leaving
@@ -89,7 +91,8 @@ def run(
     """
     log_directory.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        requested = stack.enter_context(_stop_requests())
+        if requested is None:
+            requested = stack.enter_context(supervise.stop_requests())
         scratch = Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="renga-hosts-", ignore_cleanup_errors=True))
         )
@@ -254,23 +257,6 @@ def _guard(scratch: Path) -> Iterator[Callable[[int], None]]:
         with contextlib.suppress(BrokenPipeError):  # somebody killed the guard
             tell("over")
         guard.communicate()
-
-
-@contextlib.contextmanager
-def _stop_requests() -> Iterator[list[int]]:
-    """Inside, signals that ask us to stop add the exit code they stand for to a list, and do nothing else."""
-    requested: list[int] = []
-
-    def note(number, frame):
-        requested.append(128 + number)
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, note) for number in numbers}
-    try:
-        yield requested
-    finally:
-        for number, action in before.items():
-            signal.signal(number, action)
 
 
 def _free_port() -> int:

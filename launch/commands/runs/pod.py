@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from core import paths, slices
 from launch import environment
-from launch.pods import gcloud, hosts, shipping, simulate, workstation
+from launch.pods import gcloud, hosts, shipping, simulate, supervise, workstation
 
 if TYPE_CHECKING:
     from launch import preflight
@@ -47,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run-dir", metavar="DIR", help="default: $RENGA_RUN_ROOT/{group}/{experiment}")
     parser.add_argument("--steps", metavar="N", type=int, help="stop after step N; of profile, how many to trace")
     parser.add_argument("--seconds", metavar="S", type=float, help="of profile: how long to trace")
+    parser.add_argument(
+        "--restarts", metavar="N", type=int, default=0, help="start again when that can help, N times without progress"
+    )
     modes = parser.add_argument_group("modes")
     modes.add_argument("--simulate", action="store_true", help="hosts as processes here, chips as CPU devices")
     modes.add_argument("--smoke", action="store_true", help="same slice and tables, smallest sizes, 20 steps, PASS")
@@ -68,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"no experiment given: launch/pod.sh {args.target} EXPERIMENT.gin (gin/ has some)")
     if args.steps is not None and args.steps < 1:
         raise ValueError(f"--steps {args.steps}: expected at least 1")
+    _require_restartable(args)
     _require_one_mode(args)
     if args.check:
         where = ["--simulate"] if args.simulate else ["--ship"] if args.tpu else []
@@ -80,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     if place.on_tpu_host:
         _refuse_dry_run(args, "this is a host of a TPU slice, which sends nothing")
         hosts.require_slice(slice_, accelerator_type=place.accelerator_type, where="this host's TPU")
-        return _become(["train", args.experiment, "--slice", slice_.name, *_options(args)])
+        return _train_here(args, slice_)
     tpus = gcloud.find_tpus(None, args.zone, args.project)
     if tpus:
         return _from_workstation(args, slice_, tpus)
@@ -111,7 +115,28 @@ def _simulate(args: argparse.Namespace, slice_: slices.Slice) -> int:
         f"Simulating {slice_.name}: {slice_.hosts} hosts x {slice_.chips_per_host} chips; logs in {here}/logs",
         flush=True,
     )
-    return simulate.run(slice_, command=command, log_directory=Path(here) / "logs")
+    with supervise.stop_requests() as requested:
+        return supervise.supervise(
+            lambda: simulate.run(slice_, command=command, log_directory=Path(here) / "logs", requested=requested),
+            restarts=args.restarts,
+            newest_step=lambda: supervise.newest_step(run_directory),
+            requested=requested,
+        )
+
+
+def _train_here(args: argparse.Namespace, slice_: slices.Slice) -> int:
+    """This host's part of the run: this process itself or, where it may be started again, a child of it."""
+    arguments = ["train", args.experiment, "--slice", slice_.name, *_options(args)]
+    if not args.restarts:
+        return _become(arguments)
+    run_directory = args.run_dir or _run_directory(args)
+    with supervise.stop_requests() as requested:
+        return supervise.supervise(
+            lambda: supervise.run_child([sys.executable, "-m", "launch", *arguments], requested),
+            restarts=args.restarts,
+            newest_step=lambda: supervise.newest_step(run_directory),
+            requested=requested,
+        )
 
 
 def _from_workstation(args: argparse.Namespace, slice_: slices.Slice, tpus: Sequence[gcloud.Tpu]) -> int:
@@ -166,6 +191,14 @@ def _require_one_mode(args: argparse.Namespace) -> None:
     ):
         if getattr(args, one) and getattr(args, other):
             raise ValueError(f"--{one} and --{other.replace('_', '-')} exclude each other: {why}. Give one of them")
+
+
+def _require_restartable(args: argparse.Namespace) -> None:
+    """Raises ValueError where --restarts could not do what it says."""
+    if args.restarts < 0:
+        raise ValueError(f"--restarts {args.restarts}: expected 0 (never) or more")
+    if args.restarts and args.smoke:
+        raise ValueError("--restarts and --smoke exclude each other: a smoke run never continues one. Give one of them")
 
 
 def _refuse_dry_run(args: argparse.Namespace, why: str) -> None:

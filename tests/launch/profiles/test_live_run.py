@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import statistics
 import subprocess
 
 import jax
@@ -107,9 +108,10 @@ def test_every_host_is_seen_in_the_figures_of_host_0_and_writes_its_own(lived):
     own = {index: rows(lived.run_dir / "metrics" / f"host_{index}.jsonl") for index in (0, 1)}
     for lines in own.values():
         assert [line["step"] for line in lines][:3] == [1, 5, 10]
-        for line in lines:
-            parts = line["input_wait_seconds"] + line["device_seconds"] + line["host_seconds"]
-            assert parts == pytest.approx(line["step_seconds"], rel=0.2)
+        parts = ("input_wait_seconds", "device_seconds", "host_seconds")
+        ratios = [sum(line[part] for part in parts) / line["step_seconds"] for line in lines]
+        assert min(ratios) > 0.999
+        assert statistics.median(ratios) < 1.1  # a wait at a line's edge may count to its neighbour
     seen = [row for row in rows(lived.run_dir / "metrics.jsonl") if "hosts/step_seconds/host_1" in row]
     told = [{line["step"]: line["step_seconds"] for line in own[index]} for index in (0, 1)]
     assert len(seen) > 3

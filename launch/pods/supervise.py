@@ -1,0 +1,120 @@
+"""Starts a run again when its process ended in a way that another start can help.
+
+The one idea: what counts is progress. A run that saved a checkpoint since its last start has all its restarts again;
+one that fails at the same place over and over is given up after so many, with pauses that grow, and its code is ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from core import paths
+from core.watch import exit_codes
+
+FIRST_PAUSE_SECONDS = 2.0
+LONGEST_PAUSE_SECONDS = 300.0
+_POLL_SECONDS = 0.2
+
+
+def supervise(
+    attempt: Callable[[], int],
+    *,
+    restarts: int,
+    newest_step: Callable[[], int | None],
+    requested: Sequence[int],
+    first_pause_seconds: float = FIRST_PAUSE_SECONDS,
+) -> int:
+    """Runs `attempt` to its end, and again while its exit code says that this can help.
+
+    Args:
+      attempt: runs to the end and returns an exit code.
+      restarts: how many times to start again without progress; 0 for never.
+      newest_step: of the checkpoints there are, None where there is none.
+      requested: gets an exit code when somebody asks this process to stop; nothing is started after that.
+      first_pause_seconds: before the first restart; doubles with each that brings no progress.
+
+    Returns:
+      The exit code of the last attempt.
+    """
+    reached = newest_step() if restarts else None
+    failures = 0
+    while True:
+        code = attempt()
+        ending = exit_codes.ending(code)
+        if requested or not restarts or not ending.restart:
+            return code
+        before, reached = reached, newest_step()
+        failures = 1 if _is_later(reached, before) else failures + 1
+        if failures > restarts:
+            print(f"ended with exit code {code}: {ending.meaning}; given up, {restarts} restarts brought no checkpoint")
+            return code
+        pause_seconds = min(first_pause_seconds * 2 ** (failures - 1), LONGEST_PAUSE_SECONDS)
+        where = "from the start" if reached is None else f"from the checkpoint of step {reached}"
+        print(
+            f"ended with exit code {code}: {ending.meaning}. Starts again in {pause_seconds:g} s, {where} "
+            f"(restart {failures} of at most {restarts} without a new checkpoint)",
+            flush=True,
+        )
+        if not _waited(pause_seconds, requested):
+            return requested[0]
+
+
+def run_child(command: Sequence[str], requested: Sequence[int]) -> int:
+    """Runs `command` to its end; asked to stop, it asks the child to.
+
+    Returns:
+      Its exit code, 128 + N where signal N ended it.
+    """
+    child = subprocess.Popen(command)
+    told = False
+    while child.poll() is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_POLL_SECONDS)
+        if requested and not told:
+            told = True
+            child.send_signal(signal.SIGTERM)
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+
+def newest_step(run_dir: str) -> int | None:
+    """The newest complete checkpoint of a run; None where there is none, or none can be seen from here."""
+    from core.checkpoints import steps  # orbax takes a second to import
+
+    try:
+        return max(steps.complete(paths.resolve(run_dir) / "checkpoints"), default=None)
+    except Exception as error:  # a bucket fails with its client's own types
+        print(f"cannot look for checkpoints in {run_dir}: {type(error).__name__}: {error}", flush=True)
+        return None
+
+
+@contextlib.contextmanager
+def stop_requests() -> Iterator[list[int]]:
+    """Inside, signals that ask us to stop add the exit code they stand for to a list, and do nothing else."""
+    requested: list[int] = []
+
+    def note(number, frame):
+        requested.append(128 + number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, note) for number in numbers}
+    try:
+        yield requested
+    finally:
+        for number, action in before.items():
+            signal.signal(number, action)
+
+
+def _is_later(step: int | None, before: int | None) -> bool:
+    return step is not None and (before is None or step > before)
+
+
+def _waited(seconds: float, requested: Sequence[int]) -> bool:
+    """Whether the whole pause passed without anybody asking us to stop."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not requested:
+        time.sleep(min(_POLL_SECONDS, seconds))
+    return not requested

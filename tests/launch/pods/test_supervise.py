@@ -1,0 +1,83 @@
+"""A run that is started again: when, how often, and when not."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+from core.watch import exit_codes
+from launch.pods import supervise
+
+
+def supervised(codes, *, restarts, steps=(), requested=()):
+    """What an attempt returns by turns, the newest step before each; (exit code, attempts made)."""
+    codes, made = iter(codes), []
+    steps = iter([*steps, *[None] * 20])
+
+    def attempt():
+        made.append(time.monotonic())
+        return next(codes)
+
+    look = {"newest_step": lambda: next(steps), "requested": requested, "first_pause_seconds": 0.01}
+    return supervise.supervise(attempt, restarts=restarts, **look), made
+
+
+@pytest.mark.covers("C10")
+def test_what_another_start_can_help_is_started_again(capsys):
+    code, made = supervised([exit_codes.PEER_LOST, 137, exit_codes.PREEMPTED, 0], restarts=3)
+    assert (code, len(made)) == (0, 4)
+    assert made[3] - made[2] > 2 * 0.01  # pauses grow
+    said = capsys.readouterr().out
+    assert "ended with exit code 15: another host was lost" in said
+    assert "ended with exit code 137: ended by signal 9 (9: killed, often for memory). Starts again in 0.02 s" in said
+
+
+@pytest.mark.parametrize(
+    "code", [0, exit_codes.USER_ERROR, exit_codes.NON_FINITE, exit_codes.DIVERGED, exit_codes.INTERRUPTED, 77]
+)
+def test_what_another_start_cannot_help_is_not(code):
+    assert supervised([code], restarts=3)[0] == code
+
+
+def test_restarts_without_a_new_checkpoint_are_counted_and_one_starts_the_count_anew(capsys):
+    steps = [None, None, 5, 5, 9, 9, 9]  # before the first attempt, and behind each
+    code, made = supervised([13] * 20, restarts=2, steps=steps)
+    assert (code, len(made)) == (13, 6)
+    assert "given up, 2 restarts brought no checkpoint" in capsys.readouterr().out
+    assert len(supervised([13], restarts=0)[1]) == 1
+
+
+def test_nothing_starts_once_somebody_asked_to_stop():
+    """Neither behind an attempt that was stopped, nor out of a pause."""
+    requested = []
+
+    def attempt():
+        threading.Timer(0.2, requested.append, [143]).start()
+        return 13
+
+    look = {"newest_step": lambda: None, "requested": requested}
+    started = time.monotonic()
+    assert supervise.supervise(attempt, restarts=3, first_pause_seconds=60, **look) == 143
+    assert time.monotonic() - started < 20
+    assert supervised([143], restarts=3, requested=[143])[0] == 143
+
+
+def test_a_child_is_told_to_stop_and_its_signal_is_its_code():
+    saves = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(143)); print('up', flush=True)\n"
+    command = [sys.executable, "-c", saves + "time.sleep(60)"]
+    with supervise.stop_requests() as requested:
+        threading.Timer(2.0, os.kill, [os.getpid(), signal.SIGTERM]).start()
+        assert supervise.run_child(command, requested) == 143
+    assert requested == [143]
+    assert supervise.run_child([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], []) == 137
+
+
+def test_the_newest_step_is_that_of_a_complete_checkpoint(tmp_path):
+    assert supervise.newest_step(str(tmp_path)) is None
+    for step, parts in ((3, ("state", "meta", "_CHECKPOINT_METADATA")), (7, ("state",))):
+        for part in parts:
+            (tmp_path / "checkpoints" / str(step) / part).mkdir(parents=True)
+    assert supervise.newest_step(str(tmp_path)) == 3
