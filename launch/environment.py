@@ -42,6 +42,9 @@ VARIABLES: tuple[Variable, ...] = (
         "RENGA_STEP_FILE", "where this process notes its step for its log; set by pod.sh", "no step in logs", "launch"
     ),
     Variable("RENGA_TRACEBACK", "1: a user error also shows where in the code it was raised", "unset", "launch"),
+    Variable(
+        "RENGA_ALERT", "who is told of a run that failed: a command, or https://…", "nobody", "launch", secret=True
+    ),
     Variable("TPU_NAME", "the TPU (or A,B: one for each slice) to drive, as --tpu", "unset", "launch/pod.sh"),
     Variable("TPU_ZONE", "its zone, as --zone", "unset", "launch/pod.sh"),
     Variable("TPU_PROJECT", "its project, as --project", "gcloud's own", "launch/pod.sh"),

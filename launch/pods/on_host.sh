@@ -1,18 +1,23 @@
 #!/usr/bin/env bash
-# What `launch/pod.sh --tpu NAME` runs on each host of the slice, over ssh: install, start, logs, status, stop,
-# tensorboard. It lives in the workspace that was shipped, and keeps what it must remember in ~/.renga.
+# What `launch/pod.sh --tpu NAME` runs on each host of the slice, over ssh: install, start, logs, status, state,
+# stop, tensorboard. It lives in the workspace that was shipped, and keeps what it must remember in ~/.renga.
+#
+# A run with --restarts survives a reboot of its host: `start` adds a line `@reboot` to the user's crontab, which starts
+# the same command again, and whatever ends the run for good (its own end, or `stop`) takes the line out.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 state=$HOME/.renga
 process=$state/process # process id and start time of the run, and its command line
 run_log=$state/run.log
+ended=$state/ended     # exit code of the run, once it ended
+command=$state/command # what started it, for after a reboot
 settle_seconds=2
 stop_seconds=30 # to write a checkpoint in
 host=$(hostname)
 
-# Start time of process $1 in clock ticks: with the id it names a process for good.
-start_time() { sed 's/.*) //' "/proc/$1/stat" 2>/dev/null | cut -d' ' -f20; }
+# Start time of process $1 in clock ticks, nothing once it is dead: with the id it names a process for good.
+start_time() { sed -n 's/.*) \([^ZX] .*\)/\1/p' "/proc/$1/stat" 2>/dev/null | cut -d' ' -f20; }
 
 running_pid() {
   local pid started
@@ -42,14 +47,72 @@ start() {
     echo "$host: already running (process $pid)" >&2
     exit 1
   fi
-  if [[ -f $state/hf_token ]]; then
-    HF_TOKEN=$(<"$state/hf_token")
-    export HF_TOKEN
-    rm "$state/hf_token"
+  take_secret HF_TOKEN
+  take_secret RENGA_ALERT
+  if [[ " $* " == *" --restarts "* ]]; then survive_reboot "$@"; else forget; fi
+  launch_detached "$@"
+}
+
+# The secret $1 from the file that was shipped, which goes.
+take_secret() {
+  local file=$state/$1
+  [[ -f $file ]] || return 0
+  export "$1=$(<"$file")"
+  rm "$file"
+}
+
+survive_reboot() {
+  local name
+  : >"$command"
+  for name in TPU_MESH_CONFIG TPU_AXIS_NAMES ${!MEGASCALE_*}; do
+    [[ -z ${!name:-} ]] || printf 'export %s=%q\n' "$name" "${!name}" >>"$command"
+  done
+  printf 'launch_detached' >>"$command"
+  printf ' %q' "$@" >>"$command"
+  echo >>"$command"
+  if ! command -v crontab >/dev/null; then
+    echo "$host: no crontab here, so a reboot of this host ends the run; start it again yourself" >&2
+    return
   fi
+  write_crontab "@reboot bash $(printf %q "$root/launch/pods/on_host.sh") after_reboot"
+}
+
+# The user's crontab, with line $1 for ours, or without one.
+write_crontab() {
+  local others
+  others=$(crontab -l 2>/dev/null | grep -vF "launch/pods/on_host.sh" || true)
+  printf '%s' "${others:+$others$'\n'}${1:+$1$'\n'}" | crontab -
+}
+
+forget() {
+  rm -f "$command"
+  if command -v crontab >/dev/null && crontab -l 2>/dev/null | grep -qF "launch/pods/on_host.sh"; then
+    write_crontab ""
+  fi
+}
+
+# The run, with its exit code left where the next command finds it. Told to stop, it waits for the run to.
+supervised() {
+  local code=0 child
+  trap : TERM INT HUP
+  launch/pod.sh "$@" &
+  child=$!
+  while kill -0 "$child" 2>/dev/null; do
+    code=0
+    wait "$child" || code=$?
+  done
+  case $code in 130 | 143) ;; *) forget ;; esac # stopped: by a person, who says so, or by a machine that goes down
+  echo "$code" >"$ended"
+  exit "$code"
+}
+
+launch_detached() {
+  local pid
   cd "$root"
+  rm -f "$ended"
   [[ -f $run_log ]] && mv "$run_log" "$run_log.before"
-  setsid nohup "$(python)" -m launch.pods.stamped "$run_log" "$host" launch/pod.sh "$@" </dev/null &>/dev/null &
+  setsid nohup "$(python)" -m launch.pods.stamped "$run_log" "$host" bash launch/pods/on_host.sh supervised "$@" \
+    </dev/null &>/dev/null &
   pid=$!
   { echo "$pid $(start_time "$pid")" && echo "launch/pod.sh $*"; } >"$process"
   sleep "$settle_seconds"
@@ -72,12 +135,27 @@ status() {
   if pid=$(running_pid); then
     echo "$host: running, process $pid, $(ps -o etime= -p "$pid" | tr -d ' ') so far: $(tail -n 1 "$process")"
   else
-    echo "$host: not running; last line of its log: $(tail -n 1 "$run_log" 2>/dev/null || echo none)"
+    echo "$host: not running$(ending); last line of its log: $(tail -n 1 "$run_log" 2>/dev/null || echo none)"
+  fi
+}
+
+# What is known of how the run ended.
+ending() { [[ ! -f $ended ]] || echo ", ended with exit code $(<"$ended")"; }
+
+# For a program: `running`, `ended CODE`, or `gone` where the machine that it ran on went down with it.
+state() {
+  if running_pid >/dev/null; then
+    echo running
+  elif [[ -f $ended ]]; then
+    echo "ended $(<"$ended")"
+  else
+    echo gone
   fi
 }
 
 stop() {
   local pid waited=0
+  forget
   if ! pid=$(running_pid); then
     echo "$host: not running"
     return
@@ -88,6 +166,7 @@ stop() {
     waited=$((waited + 1))
   done
   kill -KILL -- "-$pid" 2>/dev/null || true
+  echo 130 >"$ended" # by a person: nobody starts it again
   echo "$host: stopped process $pid"
 }
 
@@ -101,6 +180,9 @@ main() {
     logs) logs ;;
     status) status ;;
     stop) stop ;;
+    state) state ;;
+    supervised) supervised "$@" ;;
+    after_reboot) [[ ! -f $command ]] || source "$command" ;;
     tensorboard) cd "$root" && exec .venv/bin/tensorboard --host 127.0.0.1 --port "$1" --logdir "$2" ;;
     *) echo "$host: unknown action $action" >&2 && exit 2 ;;
   esac

@@ -3,11 +3,11 @@
 The one idea: this file decides, `gcloud compute tpus tpu-vm scp/ssh --worker=all` carries, and `pods/on_host.sh`,
 which travels with the workspace, acts on each host. `--dry-run` prints every step as it would run.
 
-    pack (git's files) → describe → scp archive → install (unpack, launch/setup.sh) → scp token → start, detached
+    pack (git's files) → describe → scp archive → install (unpack, launch/setup.sh) → scp secrets → start, detached
 
 Each step reaches all hosts before the next begins: nothing starts anywhere unless set-up succeeded everywhere. A job
-of several slices has a TPU for each; their hosts start with MEGASCALE_… set, by which JAX and libtpu join them. The
-Hugging Face token travels as a file of mode 600 that the host deletes when it has read it, never on a command line.
+of several slices has a TPU for each; their hosts start with MEGASCALE_… set, by which JAX and libtpu join them. Secrets
+(the Hugging Face token, where alerts go) travel as files of mode 600 that the host deletes when it has read them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from launch.pods.gcloud import Step, Tpu
 
 ACTIONS = ("logs", "status", "stop", "tensorboard")
 REMOTE_ARCHIVE = "renga.tar.gz"  # under the home directory of every host, as is the next
-REMOTE_TOKEN = ".renga/hf_token"
+REMOTE_STATE = ".renga"
 
 
 class Run(NamedTuple):
@@ -67,10 +67,11 @@ def start(
             f"({', '.join(tpu.name for tpu in tpus)}): give one for each, as --tpu A,B"
         )
     files = shipping.workspace_files(workspace)
-    token = environment.read("HF_TOKEN")
     with tempfile.TemporaryDirectory(prefix="renga-ship-") as folder:
-        archive, token_file = Path(folder) / REMOTE_ARCHIVE, Path(folder) / "hf_token"
-        shipped = {"run": Run(arguments, variables), "archive": archive, "token_file": token_file if token else None}
+        archive = Path(folder) / REMOTE_ARCHIVE
+        values = {"HF_TOKEN": environment.read("HF_TOKEN"), "RENGA_ALERT": environment.read("RENGA_ALERT")}
+        secrets = [Path(folder) / name for name, value in values.items() if value]
+        shipped = {"run": Run(arguments, variables), "archive": archive, "secrets": secrets}
         if dry_run:
             looks = [gcloud.describe_step(tpu) for tpu in tpus] + [gcloud.address_step(tpus[0])][: len(tpus) - 1]
             steps = start_steps(tpus, **shipped, coordinator=f"ADDRESS_OF_{tpus[0].name}")
@@ -79,9 +80,9 @@ def start(
             _require_ready(tpu, slice_)
         steps = start_steps(tpus, **shipped, coordinator=gcloud.address(tpus[0]) if len(tpus) > 1 else "")
         shipping.pack(files, workspace=workspace, archive=archive)
-        if token:
-            token_file.touch(mode=0o600)
-            token_file.write_text(token)
+        for file in secrets:
+            file.touch(mode=0o600)
+            file.write_text(values[file.name])
         code = gcloud.perform(steps, dry_run=False)
     if code == 0:
         names = ",".join(tpu.name for tpu in tpus)
@@ -102,7 +103,7 @@ def act(tpus: Sequence[Tpu], *, action: str, log_directory: str, dry_run: bool) 
 
 
 def start_steps(
-    tpus: Sequence[Tpu], *, run: Run, archive: Path, token_file: Path | None, coordinator: str
+    tpus: Sequence[Tpu], *, run: Run, archive: Path, secrets: Sequence[Path], coordinator: str
 ) -> list[Step]:
     """What happens after the TPUs have been looked at; `coordinator` is the address of the first one's host 0."""
     into = gcloud.REMOTE_WORKSPACE
@@ -112,9 +113,9 @@ def start_steps(
     of = {tpu: f" of {tpu.name}" if len(tpus) > 1 else "" for tpu in tpus}
     steps = [Step(f"ship the workspace to all hosts{of[t]}", gcloud.scp(t, archive, REMOTE_ARCHIVE)) for t in tpus]
     steps += [Step(f"unpack and set up on all hosts{of[t]}", gcloud.ssh(t, unpack)) for t in tpus]
-    if token_file is not None:
-        purpose = "ship HF_TOKEN, in a file that each host deletes"
-        steps += [Step(f"{purpose}{of[t]}", gcloud.scp(t, token_file, REMOTE_TOKEN)) for t in tpus]
+    for file in secrets:
+        purpose = f"ship {file.name}, in a file that each host deletes"
+        steps += [Step(f"{purpose}{of[t]}", gcloud.scp(t, file, f"{REMOTE_STATE}/{file.name}")) for t in tpus]
     for index, tpu in enumerate(tpus):
         joined = _joined(index, len(tpus), coordinator) if len(tpus) > 1 else ()
         command = gcloud.on_host("start", *run.arguments, variables=(*joined, *run.variables))

@@ -8,6 +8,7 @@ looked at and never falls back.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from core import paths, slices
 from launch import environment
-from launch.pods import gcloud, hosts, shipping, simulate, supervise, workstation
+from launch.pods import gcloud, hosts, lifecycle, shipping, simulate, supervise, workstation
 
 if TYPE_CHECKING:
     from launch import preflight
@@ -29,18 +30,18 @@ EXAMPLE = """launch/pod.sh v4-16 gin/quickstart.gin --simulate
   launch/pod.sh 2xv4-32 gin/valkyrie_7b.gin --gin "include 'gin/strategies/multislice.gin'" --tpu first,second
   launch/pod.sh logs --tpu my-tpu --zone us-central2-b      (and status, stop, tensorboard)
   launch/pod.sh profile RUN --seconds 5                     (of all hosts of a run that is going; RUN: its directory)
-  launch/pod.sh logs RUN                                    (of a simulated run, all hosts by time)"""
+  launch/pod.sh logs RUN                                    (of a simulated run, all hosts by time)
+  launch/pod.sh create v4-32 --tpu my-tpu --zone us-central2-b --spot      (and queue, delete)"""
 
 SENT = ("TPU_MESH_CONFIG", "TPU_AXIS_NAMES")  # what the hosts read as this machine does
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what pod.sh takes."""
-    actions = " | ".join(workstation.ACTIONS)
-    parser.add_argument("target", metavar="SLICE", help=f"such as v4-32 (launch/run slices); or {actions} | profile")
-    parser.add_argument(
-        "experiment", metavar="EXPERIMENT.gin", nargs="?", help="the experiment file; of profile and logs, the run"
-    )
+    actions = " | ".join((*workstation.ACTIONS, *lifecycle.ACTIONS, "profile"))
+    parser.add_argument("target", metavar="SLICE", help=f"such as v4-32 (launch/run slices); or {actions}")
+    named = "the experiment file; of profile and logs, the run; of create and queue, the SLICE"
+    parser.add_argument("experiment", metavar="EXPERIMENT.gin", nargs="?", help=named)
     parser.add_argument(
         "--gin", metavar="BINDING", action="append", default=[], help="overrides one binding; repeatable"
     )
@@ -57,6 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     modes.add_argument("--tpu", metavar="NAME[,NAME]", help="from a workstation: the TPU of each slice (or TPU_NAME)")
     modes.add_argument("--zone", help="its zone (or TPU_ZONE)")
     modes.add_argument("--project", help="its project (or TPU_PROJECT)")
+    modes.add_argument("--spot", action="store_true", help="create, queue, --restarts: a TPU that may be taken away")
+    modes.add_argument("--queued", action="store_true", help="delete, --restarts: the TPU is a queued resource")
     modes.add_argument("--dry-run", action="store_true", help="print the commands for the hosts, run none")
 
 
@@ -66,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
         return _of_a_run(args)
     if args.target in workstation.ACTIONS:
         return _act(args)
+    if args.target in lifecycle.ACTIONS:
+        return _make_or_delete(args)
     slice_ = slices.get(args.target)
     if args.experiment is None:
         raise ValueError(f"no experiment given: launch/pod.sh {args.target} EXPERIMENT.gin (gin/ has some)")
@@ -141,6 +146,11 @@ def _train_here(args: argparse.Namespace, slice_: slices.Slice) -> int:
 
 def _from_workstation(args: argparse.Namespace, slice_: slices.Slice, tpus: Sequence[gcloud.Tpu]) -> int:
     workspace = environment.WORKSPACE
+    if args.restarts and not paths.is_remote(args.run_dir or _run_directory(args)):
+        raise ValueError(
+            f"--restarts with the run directory {args.run_dir or _run_directory(args)}: a TPU that is made again has "
+            "empty disks, so there would be nothing to go on from. Give --run-dir gs://BUCKET/…"
+        )
     experiment = shipping.shipped_path(args.experiment, workspace=workspace)
     where = "dry run" if args.dry_run else "shipped to"
     checked = _checked(args, slice_, run_directory=args.run_dir or _run_directory(args), hosts=where)
@@ -150,14 +160,29 @@ def _from_workstation(args: argparse.Namespace, slice_: slices.Slice, tpus: Sequ
     run_directory = []
     if args.run_dir is None and environment.read("RENGA_RUN_ROOT"):
         run_directory = ["--run-dir", _run_directory(args)]
-    return workstation.start(
+    again = ["--restarts", str(args.restarts)] if args.restarts else []
+    start = functools.partial(
+        workstation.start,
         tpus,
         slice_=slice_,
-        arguments=[slice_.name, experiment, *run_directory, *_options(args)],
+        arguments=[slice_.name, experiment, *run_directory, *_options(args), *again],
         variables=[f"{name}={value}" for name in SENT if (value := environment.read(name))],
         workspace=workspace,
         dry_run=args.dry_run,
     )
+    code = start()
+    if code or args.dry_run or not args.restarts:
+        return code
+    print("Watches the TPU, and makes it again if it is taken away; Ctrl-C ends the watch alone.", flush=True)
+    with supervise.stop_requests() as requested:
+        return lifecycle.watch(
+            tpus,
+            order=lifecycle.Order(slice_.single, args.spot, args.queued),
+            restarts=args.restarts,
+            start=start,
+            newest_step=lambda: supervise.newest_step(args.run_dir or _run_directory(args)),
+            requested=requested,
+        )
 
 
 def _checked(args: argparse.Namespace, slice_: slices.Slice, *, run_directory: str, hosts: str) -> preflight.Checked:
@@ -219,6 +244,17 @@ def _act(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.target} on which TPU? Give --tpu NAME --zone ZONE, or set TPU_NAME and TPU_ZONE")
     log_directory = args.run_dir or environment.read("RENGA_RUN_ROOT") or "runs"
     return workstation.act(tpus, action=args.target, log_directory=log_directory, dry_run=args.dry_run)
+
+
+def _make_or_delete(args: argparse.Namespace) -> int:
+    tpus = gcloud.find_tpus(args.tpu, args.zone, args.project)
+    needs = "SLICE --tpu NAME --zone ZONE" if args.target != "delete" else "--tpu NAME --zone ZONE"
+    if not tpus or (args.experiment is None) != (args.target == "delete"):
+        raise ValueError(f"expected: launch/pod.sh {args.target} {needs} (or TPU_NAME and TPU_ZONE)")
+    order = None
+    if args.target != "delete":
+        order = lifecycle.Order(slices.get(args.experiment), args.spot, args.target == "queue")
+    return lifecycle.act(tpus, action=args.target, order=order, is_queued=args.queued, dry_run=args.dry_run)
 
 
 def _options(args: argparse.Namespace, *, run_dir: bool = True) -> list[str]:

@@ -1,8 +1,9 @@
 """Plays `gcloud compute tpus tpu-vm` for tests: refuses what is not documented, records and acts the rest.
 
-What is allowed is written down from the reference pages of `ssh`, `scp` and `describe` (release GA): subcommands,
-flags with and without value, the forms of --worker, and scp's `[[USER@]INSTANCE:]PATH`. A worker is a folder: scp
-copies into it, ssh runs the command there with HOME set to it.
+What is allowed is written down from the reference pages of `tpu-vm ssh`, `scp`, `describe`, `create` and `delete`, and
+of `queued-resources create` and `delete` (release GA): subcommands, flags with and without value, which of them are
+required, the forms of --worker, and scp's `[[USER@]INSTANCE:]PATH`. A worker is a folder: scp copies into it, ssh runs
+the command there with HOME set to it. What is made is READY at once, with empty disks; "state": "ABSENT" is no TPU.
 
 Environment: GCLOUD_STAND_IN, a folder with tpu.json ({"name", "zone", "type", "state", "workers"}, and "also" for the
 names of further ones like it); calls are appended to calls.jsonl in it. Worker I of the first lives in worker_I, that
@@ -25,7 +26,29 @@ DOCUMENTED = {
     "ssh": (COMMON_VALUED | {"--command", "--output-directory", "--ssh-flag"}, COMMON_PLAIN),
     "scp": (COMMON_VALUED | {"--scp-flag"}, COMMON_PLAIN | {"--recurse", "--compress"}),
     "describe": ({"--zone"}, set()),
+    "delete": ({"--zone"}, {"--async"}),
+    "create": (
+        {"--zone", "--accelerator-type", "--version", "--topology", "--type", "--description", "--labels", "--metadata"}
+        | {"--metadata-from-file", "--network", "--subnetwork", "--range", "--scopes", "--service-account", "--tags"},
+        {"--async", "--internal-ips", "--preemptible", "--reserved", "--shielded-secure-boot", "--spot"},
+    ),
 }
+QUEUED = {
+    "delete": ({"--zone"}, {"--async", "--force"}),
+    "create": (
+        {"--zone", "--accelerator-type", "--runtime-version", "--node-id", "--node-count", "--node-prefix", "--type"}
+        | {"--topology", "--valid-after-duration", "--valid-after-time", "--valid-until-duration"}
+        | {"--valid-until-time", "--network", "--subnetwork", "--service-account", "--tags", "--labels", "--metadata"},
+        {"--async", "--guaranteed", "--internal-ips", "--reserved", "--spot"},
+    ),
+}
+REQUIRED = {
+    ("tpu-vm", "create"): ("--accelerator-type", "--version"),
+    ("queued-resources", "create"): ("--accelerator-type", "--runtime-version", "--node-id"),
+}
+CRONTAB = """#!/bin/sh
+case $1 in -l) cat "$HOME/.crontab" 2>/dev/null ;; -) cat >"$HOME/.crontab" ;; *) exit 2 ;; esac
+"""
 WORKER = re.compile(r"all|\d+(-\d+)?(,\d+(-\d+)?)*")
 INSTANCE = re.compile(r"(?:[a-z_][a-z0-9_-]*@)?([a-z][a-z0-9-]*)")
 
@@ -36,7 +59,8 @@ class Refused(Exception):
 
 def parse(argv):
     """(subcommand, positionals, flags, ssh arguments after `--`)."""
-    if argv[:3] != ["compute", "tpus", "tpu-vm"] or len(argv) < 4 or argv[3] not in DOCUMENTED:
+    documented = {"tpu-vm": DOCUMENTED, "queued-resources": QUEUED}.get("".join(argv[2:3]), {})
+    if argv[:2] != ["compute", "tpus"] or len(argv) < 4 or argv[3] not in documented:
         raise Refused(f"no such command: gcloud {' '.join(argv[:4])}")
     subcommand, rest, after = argv[3], argv[4:], []
     if "--" in rest:
@@ -44,7 +68,7 @@ def parse(argv):
         rest, after = rest[:cut], rest[cut + 1 :]
         if subcommand != "ssh":
             raise Refused(f"{subcommand} takes no arguments after --")
-    valued, plain = (allowed | wide for allowed, wide in zip(DOCUMENTED[subcommand], WIDE.values(), strict=True))
+    valued, plain = (allowed | wide for allowed, wide in zip(documented[subcommand], WIDE.values(), strict=True))
     positionals, flags = [], {}
     while rest:
         word = rest.pop(0)
@@ -57,6 +81,8 @@ def parse(argv):
             flags[word] = [""]
         else:
             raise Refused(f"unrecognized argument of {subcommand}: {word}")
+    if missing := [name for name in REQUIRED.get((argv[2], subcommand), ()) if name not in flags]:
+        raise Refused(f"{subcommand} must have {missing}")
     return subcommand, positionals, flags, after
 
 
@@ -77,7 +103,11 @@ def require_tpu(instance, flags, tpu):
     match = INSTANCE.fullmatch(instance)
     if not match:
         raise Refused(f"malformed instance {instance!r}")
-    if match[1] not in (tpu["name"], *tpu.get("also", ())) or flags.get("--zone") != [tpu["zone"]]:
+    if (
+        match[1] not in (tpu["name"], *tpu.get("also", ()))
+        or flags.get("--zone") != [tpu["zone"]]
+        or tpu["state"] == "ABSENT"
+    ):
         raise Refused(f"NOT_FOUND: {match[1]} in {flags.get('--zone')}")
     return "" if match[1] == tpu["name"] else f"{match[1]}_"
 
@@ -99,6 +129,8 @@ def on_worker(worker, command, folder):
         tools.mkdir(parents=True)
         (tools / "hostname").write_text(f"#!/bin/sh\necho {worker.replace('worker_', 'w-')}\n")
         (tools / "hostname").chmod(0o755)
+        (tools / "crontab").write_text(CRONTAB)
+        (tools / "crontab").chmod(0o755)
     env = {"HOME": str(home), "PATH": f"{tools}:/usr/bin:/bin"}
     return subprocess.Popen(["bash", "-c", command], cwd=home, env=env, stdin=subprocess.DEVNULL)
 
@@ -138,6 +170,31 @@ def describe(positionals, flags, tpu, folder):
     return []
 
 
+def create(positionals, flags, tpu, folder):
+    if positionals != [tpu["name"]] or flags.get("--node-id", positionals) != positionals:
+        raise Refused(f"this stand-in makes {tpu['name']} alone, not {positionals}")
+    if tpu["state"] != "ABSENT":
+        raise Refused("ALREADY_EXISTS")
+    if tpu.get("out_of_stock"):
+        (folder / "tpu.json").write_text(json.dumps(tpu | {"out_of_stock": tpu["out_of_stock"] - 1}))
+        raise Refused("RESOURCE_EXHAUSTED: there is no more capacity in the zone")
+    for worker in folder.glob("worker_*"):
+        shutil.rmtree(worker)
+    (folder / "tpu.json").write_text(json.dumps(tpu | {"state": "READY", "type": flags["--accelerator-type"][-1]}))
+    return []
+
+
+def delete(positionals, flags, tpu, folder):
+    require_tpu(positionals[0], flags, tpu)
+    if "--quiet" not in flags:
+        raise Refused("a test has no terminal to be asked on")
+    (folder / "tpu.json").write_text(json.dumps(tpu | {"state": "ABSENT"}))
+    return []
+
+
+ACTS = {"ssh": ssh, "scp": scp, "describe": describe, "create": create, "delete": delete}
+
+
 def main(argv):
     folder = pathlib.Path(os.environ["GCLOUD_STAND_IN"])
     with (folder / "calls.jsonl").open("a") as calls:
@@ -145,7 +202,7 @@ def main(argv):
     tpu = json.loads((folder / "tpu.json").read_text())
     try:
         subcommand, positionals, flags, _ = parse(argv)
-        processes = {"ssh": ssh, "scp": scp, "describe": describe}[subcommand](positionals, flags, tpu, folder)
+        processes = ACTS[subcommand](positionals, flags, tpu, folder)
     except Refused as refusal:
         print(f"ERROR: (gcloud stand-in) {refusal}", file=sys.stderr)
         return 2

@@ -1,0 +1,221 @@
+"""TPUs that come and go: made, queued for, deleted, and made again when the cloud took one away.
+
+The one idea: what a run needs is in its bucket, so a slice is worth nothing once it is gone. Whoever watches asks for
+the TPU's state and for that of the run on its host 0; a slice that was taken away is deleted, made again as it was
+asked for, shipped to and started, and the run goes on from its last checkpoint.
+
+    READY and running          wait
+    READY and ended            its exit code is the end: the host itself started again what that can help
+    READY and told to stop     start again: the machine went down, or was about to
+    PREEMPTED, SUSPENDED, …    delete, make, wait for READY, start
+
+Flags: https://cloud.google.com/sdk/gcloud/reference/compute/tpus (tpu-vm and queued-resources: create, delete).
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from core import slices
+from core.watch import exit_codes
+from launch.pods import gcloud
+from launch.pods.gcloud import Step, Tpu
+
+ACTIONS = ("create", "queue", "delete")
+GONE = ("PREEMPTED", "SUSPENDED", "SUSPENDING", "TERMINATED", "STOPPED", "FAILED", "NOT_FOUND")
+POLL_SECONDS = 60.0
+READY_SECONDS = 7 * 24 * 3600.0  # a queue may be long
+_MAKE_TRIES = 30  # there may be none to be had for some hours
+_LONGEST_PAUSE = 10  # polls
+_LOOK_SECONDS = 120.0
+# Of TPU VMs by generation: https://cloud.google.com/tpu/docs/runtimes
+RUNTIMES = {
+    "v4": "tpu-ubuntu2204-base",
+    "v5p": "v2-alpha-tpuv5",
+    "v5e": "v2-alpha-tpuv5-lite",
+    "v6e": "v2-alpha-tpuv6e",
+}
+
+
+class Order(NamedTuple):
+    """How a TPU is asked for.
+
+    Attributes:
+      slice_: what one TPU is to be.
+      is_spot: cheaper, and taken away when somebody pays more.
+      is_queued: as a queued resource, which waits until there is one.
+    """
+
+    slice_: slices.Slice
+    is_spot: bool
+    is_queued: bool
+
+
+class Watched(NamedTuple):
+    """What a watch found.
+
+    Attributes:
+      state: of the TPU, as the cloud names it; `NOT_FOUND` where there is none.
+      run: of host 0's process: `running`, `ended CODE`, `gone`, or empty where nobody could be asked.
+    """
+
+    state: str
+    run: str
+
+
+def accelerator_type(slice_: slices.Slice) -> str:
+    """The slice's name as the cloud takes it: `v5litepod-16` for v5e-16."""
+    return slice_.single.name.replace("v5e-", "v5litepod-")
+
+
+def make_step(tpu: Tpu, order: Order) -> Step:
+    """Makes a TPU, or puts a request for it into the queue."""
+    kind = ("--spot",) if order.is_spot else ()
+    accelerator = f"--accelerator-type={accelerator_type(order.slice_)}"
+    runtime = RUNTIMES[order.slice_.generation]
+    what = f"{'spot ' if order.is_spot else ''}{order.slice_.single.name} as {tpu.name}"
+    if order.is_queued:
+        argv = ("gcloud", "compute", "tpus", "queued-resources", "create", tpu.name, f"--node-id={tpu.name}")
+        flags = (*gcloud.where(tpu), accelerator, f"--runtime-version={runtime}", *kind)
+        return Step(f"queue for a {what}", (*argv, *flags))
+    argv = ("gcloud", "compute", "tpus", "tpu-vm", "create", tpu.name, *gcloud.where(tpu))
+    return Step(f"make a {what}", (*argv, accelerator, f"--version={runtime}", *kind))
+
+
+def delete_step(tpu: Tpu, *, is_queued: bool) -> Step:
+    """Deletes a TPU; of a queued one its request too."""
+    if is_queued:
+        argv = ("gcloud", "compute", "tpus", "queued-resources", "delete", tpu.name, *gcloud.where(tpu))
+        return Step(f"delete {tpu.name} and its request", (*argv, "--force", "--quiet"))
+    argv = ("gcloud", "compute", "tpus", "tpu-vm", "delete", tpu.name, *gcloud.where(tpu), "--quiet")
+    return Step(f"delete {tpu.name}", argv)
+
+
+def act(tpus: Sequence[Tpu], *, action: str, order: Order | None, is_queued: bool, dry_run: bool) -> int:
+    """One of ACTIONS on every TPU, `order` where one is to be made; the exit code of the first that failed, or 0."""
+    if action == "delete":
+        steps = [delete_step(tpu, is_queued=is_queued) for tpu in tpus]
+    else:
+        assert order is not None
+        steps = [make_step(tpu, order) for tpu in tpus]
+    return gcloud.perform(steps, dry_run=dry_run)
+
+
+def look(tpu: Tpu) -> Watched:
+    """The state of a TPU, and of the run on its host 0. What gcloud itself fails at is not taken for a loss."""
+    described = _output(gcloud.describe_step(tpu).argv)
+    if described.returncode:
+        missing = "NOT_FOUND" in described.stderr or "not found" in described.stderr
+        return Watched("NOT_FOUND" if missing else "", "")
+    state = (described.stdout.rstrip("\n") + "\t\t").split("\t")[1]
+    if state != "READY":
+        return Watched(state, "")
+    asked = _output(gcloud.ssh(tpu, gcloud.on_host("state"), worker="0"))
+    return Watched(state, asked.stdout.strip() if asked.returncode == 0 else "")
+
+
+def watch(
+    tpus: Sequence[Tpu],
+    *,
+    order: Order,
+    restarts: int,
+    start: Callable[[], int],
+    newest_step: Callable[[], int | None],
+    requested: Sequence[int],
+    poll_seconds: float = POLL_SECONDS,
+) -> int:
+    """Follows a started run to its end, through the loss of its slices.
+
+    Args:
+      tpus: of the run.
+      order: how one that is gone is made again.
+      restarts: how many times without a new checkpoint.
+      start: ships and starts on all TPUs; returns an exit code.
+      newest_step: of the run's checkpoints.
+      requested: gets an exit code when somebody asks this process to stop, which leaves the run alone.
+      poll_seconds: between two looks.
+
+    Returns:
+      The run's exit code; 1 where the TPU could not be had or started again.
+    """
+    reached, failures = newest_step(), 0
+    while not requested:
+        found = {tpu: look(tpu) for tpu in tpus}
+        lost = [tpu for tpu, saw in found.items() if saw.state in GONE]
+        code = None if lost else _ended(list(found.values()))
+        if code not in (None, exit_codes.PREEMPTED):
+            print(f"the run ended with exit code {code}: {exit_codes.ending(code).meaning}", flush=True)
+            return code
+        if not lost and code is None:
+            _sleep(poll_seconds, requested)
+            continue
+        before, reached = reached, newest_step()
+        failures = 1 if reached is not None and (before is None or reached > before) else failures + 1
+        said = ", ".join(f"{tpu.name} is {found[tpu].state}" for tpu in lost) or f"the run ended with exit code {code}"
+        if failures > restarts:
+            print(f"{said}; given up, {restarts} restarts brought no checkpoint", flush=True)
+            return code or exit_codes.FAILED
+        print(f"{said}: restart {failures} of at most {restarts} without a new checkpoint", flush=True)
+        if problem := _bring_back(tpus, lost, order, start=start, requested=requested, poll_seconds=poll_seconds):
+            return problem
+    return requested[0]
+
+
+def _bring_back(
+    tpus: Sequence[Tpu],
+    lost: Sequence[Tpu],
+    order: Order,
+    *,
+    start: Callable[[], int],
+    requested: Sequence[int],
+    poll_seconds: float,
+) -> int:
+    """Makes what is lost again and starts the run on all; an exit code, 0 for done."""
+    for tpu in lost:
+        if code := _made_again(tpu, order, requested=requested, poll_seconds=poll_seconds):
+            return code
+    for tpu in [tpu for tpu in tpus if tpu not in lost]:  # its processes wait for hosts that are gone
+        gcloud.perform([gcloud.action_step(tpu, action="stop")], dry_run=False)
+    deadline = time.monotonic() + READY_SECONDS
+    while not requested and any(look(tpu).state != "READY" for tpu in lost):
+        if time.monotonic() > deadline:
+            print(f"no TPU within {READY_SECONDS / 3600:g} hours", flush=True)
+            return exit_codes.FAILED
+        _sleep(poll_seconds, requested)
+    return requested[0] if requested else start()
+
+
+def _made_again(tpu: Tpu, order: Order, *, requested: Sequence[int], poll_seconds: float) -> int:
+    """Deletes what is left of a TPU and asks for another, more than once; an exit code, 0 for done."""
+    if order.is_queued or look(tpu).state != "NOT_FOUND":
+        gcloud.perform([delete_step(tpu, is_queued=order.is_queued)], dry_run=False)
+    for tries in range(_MAKE_TRIES):
+        code = gcloud.perform([make_step(tpu, order)], dry_run=False)
+        if not code or requested:
+            return code
+        _sleep(poll_seconds * min(2**tries, _LONGEST_PAUSE), requested)
+    return code
+
+
+def _ended(found: Sequence[Watched]) -> int | None:
+    """How the run ended: None while it runs or nobody could say; a host that went down was told to stop."""
+    runs = [saw.run for saw in found]
+    codes = [int(run.split()[1]) for run in runs if run.startswith("ended ")]
+    codes += [exit_codes.PREEMPTED for run in runs if run == "gone"]
+    return next((code for code in codes if code != exit_codes.PREEMPTED), codes[0] if codes else None)
+
+
+def _output(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(gcloud.resolved(argv), capture_output=True, text=True, check=False, timeout=_LOOK_SECONDS)
+    except subprocess.TimeoutExpired:  # a host that does not answer is asked again
+        return subprocess.CompletedProcess(argv, 1, "", "no answer")
+
+
+def _sleep(seconds: float, requested: Sequence[int]) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not requested:
+        time.sleep(min(0.2, seconds))

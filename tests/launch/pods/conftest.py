@@ -1,0 +1,65 @@
+"""A cloud in a folder: gcloud_stand_in.py as gcloud, and a small workspace to ship to it."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+PODS = HERE.parent.parent.parent / "launch" / "pods"
+ON_HOSTS = ("on_host.sh", "stamped.py", "stamps.py", "host_output.py")  # what acts there, of what is shipped
+SETUP = '#!/bin/bash\n[ -e "$HOME/no_setup" ] && { echo no python >&2; exit 1; }\nmkdir -p .venv; echo set up "$HOME"\n'
+POD = """#!/bin/bash
+trap 'echo saved; exit 0' TERM
+echo "pod.sh got $*; token ${#HF_TOKEN}"
+[ "$2" = bad.gin ] && exit 3
+while :; do sleep 0.05; done
+"""
+
+
+@pytest.fixture
+def cloud(tmp_path, monkeypatch):
+    """A folder that the stand-in plays a READY v4-16 in; what was started on its workers is stopped at the end."""
+    folder = tmp_path / "cloud"
+    folder.mkdir()
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "gcloud").write_text(f'#!/bin/sh\nexec {sys.executable} {HERE / "gcloud_stand_in.py"} "$@"\n')
+    (tools / "gcloud").chmod(0o755)
+    tpu = {"name": "my-tpu", "zone": "us-central2-b", "type": "v4-16", "state": "READY", "workers": 2}
+    (folder / "tpu.json").write_text(json.dumps(tpu))
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    monkeypatch.setenv("GCLOUD_STAND_IN", str(folder))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    yield folder
+    for note in folder.glob("worker_*/.renga/process"):
+        pid = int(note.read_text().split()[0])
+        if pathlib.Path(f"/proc/{pid}").exists():
+            os.killpg(pid, 9)
+
+
+@pytest.fixture
+def workspace(tmp_path):
+    """A small git work tree with stand-ins for the scripts that would train."""
+    folder = tmp_path / "workspace"
+    for name, text in {
+        **{f"launch/pods/{name}": (PODS / name).read_text() for name in ON_HOSTS},
+        "launch/setup.sh": SETUP,
+        "launch/pod.sh": POD,
+        "gin/x.gin": "A = 1\n",
+        "new file.py": "",
+        ".gitignore": "data/\n",
+        "data/large.bin": "x",
+    }.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    git = ["git", "-C", str(folder), "-c", "user.name=t", "-c", "user.email=t@localhost"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "add", "launch", "gin"], check=True)
+    subprocess.run([*git, "commit", "-qm", "first"], check=True)
+    return folder

@@ -1,0 +1,176 @@
+"""A slice that is made, taken away and made again, played by gcloud_stand_in.py."""
+
+import json
+import os
+import pathlib
+import shlex
+import signal
+import subprocess
+import threading
+import time
+
+import pytest
+
+from core import slices
+from launch.pods import gcloud, lifecycle, workstation
+
+TPU = gcloud.Tpu("my-tpu", "us-central2-b", "proj")
+V4_16 = slices.get("v4-16")
+ON_DEMAND = lifecycle.Order(V4_16, False, False)
+
+
+def tpu_is(cloud, **changes):
+    """Changes what the stand-in plays; the processes of a slice that goes are killed with it."""
+    if "state" in changes:
+        for note in cloud.glob("worker_*/.renga/process"):
+            pid = int(note.read_text().split()[0])
+            if pathlib.Path(f"/proc/{pid}").exists():
+                os.killpg(pid, signal.SIGKILL)
+    tpu = json.loads((cloud / "tpu.json").read_text())
+    (cloud / "tpu.json").write_text(json.dumps(tpu | changes))
+
+
+def calls(cloud):
+    return [json.loads(line) for line in (cloud / "calls.jsonl").read_text().splitlines()]
+
+
+def wait_until(what, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.covers("L07")
+@pytest.mark.parametrize("action", ["create", "queue"])
+@pytest.mark.parametrize("is_spot", [False, True])
+def test_a_tpu_is_made_and_deleted_with_what_gcloud_takes(cloud, action, is_spot, capfd):
+    tpu_is(cloud, state="ABSENT")
+    order = lifecycle.Order(slices.get("v5e-16"), is_spot, action == "queue")
+    assert lifecycle.act([TPU], action=action, order=order, is_queued=False, dry_run=False) == 0
+    (made,) = calls(cloud)
+    assert made[2:4] == ["queued-resources" if action == "queue" else "tpu-vm", "create"]
+    assert "--accelerator-type=v5litepod-16" in made
+    assert ("--spot" in made) == is_spot
+    assert lifecycle.look(TPU).state == "READY"
+    assert lifecycle.act([TPU], action="delete", order=None, is_queued=action == "queue", dry_run=False) == 0
+    assert lifecycle.look(TPU).state == "NOT_FOUND"
+    assert lifecycle.act([TPU], action=action, order=order, is_queued=False, dry_run=True) == 0
+    assert shlex.split(capfd.readouterr().out.splitlines()[-1])[1:] == made
+
+
+def test_every_generation_has_a_runtime():
+    assert set(lifecycle.RUNTIMES) == {slice_.generation for slice_ in slices.SLICES.values()}
+
+
+@pytest.fixture
+def run(workspace):
+    """Starts the stand-in of a run, which saves when it is told to stop; ends with CODE where end_CODE is in HOME."""
+    (workspace / "launch/pod.sh").write_text(
+        "#!/bin/bash\ntrap 'exit 143' TERM\necho \"pod.sh got $*\"\n"
+        'while :; do for f in "$HOME"/end_*; do [ -e "$f" ] && exit "${f##*_}"; done; sleep 0.05; done\n'
+    )
+    arguments = ["v4-16", "gin/x.gin", "--restarts", "2"]
+
+    def start():
+        return workstation.start([TPU], slice_=V4_16, arguments=arguments, workspace=workspace, dry_run=False)
+
+    return start
+
+
+@pytest.mark.covers("C10", "L07")
+def test_a_slice_that_was_taken_away_is_made_again_and_the_run_ends_well(cloud, run, capfd):
+    assert run() == 0
+    results, steps, requested = [], iter([4, 8, *[8] * 9]), []
+    watching = threading.Thread(
+        target=lambda: results.append(
+            lifecycle.watch(
+                [TPU],
+                order=lifecycle.Order(V4_16, True, False),
+                restarts=1,
+                start=run,
+                newest_step=lambda: next(steps),
+                requested=requested,
+                poll_seconds=0.2,
+            )
+        )
+    )
+    watching.start()
+    tpu_is(cloud, state="PREEMPTED", out_of_stock=1)
+    wait_until(lambda: sum("start" in call[-1] and call[3] == "ssh" for call in calls(cloud)) == 2)
+    log = cloud / "worker_1/.renga/run.log"
+    wait_until(lambda: log.exists() and "pod.sh got v4-16 gin/x.gin --restarts 2" in log.read_text())
+    (cloud / "worker_0/end_0").touch()
+    watching.join(30)
+    assert results == [0]
+    kinds = [call[3] for call in calls(cloud) if call[3] in ("create", "delete")]
+    assert kinds == ["delete", "create", "create"]  # the first found none to be had
+    assert "--spot" in next(call for call in calls(cloud) if call[3] == "create")
+    said = capfd.readouterr().out
+    assert "my-tpu is PREEMPTED: restart 1 of at most 1 without a new checkpoint" in said
+    assert "the run ended with exit code 0: done" in said
+
+
+@pytest.mark.parametrize(
+    ("run_says", "state", "code", "starts"),
+    [
+        ("ended 17", "READY", 17, 0),  # no start can help
+        ("ended 13", "READY", 13, 0),  # its host tried all that it may
+        ("ended 143", "READY", 143, 2),
+        ("gone", "READY", 143, 2),
+        ("", "PREEMPTED", 1, 2),
+    ],
+)
+def test_what_a_watch_does_with_what_it_sees(monkeypatch, run_says, state, code, starts):
+    started, made = [], []
+    monkeypatch.setattr(lifecycle, "look", lambda tpu: lifecycle.Watched("READY" if made else state, run_says))
+    monkeypatch.setattr(gcloud, "perform", lambda steps, **_: made.append(steps[0].argv[4]) or 0)
+
+    def start():
+        started.append(made.copy())
+        made.clear()
+        return 0
+
+    same = {"newest_step": lambda: None, "requested": [], "poll_seconds": 0.01}
+    assert lifecycle.watch([TPU], order=ON_DEMAND, restarts=2, start=start, **same) == code
+    assert len(started) == starts
+    assert all(("create" in steps) == (state == "PREEMPTED") for steps in started)
+
+
+def crontab(cloud):
+    path = cloud / "worker_0/.crontab"
+    return path.read_text() if path.exists() else ""
+
+
+def on_host(cloud, *action):
+    home = cloud / "worker_0"
+    env = {"HOME": str(home), "PATH": f"{home}/.bin:/usr/bin:/bin"}
+    command = ["bash", str(home / "renga/launch/pods/on_host.sh"), *action]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_a_run_survives_a_reboot_of_its_host_until_it_ends_or_is_stopped(cloud, run):
+    (cloud / "worker_0").mkdir()
+    (cloud / "worker_0/.crontab").write_text("5 4 * * * somebody elses\n")
+    assert run() == 0
+    line = f"@reboot bash {cloud}/worker_0/renga/launch/pods/on_host.sh after_reboot"
+    assert crontab(cloud) == f"5 4 * * * somebody elses\n{line}\n"
+    assert on_host(cloud, "state") == "running"
+    tpu_is(cloud, state="READY")  # every process dies, as when the power goes
+    wait_until(lambda: on_host(cloud, "state") == "gone")
+    on_host(cloud, "after_reboot")
+    assert on_host(cloud, "state") == "running"
+    assert "--restarts 2" in (cloud / "worker_0/.renga/run.log").read_text()
+    on_host(cloud, "stop")
+    assert on_host(cloud, "state") == "ended 130"
+    assert crontab(cloud) == "5 4 * * * somebody elses\n"
+    on_host(cloud, "after_reboot")
+    assert on_host(cloud, "state") == "ended 130"
+
+
+def test_a_run_that_ended_is_not_started_by_a_reboot(cloud, run):
+    assert run() == 0
+    (cloud / "worker_0/end_17").touch()
+    wait_until(lambda: on_host(cloud, "state") == "ended 17")
+    assert crontab(cloud) == ""
+    assert "ended with exit code 17" in on_host(cloud, "status")
