@@ -45,6 +45,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "RENGA_ALERT", "who is told of a run that failed: a command, or https://…", "nobody", "launch", secret=True
     ),
+    Variable("RENGA_NOTES", "where a process leaves what ended it; set with RENGA_ALERT", "unset", "launch"),
     Variable("TPU_NAME", "the TPU (or A,B: one for each slice) to drive, as --tpu", "unset", "launch/pod.sh"),
     Variable("TPU_ZONE", "its zone, as --zone", "unset", "launch/pod.sh"),
     Variable("TPU_PROJECT", "its project, as --project", "gcloud's own", "launch/pod.sh"),

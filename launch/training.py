@@ -21,6 +21,7 @@ from core.checkpoints.store import Checkpoints
 from core.train_state import TrainState
 from core.training import (
     compile_cache,
+    goodput,
     hooks,
     host_figures,
     prefetch,
@@ -140,6 +141,7 @@ def train(run: Run, *, also: Sequence[hooks.Hook] = ()) -> dict[str, float]:
             hooks=[
                 policy,
                 *_logging(run, writers, progress, measured, stack),
+                *_goodput(run, writers, progress, first_step),
                 *looping.comparing(run.experiment.compare_interval),
                 *([evaluation] if evaluation else []),
                 _saving(run, checkpoints, batches, Costs(say=progress.note, write=writers.scalars), preemption),
@@ -251,6 +253,14 @@ def _noting(run: Run, first_step: int) -> list[hooks.Hook]:
     """For the log of this host, where somebody writes one."""
     file = environment.read("RENGA_STEP_FILE")
     return [step_file.NoteStep(file, name=f"host {run.host.index}", step=first_step)] if file else []
+
+
+def _goodput(run: Run, writers: metrics.Writers, progress: Progress, first_step: int) -> list[hooks.Hook]:
+    """Host 0's account of the time; it ends with the loop, whatever ends that."""
+    if not run.host.is_zero:
+        return []
+    bounds = {"first_step": first_step, "last_step": run.last_step, "every": run.experiment.log_interval}
+    return [goodput.Goodput(run.run_dir, **bounds, write=writers.scalars, say=progress.note)]
 
 
 def _evaluation(run: Run, writers: metrics.Writers, progress: Progress) -> hooks.Evaluate | None:

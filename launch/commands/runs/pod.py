@@ -11,13 +11,13 @@ import argparse
 import functools
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core import paths, slices
 from launch import environment
-from launch.pods import gcloud, hosts, lifecycle, shipping, simulate, supervise, workstation
+from launch.pods import alerts, gcloud, hosts, lifecycle, shipping, simulate, supervise, workstation
 
 if TYPE_CHECKING:
     from launch import preflight
@@ -120,27 +120,38 @@ def _simulate(args: argparse.Namespace, slice_: slices.Slice) -> int:
         f"Simulating {slice_.name}: {slice_.hosts} hosts x {slice_.chips_per_host} chips; logs in {here}/logs",
         flush=True,
     )
-    with supervise.stop_requests() as requested:
-        return supervise.supervise(
-            lambda: simulate.run(slice_, command=command, log_directory=Path(here) / "logs", requested=requested),
-            restarts=args.restarts,
-            newest_step=lambda: supervise.newest_step(run_directory),
-            requested=requested,
-        )
+    logs = Path(here) / "logs"
+    return _supervised(
+        lambda requested: simulate.run(slice_, command=command, log_directory=logs, requested=requested),
+        run_directory=run_directory,
+        restarts=args.restarts,
+    )
 
 
 def _train_here(args: argparse.Namespace, slice_: slices.Slice) -> int:
-    """This host's part of the run: this process itself or, where it may be started again, a child of it."""
+    """This host's part of the run: this process itself or, where somebody is to outlive it, a child of it."""
     arguments = ["train", args.experiment, "--slice", slice_.name, *_options(args)]
-    if not args.restarts:
+    if not args.restarts and not environment.read("RENGA_ALERT"):
         return _become(arguments)
-    run_directory = args.run_dir or _run_directory(args)
-    with supervise.stop_requests() as requested:
+    return _supervised(
+        lambda requested: supervise.run_child([sys.executable, "-m", "launch", *arguments], requested),
+        run_directory=args.run_dir or _run_directory(args),
+        restarts=args.restarts,
+    )
+
+
+def _supervised(attempt: Callable[[list[int]], int], *, run_directory: str, restarts: int) -> int:
+    """Runs `attempt(stop requests)`, again where that can help, and tells of every failure."""
+    with alerts.watching(run_directory) as watch, supervise.stop_requests() as requested:
+
+        def told() -> int:
+            code = attempt(requested)
+            if watch and not requested:
+                watch.after(code)
+            return code
+
         return supervise.supervise(
-            lambda: supervise.run_child([sys.executable, "-m", "launch", *arguments], requested),
-            restarts=args.restarts,
-            newest_step=lambda: supervise.newest_step(run_directory),
-            requested=requested,
+            told, restarts=restarts, newest_step=lambda: supervise.newest_step(run_directory), requested=requested
         )
 
 

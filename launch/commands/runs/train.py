@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     from core import metrics
     from core.training.hooks import PreemptedError
     from launch import configuration, smoke, training
-    from launch.pods import joining
+    from launch.pods import alerts, joining
     from launch.pods.hosts import revision
 
     if args.steps is not None and args.steps < 1:
@@ -59,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
         host=host,
     )
     try:
-        smoke.rehearse(run) if args.smoke else training.train(run)
+        with alerts.noting(host.index):
+            smoke.rehearse(run) if args.smoke else training.train(run)
     except PreemptedError as stop:
         print(f"{host.name}: {stop}", flush=True)
         return exit_codes.PREEMPTED

@@ -1,0 +1,152 @@
+"""Goodput: the share of the time since a run first started in which it made steps that count.
+
+The one idea: it is kept over all starts of a run, in `RUN/sessions.jsonl`, a line for each start, which host 0 brings
+up to date while it trains; a process that is killed leaves its line as it was some seconds before. What does not count:
+being down, joining, compiling, waiting for data, evaluating, saving, and steps that a later start had to make again.
+
+Time between a start that reached its last step and the next one does not count for or against: nobody wanted it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+
+from core import paths
+from core.training.trainer import Hook, StepReport
+
+FILE = "sessions.jsonl"
+NAME = "goodput"
+_SECONDS_BETWEEN_WRITES = 10.0
+
+
+@dataclasses.dataclass
+class Session:
+    """One start of a run.
+
+    Attributes:
+      started: seconds since 1970.
+      seen: when this line was last brought up to date.
+      first_step: it began behind this one.
+      last_step: the last of its steps that count.
+      useful_seconds: in steps, without the first, which compiles, and without waiting for data.
+      lost_steps: made by it, and again later.
+      finished: it reached the step that it was to reach.
+    """
+
+    started: float
+    seen: float
+    first_step: int
+    last_step: int
+    useful_seconds: float = 0.0
+    lost_steps: int = 0
+    finished: bool = False
+
+    def lose(self, *, behind: int) -> None:
+        """Takes back what it made behind that step, each at the mean of its steps."""
+        lost = self.last_step - max(self.first_step, behind)
+        if lost > 0:
+            self.useful_seconds *= 1 - lost / (self.last_step - self.first_step)
+            self.last_step -= lost
+            self.lost_steps += lost
+
+
+def share(sessions: Sequence[Session]) -> float:
+    """Useful seconds by all seconds, 0 to 1."""
+    idle = [later.started - s.seen for s, later in itertools.pairwise(sessions) if s.finished]
+    seconds = sessions[-1].seen - sessions[0].started - sum(max(0.0, gap) for gap in idle)
+    return sum(s.useful_seconds for s in sessions) / seconds if seconds > 0 else 0.0
+
+
+def read(run_dir: str) -> list[Session]:
+    """The sessions of a run; a line that is none is left out."""
+    file = paths.resolve(run_dir) / FILE
+    sessions = []
+    for line in file.read_text().splitlines() if file.exists() else ():
+        try:
+            sessions.append(Session(**json.loads(line)))
+        except (ValueError, TypeError):
+            continue
+    return sessions
+
+
+def sentence(sessions: Sequence[Session]) -> str:
+    """What there is to say of the sessions so far."""
+    lost, starts = sum(s.lost_steps for s in sessions), len(sessions)
+    again = f"; {lost} step{'s were' if lost > 1 else ' was'} made again" if lost else ""
+    return f"goodput {100 * share(sessions):.1f} % over {starts} start{'s' if starts > 1 else ''}{again}"
+
+
+class Goodput(Hook):
+    """Keeps the line of this start; host 0 alone has one."""
+
+    def __init__(
+        self,
+        run_dir: str,
+        *,
+        first_step: int,
+        last_step: int,
+        every: int,
+        write: Callable[[int, dict[str, float]], None],
+        say: Callable[[str], None],
+    ):
+        """Reads what earlier starts left, and says what of it is known.
+
+        Args:
+          run_dir: local or gs://.
+          first_step: of the checkpoint that this start begins from; 0 for none.
+          last_step: where it is to end.
+          every: steps between two reports.
+          write: gets the step and `goodput`.
+          say: gets a sentence, at a start after the first and at the end.
+        """
+        self._run_dir = run_dir
+        self._last_step, self._every = last_step, every
+        self._write, self._say = write, say
+        self._sessions = read(run_dir)
+        for earlier in self._sessions:  # steps behind the checkpoint are made again, whoever made them
+            earlier.lose(behind=first_step)
+        self._own = Session(process_started(), time.time(), first_step, first_step)
+        self._sessions.append(self._own)
+        self._is_first, self._wrote_at = True, 0.0
+        if len(self._sessions) > 1:
+            self._say(f"{sentence(self._sessions)}; continues from step {first_step}")
+        self._keep()
+
+    def after_step(self, report: StepReport) -> None:
+        """Counts the step."""
+        self._own.lose(behind=report.step - 1)  # of a run that rolled back
+        self._own.first_step = min(self._own.first_step, report.step - 1)
+        self._own.last_step = report.step
+        if not self._is_first:
+            self._own.useful_seconds += max(0.0, report.seconds - report.input_wait_seconds)
+        self._is_first = False
+        self._own.seen = time.time()
+        if report.step % self._every == 0:
+            self._write(report.step, {NAME: share(self._sessions)})
+        if time.monotonic() - self._wrote_at >= _SECONDS_BETWEEN_WRITES:
+            self._keep()
+
+    def close(self) -> None:
+        """Brings the line up to date a last time."""
+        self._own.finished = self._own.last_step >= self._last_step
+        self._own.seen = time.time()
+        self._keep()
+        self._say(sentence(self._sessions))
+
+    def _keep(self) -> None:
+        self._wrote_at = time.monotonic()
+        lines = [json.dumps(dataclasses.asdict(session)) + "\n" for session in self._sessions]
+        paths.write_text_atomically(paths.resolve(self._run_dir) / FILE, "".join(lines))
+
+
+def process_started() -> float:
+    """When this process started, in seconds since 1970."""
+    started = int(pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    up_seconds = float(pathlib.Path("/proc/uptime").read_text().split()[0])
+    return time.time() - (up_seconds - started / os.sysconf("SC_CLK_TCK"))

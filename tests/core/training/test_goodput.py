@@ -1,0 +1,89 @@
+"""The share of time in steps that count, over starts, losses and idle weeks."""
+
+import json
+import time
+
+import pytest
+
+from core.training import goodput
+from core.training.trainer import StepReport
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that pass when told to; a process starts at the time of its first reading."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(goodput, "process_started", lambda: now[0])
+
+    def pass_(seconds):
+        now[0] += seconds
+
+    return pass_
+
+
+class Run:
+    """Starts of one run, with what they say."""
+
+    def __init__(self, folder, clock, last_step=10):
+        self.folder, self.clock, self.last_step = folder, clock, last_step
+        self.said, self.scalars = [], {}
+
+    def start(self, first_step, steps, *, seconds=10.0, waits=0.0, killed=False):
+        bounds = {"first_step": first_step, "last_step": self.last_step, "every": 1}
+        write = lambda step, values: self.scalars.update({step: values["goodput"]})  # noqa: E731
+        hook = goodput.Goodput(str(self.folder), **bounds, write=write, say=self.said.append)
+        for step in steps:
+            self.clock(seconds)
+            hook.after_step(StepReport(step, {}, {}, seconds, waits))
+        if not killed:
+            hook.close()
+
+    @property
+    def share(self):
+        return goodput.share(goodput.read(str(self.folder)))
+
+
+@pytest.mark.covers("O13")
+def test_steps_that_are_made_again_down_time_compiling_and_waiting_do_not_count(tmp_path, clock):
+    run = Run(tmp_path, clock)
+    run.start(0, range(1, 6), waits=2.5, killed=True)  # 50 s, 4 steps of 7.5 s, 5 counted as made
+    assert run.scalars[5] == pytest.approx(30 / 50)
+    clock(50)  # down
+    run.start(2, range(3, 11))  # of the 30 s the share of 3 of 5 steps is lost; 8 steps, the first compiles
+    assert run.share == pytest.approx((30 * 2 / 5 + 70) / (50 + 50 + 80))
+    assert run.said == ["goodput 12.0 % over 2 starts; 3 steps were made again; continues from step 2", run.said[-1]]
+    assert run.said[-1] == "goodput 45.6 % over 2 starts; 3 steps were made again"
+    first, second = goodput.read(str(tmp_path))
+    assert (first.lost_steps, first.finished, second.first_step, second.finished) == (3, False, 2, True)
+
+
+def test_a_run_that_reached_its_end_was_not_down_until_somebody_wanted_more(tmp_path, clock):
+    run = Run(tmp_path, clock, last_step=5)
+    run.start(0, range(1, 6))
+    clock(7 * 24 * 3600)
+    run.last_step = 10
+    run.start(5, range(6, 11))
+    assert run.share == pytest.approx(80 / 100)
+
+
+def test_steps_from_which_a_run_rolled_back_are_lost(tmp_path, clock):
+    run = Run(tmp_path, clock)
+    run.start(0, [1, 2, 3, 4, 5, 3, 4, 5, 6])
+    (session,) = goodput.read(str(tmp_path))
+    assert (session.lost_steps, session.last_step) == (3, 6)
+    assert session.useful_seconds == pytest.approx(40 * 2 / 5 + 40)
+
+
+def test_a_line_that_was_cut_off_loses_that_start_alone(tmp_path, clock):
+    run = Run(tmp_path, clock)
+    run.start(0, range(1, 6))
+    with (tmp_path / goodput.FILE).open("a") as file:
+        file.write('{"started": 3')
+    run.start(5, range(6, 11))
+    assert len([json.loads(line) for line in (tmp_path / goodput.FILE).read_text().splitlines()]) == 2
+
+
+def test_a_process_knows_when_it_started():
+    assert 0 < time.time() - goodput.process_started() < 3600
