@@ -63,6 +63,16 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
     return os.fspath(path).startswith("gs://")
 
 
+def bucket_location(bucket: str) -> str | None:
+    """The region of a bucket, `US-CENTRAL2`, or its multi-region, `US`; None where nobody can be asked."""
+    try:
+        import fsspec
+
+        return fsspec.filesystem("gcs").call("GET", "b/{}", bucket, json_out=True).get("location")
+    except Exception:  # no network, no credentials, no such bucket: its client has a type for each
+        return None
+
+
 def require_writable(directory: str | os.PathLike[str]) -> epath.Path:
     """Makes a folder if need be, writes a small file in it and removes it again.
 

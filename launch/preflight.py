@@ -26,10 +26,14 @@ class Checked(NamedTuple):
     Attributes:
       findings: in the order looked at.
       training_bytes: state and gradients of all chips together, by arithmetic; 0 where the layout does not fit.
+      program: the experiment on the compiler's description of the slice; None where it does not fit.
+      experiment: as it was built; None where the configuration does not hold together.
     """
 
     findings: tuple[Finding, ...]
     training_bytes: int
+    program: Program | None = None
+    experiment: Experiment | None = None
 
     @property
     def ok(self) -> bool:
@@ -57,11 +61,11 @@ def check(
         findings += reach.data(experiment, smoked=smoked, hosts=hosts)
     findings += reach.run_directory(run_dir, slices.get(experiment.slice) if experiment else None, hosts)
     if program is None:
-        return Checked(tuple(findings), 0)
+        return Checked(tuple(findings), 0, None, experiment)
     sizes = report.totals(program)
     slice_ = program.partitioner.slice
     findings.append(_memory(sizes.everything, slice_))
-    return Checked(tuple(findings), (sizes.everything + sizes.params) * slice_.chips)
+    return Checked(tuple(findings), (sizes.everything + sizes.params) * slice_.chips, program, experiment)
 
 
 def _configuration(

@@ -63,6 +63,14 @@ def look(
     return Place(on_tpu_host, accelerator_type, tuple(looked_at))
 
 
+def zone() -> str | None:
+    """The zone of this host as its metadata server says, `us-central2-b`; None off a TPU host."""
+    if not look().on_tpu_host or environment.read("TPU_SKIP_MDS_QUERY"):
+        return None
+    value, _ = _metadata(f"{METADATA_URL.rpartition('/')[0]}/zone", (METADATA_TIMEOUT_SECONDS, *METADATA_RETRY_SECONDS))
+    return value.rpartition("/")[2] if value else None
+
+
 def on_tpu_host() -> bool:
     """Whether this machine is a host of a TPU slice."""
     return look().on_tpu_host

@@ -17,6 +17,7 @@ from core.slices import Slice
 from core.watch import difference
 from core.watch.judging import NO_LIMITS, Limits
 from launch import environment
+from launch.doctor import machine
 
 _NONCE_FILE = ".shared"
 _SHARED_FILE_SECONDS = 10.0  # network file systems may show a new file late
@@ -89,7 +90,8 @@ def _require_chips(slice_: Slice, *, played: bool) -> None:
     if not played and platform != "tpu":
         raise ValueError(
             f"{slice_.name} was asked for, but JAX found {len(devices)} {platform} device(s) and no TPU. "
-            "On a TPU host: does another process hold the chips, or is libtpu missing? Elsewhere: rehearse, --simulate"
+            f"On a TPU host: is libtpu missing, or are its chips {machine.chip_holders().detail}? Elsewhere: rehearse, "
+            "--simulate"
         )
     if len(devices) != slice_.chips:
         raise ValueError(

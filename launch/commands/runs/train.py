@@ -29,6 +29,7 @@ def run(args: argparse.Namespace) -> int:
     from core import metrics
     from core.training.hooks import PreemptedError
     from launch import configuration, smoke, training
+    from launch.doctor import together
     from launch.pods import alerts, joining
     from launch.pods.hosts import revision
 
@@ -47,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
         description=training.known_at_start(config.text, git_revision, run_dir=run_dir, last_step=last_step),
         limits=experiment.limits,
     )
+    together.warn_at_start(host)
     if host.is_zero:
         for note in config.notes:
             print(f"note: {note}")

@@ -1,0 +1,141 @@
+"""`launch/run doctor`: whether a run could start on this slice, here and now; everything at once, each with its fix.
+
+The one idea: what shows without a device is looked at first and by itself, so that a slice that cannot be joined still
+gives the rest of the table. Then the hosts join, each with what it found of itself, and look at what only they together
+can see. On a TPU it is run on every host, as a run is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from core import paths, slices
+from core.watch import exit_codes
+from launch import environment
+from launch.pods import hosts, simulate
+
+HELP = "say whether a run could start on this slice, with the fix of whatever is wrong: READY or NOT READY"
+EXAMPLE = "launch/run doctor v4-16 gin/quickstart.gin --simulate"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what a doctor takes."""
+    parser.add_argument("slice", metavar="SLICE")
+    parser.add_argument("experiment", metavar="EXPERIMENT.gin")
+    parser.add_argument(
+        "--gin", metavar="BINDING", action="append", default=[], help="overrides one binding; repeatable"
+    )
+    parser.add_argument("--run-dir", metavar="DIR", help="default: $RENGA_RUN_ROOT/{group}/{experiment}")
+    parser.add_argument("--simulate", action="store_true", help="hosts as processes here, chips as CPU devices")
+    parser.add_argument("--json", metavar="FILE", help="also write the rows there")
+    parser.add_argument("--part", choices=("ahead", "host"), help=argparse.SUPPRESS)  # of this command's own processes
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the table; 0 where a run could start, 1 where not."""
+    slice_ = slices.get(args.slice)
+    args.run_dir = os.fspath(paths.resolve(args.run_dir or environment.run_directory(args.experiment)))
+    if args.part == "ahead":
+        return _ahead(args)
+    played = environment.read("RENGA_SIMULATE")
+    if args.part == "host" or played:
+        return _host(args, slice_)
+    if args.simulate:
+        return _end(args, _simulated(args, slice_))
+    place = hosts.look()
+    if not place.on_tpu_host:
+        looked_at = "\n  ".join(place.looked_at)
+        raise ValueError(f"this is no host of a TPU slice: go to every host of one, or add --simulate:\n  {looked_at}")
+    hosts.require_slice(slice_, accelerator_type=place.accelerator_type, where="this host's TPU")
+    return _host(args, slice_)
+
+
+def _ahead(args: argparse.Namespace) -> int:
+    """What shows without a device, into --json: a process of its own, which keeps libtpu's compiler off the chips."""
+    from launch.doctor import ahead, rows
+
+    where = "simulated" if args.simulate else "here"
+    found = ahead.look(args.experiment, bindings=args.gin, slice_name=args.slice, run_dir=args.run_dir, hosts=where)
+    Path(args.json).write_text(json.dumps(rows.to_json(found)))
+    return 0
+
+
+def _rows_of(args: argparse.Namespace, part: str, file: Path, **variables: str) -> list:
+    """Runs a part of this command and reads its rows; a row that says so where it did not come to its end."""
+    from launch.doctor import rows
+
+    command = _command(args, part, file)
+    done = subprocess.run(
+        command,
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode or not file.exists():
+        return [rows.Row(part, False, f"exit code {done.returncode}: {done.stdout.strip()[-2000:]}")]
+    return rows.from_text(file.read_text())
+
+
+def _command(args: argparse.Namespace, part: str, file: Path) -> list[str]:
+    bindings = [word for binding in args.gin for word in ("--gin", binding)]
+    simulated = ["--simulate"] if args.simulate else []
+    own = ["--run-dir", args.run_dir, "--part", part, "--json", str(file)]
+    return [sys.executable, "-m", "launch", "doctor", args.slice, args.experiment, *bindings, *simulated, *own]
+
+
+def _simulated(args: argparse.Namespace, slice_: slices.Slice) -> list:
+    from launch.doctor import rows
+
+    with tempfile.TemporaryDirectory(prefix="renga-doctor-") as folder:
+        found = _rows_of(args, "ahead", Path(folder) / "ahead.json", JAX_PLATFORMS="cpu")
+        if any(row.name == "configuration" and not row.ok for row in found):
+            return found
+        file = Path(folder) / "host.json"
+        code = simulate.run(slice_, command=_command(args, "host", file), log_directory=Path(folder) / "logs")
+        if code or not file.exists():
+            last = (Path(folder) / "logs/host_0.log").read_text().splitlines()[-5:]
+            return [*found, rows.Row("hosts", False, "\n".join([f"exit code {code}", *last]))]
+        return [*found, *rows.from_text(file.read_text())]
+
+
+def _host(args: argparse.Namespace, slice_: slices.Slice) -> int:
+    """This host's part; host 0 has the table of all."""
+    from core import distributed
+    from launch import configuration
+    from launch.doctor import machine, rows, together
+
+    simulated = bool(environment.read("RENGA_SIMULATE"))
+    mine = [machine.versions(), *machine.variables(simulated=simulated), machine.chip_holders()]
+    if args.part != "host":  # else whoever started this process looked
+        with tempfile.TemporaryDirectory(prefix="renga-doctor-") as folder:
+            mine += _rows_of(args, "ahead", Path(folder) / "ahead.json", JAX_PLATFORMS="cpu")
+    if any(row.name in ("configuration", "ahead") and not row.ok for row in mine):
+        return _end(args, mine)
+    config = configuration.load(args.experiment, bindings=args.gin, slice_name=slice_.name)
+    host, joined = together.join(slice_)
+    if host is None:
+        return _end(args, [*mine, joined])
+    every = together.examine(config.build(), host, [*mine, joined], config_text=config.text, run_dir=args.run_dir)
+    distributed.shutdown()
+    if args.part == "host":
+        if host.is_zero:
+            Path(args.json).write_text(json.dumps(rows.to_json(every)))
+        return 0
+    return _end(args, every) if host.is_zero else int(not rows.is_ready(every))
+
+
+def _end(args: argparse.Namespace, found: list) -> int:
+    from launch.doctor import rows
+
+    print(rows.table(found), flush=True)
+    if args.json:
+        paths.write_text_atomically(paths.resolve(args.json), json.dumps(rows.to_json(found), indent=1) + "\n")
+    return exit_codes.DONE if rows.is_ready(found) else exit_codes.FAILED

@@ -1,0 +1,108 @@
+"""What one host can see of itself without a device: versions, environment, and who holds its chips."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.metadata
+import os
+import platform
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from launch import environment
+from launch.doctor.rows import Row
+
+_RUNTIME = ("jax", "jaxlib", "libtpu")
+_ALIKE = 0.92  # of two names, to take one for a slip of the other
+_CHIPS = re.compile(r"/dev/(accel\d+|vfio/\d+)$")
+_LOCK = "/tmp/libtpu_lockfile"
+
+
+def versions(*, installed: Callable[[str], str] = importlib.metadata.version, pins: str | None = None) -> Row:
+    """Whether jax, jaxlib and libtpu go together, as jax itself says, and are those of requirements.txt."""
+    text = (environment.WORKSPACE / "requirements.txt").read_text() if pins is None else pins
+    pinned = dict(re.findall(r"(?m)^([A-Za-z0-9_.-]+)==([^\s;]+)", text))
+    have, problems = {}, []
+    for name in _RUNTIME:
+        try:
+            have[name] = installed(name)
+        except importlib.metadata.PackageNotFoundError:
+            problems.append(f"{name} is not installed")
+    for requirement in _of_jax():
+        version = have.get(requirement.name)
+        if version and not requirement.specifier.contains(version, prereleases=True):
+            problems.append(
+                f"{requirement.name} {version} does not go with jax {have['jax']}, which needs {requirement}"
+            )
+    problems += [
+        f"{name} {have[name]} is not the {pinned[name]} of requirements.txt"
+        for name in have
+        if name in pinned and have[name] != pinned[name]
+    ]
+    if problems:
+        return Row("versions", False, "; ".join(problems), "launch/setup.sh installs requirements.txt")
+    listed = ", ".join(f"{name} {version}" for name, version in have.items())
+    return Row("versions", True, f"{listed}, Python {platform.python_version()}")
+
+
+def variables(environ: Mapping[str, str] = os.environ, *, simulated: bool) -> list[Row]:
+    """What is wrong with the environment: values that contradict one another, and names that nobody reads."""
+    problems = []
+    for look in (environment.process_layout, environment.mesh_bindings):
+        try:
+            look(environ=environ)
+        except ValueError as error:
+            problems.append(Row("environment", False, str(error)))
+    known = {variable.name for variable in environment.VARIABLES}
+    for name in sorted(set(environ) - known):
+        nearest = difflib.get_close_matches(name, known, n=1, cutoff=_ALIKE)
+        if name.startswith("RENGA_"):
+            like = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {like[0]}?" if like else "launch/README.md lists what is read"
+            problems.append(Row("environment", False, f"{name} is read by nobody; {hint}", f"unset {name}"))
+        elif nearest and not _is_jaxs(name):
+            problems.append(
+                Row("environment", True, f"{name} is read by nobody here; did you mean {nearest[0]}?", "", True)
+            )
+    cpu_alone = not simulated and "tpu" not in environ.get("JAX_PLATFORMS", "tpu").split(",")
+    if cpu_alone:
+        said = f"JAX_PLATFORMS={environ['JAX_PLATFORMS']} hides the TPU from JAX"
+        problems.append(Row("environment", False, said, "unset JAX_PLATFORMS"))
+    return problems or [Row("environment", True, "no contradiction, no unknown RENGA_ variable")]
+
+
+def chip_holders(*, own: Sequence[int] = (), proc: Path = Path("/proc"), is_chip: re.Pattern = _CHIPS) -> Row:
+    """Processes other than `own` that hold a chip of this host open, or libtpu's lock."""
+    holders, unseen = {}, 0
+    for process in proc.glob("[0-9]*"):
+        if int(process.name) in (os.getpid(), os.getppid(), *own):
+            continue
+        try:
+            opened = [os.readlink(file) for file in (process / "fd").iterdir()]  # noqa: PTH115 (a socket is no path)
+            if held := sorted({name for name in opened if is_chip.search(name) or name == _LOCK}):
+                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                holders[int(process.name)] = f"process {process.name} holds {', '.join(held)}: {command[:120]}"
+        except PermissionError:
+            unseen += 1
+        except OSError:  # it ended while we looked
+            continue
+    if holders:
+        ids = " ".join(map(str, sorted(holders)))
+        return Row("chips", False, "; ".join(holders.values()), f"end it (kill {ids}), or wait for its run to end")
+    note = f"; {unseen} processes of other users could not be looked at" if unseen else ""
+    return Row("chips", True, f"held by no other process{note}")
+
+
+def _of_jax() -> list[Requirement]:
+    """What jax asks of jaxlib and libtpu, on a TPU too."""
+    every = [Requirement(text) for text in importlib.metadata.requires("jax") or ()]
+    return [r for r in every if r.name in _RUNTIME and (r.marker is None or (r.marker.evaluate({"extra": "tpu"})))]
+
+
+def _is_jaxs(name: str) -> bool:
+    import jax
+
+    return name.lower() in jax.config.values

@@ -1,0 +1,210 @@
+"""What the doctor finds: on a whole simulated slice, and each look by itself where something is wrong."""
+
+import json
+import re
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from core.checkpoints import fit
+from core.checkpoints.store import Checkpoints
+from launch.doctor import ahead, collectives, machine, regions, rows
+from launch.doctor.rows import Row
+
+TINY = ["LENGTH = 64", "transformer.Transformer.num_layers = 1", "transformer.Transformer.embed_dim = 32"]
+
+
+@pytest.fixture(scope="module")
+def simulated(launch, tmp_path_factory):
+    """What the doctor says of a slice that has nothing wrong: (text, rows)."""
+    folder = tmp_path_factory.mktemp("doctor")
+    where = ["--simulate", "--run-dir", str(folder / "run"), "--json", str(folder / "rows.json")]
+    strategy = ["STRATEGY = @strategies.fsdp_tensor()", "strategies.fsdp_tensor.tensor = 2"]
+    bindings = [word for binding in (*TINY, *strategy) for word in ("--gin", binding)]
+    said = launch("doctor", "v4-16", "gin/quickstart.gin", *where, *bindings)
+    return said, {row["name"]: row for row in json.loads((folder / "rows.json").read_text())}
+
+
+@pytest.mark.covers("X01", "X03")
+@pytest.mark.simulated(2)
+def test_a_slice_on_which_nothing_is_wrong(simulated):
+    said, found = simulated
+    assert said.rstrip().endswith("\nREADY")
+    assert {"configuration", "layout", "data", "memory", "checkpoint", "versions", "environment", "chips"} <= set(found)
+    assert {"hosts", "clocks", "run directory", "data on hosts", "HBM"} <= set(found)
+    assert "2 hosts, 8 simulated chips, 4 on each" in found["hosts"]["detail"]
+    for axis, chips in (("fsdp", 4), ("tensor", 2)):
+        trips = re.fullmatch(
+            rf"{chips} chips: all-reduce [\d.e-]+, all-gather [\d.e-]+, reduce-scatter [\d.e-]+, all-to-all [\d.e-]+, "
+            r"permute [\d.e-]+ GB/s sent by a chip \(simulated\)",
+            found[f"axis {axis}"]["detail"],
+        )
+        assert trips
+    assert all(row["ok"] for row in found.values())
+
+
+def test_all_mistakes_are_found_at_once_and_no_host_is_started(launch, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("RENGA_RUNROOT", "x")
+    where = ["--simulate", "--run-dir", str(tmp_path / "file/run"), "--gin", "BATCH_SIZE = 12", "--gin", "LENGHT = 3"]
+    said = launch("doctor", "v4-16", "gin/quickstart.gin", *where, code=1)
+    assert "did you mean 'LENGTH'" in said
+    assert "cannot write to" in said
+    assert "NOT READY: 2 of 2 rows failed" in said
+
+
+def test_off_a_slice_it_says_so(launch, monkeypatch):
+    said = launch("doctor", "v4-16", "gin/quickstart.gin", code=2)
+    assert "this is no host of a TPU slice" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"libtpu": "0.0.17"}, "libtpu 0.0.17 does not go with jax"),
+        ({"jaxlib": "0.4.30"}, "jaxlib 0.4.30 does not go with jax"),
+        ({"jax": "0.10.1"}, "jax 0.10.1 is not the 0.10.2 of requirements.txt"),
+    ],
+)
+def test_versions_that_do_not_go_together(changes, says):
+    have = {"jax": "0.10.2", "jaxlib": "0.10.2", "libtpu": "0.0.42.1"} | changes
+    row = machine.versions(installed=have.__getitem__, pins="jax==0.10.2\njaxlib==0.10.2\nlibtpu==0.0.42.1 ; x\n")
+    assert not row.ok
+    assert says in row.detail
+    assert machine.versions().ok
+
+
+def test_a_library_that_is_missing_is_named():
+    def installed(name):
+        if name == "libtpu":
+            raise machine.importlib.metadata.PackageNotFoundError(name)
+        return {"jax": "0.10.2", "jaxlib": "0.10.2"}[name]
+
+    row = machine.versions(installed=installed, pins="")
+    assert (row.ok, row.detail) == (False, "libtpu is not installed")
+
+
+@pytest.mark.covers("X03", "L10")
+@pytest.mark.parametrize(
+    ("environ", "says"),
+    [
+        ({"RENGA_RUN_ROOTS": "x"}, "RENGA_RUN_ROOTS is read by nobody; did you mean RENGA_RUN_ROOT?"),
+        ({"TPU_MESH_CONFIGS": "2,2"}, "did you mean TPU_MESH_CONFIG?"),
+        ({"JAX_PROCESS_INDEX": "1"}, "JAX_PROCESS_INDEX is set and JAX_COORDINATOR_ADDRESS and JAX_PROCESS_COUNT are"),
+        ({"TPU_MESH_CONFIG": "2,2"}, "TPU_MESH_CONFIG is set and TPU_AXIS_NAMES is not"),
+        ({"JAX_PLATFORMS": "cpu"}, "JAX_PLATFORMS=cpu hides the TPU from JAX"),
+    ],
+)
+def test_variables_that_contradict_or_mean_nothing(environ, says):
+    (row,) = machine.variables(environ, simulated=False)
+    assert says in row.detail
+    assert not row.ok or row.is_note
+
+
+def test_variables_of_others_are_nobodys_business():
+    environ = {"JAX_ENABLE_X64": "1", "HOME": "/x", "TPU_NAME": "t", "JAX_PLATFORMS": "tpu,cpu"}
+    assert [row.ok for row in machine.variables(environ, simulated=False)] == [True]
+    assert [row.ok for row in machine.variables({"JAX_PLATFORMS": "cpu"}, simulated=True)] == [True]
+
+
+def test_who_holds_a_chip_is_named_with_its_process(tmp_path):
+    chip = tmp_path / "accel0"
+    chip.touch()
+    is_chip = re.compile(rf"{tmp_path}/accel\d+$")
+    assert machine.chip_holders(is_chip=is_chip).ok
+    holds = f"file = open({str(chip)!r}); print('open', flush=True); import time; time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", holds], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "open\n"
+        row = machine.chip_holders(is_chip=is_chip)
+        process.kill()
+    assert not row.ok
+    assert f"process {process.pid} holds {chip}: {sys.executable}" in row.detail
+    assert row.fix.startswith(f"end it (kill {process.pid})")
+
+
+def test_clocks_that_are_apart_are_named(run_hosts):
+    results = run_hosts(
+        """
+        import time
+        from core import distributed
+        from launch.doctor import together
+        from launch.pods.joining import Host
+
+        distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS)
+        host = Host(PROCESS, HOSTS, True)
+        row = together.clocks(host, now=lambda: time.time() + 100 * PROCESS)
+        print(row.ok, row.detail, flush=True)
+        distributed.shutdown()
+        """,
+        hosts=2,
+        timeout=120,
+    )
+    assert all(re.search(r"False (99|100)\.\d+ s apart .*: host 1 is ahead of host 0", r.output) for r in results)
+
+
+def test_a_chip_that_gives_wrong_numbers_is_found(monkeypatch):
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "fsdp"))
+    right = collectives.trips(mesh, bytes_per_chip=4096)
+    assert len(right) == 10
+    assert all(trip.is_right and trip.bytes_per_second > 0 for trip in right)
+    gather = jax.lax.all_gather
+    monkeypatch.setattr(jax.lax, "all_gather", lambda *args, **kwargs: gather(*args, **kwargs).at[0, 0].add(1))
+    wrong = [trip for trip in collectives.trips(mesh, bytes_per_chip=4096) if not trip.is_right]
+    assert {(trip.collective, trip.axis) for trip in wrong} == {("all-gather", "data"), ("all-gather", "fsdp")}
+
+
+def test_a_checkpoint_that_does_not_fit_is_a_list_of_leaves(tmp_path):
+    state = {"params": {"w": jax.numpy.zeros((8, 6))}, "step": jax.numpy.zeros((), "int32")}
+    wanted = {"params": {"w": jax.ShapeDtypeStruct((8, 4), "float32")}, "step": jax.ShapeDtypeStruct((), "int32")}
+    assert fit.newest(str(tmp_path / "checkpoints"), wanted) == (None, [])
+    checkpoints = Checkpoints(str(tmp_path / "checkpoints"), keep=1)
+    checkpoints.save(3, state=state, data={}, meta={})
+    checkpoints.close()
+    step, differences = fit.newest(str(tmp_path / "checkpoints"), wanted)
+    assert (step, differences) == (3, ["params/w: float32[8, 6] in the checkpoint, expected float32[8, 4]"])
+
+    class Program:
+        abstract_state = wanted
+
+    row = ahead.checkpoint(Program, str(tmp_path))
+    assert not row.ok
+    assert "step 3 does not fit this model and optimizer:\n  params/w" in row.detail
+    assert "config.gin" in row.fix
+
+
+@pytest.mark.parametrize(("location", "ok"), [("US-CENTRAL2", True), ("US", True), ("EU", False), ("US-EAST1", False)])
+def test_a_bucket_elsewhere_is_told(location, ok):
+    row = regions.judge("data", zone="us-central2-b", location=location)
+    assert row.ok == ok
+    assert "us-central2" in row.detail
+    assert regions.judge("data", zone=None, location=location).is_note
+    assert regions.buckets(["gs://a/x", "/b", "gs://a/y", "gs://c"]) == ["a", "c"]
+
+
+def test_rows_of_all_hosts_become_one_table():
+    same, bad = Row("a", True, "fine"), Row("b", False, "broken", "mend it")
+    merged = rows.merge([[same, Row("b", True, "fine")], [same, bad], [same, bad]])
+    assert [row.detail for row in merged] == ["fine", "host 0: fine", "host 1, 2: broken"]
+    text = rows.table(merged)
+    assert "FAIL  b  host 1, 2: broken\n" in text
+    assert "fix: mend it" in text
+    assert text.endswith("NOT READY: 1 of 3 rows failed")
+    assert rows.from_text(json.dumps(rows.to_json(merged))) == merged
+
+
+def test_hbm_is_that_of_the_record(monkeypatch):
+    from launch import configuration
+    from launch.plans import golden
+
+    config = configuration.load("gin/valkyrie_7b.gin")
+    experiment = config.build()
+    need = golden.find(config.text, experiment)["memory"]["peak_bytes"]
+    row = ahead.hbm(config.text, experiment, limit_bytes=need - 1)
+    assert not row.ok
+    assert ahead.hbm(config.text, experiment, limit_bytes=need).ok
+    other = configuration.load("gin/valkyrie_7b.gin", bindings=["BATCH_SIZE = 16"])
+    assert ahead.hbm(other.text, other.build(), limit_bytes=None).is_note
