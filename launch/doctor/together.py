@@ -40,7 +40,7 @@ def examine(experiment: Experiment, host: Host, mine: Sequence[Row], *, config_t
     rows += _attempt("run directory", lambda: _shared(run_dir, host))
     rows += _attempt("data on hosts", lambda: _data(experiment))
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    rows.append(ahead.hbm(config_text, experiment, limit_bytes=limit))
+    rows += _attempt("HBM", lambda: [ahead.hbm(config_text, experiment, limit_bytes=limit)])
     program = None
     try:
         program = experiment.bind(jax.devices())

@@ -206,5 +206,5 @@ def test_hbm_is_that_of_the_record(monkeypatch):
     row = ahead.hbm(config.text, experiment, limit_bytes=need - 1)
     assert not row.ok
     assert ahead.hbm(config.text, experiment, limit_bytes=need).ok
-    other = configuration.load("gin/valkyrie_7b.gin", bindings=["BATCH_SIZE = 16"])
+    other = configuration.load("gin/valkyrie_7b.gin", bindings=["LENGTH = 1024"])
     assert ahead.hbm(other.text, other.build(), limit_bytes=None).is_note
