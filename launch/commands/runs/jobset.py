@@ -1,0 +1,62 @@
+"""`launch/run jobset`: the manifest with which GKE starts a run on every host of its slices, and starts it again."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from core import paths, slices
+from launch import environment
+
+HELP = "write the JobSet with which GKE runs an experiment on a slice"
+EXAMPLE = "launch/run jobset v4-32 gin/valkyrie_7b.gin --image IMAGE --run-dir gs://bucket/first --out job.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what a manifest takes."""
+    parser.add_argument("slice", metavar="SLICE")
+    parser.add_argument("experiment", metavar="EXPERIMENT.gin")
+    parser.add_argument("--image", required=True, help="a container image whose working directory is this workspace")
+    parser.add_argument("--run-dir", metavar="gs://…", help="default: $RENGA_RUN_ROOT/{group}/{experiment}")
+    parser.add_argument(
+        "--gin", metavar="BINDING", action="append", default=[], help="overrides one binding; repeatable"
+    )
+    parser.add_argument("--restarts", metavar="N", type=int, default=10, help="of the whole set (default 10)")
+    parser.add_argument("--name", help="of the JobSet; default: the experiment's")
+    parser.add_argument("--alert-secret", metavar="NAME", help="a Kubernetes secret; its key `alert` is RENGA_ALERT")
+    parser.add_argument("--out", metavar="FILE", help="default: printed")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the manifest, as JSON, which kubectl takes as it does YAML."""
+    from launch.pods import jobset
+
+    slice_ = slices.get(args.slice)
+    if not Path(args.experiment).is_file():
+        raise ValueError(f"no such experiment file: {args.experiment}")
+    run_dir = args.run_dir or environment.run_directory(args.experiment)
+    if not paths.is_remote(run_dir):
+        raise ValueError(f"the run directory {run_dir} would go with its pod: give --run-dir gs://BUCKET/…")
+    if args.restarts < 0:
+        raise ValueError(f"--restarts {args.restarts}: expected 0 (never) or more")
+    bindings = [word for binding in args.gin for word in ("--gin", binding)]
+    names = ("TPU_MESH_CONFIG", "TPU_AXIS_NAMES")
+    text = json.dumps(
+        jobset.manifest(
+            args.name or Path(args.experiment).stem.replace("_", "-").lower(),
+            slice_,
+            image=args.image,
+            arguments=[slice_.name, args.experiment, "--run-dir", run_dir, *bindings],
+            restarts=args.restarts,
+            environment={name: value for name in names if (value := environment.read(name))},
+            alert_secret=args.alert_secret,
+        ),
+        indent=2,
+    )
+    if args.out:
+        Path(args.out).write_text(text + "\n")
+        print(f"kubectl apply -f {args.out}")
+    else:
+        print(text)
+    return 0

@@ -1,0 +1,127 @@
+"""A run as a JobSet: what GKE needs to start one process on every host of every slice, and to start them again.
+
+One replicated job has a child job for each slice, with a pod for each host; GKE sets TPU_WORKER_ID and the like, and
+MEGASCALE_… in them, by which JAX finds the peers. The one idea is in the exit codes: one that another start cannot help
+fails the whole set at once, any other one restarts all of it, from the last checkpoint.
+
+Fields: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2 and
+https://cloud.google.com/kubernetes-engine/docs/how-to/tpus.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from core.slices import Slice
+from core.watch import exit_codes
+
+# Node labels of GKE by generation.
+ACCELERATORS = {
+    "v4": "tpu-v4-podslice",
+    "v5p": "tpu-v5p-slice",
+    "v5e": "tpu-v5-lite-podslice",
+    "v6e": "tpu-v6e-slice",
+}
+PORTS = (8471, 8080)  # of libtpu between hosts, and of MEGASCALE
+GRACE_SECONDS = 60  # to save in, when a node is drained
+_NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
+
+
+def manifest(
+    name: str,
+    slice_: Slice,
+    *,
+    image: str,
+    arguments: Sequence[str],
+    restarts: int,
+    environment: Mapping[str, str],
+    alert_secret: str | None = None,
+) -> dict[str, Any]:
+    """The JobSet of a run.
+
+    Args:
+      name: of the JobSet.
+      slice_: what the run is on; several slices are as many child jobs.
+      image: with the workspace as its working directory, set up.
+      arguments: of `launch/pod.sh`.
+      restarts: of the whole set.
+      environment: of every pod.
+      alert_secret: a Kubernetes secret whose key `alert` is RENGA_ALERT.
+
+    Raises:
+      ValueError: a name that Kubernetes does not take.
+    """
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"--name {name!r}: expected up to 40 small letters, digits and dashes, a letter first")
+    template = _pods(slice_, image=image, arguments=arguments, environment=environment, alert_secret=alert_secret)
+    one = slice_.single
+    job = {
+        "backoffLimit": 0,  # one pod that fails fails its job; what then happens is the set's to say
+        "completionMode": "Indexed",
+        "completions": one.hosts,
+        "parallelism": one.hosts,
+        "podFailurePolicy": {"rules": _rules()},
+        "template": template,
+    }
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {
+            "name": name,
+            "annotations": {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"},
+        },
+        "spec": {
+            "failurePolicy": {
+                "maxRestarts": restarts,
+                "rules": [{"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
+            },
+            "replicatedJobs": [{"name": "slice", "replicas": slice_.num_slices, "template": {"spec": job}}],
+        },
+    }
+
+
+def _rules() -> list[dict[str, Any]]:
+    """A code that no start can help fails the job for a reason that the set knows; all others fail it as usual."""
+    final = sorted(code for code, said in exit_codes.ENDINGS.items() if not said.restart and code != exit_codes.DONE)
+    return [
+        {
+            "action": "FailJob",
+            "onExitCodes": {"containerName": "train", "operator": "In", "values": final},
+        }
+    ]
+
+
+def _pods(
+    slice_: Slice,
+    *,
+    image: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    alert_secret: str | None,
+) -> dict[str, Any]:
+    variables: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in environment.items()]
+    if alert_secret:
+        key = {"name": alert_secret, "key": "alert"}
+        variables.append({"name": "RENGA_ALERT", "valueFrom": {"secretKeyRef": key}})
+    chips = {"google.com/tpu": slice_.chips_per_host}
+    container = {
+        "name": "train",
+        "image": image,
+        "command": ["launch/pod.sh", *arguments],
+        "ports": [{"containerPort": port} for port in PORTS],
+        "resources": {"limits": chips, "requests": chips},
+        **({"env": variables} if variables else {}),
+    }
+    return {
+        "spec": {
+            "restartPolicy": "Never",
+            "terminationGracePeriodSeconds": GRACE_SECONDS,
+            "nodeSelector": {
+                "cloud.google.com/gke-tpu-accelerator": ACCELERATORS[slice_.generation],
+                "cloud.google.com/gke-tpu-topology": slice_.topology_name,
+            },
+            "containers": [container],
+        }
+    }
