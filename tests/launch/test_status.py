@@ -9,7 +9,7 @@ from launch.commands.house import status
 
 @pytest.mark.covers("E07")
 def test_status_is_current():
-    page = status.render(status.capabilities(), list(status.marked_tests()))
+    page = status.render(status.capabilities(), list(status.marked_tests()), status.ran_on_tpu())
     assert status.STATUS.read_text() == page, "run: launch/run status --write"
 
 

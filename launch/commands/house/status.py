@@ -2,13 +2,14 @@
 
 The one idea: nobody writes down what works. A test names the rows of the checklist (tests/capabilities.toml) that it
 shows; this reads the names out of the tests' source, without running them. What has run on a TPU is a claim that only a
-report from a slice can make, and there is none yet.
+report from a slice can make: `launch/pod.sh SLICE validate` writes one, and those kept in tests/validated/ are read.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import json
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ EXAMPLE = "launch/run status --write"
 STATUS = WORKSPACE / "STATUS.md"
 TESTS = WORKSPACE / "tests"
 CAPABILITIES = TESTS / "capabilities.toml"
+VALIDATED = TESTS / "validated"
 
 
 class Marked(NamedTuple):
@@ -46,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the page, or writes it."""
-    page = render(capabilities(), list(marked_tests()))
+    page = render(capabilities(), list(marked_tests()), ran_on_tpu())
     if args.write:
         STATUS.write_text(page)
     else:
@@ -58,6 +60,16 @@ def capabilities(path: Path = CAPABILITIES) -> dict[str, str]:
     """Name by row, in the order of the file."""
     groups = tomllib.loads(path.read_text())
     return {row: name for group in groups.values() for row, name in group.items()}
+
+
+def ran_on_tpu(folder: Path = VALIDATED) -> dict[str, str]:
+    """By row, `v4-32, 2026-05-01` of a report in which a part that covers it passed on a TPU; the newest holds."""
+    reports = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    ran = {}
+    for report in sorted((r for r in reports if r["platform"] == "tpu"), key=lambda r: r["date"]):
+        passed = [part for part in report["parts"] if part["verdict"] == "ok"]
+        ran |= {row: f"{report['slice']}, {report['date']}" for part in passed for row in part["covers"]}
+    return ran
 
 
 def marked_tests(folder: Path = TESTS) -> Iterator[Marked]:
@@ -106,8 +118,8 @@ def _joined(first: Markers, second: Markers) -> Markers:
     return {name: (*first.get(name, ()), *second.get(name, ())) for name in (*first, *second)}
 
 
-def render(names: Mapping[str, str], tests: Iterable[Marked]) -> str:
-    """The page.
+def render(names: Mapping[str, str], tests: Iterable[Marked], ran: Mapping[str, str] | None = None) -> str:
+    """The page; `ran` says by row where it ran on a TPU.
 
     Raises:
       ValueError: a test covers a row that the checklist does not have.
@@ -124,30 +136,30 @@ def render(names: Mapping[str, str], tests: Iterable[Marked]) -> str:
         "",
         "Generated from the tests' markers by `launch/run status --write`; not written by hand.",
         "",
-        _count(shown, total=len(names)),
+        _count(shown, total=len(names), ran=len((ran or {}).keys() & shown)),
         "",
         "| row | capability | unit | simulated on | compiled for | ran on a TPU | shown by, in `tests/` |",
         "|---|---|---|---|---|---|---|",
-        *(_line(row, names[row], found) for row, found in shown.items()),
+        *(_line(row, names[row], found, (ran or {}).get(row, "never")) for row, found in shown.items()),
         "",
         "Not yet: " + "; ".join(f"{row} {name}" for row, name in names.items() if row not in shown) + ".",
     ]
     return "\n".join(lines) + "\n"
 
 
-def _count(shown: Mapping[str, list[Marked]], *, total: int) -> str:
+def _count(shown: Mapping[str, list[Marked]], *, total: int, ran: int) -> str:
     simulated = sum(any(t.hosts for t in found) for found in shown.values())
     compiled = sum(any(t.slices for t in found) for found in shown.values())
     return (
         f"**{len(shown)} of {total} capabilities are shown by a test**, {simulated} of them on several simulated hosts "
-        f"and {compiled} by the real TPU compiler. 0 ran on a TPU."
+        f"and {compiled} by the real TPU compiler. {ran} ran on a TPU."
     )
 
 
-def _line(row: str, name: str, found: list[Marked]) -> str:
+def _line(row: str, name: str, found: list[Marked], ran: str) -> str:
     unit = "yes" if any(not t.hosts and not t.slices for t in found) else ""
     hosts = sorted({t.hosts for t in found if t.hosts})
     slices = list(dict.fromkeys(s for t in found for s in t.slices))
     simulated = f"{', '.join(map(str, hosts))} hosts" if hosts else ""
     files = list(dict.fromkeys(t.name.split("::")[0].removeprefix("tests/") for t in found))
-    return f"| {row} | {name} | {unit} | {simulated} | {', '.join(slices)} | never | {', '.join(files)} |"
+    return f"| {row} | {name} | {unit} | {simulated} | {', '.join(slices)} | {ran} | {', '.join(files)} |"

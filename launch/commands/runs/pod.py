@@ -31,6 +31,7 @@ EXAMPLE = """launch/pod.sh v4-16 gin/quickstart.gin --simulate
   launch/pod.sh logs --tpu my-tpu --zone us-central2-b      (and status, stop, tensorboard)
   launch/pod.sh profile RUN --seconds 5                     (of all hosts of a run that is going; RUN: its directory)
   launch/pod.sh logs RUN                                    (of a simulated run, all hosts by time)
+  launch/pod.sh v4-32 validate --tpu my-tpu --zone us-central2-b --run-dir gs://bucket/first
   launch/pod.sh create v4-32 --tpu my-tpu --zone us-central2-b --spot      (and queue, delete)"""
 
 SENT = ("TPU_MESH_CONFIG", "TPU_AXIS_NAMES")  # what the hosts read as this machine does
@@ -42,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="SLICE", help=f"such as v4-32 (launch/run slices); or {actions}")
     named = "the experiment file; of profile and logs, the run; of create and queue, the SLICE"
     parser.add_argument("experiment", metavar="EXPERIMENT.gin", nargs="?", help=named)
+    parser.add_argument("validated", metavar="…", nargs="?", help="SLICE validate [EXPERIMENT.gin]: tries the slice")
     parser.add_argument(
         "--gin", metavar="BINDING", action="append", default=[], help="overrides one binding; repeatable"
     )
@@ -76,6 +78,10 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"no experiment given: launch/pod.sh {args.target} EXPERIMENT.gin (gin/ has some)")
     if args.steps is not None and args.steps < 1:
         raise ValueError(f"--steps {args.steps}: expected at least 1")
+    if args.experiment == "validate":
+        return _validate(args, slice_)
+    if args.validated is not None:
+        raise ValueError(f"{args.validated!r} is one word too many: launch/pod.sh {args.target} {args.experiment} …")
     _require_restartable(args)
     _require_one_mode(args)
     if args.check:
@@ -107,6 +113,30 @@ def _of_a_run(args: argparse.Namespace) -> int:
     if args.target == "logs":
         return logs.show(args.experiment)
     return asking.ask(args.experiment, steps=args.steps, seconds=args.seconds)
+
+
+def _validate(args: argparse.Namespace, slice_: slices.Slice) -> int:
+    """Tries the slice: here, or shipped to it as a run is."""
+    if args.gin or args.steps or args.smoke or args.check or args.restarts:
+        raise ValueError(f"{slice_.name} validate takes EXPERIMENT.gin, --run-dir and where to go, and no other flag")
+    experiment = args.validated or "gin/quickstart.gin"
+    own = ["--run-dir", args.run_dir] if args.run_dir else []
+    tpus = () if args.simulate else gcloud.find_tpus(args.tpu, args.zone, args.project)
+    if not tpus or (hosts.on_tpu_host() and not args.tpu):
+        _refuse_dry_run(args, "this validates here")
+        return _become(["validate", slice_.name, experiment, *own, *(["--simulate"] if args.simulate else [])])
+    if slice_.hosts > 1 and not paths.is_remote(args.run_dir or environment.read("RENGA_RUN_ROOT") or ""):
+        raise ValueError(f"{slice_.hosts} hosts need one place for checkpoints: give --run-dir gs://BUCKET/…")
+    workspace = environment.WORKSPACE
+    root = environment.read("RENGA_RUN_ROOT")
+    return workstation.start(
+        tpus,
+        slice_=slice_,
+        arguments=[slice_.name, "validate", shipping.shipped_path(experiment, workspace=workspace), *own],
+        variables=[f"RENGA_RUN_ROOT={root}"] if root and not own else [],
+        workspace=workspace,
+        dry_run=args.dry_run,
+    )
 
 
 def _simulate(args: argparse.Namespace, slice_: slices.Slice) -> int:

@@ -1,0 +1,91 @@
+"""`launch/pod.sh SLICE validate`: everything that first contact with a slice should show, as one report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from core import paths, slices
+from core.watch import exit_codes
+from launch import environment
+from launch.pods import hosts
+
+HELP = "try a slice: doctor, attention, every strategy, save and restore, predicted against measured; one report"
+EXAMPLE = "launch/run validate v4-16 gin/quickstart.gin --simulate"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what a validation takes."""
+    parser.add_argument("slice", metavar="SLICE")
+    parser.add_argument("experiment", metavar="EXPERIMENT.gin", nargs="?", default="gin/quickstart.gin")
+    parser.add_argument("--run-dir", metavar="DIR", help="default: $RENGA_RUN_ROOT/validate/SLICE")
+    parser.add_argument("--simulate", action="store_true", help="rehearse it: hosts as processes here")
+    parser.add_argument("--attention", metavar="FILE", help=argparse.SUPPRESS)  # of this command's own process
+
+
+def run(args: argparse.Namespace) -> int:
+    """Tries one part after the other; 0 where none failed, and RUN/validate.json either way."""
+    from launch.doctor import validation
+
+    slice_ = slices.get(args.slice)
+    if args.attention:
+        return _attention(args, slice_)
+    root = environment.read("RENGA_RUN_ROOT") or str(environment.WORKSPACE / "runs")
+    run_dir = os.fspath(paths.resolve(args.run_dir or f"{root}/validate/{slice_.name}"))
+    if not args.simulate and not hosts.look().on_tpu_host:
+        raise ValueError(
+            f"this is no host of a TPU slice: launch/pod.sh {slice_.name} validate --tpu NAME, or --simulate"
+        )
+    started = time.time()
+    with tempfile.TemporaryDirectory(prefix="renga-validate-") as folder:
+        tried = validation.parts(
+            slice_.name, args.experiment, run_dir=run_dir, simulated=args.simulate, folder=Path(folder)
+        )
+        done = [validation.perform(part) for part in tried]
+        doctor, attention = (_read(Path(folder) / f"{name}.json") for name in ("doctor", "attention"))
+    if attention is None and not args.simulate:
+        return int(any(part["verdict"] == "failed" for part in done))  # host 0 writes the report
+    about = {
+        "slice": slice_.name,
+        "experiment": args.experiment,
+        "platform": "simulated" if args.simulate else (attention or {}).get("platform", "unknown"),
+        "date": time.strftime("%Y-%m-%d", time.gmtime(started)),
+        "seconds": round(time.time() - started, 1),
+        "git_revision": hosts.revision(),
+        "doctor": doctor,
+        "attention": attention,
+        "measured": validation.measured(run_dir),
+    }
+    found = validation.report(done, about=about)
+    file = paths.resolve(run_dir) / validation.NAME
+    paths.write_text_atomically(file, json.dumps(found, indent=1) + "\n")
+    print(f"{'PASS' if found['ok'] else 'FAIL'}  {file}", flush=True)
+    return exit_codes.DONE if found["ok"] else exit_codes.FAILED
+
+
+def _attention(args: argparse.Namespace, slice_: slices.Slice) -> int:
+    """The attention of this host's chip; with --simulate of this machine's CPU, once. Host 0 writes."""
+    from core import distributed
+    from launch.doctor import attention
+    from launch.pods import joining
+
+    if args.simulate:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        index = 0
+    else:
+        index = joining.join(slice_).index
+    found = attention.look()
+    print(json.dumps(found))
+    if index == 0:
+        Path(args.attention).write_text(json.dumps(found))
+    distributed.shutdown()
+    return exit_codes.DONE if found["ok"] else exit_codes.FAILED
+
+
+def _read(file: Path) -> Any:
+    return json.loads(file.read_text()) if file.exists() else None

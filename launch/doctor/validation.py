@@ -1,0 +1,115 @@
+"""Ten minutes on first contact with a slice: what this project says of itself, tried, as one report.
+
+The one idea: every part is a command that a user could type, in a process of its own, so that a part that fails, hangs
+or is killed leaves the others and the report. Each names the rows of the checklist that it shows; only a report whose
+platform is a TPU counts there (`launch/run status`).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from launch import environment
+
+NAME = "validate.json"
+STEPS = 30
+PART_SECONDS = 900.0
+STRATEGIES = environment.WORKSPACE / "gin" / "strategies"
+REHEARSED = ("fsdp", "fsdp_tensor")  # of the strategies, where hosts are processes here
+_REFUSED = 2  # a strategy that does not fit the slice says so with this code
+_LAST_LINES = 15
+
+
+class Part(NamedTuple):
+    """One command and what it would show.
+
+    Attributes:
+      name: of the part.
+      argv: of `launch/run`.
+      covers: rows of tests/capabilities.toml.
+      may_be_refused: it may not fit this slice, which is no fault.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    covers: tuple[str, ...]
+    may_be_refused: bool = False
+
+
+def parts(slice_name: str, experiment: str, *, run_dir: str, simulated: bool, folder: Path) -> list[Part]:
+    """What is tried, in this order."""
+    played = ("--simulate",) if simulated else ()
+    names = sorted(path.stem for path in STRATEGIES.glob("*.gin"))
+    start = ("pod", slice_name, experiment, *played)
+    common = (slice_name, experiment, *played, "--run-dir", f"{run_dir}/run")
+    looks = [
+        Part("doctor", ("doctor", *common, "--json", str(folder / "doctor.json")), ("R01", "X01", "X03")),
+        Part("attention", ("validate", *common, "--attention", str(folder / "attention.json")), ("T08",)),
+    ]
+    smokes = [
+        Part(
+            f"strategy {name}",
+            (*start, "--smoke", "--run-dir", f"{run_dir}/{name}", "--gin", f"include 'gin/strategies/{name}.gin'"),
+            _COVERS.get(name, ()) + ("C02", "C06"),
+            may_be_refused=True,
+        )
+        for name in names
+        if not simulated or name in REHEARSED
+    ]
+    steps = str(2 if simulated else STEPS)
+    measured = (*start, "--run-dir", f"{run_dir}/run", "--steps", steps, "--gin", "LOG_INTERVAL = 1")
+    return [*looks, *smokes, Part("predicted and measured", measured, ("O03", "X06"))]
+
+
+_COVERS: Mapping[str, tuple[str, ...]] = {
+    "data_parallel": ("M06",),
+    "fsdp": ("M07",),
+    "zero1": ("M08",),
+    "tensor": ("M09",),
+    "fsdp_tensor": ("M10", "M13"),
+    "pipeline": ("M12",),
+    "pipeline_fsdp": ("M13",),
+    "pipeline_fsdp_tensor": ("M13",),
+    "multislice": ("R11",),
+}
+
+
+def perform(part: Part) -> dict[str, Any]:
+    """Runs a part to its end, or for PART_SECONDS."""
+    print(f"validate: {part.name}: launch/run {' '.join(part.argv)}", flush=True)
+    started = time.monotonic()
+    command = [sys.executable, "-m", "launch", *part.argv]
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=PART_SECONDS
+        )
+        code, said = done.returncode, done.stdout
+    except subprocess.TimeoutExpired as error:
+        said = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
+        code = None
+    verdict = "ok" if code == 0 else "refused" if part.may_be_refused and code == _REFUSED else "failed"
+    seconds = round(time.monotonic() - started, 1)
+    print(f"validate: {part.name}: {verdict}, {seconds:g} s", flush=True)
+    found = {"name": part.name, "verdict": verdict, "exit_code": code, "seconds": seconds, "covers": list(part.covers)}
+    return found if verdict == "ok" else {**found, "said": said.splitlines()[-_LAST_LINES:]}
+
+
+def measured(run_dir: str) -> dict[str, float]:
+    """Of the last line of the run that was measured: seconds, and where a TPU was, what was predicted of them."""
+    file = Path(run_dir) / "run" / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    timed = [row for row in rows if "step_seconds" in row]
+    wanted = ("step", "step_seconds", "mfu", "hbm_gib", "tokens_per_second")
+    last = timed[-1] if timed else {}
+    return {name: value for name, value in last.items() if name in wanted or name.startswith("predicted/")}
+
+
+def report(done: Sequence[Mapping[str, Any]], *, about: Mapping[str, Any]) -> dict[str, Any]:
+    """The report: `about` the slice, every part, and whether none failed."""
+    return {**about, "parts": list(done), "ok": all(part["verdict"] != "failed" for part in done)}

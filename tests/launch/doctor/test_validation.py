@@ -1,0 +1,90 @@
+"""The report of a slice: what is tried, how a part may end, and when it counts for STATUS.md."""
+
+import json
+
+import pytest
+
+from launch.commands.house import status
+from launch.doctor import attention, validation
+from launch.doctor.validation import Part
+
+
+def test_the_parts_are_commands_that_cover_rows_of_the_checklist(tmp_path):
+    real = validation.parts("v4-32", "x.gin", run_dir="gs://b/v", simulated=False, folder=tmp_path)
+    played = validation.parts("v4-32", "x.gin", run_dir="r", simulated=True, folder=tmp_path)
+    strategies = {path.stem for path in validation.STRATEGIES.glob("*.gin")}
+    assert {part.name for part in real} >= {f"strategy {name}" for name in strategies}
+    assert [part.name for part in played] == [
+        "doctor",
+        "attention",
+        "strategy fsdp",
+        "strategy fsdp_tensor",
+        "predicted and measured",
+    ]
+    assert not any("--simulate" in part.argv for part in real)
+    assert all("--simulate" in part.argv for part in played)
+    assert {row for part in real for row in part.covers} <= set(status.capabilities())
+
+
+@pytest.mark.parametrize(
+    ("part", "verdict"),
+    [
+        (Part("x", ("slices",), ("R07",)), "ok"),
+        (Part("x", ("doctor", "v9-1", "x.gin"), ()), "failed"),
+        (Part("x", ("doctor", "v9-1", "x.gin"), (), may_be_refused=True), "refused"),
+    ],
+)
+def test_a_part_that_fails_leaves_its_last_lines_and_the_others(part, verdict):
+    found = validation.perform(part)
+    assert found["verdict"] == verdict
+    assert ("said" in found) == (verdict != "ok")
+    assert verdict == "ok" or "unknown TPU slice 'v9-1'" in "".join(found["said"])
+    assert validation.report([found], about={})["ok"] == (verdict != "failed")
+
+
+@pytest.mark.covers("T08")
+def test_the_kernel_and_the_plain_form_agree_here():
+    found = attention.compare(dtype="float32", interpret=True)
+    assert set(found["apart"]) == {"output", "d query", "d key", "d value"}
+    assert 0 < max(found["apart"].values()) < found["tolerance"] == 2e-5
+
+
+def test_a_kernel_that_is_wrong_is_found(monkeypatch):
+    plain = attention.attention.plain
+    monkeypatch.setattr(attention.attention, "splash_attention", lambda q, k, v, s, **_: 1.01 * plain(q, k, v, s))
+    found = attention.look()
+    assert not found["ok"]
+    assert (found["platform"], found["kernel"]) == ("cpu", "interpreted: this is no TPU")
+
+
+@pytest.mark.covers("E07")
+def test_only_a_report_of_a_tpu_fills_the_last_column(tmp_path):
+    parts = [{"verdict": "ok", "covers": ["R01", "M07"]}, {"verdict": "failed", "covers": ["M09"]}]
+    for name, platform, date in (
+        ("a", "tpu", "2026-05-01"),
+        ("b", "simulated", "2026-06-01"),
+        ("c", "cpu", "2026-06-01"),
+    ):
+        report = {"platform": platform, "slice": "v4-32", "date": date, "parts": parts}
+        (tmp_path / f"{name}.json").write_text(json.dumps(report))
+    ran = status.ran_on_tpu(tmp_path)
+    assert ran == {"R01": "v4-32, 2026-05-01", "M07": "v4-32, 2026-05-01"}
+    test = status.Marked("tests/x.py::t", ("M07", "M09"), 0, ())
+    page = status.render({"M07": "one", "M09": "two"}, [test], ran)
+    assert "| M07 | one | yes |  |  | v4-32, 2026-05-01 | x.py |" in page
+    assert "| M09 | two | yes |  |  | never | x.py |" in page
+    assert "1 ran on a TPU" in page
+    assert status.ran_on_tpu(tmp_path / "none") == {}
+
+
+@pytest.mark.slow
+@pytest.mark.covers("X02")
+@pytest.mark.simulated(2)
+def test_a_rehearsal_writes_a_report_that_claims_nothing(launch, tmp_path):
+    said = launch("pod", "v4-16", "validate", "--simulate", "--run-dir", str(tmp_path), timeout=900)
+    report = json.loads((tmp_path / "validate.json").read_text())
+    assert f"PASS  {tmp_path}/validate.json" in said
+    assert report["platform"] == "simulated"
+    assert [part["verdict"] for part in report["parts"]] == ["ok"] * 5
+    assert {row["name"] for row in report["doctor"]} >= {"hosts", "clocks", "axis fsdp"}
+    assert report["measured"]["step_seconds"] > 0
