@@ -40,8 +40,9 @@ def python(text, tmp_path):
     return [sys.executable, str(tmp_path / "host.py")]
 
 
-def run(slice_, text, tmp_path, **kwargs):
-    return simulate.run(slice_, command=python(text, tmp_path), log_directory=tmp_path / "logs", **kwargs)
+def run(slice_, text, tmp_path, words_seconds=0.3, **kwargs):
+    command = python(text, tmp_path)
+    return simulate.run(slice_, command=command, log_directory=tmp_path / "logs", words_seconds=words_seconds, **kwargs)
 
 
 def log(tmp_path, index):
@@ -131,7 +132,7 @@ def test_the_first_to_fail_stops_the_rest_and_gives_its_code_and_last_lines(tmp_
     text = "print('\\n'.join(f'line {n}' for n in range(50)))\n"
     text += "if index == 2: time.sleep(0.3); sys.exit(7)\ntime.sleep(600)"
     started = time.monotonic()
-    assert run(V4_32, text, tmp_path, words_seconds=0.5) == 7
+    assert run(V4_32, text, tmp_path) == 7
     assert time.monotonic() - started < 5
     error = capfd.readouterr().err
     assert "host_2 failed first (exit code 7)" in error
@@ -146,7 +147,7 @@ def test_the_culprit_is_the_cause_and_the_others_have_a_moment_to_say_so(tmp_pat
     text = "if index == 1: sys.exit(15)\nif index == 2: time.sleep(0.4); os.kill(os.getpid(), signal.SIGKILL)\n"
     text += "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))\n"
     text += "time.sleep(1.2); print('host 2 was lost', flush=True); sys.exit(15)"
-    assert run(V4_32, text, tmp_path) == 137
+    assert run(V4_32, text, tmp_path, words_seconds=3.0) == 137
     assert "host_2 failed first (signal SIGKILL)" in capfd.readouterr().err
     for index in (0, 3):
         assert "host 2 was lost" in log(tmp_path, index)
