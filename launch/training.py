@@ -9,26 +9,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from core import distributed, metrics, paths
 from core.checkpoints.store import Checkpoints
 from core.train_state import TrainState
 from core.training import (
     compile_cache,
-    goodput,
     hooks,
-    host_figures,
     prefetch,
-    profile_requests,
-    profiling,
     recompile,
-    step_file,
 )
 from core.watch import phase
 from launch import card, environment
@@ -38,8 +31,7 @@ from launch.pods import joining
 from launch.pods.joining import Host
 from launch.progress import Progress
 from launch.reports import arrays
-from launch.saved.cost import Costs
-from launch.survival import looping
+from launch.under_way import beside, looping
 from parallel.partitioner import Program
 
 DATA_SECONDS = 3600.0  # for one host's work on the data; a build that takes longer belongs into launch/run build
@@ -128,28 +120,16 @@ def train(run: Run, *, also: Sequence[hooks.Hook] = ()) -> dict[str, float]:
                 measured=measured.rows(),
             )
             _write_config(run, writers)
-        evaluation = _evaluation(run, writers, progress)
+        now = beside.UnderWay(run, first_step, progress, measured, writers, stack)
+        evaluation = beside.evaluation(now)
         batches = stack.enter_context(open_batches(run, position))
-        preemption = hooks.StopWhenPreempted(distributed.preempted)
-        policy = looping.policy(run.experiment.non_finite, progress, writers)
         state = looping.train(
             _OnceCompiledProgram(run.program),
             batches,
             state,
             restored=lambda: restore_or_init(run, checkpoints)[0],
             total_steps=run.last_step,
-            hooks=[
-                policy,
-                *_logging(run, writers, progress, measured, stack),
-                *_goodput(run, writers, progress, first_step),
-                *looping.comparing(run.experiment.compare_interval),
-                *([evaluation] if evaluation else []),
-                _saving(run, checkpoints, batches, Costs(say=progress.note, write=writers.scalars), preemption),
-                preemption,
-                *_profiles(run, stack),
-                *_noting(run, first_step),
-                *also,
-            ],
+            hooks=[*beside.hooks_of(now, evaluation, checkpoints, batches), *also],
         )
         if evaluation and first_step >= run.last_step:  # nothing was left to train; still say how good it is
             evaluation.at_boundary(first_step, state)
@@ -206,91 +186,6 @@ class _OnceCompiledProgram:
 def _measured(run: Run, progress: Progress) -> Measured:
     on_tpu = run.program.partitioner.mesh.devices.flat[0].platform == "tpu"
     return Measured(run.experiment, config_text=run.meta["config"], on_tpu=on_tpu, warn=progress.warning)
-
-
-def _logging(
-    run: Run, writers: metrics.Writers, progress: Progress, measured: Measured, stack: contextlib.ExitStack
-) -> list[hooks.Hook]:
-    tokens = run.experiment.batch_size * run.experiment.task.length
-    every = run.experiment.log_interval
-    figures = host_figures.HostFigures()
-    own_lines = metrics.open_own_lines(run.run_dir, process_index=run.host.index)
-    stack.callback(own_lines.close)
-
-    def write(step: int, values: Mapping[str, float]) -> None:
-        values = {**values, **measured.beside(values)}
-        own = figures.own(values)
-        own_lines.scalars(step, own)
-        own_lines.flush()
-        compared, seen = figures.exchange(step, own)
-        progress.line(step, values, slowest=figures.slowest if seen else None)
-        if seen:
-            writers.scalars(compared, seen)
-        writers.scalars(step, values)
-        writers.flush()
-
-    def compiled(step: int, totals: compile_cache.Totals) -> None:
-        progress.compiled(totals)
-        writers.scalars(step, {f"compile/{name}": float(value) for name, value in totals._asdict().items()})
-
-    return [hooks.Compiled(compiled), hooks.Log(write, every=every, items_per_step=tokens, last_step=run.last_step)]
-
-
-def _profiles(run: Run, stack: contextlib.ExitStack) -> list[hooks.Hook]:
-    """Of steps and of memory: those of the configuration, those that are asked for, and of memory that is exhausted."""
-    requests = profile_requests.Requests(run.run_dir, last_step=run.last_step)
-    stack.callback(requests.close)
-    memory = profiling.MemoryProfiles(run.run_dir)
-    stack.enter_context(memory.when_exhausted())
-    start, at = profiling.Profile(run.run_dir).start, run.experiment.profile_steps
-    return [
-        hooks.Profile(start, at=at, asked=requests.asked, done=requests.done),
-        hooks.MemoryProfile(memory.write, at=run.experiment.memory_profile_steps),
-    ]
-
-
-def _noting(run: Run, first_step: int) -> list[hooks.Hook]:
-    """For the log of this host, where somebody writes one."""
-    file = environment.read("RENGA_STEP_FILE")
-    return [step_file.NoteStep(file, name=f"host {run.host.index}", step=first_step)] if file else []
-
-
-def _goodput(run: Run, writers: metrics.Writers, progress: Progress, first_step: int) -> list[hooks.Hook]:
-    """Host 0's account of the time; it ends with the loop, whatever ends that."""
-    if not run.host.is_zero:
-        return []
-    bounds = {"first_step": first_step, "last_step": run.last_step, "every": run.experiment.log_interval}
-    return [goodput.Goodput(run.run_dir, **bounds, write=writers.scalars, say=progress.note)]
-
-
-def _evaluation(run: Run, writers: metrics.Writers, progress: Progress) -> hooks.Evaluate | None:
-    if not run.experiment.eval_batches:
-        return None
-    kept: list[Mapping[str, np.ndarray]] = []  # the same batches at every evaluation: opened once
-
-    def evaluate(state: TrainState) -> Mapping[str, float]:
-        if not kept:
-            layout = run.program.partitioner.data_layout(run.experiment.batch_size)
-            batches = run.experiment.task.evaluation(layout)
-            kept.extend(itertools.islice(batches, run.experiment.eval_batches))  # all of a task that has fewer
-        return hooks.evaluate(run.program.eval_step, state, map(run.program.put, kept), num_batches=len(kept))
-
-    def write(step: int, values: Mapping[str, float]) -> None:
-        progress.validation(step, values)
-        writers.scalars(step, values)
-        writers.flush()
-
-    return hooks.Evaluate(evaluate, write, every=run.experiment.eval_interval, last_step=run.last_step)
-
-
-def _saving(
-    run: Run, checkpoints: Checkpoints, batches: prefetch.Prefetch, costs: Costs, preemption: hooks.StopWhenPreempted
-) -> hooks.Save:
-    def due(step: int) -> bool:
-        last = step == run.last_step or preemption.needs_state(step)
-        return step % run.experiment.checkpoint_interval == 0 or last
-
-    return hooks.Save(checkpoints, batches.position, run.meta, due=due, costs=costs)
 
 
 def _write_config(run: Run, writers: metrics.Writers) -> None:

@@ -1,1 +1,0 @@
-"""What a run does about what goes wrong beside it, and how it goes on."""

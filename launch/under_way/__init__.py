@@ -1,0 +1,1 @@
+"""A run under way: what hangs on its loop, and how the loop goes on after trouble."""

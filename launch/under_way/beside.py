@@ -1,0 +1,142 @@
+"""What hangs on the loop of every run: metrics, evaluation, saving, profiles, and what looks out for trouble."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from core import distributed, metrics
+from core.checkpoints.store import Checkpoints
+from core.train_state import TrainState
+from core.training import compile_cache, goodput, hooks, host_figures, prefetch, profile_requests, profiling, step_file
+from launch import environment
+from launch.plans.measured import Measured
+from launch.progress import Progress
+from launch.saved.cost import Costs
+from launch.under_way import looping
+
+if TYPE_CHECKING:
+    from launch.training import Run
+
+
+class UnderWay(NamedTuple):
+    """A run under way: what its hooks say where, and what ends with it."""
+
+    run: Run
+    first_step: int
+    progress: Progress
+    measured: Measured
+    writers: metrics.Writers
+    stack: contextlib.ExitStack
+
+
+def hooks_of(
+    now: UnderWay, evaluation: hooks.Evaluate | None, checkpoints: Checkpoints, batches: prefetch.Prefetch
+) -> list[hooks.Hook]:
+    """What hangs on every run, in this order: what refuses a step stands before what writes and saves it."""
+    preemption = hooks.StopWhenPreempted(distributed.preempted)
+    return [
+        looping.policy(now.run.experiment.non_finite, now.progress, now.writers),
+        *_logging(now),
+        *_goodput(now),
+        *looping.comparing(now.run.experiment.compare_interval),
+        *([evaluation] if evaluation else []),
+        _saving(now, checkpoints, batches, preemption),
+        preemption,
+        *_profiles(now),
+        *_noting(now),
+    ]
+
+
+def _logging(now: UnderWay) -> list[hooks.Hook]:
+    run, writers, progress, measured = now.run, now.writers, now.progress, now.measured
+    tokens = run.experiment.batch_size * run.experiment.task.length
+    every = run.experiment.log_interval
+    figures = host_figures.HostFigures()
+    own_lines = metrics.open_own_lines(run.run_dir, process_index=run.host.index)
+    now.stack.callback(own_lines.close)
+
+    def write(step: int, values: Mapping[str, float]) -> None:
+        values = {**values, **measured.beside(values)}
+        own = figures.own(values)
+        own_lines.scalars(step, own)
+        own_lines.flush()
+        compared, seen = figures.exchange(step, own)
+        progress.line(step, values, slowest=figures.slowest if seen else None)
+        if seen:
+            writers.scalars(compared, seen)
+        writers.scalars(step, values)
+        writers.flush()
+
+    def compiled(step: int, totals: compile_cache.Totals) -> None:
+        progress.compiled(totals)
+        writers.scalars(step, {f"compile/{name}": float(value) for name, value in totals._asdict().items()})
+
+    return [hooks.Compiled(compiled), hooks.Log(write, every=every, items_per_step=tokens, last_step=run.last_step)]
+
+
+def _profiles(now: UnderWay) -> list[hooks.Hook]:
+    """Of steps and of memory: those of the configuration, those that are asked for, and of memory that is exhausted."""
+    run, stack = now.run, now.stack
+    requests = profile_requests.Requests(run.run_dir, last_step=run.last_step)
+    stack.callback(requests.close)
+    memory = profiling.MemoryProfiles(run.run_dir)
+    stack.enter_context(memory.when_exhausted())
+    start, at = profiling.Profile(run.run_dir).start, run.experiment.profile_steps
+    return [
+        hooks.Profile(start, at=at, asked=requests.asked, done=requests.done),
+        hooks.MemoryProfile(memory.write, at=run.experiment.memory_profile_steps),
+    ]
+
+
+def _noting(now: UnderWay) -> list[hooks.Hook]:
+    """For the log of this host, where somebody writes one."""
+    file = environment.read("RENGA_STEP_FILE")
+    return [step_file.NoteStep(file, name=f"host {now.run.host.index}", step=now.first_step)] if file else []
+
+
+def _goodput(now: UnderWay) -> list[hooks.Hook]:
+    """Host 0's account of the time; it ends with the loop, whatever ends that."""
+    run = now.run
+    if not run.host.is_zero:
+        return []
+    bounds = {"first_step": now.first_step, "last_step": run.last_step, "every": run.experiment.log_interval}
+    return [goodput.Goodput(run.run_dir, **bounds, write=now.writers.scalars, say=now.progress.note)]
+
+
+def evaluation(now: UnderWay) -> hooks.Evaluate | None:
+    """Evaluates now and then; None where the experiment has no validation batches."""
+    run, writers, progress = now.run, now.writers, now.progress
+    if not run.experiment.eval_batches:
+        return None
+    kept: list[Mapping[str, np.ndarray]] = []  # the same batches at every evaluation: opened once
+
+    def evaluate(state: TrainState) -> Mapping[str, float]:
+        if not kept:
+            layout = run.program.partitioner.data_layout(run.experiment.batch_size)
+            batches = run.experiment.task.evaluation(layout)
+            kept.extend(itertools.islice(batches, run.experiment.eval_batches))  # all of a task that has fewer
+        return hooks.evaluate(run.program.eval_step, state, map(run.program.put, kept), num_batches=len(kept))
+
+    def write(step: int, values: Mapping[str, float]) -> None:
+        progress.validation(step, values)
+        writers.scalars(step, values)
+        writers.flush()
+
+    return hooks.Evaluate(evaluate, write, every=run.experiment.eval_interval, last_step=run.last_step)
+
+
+def _saving(
+    now: UnderWay, checkpoints: Checkpoints, batches: prefetch.Prefetch, preemption: hooks.StopWhenPreempted
+) -> hooks.Save:
+    run, costs = now.run, Costs(say=now.progress.note, write=now.writers.scalars)
+
+    def due(step: int) -> bool:
+        last = step == run.last_step or preemption.needs_state(step)
+        return step % run.experiment.checkpoint_interval == 0 or last
+
+    return hooks.Save(checkpoints, batches.position, run.meta, due=due, costs=costs)
