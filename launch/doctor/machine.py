@@ -67,9 +67,9 @@ def variables(environ: Mapping[str, str] = os.environ, *, simulated: bool) -> li
             problems.append(
                 Row("environment", True, f"{name} is read by nobody here; did you mean {nearest[0]}?", "", True)
             )
-    cpu_alone = not simulated and "tpu" not in environ.get("JAX_PLATFORMS", "tpu").split(",")
-    if cpu_alone:
-        said = f"JAX_PLATFORMS={environ['JAX_PLATFORMS']} hides the TPU from JAX"
+    platforms = environment.read("JAX_PLATFORMS", environ=environ)
+    if platforms and not simulated and "tpu" not in platforms.split(","):
+        said = f"JAX_PLATFORMS={platforms} hides the TPU from JAX"
         problems.append(Row("environment", False, said, "unset JAX_PLATFORMS"))
     return problems or [Row("environment", True, "no contradiction, no unknown RENGA_ variable")]
 

@@ -90,7 +90,7 @@ def _require_chips(slice_: Slice, *, played: bool) -> None:
     if not played and platform != "tpu":
         raise ValueError(
             f"{slice_.name} was asked for, but JAX found {len(devices)} {platform} device(s) and no TPU. "
-            f"On a TPU host: is libtpu missing, or are its chips {machine.chip_holders().detail}? Elsewhere: rehearse, "
+            f"On a TPU host: is libtpu missing? Its chips: {machine.chip_holders().detail}. Elsewhere: rehearse, "
             "--simulate"
         )
     if len(devices) != slice_.chips:
