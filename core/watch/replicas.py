@@ -7,7 +7,9 @@ without communication, so the numbers are also right where the copies are not; c
 
 Compared are: every piece of the state that more than one chip holds (with FSDP over all chips the norms and the step,
 with data parallelism everything), and the metrics of the step. What it costs: one pass over those copies, and the loop
-reads the metrics of that step before it dispatches the next.
+reads the metrics of that step before it dispatches the next. Of a step of the quickstart on four CPU devices hashing is
+7 % under data parallelism (four copies of everything) and 2 % under FSDP: 0.07 and 0.02 % of a run that compares every
+100 steps.
 """
 
 from __future__ import annotations

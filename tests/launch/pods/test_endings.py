@@ -58,11 +58,11 @@ LAST_SEEN = r"step \d+, (training|between steps|reading data)"
 
 
 @pytest.fixture
-def ends(run_hosts, tmp_path, cache):
+def ends(run_hosts, tmp_path, kept_programs):
     """How both hosts ended, and the seconds from what happened on one of them to the last end."""
 
     def run(fault, *, host=1, fields=""):
-        told = {"workspace": str(environment.WORKSPACE), "cache": cache, "run_dir": str(tmp_path / "run")}
+        told = {"workspace": str(environment.WORKSPACE), "cache": kept_programs, "run_dir": str(tmp_path / "run")}
         results = run_hosts(RUN.format(fault=fault, host=host, fields=fields, **told), hosts=2, timeout=300)
         ended = time.time()
         began = [float(at) for r in results for at in re.findall(r"^AT (\S+)", r.output, re.M)]
