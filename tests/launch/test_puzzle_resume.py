@@ -56,11 +56,10 @@ def left_behind(run, step):
 
 
 def lines(run, *, after):
-    """What a run wrote, without what a clock said, what was compiled, and what saving cost."""
+    """What a run wrote, without what a clock said, what was compiled, and what saving and being down cost."""
     rows = map(json.loads, pathlib.Path(run.run_dir, "metrics.jsonl").read_text().splitlines())
-    rows = [
-        row for row in rows if row["step"] > after and not any(k.startswith(("compile/", "checkpoint/")) for k in row)
-    ]
+    measured = ("compile/", "checkpoint/", "goodput", "hosts/")
+    rows = [row for row in rows if row["step"] > after and not any(k.startswith(measured) for k in row)]
     return [{k: v for k, v in row.items() if "second" not in k} for row in rows]
 
 

@@ -43,6 +43,7 @@ def test_the_report_says_what_is_sent_where(tmp_path):
     assert {row["network"] for row in read["traffic"]} == {"ICI"}
 
 
+@pytest.mark.slow
 @pytest.mark.compiled("v4-8")
 def test_strategies_side_by_side(launch, tmp_path, monkeypatch):
     """What compiles has its figures, what the slice cannot have its reason; one's own is as good as ours."""

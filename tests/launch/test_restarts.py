@@ -13,6 +13,8 @@ import pytest
 from core.training import goodput
 from launch import environment
 
+pytestmark = pytest.mark.slow
+
 SMALL = [
     "NUM_STREAMS = 4",
     "TOTAL_STEPS = 30",

@@ -29,6 +29,7 @@ def test_every_experiment_file_smokes_on_its_slice(launch, experiment, tmp_path)
     assert "PASS  20 steps; restored at step 10, 10 steps repeated bit for bit" in said
 
 
+@pytest.mark.slow
 def test_a_smoke_run_can_be_repeated(launch, tmp_path):
     where = ["--smoke", "--run-dir", str(tmp_path), "--gin", "KEEP_CHECKPOINTS = 1"]
     for _ in range(2):

@@ -33,7 +33,7 @@ SMALL = transformer.Transformer(
 )
 
 
-QUICK = ("sequence_tensor", "context")  # length is split, and the kernel's mask with it
+QUICK = ("sequence_tensor",)  # length is split, and the kernel's mask with it
 
 
 @pytest.mark.covers("X04")

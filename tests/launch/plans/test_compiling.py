@@ -85,7 +85,8 @@ def test_ctrl_c_ends_the_workers_and_keeps_what_is_done(tmp_path, command):
     """A plan of its own, interrupted as a terminal would: one record is there, and no process."""
     pid = tmp_path / "pid"
     text = f"""
-    import pathlib, sys
+    import pathlib, signal, sys
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     from launch.plans import compiling
     from launch.plans.compiling import Job
     compiling.at_once = lambda: 2

@@ -81,6 +81,7 @@ def test_a_killed_host_ends_the_run_and_is_named(ends):
     assert seconds < 10
 
 
+@pytest.mark.slow
 @pytest.mark.simulated(2)
 def test_an_exception_on_one_host_is_said_by_the_other(ends):
     (zero, one), seconds = ends('raise OverflowError("only here")')

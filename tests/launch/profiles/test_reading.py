@@ -165,6 +165,7 @@ for step in range(100_000):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.covers("O01")
 def test_a_run_in_a_bucket_is_asked_through_the_bucket(bucket, launch_command):
     """The run's side, without its training, and the command, each a process that only knows the bucket."""
