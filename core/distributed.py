@@ -16,6 +16,7 @@ import re
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from types import TracebackType
@@ -233,12 +234,13 @@ def from_host_zero(text: str) -> str:
     return _shared("from_host_zero", text if is_host_zero() else None, sources=[0])[0]
 
 
-def all_gather_text(name: str, text: str) -> list[str]:
-    """The `text` of every host, by process index. Raises TimeoutError naming the first host that gave none."""
-    return _shared(f"gather/{name}", text, sources=list(range(process_count())))
+def all_gather_text(name: str, text: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> list[str]:
+    """The `text` of every host, by process index. Raises TimeoutError naming the first host that gave none in time."""
+    sources = list(range(process_count()))
+    return _shared(f"gather/{name}", text, sources=sources, timeout_seconds=timeout_seconds)
 
 
-def _shared(name: str, text: str | None, *, sources: list[int]) -> list[str]:
+def _shared(name: str, text: str | None, *, sources: list[int], timeout_seconds: float = TIMEOUT_SECONDS) -> list[str]:
     """What each of `sources` said the n-th time that `name` was called, n being the same on all hosts."""
     client = jax_distributed.global_state.client
     if text is not None and len(text.encode()) > _MAX_TEXT_BYTES:
@@ -249,14 +251,16 @@ def _shared(name: str, text: str | None, *, sources: list[int]) -> list[str]:
     _calls[name] += 1
     if text is not None:
         client.key_value_set(f"{folder}/{process_index()}", text)
-    return [_get(client, f"{folder}/{source}", name=name, source=source) for source in sources]
-
-
-def _get(client, key: str, *, name: str, source: int) -> str:
-    try:
-        return client.blocking_key_value_get(key, TIMEOUT_SECONDS * 1000)
-    except jax.errors.JaxRuntimeError as error:
-        raise TimeoutError(f"{name}: host {source} gave nothing within {TIMEOUT_SECONDS} s; read its log") from error
+    deadline = time.monotonic() + timeout_seconds
+    found = []
+    for source in sources:
+        try:
+            left_seconds = max(deadline - time.monotonic(), 1.0)
+            found.append(client.blocking_key_value_get(f"{folder}/{source}", int(left_seconds * 1000)))
+        except jax.errors.JaxRuntimeError as error:
+            said = f"{name}: host {source} gave nothing within {timeout_seconds:g} s; read its log"
+            raise TimeoutError(said) from error
+    return found
 
 
 def post(name: str, text: str) -> None:

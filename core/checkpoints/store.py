@@ -22,9 +22,10 @@ from typing import Any
 from core import distributed, paths  # isort: skip (paths decides how etils reaches buckets, before orbax imports it)
 import orbax.checkpoint as ocp
 
-from core.checkpoints import description, leaves, steps
+from core.checkpoints import description, leaves, reading, steps
 from core.checkpoints.description import DamagedError
 from core.checkpoints.leaves import Misfit
+from core.checkpoints.reading import UnreadableError
 from core.checkpoints.streams import StreamsHandler, StreamsSave
 from core.checkpoints.writing import Cost, WriteFailedError, Writing, telling
 
@@ -131,6 +132,7 @@ class Checkpoints:
           ValueError: no such complete step, a leaf without sharding, or a tree, shape or dtype that differs from what
             was saved; names the leaves, before anything is read.
           DamagedError: an array or the description is not what was saved.
+          UnreadableError: it could not be read, which says nothing of what is in it.
         """
         if step not in (there := steps.complete(self._directory)):
             raise ValueError(f"no complete checkpoint of step {step} in {self._directory}; there are {there or 'none'}")
@@ -142,10 +144,11 @@ class Checkpoints:
     def restore_newest(self, abstract_state: Any) -> tuple[int, Any, dict[str, bytes], dict[str, Any]] | None:
         """The newest step that is as it was saved, with its state, streams and description; None where there is none.
 
-        A step that is damaged is renamed, so that it can be trained and saved again, and said on host 0.
+        A step that is proven to be damaged is renamed, so that it can be trained and saved again, and said on host 0.
 
         Raises:
           Misfit: it does not fit `abstract_state`.
+          UnreadableError: it could not be read, which says nothing of what is in it; nothing is renamed.
           RuntimeError: there are steps, and all of them are damaged.
         """
         damaged = []
@@ -157,7 +160,7 @@ class Checkpoints:
             if distributed.is_host_zero():
                 aside = steps.set_damaged_aside(self._directory, step)
                 print(f"checkpoint {step} is damaged ({said}); it is {aside.name} now", flush=True)
-            distributed.barrier(f"checkpoints/{step} aside")
+            distributed.barrier(f"checkpoints/{step} aside", timeout_seconds=reading.SLOW_SECONDS)
             self._manager.reload()
         if damaged:
             raise RuntimeError(
@@ -169,25 +172,38 @@ class Checkpoints:
     def _attempt(self, step: int, abstract_state: Any) -> tuple[Any, str]:
         """What was restored, or what is wrong with it, alike on all hosts; a misfit is no damage, and raises.
 
+        So does a step that could not be read for a reason that does not prove damage (UnreadableError).
         Not by orbax's manager: its hosts wait for one another behind every read, for minutes where one of them failed.
         """
         leaves.require_shardings(abstract_state)
         folder = self._directory / str(step)
-        described, said = _on_all_hosts(lambda: description.read(folder))
+        described, said = self._read(step, lambda: description.read(folder))
         if said:
             return None, said
         self._require_same_tree(step, described.content, abstract_state)
-        parts, said = _on_all_hosts(lambda: _read_arrays_and_streams(folder, abstract_state))
+        parts, said = self._read(step, lambda: _read_arrays_and_streams(folder, abstract_state))
         if said:
             return None, said
         state, data = parts
         return (state, data, described.meta), described.missing(data) or _differing(described.content, state)
 
+    def _read(self, step: int, read: Callable[[], Any]) -> tuple[Any, str]:
+        try:
+            return reading.on_all_hosts(read)
+        except UnreadableError as error:
+            raise UnreadableError(
+                f"the checkpoint of step {step} in {self._directory} could not be read, which does not show that it is "
+                f"damaged: {error}. It is left as it is; mend what is said and start again"
+            ) from error
+
     def restore_if_there(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, bytes], dict[str, Any]] | None:
         """As `restore`; None, on every host, where a running job removed the step before, or while it was read."""
         if not self._is_there(step):
             return None
-        restored, said = self._attempt(step, abstract_state)
+        try:
+            restored, said = self._attempt(step, abstract_state)
+        except UnreadableError as error:
+            restored, said = None, str(error)
         if not said:
             return restored
         if not self._is_there(step, after_seconds=REMOVAL_SECONDS):
@@ -253,17 +269,6 @@ def _of_all_hosts(data: Mapping[str, bytes]) -> list[str]:
     """The names of every host's streams."""
     said = distributed.all_gather_text("checkpoints/streams", json.dumps([*data]))
     return [name for names in said for name in json.loads(names)]
-
-
-def _on_all_hosts(read: Callable[[], Any]) -> tuple[Any, str]:
-    """What this host read, or, where it failed on any, what each of those says."""
-    found, error = None, None
-    try:
-        found = read()
-    except Exception as unread:  # of many types: whatever files and formats make of a wrong byte
-        error = unread
-    said = distributed.all_gather_text("checkpoints/read", description.said(error) if error else "")
-    return found, "; ".join(f"host {host}: {text}" for host, text in enumerate(said) if text)
 
 
 def _read_arrays_and_streams(folder: paths.Path, abstract_state: Any) -> tuple[Any, dict[str, bytes]]:

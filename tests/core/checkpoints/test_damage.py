@@ -1,5 +1,6 @@
 """A checkpoint that is not what was saved is never used: the newest sound one is, and nothing is thrown away."""
 
+import contextlib
 import shutil
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from core import paths
-from core.checkpoints import store
+from core.checkpoints import reading, store
 from core.checkpoints.leaves import Misfit
 from launch.saved import verifying
 
@@ -127,6 +128,51 @@ def test_another_model_is_no_damage(saved, tmp_path):
         checkpoints.restore_newest(other)
     checkpoints.close()
     assert (tmp_path / "copy" / "7").exists()
+
+
+@pytest.fixture
+def untouched(saved, tmp_path, monkeypatch):
+    """`untouched(when, match)`: while `when` is entered a restore says so; afterwards it finds what it should."""
+    monkeypatch.setattr(reading, "RETRY_SECONDS", 0.0)
+
+    def see(when, match):
+        folder = tmp_path / "copy"
+        shutil.copytree(saved, folder)
+        checkpoints = store.Checkpoints(str(folder), keep=3)
+        with when, pytest.raises(reading.UnreadableError, match=match):
+            checkpoints.restore_newest(ABSTRACT)
+        assert {path.name for path in folder.iterdir()} == {"3", "7"}
+        assert checkpoints.restore_newest(ABSTRACT)[0] == 7
+        checkpoints.close()
+
+    return see
+
+
+FAILURES = [
+    jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 4294967296 bytes."),
+    OSError(5, "Input/output error"),
+    PermissionError(13, "Permission denied"),
+    MemoryError("no more"),
+    ValueError('UNAVAILABLE: Error reading "gs://bucket/7/state/d/1": HTTP response code: 503'),
+]
+
+
+@pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
+def test_what_fails_for_the_reader_s_own_reasons_puts_nothing_aside(untouched, error):
+    tries = []
+
+    @contextlib.contextmanager
+    def failing():
+        def fails(*_):
+            tries.append(1)
+            raise Exception("Encountered error while reading array index") from error  # as orbax does
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(store, "_read_arrays_and_streams", fails)
+            yield
+
+    untouched(failing(), match=f"step 7 .* could not be read.*{type(error).__name__}.*left as it is")
+    assert len(tries) == 2
 
 
 TWO_HOSTS = """
