@@ -73,12 +73,19 @@ def pack(message: Mapping[str, Any]) -> bytes:
 
 
 def send(connection: socket.socket, message: Mapping[str, Any], *, seconds: float) -> bool:
-    """Whether the message went out; a connection that is gone, or full for so long, is no error here."""
-    connection.settimeout(seconds)
-    with contextlib.suppress(OSError):
-        connection.sendall(pack(message))
+    """Whether the message went out; a connection that is gone, or full for so long, is no error here.
+
+    Nothing more goes over it then: what was sent may be a part of a message, which the next would seem to go on with.
+    """
+    packed = pack(message)
+    try:
+        connection.settimeout(seconds)
+        connection.sendall(packed)
         return True
-    return False
+    except OSError:
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)  # the reader on this side learns of it too
+        return False
 
 
 def receive(connection: socket.socket, *, seconds: float) -> dict[str, Any] | None:

@@ -145,8 +145,11 @@ def _left(seen: Mapping[int, Seen], now: float) -> Verdict | None:
 
 
 def _ended(seen: Mapping[int, Seen], left: Sequence[int]) -> Verdict:
+    """Where another start cannot help those who ended, it cannot help the others: they end with the same code."""
+    codes = [seen[i].left[0] for i in left]
+    others = next((code for code in codes if not exit_codes.ending(code).restart), exit_codes.PEER_LOST)
     says = "; ".join(f"{seen[i].name} ended with exit code {seen[i].left[0]}: {seen[i].left[1]}" for i in left)
-    return Verdict(tuple(left), says, exit_codes.PEER_LOST)
+    return Verdict(tuple(left), says, exit_codes.PEER_LOST, others)
 
 
 def _left_early(seen: Mapping[int, Seen], now: float) -> Verdict | None:

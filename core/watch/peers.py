@@ -21,7 +21,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from core.roll_call import Roll
@@ -34,6 +35,7 @@ _POLL_SECONDS = 0.25
 _SEND_SECONDS = 1.0
 _STACKS_SECONDS = 3.0  # for a stuck host to say what its threads do
 _PARTING_SECONDS = 3.0  # host 0 ends last: with it goes JAX's coordinator, which would take the others along
+_MOST_CHARACTERS = 1000  # of what a host says of its end: a verdict names all of them in one message
 _ANSWER_SECONDS = judging.SETTLING_SECONDS + _STACKS_SECONDS + 2 * _SEND_SECONDS
 
 _watch: _Watch | None = None
@@ -63,7 +65,7 @@ def raised(error: str, *, code: int, is_consequence: bool) -> None:
       is_consequence: it is what the loss of another host looks like from here.
     """
     if _watch is not None:
-        _watch.tell({"raised": error, "is_consequence": is_consequence}, own_code=code)
+        _watch.tell({"raised": error[:_MOST_CHARACTERS], "is_consequence": is_consequence}, own_code=code)
         _watch.join(_ANSWER_SECONDS)
 
 
@@ -74,7 +76,7 @@ def leave(code: int = exit_codes.DONE, why: str = "") -> None:
     `judging.LEAVING_SECONDS`. Without one it is watched until it is gone: at its exit JAX waits for the others, too.
     """
     if _watch is not None:
-        _watch.tell({"left": code, "why": why}, own_code=code or None)
+        _watch.tell({"left": code, "why": why[:_MOST_CHARACTERS]}, own_code=code or None)
         if code:
             _watch.join(_ANSWER_SECONDS + judging.LEAVING_SECONDS)
         else:
@@ -130,6 +132,14 @@ class _Watch(threading.Thread):
             self._wake.send(b"!")
 
     def run(self) -> None:
+        """Watches; a fault in this ends the process, for without the thread nobody would learn of anything."""
+        try:
+            self._watch_on()
+        except Exception:
+            _print(f"the watch over the hosts failed:\n{traceback.format_exc()}")
+            os._exit(exit_codes.RAISED)
+
+    def _watch_on(self) -> None:
         """Beats, listens and judges, until this process leaves or must end."""
         beat_at = time.monotonic()
         while not self._may_go():
@@ -140,7 +150,7 @@ class _Watch(threading.Thread):
                 beat_at = time.monotonic() + BEAT_SECONDS
                 self._beat()
             if verdict := self._judged():
-                self._end(self._with_stacks(verdict))
+                self._end(self._with_stacks(verdict), stacks.by_text(self._stacks))
         stacks.print_no_more()
         for link in self._links.values():
             _hang_up(link)
@@ -213,8 +223,7 @@ class _Watch(threading.Thread):
             case {"show stacks": _}:
                 self._send({"stacks": stacks.of_all_threads()})
             case {"verdict": verdict, "stacks of": shown}:
-                self._stacks = {int(h): text for h, text in shown.items()}
-                self._end(Verdict(*verdict))
+                self._end(Verdict(*verdict), shown)
 
     def _judged(self) -> Verdict | None:
         """Host 0's judgement of all; of the others, whether host 0 itself is lost."""
@@ -250,15 +259,15 @@ class _Watch(threading.Thread):
             self._listen(until=min(deadline, time.monotonic() + BEAT_SECONDS))
         return verdict
 
-    def _end(self, verdict: Verdict) -> None:
-        """Ends this process; host 0 tells the others before, and waits for them."""
+    def _end(self, verdict: Verdict, shown: Sequence[tuple[Sequence[int], str]]) -> None:
+        """Ends this process, with the stacks of some hosts; host 0 tells the others before, and waits for them."""
         own = f"{self._names[self._index]} of {len(self._names)}"
         lines = [f"{own} ends: {verdict.says}. {_advice(verdict, self._index)}"]
-        for host, text in sorted(self._stacks.items()):
-            lines.append(f"The threads of {self._names[host]}:\n{text}")
+        for hosts, text in shown:
+            lines.append(f"The threads of {self._named(hosts)}:\n{text}")
         _print("\n".join(lines))
         if self._index == 0:
-            self._send({"verdict": list(verdict), "stacks of": self._stacks})
+            self._send({"verdict": list(verdict), "stacks of": shown})
             deadline = time.monotonic() + _PARTING_SECONDS
             awaited = [host for host in self._links if self._seen[host].heard_seconds < judging.SILENT_SECONDS / 2]
             while not all(self._seen[host].gone for host in awaited) and time.monotonic() < deadline:
@@ -266,6 +275,10 @@ class _Watch(threading.Thread):
         at_fault = self._index in verdict.hosts
         code = verdict.others if not at_fault else verdict.code if self._own_code is None else self._own_code
         os._exit(code)
+
+    def _named(self, hosts: Sequence[int]) -> str:
+        named = ", ".join(self._names[host] for host in hosts[:3])
+        return f"{named} and {len(hosts) - 3} more" if len(hosts) > 3 else named
 
 
 def _hang_up(link: socket.socket) -> None:

@@ -1,11 +1,14 @@
 """Hosts that watch one another, as processes that do nothing else: each way to end, and what everybody says of it."""
 
+import dataclasses
 import re
+import socket
 import time
 
 import pytest
 
-from core.watch import exit_codes, judging
+from core.watch import exit_codes, frames, judging, phase, stacks
+from core.watch.phase import Place
 
 # Host 0 waits for the story of the test to be told by the others; everybody ends through the watch.
 WATCHED = """
@@ -114,8 +117,16 @@ if PROCESS == 1:
 works_on()
 """
     results, _ = ends(story)
-    assert [r.returncode for r in results] == [LOST, 2, LOST], results
+    assert [r.returncode for r in results] == [2, 2, 2], results  # nor can another start help the others
     say(results, (0, 2), "host 1 (127.0.0.1) ended with exit code 2: error: no such file")
+
+
+@pytest.mark.parametrize(("code", "others"), [(2, 2), (17, 17), (130, 130), (13, LOST), (137, LOST), (143, LOST)])
+def test_the_others_of_a_host_that_no_start_helps_are_not_started_again(code, others):
+    there = judging.Seen("host 1", Place(3, phase.TRAINING, 0.0))
+    seen = {0: there, 1: dataclasses.replace(there, left=(code, "why", 0.0))}
+    verdict = judging.judge(seen, limits=judging.NO_LIMITS, now=judging.LEAVING_SECONDS + 1)
+    assert (verdict.hosts, verdict.others) == ((1,), others)
 
 
 def test_all_that_leave_with_a_code_keep_it(ends):
@@ -191,6 +202,35 @@ def test_when_nobody_is_behind_everybody_shows_its_stacks(ends):
     for result in results:
         assert "none is behind the others: step 17, training" in result.output
         assert result.output.count("in waits_for_a_device") == 2
+
+
+def test_the_stacks_of_a_thousand_hosts_fit_into_a_message():
+    long = "x" * 15_000
+    alike = {host: f"Thread 0x{host:x} {long}" for host in range(990)}
+    found = stacks.by_text(alike | {host: f"{host} {long}" for host in range(990, 1000)})
+    assert len(found) == 8
+    assert found[0] == (list(range(990)), alike[0])
+    assert found[1][0] == [990]
+    assert len(frames.pack({"stacks of": found})) < frames.MAX_BYTES
+
+
+def test_a_fault_of_the_watch_ends_the_process(run_hosts):
+    story = WATCHED.replace("peers.start(roll", "roll.close(); peers.start(None") + "peers._watch.tell(None)\n"
+    (result,) = run_hosts(story + "time.sleep(20)", hosts=1)
+    assert result.returncode == exit_codes.RAISED, result.output
+    assert re.search(r"the watch over the hosts failed:\nTraceback[^~]*TypeError", result.output)
+
+
+def test_nothing_follows_a_message_that_was_sent_in_part():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        assert not frames.send(ours, {"at": "x" * 2**21}, seconds=0.2)
+        assert not frames.send(ours, {"at": 1}, seconds=0.2)
+        inbox = frames.Inbox()
+        while piece := theirs.recv(1 << 16):
+            assert not inbox.add(piece)
+        assert inbox.missing_bytes()
+        assert ours.recv(1) == b""
 
 
 def test_a_process_alone_is_watched_for_being_stuck(run_hosts):
