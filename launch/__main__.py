@@ -2,7 +2,8 @@
 
 A command is a module with `HELP` (one line), `EXAMPLE` (one command line), `add_arguments(parser)` and
 `run(args) -> int`. A ValueError is the user's to fix: its message is printed without a traceback and the exit code is
-2 (launch/README.md has all exit codes).
+2 (launch/README.md has all exit codes). Of a run under way that holds for refusals of this project alone
+(launch/under_way/refusing.py).
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
     from launch.doctor import together
     from launch.pods import alerts, joining
     from launch.pods.hosts import revision
+    from launch.under_way import refusing
 
     if args.steps is not None and args.steps < 1:
         raise ValueError(f"--steps {args.steps}: expected at least 1")
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         host=host,
     )
     try:
-        with alerts.noting(host.index):
+        with alerts.noting(host.index), refusing.own_refusals_alone():
             smoke.rehearse(run) if args.smoke else training.train(run)
     except PreemptedError as stop:
         print(f"{host.name}: {stop}", flush=True)
