@@ -21,6 +21,7 @@ import numpy as np
 
 from core import optimizers, slices
 from core.types import IGNORED, Model
+from core.watch import phase
 from launch.pods import joining, simulate
 from models import transformer, trm
 from parallel import agreement, strategies
@@ -222,6 +223,7 @@ def record(model: Any, examples: Mapping[str, Example], *, steps: int, rows: int
     (slice_name,) = {example.slice for example in examples.values()}
     host = joining.join(slices.get(slice_name))
     for name, example in examples.items():
+        phase.at(name)
         program = bind(_computing_in(model, "float32"), example, data[0])
         mine = list(program.partitioner.data_layout(rows).rows)
         trajectory = agreement.run(program, [{k: a[mine] for k, a in batch.items()} for batch in data])

@@ -16,7 +16,7 @@ from core import logical, slices
 from core.optimizers import Optimizer
 from core.training import non_finite
 from core.types import Model, Task
-from core.watch.judging import Limits
+from core.watch.judging import USUAL_LIMITS, Limits
 from parallel.partitioner import Partitioner, Program
 from parallel.strategy import Strategy
 from tasks import vocabularies
@@ -74,8 +74,8 @@ class Experiment:
     prompt: str = ""
     wandb_project: str = ""
     non_finite: str = "stop"
-    step_limit_seconds: float = 600.0
-    compile_limit_seconds: float = 3600.0
+    step_limit_seconds: float = USUAL_LIMITS.step_seconds
+    compile_limit_seconds: float = USUAL_LIMITS.slow_seconds
     compare_interval: int = 100
 
     def __post_init__(self):

@@ -216,11 +216,12 @@ def ready(experiment: Experiment, *, config_text: str, revision: str, run_dir: s
     Raises:
       ValueError: hosts that differ, a run directory that is not shared, missing data, a layout that does not fit.
     """
-    phase.at(phase.PREPARING)
+    phase.at(phase.OPENING)
     compile_cache.use(environment.read("JAX_COMPILATION_CACHE_DIR") or f"{run_dir}/compiled")
     program = experiment.bind(jax.devices())
     joining.require_shared(run_dir, host)
-    _prepare(experiment, run_dir, host)
+    with phase.enter(phase.PREPARING):
+        _prepare(experiment, run_dir, host)
     if problems := experiment.data_problems(prepared=True):
         raise ValueError("\n".join(problems))
     meta = describe(config_text, revision, experiment)

@@ -16,6 +16,7 @@ from core.watch.phase import Place
 
 SILENT_SECONDS = 20.0  # of a host that neither speaks nor hangs up; less than what JAX's own heartbeat waits
 SETTLING_SECONDS = 1.5  # for hosts that fail together, or because of one another
+JOINING_SECONDS = 600.0  # for a large slice to come up
 LEAVING_SECONDS = 10.0  # for all hosts to leave, once one has left with an exit code
 EARLY_SECONDS = 3.0  # for those who are still in their loop when one has left
 # What all hosts do together: for so long one may do it alone, while others wait for it in a step.
@@ -27,20 +28,23 @@ class Limits(NamedTuple):
 
     Attributes:
       step_seconds: in a step, and between two.
-      slow_seconds: compiling, reading, evaluating, saving and restoring.
+      slow_seconds: compiling, reading, opening, evaluating, saving and restoring; joining, once all are here, has
+        JOINING_SECONDS at least.
     """
 
     step_seconds: float
     slow_seconds: float
 
     def of(self, place: Place) -> float:
-        """For what a host does there; no limit where it joins, or prepares data under limits of its own."""
+        """For what a host does there; no limit where it prepares data, under limits of its own."""
         if place.phase in (phase.TRAINING, phase.BETWEEN):
             return self.step_seconds
-        return float("inf") if place.phase in (phase.JOINING, phase.PREPARING) else self.slow_seconds
+        if place.phase == phase.JOINING:
+            return max(JOINING_SECONDS, self.slow_seconds)
+        return float("inf") if place.phase == phase.PREPARING else self.slow_seconds
 
 
-NO_LIMITS = Limits(float("inf"), float("inf"))
+USUAL_LIMITS = Limits(600.0, 3600.0)
 
 
 @dataclasses.dataclass

@@ -52,6 +52,7 @@ def start(roll: Roll | None, *, limits: Limits) -> None:
     global _watch
     assert _watch is None, "the hosts are watched already"
     _watch = _Watch(roll or Roll(0, 1, ("",), {}), limits)
+    phase.at(phase.JOINING)  # how long the others were waited for does not count
     _watch.start()
     atexit.register(leave)
 

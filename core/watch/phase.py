@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 JOINING = "joining"
+OPENING = "opening"  # what a run needs: its program, its files, its data once they are there
 PREPARING = "preparing the data"
 RESTORING = "restoring"
 READING = "reading data"
@@ -22,7 +23,7 @@ EVALUATING = "evaluating"
 SAVING = "saving"
 ENDING = "ending"
 
-ALONE = frozenset({BETWEEN, READING})  # what a host does by itself: it waits for no other
+ALONE = frozenset({OPENING, BETWEEN, READING})  # what a host does by itself: it waits for no other
 STEPPING = frozenset({READING, COMPILING, TRAINING, BETWEEN})  # in the loop: the last step is not done
 
 

@@ -20,6 +20,7 @@ from core.train_state import TrainState
 from core.training import hooks
 from core.training.trainer import StepReport
 from core.types import Batch
+from core.watch import phase
 from launch import training
 from launch.experiment import Experiment
 from launch.pods.joining import Host
@@ -114,8 +115,9 @@ class _Turns(hooks.Hook):
         return step % self._turn_steps == 0
 
     def at_boundary(self, step: int, state: TrainState) -> None:
-        mine = self._program.init() if self._state is None else self._state
-        self._state, seconds = bare_steps(self._program, mine, self._batch, steps=self._turn_steps)
+        with phase.enter("bare steps"):
+            mine = self._program.init() if self._state is None else self._state
+            self._state, seconds = bare_steps(self._program, mine, self._batch, steps=self._turn_steps)
         self.bare_turns.append(seconds[SETTLING_STEPS:])
 
 

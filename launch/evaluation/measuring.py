@@ -17,6 +17,7 @@ from core.checkpoints.store import Checkpoints
 from core.train_state import TrainState
 from core.training import trainer
 from core.types import WeightedSum
+from core.watch import phase
 from launch.evaluation.portion import Portion
 from launch.training import Run
 from parallel.partitioner import Program
@@ -70,7 +71,8 @@ def measure(run: Run, checkpoints: Checkpoints, step: int, *, portion: Portion, 
     Raises:
       ValueError: the checkpoint does not fit the model, or there are no held-out rows.
     """
-    restored = checkpoints.restore_if_there(step, run.program.abstract_state)
+    with phase.enter(phase.RESTORING):
+        restored = checkpoints.restore_if_there(step, run.program.abstract_state)
     if restored is None:
         return None
     state, _, meta = restored
@@ -99,6 +101,7 @@ class _Pass:
         """Answers by batch; empty ones where nobody asks. The next batch is on its way while one is looked at."""
         on_its_way = None
         for batch in self._batches:
+            phase.at(phase.EVALUATING)
             dispatched = self._dispatch(batch)
             if on_its_way is not None:
                 yield self._read(on_its_way)

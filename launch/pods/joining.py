@@ -5,6 +5,7 @@ Every check here compares what was asked for with what is there, on all hosts, b
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import secrets
 import time
@@ -15,7 +16,7 @@ import jax
 from core import distributed, paths
 from core.slices import Slice
 from core.watch import difference
-from core.watch.judging import NO_LIMITS, Limits
+from core.watch.judging import USUAL_LIMITS, Limits
 from launch import environment
 from launch.doctor import machine
 
@@ -41,7 +42,7 @@ class Host(NamedTuple):
         return f"host {self.index} of {self.count}"
 
 
-def join(slice_: Slice, *, description: str = "", limits: Limits = NO_LIMITS) -> Host:
+def join(slice_: Slice, *, description: str = "", limits: Limits = USUAL_LIMITS) -> Host:
     """Joins this process to the hosts of the slice; from then on they watch one another.
 
     In a rehearsal (RENGA_SIMULATE) the processes share the slice's chips among them; a single one has them all.
@@ -108,13 +109,11 @@ def require_same(what: str, text: str) -> None:
 
 
 def require_shared(run_dir: str, host: Host) -> None:
-    """Raises ValueError on all hosts where one of them cannot see what host 0 writes into the run directory."""
+    """Raises ValueError on all hosts where host 0 cannot write into the run directory, or a host does not see it."""
     directory = paths.resolve(run_dir)
     nonce = distributed.from_host_zero(secrets.token_hex(8))
-    if host.is_zero:
-        paths.require_writable(directory)
-        paths.write_text_atomically(directory / _NONCE_FILE, nonce)
-    distributed.barrier("run_dir/written")
+    if refused := distributed.from_host_zero(_written(directory, nonce) if host.is_zero else ""):
+        raise ValueError(refused)
     seen = _sees(directory / _NONCE_FILE, nonce)
     answers = distributed.all_gather_text("run_dir/seen", "yes" if seen else "no")
     blind = [str(i) for i, answer in enumerate(answers) if answer == "no"]
@@ -125,10 +124,21 @@ def require_shared(run_dir: str, host: Host) -> None:
         )
 
 
+def _written(directory, nonce: str) -> str:
+    """Writes for the others to see; why that cannot be, or nothing."""
+    try:
+        paths.require_writable(directory)
+        paths.write_text_atomically(directory / _NONCE_FILE, nonce)
+    except Exception as error:  # a bucket fails with its client's own types
+        return str(error) if isinstance(error, ValueError) else f"cannot write to {directory}: {error!r}"
+    return ""
+
+
 def _sees(file, nonce: str) -> bool:
     deadline = time.monotonic() + _SHARED_FILE_SECONDS
     while time.monotonic() < deadline:
-        if file.exists() and file.read_text() == nonce:
-            return True
+        with contextlib.suppress(Exception):  # of whatever type: who cannot read it does not see it
+            if file.read_text() == nonce:
+                return True
         time.sleep(0.2)
     return False

@@ -96,7 +96,7 @@ def _overhead(args: argparse.Namespace) -> int:
         batch_size=args.batch_size,
         total_steps=(1 + args.turns) * args.turn_steps,
     )
-    host = joining.join(slice_)
+    host = joining.join(slice_, limits=timed.limits)
     with (
         tempfile.TemporaryDirectory(prefix="renga-bench-") as folder,
         pathlib.Path(folder, "out").open("w") as quiet,

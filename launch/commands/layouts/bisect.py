@@ -203,7 +203,7 @@ def _record(args: argparse.Namespace) -> int:
         experiment = smoke.shrink(experiment, beside=[other])
     if not args.own_dtype:
         experiment = _in_float32(experiment)
-    host = joining.join(slices.get(experiment.slice))
+    host = joining.join(slices.get(experiment.slice), limits=experiment.limits)
     run = training.ready(
         experiment,
         config_text=" ".join(sys.argv),

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         hosts.require_slice(slice_, accelerator_type=place.accelerator_type, where="this host's TPU")
     if alone:
         os.environ["RENGA_SIMULATE"] = slice_.name
-    host = joining.join(slice_)
+    host = joining.join(slice_, limits=asked.experiment.limits)
     saved.agreed(found.run_dir, step=args.step, every=args.all_steps)  # refused before the data is read
     if host.is_zero:
         for note in found.config.notes:

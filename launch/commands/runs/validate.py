@@ -71,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
 def _attention(args: argparse.Namespace, slice_: slices.Slice) -> int:
     """The attention of this host's chip; with --simulate of this machine's CPU, once. Host 0 writes."""
     from core import distributed
+    from core.watch import phase
     from launch.doctor import attention
     from launch.pods import joining
 
@@ -79,6 +80,7 @@ def _attention(args: argparse.Namespace, slice_: slices.Slice) -> int:
         index = 0
     else:
         index = joining.join(slice_).index
+    phase.at("attention")
     found = attention.look()
     print(json.dumps(found))
     if index == 0:

@@ -125,7 +125,7 @@ works_on()
 def test_the_others_of_a_host_that_no_start_helps_are_not_started_again(code, others):
     there = judging.Seen("host 1", Place(3, phase.TRAINING, 0.0))
     seen = {0: there, 1: dataclasses.replace(there, left=(code, "why", 0.0))}
-    verdict = judging.judge(seen, limits=judging.NO_LIMITS, now=judging.LEAVING_SECONDS + 1)
+    verdict = judging.judge(seen, limits=judging.USUAL_LIMITS, now=judging.LEAVING_SECONDS + 1)
     assert (verdict.hosts, verdict.others) == ((1,), others)
 
 
@@ -204,6 +204,29 @@ def test_when_nobody_is_behind_everybody_shows_its_stacks(ends):
         assert result.output.count("in waits_for_a_device") == 2
 
 
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_a_host_that_does_not_get_to_its_loop_is_named(hosts):
+    limits = judging.Limits(step_seconds=600.0, slow_seconds=3600.0)
+
+    def seen(after_seconds):
+        places = {0: Place(0, phase.OPENING, after_seconds)}
+        places |= {i: Place(1, phase.COMPILING, after_seconds - 5) for i in range(1, hosts)}
+        return {i: judging.Seen(f"host {i}", place) for i, place in places.items()}
+
+    assert judging.judge(seen(3599.0), limits=limits, now=0.0) is None
+    verdict = judging.judge(seen(3606.0), limits=limits, now=0.0)
+    assert (verdict.hosts, verdict.code, verdict.others) == ((0,), HUNG, LOST)
+    assert "host 0 has been at step 0, opening for 3606 s (limit 3600 s)" in verdict.says
+
+
+def test_only_preparing_data_has_no_limit():
+    words = [word for name, word in vars(phase).items() if name.isupper() and isinstance(word, str)]
+    assert phase.JOINING in words
+    limits = judging.Limits(step_seconds=5.0, slow_seconds=50.0)
+    unlimited = [word for word in words if limits.of(Place(0, word, 0.0)) > judging.JOINING_SECONDS]
+    assert unlimited == [phase.PREPARING]
+
+
 def test_the_stacks_of_a_thousand_hosts_fit_into_a_message():
     long = "x" * 15_000
     alike = {host: f"Thread 0x{host:x} {long}" for host in range(990)}
@@ -269,4 +292,4 @@ print("done", flush=True)
 def test_the_limits_are_those_of_what_a_host_does():
     limits = judging.Limits(step_seconds=1, slow_seconds=2)
     found = {p: limits.of(judging.Place(3, p, 0.0)) for p in ("training", "between steps", "saving", "joining")}
-    assert found == {"training": 1, "between steps": 1, "saving": 2, "joining": float("inf")}
+    assert found == {"training": 1, "between steps": 1, "saving": 2, "joining": judging.JOINING_SECONDS}

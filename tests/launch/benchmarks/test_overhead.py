@@ -3,6 +3,7 @@
 import time
 
 from core.training import hooks
+from core.watch import phase
 from launch.benchmarks import overhead
 from launch.commands.house import bench
 from launch.pods.joining import Host
@@ -13,11 +14,16 @@ def test_bench_counts_the_settled_steps_of_both_sides(tmp_path, monkeypatch, cap
     monkeypatch.setattr(
         hooks.Log, "after_step", lambda self, report: time.sleep(0.05)
     )  # a trainer that holds things up
+    phases, at = [], phase.at
+    monkeypatch.setattr(phase, "at", lambda word, **more: (phases.append(word), at(word, **more)))
     result = overhead.measure(timed, turn_steps=5, run_dir=str(tmp_path / "run"), host=Host(0, 1, True))
     assert [len(turn) for turn in result.trainer] == [2, 2]  # two turns of five, three steps of each settling
     assert [len(turn) for turn in result.bare] == [2, 2]
     assert min(min(turn) for turn in result.trainer) >= 0.05  # one log per step
     assert result.ratios_by_turn == sorted(result.ratios_by_turn)
     assert result.ratio > 1
+    before = [phase.OPENING, phase.PREPARING, phase.OPENING, phase.RESTORING, phase.OPENING, phase.BETWEEN]
+    assert phases[: len(before)] == before  # a run has a limit wherever it is, but for its data
+    assert phases.count("bare steps") == 3
     bench._print(result)
     assert f"trainer / bare = {result.ratio:.3f}" in capsys.readouterr().out

@@ -10,7 +10,7 @@ from launch import environment
 from launch.pods import joining
 
 JOINED = """
-import os
+import os, time
 os.environ |= {
     "RENGA_SIMULATE": "v4-16",
     "JAX_COORDINATOR_ADDRESS": COORDINATOR,
@@ -84,11 +84,15 @@ def test_a_host_with_another_configuration_is_named_by_all_before_anything_start
 @pytest.mark.simulated(2)
 def test_hosts_that_differ_all_refuse(run_hosts, tmp_path):
     (tmp_path / "ours").mkdir()
+    (tmp_path / "file").touch()
     text = f"""
 refuses(joining.require_same, "the configuration", "SEED = 1\\nLENGTH = 8")
 refuses(joining.require_same, "the configuration", f"SEED = {{PROCESS}}\\nLENGTH = 8")
 refuses(joining.require_shared, {str(tmp_path / "ours")!r}, host)
 refuses(joining.require_shared, {str(tmp_path)!r} + f"/of_{{PROCESS}}", host)
+began = time.monotonic()
+refuses(joining.require_shared, {str(tmp_path / "file/run")!r}, host)
+assert time.monotonic() - began < 30
 distributed.shutdown()
 """
     results = run_hosts(JOINED + text, hosts=2, timeout=90)
@@ -102,3 +106,4 @@ distributed.shutdown()
         assert "/of_" in lines[4]
         assert "is not shared: host(s) 1 cannot see host 0's file there" in lines[4]
         assert "--run-dir (or RENGA_RUN_ROOT) to gs://BUCKET/" in lines[4]
+        assert lines[5].startswith(f"refused: cannot write to {tmp_path}/file/run: NotADirectoryError")
