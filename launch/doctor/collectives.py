@@ -19,6 +19,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from core.watch import phase
+
 REPEATS = 3
 
 
@@ -93,6 +95,7 @@ def trips(mesh: Mesh, *, bytes_per_chip: int) -> list[Trip]:
 
 
 def _trip(mesh: Mesh, axis: str, name: str, kind: _Kind, bytes_per_chip: int) -> Trip:
+    phase.at(f"{name} along {axis}")
     n = mesh.shape[axis]
     chunk = max(1, bytes_per_chip // 4 // n)
     split = PartitionSpec(mesh.axis_names)

@@ -10,6 +10,8 @@ import jax
 from jax.sharding import Mesh
 
 from core import distributed, slices
+from core.watch import phase
+from core.watch.judging import Limits
 from launch import reach
 from launch.doctor import ahead, collectives, machine
 from launch.doctor.rows import Row, merge, to_json
@@ -19,13 +21,14 @@ from launch.pods import joining
 from launch.pods.joining import Host
 
 SKEW_SECONDS = 5.0  # logs are merged by time, and credentials are refused by it
+LIMITS = Limits(120.0, 120.0)  # for each look: a link that is broken is waited for without an end
 _BYTES_PER_CHIP = {"tpu": 64 * 2**20, "cpu": 2**18}
 
 
 def join(slice_: slices.Slice) -> tuple[Host | None, Row]:
     """Joins the others; a row where that fails."""
     try:
-        host = joining.join(slice_)
+        host = joining.join(slice_, limits=LIMITS)
     except (ValueError, TimeoutError, RuntimeError) as error:
         return None, Row("hosts", False, str(error), "the same command on every host, at about the same time")
     devices = jax.devices()
@@ -42,12 +45,14 @@ def examine(experiment: Experiment, host: Host, mine: Sequence[Row], *, config_t
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     rows += _attempt("HBM", lambda: [ahead.hbm(config_text, experiment, limit_bytes=limit)])
     program = None
+    phase.at("layout")
     try:
         program = experiment.bind(jax.devices())
     except ValueError as error:
         rows.append(Row("layout", False, str(error)))
     if program is not None:
         rows += _attempt("collectives", lambda: links(program.partitioner.mesh, host))
+    phase.at("rows of all hosts")
     every = distributed.all_gather_text("doctor/rows", json.dumps(to_json(rows)))
     return merge([rows_from_text(text) for text in every])
 
@@ -114,6 +119,7 @@ def warn_at_start(host: Host) -> None:
 
 
 def _attempt(name: str, look: Callable[[], list[Row]]) -> list[Row]:
+    phase.at(name)
     try:
         return look()
     except (ValueError, TimeoutError, RuntimeError) as error:

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from core.checkpoints import fit
 from core.checkpoints.store import Checkpoints
+from core.watch import exit_codes
 from launch.doctor import ahead, collectives, machine, regions, rows
 from launch.doctor.rows import Row
 
@@ -45,6 +46,32 @@ def test_a_slice_on_which_nothing_is_wrong(simulated):
         )
         assert trips
     assert all(row["ok"] for row in found.values())
+
+
+@pytest.mark.simulated(2)
+def test_a_run_directory_that_cannot_be_written_ends_no_other_look(launch, tmp_path):
+    (tmp_path / "file").write_text("")
+    where = ["--simulate", "--run-dir", str(tmp_path / "file/run")]
+    bindings = [word for binding in TINY for word in ("--gin", binding)]
+    said = launch("doctor", "v4-16", "gin/quickstart.gin", *where, *bindings, code=1)
+    assert re.search(r"FAIL  run directory +cannot write to .*/file/run", said)
+    assert re.search(r"ok    axis fsdp +8 chips: all-reduce", said)
+    assert "Traceback" not in said
+
+
+def test_a_look_that_does_not_end_ends_the_doctor(run_hosts):
+    story = """
+        import time
+        from core.watch import judging, peers
+        from launch.doctor import together
+
+        assert together.LIMITS.of(judging.Place(0, "clocks", 0.0)) == 120
+        peers.start(None, limits=judging.Limits(0.5, 0.5))
+        together._attempt("collectives", lambda: time.sleep(30))
+    """
+    (result,) = run_hosts(story, hosts=1)
+    assert result.returncode == exit_codes.HUNG, result.output
+    assert "host 0 has been at step 0, collectives for" in result.output
 
 
 def test_all_mistakes_are_found_at_once_and_no_host_is_started(launch, tmp_path, monkeypatch):
