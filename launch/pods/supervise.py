@@ -40,27 +40,60 @@ def supervise(
     Returns:
       The exit code of the last attempt.
     """
-    reached = newest_step() if restarts else None
-    failures = 0
+    progress = Progress(newest_step) if restarts else None
     while True:
         code = attempt()
         ending = exit_codes.ending(code)
-        if requested or not restarts or not ending.restart:
+        if requested or progress is None or not ending.restart:
             return code
-        before, reached = reached, newest_step()
-        failures = 1 if _is_later(reached, before) else failures + 1
+        failures = progress.after_failure()
         if failures > restarts:
             print(f"ended with exit code {code}: {ending.meaning}; given up, {restarts} restarts brought no checkpoint")
             return code
         pause_seconds = min(first_pause_seconds * 2 ** (failures - 1), LONGEST_PAUSE_SECONDS)
-        where = "from the start" if reached is None else f"from the checkpoint of step {reached}"
         print(
-            f"ended with exit code {code}: {ending.meaning}. Starts again in {pause_seconds:g} s, {where} "
+            f"ended with exit code {code}: {ending.meaning}. Starts again in {pause_seconds:g} s, {progress.goes_on} "
             f"(restart {failures} of at most {restarts} without a new checkpoint)",
             flush=True,
         )
-        if not _waited(pause_seconds, requested):
+        if not waited(pause_seconds, requested):
             return requested[0]
+
+
+class Progress:
+    """How far a run came by its checkpoints, and how often it failed without coming further.
+
+    A look that fails (a bucket that does not answer) says nothing: not that there are none, nor that there are more.
+
+    Attributes:
+      goes_on: where another start would go on from, in words.
+    """
+
+    def __init__(self, newest_step: Callable[[], int | None]):
+        """Looks for the first time."""
+        self._newest_step = newest_step
+        self._is_known, self._furthest, self._failures = False, -1, 0
+        self.goes_on = ""
+        self._look()
+
+    def after_failure(self) -> int:
+        """Looks again; how often the run failed since it last came further, with this time."""
+        was_known, before = self._is_known, self._furthest
+        self._look()
+        is_further = was_known and self._furthest > before
+        self._failures = 1 if is_further else self._failures + 1
+        return self._failures
+
+    def _look(self) -> None:
+        try:
+            newest = self._newest_step()
+        except Exception as error:  # a bucket fails with its client's own types
+            print(f"cannot look for checkpoints: {type(error).__name__}: {error}", flush=True)
+            self.goes_on = "from its newest checkpoint"
+            return
+        self._is_known = True
+        self._furthest = max(self._furthest, -1 if newest is None else newest)
+        self.goes_on = "from the start" if newest is None else f"from the checkpoint of step {newest}"
 
 
 def run_child(command: Sequence[str], requested: Sequence[int]) -> int:
@@ -81,14 +114,10 @@ def run_child(command: Sequence[str], requested: Sequence[int]) -> int:
 
 
 def newest_step(run_dir: str) -> int | None:
-    """The newest complete checkpoint of a run; None where there is none, or none can be seen from here."""
+    """The newest complete checkpoint of a run; None where there is none. Raises whatever a bucket's client raises."""
     from core.checkpoints import steps  # orbax takes a second to import
 
-    try:
-        return max(steps.complete(paths.resolve(run_dir) / "checkpoints"), default=None)
-    except Exception as error:  # a bucket fails with its client's own types
-        print(f"cannot look for checkpoints in {run_dir}: {type(error).__name__}: {error}", flush=True)
-        return None
+    return max(steps.complete(paths.resolve(run_dir) / "checkpoints"), default=None)
 
 
 @contextlib.contextmanager
@@ -108,12 +137,8 @@ def stop_requests() -> Iterator[list[int]]:
             signal.signal(number, action)
 
 
-def _is_later(step: int | None, before: int | None) -> bool:
-    return step is not None and (before is None or step > before)
-
-
-def _waited(seconds: float, requested: Sequence[int]) -> bool:
-    """Whether the whole pause passed without anybody asking us to stop."""
+def waited(seconds: float, requested: Sequence[int]) -> bool:
+    """Sleeps; whether the whole pause passed without anybody asking us to stop."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and not requested:
         time.sleep(min(_POLL_SECONDS, seconds))

@@ -50,6 +50,33 @@ def test_restarts_without_a_new_checkpoint_are_counted_and_one_starts_the_count_
     assert len(supervised([13], restarts=0)[1]) == 1
 
 
+def unreachable():
+    raise OSError("503")
+
+
+@pytest.mark.parametrize(
+    ("looks", "failures", "goes_on"),
+    [
+        ([5, unreachable, 5], [1, 2], "from the checkpoint of step 5"),
+        ([unreachable, 5, 5], [1, 2], "from the checkpoint of step 5"),
+        ([5, 5, unreachable], [1, 2], "from its newest checkpoint"),
+        ([5, unreachable, 9], [1, 1], "from the checkpoint of step 9"),
+        ([9, 5, 9], [1, 2], "from the checkpoint of step 9"),  # one was damaged, and made again
+        ([None, None, None], [1, 2], "from the start"),
+    ],
+)
+def test_a_look_for_checkpoints_that_fails_is_no_progress(looks, failures, goes_on):
+    left = iter(looks)
+
+    def newest_step():
+        found = next(left)
+        return found() if callable(found) else found
+
+    progress = supervise.Progress(newest_step)
+    assert [progress.after_failure() for _ in failures] == failures
+    assert progress.goes_on == goes_on
+
+
 def test_nothing_starts_once_somebody_asked_to_stop():
     """Neither behind an attempt that was stopped, nor out of a pause."""
     requested = []
