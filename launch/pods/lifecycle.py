@@ -9,7 +9,10 @@ asked for, shipped to and started, and the run goes on from its last checkpoint.
     READY and told to stop     start again: the machine went down, or was about to
     PREEMPTED, SUSPENDED, …    delete, make, wait for READY, start
 
-Flags: https://cloud.google.com/sdk/gcloud/reference/compute/tpus (tpu-vm and queued-resources: create, delete).
+A TPU that is about to go says READY a while longer, and ssh fails now and then. So what fails on the way to a start is
+no end: the watch waits, looks again and goes on from what it sees.
+
+Flags: https://cloud.google.com/sdk/gcloud/reference/compute/tpus (tpu-vm, queued-resources: create, describe, delete).
 """
 
 from __future__ import annotations
@@ -21,14 +24,17 @@ from typing import NamedTuple
 
 from core import slices
 from core.watch import exit_codes
-from launch.pods import gcloud
+from launch.pods import gcloud, supervise
 from launch.pods.gcloud import Step, Tpu
 
 ACTIONS = ("create", "queue", "delete")
+# States of a TPU, and of a request in the queue:
 GONE = ("PREEMPTED", "SUSPENDED", "SUSPENDING", "TERMINATED", "STOPPED", "FAILED", "NOT_FOUND")
+_QUEUED = ("CREATING", "ACCEPTED", "WAITING_FOR_RESOURCES", "PROVISIONING")
 POLL_SECONDS = 60.0
 READY_SECONDS = 7 * 24 * 3600.0  # a queue may be long
 _MAKE_TRIES = 30  # there may be none to be had for some hours
+_START_TRIES = 30  # in a row
 _LONGEST_PAUSE = 10  # polls
 _LOOK_SECONDS = 120.0
 # Of TPU VMs by generation: https://cloud.google.com/tpu/docs/runtimes
@@ -94,6 +100,12 @@ def delete_step(tpu: Tpu, *, is_queued: bool) -> Step:
     return Step(f"delete {tpu.name}", argv)
 
 
+def request_step(tpu: Tpu) -> Step:
+    """Prints the state of a request in the queue."""
+    argv = ("gcloud", "compute", "tpus", "queued-resources", "describe", tpu.name, *gcloud.where(tpu))
+    return Step("look at the request", (*argv, "--format=value(state.state)"))
+
+
 def act(tpus: Sequence[Tpu], *, action: str, order: Order | None, is_queued: bool, dry_run: bool) -> int:
     """One of ACTIONS on every TPU, `order` where one is to be made; the exit code of the first that failed, or 0."""
     if action == "delete":
@@ -108,8 +120,7 @@ def look(tpu: Tpu) -> Watched:
     """The state of a TPU, and of the run on its host 0. What gcloud itself fails at is not taken for a loss."""
     described = _output(gcloud.describe_step(tpu).argv)
     if described.returncode:
-        missing = "NOT_FOUND" in described.stderr or "not found" in described.stderr
-        return Watched("NOT_FOUND" if missing else "", "")
+        return Watched(_missing(described), "")
     state = (described.stdout.rstrip("\n") + "\t\t").split("\t")[1]
     if state != "READY":
         return Watched(state, "")
@@ -133,15 +144,15 @@ def watch(
       tpus: of the run.
       order: how one that is gone is made again.
       restarts: how many times without a new checkpoint.
-      start: ships and starts on all TPUs; returns an exit code.
-      newest_step: of the run's checkpoints.
+      start: ships and starts on all TPUs; returns an exit code, or raises ValueError where they are not as expected.
+      newest_step: of the run's checkpoints; may raise where it cannot look.
       requested: gets an exit code when somebody asks this process to stop, which leaves the run alone.
       poll_seconds: between two looks.
 
     Returns:
       The run's exit code; 1 where the TPU could not be had or started again.
     """
-    reached, failures = newest_step(), 0
+    progress = supervise.Progress(newest_step)
     while not requested:
         found = {tpu: look(tpu) for tpu in tpus}
         lost = [tpu for tpu, saw in found.items() if saw.state in GONE]
@@ -150,42 +161,87 @@ def watch(
             print(f"the run ended with exit code {code}: {exit_codes.ending(code).meaning}", flush=True)
             return code
         if not lost and code is None:
-            _sleep(poll_seconds, requested)
+            supervise.waited(poll_seconds, requested)
             continue
-        before, reached = reached, newest_step()
-        failures = 1 if reached is not None and (before is None or reached > before) else failures + 1
+        failures = progress.after_failure()
         said = ", ".join(f"{tpu.name} is {found[tpu].state}" for tpu in lost) or f"the run ended with exit code {code}"
         if failures > restarts:
             print(f"{said}; given up, {restarts} restarts brought no checkpoint", flush=True)
             return code or exit_codes.FAILED
         print(f"{said}: restart {failures} of at most {restarts} without a new checkpoint", flush=True)
-        if problem := _bring_back(tpus, lost, order, start=start, requested=requested, poll_seconds=poll_seconds):
+        if problem := _back(tpus, order, start=start, requested=requested, poll_seconds=poll_seconds):
             return problem
     return requested[0]
 
 
-def _bring_back(
-    tpus: Sequence[Tpu],
-    lost: Sequence[Tpu],
-    order: Order,
-    *,
-    start: Callable[[], int],
-    requested: Sequence[int],
-    poll_seconds: float,
+def _back(
+    tpus: Sequence[Tpu], order: Order, *, start: Callable[[], int], requested: Sequence[int], poll_seconds: float
 ) -> int:
-    """Makes what is lost again and starts the run on all; an exit code, 0 for done."""
-    for tpu in lost:
+    """Brings the run back, in as many tries as it may take; an exit code, 0 for done."""
+    for tries in range(1, _START_TRIES + 1):
+        try:
+            return _bring_back(tpus, order, start=start, requested=requested, poll_seconds=poll_seconds)
+        except (ValueError, OSError) as error:
+            print(f"not started (try {tries} of {_START_TRIES}): {error}", flush=True)
+        if not supervise.waited(poll_seconds * min(2 ** (tries - 1), _LONGEST_PAUSE), requested):
+            return requested[0]
+    return exit_codes.FAILED
+
+
+def _bring_back(
+    tpus: Sequence[Tpu], order: Order, *, start: Callable[[], int], requested: Sequence[int], poll_seconds: float
+) -> int:
+    """Makes what is lost again and starts the run on all.
+
+    Returns:
+      An exit code, 0 for done.
+
+    Raises:
+      ValueError: another try may bring it.
+    """
+    states = {tpu: _state(tpu, is_queued=order.is_queued) for tpu in tpus}
+    for tpu in [tpu for tpu in tpus if states[tpu] in GONE]:
         if code := _made_again(tpu, order, requested=requested, poll_seconds=poll_seconds):
             return code
-    for tpu in [tpu for tpu in tpus if tpu not in lost]:  # its processes wait for hosts that are gone
+    for tpu in [tpu for tpu in tpus if states[tpu] == "READY"]:  # its processes wait for hosts that are gone
         gcloud.perform([gcloud.action_step(tpu, action="stop")], dry_run=False)
-    deadline = time.monotonic() + READY_SECONDS
-    while not requested and any(look(tpu).state != "READY" for tpu in lost):
-        if time.monotonic() > deadline:
-            print(f"no TPU within {READY_SECONDS / 3600:g} hours", flush=True)
-            return exit_codes.FAILED
-        _sleep(poll_seconds, requested)
-    return requested[0] if requested else start()
+    for tpu in tpus:
+        if code := _ready(tpu, is_queued=order.is_queued, requested=requested, poll_seconds=poll_seconds):
+            return code
+    if code := start():
+        raise ValueError(f"a step of the start failed (exit code {code})")
+    return exit_codes.DONE
+
+
+def _ready(tpu: Tpu, *, is_queued: bool, requested: Sequence[int], poll_seconds: float) -> int:
+    """Waits until a TPU that was asked for is READY; an exit code, 0 for done. Raises ValueError once it cannot be."""
+    deadline, before = time.monotonic() + READY_SECONDS, "READY"
+    while not requested and time.monotonic() < deadline:
+        state = _state(tpu, is_queued=is_queued)
+        if state in GONE:
+            raise ValueError(f"{tpu.name} is {state}, and will not be READY")
+        if state not in ("", before):
+            print(f"{tpu.name} is {state}", flush=True)
+            before = state
+        if state == "READY":
+            return exit_codes.DONE
+        supervise.waited(poll_seconds, requested)
+    if requested:
+        return requested[0]
+    print(f"{tpu.name} is not READY after {READY_SECONDS / 3600:g} hours", flush=True)
+    return exit_codes.FAILED
+
+
+def _state(tpu: Tpu, *, is_queued: bool) -> str:
+    """The state of a TPU, or of its request while that waits; empty where nobody could say."""
+    state = look(tpu).state
+    if state != "NOT_FOUND" or not is_queued:
+        return state
+    described = _output(request_step(tpu).argv)
+    if described.returncode:
+        return _missing(described)
+    asked = described.stdout.strip()
+    return asked if asked in (*_QUEUED, *GONE) else "NOT_FOUND"
 
 
 def _made_again(tpu: Tpu, order: Order, *, requested: Sequence[int], poll_seconds: float) -> int:
@@ -196,7 +252,7 @@ def _made_again(tpu: Tpu, order: Order, *, requested: Sequence[int], poll_second
         code = gcloud.perform([make_step(tpu, order)], dry_run=False)
         if not code or requested:
             return code
-        _sleep(poll_seconds * min(2**tries, _LONGEST_PAUSE), requested)
+        supervise.waited(poll_seconds * min(2**tries, _LONGEST_PAUSE), requested)
     return code
 
 
@@ -208,14 +264,13 @@ def _ended(found: Sequence[Watched]) -> int | None:
     return next((code for code in codes if code != exit_codes.PREEMPTED), codes[0] if codes else None)
 
 
+def _missing(described: subprocess.CompletedProcess[str]) -> str:
+    """NOT_FOUND where gcloud says so, empty where it failed at something else."""
+    return "NOT_FOUND" if "NOT_FOUND" in described.stderr or "not found" in described.stderr else ""
+
+
 def _output(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(gcloud.resolved(argv), capture_output=True, text=True, check=False, timeout=_LOOK_SECONDS)
     except subprocess.TimeoutExpired:  # a host that does not answer is asked again
         return subprocess.CompletedProcess(argv, 1, "", "no answer")
-
-
-def _sleep(seconds: float, requested: Sequence[int]) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and not requested:
-        time.sleep(min(0.2, seconds))

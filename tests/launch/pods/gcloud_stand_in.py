@@ -1,9 +1,11 @@
 """Plays `gcloud compute tpus tpu-vm` for tests: refuses what is not documented, records and acts the rest.
 
 What is allowed is written down from the reference pages of `tpu-vm ssh`, `scp`, `describe`, `create` and `delete`, and
-of `queued-resources create` and `delete` (release GA): subcommands, flags with and without value, which of them are
-required, the forms of --worker, and scp's `[[USER@]INSTANCE:]PATH`. A worker is a folder: scp copies into it, ssh runs
+of `queued-resources create`, `describe` and `delete` (release GA): subcommands, flags with and without value, which of
+them are required, the forms of --worker, and scp's `[[USER@]INSTANCE:]PATH`. A worker is a folder: scp copies into it, ssh runs
 the command there with HOME set to it. What is made is READY at once, with empty disks; "state": "ABSENT" is no TPU.
+"makes" are the states that TPUs have by turns when they are made; "requests" those of requests in the queue, of which
+the last brings the TPU.
 
 Environment: GCLOUD_STAND_IN, a folder with tpu.json ({"name", "zone", "type", "state", "workers"}, and "also" for the
 names of further ones like it); calls are appended to calls.jsonl in it. Worker I of the first lives in worker_I, that
@@ -34,6 +36,7 @@ DOCUMENTED = {
     ),
 }
 QUEUED = {
+    "describe": ({"--zone"}, set()),
     "delete": ({"--zone"}, {"--async", "--force"}),
     "create": (
         {"--zone", "--accelerator-type", "--runtime-version", "--node-id", "--node-count", "--node-prefix", "--type"}
@@ -158,6 +161,8 @@ def scp(positionals, flags, tpu, folder):
 def describe(positionals, flags, tpu, folder):
     if len(positionals) != 1:
         raise Refused(f"describe takes one TPU, got {positionals}")
+    if flags.get("--format") == ["value(state.state)"]:
+        return describe_request(tpu, folder)
     require_tpu(positionals[0], flags, tpu)
     known = {
         "value(acceleratorType,state,health)": f"{tpu['type']}\t{tpu['state']}\tHEALTHY",
@@ -167,6 +172,15 @@ def describe(positionals, flags, tpu, folder):
     if wanted not in known:
         raise Refused("this stand-in knows two formats")
     print(known[wanted], flush=True)
+    return []
+
+
+def describe_request(tpu, folder):
+    if not tpu.get("requests"):
+        raise Refused("NOT_FOUND: no such request")
+    state, *later = tpu["requests"]
+    print(state, flush=True)
+    (folder / "tpu.json").write_text(json.dumps(tpu | {"requests": later, "state": tpu["state"] if later else "READY"}))
     return []
 
 
@@ -180,7 +194,9 @@ def create(positionals, flags, tpu, folder):
         raise Refused("RESOURCE_EXHAUSTED: there is no more capacity in the zone")
     for worker in folder.glob("worker_*"):
         shutil.rmtree(worker)
-    (folder / "tpu.json").write_text(json.dumps(tpu | {"state": "READY", "type": flags["--accelerator-type"][-1]}))
+    state, *later = ["ABSENT"] if tpu.get("requests") else tpu.get("makes") or ["READY"]
+    made = {"state": state, "makes": later, "type": flags["--accelerator-type"][-1]}
+    (folder / "tpu.json").write_text(json.dumps(tpu | made))
     return []
 
 

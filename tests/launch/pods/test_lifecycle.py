@@ -137,6 +137,57 @@ def test_what_a_watch_does_with_what_it_sees(monkeypatch, run_says, state, code,
     assert all(("create" in steps) == (state == "PREEMPTED") for steps in started)
 
 
+def test_a_start_that_fails_is_tried_again_and_is_no_restart_of_its_own(cloud, run, capfd):
+    """A slice that is taken away tells its hosts to stop first: they end, and it still says READY."""
+    assert run() == 0
+    for worker in (0, 1):
+        (cloud / f"worker_{worker}/end_143").touch()
+    wait_until(lambda: on_host(cloud, "state") == "ended 143")
+    starts = []
+
+    def start():
+        starts.append(lifecycle.look(TPU).state)
+        if len(starts) == 1:
+            tpu_is(cloud, state="PREEMPTED")  # between the look and the start
+        if len(starts) == 2:
+            return 255  # as ssh that did not get through
+        code = run()
+        (cloud / "worker_0/end_0").touch()
+        return code
+
+    bounds = {"order": ON_DEMAND, "restarts": 1, "newest_step": lambda: None, "requested": [], "poll_seconds": 0.2}
+    assert lifecycle.watch([TPU], start=start, **bounds) == 0
+    assert starts == ["READY"] * 3
+    said = capfd.readouterr().out
+    assert "not started (try 1 of 30): TPU my-tpu is PREEMPTED (health HEALTHY), not READY" in said
+    assert "not started (try 2 of 30): a step of the start failed (exit code 255)" in said
+    assert said.count("restart 1 of at most 1") == 1
+    assert "restart 2" not in said
+
+
+@pytest.mark.parametrize(
+    ("is_queued", "change", "says"),
+    [
+        (False, {"makes": ["FAILED", "PREEMPTED"]}, ["my-tpu is FAILED, and will not be READY", "PREEMPTED, and will"]),
+        (
+            True,
+            {"requests": ["WAITING_FOR_RESOURCES", "FAILED", "FAILED", "PROVISIONING"]},
+            ["my-tpu is WAITING_FOR_RESOURCES", "my-tpu is FAILED, and will not be READY", "my-tpu is PROVISIONING"],
+        ),
+    ],
+)
+def test_a_tpu_that_can_no_longer_come_is_asked_for_again(cloud, capfd, is_queued, change, says):
+    tpu_is(cloud, state="PREEMPTED", **change)
+    requested = []
+    bounds = {"restarts": 1, "newest_step": lambda: None, "requested": requested, "poll_seconds": 0.01}
+    order = lifecycle.Order(V4_16, True, is_queued)
+    assert lifecycle.watch([TPU], order=order, start=lambda: requested.append(143) or 0, **bounds) == 143
+    assert lifecycle.look(TPU).state == "READY"
+    said = capfd.readouterr().out
+    assert [text for text in says if text not in said] == []
+    assert sum(call[3] == "create" for call in calls(cloud)) == (2 if is_queued else 3)
+
+
 def crontab(cloud):
     path = cloud / "worker_0/.crontab"
     return path.read_text() if path.exists() else ""
