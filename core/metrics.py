@@ -3,7 +3,8 @@
 The one idea: a writer is told scalars and texts. Host 0 alone has those of the run; every host has one of its own, for
 what it measures of itself. Event files and JSON lines grow by
 appending, which a bucket cannot do; for a gs:// run directory they are written in a local folder, and the whole file is
-copied at every `flush` and at `close`. The last seconds before a crash are then missing there, never a checkpoint.
+copied twice a minute and at `close`. The last seconds before a crash are then missing there, never a checkpoint; and a
+bucket that does not answer delays a copy, never ends a run.
 """
 
 from __future__ import annotations
@@ -248,6 +249,7 @@ class Mirror:
           copies: whether to write elsewhere and copy; None: when the destination is in a bucket.
         """
         self._destination = destination
+        self._bookkeeping = paths.Bookkeeping(os.fspath(destination))
         self._temporary = None
         self._pushed: dict[str, int] = {}
         self._pushed_at = -math.inf
@@ -261,10 +263,12 @@ class Mirror:
             (self.folder / fetch).write_bytes((destination / fetch).read_bytes())
 
     def push(self, *, least_seconds: float = 0.0) -> None:
-        """Copies the files that grew since the last call; does nothing within `least_seconds` of it."""
-        if self._temporary is None or time.monotonic() - self._pushed_at < least_seconds:
-            return
-        self._pushed_at = time.monotonic()
+        """Copies the files that grew since the last call; does nothing within `least_seconds` of it. Never raises."""
+        if self._temporary is not None and time.monotonic() - self._pushed_at >= least_seconds:
+            self._pushed_at = time.monotonic()
+            self._bookkeeping.attempt(self._copy)
+
+    def _copy(self) -> None:
         for file in sorted(self.folder.iterdir()):
             size_bytes = file.stat().st_size
             if self._pushed.get(file.name) != size_bytes:

@@ -144,3 +144,26 @@ def copy_file(local: str | os.PathLike[str], *, to: epath.Path) -> epath.Path:
     shutil.copyfile(local, part)
     os.replace(part, to)  # noqa: PTH105
     return to
+
+
+class Bookkeeping:
+    """Writes that a run can go without: one that fails is told of once, and left to the next."""
+
+    def __init__(self, what: str):
+        """Args: what: is written, for the message."""
+        self._what, self._is_failing = what, False
+
+    def attempt(self, write: Callable[[], object]) -> bool:
+        """Calls `write`; whether it went well."""
+        try:
+            write()
+        except Exception as error:  # A bucket fails with its client's own types.
+            if not self._is_failing:
+                print(
+                    f"warning: {self._what} could not be written ({type(error).__name__}: {error}); the run goes on",
+                    flush=True,
+                )
+            self._is_failing = True
+            return False
+        self._is_failing = False
+        return True

@@ -1,8 +1,9 @@
 """Goodput: the share of the time since a run first started in which it made steps that count.
 
 The one idea: it is kept over all starts of a run, in `RUN/sessions.jsonl`, a line for each start, which host 0 brings
-up to date while it trains; a process that is killed leaves its line as it was some seconds before. What does not count:
-being down, joining, compiling, waiting for data, evaluating, saving, and steps that a later start had to make again.
+up to date while it trains, where it can; a process that is killed leaves its line as it was some seconds before. What
+does not count: being down, joining, compiling, waiting for data, evaluating, saving, and steps that a later start made
+again.
 
 Time between a start that reached its last step and the next one does not count for or against: nobody wanted it.
 """
@@ -23,6 +24,7 @@ from core.training.trainer import Hook, StepReport
 FILE = "sessions.jsonl"
 NAME = "goodput"
 _SECONDS_BETWEEN_WRITES = 10.0
+_SECONDS_BETWEEN_COPIES = 30.0  # to a bucket
 
 
 @dataclasses.dataclass
@@ -108,6 +110,8 @@ class Goodput(Hook):
         self._run_dir = run_dir
         self._last_step, self._every = last_step, every
         self._write, self._say = write, say
+        self._bookkeeping = paths.Bookkeeping(f"{run_dir}/{FILE}")
+        self._pause_seconds = _SECONDS_BETWEEN_COPIES if paths.is_remote(run_dir) else _SECONDS_BETWEEN_WRITES
         self._sessions = read(run_dir)
         for earlier in self._sessions:  # steps behind the checkpoint are made again, whoever made them
             earlier.lose(behind=first_step)
@@ -129,7 +133,7 @@ class Goodput(Hook):
         self._own.seen = time.time()
         if report.step % self._every == 0:
             self._write(report.step, {NAME: share(self._sessions)})
-        if time.monotonic() - self._wrote_at >= _SECONDS_BETWEEN_WRITES:
+        if time.monotonic() - self._wrote_at >= self._pause_seconds:
             self._keep()
 
     def close(self) -> None:
@@ -142,7 +146,8 @@ class Goodput(Hook):
     def _keep(self) -> None:
         self._wrote_at = time.monotonic()
         lines = [json.dumps(dataclasses.asdict(session)) + "\n" for session in self._sessions]
-        paths.write_text_atomically(paths.resolve(self._run_dir) / FILE, "".join(lines))
+        file = paths.resolve(self._run_dir) / FILE
+        self._bookkeeping.attempt(lambda: paths.write_text_atomically(file, "".join(lines)))
 
 
 def process_started() -> float:

@@ -109,6 +109,21 @@ def test_a_mirror_copies_what_grew_and_continues_what_was_there(tmp_path):
     assert not again.folder.exists()
 
 
+def test_a_destination_that_cannot_be_written_delays_a_copy_and_ends_nothing(tmp_path, capsys):
+    destination = paths.resolve(tmp_path / "bucket")
+    destination.write_text("in the way of the folder")
+    mirror = metrics.Mirror(destination, copies=True)
+    (mirror.folder / "log").write_text("one\n")
+    mirror.push()
+    mirror.push()
+    said = capsys.readouterr().out
+    assert said.count(f"warning: {destination} could not be written (FileExistsError") == 1
+    destination.unlink()
+    mirror.push()
+    assert (destination / "log").read_text() == "one\n"
+    mirror.close()
+
+
 def test_writing_loads_no_tensorflow(tmp_path):
     program = (
         "import sys; from core import metrics; from core.checkpoints import store\n"

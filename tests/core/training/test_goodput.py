@@ -85,5 +85,14 @@ def test_a_line_that_was_cut_off_loses_that_start_alone(tmp_path, clock):
     assert len([json.loads(line) for line in (tmp_path / goodput.FILE).read_text().splitlines()]) == 2
 
 
+def test_a_place_that_cannot_be_written_costs_a_warning(tmp_path, clock, capsys):
+    folder = tmp_path / "run"
+    folder.write_text("in the way")
+    run = Run(folder, clock)
+    run.start(0, range(1, 6))
+    assert capsys.readouterr().out.count("sessions.jsonl could not be written") == 1
+    assert run.said == ["goodput 80.0 % over 1 start"]
+
+
 def test_a_process_knows_when_it_started():
     assert 0 < time.time() - goodput.process_started() < 3600

@@ -2,10 +2,10 @@
 
 What is allowed is written down from the reference pages of `tpu-vm ssh`, `scp`, `describe`, `create` and `delete`, and
 of `queued-resources create`, `describe` and `delete` (release GA): subcommands, flags with and without value, which of
-them are required, the forms of --worker, and scp's `[[USER@]INSTANCE:]PATH`. A worker is a folder: scp copies into it, ssh runs
-the command there with HOME set to it. What is made is READY at once, with empty disks; "state": "ABSENT" is no TPU.
-"makes" are the states that TPUs have by turns when they are made; "requests" those of requests in the queue, of which
-the last brings the TPU.
+them are required, the forms of --worker, and scp's `[[USER@]INSTANCE:]PATH`. A worker is a folder: scp copies into it,
+ssh runs the command there with HOME set to it. What is made is READY at once, with empty disks; "state": "ABSENT" is no
+TPU. "makes" are the states that TPUs have by turns when they are made; "requests" those of requests in the queue, of
+which the last brings the TPU.
 
 Environment: GCLOUD_STAND_IN, a folder with tpu.json ({"name", "zone", "type", "state", "workers"}, and "also" for the
 names of further ones like it); calls are appended to calls.jsonl in it. Worker I of the first lives in worker_I, that
