@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from core.roll_call import Roll
@@ -39,6 +39,7 @@ _MOST_CHARACTERS = 1000  # of what a host says of its end: a verdict names all o
 _ANSWER_SECONDS = judging.SETTLING_SECONDS + _STACKS_SECONDS + 2 * _SEND_SECONDS
 
 _watch: _Watch | None = None
+_on_verdict: Callable[[Verdict], None] | None = None
 
 
 def start(roll: Roll | None, *, limits: Limits) -> None:
@@ -55,6 +56,12 @@ def start(roll: Roll | None, *, limits: Limits) -> None:
     phase.at(phase.JOINING)  # how long the others were waited for does not count
     _watch.start()
     atexit.register(leave)
+
+
+def on_verdict(act: Callable[[Verdict], None]) -> None:
+    """Has `act` called with the verdict that ends this process, in the thread that then ends it: it must be quick."""
+    global _on_verdict
+    _on_verdict = act
 
 
 def raised(error: str, *, code: int, is_consequence: bool) -> None:
@@ -267,6 +274,9 @@ class _Watch(threading.Thread):
         for hosts, text in shown:
             lines.append(f"The threads of {self._named(hosts)}:\n{text}")
         _print("\n".join(lines))
+        if _on_verdict is not None:
+            with contextlib.suppress(Exception):  # this process ends all the same
+                _on_verdict(verdict)
         if self._index == 0:
             self._send({"verdict": list(verdict), "stacks of": shown})
             deadline = time.monotonic() + _PARTING_SECONDS

@@ -2,7 +2,8 @@
 
 The one idea: the dead cannot call. Who starts a run (`launch/pod.sh`, simulated or on a host) outlives its processes
 and sends; a process only leaves a note of the exception that ends it, in a folder that it was given. So a host that is
-killed is told of like one that raised, and no process waits for anybody when others wait for it.
+killed is told of like one that raised, and no process waits for anybody when others wait for it. Where the hosts of
+a run found out together what ends it, that is what is told.
 
     {"run": …, "host": 0, "kind": "out of memory", "message": …, "step": 1200, "exit_code": 13, "time": …}
 
@@ -20,12 +21,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from core import paths
-from core.watch import exit_codes
+from core.watch import exit_codes, peers
 from launch import environment
 
 SEND_SECONDS = 10.0
@@ -49,20 +50,16 @@ _LOCAL = ("http://127.0.0.1:", "http://localhost:")
 class Watch:
     """The notes of a run's processes here, and what is sent of them."""
 
-    def __init__(self, run_dir: str, folder: Path):
-        """Takes the run's directory and a folder for notes."""
-        self._run_dir, self._folder = run_dir, folder
+    def __init__(self, run_dir: str, folder: Path, host: int | None):
+        """Takes the run's directory, a folder for notes, and whose processes these are; None: of all, or unknown."""
+        self._run_dir, self._folder, self._host = run_dir, folder, host
 
     def after(self, code: int) -> None:
         """Sends one alert where a run ended with `code` and somebody should look; then forgets the notes."""
-        notes = sorted((json.loads(file.read_text()) for file in self._folder.glob("*.json")), key=lambda n: n["time"])
-        for file in self._folder.iterdir():
-            file.unlink()
-        hosts = {note["host"] for note in notes}
-        raised = [note for note in notes if note.get("message")]
-        if code in _SILENT or (hosts and 0 not in hosts):  # another host's parent tells of the run
+        notes = self._taken()
+        if code in _SILENT or self._host:  # the parent of host 0 tells of the run
             return
-        first = raised[0] if raised else {"host": None, "message": ""}
+        first = _cause(notes)
         message = first["message"] or exit_codes.ending(code).meaning
         send(
             {
@@ -76,10 +73,23 @@ class Watch:
             }
         )
 
+    def _taken(self) -> list[dict[str, Any]]:
+        """The notes in the order they were written; a file that is none is left out."""
+        notes = []
+        for file in self._folder.glob("*.json"):
+            with contextlib.suppress(ValueError):
+                notes.append(json.loads(file.read_text()))
+            file.unlink()
+        return sorted(notes, key=lambda note: note["time"])
+
 
 @contextlib.contextmanager
-def watching(run_dir: str) -> Iterator[Watch | None]:
+def watching(run_dir: str, *, host: int | None = None) -> Iterator[Watch | None]:
     """For who starts a run: a watch, or None where nobody is to be told.
+
+    Args:
+      run_dir: of the run.
+      host: whose processes are started; that of host 0 tells. None: those of all, or nobody knows.
 
     Raises:
       ValueError: RENGA_ALERT cannot be used.
@@ -92,24 +102,24 @@ def watching(run_dir: str) -> Iterator[Watch | None]:
     with tempfile.TemporaryDirectory(prefix="renga-notes-") as folder:
         os.environ["RENGA_NOTES"] = folder  # for the processes that are started inside
         try:
-            yield Watch(run_dir, Path(folder))
+            yield Watch(run_dir, Path(folder), host)
         finally:
             del os.environ["RENGA_NOTES"]
 
 
 @contextlib.contextmanager
-def noting(host: int) -> Iterator[None]:
-    """For a process of a run: leaves a note that it is here, and of an exception that ends it."""
+def noting(host: int | None) -> Iterator[None]:
+    """For a process of a run: leaves a note of an exception that ends it, or of the verdict of its hosts."""
     folder = environment.read("RENGA_NOTES")
     if folder is None:
         yield
         return
-    _note(folder, host, "")
+    peers.on_verdict(lambda verdict: _note(folder, "verdict", host, min(verdict.hosts), verdict.says))
     try:
         yield
     except Exception as error:
         if getattr(error, "exit_code", exit_codes.RAISED) not in _SILENT:
-            _note(folder, host, f"{type(error).__name__}: {error}"[:2000])
+            _note(folder, "raised", host, host, f"{type(error).__name__}: {error}"[:2000])
         raise
 
 
@@ -139,10 +149,21 @@ def send(alert: Mapping[str, Any]) -> bool:
     return not why
 
 
-def _note(folder: str, host: int, message: str) -> None:
+def _cause(notes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """What is told: what was raised on the host that the verdict names, or the verdict, or what was raised first."""
+    verdicts = [note for note in notes if note["kind"] == "verdict"]
+    raised = [note for note in notes if note["kind"] == "raised"]
+    named = [note for note in raised if verdicts and note["host"] == verdicts[0]["host"]]
+    return next(iter([*named, *verdicts, *raised]), {"host": None, "message": ""})
+
+
+def _note(folder: str, kind: str, of: int | None, host: int | None, message: str) -> None:
+    """Leaves a note of a process (`of`) about a host."""
     with contextlib.suppress(OSError):  # who would read it is gone
-        file = Path(folder) / f"host_{host}.json"
-        file.write_text(json.dumps({"host": host, "message": message, "time": time.time()}))
+        about = {"kind": kind, "host": host, "message": message, "time": time.time()}
+        part = Path(folder) / f".{kind}_{of}"
+        part.write_text(json.dumps(about))
+        part.replace(Path(folder) / f"{kind}_{of}.json")
 
 
 def _step(message: str, run_dir: str) -> int | None:

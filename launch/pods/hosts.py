@@ -63,6 +63,31 @@ def look(
     return Place(on_tpu_host, accelerator_type, tuple(looked_at))
 
 
+def own_index(
+    slice_: slices.Slice | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    devices: Path = Path("/dev"),
+    metadata_url: str = METADATA_URL,
+) -> int | None:
+    """The index of this host among all of a job, before it has joined them, as JAX counts; None where nobody says.
+
+    Args:
+      slice_: of the job; of several, a host counts those of the slices before its own.
+      environ, devices, metadata_url: as for `look`.
+    """
+    played = environment.read("JAX_PROCESS_INDEX", environ=environ)
+    worker = played or environment.read("TPU_WORKER_ID", environ=environ)
+    if worker is None and _chips(devices) and not environment.read("TPU_SKIP_MDS_QUERY", environ=environ):
+        worker, _ = _metadata(f"{metadata_url}/agent-worker-number", (METADATA_TIMEOUT_SECONDS,))
+    if worker is None or not worker.isdigit():
+        return None
+    before = environment.read("MEGASCALE_SLICE_ID", environ=environ) or "0"
+    if played or slice_ is None or not before.isdigit():
+        return int(worker)
+    return int(worker) + int(before) * slice_.single.hosts
+
+
 def zone() -> str | None:
     """The zone of this host as its metadata server says, `us-central2-b`; None off a TPU host."""
     if not look().on_tpu_host or environment.read("TPU_SKIP_MDS_QUERY"):

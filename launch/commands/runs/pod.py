@@ -167,12 +167,15 @@ def _train_here(args: argparse.Namespace, slice_: slices.Slice) -> int:
         lambda requested: supervise.run_child([sys.executable, "-m", "launch", *arguments], requested),
         run_directory=args.run_dir or _run_directory(args),
         restarts=args.restarts,
+        host=hosts.own_index(slice_),
     )
 
 
-def _supervised(attempt: Callable[[list[int]], int], *, run_directory: str, restarts: int) -> int:
-    """Runs `attempt(stop requests)`, again where that can help, and tells of every failure."""
-    with alerts.watching(run_directory) as watch, supervise.stop_requests() as requested:
+def _supervised(
+    attempt: Callable[[list[int]], int], *, run_directory: str, restarts: int, host: int | None = None
+) -> int:
+    """Runs `attempt(stop requests)`, of `host` alone or of all, again where that can help; tells of every failure."""
+    with alerts.watching(run_directory, host=host) as watch, supervise.stop_requests() as requested:
 
         def told() -> int:
             code = attempt(requested)

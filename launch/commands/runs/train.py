@@ -25,12 +25,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Joins the other hosts and trains."""
+    """Joins the other hosts and trains; a note of what ends it is left for whoever started it."""
+    from launch.pods import alerts, hosts
+
+    with alerts.noting(hosts.own_index(slices.get(args.slice) if args.slice else None)):
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     from core import metrics
     from core.training.hooks import PreemptedError
     from launch import configuration, smoke, training
     from launch.doctor import together
-    from launch.pods import alerts, joining
+    from launch.pods import joining
     from launch.pods.hosts import revision
     from launch.under_way import refusing
 
@@ -62,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         host=host,
     )
     try:
-        with alerts.noting(host.index), refusing.own_refusals_alone():
+        with refusing.own_refusals_alone():
             smoke.rehearse(run) if args.smoke else training.train(run)
     except PreemptedError as stop:
         print(f"{host.name}: {stop}", flush=True)

@@ -2,12 +2,16 @@
 
 import http.server
 import json
+import pathlib
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
-from core.watch import exit_codes
+from core.watch import exit_codes, judging, peers
+from launch import environment
 from launch.pods import alerts
 
 pytestmark = pytest.mark.covers("O10")
@@ -28,8 +32,6 @@ def fail(host, error):
 
 def test_an_exception_is_told_with_its_message_host_and_step(told, tmp_path, capsys):
     with alerts.watching(str(tmp_path)) as watch:
-        with alerts.noting(0):
-            pass
         fail(2, RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 3 GiB in step 7"))
         fail(0, RuntimeError("Connection closed by peer"))
         watch.after(exit_codes.RAISED)
@@ -67,14 +69,52 @@ def test_nobody_is_told_of_what_somebody_wanted_or_sees(told, tmp_path, code):
 
 
 def test_the_parent_of_another_host_leaves_it_to_that_of_host_0(told, tmp_path):
-    with alerts.watching(str(tmp_path)) as watch:
+    with alerts.watching(str(tmp_path), host=1) as watch:
         fail(1, RuntimeError("on host 1"))
         watch.after(exit_codes.RAISED)
-        assert told() == []
-        with alerts.noting(0):
-            pass
+    assert told() == []
+    with alerts.watching(str(tmp_path), host=0) as watch:
         watch.after(exit_codes.PEER_LOST)
     assert [alert["kind"] for alert in told()] == ["host lost"]
+
+
+# A process that the watch of the hosts ends: for a step that lasts, or for what it raised itself.
+STUCK = """
+import time
+from core.watch import judging, peers, phase
+from launch.pods import alerts
+with alerts.noting(0):
+    peers.start(None, limits=judging.Limits(step_seconds=0.5, slow_seconds=0.5))
+    phase.at(phase.TRAINING, step=17)
+    time.sleep(60)
+"""
+
+
+def test_what_the_hosts_found_out_together_is_what_is_told(told, tmp_path):
+    with alerts.watching(str(tmp_path)) as watch:
+        done = subprocess.run([sys.executable, "-c", STUCK], cwd=environment.WORKSPACE, timeout=60, check=False)
+        notes = list(pathlib.Path(environment.read("RENGA_NOTES")).iterdir())
+        assert [note.name for note in notes] == ["verdict_0.json"]
+        (notes[0].parent / "raised_3.json").write_text('{"host": 3, "mes')  # cut off, when its process was killed
+        watch.after(done.returncode)
+    (alert,) = told()
+    assert {k: alert[k] for k in ("host", "kind", "step", "exit_code")} == {
+        "host": 0,
+        "kind": "stall",
+        "step": 17,
+        "exit_code": exit_codes.HUNG,
+    }
+    assert "at step 17, training" in alert["message"]
+
+
+@pytest.mark.parametrize(("raised_on", "says"), [(2, "KeyError: 'wide'"), (0, "host 2 raised KeyError")])
+def test_of_the_host_that_a_verdict_names_its_own_words_are_told(told, tmp_path, raised_on, says):
+    with alerts.watching(str(tmp_path)) as watch:
+        fail(raised_on, KeyError("wide"))
+        peers._on_verdict(judging.Verdict((2,), "host 2 raised KeyError", exit_codes.RAISED))
+        watch.after(exit_codes.RAISED)
+    (alert,) = told()
+    assert (alert["host"], alert["message"]) == (2, says)
 
 
 def test_a_web_address_gets_the_same(tmp_path, monkeypatch, capsys):

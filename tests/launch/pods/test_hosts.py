@@ -62,6 +62,17 @@ def test_a_plain_machine_is_no_tpu_host_and_nobody_is_asked(tmp_path):
     assert not any("metadata" in line for line in place.looked_at)
 
 
+def test_a_host_knows_its_index_before_it_joins(chips, metadata, tmp_path):
+    here = {"devices": chips, "metadata_url": metadata({"agent-worker-number": "3"})}
+    of_two = {"MEGASCALE_SLICE_ID": "1"}
+    assert hosts.own_index(environ={}, **here) == 3
+    assert hosts.own_index(slices.get("2xv4-32"), environ=of_two, **here) == 7
+    assert hosts.own_index(slices.get("2xv4-32"), environ=of_two | {"TPU_WORKER_ID": "0"}, **here) == 4
+    assert hosts.own_index(slices.get("2xv4-32"), environ=of_two | {"JAX_PROCESS_INDEX": "5"}, **here) == 5
+    assert hosts.own_index(environ={}, devices=tmp_path / "none", metadata_url=here["metadata_url"]) is None
+    assert hosts.own_index(environ={}, devices=chips, metadata_url=metadata({})) is None
+
+
 @pytest.mark.covers("R01")
 def test_chips_count_once_the_metadata_server_speaks_of_a_tpu(chips, metadata):
     place = hosts.look(environ={}, devices=chips, metadata_url=metadata({"accelerator-type": "v4-32"}))
