@@ -8,6 +8,7 @@ platform is a TPU counts there (`launch/run status`).
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -15,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from core import paths
+from core.watch import exit_codes
 from launch import environment
 
 NAME = "validate.json"
@@ -22,7 +25,6 @@ STEPS = 30
 PART_SECONDS = 900.0
 STRATEGIES = environment.WORKSPACE / "gin" / "strategies"
 REHEARSED = ("fsdp", "fsdp_tensor")  # of the strategies, where hosts are processes here
-_REFUSED = 2  # a strategy that does not fit the slice says so with this code
 _LAST_LINES = 15
 
 
@@ -33,13 +35,13 @@ class Part(NamedTuple):
       name: of the part.
       argv: of `launch/run`.
       covers: rows of tests/capabilities.toml.
-      may_be_refused: it may not fit this slice, which is no fault.
+      check: of `launch/run`, where it may not fit this slice, which is no fault: finds whether it does.
     """
 
     name: str
     argv: tuple[str, ...]
     covers: tuple[str, ...]
-    may_be_refused: bool = False
+    check: tuple[str, ...] = ()
 
 
 def parts(slice_name: str, experiment: str, *, run_dir: str, simulated: bool, folder: Path) -> list[Part]:
@@ -52,16 +54,11 @@ def parts(slice_name: str, experiment: str, *, run_dir: str, simulated: bool, fo
         Part("doctor", ("doctor", *common, "--json", str(folder / "doctor.json")), ("R01", "X01", "X03")),
         Part("attention", ("validate", *common, "--attention", str(folder / "attention.json")), ("T08",)),
     ]
-    smokes = [
-        Part(
-            f"strategy {name}",
-            (*start, "--smoke", "--run-dir", f"{run_dir}/{name}", "--gin", f"include 'gin/strategies/{name}.gin'"),
-            _COVERS.get(name, ()) + ("C02", "C06"),
-            may_be_refused=True,
-        )
-        for name in names
-        if not simulated or name in REHEARSED
-    ]
+    smokes = []
+    for name in [name for name in names if not simulated or name in REHEARSED]:
+        what = ("--smoke", "--run-dir", f"{run_dir}/{name}", "--gin", f"include 'gin/strategies/{name}.gin'")
+        check = ("check", experiment, "--slice", slice_name, *played, *what)
+        smokes.append(Part(f"strategy {name}", (*start, *what), _COVERS.get(name, ()) + ("C02", "C06"), check))
     steps = str(2 if simulated else STEPS)
     measured = (*start, "--run-dir", f"{run_dir}/run", "--steps", steps, "--gin", "LOG_INTERVAL = 1")
     return [*looks, *smokes, Part("predicted and measured", measured, ("O03", "X06"))]
@@ -81,28 +78,44 @@ _COVERS: Mapping[str, tuple[str, ...]] = {
 
 
 def perform(part: Part) -> dict[str, Any]:
-    """Runs a part to its end, or for PART_SECONDS."""
-    print(f"validate: {part.name}: launch/run {' '.join(part.argv)}", flush=True)
+    """Runs a part to its end, or for PART_SECONDS; one whose layout does not fit the slice is refused instead."""
     started = time.monotonic()
-    command = [sys.executable, "-m", "launch", *part.argv]
-    try:
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=PART_SECONDS
-        )
-        code, said = done.returncode, done.stdout
-    except subprocess.TimeoutExpired as error:
-        said = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
-        code = None
-    verdict = "ok" if code == 0 else "refused" if part.may_be_refused and code == _REFUSED else "failed"
+    code, said = _run(part.check) if part.check else (0, "")
+    is_refused = code == exit_codes.USER_ERROR and _failed(said) == {"layout"}
+    if not is_refused:
+        print(f"validate: {part.name}: launch/run {' '.join(part.argv)}", flush=True)
+        code, said = _run(part.argv)
+    verdict = "refused" if is_refused else "ok" if code == 0 else "failed"
     seconds = round(time.monotonic() - started, 1)
     print(f"validate: {part.name}: {verdict}, {seconds:g} s", flush=True)
     found = {"name": part.name, "verdict": verdict, "exit_code": code, "seconds": seconds, "covers": list(part.covers)}
     return found if verdict == "ok" else {**found, "said": said.splitlines()[-_LAST_LINES:]}
 
 
+def _run(argv: Sequence[str]) -> tuple[int | None, str]:
+    """The exit code (None: not within PART_SECONDS) and the output of a command of `launch/run`."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "launch", *argv],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=PART_SECONDS,
+        )
+    except subprocess.TimeoutExpired as error:
+        return None, error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
+    return done.returncode, done.stdout
+
+
+def _failed(said: str) -> set[str]:
+    """The names of what failed in the output of `launch/run check`."""
+    return set(re.findall(r"^FAIL +(\S+)", said, re.MULTILINE))
+
+
 def measured(run_dir: str) -> dict[str, float]:
     """Of the last line of the run that was measured: seconds, and where a TPU was, what was predicted of them."""
-    file = Path(run_dir) / "run" / "metrics.jsonl"
+    file = paths.resolve(run_dir) / "run" / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     timed = [row for row in rows if "step_seconds" in row]
     wanted = ("step", "step_seconds", "mfu", "hbm_gib", "tokens_per_second")

@@ -1,9 +1,13 @@
 """The report of a slice: what is tried, how a part may end, and when it counts for STATUS.md."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
+from launch import environment
 from launch.commands.house import status
 from launch.doctor import attention, validation
 from launch.doctor.validation import Part
@@ -31,7 +35,7 @@ def test_the_parts_are_commands_that_cover_rows_of_the_checklist(tmp_path):
     [
         (Part("x", ("slices",), ("R07",)), "ok"),
         (Part("x", ("doctor", "v9-1", "x.gin"), ()), "failed"),
-        (Part("x", ("doctor", "v9-1", "x.gin"), (), may_be_refused=True), "refused"),
+        (Part("x", ("doctor", "v9-1", "x.gin"), (), ("check", "x.gin")), "failed"),  # what fails is no layout
     ],
 )
 def test_a_part_that_fails_leaves_its_last_lines_and_the_others(part, verdict):
@@ -40,6 +44,24 @@ def test_a_part_that_fails_leaves_its_last_lines_and_the_others(part, verdict):
     assert ("said" in found) == (verdict != "ok")
     assert verdict == "ok" or "unknown TPU slice 'v9-1'" in "".join(found["said"])
     assert validation.report([found], about={})["ok"] == (verdict != "failed")
+
+
+def test_a_strategy_is_refused_where_its_layout_does_not_fit_and_for_nothing_else(tmp_path, monkeypatch):
+    parts = validation.parts("v4-16", "gin/quickstart.gin", run_dir=str(tmp_path), simulated=False, folder=tmp_path)
+    (part,) = [part for part in parts if part.name == "strategy multislice"]
+    found = validation.perform(part)
+    assert found["verdict"] == "refused"
+    assert any(line.startswith("FAIL  layout") for line in found["said"])
+    missing = part._replace(argv=("slices", "--wrong"), check=(*part.check, "--gin", "nothing.here = 3"))
+    assert validation.perform(missing)["verdict"] == "failed"  # its check names the configuration
+
+
+def test_what_was_measured_is_read_from_where_the_run_wrote_it(bucket):
+    bucket.write("gs://bucket/v/run/metrics.jsonl", b'{"step": 1}\n{"step": 2, "step_seconds": 0.5, "loss": 3.0}\n')
+    ask = "from launch.doctor import validation; print(validation.measured('gs://bucket/v'))"
+    there = {"env": {**os.environ, **bucket.environment}, "cwd": environment.WORKSPACE}
+    said = subprocess.run([sys.executable, "-c", ask], **there, stdout=subprocess.PIPE, text=True, check=True)
+    assert said.stdout == "{'step': 2, 'step_seconds': 0.5}\n"
 
 
 @pytest.mark.covers("T08")
