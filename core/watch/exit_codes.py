@@ -48,7 +48,11 @@ ENDINGS: dict[int, Ending] = {
     NON_FINITE: Ending("the loss or the gradient is not a number", False),
     INTERRUPTED: Ending("stopped by Ctrl-C", False),
     JAX_ABORTED: Ending("JAX ended this process because another was gone: read that host's log first", True),
-    PREEMPTED: Ending("told to stop (SIGTERM): saved, and goes on when started again", True),
+    PREEMPTED: Ending(
+        "told to stop (SIGTERM): saved what it had trained (before it joins the others a process just ends), and goes "
+        "on when started again",
+        True,
+    ),
 }
 _BY_SIGNAL = Ending("ended by signal {} (9: killed, often for memory)", True)
 
@@ -60,6 +64,11 @@ def ending(code: int) -> Ending:
     if 128 < code < 128 + 65:
         return _BY_SIGNAL._replace(meaning=_BY_SIGNAL.meaning.format(code - 128))
     return Ending(f"an exit code that no part of this project uses ({code})", False)
+
+
+def of_process(returncode: int) -> int:
+    """The code of a process that Python says ended with `returncode`, as shells say it: 128 + N by signal N."""
+    return returncode if returncode >= 0 else 128 - returncode
 
 
 def markdown_table() -> str:

@@ -46,7 +46,7 @@ def manifest(
       slice_: what the run is on; several slices are as many child jobs.
       image: with the workspace as its working directory, set up.
       arguments: of `launch/pod.sh`.
-      restarts: of the whole set.
+      restarts: of the whole set, all that there may be, with or without progress between them.
       environment: of every pod.
       alert_secret: a Kubernetes secret whose key `alert` is RENGA_ALERT.
 

@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from core import slices
+from core.slices import GIB
 from core.watch import exit_codes
 from launch.pods import host_output, stamps, supervise
 
 LAST_LINES = 20
-GIB = 2**30
 WORDS_SECONDS = 3.0  # for the others to say themselves what ends them
 _POLL_SECONDS = 0.2
 _CONSEQUENCES = (exit_codes.PEER_LOST, exit_codes.JAX_ABORTED)  # of what happened to another host
@@ -196,7 +196,7 @@ def _wait(hosts: Sequence[_Host], requested: Sequence[int], *, words_seconds: fl
             if host.process.returncode != 0:
                 failed.append(host)
                 until = min(until, time.monotonic() + words_seconds)
-    causes = [host for host in failed if _exit_code(host) not in _CONSEQUENCES]
+    causes = [host for host in failed if exit_codes.of_process(host.process.returncode) not in _CONSEQUENCES]
     return next(iter(causes or failed), None)
 
 
@@ -204,7 +204,7 @@ def _stop(hosts: Sequence[_Host], *, grace_seconds: float, requested: Sequence[i
     """Ends every session, children's children included: asks, waits, kills. A second Ctrl-C ends the waiting."""
     for host in hosts:
         if host.process.poll() is None:
-            _signal_session(host.process, signal.SIGTERM)
+            _signal_session(host.process, signal.SIGKILL if _is_frozen(host.process) else signal.SIGTERM)
     deadline = time.monotonic() + grace_seconds
     while any(host.process.poll() is None for host in hosts) and time.monotonic() < deadline and len(requested) < 2:
         time.sleep(_POLL_SECONDS / 4)
@@ -214,25 +214,27 @@ def _stop(hosts: Sequence[_Host], *, grace_seconds: float, requested: Sequence[i
         host.output.finish()
 
 
+def _is_frozen(process: subprocess.Popen) -> bool:
+    """Whether it was stopped (SIGSTOP), so that it cannot hear that it is to end."""
+    try:
+        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:  # it is gone
+        return False
+
+
 def _signal_session(process: subprocess.Popen, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
 
 
 def _report(host: _Host) -> int:
-    returncode, code = host.process.returncode, _exit_code(host)
+    returncode, code = host.process.returncode, exit_codes.of_process(host.process.returncode)
     how = f"exit code {code}" if returncode > 0 else f"signal {signal.Signals(-returncode).name}"
     print(f"\n{host.name} failed first ({how}); the others were stopped. Its last lines:", file=sys.stderr)
     for line in host.output.last_lines(LAST_LINES):
         print(f"  {host.name} | {line}", file=sys.stderr)
     print(f"All of it: {host.output.log_path}", file=sys.stderr, flush=True)
     return code
-
-
-def _exit_code(host: _Host) -> int:
-    """As a shell says it: 128 + N where signal N ended it."""
-    returncode = host.process.returncode
-    return returncode if returncode >= 0 else 128 - returncode
 
 
 @contextlib.contextmanager

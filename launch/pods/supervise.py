@@ -110,7 +110,7 @@ def run_child(command: Sequence[str], requested: Sequence[int]) -> int:
         if requested and not told:
             told = True
             child.send_signal(signal.SIGTERM)
-    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+    return exit_codes.of_process(child.returncode)
 
 
 def newest_step(run_dir: str) -> int | None:

@@ -21,7 +21,6 @@ from core.watch import exit_codes
 from launch.suites import measured, plan
 from launch.suites.plan import Entry
 
-PREEMPTED = 143  # of a run whose machine is taken away: there is no use in going on
 DONE = ("done", "was done")
 _POLL_SECONDS = 0.5
 _LAST_LINES = 5
@@ -117,8 +116,8 @@ class Suite:
             code = self._run(entry, show)
             self._follow()
             show()
-            if self.requested or code == PREEMPTED:
-                return self.requested[0] if self.requested else PREEMPTED
+            if self.requested or code == exit_codes.PREEMPTED:
+                return self.requested[0] if self.requested else exit_codes.PREEMPTED
         return int(any(self.failed(entry) for entry in self.entries))
 
     def failed(self, entry: Entry) -> bool:
@@ -168,7 +167,7 @@ class Suite:
             if process.poll() is None:
                 process.terminate()
             process.wait()
-        return process.returncode if process.returncode >= 0 else 128 - process.returncode
+        return exit_codes.of_process(process.returncode)
 
     def _follow(self) -> None:
         """A duplicate's results are those of the entry in its place."""

@@ -22,7 +22,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gin", metavar="BINDING", action="append", default=[], help="overrides one binding; repeatable"
     )
-    parser.add_argument("--restarts", metavar="N", type=int, default=10, help="of the whole set (default 10)")
+    parser.add_argument(
+        "--restarts",
+        metavar="N",
+        type=int,
+        default=1000,
+        help="of the whole set; Kubernetes counts each, with a new checkpoint or without (default 1000)",
+    )
     parser.add_argument("--name", help="of the JobSet; default: the experiment's")
     parser.add_argument("--alert-secret", metavar="NAME", help="a Kubernetes secret; its key `alert` is RENGA_ALERT")
     parser.add_argument("--out", metavar="FILE", help="default: printed")

@@ -111,6 +111,13 @@ def test_every_host_gets_its_own_environment(tmp_path, capfdbinary):
     assert seen[0]["JAX_NUM_CPU_DEVICES"] == "4"
 
 
+def test_a_host_that_is_frozen_is_killed_at_once(tmp_path):
+    text = "index or os.kill(os.getpid(), signal.SIGSTOP); time.sleep(0.5); sys.exit(15)"
+    started = time.monotonic()
+    assert run(V4_16, text, tmp_path, grace_seconds=60) == 15
+    assert time.monotonic() - started < 20
+
+
 @pytest.mark.covers("X09")
 def test_every_host_is_logged_and_host_0_is_on_the_terminal(tmp_path, capfdbinary):
     text = "print('out of', index); print('err of', index, file=sys.stderr)"

@@ -125,8 +125,8 @@ def test_a_directory_of_another_experiment_is_refused(suite):
 
 
 def test_a_preempted_run_ends_the_suite(suite):
-    stopped = suite(Played(codes=(("a", running.PREEMPTED),)))
-    assert stopped.run(nothing) == running.PREEMPTED
+    stopped = suite(Played(codes=(("a", exit_codes.PREEMPTED),)))
+    assert stopped.run(nothing) == exit_codes.PREEMPTED
     assert stopped.status["mine/b"] == "waits"
 
 
