@@ -11,7 +11,6 @@ from rich.panel import Panel
 from rich.table import Table
 
 from core import slices
-from core.slices import GIB
 from core.train_state import TrainState
 from launch import progress, sampling
 from launch.experiment import Experiment, padding
@@ -73,23 +72,19 @@ def rows(experiment: Experiment, program: Program, *, host: Host) -> dict[str, s
         "data": experiment.task.describe(),
         "batch": f"{experiment.batch_size} rows x {experiment.task.length} tokens = {tokens:,} tokens"
         + (f", in {experiment.accum_steps} microbatches" if experiment.accum_steps > 1 else ""),
-        "state": f"{_bytes(sizes.everything)} per chip (parameters {_bytes(sizes.params)}, optimizer "
-        f"{_bytes(sizes.opt_state)}); {_bytes(sizes.whole)} in all",
+        "state": f"{cost.size(sizes.everything)} per chip (parameters {cost.size(sizes.params)}, optimizer "
+        f"{cost.size(sizes.opt_state)}); {cost.size(sizes.whole)} in all",
     }
     if schedule := program.partitioner.pipeline:
         card["pipeline"] = schedule.describe(program.partitioner.shape["stage"])
     if experiment.gather_once and experiment.accum_steps > 1:  # one microbatch is one gather anyway
         card["gathered"] = (
-            f"{_bytes(program.gathered_bytes)} more per chip: parameters and gradients whole, once per step"
+            f"{cost.size(program.gathered_bytes)} more per chip: parameters and gradients whole, once per step"
         )
     if hasattr(experiment.model, "flops_per_token"):
         flops = experiment.model.flops_per_token(experiment.task.length) * tokens
         card["compute"] = f"{flops:.3g} FLOPs per step; {flops / slice_.peak_flops:.3g} s at the slice's bf16 peak"
     return card
-
-
-def _bytes(count: float) -> str:
-    return f"{count / GIB:.3g} GiB" if count >= 0.1 * GIB else f"{count / 2**20:.3g} MiB"
 
 
 def show_end(

@@ -82,6 +82,9 @@ _LAYOUT_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_INDEX", "JAX_PROCES
 _BY_NAME = {variable.name: variable for variable in VARIABLES}
 
 
+SENT = ("TPU_MESH_CONFIG", "TPU_AXIS_NAMES")  # what the hosts of a run read as who starts it does
+
+
 class ProcessLayout(NamedTuple):
     """What the environment says of this process; None where it says nothing.
 

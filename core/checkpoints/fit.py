@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from core import paths  # isort: skip (paths decides how etils reaches buckets, before orbax imports it)
-import orbax.checkpoint as ocp
-
-from core.checkpoints import leaves, steps
+from core import paths
+from core.checkpoints import description, leaves, steps
 
 
 def newest(directory: str, abstract_state: Any) -> tuple[int | None, list[str]]:
@@ -16,9 +14,12 @@ def newest(directory: str, abstract_state: Any) -> tuple[int | None, list[str]]:
     Args:
       directory: of checkpoints, local or gs://.
       abstract_state: what a restore would ask for.
+
+    Raises:
+      DamagedError: its description is not what was saved; and whatever a file that cannot be read makes.
     """
     folder = paths.resolve(directory)
     if not (there := steps.complete(folder)):
         return None, []
-    content = ocp.JsonCheckpointHandler().restore(folder / str(there[-1]) / "meta")["content"]
+    content = description.read(folder / str(there[-1])).content
     return there[-1], leaves.differences({name: kind for name, (kind, _) in content.items()}, abstract_state)

@@ -47,7 +47,6 @@ def run(args: argparse.Namespace) -> int:
     if args.restarts < 0:
         raise ValueError(f"--restarts {args.restarts}: expected 0 (never) or more")
     bindings = [word for binding in args.gin for word in ("--gin", binding)]
-    names = ("TPU_MESH_CONFIG", "TPU_AXIS_NAMES")
     text = json.dumps(
         jobset.manifest(
             args.name or Path(args.experiment).stem.replace("_", "-").lower(),
@@ -55,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
             image=args.image,
             arguments=[slice_.name, args.experiment, "--run-dir", run_dir, *bindings],
             restarts=args.restarts,
-            environment={name: value for name in names if (value := environment.read(name))},
+            environment={name: value for name in environment.SENT if (value := environment.read(name))},
             alert_secret=args.alert_secret,
         ),
         indent=2,

@@ -34,8 +34,6 @@ EXAMPLE = """launch/pod.sh v4-16 gin/quickstart.gin --simulate
   launch/pod.sh v4-32 validate --tpu my-tpu --zone us-central2-b --run-dir gs://bucket/first
   launch/pod.sh create v4-32 --tpu my-tpu --zone us-central2-b --spot      (and queue, delete)"""
 
-SENT = ("TPU_MESH_CONFIG", "TPU_AXIS_NAMES")  # what the hosts read as this machine does
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what pod.sh takes."""
@@ -210,7 +208,7 @@ def _from_workstation(args: argparse.Namespace, slice_: slices.Slice, tpus: Sequ
         tpus,
         slice_=slice_,
         arguments=[slice_.name, experiment, *run_directory, *_options(args), *again],
-        variables=[f"{name}={value}" for name in SENT if (value := environment.read(name))],
+        variables=[f"{name}={value}" for name in environment.SENT if (value := environment.read(name))],
         workspace=workspace,
         dry_run=args.dry_run,
     )

@@ -201,6 +201,10 @@ def test_a_checkpoint_that_does_not_fit_is_a_list_of_leaves(tmp_path):
     assert not row.ok
     assert "step 3 does not fit this model and optimizer:\n  params/w" in row.detail
     assert "config.gin" in row.fix
+    about = tmp_path / "checkpoints/3/meta/metadata"
+    about.write_text(about.read_text().replace("float32[8, 6]", "float32[8, 4]"))  # it would fit, if it were believed
+    row = ahead.checkpoint(Program, str(tmp_path))
+    assert (row.is_note, "DamagedError: the description is not what was saved" in row.detail) == (True, True)
 
 
 @pytest.mark.parametrize(("location", "ok"), [("US-CENTRAL2", True), ("US", True), ("EU", False), ("US-EAST1", False)])

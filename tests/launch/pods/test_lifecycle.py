@@ -12,6 +12,7 @@ import time
 import pytest
 
 from core import slices
+from launch import environment
 from launch.pods import gcloud, lifecycle, workstation
 
 TPU = gcloud.Tpu("my-tpu", "us-central2-b", "proj")
@@ -217,6 +218,11 @@ def test_a_run_survives_a_reboot_of_its_host_until_it_ends_or_is_stopped(cloud, 
     assert crontab(cloud) == "5 4 * * * somebody elses\n"
     on_host(cloud, "after_reboot")
     assert on_host(cloud, "state") == "ended 130"
+
+
+def test_a_reboot_keeps_what_is_sent_to_a_host():
+    script = (environment.WORKSPACE / "launch/pods/on_host.sh").read_text()
+    assert f"for name in {' '.join(environment.SENT)} ${{!MEGASCALE_*}}; do" in script
 
 
 def test_a_run_that_ended_is_not_started_by_a_reboot(cloud, run):
