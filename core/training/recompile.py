@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import jax
 
+from core import listing
+
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 _compilations = threading.local()
@@ -72,7 +74,7 @@ class OnceCompiled:
     def _report(self, actual: Mapping[str, str]) -> None:
         self.recompilations += 1
         lines = _changes(self._expected, actual) or ["no input changed: a configuration value or the mesh in scope did"]
-        listed = "\n  ".join(lines[:20] + [f"… and {len(lines) - 20} more"] * (len(lines) > 20))
+        listed = "\n  ".join(listing.shortened(lines, most=20))
         name = getattr(self._function, "__name__", "the step")
         message = f"{name} compiled again after its first call; what differs from the first call:\n  {listed}"
         if self._raises:

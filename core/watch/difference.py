@@ -10,6 +10,8 @@ import collections
 import difflib
 from collections.abc import Sequence
 
+from core import listing
+
 _MOST_LINES = 20
 
 
@@ -39,5 +41,7 @@ def _changes(meant: str, text: str) -> str:
     ]
     if len(lines) == 2 and [line[0] for line in lines] == ["-", "+"]:
         return " ".join(lines)
-    shown = lines[:_MOST_LINES] + [f"… and {len(lines) - _MOST_LINES} more lines"] * (len(lines) > _MOST_LINES)
-    return "".join(f"\n  {line}" for line in shown) or "the same lines, with other ends"
+    return (
+        "".join(f"\n  {line}" for line in listing.shortened(lines, most=_MOST_LINES))
+        or "the same lines, with other ends"
+    )

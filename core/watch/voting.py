@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Mapping, Sequence
 
+from core import listing
 from core.watch import exit_codes
 from core.watch.judging import Verdict
 
@@ -31,7 +32,7 @@ def judge(step: int, by_host: Mapping[int, Numbers]) -> Verdict | None:
         return None
     hosts = sorted(wrong)
     names = list(dict.fromkeys(name for host in hosts for name in wrong[host]))
-    listed = ", ".join(names[:_MOST_NAMES] + [f"and {len(names) - _MOST_NAMES} more"] * (len(names) > _MOST_NAMES))
+    listed = ", ".join(listing.shortened(names, most=_MOST_NAMES))
     whose = f"host {', '.join(map(str, hosts))}"
     if len(hosts) == len(by_host) > 1:
         says = f"behind step {step} {whose} hold different numbers, and none is in the majority: {listed}"

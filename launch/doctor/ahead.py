@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from core import slices
+from core import listing, slices
 from core.checkpoints import fit
 from core.slices import GIB
 from launch import environment, preflight, reach
@@ -39,8 +39,7 @@ def checkpoint(program, run_dir: str) -> Row:
     if step is None:
         return Row(name, True, "none: a fresh start")
     if differences:
-        more = [f"… and {len(differences) - _MOST_DIFFERENCES} more"] * (len(differences) > _MOST_DIFFERENCES)
-        listed = "\n  ".join(differences[:_MOST_DIFFERENCES] + more)
+        listed = "\n  ".join(listing.shortened(differences, most=_MOST_DIFFERENCES))
         fix = "use the configuration that was saved with it (RUN/config.gin), or another --run-dir"
         return Row(name, False, f"step {step} does not fit this model and optimizer:\n  {listed}", fix)
     return Row(name, True, f"step {step} fits; a start continues from it")
