@@ -124,7 +124,7 @@ def parrot_run(dataset, parrot, tmp_path_factory):
 def command(monkeypatch, capsys):
     """Runs a command line in this process, whose 16 devices play a v4-32; gives its exit code and what it said."""
     monkeypatch.setenv("RENGA_SIMULATE", "v4-32")
-    monkeypatch.setattr(joining, "join", lambda slice_: HOST)
+    monkeypatch.setattr(joining, "join", lambda slice_, *, limits: HOST)
 
     def run(*argv):
         code = cli.main([*map(str, argv)])
