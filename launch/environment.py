@@ -41,6 +41,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "RENGA_STEP_FILE", "where this process notes its step for its log; set by pod.sh", "no step in logs", "launch"
     ),
+    Variable("RENGA_JOIN_SECONDS", "how long hosts wait for the last of them at the start", "300", "launch"),
     Variable("RENGA_TRACEBACK", "1: a user error also shows where in the code it was raised", "unset", "launch"),
     Variable(
         "RENGA_ALERT", "who is told of a run that failed: a command, or https://…", "nobody", "launch", secret=True
@@ -77,6 +78,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("TF_CPP_MIN_LOG_LEVEL", "how little TensorFlow says", "3, set by tasks", "TensorFlow"),
 )
 COMPILED_BY = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # what changes a compiled program beside the configuration
+JOIN_SECONDS = 300
 MESH_AXES = ("data", "fsdp", "tensor")  # of strategies.mesh3d
 _LAYOUT_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_INDEX", "JAX_PROCESS_COUNT")
 _BY_NAME = {variable.name: variable for variable in VARIABLES}
@@ -198,6 +200,11 @@ def markdown_table() -> str:
 
 def _are(names: list[str]) -> str:
     return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'}"
+
+
+def join_seconds(*, environ: Mapping[str, str] | None = None) -> int:
+    """How long to wait for the last host (RENGA_JOIN_SECONDS). Raises ValueError for what is no number of seconds."""
+    return _integer("RENGA_JOIN_SECONDS", minimum=1, environ=environ) or JOIN_SECONDS
 
 
 def _integer(name: str, *, minimum: int, environ: Mapping[str, str] | None) -> int | None:

@@ -80,6 +80,7 @@ def join(slice_: Slice, *, description: str = "", limits: Limits = USUAL_LIMITS)
         description=description,
         addresses=environment.worker_addresses(),
         watch=limits,
+        timeout_seconds=environment.join_seconds(),
     )
     _require_chips(slice_, played=bool(played))
     return Host(cluster.process_index, cluster.process_count, bool(played))

@@ -118,3 +118,10 @@ def test_git_ignores_runs_and_the_environment():
         ["git", "-C", str(ROOT), "check-ignore", *paths], capture_output=True, text=True, check=False
     )
     assert ignored.stdout.split() == paths
+
+
+def test_how_long_hosts_wait_for_the_last():
+    assert environment.join_seconds(environ={}) == environment.JOIN_SECONDS
+    assert environment.join_seconds(environ={"RENGA_JOIN_SECONDS": "45"}) == 45
+    with pytest.raises(ValueError, match="RENGA_JOIN_SECONDS='soon': expected a whole number from 1 up"):
+        environment.join_seconds(environ={"RENGA_JOIN_SECONDS": "soon"})

@@ -1,0 +1,91 @@
+"""`launch/run failures`: lets a simulated run fail in every way that is known here, and shows what became of it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+
+HELP = "let simulated hosts fail in every known way, start again, and compare with an undisturbed run"
+EXAMPLE = """launch/run failures
+  launch/run failures --only "kill -9 of host 2" --kills 0 --flips 0
+  launch/run failures --write                             (all of it, into the table of launch/README.md)"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what is tried."""
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="failures whose name has one of these in it")
+    parser.add_argument("--kills", type=int, default=20, metavar="N", help="random kills of one run; default 20")
+    parser.add_argument("--flips", type=int, default=200, metavar="N", help="bits flipped in a checkpoint; default 200")
+    parser.add_argument("--seed", type=int, default=0, help="of the random kills and flips")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="keep the runs there; default: a temporary folder")
+    parser.add_argument("--write", action="store_true", help="write the table into launch/README.md")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the table: 0, or 1 where something did not end as it must."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    import jax
+
+    from core import slices
+    from launch.failures import running
+    from launch.failures.scenarios import SCENARIOS
+
+    os.environ["RENGA_JOIN_SECONDS"] = str(running.JOIN_SECONDS)
+    jax.config.update("jax_num_cpu_devices", slices.get(running.SLICE).chips)  # for the checkpoints that are read here
+    for name in ("kills", "flips"):
+        if getattr(args, name) < 0:
+            raise ValueError(f"--{name} {getattr(args, name)}: expected 0 or more")
+    wanted = [s for s in SCENARIOS if not args.only or any(text in s.name for text in args.only)]
+    if args.only and not wanted:
+        names = "\n  ".join(s.name for s in SCENARIOS)
+        raise ValueError(f"--only {' '.join(args.only)}: no failure has that in its name; there are:\n  {names}")
+    if args.write and args.only:
+        raise ValueError("--write keeps the whole table; leave --only out")
+    if args.out is not None:
+        return _run(args, wanted, args.out.resolve())
+    with tempfile.TemporaryDirectory(prefix="renga-failures-") as folder:
+        return _run(args, wanted, Path(folder))
+
+
+def _run(args: argparse.Namespace, wanted: list, folder: Path) -> int:
+    from launch.pods import supervise
+
+    with supervise.stop_requests() as requested:
+        return _try_all(args, wanted, folder, requested)
+
+
+def _try_all(args: argparse.Namespace, wanted: list, folder: Path, requested: list[int]) -> int:
+    from launch.failures import flips, running, table
+
+    laboratory = running.Laboratory(folder, requested=requested)
+    outcomes = []
+    for scenario in wanted:
+        outcomes.append(laboratory.try_out(scenario))
+        _say(outcomes[-1])
+    if args.kills:
+        outcomes.append(
+            running.Laboratory(folder, requested=requested, total_steps=running.LONG_STEPS).kills(
+                args.kills, seed=args.seed
+            )
+        )
+        _say(outcomes[-1])
+    flipped = None
+    if args.flips:
+        bindings = (*running.SMALL, f"TOTAL_STEPS = {running.TOTAL_STEPS}")
+        where = {"experiment": running.EXPERIMENT, "slice_name": running.SLICE, "bindings": bindings}
+        flipped = flips.flip(laboratory.undisturbed, **where, count=args.flips, seed=args.seed)
+    printed = table.markdown(outcomes, flipped)
+    print(f"\n{printed}")
+    if args.write:
+        table.keep(printed)
+    bad = [o for o in outcomes if o.problems]
+    return 1 if bad or (flipped and flipped.wrong) else 0
+
+
+def _say(outcome) -> None:
+    print(
+        f"{'ok  ' if not outcome.problems else 'NOT '} {outcome.name}: {'; '.join(outcome.problems) or outcome.said}",
+        flush=True,
+    )

@@ -1,0 +1,50 @@
+"""`launch/run soak`: thousands of small steps on simulated hosts, to see that nothing grows."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+HELP = "run thousands of small steps on simulated hosts and watch memory, device buffers, files and threads"
+EXAMPLE = """launch/run soak
+  launch/run soak --steps 1000 --out /tmp/soak"""
+SAMPLES = 50
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds how long."""
+    parser.add_argument("--steps", type=int, default=5000, help=f"default 5000; at least {SAMPLES}")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="keep the run there; default: a temporary folder")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints what every host holds: 0, or 1 where something grew."""
+    if args.steps < SAMPLES:
+        raise ValueError(f"--steps {args.steps}: expected at least {SAMPLES}")
+    if args.out is not None:
+        return _run(args, args.out.resolve())
+    with tempfile.TemporaryDirectory(prefix="renga-soak-") as folder:
+        return _run(args, Path(folder))
+
+
+def _run(args: argparse.Namespace, folder: Path) -> int:
+    from launch.failures import running, soak
+    from launch.pods import supervise
+
+    with supervise.stop_requests() as requested:
+        laboratory = running.Laboratory(folder, requested=requested, total_steps=args.steps)
+        files = laboratory.soak(every=args.steps // SAMPLES)
+    failed = False
+    for host, file in enumerate(files):
+        samples = soak.read(file)
+        for s in samples[:: max(1, len(samples) // 10)]:
+            print(
+                f"step {s.step:>6}  host {host}  {s.memory_bytes / 2**30:.3f} GiB  {s.arrays} arrays of "
+                f"{s.array_bytes / 2**20:.2f} MiB  {s.files} files  {s.threads} threads"
+            )
+        for name, (before, after) in soak.grown(samples).items():
+            failed = True
+            print(f"host {host}: {name} grew from at most {before:,} to at least {after:,}")
+    print("something grows" if failed else f"nothing grows in {args.steps} steps on {len(files)} hosts (simulated)")
+    return int(failed)

@@ -1,0 +1,238 @@
+"""Faults, and how a process plants one into itself.
+
+The one idea: a run has no switch for failing. `launch.failures.host` starts one that is as it always is, but for what
+is planted here from outside: a thread that waits for its moment, or a hook beside the usual ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import random
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from core.training.hooks import Hook
+from core.watch import phase
+from launch import training
+from launch.failures import soak
+from launch.training import Run
+
+_POLL_SECONDS = 0.002
+_SMALL_FILE_BYTES = 2**16  # what a full disk still takes
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """What is to happen.
+
+    Attributes:
+      kind: `kill`, `config`, `missing`, or one of `KINDS`.
+      hosts: to whom.
+      step: before which step; for `kill`, not before it; for `soak`, how many from one sample to the next.
+      phase: for `kill`, what the host must be doing.
+      delay_seconds: for `kill`, after that; for `slow`, at every step.
+      bindings: for `config`, what that host is told beside the others.
+      note: a file for the moment at which it happened, in seconds since the epoch.
+    """
+
+    kind: str
+    hosts: tuple[int, ...] = (2,)
+    step: int = 6
+    phase: str = phase.TRAINING
+    delay_seconds: float = 0.0
+    bindings: tuple[str, ...] = ()
+    note: str = ""
+
+    def as_json(self) -> str:
+        """For a command line."""
+        return json.dumps(dataclasses.asdict(self))
+
+
+def from_json(text: str) -> Fault:
+    """What `Fault.as_json` gave."""
+    plain = json.loads(text)
+    return Fault(**{**plain, "hosts": tuple(plain["hosts"]), "bindings": tuple(plain["bindings"])})
+
+
+def plant(fault: Fault, *, process_index: int) -> list[str]:
+    """Plants a fault into this process, if it is among those to whom it happens.
+
+    Returns:
+      What is to be added to the process's command line.
+    """
+    if process_index not in fault.hosts:
+        return []
+    if fault.kind == "config":
+        _note(fault)
+        return [word for binding in fault.bindings for word in ("--gin", binding)]
+    if fault.kind == "missing":
+        _note(fault)
+        time.sleep(1e6)
+    if fault.kind == "kill":
+        threading.Thread(target=_kill_when_it_is_time, args=(fault,), daemon=True).start()
+        return []
+    if fault.kind == "soak":
+        note = Path(fault.note)
+        file = note.with_name(f"{note.name}-host_{process_index}.jsonl")
+        _hang_on(lambda run: (run, soak.Sampler(file, every=fault.step)))
+    else:
+        _hang_on(lambda run: (_with_bad_data(run, fault), _AtStep(fault, run)))
+    return []
+
+
+def _hang_on(prepare: Callable[[Run], tuple[Run, Hook]]) -> None:
+    """Changes the run that this process will train, and hangs a hook on it."""
+    train = training.train
+
+    @functools.wraps(train)
+    def planted(run: Run, *, also: Sequence[Hook] = ()) -> dict[str, float]:
+        run, hook = prepare(run)
+        return train(run, also=(*also, hook))
+
+    training.train = planted
+
+
+def _with_bad_data(run: Run, fault: Fault) -> Run:
+    if fault.kind != "nan":
+        return run
+    return dataclasses.replace(run, experiment=dataclasses.replace(run.experiment, task=_Task(run, fault)))
+
+
+def _note(fault: Fault) -> None:
+    Path(fault.note).write_text(repr(time.time()))
+
+
+def _kill_when_it_is_time(fault: Fault) -> None:
+    while (at := phase.place()).phase != fault.phase or at.step < fault.step:
+        time.sleep(_POLL_SECONDS)
+    time.sleep(fault.delay_seconds)
+    _note(fault)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _AtStep(Hook):
+    """Does something before a step, once, and notes when."""
+
+    def __init__(self, fault: Fault, run: Run):
+        self._fault, self._run = fault, run
+        self._noted = False
+
+    def before_step(self, step: int) -> None:
+        if step < self._fault.step or (step > self._fault.step and self._fault.kind != "slow"):
+            return
+        if not self._noted:
+            _note(self._fault)
+            self._noted = True
+        KINDS[self._fault.kind](self._fault, self._run)
+
+
+def _hang(fault: Fault, run: Run) -> None:
+    time.sleep(1e6)
+
+
+def _freeze(fault: Fault, run: Run) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _raise(fault: Fault, run: Run) -> None:
+    raise RuntimeError("planted: a host raises")
+
+
+def _leave(fault: Fault, run: Run) -> None:
+    sys.exit(0)
+
+
+def _terminate(fault: Fault, run: Run) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _be_slow(fault: Fault, run: Run) -> None:
+    time.sleep(fault.delay_seconds)
+
+
+def _fill_disk(fault: Fault, run: Run) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (_SMALL_FILE_BYTES, resource.RLIM_INFINITY))
+
+
+def _take_another_branch(fault: Fault, run: Run) -> None:
+    """A program over all chips that this host alone runs."""
+    mesh = run.program.partitioner.mesh
+    over_all = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(mesh.axis_names))
+    rows = np.ones(mesh.size, np.float32)
+    mine = jax.make_array_from_callback(rows.shape, over_all, lambda index: rows[index])
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    jax.block_until_ready(jax.jit(lambda x: x.sum(), out_shardings=whole)(mine))
+
+
+def _do_nothing(fault: Fault, run: Run) -> None:
+    del fault, run
+
+
+KINDS: Mapping[str, Callable[[Fault, Run], None]] = {
+    "hang": _hang,
+    "freeze": _freeze,
+    "raise": _raise,
+    "leave": _leave,
+    "terminate": _terminate,
+    "slow": _be_slow,
+    "full disk": _fill_disk,
+    "branch": _take_another_branch,
+    "nan": _do_nothing,  # its data do it
+}
+
+
+class _Task:
+    """A task whose weights are no numbers in one batch."""
+
+    def __init__(self, run: Run, fault: Fault):
+        self._task, self._fault = run.experiment.task, fault
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+    def train(self, layout, *, seed):
+        return _Batches(self._task.train(layout, seed=seed), at=self._fault.step)
+
+
+class _Batches:
+    """The batches of a task; those of the first start, the `at`-th with weights that are no numbers."""
+
+    def __init__(self, batches: Any, *, at: int):
+        self._batches, self._left = batches, at
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+    def __iter__(self) -> Iterator:
+        return self
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        batch = next(self._batches)
+        self._left -= 1
+        return {**batch, "weights": batch["weights"] * np.nan} if self._left == 0 else batch
+
+
+def random_kill(chance: random.Random, *, hosts: int, note: str) -> Fault:
+    """A kill of some host at some moment: in a step, while it saves, or while it restores."""
+    doing, longest = chance.choice([(phase.TRAINING, 2.0), (phase.SAVING, 0.3), (phase.RESTORING, 0.5)])
+    return Fault(
+        "kill",
+        hosts=(chance.randrange(hosts),),
+        step=0,
+        phase=doing,
+        delay_seconds=chance.uniform(0, longest),
+        note=note,
+    )

@@ -1,0 +1,119 @@
+"""What can go wrong, one row each: what is planted, how the run must end, and what somebody must be able to read."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from core.watch import exit_codes, phase
+from launch.failures.faults import Fault
+
+ALL = (0, 1, 2, 3)
+STEP_LIMIT_SECONDS = 15
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """One way in which a run fails.
+
+    Attributes:
+      name: a row of the table.
+      codes: exit codes of which the run must end with one.
+      says: a regular expression for what a host's log must have.
+      fault: what is planted; None where files are damaged instead.
+      bindings: of the run that fails.
+      damage: what is done to the checkpoints of a run that was stopped in the middle.
+      starts_again: whether the same command is then started without the fault, to the end of an undisturbed run.
+    """
+
+    name: str
+    codes: tuple[int, ...]
+    says: str
+    fault: Fault | None = None
+    bindings: tuple[str, ...] = ()
+    damage: Callable[[Path], None] | None = None
+    starts_again: bool = True
+
+
+def _truncate_newest(checkpoints: Path) -> None:
+    """Cuts the largest file of the newest step in half."""
+    file = max((p for p in _newest(checkpoints).rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def _remove_from_newest(checkpoints: Path) -> None:
+    file = max((p for p in _newest(checkpoints).rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    file.unlink()
+
+
+def _half_delete_oldest(checkpoints: Path) -> None:
+    """As a removal leaves it that is interrupted, and an empty folder that looks like the newest step."""
+    shutil.rmtree(min(_steps(checkpoints)) / "state")
+    (checkpoints / "999").mkdir()
+
+
+def _steps(checkpoints: Path) -> list[Path]:
+    return sorted((p for p in checkpoints.iterdir() if p.name.isdigit()), key=lambda p: int(p.name))
+
+
+def _newest(checkpoints: Path) -> Path:
+    return _steps(checkpoints)[-1]
+
+
+LOST = (exit_codes.PEER_LOST, 128 + 9)
+
+SCENARIOS: tuple[Scenario, ...] = (
+    Scenario("kill -9 of host 2, training", LOST, r"host 2 .*was lost.*step \d+", Fault("kill")),
+    Scenario("kill -9 of host 0, training", LOST, r"host 0 .*was lost", Fault("kill", hosts=(0,))),
+    Scenario("kill -9 of host 1, saving", LOST, r"host 1 .*was lost", Fault("kill", hosts=(1,), phase=phase.SAVING)),
+    Scenario(
+        "kill -9 of host 3, restoring or starting",
+        LOST,
+        r"host 3 .*was lost",
+        Fault("kill", hosts=(3,), phase=phase.PREPARING, step=0),
+    ),
+    Scenario("SIGTERM to one host", (exit_codes.PREEMPTED,), r"saved step \d+", Fault("terminate")),
+    Scenario("SIGTERM to all hosts", (exit_codes.PREEMPTED,), r"saved step \d+", Fault("terminate", hosts=ALL)),
+    Scenario(
+        "a host hangs in Python",
+        (exit_codes.HUNG,),
+        r"host 2 .*has been at step \d+",
+        Fault("hang"),
+        (f"experiment.Experiment.step_limit_seconds = {STEP_LIMIT_SECONDS}",),
+    ),
+    Scenario("a host is frozen (SIGSTOP)", (*LOST, exit_codes.HUNG), r"host 2 .*has been silent", Fault("freeze")),
+    Scenario("an exception on one host", (exit_codes.RAISED,), r"host 2 .*planted: a host raises", Fault("raise")),
+    Scenario("a host leaves early", (exit_codes.PEER_LOST,), r"host 2 .*left its loop", Fault("leave")),
+    Scenario(
+        "a branch that one host takes",
+        (exit_codes.PEER_LOST, exit_codes.HUNG, exit_codes.RAISED, exit_codes.JAX_ABORTED),
+        r"host 2",
+        Fault("branch"),
+        (f"experiment.Experiment.step_limit_seconds = {STEP_LIMIT_SECONDS}",),
+    ),
+    Scenario(
+        "another configuration on one host",
+        (exit_codes.USER_ERROR,),
+        r"host 2: -BATCH_SIZE = 32",
+        Fault("config", bindings=("BATCH_SIZE = 64",)),
+    ),
+    Scenario(
+        "a host that never comes",
+        (exit_codes.USER_ERROR, exit_codes.RAISED),
+        r"missing: host 3",
+        Fault("missing", hosts=(3,)),
+    ),
+    Scenario("a slow host", (exit_codes.DONE,), r"step +16/16", Fault("slow", delay_seconds=0.5), starts_again=False),
+    Scenario("NaN in the data of one host, stop", (exit_codes.NON_FINITE,), r"step \d+: loss = nan", Fault("nan")),
+    Scenario(
+        "a full disk on one host",
+        (exit_codes.RAISED, exit_codes.PEER_LOST),
+        r"saving the checkpoint",
+        Fault("full disk"),
+    ),
+    Scenario("the newest checkpoint truncated", (exit_codes.DONE,), r"is damaged", damage=_truncate_newest),
+    Scenario("a file of the newest checkpoint missing", (exit_codes.DONE,), r"is damaged", damage=_remove_from_newest),
+    Scenario("an old step half removed, an empty newest", (exit_codes.DONE,), r"from step", damage=_half_delete_oldest),
+)

@@ -1,0 +1,89 @@
+"""Thousands of steps of which nothing may grow: memory of every process, arrays on the devices, open files, threads.
+
+step   500  host 0  1.31 GiB  212 arrays of 3.1 MiB  41 files  38 threads
+…
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from core.training.hooks import Hook
+
+LEAST_SETTLED = 0.2  # of the steps, behind which a process has all that it needs
+ALLOWED_GROWTH = 0.02  # of memory, from then to the end
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class Sample(NamedTuple):
+    """What a process holds behind a step.
+
+    Attributes:
+      step: its number.
+      memory_bytes: resident.
+      arrays: alive, of this process's devices.
+      array_bytes: of those, all shards here.
+      files: open.
+      threads: of Python.
+    """
+
+    step: int
+    memory_bytes: int
+    arrays: int
+    array_bytes: int
+    files: int
+    threads: int
+
+
+class Sampler(Hook):
+    """Writes a sample every so many steps."""
+
+    def __init__(self, file: Path, *, every: int):
+        self._file, self._every = file, every
+
+    def before_step(self, step: int) -> None:
+        """Samples what is held before the next step."""
+        if (step - 1) % self._every == 0 and step > 1:
+            with self._file.open("a") as file:
+                file.write(json.dumps(sample(step - 1)._asdict()) + "\n")
+
+
+def sample(step: int) -> Sample:
+    """What this process holds now."""
+    alive = jax.live_arrays()
+    held = sum(shard.data.nbytes for array in alive for shard in array.addressable_shards)
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+    return Sample(
+        step, resident, len(alive), held, sum(1 for _ in Path("/proc/self/fd").iterdir()), threading.active_count()
+    )
+
+
+def read(file: Path) -> list[Sample]:
+    """The samples of one host."""
+    return [Sample(**json.loads(line)) for line in file.read_text().splitlines()]
+
+
+def grown(samples: Sequence[Sample]) -> Mapping[str, tuple[int, int]]:
+    """What never came back, in the last third, to the most of the first third after settling: those two, by name.
+
+    Raises:
+      ValueError: too few samples to say so.
+    """
+    settled = [s for s in samples if s.step >= LEAST_SETTLED * samples[-1].step] if samples else []
+    if len(settled) < 4:
+        raise ValueError(f"a soak of {len(samples)} samples says nothing: run more steps")
+    third = max(1, len(settled) // 3)
+    found = {}
+    for name in Sample._fields[1:]:
+        before, after = ([getattr(s, name) for s in part] for part in (settled[:third], settled[-third:]))
+        allowed = max(before) * (1 + ALLOWED_GROWTH * (name == "memory_bytes"))
+        if min(after) > allowed:
+            found[name] = max(before), min(after)
+    return found

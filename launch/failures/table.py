@@ -1,0 +1,70 @@
+"""What failed and how it ended, as a table, and where it is kept: between two marks of launch/README.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from launch.environment import WORKSPACE
+from launch.failures.flips import Flips
+from launch.failures.running import Outcome
+
+README = WORKSPACE / "launch" / "README.md"
+BEGIN, END = "<!-- failures: written by launch/run failures --write -->", "<!-- end of failures -->"
+CAPTION = "CPU and gloo; ICI hangs, VM loss and real IAM not exercised"
+_LONGEST = 110
+
+
+def markdown(outcomes: Sequence[Outcome], flips: Flips | None) -> str:
+    """The table under its caption."""
+    rows = [
+        "| what happens | ends after, s | exit code | what is said | steps lost | goes on after, s | same end |",
+        "|---|---|---|---|---|---|---|",
+        *map(_row, outcomes),
+    ]
+    if flips is not None:
+        rows.append(_of_flips(flips))
+    return f"{CAPTION}.\n\n" + "\n".join(rows) + "\n"
+
+
+def _row(outcome: Outcome) -> str:
+    said = outcome.said if len(outcome.said) <= _LONGEST else outcome.said[: _LONGEST - 1] + "…"
+    cells = (
+        outcome.name,
+        _seconds(outcome.ended_seconds),
+        str(outcome.code),
+        said.replace("|", "/"),
+        str(outcome.lost_steps),
+        _seconds(outcome.recovered_seconds),
+        "yes" if outcome.is_equal else "no",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _of_flips(flips: Flips) -> str:
+    count = flips.refused + flips.harmless + len(flips.wrong)
+    said = f"{flips.refused} refused, {flips.harmless} without effect, {len(flips.wrong)} unnoticed"
+    return (
+        f"| one bit flipped in a checkpoint's files, {count} times | – | – | {said} | – | – | {_yes(not flips.wrong)} |"
+    )
+
+
+def _yes(whether: bool) -> str:
+    return "yes" if whether else "no"
+
+
+def _seconds(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{seconds:.1f}"
+
+
+def keep(table: str, *, readme: Path = README) -> None:
+    """Puts the table where it is kept.
+
+    Raises:
+      ValueError: the marks are not there.
+    """
+    text = readme.read_text()
+    if BEGIN not in text or END not in text.partition(BEGIN)[2]:
+        raise ValueError(f"{readme} has no {BEGIN} … {END} to write the table between")
+    before, _, rest = text.partition(BEGIN)
+    readme.write_text(f"{before}{BEGIN}\n\n{table}\n{END}{rest.partition(END)[2]}")

@@ -1,0 +1,134 @@
+"""Planted failures: what is told of them, what a table keeps, what counts as growth; and, slowly, the real thing."""
+
+import random
+import re
+
+import pytest
+
+from core.watch import exit_codes, phase
+from launch.failures import faults, running, soak, table
+from launch.failures.flips import Flips
+from launch.failures.running import Outcome
+from launch.failures.scenarios import SCENARIOS
+from launch.failures.soak import Sample
+
+ENDED = Outcome("a host leaves", 15, 2.04, "host 2 left | its loop", 3, 8.1, True, ())
+
+
+def test_a_fault_travels_on_a_command_line():
+    fault = faults.Fault("config", hosts=(1, 3), bindings=("A = 1", "B = 'x y'"), note="/tmp/n")
+    assert faults.from_json(fault.as_json()) == fault
+
+
+def test_every_scenario_can_be_planted_and_says_what_it_expects():
+    assert len({s.name for s in SCENARIOS}) == len(SCENARIOS)
+    known = {"kill", "config", "missing", *faults.KINDS}
+    for one in SCENARIOS:
+        assert (one.fault is None) != (one.damage is None)
+        assert one.fault is None or one.fault.kind in known
+        assert all(exit_codes.ending(code).meaning for code in one.codes)
+        re.compile(one.says)
+    assert {s.fault.kind for s in SCENARIOS if s.fault} == known
+
+
+def test_random_kills_come_while_training_saving_and_restoring():
+    chance = random.Random(0)
+    kills = [faults.random_kill(chance, hosts=4, note="n") for _ in range(60)]
+    assert {k.phase for k in kills} == {phase.TRAINING, phase.SAVING, phase.RESTORING}
+    assert {k.hosts[0] for k in kills} == {0, 1, 2, 3}
+
+
+def test_the_table_has_a_row_for_each_and_is_kept_between_its_marks(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
+    made = table.markdown([ENDED], Flips(198, 2, ()))
+    assert made.startswith("CPU and gloo; ICI hangs, VM loss and real IAM not exercised")
+    assert "| a host leaves | 2.0 | 15 | host 2 left / its loop | 3 | 8.1 | yes |" in made
+    assert "200 times | – | – | 198 refused, 2 without effect, 0 unnoticed | – | – | yes |" in made
+    table.keep(made, readme=readme)
+    table.keep(made, readme=readme)
+    text = readme.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith(f"{table.END}\nafter\n")
+    assert text.count(made) == 1
+    assert "old" not in text
+
+
+def test_a_table_without_marks_is_refused(tmp_path):
+    (tmp_path / "README.md").write_text("nothing")
+    with pytest.raises(ValueError, match="to write the table between"):
+        table.keep("x", readme=tmp_path / "README.md")
+
+
+def samples(**at):
+    """Fifty samples; each name's value as a function of the step."""
+    steady = {
+        "memory_bytes": lambda n: 10**9 + n % 3 * 10**6,
+        "arrays": lambda n: 100 + n % 2,
+        "array_bytes": lambda n: 7,
+    }
+    steady |= {"files": lambda n: 40 + n % 4, "threads": lambda n: 9}
+    return [Sample(100 * n, **{name: f(n) for name, f in (steady | at).items()}) for n in range(1, 51)]
+
+
+def test_what_swings_does_not_grow():
+    assert soak.grown(samples()) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("memory_bytes", lambda n: 10**9 + n * 10**7),
+        ("arrays", lambda n: 100 + n // 10),
+        ("files", lambda n: 40 + n),
+        ("threads", lambda n: 9 + (n > 30)),
+    ],
+)
+def test_what_grows_is_named(name, value):
+    assert set(soak.grown(samples(**{name: value}))) == {name}
+
+
+def test_a_start_that_needs_more_and_more_is_no_growth():
+    assert soak.grown(samples(memory_bytes=lambda n: 10**9 - max(0, 8 - n) * 10**8)) == {}
+
+
+def test_a_soak_that_says_nothing_is_refused():
+    with pytest.raises(ValueError, match="run more steps"):
+        soak.grown(samples()[:3])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["failures", "--only", "earthquake"], "no failure has that in its name"),
+        (["failures", "--kills", "-1"], "--kills -1: expected 0 or more"),
+        (["failures", "--write", "--only", "kill"], "leave --only out"),
+        (["soak", "--steps", "3"], "--steps 3: expected at least 50"),
+    ],
+)
+def test_wrong_input_is_refused(launch, arguments, said):
+    assert said in launch(*arguments, code=exit_codes.USER_ERROR)
+
+
+@pytest.mark.slow
+@pytest.mark.covers("X07")
+@pytest.mark.simulated(4)
+def test_a_run_that_failed_ends_as_one_that_did_not(launch, tmp_path):
+    only = ["an exception on one host", "truncated", "a branch"]
+    said = launch("failures", "--only", *only, "--kills", "2", "--flips", "20", "--out", tmp_path, timeout=1800)
+    rows = [line for line in said.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) == 5
+    assert all(row.endswith("| yes |") for row in rows)
+
+
+@pytest.mark.slow
+def test_a_loss_that_differs_is_no_same_end(launch, tmp_path):
+    """The comparison itself: a run of another seed is not taken for the undisturbed one."""
+    laboratory = running.Laboratory(tmp_path, requested=[])
+    one = laboratory.undisturbed
+    (tmp_path / "other").mkdir()
+    lines = (one / "metrics.jsonl").read_text().splitlines()
+    (tmp_path / "other" / "metrics.jsonl").write_text("\n".join(lines).replace('"loss": 5', '"loss": 6'))
+    (tmp_path / "other" / "checkpoints").symlink_to(one / "checkpoints")
+    assert running.is_equal(one, one)
+    assert not running.is_equal(tmp_path / "other", one)
