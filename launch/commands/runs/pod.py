@@ -34,11 +34,6 @@ EXAMPLE = """launch/pod.sh v4-16 gin/quickstart.gin --simulate
   launch/pod.sh v4-32 validate --tpu my-tpu --zone us-central2-b --run-dir gs://bucket/first
   launch/pod.sh create v4-32 --tpu my-tpu --zone us-central2-b --spot      (and queue, delete)"""
 
-<<<<<<< ours
-=======
-SENT = ("TPU_MESH_CONFIG", "TPU_AXIS_NAMES", "RENGA_JOIN_SECONDS")  # what the hosts read as this machine does
-
->>>>>>> theirs
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what pod.sh takes."""
