@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,6 +49,7 @@ def flip(run_dir: Path, *, experiment: str, slice_name: str, bindings: Sequence[
     files = sorted(p for p in (run_dir / "checkpoints" / str(step)).rglob("*") if p.is_file() and p.stat().st_size)
     chance = random.Random(seed)
     refused, harmless, wrong = 0, 0, []
+    logging.disable()  # what reads in the background says of every damage
     for _ in range(count):
         file = chance.choice(files)
         whole = file.read_bytes()
@@ -61,6 +63,7 @@ def flip(run_dir: Path, *, experiment: str, slice_name: str, bindings: Sequence[
             refused += 1
         finally:
             file.write_bytes(whole)
+    logging.disable(logging.NOTSET)
     checkpoints.close()
     return Flips(refused, harmless, tuple(wrong))
 

@@ -218,7 +218,7 @@ class Laboratory:
             Path(fault.note).unlink(missing_ok=True)
         os.environ["JAX_COMPILATION_CACHE_DIR"] = str(self._folder / "compiled")  # one start compiles for all
         start = time.time()
-        with _quiet(run_dir / "launcher.log"):
+        with quiet(run_dir / "launcher.log"):
             code = simulate.run(
                 self._slice,
                 command=[sys.executable, "-m", *module, *words],
@@ -231,7 +231,7 @@ class Laboratory:
 
 
 @contextlib.contextmanager
-def _quiet(log: Path) -> Iterator[None]:
+def quiet(log: Path) -> Iterator[None]:
     """What the launcher prints goes to a file."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):

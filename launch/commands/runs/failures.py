@@ -75,7 +75,9 @@ def _try_all(args: argparse.Namespace, wanted: list, folder: Path, requested: li
     if args.flips:
         bindings = (*running.SMALL, f"TOTAL_STEPS = {running.TOTAL_STEPS}")
         where = {"experiment": running.EXPERIMENT, "slice_name": running.SLICE, "bindings": bindings}
-        flipped = flips.flip(laboratory.undisturbed, **where, count=args.flips, seed=args.seed)
+        undisturbed = laboratory.undisturbed
+        with running.quiet(folder / "flips.log"):
+            flipped = flips.flip(undisturbed, **where, count=args.flips, seed=args.seed)
     printed = table.markdown(outcomes, flipped)
     print(f"\n{printed}")
     if args.write:
