@@ -10,6 +10,7 @@ import pytest
 from launch import environment
 
 
+@pytest.mark.slow
 @pytest.mark.covers("E08")
 def test_by_hand_runs():
     source = (environment.WORKSPACE / "launch" / "by_hand.py").read_text()

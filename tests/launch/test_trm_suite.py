@@ -85,6 +85,7 @@ def test_67_experiments_of_which_54_are_distinct(suite):
     assert same == BASELINES
 
 
+@pytest.mark.slow
 def test_what_is_distinct_in_the_files_is_distinct_in_what_runs(suite):
     """54 different combinations of traced model, traced optimizer, data and sizes."""
     runs = [entry.experiment for entry in suite.values()]

@@ -64,9 +64,10 @@ def test_the_report_as_json_is_stable(good):
 @pytest.mark.compiled("v4-8")
 @pytest.mark.parametrize(
     "tables",
-    [pytest.param(strategies.fsdp(), marks=pytest.mark.slow), strategies.hsdp(data=2)],
+    [strategies.fsdp(), strategies.hsdp(data=2)],
     ids=lambda t: t.name,
 )
+@pytest.mark.slow
 def test_gathers_in_the_accumulation_loop(tables):
     bound = bind(tables, accum_steps=2)
     found = analysis.analyze(bound)

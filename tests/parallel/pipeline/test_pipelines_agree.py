@@ -168,6 +168,7 @@ def test_a_scaled_loss_has_scaled_gradients():
 
 
 @pytest.mark.parametrize("case", [Case("gpipe", 4, 1, 1, 1), Case("1F1B", 4, 2, 1, 1)], ids=label)
+@pytest.mark.slow
 def test_a_prompt_of_one_row_has_the_logits_of_one_device(case):
     """Whether or not its rows divide into microbatches."""
     whole, example = batches(16)[0], case.example
