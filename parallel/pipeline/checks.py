@@ -21,16 +21,21 @@ def problems(schedule: Schedule, shapes: Any, axes: Any, *, stages: int, chips: 
       stages: degree of `stage`.
       chips: of the slice, which bound other degrees.
     """
-    named = zip(jax.tree.leaves(shapes), jax.tree.leaves(axes, is_leaf=lambda a: isinstance(a, Axes)), strict=True)
-    depths = sorted({leaf.shape[0] for leaf, of in named if of.names[:1] == ("layers",)})
-    if not depths:
+    found = depths(shapes, axes)
+    if not found:
         return [
             f"{schedule.name}: the model has no layer stack to cut into stages (one network that is applied again and "
             "again is none: every stage would need all of its weights); build its layers with core.stack.layer_stack, "
             "or take a strategy without a pipeline"
         ]
-    uneven = [n for n in depths if n % schedule.layer_unit(stages)]
+    uneven = [n for n in found if n % schedule.layer_unit(stages)]
     return schedule.problems(stages) + [_depth(schedule, n, stages, chips) for n in uneven]
+
+
+def depths(shapes: Any, axes: Any) -> list[int]:
+    """The numbers of layers of a model's stacks, each once, ascending; as `problems` takes shapes and axes."""
+    named = zip(jax.tree.leaves(shapes), jax.tree.leaves(axes, is_leaf=lambda a: isinstance(a, Axes)), strict=True)
+    return sorted({leaf.shape[0] for leaf, of in named if of.names[:1] == ("layers",)})
 
 
 def _depth(schedule: Schedule, layers: int, stages: int, chips: int) -> str:

@@ -94,6 +94,8 @@ class Placed:
             self.shape = strategy.resolve(tables, facts.slice)
         except ValueError as error:
             raise Refused("degrees do not make the slice", str(error)) from error
+        if not checks.depths(facts.shapes.params, facts.axes.params):
+            self._check_stages()  # no schedule helps, and no advice about a dimension either
         self._check_arrays()
 
     @property
