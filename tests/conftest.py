@@ -5,15 +5,12 @@ The environment is set before anything imports jax; nothing here imports it, so 
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 import socket
 import subprocess
 import sys
 import textwrap
-import urllib.parse
-import urllib.request
 from typing import NamedTuple
 
 import pytest
@@ -85,64 +82,10 @@ def tpu_topology():
     return lambda name: mesh.topology_devices(slices.get(name))
 
 
-class Bucket(NamedTuple):
-    """The stand-in for buckets of `tests/bucket.py`, any of them, reachable at a port of this machine."""
-
-    port: int
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """What makes a process of ours talk to it."""
-        address = f"http://127.0.0.1:{self.port}"
-        return {
-            "TENSORSTORE_GCS_HTTP_URL": address,
-            "STORAGE_EMULATOR_HOST": address,
-            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none",
-            "NO_GCE_CHECK": "true",
-            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
-        }
-
-    def errors(self, rate: float) -> dict[str, int]:
-        """From now on that share of requests is refused; how many were, of how many, so far."""
-        return json.loads(self._ask(f"/stand-in/errors?rate={rate}"))
-
-    def list(self, prefix: str) -> dict[str, int]:
-        """Sizes by what follows `gs://BUCKET/PREFIX`."""
-        bucket, _, folder = prefix.removeprefix("gs://").partition("/")
-        answer = self._ask(f"/storage/v1/b/{bucket}/o?maxResults=100000&prefix={urllib.parse.quote(folder)}")
-        return {item["name"].removeprefix(folder): int(item["size"]) for item in json.loads(answer).get("items", [])}
-
-    def read(self, name: str) -> bytes:
-        """What is at gs://…"""
-        return self._ask(f"/storage/v1/b/{self._object(name)}?alt=media")
-
-    def write(self, name: str, content: bytes) -> None:
-        """Puts it at gs://…"""
-        bucket, _, key = name.removeprefix("gs://").partition("/")
-        to = f"/upload/storage/v1/b/{bucket}/o?uploadType=media&name={urllib.parse.quote(key)}"
-        self._ask(to, data=content, method="POST")
-
-    def delete(self, name: str) -> None:
-        """Removes what is at gs://…"""
-        self._ask(f"/storage/v1/b/{self._object(name)}", method="DELETE")
-
-    def _object(self, name: str) -> str:
-        bucket, _, key = name.removeprefix("gs://").partition("/")
-        return f"{bucket}/o/{urllib.parse.quote(key, safe='')}"
-
-    def _ask(self, path: str, **request) -> bytes:
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", headers={"Of-The-Test": "1"}, **request)
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return answer.read()
-
-
 @pytest.fixture(scope="module")
 def bucket():
-    """A stand-in that starts empty, and answers without errors."""
-    command = [sys.executable, str(ROOT / "tests" / "bucket.py")]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        yield Bucket(int(server.stdout.readline()))
-    finally:
-        server.kill()
-        server.wait()
+    """A stand-in for buckets that starts empty, and answers without errors."""
+    from launch.failures import stand_in
+
+    with stand_in.start() as started:
+        yield started

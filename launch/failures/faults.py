@@ -26,7 +26,7 @@ import numpy as np
 from core.training.hooks import Hook
 from core.watch import phase
 from launch import training
-from launch.failures import soak
+from launch.failures import soak, stand_in
 from launch.training import Run
 
 _POLL_SECONDS = 0.002
@@ -42,7 +42,7 @@ class Fault:
       hosts: to whom.
       step: before which step; for `kill`, not before it; for `soak`, how many from one sample to the next.
       phase: for `kill`, what the host must be doing.
-      delay_seconds: for `kill`, after that; for `slow`, at every step.
+      delay_seconds: for `kill`, after that; for `slow`, at every step; for `outage`, how long.
       bindings: for `config`, what that host is told beside the others.
       note: a file for the moment at which it happened, in seconds since the epoch.
     """
@@ -177,6 +177,13 @@ def _take_another_branch(fault: Fault, run: Run) -> None:
     jax.block_until_ready(jax.jit(lambda x: x.sum(), out_shardings=whole)(mine))
 
 
+def _refuse_all_requests(fault: Fault, run: Run) -> None:
+    """The stand-in of the buckets answers with errors alone, for a while."""
+    bucket = stand_in.of_environment()
+    bucket.errors(1.0)
+    threading.Timer(fault.delay_seconds, bucket.errors, [0.0]).start()
+
+
 def _do_nothing(fault: Fault, run: Run) -> None:
     del fault, run
 
@@ -190,6 +197,7 @@ KINDS: Mapping[str, Callable[[Fault, Run], None]] = {
     "slow": _be_slow,
     "full disk": _fill_disk,
     "branch": _take_another_branch,
+    "outage": _refuse_all_requests,
     "nan": _do_nothing,  # its data do it
 }
 

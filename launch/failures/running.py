@@ -15,13 +15,13 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from core import paths, slices
 from core.checkpoints import description, steps
-from launch.failures import faults
+from launch.failures import faults, stand_in
 from launch.failures.faults import Fault
 from launch.failures.scenarios import LOST, Scenario
 from launch.pods import simulate
@@ -92,12 +92,12 @@ class Outcome:
 class Laboratory:
     """Runs of one small experiment in a folder of their own."""
 
-    def __init__(self, folder: Path, *, requested: list[int], total_steps: int = TOTAL_STEPS):
+    def __init__(self, folder: Path, *, requested: list[int], total_steps: int = TOTAL_STEPS, slice_name: str = SLICE):
         """`folder` gets a run directory for each scenario, and keeps them; `requested` is of `stop_requests`."""
         self._folder = folder
         self._requested = requested
         self._total_steps = total_steps
-        self._slice = slices.get(SLICE)
+        self._slice = slices.get(slice_name)
         self._undisturbed: Path | None = None
 
     @property
@@ -119,6 +119,8 @@ class Laboratory:
         run_dir.mkdir(parents=True)
         if scenario.damage is not None:
             return self._damaged(scenario, run_dir)
+        if scenario.refused is not None:
+            return self._in_bucket(scenario, run_dir)
         fault = dataclasses.replace(scenario.fault, note=str(run_dir / "event"))
         first = self._start(run_dir, fault=fault, bindings=scenario.bindings)
         event = _event(run_dir)
@@ -189,7 +191,30 @@ class Laboratory:
             scenario, run_dir, code=again.code, ended_seconds=None, lost_steps=0, again=again, newest=_STOPPED_AT
         )
 
-    def _outcome(self, scenario, run_dir, *, code, ended_seconds, lost_steps, again, newest) -> Outcome:
+    def _in_bucket(self, scenario: Scenario, run_dir: Path) -> Outcome:
+        """Stopped in the middle and started again; at the end all that is in the bucket is copied to `run_dir`."""
+        place = f"gs://bucket/{run_dir.name}"
+        fault = scenario.fault and dataclasses.replace(scenario.fault, note=str(run_dir / "event"))
+        with stand_in.start() as bucket, _environment(bucket.environment):
+            bucket.errors(scenario.refused)
+            stopped = self._start(run_dir, fault=fault, steps=_STOPPED_AT, place=place)
+            again = None if stopped.code else self._start(run_dir, place=place)
+            counted = bucket.errors(0.0)
+            bucket.copy(place, to=run_dir)
+        return self._outcome(
+            scenario,
+            run_dir,
+            code=again.code if again else stopped.code,
+            ended_seconds=None,
+            lost_steps=0,
+            again=again,
+            newest=_STOPPED_AT,
+            counted=f", {counted['refused']} of {counted['answered']} requests answered with 503",
+        )
+
+    def _outcome(
+        self, scenario, run_dir, *, code, ended_seconds, lost_steps, again, newest, counted: str = ""
+    ) -> Outcome:
         said = _said(run_dir, scenario.says)
         same = is_equal(run_dir, self.undisturbed)
         problems = []
@@ -204,12 +229,20 @@ class Laboratory:
         if lost_steps > 2 * INTERVAL:  # the newest may not have been written yet
             problems.append(f"{lost_steps} steps lost, with a checkpoint every {INTERVAL}")
         recovered = None if again is None else _seconds_to_a_step(run_dir, newest, started=again.at - again.seconds)
+        said += counted
         return Outcome(scenario.name, code, ended_seconds, said, max(0, lost_steps), recovered, same, tuple(problems))
 
     def _start(
-        self, run_dir: Path, *, fault: Fault | None = None, bindings: Sequence[str] = (), steps: int | None = None
+        self,
+        run_dir: Path,
+        *,
+        fault: Fault | None = None,
+        bindings: Sequence[str] = (),
+        steps: int | None = None,
+        place: str | None = None,
     ) -> Ended:
-        words = ["train", EXPERIMENT, "--slice", SLICE, "--run-dir", str(run_dir)]
+        """Logs are written to `run_dir`; everything else too, but for a `place` in a bucket."""
+        words = ["train", EXPERIMENT, "--slice", self._slice.name, "--run-dir", place or str(run_dir)]
         for binding in (*SMALL, f"TOTAL_STEPS = {self._total_steps}", *bindings):
             words += ["--gin", binding]
         words += ["--steps", str(steps)] if steps else []
@@ -228,6 +261,18 @@ class Laboratory:
         if self._requested:
             raise KeyboardInterrupt
         return Ended(code, time.time() - start, time.time())
+
+
+@contextlib.contextmanager
+def _environment(more: Mapping[str, str]) -> Iterator[None]:
+    """What processes started now find beside what they always do."""
+    before = dict(os.environ)
+    os.environ.update(more)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @contextlib.contextmanager

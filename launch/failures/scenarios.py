@@ -12,6 +12,7 @@ from launch.failures.faults import Fault
 
 ALL = (0, 1, 2, 3)
 STEP_LIMIT_SECONDS = 15
+OUTAGE_SECONDS = 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Scenario:
       fault: what is planted; None where files are damaged instead.
       bindings: of the run that fails.
       damage: what is done to the checkpoints of a run that was stopped in the middle.
+      refused: for a run that keeps everything in a bucket and is stopped in the middle: the share of requests to that
+        bucket that is answered with an error.
       starts_again: whether the same command is then started without the fault, to the end of an undisturbed run.
     """
 
@@ -34,6 +37,7 @@ class Scenario:
     fault: Fault | None = None
     bindings: tuple[str, ...] = ()
     damage: Callable[[Path], None] | None = None
+    refused: float | None = None
     starts_again: bool = True
 
 
@@ -116,4 +120,12 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario("the newest checkpoint truncated", (exit_codes.DONE,), r"is damaged", damage=_truncate_newest),
     Scenario("a file of the newest checkpoint missing", (exit_codes.DONE,), r"is damaged", damage=_remove_from_newest),
     Scenario("an old step half removed, an empty newest", (exit_codes.DONE,), r"from step", damage=_half_delete_oldest),
+    Scenario("one request in twenty to the bucket refused", (exit_codes.DONE,), r"continues from step", refused=0.05),
+    Scenario(
+        f"the bucket out for {OUTAGE_SECONDS} s",
+        (exit_codes.DONE,),
+        r"continues from step",
+        Fault("outage", hosts=(0,), delay_seconds=OUTAGE_SECONDS),
+        refused=0.0,
+    ),
 )

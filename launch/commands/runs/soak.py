@@ -8,13 +8,15 @@ from pathlib import Path
 
 HELP = "run thousands of small steps on simulated hosts and watch memory, device buffers, files and threads"
 EXAMPLE = """launch/run soak
-  launch/run soak --steps 1000 --out /tmp/soak"""
+  launch/run soak --slice v4-32 --steps 1000 --out /tmp/soak"""
 SAMPLES = 50
+SLICE = "v4-16"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds how long."""
     parser.add_argument("--steps", type=int, default=5000, help=f"default 5000; at least {SAMPLES}")
+    parser.add_argument("--slice", default=SLICE, metavar="SLICE", help=f"default {SLICE}: two hosts of four chips")
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep the run there; default: a temporary folder")
 
 
@@ -29,11 +31,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, folder: Path) -> int:
+    from core import slices
     from launch.failures import running, soak
     from launch.pods import supervise
 
     with supervise.stop_requests() as requested:
-        laboratory = running.Laboratory(folder, requested=requested, total_steps=args.steps)
+        laboratory = running.Laboratory(
+            folder, requested=requested, total_steps=args.steps, slice_name=slices.get(args.slice).name
+        )
         files = laboratory.soak(every=args.steps // SAMPLES)
     failed = False
     for host, file in enumerate(files):

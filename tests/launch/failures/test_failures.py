@@ -24,7 +24,7 @@ def test_every_scenario_can_be_planted_and_says_what_it_expects():
     assert len({s.name for s in SCENARIOS}) == len(SCENARIOS)
     known = {"kill", "config", "missing", *faults.KINDS}
     for one in SCENARIOS:
-        assert (one.fault is None) != (one.damage is None)
+        assert [one.fault, one.damage, one.refused] != [None, None, None]
         assert one.fault is None or one.fault.kind in known
         assert all(exit_codes.ending(code).meaning for code in one.codes)
         re.compile(one.says)

@@ -4,10 +4,10 @@ What matters is kept as the service has it: an object appears whole or not at al
 generation that it expects, a listing is in order and ends where it was told to, an upload may come in parts. Who may do
 what is not looked at.
 
-    python tests/bucket.py            prints its port, then serves until it is killed
-    GET  /stand-in/errors?rate=0.05   from now on one request in twenty is answered with 503 (but those that have a
-                                      header Of-The-Test)
-    GET  /stand-in/errors             {"answered": how many requests, "refused": how many with 503}
+    python -m launch.failures.bucket   prints its port, then serves until it is killed
+    GET  /stand-in/errors?rate=0.05    from now on one request in twenty is answered with 503 (but those that have a
+                                       header Of-The-Stand-In)
+    GET  /stand-in/errors              {"answered": how many requests, "refused": how many with 503}
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class Store:
         self.rate, self.answered, self.refused = 0.0, 0, 0
 
     def put(self, bucket: str, name: str, content: bytes, query: dict[str, str]) -> dict[str, Any]:
+        """An object under that name, as it is described."""
         with self._lock:
             self._require(self._objects.get((bucket, name)), query)
             self._generation += 1
@@ -56,6 +57,7 @@ class Store:
             return about(bucket, name, self._objects[bucket, name])
 
     def get(self, bucket: str, name: str, query: dict[str, str]) -> Object:
+        """The object; Refused where there is none, or the query wants another generation."""
         with self._lock:
             found = self._objects.get((bucket, name))
             if found is None:
@@ -66,18 +68,21 @@ class Store:
             return found
 
     def delete(self, bucket: str, name: str, query: dict[str, str]) -> None:
+        """Removes it; Refused as in `get`."""
         with self._lock:
             self.get(bucket, name, {})
             self._require(self._objects[bucket, name], query)
             del self._objects[bucket, name]
 
     def move(self, bucket: str, name: str, to_name: str) -> dict[str, Any]:
+        """Gives it another name, as it is described then."""
         with self._lock:
             moved = self.put(bucket, to_name, self.get(bucket, name, {}).content, {})
             self.delete(bucket, name, {})
             return moved
 
     def list(self, bucket: str, query: dict[str, str]) -> dict[str, Any]:
+        """A page of names behind a prefix, in order, with folders where a delimiter makes some."""
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter")
         begin, end = query.get("startOffset", ""), query.get("endOffset") or None
         after, most = query.get("pageToken", ""), int(query.get("maxResults", 1000))
@@ -98,6 +103,7 @@ class Store:
         return _listing(items, prefixes)
 
     def begin_upload(self, bucket: str, name: str, query: dict[str, str]) -> str:
+        """A key for an upload in parts."""
         with self._lock:
             upload = uuid.uuid4().hex
             self._uploads[upload] = (bucket, name, query, bytearray())
@@ -165,12 +171,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """Nothing: errors are in the answers."""
 
     def handle_one_request(self) -> None:
+        """As it was, but that a client may vanish."""
         try:
             super().handle_one_request()
         except ConnectionError:  # who was killed hears no answer
             self.close_connection = True
 
     def answer(self) -> None:
+        """Answers any request: from the stand-in, with a refusal, or from the store."""
         address = urllib.parse.urlsplit(self.path)
         query = dict(urllib.parse.parse_qsl(address.query, keep_blank_values=True))
         content = self._body()
@@ -180,7 +188,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return
         self.store.answered += 1
         try:
-            if "Of-The-Test" not in self.headers and random.random() < self.store.rate:
+            if "Of-The-Stand-In" not in self.headers and random.random() < self.store.rate:
                 self.store.refused += 1
                 raise Refused(503, "backendError")
             self._route(address.path, query, content)
@@ -290,7 +298,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             found = re.search(r"/b/([^/]+)/o/([^?]+)", address)
             code = 204
             try:
-                assert command == "DELETE", command
+                if command != "DELETE":
+                    raise Refused(501, f"the stand-in knows no {command} in a batch")
                 self.store.delete(found[1], urllib.parse.unquote(found[2]), {})
             except Refused as refused:
                 code = refused.code

@@ -1,0 +1,95 @@
+"""Starts the stand-in for buckets, points processes at it, and looks into it from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from launch.environment import WORKSPACE
+
+_ADDRESS = "STORAGE_EMULATOR_HOST"
+
+
+class Bucket(NamedTuple):
+    """A process of `launch.failures.bucket`, which plays every bucket, at a port of this machine."""
+
+    port: int
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What makes a process of ours talk to it."""
+        address = f"http://127.0.0.1:{self.port}"
+        return {
+            "TENSORSTORE_GCS_HTTP_URL": address,
+            _ADDRESS: address,
+            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none",
+            "NO_GCE_CHECK": "true",
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+        }
+
+    def errors(self, rate: float) -> dict[str, int]:
+        """From now on that share of requests is refused; how many were, of how many, so far."""
+        return json.loads(self._ask(f"/stand-in/errors?rate={rate}"))
+
+    def list(self, prefix: str) -> dict[str, int]:
+        """Sizes by what follows `gs://BUCKET/PREFIX`."""
+        bucket, _, folder = prefix.removeprefix("gs://").partition("/")
+        answer = self._ask(f"/storage/v1/b/{bucket}/o?maxResults=100000&prefix={urllib.parse.quote(folder)}")
+        return {item["name"].removeprefix(folder): int(item["size"]) for item in json.loads(answer).get("items", [])}
+
+    def read(self, name: str) -> bytes:
+        """What is at gs://…"""
+        return self._ask(f"/storage/v1/b/{self._object(name)}?alt=media")
+
+    def write(self, name: str, content: bytes) -> None:
+        """Puts it at gs://…"""
+        bucket, _, key = name.removeprefix("gs://").partition("/")
+        to = f"/upload/storage/v1/b/{bucket}/o?uploadType=media&name={urllib.parse.quote(key)}"
+        self._ask(to, data=content, method="POST")
+
+    def delete(self, name: str) -> None:
+        """Removes what is at gs://…"""
+        self._ask(f"/storage/v1/b/{self._object(name)}", method="DELETE")
+
+    def _object(self, name: str) -> str:
+        bucket, _, key = name.removeprefix("gs://").partition("/")
+        return f"{bucket}/o/{urllib.parse.quote(key, safe='')}"
+
+    def _ask(self, path: str, **request) -> bytes:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", headers={"Of-The-Stand-In": "1"}, **request
+        )
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.read()
+
+    def copy(self, folder: str, *, to: Path) -> None:
+        """Writes everything below gs://BUCKET/FOLDER/ into a folder on this disk."""
+        for name in self.list(f"{folder}/"):
+            file = to / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(self.read(f"{folder}/{name}"))
+
+
+@contextlib.contextmanager
+def start() -> Iterator[Bucket]:
+    """A stand-in that starts empty, and answers without errors."""
+    command = [sys.executable, "-m", "launch.failures.bucket"]
+    server = subprocess.Popen(command, cwd=WORKSPACE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield Bucket(int(server.stdout.readline()))
+    finally:
+        server.kill()
+        server.wait()
+
+
+def of_environment() -> Bucket:
+    """The one that this process talks to."""
+    return Bucket(urllib.parse.urlsplit(os.environ[_ADDRESS]).port)
