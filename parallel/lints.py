@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from core import logical
+from core import listing, logical
 from core.logical import Rules
 from core.slices import GIB
 from parallel import report
@@ -335,7 +335,7 @@ LINTS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
 
 def _described(c: Collective) -> str:
     """`all-reduce bf16[4096,11008] over fsdp, 32 times, at jvp()/while/body/.../dot_general`."""
-    arrays = ", ".join(map(str, c.arrays[:2])) + (f" and {len(c.arrays) - 2} more" if len(c.arrays) > 2 else "")
+    arrays = ", ".join(listing.shortened([str(array) for array in c.arrays], most=2))
     times = f", {c.times} times" if c.times > 1 else ""
     where = "/".join(c.op_name.split("/")[-3:])
     return f"{c.kind} {arrays} over {' x '.join(c.axes) or 'nothing'}{times}" + (f", at {where}" if where else "")

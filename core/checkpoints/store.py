@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from core import distributed, paths  # isort: skip (paths decides how etils reaches buckets, before orbax imports it)
+from core import distributed, listing, paths  # isort: skip (paths decides how etils reaches buckets, before orbax imports it)
 import orbax.checkpoint as ocp
 
 from core.checkpoints import description, leaves, reading, steps
@@ -221,7 +221,7 @@ class Checkpoints:
     def _require_same_tree(self, step: int, content: Mapping[str, list], abstract_state: Any) -> None:
         differences = leaves.differences({name: kind for name, (kind, _) in content.items()}, abstract_state)
         if differences:
-            listed = "\n  ".join(differences[:20] + [f"… and {len(differences) - 20} more"] * (len(differences) > 20))
+            listed = "\n  ".join(listing.shortened(differences, most=20))
             raise Misfit(
                 f"the checkpoint of step {step} in {self._directory} does not fit this model and optimizer "
                 f"({len(differences)} leaves):\n  {listed}\nUse the configuration saved with it, or another run_dir."
@@ -279,5 +279,5 @@ def _read_arrays_and_streams(folder: paths.Path, abstract_state: Any) -> tuple[A
 def _differing(content: Mapping[str, list], state: Any) -> str:
     found = leaves.describe(state)
     wrong = [name for name in content if found[name] != content[name]]
-    named = ", ".join(wrong[:3] + [f"and {len(wrong) - 3} more"] * (len(wrong) > 3))
+    named = ", ".join(listing.shortened(wrong, most=3))
     return f"{len(wrong)} of {len(content)} arrays are not what was saved: {named}" if wrong else ""

@@ -25,6 +25,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from core import listing
 from core.roll_call import Roll
 from core.watch import exit_codes, frames, judging, phase, stacks, voting
 from core.watch.judging import Limits, Seen, Verdict
@@ -288,8 +289,7 @@ class _Watch(threading.Thread):
         os._exit(code)
 
     def _named(self, hosts: Sequence[int]) -> str:
-        named = ", ".join(self._names[host] for host in hosts[:3])
-        return f"{named} and {len(hosts) - 3} more" if len(hosts) > 3 else named
+        return ", ".join(listing.shortened([self._names[host] for host in hosts], most=3))
 
 
 def _hang_up(link: socket.socket) -> None:
