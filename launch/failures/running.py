@@ -1,35 +1,35 @@
 """Runs one failure after another on a simulated slice, starts each run again, and holds it against an undisturbed one.
 
 The one idea: what counts is the end. A run that failed and was started again must have the losses and the checkpoint
-of a run that nothing happened to, bit for bit; how long it took and how it was said is measured beside that.
+of a run that nothing happened to, bit for bit, and must not have begun from the start to get there; how long it took
+and how it was said is measured beside that.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import random
 import re
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from core import paths, slices
-from core.checkpoints import description, steps
-from launch.failures import faults, stand_in
+from core import slices
+from launch.failures import evidence, faults, stand_in
+from launch.failures.evidence import Left
 from launch.failures.faults import Fault
-from launch.failures.scenarios import LOST, Scenario
+from launch.failures.scenarios import INTERVAL, LOST, STOPPED_AT, Scenario
 from launch.pods import simulate
 
 SLICE = "v4-32"
 EXPERIMENT = "gin/quickstart.gin"
-TOTAL_STEPS, INTERVAL = 16, 4
-JOIN_SECONDS = 20
+TOTAL_STEPS = 16
 SMALL = (  # nothing that takes long to import, to compile or to compute
     "TASK = @synthetic.random_tokens()",
     "VOCAB_SIZE = 256",
@@ -46,7 +46,6 @@ SMALL = (  # nothing that takes long to import, to compile or to compute
     "PROMPT = ''",
     "experiment.Experiment.compare_interval = 8",
 )
-_STOPPED_AT = TOTAL_STEPS // 2
 LONG_STEPS = 120  # enough for every kill to find a run that is not done
 
 
@@ -70,23 +69,24 @@ class Outcome:
 
     Attributes:
       name: of the scenario.
-      code: with which the run ended.
-      ended_seconds: from the event to the end of the last host; None where there was none.
+      codes: with which its starts ended, each once.
+      ended_seconds: from the event to the end of the last host, the launcher's part in it included; None where the run
+        did not end by it.
       said: the line that says it.
-      lost_steps: made, and behind the newest checkpoint.
+      lost_steps: made, and made again.
       recovered_seconds: from the next start to its first step; None where none was started.
-      is_equal: losses and last checkpoint are those of an undisturbed run.
       problems: what is not as it must be.
+      difference: what of the end differs from that of an undisturbed run; "" for nothing.
     """
 
     name: str
-    code: int
+    codes: tuple[int, ...]
     ended_seconds: float | None
     said: str
     lost_steps: int
     recovered_seconds: float | None
-    is_equal: bool
-    problems: tuple[str, ...]
+    problems: tuple[str, ...] = ()
+    difference: str = ""
 
 
 class Laboratory:
@@ -114,27 +114,12 @@ class Laboratory:
 
     def try_out(self, scenario: Scenario) -> Outcome:
         """Lets a run fail, starts it again, and compares."""
-        run_dir = self._folder / re.sub(r"\W+", "_", scenario.name)
-        shutil.rmtree(run_dir, ignore_errors=True)
-        run_dir.mkdir(parents=True)
+        run_dir = self._fresh(scenario.name)
         if scenario.damage is not None:
             return self._damaged(scenario, run_dir)
         if scenario.refused is not None:
             return self._in_bucket(scenario, run_dir)
-        fault = dataclasses.replace(scenario.fault, note=str(run_dir / "event"))
-        first = self._start(run_dir, fault=fault, bindings=scenario.bindings)
-        event = _event(run_dir)
-        newest, made = _newest(run_dir), max(_losses(run_dir), default=0)
-        again = self._start(run_dir) if scenario.starts_again else None
-        return self._outcome(
-            scenario,
-            run_dir,
-            code=first.code,
-            ended_seconds=None if event is None or not first.code else first.at - event,
-            lost_steps=made - newest if scenario.starts_again else 0,
-            again=again,
-            newest=newest,
-        )
+        return self._failing(scenario, run_dir)
 
     def soak(self, *, every: int) -> list[Path]:
         """A long run without a fault, sampled every so many steps; a file of samples for each host.
@@ -148,7 +133,8 @@ class Laboratory:
         hosts = range(self._slice.hosts)
         note = run_dir / "samples"
         fault = Fault("soak", hosts=tuple(hosts), step=every, note=str(note))
-        ended = self._start(run_dir, fault=fault, bindings=(f"CHECKPOINT_INTERVAL = {every}", "LOG_INTERVAL = 10"))
+        often = (f"CHECKPOINT_INTERVAL = {every}", f"EVAL_INTERVAL = {every}", "EVAL_BATCHES = 1", "LOG_INTERVAL = 10")
+        ended = self._start(run_dir, fault=fault, bindings=often)
         if ended.code:
             raise RuntimeError(f"the soak ended with {ended.code}: see {run_dir}/logs")
         return [note.with_name(f"{note.name}-host_{host}.jsonl") for host in hosts]
@@ -156,40 +142,65 @@ class Laboratory:
     def kills(self, count: int, *, seed: int) -> Outcome:
         """Kills some host at some moment, again and again, in one run; then lets it end."""
         chance = random.Random(seed)
-        run_dir = self._folder / "kills"
-        shutil.rmtree(run_dir, ignore_errors=True)
-        run_dir.mkdir(parents=True)
-        name = f"kill -9 of a random host at {count} random moments"
-        longest, lost, codes = 0.0, 0, set()
-        for number in range(count):
+        scenario = Scenario(f"kill -9 of a random host at {count} random moments", LOST, r"host \d .*was lost")
+        run_dir = self._fresh(scenario.name)
+        longest, lost, codes, problems, kinds = 0.0, 0, Counter(), [], Counter()
+        for number in range(1, count + 1):
             fault = faults.random_kill(chance, hosts=self._slice.hosts, note=str(run_dir / "event"))
+            before = evidence.left(run_dir)
             ended = self._start(run_dir, fault=fault)
-            event = _event(run_dir)
+            event, after = evidence.event(run_dir), evidence.left(run_dir)
             if event is None:
-                raise RuntimeError(f"kill {number + 1} did not come ({fault}); the run ended with {ended.code}")
-            longest, codes = max(longest, ended.at - event), codes | {ended.code}
-            lost = max(lost, max(_losses(run_dir), default=0) - _newest(run_dir))
+                raise RuntimeError(f"kill {number} did not come ({fault}); the run ended with {ended.code}")
+            longest = max(longest, ended.at - event)
+            codes[ended.code] += 1
+            kinds[fault.phase] += 1
+            if after.starts > before.starts:  # it came as far as to say where it begins
+                problems += _start_problems(run_dir, wanted=before.newest)
+                lost = max(lost, before.made - before.newest)
             print(
-                f"  kill {number + 1} of {count}: host {fault.hosts[0]}, {fault.phase}; newest step {_newest(run_dir)}",
+                f"  kill {number} of {count}: host {fault.hosts[0]}, {fault.phase}; newest step {after.newest}",
                 flush=True,
             )
-        newest = _newest(run_dir)
-        again = self._start(run_dir)
-        scenario = Scenario(name, LOST, r"host \d .*was lost")
-        code = next(iter(codes - set(LOST)), LOST[0])
-        return self._outcome(
-            scenario, run_dir, code=code, ended_seconds=longest, lost_steps=lost, again=again, newest=newest
+        before, again = evidence.left(run_dir), self._start(run_dir)
+        outcome = self._outcome(scenario, run_dir, tuple(codes), longest, before, again)
+        how = ", ".join(f"{n} {phase}" for phase, n in sorted(kinds.items()))
+        return dataclasses.replace(
+            outcome,
+            said=f"{how}; {outcome.said}",
+            lost_steps=max(lost, outcome.lost_steps),
+            problems=(*problems, *outcome.problems),
         )
 
+    def _fresh(self, name: str) -> Path:
+        run_dir = self._folder / re.sub(r"\W+", "_", name)
+        shutil.rmtree(run_dir, ignore_errors=True)
+        run_dir.mkdir(parents=True)
+        return run_dir
+
+    def _stopped(self, run_dir: Path, **more) -> None:
+        """Makes the first steps."""
+        ended = self._start(run_dir, steps=STOPPED_AT, **more)
+        if ended.code:
+            raise RuntimeError(f"the first {STOPPED_AT} steps ended with {ended.code}: see {run_dir}/logs")
+
+    def _failing(self, scenario: Scenario, run_dir: Path) -> Outcome:
+        if scenario.continues:
+            self._stopped(run_dir)
+        fault = dataclasses.replace(scenario.fault, note=str(run_dir / "event"))
+        first = self._start(run_dir, fault=fault, bindings=scenario.bindings)
+        event, before = evidence.event(run_dir), evidence.left(run_dir)
+        said = evidence.said(run_dir, scenario.says)  # before another start adds its lines
+        again = self._start(run_dir) if scenario.starts_again else None
+        seconds = first.at - event if event and first.code else None
+        return self._outcome(scenario, run_dir, (first.code,), seconds, before, again, said=said)
+
     def _damaged(self, scenario: Scenario, run_dir: Path) -> Outcome:
-        stopped = self._start(run_dir, steps=_STOPPED_AT)
-        if stopped.code:
-            raise RuntimeError(f"the run to be damaged ended with {stopped.code}: see {run_dir}/logs")
+        self._stopped(run_dir)
         scenario.damage(run_dir / "checkpoints")
+        before = evidence.left(run_dir)._replace(newest=scenario.goes_on_from)
         again = self._start(run_dir)
-        return self._outcome(
-            scenario, run_dir, code=again.code, ended_seconds=None, lost_steps=0, again=again, newest=_STOPPED_AT
-        )
+        return self._outcome(scenario, run_dir, (again.code,), None, before, again)
 
     def _in_bucket(self, scenario: Scenario, run_dir: Path) -> Outcome:
         """Stopped in the middle and started again; at the end all that is in the bucket is copied to `run_dir`."""
@@ -197,40 +208,55 @@ class Laboratory:
         fault = scenario.fault and dataclasses.replace(scenario.fault, note=str(run_dir / "event"))
         with stand_in.start() as bucket, _environment(bucket.environment):
             bucket.errors(scenario.refused)
-            stopped = self._start(run_dir, fault=fault, steps=_STOPPED_AT, place=place)
-            again = None if stopped.code else self._start(run_dir, place=place)
+            self._stopped(run_dir, fault=fault, place=place)
+            again = self._start(run_dir, place=place)
             counted = bucket.errors(0.0)
             bucket.copy(place, to=run_dir)
-        return self._outcome(
-            scenario,
-            run_dir,
-            code=again.code if again else stopped.code,
-            ended_seconds=None,
-            lost_steps=0,
-            again=again,
-            newest=_STOPPED_AT,
-            counted=f", {counted['refused']} of {counted['answered']} requests answered with 503",
+        before = Left(made=STOPPED_AT, newest=STOPPED_AT, starts=1)
+        outcome = self._outcome(scenario, run_dir, (again.code,), None, before, again)
+        return dataclasses.replace(
+            outcome,
+            said=f"{counted['refused']} of {counted['answered']} requests answered with 503; {outcome.said}",
+            problems=(*outcome.problems, *([] if counted["refused"] else ["no request was refused"])),
         )
 
     def _outcome(
-        self, scenario, run_dir, *, code, ended_seconds, lost_steps, again, newest, counted: str = ""
+        self,
+        scenario: Scenario,
+        run_dir: Path,
+        codes: tuple[int, ...],
+        ended_seconds: float | None,
+        before: Left,
+        again: Ended | None,
+        *,
+        said: str | None = None,
     ) -> Outcome:
-        said = _said(run_dir, scenario.says)
-        same = is_equal(run_dir, self.undisturbed)
-        problems = []
-        if code not in scenario.codes:
-            problems.append(f"exit code {code}, expected {' or '.join(map(str, scenario.codes))}")
+        """Holds what became of a run against what must; `before` is what was there before it was started `again`."""
+        said = evidence.said(run_dir, scenario.says) if said is None else said
+        difference = evidence.difference(run_dir, self.undisturbed)
+        problems = [
+            f"exit code {code}, expected one of {scenario.codes}" for code in codes if code not in scenario.codes
+        ]
+        if scenario.fault and evidence.event(run_dir) is None:
+            problems.append("what was planted did not happen")
         if not said:
             problems.append(f"no log says {scenario.says!r}")
-        if again is not None and again.code:
-            problems.append(f"started again it ended with {again.code}")
-        if not same:
-            problems.append("the end is not that of an undisturbed run")
-        if lost_steps > 2 * INTERVAL:  # the newest may not have been written yet
-            problems.append(f"{lost_steps} steps lost, with a checkpoint every {INTERVAL}")
-        recovered = None if again is None else _seconds_to_a_step(run_dir, newest, started=again.at - again.seconds)
-        said += counted
-        return Outcome(scenario.name, code, ended_seconds, said, max(0, lost_steps), recovered, same, tuple(problems))
+        if (ended_seconds or 0.0) > scenario.ends_within_seconds:
+            problems.append(
+                f"it took {ended_seconds:.0f} s to end, expected {scenario.ends_within_seconds:.0f} at most"
+            )
+        if difference:
+            problems.append(difference)
+        lost, recovered = 0, None
+        if again is not None:
+            problems += [f"started again it ended with {again.code}"] if again.code else []
+            problems += _start_problems(run_dir, wanted=before.newest)
+            resumed = evidence.last_session(run_dir).first_step
+            lost = max(0, before.made - resumed)
+            recovered = evidence.seconds_to_a_step(run_dir, behind=resumed, started=again.at - again.seconds)
+        if lost > 2 * INTERVAL:  # the newest may not have been written yet
+            problems.append(f"{lost} steps lost, with a checkpoint every {INTERVAL}")
+        return Outcome(scenario.name, codes, ended_seconds, said, lost, recovered, tuple(problems), difference)
 
     def _start(
         self,
@@ -263,6 +289,11 @@ class Laboratory:
         return Ended(code, time.time() - start, time.time())
 
 
+def _start_problems(run_dir: Path, *, wanted: int) -> list[str]:
+    found = evidence.last_session(run_dir).first_step
+    return [] if found == wanted else [f"it went on from step {found}, and step {wanted} was there"]
+
+
 @contextlib.contextmanager
 def _environment(more: Mapping[str, str]) -> Iterator[None]:
     """What processes started now find beside what they always do."""
@@ -281,49 +312,3 @@ def quiet(log: Path) -> Iterator[None]:
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         yield
-
-
-def _event(run_dir: Path) -> float | None:
-    note = run_dir / "event"
-    return float(note.read_text()) if note.exists() else None
-
-
-def _rows(run_dir: Path) -> list[dict]:
-    file = run_dir / "metrics.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    return [row for line in lines if line.endswith("}") and "loss" in (row := json.loads(line))]
-
-
-def _losses(run_dir: Path) -> dict[int, float]:
-    """By step, the last that was written."""
-    return {row["step"]: row["loss"] for row in _rows(run_dir)}
-
-
-def _newest(run_dir: Path) -> int:
-    return max(steps.complete(paths.resolve(run_dir / "checkpoints")), default=0)
-
-
-def is_equal(run_dir: Path, undisturbed: Path) -> bool:
-    """Every loss, and every array of the last checkpoint by its content."""
-    mine, wanted = (_newest(folder) for folder in (run_dir, undisturbed))
-    if mine != wanted or _losses(run_dir) != _losses(undisturbed):
-        return False
-    read = (description.read(paths.resolve(f / "checkpoints") / str(wanted)) for f in (run_dir, undisturbed))
-    first, second = read
-    return first.content == second.content
-
-
-def _said(run_dir: Path, pattern: str) -> str:
-    """The first line of a host's log that matches, without the time, host and step before it."""
-    for log in sorted((run_dir / "logs").glob("host_*.log")):
-        for line in log.read_text(errors="replace").splitlines():
-            text = line.partition(" | ")[2]
-            if not text.startswith("---") and re.search(pattern, text):
-                return text.strip()
-    return ""
-
-
-def _seconds_to_a_step(run_dir: Path, newest: int, *, started: float) -> float | None:
-    """From a start to the end of its first step."""
-    after = [row["time_seconds"] for row in _rows(run_dir) if row["step"] > newest and row["time_seconds"] > started]
-    return min(after) - started if after else None

@@ -8,11 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from core.watch import exit_codes, phase
+from core.watch.judging import SILENT_SECONDS
 from launch.failures.faults import Fault
 
 ALL = (0, 1, 2, 3)
+INTERVAL, STOPPED_AT = 4, 8  # steps between checkpoints, and where a run is stopped that is to be damaged
 STEP_LIMIT_SECONDS = 15
 OUTAGE_SECONDS = 30
+JOIN_SECONDS = 20
+WORD_SECONDS = 30.0  # from what the hosts can know to the end of the last of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +32,9 @@ class Scenario:
       damage: what is done to the checkpoints of a run that was stopped in the middle.
       refused: for a run that keeps everything in a bucket and is stopped in the middle: the share of requests to that
         bucket that is answered with an error.
+      goes_on_from: the newest step that is sound behind the damage.
+      continues: whether the fault comes to a start that goes on from a checkpoint.
+      ends_within_seconds: from the event to the end of the last host.
       starts_again: whether the same command is then started without the fault, to the end of an undisturbed run.
     """
 
@@ -38,6 +45,9 @@ class Scenario:
     bindings: tuple[str, ...] = ()
     damage: Callable[[Path], None] | None = None
     refused: float | None = None
+    goes_on_from: int = STOPPED_AT
+    continues: bool = False
+    ends_within_seconds: float = WORD_SECONDS
     starts_again: bool = True
 
 
@@ -73,10 +83,17 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario("kill -9 of host 0, training", LOST, r"host 0 .*was lost", Fault("kill", hosts=(0,))),
     Scenario("kill -9 of host 1, saving", LOST, r"host 1 .*was lost", Fault("kill", hosts=(1,), phase=phase.SAVING)),
     Scenario(
-        "kill -9 of host 3, restoring or starting",
+        "kill -9 of host 3, starting",
         LOST,
         r"host 3 .*was lost",
         Fault("kill", hosts=(3,), phase=phase.PREPARING, step=0),
+    ),
+    Scenario(
+        "kill -9 of host 1, restoring",
+        LOST,
+        r"host 1 .*was lost",
+        Fault("kill", hosts=(1,), phase=phase.RESTORING, step=0),
+        continues=True,
     ),
     Scenario("SIGTERM to one host", (exit_codes.PREEMPTED,), r"saved step \d+", Fault("terminate")),
     Scenario("SIGTERM to all hosts", (exit_codes.PREEMPTED,), r"saved step \d+", Fault("terminate", hosts=ALL)),
@@ -86,16 +103,24 @@ SCENARIOS: tuple[Scenario, ...] = (
         r"host 2 .*has been at step \d+",
         Fault("hang"),
         (f"experiment.Experiment.step_limit_seconds = {STEP_LIMIT_SECONDS}",),
+        ends_within_seconds=STEP_LIMIT_SECONDS + WORD_SECONDS,
     ),
-    Scenario("a host is frozen (SIGSTOP)", (*LOST, exit_codes.HUNG), r"host 2 .*has been silent", Fault("freeze")),
+    Scenario(
+        "a host is frozen (SIGSTOP)",
+        (*LOST, exit_codes.HUNG),
+        r"host 2 .*has been silent",
+        Fault("freeze"),
+        ends_within_seconds=SILENT_SECONDS + WORD_SECONDS,
+    ),
     Scenario("an exception on one host", (exit_codes.RAISED,), r"host 2 .*planted: a host raises", Fault("raise")),
     Scenario("a host leaves early", (exit_codes.PEER_LOST,), r"host 2 .*left its loop", Fault("leave")),
     Scenario(
         "a branch that one host takes",
         (exit_codes.PEER_LOST, exit_codes.HUNG, exit_codes.RAISED, exit_codes.JAX_ABORTED),
-        r"host 2",
+        r"host 2 \(\S+\) (has been at|raised|was lost|left)",
         Fault("branch"),
         (f"experiment.Experiment.step_limit_seconds = {STEP_LIMIT_SECONDS}",),
+        ends_within_seconds=STEP_LIMIT_SECONDS + WORD_SECONDS,
     ),
     Scenario(
         "another configuration on one host",
@@ -108,8 +133,11 @@ SCENARIOS: tuple[Scenario, ...] = (
         (exit_codes.USER_ERROR, exit_codes.RAISED),
         r"missing: host 3",
         Fault("missing", hosts=(3,)),
+        ends_within_seconds=JOIN_SECONDS + WORD_SECONDS,
     ),
-    Scenario("a slow host", (exit_codes.DONE,), r"step +16/16", Fault("slow", delay_seconds=0.5), starts_again=False),
+    Scenario(
+        "a slow host", (exit_codes.DONE,), r"waits .* for host 2", Fault("slow", delay_seconds=0.5), starts_again=False
+    ),
     Scenario("NaN in the data of one host, stop", (exit_codes.NON_FINITE,), r"step \d+: loss = nan", Fault("nan")),
     Scenario(
         "a full disk on one host",
@@ -117,9 +145,26 @@ SCENARIOS: tuple[Scenario, ...] = (
         r"saving the checkpoint",
         Fault("full disk"),
     ),
-    Scenario("the newest checkpoint truncated", (exit_codes.DONE,), r"is damaged", damage=_truncate_newest),
-    Scenario("a file of the newest checkpoint missing", (exit_codes.DONE,), r"is damaged", damage=_remove_from_newest),
-    Scenario("an old step half removed, an empty newest", (exit_codes.DONE,), r"from step", damage=_half_delete_oldest),
+    Scenario(
+        "the newest checkpoint truncated",
+        (exit_codes.DONE,),
+        r"is damaged",
+        damage=_truncate_newest,
+        goes_on_from=STOPPED_AT - INTERVAL,
+    ),
+    Scenario(
+        "a file of the newest checkpoint missing",
+        (exit_codes.DONE,),
+        r"is damaged",
+        damage=_remove_from_newest,
+        goes_on_from=STOPPED_AT - INTERVAL,
+    ),
+    Scenario(
+        "an old step half removed, an empty newest",
+        (exit_codes.DONE,),
+        rf"continues from step {STOPPED_AT}",
+        damage=_half_delete_oldest,
+    ),
     Scenario("one request in twenty to the bucket refused", (exit_codes.DONE,), r"continues from step", refused=0.05),
     Scenario(
         f"the bucket out for {OUTAGE_SECONDS} s",

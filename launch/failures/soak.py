@@ -18,7 +18,7 @@ import jax
 from core.training.hooks import Hook
 
 LEAST_SETTLED = 0.2  # of the steps, behind which a process has all that it needs
-ALLOWED_GROWTH = 0.02  # of memory, from then to the end
+ALLOWED_GROWTH = 0.01  # of memory, from the first third of what is left to the last; it swings by half of that
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -70,20 +70,23 @@ def read(file: Path) -> list[Sample]:
     return [Sample(**json.loads(line)) for line in file.read_text().splitlines()]
 
 
-def grown(samples: Sequence[Sample]) -> Mapping[str, tuple[int, int]]:
-    """What never came back, in the last third, to the most of the first third after settling: those two, by name.
+def grown(samples: Sequence[Sample]) -> Mapping[str, float]:
+    """By how much something grew, by name, for what did: from the first third behind settling to the last.
+
+    Something grew where its least and its most both did: what swings between two values does neither. In 5,000 steps
+    of a process of 600 MiB some 2.5 KB a step are seen.
 
     Raises:
       ValueError: too few samples to say so.
     """
     settled = [s for s in samples if s.step >= LEAST_SETTLED * samples[-1].step] if samples else []
-    if len(settled) < 4:
+    if len(settled) < 12:
         raise ValueError(f"a soak of {len(samples)} samples says nothing: run more steps")
-    third = max(1, len(settled) // 3)
+    third = len(settled) // 3
     found = {}
     for name in Sample._fields[1:]:
         before, after = ([getattr(s, name) for s in part] for part in (settled[:third], settled[-third:]))
-        allowed = max(before) * (1 + ALLOWED_GROWTH * (name == "memory_bytes"))
-        if min(after) > allowed:
-            found[name] = max(before), min(after)
+        growth = min(min(after) - min(before), max(after) - max(before))
+        if growth > max(before) * ALLOWED_GROWTH * (name == "memory_bytes"):
+            found[name] = growth
     return found

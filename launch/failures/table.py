@@ -32,11 +32,11 @@ def _row(outcome: Outcome) -> str:
     cells = (
         outcome.name,
         _seconds(outcome.ended_seconds),
-        str(outcome.code),
+        ", ".join(map(str, outcome.codes)),
         said.replace("|", "/"),
         str(outcome.lost_steps),
         _seconds(outcome.recovered_seconds),
-        "yes" if outcome.is_equal else "no",
+        _yes(not outcome.difference),
     )
     return f"| {' | '.join(cells)} |"
 

@@ -29,17 +29,16 @@ def run(args: argparse.Namespace) -> int:
     import jax
 
     from core import slices
-    from launch.failures import running
-    from launch.failures.scenarios import SCENARIOS
+    from launch.failures import running, scenarios
 
-    os.environ["RENGA_JOIN_SECONDS"] = str(running.JOIN_SECONDS)
+    os.environ["RENGA_JOIN_SECONDS"] = str(scenarios.JOIN_SECONDS)
     jax.config.update("jax_num_cpu_devices", slices.get(running.SLICE).chips)  # for the checkpoints that are read here
     for name in ("kills", "flips"):
         if getattr(args, name) < 0:
             raise ValueError(f"--{name} {getattr(args, name)}: expected 0 or more")
-    wanted = [s for s in SCENARIOS if not args.only or any(text in s.name for text in args.only)]
+    wanted = [s for s in scenarios.SCENARIOS if not args.only or any(text in s.name for text in args.only)]
     if args.only and not wanted:
-        names = "\n  ".join(s.name for s in SCENARIOS)
+        names = "\n  ".join(s.name for s in scenarios.SCENARIOS)
         raise ValueError(f"--only {' '.join(args.only)}: no failure has that in its name; there are:\n  {names}")
     if args.write and args.only:
         raise ValueError("--write keeps the whole table; leave --only out")

@@ -48,8 +48,8 @@ def _run(args: argparse.Namespace, folder: Path) -> int:
                 f"step {s.step:>6}  host {host}  {s.memory_bytes / 2**30:.3f} GiB  {s.arrays} arrays of "
                 f"{s.array_bytes / 2**20:.2f} MiB  {s.files} files  {s.threads} threads"
             )
-        for name, (before, after) in soak.grown(samples).items():
+        for name, growth in soak.grown(samples).items():
             failed = True
-            print(f"host {host}: {name} grew from at most {before:,} to at least {after:,}")
+            print(f"host {host}: {name} grew by {growth:,}")
     print("something grows" if failed else f"nothing grows in {args.steps} steps on {len(files)} hosts (simulated)")
     return int(failed)

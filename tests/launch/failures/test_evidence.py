@@ -1,0 +1,120 @@
+"""Whether two runs ended alike, from what real checkpoints, metrics and logs say."""
+
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from core.checkpoints import store
+from launch.failures import evidence, running
+from launch.failures.running import Ended, Laboratory
+from launch.failures.scenarios import LOST, Scenario
+
+LAYOUT = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("fsdp",)), PartitionSpec("fsdp"))
+LOG = "11-22 04:26:52.4 host 2 step 5 | host 2 (127.0.0.1) raised RuntimeError: no"
+
+
+def make(run_dir, *, weight=1.0, position=b"16", loss=0.5, steps=(4, 8), first_steps=(0,)):
+    """A run as it is left behind: checkpoints, losses, a log, a line for each start."""
+    (run_dir / "logs").mkdir(parents=True)
+    (run_dir / "logs" / "host_2.log").write_text(f"--- host 2: raised\n{LOG}\n")
+    checkpoints = store.Checkpoints(str(run_dir / "checkpoints"), keep=3)
+    for step in steps:
+        state = jax.device_put({"w": np.full((8, 4), weight * step, np.float32)}, LAYOUT)
+        checkpoints.save(step, state=state, data={"host_0": position}, meta={})
+    checkpoints.close()
+    rows = [{"step": n, "loss": loss / n, "time_seconds": 100.0 + n} for n in range(1, max(steps) + 1)]
+    lines = [json.dumps(row) for row in rows]
+    (run_dir / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 99, "lo']))
+    sessions = [{"started": 1.0, "seen": 2.0, "first_step": n, "last_step": 8} for n in first_steps]
+    (run_dir / "sessions.jsonl").write_text("".join(json.dumps(s) + "\n" for s in sessions))
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("runs") / "undisturbed")
+
+
+def truncate_newest(run_dir):
+    files = (p for p in (run_dir / "checkpoints" / "8" / "state").rglob("*") if p.is_file())
+    file = max(files, key=lambda p: p.stat().st_size)
+    file.write_bytes(file.read_bytes()[:-9])
+
+
+@pytest.mark.parametrize(
+    ("made", "damage", "said"),
+    [
+        ({}, None, ""),
+        ({"weight": 1.0 + 2**-23}, None, "arrays of its last checkpoint are others"),
+        ({"position": b"17"}, None, "its positions in the data are others"),
+        ({"loss": 0.5 + 1e-16 * 2}, None, "its losses are others"),
+        ({"steps": (4,)}, None, "its last checkpoint is step 4, expected 8"),
+        ({}, truncate_newest, "its last checkpoint is damaged: "),
+    ],
+)
+def test_what_differs_is_found(undisturbed, tmp_path, made, damage, said):
+    """The least that a number can differ by, a file that does not hold what its description says, and no difference."""
+    run_dir = make(tmp_path / "run", **made)
+    if damage:
+        damage(run_dir)
+    found = evidence.difference(run_dir, undisturbed)
+    assert found.startswith(said) if said else found == ""
+
+
+def test_what_a_run_left(undisturbed):
+    assert evidence.left(undisturbed) == (8, 8, 1)
+    assert evidence.said(undisturbed, "raised") == "host 2 (127.0.0.1) raised RuntimeError: no"
+    assert evidence.said(undisturbed, "silent") == ""
+    assert evidence.seconds_to_a_step(undisturbed, behind=4, started=90.0) == 15.0
+    assert evidence.seconds_to_a_step(undisturbed, behind=8, started=90.0) is None
+    assert evidence.event(undisturbed) is None
+
+
+@pytest.fixture
+def laboratory(undisturbed, tmp_path, monkeypatch):
+    """Judges runs that are there already; starts none."""
+    monkeypatch.setattr(Laboratory, "undisturbed", undisturbed)
+    return Laboratory(tmp_path, requested=[])
+
+
+def judged(laboratory, run_dir, *, code=15, seconds=2.0, newest=4, again=0, says="host 2 .*raised"):
+    before = evidence.Left(made=6, newest=newest, starts=1)
+    ended = Ended(again, 3.0, 105.0)
+    return laboratory._outcome(Scenario("it fails", LOST, says), run_dir, (code,), seconds, before, ended)
+
+
+def test_a_run_that_went_on_as_it_must_has_no_problems(laboratory, tmp_path):
+    outcome = judged(laboratory, make(tmp_path / "run", first_steps=(0, 4)))
+    assert (outcome.problems, outcome.difference, outcome.lost_steps) == ((), "", 2)
+    assert outcome.recovered_seconds == 3.0  # step 5 ended at 105, the start was at 102
+
+
+@pytest.mark.parametrize(
+    ("made", "asked", "said"),
+    [
+        ({"first_steps": (0, 0)}, {}, "it went on from step 0, and step 4 was there"),
+        ({}, {"code": 0}, r"exit code 0, expected one of \(15, 137\)"),
+        ({}, {"seconds": 31.0}, "it took 31 s to end, expected 30 at most"),
+        ({}, {"again": 13}, "started again it ended with 13"),
+        ({}, {"says": "silent"}, "no log says 'silent'"),
+        ({"weight": 2.0}, {}, "arrays of its last checkpoint are others"),
+    ],
+)
+def test_what_is_not_as_it_must_be_is_a_problem(laboratory, tmp_path, made, asked, said):
+    """A run that threw its checkpoints away ends as an undisturbed one, and is caught by where it began."""
+    run_dir = make(tmp_path / "run", **{"first_steps": (0, 4), **made})
+    problems = judged(laboratory, run_dir, **asked).problems
+    assert len(problems) == 1
+    assert re.match(said, problems[0])
+
+
+def test_a_fault_that_never_came_is_a_problem(laboratory, tmp_path):
+    run_dir = make(tmp_path / "run", first_steps=(0, 4))
+    scenario = Scenario("it fails", LOST, "raised", running.Fault("kill"))
+    before = evidence.Left(made=6, newest=4, starts=1)
+    outcome = laboratory._outcome(scenario, run_dir, (15,), 2.0, before, Ended(0, 3.0, 105.0))
+    assert outcome.problems == ("what was planted did not happen",)
