@@ -7,7 +7,6 @@ step   500  host 0  1.31 GiB  212 arrays of 3.1 MiB  41 files  38 threads
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,6 @@ from core.training.hooks import Hook
 
 LEAST_SETTLED = 0.2  # of the steps, behind which a process has all that it needs
 ALLOWED_GROWTH = 0.01  # of memory, from the first third of what is left to the last; it swings by half of that
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Sample(NamedTuple):
@@ -27,7 +25,7 @@ class Sample(NamedTuple):
 
     Attributes:
       step: its number.
-      memory_bytes: resident.
+      memory_bytes: resident and its own (RssAnon): pages of files come and go as the system likes.
       arrays: alive, of this process's devices.
       array_bytes: of those, all shards here.
       files: open.
@@ -59,10 +57,19 @@ def sample(step: int) -> Sample:
     """What this process holds now."""
     alive = jax.live_arrays()
     held = sum(shard.data.nbytes for array in alive for shard in array.addressable_shards)
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
     return Sample(
-        step, resident, len(alive), held, sum(1 for _ in Path("/proc/self/fd").iterdir()), threading.active_count()
+        step,
+        _own_memory_bytes(),
+        len(alive),
+        held,
+        sum(1 for _ in Path("/proc/self/fd").iterdir()),
+        threading.active_count(),
     )
+
+
+def _own_memory_bytes() -> int:
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines["RssAnon"].split()[0]) * 1024
 
 
 def read(file: Path) -> list[Sample]:

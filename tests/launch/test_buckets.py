@@ -58,7 +58,7 @@ transformer.Transformer.num_layers = 1
 transformer.Transformer.embed_dim = 32
 transformer.Transformer.mlp_dim = 64
 """
-RUN, PLACE = "gs://bucket/runs/first", "gs://bucket/of_the_test_of_buckets/small.gin"
+PLACE = "gs://bucket/of_the_test_of_buckets/small.gin"
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def command(bucket, launch_command):
 def pod(bucket, command):
     """Runs an experiment of a bucket to its end; gives what was printed."""
 
-    def run(slice_name, text, *words, run_dir=RUN):
+    def run(slice_name, text, *words, run_dir):
         bucket.write(PLACE, text.encode())
         started = command("pod", slice_name, PLACE, "--simulate", "--run-dir", run_dir, *words)
         done = subprocess.run(**started, capture_output=True, timeout=400)
@@ -88,12 +88,12 @@ def pod(bucket, command):
     return run
 
 
-def numbers(bucket, step, run_dir=RUN):
+def numbers(bucket, step, run_dir):
     """What is in every array of a checkpoint, as it says itself."""
     return json.loads(bucket.read(f"{run_dir}/checkpoints/{step}/meta/metadata"))["content"]
 
 
-def metrics(bucket, run_dir=RUN):
+def metrics(bucket, run_dir):
     """What was learned at each step, the last line of each."""
     rows = [json.loads(line) for line in bucket.read(f"{run_dir}/metrics.jsonl").splitlines()]
     return {row["step"]: [row[k] for k in ("loss", "gradient_norm", "learning_rate")] for row in rows if "loss" in row}
@@ -101,33 +101,37 @@ def metrics(bucket, run_dir=RUN):
 
 @pytest.mark.simulated(2)
 @pytest.mark.covers("C03", "C06", "D14")
-def test_two_hosts_train_in_a_bucket_and_go_on_from_what_is_sound(bucket, pod, command):
-    """Of four checkpoints one was never finished, one is half removed and one damaged."""
-    said = pod("v4-16", TOKENS)
+@pytest.mark.parametrize(
+    ("slice_name", "last"), [("v4-8", 0), pytest.param("v4-16", 1, marks=pytest.mark.slow)], ids=["1 host", "2 hosts"]
+)
+def test_hosts_train_in_a_bucket_and_go_on_from_what_is_sound(bucket, pod, command, slice_name, last):
+    """Of four checkpoints one was never finished, one is half removed and one damaged: what the last host wrote."""
+    where = f"gs://bucket/runs/{slice_name}"
+    said = pod(slice_name, TOKENS, run_dir=where)
     assert "fresh" in said
-    want, lines, there = numbers(bucket, 12), metrics(bucket), bucket.list(f"{RUN}/")
+    want, lines, there = numbers(bucket, 12, where), metrics(bucket, where), bucket.list(f"{where}/")
     assert sorted(lines) == list(range(1, 13))
     assert any(re.match(r"tensorboard/events\.", name) for name in there)
     assert any(name.startswith("compiled/") for name in there)
     assert {name.split("/")[1] for name in there if name.startswith("checkpoints/")} == {"3", "6", "9", "12"}
 
-    bucket.delete(f"{RUN}/checkpoints/12/commit_success.txt")
-    bucket.delete(f"{RUN}/checkpoints/9/_CHECKPOINT_METADATA")
-    name, _ = max(bucket.list(f"{RUN}/checkpoints/6/state/ocdbt.process_1/d/").items(), key=lambda item: item[1])
-    damaged = f"{RUN}/checkpoints/6/state/ocdbt.process_1/d/{name}"
+    bucket.delete(f"{where}/checkpoints/12/commit_success.txt")
+    bucket.delete(f"{where}/checkpoints/9/_CHECKPOINT_METADATA")
+    name, _ = max(bucket.list(f"{where}/checkpoints/6/state/ocdbt.process_{last}/d/").items(), key=lambda item: item[1])
+    damaged = f"{where}/checkpoints/6/state/ocdbt.process_{last}/d/{name}"
     content = bucket.read(damaged)
     bucket.write(damaged, content[: len(content) // 2])
-    said = pod("v4-16", TOKENS)
+    said = pod(slice_name, TOKENS, run_dir=where)
     assert re.search(r"checkpoint 6 is damaged \(.*\); it is damaged-6-\d+ now", said)
     assert "resumed from 3" in said
-    assert re.search(r"compiled \d programs and read [1-9]", said)
-    assert numbers(bucket, 12) == want  # every bit of every array, the data's position beside them
-    again = metrics(bucket)
+    assert re.search(r"compiled 0 programs and read [1-9]", said)
+    assert numbers(bucket, 12, where) == want  # every bit of every array, the data's position beside them
+    again = metrics(bucket, where)
     assert {step: again[step] for step in range(4, 13)} == {step: lines[step] for step in range(4, 13)}
-    kept = {name.split("/")[1].split("-")[0] for name in bucket.list(f"{RUN}/") if name.startswith("checkpoints/")}
+    kept = {name.split("/")[1].split("-")[0] for name in bucket.list(f"{where}/") if name.startswith("checkpoints/")}
     assert kept == {"3", "6", "9", "12", "damaged", "incomplete"}
 
-    verify = command("checkpoints", "verify", RUN, "--step", "12")
+    verify = command("checkpoints", "verify", where, "--step", "12")
     done = subprocess.run(**verify, capture_output=True, timeout=100)  # one process, without the model
     assert "step 12: sound (" in done.stdout, done
 

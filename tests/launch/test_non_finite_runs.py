@@ -118,7 +118,7 @@ def test_a_skipped_batch_leaves_a_run_that_goes_on(losses, capsys):
 
 @pytest.mark.parametrize(
     "name",
-    ["one_f_one_b", *(pytest.param(name, marks=pytest.mark.slow) for name in STRATEGIES if name != "one_f_one_b")],
+    ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in STRATEGIES if name != "fsdp")],
 )
 def test_under_every_strategy_a_skipped_step_keeps_the_state(name):
     made = experiment(strategy=STRATEGIES[name](), non_finite="skip")

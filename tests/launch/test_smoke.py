@@ -7,7 +7,7 @@ from launch import environment
 ROOT = environment.WORKSPACE
 
 
-QUICK = ("valkyrie_7b.gin",)
+QUICK = ("quickstart.gin",)
 NO_RUNS = ("defaults.gin", "valkyrie_128b.gin")  # one has 512 chips, more than a process here can play
 
 

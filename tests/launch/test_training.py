@@ -94,6 +94,7 @@ def test_stop_and_start_again_continues_bit_for_bit(launch, undisturbed, stopped
     assert {"config", "git_revision", "versions", "seed", "data"} <= set(meta)
 
 
+@pytest.mark.slow
 @pytest.mark.simulated(2)
 @pytest.mark.covers("D15", "T11", "L06", "C07", "C09")
 def test_another_number_of_hosts_and_another_strategy_continue_the_run(launch, undisturbed, stopped, tmp_path):

@@ -95,6 +95,7 @@ def test_what_is_distinct_in_the_files_is_distinct_in_what_runs(suite):
     assert len(programs) == 54
 
 
+@pytest.mark.slow
 def test_no_field_of_a_model_is_idle(suite, beside):
     """Each field that an experiment changes changes the program, whatever else it changes."""
     base = suite["exp01c"].experiment.model

@@ -383,7 +383,8 @@ def test_unrolled_calls_give_the_same_gradient():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, want)
 
 
-@pytest.mark.parametrize("mixer", ["mlp", pytest.param("attention", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", ["mlp", "attention"])
 def test_remat_keeps_less_and_changes_no_gradient(mixer):
     data, whole = batch(), dataclasses.replace(MODEL, mixer=mixer)
     params = lively(whole)

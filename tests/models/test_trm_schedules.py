@@ -72,10 +72,10 @@ def test_a_line_and_a_curriculum_by_step():
 @pytest.mark.parametrize(
     ("done", "cycles", "latents"),
     [
-        (5, (2, 3), "two"),
+        pytest.param(5, (2, 3), "two", marks=pytest.mark.slow),
         pytest.param(0, (1, 2), "two", marks=pytest.mark.slow),
         pytest.param(19, (3, 4), "two", marks=pytest.mark.slow),
-        pytest.param(5, (2, 3), "single", marks=pytest.mark.slow),
+        (5, (2, 3), "single"),
     ],
 )
 def test_a_stage_is_the_model_with_its_cycles(done, cycles, latents):
@@ -161,6 +161,7 @@ def test_a_rehearsal_keeps_a_curriculum_that_fits():
     assert (small.curriculum.h_cycles, small.curriculum.l_cycles) == (2, 2)
 
 
+@pytest.mark.slow
 def test_float16_has_gradients_close_to_those_of_float32():
     """The loss is a sum over rows, divided in float32 behind the backward pass: a large batch makes nothing vanish."""
     half = dataclasses.replace(SMALL, dtype="float16")

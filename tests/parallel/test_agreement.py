@@ -13,6 +13,7 @@ from parallel import accumulation, agreement, partitioner, strategies
 
 CASES = {
     **agreement.EXAMPLES,
+    "multislice": "mesh3d, which splits rows over two axes too",
     "whole key heads": agreement.Example(
         "v4-32",
         strategies.override(
@@ -85,6 +86,7 @@ def test_what_is_not_finite_on_both_sides_does_not_agree(value):
     assert agreement.difference(tree, tree) == (np.inf, np.inf, "['b']")
 
 
+@pytest.mark.slow
 def test_a_sum_over_microbatches_that_is_wrong_is_seen_in_the_gradients(one_device, monkeypatch):
     monkeypatch.setattr(accumulation, "reduce", lambda x, spec, manual: x)
     wrong = agreement.run(program(strategies.data_parallel(), "v4-8", accum_steps=2), [next(batches())])

@@ -88,6 +88,7 @@ KEPT = {  # optimizer: itself, the arrays it keeps, bytes of counters and consta
     "lion": (optimizers.lion(learning_rate=RATE), PARAMS, 4 + 4),
     "muon": (optimizers.muon(learning_rate=RATE), PARAMS + list(OTHERS.values()), (4 + 12) * L + 4 + 4),
 }
+QUICK = ("adamw", "muon")  # two moments of every number; one, and matrices that are held otherwise
 INTEGERS = ("inputs", "targets", "segment_ids", "positions")
 SPEC = {k: jax.ShapeDtypeStruct((16, 8), jnp.int32) for k in INTEGERS}
 SPEC["weights"] = jax.ShapeDtypeStruct((16, 8), jnp.float32)
@@ -118,7 +119,7 @@ def test_every_strategy_is_here():
 
 
 @pytest.mark.covers("M06", "M07", "M08", "M17")
-@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("kept", [pytest.param(k, marks=[pytest.mark.slow] * (k not in QUICK)) for k in KEPT])
 def test_bytes_per_chip_are_those_of_the_formula(kept):
     optimizer, arrays, beside = KEPT[kept]
     for name, pieces in PIECES.items():

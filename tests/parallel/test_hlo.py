@@ -284,6 +284,7 @@ def scanned_and_unrolled(shape, **sizes):
     return scanned, flat
 
 
+@pytest.mark.slow
 @pytest.mark.compiled("v4-8")
 def test_matrix_products_of_a_scanned_and_an_unrolled_model_cost_the_same():
     scanned, flat = scanned_and_unrolled((16, 64), embed_dim=128, mlp_dim=512, head_dim=32)

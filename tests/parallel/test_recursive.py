@@ -23,7 +23,7 @@ CASES = {
     **{name: (RECURSIVE, EXAMPLES[name]) for name in SHIPPED},
     **{f"mlp {name}": (MIXING, EXAMPLES[name]) for name in SHIPPED},
 }
-QUICK = ("8 devices", "mlp")
+QUICK = ("8 devices",)
 # The most that any of these was apart, in ulp: gradients, losses, parameters, optimizer state. The decoder's are in
 # `agreement.MEASURED`; a first moment of the mlp over positions, of many small gradients, is further apart than any.
 MEASURED = {"attention": (18, 3, 7, 22), "mlp": (26, 3, 15, 73)}

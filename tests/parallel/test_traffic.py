@@ -278,7 +278,7 @@ def signature(found):
     return {(" ".join(c.axes), c.kind, "loop" if c.loops else "once") for c in found if c.payload_bytes >= LARGE_BYTES}
 
 
-QUICK = ("fsdp", "fsdp_tensor", "sequence_tensor", "multislice", "pipeline_fsdp")
+QUICK = ("fsdp", "fsdp_tensor", "pipeline_fsdp")
 
 
 def some_quick(names):
@@ -307,9 +307,10 @@ ACCUMULATED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.covers("T03")
 @pytest.mark.compiled("v4-8")
-@pytest.mark.parametrize("name", ["hsdp", pytest.param("gathered once", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["hsdp", "gathered once"])
 def test_signature_of_accumulation(name):
     """Over axes along which parameters are whole, or are made whole, gradients are reduced once, behind the loop."""
     tables, options, expected = ACCUMULATED[name]

@@ -1,6 +1,7 @@
 """The packing by numpy fills rows as seqio's converter does."""
 
 import numpy as np
+import pytest
 
 from tasks import packing, readers, seqio_tasks
 
@@ -12,6 +13,7 @@ def _documents():
     return [generator.integers(1, 50, size).tolist() for size in generator.integers(1, 25, 8)]
 
 
+@pytest.mark.slow
 def test_rows_equal_those_of_seqio():
     """seqio closes a row after every LENGTH pieces: it is given one such group at a time."""
     tf, seqio = readers.modules()

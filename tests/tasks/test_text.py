@@ -100,6 +100,7 @@ def test_a_position_is_small_and_moves(python):
     assert batches.state() != first
 
 
+@pytest.mark.slow
 def test_seeds_give_different_orders_and_the_same_seed_the_same(python):
     first, again, other = (next(python.train(layout_of(8), seed=seed)) for seed in (1, 1, 2))
     assert_equal(first, again)

@@ -171,7 +171,9 @@ def test_a_difference_is_named():
     assert running.without_place("A = 1\nDATA = 'x'\nSLICE = 'v4-8'") == "A = 1"
 
 
-@pytest.mark.parametrize("seconds", [0, 3])  # while its process starts; while it runs
+@pytest.mark.parametrize(
+    "seconds", [0, pytest.param(3, marks=pytest.mark.slow)]
+)  # while its process starts; while it runs
 def test_stopping_the_suite_stops_the_run(folder, tmp_path, launch_command, seconds):
     """Asked to stop, it asks the run to stop, waits for it, and leaves a table."""
     options = ("--simulate", "--run-root", str(tmp_path / "runs"), "--out", str(tmp_path / "out"))

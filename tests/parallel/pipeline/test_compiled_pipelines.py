@@ -47,9 +47,10 @@ def inside_of_ticks(found):
     return {(" ".join(c.axes), c.kind) for c in found.collectives if c.loops}
 
 
+@pytest.mark.slow
 @pytest.mark.covers("M12")
 @pytest.mark.compiled("v4-32")
-@pytest.mark.parametrize("name", [*(pytest.param(n, marks=pytest.mark.slow) for n in ("gpipe", "circular")), "1F1B"])
+@pytest.mark.parametrize("name", ["gpipe", "circular", "1F1B"])
 def test_weights_are_gathered_once_and_gradients_reduced_once(name, analyze):
     found = analyze(name, 8)
     trips = {loop.trips for loop in found.costs.loops}

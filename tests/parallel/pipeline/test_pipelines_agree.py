@@ -74,6 +74,7 @@ PAIRWISE = [
     Case("1F1B", 4, 2, 1, 1),
     Case("1F1B", 4, 4, 2, 1),
 ]
+QUICK = [PAIRWISE[0], PAIRWISE[4], PAIRWISE[7]]  # each schedule once; with tensor, and over several turns
 BY_STAGE = [Case(name, 2, 2, 2, 1, save="stage") for name in MAKE]
 
 
@@ -113,10 +114,10 @@ def one_device():
 
 
 def quick_or_slow():
-    """The pairwise cases, then all others."""
-    slow = [case for case in (*EVERY, *BY_STAGE) if case not in PAIRWISE]
-    marked = [pytest.param(case, id=label(case), marks=pytest.mark.slow) for case in slow]
-    return [*(pytest.param(case, id=label(case)) for case in PAIRWISE), *marked]
+    """The quick cases, then all others."""
+    slow = [case for case in (*PAIRWISE, *EVERY, *BY_STAGE) if case not in QUICK]
+    marked = [pytest.param(case, id=label(case), marks=pytest.mark.slow) for case in dict.fromkeys(slow)]
+    return [*(pytest.param(case, id=label(case)) for case in QUICK), *marked]
 
 
 @pytest.mark.covers("M12")

@@ -71,10 +71,12 @@ def one_device():
 @pytest.mark.parametrize(
     ("schedule", "options"),
     [
-        (schedules.gpipe(num_microbatches=2), {"accum_steps": 2}),
-        (schedules.circular(num_microbatches=4, repeats=2), {}),
+        pytest.param(schedules.gpipe(num_microbatches=2), {"accum_steps": 2}, marks=pytest.mark.slow),
+        pytest.param(schedules.circular(num_microbatches=4, repeats=2), {}, marks=pytest.mark.slow),
         (schedules.one_f_one_b(num_microbatches=4), {}),
-        (schedules.one_f_one_b(num_microbatches=2, save="stage"), {"accum_steps": 2}),
+        pytest.param(
+            schedules.one_f_one_b(num_microbatches=2, save="stage"), {"accum_steps": 2}, marks=pytest.mark.slow
+        ),
         (schedules.circular(num_microbatches=2, repeats=2), {"accum_steps": 2, "gather_once": True}),
     ],
     ids=["gpipe, accumulated", "circular", "1F1B", "1F1B by stage, accumulated", "circular, accumulated, fsdp"],
