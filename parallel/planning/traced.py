@@ -64,7 +64,7 @@ class Work(NamedTuple):
     """One step of one row.
 
     Attributes:
-      forward_flops: matrix products of a forward pass.
+      forward_flops, forward_kernel_flops: matrix products of a forward pass, kernels left out, and those of kernels.
       flops: of forward and backward pass and what is computed again; kernels left out.
       kernel_flops: of kernels in the same.
       kept: what waits for the backward pass.
@@ -75,6 +75,7 @@ class Work(NamedTuple):
     forward_flops: float
     flops: float
     kernel_flops: float
+    forward_kernel_flops: float
     kept: tuple[Kept, ...]
     reductions: tuple[Reduction, ...]
     gathers_again: bool = True
@@ -110,6 +111,7 @@ def work(model: Model, spec: BatchSpec, params: Any, param_axes: Any) -> Work:
         forward_flops=sum(p.flops for p in products if not p.in_kernel) / sizes.rows,
         flops=sum(p.flops for p in both if not p.in_kernel) / sizes.rows,
         kernel_flops=sum(p.flops for p in both if p.in_kernel) / sizes.rows,
+        forward_kernel_flops=sum(p.flops for p in products if p.in_kernel) / sizes.rows,
         kept=tuple(_distinct(k for leaf in jax.tree.leaves(waits) if (k := sizes.kept(leaf)))),
         reductions=tuple(r for p in products if not p.in_kernel and (r := sizes.reduction(p))),
         gathers_again=_computes_again(backward.jaxpr),

@@ -41,3 +41,4 @@ def test_attention_kernels_are_counted_apart(seven_b):
         9, rel=0.05
     )  # 2 forward, 3 for dq, 4 for dk, dv
     assert seven_b.works["full"].kernel_flops / causal == pytest.approx(11, rel=0.05)  # 2 again
+    assert seven_b.works["full"].forward_kernel_flops / causal == pytest.approx(2, rel=0.05)
