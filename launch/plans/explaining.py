@@ -5,6 +5,7 @@ Where a layout does not fit: by how much, what took it, and the nearest one that
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import tempfile
 from collections.abc import Sequence
@@ -14,21 +15,23 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from core.slices import GIB
+from core.slices import GIB, Slice
 from launch.plans import facts, memory, planning, records, table
 from launch.plans.planning import Question, Tried
 from launch.reports import side_by_side
-from parallel import analysis, compiled
+from parallel import analysis, compiled, strategy
 from parallel.analysis import Analysis
 from parallel.compiled import OutOfHbmError
 from parallel.hlo import executions, program
 from parallel.hlo.executions import Executed
 from parallel.hlo.messages import compiler_messages
+from parallel.hlo.program import Array, Instruction
 from parallel.partitioner import Program
 from parallel.planning import arithmetic, buffers, cost
 from parallel.planning import label as labels
 from parallel.planning.cost import CLOCK_HZ, StepTime
 from parallel.planning.placed import Placed, step_of
+from parallel.strategy import Strategy
 
 TOP_BUFFERS, TOP_OPERATIONS, TOP_ALLOCATIONS, NEAREST = 20, 15, 10, 3
 
@@ -110,12 +113,11 @@ def _traffic(time: StepTime) -> None:
 
 def _roofline(question: Question, bound: Program, run: Sequence[Executed], time: StepTime) -> None:
     chip = question.slice.chip
-    known = facts.facts(question.experiment)
-    work = known.works.get(step_of(bound).remat) or next(iter(known.works.values()))
-    products = work.flops * question.experiment.batch_size / question.slice.chips / chip.peak_flops
+    placed = Placed(bound.partitioner.strategy, facts.facts(question.experiment))
+    products = arithmetic.product_flops(placed, step_of(bound)) / chip.peak_flops
     touched = sum(map(_touched_bytes, run))
     hbm = touched / chip.hbm_bytes_per_second
-    by_network = {n: sum(a.seconds for a in time.traffic if a.network == n) for n in ("ICI", "DCN")}
+    by_network = _by_network(time)
     rows = [
         ("matrix products at the chip's peak", f"{products:.3g}"),
         ("computation and kernels, estimated", f"{time.busy:.3g}"),
@@ -124,8 +126,7 @@ def _roofline(question: Question, bound: Program, run: Sequence[Executed], time:
     ]
     print("\nroofline, seconds a step")
     _print(("", "s"), rows)
-    limits = {"computation": time.busy, "HBM": min(hbm, time.busy), **by_network}
-    binds = max(limits, key=lambda name: limits[name])
+    binds = binding(time, products=products, hbm=hbm)
     hidden, exposed = time.hidden, time.exposed
     print(
         f"{binds} binds: a step takes {hidden:.3g} s with all traffic hidden, {exposed:.3g} s with none, "
@@ -136,25 +137,59 @@ def _roofline(question: Question, bound: Program, run: Sequence[Executed], time:
         print(f"MFU {table.between((shares[0], shares[1]), '{:.1f}', 100)} %")
 
 
-_TO_OTHER_MEMORY = ("copy-start", "slice-start", "dynamic-slice-start")
+def _by_network(time: StepTime) -> dict[str, float]:
+    return {n: sum(a.seconds for a in time.traffic if a.network == n) for n in ("ICI", "DCN")}
+
+
+def binding(time: StepTime, *, products: float, hbm: float) -> str:
+    """What takes longest of what can run at once: "ICI" or "DCN", "HBM", or "computation".
+
+    The compiler's seconds of computation hold its waits for HBM, so that they say whether traffic or the chip is
+    slower, and not what the chip waits for. That say the products at best pace and the kernels: where HBM takes
+    longer than these, it binds.
+
+    Args:
+      time: of a compiled step.
+      products: seconds of its matrix products at the chip's peak.
+      hbm: seconds of its bytes, at most; they cannot take longer than the computation that they are part of.
+    """
+    if time.traffic_seconds > time.busy:
+        by_network = _by_network(time)
+        return max(by_network, key=lambda network: by_network[network])
+    return "HBM" if min(hbm, time.compute) > products + time.kernels else "computation"
+
+
+_MOVES = ("copy-start", "slice-start", "dynamic-slice-start")
 _PLACED = re.compile(r"\b([a-z]\w*\[[\d,]*\])(\{[^}]*\})?")
 
 
 def _touched_bytes(executed: Executed) -> float:
     """Operands and results of what is scheduled by itself; of a stack that a loop walks through, a layer."""
     at = executed.instruction
-    if executed.wrappers or not (at.estimated_cycles or at.opcode in _TO_OTHER_MEMORY):
+    if executed.wrappers:
+        return 0.0
+    if at.opcode in _MOVES:
+        return _moved_bytes(at) * executed.times
+    if not at.estimated_cycles:
         return 0.0
     trips = next((loop.trips for loop in reversed(executed.loops) if loop.trips), 0)
-    read = [] if at.opcode in _TO_OTHER_MEMORY else [o for o in at.operands if o in executed.computation]
-    total = 0.0
-    for type_ in (at.type, *(executed.computation[name].type for name in read)):
-        for shape, layout in _PLACED.findall(type_):
-            if re.search(r"S\([1-9]", layout):  # in another memory
-                continue
-            for array in program.arrays_of(shape):
-                total += array.bytes / (trips if trips and array.dims[:1] == (trips,) else 1)
-    return total * executed.times
+    types = [at.type, *(executed.computation[o].type for o in at.operands if o in executed.computation)]
+    in_hbm = (array for type_ in types for array, is_in_hbm in _arrays(type_) if is_in_hbm)
+    return executed.times * sum(a.bytes / (trips if trips and a.dims[:1] == (trips,) else 1) for a in in_hbm)
+
+
+def _moved_bytes(at: Instruction) -> float:
+    """Of a copy between memories: what arrives, for each side in HBM. A slice's type names its whole operand too."""
+    sides = [(array, is_in_hbm) for array, is_in_hbm in _arrays(at.type) if array.dims]
+    return min((array.bytes for array, _ in sides), default=0) * sum(is_in_hbm for _, is_in_hbm in sides)
+
+
+def _arrays(type_: str) -> list[tuple[Array, bool]]:
+    """The arrays of a type, and whether they lie in HBM."""
+    found = _PLACED.findall(type_)
+    return [
+        (array, not re.search(r"S\([1-9]", layout)) for shape, layout in found for array in program.arrays_of(shape)
+    ]
 
 
 def _too_much(question: Question, bound: Program, error: OutOfHbmError, folder: Path) -> None:
@@ -185,18 +220,32 @@ def _written_down(folder: Path) -> list[memory.Allocation]:
 
 
 def nearest(tried: Sequence[Tried], bound: Program) -> list[Tried]:
-    """Those that may fit, by how little of the layout they change, then by how quick they are likely to be."""
-    shape = {axis: n for axis, n in bound.partitioner.shape.items() if n > 1}
+    """Those that may fit, by how little of the layout they change, then by how quick they are likely to be.
+
+    The layout itself is none of them, which has been compiled.
+    """
+    own = _resolved(bound.partitioner.strategy, bound.partitioner.slice)
     step = step_of(bound)
-
-    def distance(one: Tried) -> int:
+    ranked = []
+    for one in tried:
         candidate = one.candidate
-        name = candidate.layout.constructor if candidate.layout else bound.partitioner.strategy.name
-        mesh = all(f"{axis} {n}" in one.name for axis, n in shape.items())
-        changed = (not mesh, candidate.remat not in (None, step.remat), candidate.accum_steps != step.accum_steps)
-        return 2 * (name != bound.partitioner.strategy.name) + sum(changed)
+        if one.reason:
+            continue
+        tables = _resolved(candidate.layout.strategy(), bound.partitioner.slice) if candidate.layout else own
+        changed = (
+            tables.mesh_shape != own.mesh_shape,
+            tables.pipeline != own.pipeline,
+            candidate.remat not in (None, step.remat),
+            candidate.accum_steps != step.accum_steps,
+        )
+        if tables != own or any(changed):
+            ranked.append((2 * (tables.name != own.name) + sum(changed), planning.rank(one), one))
+    return [one for *_, one in sorted(ranked, key=lambda item: item[:2])]
 
-    return sorted((t for t in tried if not t.reason), key=lambda t: (distance(t), planning.rank(t)))
+
+def _resolved(tables: Strategy, slice: Slice) -> Strategy:
+    """With a degree for every axis, of all slices: tables that write the same mesh in two ways are equal then."""
+    return dataclasses.replace(tables, mesh_shape=strategy.resolve(tables, slice))
 
 
 def _print(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -160,15 +160,19 @@ _ALLOCATION = re.compile(
 
 
 def allocations(message: str) -> list[Allocation]:
-    """What the compiler's message on a program that does not fit says took most."""
+    """What the compiler's message on a program that does not fit says took most.
+
+    It lists that where the program as a whole is too much ("Used … of … hbm"). Where temporaries alone are, it gives
+    their sum and no list.
+    """
     found = []
     for match in _ALLOCATION.finditer(message):
         rest = match["rest"]
         operator, shape, kind, label = (_said(rest, w) for w in ("Operator", "Shape", "Allocation type", "XLA label"))
         op_name = re.search(r'op_name="([^"]*)"', operator or label)
-        name = place(op_name[1]) if op_name else label.partition(" =")[0] or kind
+        name = place(op_name[1]) if op_name else label.partition(" =")[0].lstrip("%") or kind
         what = f"{re.sub(r'{.*', '', shape)} {kind}".strip()
-        found.append(Allocation(float(match["size"]) * _SIZES[match["unit"]], name or kind, what))
+        found.append(Allocation(float(match["size"]) * _SIZES[match["unit"]], name, what))
     return found
 
 
