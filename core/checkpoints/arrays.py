@@ -14,14 +14,14 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-
-from core import paths  # isort: skip (paths decides how etils reaches buckets, before orbax imports it)
-import orbax.checkpoint as ocp
 import tensorstore
 
-from core.checkpoints import fingerprint, leaves
+from core import paths
+from core.checkpoints import fingerprint
 
 PART = "state"  # of a step's folder
+JOINED_BY = "."  # the names under which orbax stores arrays, where descriptions have "/"
+_KIND = ".zarray"  # the file of an array that says what it is
 _DIRECTORY_BYTES = 2**26
 _AHEAD_BYTES = 2**28  # so much is asked for before it is looked at
 
@@ -43,18 +43,16 @@ class Arrays:
 
     def __init__(self, step_folder: paths.Path):
         """Reads what arrays there are; errors are of many types, whatever files and formats make of a wrong byte."""
-        self._folder = step_folder / PART
-        found = ocp.PyTreeCheckpointHandler().metadata(self._folder)
-        self._stored = {name: leaf.name for name, leaf in leaves.by_name(found.tree).items()}
+        self._files = {"driver": "ocdbt", "base": _store(step_folder / PART)}
         # The directory of a bucket's files is asked for once, not once an array.
         self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _DIRECTORY_BYTES}})
+        keys = tensorstore.KvStore.open(self._files, context=self._context).result().list().result()
+        ends = f"/{_KIND}".encode()
+        stored = [key.removesuffix(ends).decode() for key in keys if key.endswith(ends)]
+        self._stored = {_comparable(name): name for name in stored}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._stored
-
-    def names(self) -> list[str]:
-        """All of them."""
-        return list(self._stored)
+        return _comparable(name) in self._stored
 
     def kind(self, name: str) -> str:
         """`float32[8, 6]`."""
@@ -89,9 +87,15 @@ class Arrays:
             "driver": "zarr",
             "recheck_cached_metadata": False,
             "recheck_cached_data": False,
-            "kvstore": {"driver": "ocdbt", "base": _store(self._folder), "path": f"{self._stored[name]}/"},
+            "fill_missing_data_reads": False,
+            "kvstore": {**self._files, "path": f"{self._stored[_comparable(name)]}/"},
         }
         return tensorstore.open(spec, open=True, read=True, context=self._context).result()
+
+
+def _comparable(name: str) -> str:
+    """Equal for the name that an array has in a description and the one that it is stored under."""
+    return name.replace("/", JOINED_BY)
 
 
 def _store(folder: paths.Path) -> dict[str, str]:

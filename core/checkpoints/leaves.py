@@ -15,11 +15,11 @@ class Misfit(ValueError):
     """The checkpoint is there, and does not fit what is asked of it."""
 
 
-def by_name(tree: Any) -> dict[str, Any]:
+def by_name(tree: Any, *, joined_by: str = "/") -> dict[str, Any]:
     """Leaves by name, equal for a NamedTuple and the dict that orbax makes of it: "params/decoder/linear/w"."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {
-        "/".join(str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path): leaf
+        joined_by.join(str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path): leaf
         for path, leaf in flat
     }
 

@@ -22,7 +22,7 @@ from typing import Any
 from core import distributed, listing, paths  # isort: skip (paths decides how etils reaches buckets, before orbax imports it)
 import orbax.checkpoint as ocp
 
-from core.checkpoints import description, leaves, reading, steps
+from core.checkpoints import description, leaves, reading, restoring, steps
 from core.checkpoints.description import DamagedError
 from core.checkpoints.leaves import Misfit
 from core.checkpoints.reading import UnreadableError
@@ -272,8 +272,7 @@ def _of_all_hosts(data: Mapping[str, bytes]) -> list[str]:
 
 
 def _read_arrays_and_streams(folder: paths.Path, abstract_state: Any) -> tuple[Any, dict[str, bytes]]:
-    state = ocp.StandardCheckpointHandler().restore(folder / "state", args=ocp.args.StandardRestore(abstract_state))
-    return state, StreamsHandler().restore(folder / "data")
+    return restoring.restore(folder, abstract_state), StreamsHandler().restore(folder / "data")
 
 
 def _differing(content: Mapping[str, list], state: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from typing import NamedTuple
@@ -54,13 +55,19 @@ def rows(folder: paths.Path) -> list[Row]:
 
 def _step(folder: paths.Path, size_bytes: int) -> Row:
     try:
-        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(steps.saved_at(folder)))
         found = description.read(folder)
     except Exception as error:  # of many types: whatever a file makes of a wrong byte
         return Row(folder.name, "", size_bytes, None, "", "", f"DAMAGED description: {said(error)}")
     config = hashlib.sha256(found.meta.get("config", "").encode()).hexdigest()[:8]
     revision = str(found.meta.get("git_revision", ""))[:20]
-    return Row(folder.name, saved, size_bytes, len(found.content), revision, config, "described")
+    return Row(folder.name, _saved(folder), size_bytes, len(found.content), revision, config, "described")
+
+
+def _saved(folder: paths.Path) -> str:
+    """Local time; "" where the file that tells it, which no restore reads, cannot be read."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(steps.saved_at(folder)))
+    return ""
 
 
 def _leftover(left: steps.Leftover, size_bytes: int) -> Row:

@@ -75,6 +75,7 @@ def test_ls_has_a_line_for_every_folder(run, command):
     (run / "checkpoints" / "damaged-8-1").mkdir()
     (run / "checkpoints" / "10.orbax-checkpoint-tmp").mkdir()
     damage(run / "checkpoints" / "7", "meta/metadata", lambda text: text.replace(b"SEED", b"SEND"))
+    damage(run / "checkpoints" / "3", "_CHECKPOINT_METADATA", lambda text: text[:50])  # which only tells the time
     said = command("ls", run).out
     lines = {line.split()[0]: line for line in said.splitlines()}
     for step in ("3", "9"):
@@ -118,7 +119,7 @@ def test_blocks_make_the_number_that_the_devices_made(saved):
     folder = store.paths.resolve(saved / "checkpoints" / "7")
     found = arrays.Arrays(folder)
     want = fingerprint.of(store.leaves.by_name(state_of(7)))
-    assert {name: found.number(name) for name in found.names()} == want
+    assert {name: found.number(name) for name in want} == want
     assert len(list(found.blocks("params/block/mlp/up"))) == 8  # one a device
     wide = np.random.default_rng(0).integers(0, 2**63, size=(5, 3))
     with jax.enable_x64(True):
@@ -142,6 +143,18 @@ def test_diff_says_what_changed_and_by_how_much(run, tmp_path, command):
     assert "2.00e+00 of its length, at most 6, 8 of 8 elements  average/0" in said
     assert "of its length" not in command("diff", f"{run}@3", run, "--no-values", code=exit_codes.FAILED).out
     assert "no difference" in command("diff", f"{run}@7", f"{run}@7").out
+
+
+@pytest.mark.covers("C12")
+@pytest.mark.parametrize("name", ["state/array_metadatas/process_0", "state/_sharding", "state/_METADATA"])
+def test_prune_keeps_what_a_restore_reads(run, command, name):
+    """Files that only other tools read do not count, to the one or to the other."""
+    damage(run / "checkpoints" / "9", name, lambda text: text[:100])
+    assert "step 9: sound" in command("prune", run, "--keep", 1).out
+    layout = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state_of(9))
+    checkpoints = store.Checkpoints(str(run / "checkpoints"), keep=9)
+    assert checkpoints.restore_newest(layout)[0] == 9
+    checkpoints.close()
 
 
 def test_prune_keeps_the_latest_and_the_newest_sound_one(run, command):
