@@ -25,9 +25,11 @@ class LeafDifference(NamedTuple):
 
     Attributes:
       name: of the leaf.
-      relative: the length of the difference of the two as vectors, divided by the length of the first.
-      largest: the largest difference of two elements.
-      elements: how many differ.
+      relative: the length of the difference of the two as vectors, divided by the length of the first; of the elements
+        that are finite in both.
+      largest: the largest difference of two such elements.
+      elements: how many differ; NaN and NaN do not.
+      not_finite: how many of these are NaN or infinite in one of the two, or in both.
       of: how many there are.
     """
 
@@ -35,11 +37,14 @@ class LeafDifference(NamedTuple):
     relative: float
     largest: float
     elements: int
+    not_finite: int
     of: int
 
     def describe(self) -> str:
         """One line."""
         counted = f"{self.elements:,} of {self.of:,} elements"
+        if self.not_finite:
+            counted += f" ({self.not_finite:,} of them NaN or infinite)"
         return f"{self.relative:.2e} of its length, at most {self.largest:.3g}, {counted}  {self.name}"
 
 
@@ -98,7 +103,7 @@ def _kinds(one: Mapping[str, list], other: Mapping[str, list]) -> Iterator[str]:
 def _differences(first: paths.Path, second: paths.Path, names: list[str]) -> Iterator[str]:
     try:
         one, other = Arrays(first), Arrays(second)
-        found = sorted((_difference(one, other, name) for name in names), key=lambda d: -d.relative)
+        found = sorted((_difference(one, other, name) for name in names), key=lambda d: (not d.not_finite, -d.relative))
     except Exception as error:  # of many types: whatever files and formats make of a wrong byte
         raise description.DamagedError(f"an array of {first} or {second} cannot be read: {said(error)}") from error
     for difference in found[:LARGEST]:
@@ -108,14 +113,18 @@ def _differences(first: paths.Path, second: paths.Path, names: list[str]) -> Ite
 
 
 def _difference(one: Arrays, other: Arrays, name: str) -> LeafDifference:
-    squares, difference_squares, largest, elements, of = 0.0, 0.0, 0.0, 0, 0
+    squares, difference_squares, largest, elements, not_finite, of = 0.0, 0.0, 0.0, 0, 0, 0
     for block in one.blocks(name):
         a, b = (np.asarray(x).astype(np.float64) for x in (block.values, other.read(name, block)))
-        apart = np.abs(a - b)
+        finite = np.isfinite(a) & np.isfinite(b)
+        differ = (a != b) & ~(np.isnan(a) & np.isnan(b))
+        elements += int(np.sum(differ))
+        not_finite += int(np.sum(differ & ~finite))
+        of += a.size
+        a, apart = a[finite], np.abs(a[finite] - b[finite])
         squares += float(np.sum(a * a))
         difference_squares += float(np.sum(apart * apart))
         largest = max(largest, float(np.max(apart, initial=0.0)))
-        elements += int(np.sum(a != b))
-        of += a.size
-    length = math.sqrt(squares)
-    return LeafDifference(name, math.sqrt(difference_squares) / length if length else math.inf, largest, elements, of)
+    length, apart_by = math.sqrt(squares), math.sqrt(difference_squares)
+    relative = apart_by / length if length else math.inf if apart_by else 0.0
+    return LeafDifference(name, relative, largest, elements, not_finite, of)

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from core.checkpoints import arrays, fingerprint, store
 from core.watch import exit_codes
 from launch import __main__ as main
-from launch.saved import verifying
+from launch.saved import comparing, verifying
 
 MESH = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("fsdp", "tensor"))
 
@@ -143,6 +143,25 @@ def test_diff_says_what_changed_and_by_how_much(run, tmp_path, command):
     assert "2.00e+00 of its length, at most 6, 8 of 8 elements  average/0" in said
     assert "of its length" not in command("diff", f"{run}@3", run, "--no-values", code=exit_codes.FAILED).out
     assert "no difference" in command("diff", f"{run}@7", f"{run}@7").out
+
+
+def test_diff_counts_what_is_no_number_apart(tmp_path):
+    folder = tmp_path / "checkpoints"
+    checkpoints = store.Checkpoints(str(folder), keep=9)
+    for step, values in (
+        (1, [np.nan, 3, 4, np.inf, 0]),
+        (2, [np.nan, 3, 5, np.inf, np.nan]),
+        (3, [np.nan, 3, 5, 7, 0]),
+    ):
+        checkpoints.save(step, state={"w": jax.device_put(np.float32(values))}, data={}, meta={})
+    checkpoints.close()
+    one, two, three = (store.paths.resolve(folder / str(step)) for step in (1, 2, 3))
+    (_, said) = comparing.compare(one, two)
+    assert said == "  2.00e-01 of its length, at most 1, 2 of 5 elements (1 of them NaN or infinite)  w"
+    (_, said) = comparing.compare(one, three)
+    assert said == "  2.00e-01 of its length, at most 1, 2 of 5 elements (1 of them NaN or infinite)  w"
+    (_, said) = comparing.compare(two, three)
+    assert said == "  0.00e+00 of its length, at most 0, 2 of 5 elements (2 of them NaN or infinite)  w"
 
 
 @pytest.mark.covers("C12")
