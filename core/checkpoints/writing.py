@@ -7,6 +7,7 @@ failure of any host.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import threading
 import time
@@ -170,8 +171,9 @@ def telling(handler: Any, tell: Callable[[BaseException], None]) -> Any:
 
 
 def space(directory: paths.Path, *, needed_bytes: int) -> str:
-    """`a checkpoint takes 1.2 GiB, 0.3 GiB are free here; `; of a bucket what it takes alone."""
+    """`a checkpoint takes 1.2 GiB, 0.3 GiB are free here; `; the first alone of a bucket, or a folder that is gone."""
     takes = f"a checkpoint takes {needed_bytes / GIB:.3g} GiB"
-    if paths.is_remote(directory):
-        return f"{takes}; "
-    return f"{takes}, {shutil.disk_usage(directory).free / GIB:.3g} GiB are free on this host's disk; "
+    with contextlib.suppress(OSError):
+        if not paths.is_remote(directory):
+            return f"{takes}, {shutil.disk_usage(directory).free / GIB:.3g} GiB are free on this host's disk; "
+    return f"{takes}; "

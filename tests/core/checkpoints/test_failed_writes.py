@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from core import paths
+from core import distributed, paths
 from core.checkpoints import steps, store, streams, writing
 from launch.saved import verifying
 
@@ -100,6 +100,23 @@ def test_what_cannot_begin_is_said_too(tmp_path, monkeypatch):
         with pytest.raises(writing.WriteFailedError, match=r"step 1 to .* failed: PermissionError: read-only"):
             checkpoints.save(1, state=state, data={}, meta={})
     checkpoints.wait()  # nothing is under way
+
+
+def test_a_folder_that_is_gone_is_said_to_all(tmp_path):
+    """As where a mount goes stale: what is free there cannot be asked for."""
+    gone = paths.resolve(tmp_path / "gone")
+    save = writing.Writing(4, gone, size_bytes=2**30)
+
+    def begin():
+        raise OSError(116, "Stale file handle")
+
+    said = (
+        r"step 4 to .*gone failed: OSError: .*Stale file handle; a checkpoint takes 1 GiB; earlier checkpoints are in"
+    )
+    with pytest.raises(writing.WriteFailedError, match=said):
+        save.start(begin, finish=lambda: None)
+    (told,) = distributed.posted("checkpoints/step_4/failed").values()
+    assert re.search(said, told)
 
 
 @pytest.mark.parametrize("pattern", ["state/*", "state/d", "meta", "data", "_CHECKPOINT_METADATA", "*"])
