@@ -2,7 +2,8 @@
 
 The one idea: damage must be proven. A checksum that differs, a file that is missing or bytes that do not decode speak
 of the checkpoint; a full memory, a permission or a bucket that does not answer speak of the reader, and the same bytes
-may be read by the next one. Only the first sort may put a step aside.
+may be read by the next one. Only the first sort may put a step aside, and only once an older one was read: what no step
+gives may be the fault of this revision or of its libraries.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 import time
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from core import distributed
 from core.checkpoints import description
@@ -20,7 +21,7 @@ from core.checkpoints.description import DamagedError
 from core.checkpoints.streams import DamagedStreamError
 
 SLOW_SECONDS = 3600  # for the slowest host: some have more to read than others, or a slower way to it
-RETRY_SECONDS = 5.0  # before the one other try of a read that failed for no fault of the step
+RETRY_SECONDS = 5.0  # before the one other try of a read that may succeed where it failed
 
 # What files and formats make of bytes that are wrong or missing: checksums, JSON, zarr, zstd.
 _PROOFS = (
@@ -30,6 +31,7 @@ _PROOFS = (
     ValueError,
     LookupError,
     TypeError,
+    AttributeError,
     EOFError,
     zlib.error,
 )
@@ -41,14 +43,27 @@ _OF_THE_READER = re.compile(
 )
 
 
+# A file that is not there: another host's may be listed later where a file system remembers what it listed before.
+_NOT_THERE = re.compile(r"\bNOT_FOUND\b")
+
+
 class UnreadableError(RuntimeError):
     """A step could not be read, which says nothing of what is in it."""
+
+
+class _Try(NamedTuple):
+    """What came of a read: what was read, or what went wrong, whether that proves damage, and whether it lasts."""
+
+    found: Any
+    says: str = ""
+    is_proof: bool = False
+    is_lasting: bool = True
 
 
 def on_all_hosts(read: Callable[[], Any]) -> tuple[Any, str]:
     """What this host read, or, where the step is damaged, what the hosts that found it so say; alike on all hosts.
 
-    A read that fails for another reason is tried once more.
+    A read that fails for another reason is tried once more, and so is one that finds a file missing.
 
     Args:
       read: reads this host's part; waits for no other host.
@@ -56,27 +71,41 @@ def on_all_hosts(read: Callable[[], Any]) -> tuple[Any, str]:
     Raises:
       UnreadableError: on all hosts, where on any it failed for a reason that is no proof of damage.
     """
-    found, says, is_proof = _tried(read)
-    if says and not is_proof:
-        print(f"reading a checkpoint failed, once more in {RETRY_SECONDS:g} s: {says}", flush=True)
+    tried = _tried(read)
+    if not tried.is_lasting:
+        print(f"reading a checkpoint failed, once more in {RETRY_SECONDS:g} s: {tried.says}", flush=True)
         time.sleep(RETRY_SECONDS)
-        found, says, is_proof = _tried(read)
-    answer = json.dumps([says, is_proof])
+        tried = _tried(read)
+    answer = json.dumps([tried.says, tried.is_proof])
     answers = distributed.all_gather_text("checkpoints/read", answer, timeout_seconds=SLOW_SECONDS)
-    failed = [(host, *answer) for host, answer in enumerate(map(json.loads, answers)) if answer[0]]
-    together = "; ".join(f"host {host}: {says}" for host, says, _ in failed)
-    if not all(is_proof for *_, is_proof in failed):
+    failed = {host: answer for host, answer in enumerate(map(json.loads, answers)) if answer[0]}
+    together = _together({host: says for host, (says, _) in failed.items()})
+    if not all(is_proof for _, is_proof in failed.values()):
         raise UnreadableError(together)
-    return found, together
+    return tried.found, together
 
 
-def _tried(read: Callable[[], Any]) -> tuple[Any, str, bool]:
-    """What was read; what went wrong ("" for nothing), and whether that proves damage. Keeps nothing of a failure."""
+def agreed(says: str) -> str:
+    """What any host says is wrong, on every host; "" where none says anything. All hosts call it, in the same order."""
+    answers = distributed.all_gather_text("checkpoints/agreed", says, timeout_seconds=SLOW_SECONDS)
+    if len(set(answers)) == 1:
+        return says
+    return _together({host: answer for host, answer in enumerate(answers) if answer})
+
+
+def _together(says: dict[int, str]) -> str:
+    return "; ".join(f"host {host}: {text}" for host, text in says.items())
+
+
+def _tried(read: Callable[[], Any]) -> _Try:
+    """Keeps nothing of a failure but what it says."""
     try:
-        return read(), "", False
+        return _Try(read())
     except Exception as error:  # of many types: whatever files, formats, buckets and devices make of it
         reason = _reason(error)
-        return None, description.said(reason), is_proof_of_damage(reason)
+        is_proof, says = is_proof_of_damage(reason), description.said(reason)
+        is_there = not isinstance(reason, FileNotFoundError) and not _NOT_THERE.search(str(reason))
+        return _Try(None, says, is_proof, is_lasting=is_proof and is_there)
 
 
 def _reason(error: BaseException) -> BaseException:

@@ -117,9 +117,7 @@ class Checkpoints:
 
     def latest_step(self) -> int | None:
         """The latest complete step, as host 0 sees it, or None."""
-        there = steps.complete(self._directory) if distributed.is_host_zero() else []
-        answer = distributed.from_host_zero(str(there[-1]) if there else "")
-        return int(answer) if answer else None
+        return next(reversed(self._steps()), None)
 
     def restore(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, bytes], dict[str, Any]]:
         """The state, the streams of all hosts, and the description, as they were saved.
@@ -134,7 +132,7 @@ class Checkpoints:
           DamagedError: an array or the description is not what was saved.
           UnreadableError: it could not be read, which says nothing of what is in it.
         """
-        if step not in (there := steps.complete(self._directory)):
+        if step not in (there := self._steps()):
             raise ValueError(f"no complete checkpoint of step {step} in {self._directory}; there are {there or 'none'}")
         restored, said = self._attempt(step, abstract_state)
         if said:
@@ -144,30 +142,49 @@ class Checkpoints:
     def restore_newest(self, abstract_state: Any) -> tuple[int, Any, dict[str, bytes], dict[str, Any]] | None:
         """The newest step that is as it was saved, with its state, streams and description; None where there is none.
 
-        A step that is proven to be damaged is renamed, so that it can be trained and saved again, and said on host 0.
+        Steps that are proven to be damaged are renamed once an older one was restored, so that they can be trained and
+        saved again, and said on host 0.
 
         Raises:
           Misfit: it does not fit `abstract_state`.
           UnreadableError: it could not be read, which says nothing of what is in it; nothing is renamed.
-          RuntimeError: there are steps, and all of them are damaged.
+          RuntimeError: there are steps, and none of them can be restored; nothing is renamed.
         """
-        damaged = []
-        while (step := self.latest_step()) is not None:
+        damaged: dict[int, str] = {}
+        for step in reversed(self._steps()):
             restored, said = self._attempt(step, abstract_state)
             if not said:
+                self._set_aside(damaged)
                 return step, *restored
-            damaged.append(step)
+            damaged[step] = said
             if distributed.is_host_zero():
-                aside = steps.set_damaged_aside(self._directory, step)
-                print(f"checkpoint {step} is damaged ({said}); it is {aside.name} now", flush=True)
-            distributed.barrier(f"checkpoints/{step} aside", timeout_seconds=reading.SLOW_SECONDS)
-            self._manager.reload()
-        if damaged:
-            raise RuntimeError(
-                f"all checkpoints in {self._directory} are damaged (steps {', '.join(map(str, damaged))}; kept as "
-                "damaged-* there). To start afresh, give another run_dir"
-            )
-        return None
+                print(f"checkpoint {step} cannot be restored; the one before it is tried, if there is one", flush=True)
+        if not damaged:
+            return None
+        reasons = "\n  ".join(listing.shortened([f"step {step}: {said}" for step, said in damaged.items()], most=5))
+        raise RuntimeError(
+            f"no checkpoint in {self._directory} can be restored, and none was renamed:\n  {reasons}\nEither all "
+            "are damaged, or this revision of the code or its libraries cannot read them. `launch/run checkpoints ls` "
+            "names the revision that saved each: start with that one and its requirements.txt. To start afresh, give "
+            "another run_dir"
+        )
+
+    def _steps(self) -> list[int]:
+        """The complete steps that host 0 sees, ascending, on every host."""
+        there = steps.complete(self._directory) if distributed.is_host_zero() else []
+        return json.loads(distributed.from_host_zero(json.dumps(there)))
+
+    def _set_aside(self, damaged: Mapping[int, str]) -> None:
+        """Renames steps, and says why."""
+        if not damaged:
+            return
+        if distributed.is_host_zero():
+            for step, said in damaged.items():
+                if (self._directory / str(step)).exists():  # nobody removed it meanwhile
+                    aside = steps.set_damaged_aside(self._directory, step)
+                    print(f"checkpoint {step} is damaged ({said}); it is {aside.name} now", flush=True)
+        distributed.barrier(f"checkpoints/{max(damaged)} aside", timeout_seconds=reading.SLOW_SECONDS)
+        self._manager.reload()
 
     def _attempt(self, step: int, abstract_state: Any) -> tuple[Any, str]:
         """What was restored, or what is wrong with it, alike on all hosts; a misfit is no damage, and raises.
@@ -181,11 +198,12 @@ class Checkpoints:
         if said:
             return None, said
         self._require_same_tree(step, described.content, abstract_state)
-        parts, said = self._read(step, lambda: _read_arrays_and_streams(folder, abstract_state))
+        parts, said = self._read(step, lambda: _whole(described, *_read_arrays_and_streams(folder, abstract_state)))
         if said:
             return None, said
         state, data = parts
-        return (state, data, described.meta), described.missing(data) or _differing(described.content, state)
+        said = reading.agreed(_differing(described.content, state))
+        return (None, said) if said else ((state, data, described.meta), "")
 
     def _read(self, step: int, read: Callable[[], Any]) -> tuple[Any, str]:
         try:
@@ -273,6 +291,15 @@ def _of_all_hosts(data: Mapping[str, bytes]) -> list[str]:
 
 def _read_arrays_and_streams(folder: paths.Path, abstract_state: Any) -> tuple[Any, dict[str, bytes]]:
     return restoring.restore(folder, abstract_state), StreamsHandler().restore(folder / "data")
+
+
+def _whole(
+    described: description.Description, state: Any, data: Mapping[str, bytes]
+) -> tuple[Any, Mapping[str, bytes]]:
+    """The same two. Raises FileNotFoundError where streams are missing."""
+    if missing := described.missing(data):
+        raise FileNotFoundError(missing)
+    return state, data
 
 
 def _differing(content: Mapping[str, list], state: Any) -> str:

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from core import paths
-from core.checkpoints import reading, store
+from core.checkpoints import reading, store, streams
 from core.checkpoints.leaves import Misfit
 from launch.saved import verifying
 
@@ -24,6 +24,11 @@ def state_of(step):
 
 
 ABSTRACT = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=LAYOUT), state_of(0))
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    monkeypatch.setattr(reading, "RETRY_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +109,17 @@ def test_a_run_whose_steps_are_all_damaged_does_not_start_afresh(saved, tmp_path
         meta = folder / str(step) / "meta" / "metadata"
         meta.write_text(meta.read_text().replace('"seed":', '"sead":'))
     checkpoints = store.Checkpoints(str(folder), keep=3)
-    with pytest.raises(RuntimeError, match=r"all checkpoints in .* are damaged \(steps 7, 3; .*give another run_dir"):
-        checkpoints.restore_newest(ABSTRACT)
+    said = r"no checkpoint in .* can be restored, and none was renamed:\n  step 7: host 0: Dam.*\n  step 3: host 0: Dam"
+    for _ in range(2):  # the second start says it too
+        with pytest.raises(RuntimeError, match=said + r"(.|\n)*give another run_dir"):
+            checkpoints.restore_newest(ABSTRACT)
     checkpoints.close()
-    assert {path.name.rsplit("-", 1)[0] for path in folder.iterdir()} == {"damaged-3", "damaged-7"}
+    assert {path.name for path in folder.iterdir()} == {"3", "7"}
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "7", '"x"', "{}", ""])
+def test_a_description_of_another_shape_is_damage(newest, text):
+    assert newest(lambda folder: (folder / "meta" / "metadata").write_text(text))[0] == 3
 
 
 def test_a_damaged_step_can_be_saved_again(newest, tmp_path):
@@ -131,15 +143,14 @@ def test_another_model_is_no_damage(saved, tmp_path):
 
 
 @pytest.fixture
-def untouched(saved, tmp_path, monkeypatch):
+def untouched(saved, tmp_path):
     """`untouched(when, match)`: while `when` is entered a restore says so; afterwards it finds what it should."""
-    monkeypatch.setattr(reading, "RETRY_SECONDS", 0.0)
 
-    def see(when, match):
+    def see(when, match, *, error=reading.UnreadableError):
         folder = tmp_path / "copy"
         shutil.copytree(saved, folder)
         checkpoints = store.Checkpoints(str(folder), keep=3)
-        with when, pytest.raises(reading.UnreadableError, match=match):
+        with when, pytest.raises(error, match=match):
             checkpoints.restore_newest(ABSTRACT)
         assert {path.name for path in folder.iterdir()} == {"3", "7"}
         assert checkpoints.restore_newest(ABSTRACT)[0] == 7
@@ -173,6 +184,68 @@ def test_what_fails_for_the_reader_s_own_reasons_puts_nothing_aside(untouched, e
 
     untouched(failing(), match=f"step 7 .* could not be read.*{type(error).__name__}.*left as it is")
     assert len(tries) == 2
+
+
+def read_by(reads):
+    """For as long as it is entered arrays and streams are read by `reads(read, folder, abstract_state)`."""
+    read = store._read_arrays_and_streams
+
+    @contextlib.contextmanager
+    def reading_so():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(store, "_read_arrays_and_streams", lambda *asked: reads(read, *asked))
+            yield
+
+    return reading_so()
+
+
+def test_a_library_that_reads_no_step_puts_none_aside(untouched):
+    def fails(*_):
+        raise TypeError("restore() got an unexpected keyword argument 'x'")
+
+    untouched(read_by(fails), r"none was renamed(.|\n)*unexpected keyword(.|\n)*libraries", error=RuntimeError)
+
+
+def test_a_misfit_behind_a_damaged_step_puts_none_aside(saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "copy")
+    (tmp_path / "copy" / "7" / "meta" / "metadata").write_text("{}")
+    checkpoints = store.Checkpoints(str(tmp_path / "copy"), keep=3)
+    with pytest.raises(Misfit, match="of step 3"):
+        checkpoints.restore_newest(ABSTRACT | {"more": ABSTRACT["step"]})
+    checkpoints.close()
+    assert {path.name for path in (tmp_path / "copy").iterdir()} == {"3", "7"}
+
+
+NOT_LISTED = [
+    FileNotFoundError(2, "No such file or directory"),
+    ValueError('NOT_FOUND: Error opening "zarr" driver: Metadata does not exist'),
+]
+
+
+@pytest.mark.parametrize("error", NOT_LISTED, ids=lambda error: type(error).__name__)
+def test_a_file_that_is_listed_late_is_no_damage(newest, error):
+    tries = []
+
+    def late(read, *asked):
+        tries.append(1)
+        if len(tries) == 1:
+            raise Exception("Encountered error while reading array index") from error
+        return read(*asked)
+
+    with read_by(late):
+        assert newest(lambda folder: None) == (7, {"3", "7"})
+    assert len(tries) == 2
+
+
+def test_a_position_that_is_listed_late_is_no_damage(newest, monkeypatch):
+    found, tries = streams.StreamsHandler.restore, []
+
+    def late(*asked):
+        tries.append(1)
+        return found(*asked) if len(tries) > 1 else {}
+
+    monkeypatch.setattr(streams.StreamsHandler, "restore", late)
+    assert newest(lambda folder: None) == (7, {"3", "7"})
 
 
 TWO_HOSTS = """
@@ -218,3 +291,40 @@ def test_hosts_agree_on_what_is_damaged(run_hosts, tmp_path):
     assert not verifying.verify(folder / "1").damaged  # read by one process, without the model
     shutil.copytree(next(tmp_path.glob("checkpoints/damaged-2-*")), folder / "2")
     assert verifying.verify(folder / "2").damaged
+
+
+ONE_HOST_ALONE = """
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from core import distributed
+from core.checkpoints import store
+distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS, local_cpu_devices=2)
+layout = NamedSharding(Mesh(np.array(jax.devices()), ("fsdp",)), PartitionSpec())
+def state_of(step, added=0):
+    return {"w": jax.make_array_from_callback((8,), layout, lambda i: np.full(8, step + added, np.float32)[i])}
+checkpoints = store.Checkpoints("checkpoints", keep=3, timeout_seconds=30)
+for step in (1, 2):
+    checkpoints.save(step, state=state_of(step), data={}, meta={})
+checkpoints.close()
+checkpoints = store.Checkpoints("checkpoints", keep=3, timeout_seconds=30)
+read = store._read_arrays_and_streams
+def otherwise(folder, abstract_state):
+    state, data = read(folder, abstract_state)
+    return (state_of(2, added=9) if PROCESS == 1 and folder.name == "2" else state), data
+store._read_arrays_and_streams = otherwise
+abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state_of(1))
+step, state, _, _ = checkpoints.restore_newest(abstract)
+print("FOUND", step, state["w"].addressable_data(0)[0])
+checkpoints.close()
+distributed.shutdown()
+"""
+
+
+@pytest.mark.covers("C04")
+@pytest.mark.simulated(2)
+def test_hosts_agree_where_one_alone_holds_other_numbers(run_hosts):
+    """Of a leaf that every device has whole, each host knows its own copy alone."""
+    results = run_hosts(ONE_HOST_ALONE, hosts=2)
+    assert [result.returncode for result in results] == [0, 0], results
+    assert all("FOUND 1 1.0" in result.output for result in results), results
+    assert "checkpoint 2 is damaged (host 1: 1 of 1 arrays are not what was saved: w)" in results[0].output
