@@ -158,15 +158,31 @@ def _simulate(args: argparse.Namespace, slice_: slices.Slice) -> int:
 
 def _train_here(args: argparse.Namespace, slice_: slices.Slice) -> int:
     """This host's part of the run: this process itself or, where somebody is to outlive it, a child of it."""
+    run_directory = args.run_dir or _run_directory(args)
+    if args.restarts and slice_.hosts > 1 and _is_on_own_disk(run_directory):
+        raise ValueError(
+            f"--restarts with the run directory {run_directory}, which is on a disk of this host alone: the "
+            f"{slice_.hosts} hosts of {slice_.name} need one that all see, and a restart on another machine would find "
+            "nothing to go on from. Give --run-dir gs://BUCKET/… (or a folder of a file system that all of them mount)"
+        )
     arguments = ["train", args.experiment, "--slice", slice_.name, *_options(args)]
     if not args.restarts and not environment.read("RENGA_ALERT"):
         return _become(arguments)
     return _supervised(
         lambda requested: supervise.run_child([sys.executable, "-m", "launch", *arguments], requested),
-        run_directory=args.run_dir or _run_directory(args),
+        run_directory=run_directory,
         restarts=args.restarts,
         host=hosts.own_index(slice_),
     )
+
+
+def _is_on_own_disk(run_directory: str) -> bool:
+    """Whether it is on the file system of this machine's root; a mounted one may be shared, which hosts try."""
+    if paths.is_remote(run_directory):
+        return False
+    folder = Path(os.fspath(paths.resolve(run_directory)))
+    nearest = next(above for above in (folder, *folder.parents) if above.exists())
+    return nearest.stat().st_dev == Path("/").stat().st_dev
 
 
 def _supervised(
