@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 import uuid
 from typing import Any
@@ -38,12 +39,14 @@ def ask(
     """
     if (steps is None) == (seconds is None):
         raise ValueError("profile: give either --seconds S or --steps N (such as --seconds 5)")
-    if (steps or seconds) <= 0:
-        raise ValueError(f"profile: {steps or seconds} is no length: expected more than 0")
+    length = steps if seconds is None else seconds
+    if not 0 < length < math.inf:
+        flag = "--steps" if seconds is None else "--seconds"
+        raise ValueError(f"profile: {flag} {length} is no length: expected more than 0 (such as --seconds 5)")
     folder = paths.resolve(run_dir)
     if not (folder / "config.gin").exists():
         raise ValueError(f"{folder} is no run directory: it has no config.gin (written when a run starts to train)")
-    request = {"id": uuid.uuid4().hex} | ({"steps": steps} if steps else {"seconds": seconds})
+    request = {"id": uuid.uuid4().hex} | ({"steps": steps} if seconds is None else {"seconds": seconds})
     paths.write_text_atomically(folder / REQUEST_NAME, json.dumps(request) + "\n")
     answer = None
     try:

@@ -8,6 +8,7 @@ import sys
 import jax
 import pytest
 
+from launch import __main__ as cli
 from launch.environment import WORKSPACE as ROOT
 from launch.profiles import asking, page, reading
 
@@ -132,8 +133,21 @@ def test_a_request_that_nobody_takes_is_withdrawn(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["config.gin"]
     with pytest.raises(ValueError, match="either --seconds S or --steps N"):
         asking.ask(str(tmp_path))
-    with pytest.raises(ValueError, match=r"-1\.0 is no length"):
-        asking.ask(str(tmp_path), seconds=-1.0)
+
+
+@pytest.mark.parametrize("flag", ["--steps", "--seconds"])
+@pytest.mark.parametrize("length", ["0", "-1"])
+def test_no_length_is_no_request(tmp_path, capsys, flag, length):
+    (tmp_path / "config.gin").touch()
+    assert cli.main(["pod", "profile", str(tmp_path), flag, length]) == 2
+    assert f"error: profile: {flag} {length}" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["config.gin"]
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf")])
+def test_no_number_is_no_length(tmp_path, seconds):
+    with pytest.raises(ValueError, match=r"--seconds (nan|inf) is no length: expected more than 0"):
+        asking.ask(str(tmp_path), seconds=seconds)
 
 
 def test_what_is_asked_reaches_the_run_as_json(tmp_path, monkeypatch):
