@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from core import paths
 from launch.doctor.rows import Row
+
+_MULTI_REGIONS = ("us", "eu", "asia")  # the regions in one begin with its name
+_DUAL_REGIONS = {  # the predefined ones: https://cloud.google.com/storage/docs/locations
+    "asia1": ("asia-northeast1", "asia-northeast2"),
+    "eur4": ("europe-north1", "europe-west4"),
+    "eur5": ("europe-west1", "europe-west2"),
+    "eur7": ("europe-west2", "europe-west3"),
+    "eur8": ("europe-west3", "europe-west6"),
+    "nam4": ("us-central1", "us-east1"),
+}
+_REGION = re.compile(r"[a-z]+-[a-z]+\d+")
 
 
 def buckets(named: Iterable[str]) -> list[str]:
@@ -21,6 +33,14 @@ def judge(bucket: str, *, zone: str | None, location: str | None = None) -> Row:
         what = "where this TPU is" if zone is None else f"where gs://{bucket} is"
         return Row(name, True, f"nobody here can say {what}", "set TPU_ZONE" if zone is None else "", is_note=True)
     region, place = zone.rpartition("-")[0], where.lower()
-    inside = place == region or (("-" not in place) and region.startswith(place))
     fix = f"copy what is read at every step into a bucket in {region}"
-    return Row(name, inside, f"gs://{bucket} is in {place}, the TPU in {region}", fix)
+    if place in _DUAL_REGIONS:
+        both = " and ".join(_DUAL_REGIONS[place])
+        said = f"gs://{bucket} is in {place} ({both}), the TPU in {region}"
+        return Row(name, region in _DUAL_REGIONS[place], said, fix)
+    said = f"gs://{bucket} is in {place}, the TPU in {region}"
+    if place in _MULTI_REGIONS:
+        return Row(name, region.startswith(place), said, fix)
+    if not _REGION.fullmatch(place):  # two regions under a name of their own
+        return Row(name, True, f"{said}: which regions {place} has is not known here", is_note=True)
+    return Row(name, place == region, said, fix)

@@ -216,6 +216,36 @@ def test_a_bucket_elsewhere_is_told(location, ok):
     assert regions.buckets(["gs://a/x", "/b", "gs://a/y", "gs://c"]) == ["a", "c"]
 
 
+@pytest.mark.parametrize(
+    ("location", "zone", "ok"),
+    [
+        ("NAM4", "us-central1-a", True),
+        ("NAM4", "us-east1-d", True),
+        ("NAM4", "us-central2-b", False),
+        ("EUR4", "europe-west4-b", True),
+        ("EUR4", "europe-west1-b", False),
+        ("EUR5", "europe-west1-b", True),
+        ("EUR7", "europe-west3-b", True),
+        ("EUR8", "europe-west6-b", True),
+        ("ASIA1", "asia-northeast1-b", True),
+        ("ASIA1", "asia-east1-c", False),
+        ("ASIA", "asia-east1-c", True),
+    ],
+)
+def test_a_bucket_in_two_regions_is_near_both(location, zone, ok):
+    row = regions.judge("data", zone=zone, location=location)
+    assert (row.ok, row.is_note) == (ok, False)
+    assert f"the TPU in {zone[:-2]}" in row.detail
+
+
+@pytest.mark.parametrize("location", ["NAM9", "CA", "US-EAST1+US-WEST1"])
+def test_of_a_place_that_is_not_known_nothing_is_claimed(location):
+    row = regions.judge("data", zone="us-central1-a", location=location)
+    assert (row.ok, row.is_note) == (True, True)
+    assert f"which regions {location.lower()} has is not known here" in row.detail
+    assert not row.fix
+
+
 def test_rows_of_all_hosts_become_one_table():
     same, bad = Row("a", True, "fine"), Row("b", False, "broken", "mend it")
     merged = rows.merge([[same, Row("b", True, "fine")], [same, bad], [same, bad]])
