@@ -48,10 +48,11 @@ def data(experiment: Experiment, *, smoked: bool, hosts: Hosts) -> list[Finding]
             try:
                 problems = _without(unseen, experiment.data_problems(prepared=False))
             except Exception as error:  # a bucket fails with its client's own types
-                if not paths.is_remote(vocabulary):
+                if not paths.is_remote(vocabulary) and not isinstance(error, OSError):
                     raise
-                unread = f"cannot read {vocabulary} from here: {type(error).__name__}: {error}"
-                return [Finding("data", hosts in _AWAY, unread, is_note=hosts in _AWAY), *notes]
+                unread = f"cannot read {vocabulary or 'the data'} from here: {type(error).__name__}: {error}"
+                unproven = hosts in _AWAY and paths.is_remote(vocabulary)  # what is shipped is read from here
+                return [Finding("data", unproven, unread, is_note=unproven), *notes]
         if problems:
             return [*(Finding("data", False, p) for p in problems), *notes]
         return [Finding("data", True, ", ".join(named) if vocabulary in unseen else task.describe()), *notes]

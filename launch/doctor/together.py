@@ -124,3 +124,5 @@ def _attempt(name: str, look: Callable[[], list[Row]]) -> list[Row]:
         return look()
     except (ValueError, TimeoutError, RuntimeError) as error:
         return [Row(name, False, str(error))]
+    except Exception as error:  # files, buckets and libraries fail with types of their own
+        return [Row(name, False, f"{type(error).__name__}: {error}")]

@@ -96,6 +96,23 @@ def test_a_vocabulary_that_cannot_be_read_is_no_traceback(tmp_path, monkeypatch)
         assert (unread.ok, unread.is_note) == (ok, ok)
 
 
+def test_a_vocabulary_on_a_disk_that_cannot_be_read_is_no_traceback(tmp_path, monkeypatch):
+    from tasks import sentencepieces
+
+    def refused(self):
+        raise PermissionError(13, "Permission denied", self.path)
+
+    monkeypatch.setattr(sentencepieces.SentencePiece, "_model", property(refused))
+    for name in ("a.txt", "b.txt", "m.model"):
+        (tmp_path / name).write_text("words\n")
+    bindings = [f"DATA = '{tmp_path}/*.txt'", f"VOCABULARY = '{tmp_path}/m.model'"]
+    for hosts in ("here", "simulated"):
+        found = preflight.check(VALKYRIE, bindings=bindings, slice_name="v4-32", run_dir=str(tmp_path), hosts=hosts)
+        (unread,) = (f for f in found.findings if f.name == "data")
+        assert (unread.ok, unread.is_note) == (False, False)
+        assert f"cannot read {tmp_path}/m.model from here: PermissionError: " in unread.detail
+
+
 def test_what_git_ignores_does_not_reach_the_hosts(tmp_path):
     (tmp_path / ".gitignore").write_text("ignored/\n")
     for folder in ("ignored", "kept"):

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from core.checkpoints import fit
 from core.checkpoints.store import Checkpoints
 from core.watch import exit_codes
-from launch.doctor import ahead, collectives, machine, regions, rows
+from launch.doctor import ahead, collectives, machine, regions, rows, together
 from launch.doctor.rows import Row
 
 TINY = ["LENGTH = 64", "transformer.Transformer.num_layers = 1", "transformer.Transformer.embed_dim = 32"]
@@ -72,6 +72,17 @@ def test_a_look_that_does_not_end_ends_the_doctor(run_hosts):
     (result,) = run_hosts(story, hosts=1)
     assert result.returncode == exit_codes.HUNG, result.output
     assert "host 0 has been at step 0, collectives for" in result.output
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), KeyError("vocabulary"), ValueError("no")])
+def test_no_look_ends_another(error):
+    def look():
+        raise error
+
+    (row,) = together._attempt("data on hosts", look)
+    assert (row.name, row.ok) == ("data on hosts", False)
+    assert str(error) in row.detail
+    assert isinstance(error, ValueError) or row.detail.startswith(f"{type(error).__name__}: ")
 
 
 def test_all_mistakes_are_found_at_once_and_no_host_is_started(launch, tmp_path, monkeypatch):
