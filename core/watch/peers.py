@@ -85,11 +85,11 @@ def leave(code: int = exit_codes.DONE, why: str = "") -> None:
     `judging.LEAVING_SECONDS`. Without one it is watched until it is gone: at its exit JAX waits for the others, too.
     """
     if _watch is not None:
-        _watch.tell({"left": code, "why": why[:_MOST_CHARACTERS]}, own_code=code or None)
+        passed_on = _watch.tell({"left": code, "why": why[:_MOST_CHARACTERS]}, own_code=code or None)
         if code:
             _watch.join(_ANSWER_SECONDS + judging.LEAVING_SECONDS)
         else:
-            _watch.passed_on.wait(_SEND_SECONDS)
+            passed_on.wait(_SEND_SECONDS)
 
 
 def stop() -> None:
@@ -122,23 +122,31 @@ class _Watch(threading.Thread):
         self._seen = {i: Seen(self._names[i], nowhere) for i in sorted({self._index, *self._links})}
         self._stacks: dict[int, str] = {}
         self._compared: dict[int, dict[int, voting.Numbers]] = {}
-        self._told: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._told: queue.SimpleQueue[tuple[dict[str, Any], threading.Event]] = queue.SimpleQueue()
         self._judged_at = time.monotonic()
         self._own_code: int | None = None
         self._stopped = False
-        self.passed_on = threading.Event()
         self._wake, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         for host, link in self._links.items():
             self._selector.register(link, selectors.EVENT_READ, host)
 
-    def tell(self, message: dict[str, Any], *, own_code: int | None = None) -> None:
-        """Has the thread pass `message` on; `own_code` is what this process ends with, if it is the cause."""
+    def tell(self, message: dict[str, Any], *, own_code: int | None = None) -> threading.Event:
+        """Has the thread pass `message` on, and the event set once it has.
+
+        Each message has an event of its own: one for all would be set by what was told before and still waits.
+
+        Args:
+          message: for the thread.
+          own_code: what this process ends with, if it is the cause.
+        """
         self._own_code = self._own_code if own_code is None else own_code
-        self._told.put(message)
+        passed_on = threading.Event()
+        self._told.put((message, passed_on))
         with contextlib.suppress(OSError):
             self._wake.send(b"!")
+        return passed_on
 
     def run(self) -> None:
         """Watches; a fault in this ends the process, for without the thread nobody would learn of anything."""
@@ -154,7 +162,9 @@ class _Watch(threading.Thread):
         while not self._may_go():
             self._listen(until=min(beat_at, time.monotonic() + _POLL_SECONDS))
             while not self._told.empty():
-                self._pass_on(self._told.get())
+                message, passed_on = self._told.get()
+                self._pass_on(message)
+                passed_on.set()
             if time.monotonic() >= beat_at or phase.place().step != self._seen[self._index].place.step:
                 beat_at = time.monotonic() + BEAT_SECONDS
                 self._beat()
@@ -190,7 +200,6 @@ class _Watch(threading.Thread):
         self._note(self._index, message)
         if self._index != 0 or "left" in message:
             self._send(message)
-        self.passed_on.set()
 
     def _listen(self, *, until: float) -> None:
         for key, _ in self._selector.select(max(until - time.monotonic(), 0.0)):

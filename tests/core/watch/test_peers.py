@@ -244,6 +244,25 @@ def test_a_fault_of_the_watch_ends_the_process(run_hosts):
     assert re.search(r"the watch over the hosts failed:\nTraceback[^~]*TypeError", result.output)
 
 
+def test_leaving_waits_until_it_is_passed_on_whatever_was_before(run_hosts):
+    story = """
+noted = []
+def slowly(self, host, message, note=peers._Watch._note):
+    time.sleep(0.1)
+    note(self, host, message)
+    noted.append(list(message)[0])
+peers._Watch._note = slowly
+peers.compare(1, {})
+time.sleep(0.5)
+peers.compare(2, {})
+peers.compare(3, {})
+peers.leave()
+print("NOTED", *noted)
+"""
+    (result,) = run_hosts(WATCHED.replace("peers.start(roll", "roll.close(); peers.start(None") + story, hosts=1)
+    assert "NOTED compared compared compared left\n" in result.output, result.output
+
+
 def test_nothing_follows_a_message_that_was_sent_in_part():
     ours, theirs = socket.socketpair()
     with ours, theirs:
