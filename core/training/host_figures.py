@@ -46,6 +46,7 @@ class HostFigures:
         self._written: dict[str, float] = {}  # memory that is known already: it grows once and stays
         self._latest: dict[int, Mapping[str, float]] = {}  # this host's last lines, by step
         self._compared = -1
+        self._times_back = 0
         self.slowest: Slowest | None = None
 
     def own(self, values: Mapping[str, float]) -> dict[str, float]:
@@ -58,14 +59,18 @@ class HostFigures:
 
         `hosts/step_seconds/host_2`, `hosts/own_seconds/host_2` (work and wait for data, without the devices), of these
         the `…_spread` between hosts and the number of the slowest, and `hbm_gib/host_2/chip_5` where it has changed.
-        Nothing on other hosts, nor twice.
+        Nothing on other hosts, nor twice. Where the step is not behind the last one the run went back, on all hosts;
+        lines of before are then compared with none of after.
         """
+        if self._latest and step <= max(self._latest):
+            self._latest, self._compared, self._times_back = {}, -1, self._times_back + 1
         self._latest[step] = own
         self._latest = dict(sorted(self._latest.items())[-_LINES:])
-        distributed.post(f"{_FOLDER}/{distributed.process_index()}", json.dumps(self._latest))
+        distributed.post(f"{_FOLDER}/{distributed.process_index()}", json.dumps([self._times_back, self._latest]))
         if not distributed.is_host_zero():
             return step, {}
-        of_hosts = {int(host): json.loads(text) for host, text in distributed.posted(_FOLDER).items()}
+        put_up = {int(host): json.loads(text) for host, text in distributed.posted(_FOLDER).items()}
+        of_hosts = {host: lines if back == self._times_back else {} for host, (back, lines) in put_up.items()}
         common = set.intersection(*({int(line) for line in lines} for lines in of_hosts.values()))
         compared = max(common, default=-1)
         if len(of_hosts) < distributed.process_count() or compared <= self._compared:

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from core import distributed
 from core.training import host_figures
 from core.training.host_figures import HostFigures, Slowest
 
@@ -48,6 +49,44 @@ def test_memory_of_every_chip_of_every_host_is_written_when_it_changes():
 
 def test_what_the_runtime_does_not_say_is_left_out():
     assert host_figures.hbm_gib() == {}  # CPU devices
+
+
+@pytest.fixture
+def two_hosts(monkeypatch):
+    """`says(host, step, seconds)`: what `exchange` gives that host, of two in one process."""
+    put_up, seen, at = {}, (HostFigures(), HostFigures()), {"host": 0}
+    monkeypatch.setattr(distributed, "process_count", lambda: 2)
+    monkeypatch.setattr(distributed, "process_index", lambda: at["host"])
+    monkeypatch.setattr(distributed, "post", lambda name, text: put_up.update({name.rpartition("/")[2]: text}))
+    monkeypatch.setattr(distributed, "posted", lambda folder: put_up)
+
+    def says(host, step, seconds):
+        at["host"] = host
+        return seen[host].exchange(step, figures(step=seconds))
+
+    return says
+
+
+def test_a_run_that_goes_back_is_compared_at_once(two_hosts):
+    for step in (10, 15, 20, 25, 30):
+        two_hosts(1, step, 1.0)
+        assert two_hosts(0, step, 1.0)[0] == step
+    assert two_hosts(0, 25, 2.0) == (25, {})  # host 1 has a line of step 25, but of before
+    two_hosts(1, 25, 3.0)
+    step, found = two_hosts(0, 30, 2.0)
+    assert step == 25
+    assert [found[f"hosts/step_seconds/host_{host}"] for host in (0, 1)] == [2.0, 3.0]
+    two_hosts(1, 15, 4.0)  # back again, and ahead of host 0
+    assert two_hosts(0, 15, 5.0)[0] == 15
+
+
+def test_a_host_that_is_first_to_go_back_is_waited_for(two_hosts):
+    for step in (10, 15):
+        two_hosts(0, step, 1.0)
+        two_hosts(1, step, 1.0)
+    two_hosts(1, 10, 2.0)
+    assert two_hosts(0, 20, 1.0) == (20, {})
+    assert two_hosts(0, 10, 1.0)[1]["hosts/step_seconds/host_1"] == 2.0
 
 
 EXCHANGE = """
