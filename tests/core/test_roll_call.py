@@ -69,6 +69,7 @@ def test_the_host_that_would_run_something_else_is_named_by_all(address, odd):
     errors = finish(*(Host(address, index, 4, description=texts[index]) for index in range(4)))
     for error in errors:
         assert isinstance(error, ValueError)
+        assert "the hosts would not run the same (a minus is what the others have):" in str(error)
         assert f"\nhost {odd}: -BATCH_SIZE = 16 +BATCH_SIZE = 32\n" in str(error)
         assert "Start the same command" in str(error)
 

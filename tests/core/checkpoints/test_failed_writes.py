@@ -97,7 +97,8 @@ def test_what_cannot_begin_is_said_too(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(streams.StreamsHandler, "async_save", refuse)
         checkpoints = store.Checkpoints(str(tmp_path / "checkpoints"), keep=3)
-        with pytest.raises(writing.WriteFailedError, match=r"step 1 to .* failed: PermissionError: read-only"):
+        says = r"saving the checkpoint of step 1 to .* failed: PermissionError: read-only"
+        with pytest.raises(writing.WriteFailedError, match=says):
             checkpoints.save(1, state=state, data={}, meta={})
     checkpoints.wait()  # nothing is under way
 

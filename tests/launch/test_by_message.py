@@ -1,0 +1,81 @@
+"""The table of messages in launch/README.md: the named test looks for each, so none outlives its wording."""
+
+import ast
+import re
+
+import pytest
+
+from launch.environment import WORKSPACE as ROOT
+
+HEAD = "| message | what it means, and what to do | shown by |\n|---|---|---|\n"
+ROW = re.compile(r"\| `(.+?)` \| .+ \| `(tests/[\w/]+\.py)` \|")
+CHANGES = re.compile(
+    r"\d[\d.]*(?: s\b)?|/\S+"
+)  # numbers, with their seconds, and paths: of an example, not of the message
+FEWEST_LETTERS = 10
+
+
+def lines():
+    page = (ROOT / "launch/README.md").read_text()
+    return page.split(HEAD)[1].split("\n\n")[0].splitlines()
+
+
+def fixed_parts(message):
+    """Of what stands between two `…`, that with the most letters, as the pieces that are in every such message."""
+    stretches = re.sub(r"\([^()]*\)", "0", message).split("…")
+    pieces = [[piece for cut in CHANGES.split(s) if (piece := cut.strip(" :;,."))] for s in stretches]
+    return max(pieces, key=letters)
+
+
+def letters(pieces):
+    return sum(character.isalpha() for piece in pieces for character in piece)
+
+
+def texts(path):
+    """Every text in a Python file, joined where it is written in parts, without the backslashes of patterns."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+        if isinstance(node, ast.JoinedStr):
+            found.append("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))
+    return [re.sub(r"\\(.)", r"\1", text) for text in found]
+
+
+def is_shown(message, path):
+    """Whether one line of a text in the file has the fixed parts of the message, in their order."""
+    pattern = re.compile(".*".join(map(re.escape, fixed_parts(message))))
+    return any(pattern.search(text) for text in texts(path))
+
+
+@pytest.mark.covers("X14")
+@pytest.mark.parametrize("line", lines(), ids=lambda line: line[3:40])
+def test_a_message_is_one_that_its_test_looks_for(line):
+    row = ROW.fullmatch(line)
+    assert row, "expected: | `message` | what it means | `tests/….py` |"
+    message, test = row.groups()
+    assert letters(fixed_parts(message)) >= FEWEST_LETTERS, f"nothing by which to know {message!r}"
+    assert (ROOT / test).is_file()
+    assert is_shown(message, ROOT / test), f"no text of {test} has {' … '.join(fixed_parts(message))!r}"
+
+
+def test_there_is_a_message_for_each_way_to_end():
+    assert len(lines()) >= 20
+    assert len(set(lines())) == len(lines())
+
+
+@pytest.mark.parametrize(
+    ("message", "parts"),
+    [
+        ("waited 300 s at … for 4 hosts; missing: host 2 (10.0.0.4)", ["for", "hosts; missing: host"]),
+        ("process 4711 holds /dev/accel0: …", ["process", "holds"]),
+        ("host 2 (…) has been silent for 20 s", ["host", "has been silent for"]),
+    ],
+)
+def test_what_changes_from_case_to_case_is_no_part_of_a_message(tmp_path, message, parts):
+    assert fixed_parts(message) == parts
+    test = tmp_path / "test_x.py"
+    test.write_text(f"says = rf'{' {number} '.join(parts)} '\n")
+    assert is_shown(message, test)
+    test.write_text(f"says = '{' … '.join(parts[:-1])}'  # {' '.join(parts)}\n")
+    assert not is_shown(message, test)
