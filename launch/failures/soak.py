@@ -7,6 +7,7 @@ step   500  host 0  1.31 GiB  212 arrays of 3.1 MiB  41 files  38 threads
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -56,7 +57,7 @@ class Sampler(Hook):
 def sample(step: int) -> Sample:
     """What this process holds now."""
     alive = jax.live_arrays()
-    held = sum(shard.data.nbytes for array in alive for shard in array.addressable_shards)
+    held = sum(map(_bytes_here, alive))
     return Sample(
         step,
         _own_memory_bytes(),
@@ -65,6 +66,12 @@ def sample(step: int) -> Sample:
         sum(1 for _ in Path("/proc/self/fd").iterdir()),
         threading.active_count(),
     )
+
+
+def _bytes_here(array: jax.Array) -> int:
+    """Of its shards on this process's devices; to look at a shard makes an array of it, which would be counted."""
+    at = array.sharding
+    return math.prod(at.shard_shape(array.shape)) * array.dtype.itemsize * len(at.addressable_devices)
 
 
 def _own_memory_bytes() -> int:

@@ -43,7 +43,7 @@ def _row(outcome: Outcome) -> str:
 
 def _of_flips(flips: Flips) -> str:
     count = flips.refused + flips.harmless + len(flips.wrong)
-    said = f"{flips.refused} refused, {flips.harmless} without effect, {len(flips.wrong)} unnoticed"
+    said = f"{flips.refused} refused, {flips.harmless} without effect, {len(flips.wrong)} neither"
     return (
         f"| one bit flipped in a checkpoint's files, {count} times | – | – | {said} | – | – | {_yes(not flips.wrong)} |"
     )

@@ -40,9 +40,9 @@ def undisturbed(tmp_path_factory):
 
 
 def truncate_newest(run_dir):
-    files = (p for p in (run_dir / "checkpoints" / "8" / "state").rglob("*") if p.is_file())
+    files = (run_dir / "checkpoints" / "8" / "state").glob("**/d/*")  # those with arrays in them
     file = max(files, key=lambda p: p.stat().st_size)
-    file.write_bytes(file.read_bytes()[:-9])
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
 @pytest.mark.parametrize(
