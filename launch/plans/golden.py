@@ -20,6 +20,7 @@ from core import paths, slices
 from core.slices import GIB
 from launch import configuration, environment
 from launch.experiment import Experiment
+from launch.plans import records
 from parallel import analysis, compiled
 from parallel.planning import cost, label
 from parallel.planning.cost import StepTime
@@ -28,15 +29,8 @@ FOLDER = environment.WORKSPACE / "tests" / "golden"
 _GIN = environment.WORKSPACE / "gin"
 _NO_EXPERIMENTS = ("defaults.gin",)
 _PACKAGES = ("jax", "jaxlib", "libtpu")
-# Statements that change what is trained on, when, and how fast the rate falls, but nothing that a step costs.
-_COSTLESS = (
-    r"CHECKPOINT_INTERVAL|DATA|EVAL_BATCHES|EVAL_INTERVAL|KEEP_CHECKPOINTS|LEARNING_RATE|LOG_INTERVAL|NUM_STREAMS"
-    r"|PROFILE_STEPS|PROMPT|SEED|TASK|TOTAL_STEPS|VALIDATION_DATA|VOCABULARY|WARMUP_STEPS"
-    r"|experiment\.Experiment\.(compare_interval|compile_limit_seconds|step_limit_seconds)"
-)
-
-# With `skip` a step looks at what it may have to leave out; the others change nothing in it.
-_UNCHANGED = r"experiment\.Experiment\.non_finite = '(stop|roll_back)'"
+# A learning rate, and what a schedule takes: they change how fast a step learns, not what it costs.
+_RATE = re.compile(rf"\w+\.\w+\.learning_rate = .*|\w+\.({'|'.join(sorted(records.SCHEDULES))})\.\w+ = .*")
 
 
 def files() -> dict[str, str]:
@@ -75,25 +69,21 @@ def difference(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -
 
 
 def fingerprint(config_text: str, experiment: Experiment) -> str:
-    """Equal for configurations whose steps cost the same: 16 hexadecimal digits.
+    """Equal for configurations whose steps cost the same, however they are written: 16 hexadecimal digits.
 
-    Of the canonical text it leaves out what `_COSTLESS` lists and what only concerns data, whose shapes it takes; the
-    model and the layout it takes as built, so that a rehearsal with small sizes is something else.
+    What costs something it takes as built, so that a rehearsal with small sizes is something else; of the statements
+    that make the optimizer it leaves out the learning rate.
     """
-    tasks = "|".join(re.findall(r"(?m)^from tasks import (\w+)$", config_text)) or "tasks"
-    free = re.compile(rf"from tasks import .*|({tasks})\..*|({_COSTLESS}) = .*|.* = %({_COSTLESS})|{_UNCHANGED}")
-    counted = [line for line in config_text.splitlines() if line and not free.fullmatch(line)]
-    spec = experiment.task.spec(experiment.batch_size)
-    counted += [f"{name} {array.shape} {array.dtype}" for name, array in sorted(spec.items())]
-    counted += [repr(experiment.model), repr(experiment.strategy), experiment.slice]
-    return hashlib.sha256("\n".join(counted).encode()).hexdigest()[:16]
+    costs = records.costing(experiment, config_text)
+    costs["optimizer"] = [line for line in costs["optimizer"] if not _RATE.fullmatch(line)]
+    return hashlib.sha256("\n".join(f"{name}: {value!r}" for name, value in costs.items()).encode()).hexdigest()[:16]
 
 
 def find(config_text: str, experiment: Experiment) -> dict[str, Any] | None:
     """The record of an experiment that costs what this one does; None where nothing is recorded of it."""
     wanted = fingerprint(config_text, experiment)
-    records = (json.loads(file.read_text()) for file in sorted(FOLDER.glob("*.json")))
-    return next((record for record in records if record["fingerprint"] == wanted), None)
+    recorded = (json.loads(file.read_text()) for file in sorted(FOLDER.glob("*.json")))
+    return next((record for record in recorded if record["fingerprint"] == wanted), None)
 
 
 def is_current(name: str) -> bool:

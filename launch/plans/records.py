@@ -1,8 +1,8 @@
 """What compiling a candidate said, as a small JSON file, and where such files are kept.
 
-A record belongs to a program, so its key is what makes one: slice, model, tables, shapes of a batch, optimizer, the
-compiler's options, and the versions of jax, jaxlib and libtpu. Paths to data, learning rates and lengths of runs are
-left out: another bucket is the same program.
+A record belongs to a program, so its key is what makes one: slice, model, tables, shapes of a batch, optimizer, modules
+of the user's own, the compiler's options, and the versions of jax, jaxlib and libtpu. Paths to data, learning rates and
+lengths of runs are left out: another bucket is the same program.
 
 There are two places. A user's own cache is also keyed by the text of the source files that make a program, so that an
 edit compiles anew. `launch/plans/compiled/` is committed, for the experiments that are shipped, and is not: every
@@ -16,13 +16,17 @@ import dataclasses
 import functools
 import hashlib
 import importlib.metadata
+import inspect
 import json
 import re
-from collections.abc import Iterator, Mapping
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from core import paths
+from core.optimizers import schedules
 from core.slices import GIB
 from launch import environment
 from launch.environment import WORKSPACE
@@ -38,6 +42,14 @@ _FOLDERS = ("core", "models", "parallel")
 _NO_PART = ("agreement.py", "recording.py", "report.py", "lints.py", "candidates.py", "arithmetic.py", "placed.py")
 _BESIDE = ("checkpoints", "metrics", "training", "watch")
 _PACKAGES = ("jax", "jaxlib", "libtpu")
+
+# Of `core.optimizers`: they give a step its rate, and cost nothing.
+SCHEDULES = frozenset(name for name, value in vars(schedules).items() if inspect.isfunction(value) and name[0] != "_")
+_OURS = tuple(WORKSPACE / name for name in ("core", "launch", "models", "parallel", "tasks"))
+_INSTALLED = {"site-packages", "dist-packages"}
+_IMPORT = re.compile(r"(?:from (?P<package>\S+) )?import (?P<name>[\w.]+)(?: as (?P<alias>\w+))?")
+_STATEMENT = re.compile(r"(?:\S+/)?([\w.]+)\.\w+ = .*")
+_REFERENCE = re.compile(r"@(?:[\w./]+/)?([\w.]+)")
 
 COMPILED, TOO_MUCH, REFUSED, FAILED = "compiled", "too much HBM", "refused", "failed"
 
@@ -87,7 +99,18 @@ def from_json(plain: Mapping[str, Any], *, is_committed: bool = False) -> Record
 
 
 def program_text(experiment: Experiment, config: LoadedConfig) -> str:
-    """All that makes the program of a training step, equal for two experiments exactly if theirs are one."""
+    """All that makes the program of a training step, equal for two experiments exactly if theirs are one.
+
+    Of modules that are the user's own it has digests of their files.
+    """
+    parts = costing(experiment, config.text)
+    if own := _own_modules(experiment, config.text):
+        parts["own modules"] = own
+    return "\n".join(f"{name}: {value!r}" for name, value in parts.items())
+
+
+def costing(experiment: Experiment, config_text: str) -> dict[str, Any]:
+    """What of an experiment makes the program of its training step, as built; the optimizer as it is written."""
     spec = {k: (s.shape, str(s.dtype)) for k, s in sorted(experiment.task.spec(experiment.batch_size).items())}
     parts = {
         "slice": experiment.slice,
@@ -96,19 +119,74 @@ def program_text(experiment: Experiment, config: LoadedConfig) -> str:
         "batch": spec,
         "accum_steps": experiment.accum_steps,
         "gather_once": experiment.gather_once,
-        "optimizer": _optimizer(config),
+        "optimizer": _optimizer(config_text),
     }
     if experiment.non_finite == "skip":  # the one choice of these that is part of the program
         parts["non_finite"] = experiment.non_finite
-    return "\n".join(f"{name}: {value!r}" for name, value in parts.items())
+    return parts
 
 
-def _optimizer(config: LoadedConfig) -> list[str]:
-    """Its statements with macros unfilled: a learning rate by that name may be any."""
-    lines = config.text.splitlines()
-    home = re.compile(r"from core import optimizers(?: as (\w+))?|import core\.optimizers")
-    symbols = {found[1] or "optimizers" for line in lines if (found := home.fullmatch(line))}
-    return [line for line in lines if line.startswith("OPTIMIZER =") or line.partition(".")[0] in symbols]
+def imports(config_text: str) -> dict[str, str]:
+    """The modules that a canonical configuration imports, by the symbols that it has for them."""
+    found = {}
+    for said in filter(None, map(_IMPORT.fullmatch, config_text.splitlines())):
+        found[said["alias"] or said["name"]] = ".".join(filter(None, (said["package"], said["name"])))
+    return found
+
+
+def _optimizer(config_text: str) -> list[str]:
+    """Its statements with macros unfilled: a learning rate by that name may be any.
+
+    All of `core.optimizers`, and of every constructor that the optimizer leads to, wherever it is from. Schedules of
+    ours in a scope are left out: they change no program.
+    """
+    lines, symbols = config_text.splitlines(), imports(config_text)
+    ours = {symbol for symbol, module in symbols.items() if module == "core.optimizers"}
+    roots = {symbol for symbol, module in symbols.items() if module == Experiment.__module__}
+    bound = ("OPTIMIZER =", *(f"{root}.Experiment.optimizer = @" for root in roots))
+    others = _reached(lines, bound) - {f"{symbol}.{name}" for symbol in ours for name in SCHEDULES}
+    return [
+        line
+        for line in lines
+        if line.startswith(bound) or line.partition(".")[0] in ours or _constructor(line) in others
+    ]
+
+
+def _reached(lines: Sequence[str], bound: tuple[str, ...]) -> set[str]:
+    """The constructors that statements with these beginnings lead to."""
+    values, found = [line for line in lines if line.startswith(bound)], set()
+    while values:
+        new = {name for value in values for name in _REFERENCE.findall(value)} - found
+        found |= new
+        values = [line for line in lines if _constructor(line) in new]
+    return found
+
+
+def _constructor(line: str) -> str:
+    """`optimizers.adamw` of `scope/optimizers.adamw.b1 = 0.9`."""
+    said = _STATEMENT.fullmatch(line)
+    return said[1] if said else ""
+
+
+def _own_modules(experiment: Experiment, config_text: str) -> dict[str, str]:
+    """Digests of the files of modules that a configuration names and that are neither ours nor installed, by name.
+
+    Also where what it names is defined, and the model; what these modules import themselves is not looked at.
+    """
+    names = {type(experiment.model).__module__}
+    for symbol, module in imports(config_text).items():
+        named = re.findall(rf"(?<![\w.]){symbol}\.(\w+)", config_text)
+        members = (getattr(sys.modules.get(module), name, None) for name in named)
+        names |= {module, *(getattr(member, "__module__", module) for member in members)}
+    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
+    own = {name: Path(file).resolve() for name, file in sorted(files.items()) if file}
+    return {n: hashlib.sha256(f.read_bytes()).hexdigest()[:16] for n, f in own.items() if not _is_known(f)}
+
+
+def _is_known(file: Path) -> bool:
+    """Whether a source file is ours, whose text stands in `sources_digest`, or of a package with a version."""
+    installed = _INSTALLED & set(file.parts) or file.is_relative_to(sysconfig.get_path("stdlib"))
+    return bool(installed) or any(file.is_relative_to(folder) for folder in _OURS)
 
 
 @functools.cache
@@ -131,7 +209,7 @@ def key(text: str, *, sources: str = "") -> str:
     """Names a record.
 
     Args:
-      text: `program_text`, with what else it depends on, such as modules of the user's own.
+      text: `program_text`.
       sources: `sources_digest()`; nothing in the committed place.
     """
     parts = [str(FORMAT), text, json.dumps(versions(), sort_keys=True), repr(sorted(compiler_options.OPTIONS.items()))]
@@ -148,18 +226,32 @@ class Store:
     def __init__(self, folder: Path | None = None, *, with_committed: bool = True):
         self.folder = folder or user_folder()
         self._committed = COMMITTED if with_committed else None
+        self._unreadable: set[Path] = set()
 
     def find(self, text: str) -> Record | None:
         """The record of a program; None where it was not compiled yet."""
-        mine = self.path(text)
-        if mine.is_file():
-            return from_json(json.loads(mine.read_text()))
+        mine = self._read(self.path(text))
+        if mine is not None:
+            return mine
         plain = self._shipped.get(key(text))
         return from_json(plain, is_committed=True) if plain else None
 
     def path(self, text: str) -> Path:
         """Where the record of a program is kept for this user."""
         return self.folder / f"{key(text, sources=sources_digest())}.json"
+
+    def _read(self, file: Path) -> Record | None:
+        """A record of the user's; one that cannot be read is told of once, and is as good as none."""
+        try:
+            return from_json(json.loads(file.read_text()))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            if file not in self._unreadable:
+                self._unreadable.add(file)
+                said = f"{type(error).__name__}: {error}"
+                print(f"warning: {file} is no record of a plan ({said}); taken as missing", file=sys.stderr)
+            return None
 
     def keep(self, text: str, record: Record) -> None:
         """Writes a record, whole or not at all."""
@@ -183,8 +275,9 @@ def write(path: Path, plain: Any) -> None:
 
 
 def ship(path: Path, found: Iterator[tuple[str, Record]]) -> None:
-    """Writes the records of a plan to be committed, by key."""
-    write(path, {"records": {key(text): record.as_json() for text, record in found}})
+    """Writes the records of a plan to be committed, by key; what failed says nothing of a program."""
+    kept = {key(text): record.as_json() for text, record in found if record.status != FAILED}
+    write(path, {"records": kept})
 
 
 def gib_of(written: str) -> float:

@@ -42,3 +42,9 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(records, "COMMITTED", tmp_path / "nothing")
     return records.Store()
+
+
+@pytest.fixture
+def keep(cache):
+    """`keep(text, record)`: as a worker leaves it in the cache."""
+    return lambda text, record: records.write(cache.path(text), record.as_json())

@@ -36,6 +36,18 @@ def test_every_experiment_file_has_a_name():
         "PROMPT = 'a'",
         "NUM_STREAMS = 16",
         "experiment.Experiment.non_finite = 'roll_back'",
+        "experiment.Experiment.wandb_project = 'mine'",
+        "experiment.Experiment.memory_profile_steps = (10,)",
+        "experiment.Experiment.log_interval = 7",
+        "experiment.Experiment.seed = 7",
+        "experiment.Experiment.keep_checkpoints = 7",
+        "experiment.Experiment.total_steps = 7",
+        "experiment.Experiment.gather_once = False",  # as it is
+        "optimizers.warmup_cosine.peak = 1e-5",
+        "optimizers.warmup_cosine.total_steps = 9000",
+        "optimizers.adamw.learning_rate = @optimizers.warmup_linear()\noptimizers.warmup_linear.peak = 1.0\n"
+        "optimizers.warmup_linear.warmup_steps = 1\noptimizers.warmup_linear.total_steps = 9",
+        "strategies.fsdp.fsdp = -1",  # as it is: a plan's winner says every degree
     ],
 )
 def test_what_costs_nothing_is_not_in_the_fingerprint(binding):
@@ -53,6 +65,7 @@ def test_what_costs_nothing_is_not_in_the_fingerprint(binding):
         "include 'gin/strategies/hsdp.gin'",
         "include 'gin/optimizers/lion.gin'",
         "experiment.Experiment.gather_once = True",
+        "optimizers.adamw.clip_norm = None",
         "experiment.Experiment.non_finite = 'skip'",
     ],
 )

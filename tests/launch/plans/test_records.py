@@ -1,11 +1,18 @@
 """A record is found by what makes a program, and by nothing else."""
 
+import ast
 import dataclasses
 import json
+import sys
+import uuid
 
 import pytest
 
-from launch.plans import planning, records
+from launch import configuration
+from launch.experiment import Experiment
+from launch.plans import golden, planning, records
+from parallel import strategies
+from tasks import synthetic
 
 BINDINGS = {
     "TOTAL_STEPS = 7000": True,
@@ -28,6 +35,140 @@ def test_only_what_makes_a_program_names_its_record(question, binding, same):
     assert (texts[0] == texts[1]) is same
 
 
+# Every field of an experiment with another value, and whether the program of a step is another with it.
+FIELDS = {
+    "slice": ("v4-16", True),
+    "strategy": (strategies.data_parallel(), True),
+    "model": (None, True),
+    "task": (synthetic.random_tokens(vocab_size=32000, length=64, num_streams=16), True),
+    "batch_size": (64, True),
+    "accum_steps": (2, True),
+    "gather_once": (True, True),
+    "non_finite": ("skip", True),
+    "total_steps": (7, False),
+    "seed": (5, False),
+    "log_interval": (3, False),
+    "eval_interval": (3, False),
+    "eval_batches": (3, False),
+    "checkpoint_interval": (3, False),
+    "keep_checkpoints": (7, False),
+    "profile_steps": ((4,), False),
+    "memory_profile_steps": ((4,), False),
+    "prompt": ("x", False),
+    "wandb_project": ("x", False),
+    "step_limit_seconds": (3.0, False),
+    "compile_limit_seconds": (1e6, False),
+    "compare_interval": (7, False),
+}
+
+
+def test_every_field_of_an_experiment_is_known_to_make_a_program_or_not():
+    """A new field costs something or it does not: its row above says which. The optimizer counts as it is written."""
+    assert {*FIELDS, "optimizer"} == {field.name for field in dataclasses.fields(Experiment)}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_what_costs_nothing_names_neither_records_nor_fingerprints(question, field):
+    value, costs = FIELDS[field]
+    other = dataclasses.replace(question.experiment, **{field: value})
+    texts = [records.program_text(e, question.config) for e in (question.experiment, other)]
+    assert (texts[0] != texts[1]) is costs
+    prints = [golden.fingerprint(question.config.text, e) for e in (question.experiment, other)]
+    assert (prints[0] != prints[1]) is costs
+
+
+OWN = """
+import optax
+from core import optimizers
+from models import transformer
+
+class Mine(transformer.Transformer):
+    pass
+
+def sgd(*, momentum: float = 0.9, inner: float = 0.0, learning_rate) -> optimizers.Optimizer:
+    return optimizers.Optimizer(optax.sgd(1e-3, momentum=momentum), learning_rate)
+
+def factor(*, by: float = 1.0) -> float:
+    return by
+"""
+OWN_GIN = """
+from __gin__ import dynamic_registration
+from core import optimizers
+from models import transformer
+import {module}
+
+include 'gin/quickstart.gin'
+
+MODEL = @{module}.Mine()
+{sizes}
+OPTIMIZER = @{module}.sgd()
+{module}.sgd.learning_rate = @optimizers.warmup_cosine()
+{module}.sgd.inner = @in/{module}.factor()
+in/{module}.factor.by = 2.0
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """`own(*bindings) -> program_text` of an experiment with a model and an optimizer of its own; and their file."""
+    module = f"own_{uuid.uuid4().hex[:8]}"
+    source, file = tmp_path / f"{module}.py", tmp_path / "own.gin"
+    source.write_text(OWN)
+    loaded = configuration.load("gin/quickstart.gin").text.splitlines()
+    sizes = [line.replace("transformer.Transformer", f"{module}.Mine") for line in loaded if "mer.Transformer." in line]
+    file.write_text(OWN_GIN.format(module=module, sizes="\n".join(sizes)))
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def text(*bindings):
+        config = configuration.load(str(file), bindings=[b.replace("own.", f"{module}.") for b in bindings])
+        return records.program_text(config.build(), config)
+
+    yield text, source
+    sys.modules.pop(module, None)
+
+
+def test_a_module_of_one_s_own_that_is_edited_makes_another_program(own):
+    text, source = own
+    before = text()
+    assert text() == before
+    source.write_text(OWN + "# edited\n")
+    assert text() != before
+
+
+def test_ours_and_what_is_installed_is_not_among_modules_of_one_s_own(question, own):
+    assert "own modules" not in records.program_text(question.experiment, question.config)
+    (said,) = [line for line in own[0]().splitlines() if line.startswith("own modules: ")]
+    assert list(ast.literal_eval(said.removeprefix("own modules: "))) == [own[1].stem]
+
+
+@pytest.mark.parametrize("binding", ["own.sgd.momentum = 0.5", "in/own.factor.by = 3.0"])
+def test_arguments_of_an_optimizer_of_one_s_own_count(own, binding):
+    text, _ = own
+    assert text(binding) != text()
+    assert text("LEARNING_RATE = 0.5") == text()
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "{}", '{"status": "compiled"}', '{"status": "compiled", "time": {"x": 1}}']
+)
+def test_a_record_that_cannot_be_read_is_told_of_once_and_taken_as_missing(tried, cache, capsys, content):
+    one = next(t for t in tried if not t.reason)
+    file = cache.path(one.text)
+    file.parent.mkdir(parents=True)
+    file.write_text(content)
+    assert cache.find(one.text) is cache.find(one.text) is None
+    said = capsys.readouterr().err
+    assert said.count(f"warning: {file} is no record of a plan") == 1
+    assert "taken as missing" in said
+
+
+def test_what_failed_is_not_shipped(tmp_path, tried, compiled_as):
+    first, second = [one for one in tried if not one.reason][:2]
+    failed = records.Record(records.FAILED, reason="no luck")
+    records.ship(tmp_path / "x.json", iter([(first.text, compiled_as(first)), (second.text, failed)]))
+    assert list(json.loads((tmp_path / "x.json").read_text())["records"]) == [records.key(first.text)]
+
+
 def test_another_slice_is_another_program(question):
     other = planning.ask(question.path, slice_name="v4-16")
     assert records.program_text(other.experiment, other.config) != records.program_text(
@@ -35,18 +176,18 @@ def test_another_slice_is_another_program(question):
     )
 
 
-def test_a_record_is_what_was_written(tried, compiled_as, cache):
+def test_a_record_is_what_was_written(tried, compiled_as, cache, keep):
     one = next(t for t in tried if not t.reason)
     record = compiled_as(one)
     assert cache.find(one.text) is None
-    cache.keep(one.text, record)
+    keep(one.text, record)
     assert cache.find(one.text) == record
     assert [p.name.startswith(".") for p in cache.folder.iterdir()] == [False]
 
 
-def test_other_versions_and_edited_sources_know_nothing(tried, compiled_as, cache, monkeypatch):
+def test_other_versions_and_edited_sources_know_nothing(tried, compiled_as, cache, keep, monkeypatch):
     one = next(t for t in tried if not t.reason)
-    cache.keep(one.text, compiled_as(one))
+    keep(one.text, compiled_as(one))
     with monkeypatch.context() as patched:
         patched.setattr(records, "versions", lambda: {"libtpu": "0"})
         assert cache.find(one.text) is None
