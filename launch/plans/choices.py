@@ -12,6 +12,7 @@ import re
 
 from launch.experiment import Experiment
 from launch.gin_config import LoadedConfig
+from launch.plans import records
 from parallel.planning.candidates import Candidate, Layout
 
 _IMPORT = re.compile(r"(?:from \S+ )?import (?P<name>\w+)(?: as (?P<alias>\w+))?")
@@ -28,8 +29,10 @@ class Writer:
     def __init__(self, config: LoadedConfig, experiment: Experiment):
         self._experiment = experiment
         lines = config.text.splitlines()
-        values = dict(line.split(" = ", 1) for line in lines if " = " in line)
-        value = values.get("experiment.Experiment.model", "")
+        symbols = {module: symbol for symbol, module in records.imports(config.text).items()}
+        self._home = f"{symbols.get(Experiment.__module__, '')}.Experiment"
+        self._values = values = dict(line.split(" = ", 1) for line in lines if " = " in line)
+        value = values.get(f"{self._home}.model", "")
         while value.startswith("%"):
             value = values.get(value[1:], "")
         called = re.fullmatch(r"@([\w.]+)\(\)", value)
@@ -42,10 +45,18 @@ class Writer:
         if candidate.remat not in (None, getattr(self._experiment.model, "remat", None)):
             said += [self._model_import, f"{self.remat_home}.remat = {candidate.remat!r}"]
         if candidate.accum_steps != self._experiment.accum_steps:
-            said.append(f"ACCUM_STEPS = {candidate.accum_steps}")
+            said += self._field("accum_steps", candidate.accum_steps)
         if candidate.batch_size != self._experiment.batch_size:
-            said.append(f"BATCH_SIZE = {candidate.batch_size}")
+            said += self._field("batch_size", candidate.batch_size)
+            said += self._field("total_steps", total_steps(self._experiment, candidate.batch_size))
         return said
+
+    def _field(self, field: str, value: int) -> list[str]:
+        """Gives a field of the experiment a value: by its macro where it has that, for others may refer to it too."""
+        macro = field.upper()
+        if self._values.get(f"{self._home}.{field}") == f"%{macro}":
+            return [f"{macro} = {value}"]
+        return ["from launch import experiment", f"experiment.Experiment.{field} = {value}"]
 
     def file(self, candidate: Candidate, header: list[str]) -> str:
         """A gin file to include behind the others."""
@@ -54,6 +65,11 @@ class Writer:
         rest = [s for s in said if s not in imports]
         comment = [f"# {line}" for line in header]
         return "\n".join([*comment, "from __gin__ import dynamic_registration", *imports, "", *rest]) + "\n"
+
+
+def total_steps(experiment: Experiment, batch_size: int) -> int:
+    """Steps of so many rows that see all the tokens that the experiment is to see, whole batches of them."""
+    return -(-experiment.total_steps * experiment.batch_size // batch_size)
 
 
 def apply(experiment: Experiment, candidate: Candidate) -> Experiment:
@@ -67,6 +83,7 @@ def apply(experiment: Experiment, candidate: Candidate) -> Experiment:
         strategy=candidate.layout.strategy() if candidate.layout else experiment.strategy,
         accum_steps=candidate.accum_steps,
         batch_size=candidate.batch_size,
+        total_steps=total_steps(experiment, candidate.batch_size),
     )
 
 

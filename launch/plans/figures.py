@@ -26,7 +26,7 @@ class Figures(NamedTuple):
       used_bytes, free_bytes: HBM of a chip at the peak.
       time: of a step.
       step_seconds, tokens_per_second, mfu, hours: pairs; mfu None where the model does not say its FLOPs.
-      scheduled_seconds: with that hidden which the compiler put beside computation.
+      scheduled_seconds: with that hidden which the compiler put beside computation; None where nothing was compiled.
       bubble: share of a pipeline's time.
       compile_seconds: None where nothing was compiled.
       is_as_written: whether it is the experiment itself.
@@ -41,7 +41,7 @@ class Figures(NamedTuple):
     tokens_per_second: Pair
     mfu: Pair | None
     hours: Pair
-    scheduled_seconds: float
+    scheduled_seconds: float | None
     bubble: float
     compile_seconds: float | None
     is_as_written: bool
@@ -69,8 +69,8 @@ def of(question: Question, tried: Tried, record: Record | None = None) -> Figure
         step_seconds=seconds,
         tokens_per_second=_each(lambda s: tokens / s, seconds),
         mfu=_each(lambda s: cost.mfu(flops, seconds=s, slice=slice_), seconds) if flops else None,
-        hours=_each(lambda s: s * question.total_tokens / tokens / 3600, seconds),
-        scheduled_seconds=time.scheduled,
+        hours=_each(lambda s: s * question.steps(rows) / 3600, seconds),
+        scheduled_seconds=time.scheduled if record else None,
         bubble=record.bubble if record else tried.estimate.bubble,
         compile_seconds=record.compile_seconds if record else None,
         is_as_written=tried.is_as_written,

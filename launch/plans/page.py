@@ -30,6 +30,7 @@ _HEADINGS = (
     ("HBM GiB", "number"),
     ("free", "number"),
     ("step, s", "number"),
+    ("scheduled", "number"),
     ("tokens/s", "number"),
     ("MFU, %", "number"),
     ("bubble", "number"),

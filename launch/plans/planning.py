@@ -25,6 +25,7 @@ from parallel.planning.candidates import Candidate
 from parallel.planning.placed import Facts, Placed, Refused, Step
 
 QUICK, USUAL = 10, 16  # candidates that compile
+_RUNGS = (1.0, 1.05, 1.1)  # of what a chip has; arithmetic is 8 % off at most where it was held against the compiler
 _SAME_MESH = 3  # of the first N, at most 1 in so many more have one mesh, while others are left
 
 
@@ -81,6 +82,10 @@ class Question:
         """What the experiment trains on, whatever the batch."""
         return self.experiment.total_steps * self.experiment.batch_size * self.tokens_per_row
 
+    def steps(self, batch_size: int) -> int:
+        """How many of so many rows train on all of it: what a run with the candidate's bindings makes."""
+        return choices.total_steps(self.experiment, batch_size)
+
     def flops(self, batch_size: int) -> float:
         """Of a step, recomputation not counted; 0 where the model does not say."""
         model = self.experiment.model
@@ -93,7 +98,7 @@ def ask(path: str, *, slice_name: str, bindings: Sequence[str] = (), batch_sizes
     """Loads the experiment that a plan is for.
 
     Raises:
-      ValueError: an unknown slice, a mistake in the configuration, a batch size below 1.
+      ValueError: an unknown slice, a mistake in the configuration, a batch size below 1 or too large.
     """
     slice_ = slices.get(slice_name)
     config = configuration.load(path, bindings=bindings, slice_name=slice_name)
@@ -102,7 +107,22 @@ def ask(path: str, *, slice_name: str, bindings: Sequence[str] = (), batch_sizes
         if size < 1:
             raise ValueError(f"--batch {size}: expected at least 1 row")
     sizes = tuple(dict.fromkeys(batch_sizes)) or (experiment.batch_size,)
-    return Question(path, config, experiment, tuple(bindings), slice_, sizes)
+    asked = Question(path, config, experiment, tuple(bindings), slice_, sizes)
+    _check_lengths(asked)
+    return asked
+
+
+def _check_lengths(question: Question) -> None:
+    """Raises ValueError for a batch with which so few steps are left that the experiment refuses them."""
+    own = question.experiment
+    writer = choices.Writer(question.config, own)
+    for size in set(question.batch_sizes) - {own.batch_size}:
+        said = writer.bindings(Candidate(None, None, own.accum_steps, size))
+        try:
+            bindings = [*question.bindings, *said]
+            configuration.load(question.path, bindings=bindings, slice_name=question.slice.name).build()
+        except ValueError as error:
+            raise ValueError(f"--batch {size}, {question.steps(size)} steps for as many tokens: {error}") from error
 
 
 def consider(question: Question, *, only: Sequence[str] = ()) -> list[Tried]:
@@ -209,6 +229,16 @@ def order(tried: Sequence[Tried], *, wanted: int) -> Iterator[Tried]:
         else:
             later.append(one)
     yield from later
+
+
+def beyond(tried: Sequence[Tried], *, usable_bytes: float) -> list[Tried]:
+    """Of those that arithmetic refuses for their memory the nearest to what a chip has, and to 5 and 10 % more.
+
+    Compiled, they show where HBM ends, and whether arithmetic was right to refuse them; the last is far enough above.
+    """
+    sized = sorted(((t.estimate.peak_bytes, t) for t in tried if t.estimate), key=lambda pair: pair[0])
+    rungs = (next((t for peak, t in sized if peak > usable_bytes * rung), None) for rung in _RUNGS)
+    return list({t.text: t for t in rungs if t is not None}.values())
 
 
 def winner(found: Sequence[tuple[Tried, Record]]) -> tuple[Tried, Record] | None:

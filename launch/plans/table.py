@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 from collections.abc import Sequence
 
 from rich import box
@@ -24,6 +25,7 @@ _HEADINGS = (
     ("HBM GiB", "right"),
     ("free", "right"),
     ("step s", "right"),
+    ("scheduled", "right"),
     ("tokens/s", "right"),
     ("MFU %", "right"),
     ("bubble", "right"),
@@ -31,16 +33,21 @@ _HEADINGS = (
     ("hours", "right"),
     ("compiled in s", "right"),
 )
+_OF_COMPILED = ("scheduled", "compiled in s")
 
 
 def show(rows: Sequence[Figures], *, title: str, label: str) -> None:
-    """Prints ranked rows; pairs read from all traffic hidden to none."""
+    """Prints ranked rows; pairs read from all traffic hidden to none.
+
+    `scheduled` are the seconds of a step with that traffic hidden which the compiler hid: what rows are ranked by.
+    """
     table = Table(box=box.MARKDOWN, title=title, title_justify="left")
     compiled = any(row.compile_seconds is not None for row in rows)
-    for heading, justify in _HEADINGS[: None if compiled else -1]:
+    shown = [compiled or heading not in _OF_COMPILED for heading, _ in _HEADINGS]
+    for heading, justify in itertools.compress(_HEADINGS, shown):
         table.add_column(heading, justify=justify, no_wrap=heading not in ("layout", "sent, GiB a chip and step"))
     for number, row in enumerate(rows, 1):
-        table.add_row(str(number), *cells(row)[: None if compiled else -1])
+        table.add_row(*itertools.compress([str(number), *cells(row)], shown))
     Console(width=WIDTH).print(table)
     print(f"{label}.")
 
@@ -53,6 +60,7 @@ def cells(row: Figures) -> list[str]:
         f"{row.used_bytes / GIB:.2f}",
         f"{row.free_bytes / GIB:.2f}",
         between(row.step_seconds, "{:.3g}"),
+        "–" if row.scheduled_seconds is None else f"{row.scheduled_seconds:.3g}",
         between(row.tokens_per_second, "{:,.0f}"),
         between(row.mfu, "{:.1f}", 100) if row.mfu else "–",
         f"{row.bubble:.0%}" if row.bubble else "–",
@@ -102,10 +110,10 @@ def _over(tried: Tried, record: Record) -> str:
 
 def outlook(question: Question, best: Figures, *, price: float | None, now: datetime.datetime) -> list[str]:
     """What training costs with the winner: hours, chip-hours, the day it ends, dollars."""
-    tokens, rows = question.total_tokens, best.rows * question.tokens_per_row
+    tokens = question.total_tokens
     total = figures.chip_hours(best.hours, question.slice)
     ends = [(now + datetime.timedelta(hours=h)).strftime("%Y-%m-%d %H:%M") for h in best.hours]
-    steps = f"{-(-tokens // rows):,} steps of {best.rows} rows"
+    steps = f"{question.steps(best.rows):,} steps of {best.rows} rows"
     spent = f"{between(best.hours, '{:,.1f}')} hours, {between(total, '{:,.0f}')} chip-hours"
     said = [f"{tokens / 1e9:,.3g}B tokens ({steps}): {spent}; started now it ends {' – '.join(dict.fromkeys(ends))}"]
     if price is not None:

@@ -36,9 +36,9 @@ def test_bindings_make_what_is_applied(question, candidate, tmp_path):
 
     def made(bindings):
         built = configuration.load(question.path, bindings=bindings, slice_name=question.slice.name).build()
-        return built.strategy, built.model, built.accum_steps, built.batch_size
+        return built.strategy, built.model, built.accum_steps, built.batch_size, built.total_steps
 
-    expected = wanted.strategy, wanted.model, wanted.accum_steps, wanted.batch_size
+    expected = wanted.strategy, wanted.model, wanted.accum_steps, wanted.batch_size, wanted.total_steps
     assert made(writer.bindings(candidate)) == expected
     file = tmp_path / "winner.gin"
     file.write_text(writer.file(candidate, ["why"]))
@@ -50,6 +50,31 @@ def test_the_experiment_itself_needs_no_binding(question):
     own = Candidate(None, question.experiment.model.remat, 1, question.experiment.batch_size)
     assert writer.bindings(own) == []
     assert choices.apply(question.experiment, own) == question.experiment
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [],
+        ["experiment.Experiment.total_steps = 1001"],
+        ["KEEP_CHECKPOINTS = 1001", "experiment.Experiment.total_steps = %KEEP_CHECKPOINTS"],
+        ["experiment.Experiment.batch_size = 32", "experiment.Experiment.accum_steps = 1"],
+        ["experiment.Experiment.batch_size = %NUM_STREAMS", "NUM_STREAMS = 32"],
+    ],
+)
+def test_another_batch_trains_on_as_many_tokens_however_the_experiment_says_how_long(given, tmp_path):
+    asked = planning.ask("gin/quickstart.gin", slice_name="v4-8", bindings=given)
+    old = asked.experiment
+    writer = choices.Writer(asked.config, old)
+    said = writer.bindings(Candidate(None, None, 2, 48))
+    file = tmp_path / "other.gin"
+    file.write_text(writer.file(Candidate(None, None, 2, 48), []))
+    for bindings in (said, [f"include '{file}'"]):
+        built = configuration.load(asked.path, bindings=[*given, *bindings], slice_name="v4-8").build()
+        assert (built.batch_size, built.accum_steps) == (48, 2)
+        assert 0 <= built.total_steps * 48 - old.total_steps * 32 < 48
+        assert built.total_steps == asked.steps(48)
+        assert built.task.num_streams == old.task.num_streams
 
 
 def test_degrees_of_the_file_do_not_remain():
