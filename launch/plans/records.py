@@ -253,10 +253,6 @@ class Store:
                 print(f"warning: {file} is no record of a plan ({said}); taken as missing", file=sys.stderr)
             return None
 
-    def keep(self, text: str, record: Record) -> None:
-        """Writes a record, whole or not at all."""
-        write(self.path(text), record.as_json())
-
     @functools.cached_property
     def _shipped(self) -> dict[str, Any]:
         files = sorted(self._committed.glob("*.json")) if self._committed else []

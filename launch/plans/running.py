@@ -8,12 +8,13 @@ import contextlib
 import dataclasses
 import datetime
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from core import paths
 from core.watch import exit_codes
 from launch.plans import compiling, figures, planning, records, table
 from launch.plans.compiling import Job
@@ -44,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
         session.look_up(fresh=args.fresh)
         if not args.cached:
             session.compile_missing()
+        if args.record:
+            session.look_beyond(compiles=not args.cached)
     except KeyboardInterrupt:
         print("\ninterrupted; what is compiled is kept, and the same command goes on from there", file=sys.stderr)
         _show(question, session, args, is_partial=True)
@@ -95,12 +98,29 @@ class _Session:
         """Compiles until as many fit as are wanted, or nothing is left to try."""
         if self.short <= 0 or not self._missing:
             return
+        self._compile(wanted=lambda: self.short)
+
+    def _compile(self, *, wanted: Callable[[], int]) -> None:
+        """Compiles what is missing, as far as it is wanted."""
+        _require_writable(self.store)
         names: dict[Path, Tried] = {}
         with _progress(self._wanted, self.fitting) as report:
             jobs = self._jobs(names)
-            for done in compiling.compile_all(jobs, wanted=lambda: self.short, on_start=report.started):
+            for done in compiling.compile_all(jobs, wanted=wanted, on_start=report.started):
                 self.found.append((names[done.job.record], done.record))
                 report.ended(done, fitting=self.fitting)
+
+    def look_beyond(self, *, compiles: bool) -> None:
+        """Takes the records of what arithmetic refuses for its memory, and compiles the nearest of it."""
+        near = planning.beyond(self.tried, usable_bytes=self.question.slice.chip.usable_hbm_bytes)
+        refused = [] if self._fresh else [t for t in self.tried if t.estimate and t.reason]
+        known = [(one, self.store.find(one.text)) for one in refused]
+        self.found += [(one, record) for one, record in known if record is not None]
+        seen = {one.text for one, _ in self.found}
+        self._missing = [one for one in near if one.text not in seen]
+        if compiles and self._missing:
+            print(f"{len(self._missing)} that arithmetic refuses are compiled too: --record shows where HBM ends")
+            self._compile(wanted=lambda: len(near))
 
     def _jobs(self, names: dict[Path, Tried]) -> Iterator[Job]:
         for one in self._missing:
@@ -112,6 +132,18 @@ class _Session:
             names[path] = one
             bindings = (*self.question.bindings, *one.bindings)
             yield Job(one.name, self.question.path, self.question.slice.name, bindings, path)
+
+
+def _require_writable(store: Store) -> None:
+    """Refuses a cache that would lose what is compiled.
+
+    Raises:
+      ValueError: it cannot be written.
+    """
+    try:
+        paths.require_writable(store.folder)
+    except ValueError as error:
+        raise ValueError(f"the cache of plans: {error} with XDG_CACHE_HOME") from error
 
 
 class _Report:
@@ -154,7 +186,7 @@ def _by_arithmetic(question: Question, tried: Sequence[Tried], args: argparse.Na
     if rows:
         shown = f"the likely best {min(len(rows), _ARITHMETIC_ROWS)} of {len(rows)}"
         title = f"{question.config.experiment} on {question.slice.name}: {shown}"
-        table.show(rows[:_ARITHMETIC_ROWS], title=title, label=f"{label}; ranked by tokens/s")
+        table.show(rows[:_ARITHMETIC_ROWS], title=title, label=f"{label}; ranked by tokens/s half-way between both")
     table.left_out(tried, [], every=args.rejected)
     if not rows:
         kind = planning.by_reason(tried)[0][0]
@@ -183,7 +215,8 @@ def _with_what_compiled_too_large(tried: Sequence[Tried], store: Store) -> list[
 def _show(question: Question, session: _Session, args: argparse.Namespace, *, is_partial: bool = False) -> int:
     ranked = planning.ranked(session.found)
     label = labels.label()
-    table.left_out(session.tried, session.found, every=args.rejected)
+    fit = {one.text for one, _ in ranked}  # whatever arithmetic said
+    table.left_out([t for t in session.tried if t.text not in fit], session.found, every=args.rejected)
     if not ranked:
         none = "nothing was compiled before" if args.cached else "nothing that was compiled fits"
         print(f"\n{none} for {question.slice.name}" + (" yet" if is_partial else ""))
@@ -194,8 +227,11 @@ def _show(question: Question, session: _Session, args: argparse.Namespace, *, is
     table.show(rows, title=title, label=f"{label}; ranked by tokens/s with that traffic hidden which the compiler hid")
     for note in _provenance(ranked):
         print(note)
-    if args.record:
+    if args.record and is_partial:
+        print(f"not written: {args.record}; a record is of a whole plan, and this one was interrupted")
+    elif args.record:
         records.ship(Path(args.record), ((one.text, record) for one, record in session.found))
+        print(f"written: {args.record}")
     _finish(question, ranked[0][0], rows, args, label=label)
     return 0
 

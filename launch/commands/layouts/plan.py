@@ -13,6 +13,7 @@ EXAMPLE = """launch/run plan v4-32 gin/valkyrie_7b.gin --quick --price 3.22
   launch/run plan v4-32 gin/valkyrie_7b.gin --explain gin/strategies/hsdp.gin"""
 
 _OF_A_PLAN = ("batch", "only", "price", "rejected", "write", "overwrite", "html", "record", "fresh")
+_ENDINGS = {"write": "gin", "html": "html", "record": "json"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,18 +61,27 @@ def _check(args: argparse.Namespace) -> None:
             raise ValueError(f"{', '.join(idle)}: of a plan; --explain is about one layout and takes --gin alone")
     if args.arithmetic and args.record:
         raise ValueError("--record keeps what was compiled, and --arithmetic compiles nothing: give one of them")
+    if args.cached and args.fresh:
+        raise ValueError("--fresh compiles anew, and --cached compiles nothing: give one of them")
     if args.compile is not None and args.compile < 1:
         raise ValueError(f"--compile {args.compile}: expected at least 1; --arithmetic compiles nothing")
     if args.price is not None:
         args.price = _price(args.price)
     for flag in ("write", "html", "record"):
-        path = getattr(args, flag)
-        if path is None:
-            continue
-        if not (parent := Path(path).absolute().parent).is_dir():
-            raise ValueError(f"--{flag} {path}: there is no folder {parent}; make it first")
-        if flag != "record" and Path(path).exists() and not args.overwrite:
-            raise ValueError(f"--{flag} {path}: the file is there; name another, or add --overwrite")
+        if (path := getattr(args, flag)) is not None:
+            _check_file(flag, Path(path), may_be_there=flag == "record" or args.overwrite)
+
+
+def _check_file(flag: str, path: Path, *, may_be_there: bool) -> None:
+    from core import paths
+
+    if not (parent := path.absolute().parent).is_dir():
+        raise ValueError(f"--{flag} {path}: there is no folder {parent}; make it first")
+    if path.is_dir():
+        raise ValueError(f"--{flag} {path}: this is a folder; name a file, such as {path / f'plan.{_ENDINGS[flag]}'}")
+    if path.exists() and not may_be_there:
+        raise ValueError(f"--{flag} {path}: the file is there; name another, or add --overwrite")
+    paths.check_writable(parent)
 
 
 def _price(text: str) -> float:

@@ -34,13 +34,14 @@ def test_arithmetic_is_near_every_record(known):
     """With `none` too, which keeps gathered weights; a message of the compiler says what it needs of what it has."""
     assert {record.status for _, record in known} == {records.COMPILED, records.TOO_MUCH}
     ratios = {one.name: one.estimate.peak_bytes / record.needed_bytes for one, record in known}
-    assert len(ratios) == 13
     assert all(0.95 < ratio < 1.08 for ratio in ratios.values()), ratios
 
 
 def test_what_did_not_fit_is_refused_by_arithmetic(question, known):
+    """So that the compiler's time is not spent on it; `--record` compiles some of it all the same."""
     too_large = [one for one, record in known if record.status == records.TOO_MUCH]
-    assert len(too_large) == 3
+    assert too_large
+    assert all(record.needed_bytes > question.slice.chip.usable_hbm_bytes for _, record in known if not record.time)
     assert all(one.kind == "too much HBM by arithmetic" for one in too_large)
     assert all(one.estimate.peak_bytes / GIB > question.slice.chip.usable_hbm_bytes / GIB for one in too_large)
 

@@ -1,7 +1,9 @@
 """The command from arguments to exit code, with records in the place of a compiler."""
 
 import argparse
+import dataclasses
 import datetime
+import json
 import re
 
 import pytest
@@ -39,15 +41,47 @@ def arguments():
 
 
 @pytest.fixture
-def filled(cache, tried, compiled_as):
+def filled(cache, keep, tried, compiled_as):
     """A cache that has the first candidates; the second does not fit."""
     ordered = list(planning.order(tried, wanted=3))[:5]
     for number, one in enumerate(ordered):
         record = compiled_as(one, 1 + number / 10)
         if number == 1:
             record = records.Record(records.TOO_MUCH, reason="needs 31.2GiB of 30.75GiB", needed_bytes=31.2 * 2**30)
-        cache.keep(one.text, record)
+        keep(one.text, record)
     return ordered
+
+
+@pytest.mark.parametrize(
+    ("given", "file"),
+    [(("--write",), "plan.gin"), (("--html",), "plan.html"), (("--record",), "plan.json")],
+)
+@pytest.mark.parametrize("more", [(), ("--overwrite",)])
+def test_a_folder_in_the_place_of_a_file_is_refused(arguments, monkeypatch, tmp_path, given, file, more):
+    monkeypatch.setattr(planning, "ask", None)  # before anything is looked at
+    with pytest.raises(ValueError, match=f"this is a folder; name a file, such as {tmp_path / file}"):
+        plan.run(arguments(*given, str(tmp_path), *more))
+
+
+def test_a_cache_that_cannot_be_written_is_found_before_anything_is_compiled(arguments, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(compiling, "compile_all", None)
+    with pytest.raises(ValueError, match=r"the cache of plans: cannot write to .*file/renga/plans: NotADirectoryError"):
+        plan.run(arguments("--compile", "1", "--fresh"))
+
+
+def test_what_is_written_for_another_batch_trains_as_long_as_was_said(
+    arguments, question, keep, compiled_as, capsys, tmp_path
+):
+    asked = planning.ask(question.path, slice_name=question.slice.name, batch_sizes=[64])
+    for one in list(planning.order(planning.consider(asked), wanted=2))[:2]:
+        keep(one.text, compiled_as(one))
+    file = tmp_path / "winner.gin"
+    assert plan.run(arguments("--batch", "64", "--compile", "2", "--write", str(file))) == 0
+    assert "(100 steps of 64 rows)" in capsys.readouterr().out
+    built = configuration.load(question.path, bindings=[f"include '{file}'"], slice_name="v4-8").build()
+    assert (built.total_steps, built.batch_size) == (100, 64)
 
 
 @pytest.mark.covers("L12", "O03")
@@ -90,6 +124,68 @@ def test_ctrl_c_prints_what_there_is(arguments, filled, capsys, monkeypatch):
     printed = capsys.readouterr()
     assert "on v4-8, so far" in printed.out
     assert "the same command goes on from there" in printed.err
+
+
+def test_an_interrupted_plan_does_not_take_the_place_of_a_record(arguments, filled, capsys, monkeypatch, tmp_path):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(compiling, "compile_all", interrupted)
+    file = tmp_path / "committed.json"
+    file.write_text("as it was")
+    assert plan.run(arguments("--compile", "9", "--record", str(file))) == 130
+    assert file.read_text() == "as it was"
+    assert f"not written: {file}; a record is of a whole plan" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fresh", [(), ("--fresh",)])
+def test_a_record_shows_where_hbm_ends(arguments, filled, tried, compiled_as, capsys, monkeypatch, tmp_path, fresh):
+    """Some that arithmetic refuses are compiled too: those that do not fit, and one of which arithmetic was wrong."""
+    peak = sorted(one.estimate.peak_bytes for one in tried if one.estimate)[-20]
+    known = [one.text for one in filled]
+    small = [
+        dataclasses.replace(one, kind="much", reason="by far")
+        if not one.reason and one.estimate.peak_bytes > peak and one.text not in known
+        else one
+        for one in tried
+    ]
+    refused = [one for one in small if one.estimate and one.reason == "by far"]
+    monkeypatch.setattr(planning, "consider", lambda question, *, only=(): small)
+    monkeypatch.setattr(planning, "beyond", lambda tried, *, usable_bytes: refused[:3])
+
+    def fake(jobs, *, wanted, on_start):
+        for job in jobs:
+            if wanted() <= 0:
+                return
+            on_start(job)
+            one = next(t for t in tried if t.name == job.name)
+            too_much = records.Record(records.TOO_MUCH, reason="needs 31.2GiB of 30.75GiB", needed_bytes=31.2 * 2**30)
+            fits = one.text not in [t.text for t in refused[1:]]
+            yield compiling.Done(job, compiled_as(one) if fits else too_much)
+
+    monkeypatch.setattr(compiling, "compile_all", fake)
+    file = tmp_path / "x.json"
+    assert plan.run(arguments("--compile", "3", "--record", str(file), *fresh)) == 0
+    said = capsys.readouterr().out
+    assert "3 that arithmetic refuses are compiled too" in said
+    assert f"written: {file}" in said
+    kept = json.loads(file.read_text())["records"]
+    assert {records.key(one.text) for one in refused[:3]} <= set(kept)
+    assert kept[records.key(refused[1].text)]["status"] == records.TOO_MUCH
+    assert sum(record["status"] == records.COMPILED for record in kept.values()) == 4  # one against arithmetic
+    assert len([line for line in said.splitlines() if re.match(r"\|\s+\d+ \|", line)]) == 4
+
+
+def test_rows_stand_in_the_order_of_what_they_show(arguments, filled, capsys):
+    plan.run(arguments("--compile", "4"))
+    lines = [[cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.splitlines()]
+    column = next(line.index("scheduled") for line in lines if "scheduled" in line)
+    rows = [line for line in lines if len(line) > column and line[1].isdecimal()]
+    shown, steps = [float(line[column]) for line in rows], [line[column - 1].split("–") for line in rows]
+    assert shown == sorted(shown)
+    assert len(shown) == 4
+    assert all(float(pair[0]) <= value <= float(pair[-1]) for pair, value in zip(steps, shown, strict=True))
 
 
 def test_what_is_missing_is_compiled_until_as_many_fit(arguments, filled, tried, compiled_as, capsys, monkeypatch):
@@ -135,6 +231,7 @@ def test_arithmetic_says_what_it_is(arguments, cache, capsys):
     assert "of compiled steps: compiled by libtpu" in said
     assert "uncalibrated, spread" in said
     assert "compiled in s" not in said
+    assert "| scheduled" not in said
 
 
 def test_what_was_compiled_and_did_not_fit_is_not_proposed_by_arithmetic(arguments, filled, capsys):
@@ -150,6 +247,7 @@ def test_what_was_compiled_and_did_not_fit_is_not_proposed_by_arithmetic(argumen
         (("--explain", "fsdp"), "--explain fsdp: expected a gin file, such as gin/strategies/fsdp.gin, or bindings"),
         (("--explain", "a.gin", "--html", "x.html", "--price", "3"), "--price, --html: of a plan; --explain is about"),
         (("--arithmetic", "--record", "x.json"), "--record keeps what was compiled"),
+        (("--cached", "--fresh"), "--fresh compiles anew, and --cached compiles nothing"),
     ],
 )
 def test_flags_that_would_do_nothing_are_refused(arguments, given, message):
@@ -176,6 +274,7 @@ def test_committed_records_say_where_they_are_from(arguments, tried, compiled_as
         (["--price", "-1"], "--price -1"),
         (["--compile", "0"], "--compile 0: expected at least 1"),
         (["--batch", "0"], "--batch 0: expected at least 1 row"),
+        (["--batch", "6400"], "--batch 6400, 1 steps for as many tokens: 1 mistake in the configuration"),
         (["--only", "fsdb"], "did you mean fsdp"),
         (["--explain", "fsdp.gin"], "--explain fsdp.gin: no such file"),
         (["--write", "no/such/folder/x.gin"], "no/such/folder; make it first"),
