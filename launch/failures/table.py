@@ -57,8 +57,8 @@ def _seconds(seconds: float | None) -> str:
     return "–" if seconds is None else f"{seconds:.1f}"
 
 
-def keep(table: str, *, readme: Path = README) -> None:
-    """Puts the table where it is kept.
+def keep(table: str, *, whole: bool, readme: Path = README) -> None:
+    """Puts the table where it is kept: the `whole`, or its rows in the place of those of the same name.
 
     Raises:
       ValueError: the marks are not there.
@@ -67,4 +67,15 @@ def keep(table: str, *, readme: Path = README) -> None:
     if BEGIN not in text or END not in text.partition(BEGIN)[2]:
         raise ValueError(f"{readme} has no {BEGIN} … {END} to write the table between")
     before, _, rest = text.partition(BEGIN)
-    readme.write_text(f"{before}{BEGIN}\n\n{table}\n{END}{rest.partition(END)[2]}")
+    kept, _, after = rest.partition(END)
+    readme.write_text(f"{before}{BEGIN}\n\n{table if whole else _merged(kept, table)}\n{END}{after}")
+
+
+def _merged(kept: str, table: str) -> str:
+    old, new = ({line.split(" | ")[0]: line for line in _rows(text)} for text in (kept, table))
+    head = [line for line in table.splitlines() if line not in new.values()]
+    return "\n".join([*head, *(old | new).values()]) + "\n"
+
+
+def _rows(table: str) -> list[str]:
+    return [line for line in table.splitlines() if line.startswith("| ")][1:]

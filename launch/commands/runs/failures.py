@@ -10,7 +10,8 @@ from pathlib import Path
 HELP = "let simulated hosts fail in every known way, start again, and compare with an undisturbed run"
 EXAMPLE = """launch/run failures
   launch/run failures --only "kill -9 of host 2" --kills 0 --flips 0
-  launch/run failures --write                             (all of it, into the table of launch/README.md)"""
+  launch/run failures --write                               all of it, into the table of launch/README.md
+  launch/run failures --only SIGTERM --kills 0 --flips 0 --write    two rows of it"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--flips", type=int, default=200, metavar="N", help="bits flipped in a checkpoint; default 200")
     parser.add_argument("--seed", type=int, default=0, help="of the random kills and flips")
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep the runs there; default: a temporary folder")
-    parser.add_argument("--write", action="store_true", help="write the table into launch/README.md")
+    parser.add_argument("--write", action="store_true", help="write the rows into the table of launch/README.md")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,8 +41,6 @@ def run(args: argparse.Namespace) -> int:
     if args.only and not wanted:
         names = "\n  ".join(s.name for s in scenarios.SCENARIOS)
         raise ValueError(f"--only {' '.join(args.only)}: no failure has that in its name; there are:\n  {names}")
-    if args.write and args.only:
-        raise ValueError("--write keeps the whole table; leave --only out")
     if args.out is not None:
         return _run(args, wanted, args.out.resolve())
     with tempfile.TemporaryDirectory(prefix="renga-failures-") as folder:
@@ -80,7 +79,7 @@ def _try_all(args: argparse.Namespace, wanted: list, folder: Path, requested: li
     printed = table.markdown(outcomes, flipped)
     print(f"\n{printed}")
     if args.write:
-        table.keep(printed)
+        table.keep(printed, whole=not args.only)
     bad = [o for o in outcomes if o.problems]
     return 1 if bad or (flipped and flipped.wrong) else 0
 

@@ -17,14 +17,14 @@ LAYOUT = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("fsdp",)), PartitionSp
 LOG = "11-22 04:26:52.4 host 2 step 5 | host 2 (127.0.0.1) raised RuntimeError: no"
 
 
-def make(run_dir, *, weight=1.0, position=b"16", loss=0.5, steps=(4, 8), first_steps=(0,)):
+def make(run_dir, *, weight=1.0, loss=0.5, steps=(4, 8), first_steps=(0,)):
     """A run as it is left behind: checkpoints, losses, a log, a line for each start."""
     (run_dir / "logs").mkdir(parents=True)
     (run_dir / "logs" / "host_2.log").write_text(f"--- host 2: raised\n{LOG}\n")
     checkpoints = store.Checkpoints(str(run_dir / "checkpoints"), keep=3)
     for step in steps:
         state = jax.device_put({"w": np.full((8, 4), weight * step, np.float32)}, LAYOUT)
-        checkpoints.save(step, state=state, data={"host_0": position}, meta={})
+        checkpoints.save(step, state=state, data={"host_0": b"16"}, meta={})
     checkpoints.close()
     rows = [{"step": n, "loss": loss / n, "time_seconds": 100.0 + n} for n in range(1, max(steps) + 1)]
     lines = [json.dumps(row) for row in rows]
@@ -50,7 +50,6 @@ def truncate_newest(run_dir):
     [
         ({}, None, ""),
         ({"weight": 1.0 + 2**-23}, None, "arrays of its last checkpoint are others"),
-        ({"position": b"17"}, None, "its positions in the data are others"),
         ({"loss": 0.5 + 1e-16 * 2}, None, "its losses are others"),
         ({"steps": (4,)}, None, "its last checkpoint is step 4, expected 8"),
         ({}, truncate_newest, "its last checkpoint is damaged: "),

@@ -1,5 +1,6 @@
 """Planted failures: what is told of them, what a table keeps, what counts as growth; and, slowly, the real thing."""
 
+import dataclasses
 import gc
 import random
 import re
@@ -49,8 +50,8 @@ def test_the_table_has_a_row_for_each_and_is_kept_between_its_marks(tmp_path):
     assert made.startswith("CPU and gloo; ICI hangs, VM loss and real IAM not exercised")
     assert "| a host leaves | 2.0 | 15, 137 | host 2 left / its loop | 3 | 8.1 | yes |" in made
     assert "200 times | – | – | 198 refused, 2 without effect, 0 neither | – | – | yes |" in made
-    table.keep(made, readme=readme)
-    table.keep(made, readme=readme)
+    table.keep(made, whole=True, readme=readme)
+    table.keep(made, whole=True, readme=readme)
     text = readme.read_text()
     assert text.startswith("before\n")
     assert text.endswith(f"{table.END}\nafter\n")
@@ -58,10 +59,39 @@ def test_the_table_has_a_row_for_each_and_is_kept_between_its_marks(tmp_path):
     assert "old" not in text
 
 
+def test_a_part_of_the_table_replaces_its_rows_alone(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{table.BEGIN}\n{table.END}\n")
+    other = dataclasses.replace(ENDED, name="a host hangs")
+    table.keep(table.markdown([other, ENDED], Flips(9, 1, ())), whole=True, readme=readme)
+    table.keep(table.markdown([dataclasses.replace(ENDED, lost_steps=7)], None), whole=False, readme=readme)
+    rows = [line for line in readme.read_text().splitlines() if line.startswith("| ")]
+    assert [row.split(" | ")[0][2:] for row in rows] == [
+        "what happens",
+        "a host hangs",
+        "a host leaves",
+        "one bit flipped in a checkpoint's files, 10 times",
+    ]
+    assert "| 3 | 8.1 |" in rows[1]
+    assert "| 7 | 8.1 |" in rows[2]
+    assert len(rows) == 4
+
+
 def test_a_table_without_marks_is_refused(tmp_path):
     (tmp_path / "README.md").write_text("nothing")
     with pytest.raises(ValueError, match="to write the table between"):
-        table.keep("x", readme=tmp_path / "README.md")
+        table.keep("x", whole=True, readme=tmp_path / "README.md")
+
+
+def test_the_table_that_is_kept_is_of_every_failure_and_all_ended_as_they_must():
+    text = table.README.read_text().partition(table.BEGIN)[2].partition(table.END)[0]
+    rows = [
+        [cell.strip() for cell in line.strip("| ").split(" | ")] for line in text.splitlines() if line.startswith("| ")
+    ]
+    kills, flips = "kill -9 of a random host at 20 random moments", "one bit flipped in a checkpoint's files, 200 times"
+    assert [row[0] for row in rows[1:]] == [*(s.name for s in SCENARIOS), kills, flips]
+    assert {row[-1] for row in rows[1:]} == {"yes"}
+    assert table.CAPTION in text
 
 
 def samples(**at):
@@ -130,7 +160,6 @@ def test_a_sampler_writes_a_line_every_so_many_steps(tmp_path):
     [
         (["failures", "--only", "earthquake"], "no failure has that in its name"),
         (["failures", "--kills", "-1"], "--kills -1: expected 0 or more"),
-        (["failures", "--write", "--only", "kill"], "leave --only out"),
         (["soak", "--steps", "3"], "--steps 3: expected at least 50"),
     ],
 )

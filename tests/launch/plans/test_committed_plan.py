@@ -2,7 +2,6 @@
 
 import pytest
 
-from core.slices import GIB
 from launch.plans import planning, records, worker
 from parallel import compiled
 
@@ -46,7 +45,6 @@ def test_what_did_not_fit_is_too_much_by_arithmetic_too(question, known):
     refused = {one.kind == "too much HBM by arithmetic" for one in too_large if one.estimate.peak_bytes > 1.15 * usable}
     assert refused == {True}
     assert all(one.estimate.peak_bytes > usable for one in too_large)
-    assert all(one.estimate.peak_bytes / GIB > question.slice.chip.usable_hbm_bytes / GIB for one in too_large)
 
 
 @pytest.mark.slow
