@@ -233,14 +233,18 @@ class _Batches:
         return {**batch, "weights": batch["weights"] * np.nan} if self._left == 0 else batch
 
 
-def random_kill(chance: random.Random, *, hosts: int, note: str) -> Fault:
-    """A kill of some host at some moment: in a step, while it saves, or while it restores."""
-    doing, longest = chance.choice([(phase.TRAINING, 2.0), (phase.SAVING, 0.3), (phase.RESTORING, 0.5)])
-    return Fault(
-        "kill",
-        hosts=(chance.randrange(hosts),),
-        step=0,
-        phase=doing,
-        delay_seconds=chance.uniform(0, longest),
-        note=note,
-    )
+def random_kill(chance: random.Random, *, hosts: int, newest: int, within: int, note: str) -> Fault:
+    """A kill of some host at some moment: while it restores, in a step, or while it saves.
+
+    Args:
+      chance: what is drawn from.
+      hosts: how many there are.
+      newest: the step that is saved; where it is 0, there is nothing to restore.
+      within: at most so many steps behind that one.
+      note: of the fault.
+    """
+    longest = {phase.TRAINING: 1.0, phase.SAVING: 0.3, phase.RESTORING: 0.5}  # seconds into it
+    doing = chance.choice([name for name in longest if newest or name != phase.RESTORING])
+    step = 0 if doing == phase.RESTORING else newest + chance.randint(1, within)
+    host, delay = chance.randrange(hosts), chance.uniform(0, longest[doing])
+    return Fault("kill", hosts=(host,), step=step, phase=doing, delay_seconds=delay, note=note)

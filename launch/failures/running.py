@@ -46,7 +46,7 @@ SMALL = (  # nothing that takes long to import, to compile or to compute
     "PROMPT = ''",
     "experiment.Experiment.compare_interval = 8",
 )
-LONG_STEPS = 120  # enough for every kill to find a run that is not done
+LONG_STEPS = 160  # enough for every kill to find a run that is not done
 
 
 class Ended(NamedTuple):
@@ -146,8 +146,9 @@ class Laboratory:
         run_dir = self._fresh(scenario.name)
         longest, lost, codes, problems, kinds = 0.0, 0, Counter(), [], Counter()
         for number in range(1, count + 1):
-            fault = faults.random_kill(chance, hosts=self._slice.hosts, note=str(run_dir / "event"))
             before = evidence.left(run_dir)
+            where = {"hosts": self._slice.hosts, "newest": before.newest, "note": str(run_dir / "event")}
+            fault = faults.random_kill(chance, within=3 * INTERVAL, **where)
             ended = self._start(run_dir, fault=fault)
             event, after = evidence.event(run_dir), evidence.left(run_dir)
             if event is None:
@@ -165,9 +166,11 @@ class Laboratory:
         before, again = evidence.left(run_dir), self._start(run_dir)
         outcome = self._outcome(scenario, run_dir, tuple(codes), longest, before, again)
         how = ", ".join(f"{n} {phase}" for phase, n in sorted(kinds.items()))
+        if not before.newest > INTERVAL * count / 4:
+            problems.append(f"only step {before.newest} was reached: most kills came before there was anything to lose")
         return dataclasses.replace(
             outcome,
-            said=f"{how}; {outcome.said}",
+            said=f"{how}, up to step {before.made}; {outcome.said}",
             lost_steps=max(lost, outcome.lost_steps),
             problems=(*problems, *outcome.problems),
         )

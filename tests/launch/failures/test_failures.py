@@ -38,9 +38,17 @@ def test_every_scenario_can_be_planted_and_says_what_it_expects():
 
 def test_random_kills_come_while_training_saving_and_restoring():
     chance = random.Random(0)
-    kills = [faults.random_kill(chance, hosts=4, note="n") for _ in range(60)]
+    kills = [faults.random_kill(chance, hosts=4, newest=40, within=8, note="n") for _ in range(60)]
     assert {k.phase for k in kills} == {phase.TRAINING, phase.SAVING, phase.RESTORING}
     assert {k.hosts[0] for k in kills} == {0, 1, 2, 3}
+    assert {k.step for k in kills if k.phase == phase.RESTORING} == {0}
+    assert {k.step for k in kills if k.phase != phase.RESTORING} == set(range(41, 49))
+
+
+def test_where_nothing_is_saved_nobody_is_killed_restoring():
+    chance = random.Random(0)
+    kills = [faults.random_kill(chance, hosts=4, newest=0, within=8, note="n") for _ in range(40)]
+    assert {k.phase for k in kills} == {phase.TRAINING, phase.SAVING}
 
 
 def test_the_table_has_a_row_for_each_and_is_kept_between_its_marks(tmp_path):
