@@ -80,6 +80,13 @@ class Record:
     made_with: Mapping[str, str] = dataclasses.field(default_factory=dict)
     is_committed: bool = False
 
+    def within(self, usable_bytes: float) -> Record:
+        """As it is, or as too much where its peak is above what a chip has: not every such program is refused."""
+        if self.status != COMPILED or self.needed_bytes <= usable_bytes:
+            return self
+        reason = f"needs {self.needed_bytes / GIB:.2f}GiB of {usable_bytes / GIB:.2f}GiB, though it compiled"
+        return dataclasses.replace(self, status=TOO_MUCH, reason=reason, time=None)
+
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
         plain = dataclasses.asdict(dataclasses.replace(self, time=None))

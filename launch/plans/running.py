@@ -79,6 +79,9 @@ class _Session:
         """How many more are wanted."""
         return self._wanted - self.fitting
 
+    def _take(self, one: Tried, record: Record) -> None:
+        self.found.append((one, record.within(self.question.slice.chip.usable_hbm_bytes)))
+
     def look_up(self, *, fresh: bool) -> None:
         """Takes the records that there are, in order, until as many fit as are wanted or one must be compiled."""
         self._fresh, missing = fresh, 0
@@ -90,7 +93,7 @@ class _Session:
                 missing += 1
                 self._missing.append(one)
             else:
-                self.found.append((one, record))
+                self._take(one, record)
         seen = {id(t) for t, _ in self.found} | {id(t) for t in self._missing}
         self._missing += [one for one in self._order if id(one) not in seen]
 
@@ -107,7 +110,7 @@ class _Session:
         with _progress(self._wanted, self.fitting) as report:
             jobs = self._jobs(names)
             for done in compiling.compile_all(jobs, wanted=wanted, on_start=report.started):
-                self.found.append((names[done.job.record], done.record))
+                self._take(names[done.job.record], done.record)
                 report.ended(done, fitting=self.fitting)
 
     def look_beyond(self, *, compiles: bool) -> None:
@@ -115,7 +118,9 @@ class _Session:
         near = planning.beyond(self.tried, usable_bytes=self.question.slice.chip.usable_hbm_bytes)
         refused = [] if self._fresh else [t for t in self.tried if t.estimate and t.reason]
         known = [(one, self.store.find(one.text)) for one in refused]
-        self.found += [(one, record) for one, record in known if record is not None]
+        for one, record in known:
+            if record is not None:
+                self._take(one, record)
         seen = {one.text for one, _ in self.found}
         self._missing = [one for one in near if one.text not in seen]
         if compiles and self._missing:
@@ -127,7 +132,7 @@ class _Session:
             path = self.store.path(one.text)
             known = self.store.find(one.text) if path in names or not self._fresh else None
             if known is not None:
-                self.found.append((one, known))
+                self._take(one, known)
                 continue
             names[path] = one
             bindings = (*self.question.bindings, *one.bindings)

@@ -207,6 +207,14 @@ def test_what_is_committed_is_found_whatever_the_sources(tried, compiled_as, tmp
     assert set(json.loads((tmp_path / "small.json").read_text())) == {"records"}
 
 
+def test_what_compiled_and_needs_more_than_there_is_does_not_fit(tried, compiled_as):
+    made = dataclasses.replace(compiled_as(tried[0]), needed_bytes=95.5 * 2**30)
+    assert made.within(96 * 2**30) is made
+    refused = made.within(95 * 2**30)
+    assert (refused.status, refused.time) == (records.TOO_MUCH, None)
+    assert refused.reason == "needs 95.50GiB of 95.00GiB, though it compiled"
+
+
 def test_what_does_not_fit_is_kept_with_what_it_needs():
     record = records.Record(
         records.TOO_MUCH, reason="needs 75.31GiB of 30.75GiB", needed_bytes=records.gib_of("75.31GiB")
