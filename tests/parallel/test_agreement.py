@@ -13,7 +13,6 @@ from parallel import accumulation, agreement, partitioner, strategies
 
 CASES = {
     **agreement.EXAMPLES,
-    "multislice": "mesh3d, which splits rows over two axes too",
     "whole key heads": agreement.Example(
         "v4-32",
         strategies.override(
@@ -26,6 +25,7 @@ SLOW = {  # by what is quick and splits in the same way
     "fsdp": "mesh3d: data, fsdp and tensor together",
     "hsdp": "mesh3d",
     "fsdp_tensor": "mesh3d",
+    "multislice": "mesh3d, which splits rows over two axes too",
     "whole key heads": "tensor, but that key heads may stay whole is seen only here",
     **{n: "tests/parallel/pipeline" for n in CASES if n.startswith("pipeline")},
 }

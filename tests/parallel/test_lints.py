@@ -138,6 +138,7 @@ def test_what_a_layout_cannot_help_is_known(tables, options, expected):
     assert {f.lint for f in found if not f.reason} <= {"weights gathered in the accumulation loop"}
 
 
+@pytest.mark.slow
 @pytest.mark.compiled("v4-32")
 def test_sixteen_way_reductions_are_known():
     bound = bind(strategies.fsdp(), "v4-32")

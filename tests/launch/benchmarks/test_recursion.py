@@ -7,6 +7,7 @@ from launch.benchmarks import recursion
 from models.trm import TRM
 
 
+@pytest.mark.slow
 def test_a_step_is_timed_beside_the_peak_and_profiled():
     speed = recursion.measure("mlp", width=16, times=2)
     assert speed.flops == TRM(vocab_size=11, mixer="mlp", embed_dim=16).flops_per_row(81) * 8

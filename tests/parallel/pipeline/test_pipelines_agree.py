@@ -152,6 +152,7 @@ def test_any_two_values_of_two_columns_meet_in_a_quick_case():
         assert pairs == {(getattr(case, a), getattr(case, b)) for case in PAIRWISE}, (a, b)
 
 
+@pytest.mark.slow
 def test_a_scaled_loss_has_scaled_gradients():
     """A rule that has its gradients before the loss is used must heed what is done to the loss."""
     program = program_of(Case("1F1B", 2, 1, 2, 1).example, MODEL, batches(16)[0])
