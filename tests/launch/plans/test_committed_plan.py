@@ -6,6 +6,14 @@ from launch.plans import planning, records, worker
 from parallel import compiled
 
 
+def known_of(question, folder):
+    """Every candidate that has an estimate and a record, those included that arithmetic says do not fit."""
+    store = records.Store(folder, with_committed=True)
+    found = [(one, store.find(one.text)) for one in planning.consider(question) if one.estimate]
+    usable = question.slice.chip.usable_hbm_bytes
+    return [(one, record.within(usable)) for one, record in found if record is not None]
+
+
 @pytest.fixture(scope="module")
 def question():
     return planning.ask("gin/valkyrie_7b.gin", slice_name="v4-32", bindings=[], batch_sizes=[])
@@ -13,19 +21,27 @@ def question():
 
 @pytest.fixture(scope="module")
 def known(question, tmp_path_factory):
-    """Every candidate that has an estimate and a record, those included that arithmetic says do not fit."""
-    store = records.Store(tmp_path_factory.mktemp("empty"), with_committed=True)
-    found = [(one, store.find(one.text)) for one in planning.consider(question) if one.estimate]
-    return [(one, record) for one, record in found if record is not None]
+    return known_of(question, tmp_path_factory.mktemp("empty"))
+
+
+def is_the_winner(question, known, *, of):
+    """Of at least so many that fit."""
+    found = [(one, record) for one, record in known if not one.reason]
+    assert len(planning.ranked(found)) >= of
+    best, record = planning.winner(found)
+    assert best.is_as_written
+    assert record.needed_bytes < question.slice.chip.usable_hbm_bytes
 
 
 @pytest.mark.covers("L12")
 def test_valkyrie_7b_is_the_winner_of_its_committed_plan(question, known):
-    found = [(one, record) for one, record in known if not one.reason]
-    assert len(planning.ranked(found)) >= 8
-    best, record = planning.winner(found)
-    assert best.is_as_written
-    assert record.needed_bytes < question.slice.chip.usable_hbm_bytes
+    is_the_winner(question, known, of=8)
+
+
+@pytest.mark.covers("L12")
+def test_valkyrie_5b_is_the_winner_of_its_committed_plan(tmp_path):
+    question = planning.ask("gin/valkyrie_5b.gin", slice_name="v5p-128", bindings=[], batch_sizes=[])
+    is_the_winner(question, known_of(question, tmp_path), of=4)
 
 
 @pytest.mark.covers("X05")
