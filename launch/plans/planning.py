@@ -1,7 +1,8 @@
 """A plan: what is tried for an experiment on a slice, what is left out and why, and in which order it is compiled.
 
 The one idea: three sieves, each dearer than the one before. Tables against shapes says what cannot be; arithmetic says
-what is very unlikely to fit and what is likely to be quick; the compiler has the last word on those that are left, best first.
+what is very unlikely to fit and what is likely to be quick; the compiler has the last word on those that are left, best
+first.
 """
 
 from __future__ import annotations
