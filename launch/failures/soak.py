@@ -6,6 +6,7 @@ step   500  host 0  1.31 GiB  212 arrays of 3.1 MiB  41 files  38 threads
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import threading
@@ -26,7 +27,8 @@ class Sample(NamedTuple):
 
     Attributes:
       step: its number.
-      memory_bytes: resident and its own (RssAnon): pages of files come and go as the system likes.
+      memory_bytes: resident and its own (RssAnon): pages of files come and go as the system likes. Without what the C
+        library keeps of freed memory to give out again: that swings by more than is looked for.
       arrays: alive, of this process's devices.
       array_bytes: of those, all shards here.
       files: open.
@@ -75,6 +77,8 @@ def _bytes_here(array: jax.Array) -> int:
 
 
 def _own_memory_bytes() -> int:
+    if hasattr(library := ctypes.CDLL(None), "malloc_trim"):  # glibc
+        library.malloc_trim(0)
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines["RssAnon"].split()[0]) * 1024
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -213,19 +214,21 @@ def mesh_text(placed: Placed) -> str:
     return " x ".join(f"{axis} {n}{network}" for axis, n, network in degrees if n > 1) or "1 chip"
 
 
-def order(tried: Sequence[Tried], *, wanted: int) -> Iterator[Tried]:
+def order(tried: Sequence[Tried], *, wanted: int, usable_bytes: float = math.inf) -> Iterator[Tried]:
     """Those that may fit, the experiment itself first, then likely best first.
 
-    No mesh takes more than its share of the first places while others are left.
+    No mesh takes more than its share of the first places while others are left. What needs more than `usable_bytes` by
+    arithmetic, which may be wrong, has a share of its own: where it does not fit, it took no place of one that does.
     """
     possible = sorted((t for t in tried if not t.reason), key=lambda t: not t.is_as_written)
     share = max(1, wanted // _SAME_MESH)
     taken: collections.Counter = collections.Counter()
     later = []
     for one in possible:
-        mesh = one.name.partition(",")[0], one.candidate.batch_size
-        taken[mesh] += not one.is_as_written
-        if taken[mesh] <= share:
+        is_doubtful = one.estimate.peak_bytes > usable_bytes
+        place = one.name.partition(",")[0], one.candidate.batch_size, is_doubtful
+        taken[place] += not one.is_as_written
+        if taken[place] <= share:
             yield one
         else:
             later.append(one)

@@ -65,7 +65,8 @@ class _Session:
         self.question, self.tried, self.store = question, tried, store
         self.found: Found = []
         self._wanted = wanted
-        self._order = list(planning.order(tried, wanted=wanted))[: _TRIES * wanted]
+        usable = question.slice.chip.usable_hbm_bytes
+        self._order = list(planning.order(tried, wanted=wanted, usable_bytes=usable))[: _TRIES * wanted]
         self._missing: list[Tried] = []
         self._fresh = False
 

@@ -156,6 +156,17 @@ def test_a_sample_is_of_what_this_process_holds(tmp_path):
     assert abs(after.memory_bytes - before.memory_bytes) < 2**28 < 20 * after.memory_bytes
 
 
+def test_memory_that_was_freed_is_not_held():
+    """Though the last block of many lies above all the others, so that the C library cannot return them by itself."""
+    before = soak.sample(1).memory_bytes
+    blocks = [bytearray(b"x" * 2**10) for _ in range(2**17)]
+    during, last = soak.sample(1).memory_bytes, blocks.pop()
+    del blocks
+    assert during - before > 2**27
+    assert soak.sample(1).memory_bytes - before < 2**24
+    assert last
+
+
 def test_a_sampler_writes_a_line_every_so_many_steps(tmp_path):
     sampler = soak.Sampler(tmp_path / "samples", every=10)
     for step in range(1, 42):

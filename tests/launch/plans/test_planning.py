@@ -61,6 +61,19 @@ def test_the_experiment_itself_is_compiled_first_and_no_mesh_takes_all(tried):
     assert len(meshes) >= 4
 
 
+def test_what_may_not_fit_takes_no_place_of_what_does(tried):
+    """With room for the median: of the first places every mesh has those below as if those above were not there."""
+    possible = [one for one in tried if not one.reason]
+    room = sorted(one.estimate.peak_bytes for one in possible)[len(possible) // 2]
+    fit = [one for one in possible if one.estimate.peak_bytes <= room]
+    ordered = list(planning.order(tried, wanted=3, usable_bytes=room))
+    assert len(ordered) == len(possible)
+    assert [one for one in ordered if one in fit] == list(planning.order(fit, wanted=3))
+    first = {one.name.partition(",")[0] for one in fit if not one.is_as_written}
+    places = max(ordered.index(next(o for o in fit if o.name.partition(",")[0] == mesh)) for mesh in first)
+    assert places <= 2 * len({one.name.partition(",")[0] for one in possible})
+
+
 def test_the_quickest_as_scheduled_wins(tried, compiled_as):
     possible = [one for one in tried if not one.reason][:4]
     found = [(one, compiled_as(one, factor)) for one, factor in zip(possible, (4.0, 3.0, 0.1, 2.0), strict=True)]
