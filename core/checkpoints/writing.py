@@ -18,6 +18,7 @@ from core import distributed, paths
 from core.checkpoints.description import said
 from core.slices import GIB
 
+THREAD = "checkpoint "  # the name of a thread that writes one begins so
 _LOOK_SECONDS = 0.5  # between looks at what other hosts say
 
 
@@ -71,7 +72,7 @@ class Writing:
             self.fail(error)
             self._raise_own()
         self._blocked_seconds += time.monotonic() - self._began
-        self._thread = threading.Thread(target=self._work, args=(finish,), name=f"checkpoint {self.step}", daemon=True)
+        self._thread = threading.Thread(target=self._work, args=(finish,), name=f"{THREAD}{self.step}", daemon=True)
         self._thread.start()
 
     @property

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from core import slices
-from launch.failures import evidence, faults, stand_in
+from launch.failures import evidence, faults, soak, stand_in
 from launch.failures.evidence import Left
 from launch.failures.faults import Fault
 from launch.failures.scenarios import INTERVAL, LOST, STOPPED_AT, Scenario
@@ -121,8 +121,8 @@ class Laboratory:
             return self._in_bucket(scenario, run_dir)
         return self._failing(scenario, run_dir)
 
-    def soak(self, *, every: int) -> list[Path]:
-        """A long run without a fault, sampled every so many steps; a file of samples for each host.
+    def soak(self) -> list[Path]:
+        """A long run without a fault, in which much is saved and evaluated; a file of samples for each host.
 
         Raises:
           RuntimeError: it did not end well.
@@ -132,9 +132,11 @@ class Laboratory:
         run_dir.mkdir(parents=True)
         hosts = range(self._slice.hosts)
         note = run_dir / "samples"
-        fault = Fault("soak", hosts=tuple(hosts), step=every, note=str(note))
-        often = (f"CHECKPOINT_INTERVAL = {every}", f"EVAL_INTERVAL = {every}", "EVAL_BATCHES = 1", "LOG_INTERVAL = 10")
-        ended = self._start(run_dir, fault=fault, bindings=often)
+        fault = Fault("soak", hosts=tuple(hosts), step=self._total_steps // soak.SAMPLES, note=str(note))
+        often = self._total_steps // soak.SAVES
+        bindings = (f"CHECKPOINT_INTERVAL = {often}", f"EVAL_INTERVAL = {often}", "EVAL_BATCHES = 1")
+        with _environment(soak.ENVIRONMENT):
+            ended = self._start(run_dir, fault=fault, bindings=(*bindings, "LOG_INTERVAL = 10"))
         if ended.code:
             raise RuntimeError(f"the soak ended with {ended.code}: see {run_dir}/logs")
         return [note.with_name(f"{note.name}-host_{host}.jsonl") for host in hosts]

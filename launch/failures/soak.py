@@ -16,10 +16,14 @@ from typing import NamedTuple
 
 import jax
 
+from core.checkpoints import writing
 from core.training.hooks import Hook
 
-LEAST_SETTLED = 0.2  # of the steps, behind which a process has all that it needs
+SAVES, SAMPLES = 200, 50  # of a run
+ENVIRONMENT = {"MALLOC_ARENA_MAX": "1"}  # freed memory scattered over an arena for every few threads looks like growth
+LEAST_SETTLED = 0.5  # of the steps, behind which a process has all that it needs
 ALLOWED_GROWTH = 0.01  # of memory, from the first third of what is left to the last; it swings by half of that
+LEAKED_BYTES = 28 * 2**10  # by TensorStore 0.1.86 at each save of the 41 arrays here: what its `to_json` made, for ever
 
 
 class Sample(NamedTuple):
@@ -44,7 +48,7 @@ class Sample(NamedTuple):
 
 
 class Sampler(Hook):
-    """Writes a sample every so many steps."""
+    """Writes a sample every so many steps, while no checkpoint is being written."""
 
     def __init__(self, file: Path, *, every: int):
         self._file, self._every = file, every
@@ -52,6 +56,9 @@ class Sampler(Hook):
     def before_step(self, step: int) -> None:
         """Samples what is held before the next step."""
         if (step - 1) % self._every == 0 and step > 1:
+            for thread in threading.enumerate():
+                if thread.name.startswith(writing.THREAD):
+                    thread.join()
             with self._file.open("a") as file:
                 file.write(json.dumps(sample(step - 1)._asdict()) + "\n")
 
@@ -88,11 +95,15 @@ def read(file: Path) -> list[Sample]:
     return [Sample(**json.loads(line)) for line in file.read_text().splitlines()]
 
 
-def grown(samples: Sequence[Sample]) -> Mapping[str, float]:
+def grown(samples: Sequence[Sample], *, saves: int = 0) -> Mapping[str, float]:
     """By how much something grew, by name, for what did: from the first third behind settling to the last.
 
-    Something grew where its least and its most both did: what swings between two values does neither. In 5,000 steps
-    of a process of 600 MiB some 2.5 KB a step are seen.
+    Something grew where its least and its most both did: what swings between two values does neither. What TensorStore
+    is known to leak does not count. In 5,000 steps of a process of 250 MiB some 1 KB a step is seen.
+
+    Args:
+      samples: of one host.
+      saves: that there were, evenly, from the first step to the last.
 
     Raises:
       ValueError: too few samples to say so.
@@ -101,10 +112,12 @@ def grown(samples: Sequence[Sample]) -> Mapping[str, float]:
     if len(settled) < 12:
         raise ValueError(f"a soak of {len(samples)} samples says nothing: run more steps")
     third = len(settled) // 3
+    apart = (settled[-1].step - settled[third - 1].step) / samples[-1].step
     found = {}
     for name in Sample._fields[1:]:
         before, after = ([getattr(s, name) for s in part] for part in (settled[:third], settled[-third:]))
         growth = min(min(after) - min(before), max(after) - max(before))
-        if growth > max(before) * ALLOWED_GROWTH * (name == "memory_bytes"):
+        allowed = max(before) * ALLOWED_GROWTH + saves * apart * LEAKED_BYTES if name == "memory_bytes" else 0
+        if growth > allowed:
             found[name] = growth
     return found

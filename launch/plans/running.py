@@ -24,7 +24,7 @@ from parallel.planning import arithmetic
 from parallel.planning import label as labels
 
 _ARITHMETIC_ROWS = 20
-_TRIES = 3  # times as many candidates are compiled at most as are wanted, where some do not fit
+_TRIES = 8  # times as many candidates are compiled at most as are wanted: one that does not fit takes seconds
 
 Found = list[tuple[Tried, Record]]
 

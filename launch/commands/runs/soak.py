@@ -9,21 +9,21 @@ from pathlib import Path
 HELP = "run thousands of small steps on simulated hosts and watch memory, device buffers, files and threads"
 EXAMPLE = """launch/run soak
   launch/run soak --slice v4-32 --steps 1000 --out /tmp/soak"""
-SAMPLES = 50
+LEAST_STEPS = 400
 SLICE = "v4-16"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds how long."""
-    parser.add_argument("--steps", type=int, default=5000, help=f"default 5000; at least {SAMPLES}")
+    parser.add_argument("--steps", type=int, default=5000, help=f"default 5000; at least {LEAST_STEPS}")
     parser.add_argument("--slice", default=SLICE, metavar="SLICE", help=f"default {SLICE}: two hosts of four chips")
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep the run there; default: a temporary folder")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints what every host holds: 0, or 1 where something grew."""
-    if args.steps < SAMPLES:
-        raise ValueError(f"--steps {args.steps}: expected at least {SAMPLES}")
+    if args.steps < LEAST_STEPS:
+        raise ValueError(f"--steps {args.steps}: expected at least {LEAST_STEPS}")
     if args.out is not None:
         return _run(args, args.out.resolve())
     with tempfile.TemporaryDirectory(prefix="renga-soak-") as folder:
@@ -39,7 +39,7 @@ def _run(args: argparse.Namespace, folder: Path) -> int:
         laboratory = running.Laboratory(
             folder, requested=requested, total_steps=args.steps, slice_name=slices.get(args.slice).name
         )
-        files = laboratory.soak(every=args.steps // SAMPLES)
+        files = laboratory.soak()
     failed = False
     for host, file in enumerate(files):
         samples = soak.read(file)
@@ -48,7 +48,7 @@ def _run(args: argparse.Namespace, folder: Path) -> int:
                 f"step {s.step:>6}  host {host}  {s.memory_bytes / 2**30:.3f} GiB  {s.arrays} arrays of "
                 f"{s.array_bytes / 2**20:.2f} MiB  {s.files} files  {s.threads} threads"
             )
-        for name, growth in soak.grown(samples).items():
+        for name, growth in soak.grown(samples, saves=soak.SAVES).items():
             failed = True
             print(f"host {host}: {name} grew by {growth:,}")
     print("something grows" if failed else f"nothing grows in {args.steps} steps on {len(files)} hosts (simulated)")

@@ -4,12 +4,15 @@ import dataclasses
 import gc
 import random
 import re
+import sys
 import threading
 
 import jax
 import numpy as np
 import pytest
+import tensorstore
 
+from core.checkpoints import writing
 from core.watch import exit_codes, phase
 from launch.failures import faults, soak, table
 from launch.failures.flips import Flips
@@ -124,7 +127,7 @@ def test_what_swings_does_not_grow():
         ("arrays", lambda n: 100 + n // 5 + 12 * (n % 2)),
         ("array_bytes", lambda n: 7 + n // 10),
         ("files", lambda n: 40 + n),
-        ("threads", lambda n: 9 + (n > 30)),
+        ("threads", lambda n: 9 + (n > 40)),
     ],
 )
 def test_what_grows_is_named(name, value):
@@ -133,6 +136,23 @@ def test_what_grows_is_named(name, value):
 
 def test_a_start_that_needs_more_and_more_is_no_growth():
     assert soak.grown(samples(memory_bytes=lambda n: 10**9 - max(0, 8 - n) * 10**8)) == {}
+
+
+def test_what_tensorstore_leaks_at_every_save_does_not_count():
+    leaking = samples(memory_bytes=lambda n: 10**8 + n * 4 * soak.LEAKED_BYTES)
+    assert set(soak.grown(leaking)) == {"memory_bytes"}
+    assert soak.grown(leaking, saves=4 * 50) == {}
+    more = samples(memory_bytes=lambda n: 10**8 + n * 8 * soak.LEAKED_BYTES)
+    assert set(soak.grown(more, saves=4 * 50)) == {"memory_bytes"}
+
+
+def test_tensorstore_still_leaks():
+    """Where this fails it was mended, and `soak.LEAKED_BYTES` is to go."""
+    spec = tensorstore.KvStore.Spec({"driver": "file", "path": "/somewhere/"})
+    before = sys.getallocatedblocks()
+    for _ in range(1000):
+        spec.to_json()
+    assert sys.getallocatedblocks() - before > 1000
 
 
 def test_a_soak_that_says_nothing_is_refused():
@@ -167,6 +187,21 @@ def test_memory_that_was_freed_is_not_held():
     assert last
 
 
+def test_a_sampler_waits_for_what_is_being_saved(tmp_path):
+    """And for nothing else: another thread goes on."""
+    over = threading.Event()
+    saving = threading.Timer(0.2, lambda: None)
+    other = threading.Thread(target=over.wait)
+    saving.name = f"{writing.THREAD}20"
+    saving.start()
+    other.start()
+    soak.Sampler(tmp_path / "samples", every=10).before_step(21)
+    assert not saving.is_alive()
+    assert other.is_alive()
+    over.set()
+    other.join()
+
+
 def test_a_sampler_writes_a_line_every_so_many_steps(tmp_path):
     sampler = soak.Sampler(tmp_path / "samples", every=10)
     for step in range(1, 42):
@@ -179,7 +214,7 @@ def test_a_sampler_writes_a_line_every_so_many_steps(tmp_path):
     [
         (["failures", "--only", "earthquake"], "no failure has that in its name"),
         (["failures", "--kills", "-1"], "--kills -1: expected 0 or more"),
-        (["soak", "--steps", "3"], "--steps 3: expected at least 50"),
+        (["soak", "--steps", "3"], "--steps 3: expected at least 400"),
     ],
 )
 def test_wrong_input_is_refused(launch, arguments, said):

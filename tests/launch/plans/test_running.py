@@ -308,6 +308,13 @@ def test_what_training_costs(question, tried, compiled_as):
     assert f"{tokens / 1e9:,.3g}B tokens (200 steps of 32 rows)" in said[0]
 
 
+def test_long_training_is_told_in_whole_hours(question, tried, compiled_as):
+    one = next(t for t in tried if not t.reason)
+    row = figures.of(question, one, compiled_as(one))._replace(hours=(1017.6, 1099.04))
+    assert "1,018 – 1,099" in table.cells(row)
+    assert "9.94 – 99.9" in table.cells(row._replace(hours=(9.94, 99.94)))
+
+
 def test_a_page_with_two_batch_sizes_compares_equal_work(question, tried, compiled_as):
     possible = [t for t in tried if not t.reason][:2]
     rows = [figures.of(question, one, compiled_as(one)) for one in possible]
