@@ -38,10 +38,26 @@ def test_valkyrie_7b_is_the_winner_of_its_committed_plan(question, known):
     is_the_winner(question, known, of=8)
 
 
+def planned(name, slice_name, *, of, **more):
+    return pytest.param(f"gin/{name}.gin", slice_name, of, id=name, **more)
+
+
 @pytest.mark.covers("L12")
-def test_valkyrie_5b_is_the_winner_of_its_committed_plan(tmp_path):
-    question = planning.ask("gin/valkyrie_5b.gin", slice_name="v5p-128", bindings=[], batch_sizes=[])
-    is_the_winner(question, known_of(question, tmp_path), of=4)
+@pytest.mark.parametrize(
+    ("path", "slice_name", "of"),
+    [
+        planned("valkyrie_5b", "v5p-128", of=4),
+        planned("valkyrie_16b", "v4-64", of=6, marks=pytest.mark.slow),
+        planned("valkyrie_100b", "v5p-128", of=4, marks=pytest.mark.slow),
+        planned("valkyrie_128b", "v5p-1024", of=5, marks=pytest.mark.slow),
+        planned("valkyrie_7b_v4_64", "v4-64", of=6, marks=pytest.mark.slow),
+        planned("valkyrie_7b_2xv4_32", "2xv4-32", of=4, marks=pytest.mark.slow),
+        planned("valkyrie_7b_64_rows", "v4-32", of=4, marks=pytest.mark.slow),
+    ],
+)
+def test_every_other_valkyrie_is_the_winner_of_its_own(path, slice_name, of, tmp_path):
+    question = planning.ask(path, slice_name=slice_name, bindings=[], batch_sizes=[])
+    is_the_winner(question, known_of(question, tmp_path), of=of)
 
 
 @pytest.mark.covers("X05")
