@@ -133,7 +133,7 @@ class Laboratory:
         hosts = range(self._slice.hosts)
         note = run_dir / "samples"
         fault = Fault("soak", hosts=tuple(hosts), step=self._total_steps // soak.SAMPLES, note=str(note))
-        often = self._total_steps // soak.SAVES
+        often = soak.save_interval(self._total_steps)
         bindings = (f"CHECKPOINT_INTERVAL = {often}", f"EVAL_INTERVAL = {often}", "EVAL_BATCHES = 1")
         with _environment(soak.ENVIRONMENT):
             ended = self._start(run_dir, fault=fault, bindings=(*bindings, "LOG_INTERVAL = 10"))

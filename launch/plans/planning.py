@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,8 +26,8 @@ from parallel.planning.candidates import Candidate
 from parallel.planning.placed import Facts, Placed, Refused, Step
 
 QUICK, USUAL = 10, 16  # candidates that compile
-_RUNGS = (1.0, 1.05, 1.1)  # of what a chip has; arithmetic is 8 % off at most where it was held against the compiler
-_SAME_MESH = 3  # of the first N, at most 1 in so many more have one mesh, while others are left
+_RUNGS = (1.0, 1.05, 1.1)  # of what a chip has; where arithmetic was held against the compiler it says 0 to 13 % more
+_SAME_MESH = 3  # of the first N, a share of one mesh is 1 in so many, while others are left
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,11 +213,11 @@ def mesh_text(placed: Placed) -> str:
     return " x ".join(f"{axis} {n}{network}" for axis, n, network in degrees if n > 1) or "1 chip"
 
 
-def order(tried: Sequence[Tried], *, wanted: int, usable_bytes: float = math.inf) -> Iterator[Tried]:
+def order(tried: Sequence[Tried], *, wanted: int, usable_bytes: float) -> Iterator[Tried]:
     """Those that may fit, the experiment itself first, then likely best first.
 
-    No mesh takes more than its share of the first places while others are left. What needs more than `usable_bytes` by
-    arithmetic, which may be wrong, has a share of its own: where it does not fit, it took no place of one that does.
+    Among the first places a mesh has a share for what fits into `usable_bytes` by arithmetic, and as large a one for
+    what needs more and may fit all the same: where that does not, it took no place of what does.
     """
     possible = sorted((t for t in tried if not t.reason), key=lambda t: not t.is_as_written)
     share = max(1, wanted // _SAME_MESH)
@@ -236,7 +235,7 @@ def order(tried: Sequence[Tried], *, wanted: int, usable_bytes: float = math.inf
 
 
 def beyond(tried: Sequence[Tried], *, usable_bytes: float) -> list[Tried]:
-    """Of those that arithmetic refuses for their memory the nearest to what a chip has, and to 5 and 10 % more.
+    """Of those that need more than a chip has by arithmetic the nearest to that, and to 5 and 10 % more.
 
     Compiled, they show where HBM ends, and whether arithmetic was right to refuse them; the last is far enough above.
     """

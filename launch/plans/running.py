@@ -24,7 +24,7 @@ from parallel.planning import arithmetic
 from parallel.planning import label as labels
 
 _ARITHMETIC_ROWS = 20
-_TRIES = 8  # times as many candidates are compiled at most as are wanted: one that does not fit takes seconds
+_TRIES = 8  # times as many candidates are compiled at most as are wanted: most that do not fit take seconds
 
 Found = list[tuple[Tried, Record]]
 
@@ -115,7 +115,7 @@ class _Session:
                 report.ended(done, fitting=self.fitting)
 
     def look_beyond(self, *, compiles: bool) -> None:
-        """Takes the records of what arithmetic refuses for its memory, and compiles the nearest of it."""
+        """Takes the records of what arithmetic refuses, and compiles what it finds a little too large."""
         near = planning.beyond(self.tried, usable_bytes=self.question.slice.chip.usable_hbm_bytes)
         refused = [] if self._fresh else [t for t in self.tried if t.estimate and t.reason]
         known = [(one, self.store.find(one.text)) for one in refused]
@@ -125,7 +125,7 @@ class _Session:
         seen = {one.text for one, _ in self.found}
         self._missing = [one for one in near if one.text not in seen]
         if compiles and self._missing:
-            print(f"{len(self._missing)} that arithmetic refuses are compiled too: --record shows where HBM ends")
+            print(f"{len(self._missing)} a little too large by arithmetic are compiled too, to see where HBM ends")
             self._compile(wanted=lambda: len(near))
 
     def _jobs(self, names: dict[Path, Tried]) -> Iterator[Job]:

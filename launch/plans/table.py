@@ -65,9 +65,14 @@ def cells(row: Figures) -> list[str]:
         between(row.mfu, "{:.1f}", 100) if row.mfu else "–",
         f"{row.bubble:.0%}" if row.bubble else "–",
         sent(row) or "nothing",
-        between(row.hours, "{:,.0f}" if max(row.hours) >= 100 else "{:.3g}"),
+        " – ".join(dict.fromkeys(map(three_digits, row.hours))),
         "–" if row.compile_seconds is None else f"{row.compile_seconds:.0f}",
     ]
+
+
+def three_digits(number: float) -> str:
+    """`0.25`, `35.5`, `1,018`."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def between(pair: Pair, form: str, factor: float = 1) -> str:
@@ -115,8 +120,8 @@ def outlook(question: Question, best: Figures, *, price: float | None, now: date
     ends = [(now + datetime.timedelta(hours=h)).strftime("%Y-%m-%d %H:%M") for h in best.hours]
     steps = f"{question.steps(best.rows):,} steps of {best.rows} rows"
     spent = f"{between(best.hours, '{:,.1f}')} hours, {between(total, '{:,.0f}')} chip-hours"
-    many = f"{tokens / 1e9:,.0f}B" if tokens >= 1e11 else f"{tokens / 1e9:.3g}B"
-    said = [f"{many} tokens ({steps}): {spent}; started now it ends {' – '.join(dict.fromkeys(ends))}"]
+    when = " – ".join(dict.fromkeys(ends))
+    said = [f"{three_digits(tokens / 1e9)}B tokens ({steps}): {spent}; started now it ends {when}"]
     if price is not None:
         dollars = total[0] * price, total[1] * price
         said.append(f"at {price:g} USD per chip-hour: {between(dollars, '{:,.0f}')} USD")

@@ -48,7 +48,7 @@ def _run(args: argparse.Namespace, folder: Path) -> int:
                 f"step {s.step:>6}  host {host}  {s.memory_bytes / 2**30:.3f} GiB  {s.arrays} arrays of "
                 f"{s.array_bytes / 2**20:.2f} MiB  {s.files} files  {s.threads} threads"
             )
-        for name, growth in soak.grown(samples, saves=soak.SAVES).items():
+        for name, growth in soak.grown(samples, save_interval=soak.save_interval(args.steps)).items():
             failed = True
             print(f"host {host}: {name} grew by {growth:,}")
     print("something grows" if failed else f"nothing grows in {args.steps} steps on {len(files)} hosts (simulated)")

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import datetime
 import json
+import math
 import re
 
 import pytest
@@ -43,7 +44,7 @@ def arguments():
 @pytest.fixture
 def filled(cache, keep, tried, compiled_as):
     """A cache that has the first candidates; the second does not fit."""
-    ordered = list(planning.order(tried, wanted=3))[:5]
+    ordered = list(planning.order(tried, wanted=3, usable_bytes=math.inf))[:5]
     for number, one in enumerate(ordered):
         record = compiled_as(one, 1 + number / 10)
         if number == 1:
@@ -75,7 +76,7 @@ def test_what_is_written_for_another_batch_trains_as_long_as_was_said(
     arguments, question, keep, compiled_as, capsys, tmp_path
 ):
     asked = planning.ask(question.path, slice_name=question.slice.name, batch_sizes=[64])
-    for one in list(planning.order(planning.consider(asked), wanted=2))[:2]:
+    for one in list(planning.order(planning.consider(asked), wanted=2, usable_bytes=math.inf))[:2]:
         keep(one.text, compiled_as(one))
     file = tmp_path / "winner.gin"
     assert plan.run(arguments("--batch", "64", "--compile", "2", "--write", str(file))) == 0
@@ -141,7 +142,7 @@ def test_an_interrupted_plan_does_not_take_the_place_of_a_record(arguments, fill
 
 @pytest.mark.parametrize("fresh", [(), ("--fresh",)])
 def test_a_record_shows_where_hbm_ends(arguments, filled, tried, compiled_as, capsys, monkeypatch, tmp_path, fresh):
-    """Some that arithmetic refuses are compiled too: those that do not fit, and one of which arithmetic was wrong."""
+    """Some too large by arithmetic are compiled too: those that do not fit, and one of which arithmetic was wrong."""
     peak = sorted(one.estimate.peak_bytes for one in tried if one.estimate)[-20]
     known = [one.text for one in filled]
     small = [
@@ -168,7 +169,7 @@ def test_a_record_shows_where_hbm_ends(arguments, filled, tried, compiled_as, ca
     file = tmp_path / "x.json"
     assert plan.run(arguments("--compile", "3", "--record", str(file), *fresh)) == 0
     said = capsys.readouterr().out
-    assert "3 that arithmetic refuses are compiled too" in said
+    assert "3 a little too large by arithmetic are compiled too" in said
     assert f"written: {file}" in said
     kept = json.loads(file.read_text())["records"]
     assert {records.key(one.text) for one in refused[:3]} <= set(kept)
@@ -257,7 +258,7 @@ def test_flags_that_would_do_nothing_are_refused(arguments, given, message):
 
 def test_committed_records_say_where_they_are_from(arguments, tried, compiled_as, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    ordered = list(planning.order(tried, wanted=2))[:2]
+    ordered = list(planning.order(tried, wanted=2, usable_bytes=math.inf))[:2]
     records.ship(tmp_path / "here" / "x.json", iter([(one.text, compiled_as(one)) for one in ordered]))
     monkeypatch.setattr(records, "COMMITTED", tmp_path / "here")
     assert plan.run(arguments("--compile", "2")) == 0
@@ -308,11 +309,14 @@ def test_what_training_costs(question, tried, compiled_as):
     assert f"{tokens / 1e9:,.3g}B tokens (200 steps of 32 rows)" in said[0]
 
 
-def test_long_training_is_told_in_whole_hours(question, tried, compiled_as):
+@pytest.mark.parametrize(
+    ("number", "said"), [(0.25, "0.25"), (9.944, "9.94"), (99.94, "99.9"), (1017.6, "1,018"), (1258.3, "1,258")]
+)
+def test_large_numbers_are_told_whole(question, tried, compiled_as, number, said):
+    assert table.three_digits(number) == said
     one = next(t for t in tried if not t.reason)
-    row = figures.of(question, one, compiled_as(one))._replace(hours=(1017.6, 1099.04))
-    assert "1,018 – 1,099" in table.cells(row)
-    assert "9.94 – 99.9" in table.cells(row._replace(hours=(9.94, 99.94)))
+    row = figures.of(question, one, compiled_as(one))._replace(hours=(number, number))
+    assert said in table.cells(row)
 
 
 def test_a_page_with_two_batch_sizes_compares_equal_work(question, tried, compiled_as):
