@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch import environment
+from launch import configuration, environment
 
 ROOT = environment.WORKSPACE
 
@@ -19,12 +19,7 @@ def experiments():
 
 @pytest.mark.parametrize("experiment", experiments())
 def test_every_experiment_file_smokes_on_its_slice(launch, experiment, tmp_path):
-    slice_name = next(
-        line.split("'")[1]
-        for path in (ROOT / "gin" / "slices").glob("*.gin")
-        if f"gin/slices/{path.name}" in (ROOT / "gin" / experiment).read_text()
-        for line in path.read_text().splitlines()
-    )
+    slice_name = configuration.load(f"gin/{experiment}").build().slice
     said = launch("train", f"gin/{experiment}", "--smoke", "--run-dir", str(tmp_path), slice_name=slice_name)
     assert "PASS  20 steps; restored at step 10, 10 steps repeated bit for bit" in said
 
