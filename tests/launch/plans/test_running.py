@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import datetime
+import itertools
 import json
 import math
 import re
@@ -223,6 +224,22 @@ def test_nothing_fits(arguments, cache, capsys):
     said = capsys.readouterr().out
     assert "left out, rows do not divide: " in said
     assert "no candidate fits v4-8: most often: rows do not divide; the reasons above say which numbers do" in said
+
+
+def test_a_plan_of_which_nothing_fits_gives_up(arguments, cache, capsys, monkeypatch):
+    """After eight tries for each layout that was wanted, not after all of some hundred."""
+    compiled = []
+
+    def too_large(jobs, *, wanted, on_start):
+        for job in itertools.takewhile(lambda _: wanted(), jobs):
+            on_start(job)
+            compiled.append(job.name)
+            yield compiling.Done(job, records.Record(records.TOO_MUCH, reason="needs 40GiB of 31GiB", needed_bytes=40 * 2**30))
+
+    monkeypatch.setattr(compiling, "compile_all", too_large)
+    assert plan.run(arguments("--compile", "2")) == 1
+    assert len(compiled) == len(set(compiled)) == 16
+    assert "nothing that was compiled fits" in capsys.readouterr().out
 
 
 def test_arithmetic_says_what_it_is(arguments, cache, capsys):
