@@ -234,7 +234,9 @@ def test_a_plan_of_which_nothing_fits_gives_up(arguments, cache, capsys, monkeyp
         for job in itertools.takewhile(lambda _: wanted(), jobs):
             on_start(job)
             compiled.append(job.name)
-            yield compiling.Done(job, records.Record(records.TOO_MUCH, reason="needs 40GiB of 31GiB", needed_bytes=40 * 2**30))
+            yield compiling.Done(
+                job, records.Record(records.TOO_MUCH, reason="needs 40GiB of 31GiB", needed_bytes=40 * 2**30)
+            )
 
     monkeypatch.setattr(compiling, "compile_all", too_large)
     assert plan.run(arguments("--compile", "2")) == 1
