@@ -238,6 +238,7 @@ class Laboratory:
     ) -> Outcome:
         """Holds what became of a run against what must; `before` is what was there before it was started `again`."""
         said = evidence.said(run_dir, scenario.says) if said is None else said
+        said = said.replace(f"{self._folder}/", "")  # the same wherever it is run
         difference = evidence.difference(run_dir, self.undisturbed)
         problems = [
             f"exit code {code}, expected one of {scenario.codes}" for code in codes if code not in scenario.codes

@@ -26,7 +26,7 @@ from parallel.planning.candidates import Candidate
 from parallel.planning.placed import Facts, Placed, Refused, Step
 
 QUICK, USUAL = 10, 16  # candidates that compile
-_RUNGS = (1.0, 1.05, 1.1)  # of what a chip has; where arithmetic was held against the compiler it says 0 to 13 % more
+_RUNGS = (1.0, 1.05, 1.1)  # of what a chip has; arithmetic says 0 to 13 % more than the compiler, of most layouts
 _SAME_MESH = 3  # of the first N, a share of one mesh is 1 in so many, while others are left
 
 
@@ -237,7 +237,7 @@ def order(tried: Sequence[Tried], *, wanted: int, usable_bytes: float) -> Iterat
 def beyond(tried: Sequence[Tried], *, usable_bytes: float) -> list[Tried]:
     """Of those that need more than a chip has by arithmetic the nearest to that, and to 5 and 10 % more.
 
-    Compiled, they show where HBM ends, and whether arithmetic was right to refuse them; the last is far enough above.
+    Compiled, they show where HBM ends, and how far arithmetic can be believed there.
     """
     sized = sorted(((t.estimate.peak_bytes, t) for t in tried if t.estimate), key=lambda pair: pair[0])
     rungs = (next((t for peak, t in sized if peak > usable_bytes * rung), None) for rung in _RUNGS)
