@@ -4,7 +4,8 @@ One step is one folder with three parts, written by all hosts together and made 
 
     RUN/checkpoints/100/state   every array, sharded: each host writes its own shards (orbax)
                         data    one file per input stream, written by the host that owns the stream
-                        meta    JSON: config text, versions, git revision, seed …; and what is in every array
+                        meta    JSON: config text, versions, git revision, seed …; and what is in every array and
+                                stream of this step
 
 The one idea: nothing in a checkpoint depends on how many hosts or which mesh wrote it. The state is restored into
 whatever shardings the reader asks for, every reader gets the union of all streams, and the numbers that tell whether an
@@ -22,7 +23,7 @@ from typing import Any
 from core import distributed, listing, paths  # isort: skip (paths decides how etils reaches buckets, before orbax imports it)
 import orbax.checkpoint as ocp
 
-from core.checkpoints import description, leaves, reading, restoring, steps
+from core.checkpoints import description, leaves, reading, restoring, steps, streams
 from core.checkpoints.description import DamagedError
 from core.checkpoints.leaves import Misfit
 from core.checkpoints.reading import UnreadableError
@@ -99,7 +100,9 @@ class Checkpoints:
         parts = ocp.args.Composite(
             state=ocp.args.StandardSave(state),
             data=StreamsSave(dict(data)),
-            meta=ocp.args.JsonSave(description.sealed(meta, leaves.describe(state), _of_all_hosts(data))),
+            meta=ocp.args.JsonSave(
+                description.sealed(meta, step=step, content=leaves.describe(state), streams=_digests_of_all_hosts(data))
+            ),
         )
         described_seconds = time.monotonic() - began
         size_bytes = sum(leaf.nbytes for leaf in leaves.by_name(state).values())
@@ -198,7 +201,7 @@ class Checkpoints:
         if said:
             return None, said
         self._require_same_tree(step, described.content, abstract_state)
-        parts, said = self._read(step, lambda: _whole(described, *_read_arrays_and_streams(folder, abstract_state)))
+        parts, said = self._read(step, lambda: _sealed(described, *_read_arrays_and_streams(folder, abstract_state)))
         if said:
             return None, said
         state, data = parts
@@ -283,23 +286,20 @@ class Checkpoints:
             self._manager.close()
 
 
-def _of_all_hosts(data: Mapping[str, bytes]) -> list[str]:
-    """The names of every host's streams."""
-    said = distributed.all_gather_text("checkpoints/streams", json.dumps([*data]))
-    return [name for names in said for name in json.loads(names)]
+def _digests_of_all_hosts(data: Mapping[str, bytes]) -> dict[str, str]:
+    """The digest of every host's streams, by name."""
+    own = {name: streams.digest(position) for name, position in data.items()}
+    said = distributed.all_gather_text("checkpoints/streams", json.dumps(own))
+    return dict(sorted(pair for digests in said for pair in json.loads(digests).items()))
 
 
 def _read_arrays_and_streams(folder: paths.Path, abstract_state: Any) -> tuple[Any, dict[str, bytes]]:
     return restoring.restore(folder, abstract_state), StreamsHandler().restore(folder / "data")
 
 
-def _whole(
-    described: description.Description, state: Any, data: Mapping[str, bytes]
-) -> tuple[Any, Mapping[str, bytes]]:
-    """The same two. Raises FileNotFoundError where streams are missing."""
-    if missing := described.missing(data):
-        raise FileNotFoundError(missing)
-    return state, data
+def _sealed(described: description.Description, state: Any, data: Mapping[str, bytes]) -> tuple[Any, dict[str, bytes]]:
+    """The same two. Raises as `Description.positions`."""
+    return state, described.positions(data)
 
 
 def _differing(content: Mapping[str, list], state: Any) -> str:

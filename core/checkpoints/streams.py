@@ -1,6 +1,7 @@
 """The position in the data as a part of a checkpoint: one file per input stream, written by the host that owns it.
 
-Every file starts with the SHA-256 of the rest, so that what cannot be trusted is not read.
+Every file starts with the SHA-256 of the rest. The checkpoint's metadata records the same digest by stream
+(`core.checkpoints.description`), so that an intact file of another step or stream is refused too.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class StreamsHandler(ocp.AsyncCheckpointHandler):
     async def _write(self, directory: Any, streams: Mapping[str, bytes]) -> None:
         for name, position in streams.items():
             file = directory / (urllib.parse.quote(name, safe="") + SUFFIX)
-            file.write_bytes(hashlib.sha256(position).digest() + position)
+            file.write_bytes(_digest(position) + position)
 
     def save(self, directory: Any, args: StreamsSave) -> None:
         """Part of the interface of a handler; `Checkpoints` only saves in the background."""
@@ -62,9 +63,18 @@ class StreamsRestore(ocp.args.CheckpointArgs):
     """Asks for the streams of all hosts; orbax wants both kinds of a handler known."""
 
 
+def digest(position: bytes) -> str:
+    """What the metadata of a checkpoint records of a position."""
+    return _digest(position).hex()
+
+
+def _digest(position: bytes) -> bytes:
+    return hashlib.sha256(position).digest()
+
+
 def _read(file: paths.Path) -> bytes:
     content = file.read_bytes()
-    digest, position = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
-    if hashlib.sha256(position).digest() != digest:
+    said, position = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    if _digest(position) != said:
         raise DamagedStreamError(f"the position in {file.name} is damaged: its content is not what was written")
     return position

@@ -18,6 +18,8 @@ from core.checkpoints.arrays import Arrays
 from core.checkpoints.description import said
 from launch.saved.cost import size
 
+_UNSEALED = "saved by an earlier revision: its positions in the data carry no step and no stream"
+
 
 class Verdict(NamedTuple):
     """What came of one step.
@@ -28,6 +30,7 @@ class Verdict(NamedTuple):
       arrays: how many there are.
       read_bytes: of arrays, as they are in memory.
       seconds: it took.
+      note: what this revision would record and the one that saved the step did not; "" where that is nothing.
     """
 
     step: int
@@ -35,12 +38,13 @@ class Verdict(NamedTuple):
     arrays: int
     read_bytes: int
     seconds: float
+    note: str = ""
 
     def describe(self) -> str:
         """One line, or one and a line for each damage."""
         read = f"{self.arrays} arrays, {size(self.read_bytes)} in {self.seconds:.3g} s"
         if not self.damaged:
-            return f"step {self.step}: sound ({read})"
+            return f"step {self.step}: sound ({read}{f'; {self.note}' if self.note else ''})"
         return "\n  ".join((f"step {self.step}: DAMAGED ({read})", *self.damaged))
 
 
@@ -58,12 +62,13 @@ def verify(step_folder: paths.Path) -> Verdict:
         read_bytes = sum(_bytes(kind) for kind, _ in content.values())
     try:
         found = streams.StreamsHandler().restore(step_folder / "data")
-        if described and (missing := described.missing(found)):
-            damaged.append(f"data: {missing}")
+        if described:
+            described.positions(found)
     except Exception as error:
         damaged.append(f"data: {said(error)}")
+    note = "" if described is None or described.seals_positions else _UNSEALED
     seconds = time.monotonic() - began
-    return Verdict(int(step_folder.name), tuple(damaged), len(content), read_bytes, seconds)
+    return Verdict(int(step_folder.name), tuple(damaged), len(content), read_bytes, seconds, note)
 
 
 def _arrays(step_folder: paths.Path, content: dict[str, list]) -> Iterator[str]:

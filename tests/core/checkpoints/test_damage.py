@@ -1,6 +1,8 @@
 """A checkpoint that is not what was saved is never used: the newest sound one is, and nothing is thrown away."""
 
 import contextlib
+import hashlib
+import json
 import shutil
 
 import jax
@@ -23,6 +25,10 @@ def state_of(step):
     return jax.device_put(values, LAYOUT)
 
 
+def data_of(step):
+    return {"a": bytes([step]) * 40, "b": bytes([step, 1]) * 20}
+
+
 ABSTRACT = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=LAYOUT), state_of(0))
 
 
@@ -37,7 +43,7 @@ def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved") / "checkpoints"
     checkpoints = store.Checkpoints(str(folder), keep=3)
     for step in (3, 7):
-        checkpoints.save(step, state=state_of(step), data={"a": bytes([step]) * 40}, meta={"seed": step})
+        checkpoints.save(step, state=state_of(step), data=data_of(step), meta={"seed": step})
     checkpoints.close()
     return folder
 
@@ -56,7 +62,7 @@ def newest(saved, tmp_path):
             step, state, data, meta = checkpoints.restore_newest(ABSTRACT)
             want = jax.device_get(state_of(step))
             jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), want)
-            assert (data, meta) == ({"a": bytes([step]) * 40}, {"seed": step})
+            assert (data, meta) == (data_of(step), {"seed": step})
             return step, {path.name for path in folder.iterdir()}
         finally:
             checkpoints.close()
@@ -96,6 +102,59 @@ def test_a_truncated_file_is_never_used(newest, pattern):
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
     assert newest(truncate)[0] == 3
+
+
+def of_another_step(folder):
+    shutil.rmtree(folder / "data")
+    shutil.copytree(folder.parent / "3" / "data", folder / "data")
+
+
+def swapped(folder):
+    first, second = (folder / "data" / f"{name}.bin" for name in "ab")
+    contents = first.read_bytes(), second.read_bytes()
+    second.write_bytes(contents[0])
+    first.write_bytes(contents[1])
+
+
+def all_of_another_step(folder):
+    shutil.rmtree(folder)
+    shutil.copytree(folder.parent / "3", folder)
+
+
+@pytest.mark.covers("C04")
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (of_another_step, "data: DamagedError: 2 of 2 positions in the data are of another step or stream: a, b"),
+        (swapped, "data: DamagedError: 2 of 2 positions in the data are of another step or stream: a, b"),
+        (all_of_another_step, "meta: DamagedError: the description is that of step 3"),
+    ],
+)
+def test_a_position_of_another_step_or_stream_is_never_used(newest, saved, tmp_path, harm, says):
+    step, there = newest(harm)
+    assert step == 3
+    (aside,) = (name for name in there if name.startswith("damaged-7-"))
+    (tmp_path / "copy" / aside).rename(tmp_path / "7")
+    assert verifying.verify(paths.resolve(tmp_path / "7")).damaged == (says,)
+
+
+def as_saved_by_an_earlier_revision(folder):
+    """Its metadata named the streams and neither their content nor the step."""
+    file = folder / "meta" / "metadata"
+    meta = json.loads(file.read_text())
+    del meta["step"], meta["checksum"]
+    meta["streams"] = sorted(meta["streams"])
+    checksum = hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
+    file.write_text(json.dumps({**meta, "checksum": checksum}))
+
+
+@pytest.mark.covers("C04")
+def test_a_checkpoint_of_an_earlier_revision_is_restored_and_verify_says_what_it_lacks(newest, tmp_path):
+    assert newest(as_saved_by_an_earlier_revision) == (7, {"3", "7"})
+    verdict = verifying.verify(paths.resolve(tmp_path / "copy" / "7"))
+    assert not verdict.damaged
+    assert "its positions in the data carry no step and no stream" in verdict.describe()
+    assert "carry no step" not in verifying.verify(paths.resolve(tmp_path / "copy" / "3")).describe()
 
 
 def test_a_missing_folder_is_no_step(newest):
