@@ -63,13 +63,13 @@ def train_step(
         the rows it has.
       sum_gradients: how gradients are added over microbatches, where `accum_steps` is above 1.
       skip_non_finite: where the loss or the gradient is no number, parameters, optimizer state and carry keep their
-        values, and the metric `skipped_updates` is 1. The step counts all the same, for its batch is spent; a schedule
-        inside the optimizer state waits.
+        values, and the metric `skipped_updates` is 1. The step counts all the same, for its batch is spent; the
+        learning rate's schedule counts applied updates only.
 
     Returns:
-      A pure function; metrics are numbers of this step: loss (the mean), learning_rate, gradient_norm (before
-      clipping, over trained parameters), weight (supervised items); and the model's own, as sums: a step may have
-      nothing that one of them is a mean of.
+      A pure function; metrics are numbers of this step: loss (the mean), learning_rate (that of this update, or
+      the one that a skipped update would have had), gradient_norm (before clipping, over trained parameters), weight
+      (supervised items); and the model's own, as sums: a step may have nothing that one of them is a mean of.
     """
 
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -93,7 +93,7 @@ def train_step(
         metrics = {
             **out.metrics,
             "loss": out.loss_sum / items,
-            "learning_rate": jnp.asarray(optimizer.learning_rate(state.step), jnp.float32),
+            "learning_rate": optimizer.rate(state.opt_state, state.step),
             "gradient_norm": optax.global_norm(grads),
             "weight": out.weight_sum,
         }

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from core import parameters, ranges
@@ -33,7 +34,7 @@ class Optimizer:
 
     Attributes:
       transformation: from gradients to updates; its update may take `extras`, those of the step's `LossOutput`.
-      learning_rate: schedule, for reporting.
+      learning_rate: schedule, by the number of updates applied; for reporting (`rate`).
       frozen: patterns of parameters that never change; they get no gradient and no state. So do `CONSTANTS`. What is
         `live` is trained all the same: these are patterns of the rule for everything else.
       live: patterns of trained parameters that an average over steps leaves out.
@@ -63,6 +64,19 @@ class Optimizer:
         updates, state = transformation.update(grads, state, params, extras=extras)
         return optax.apply_updates(params, updates), state
 
+    def rate(self, state: Any, step: jax.Array) -> jax.Array:
+        """The learning rate of the next update: [], float32.
+
+        A schedule inside the transformation counts the updates that were applied, which falls behind the step where
+        updates are skipped. A transformation without a schedule inside is reported by `step`.
+
+        Args:
+          state: the optimizer's, before the update.
+          step: steps done, [], int32.
+        """
+        counted = [leaf.count for leaf in jax.tree.leaves(state, is_leaf=_is_schedule) if _is_schedule(leaf)]
+        return jnp.asarray(self.learning_rate(counted[0] if counted else step), jnp.float32)
+
     def trainable(self, params: Params) -> Params:
         """`params` with the gradient stopped at the frozen ones.
 
@@ -77,6 +91,10 @@ class Optimizer:
         if self.averages is None:
             return params
         return jax.tree.map(lambda a, p: p if _is_masked(a) else a, self.averages(state), params, is_leaf=_is_masked)
+
+
+def _is_schedule(node: Any) -> bool:
+    return isinstance(node, optax.ScaleByScheduleState)
 
 
 def _is_masked(leaf: Any) -> bool:

@@ -112,6 +112,11 @@ def test_an_average_starts_at_the_first_parameters_and_is_what_is_evaluated():
     assert plain.evaluated(PARAMS, plain.init(PARAMS)) is PARAMS
 
 
+def test_the_reported_rate_is_that_of_the_dense_schedule_inside_a_table_and_an_average():
+    _, state = steps_of(composed(), 3)[-1]
+    assert float(composed().rate(state, jnp.int32(50))) == float(RATE(jnp.int32(3)))
+
+
 @pytest.mark.parametrize("dense", [optimizers.adamw, optimizers.lion, optimizers.adam_atan2])
 def test_any_rule_can_stand_beside_the_table(dense):
     optimizer = optimizers.with_table(dense=dense(learning_rate=RATE), learning_rate=RATE)

@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from core import optimizers, step, train_state
@@ -85,6 +86,29 @@ def test_a_skipped_step_keeps_everything_but_its_number(bad):
     again, metrics = run(after, {"x": jnp.ones(3)})
     assert metrics["skipped_updates"] == 0
     assert float(again.params["~"]["w"]) < float(after.params["~"]["w"])
+
+
+class Still:
+    """A gradient of exactly 1, so that plain SGD moves `w` by the learning rate."""
+
+    def loss(self, params, carry, rng, batch):
+        return carry, LossOutput(params["~"]["w"] * jnp.sum(batch["x"]), jnp.float32(batch["x"].size), {})
+
+
+def test_the_reported_learning_rate_is_the_applied_one_after_skipped_updates():
+    schedule = optimizers.warmup_linear(peak=0.5, warmup_steps=5, total_steps=100)
+    optimizer = optimizers.averaged(optimizer=optimizers.Optimizer(optax.sgd(schedule), schedule))
+    params = {"~": {"w": jnp.float32(2.0)}}
+    state = train_state.TrainState(jnp.int32(0), params, optimizer.init(params), ())
+    run = jax.jit(step.train_step(Still(), optimizer, seed=0, skip_non_finite=True))
+    reported, applied = [], []
+    for x in (1.0, np.nan, np.nan, np.nan, 1.0, 1.0):
+        after, metrics = run(state, {"x": jnp.full(3, x, jnp.float32)})
+        reported.append(float(metrics["learning_rate"]))
+        applied.append(float(state.params["~"]["w"] - after.params["~"]["w"]))
+        state = after
+    np.testing.assert_allclose(applied, [0.1, 0.0, 0.0, 0.0, 0.2, 0.3], atol=1e-6)
+    np.testing.assert_allclose(reported, [0.1, 0.2, 0.2, 0.2, 0.2, 0.3], rtol=1e-6)
 
 
 def test_a_run_that_stops_has_the_step_that_it_always_had():
