@@ -25,6 +25,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
+if not __debug__:
+    raise ValueError(
+        "Python runs without assert statements (-O, or PYTHONOPTIMIZE is set), and dm-haiku closes its contexts inside "
+        "assert statements: every model would fail while it is traced. Unset PYTHONOPTIMIZE and start without -O"
+    )
+
 MeshAxes = str | tuple[str, ...] | None
 Rules = Mapping[str, MeshAxes]
 

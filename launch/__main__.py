@@ -15,6 +15,7 @@ import importlib
 import os
 import sys
 import traceback
+import types
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -54,7 +55,21 @@ def main(argv: Sequence[str]) -> int:
     if name not in files:
         print(_unknown(name), file=sys.stderr)
         return exit_codes.USER_ERROR
-    command = importlib.import_module(f"launch.commands.{files[name].parent.name}.{name}")
+    try:
+        command = importlib.import_module(f"launch.commands.{files[name].parent.name}.{name}")
+        args = _parser(name, command).parse_args(rest)
+        _require_run_directory(args)
+        return command.run(args)
+    except ValueError as error:
+        _print_user_error(error)
+        peers.leave(exit_codes.USER_ERROR, f"error: {next(iter(str(error).splitlines()), '')}")
+        return exit_codes.USER_ERROR
+    except KeyboardInterrupt:
+        return exit_codes.INTERRUPTED
+
+
+def _parser(name: str, command: types.ModuleType) -> argparse.ArgumentParser:
+    """The command line of a command."""
     parser = argparse.ArgumentParser(
         prog="launch/pod.sh" if name == "pod" else f"launch/run {name}",
         description=command.HELP,
@@ -63,14 +78,17 @@ def main(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     command.add_arguments(parser)
-    try:
-        return command.run(parser.parse_args(rest))
-    except ValueError as error:
-        _print_user_error(error)
-        peers.leave(exit_codes.USER_ERROR, f"error: {next(iter(str(error).splitlines()), '')}")
-        return exit_codes.USER_ERROR
-    except KeyboardInterrupt:
-        return exit_codes.INTERRUPTED
+    return parser
+
+
+def _require_run_directory(args: argparse.Namespace) -> None:
+    """Raises ValueError for a run directory that is given and empty: the default one is not what was asked for."""
+    given = getattr(args, "run_dir", None)
+    if given is not None and not given.strip():
+        raise ValueError(
+            f"the run directory is {given!r}: expected a folder or gs://BUCKET/…. Is the variable that it is taken "
+            "from set?"
+        )
 
 
 def _overview() -> str:

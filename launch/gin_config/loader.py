@@ -42,6 +42,7 @@ from launch.gin_config.statements import (
 
 ROOT = "launch.experiment.Experiment"
 DEFAULTS = "gin/defaults.gin"
+_SLICE_ARGUMENT = "--slice"
 
 __all__ = ["DEFAULTS", "ROOT", "ConfigError", "ConfigProblem", "LoadedConfig", "load", "parse", "problems"]
 
@@ -138,11 +139,23 @@ def load(
         experiment=config.experiment,
         text=_flatten(verdict.kept),
         files={name: source.text for name, source in config.sources.items()},
-        notes=tuple(verdict.notes),
+        notes=(*verdict.notes, *_replaced_slice(config, slice_name)),
         _plain_text=plain_text,
         _root=config.root,
         _bindings=tuple(verdict.kept),
     )
+
+
+def _replaced_slice(config: Configuration, slice_name: str | None) -> list[str]:
+    """A note where the experiment or the command line binds SLICE and the SLICE argument is another slice."""
+    bound = [
+        b
+        for b in config.bindings
+        if b.is_macro and b.name == "SLICE" and b.file not in (_SLICE_ARGUMENT, config.defaults)
+    ]
+    if slice_name is None or not bound or bound[-1].value == slice_name:
+        return []
+    return [f"{bound[-1].place}: {bound[-1]} is left out, the SLICE argument chose {slice_name!r}"]
 
 
 def problems(
@@ -186,7 +199,7 @@ def _examine(
     for number, binding in enumerate(bindings, start=1):
         reader.text(binding.strip(), name=f"--gin #{number}", folder=Path.cwd())
     if slice_name is not None:
-        reader.text(f"SLICE = {slice_name!r}", name="--slice", folder=Path.cwd())
+        reader.text(f"SLICE = {slice_name!r}", name=_SLICE_ARGUMENT, folder=Path.cwd())
     declared_in, macros = _declared_macros(reader, defaults, folders=(*folders, file.parent))
     names = Names(reader.sources, folders=(file.parent, Path.cwd()))
     config = Configuration(

@@ -105,3 +105,11 @@ def test_a_check_says_what_is_wrong_with_them(config, axes, finding, says, mesh,
 def test_a_seed_below_zero_is_refused():
     with pytest.raises(ValueError, match=r"seed = -3 \(SEED\): expected at least 0"):
         configuration.load(QUICKSTART, bindings=["SEED = -3"]).build()
+
+
+def test_a_slice_that_the_argument_replaces_is_noted():
+    notes = configuration.load(QUICKSTART, bindings=["SLICE = 'v4-8'"], slice_name="v4-16").notes
+    assert notes == ("--gin #1: SLICE = 'v4-8' is left out, the SLICE argument chose 'v4-16'",)
+    assert configuration.load(QUICKSTART, bindings=["SLICE = 'v4-16'"], slice_name="v4-16").notes == ()
+    assert configuration.load(QUICKSTART, bindings=["SLICE = 'v4-8'"]).notes == ()
+    assert configuration.load(QUICKSTART, slice_name="v4-16").notes == ()  # defaults.gin alone names one

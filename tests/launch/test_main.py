@@ -64,6 +64,24 @@ def test_the_process_ends_with_that_code():
         assert subprocess.run(command, cwd=environment.WORKSPACE, capture_output=True, check=False).returncode == code
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["train gin/quickstart.gin --run-dir", "pod v4-8 gin/quickstart.gin --simulate --run-dir", "evaluate"],
+)
+def test_an_empty_run_directory_is_refused(line, capsys):
+    assert cli.main([*line.split(), ""]) == 2
+    assert "the run directory is '" in capsys.readouterr().err
+
+
+def test_python_without_assertions_is_refused():
+    code = "from launch import __main__ as cli; raise SystemExit(cli.main(['check', 'gin/quickstart.gin']))"
+    command = [sys.executable, "-O", "-c", code]
+    ended = subprocess.run(command, cwd=environment.WORKSPACE, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: Python runs without assert statements (-O, or PYTHONOPTIMIZE is set)")
+    assert "Traceback" not in ended.stderr
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help_and_example(name, capsys):
     assert "\n" not in cli.command_help(name)
