@@ -30,6 +30,7 @@ class Chip:
       usable_hbm_bytes: what XLA may allocate of it.
       hbm_bytes_per_second: memory bandwidth.
       link_bytes_per_second: one ICI link, one way.
+      host_memory_bytes: memory of a host, for each of its chips.
       chips_per_name_unit: chips that one unit of the number in a slice's name stands for.
     """
 
@@ -39,14 +40,15 @@ class Chip:
     usable_hbm_bytes: int
     hbm_bytes_per_second: float
     link_bytes_per_second: float
+    host_memory_bytes: float
     chips_per_name_unit: float
 
 
 CHIPS: Mapping[str, Chip] = {
-    "v4": Chip("TPU v4", 275e12, 32 * GIB, int(30.75 * GIB), 1.2e12, 45e9, 0.5),
-    "v5p": Chip("TPU v5", 459e12, 95 * GIB, 95 * GIB, 2.77e12, 90e9, 0.5),
-    "v5e": Chip("TPU v5 lite", 197e12, 16 * GIB, 16 * GIB, 0.81e12, 45e9, 1),
-    "v6e": Chip("TPU v6 lite", 918e12, 32 * GIB, 32 * GIB, 1.6e12, 90e9, 1),
+    "v4": Chip("TPU v4", 275e12, 32 * GIB, int(30.75 * GIB), 1.2e12, 45e9, 407e9 / 4, 0.5),
+    "v5p": Chip("TPU v5", 459e12, 95 * GIB, 95 * GIB, 2.77e12, 90e9, 448e9 / 4, 0.5),
+    "v5e": Chip("TPU v5 lite", 197e12, 16 * GIB, 16 * GIB, 0.81e12, 45e9, 48e9, 1),
+    "v6e": Chip("TPU v6 lite", 918e12, 32 * GIB, 32 * GIB, 1.6e12, 90e9, 180e9, 1),
 }
 
 DCN_BYTES_PER_SECOND_PER_HOST = 25e9
@@ -131,6 +133,11 @@ class Slice:
         if len(self.topology) == 3:
             return (all(n % 4 == 0 for n in self.topology),) * 3
         return tuple(n == 16 for n in self.topology)
+
+    @property
+    def host_memory_bytes(self) -> int:
+        """Memory of one host, as its virtual machine is sold."""
+        return int(self.chips_per_host * self.chip.host_memory_bytes)
 
     @property
     def peak_flops(self) -> float:

@@ -13,11 +13,14 @@ from typing import NamedTuple
 
 from core import metrics, slices
 from core.slices import GIB
-from launch import configuration, reach, smoke
+from launch import configuration, host_memory, reach, smoke
 from launch.experiment import Experiment, padding
+from launch.pods.hosts import available_memory_bytes
 from launch.reach import Finding, Hosts
 from parallel import mesh, report
 from parallel.partitioner import Program
+
+_SURELY_TOO_MUCH = 2.0  # times what a chip has, by an estimate that the compiler does not always confirm
 
 
 class Checked(NamedTuple):
@@ -57,14 +60,16 @@ def check(
     if experiment is not None:
         if project := experiment.wandb_project:
             _attempt("metrics", lambda: metrics.require_wandb(project), findings, say=lambda _: f"and in {project}")
-        program = _attempt("layout", lambda: _bind(experiment, smoked=smoked), findings, say=_layout_facts)
+        bound = _attempt("layout", lambda: _bind(experiment, smoked=smoked), findings, say=_layout_facts)
+        meant, program = bound or (experiment, None)
         findings += reach.data(experiment, smoked=smoked, hosts=hosts)
     findings += reach.run_directory(run_dir, slices.get(experiment.slice) if experiment else None, hosts)
     if program is None:
         return Checked(tuple(findings), 0, None, experiment)
     sizes = report.totals(program)
     slice_ = program.partitioner.slice
-    findings.append(_memory(sizes.everything, slice_))
+    findings.append(_memory(meant, program, sizes.everything, with_activations=not smoked and hosts != "simulated"))
+    findings.append(_host_memory(meant, program, hosts))
     return Checked(tuple(findings), (sizes.everything + sizes.params) * slice_.chips, program, experiment)
 
 
@@ -89,23 +94,55 @@ def _attempt(name: str, what: Callable, findings: list[Finding], *, say: Callabl
     return result
 
 
-def _bind(experiment: Experiment, *, smoked: bool) -> Program:
+def _bind(experiment: Experiment, *, smoked: bool) -> tuple[Experiment, Program]:
+    """The experiment as it would run, and its program on the compiler's description of the slice."""
     experiment = smoke.shrink(experiment) if smoked else experiment
-    return experiment.bind(mesh.topology_devices(slices.get(experiment.slice)))
+    return experiment, experiment.bind(mesh.topology_devices(slices.get(experiment.slice)))
 
 
-def _layout_facts(program: Program) -> str:
+def _layout_facts(bound: tuple[Experiment, Program]) -> str:
+    _, program = bound
     shape = " x ".join(f"{axis} {n}" for axis, n in program.partitioner.shape.items() if n > 1) or "1 chip"
     rows = next(iter(program.spec.values())).shape[0]
     where = f"{program.partitioner.strategy.name} on {program.partitioner.slice.name}"
     return f"{where}: {shape}; {rows} rows{padding(program.model)}"
 
 
-def _memory(bytes_per_chip: int, slice_: slices.Slice) -> Finding:
-    have = slice_.chip.usable_hbm_bytes
-    text = (
-        f"state {bytes_per_chip / GIB:.3g} GiB of {have / GIB:.4g} GiB per chip (arithmetic; activations not counted)"
-    )
-    if bytes_per_chip <= have:
-        return Finding("memory", True, text)
-    return Finding("memory", False, f"{text}. Split it over more chips (fsdp, tensor) or take a larger slice.")
+def _memory(experiment: Experiment, program: Program, state_bytes: int, *, with_activations: bool) -> Finding:
+    """A chip's memory: its state, which is exact, and an estimate of what waits for the backward pass.
+
+    The estimate is up to 1.13 times what the compiler finds, so it alone refuses nothing below `_SURELY_TOO_MUCH`.
+    """
+    have = program.partitioner.slice.chip.usable_hbm_bytes
+    state = f"state {state_bytes / GIB:.3g} GiB"
+    of = f"of {have / GIB:.4g} GiB per chip (arithmetic"
+    more_chips = "Split it over more chips (fsdp, tensor) or take a larger slice."
+    if state_bytes > have:
+        return Finding("memory", False, f"{state} {of}; activations not counted). {more_chips}")
+    if not with_activations:
+        return Finding("memory", True, f"{state} {of}; activations not counted)")
+    from launch.plans import facts  # the planner; a training process imports this module and never needs it
+
+    found = facts.estimate(experiment, program)
+    rows = next(iter(program.spec.values())).shape[0]
+    said = f"{state}, {found.peak_bytes / GIB:,.2f} GiB with activations and gradients, {of}, not compiled)"
+    advice = f"BATCH_SIZE = {rows:,}: lower it, raise ACCUM_STEPS, or let the model rematerialise more. {more_chips}"
+    if found.peak_bytes <= have:
+        return Finding("memory", True, said)
+    if found.peak_bytes <= _SURELY_TOO_MUCH * have:
+        return Finding("memory", True, f"{said}; launch/run report --compile decides whether it fits", is_note=True)
+    return Finding("memory", False, f"{said}. {advice}")
+
+
+def _host_memory(experiment: Experiment, program: Program, hosts: Hosts) -> Finding:
+    """What one host must hold, or this machine where it plays all of them."""
+    slice_ = program.partitioner.slice
+    if hosts == "simulated":
+        need, have, whose = host_memory.simulated(experiment, program), available_memory_bytes(), "this machine"
+    else:
+        need, have = host_memory.per_host(experiment, program), slice_.host_memory_bytes
+        whose = f"a host of {slice_.name}"
+    said = host_memory.problem(need, have_bytes=have, whose=whose, experiment=experiment, program=program)
+    if said:
+        return Finding("host memory", False, said)
+    return Finding("host memory", True, f"{sum(need.values()) / GIB:.3g} GiB at least of {have / GIB:.4g} of {whose}")

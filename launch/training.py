@@ -24,7 +24,7 @@ from core.training import (
     recompile,
 )
 from core.watch import phase
-from launch import card, environment
+from launch import card, environment, host_memory
 from launch.experiment import Experiment
 from launch.plans.measured import Measured
 from launch.pods import joining
@@ -219,6 +219,7 @@ def ready(experiment: Experiment, *, config_text: str, revision: str, run_dir: s
     phase.at(phase.OPENING)
     compile_cache.use(environment.read("JAX_COMPILATION_CACHE_DIR") or f"{run_dir}/compiled")
     program = experiment.bind(jax.devices())
+    host_memory.require(experiment, program)
     joining.require_shared(run_dir, host)
     with phase.enter(phase.PREPARING):
         _prepare(experiment, run_dir, host)

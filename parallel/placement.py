@@ -25,13 +25,28 @@ def data_layout(by_rows: NamedSharding, batch_size: int) -> DataLayout:
       by_rows: the layout of an array [batch_size].
       batch_size: rows of the global batch.
     """
-    by_host: dict[int, set[int]] = {}
-    for device, (rows,) in by_rows.devices_indices_map((batch_size,)).items():
-        by_host.setdefault(device.process_index, set()).update(range(*rows.indices(batch_size)))
+    by_host = _rows_by_host(by_rows, batch_size)
     me = jax.process_index()
     mine = by_host.get(me, set())
     earlier = set().union(*(rows for host, rows in by_host.items() if host < me))
     return DataLayout(batch_size, tuple(sorted(mine)), tuple(sorted(mine - earlier)))
+
+
+def largest_share(by_rows: NamedSharding, batch_size: int) -> float:
+    """The part of a global batch that the host with the most rows supplies.
+
+    Args:
+      by_rows: the layout of an array [batch_size].
+      batch_size: rows of a small batch, laid out as any other.
+    """
+    return max(map(len, _rows_by_host(by_rows, batch_size).values())) / batch_size
+
+
+def _rows_by_host(by_rows: NamedSharding, batch_size: int) -> dict[int, set[int]]:
+    by_host: dict[int, set[int]] = {}
+    for device, (rows,) in by_rows.devices_indices_map((batch_size,)).items():
+        by_host.setdefault(device.process_index, set()).update(range(*rows.indices(batch_size)))
+    return by_host
 
 
 def put(

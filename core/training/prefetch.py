@@ -21,6 +21,8 @@ import numpy as np
 from core.types import Batches
 
 _OFFSET = struct.Struct(">Q")  # Written before the snapshot of each stream: batches consumed since.
+DEPTH = 2  # batches that wait on the devices
+HELD = DEPTH + 2  # with the one that waits to be put into the queue, and the one that the step uses
 _JOIN_SECONDS = 10.0
 _POLL_SECONDS = 0.1
 
@@ -53,7 +55,7 @@ class Prefetch:
         batches: Batches,
         *,
         to_device: Callable[[Mapping[str, np.ndarray]], Any],
-        depth: int = 2,
+        depth: int = DEPTH,
         snapshot_interval: int = 100,
     ):
         """Starts the thread; from now on `batches` belongs to it.

@@ -42,7 +42,6 @@ from launch.gin_config.statements import (
 
 ROOT = "launch.experiment.Experiment"
 DEFAULTS = "gin/defaults.gin"
-_SLICE_ARGUMENT = "--slice"
 
 __all__ = ["DEFAULTS", "ROOT", "ConfigError", "ConfigProblem", "LoadedConfig", "load", "parse", "problems"]
 
@@ -147,12 +146,8 @@ def load(
 
 
 def _replaced_slice(config: Configuration, slice_name: str | None) -> list[str]:
-    """A note where the experiment or the command line binds SLICE and the SLICE argument is another slice."""
-    bound = [
-        b
-        for b in config.bindings
-        if b.is_macro and b.name == "SLICE" and b.file not in (_SLICE_ARGUMENT, config.defaults)
-    ]
+    """A note for a --gin binding of SLICE where the SLICE argument is another slice."""
+    bound = [b for b in config.bindings if b.is_macro and b.name == "SLICE" and b.file.startswith("--gin")]
     if slice_name is None or not bound or bound[-1].value == slice_name:
         return []
     return [f"{bound[-1].place}: {bound[-1]} is left out, the SLICE argument chose {slice_name!r}"]
@@ -199,7 +194,7 @@ def _examine(
     for number, binding in enumerate(bindings, start=1):
         reader.text(binding.strip(), name=f"--gin #{number}", folder=Path.cwd())
     if slice_name is not None:
-        reader.text(f"SLICE = {slice_name!r}", name=_SLICE_ARGUMENT, folder=Path.cwd())
+        reader.text(f"SLICE = {slice_name!r}", name="--slice", folder=Path.cwd())
     declared_in, macros = _declared_macros(reader, defaults, folders=(*folders, file.parent))
     names = Names(reader.sources, folders=(file.parent, Path.cwd()))
     config = Configuration(

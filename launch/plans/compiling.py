@@ -23,7 +23,7 @@ from core.slices import GIB
 from launch.environment import WORKSPACE
 from launch.plans import records
 from launch.plans.records import Record
-from launch.pods import simulate
+from launch.pods import hosts
 
 BYTES_PER_COMPILE = 4 * GIB  # about 3 of a 7B step, and room
 MOST_AT_ONCE = 2
@@ -62,7 +62,7 @@ class _Running(NamedTuple):
 
 def at_once() -> int:
     """How many compiles this machine has processors and memory for; at least one."""
-    room = simulate.available_memory_bytes() // BYTES_PER_COMPILE
+    room = hosts.available_memory_bytes() // BYTES_PER_COMPILE
     return int(max(1, min(MOST_AT_ONCE, os.cpu_count() or 1, room)))
 
 

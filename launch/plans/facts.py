@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,12 +14,25 @@ from core.train_state import TrainState
 from core.types import Model
 from launch.experiment import Experiment
 from parallel import rules
-from parallel.planning import candidates, traced
-from parallel.planning.placed import Facts
+from parallel.partitioner import Program
+from parallel.planning import arithmetic, candidates, placed, traced
+from parallel.planning.arithmetic import Estimate
+from parallel.planning.placed import Facts, Placed
 
 
-def facts(experiment: Experiment) -> Facts:
-    """Traces the model; nothing is compiled and no device is asked for."""
+def estimate(experiment: Experiment, program: Program) -> Estimate:
+    """What a step of the experiment costs a chip, as it is bound."""
+    own = placed.step_of(program)
+    return arithmetic.estimate(Placed(program.partitioner.strategy, facts(experiment, remats=[own.remat])), own)
+
+
+def facts(experiment: Experiment, *, remats: Sequence[str | None] | None = None) -> Facts:
+    """Traces the model; nothing is compiled and no device is asked for.
+
+    Args:
+      experiment: whose model.
+      remats: choices of `remat` to trace; all that the model offers where not given.
+    """
     model, optimizer = experiment.model, experiment.optimizer
     spec = dict(experiment.task.spec(experiment.batch_size))
     example = {k: jax.ShapeDtypeStruct(s.shape, s.dtype) for k, s in spec.items()}
@@ -33,14 +47,14 @@ def facts(experiment: Experiment) -> Facts:
     )
     works = {
         remat: traced.work(_on_a_tpu(_with(model, remat), params, example), spec, params, axes)
-        for remat in candidates.remats(model)
+        for remat in (candidates.remats(model) if remats is None else remats)
     }
     itemsize = jnp.dtype(getattr(model, "dtype", jnp.float32)).itemsize
     return Facts(slices.get(experiment.slice), shapes, named, spec, works, itemsize)
 
 
 def _with(model: Any, remat: str | None) -> Any:
-    return model if remat is None else dataclasses.replace(model, remat=remat)
+    return model if remat in (None, getattr(model, "remat", None)) else dataclasses.replace(model, remat=remat)
 
 
 def _on_a_tpu(model: Model, params: Any, example: Any) -> Model:

@@ -122,6 +122,12 @@ def require_slice(slice_: slices.Slice, *, accelerator_type: str | None, where: 
         )
 
 
+def available_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Memory that can be had without swapping (MemAvailable)."""
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
 def revision(*, workspace: Path = environment.WORKSPACE) -> str:
     """The git revision of the workspace, with `-dirty` where it was edited; `unknown` outside git."""
     shipped = workspace / REVISION_FILE

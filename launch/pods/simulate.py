@@ -32,6 +32,7 @@ from core import slices
 from core.slices import GIB
 from core.watch import exit_codes
 from launch.pods import host_output, stamps, supervise
+from launch.pods.hosts import available_memory_bytes
 
 LAST_LINES = 20
 WORDS_SECONDS = 3.0  # for the others to say themselves what ends them
@@ -124,12 +125,6 @@ def require_memory(needed_bytes: int, *, slice_name: str, available_bytes: int |
             f"this machine has {available / GIB:.1f} GiB of free memory. --smoke shrinks the model, keeps slice, mesh "
             "and strategy."
         )
-
-
-def available_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Memory that can be had without swapping (MemAvailable)."""
-    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 def host_environment(

@@ -112,4 +112,4 @@ def test_a_slice_that_the_argument_replaces_is_noted():
     assert notes == ("--gin #1: SLICE = 'v4-8' is left out, the SLICE argument chose 'v4-16'",)
     assert configuration.load(QUICKSTART, bindings=["SLICE = 'v4-16'"], slice_name="v4-16").notes == ()
     assert configuration.load(QUICKSTART, bindings=["SLICE = 'v4-8'"]).notes == ()
-    assert configuration.load(QUICKSTART, slice_name="v4-16").notes == ()  # defaults.gin alone names one
+    assert configuration.load(QUICKSTART, slice_name="v4-16").notes == ()  # what a file names is there to be replaced

@@ -4,10 +4,11 @@ import subprocess
 
 import pytest
 
-from core import paths
+from core import paths, slices
 from launch import __main__ as cli
-from launch import preflight
-from launch.pods import shipping
+from launch import configuration, host_memory, preflight
+from launch.pods import hosts, shipping
+from parallel import mesh
 
 QUICKSTART, VALKYRIE = "gin/quickstart.gin", "gin/valkyrie_7b.gin"
 
@@ -90,8 +91,8 @@ def test_a_vocabulary_that_cannot_be_read_is_no_traceback(tmp_path, monkeypatch)
 
     monkeypatch.setattr(sentencepieces.SentencePiece, "_model", property(unreachable))
     bindings = ["DATA = 'gs://bucket/*.txt'", "VOCABULARY = 'gs://bucket/m.model'"]
-    for hosts, ok in (("simulated", False), ("shipped to", True)):
-        found = preflight.check(VALKYRIE, bindings=bindings, slice_name="v4-32", run_dir=str(tmp_path), hosts=hosts)
+    for where, ok in (("simulated", False), ("shipped to", True)):
+        found = preflight.check(VALKYRIE, bindings=bindings, slice_name="v4-32", run_dir=str(tmp_path), hosts=where)
         (unread,) = (f for f in found.findings if "cannot read gs://bucket/m.model" in f.detail)
         assert (unread.ok, unread.is_note) == (ok, ok)
 
@@ -106,8 +107,8 @@ def test_a_vocabulary_on_a_disk_that_cannot_be_read_is_no_traceback(tmp_path, mo
     for name in ("a.txt", "b.txt", "m.model"):
         (tmp_path / name).write_text("words\n")
     bindings = [f"DATA = '{tmp_path}/*.txt'", f"VOCABULARY = '{tmp_path}/m.model'"]
-    for hosts in ("here", "simulated"):
-        found = preflight.check(VALKYRIE, bindings=bindings, slice_name="v4-32", run_dir=str(tmp_path), hosts=hosts)
+    for where in ("here", "simulated"):
+        found = preflight.check(VALKYRIE, bindings=bindings, slice_name="v4-32", run_dir=str(tmp_path), hosts=where)
         (unread,) = (f for f in found.findings if f.name == "data")
         assert (unread.ok, unread.is_note) == (False, False)
         assert f"cannot read {tmp_path}/m.model from here: PermissionError: " in unread.detail
@@ -157,3 +158,31 @@ def test_a_project_of_weights_and_biases_without_the_package_is_refused(tmp_path
     found = preflight.check("gin/quickstart.gin", bindings=[binding], run_dir=str(tmp_path))
     (wrong,) = [finding for finding in found.findings if not finding.ok]
     assert "the package wandb is not installed" in wrong.detail
+
+
+def test_a_batch_that_no_host_can_hold_is_refused_by_its_name(tmp_path, monkeypatch):
+    huge, large = ["BATCH_SIZE = 1000000000"], ["BATCH_SIZE = 131072"]
+    for where, whose in (("here", "a host of v4-16 has 379.0 GiB"), ("simulated", "this machine has ")):
+        found = check(run_dir=tmp_path, bindings=huge, hosts=where)["host memory"]
+        assert not found.ok
+        assert found.detail.startswith("BATCH_SIZE = 1,000,000,000 rows of 2,560 bytes: needs ")
+        assert whose in found.detail
+        assert "Fix: set BATCH_SIZE to at most " in found.detail
+    found = check(run_dir=tmp_path, bindings=large)
+    assert found["host memory"].ok
+    assert not found["memory"].ok  # of a chip
+    assert "GiB with activations and gradients, of 30.75 GiB per chip" in found["memory"].detail
+    assert "BATCH_SIZE = 131,072: lower it, raise ACCUM_STEPS" in found["memory"].detail
+
+
+def test_a_host_refuses_a_batch_that_it_cannot_hold(monkeypatch):
+    experiment = configuration.load(QUICKSTART).build()
+    program = experiment.bind(mesh.topology_devices(slices.get(experiment.slice)))
+    need = host_memory.per_host(experiment, program)
+    assert need["batches"] == 2 * 16 * 128 * 5 * 4  # two copies of 16 rows of 5 fields
+    assert need["evaluation"] == 8 * 16 * 128 * 5 * 4
+    monkeypatch.setattr(hosts, "available_memory_bytes", lambda: sum(need.values()))
+    host_memory.require(experiment, program)
+    monkeypatch.setattr(hosts, "available_memory_bytes", lambda: sum(need.values()) - 1)
+    with pytest.raises(ValueError, match=r"BATCH_SIZE = 32 rows .*, and this host has .* at most 24, or EVAL_BATCHES"):
+        host_memory.require(experiment, program)

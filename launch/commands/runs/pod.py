@@ -140,8 +140,7 @@ def _validate(args: argparse.Namespace, slice_: slices.Slice) -> int:
 def _simulate(args: argparse.Namespace, slice_: slices.Slice) -> int:
     run_directory = os.fspath(paths.resolve(args.run_dir or _run_directory(args)))  # the hosts have another ~
     here = _run_directory(args, environ={}) if paths.is_remote(run_directory) else run_directory
-    checked = _checked(args, slice_, run_directory=run_directory, hosts="simulated")
-    simulate.require_memory(checked.training_bytes, slice_name=slice_.name)
+    _checked(args, slice_, run_directory=run_directory, hosts="simulated")
     options = ["--run-dir", run_directory, *_options(args, run_dir=False)]
     command = [sys.executable, "-m", "launch", "train", args.experiment, "--slice", slice_.name, *options]
     print(

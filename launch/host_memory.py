@@ -1,0 +1,102 @@
+"""Whether a host has the memory that a run needs: batches, evaluation, a checkpoint, and simulated chips.
+
+Every amount counted here is needed for certain, so what exceeds a host's memory cannot run; what fits may still be
+too much, because the data pipeline, the compiler and the program itself are not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from core.slices import GIB
+from core.training import prefetch
+from launch.experiment import Experiment
+from launch.pods import hosts
+from parallel import placement, report
+from parallel.partitioner import Program
+
+_ASSEMBLED = 2  # copies of a batch on the host: of its streams, and as one
+_ROW_NUMBER_BYTES = 64  # of `DataLayout.rows`: a Python integer, its place in two tuples and in an array
+
+
+def per_host(experiment: Experiment, program: Program) -> dict[str, int]:
+    """Bytes that the host with the most rows must hold at once, by what they are."""
+    rows = _host_rows(program)
+    row_bytes = _row_bytes(program)
+    return {
+        "batches": _ASSEMBLED * rows * row_bytes,
+        "row numbers": rows * _ROW_NUMBER_BYTES,
+        "evaluation": experiment.eval_batches * rows * row_bytes,
+        "a checkpoint": report.totals(program).whole // program.partitioner.slice.hosts,
+    }
+
+
+def simulated(experiment: Experiment, program: Program) -> dict[str, int]:
+    """Bytes that all hosts and chips of a slice must hold at once where this machine plays them."""
+    slice_, own = program.partitioner.slice, per_host(experiment, program)
+    sizes = report.totals(program)
+    batch = _batch_rows(program) * _row_bytes(program)
+    return {
+        "batches": slice_.hosts * own["batches"] + prefetch.HELD * batch,
+        "row numbers": slice_.hosts * own["row numbers"],
+        "evaluation": slice_.hosts * own["evaluation"],
+        "state and gradients": (sizes.everything + sizes.params) * slice_.chips,
+    }
+
+
+def problem(need: Mapping[str, int], *, have_bytes: int, whose: str, experiment: Experiment, program: Program) -> str:
+    """What to say of a need that is larger than `have_bytes`; empty where it is not."""
+    total = sum(need.values())
+    if total <= have_bytes:
+        return ""
+    parts = ", ".join(f"{name} {_gib(count)}" for name, count in need.items() if 100 * count >= total)
+    fixed = need.get("a checkpoint", 0) + need.get("state and gradients", 0)
+    if fixed > have_bytes:
+        fix = "take a larger slice or a smaller model; --smoke shrinks the model and keeps slice, mesh and strategy"
+    else:
+        rows = int(experiment.batch_size * (have_bytes - fixed) / (total - fixed))
+        unit = math.lcm(program.partitioner.row_shards, experiment.task.num_streams)
+        fix = f"set BATCH_SIZE to at most {max(rows // unit * unit, unit):,}"
+        if need["evaluation"] > need["batches"]:
+            fix += f", or EVAL_BATCHES (now {experiment.eval_batches}) lower"
+    batch = f"BATCH_SIZE = {_batch_rows(program):,} rows of {_row_bytes(program):,} bytes"
+    return f"{batch}: needs {_gib(total)} of host memory ({parts}), and {whose} has {_gib(have_bytes)}. Fix: {fix}"
+
+
+def require(experiment: Experiment, program: Program) -> None:
+    """Refuses what this machine's free memory cannot hold for one host.
+
+    Raises:
+      ValueError: with what is needed, what there is, and what to set.
+    """
+    said = problem(
+        per_host(experiment, program),
+        have_bytes=hosts.available_memory_bytes(),
+        whose="this host",
+        experiment=experiment,
+        program=program,
+    )
+    if said:
+        raise ValueError(said)
+
+
+def _host_rows(program: Program) -> int:
+    at = program.partitioner
+    few = at.batch_shardings({"rows": jax.ShapeDtypeStruct((at.row_shards,), jnp.int32)})["rows"]
+    return int(placement.largest_share(few, at.row_shards) * _batch_rows(program))
+
+
+def _batch_rows(program: Program) -> int:
+    return next(iter(program.spec.values())).shape[0]
+
+
+def _row_bytes(program: Program) -> int:
+    return sum(s.size // s.shape[0] * s.dtype.itemsize for s in program.spec.values())
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:,.1f} GiB"
