@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from core import units
 from core.watch import difference, frames
 
 _RETRY_SECONDS = 0.1
@@ -59,7 +60,8 @@ class _Call(NamedTuple):
         """The message that names them."""
         names = ", ".join(f"{i} ({a})" if (a := _known(self.addresses, i)) else f"{i}" for i in hosts)
         return (
-            f"waited {self.timeout_seconds:g} s at {self.address} for {self.count} hosts; missing: host {names}. "
+            f"waited {self.timeout_seconds:g} s at {self.address} for {units.counted(self.count, 'host')}; "
+            f"missing: host {names}. "
             "Read the end of each missing host's log; start the same command on every host."
         )
 
@@ -242,7 +244,9 @@ def _read_reply(reply: Mapping[str, Any], call: _Call) -> tuple[str, ...]:
         case {"all here": addresses}:
             return tuple(addresses)
         case {"refused": count}:
-            raise ValueError(f"this is {this}, but host 0 at {call.address} has a job of {count} hosts")
+            raise ValueError(
+                f"this is {this}, but host 0 at {call.address} has a job of {units.counted(count, 'host')}"
+            )
         case {"replaced": _}:
             raise ValueError(f"another process also says that it is {this} to host 0 at {call.address}")
         case {"differing": differing}:

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from core import logical
+from core import logical, units
 
 Side = Any  # pytree of [B, ...]
 
@@ -215,7 +215,8 @@ def _refuse_closure(traced: ClosedJaxpr, what: str, allowed: str) -> None:
     if foreign:
         found = ", ".join(f"{c.dtype}{list(c.shape)}" for c in foreign)
         raise ValueError(
-            f"layer_stack: the {what} closes over {len(foreign)} array(s) ({found}). A {what} may use only {allowed}: "
+            f"layer_stack: the {what} closes over {units.counted(len(foreign), 'array')} ({found}). A {what} "
+            f"may use only {allowed}: "
             f"pass arrays that belong to rows through side, and make constants inside the {what}."
         )
 

@@ -13,6 +13,7 @@ import ast
 import difflib
 import importlib
 import os
+import signal
 import sys
 import traceback
 import types
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from core.watch import exit_codes, peers
-from launch import environment
+from launch import environment, terminal
 
 COMMANDS = Path(__file__).parent / "commands"
 
@@ -46,7 +47,18 @@ def _files() -> dict[str, Path]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs one command line and returns the exit code."""
+    """Runs one command line and returns the exit code: 141, as for SIGPIPE, where nobody reads its output any more."""
+    try:
+        code = _command(argv)
+    except BrokenPipeError:
+        if not terminal.is_reader_gone():
+            raise
+        code = 128 + signal.SIGPIPE
+    terminal.flush()
+    return code
+
+
+def _command(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(_overview())
         return 0
@@ -112,12 +124,11 @@ def _unknown(name: str) -> str:
 def _print_user_error(error: ValueError) -> None:
     if environment.read("RENGA_TRACEBACK"):
         traceback.print_exception(error)
-    print(f"error: {error}", file=sys.stderr)
+    print(terminal.wrapped(f"error: {error}"), file=sys.stderr)
 
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    sys.stdout.flush()
     sys.stderr.flush()
     if code:  # at once: on several hosts, leaving in order would wait for the others at JAX's exit barrier
         peers.leave(code, exit_codes.ending(code).meaning)

@@ -6,13 +6,12 @@ import math
 from collections.abc import Mapping
 
 import jax
-from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from core import slices
+from core import slices, units
 from core.train_state import TrainState
-from launch import progress, sampling
+from launch import progress, sampling, terminal
 from launch.experiment import Experiment, padding
 from launch.pods.joining import Host
 from launch.saved import cost
@@ -54,7 +53,7 @@ def show(
         "run": run_dir,
     }.items():
         grid.add_row(f"[bold]{name}[/bold]", value)
-    Console(width=118, soft_wrap=False).print(Panel(grid, title="renga", title_align="left", expand=False))
+    terminal.console(118).print(Panel(grid, title="renga", title_align="left", expand=False))
 
 
 def rows(experiment: Experiment, program: Program, *, host: Host) -> dict[str, str]:
@@ -65,25 +64,29 @@ def rows(experiment: Experiment, program: Program, *, host: Host) -> dict[str, s
     mesh = " x ".join(f"{axis} {n}" for axis, n in program.partitioner.shape.items() if n > 1) or "1 chip"
     parameters = sum(math.prod(row.shape) for row in report.rows(program) if row.path.startswith("params/"))
     card = {
-        "slice": f"{slice_.name}: {slice_.chips} chips on {slice_.hosts} host(s), {slice_.topology_name}"
-        + (f"; simulated by {host.count} process(es)" if host.simulated else ""),
+        "slice": f"{slice_.name}: {units.counted(slice_.chips, 'chip')} on {units.counted(slice_.hosts, 'host')}, "
+        f"{slice_.topology_name}"
+        + (f"; simulated by {units.counted(host.count, 'process', 'processes')}" if host.simulated else ""),
         "strategy": f"{experiment.strategy.name}: {mesh}",
         "model": f"{type(experiment.model).__name__}, {parameters:,} parameters" + padding(experiment.model),
         "data": experiment.task.describe(),
-        "batch": f"{experiment.batch_size} rows x {experiment.task.length} tokens = {tokens:,} tokens"
+        "batch": f"{units.counted(experiment.batch_size, 'row')} x {units.counted(experiment.task.length, 'token')} = "
+        f"{units.counted(tokens, 'token')}"
         + (f", in {experiment.accum_steps} microbatches" if experiment.accum_steps > 1 else ""),
-        "state": f"{cost.size(sizes.everything)} per chip (parameters {cost.size(sizes.params)}, optimizer "
-        f"{cost.size(sizes.opt_state)}); {cost.size(sizes.whole)} in all",
+        "state": f"{units.size(sizes.everything)} per chip (parameters {units.size(sizes.params)}, optimizer "
+        f"{units.size(sizes.opt_state)}); {units.size(sizes.whole)} in all",
     }
     if schedule := program.partitioner.pipeline:
         card["pipeline"] = schedule.describe(program.partitioner.shape["stage"])
     if experiment.gather_once and experiment.accum_steps > 1:  # one microbatch is one gather anyway
         card["gathered"] = (
-            f"{cost.size(program.gathered_bytes)} more per chip: parameters and gradients whole, once per step"
+            f"{units.size(program.gathered_bytes)} more per chip: parameters and gradients whole, once per step"
         )
     if hasattr(experiment.model, "flops_per_token"):
         flops = experiment.model.flops_per_token(experiment.task.length) * tokens
-        card["compute"] = f"{flops:.3g} FLOPs per step; {flops / slice_.peak_flops:.3g} s at the slice's bf16 peak"
+        card["compute"] = (
+            f"{units.flops(flops)} per step; {units.seconds(flops / slice_.peak_flops)} at the slice's bf16 peak"
+        )
     return card
 
 

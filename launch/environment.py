@@ -74,8 +74,9 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("ALLOW_MULTIPLE_LIBTPU_LOAD", "1: several processes here may load libtpu (to compile)", "unset", "libtpu"),
     Variable("XLA_FLAGS", "flags of XLA; hosts that differ in them are refused", "unset", "launch, XLA"),
     Variable("LIBTPU_INIT_ARGS", "flags of libtpu; likewise", "unset", "launch, libtpu"),
+    Variable("NO_COLOR", "anything: nothing that is printed has an escape code", "colours on a terminal", "launch"),
+    Variable("COLUMNS", "where tables and errors end", "the terminal's width; errors at most 120", "launch"),
     Variable("EPATH_USE_TF", "0: gs:// without TensorFlow", "0, set by core/paths.py", "etils"),
-    Variable("TF_CPP_MIN_LOG_LEVEL", "how little TensorFlow says", "3, set by tasks", "TensorFlow"),
 )
 COMPILED_BY = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # what changes a compiled program beside the configuration
 JOIN_SECONDS = 300

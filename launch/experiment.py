@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from core import logical, slices
+from core import logical, slices, units
 from core.optimizers import Optimizer
 from core.training import non_finite
 from core.types import Model, Task
@@ -163,10 +163,10 @@ class Experiment:
         if (fits_streams and fits_chips) or (fits_streams and groups % streams == 0):
             return  # or the layout's own message is complete
         nearest = logical.nearest_multiples(self.batch_size, math.lcm(streams, groups))
-        microbatches = f" x {cuts} microbatches" if cuts > 1 else ""
+        microbatches = f" x {units.counted(cuts, 'microbatch', 'microbatches')}" if cuts > 1 else ""
         raise ValueError(
             f"batch_size = {self.batch_size} must divide over NUM_STREAMS = {streams} and over "
-            f"{partitioner.row_shards} groups of chips{microbatches} "
+            f"{units.counted(partitioner.row_shards, 'group')} of chips{microbatches} "
             f"(strategy {self.strategy.name!r} on {self.slice}). Set BATCH_SIZE = {' or '.join(map(str, nearest))}"
         )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from core import metrics, slices
+from core import metrics, slices, units
 from core.slices import GIB
 from launch import configuration, host_memory, reach, smoke
 from launch.experiment import Experiment, padding
@@ -105,7 +105,7 @@ def _layout_facts(bound: tuple[Experiment, Program]) -> str:
     shape = " x ".join(f"{axis} {n}" for axis, n in program.partitioner.shape.items() if n > 1) or "1 chip"
     rows = next(iter(program.spec.values())).shape[0]
     where = f"{program.partitioner.strategy.name} on {program.partitioner.slice.name}"
-    return f"{where}: {shape}; {rows} rows{padding(program.model)}"
+    return f"{where}: {shape}; {units.counted(rows, 'row')}{padding(program.model)}"
 
 
 def _memory(experiment: Experiment, program: Program, state_bytes: int, *, with_activations: bool) -> Finding:

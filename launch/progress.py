@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from core import units
 from core.training.compile_cache import Totals
 from core.training.host_figures import Slowest
 from launch.pods.joining import Host
@@ -34,8 +35,8 @@ class Progress:
     def compiled(self, totals: Totals) -> None:
         """What was compiled for the first step, and what of it was kept from an earlier start."""
         self._print(
-            f"compiled {totals.programs - totals.found} programs and read {totals.found} that were kept, "
-            f"in {totals.seconds:.3g} s"
+            f"compiled {units.counted(totals.programs - totals.found, 'program')} and read {totals.found} "
+            f"that were kept, in {units.seconds(totals.seconds)}"
         )
 
     def line(self, step: int, values: Mapping[str, float], *, slowest: Slowest | None = None) -> None:
@@ -43,7 +44,7 @@ class Progress:
         if step == self._last_step or values["step_seconds"] <= 0:
             eta = ""
         else:
-            eta = f"  ETA {duration((self._last_step - step) * values['step_seconds'])}"
+            eta = f"  ETA {units.clock((self._last_step - step) * values['step_seconds'])}"
         waiting = values["input_wait_seconds"]
         starved = f"  waits {waiting:.2f} s for data" if waiting > 0.1 * values["step_seconds"] else ""
         if slowest is not None:
@@ -81,10 +82,3 @@ def curves_apart(means: Mapping[str, float]) -> tuple[dict[str, float], dict[str
         if name not in plain:
             curves.setdefault(BY_STEP.sub("", name), []).append(value)
     return plain, curves
-
-
-def duration(seconds: float) -> str:
-    """`1:02:03` or `4:05`."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

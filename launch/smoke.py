@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Sequence
 
-from core import distributed, logical, slices
+from core import distributed, logical, slices, units
 from core.checkpoints.store import Checkpoints
 from core.training import trainer
 from core.types import Task
@@ -97,7 +97,10 @@ def rehearse(run: Run) -> None:
                 f"smoke: step {number} has loss {first.by_step[number]!r}, after a restore from step {step} {loss!r}"
             )
     if run.host.is_zero:
-        print(f"PASS  {STEPS} steps; restored at step {step}, {len(again.by_step)} steps repeated bit for bit")
+        print(
+            f"PASS  {STEPS} steps; restored at step {step}, "
+            f"{units.counted(len(again.by_step), 'step')} repeated bit for bit"
+        )
 
 
 def _microbatches(experiment: Experiment) -> int:

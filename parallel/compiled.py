@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from core.slices import GIB, Slice
+from core.slices import Slice
 from parallel import mesh
 from parallel.partitioner import Program
 
@@ -100,8 +100,3 @@ def _explained(error: Exception, program: Program) -> Exception:
 def devices_of(slice: Slice) -> list[jax.Device]:
     """The chips to bind a `Partitioner` to in order to compile for `slice`."""
     return mesh.topology_devices(slice)
-
-
-def gib(bytes_: float) -> str:
-    """`9.24 GiB`."""
-    return f"{bytes_ / GIB:.2f} GiB"

@@ -13,9 +13,8 @@ from typing import Any
 
 import jax
 
-from core import listing, logical
+from core import listing, logical, units
 from core.logical import Rules
-from core.slices import GIB
 from parallel import report
 from parallel.partitioner import Program
 from parallel.traffic import Collective
@@ -147,8 +146,10 @@ def _accumulated_gathers(facts: Facts) -> Iterator[Finding]:
     if inside and facts.peak_bytes + layers_held <= usable:
         yield Finding(
             "weights gathered in the accumulation loop",
-            f"{len(inside)} gathers run in each of {steps} microbatches, {_gib(_wire(inside))} sent per chip and step; "
-            f"whole weights take {_gib(layers_held)} and would fit: {_gib(facts.peak_bytes)} of {_gib(usable)} in use",
+            f"{len(inside)} gathers run in each of {steps} microbatches, "
+            f"{units.size(_wire(inside))} sent per chip and step; "
+            f"whole weights take {units.size(layers_held)} and would fit: "
+            f"{units.size(facts.peak_bytes)} of {units.size(usable)} in use",
             "experiment.Experiment.gather_once = True (its cost is on the card); or fewer accum_steps",
         )
 
@@ -174,7 +175,7 @@ def _dcn(facts: Facts) -> Iterator[Finding]:
         if c.network == "DCN" and c.wire_bytes * c.times >= LARGE_DCN_BYTES:
             yield Finding(
                 "large collective on DCN",
-                f"{_described(c)} crosses slices: {_gib(_wire([c]))} per chip and step",
+                f"{_described(c)} crosses slices: {units.size(_wire([c]))} per chip and step",
                 "let only data span slices, as strategies.multislice does"
                 if c.axes != ("data",)
                 else "send gradients alone across slices, each once per step",
@@ -202,7 +203,7 @@ def _float32_gathers(facts: Facts) -> Iterator[Finding]:
         if path is not None:
             yield Finding(
                 "float32 gather of weights",
-                f"{path}: {_described(c)} moves float32, {_gib(_wire([c]))} per chip and step",
+                f"{path}: {_described(c)} moves float32, {units.size(_wire([c]))} per chip and step",
                 "cast before the gather: logical.param(..., compute_dtype=...) constrains what it returns"
                 if not is_update
                 else "store parameters in pieces too (strategies.fsdp), and gather them as computation needs them",
@@ -226,7 +227,7 @@ def _whole_reductions(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "all-reduce instead of reduce-scatter",
             f"{len(found)} all-reduces over {' x '.join(axes)} ({size} chips) whose readers take a slice: "
-            f"reduce-scatters would send {_gib(wasted)} less per chip and step; the largest is "
+            f"reduce-scatters would send {units.size(wasted)} less per chip and step; the largest is "
             f"{_described(max(found, key=lambda c: c.sliced_bytes))}",
             _how_to_scatter(pieces, size),
             {"topology": slice_.topology_name, "group_size": size, "pieces": pieces},
@@ -263,7 +264,7 @@ def _replicated(facts: Facts) -> Iterator[Finding]:
             whole = not any(parts[row.path.split("/")[0]].values())
             yield Finding(
                 "large replicated array",
-                f"{row.path} {list(row.shape)}: every chip holds all {row.bytes_per_chip / MIB:,.0f} MiB",
+                f"{row.path} {list(row.shape)}: every chip holds all {units.size(row.bytes_per_chip)}",
                 f"split one of its axes {row.axes} in the strategy's table",
                 {"table": "replicated" if whole else "split"},
             )
@@ -343,7 +344,3 @@ def _described(c: Collective) -> str:
 
 def _wire(found: Sequence[Collective]) -> int:
     return sum(c.wire_bytes * c.times for c in found)
-
-
-def _gib(count: float) -> str:
-    return f"{count / GIB:.2f} GiB" if count >= GIB / 10 else f"{count / MIB:.1f} MiB"

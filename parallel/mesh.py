@@ -18,6 +18,7 @@ import numpy as np
 from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh
 
+from core import units
 from core.slices import Slice
 
 
@@ -55,8 +56,9 @@ def make_mesh(
         _check_kind(devices, slice)
     if len(devices) < slice.chips or (len(devices) > slice.chips and not played):
         raise ValueError(
-            f"{slice.name} has {slice.chips} devices on {slice.hosts} host(s), but JAX sees {len(devices)} "
-            f"{devices[0].device_kind} device(s) on {len({d.process_index for d in devices})} host(s). "
+            f"{slice.name} has {units.counted(slice.chips, 'device')} on {units.counted(slice.hosts, 'host')}, but "
+            f"JAX sees {units.counted(len(devices), f'{devices[0].device_kind} device')} on "
+            f"{units.counted(len({d.process_index for d in devices}), 'host')}. "
             + (f"Play it with JAX_NUM_CPU_DEVICES={slice.chips} or more" if played else "Name the slice that this is")
         )
     chips = play(devices, slice) if played else devices
@@ -77,8 +79,8 @@ def _grid(shape: Mapping[str, int], dcn_shape: Mapping[str, int], chips: Sequenc
 def _check_kind(devices: Sequence[jax.Device], slice: Slice) -> None:
     if devices[0].device_kind != slice.chip.kind:
         raise ValueError(
-            f"{slice.name} has {slice.chips} {slice.chip.kind} chips, but JAX sees {len(devices)} "
-            f"{devices[0].device_kind} device(s); name the slice this runs on"
+            f"{slice.name} has {units.counted(slice.chips, f'{slice.chip.kind} chip')}, but JAX sees "
+            f"{units.counted(len(devices), f'{devices[0].device_kind} device')}; name the slice this runs on"
         )
 
 

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from jax.sharding import PartitionSpec
 
-from core import logical
+from core import logical, units
 from core.logical import Rules
 from core.slices import Slice
 from parallel.pipeline.schedules import Schedule
@@ -174,10 +174,11 @@ def resolve(strategy: Strategy, slice: Slice) -> dict[str, int]:
             "Leave dcn_shape empty: the hosts of one slice are joined by ICI, all its chips belong into mesh_shape"
             if slice.num_slices == 1
             else f"Take strategies.multislice with slices = {slice.num_slices}, give dcn_shape degrees that multiply "
-            f"to {slice.num_slices}, or run on {slices} slice(s)"
+            f"to {slice.num_slices}, or run on {units.counted(slices, 'slice')}"
         )
         raise ValueError(
-            f"strategy {strategy.name!r}: dcn_shape {dict(strategy.dcn_shape)} spans {slices} slice(s), {slice.name} "
+            f"strategy {strategy.name!r}: dcn_shape {dict(strategy.dcn_shape)} spans {units.counted(slices, 'slice')}, "
+            f"{slice.name} "
             f"is {slice.num_slices}. {fix}"
         )
     within = _resolve_within(strategy, slice.chips_per_slice, where=slice.name)

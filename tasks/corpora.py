@@ -14,7 +14,7 @@ import sysconfig
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
-from core import paths
+from core import paths, units
 from tasks.ids import Vocabulary
 from tasks.listing import (
     VALIDATION_PERCENT,
@@ -159,7 +159,7 @@ class PythonLibrary(_FileCorpus):
         total_bytes = sum(file.size_bytes for file in (*train, *validation))
         return (
             f"text.python_source: {len(train)} + {len(validation)} files (train + validation), "
-            f"{total_bytes / 2**20:.1f} MiB of Python's standard library"
+            f"{units.size(total_bytes)} of Python's standard library"
         )
 
 

@@ -10,19 +10,18 @@ import contextlib
 import functools
 import json
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from core import library_noise
 from tasks.listing import VALIDATION_PERCENT
 
 if TYPE_CHECKING:
     from tasks.corpora import StreamSpec, Tfds, _FileCorpus
 
 _ENDLESS = 2**62
-_NOISE = re.compile(rb"WARNING: All log messages before absl|[IWE]0000 |To enable the following instructions")
 
 
 @functools.cache
@@ -38,7 +37,7 @@ def modules() -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def _without_noise() -> Iterator[None]:
-    """Holds back what is written to the terminal meanwhile, and then gives all but the C++ log lines."""
+    """Holds back what is written to the terminal meanwhile, then writes it without known noise."""
     sys.stderr.flush()
     terminal = os.dup(2)
     try:
@@ -50,7 +49,7 @@ def _without_noise() -> Iterator[None]:
                 sys.stderr.flush()
                 os.dup2(terminal, 2)
                 held.seek(0)
-                os.write(2, b"".join(line for line in held if not _NOISE.match(line)))
+                os.write(2, library_noise.without(held.read()))
     finally:
         os.close(terminal)
 

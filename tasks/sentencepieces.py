@@ -199,7 +199,7 @@ def _train(documents: Iterable[str], size: int) -> bytes:
             allow_whitespace_only_pieces=True,
             max_sentence_length=_LONGEST_SENTENCE_BYTES + 1,
             num_threads=1,
-            minloglevel=2,
+            minloglevel=1,
             pad_id=PAD_ID,
             eos_id=1,
             unk_id=2,

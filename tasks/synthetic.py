@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import jax
 import numpy as np
 
+from core import units
 from core.types import Batches, DataLayout
 from tasks import streams, vocabularies
 from tasks.checks import check_integer
@@ -86,7 +87,8 @@ class SyntheticTask:
 
     def describe(self) -> str:
         """One line for the card of a run."""
-        return f"synthetic.random_tokens: ids below {self.vocab_size}, length {self.length}, {self.num_streams} streams"
+        streams = units.counted(self.num_streams, "stream")
+        return f"synthetic.random_tokens: ids below {self.vocab_size}, length {self.length}, {streams}"
 
     def fingerprint(self) -> str:
         """Equal on all hosts that read the same data."""

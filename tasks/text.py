@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from core import units
 from core.types import Batches, DataLayout
 from tasks import corpora, streams, vocabularies
 from tasks.checks import check_integer, check_text
@@ -79,7 +80,8 @@ class TextTask:
     def describe(self) -> str:
         """One line for the card of a run."""
         return (
-            f"{self.corpus.describe()}; {self.vocabulary.describe()}; length {self.length}, {self.num_streams} streams"
+            f"{self.corpus.describe()}; {self.vocabulary.describe()}; length {self.length}, "
+            f"{units.counted(self.num_streams, 'stream')}"
         )
 
     def fingerprint(self) -> str:

@@ -36,6 +36,12 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+@pytest.fixture(autouse=True)
+def _whole_errors(monkeypatch):
+    """An error is one line, so that a test can look for its words."""
+    monkeypatch.setenv("COLUMNS", "1000")
+
+
 @pytest.fixture
 def run_hosts(tmp_path):
     """Runs one Python text as several processes: `run_hosts(text, hosts=2, timeout=60) -> [HostResult]`.

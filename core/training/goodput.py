@@ -18,7 +18,7 @@ import pathlib
 import time
 from collections.abc import Callable, Sequence
 
-from core import paths
+from core import paths, units
 from core.training.trainer import Hook, StepReport
 
 FILE = "sessions.jsonl"
@@ -80,8 +80,8 @@ def read(run_dir: str) -> list[Session]:
 def sentence(sessions: Sequence[Session]) -> str:
     """What there is to say of the sessions so far."""
     lost, starts = sum(s.lost_steps for s in sessions), len(sessions)
-    again = f"; {lost} step{'s were' if lost > 1 else ' was'} made again" if lost else ""
-    return f"goodput {100 * share(sessions):.1f} % over {starts} start{'s' if starts > 1 else ''}{again}"
+    again = f"; {units.counted(lost, 'step was', 'steps were')} made again" if lost else ""
+    return f"goodput {100 * share(sessions):.1f} % over {units.counted(starts, 'start')}{again}"
 
 
 class Goodput(Hook):

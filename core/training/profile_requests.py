@@ -19,7 +19,7 @@ import threading
 import time
 from typing import Any, NamedTuple
 
-from core import distributed, paths
+from core import distributed, paths, units
 
 REQUEST_NAME = "profile_request.json"
 ANSWER_NAME = "profile_answer.json"
@@ -93,7 +93,7 @@ class Requests:
     def done(self, window: Window) -> None:
         """This host's file is written."""
         del window
-        self._say_done(f"began {self._late_by} step(s) late" if self._late_by else "")
+        self._say_done(f"began {units.counted(self._late_by, 'step')} late" if self._late_by else "")
 
     def close(self) -> None:
         """Ends the thread; host 0 waits a little for what others are still writing."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from core import units
 from launch import environment
 from launch.doctor.rows import Row
 
@@ -92,7 +93,7 @@ def chip_holders(*, own: Sequence[int] = (), proc: Path = Path("/proc"), is_chip
     if holders:
         ids = " ".join(map(str, sorted(holders)))
         return Row("chips", False, "; ".join(holders.values()), f"end it (kill {ids}), or wait for its run to end")
-    note = f"; {unseen} processes of other users could not be looked at" if unseen else ""
+    note = f"; {units.counted(unseen, 'process', 'processes')} of other users could not be looked at" if unseen else ""
     return Row("chips", True, f"held by no other process{note}")
 
 

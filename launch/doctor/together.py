@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import jax
 from jax.sharding import Mesh
 
-from core import distributed, slices
+from core import distributed, slices, units
 from core.watch import phase
 from core.watch.judging import Limits
 from launch import reach
@@ -33,7 +33,9 @@ def join(slice_: slices.Slice) -> tuple[Host | None, Row]:
         return None, Row("hosts", False, str(error), "the same command on every host, at about the same time")
     devices = jax.devices()
     kind = "simulated chips" if host.simulated else devices[0].device_kind
-    return host, Row("hosts", True, f"{host.count} hosts, {len(devices)} {kind}, {jax.local_device_count()} on each")
+    return host, Row(
+        "hosts", True, f"{units.counted(host.count, 'host')}, {len(devices)} {kind}, {jax.local_device_count()} on each"
+    )
 
 
 def examine(experiment: Experiment, host: Host, mine: Sequence[Row], *, config_text: str, run_dir: str) -> list[Row]:
@@ -85,7 +87,7 @@ def links(mesh: Mesh, host: Host) -> list[Row]:
         slowest = _slowest(found)
         listed = ", ".join(f"{name} {speed / 1e9:.3g}" for name, speed in slowest.items())
         note = " (simulated)" if host.simulated else ""
-        detail = f"{found[0].chips} chips: {listed} GB/s sent by a chip{note}"
+        detail = f"{units.counted(found[0].chips, 'chip')}: {listed} GB/s sent by a chip{note}"
         if wrong:
             detail = f"wrong numbers from {', '.join(wrong)}; {detail}"
         rows.append(

@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 
 from core import paths
+from launch import terminal
 from launch.evaluation.measuring import Measured
 from launch.progress import curves_apart
 from tasks.puzzles import arc_voting
@@ -87,8 +88,7 @@ class Results:
 
     def show(self) -> None:
         """Prints the tables."""
-        console = Console()
-        console = console if console.is_terminal else Console(width=_WIDTH)
+        console = terminal.console(_WIDTH)
         print(f"\n{self.about['evaluated_on']}; {self.checkpoints[0]['scored']:,} scored")
         console.print(self._means())
         for name in self.checkpoints[0]["by_step"]:

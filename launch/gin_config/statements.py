@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from core import units
+
 DYNAMIC_REGISTRATION = "__gin__.dynamic_registration"
 REQUIRED = "gin.REQUIRED"  # `X = %gin.REQUIRED`: a name that an experiment has to give a value
 
@@ -56,7 +58,7 @@ class ConfigError(ValueError):
 
     def __init__(self, experiment: str, problems: Sequence[ConfigProblem]):
         self.problems = tuple(problems)
-        count = "1 mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
+        count = units.counted(len(problems), "mistake")
         super().__init__("\n".join([f"{count} in the configuration {experiment}:"] + [str(p) for p in problems]))
 
 

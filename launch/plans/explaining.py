@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from core.slices import GIB, Slice
+from launch import terminal
 from launch.plans import facts, memory, planning, records, table
 from launch.plans.planning import Question, Tried
 from launch.reports import side_by_side
@@ -255,4 +255,4 @@ def _print(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         printed.add_column(heading, justify="left" if heading in text else "right")
     for row in rows:
         printed.add_row(*row)
-    Console(width=160).print(printed)
+    terminal.console(160).print(printed)

@@ -16,8 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from core import paths, slices
-from core.slices import GIB
+from core import paths, slices, units
 from launch import configuration, environment
 from launch.experiment import Experiment
 from launch.plans import records
@@ -184,13 +183,13 @@ def write_headers() -> None:
 
 def with_header(text: str, record: Mapping[str, Any]) -> str:
     """A gin text with what is predicted of it in its header: a line `# Predicted:` and one that goes on, indented."""
-    usable = record["memory"]["usable_bytes"] / GIB
-    lines = f"# Predicted: {figures(record)} of {usable:.4g} a chip; not run on a TPU\n#   ({label_of(record)}).\n"
+    usable = units.size(record["memory"]["usable_bytes"], digits=4)
+    lines = f"# Predicted: {figures(record)} of {usable} a chip; not run on a TPU\n#   ({label_of(record)}).\n"
     return re.sub(r"(?m)^# Predicted:.*\n(#   .*\n)*", lambda _: lines, text, count=1)
 
 
 def line(record: Mapping[str, Any]) -> str:
-    """`0.98 to 1.16 s per step, 61 to 52 % MFU, 18.3 GiB (compiled by libtpu …)`."""
+    """`0.907 to 1.28 s per step, 48 to 68 % MFU, 18.4 GiB (compiled by libtpu …)`."""
     return f"{figures(record)} ({label_of(record)})"
 
 
@@ -202,11 +201,11 @@ def label_of(record: Mapping[str, Any]) -> str:
 def figures(record: Mapping[str, Any]) -> str:
     """The first half of `line`: what is predicted, between all traffic hidden and none."""
     seconds, mfu = record["predicted"]["step_seconds"], record["predicted"]["mfu"]
-    ends = dict.fromkeys(f"{100 * mfu[bound]:.0f}" for bound in ("hidden", "exposed")) if mfu else ()
+    ends = dict.fromkeys(units.significant(100 * share, 2) for share in (mfu["exposed"], mfu["hidden"])) if mfu else ()
     shares = f"{' to '.join(ends)} % MFU, " if ends else ""
     return (
-        f"{seconds['hidden']:.3g} to {seconds['exposed']:.3g} s per step, {shares}"
-        f"{record['memory']['peak_bytes'] / GIB:.3g} GiB"
+        f"{units.seconds_between(seconds['hidden'], seconds['exposed'])} per step, {shares}"
+        f"{units.size(record['memory']['peak_bytes'])}"
     )
 
 

@@ -39,7 +39,16 @@ FORMAT = 1  # of a record; another number makes all there are unknown
 COMMITTED = WORKSPACE / "launch" / "plans" / "compiled"
 _FOLDERS = ("core", "models", "parallel")
 # They only read programs, choose among them, or stand beside one that runs.
-_NO_PART = ("agreement.py", "recording.py", "report.py", "lints.py", "candidates.py", "arithmetic.py", "placed.py")
+_NO_PART = (
+    "agreement.py",
+    "recording.py",
+    "report.py",
+    "lints.py",
+    "candidates.py",
+    "arithmetic.py",
+    "placed.py",
+    "units.py",
+)
 _BESIDE = ("checkpoints", "metrics", "training", "watch")
 _PACKAGES = ("jax", "jaxlib", "libtpu")
 

@@ -11,11 +11,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from core import paths
+from core import paths, units
 from core.watch import exit_codes
+from launch import terminal
 from launch.plans import compiling, figures, planning, records, table
 from launch.plans.compiling import Job
 from launch.plans.planning import Question, Tried
@@ -35,7 +35,9 @@ def run(args: argparse.Namespace) -> int:
     tried = planning.consider(question, only=args.only)
     possible = [t for t in tried if not t.reason]
     cannot = len(tried) - len(possible)
-    print(f"{len(tried)} candidates for {question.slice.name}: {len(possible)} may fit, {cannot} cannot")
+    print(
+        f"{units.counted(len(tried), 'candidate')} for {question.slice.name}: {len(possible)} may fit, {cannot} cannot"
+    )
     if not possible or args.arithmetic:
         return _by_arithmetic(question, tried, args)
     wanted = args.compile or (planning.QUICK if args.quick else planning.USUAL)
@@ -180,7 +182,7 @@ class _Report:
 @contextlib.contextmanager
 def _progress(wanted: int, fitting: int) -> Iterator[_Report]:
     columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=terminal.console(120, stderr=True), transient=True) as progress:
         yield _Report(progress, wanted, fitting)
 
 

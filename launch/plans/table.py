@@ -7,10 +7,11 @@ import itertools
 from collections.abc import Sequence
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from core import units
 from core.slices import GIB
+from launch import terminal
 from launch.plans import figures, planning, records
 from launch.plans.figures import Figures, Pair
 from launch.plans.planning import Question, Tried
@@ -37,7 +38,7 @@ _OF_COMPILED = ("scheduled", "compiled in s")
 
 
 def show(rows: Sequence[Figures], *, title: str, label: str) -> None:
-    """Prints ranked rows; pairs read from all traffic hidden to none.
+    """Prints ranked rows; ranges are between all traffic hidden and none, smaller number first.
 
     `scheduled` are the seconds of a step with that traffic hidden which the compiler hid: what rows are ranked by.
     """
@@ -48,7 +49,7 @@ def show(rows: Sequence[Figures], *, title: str, label: str) -> None:
         table.add_column(heading, justify=justify, no_wrap=heading not in ("layout", "sent, GiB a chip and step"))
     for number, row in enumerate(rows, 1):
         table.add_row(*itertools.compress([str(number), *cells(row)], shown))
-    Console(width=WIDTH).print(table)
+    terminal.console(WIDTH).print(table)
     print(f"{label}.")
 
 
@@ -65,20 +66,15 @@ def cells(row: Figures) -> list[str]:
         between(row.mfu, "{:.1f}", 100) if row.mfu else "–",
         f"{row.bubble:.0%}" if row.bubble else "–",
         sent(row) or "nothing",
-        " – ".join(dict.fromkeys(map(three_digits, row.hours))),
+        " – ".join(dict.fromkeys(map(units.significant, row.hours))),
         "–" if row.compile_seconds is None else f"{row.compile_seconds:.0f}",
     ]
 
 
-def three_digits(number: float) -> str:
-    """`0.25`, `35.5`, `1,018`."""
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
-
-
 def between(pair: Pair, form: str, factor: float = 1) -> str:
-    """`0.61 – 0.94`, or one number where both are alike."""
-    fast, slow = (form.format(value * factor) for value in pair)
-    return fast if fast == slow else f"{fast} – {slow}"
+    """Formats a pair, smaller first: `0.61 – 0.94`, or one number where both are alike."""
+    low, high = (form.format(value * factor) for value in sorted(pair))
+    return low if low == high else f"{low} – {high}"
 
 
 def sent(row: Figures) -> str:
@@ -99,12 +95,12 @@ def left_out(tried: Sequence[Tried], found: Sequence[tuple[Tried, Record]], *, e
         print(f"\nleft out, {kind}: {len(group)}")
         shown = group if every else sorted(group, key=lambda t: len(t.name))[:1]
         for one in shown:
-            print(f"  {one.name}, {one.candidate.batch_size} rows: {one.reason}")
+            print(f"  {one.name}, {units.counted(one.candidate.batch_size, 'row')}: {one.reason}")
     for one, record in found:
         if record.time is None:
             said = f"compiled, does not fit: {record.reason}" if record.status == records.TOO_MUCH else record.reason
             over = _over(one, record)
-            print(f"\n{record.status}: {one.name}, {one.candidate.batch_size} rows: {said}{over}")
+            print(f"\n{record.status}: {one.name}, {units.counted(one.candidate.batch_size, 'row')}: {said}{over}")
 
 
 def _over(tried: Tried, record: Record) -> str:
@@ -118,10 +114,10 @@ def outlook(question: Question, best: Figures, *, price: float | None, now: date
     tokens = question.total_tokens
     total = figures.chip_hours(best.hours, question.slice)
     ends = [(now + datetime.timedelta(hours=h)).strftime("%Y-%m-%d %H:%M") for h in best.hours]
-    steps = f"{question.steps(best.rows):,} steps of {best.rows} rows"
+    steps = f"{units.counted(question.steps(best.rows), 'step')} of {units.counted(best.rows, 'row')}"
     spent = f"{between(best.hours, '{:,.1f}')} hours, {between(total, '{:,.0f}')} chip-hours"
     when = " – ".join(dict.fromkeys(ends))
-    said = [f"{three_digits(tokens / 1e9)}B tokens ({steps}): {spent}; started now it ends {when}"]
+    said = [f"{units.significant(tokens / 1e9)}B tokens ({steps}): {spent}; started now it ends {when}"]
     if price is not None:
         dollars = total[0] * price, total[1] * price
         said.append(f"at {price:g} USD per chip-hour: {between(dollars, '{:,.0f}')} USD")
@@ -133,9 +129,9 @@ def header(question: Question, best: Figures, *, label: str) -> list[str]:
     mfu = f", MFU {between(best.mfu, '{:.1f}', 100)} %" if best.mfu else ""
     return [
         f"{best.name}: the quickest of a plan for {question.slice.name}, for {question.config.experiment}.",
-        f"{best.rows} rows x {question.tokens_per_row} tokens: {best.used_bytes / GIB:.2f} GiB of "
-        f"{question.slice.chip.usable_hbm_bytes / GIB:.2f} per chip, "
+        f"{units.counted(best.rows, 'row')} x {units.counted(question.tokens_per_row, 'token')}: "
+        f"{best.used_bytes / GIB:.2f} GiB of {question.slice.chip.usable_hbm_bytes / GIB:.2f} per chip, "
         f"{between(best.step_seconds, '{:.3g}')} s a step{mfu}",
-        f"(all traffic hidden – none hidden; {label}).",
+        f"(between all traffic hidden and none; {label}).",
         "Include it behind the file's own choices, or give it to --gin \"include 'FILE'\".",
     ]

@@ -1,8 +1,8 @@
 """Where the output of one simulated host goes: always to its log, for host 0 also to the terminal.
 
 The one idea: host 0 writes to a pseudo-terminal when we have a terminal ourselves, so that a progress line redraws in
-place as it would alone; its log gets the same text without the escape sequences and without overwritten lines. What
-tells nobody anything (who connected to whom) stays in the log and is left out elsewhere.
+place as it would alone; its log gets the same text without the escape sequences and without overwritten lines. Noise of
+libraries (`core.library_noise`) stays in the log.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from core import library_noise
+from launch import terminal
+
 _KEPT_LINES = 200
 _ESCAPES = re.compile(rb"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07]*\x07|[@-Z\\-_])")
-_NOISE_START = b"[Gloo] Rank "  # one such line per rank and communicator
-_NOISE = re.compile(rb"\[Gloo\] Rank \d+ is connected to [^\r\n]*(\r?\n|$)")
 _JOIN_SECONDS = 2.0  # a grandchild may hold the pipe open after its host is gone
 
 
@@ -72,13 +73,13 @@ class HostOutput:
             )
             while chunk := self._read():
                 if self._to_terminal:
-                    telling, held = _split_telling(held + chunk)
-                    _write_to_terminal(telling)
+                    whole, held = _split_lines(held + chunk)
+                    _write_to_terminal(library_noise.without(whole))
                 *lines, pending = (pending + chunk).split(b"\n")
                 for line in lines:
                     self._write_line(log, line)
             if held:
-                _write_to_terminal(_NOISE.sub(b"", held))
+                _write_to_terminal(library_noise.without(held))
             if pending:
                 self._write_line(log, pending)
         os.close(self._read_end)
@@ -91,22 +92,19 @@ class HostOutput:
 
     def _write_line(self, log, raw: bytes) -> None:
         redrawn = _ESCAPES.sub(b"", raw).rstrip(b"\r").split(b"\r")
-        told = _NOISE.sub(b"", redrawn[-1])
+        told = library_noise.without(redrawn[-1])
         if told or not redrawn[-1]:
             self._last.append(told.decode(errors="replace"))
         log.write(self._stamp() + redrawn[-1].decode(errors="replace") + "\n")
 
 
-def _split_telling(text: bytes) -> tuple[bytes, bytes]:
-    """`text` without noise, and the part of its last line that can only be judged when more has come."""
-    text = _NOISE.sub(lambda found: found[0] if not found[1] else b"", text)
-    line = text[text.rfind(b"\n") + 1 :]
-    starts = (n for n in range(len(line)) if line.startswith(_NOISE_START, n) or _NOISE_START.startswith(line[n:]))
-    kept = len(text) - len(line) + next(starts, len(line))
-    return text[:kept], text[kept:]
+def _split_lines(text: bytes) -> tuple[bytes, bytes]:
+    """`text` up to its last line break or carriage return, and the rest, which may become noise."""
+    end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
+    return text[:end], text[end:]
 
 
 def _write_to_terminal(chunk: bytes) -> None:
     with contextlib.suppress(OSError):  # a closed terminal ends the copy, not the run
         sys.stdout.buffer.write(chunk)
-        sys.stdout.buffer.flush()
+        terminal.flush()

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from core import slices
+from core import slices, units
 from launch import environment
 
 METADATA_URL = "http://metadata.google.internal/computeMetadata/v1/instance/attributes"
@@ -161,7 +161,7 @@ def _metadata(url: str, timeouts: Sequence[float]) -> tuple[str | None, str]:
                 return None, f"{key} is not there"
         except (OSError, http.client.HTTPException):  # URLError and timeouts are OSErrors
             continue
-    return None, f"no answer to {len(timeouts)} question{'s' if len(timeouts) > 1 else ''}"
+    return None, f"no answer to {units.counted(len(timeouts), 'question')}"
 
 
 def _several(one: slices.Slice, count: int) -> str:
@@ -169,4 +169,4 @@ def _several(one: slices.Slice, count: int) -> str:
 
 
 def _size(slice_: slices.Slice) -> str:
-    return f"{slice_.chips} devices on {slice_.hosts} host{'s' if slice_.hosts > 1 else ''}"
+    return f"{units.counted(slice_.chips, 'device')} on {units.counted(slice_.hosts, 'host')}"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import jax
 
-from core import distributed, paths
+from core import distributed, paths, units
 from core.slices import Slice
 from core.watch import difference
 from core.watch.judging import USUAL_LIMITS, Limits
@@ -62,11 +62,14 @@ def join(slice_: Slice, *, description: str = "", limits: Limits = USUAL_LIMITS)
         raise ValueError(f"RENGA_SIMULATE={played} but SLICE is {slice_.name}: they must name the same slice")
     processes = layout.count or 1
     if played and slice_.chips % processes:
-        raise ValueError(f"{slice_.name} has {slice_.chips} chips, which {processes} processes cannot share evenly")
+        raise ValueError(
+            f"{slice_.name} has {units.counted(slice_.chips, 'chip')}, which "
+            f"{units.counted(processes, 'process', 'processes')} cannot share evenly"
+        )
     if not played and layout.count not in (None, slice_.hosts):
         raise ValueError(
-            f"JAX_PROCESS_COUNT={layout.count}, but {slice_.name} has {slice_.hosts} host(s) with "
-            f"{slice_.chips_per_host} chips each: set {slice_.hosts}, or on a TPU leave it unset: JAX "
+            f"JAX_PROCESS_COUNT={layout.count}, but {slice_.name} has {units.counted(slice_.hosts, 'host')} with "
+            f"{units.counted(slice_.chips_per_host, 'chip')} each: set {slice_.hosts}, or on a TPU leave it unset: JAX "
             "finds the peers"
         )
     faulthandler.enable()  # where C++ ends this process, its log has the stacks
@@ -91,14 +94,16 @@ def _require_chips(slice_: Slice, *, played: bool) -> None:
     platform = devices[0].platform
     if not played and platform != "tpu":
         raise ValueError(
-            f"{slice_.name} was asked for, but JAX found {len(devices)} {platform} device(s) and no TPU. "
+            f"{slice_.name} was asked for, but JAX found {units.counted(len(devices), f'{platform} device')} "
+            "and no TPU. "
             f"On a TPU host: is libtpu missing? Its chips: {machine.chip_holders().detail}. Elsewhere: rehearse, "
             "--simulate"
         )
     if len(devices) != slice_.chips:
         raise ValueError(
-            f"{slice_.name} has {slice_.chips} devices on {slice_.hosts} host(s), but JAX sees {len(devices)} on "
-            f"{jax.process_count()} host(s): run the same command on every host of the slice, or name the slice this is"
+            f"{slice_.name} has {units.counted(slice_.chips, 'device')} on {units.counted(slice_.hosts, 'host')}, but "
+            f"JAX sees {len(devices)} on {units.counted(jax.process_count(), 'host')}: run the same command on every "
+            "host of the slice, or name the slice this is"
             + ("; slices find one another through MEGASCALE_NUM_SLICES, …_SLICE_ID" if slice_.num_slices > 1 else "")
         )
 
@@ -120,7 +125,8 @@ def require_shared(run_dir: str, host: Host) -> None:
     blind = [str(i) for i, answer in enumerate(answers) if answer == "no"]
     if blind:
         raise ValueError(
-            f"the run directory {directory} is not shared: host(s) {', '.join(blind)} cannot see host 0's file there. "
+            f"the run directory {directory} is not shared: {units.counted(len(blind), 'host')} "
+            f"({', '.join(blind)}) cannot see host 0's file there. "
             "Checkpoints need one place that all hosts see: set --run-dir (or RENGA_RUN_ROOT) to gs://BUCKET/…"
         )
 

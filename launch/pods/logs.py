@@ -82,9 +82,11 @@ def follow(
             if not alive and arrived.empty():
                 break
             time.sleep(_POLL_SECONDS)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, BrokenPipeError) as stop:
         for process in running:
             process.terminate()
+        if isinstance(stop, BrokenPipeError):
+            raise
     codes = [process.wait() for process in running]
     for argv, code in zip(commands, codes, strict=True):
         if code:

@@ -9,7 +9,7 @@ import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from core import paths
+from core import paths, units
 from launch.pods import hosts
 
 
@@ -34,7 +34,7 @@ def pack(files: Sequence[str], *, workspace: Path, archive: Path) -> None:
         for name in files:
             tar.add(workspace / name, arcname=name, recursive=False)
         tar.add(note, arcname=hosts.REVISION_FILE)
-    print(f"# packed {len(files)} files, {archive.stat().st_size / 1e6:.1f} MB", flush=True)
+    print(f"# packed {units.counted(len(files), 'file')}, {units.size(archive.stat().st_size)}", flush=True)
 
 
 def shipped_path(path: str, *, workspace: Path) -> str:

@@ -28,8 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from core import slices
-from core.slices import GIB
+from core import slices, units
 from core.watch import exit_codes
 from launch.pods import host_output, stamps, supervise
 from launch.pods.hosts import available_memory_bytes
@@ -61,7 +60,8 @@ def shared(slice_: slices.Slice, processes: int) -> slices.Slice:
     if processes < 1 or slice_.chips % processes:
         counts = [n for n in range(1, slice_.chips + 1) if slice_.chips % n == 0]
         raise ValueError(
-            f"{processes} processes cannot share the {slice_.chips} chips of {slice_.name} evenly; expected one of "
+            f"{units.counted(processes, 'process', 'processes')} cannot share the "
+            f"{units.counted(slice_.chips, 'chip')} of {slice_.name} evenly; expected one of "
             f"{', '.join(map(str, counts))}"
         )
     return dataclasses.replace(slice_, host_bounds=(slice_.chips // processes,))
@@ -121,8 +121,8 @@ def require_memory(needed_bytes: int, *, slice_name: str, available_bytes: int |
     available = available_memory_bytes() if available_bytes is None else available_bytes
     if needed_bytes > available:
         raise ValueError(
-            f"simulating {slice_name} needs {needed_bytes / GIB:.1f} GiB for parameters, gradients and optimizer, and "
-            f"this machine has {available / GIB:.1f} GiB of free memory. --smoke shrinks the model, keeps slice, mesh "
+            f"simulating {slice_name} needs {units.size(needed_bytes)} for parameters, gradients and optimizer, and "
+            f"this machine has {units.size(available)} of free memory. --smoke shrinks the model, keeps slice, mesh "
             "and strategy."
         )
 

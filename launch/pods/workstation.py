@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from core import slices
+from core import slices, units
 from launch import environment
 from launch.pods import gcloud, hosts, logs, shipping
 from launch.pods.gcloud import Step, Tpu
@@ -63,8 +63,9 @@ def start(
     """
     if len(tpus) != slice_.num_slices:
         raise ValueError(
-            f"{slice_.name} is {slice_.num_slices} slice(s), but {len(tpus)} TPU(s) are named "
-            f"({', '.join(tpu.name for tpu in tpus)}): give one for each, as --tpu A,B"
+            f"{slice_.name} is {units.counted(slice_.num_slices, 'slice')}, but "
+            f"{units.counted(len(tpus), 'TPU is', 'TPUs are')} named ({', '.join(tpu.name for tpu in tpus)}): "
+            "give one for each, as --tpu A,B"
         )
     files = shipping.workspace_files(workspace)
     with tempfile.TemporaryDirectory(prefix="renga-ship-") as folder:
@@ -86,7 +87,10 @@ def start(
         code = gcloud.perform(steps, dry_run=False)
     if code == 0:
         names = ",".join(tpu.name for tpu in tpus)
-        print(f"Started on {slice_.hosts} hosts. Follow it: launch/pod.sh logs --tpu {names} --zone {tpus[0].zone}")
+        print(
+            f"Started on {units.counted(slice_.hosts, 'host')}. "
+            f"Follow it: launch/pod.sh logs --tpu {names} --zone {tpus[0].zone}"
+        )
     return code
 
 

@@ -14,7 +14,7 @@ import time
 import uuid
 from typing import Any
 
-from core import paths
+from core import paths, units
 from core.training.profile_requests import ANSWER_NAME, REQUEST_NAME
 
 TAKEN_SECONDS = 60.0
@@ -67,7 +67,8 @@ def ask(
 def _wait(folder: paths.Path, plan: dict[str, Any]) -> int:
     first, last = plan["first_step"], plan["last_step"]
     print(
-        f"{plan['hosts']} host(s) trace steps {first} to {last}, from about {plan['starts_in_seconds']:g} s from now on"
+        f"{units.counted(plan['hosts'], 'host traces', 'hosts trace')} steps {first} to {last}, "
+        f"starting in about {units.seconds(plan['starts_in_seconds'])}"
     )
     tracing_seconds = plan["starts_in_seconds"] + (last - first + 1) * plan["step_seconds"]
     answer = _answer(folder, plan["id"], {"written"}, within_seconds=3 * tracing_seconds + _WRITING_SECONDS)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.table import Table
 
+from core import units
+from launch import terminal
 from launch.profiles.reading import HostProfile, Operation
 
 ABOUT_CPU = (
@@ -17,8 +18,8 @@ ABOUT_CPU = (
 
 def show(session: str, hosts: Sequence[HostProfile], *, top: int) -> None:
     """Prints everything."""
-    console = Console(width=120, highlight=False)
-    console.print(f"[bold]{session}[/bold]: {_steps(hosts)} on {len(hosts)} host(s)")
+    console = terminal.console(120)
+    console.print(f"[bold]{session}[/bold]: {_steps(hosts)} on {units.counted(len(hosts), 'host')}")
     console.print(_by_host(hosts))
     for line in (_skew(hosts), _missing(hosts)):
         if line:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 
-from rich.console import Console
 from rich.table import Table
 
+from core import units
+from launch import terminal
 from parallel import report
 from parallel.partitioner import Program
 from parallel.pipeline import drawing
@@ -14,7 +15,7 @@ from parallel.pipeline import drawing
 
 def show(program: Program) -> None:
     """Prints every parameter with its mesh axes, and the bytes of each part of the state."""
-    Console(width=140).print(_table(program))
+    terminal.console(140).print(_table(program))
     print(_sizes(program))
     whole = [row.path for row in report.rows(program) if row.replicated and row.bytes_per_chip >= 2**20]
     print(f"held whole by every chip, 1 MiB or more: {', '.join(whole) or 'nothing'}")
@@ -25,7 +26,7 @@ def show(program: Program) -> None:
 def text(program: Program) -> str:
     """Every parameter with its mesh axes, and the sizes, as plain text."""
     page = io.StringIO()
-    Console(width=140, file=page).print(_table(program))
+    terminal.console(140, file=page).print(_table(program))
     lines = [line.rstrip() for line in page.getvalue().splitlines()]
     return "\n".join([*lines, "", _sizes(program)])
 
@@ -42,10 +43,6 @@ def _table(program: Program) -> Table:
 def _sizes(program: Program) -> str:
     sizes = report.totals(program)
     return (
-        f"per chip: parameters {_mib(sizes.params)}, optimizer state {_mib(sizes.opt_state)}, "
-        f"carry {_mib(sizes.carry)}; all of it unsplit: {_mib(sizes.whole)}"
+        f"per chip: parameters {units.size(sizes.params)}, optimizer state {units.size(sizes.opt_state)}, "
+        f"carry {units.size(sizes.carry)}; all of it unsplit: {units.size(sizes.whole)}"
     )
-
-
-def _mib(count: int) -> str:
-    return f"{count / 2**20:,.1f} MiB"

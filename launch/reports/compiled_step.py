@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rich.console import Console
 from rich.table import Table
 
+from core import units
+from launch import terminal
 from parallel import traffic
 from parallel.analysis import Analysis
-from parallel.compiled import Compiled, gib
+from parallel.compiled import Compiled
 from parallel.hlo.costs import Costs
 from parallel.lints import Finding
 from parallel.traffic import Collective
@@ -25,8 +26,9 @@ def show(found: Analysis) -> None:
 
 def _print_memory(result: Compiled) -> None:
     print(
-        f"compiled for {result.slice.name} (not run): peak {gib(result.peak_bytes)} of "
-        f"{gib(result.slice.chip.usable_hbm_bytes)} per chip, of which state and batch {gib(result.argument_bytes)}; "
+        f"compiled for {result.slice.name} (not run): peak {units.size(result.peak_bytes, digits=4)} of "
+        f"{units.size(result.slice.chip.usable_hbm_bytes, digits=4)} per chip, "
+        f"of which state and batch {units.size(result.argument_bytes, digits=4)}; "
         f"{result.compile_seconds:.0f} s to compile"
     )
 
@@ -61,10 +63,11 @@ def _print_traffic(collectives: Sequence[Collective]) -> None:
         sizes = (f"{size / 2**20:,.1f}" for size in (row.payload_bytes, row.wire_bytes))
         labels = (" ".join(row.axes) or "-", row.network, row.kind, row.dtype, where, when)
         table.add_row(*labels, str(row.count), str(row.times), *sizes)
-    Console(width=140).print(table)
+    terminal.console(140).print(table)
     totals = traffic.wire_bytes_by_axes(collectives).items()
     print(
-        "wire by mesh axes: " + (", ".join(f"{' '.join(axes) or '-'} {gib(size)}" for axes, size in totals) or "none")
+        "wire by mesh axes: "
+        + (", ".join(f"{' '.join(axes) or '-'} {units.size(size, digits=4)}" for axes, size in totals) or "none")
     )
 
 

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from core import slices
 from core.slices import GIB
-from launch import configuration
+from launch import configuration, terminal
 from parallel import analysis, compiled, report, traffic
 from parallel.analysis import Analysis
 from parallel.compiled import OutOfHbmError
@@ -104,7 +103,7 @@ def show(found: Sequence[Row], *, slice_name: str) -> None:
         table.add_column(heading, justify="right" if heading.split()[-1] in ("GiB", "cycles", "s") else "left")
     for row in sorted(found, key=_peak_bytes):
         table.add_row(*cells(row))
-    Console(width=200).print(table)
+    terminal.console(200).print(table)
     for row in found:
         if row.problem:
             print(f"{name(row)}: {row.problem}")

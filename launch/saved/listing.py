@@ -7,10 +7,9 @@ import hashlib
 import time
 from typing import NamedTuple
 
-from core import paths
+from core import paths, units
 from core.checkpoints import description, steps
 from core.checkpoints.description import said
-from launch.saved.cost import size
 
 HEADER = ("step", "saved", "size", "arrays", "revision", "config", "")
 
@@ -39,7 +38,7 @@ class Row(NamedTuple):
     def cells(self) -> tuple[str, ...]:
         """As text, under HEADER."""
         arrays = "" if self.arrays is None else str(self.arrays)
-        return self.name, self.saved, size(self.size_bytes), arrays, self.revision, self.config, self.state
+        return self.name, self.saved, units.size(self.size_bytes), arrays, self.revision, self.config, self.state
 
 
 def rows(folder: paths.Path) -> list[Row]:

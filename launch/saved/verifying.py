@@ -12,11 +12,10 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from core import paths
+from core import paths, units
 from core.checkpoints import description, streams
 from core.checkpoints.arrays import Arrays
 from core.checkpoints.description import said
-from launch.saved.cost import size
 
 _UNSEALED = "saved by an earlier revision: its positions in the data carry no step and no stream"
 
@@ -42,7 +41,7 @@ class Verdict(NamedTuple):
 
     def describe(self) -> str:
         """One line, or one and a line for each damage."""
-        read = f"{self.arrays} arrays, {size(self.read_bytes)} in {self.seconds:.3g} s"
+        read = f"{units.counted(self.arrays, 'array')}, {units.size(self.read_bytes)} in {units.seconds(self.seconds)}"
         if not self.damaged:
             return f"step {self.step}: sound ({read}{f'; {self.note}' if self.note else ''})"
         return "\n  ".join((f"step {self.step}: DAMAGED ({read})", *self.damaged))

@@ -17,6 +17,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from core import units
+
 SAVES = ("layers", "stage")
 
 
@@ -113,11 +115,12 @@ class Schedule:
         """One line for people."""
         rounds = f" x {self.repeats} repeats" if self.repeats > 1 else ""
         formula = f"(S - 1) / ({'M R' if self.repeats > 1 else 'M'} + S - 1)"
+        kept = units.counted(self.kept(stages) // self.repeats, "microbatch", "microbatches")
         return (
-            f"{self.name}: {_many(self.num_microbatches, 'microbatch', 'es')}{rounds} through {_many(stages, 'stage')} "
-            f"in {_many(self.ticks(stages), 'tick')} each way; bubble {formula} = {self.bubble(stages):.1%}; keeps the "
-            f"{'layer' if self.save == 'layers' else 'stage'} inputs of "
-            f"{_many(self.kept(stages) // self.repeats, 'microbatch', 'es')}{rounds}"
+            f"{self.name}: {units.counted(self.num_microbatches, 'microbatch', 'microbatches')}{rounds} through "
+            f"{units.counted(stages, 'stage')} in {units.counted(self.ticks(stages), 'tick')} each way; "
+            f"bubble {formula} = {self.bubble(stages):.1%}; keeps the "
+            f"{'layer' if self.save == 'layers' else 'stage'} inputs of {kept}{rounds}"
         )
 
 
@@ -191,7 +194,3 @@ def one_f_one_b(*, num_microbatches: int, save: str = "layers") -> Schedule:
 def _check_count(schedule: str, name: str, count: int) -> None:
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"{schedule}: {name} = {count!r}; expected a whole number, at least 1")
-
-
-def _many(count: int, noun: str, plural: str = "s") -> str:
-    return f"{count} {noun}{plural if count != 1 else ''}"

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from core import logical
+from core import logical, units
 from core.logical import Axes, Rules
 from core.slices import Slice
 from core.train_state import TrainState
@@ -145,11 +145,11 @@ class Placed:
         unit = groups * step.accum_steps * self.microbatches
         if step.batch_size % unit or step.batch_size % num_streams:
             nearest = logical.nearest_multiples(step.batch_size, math.lcm(unit, num_streams))
-            cuts = f" in {unit // groups} microbatches" if unit > groups else ""
+            cuts = f" in {units.counted(unit // groups, 'microbatch', 'microbatches')}" if unit > groups else ""
             raise Refused(
                 "rows do not divide",
-                f"batch_size = {step.batch_size} does not divide over {groups} groups of chips{cuts}, or over "
-                f"{num_streams} streams; nearest that do: {', '.join(map(str, nearest))}",
+                f"batch_size = {step.batch_size} does not divide over {units.counted(groups, 'group')} of chips{cuts}, "
+                f"or over {units.counted(num_streams, 'stream')}; nearest that do: {', '.join(map(str, nearest))}",
             )
         pieces = self.shards("length", self.tables.activation_rules)
         if self.facts.length % pieces:

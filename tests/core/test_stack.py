@@ -138,7 +138,7 @@ def test_a_block_that_closes_over_an_array_is_refused(jitted):
 
     params = network().init(KEY, X, SIDE)
     call = jax.jit(apply) if jitted else apply
-    with pytest.raises(ValueError, match=r"the block closes over 1 array\(s\) \(float32\[4,3\]|\(float32\[4, 3\]\)"):
+    with pytest.raises(ValueError, match=r"the block closes over 1 array \(float32\[4,3\]|\(float32\[4, 3\]\)"):
         call(params, jnp.ones((4, 3)))
 
 

@@ -24,6 +24,7 @@ def launch_command(kept_programs):
     def build(*arguments, slice_name=None):
         env = {
             **os.environ,
+            "COLUMNS": "1000",  # an error is one line
             "JAX_COMPILATION_CACHE_DIR": kept_programs,
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }

@@ -169,7 +169,7 @@ def test_a_killed_host_and_refused_requests_change_no_bit_and_another_slice_goes
     assert re.search("resumed from [48]", pod("v4-32", PUZZLES, run_dir=run_dir))
     assert numbers(bucket, 12, run_dir) == numbers(bucket, 12, "gs://bucket/runs/undisturbed")
     said = pod("v4-16", PUZZLES, "--gin", "TOTAL_STEPS = 14", run_dir=run_dir)
-    assert "v4-16: 8 chips on 2 host(s)" in said
+    assert "v4-16: 8 chips on 2 hosts" in said
     assert "resumed from 12" in said
     assert sorted(metrics(bucket, run_dir)) == list(range(1, 15))
     after = bucket.errors(0.0)

@@ -6,7 +6,7 @@ import types
 import jax
 import pytest
 
-from core import slices
+from core import slices, units
 from launch import card, configuration, smoke
 from launch.pods.joining import Host
 from parallel import mesh
@@ -60,4 +60,4 @@ def test_what_gathering_once_costs_a_chip_is_on_the_card(accum_steps, gather_onc
         leaves = jax.tree.leaves(bound.abstract_state.params)
         held = sum(math.prod(a.sharding.shard_shape(a.shape)) for a in leaves)
         more = 2 * 4 * (sum(math.prod(a.shape) for a in leaves) - held)  # parameters and gradients, float32
-        assert shown["gathered"].startswith(f"{more / 2**20:.3g} MiB more per chip")
+        assert shown["gathered"].startswith(f"{units.size(more)} more per chip")

@@ -10,8 +10,9 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.table import Table
+
+from launch import terminal
 
 HELP = (
     "time the trainer's steady step against the bare jitted step, taking turns in one process; or the recursive model"
@@ -69,7 +70,7 @@ def _recursion(width: int) -> int:
         cells = [f"{speed.step.clock:.3f} s", f"{speed.flops / speed.step.clock / 1e9:.0f}"]
         shares = [f"{share:.1%}" for share in (*speed.share, *speed.profile.values())]
         table.add_row(speed.mixer, *cells, f"{speed.peak.clock / 1e9:.0f}", *shares)
-    Console(width=140).print(table)
+    terminal.console(140).print(table)
     print(
         f"goal: {RECURSION_GOAL:.0%} of the float32 peak of a product of matrices; the last three: of a profiled step"
     )
@@ -113,7 +114,7 @@ def _print(result) -> None:
     table = Table("", "steps", "10 % below", "median", "10 % above", box=None)
     table.add_row("in the trainer", *_row(result.trainer))
     table.add_row("bare jitted step", *_row(result.bare))
-    Console(width=100).print(table)
+    terminal.console(100).print(table)
     least, *_, most = by_turn = result.ratios_by_turn
     print(f"trainer / bare = {result.ratio:.3f} (goal: at most {GOAL})")
     print(f"turn by turn: median {statistics.median(by_turn):.3f}, from {least:.3f} to {most:.3f}")

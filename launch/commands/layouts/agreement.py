@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from core import slices
+from launch import terminal
 
 HELP = "measure how far every strategy's numbers are from one device's"
 EXAMPLE = """launch/run agreement
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _say(rows: list[Any], args: argparse.Namespace) -> int:
-    console = Console(width=170, highlight=False, markup=False, soft_wrap=True)
+    console = terminal.console(170, markup=False, soft_wrap=True)
     console.print(_table([row for row in rows if not row.refused], args))
     refused = [row for row in rows if row.refused]
     for row in refused:

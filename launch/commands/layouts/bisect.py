@@ -20,8 +20,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from core import paths
+from core import paths, units
 from core.slices import Slice
+from launch import terminal
 
 HELP = "run two variants of an experiment and name the first step, layer and tensor that differ"
 EXAMPLE = """launch/run bisect gin/quickstart.gin "" "hosts=2"
@@ -169,7 +170,7 @@ def _run_side(side: str, slice_: Slice, command: Sequence[str], *, into: Path) -
     """
     from launch.pods import simulate
 
-    print(f"{side}: {slice_.hosts} process(es) play {slice_.name}", flush=True)
+    print(f"{side}: {units.counted(slice_.hosts, 'process plays', 'processes play')} {slice_.name}", flush=True)
     code = simulate.run(slice_, command=command, log_directory=into / f"logs_{side}")
     if code and code < 128:
         raise ValueError(f"{side} could not be run (exit code {code}); what its host said is above")
@@ -235,7 +236,7 @@ def _compare(args: argparse.Namespace, experiments: list[Any], folder: Path) -> 
     if args.tolerance is not None:
         tolerance = dict.fromkeys(tolerance, (args.tolerance, args.tolerance))
     verdict = bisect.judge(ours, theirs, tolerance=tolerance)
-    console = Console(width=120, highlight=False)
+    console = terminal.console(120)
     _say(console, verdict, steps=args.steps)
     for note in _notes(bisect.given(ours, theirs)):
         console.print(f"note: {note}", markup=False)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from rich.console import Console
 from rich.table import Table
 
 from core import slices
 from core.slices import GIB
+from launch import terminal
 
 HELP = "print the table of TPU slices: chips, hosts, topology, peak, memory"
 EXAMPLE = "launch/run slices v4"
@@ -28,5 +28,5 @@ def run(args: argparse.Namespace) -> int:
         memory = s.hbm_bytes / GIB
         hbm = f"{memory / 1024:.3g} TiB" if memory >= 1024 else f"{memory:.3g} GiB"
         table.add_row(s.name, str(s.chips), str(s.hosts), s.topology_name, wrap, f"{s.peak_flops / 1e15:.3g} PF", hbm)
-    Console(width=100).print(table)
+    terminal.console(100).print(table)
     return 0

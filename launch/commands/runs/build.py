@@ -7,8 +7,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from core import units
+from launch import terminal
 
 HELP = "build a dataset of puzzles (sudoku, maze, arc) and show one"
 EXAMPLE = "launch/run build sudoku --size 4 --train 1000 --test 256 --out runs/puzzles/sudoku4"
@@ -91,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
     recipe = _recipe(args)
     writing.check_free(args.out)
-    console = Console()
+    console = terminal.console(80)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task(f"building {args.kind}", total=None)
@@ -145,7 +147,8 @@ def _show(recipe, directory: str, about: Mapping[str, Any]) -> None:
     print(f"its solution\n\n{recipe.draw(solution)}\n")
     for name in files.SPLITS:
         meta, (*_, examples) = files.read_metadata(directory, name), files.read_first(directory, name)
-        what = f"{meta.total_groups:,} puzzles, {meta.total_puzzles:,} with variants, {examples:,} examples"
+        puzzles = units.counted(meta.total_groups, "puzzle")
+        what = f"{puzzles}, {meta.total_puzzles:,} with variants, {units.counted(examples, 'example')}"
         print(f"{name:<6}{what}{_quantiles(about.get(name, {}))}")
     for key in ("held_out_by", "rating_is", "subsets", "left_out_because_held_out"):
         if about.get(key):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 
+from core import units
 from core.watch import exit_codes
 
 HELP = "list, verify, compare or prune the checkpoints of a run"
@@ -55,7 +56,7 @@ def _ls(args: argparse.Namespace) -> int:
 
     folder = places.directory(args.run_dir)
     rows = listing.rows(folder)
-    print(f"{folder}: {len(rows) or 'no'} folder{'s' * (len(rows) != 1)}")
+    print(f"{folder}: {units.counted(len(rows), 'folder')}")
     if rows:
         print(listing.aligned([listing.HEADER, *(row.cells() for row in rows)]))
     return exit_codes.DONE

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core import paths, slices
+from core import paths, slices, units
 from launch import environment
 
 if TYPE_CHECKING:
@@ -86,7 +86,10 @@ def run(args: argparse.Namespace) -> int:
         for note in found.config.notes:
             print(f"note: {note}")
         if alone:
-            print(f"this machine has no TPU: its CPU plays the {slice_.chips} chips of {slice_.name}", flush=True)
+            print(
+                f"this machine has no TPU: its CPU plays the {units.counted(slice_.chips, 'chip')} of {slice_.name}",
+                flush=True,
+            )
     _evaluate(args, found, asked, host)
     return 0
 
@@ -119,7 +122,11 @@ def _simulate(args: argparse.Namespace, asked: Portion, *, run_dir: str) -> int:
     command += ["--rows", str(args.rows)] * (args.rows is not None)
     command += ["--submission", os.fspath(paths.resolve(args.submission))] if args.submission else []
     logs = Path(run_dir) if not paths.is_remote(run_dir) else environment.WORKSPACE / "runs" / Path(run_dir).name
-    print(f"Simulating {slice_.name}: {slice_.hosts} hosts x {slice_.chips_per_host} chips; logs in {logs}/logs")
+    print(
+        f"Simulating {slice_.name}: {units.counted(slice_.hosts, 'host')} x "
+        f"{units.counted(slice_.chips_per_host, 'chip')}; "
+        f"logs in {logs}/logs"
+    )
     sys.stdout.flush()
     return simulate.run(slice_, command=command, log_directory=logs / "logs")
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core import paths, slices
+from core import paths, slices, units
 from launch import environment
 from launch.pods import alerts, gcloud, hosts, lifecycle, shipping, simulate, supervise, workstation
 
@@ -124,7 +124,9 @@ def _validate(args: argparse.Namespace, slice_: slices.Slice) -> int:
         _refuse_dry_run(args, "this validates here")
         return _become(["validate", slice_.name, experiment, *own, *(["--simulate"] if args.simulate else [])])
     if slice_.hosts > 1 and not paths.is_remote(args.run_dir or environment.read("RENGA_RUN_ROOT") or ""):
-        raise ValueError(f"{slice_.hosts} hosts need one place for checkpoints: give --run-dir gs://BUCKET/…")
+        raise ValueError(
+            f"{units.counted(slice_.hosts, 'host')} need one place for checkpoints: give --run-dir gs://BUCKET/…"
+        )
     workspace = environment.WORKSPACE
     root = environment.read("RENGA_RUN_ROOT")
     return workstation.start(
@@ -144,7 +146,8 @@ def _simulate(args: argparse.Namespace, slice_: slices.Slice) -> int:
     options = ["--run-dir", run_directory, *_options(args, run_dir=False)]
     command = [sys.executable, "-m", "launch", "train", args.experiment, "--slice", slice_.name, *options]
     print(
-        f"Simulating {slice_.name}: {slice_.hosts} hosts x {slice_.chips_per_host} chips; logs in {here}/logs",
+        f"Simulating {slice_.name}: {units.counted(slice_.hosts, 'host')} x "
+        f"{units.counted(slice_.chips_per_host, 'chip')}; logs in {here}/logs",
         flush=True,
     )
     logs = Path(here) / "logs"

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from core import paths, slices
-from launch import environment
+from core import paths, slices, units
+from launch import environment, terminal
 
 if TYPE_CHECKING:
     from launch.suites.plan import Entry
@@ -76,10 +75,10 @@ def run(args: argparse.Namespace) -> int:
     suite = running.Suite(entries, mode=mode, root=root, logs=out / "logs")
     suite.gather() if args.analyze else suite.look()
     if args.list:
-        _console().print(_list(suite))
+        terminal.console(_WIDTH).print(_list(suite))
         return 0
     code = 0 if args.analyze else _run(suite)
-    _console().print(_list(suite))
+    terminal.console(_WIDTH).print(_list(suite))
     if not args.analyze:
         _print_failures(suite)
     if not args.smoke:
@@ -124,7 +123,7 @@ def _run(suite: Suite) -> int:
     """Runs with a table that follows it on a terminal, a line for each change elsewhere."""
     numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
     before = {n: signal.signal(n, lambda n, frame: suite.requested.append(128 + n)) for n in numbers}
-    console = _console()
+    console = terminal.console(_WIDTH)
     try:
         if not console.is_terminal:
             return suite.run(_Lines(suite))
@@ -161,16 +160,11 @@ class _Lines:
             self._said[entry.id] = status
 
 
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=_WIDTH)
-
-
 def _list(suite: Suite, *, most: int | None = None) -> Table:
     """The status of every experiment, or of so many around the one that runs."""
     done = sum(not suite.failed(entry) for entry in suite.entries)
     distinct = sum(not entry.same_as for entry in suite.entries)
-    title = f"{len(suite.entries)} experiments, {distinct} of them distinct; {done} done"
+    title = f"{units.counted(len(suite.entries), 'experiment')}, {distinct} of them distinct; {done} done"
     table = Table(title=title, box=box.SIMPLE, title_justify="left")
     for heading in ("experiment", "step", "of", "exact"):
         table.add_column(heading, no_wrap=True, justify="left" if heading == "experiment" else "right")
@@ -206,9 +200,8 @@ def _write(suite: Suite, *, name: str, out: Path) -> None:
     from launch.suites import page, results
 
     table = results.rows(suite.entries, status=suite.status, run_dirs=suite.run_dirs)
-    note = (
-        f"{len(table)} experiments, {sum(not row['same_as'] for row in table)} distinct. Scores are of the last step."
-    )
+    distinct = sum(not row["same_as"] for row in table)
+    note = f"{units.counted(len(table), 'experiment')}, {distinct} distinct. Scores are of the last step."
     paths.write_text_atomically(out / "results.csv", results.as_csv(table))
     paths.write_text_atomically(out / "results.html", page.page(table, title=f"Suite {name}", note=note))
     print(f"{out / 'results.csv'}\n{out / 'results.html'}")

@@ -93,7 +93,7 @@ def test_a_host_that_hears_of_it_late_says_so(tmp_path, quick):
     assert found.first_step == answer(tmp_path)["first_step"]
     loop.requests.done(found)
     loop.requests.close()
-    assert answer(tmp_path)["remarks"] == {"0": "began 5 step(s) late"}
+    assert answer(tmp_path)["remarks"] == {"0": "began 5 steps late"}
 
 
 def test_a_run_that_ends_too_soon_says_so(tmp_path, quick):

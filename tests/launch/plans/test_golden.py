@@ -115,7 +115,7 @@ def record(**changes):
 
 
 def test_a_record_reads_as_one_line():
-    assert golden.line(record()) == f"0.5 to 0.8 s per step, 61 to 52 % MFU, 8 GiB ({label.label()})"
+    assert golden.line(record()) == f"500 to 800 ms per step, 52 to 61 % MFU, 8 GiB ({label.label()})"
 
 
 def test_a_change_is_a_diff_of_a_few_lines():
@@ -131,7 +131,7 @@ def test_a_header_says_what_is_recorded():
     found = record(memory={"peak_bytes": 2**33, "usable_bytes": 2**35})
     assert golden.with_header(text, found).splitlines() == [
         "# A model.",
-        "# Predicted: 0.5 to 0.8 s per step, 61 to 52 % MFU, 8 GiB of 32 a chip; not run on a TPU",
+        "# Predicted: 500 to 800 ms per step, 52 to 61 % MFU, 8 GiB of 32 GiB a chip; not run on a TPU",
         f"#   ({label.label()}).",
         "# Run:      x",
         "SLICE = 'v4-8'",

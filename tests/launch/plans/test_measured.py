@@ -32,7 +32,7 @@ def measured(*, on_tpu=True, hbm=10 * GIB):
 
 def test_a_rehearsal_says_so_and_compares_nothing(recorded):
     found, warnings = measured(on_tpu=False)
-    assert found.rows()["predicted"].startswith("1 to 1.4 s per step, 61 to 44 % MFU, 10 GiB (compiled by libtpu")
+    assert found.rows()["predicted"].startswith("1 to 1.4 s per step, 44 to 61 % MFU, 10 GiB (compiled by libtpu")
     assert found.rows()["measured"] == SIMULATED
     assert SIMULATED.startswith("simulated")
     assert found.beside({"step_seconds": 1e-9}) == found.beside({"step_seconds": 100.0}) == {}

@@ -9,8 +9,13 @@ import sys
 import pytest
 
 HERE = pathlib.Path(__file__).parent
-PODS = HERE.parent.parent.parent / "launch" / "pods"
-ON_HOSTS = ("on_host.sh", "stamped.py", "stamps.py", "host_output.py")  # what acts there, of what is shipped
+ROOT = HERE.parent.parent.parent
+ON_HOSTS = tuple(f"launch/pods/{name}" for name in ("on_host.sh", "stamped.py", "stamps.py", "host_output.py"))
+ON_HOSTS += (
+    "launch/terminal.py",
+    "launch/environment.py",
+    "core/library_noise.py",
+)  # what acts there, of what is shipped
 SETUP = '#!/bin/bash\n[ -e "$HOME/no_setup" ] && { echo no python >&2; exit 1; }\nmkdir -p .venv; echo set up "$HOME"\n'
 POD = """#!/bin/bash
 trap 'echo saved; exit 0' TERM
@@ -46,7 +51,7 @@ def workspace(tmp_path):
     """A small git work tree with stand-ins for the scripts that would train."""
     folder = tmp_path / "workspace"
     for name, text in {
-        **{f"launch/pods/{name}": (PODS / name).read_text() for name in ON_HOSTS},
+        **{name: (ROOT / name).read_text() for name in ON_HOSTS},
         "launch/setup.sh": SETUP,
         "launch/pod.sh": POD,
         "gin/x.gin": "A = 1\n",

@@ -34,14 +34,14 @@ def refuses(what, *args):
 
 def test_the_chips_must_be_as_many_as_the_slice_has():
     joining._require_chips(slices.get("v4-32"), played=True)  # the 16 CPU devices of every test
-    says = r"v4-8 has 4 devices on 1 host\(s\), but JAX sees 16 on 1 host\(s\): run the same command on every host"
+    says = r"v4-8 has 4 devices on 1 host, but JAX sees 16 on 1 host: run the same command on every host"
     with pytest.raises(ValueError, match=says):
         joining._require_chips(slices.get("v4-8"), played=True)
 
 
 @pytest.mark.covers("R10")
 def test_cpus_are_no_tpu():
-    says = r"v4-32 was asked for, but JAX found 16 cpu device\(s\) and no TPU.* rehearse, --simulate"
+    says = r"v4-32 was asked for, but JAX found 16 cpu devices and no TPU.* rehearse, --simulate"
     with pytest.raises(ValueError, match=says):
         joining._require_chips(slices.get("v4-32"), played=False)
 
@@ -50,7 +50,7 @@ def test_cpus_are_no_tpu():
 def test_training_on_cpus_in_place_of_a_tpu_ends_at_once(launch, tmp_path):
     assert not os.environ.get("RENGA_SIMULATE")
     said = launch("train", "gin/quickstart.gin", "--slice", "v4-8", "--run-dir", str(tmp_path / "run"), code=2)
-    assert re.search(r"error: v4-8 was asked for, but JAX found \d+ cpu device\(s\) and no TPU", said)
+    assert re.search(r"error: v4-8 was asked for, but JAX found \d+ cpu devices and no TPU", said)
     assert not (tmp_path / "run").exists()
 
 
@@ -104,6 +104,6 @@ distributed.shutdown()
         assert lines[2] == "host 1: -SEED = 0 +SEED = 1"
         assert lines[3] == "accepted"
         assert "/of_" in lines[4]
-        assert "is not shared: host(s) 1 cannot see host 0's file there" in lines[4]
+        assert "is not shared: 1 host (1) cannot see host 0's file there" in lines[4]
         assert "--run-dir (or RENGA_RUN_ROOT) to gs://BUCKET/" in lines[4]
         assert lines[5].startswith(f"refused: cannot write to {tmp_path}/file/run: NotADirectoryError")

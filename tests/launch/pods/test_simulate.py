@@ -213,9 +213,10 @@ def test_a_progress_line_redraws_on_a_terminal_and_is_plain_in_the_log(tmp_path)
 
 
 def test_who_connected_to_whom_is_in_the_log_alone(tmp_path, capfd):
-    parts = ["[", "Gloo] Rank 0 is conn", "ected to 1 peer ranks. Expected: 1\n", "loss 3.25 [Glo", "om]\n", "half "]
+    rest = "ected to 1 peer ranks. Expected number of connected peer ranks is : 1"
+    parts = ["[", "Gloo] Rank 0 is conn", f"{rest}\n", "loss 3.25 [Glo", "om]\n", "half "]
     parts += [
-        "[Gloo] Rank 1 is connected to 1 peer ranks. Expected: 1\r\n",
+        f"[Gloo] Rank 1 is conn{rest}\r\n",
         "a line\n",
         "[Gloo] Rank 7 is lost\n",
         "[G",
@@ -233,6 +234,6 @@ def test_who_connected_to_whom_is_in_the_log_alone(tmp_path, capfd):
 def test_a_model_that_does_not_fit_is_refused_with_both_numbers():
     gib = 2**30
     simulate.require_memory(gib, slice_name="v4-32", available_bytes=2 * gib)
-    with pytest.raises(ValueError, match=r"v4-32 needs 100\.4 GiB .* has 24\.0 GiB of free memory\. --smoke"):
+    with pytest.raises(ValueError, match=r"v4-32 needs 100 GiB .* has 24 GiB of free memory\. --smoke"):
         simulate.require_memory(int(100.4 * gib), slice_name="v4-32", available_bytes=24 * gib)
     assert 2**20 < hosts.available_memory_bytes() < 2**50

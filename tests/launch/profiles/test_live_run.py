@@ -34,7 +34,7 @@ class Lived:
     def __init__(self, run_dir, said, asked):
         self.run_dir, self.said, self.asked = run_dir, said, asked
         self.session = re.search(r"--session (step_\d+)", asked)[1]
-        self.first, self.last = map(int, re.search(r"2 host\(s\) trace steps (\d+) to (\d+)", asked).groups())
+        self.first, self.last = map(int, re.search(r"2 hosts trace steps (\d+) to (\d+)", asked).groups())
 
 
 @pytest.fixture(scope="module")

@@ -80,7 +80,7 @@ def test_hosts_are_compared_by_when_they_begin_a_step(tmp_path, capsys):
     assert (seconds, last.process) == (pytest.approx(0.03), 3)
     page.show(session, hosts, top=1)
     said = capsys.readouterr().out
-    assert "step_7: steps 7 to 9 on 3 host(s)" in said
+    assert "step_7: steps 7 to 9 on 3 hosts" in said
     assert "skew: the last host begins a step 30 ms behind the first, mostly t1v-w-3-p3" in said
     assert "missing: host 2 wrote no file" in said
     assert "0.025 s (25%)" in said

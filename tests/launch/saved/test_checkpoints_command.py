@@ -82,7 +82,7 @@ def test_ls_has_a_line_for_every_folder(run, command):
         assert lines[step].endswith("described")
         assert "  4  " in lines[step]
         assert "abcdef" in lines[step]
-        assert "MiB" in lines[step]
+        assert "KiB" in lines[step]
     assert "DAMAGED description: DamagedError" in lines["7"]
     assert lines["12"].endswith("no step: parts are missing")
     assert lines["damaged-8-1"].endswith("put aside: its content was not what was saved")

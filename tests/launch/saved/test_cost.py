@@ -24,8 +24,8 @@ def test_costs_are_recorded_each_said_once_and_summed_up():
         "checkpoint/bytes": 440_234_000.0,
     }
     assert said == [
-        "step     10: 0.41 GiB saved; training waited 0.5 s for it, it was written in 2 s",
-        "checkpoints: 3 of 0.41 GiB, 0.6 s each out of 37 s of training (4.9 %)",
+        "step     10: 420 MiB saved; training waited 500 ms for it, it was written in 2 s",
+        "checkpoints: 3 of 420 MiB, 600 ms each out of 37 s of training (4.9 %)",
     ]
 
 
@@ -38,7 +38,7 @@ def test_a_run_that_saved_nothing_says_nothing():
 def test_what_is_foreseen_names_what_is_lost_and_what_is_needed(tmp_path, monkeypatch):
     monkeypatch.setattr(cost.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=3 * 2**30))
     words = {"interval": 1000, "keep": 3, "size_bytes": 2**29}
-    want = "every 1,000 steps (at most so many are lost), the latest 3 kept, 0.5 GiB each"
+    want = "every 1,000 steps (at most so many are lost), the latest 3 kept, 512 MiB each"
     assert cost.foreseen(str(tmp_path / "new" / "run"), **words) == f"{want}; 3 GiB are free"
     short = cost.foreseen(str(tmp_path), **words | {"keep": 9})
     assert short.endswith("3 GiB are free, and 5 GiB are needed: free some, or lower KEEP_CHECKPOINTS")

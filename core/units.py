@@ -1,0 +1,57 @@
+"""Formats counts and quantities for people: `1 host`, `75.3 GiB`, `9.52 µs`, `20.9 GFLOP`, `4:05`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
+_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+_FLOPS = ((1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1.0, "FLOP"))
+
+
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """Returns `1 host` or `1,024 hosts`; `plural` is given where it is not the noun with an s."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
+def size(count: float, *, digits: int = 3) -> str:
+    """Returns a number of bytes in binary units: `45.6 MiB`."""
+    return _scaled(count, _BYTES, digits)
+
+
+def seconds(number: float, *, digits: int = 3) -> str:
+    """Returns seconds in the unit that suits them: `9.52 µs`, `1,230 s`."""
+    return _scaled(number, _SECONDS, digits)
+
+
+def seconds_between(low: float, high: float) -> str:
+    """Returns a range of seconds in the unit that suits its upper end: `0.907 to 1.28 s`."""
+    text = seconds(high)
+    number, name = text.split()
+    first = significant(low / next(factor for factor, unit in _SECONDS if unit == name))
+    return text if first == number else f"{first} to {text}"
+
+
+def flops(number: float) -> str:
+    """Returns a number of floating-point operations: `20.9 GFLOP`."""
+    return _scaled(number, _FLOPS, 3)
+
+
+def significant(number: float, digits: int = 3) -> str:
+    """Returns a number rounded to so many significant digits, with all digits of a large one: `35.5`, `1,018`."""
+    return f"{number:,.0f}" if abs(number) >= 10**digits * (1 - 0.5 * 10**-digits) else f"{number:.{digits}g}"
+
+
+def clock(number: float) -> str:
+    """Returns a duration in seconds as `1:02:03` or `4:05`."""
+    minutes, rest = divmod(round(number), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _scaled(number: float, units: Sequence[tuple[float, str]], digits: int) -> str:
+    """The number in the largest unit of which it is at least one; in the smallest where it is less than all."""
+    if number == 0:
+        return "0 " + next(name for factor, name in units if factor == 1)
+    factor, name = next((unit for unit in units if float(f"{number / unit[0]:.{digits}g}") >= 1), units[-1])
+    return f"{significant(number / factor, digits)} {name}"

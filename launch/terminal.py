@@ -1,0 +1,99 @@
+"""How commands write to a terminal: its width, no escape codes where there is none, wrapped errors, a closed pipe.
+
+Standard library only, but for `console`: `launch.pods.stamped` runs where nothing else is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import sys
+import textwrap
+import unicodedata
+from typing import IO, TYPE_CHECKING, Any
+
+from launch import environment
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+ERROR_WIDTH = 120
+_UNPRINTABLE = ("Cc", "Cs")  # control characters; halves of a pair, which no encoding can write
+
+
+def console(piped_width: int, *, file: IO[str] | None = None, stderr: bool = False, **options: Any) -> Console:
+    """Returns a rich console as wide as the terminal that it writes to, or `piped_width` where that is none.
+
+    Without a terminal, or with NO_COLOR set, it writes no escape code at all.
+    """
+    from rich.console import Console
+
+    stream = file or (sys.stderr if stderr else sys.stdout)
+    found = Console(
+        file=file,
+        stderr=stderr,
+        width=width(piped_width, stream),
+        force_terminal=stream.isatty() and not environment.read("NO_COLOR"),
+        highlight=False,
+        **options,
+    )
+    found.on_broken_pipe = _reraise  # rich would end the process
+    return found
+
+
+def width(piped_width: int, stream: IO[str] | None = None) -> int:
+    """Returns the columns of the terminal behind `stream` (standard output), `piped_width` where it is none."""
+    stream = stream or sys.stdout
+    return shutil.get_terminal_size((piped_width, 24)).columns if stream.isatty() else piped_width
+
+
+def wrapped(text: str) -> str:
+    """Breaks long lines of an error between words; what continues a line is indented by two more columns than the line.
+
+    Lines end at ERROR_WIDTH or, where standard error is a narrower terminal, at its edge; COLUMNS says otherwise.
+    """
+    columns = int(environment.read("COLUMNS") or min(ERROR_WIDTH, width(ERROR_WIDTH, sys.stderr)))
+    return "\n".join(_wrapped_line(line, columns) for line in text.split("\n"))
+
+
+def printable(text: str) -> str:
+    r"""Replaces control characters other than line breaks and tabs by their escapes, such as `\x1b`."""
+    return "".join(
+        c if c in "\n\t" or unicodedata.category(c) not in _UNPRINTABLE else c.encode("unicode_escape").decode()
+        for c in text
+    )
+
+
+def flush() -> None:
+    """Writes what standard output still holds; where its reader is gone, drops that and all that follows."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+def is_reader_gone() -> bool:
+    """Returns whether standard output is a pipe whose reader has closed it."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _wrapped_line(line: str, columns: int) -> str:
+    indent = line[: len(line) - len(line.lstrip(" "))]
+    return textwrap.fill(
+        line,
+        columns,
+        subsequent_indent=indent + "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+        replace_whitespace=False,
+        expand_tabs=False,
+    )
+
+
+def _reraise() -> None:
+    raise
