@@ -18,7 +18,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
@@ -62,6 +62,7 @@ class Axes:
 
 
 _rules: contextvars.ContextVar[Rules | None] = contextvars.ContextVar("rules", default=None)
+_param_rules: contextvars.ContextVar[Rules | None] = contextvars.ContextVar("param_rules", default=None)
 _record: contextvars.ContextVar[dict[str, dict[str, Axes]] | None] = contextvars.ContextVar("record", default=None)
 _stack: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("stack", default=())
 
@@ -75,9 +76,11 @@ def _set(variable: contextvars.ContextVar, value) -> Iterator[Any]:
         variable.reset(token)
 
 
-def activation_rules(rules: Rules):
-    """Context in which `constrain` follows `rules`; wrap the trace of a step with it, inside `jax.set_mesh`."""
-    return _set(_rules, rules)
+@contextlib.contextmanager
+def sharding_rules(activations: Rules, params: Rules) -> Iterator[None]:
+    """Context in which `constrain` and `lookup_specs` follow a strategy's tables; enter it inside `jax.set_mesh`."""
+    with _set(_rules, activations), _set(_param_rules, params):
+        yield
 
 
 def stacked(name: str):
@@ -182,6 +185,50 @@ def activation_spec(*names: str | None) -> PartitionSpec | None:
     return partition_spec(Axes(names), rules, keep=automatic_axes().__contains__)
 
 
+class LookupSpecs(NamedTuple):
+    """Layouts for the gradient of a table of which rows were looked up.
+
+    Attributes:
+      table: of the table, as the parameter is stored.
+      moves: of the gradients of the rows [..., columns]: mesh axes that store columns of the table leave the rows for
+        the columns one by one, which is an all-to-all each, and those that store rows of the table leave at the end. A
+        chip then has its columns of every row.
+    """
+
+    table: PartitionSpec
+    moves: tuple[PartitionSpec, ...]
+
+    @property
+    def ids(self) -> PartitionSpec:
+        """Layout of the indices, that of the rows at the end."""
+        return PartitionSpec(*self.moves[-1][:-1])
+
+
+def lookup_specs(table: tuple[str, str], rows: Sequence[str | None]) -> LookupSpecs | None:
+    """How to sum the gradient of a table [rows, columns] in the pieces that the parameter is stored in.
+
+    Args:
+      table: logical axes of the table.
+      rows: logical axes of the indices.
+
+    Returns:
+      The layouts over automatic mesh axes; None where no strategy is in force.
+    """
+    rules, stored, mesh = _rules.get(), _param_rules.get(), jax.sharding.get_abstract_mesh()
+    if rules is None or stored is None or mesh.empty:
+        return None
+    automatic = automatic_axes()
+    pieces = partition_spec(Axes(table), stored, keep=automatic.__contains__)
+    entries, columns = map(mesh_axes, pieces)
+
+    def without(moved: tuple[str, ...]) -> PartitionSpec:
+        spec = partition_spec(Axes(tuple(rows)), rules, keep=(automatic - set(moved)).__contains__)
+        return PartitionSpec(*spec, tuple(axis for axis in columns if axis in moved) or None)
+
+    moves = [without(columns[: i + 1]) for i in range(len(columns))]
+    return LookupSpecs(pieces, (*moves, without(columns + entries)))
+
+
 def param(
     name: str,
     shape: Sequence[int],
@@ -190,6 +237,7 @@ def param(
     *,
     dtype: jnp.dtype = jnp.float32,
     compute_dtype: jnp.dtype | None = None,
+    as_stored: bool = False,
 ) -> jax.Array:
     """A Haiku parameter whose axes have names.
 
@@ -200,9 +248,10 @@ def param(
       init: `init(shape, dtype)`.
       dtype: as stored.
       compute_dtype: as returned; the cast comes before any gather, so that what travels is the narrow form.
+      as_stored: return the parameter in its stored dtype and layout, for a caller that casts and constrains it.
 
     Returns:
-      [*shape], laid out for computation by the activation table.
+      [*shape], laid out for computation by the activation table unless `as_stored`.
     """
     names = tuple(axes)
     where = f"parameter {hk.experimental.current_name()}/{name}"
@@ -214,7 +263,7 @@ def param(
         path = "/".join((*_stack.get(), hk.experimental.current_name()))
         record.setdefault(path, {})[name] = Axes(("layers",) * len(_stack.get()) + names)
     stored = hk.get_parameter(name, shape, dtype, init)
-    return constrain(stored.astype(compute_dtype or dtype), *names)
+    return stored if as_stored else constrain(stored.astype(compute_dtype or dtype), *names)
 
 
 def abstract_init(init: Callable, *args) -> tuple[Mapping, Mapping]:

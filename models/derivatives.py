@@ -1,4 +1,4 @@
-"""Norm, gate and unembedding with derivatives of their own, written for what a TPU's compiler makes of them.
+"""Norm, gate, embedding and unembedding with derivatives of their own, written for what a TPU's compiler makes of them.
 
 The one idea: what several matrix products read is written once. Left to itself the compiler makes it anew inside each
 of them: the number of operations hardly changes, but the product's tiles get less of the chip's fast memory. Inputs
@@ -69,6 +69,41 @@ def _sigmoid(x: jax.Array) -> jax.Array:
 
 
 gated.defvjp(_gated_forward, _gated_back)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def embedded(table: jax.Array, ids: jax.Array, rows: tuple[str | None, ...], dtype: str) -> jax.Array:
+    """The rows `ids` of an embedding table, in `dtype`; their gradients are summed in float32.
+
+    A frequent token has thousands of gradients in a batch: in bfloat16 each would be rounded to the size of their sum.
+    The sum is made where the table is stored: a chip that holds some columns of it receives those columns of all
+    gradients, which is less than a sum over chips of whole tables.
+
+    Args:
+      table: [V, D] with axes (vocab, embed), float32, as it is stored.
+      ids: [...], int32.
+      rows: logical axes of `ids`.
+      dtype: of the result [..., D].
+    """
+    del rows
+    return logical.constrain(table.astype(dtype), "vocab", None)[ids]  # gathered by index: keep rows whole
+
+
+def _embedded_back(rows: tuple[str | None, ...], dtype: str, saved: tuple, dy: jax.Array) -> tuple[jax.Array, None]:
+    del dtype
+    table, ids = saved
+    summed = jnp.zeros_like(table)
+    specs = logical.lookup_specs(("vocab", "embed"), rows)
+    if specs is None:
+        return summed.at[ids].add(dy.astype(jnp.float32)), None
+    split = jax.lax.with_sharding_constraint
+    for move in specs.moves:  # as narrow as it is: it is made wide where it is added
+        dy = split(dy, move)
+    summed = split(summed, specs.table).at[split(ids, specs.ids)].add(dy.astype(jnp.float32))
+    return split(summed, specs.table), None
+
+
+embedded.defvjp(lambda table, ids, rows, dtype: (embedded(table, ids, rows, dtype), (table, ids)), _embedded_back)
 
 
 @jax.custom_vjp

@@ -181,8 +181,8 @@ class Transformer:
     def _stack(self, batch: Batch, tail_fn) -> Any:
         embedding = self._embedding()
         head = self._head_params(embedding)
-        table = logical.constrain(embedding.astype(self.dtype), "vocab", None)  # gathered by index: keep rows whole
-        x = logical.constrain(table[batch["inputs"]], "batch", "residual_length", "embed")  # [B, T, D]
+        x = derivatives.embedded(embedding, batch["inputs"], ("batch", "residual_length"), self.dtype)  # [B, T, D]
+        x = logical.constrain(x, "batch", "residual_length", "embed")
         side = Side(batch["segment_ids"], self._turn(batch["positions"]))
         layers = stack.layer_stack(
             lambda x, side: Block(self)(x, side[0]),
@@ -203,12 +203,13 @@ class Transformer:
             rows = hk.initializers.TruncatedNormal(1.0)(shape, dtype)
             return jnp.where(jnp.arange(shape[0])[:, None] < self.vocab_size, rows, 0.0)
 
-        return logical.param("embedding", (self.stored_vocab_size, self.embed_dim), ("vocab", "embed"), init)
+        shape = (self.stored_vocab_size, self.embed_dim)
+        return logical.param("embedding", shape, ("vocab", "embed"), init, as_stored=True)
 
     def _head_params(self, embedding: jax.Array) -> dict[str, jax.Array]:
         scale = logical.param("final_norm", (self.embed_dim,), ("norm",), jnp.ones)
         if self.tied:
-            return {"scale": scale, "unembed": embedding.T.astype(self.dtype)}
+            return {"scale": scale, "unembed": logical.constrain(embedding.astype(self.dtype), "vocab", "embed").T}
         return {
             "scale": scale,
             "unembed": logical.param(

@@ -52,7 +52,7 @@ class Partitioner:
         tables = self.strategy
         with contextlib.ExitStack() as context:
             context.enter_context(jax.set_mesh(self.mesh))
-            context.enter_context(logical.activation_rules(tables.activation_rules))
+            context.enter_context(logical.sharding_rules(tables.activation_rules, tables.param_rules))
             if self.pipeline:
                 run = runner.runner(self.pipeline, tables.param_rules, tables.activation_rules)
                 context.enter_context(stack.use_runner(run))

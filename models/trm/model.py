@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from core import logical, random_bits
 from core.types import Batch, LossOutput, Params
-from models import losses
+from models import derivatives, losses
 from models.trm import halting, net, weights
 from models.trm.halting import Carry, Outputs
 from models.trm.net import Recursion, States
@@ -307,8 +307,7 @@ class TRM:
 
     def _embed(self, w: Weights, data: Mapping[str, jax.Array]) -> jax.Array:
         """[B, T, D]: the puzzle's vector and the cells, times sqrt(D)."""
-        table = logical.constrain(w.embedding, "vocab", None)  # gathered by index: keep rows whole
-        x = table[data["inputs"]]  # [B, S, D]
+        x = derivatives.embedded(w.embedding, data["inputs"], ("batch", None), self.dtype)  # [B, S, D]
         if self.prefix_length:
             rows = w.puzzle_table[data["puzzle_ids"]].astype(self.dtype)  # [B, puzzle_dim]
             flat = jnp.pad(rows, ((0, 0), (0, self.prefix_length * self.embed_dim - self.puzzle_width)))

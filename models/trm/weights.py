@@ -27,7 +27,7 @@ _KEPT = 0.87962566103423978  # standard deviation of a normal distribution cut a
 class Weights(NamedTuple):
     """The parameters, cast for computation; D embed, V vocab as stored, T positions, N puzzles as stored."""
 
-    embedding: jax.Array  # [V, D]
+    embedding: jax.Array  # [V, D], float32: rows are cast when they have been read
     unembedding: jax.Array  # [D, V]
     halt_head: jax.Array  # [D, 2]
     halt_bias: jax.Array  # [2]
@@ -43,7 +43,7 @@ def make(model: TRM, length: int) -> Weights:
     rows, columns = (_entries(model, axis=axis) for axis in (0, 1))
     bias = hk.initializers.Constant(model.halt_bias)
     return Weights(
-        embedding=logical.param("embedding", (v, d), ("vocab", "embed"), rows, compute_dtype=dtype),
+        embedding=logical.param("embedding", (v, d), ("vocab", "embed"), rows, as_stored=True),
         unembedding=logical.param("unembedding", (d, v), ("embed", "vocab"), columns, compute_dtype=dtype),
         halt_head=logical.param("halt_head", (d, 2), ("embed", None), jnp.zeros, compute_dtype=dtype),
         halt_bias=logical.param("halt_bias", (2,), (None,), bias, compute_dtype=dtype),

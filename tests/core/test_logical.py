@@ -21,7 +21,7 @@ def mesh():
 
 def traced_spec(mesh, shape, *names, rules=RULES):
     """The layout that `constrain` asks for, read from the jaxpr."""
-    with jax.set_mesh(mesh), logical.activation_rules(rules):
+    with jax.set_mesh(mesh), logical.sharding_rules(rules, rules):
         jaxpr = jax.make_jaxpr(lambda x: logical.constrain(x, *names))(jax.ShapeDtypeStruct(shape, jnp.float32))
     (equation,) = [e for e in jaxpr.eqns if e.primitive.name == "sharding_constraint"]
     return equation.params["sharding"].spec
@@ -48,7 +48,7 @@ def test_constrain_is_the_same_call_under_vmap_and_inside_a_manual_region(mesh):
     def per_stage(x):  # [B, F]
         return logical.constrain(x, "batch", "mlp")
 
-    with jax.set_mesh(mesh), logical.activation_rules({**RULES, "batch": "fsdp"}):
+    with jax.set_mesh(mesh), logical.sharding_rules({**RULES, "batch": "fsdp"}, RULES):
         x = jax.ShapeDtypeStruct((2, 4, 6), jnp.float32)
         jaxpr = jax.make_jaxpr(jax.vmap(per_stage, spmd_axis_name="data"))(x)
         (equation,) = [e for e in jaxpr.eqns if e.primitive.name == "sharding_constraint"]
@@ -78,7 +78,7 @@ def test_constrain_is_the_same_call_under_vmap_and_inside_a_manual_region(mesh):
     ],
 )
 def test_constrain_refuses(mesh, shape, names, message):
-    with jax.set_mesh(mesh), logical.activation_rules(RULES), pytest.raises(ValueError, match=message):
+    with jax.set_mesh(mesh), logical.sharding_rules(RULES, RULES), pytest.raises(ValueError, match=message):
         logical.constrain(jnp.ones(shape), *names)
 
 

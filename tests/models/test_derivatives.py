@@ -70,3 +70,32 @@ def test_a_large_gate_neither_overflows_nor_loses_its_gradient():
     d_gate, d_up = jax.grad(lambda *a: jnp.sum(derivatives.gated(*a)), argnums=(0, 1))(gate, up)
     np.testing.assert_allclose(d_gate, [0, 0, 1, 2, 2], atol=1e-6)
     np.testing.assert_allclose(d_up, [0, 0, 0, 90, 1e4], atol=1e-6)
+
+
+IDS = ("batch", "length")  # logical axes of the ids
+
+
+def test_embedded_is_a_lookup_and_its_gradient_that_of_the_plain_form():
+    table = jax.random.normal(KEYS[6], (7, 6))
+    ids = jnp.array([[0, 3, 3, 6], [3, 0, 5, 3]])
+    want, vjp = jax.vjp(lambda t: t[ids], table)
+    got, our_vjp = jax.vjp(lambda t: derivatives.embedded(t, ids, IDS, "float32"), table)
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_allclose(our_vjp(want)[0], vjp(want)[0], rtol=1e-6)
+
+
+def test_gradients_of_frequent_tokens_are_summed_in_float32():
+    """Tokens as frequent as in text (Zipf): each row of the gradient against a sum in float64."""
+    draw = np.random.default_rng(0)
+    ids = (draw.zipf(1.2, (8, 1024)) - 1) % 512
+    dy = jnp.asarray(1.0 + draw.normal(size=(8, 1024, 16)), jnp.bfloat16)
+    _, vjp = jax.vjp(lambda table: derivatives.embedded(table, jnp.asarray(ids), IDS, "bfloat16"), jnp.zeros((512, 16)))
+    (got,) = vjp(dy)
+    want = np.zeros((512, 16))
+    np.add.at(want, ids, np.asarray(dy, np.float64))
+    seen = np.bincount(ids.ravel(), minlength=512)
+    frequent = seen >= 256
+    assert np.sum(frequent) == 4
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got[frequent], want[frequent], rtol=1e-5)  # in bfloat16: 3 %
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)  # a sum of few may cancel

@@ -1,11 +1,14 @@
 """What is computed in which precision, read from the program of a training step."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from core import optimizers, step, train_state
 from models.transformer import Transformer
+from models.trm import TRM
 
 MODEL = Transformer(
     vocab_size=48, num_layers=2, embed_dim=16, mlp_dim=24, num_heads=2, num_kv_heads=2, attention="plain"
@@ -55,3 +58,26 @@ def test_state_softmax_norms_and_loss_are_wide(traced):
         if e.primitive.name in DELICATE and e.invars[0].aval.dtype == jnp.bfloat16
     }
     assert narrow <= {"logistic"}  # of SwiGLU: a gate, not a sum
+
+
+SMALL_TRM = TRM(vocab_size=7, embed_dim=16, num_heads=2, num_layers=1, h_cycles=1, l_cycles=1, prefix_length=1)
+PUZZLES = {k: jax.ShapeDtypeStruct((2, 6), jnp.int32) for k in ("inputs", "labels")}
+PUZZLES["puzzle_ids"] = jax.ShapeDtypeStruct((2,), jnp.int32)
+
+
+@pytest.mark.covers("T02")
+@pytest.mark.parametrize(
+    ("model", "spec", "tables"),
+    [(MODEL, SPEC, 1), (dataclasses.replace(MODEL, tied=True), SPEC, 1), (SMALL_TRM, PUZZLES, 2)],
+)
+def test_gradients_of_tables_are_summed_wide(model, spec, tables):
+    """A table of tokens or puzzles: the gradients of a row's occurrences are added up in float32."""
+
+    def loss(params, batch):
+        return model.loss(params, model.init_carry(batch), jax.random.key(0), batch)[1].loss_sum
+
+    params = jax.eval_shape(model.init, jax.random.key(0), spec)
+    program = jax.make_jaxpr(jax.grad(loss))(params, spec)
+    sums = [e for e in equations(program.jaxpr) if e.primitive.name == "scatter-add"]
+    assert len(sums) == tables
+    assert {e.outvars[0].aval.dtype for e in sums} == {jnp.dtype("float32")}

@@ -3,13 +3,14 @@
 import functools
 import math
 import pathlib
+import re
 
 import jax
 import pytest
 
-from core import optimizers, slices
+from core import logical, optimizers, slices
 from models import transformer
-from parallel import analysis, compiled, partitioner, strategies, traffic
+from parallel import analysis, compiled, partitioner, strategies, strategy, traffic
 from parallel.agreement import EXAMPLES
 from parallel.hlo import dataflow, executions, program, replica_groups
 
@@ -231,6 +232,7 @@ def both(axes, kind):
 # What each strategy sends, by mesh axis and kind, inside the loop over layers or outside; what is under 4 KiB per
 # execution (metrics, norms) left out. A line that appears or disappears is a change of the strategy or of the compiler.
 WEIGHTS_OVER_FSDP = both("fsdp", "all-gather")
+ROWS_OVER_FSDP = {("fsdp", "all-to-all", "once")}  # gradients of the embedding's rows, to the chips that store columns
 PIECES_OF_GRADIENTS = both("fsdp", "reduce-scatter") | {("fsdp", "all-reduce", "loop")}
 # Activations alone; the last stage's results go to all stages, and the vocabulary is split over them.
 BETWEEN_STAGES = both("stage", "collective-permute")
@@ -238,28 +240,40 @@ ONCE_OVER_FSDP = {("fsdp", kind, "once") for kind in ("all-gather", "all-reduce"
 SIGNATURES = {
     "data_parallel": both("data", "all-reduce"),
     "zero1": both("data", "all-reduce") | {("data", "all-gather", "once")},  # the updated parameters
-    "fsdp": WEIGHTS_OVER_FSDP | both("fsdp", "all-reduce"),
-    "hsdp": WEIGHTS_OVER_FSDP | both("data fsdp", "all-reduce"),
+    "fsdp": WEIGHTS_OVER_FSDP | ROWS_OVER_FSDP | both("fsdp", "all-reduce"),
+    "hsdp": WEIGHTS_OVER_FSDP | ROWS_OVER_FSDP | both("data fsdp", "all-reduce") | {("data", "all-reduce", "once")},
     "tensor": both("tensor", "all-reduce"),
     "fsdp_tensor": WEIGHTS_OVER_FSDP
+    | ROWS_OVER_FSDP
     | PIECES_OF_GRADIENTS
     | both("tensor", "all-reduce")
     | {("fsdp", "all-reduce", "once")},
     "sequence_tensor": WEIGHTS_OVER_FSDP
+    | ROWS_OVER_FSDP
     | PIECES_OF_GRADIENTS
     | both("tensor", "all-gather")
     | both("tensor", "reduce-scatter")
     | {("fsdp tensor", "all-reduce", "once")},  # gradients of the norms
     "context": both("fsdp sequence", "all-gather")
+    | ROWS_OVER_FSDP
+    | {("sequence", "all-to-all", "once")}
     | both("fsdp sequence", "all-reduce")
     | {("sequence", kind, "loop") for kind in ("all-gather", "all-reduce", "all-to-all", "reduce-scatter")},
-    "mesh3d": WEIGHTS_OVER_FSDP | both("data fsdp", "all-reduce") | both("tensor", "all-reduce"),
-    "multislice": WEIGHTS_OVER_FSDP | both("fsdp", "all-reduce") | both("data", "all-reduce"),
+    "mesh3d": WEIGHTS_OVER_FSDP
+    | ROWS_OVER_FSDP
+    | both("data fsdp", "all-reduce")
+    | both("tensor", "all-reduce")
+    | {("data", "all-reduce", "once")},
+    "multislice": WEIGHTS_OVER_FSDP | ROWS_OVER_FSDP | both("fsdp", "all-reduce") | both("data", "all-reduce"),
     "pipeline": BETWEEN_STAGES | {(axis, "all-reduce", "once") for axis in ("stage", "data")},
     "pipeline_data": BETWEEN_STAGES | {(axis, "all-reduce", "once") for axis in ("stage", "data")},
-    "pipeline_fsdp": BETWEEN_STAGES | ONCE_OVER_FSDP | both("stage", "all-reduce"),  # 1F1B: the tail is in the loop
+    "pipeline_fsdp": BETWEEN_STAGES
+    | ONCE_OVER_FSDP
+    | ROWS_OVER_FSDP
+    | both("stage", "all-reduce"),  # 1F1B: the tail loops
     "pipeline_fsdp_tensor": BETWEEN_STAGES
     | ONCE_OVER_FSDP
+    | ROWS_OVER_FSDP
     | {("stage tensor", "all-reduce", "once"), ("tensor", "all-reduce", "loop")}
     | {("", "collective-permute", "once")},  # parts of the circular order that stay
 }
@@ -292,6 +306,20 @@ def test_signature(name, compiled_for_a_slice):
     assert signature(found) == SIGNATURES[name]
     large = [c for c in found if c.payload_bytes >= LARGE_BYTES]
     assert {" ".join(c.axes) for c in large if c.network == "DCN"} == BETWEEN_SLICES.get(name, set())
+
+
+@pytest.mark.covers("T02")
+@pytest.mark.compiled("v4-8", "v4-32", "2xv4-16")
+@pytest.mark.parametrize("name", some_quick(EXAMPLES))
+def test_gradients_of_the_embedding_are_summed_in_float32(name, compiled_for_a_slice):
+    """The only sum by index of the compiled program, in the pieces in which the parameter is stored."""
+    example = EXAMPLES[name]
+    text = compiled_for_a_slice(name).compiled.hlo
+    ((dtype, shape),) = re.findall(r"= (\w+)\[([\d,]+)\]\S* scatter\(", text)
+    degrees = strategy.resolve(example.strategy, slices.get(example.slice))
+    split = [logical.shards(example.strategy.param_rules[axis], degrees) for axis in ("vocab", "embed")]
+    stored = (MODEL.stored_vocab_size // split[0], MODEL.embed_dim // split[1])
+    assert (dtype, tuple(map(int, shape.split(",")))) == ("f32", stored)
 
 
 # In microbatches: inside their loop, or inside that over layers within it; outside.
