@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import NamedTuple
 
@@ -67,6 +67,7 @@ def initialize(
     description: str = "",
     addresses: Sequence[str] = (),
     watch: Limits | None = None,
+    before_devices: Callable[[Cluster], None] = lambda cluster: None,
 ) -> Cluster:
     """Joins this process to the others; call it before anything touches a device. A second equal call does nothing.
 
@@ -80,6 +81,8 @@ def initialize(
       description: what this host would run; hosts with another one are refused, with what differs.
       addresses: of all hosts by index, to name one that does not come.
       watch: from here on the hosts watch one another (`core.watch.peers`), and each may stay so long where it is.
+      before_devices: called once all hosts are here and would run the same, before JAX's own runtime starts and any
+        device is touched; what it raises ends the start.
 
     Raises:
       ValueError: arguments that do not go together, no cluster where one was expected, a second call that differs, or
@@ -103,8 +106,10 @@ def initialize(
         _listen_for_stop()
         if watch:
             peers.start(None, limits=watch)
+        before_devices(wanted)
     else:
         wanted = _meet(wanted, timeout_seconds, description=description, addresses=addresses, watch=watch)
+        before_devices(wanted)
         _join(wanted, timeout_seconds=timeout_seconds)
     _joined = wanted
     return _joined

@@ -6,12 +6,14 @@ through fsspec, so that a bucket needs no TensorFlow (which would cost five seco
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import re
 import shutil
 import uuid
 from collections.abc import Callable
+from typing import NamedTuple
 
 os.environ["EPATH_USE_TF"] = "0"  # Before etils is imported.
 
@@ -122,6 +124,82 @@ def write_text_atomically(path: str | os.PathLike[str], text: str) -> None:
         os.replace(part, path)  # noqa: PTH105 (epath's replace copies across backends)
     finally:
         part.unlink(missing_ok=True)
+
+
+class Versioned(NamedTuple):
+    """A small text file as it was at one moment.
+
+    Attributes:
+      text: its content.
+      version: changes with every write: the generation of an object, inode and modification time of a local file.
+    """
+
+    text: str
+    version: str
+
+
+def read_versioned(path: epath.Path) -> Versioned | None:
+    """A file and its version, read together; None where there is no such file."""
+    try:
+        if is_remote(path):
+            bucket, key = _bucket_and_key(path)
+            headers, content = fsspec.filesystem("gcs").call("GET", "b/{}/o/{}", bucket, key, alt="media")
+            return Versioned(content.decode(errors="replace"), headers["x-goog-generation"])
+        with open(path, encoding="utf-8", errors="replace") as file:  # noqa: PTH123 (opening asks a network disk anew)
+            about = os.fstat(file.fileno())
+            return Versioned(file.read(), f"{about.st_ino}.{about.st_mtime_ns}")
+    except FileNotFoundError:
+        return None
+
+
+def write_if_unchanged(path: epath.Path, text: str, *, version: str | None) -> bool:
+    """Writes a file whole unless somebody else has written, made or removed it meanwhile; whether it did.
+
+    In a bucket this is one transaction. On a disk only making a file is; between looking at a version and replacing it
+    another process may do the same, so whoever replaces a file reads it again a moment later.
+
+    Args:
+      path: its folder exists.
+      text: the content.
+      version: as it was read; None: there was no such file.
+    """
+    if is_remote(path):
+        service, (bucket, key) = fsspec.filesystem("gcs"), _bucket_and_key(path)
+        to = service.base.replace("/storage/v1/", "/upload/storage/v1/b/{}/o")
+        wanted = {"uploadType": "media", "name": key, "ifGenerationMatch": version or "0"}
+        try:
+            service.call("POST", to, bucket, data=text.encode(), **wanted)
+        except FileExistsError:  # the precondition failed, also where the object is gone
+            return False
+        return True
+    part = path.parent / f".{path.name}.{uuid.uuid4().hex}"
+    try:
+        part.write_text(text)
+        if version is None:
+            os.link(part, path)
+        elif (there := read_versioned(path)) is None or there.version != version:
+            return False
+        else:
+            os.replace(part, path)  # noqa: PTH105
+        return True
+    except FileExistsError:
+        return False
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def remove_if_unchanged(path: epath.Path, *, version: str) -> None:
+    """Removes a file unless somebody else has written it since this version was read."""
+    if is_remote(path):
+        with contextlib.suppress(FileNotFoundError, FileExistsError):  # gone, or another generation
+            fsspec.filesystem("gcs").call("DELETE", "b/{}/o/{}", *_bucket_and_key(path), ifGenerationMatch=version)
+    elif (there := read_versioned(path)) is not None and there.version == version:
+        path.unlink(missing_ok=True)
+
+
+def _bucket_and_key(path: epath.Path) -> tuple[str, str]:
+    bucket, _, key = os.fspath(path).removeprefix("gs://").partition("/")
+    return bucket, key
 
 
 def sizes(folder: epath.Path) -> dict[str, int]:

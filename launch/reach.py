@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from core import paths
 from core.slices import Slice
+from core.training import run_lock
 from launch import environment
 from launch.experiment import Experiment
 from launch.pods import shipping
@@ -69,6 +70,8 @@ def run_directory(run_dir: str, slice_: Slice | None, hosts: Hosts) -> list[Find
         if hosts == "dry run" or (hosts == "shipped to" and not remote):
             return [Finding(name, True, f"{run_dir}: not looked at", is_note=True)]
         found = [Finding(name, True, str(paths.check_writable(resolved)))]
+        if not remote and (owner := run_lock.holder(run_dir)):
+            return [Finding(name, False, run_lock.in_use(run_dir, owner))]
     except ValueError as error:
         # The hosts write as the TPU's service account, not as whoever is here; but what does not exist exists nowhere.
         unproven = hosts == "shipped to" and not isinstance(error.__cause__, FileNotFoundError | None)

@@ -152,6 +152,14 @@ class Goodput(Hook):
 
 def process_started() -> float:
     """When this process started, in seconds since 1970."""
-    started = int(pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     up_seconds = float(pathlib.Path("/proc/uptime").read_text().split()[0])
-    return time.time() - (up_seconds - started / os.sysconf("SC_CLK_TCK"))
+    return time.time() - (up_seconds - start_ticks(os.getpid()) / os.sysconf("SC_CLK_TCK"))
+
+
+def start_ticks(pid: int) -> int | None:
+    """When a process of this machine started, in clock ticks since boot; None where it does not run."""
+    try:
+        state, *fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if state in "ZX" else int(fields[18])

@@ -16,6 +16,7 @@ HUNG = 14
 PEER_LOST = 15
 DIVERGED = 16
 NON_FINITE = 17
+RUN_DIRECTORY_LOST = 18
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it; likewise the next
 JAX_ABORTED = 134
 PREEMPTED = 143
@@ -46,6 +47,10 @@ ENDINGS: dict[int, Ending] = {
     PEER_LOST: Ending("another host was lost or ended; the message names it, its last step and what it did", True),
     DIVERGED: Ending("hosts that must hold the same numbers do not; the message names them", False),
     NON_FINITE: Ending("the loss or the gradient is not a number", False),
+    RUN_DIRECTORY_LOST: Ending(
+        "the run directory was deleted, or taken over by another launch, while the run went on; host 0 says which",
+        False,
+    ),
     INTERRUPTED: Ending("stopped by Ctrl-C", False),
     JAX_ABORTED: Ending("JAX ended this process because another was gone: read that host's log first", True),
     PREEMPTED: Ending(

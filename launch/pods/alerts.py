@@ -36,6 +36,7 @@ _KINDS = {
     exit_codes.PEER_LOST: "host lost",
     exit_codes.DIVERGED: "hosts differ",
     exit_codes.NON_FINITE: "loss not finite",
+    exit_codes.RUN_DIRECTORY_LOST: "run directory lost",
 }
 _OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|[Oo]ut of memory|MemoryError")
 # In a process of its own, so that a name server that does not answer holds nobody up.

@@ -9,6 +9,7 @@ import contextlib
 import faulthandler
 import secrets
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -42,7 +43,13 @@ class Host(NamedTuple):
         return f"host {self.index} of {self.count}"
 
 
-def join(slice_: Slice, *, description: str = "", limits: Limits = USUAL_LIMITS) -> Host:
+def join(
+    slice_: Slice,
+    *,
+    description: str = "",
+    limits: Limits = USUAL_LIMITS,
+    before_devices: Callable[[distributed.Cluster], None] = lambda cluster: None,
+) -> Host:
     """Joins this process to the hosts of the slice; from then on they watch one another.
 
     In a rehearsal (RENGA_SIMULATE) the processes share the slice's chips among them; a single one has them all.
@@ -51,6 +58,7 @@ def join(slice_: Slice, *, description: str = "", limits: Limits = USUAL_LIMITS)
       slice_: whose hosts these are.
       description: what this host would run (`launch.training.describe`), to be the same on all of them.
       limits: how long a host may stay where it is.
+      before_devices: as for `distributed.initialize`.
 
     Raises:
       ValueError: the environment contradicts itself or the slice; the hosts would not run the same; JAX found another
@@ -83,6 +91,7 @@ def join(slice_: Slice, *, description: str = "", limits: Limits = USUAL_LIMITS)
         description=description,
         addresses=environment.worker_addresses(),
         watch=limits,
+        before_devices=before_devices,
         timeout_seconds=environment.join_seconds(),
     )
     _require_chips(slice_, played=bool(played))

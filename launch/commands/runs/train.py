@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import sys
 
 from core import slices
 from core.watch import exit_codes
@@ -26,14 +28,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Joins the other hosts and trains; a note of what ends it is left for whoever started it."""
+    from core.training import run_lock
     from launch.pods import alerts, hosts
 
     with alerts.noting(hosts.own_index(slices.get(args.slice) if args.slice else None)):
-        return _run(args)
+        try:
+            with contextlib.ExitStack() as stack:
+                return _run(args, stack)
+        except run_lock.LockLostError as lost:
+            print(f"error: {lost}", file=sys.stderr, flush=True)
+            return exit_codes.RUN_DIRECTORY_LOST
 
 
-def _run(args: argparse.Namespace) -> int:
-    from core import metrics
+def _run(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
+    from core import distributed, metrics
+    from core.training import run_lock
     from core.training.hooks import PreemptedError
     from launch import configuration, smoke, training
     from launch.doctor import together
@@ -51,10 +60,20 @@ def _run(args: argparse.Namespace) -> int:
     git_revision = revision()
     run_dir = args.run_dir or environment.run_directory(args.experiment, smoke=args.smoke)
     last_step = min(args.steps or experiment.total_steps, experiment.total_steps)
+    holding: list[run_lock.HoldsLock] = []
+
+    def lock(cluster: distributed.Cluster) -> None:
+        if cluster.process_index == 0 and not args.smoke:  # a smoke run has a folder of its own
+            taken = run_lock.RunLock.acquire(run_dir, say=lambda text: print(f"note: {text}", flush=True))
+            stack.callback(taken.release)
+            stack.enter_context(taken.explaining())
+            holding.append(run_lock.HoldsLock(taken))
+
     host = joining.join(
         slices.get(experiment.slice),
         description=training.known_at_start(config.text, git_revision, run_dir=run_dir, last_step=last_step),
         limits=experiment.limits,
+        before_devices=lock,
     )
     together.warn_at_start(host)
     if host.is_zero:
@@ -70,7 +89,7 @@ def _run(args: argparse.Namespace) -> int:
     )
     try:
         with refusing.own_refusals_alone():
-            smoke.rehearse(run) if args.smoke else training.train(run)
+            smoke.rehearse(run) if args.smoke else training.train(run, also=holding)
     except PreemptedError as stop:
         print(f"{host.name}: {stop}", flush=True)
         return exit_codes.PREEMPTED

@@ -1,0 +1,279 @@
+"""One launch at a time in a run directory: a lock that names its owner, and that outlives no owner for long.
+
+Host 0 of a run makes `RUN/lock.json` before it touches a device, renews it while the run goes on and removes it at the
+end. Whether the owner of a lock is alive is looked up where it is a process of this machine. An owner on another
+machine is watched instead: a lock that is not renewed within SILENT_SECONDS is that of a dead owner. Only renewals are
+compared, never the clocks of two machines.
+
+An owner whose lock is gone knows that its run directory was deleted, or that somebody removed the lock to let another
+launch in; either way it must not go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import pathlib
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from core import paths
+from core.training import goodput
+from core.training.trainer import Hook
+
+FILE = "lock.json"
+RENEW_SECONDS = 15.0
+SILENT_SECONDS = 60.0  # four renewals
+_LOOK_SECONDS = 1.0
+_SETTLING_SECONDS = 0.5  # after a lock on a disk was taken over: see `paths.write_if_unchanged`
+
+
+class Owner(NamedTuple):
+    """Who holds a lock.
+
+    Attributes:
+      host: name of its machine.
+      pid: its process.
+      started: when that process started, in seconds since 1970.
+      ticks: the same in ticks since that machine's boot, which with `pid` names the process for good.
+      machine: the boot of that machine and the process's namespace in it: where both are equal, `pid` can be looked up.
+      token: of this lock alone.
+    """
+
+    host: str
+    pid: int
+    started: float
+    ticks: int
+    machine: str
+    token: str
+
+    def __str__(self) -> str:
+        when = datetime.datetime.fromtimestamp(self.started, datetime.UTC)
+        return f"process {self.pid} on {self.host}, started {when:%Y-%m-%d %H:%M:%S} UTC"
+
+    @classmethod
+    def this(cls) -> Owner:
+        """This process."""
+        ticks = goodput.start_ticks(os.getpid())
+        return cls(
+            socket.gethostname(), os.getpid(), goodput.process_started(), ticks, _machine(), token=uuid.uuid4().hex
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> Owner | None:
+        """The owner that a lock names; None where it names none."""
+        try:
+            owner = cls(**json.loads(text))
+        except (ValueError, TypeError):
+            return None
+        return owner if isinstance(owner.pid, int) and isinstance(owner.started, float) else None
+
+    def is_alive(self) -> bool | None:
+        """Whether its process runs; None where that cannot be looked up from here."""
+        if not self.machine or self.machine != _machine():
+            return None
+        return goodput.start_ticks(self.pid) == self.ticks
+
+
+def _machine() -> str:
+    """Equal for processes that can look one another up by number; "" where the system does not say."""
+    try:
+        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"  # noqa: PTH115
+    except OSError:
+        return ""
+
+
+class LockLostError(RuntimeError):
+    """The lock of a run that goes on is gone or another's."""
+
+
+def holder(run_dir: str) -> Owner | None:
+    """The process of this machine that trains in a run directory now, as far as its lock tells."""
+    found = paths.read_versioned(paths.resolve(run_dir) / FILE)
+    owner = found and Owner.parse(found.text)
+    return owner if owner and owner.is_alive() else None
+
+
+def in_use(run_dir: str, owner: Owner | None, *, renewed: bool = False) -> str:
+    """Why a launch is refused, and what to do.
+
+    Args:
+      run_dir: that both want.
+      owner: of the lock; None where it names none.
+      renewed: the owner was seen renewing it, and could not be looked up.
+    """
+    file = paths.resolve(run_dir) / FILE
+    seen = ", which renewed its lock while this one watched" if renewed else ""
+    remove = "gcloud storage rm" if paths.is_remote(file) else "rm"
+    return (
+        f"the run directory {run_dir} is in use by another launch: {owner or 'its lock names no process'}{seen}. Wait "
+        f"for it, stop it, or give another --run-dir. To take the directory from it, which ends it: {remove} {file}"
+    )
+
+
+class RunLock:
+    """The lock of a run directory, held from `acquire` to `release`."""
+
+    def __init__(self, run_dir: str, version: str, owner: Owner, *, made_directory: bool):
+        """Made by `acquire`."""
+        self._run_dir, self._file = run_dir, paths.resolve(run_dir) / FILE
+        self._owner, self._version, self._made_directory = owner, version, made_directory
+        self._lost = ""
+        self._looking = threading.Lock()
+        self._ended = threading.Event()
+        self._bookkeeping = paths.Bookkeeping(str(self._file))
+        self._thread = threading.Thread(target=self._keep_renewing, name="run lock", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def acquire(
+        cls,
+        run_dir: str,
+        *,
+        say: Callable[[str], None],
+        silent_seconds: float = SILENT_SECONDS,
+        look_seconds: float = _LOOK_SECONDS,
+    ) -> RunLock:
+        """Takes the lock, that of a dead owner too; makes the run directory if need be.
+
+        Args:
+          run_dir: local or gs://.
+          say: gets a sentence where the lock of another owner is watched or taken over.
+          silent_seconds: how long an owner that cannot be looked up is watched before it counts as dead.
+          look_seconds: between two looks meanwhile.
+
+        Raises:
+          ValueError: another launch holds it, or the directory cannot be written.
+        """
+        was_there = paths.resolve(run_dir).exists()
+        file, own = paths.require_writable(run_dir) / FILE, Owner.this()
+        text = json.dumps(own._asdict())
+        while True:
+            found = paths.read_versioned(file)
+            if found is not None:
+                before = Owner.parse(found.text)
+                _require_dead(run_dir, before, found, say=say, silent_seconds=silent_seconds, look_seconds=look_seconds)
+            paths.write_if_unchanged(file, text, version=found and found.version)
+            if found is not None and not paths.is_remote(file):
+                time.sleep(_SETTLING_SECONDS)
+            now = paths.read_versioned(file)
+            if now is not None and now.text == text:  # whatever an answer that was lost on the way would have said
+                if found is not None:
+                    say(f"took over the lock of {run_dir} from {before or 'an owner without a name'}, which is gone")
+                return cls(run_dir, now.version, own, made_directory=not was_there)
+
+    def check(self) -> None:
+        """Raises LockLostError once the lock is gone or another's; of a bucket, by the last renewal."""
+        if not paths.is_remote(self._file):
+            self._bookkeeping.attempt(self._look)
+        if self._lost:
+            raise LockLostError(self._lost)
+
+    def release(self) -> None:
+        """Removes the lock, if it is still this one, and a local directory that was made for it and is empty."""
+        self._ended.set()
+        self._thread.join()
+        if self._lost:
+            return
+        self._bookkeeping.attempt(lambda: paths.remove_if_unchanged(self._file, version=self._version))
+        if self._made_directory and not paths.is_remote(self._file):
+            with contextlib.suppress(OSError):  # something is in it
+                pathlib.Path(self._file.parent).rmdir()
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Inside, a failure that the loss of the lock explains becomes that loss, and so does an end without failure.
+
+        Raises:
+          LockLostError: the lock was lost.
+        """
+        try:
+            yield
+        except Exception as error:
+            self._bookkeeping.attempt(self._look)
+            if self._lost:
+                raise LockLostError(self._lost) from error
+            raise
+        self._bookkeeping.attempt(self._look)
+        self.check()
+
+    def _keep_renewing(self) -> None:
+        while not self._lost and not self._ended.wait(RENEW_SECONDS):
+            self._bookkeeping.attempt(self._renew)
+
+    def _renew(self) -> None:
+        self._look()
+        if self._lost:
+            return
+        if paths.is_remote(self._file):
+            paths.write_if_unchanged(self._file, json.dumps(self._owner._asdict()), version=self._version)
+        else:
+            os.utime(self._file)  # takes no space on a disk that may be full
+        self._look()
+
+    def _look(self) -> None:
+        """Notes the version of the lock, or that it is lost."""
+        with self._looking:
+            found = paths.read_versioned(self._file)
+            owner = found and Owner.parse(found.text)
+            if owner == self._owner:
+                self._version = found.version
+            elif found is None:
+                self._lost = (
+                    f"{self._file} is gone: the run directory was deleted, or its lock was removed to end this run. "
+                    "Checkpoints in it may be gone too; the same command starts again from what is there"
+                )
+            else:
+                self._lost = (
+                    f"the run directory {self._run_dir} was taken over by {owner or 'an owner without a name'}: two "
+                    "launches cannot train in one directory, so this one ends. Give one of them another --run-dir"
+                )
+
+
+class HoldsLock(Hook):
+    """Ends a run whose lock is lost, before the next step; stands on the host that holds the lock."""
+
+    def __init__(self, lock: RunLock):
+        """`lock`: of the run."""
+        self._lock = lock
+
+    def before_step(self, step: int) -> None:
+        """Raises LockLostError."""
+        del step
+        self._lock.check()
+
+
+def _require_dead(
+    run_dir: str,
+    owner: Owner | None,
+    found: paths.Versioned,
+    *,
+    say: Callable[[str], None],
+    silent_seconds: float,
+    look_seconds: float,
+) -> None:
+    """Returns when the owner of a lock is known to be dead. Raises ValueError where it is alive."""
+    is_alive = owner.is_alive() if owner else None
+    if is_alive:
+        raise ValueError(in_use(run_dir, owner))
+    if is_alive is not None:
+        return
+    say(
+        f"the run directory {run_dir} is locked by {owner or 'an owner without a name'}, which cannot be looked up "
+        f"from here: watching for {silent_seconds:g} s whether it renews its lock"
+    )
+    end = time.monotonic() + silent_seconds
+    while time.monotonic() < end:
+        time.sleep(look_seconds)
+        now = paths.read_versioned(paths.resolve(run_dir) / FILE)
+        if now is None:
+            return
+        if now.version != found.version:
+            raise ValueError(in_use(run_dir, Owner.parse(now.text), renewed=True))

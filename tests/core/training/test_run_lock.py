@@ -1,0 +1,207 @@
+"""One launch at a time in a run directory: who holds it is named, a dead owner's lock is taken over."""
+
+import concurrent.futures
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import uuid
+
+import pytest
+
+from core import paths
+from core.training import goodput, run_lock
+from core.training.run_lock import Owner, RunLock
+
+NOTHING = print
+
+
+def acquire(run_dir, *, say=NOTHING, silent_seconds=0.5):
+    return RunLock.acquire(str(run_dir), say=say, silent_seconds=silent_seconds, look_seconds=0.05)
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    return tmp_path / "runs" / "first"
+
+
+@pytest.fixture
+def in_a_bucket(bucket, monkeypatch):
+    for name, value in bucket.environment.items():
+        monkeypatch.setenv(name, value)
+    return f"gs://bucket/{uuid.uuid4().hex}"
+
+
+def written(run_dir, **changes):
+    """A lock that somebody else has left."""
+    owner = Owner.this()._replace(token="of another", **changes)
+    run_dir.mkdir(parents=True)
+    (run_dir / run_lock.FILE).write_text(json.dumps(owner._asdict()))
+    return owner
+
+
+def ended_process():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        ticks = goodput.start_ticks(process.pid)
+        process.communicate(b"\n")
+    return process.pid, ticks
+
+
+def test_a_second_launch_is_refused_and_told_whose_the_directory_is(run_dir):
+    lock = acquire(run_dir)
+    said = rf"{run_dir} is in use by another launch: process {os.getpid()} on \S+, started 20\d\d-.* UTC.*rm {run_dir}"
+    with pytest.raises(ValueError, match=said):
+        acquire(run_dir)
+    lock.check()
+    assert run_lock.holder(str(run_dir)).pid == os.getpid()
+    lock.release()
+    assert run_lock.holder(str(run_dir)) is None
+    assert not run_dir.exists()  # it was made for the lock, and nothing came of it
+    acquire(run_dir).release()
+
+
+def test_what_is_in_a_directory_stays_when_the_lock_goes(run_dir):
+    lock = acquire(run_dir)
+    (run_dir / "metrics.jsonl").touch()
+    lock.release()
+    assert [file.name for file in run_dir.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("reused", [False, True], ids=["ended", "its number is another process's now"])
+def test_the_lock_of_a_process_that_ended_is_taken_over_at_once_and_said(run_dir, reused):
+    pid, ticks = (os.getpid(), 1) if reused else ended_process()
+    written(run_dir, pid=pid, ticks=ticks)
+    said = []
+    lock = acquire(run_dir, say=said.append, silent_seconds=60.0)
+    assert len(said) == 1
+    assert f"took over the lock of {run_dir} from process {pid} on " in said[0]
+    lock.check()
+    lock.release()
+
+
+def test_a_zombie_is_dead(run_dir):
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    written(run_dir, pid=process.pid, ticks=goodput.start_ticks(process.pid))
+    process.stdin.close()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    acquire(run_dir).release()
+    process.wait()
+
+
+def test_an_owner_on_another_machine_that_renews_nothing_is_dead(run_dir):
+    written(run_dir, machine="another", host="other-machine")
+    said = []
+    acquire(run_dir, say=said.append).release()
+    assert "cannot be looked up from here: watching for 0.5 s whether it renews its lock" in said[0]
+    assert "took over" in said[1]
+
+
+def test_an_owner_on_another_machine_that_renews_its_lock_is_alive(run_dir):
+    written(run_dir, machine="another", host="other-machine")
+    threading.Timer(0.3, os.utime, [run_dir / run_lock.FILE]).start()
+    with pytest.raises(ValueError, match=r"other-machine.*, which renewed its lock while this one watched"):
+        acquire(run_dir, silent_seconds=20.0)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"host": 1}', "\0\xff"])
+def test_a_lock_that_names_nobody_is_watched_and_taken_over(run_dir, text):
+    run_dir.mkdir(parents=True)
+    (run_dir / run_lock.FILE).write_text(text)
+    acquire(run_dir).release()
+
+
+def test_a_lock_is_renewed(run_dir, monkeypatch):
+    monkeypatch.setattr(run_lock, "RENEW_SECONDS", 0.05)
+    lock = acquire(run_dir)
+    before = paths.read_versioned(run_dir / run_lock.FILE)
+    time.sleep(0.3)
+    now = paths.read_versioned(run_dir / run_lock.FILE)
+    assert (now.text, now.version != before.version) == (before.text, True)
+    lock.release()
+
+
+def test_a_run_whose_directory_is_deleted_ends(run_dir):
+    lock = acquire(run_dir)
+    hook = run_lock.HoldsLock(lock)
+    hook.before_step(1)
+    shutil.rmtree(run_dir)
+    with pytest.raises(run_lock.LockLostError, match=r"lock\.json is gone: the run directory was deleted, or its lock"):
+        hook.before_step(2)
+    with pytest.raises(run_lock.LockLostError), lock.explaining():
+        raise FileNotFoundError(run_dir)  # whatever else came of it
+    with pytest.raises(run_lock.LockLostError), lock.explaining():
+        pass  # it was deleted behind the last step
+    lock.release()
+    assert not run_dir.exists()
+
+
+def test_a_run_whose_directory_was_taken_over_ends_and_leaves_the_other_alone(run_dir):
+    lock = acquire(run_dir)
+    (run_dir / run_lock.FILE).unlink()
+    other = acquire(run_dir)
+    with pytest.raises(run_lock.LockLostError, match=r"was taken over by process \d+ on .*two launches cannot train"):
+        lock.check()
+    lock.release()
+    other.check()
+    other.release()
+
+
+def test_a_failure_of_a_run_that_holds_its_lock_stays_what_it_is(run_dir):
+    lock = acquire(run_dir)
+    with pytest.raises(KeyError), lock.explaining():
+        raise KeyError
+    lock.release()
+
+
+@pytest.mark.parametrize("dead", [False, True], ids=["no lock there", "a dead owner's"])
+@pytest.mark.parametrize("where", ["run_dir", "in_a_bucket"])
+def test_of_many_launches_at_once_one_has_it(request, where, dead):
+    place = request.getfixturevalue(where)
+    owner = Owner.this()._replace(pid=ended_process()[0])
+    if dead:
+        file = paths.resolve(place) / run_lock.FILE
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(owner._asdict()))
+
+    def attempt(_):
+        try:
+            return acquire(place)
+        except ValueError as error:
+            assert "in use by another launch" in str(error)  # noqa: PT017 (most of many raise)
+            return None
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        (lock,) = filter(None, pool.map(attempt, range(8)))
+    lock.check()
+    lock.release()
+
+
+def test_in_a_bucket_a_lock_is_renewed_noticed_when_lost_and_removed(in_a_bucket, bucket, monkeypatch):
+    monkeypatch.setattr(run_lock, "RENEW_SECONDS", 0.05)
+    file = paths.resolve(in_a_bucket) / run_lock.FILE
+    lock = acquire(in_a_bucket)
+    first = paths.read_versioned(file)
+    time.sleep(0.5)
+    assert paths.read_versioned(file).version != first.version
+    with pytest.raises(ValueError, match="gcloud storage rm gs://"):
+        acquire(in_a_bucket)
+    lock.release()
+    assert bucket.list(f"{in_a_bucket}/") == {}
+    lost = acquire(in_a_bucket)
+    bucket.delete(f"{in_a_bucket}/{run_lock.FILE}")
+    with pytest.raises(run_lock.LockLostError, match="is gone"), lost.explaining():
+        pass
+    time.sleep(0.2)
+    with pytest.raises(run_lock.LockLostError, match="is gone"):
+        lost.check()
+    lost.release()
+    assert bucket.list(f"{in_a_bucket}/") == {}
+
+
+def test_what_cannot_be_written_is_the_users_to_mend(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="cannot write to"):
+        acquire(tmp_path / "file" / "run")
