@@ -100,7 +100,7 @@ def show_end(
     if validation:
         print(f"\n{_validated(experiment, validation)}")
     if written:
-        print(f"\nThe model continues {experiment.prompt!r}:\n\n{written}\n")
+        print(f"\nThe model continues {experiment.prompt!r}:\n\n{terminal.printable(written)}\n")
     print(f"run         {run_dir}\ntensorboard launch/run tensorboard {run_dir}", flush=True)
 
 

@@ -1,14 +1,28 @@
-"""The progress line: what somebody who waits wants to know."""
+"""Progress on the terminal: a line per report, and what a long wait is for."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 
 from core import units
 from core.training.compile_cache import Totals
 from core.training.host_figures import Slowest
+from core.watch import phase
 from launch.pods.joining import Host
+
+WAITS = {  # phases that may take long, as a person reads them
+    phase.OPENING: "setting up the run",
+    phase.PREPARING: "preparing the data",
+    phase.RESTORING: "initializing or restoring the state",
+    phase.COMPILING: "compiling the training step",
+    phase.EVALUATING: "evaluating",
+    phase.SAVING: "saving a checkpoint",
+    phase.ENDING: "finishing, with a sample of what the model writes",
+}
+_LOOK_SECONDS = 0.5
+_FIRST_SECONDS = 10  # then at every further 10 s of the first minute, then once a minute
 
 BY_STEP = re.compile(r"_step_\d+$")  # a mean by step of a recursion
 
@@ -22,6 +36,7 @@ class Progress:
     def __init__(self, last_step: int, *, host: Host):
         self._last_step = last_step
         self._host = host
+        self._has_reported = False
 
     def start(self, step: int) -> None:
         """Every host says that it is there; host 0 also where there is nothing to do."""
@@ -41,10 +56,11 @@ class Progress:
 
     def line(self, step: int, values: Mapping[str, float], *, slowest: Slowest | None = None) -> None:
         """One finished interval of training, and the host that made the others wait in it, if one did."""
-        if step == self._last_step or values["step_seconds"] <= 0:
+        if step == self._last_step or not self._has_reported:  # the first report is of a step that also compiled
             eta = ""
         else:
             eta = f"  ETA {units.clock((self._last_step - step) * values['step_seconds'])}"
+        self._has_reported = True
         waiting = values["input_wait_seconds"]
         starved = f"  waits {waiting:.2f} s for data" if waiting > 0.1 * values["step_seconds"] else ""
         if slowest is not None:
@@ -72,6 +88,53 @@ class Progress:
     def _print(self, text: str) -> None:
         if self._host.is_zero:
             print(text, flush=True)
+
+
+class Waiting:
+    """Says on host 0, from a thread of its own, what a long wait is for: `compiling the training step, 0:20`.
+
+    It reads `core.watch.phase`, which the work itself keeps, so no step of the work has to report to it.
+    """
+
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        *,
+        recorded: Mapping[str, float],
+        place: Callable[[], phase.Place] = phase.place,
+    ):
+        """`say(line)` prints; `recorded` has the seconds that a phase took before, where that is known."""
+        self._say = say
+        self._recorded = recorded
+        self._place = place
+        self._phase, self._due = "", _FIRST_SECONDS
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
+
+    def __enter__(self) -> Waiting:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def look(self) -> None:
+        """Says the phase and its time where that is due."""
+        place = self._place()
+        if place.phase != self._phase or place.seconds < _FIRST_SECONDS:
+            self._phase, self._due = place.phase, _FIRST_SECONDS
+        if place.phase not in WAITS or place.seconds < self._due:
+            return
+        while self._due <= place.seconds:
+            self._due += 10 if self._due < 60 else 60
+        before = self._recorded.get(place.phase)
+        known = f" (it took {units.clock(before)} before)" if before else ""
+        self._say(f"{WAITS[place.phase]}, {units.clock(place.seconds)}{known}")
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_LOOK_SECONDS):
+            self.look()
 
 
 def curves_apart(means: Mapping[str, float]) -> tuple[dict[str, float], dict[str, list[float]]]:

@@ -20,6 +20,7 @@ from launch.pods import shipping
 # nothing over the network.
 Hosts = Literal["here", "simulated", "shipped to", "dry run"]
 _AWAY = ("shipped to", "dry run")
+_CUSTOMARY_SPARE_IDS = 256
 
 
 class Finding(NamedTuple):
@@ -56,7 +57,22 @@ def data(experiment: Experiment, *, smoked: bool, hosts: Hosts) -> list[Finding]
                 return [Finding("data", unproven, unread, is_note=unproven), *notes]
         if problems:
             return [*(Finding("data", False, p) for p in problems), *notes]
-        return [Finding("data", True, ", ".join(named) if vocabulary in unseen else task.describe()), *notes]
+        if vocabulary in unseen:
+            return [Finding("data", True, ", ".join(named)), *notes]
+        return [Finding("data", True, task.describe()), *_unused_ids(experiment), *notes]
+
+
+def _unused_ids(experiment: Experiment) -> list[Finding]:
+    """A note where a model has many more rows than its data has ids; rounding up by some is customary."""
+    vocabulary, rows = experiment.task.vocabulary, getattr(experiment.model, "vocab_size", 0)
+    if rows <= vocabulary.size + _CUSTOMARY_SPARE_IDS:
+        return []
+    said = (
+        f"the model has vocab_size {rows:,}, but {vocabulary.describe()} has {vocabulary.size:,} ids: "
+        f"{rows - vocabulary.size:,} rows are never trained. Set VOCAB_SIZE = {vocabulary.size}, or VOCABULARY to the "
+        "vocabulary that is meant"
+    )
+    return [Finding("vocabulary", True, said, is_note=True)]
 
 
 def run_directory(run_dir: str, slice_: Slice | None, hosts: Hosts) -> list[Finding]:

@@ -54,7 +54,12 @@ def wrapped(text: str) -> str:
     Lines end at ERROR_WIDTH or, where standard error is a narrower terminal, at its edge; COLUMNS says otherwise.
     """
     columns = int(environment.read("COLUMNS") or min(ERROR_WIDTH, width(ERROR_WIDTH, sys.stderr)))
-    return "\n".join(_wrapped_line(line, columns) for line in text.split("\n"))
+    return _broken(text, columns)
+
+
+def say(text: str) -> None:
+    """Prints sentences: broken between words at the edge of a terminal, in whole lines into a pipe."""
+    print(_broken(text, width(0)) if sys.stdout.isatty() else text)
 
 
 def printable(text: str) -> str:
@@ -82,7 +87,11 @@ def is_reader_gone() -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
-def _wrapped_line(line: str, columns: int) -> str:
+def _broken(text: str, columns: int) -> str:
+    return "\n".join(_broken_line(line, columns) for line in text.split("\n"))
+
+
+def _broken_line(line: str, columns: int) -> str:
     indent = line[: len(line) - len(line.lstrip(" "))]
     return textwrap.fill(
         line,

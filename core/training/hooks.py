@@ -232,6 +232,13 @@ class Profile(Hook):
         if window := asked or planned:
             self._open = self._start(window.first_step), window, asked is not None
 
+    def needs_state(self, step: int) -> bool:
+        """At the last step of a window, so that it is finished, and the window closed, before the next is dispatched.
+
+        A host that heard of a window late may answer differently from the others; it only reads that step earlier.
+        """
+        return self._open is not None and step >= self._open[1].last_step
+
     def after_step(self, report: StepReport) -> None:
         """Closes it once its last step has finished."""
         if self._open is not None and report.step >= self._open[1].last_step:

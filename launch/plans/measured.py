@@ -20,6 +20,9 @@ from parallel.planning import cost
 TOLERANCE = 0.25
 SIMULATED = "simulated: CPU devices play the chips, so step time, HBM and MFU are not measured"
 
+FOLLOWS = "step time, HBM and MFU follow with every report"
+UNRECORDED = "nothing: no record of this program; launch/run report {slice} EXPERIMENT.gin --compile says what it needs"
+
 
 class Measured:
     """What is logged beside a step's metrics."""
@@ -52,10 +55,9 @@ class Measured:
         self._warned: set[str] = set()
 
     def rows(self) -> dict[str, str]:
-        """For the card of the run: what is predicted, and in a rehearsal that nothing is measured."""
-        if self._record is None:
-            return {}
-        return {"predicted": golden.line(self._record)} | ({} if self._on_tpu else {"measured": SIMULATED})
+        """For the card of the run: what is predicted and measured of a step, or why nothing is."""
+        predicted = golden.line(self._record) if self._record else UNRECORDED.format(slice=self._slice.name)
+        return {"predicted": predicted, "measured": FOLLOWS if self._on_tpu else SIMULATED}
 
     def beside(self, values: Mapping[str, float]) -> dict[str, float]:
         """MFU, HBM and, where it is known, what was predicted; nothing off a TPU.

@@ -7,6 +7,7 @@ import collections
 import contextlib
 import dataclasses
 import datetime
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -194,7 +195,8 @@ def _by_arithmetic(question: Question, tried: Sequence[Tried], args: argparse.Na
     if rows:
         shown = f"the likely best {min(len(rows), _ARITHMETIC_ROWS)} of {len(rows)}"
         title = f"{question.config.experiment} on {question.slice.name}: {shown}"
-        table.show(rows[:_ARITHMETIC_ROWS], title=title, label=f"{label}; ranked by tokens/s half-way between both")
+        ranked = f"{label}; ranked by tokens/s half-way between both"
+        table.show(rows[:_ARITHMETIC_ROWS], title=title, label=ranked, wide=args.wide)
     table.left_out(tried, [], every=args.rejected)
     if not rows:
         kind = planning.by_reason(tried)[0][0]
@@ -224,17 +226,20 @@ def _show(question: Question, session: _Session, args: argparse.Namespace, *, is
     ranked = planning.ranked(session.found)
     label = labels.label()
     fit = {one.text for one, _ in ranked}  # whatever arithmetic said
-    table.left_out([t for t in session.tried if t.text not in fit], session.found, every=args.rejected)
+    rejected = [t for t in session.tried if t.text not in fit]
     if not ranked:
+        table.left_out(rejected, session.found, every=args.rejected)
         none = "nothing was compiled before" if args.cached else "nothing that was compiled fits"
         print(f"\n{none} for {question.slice.name}" + (" yet" if is_partial else ""))
         return 1
     rows = [figures.of(question, one, record) for one, record in ranked]
     title = f"{question.config.experiment} on {question.slice.name}" + (", so far" if is_partial else "")
     print()
-    table.show(rows, title=title, label=f"{label}; ranked by tokens/s with that traffic hidden which the compiler hid")
+    hid = f"{label}; ranked by tokens/s with that traffic hidden which the compiler hid"
+    table.show(rows, title=title, label=hid, wide=args.wide)
     for note in _provenance(ranked):
-        print(note)
+        terminal.say(note)
+    table.left_out(rejected, session.found, every=args.rejected)
     if args.record and is_partial:
         print(f"not written: {args.record}; a record is of a whole plan, and this one was interrupted")
     elif args.record:
@@ -260,7 +265,7 @@ def _finish(question: Question, best: Tried, rows: Sequence[figures.Figures], ar
     """The outlook, and the files that were asked for."""
     print(f"\nbest: {best.name}")
     for line in table.outlook(question, rows[0], price=args.price, now=datetime.datetime.now()):
-        print(f"  {line}")
+        terminal.say(f"  {line}")
     for binding in best.bindings:
         print(f"  {binding}")
     if args.write:
@@ -270,6 +275,9 @@ def _finish(question: Question, best: Tried, rows: Sequence[figures.Figures], ar
         text = writer.file(best.candidate, table.header(question, rows[0], label=label))
         Path(args.write).write_text(text)
         print(f"written: {args.write}")
+    if args.json:
+        Path(args.json).write_text(json.dumps(table.as_json(rows), indent=1) + "\n")
+        print(f"written: {args.json}")
     if args.html:
         from launch.plans import page
 

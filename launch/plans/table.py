@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 from rich import box
 from rich.table import Table
@@ -17,40 +18,42 @@ from launch.plans.figures import Figures, Pair
 from launch.plans.planning import Question, Tried
 from launch.plans.records import Record
 
-WIDTH = 190
+WIDTH = 190  # in a pipe
 _LEAST_GIB_SENT = 0.005
-_HEADINGS = (
-    ("", "right"),
-    ("layout", "left"),
-    ("rows", "right"),
-    ("HBM GiB", "right"),
-    ("free", "right"),
-    ("step s", "right"),
-    ("scheduled", "right"),
-    ("tokens/s", "right"),
-    ("MFU %", "right"),
-    ("bubble", "right"),
-    ("sent, GiB a chip and step", "left"),
-    ("hours", "right"),
-    ("compiled in s", "right"),
-)
+_HEADINGS = ("", "layout", "rows", "HBM GiB", "free", "step s", "scheduled", "tokens/s", "MFU %", "bubble")
+_HEADINGS += ("sent, GiB a chip and step", "hours", "compiled in s")
+_TEXT = ("layout", "sent, GiB a chip and step")  # left-aligned, and wrapped where they are long
+_NARROW = ("", "layout", "rows", "HBM GiB", "step s", "tokens/s")  # what 80 columns have room for
 _OF_COMPILED = ("scheduled", "compiled in s")
 
 
-def show(rows: Sequence[Figures], *, title: str, label: str) -> None:
+def show(rows: Sequence[Figures], *, title: str, label: str, wide: bool) -> None:
     """Prints ranked rows; ranges are between all traffic hidden and none, smaller number first.
 
-    `scheduled` are the seconds of a step with that traffic hidden which the compiler hid: what rows are ranked by.
+    `scheduled` are the seconds of a step with that traffic hidden which the compiler hid: what rows are ranked by. The
+    table has few columns, or with `wide` all.
     """
     table = Table(box=box.MARKDOWN, title=title, title_justify="left")
     compiled = any(row.compile_seconds is not None for row in rows)
-    shown = [compiled or heading not in _OF_COMPILED for heading, _ in _HEADINGS]
-    for heading, justify in itertools.compress(_HEADINGS, shown):
-        table.add_column(heading, justify=justify, no_wrap=heading not in ("layout", "sent, GiB a chip and step"))
+    wanted = _HEADINGS if wide else _NARROW
+    shown = [heading in wanted and (compiled or heading not in _OF_COMPILED) for heading in _HEADINGS]
+    for heading in itertools.compress(_HEADINGS, shown):
+        is_text = heading in _TEXT
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=not is_text)
     for number, row in enumerate(rows, 1):
         table.add_row(*itertools.compress([str(number), *cells(row)], shown))
     terminal.console(WIDTH).print(table)
-    print(f"{label}.")
+    terminal.say(f"{label}.")
+    if not wide:
+        terminal.say("--wide shows all columns, --json FILE writes all figures.")
+
+
+def as_json(rows: Sequence[Figures]) -> list[dict[str, Any]]:
+    """All figures of ranked rows as plain values; pairs are with all traffic hidden and with none."""
+    return [
+        {**row._asdict(), "time": {**row.time._asdict(), "traffic": [axis._asdict() for axis in row.traffic]}}
+        for row in rows
+    ]
 
 
 def cells(row: Figures) -> list[str]:
@@ -92,15 +95,17 @@ def sent(row: Figures) -> str:
 def left_out(tried: Sequence[Tried], found: Sequence[tuple[Tried, Record]], *, every: bool) -> None:
     """Prints why candidates are not in the table: all of them, or for each reason how many and an example."""
     for kind, group in planning.by_reason(tried):
-        print(f"\nleft out, {kind}: {len(group)}")
+        terminal.say(f"\nleft out, {kind}: {len(group)}")
         shown = group if every else sorted(group, key=lambda t: len(t.name))[:1]
         for one in shown:
-            print(f"  {one.name}, {units.counted(one.candidate.batch_size, 'row')}: {one.reason}")
+            terminal.say(f"  {one.name}, {units.counted(one.candidate.batch_size, 'row')}: {one.reason}")
     for one, record in found:
         if record.time is None:
             said = f"compiled, does not fit: {record.reason}" if record.status == records.TOO_MUCH else record.reason
             over = _over(one, record)
-            print(f"\n{record.status}: {one.name}, {units.counted(one.candidate.batch_size, 'row')}: {said}{over}")
+            terminal.say(
+                f"\n{record.status}: {one.name}, {units.counted(one.candidate.batch_size, 'row')}: {said}{over}"
+            )
 
 
 def _over(tried: Tried, record: Record) -> str:

@@ -85,12 +85,12 @@ def action_step(tpu: Tpu, *, action: str) -> Step:
     return Step(f"{action} on all hosts of {tpu.name}", ssh(tpu, on_host(action)))
 
 
-def tensorboard_step(tpu: Tpu, *, log_directory: str) -> Step:
-    """TensorBoard on host 0."""
+def tensorboard_step(tpu: Tpu, *, log_directory: str | None) -> Step:
+    """TensorBoard on host 0, over `log_directory` or, for None, over the run directory of the run that is there."""
     port = TENSORBOARD_PORT
     tunnel = ("-tt", f"-L 127.0.0.1:{port}:127.0.0.1:{port}")  # with a terminal, so that it ends with the tunnel
-    command = on_host("tensorboard", str(port), log_directory)
-    purpose = f"TensorBoard of {log_directory} at http://127.0.0.1:{port} until Ctrl-C"
+    command = on_host("tensorboard", str(port), *([log_directory] if log_directory else []))
+    purpose = f"TensorBoard of {log_directory or 'the run'} at http://127.0.0.1:{port} until Ctrl-C"
     return Step(purpose, ssh(tpu, command, worker="0", ssh_flags=tunnel))
 
 

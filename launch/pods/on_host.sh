@@ -170,6 +170,27 @@ stop() {
   echo "$host: stopped process $pid"
 }
 
+# TensorBoard at port $1 over $2, or over the run directory of the run that was started last.
+open_tensorboard() {
+  local directory=${2:-$(run_directory)}
+  echo "$host: TensorBoard over $directory"
+  cd "$root"
+  exec .venv/bin/python -m launch tensorboard "$directory" --port "$1"
+}
+
+# What follows --run-dir in the command line of the last run; where runs go if it has none.
+run_directory() {
+  local word before=
+  for word in $(tail -n 1 "$process" 2>/dev/null); do
+    if [[ $before == --run-dir ]]; then
+      echo "$word"
+      return
+    fi
+    before=$word
+  done
+  echo "${RENGA_RUN_ROOT:-runs}"
+}
+
 main() {
   local action=$1
   shift
@@ -183,7 +204,7 @@ main() {
     state) state ;;
     supervised) supervised "$@" ;;
     after_reboot) [[ ! -f $command ]] || source "$command" ;;
-    tensorboard) cd "$root" && exec .venv/bin/tensorboard --host 127.0.0.1 --port "$1" --logdir "$2" ;;
+    tensorboard) open_tensorboard "$@" ;;
     *) echo "$host: unknown action $action" >&2 && exit 2 ;;
   esac
 }

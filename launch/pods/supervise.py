@@ -120,6 +120,25 @@ def newest_step(run_dir: str) -> int | None:
     return max(steps.complete(paths.resolve(run_dir) / "checkpoints"), default=None)
 
 
+def is_finished(run_dir: str, *, last_step: int) -> bool:
+    """Whether a run has its last checkpoint already; if so, prints what can be done with it."""
+    try:
+        newest = newest_step(run_dir)
+    except Exception as error:  # a bucket fails with its client's own types; the hosts look again
+        print(f"cannot look for checkpoints: {type(error).__name__}: {error}", flush=True)
+        return False
+    if newest is None or newest < last_step:
+        return False
+    print(
+        f"nothing to train: {run_dir} has the checkpoint of step {newest:,}, and this run ends after step "
+        f"{last_step:,}.\n"
+        "  train on     raise TOTAL_STEPS or --steps\n"
+        "  start anew   give another --run-dir\n"
+        f"  score it     launch/run evaluate {run_dir}"
+    )
+    return True
+
+
 @contextlib.contextmanager
 def stop_requests() -> Iterator[list[int]]:
     """Inside, signals that ask us to stop add the exit code they stand for to a list, and do nothing else."""

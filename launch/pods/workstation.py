@@ -94,7 +94,7 @@ def start(
     return code
 
 
-def act(tpus: Sequence[Tpu], *, action: str, log_directory: str, dry_run: bool) -> int:
+def act(tpus: Sequence[Tpu], *, action: str, log_directory: str | None = None, dry_run: bool) -> int:
     """Runs one of ACTIONS on all hosts at once; TensorBoard on host 0 alone, seen through a tunnel on 127.0.0.1."""
     if action == "tensorboard":
         return gcloud.perform([gcloud.tensorboard_step(tpus[0], log_directory=log_directory)], dry_run=dry_run)

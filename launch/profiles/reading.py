@@ -49,7 +49,7 @@ class HostProfile(NamedTuple):
       starts: when each step began, in seconds since 1970 by this host's clock, by its number.
       input_wait_seconds, hooks_seconds: per step, by the training loop's annotations.
       operations: by the time they took, most first.
-      seconds: from the start of the first step to that of the last.
+      seconds: from the start of the first step to that of the last; of a single step, to its end.
     """
 
     name: str
@@ -64,9 +64,8 @@ class HostProfile(NamedTuple):
 
     @property
     def step_seconds(self) -> float | None:
-        """The mean from one start to the next; None of a trace with fewer than two steps."""
-        steps = len(self.starts) - 1
-        return self.seconds / steps if steps > 0 else None
+        """The mean from one start to the next, or of a single step its own; None of a trace without steps."""
+        return self.seconds / max(len(self.starts) - 1, 1) if self.starts else None
 
     @property
     def collectives_share(self) -> float | None:
@@ -88,7 +87,12 @@ def sessions(run_dir: str) -> list[str]:
             f"{paths.resolve(run_dir)} has no profile: launch/pod.sh profile {run_dir} --seconds 5 makes one while the "
             "run is going, PROFILE_STEPS = (100,) one at step 100"
         )
-    return sorted(names, key=lambda name: (int(found[0]) if (found := re.findall(r"\d+", name)) else -1, name))
+    return sorted(names, key=lambda name: (_number(name), name))
+
+
+def _number(session: str) -> int:
+    """Of `step_100` 100, its first step; -1 of a name without a number."""
+    return int(found[0]) if (found := re.findall(r"\d+", session)) else -1
 
 
 def read_session(run_dir: str, session: str | None = None) -> tuple[str, list[HostProfile]]:
@@ -105,21 +109,26 @@ def read_session(run_dir: str, session: str | None = None) -> tuple[str, list[Ho
     files = [file for file in folder.iterdir() if file.name.endswith(SUFFIX)]
     if not files:
         raise ValueError(f"{folder} has no file of a host (*{SUFFIX})")
-    hosts = [read(file.read_bytes(), name=file.name.removesuffix(SUFFIX)) for file in files]
+    hosts = [read(file.read_bytes(), name=file.name.removesuffix(SUFFIX), first_step=_number(chosen)) for file in files]
     return chosen, sorted(hosts, key=lambda host: (host.process, host.name))
 
 
-def read(serialized: bytes, *, name: str) -> HostProfile:
-    """What the file of one host says; `name` is the file's, `hostname-p2`."""
+def read(serialized: bytes, *, name: str, first_step: int = -1) -> HostProfile:
+    """What the file of one host says; `name` is the file's, `hostname-p2`.
+
+    Of steps before `first_step` a chip may still have run the end when the trace began: they are left out.
+    """
     planes = list(jax.profiler.ProfileData.from_serialized_xspace(serialized).planes)
     chips = [plane for plane in planes if _CHIP.match(plane.name)]
     hosts = [plane for plane in planes if plane.name == "/host:CPU"]
     began = _began(planes)
     annotated = _annotated(hosts)
-    starts = _steps_of_chips(chips[:1]) or {
-        int(dict(event.stats)["step_num"]): event.start_ns for event in annotated[trainer.STEP]
-    }
+    found = _steps_of_chips(chips[:1]) or _steps_of_the_loop(annotated)
+    spans = {step: span for step, span in found.items() if step >= first_step}
+    starts = {step: start for step, (start, _) in spans.items()}
     first, last = min(starts.values(), default=0.0), max(starts.values(), default=0.0)
+    if len(spans) == 1:
+        last = max(end for _, end in spans.values())
     steps = max(len(starts) - 1, 1)
 
     def per_step(kind: str) -> float:
@@ -153,16 +162,22 @@ def _annotated(hosts: Sequence[Any]) -> Mapping[str, list[Any]]:
     for plane in hosts:
         for line in plane.lines:
             for event in line.events:
-                if event.name in (trainer.STEP, trainer.INPUT, trainer.HOOKS):
+                if event.name in (trainer.STEP, trainer.INPUT, trainer.WAITING, trainer.HOOKS):
                     found[event.name].append(event)
     return found
 
 
-def _steps_of_chips(chips: Sequence[Any]) -> dict[int, float]:
-    """When each step began on the chip, where it says."""
+def _steps_of_chips(chips: Sequence[Any]) -> dict[int, tuple[float, float]]:
+    """When each step began and ended on the chip, where it says."""
     lines = [line for plane in chips for line in plane.lines if line.name == "Steps"]
-    numbered = [(event.name, event.start_ns) for line in lines for event in line.events]
-    return {int(name): start for name, start in numbered if name.isdigit()}
+    events = [event for line in lines for event in line.events if event.name.isdigit()]
+    return {int(event.name): (event.start_ns, event.start_ns + event.duration_ns) for event in events}
+
+
+def _steps_of_the_loop(annotated: Mapping[str, list[Any]]) -> dict[int, tuple[float, float]]:
+    """When each step was dispatched by the training loop, and when the loop had last waited for one."""
+    ends = [event.start_ns + event.duration_ns for event in (*annotated[trainer.STEP], *annotated[trainer.WAITING])]
+    return {int(dict(event.stats)["step_num"]): (event.start_ns, max(ends)) for event in annotated[trainer.STEP]}
 
 
 def _run_by_chips(chips: Sequence[Any]) -> Iterator[tuple[str, float, str]]:

@@ -32,6 +32,15 @@ def test_a_check_makes_no_folder(tmp_path):
     assert f"cannot write to {tmp_path}/file/run: NotADirectoryError" in found.detail
 
 
+@pytest.mark.parametrize(("vocab_size", "is_noted"), [(259, False), (515, False), (516, True)])
+def test_a_model_with_many_more_rows_than_ids_is_noted(tmp_path, vocab_size, is_noted):
+    found = check(run_dir=tmp_path, bindings=[f"VOCAB_SIZE = {vocab_size}"])
+    assert ("vocabulary" in found) == is_noted
+    if is_noted:
+        assert found["vocabulary"].is_note
+        assert "vocab_size 516, but bytes (259 ids) has 259 ids: 257 rows are never" in found["vocabulary"].detail
+
+
 @pytest.mark.covers("L06")
 def test_a_disk_is_a_note_where_nobody_said_where_the_hosts_are(tmp_path, capsys):
     argv = ["check", QUICKSTART, "--run-dir", str(tmp_path / "run")]

@@ -63,7 +63,7 @@ def stopped(launch, tmp_path_factory):
 
 def test_a_run_says_what_it_is_and_ends_with_what_it_learned(undisturbed):
     run_dir, said = undisturbed
-    for words in ("v4-16: 8 chips on 2 hosts", "fsdp 8", "GFLOP per step", str(run_dir), "fresh"):
+    for words in ("v4-16: 8 chips on 2 hosts", "fsdp 8", "FLOP per step", str(run_dir), "fresh"):
         assert words in said
     for words in ("step     12/12  loss", "validation loss", "The model continues 'def '", "launch/run tensorboard"):
         assert words in said

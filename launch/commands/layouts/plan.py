@@ -12,8 +12,8 @@ EXAMPLE = """launch/run plan v4-32 gin/valkyrie_7b.gin --quick --price 3.22
   launch/run plan v5p-128 gin/valkyrie_7b.gin --arithmetic
   launch/run plan v4-32 gin/valkyrie_7b.gin --explain gin/strategies/hsdp.gin"""
 
-_OF_A_PLAN = ("batch", "only", "price", "rejected", "write", "overwrite", "html", "record", "fresh")
-_ENDINGS = {"write": "gin", "html": "html", "record": "json"}
+_OF_A_PLAN = ("batch", "only", "price", "rejected", "wide", "write", "overwrite", "html", "json", "record", "fresh")
+_ENDINGS = {"write": "gin", "html": "html", "json": "json", "record": "json"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,9 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--explain", metavar="CHOICE", help="one layout in depth: a gin file or bindings of STRATEGY")
     parser.add_argument("--price", metavar="USD", help="of a chip-hour")
     parser.add_argument("--rejected", action="store_true", help="print every candidate that was left out, with why")
+    parser.add_argument("--wide", action="store_true", help="print all columns of the table")
     parser.add_argument("--write", metavar="FILE", help="write the winner as a gin file to include")
-    parser.add_argument("--overwrite", action="store_true", help="--write and --html may replace a file")
+    parser.add_argument("--overwrite", action="store_true", help="--write, --html and --json may replace a file")
     parser.add_argument("--html", metavar="FILE", help="write one page with the table and pictures")
+    parser.add_argument("--json", metavar="FILE", help="write all figures of the table to FILE")
     parser.add_argument("--record", metavar="FILE", help="write what was compiled to FILE, to be committed")
     parser.add_argument("--fresh", action="store_true", help="compile anew what was compiled before")
 
@@ -67,7 +69,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--compile {args.compile}: expected at least 1; --arithmetic compiles nothing")
     if args.price is not None:
         args.price = _price(args.price)
-    for flag in ("write", "html", "record"):
+    for flag in _ENDINGS:
         if (path := getattr(args, flag)) is not None:
             _check_file(flag, Path(path), may_be_there=flag == "record" or args.overwrite)
 

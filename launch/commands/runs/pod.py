@@ -31,6 +31,7 @@ EXAMPLE = """launch/pod.sh v4-16 gin/quickstart.gin --simulate
   launch/pod.sh logs --tpu my-tpu --zone us-central2-b      (and status, stop, tensorboard)
   launch/pod.sh profile RUN --seconds 5                     (of all hosts of a run that is going; RUN: its directory)
   launch/pod.sh logs RUN                                    (of a simulated run, all hosts by time)
+  launch/pod.sh tensorboard RUN                             (of a run directory that this machine can read)
   launch/pod.sh v4-32 validate --tpu my-tpu --zone us-central2-b --run-dir gs://bucket/first
   launch/pod.sh create v4-32 --tpu my-tpu --zone us-central2-b --spot      (and queue, delete)"""
 
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what pod.sh takes."""
     actions = " | ".join((*workstation.ACTIONS, *lifecycle.ACTIONS, "profile"))
     parser.add_argument("target", metavar="SLICE", help=f"such as v4-32 (launch/run slices); or {actions}")
-    named = "the experiment file; of profile and logs, the run; of create and queue, the SLICE"
+    named = "the experiment file; of profile, logs and tensorboard, the run; of create and queue, the SLICE"
     parser.add_argument("experiment", metavar="EXPERIMENT.gin", nargs="?", help=named)
     parser.add_argument("validated", metavar="…", nargs="?", help="SLICE validate [EXPERIMENT.gin]: tries the slice")
     parser.add_argument(
@@ -65,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Chooses the place and goes there."""
-    if args.target == "profile" or (args.target == "logs" and args.experiment):
+    if args.target == "profile" or (args.target in ("logs", "tensorboard") and args.experiment):
         return _of_a_run(args)
     if args.target in workstation.ACTIONS:
         return _act(args)
@@ -110,6 +111,8 @@ def _of_a_run(args: argparse.Namespace) -> int:
         raise ValueError("profile of which run? launch/pod.sh profile RUN --seconds 5 (its run directory)")
     if args.target == "logs":
         return logs.show(args.experiment)
+    if args.target == "tensorboard":
+        return _become(["tensorboard", args.experiment])
     return asking.ask(args.experiment, steps=args.steps, seconds=args.seconds)
 
 
@@ -142,7 +145,9 @@ def _validate(args: argparse.Namespace, slice_: slices.Slice) -> int:
 def _simulate(args: argparse.Namespace, slice_: slices.Slice) -> int:
     run_directory = os.fspath(paths.resolve(args.run_dir or _run_directory(args)))  # the hosts have another ~
     here = _run_directory(args, environ={}) if paths.is_remote(run_directory) else run_directory
-    _checked(args, slice_, run_directory=run_directory, hosts="simulated")
+    checked = _checked(args, slice_, run_directory=run_directory, hosts="simulated")
+    if _is_finished(args, checked, run_directory):
+        return 0
     options = ["--run-dir", run_directory, *_options(args, run_dir=False)]
     command = [sys.executable, "-m", "launch", "train", args.experiment, "--slice", slice_.name, *options]
     print(
@@ -217,6 +222,8 @@ def _from_workstation(args: argparse.Namespace, slice_: slices.Slice, tpus: Sequ
     for finding in checked.findings:
         if finding.is_note:
             print(f"# {finding.name}: {finding.detail}")
+    if not args.dry_run and _is_finished(args, checked, args.run_dir or _run_directory(args)):
+        return 0
     run_directory = []
     if args.run_dir is None and environment.read("RENGA_RUN_ROOT"):
         run_directory = ["--run-dir", _run_directory(args)]
@@ -263,6 +270,12 @@ def _checked(args: argparse.Namespace, slice_: slices.Slice, *, run_directory: s
     return checked
 
 
+def _is_finished(args: argparse.Namespace, checked: preflight.Checked, run_directory: str) -> bool:
+    """Whether nothing is left to train, which is printed; a smoke run never continues an earlier one."""
+    total = checked.experiment.total_steps
+    return not args.smoke and supervise.is_finished(run_directory, last_step=min(args.steps or total, total))
+
+
 def _run_directory(args: argparse.Namespace, *, environ: Mapping[str, str] | None = None) -> str:
     return environment.run_directory(args.experiment, smoke=args.smoke, environ=environ)
 
@@ -302,8 +315,7 @@ def _act(args: argparse.Namespace) -> int:
     tpus = gcloud.find_tpus(args.tpu, args.zone, args.project)
     if not tpus:
         raise ValueError(f"{args.target} on which TPU? Give --tpu NAME --zone ZONE, or set TPU_NAME and TPU_ZONE")
-    log_directory = args.run_dir or environment.read("RENGA_RUN_ROOT") or "runs"
-    return workstation.act(tpus, action=args.target, log_directory=log_directory, dry_run=args.dry_run)
+    return workstation.act(tpus, action=args.target, log_directory=args.run_dir, dry_run=args.dry_run)
 
 
 def _make_or_delete(args: argparse.Namespace) -> int:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
+import signal
+import subprocess
 import sys
+
+from core import library_noise
+from core.watch import exit_codes
 
 HELP = "open TensorBoard (scalars, config, profiles of every host) on a run directory"
 EXAMPLE = "launch/run tensorboard runs/gin/quickstart"
@@ -17,8 +21,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Becomes TensorBoard."""
+    """Runs TensorBoard until it is told to stop; what it says goes to the terminal without TensorFlow's noise."""
     command = ["--logdir", args.run_dir, "--host", "127.0.0.1", "--port", str(args.port)]
     print(f"TensorBoard on http://127.0.0.1:{args.port}/ (Ctrl-C ends it)", flush=True)
-    os.execv(sys.executable, [sys.executable, "-m", "tensorboard.main", *command])
-    return 0
+    running = subprocess.Popen([sys.executable, "-m", "tensorboard.main", *command], stderr=subprocess.PIPE)
+    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C reaches both of us
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: running.send_signal(number))
+    for line in running.stderr:
+        sys.stderr.buffer.write(library_noise.without(line))
+        sys.stderr.buffer.flush()
+    return exit_codes.of_process(running.wait())

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import sys
+from typing import TYPE_CHECKING
 
 from core import slices
 from core.watch import exit_codes
 from launch import environment
+
+if TYPE_CHECKING:
+    from launch.experiment import Experiment
+    from launch.gin_config import LoadedConfig
+    from launch.pods.joining import Host
 
 HELP = "train on the devices of this host and its peers (launch/pod.sh starts it on every host)"
 EXAMPLE = "launch/run train gin/quickstart.gin --slice v4-8"
@@ -79,6 +86,7 @@ def _run(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     if host.is_zero:
         for note in config.notes:
             print(f"note: {note}")
+    stack.enter_context(_waiting(host, experiment, config))
     run = training.ready(
         experiment,
         config_text=config.text,
@@ -94,3 +102,20 @@ def _run(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
         print(f"{host.name}: {stop}", flush=True)
         return exit_codes.PREEMPTED
     return 0
+
+
+def _waiting(host: Host, experiment: Experiment, config: LoadedConfig) -> contextlib.AbstractContextManager:
+    """Says on host 0 what takes long, with the time that compiling took where this program was planned before."""
+    import jax
+
+    from core.watch import phase
+    from launch.plans import records
+    from launch.progress import Waiting
+
+    if not host.is_zero:
+        return contextlib.nullcontext()
+    recorded = {}
+    if jax.devices()[0].platform == "tpu":  # records are of programs for TPUs
+        found = records.Store().find(records.program_text(experiment, config))
+        recorded = {phase.COMPILING: found.compile_seconds} if found else {}
+    return Waiting(functools.partial(print, flush=True), recorded=recorded)

@@ -1,11 +1,12 @@
 """Each hook alone, with what it is told of the run replaced by a list."""
 
 import math
+import types
 
 import numpy as np
 import pytest
 
-from core.training import hooks, non_finite
+from core.training import hooks, non_finite, trainer
 from core.training.profile_requests import Window
 from core.training.trainer import StepReport
 from core.types import WeightedSum
@@ -161,6 +162,34 @@ def test_profile_windows_open_and_close_with_their_steps():
     assert events[-1] == "stop"
 
 
+def test_a_window_has_its_steps_and_no_other():
+    """Run by the training loop itself: the step behind the window is dispatched when the trace has ended."""
+    events = []
+
+    class Trace:
+        def __init__(self, step):
+            events.append(f"start {step}")
+
+        def stop(self):
+            events.append("stop")
+
+    class Program:
+        def train_step(self, state, batch):
+            events.append(f"dispatch {int(state.step) + 1}")
+            return types.SimpleNamespace(step=state.step + 1), {}
+
+    class Batches:
+        input_wait_seconds = 0.0
+
+        def __next__(self):
+            return {}
+
+    profile = hooks.Profile(Trace, at=(3,), num_steps=2)
+    trainer.train(Program(), Batches(), types.SimpleNamespace(step=0), total_steps=6, hooks=[profile])
+    steps = [f"dispatch {n}" for n in range(1, 7)]
+    assert events == [*steps[:2], "start 3", *steps[2:4], "stop", *steps[4:]]
+
+
 def test_a_window_that_is_asked_for_is_traced_like_a_planned_one():
     events = []
 
@@ -194,7 +223,7 @@ import haiku as hk
 import jax.numpy as jnp
 import numpy as np
 from core import logical, optimizers, slices
-from core.training import hooks, non_finite
+from core.training import hooks, non_finite, trainer
 from core.types import LossOutput
 from parallel import strategies
 from parallel.partitioner import Partitioner

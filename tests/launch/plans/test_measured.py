@@ -42,7 +42,7 @@ def test_a_rehearsal_says_so_and_compares_nothing(recorded):
 @pytest.mark.covers("O03", "O08")
 def test_a_tpu_logs_both(recorded):
     found, warnings = measured()
-    assert set(found.rows()) == {"predicted"}
+    assert found.rows()["measured"] == "step time, HBM and MFU follow with every report"
     values = found.beside({"step_seconds": 1.2})
     assert values.pop("mfu") == pytest.approx(golden.flops_per_step(EXPERIMENT) / 1.2 / (16 * 275e12))
     assert values == {
@@ -81,9 +81,15 @@ def test_more_than_the_peak_is_an_error(recorded):
         found.beside({"step_seconds": 0.5})
 
 
-def test_without_a_record_the_card_says_nothing(monkeypatch):
+def test_without_a_record_nothing_is_compared(monkeypatch):
     monkeypatch.setattr(golden, "find", lambda text, experiment: None)
     found, warnings = measured(hbm=None)
-    assert found.rows() == {}
     assert set(found.beside({"step_seconds": 50.0})) == {"mfu"}
     assert not warnings
+
+
+def test_a_program_without_a_record_says_so(monkeypatch):
+    monkeypatch.setattr(golden, "find", lambda text, experiment: None)
+    rows = measured(on_tpu=False)[0].rows()
+    assert rows["predicted"].startswith("nothing: no record of this program; launch/run report v4-32 ")
+    assert rows["measured"] == SIMULATED

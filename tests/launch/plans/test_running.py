@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import re
+import sys
 
 import pytest
 
@@ -180,7 +181,7 @@ def test_a_record_shows_where_hbm_ends(arguments, filled, tried, compiled_as, ca
 
 
 def test_rows_stand_in_the_order_of_what_they_show(arguments, filled, capsys):
-    plan.run(arguments("--compile", "4"))
+    plan.run(arguments("--compile", "4", "--wide"))
     lines = [[cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.splitlines()]
     column = next(line.index("scheduled") for line in lines if "scheduled" in line)
     rows = [line for line in lines if len(line) > column and line[1].isdecimal()]
@@ -342,3 +343,24 @@ def test_a_page_with_two_batch_sizes_compares_equal_work(question, tried, compil
     rows = [figures.of(question, one, compiled_as(one)) for one in possible]
     drawn = page.page(question, [rows[0], rows[1]._replace(rows=64)], label="x", price=None)
     assert "s for 32 rows" in drawn
+
+
+def test_the_table_fits_a_terminal_and_rejects_follow_it(arguments, filled, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    kept = tmp_path / "plan.json"
+    assert plan.run(arguments("--cached", "--json", str(kept))) == 0
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= 80
+    assert said.index("tokens/s |") < said.index("left out, ") < said.index("best: ")
+    figures_of_all = json.loads(kept.read_text())
+    assert len(figures_of_all) == 4
+    assert figures_of_all[0]["mfu"][0] > figures_of_all[0]["mfu"][1] > 0
+    assert figures_of_all[0]["time"]["traffic"][0]["wire_bytes"] > 0
+
+
+def test_all_columns_are_shown_when_asked_for(arguments, filled, capsys):
+    assert plan.run(arguments("--cached", "--wide")) == 0
+    (headings,) = [line for line in capsys.readouterr().out.splitlines() if "| layout" in line]
+    assert {"free", "scheduled", "MFU %", "bubble", "hours"} <= {cell.strip() for cell in headings.split("|")}

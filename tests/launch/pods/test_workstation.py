@@ -158,6 +158,19 @@ def test_tensorboard_is_tunnelled_on_loopback_from_host_0(cloud):
     assert step.argv[-1].endswith("on_host.sh tensorboard 6006 gs://b/runs")
 
 
+def test_tensorboard_follows_the_directory_of_the_run(cloud, workspace, capfd):
+    assert start(workspace, "gin/x.gin", "--run-dir", "gs://b/first") == 0
+    python = cloud / "worker_0/renga/.venv/bin/python"
+    python.parent.mkdir(parents=True, exist_ok=True)
+    python.write_text('#!/bin/bash\necho "python $*"\n')
+    python.chmod(0o755)
+    assert workstation.act([TPU], action="tensorboard", dry_run=False) == 0
+    assert "python -m launch tensorboard gs://b/first --port 6006" in capfd.readouterr().out
+    assert workstation.act([TPU], action="tensorboard", log_directory="gs://b/other", dry_run=False) == 0
+    assert "python -m launch tensorboard gs://b/other --port 6006" in capfd.readouterr().out
+    assert workstation.act([TPU], action="stop", dry_run=False) == 0
+
+
 def test_only_what_git_would_keep_can_be_an_experiment(workspace, tmp_path):
     assert shipping.shipped_path(str(workspace / "gin/x.gin"), workspace=workspace) == "gin/x.gin"
     with pytest.raises(ValueError, match="would not reach the hosts"):

@@ -71,6 +71,21 @@ def test_a_chips_own_planes_give_steps_and_operations(tmp_path):
     assert host.collectives_share == pytest.approx(20 / 80)
 
 
+def test_a_step_that_began_before_the_session_is_left_out(tmp_path):
+    write(tmp_path, "t1v-w-0-p0", trace(), session="step_8")
+    _, (host,) = reading.read_session(str(tmp_path))
+    assert list(host.starts) == [8, 9]
+    assert host.step_seconds == pytest.approx(0.1)
+
+
+def test_a_single_step_has_its_own_time(tmp_path):
+    write(tmp_path, "t1v-w-0-p0", trace(), session="step_9")
+    _, (host,) = reading.read_session(str(tmp_path))
+    assert list(host.starts) == [9]
+    assert host.step_seconds == pytest.approx(0.095)
+    assert host.input_wait_seconds == pytest.approx(0.025)
+
+
 @pytest.mark.covers("O04")
 def test_hosts_are_compared_by_when_they_begin_a_step(tmp_path, capsys):
     for process, late in ((0, 0), (1, 4), (3, 30)):

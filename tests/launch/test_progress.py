@@ -1,0 +1,52 @@
+"""What somebody who waits reads: a line per report, and what a long wait is for."""
+
+import pytest
+
+from core.watch import phase
+from launch import progress
+from launch.pods.joining import Host
+
+VALUES = {"loss": 2.5, "step_seconds": 30.0, "tokens_per_second": 100.0, "input_wait_seconds": 0.0}
+
+
+def test_the_first_report_has_no_eta(capsys):
+    """Its step time is mostly compilation."""
+    shown = progress.Progress(100, host=Host(0, 1, simulated=True))
+    shown.line(41, VALUES)
+    shown.line(50, {**VALUES, "step_seconds": 2.0})
+    shown.line(100, {**VALUES, "step_seconds": 2.0})
+    first, second, last = capsys.readouterr().out.splitlines()
+    assert "30 s/step" in first
+    assert "ETA" not in first + last
+    assert second.endswith("ETA 1:40")
+
+
+def waited(*places, recorded):
+    said = []
+    found = iter(places)
+    waiting = progress.Waiting(said.append, recorded=recorded, place=lambda: phase.Place(1, *next(found)))
+    for _ in places:
+        waiting.look()
+    return said
+
+
+@pytest.mark.parametrize("recorded", [None, 62.0])
+def test_a_long_wait_is_said_with_its_time(recorded):
+    times = (2, 9.9, 10.2, 10.7, 19, 20.1, 31, 41, 52, 60.4, 61, 119, 120.3, 180.2)
+    said = waited(
+        *((phase.COMPILING, seconds) for seconds in times), recorded={phase.COMPILING: recorded} if recorded else {}
+    )
+    known = " (it took 1:02 before)" if recorded else ""
+    shown = ("0:10", "0:20", "0:31", "0:41", "0:52", "1:00", "2:00", "3:00")
+    assert said == [f"compiling the training step, {time}{known}" for time in shown]
+
+
+def test_every_wait_begins_anew_and_training_itself_is_no_wait():
+    places = [(phase.COMPILING, 12.0), (phase.TRAINING, 500.0), (phase.SAVING, 3.0), (phase.SAVING, 11.0)]
+    places += [(phase.COMPILING, 1.0), (phase.COMPILING, 10.0)]
+    said = waited(*places, recorded={})
+    assert said == [
+        "compiling the training step, 0:12",
+        "saving a checkpoint, 0:11",
+        "compiling the training step, 0:10",
+    ]
