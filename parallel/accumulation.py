@@ -35,6 +35,12 @@ def manual_axes(
     return rows if gather_once else rows - stored
 
 
+def outermost_axes(param_rules: Rules, activation_rules: Rules) -> list[str]:
+    """Mesh axes of rows in the order in which they become manual: those that parameters are whole along come first."""
+    stored = {axis for axes in param_rules.values() for axis in logical.mesh_axes(axes)}
+    return sorted(logical.mesh_axes(activation_rules["batch"]), key=stored.__contains__)
+
+
 def sum_gradients(manual: set[str], param_axes: Any, param_rules: Rules, activation_rules: Rules) -> step.SumGradients:
     """`core.step.sum_gradients` with one reduction over the manual axes.
 

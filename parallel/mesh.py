@@ -37,12 +37,19 @@ class _PlayedChip:
 
 
 def make_mesh(
-    shape: Mapping[str, int], *, slice: Slice, devices: Sequence[jax.Device], dcn_shape: Mapping[str, int] | None = None
+    shape: Mapping[str, int],
+    *,
+    slice: Slice,
+    devices: Sequence[jax.Device],
+    dcn_shape: Mapping[str, int] | None = None,
+    outermost: Sequence[str] = (),
 ) -> Mesh:
     """The mesh with these degrees over the devices of a slice, or of several.
 
     Args:
-      shape: degree by mesh axis, in mesh order, over all slices.
+      shape: degree by mesh axis, over all slices, slowest network first: this order places the chips.
+      outermost: axes that lead in the mesh, which does not move a chip. Where manual regions are nested, XLA requires
+        the axes of an outer one to stand before those of an inner one, and ends the process otherwise.
       dcn_shape: the part of a degree that lies across slices; multiplies to `slice.num_slices`.
       slice: what the devices are, or stand for.
       devices: all devices of all hosts; at least `slice.chips` where they are CPU devices.
@@ -65,7 +72,9 @@ def make_mesh(
     grid = _grid(shape, dcn_shape or {}, chips)
     if played:
         grid = np.vectorize(lambda chip: chip.device, otypes=[object])(grid)
-    return Mesh(grid, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+    axes = sorted(shape, key=lambda axis: outermost.index(axis) if axis in outermost else len(outermost))
+    grid = grid.transpose([list(shape).index(axis) for axis in axes])
+    return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def _grid(shape: Mapping[str, int], dcn_shape: Mapping[str, int], chips: Sequence) -> np.ndarray:

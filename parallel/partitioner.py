@@ -44,7 +44,10 @@ class Partitioner:
         self.strategy = tables
         self.slice = slice
         self.shape = strategy.resolve(tables, slice)
-        self.mesh = mesh.make_mesh(self.shape, slice=slice, devices=devices, dcn_shape=tables.dcn_shape)
+        outer = accumulation.outermost_axes(tables.param_rules, tables.activation_rules)
+        self.mesh = mesh.make_mesh(
+            self.shape, slice=slice, devices=devices, dcn_shape=tables.dcn_shape, outermost=outer
+        )
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
@@ -272,8 +275,7 @@ class Program:
 
     @property
     def _pure_train_step(self) -> Callable:
-        tables = self.partitioner.strategy
-        rules_ = (tables.param_rules, tables.activation_rules)
+        rules_ = (self.partitioner.strategy.param_rules, self.partitioner.strategy.activation_rules)
         add = accumulation.sum_gradients(self.manual_axes, self.axes.params, *rules_)
         return step.train_step(
             self.model,

@@ -32,6 +32,8 @@ _FREE = frozenset(
         "add-dependency",
         "async-update",
         "async-done",
+        "call-done",
+        "call-update",
         "all-reduce-done",
         "all-gather-done",
         "collective-permute-done",
@@ -44,6 +46,7 @@ _FREE = frozenset(
         "conditional",
         "call",
         "async-start",
+        "call-start",
         "fusion",
     ]
 )
@@ -189,6 +192,8 @@ def summarize(run: Sequence[Executed]) -> Costs:
             unknown[at.opcode] += times
         elif at.opcode == "custom-call" and not executions.is_kernel(at):
             calls[at.attribute("custom_call_target")] += times
+        if at.opcode == "call-start" and not executed.wrappers:  # runs beside the TensorCore
+            unpriced[f"call on {at.attribute('async_execution_thread')}"] += times
         if executed.wrappers or at.opcode in executions.WHOLES:
             continue
         if at.estimated_cycles is not None:

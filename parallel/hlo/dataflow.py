@@ -59,7 +59,7 @@ def _chain(computation: Computation, done: Instruction) -> Iterator[str]:
     while done.operands and done.operands[0] in computation:
         done = computation[done.operands[0]]
         yield done.name
-        if done.opcode != "async-update":
+        if done.opcode not in ("async-update", "call-update"):
             return
 
 

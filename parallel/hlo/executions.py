@@ -24,7 +24,7 @@ COLLECTIVES = (
 )
 MOSAIC = "tpu_custom_call"
 _LINK_BYTES_PER_CYCLE = 64
-WHOLES = ("while", "conditional", "call", "async-start")  # what is inside is counted, so they are not
+WHOLES = ("while", "conditional", "call", "async-start", "call-start")  # what is inside is counted, so they are not
 
 
 class Loop(NamedTuple):
@@ -117,7 +117,7 @@ class _Walk:
             yield from self._call(at, at.attribute("body"), inner)
         elif at.opcode == "conditional":
             yield from self._branch(at, place)
-        elif at.opcode in ("fusion", "async-start"):
+        elif at.opcode in ("fusion", "async-start", "call-start"):
             schedule = place.schedule or self._module.computations[place.scope.computation]
             inner = place._replace(wrappers=(*place.wrappers, at), schedule=schedule)
             for name in at.called():

@@ -17,6 +17,8 @@ _BITS = {"pred": 8, "bf16": 16, "token": 0, "opaque": 0}
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.S)
 _HEADER = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) (?:\(.*\) -> .*)?\{", re.S)
 _NAMED = re.compile(r"\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<rest>.*)", re.S)
+_END = re.compile(r"\s*\}(, execution_thread=\"\w+\")?\s*")
+_NO_ESTIMATE = 2**63 - 1  # what the compiler writes in place of an estimate that it does not make
 _OPENING, _CLOSING = "([{", ")]}"
 
 
@@ -84,7 +86,7 @@ class Instruction(NamedTuple):
     def estimated_cycles(self) -> int | None:
         """The compiler's own estimate for one execution; None where it gives none."""
         found = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
-        return int(found[1]) if found else None
+        return int(found[1]) if found and int(found[1]) != _NO_ESTIMATE else None
 
     def attribute(self, name: str) -> str | None:
         """One word behind `name=`, without % and quotes: a computation, a direction, an index."""
@@ -130,7 +132,7 @@ def parse(text: str) -> Module:
         if header := _HEADER.fullmatch(statement.rstrip()):
             current = computations.setdefault(header["name"], {})
             entry = header["name"] if header["entry"] else entry
-        elif statement.strip() == "}":
+        elif _END.fullmatch(statement):
             current = None
         elif current is not None and (named := _NAMED.fullmatch(statement)):
             instruction = _instruction(named)
@@ -145,7 +147,7 @@ def _statements(text: str) -> Iterator[str]:
     pending: list[str] = []
     for line in text.split("\n"):
         opens_body = not pending and not line.startswith(" ") and line.endswith("{")
-        if opens_body or (not pending and line.strip() == "}"):
+        if opens_body or (not pending and _END.fullmatch(line)):
             yield line
             continue
         pending.append(line)

@@ -1,5 +1,7 @@
 """What accumulation reduces, when, and what gathering once costs."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from core import optimizers, slices
 from models import transformer
 from parallel import partitioner, strategies
+from parallel.pipeline import schedules
 
 MODEL = transformer.preset("tiny", dtype="float32")
 SPEC = {k: jax.ShapeDtypeStruct((16, 8), jnp.int32) for k in ("inputs", "targets", "segment_ids", "positions")}
@@ -17,10 +20,10 @@ SPEC["weights"] = jax.ShapeDtypeStruct((16, 8), jnp.float32)
 MICROBATCHES = 4  # not the layers of the model, so that a loop is known by its length
 
 
-def program(tables, **options):
+def program(tables, spec=SPEC, **options):
     bound = partitioner.Partitioner(tables, slice=slices.get("v4-8"), devices=jax.devices())
     optimizer = optimizers.adamw(learning_rate=optimizers.constant(1e-3))
-    return bound.program(MODEL, optimizer, SPEC, seed=0, accum_steps=MICROBATCHES, **options)
+    return bound.program(MODEL, optimizer, spec, seed=0, accum_steps=MICROBATCHES, **options)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +61,46 @@ def scan_bodies(jaxpr):
                 if eqn.primitive.name == "scan" and eqn.params["length"] == MICROBATCHES:
                     yield str(inner)
                 yield from scan_bodies(inner)
+
+
+def manual_regions(jaxpr, around=()):
+    """The manual axes above 1 of every innermost region, in the order in which they became manual."""
+    for eqn in jaxpr.eqns:
+        inside = around
+        if eqn.primitive.name == "shard_map":
+            sizes = eqn.params["mesh"].shape
+            inside = (*around, {axis for axis in eqn.params["newly_manual_axes"] if sizes[axis] > 1})
+            yield tuple(region for region in inside if region)
+        for value in jax.tree.leaves(eqn.params, is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from manual_regions(inner, inside)
+
+
+@pytest.mark.parametrize(
+    ("tables", "length", "nested"),
+    [
+        (strategies.hsdp(data=2), 128, ({"data"}, {"fsdp"})),  # the shortest length with an attention kernel
+        (
+            strategies.pipeline_fsdp(stage=2, schedule=schedules.gpipe(num_microbatches=2)),
+            8,
+            ({"fsdp"}, {"stage"}),
+        ),
+    ],
+    ids=["hsdp", "pipeline_fsdp"],
+)
+def test_nested_manual_regions_follow_the_order_of_the_mesh(tables, length, nested):
+    """XLA ends the process where the axes of an inner region stand before those of an outer one."""
+    spec = {k: jax.ShapeDtypeStruct((16, length), s.dtype) for k, s in SPEC.items()}
+    bound = program(tables, spec=spec)
+    with bound.partitioner.tracing():
+        traced = jax.make_jaxpr(bound.jitted_train_step)(bound.abstract_state, spec)
+    found = list(manual_regions(traced.jaxpr))
+    order = bound.partitioner.mesh.axis_names.index
+    assert nested in found
+    for regions in found:
+        for outer, inner in itertools.pairwise(regions):
+            assert max(map(order, outer)) < min(map(order, inner)), regions
 
 
 @pytest.mark.covers("T03")

@@ -94,6 +94,44 @@ def test_trip_counts(trips, parts):
     assert found.total_cycles == 10 * (1 if trips is None else trips)
 
 
+SPARSECORE = """
+%gathering (table: bf16[32000,1024], ids: s32[16]) -> bf16[16,1024] {
+  %table = bf16[32000,1024]{1,0} parameter(0)
+  %ids = s32[16]{0} parameter(1)
+  ROOT %found = bf16[16,1024]{1,0} gather(%table, %ids), offset_dims={1}
+}, execution_thread="sparsecore"
+
+%offloaded (table: bf16[32000,1024], ids: s32[16]) -> bf16[16,1024] {
+  %table = bf16[32000,1024]{1,0} parameter(0)
+  %ids = s32[16]{0} parameter(1)
+  ROOT %rows = bf16[16,1024] fusion(%table, %ids), calls=%gathering, backend_config={"estimated_cycles":"NONE"}
+}, execution_thread="sparsecore"
+
+%powers () -> f32[64] {
+  %i = f32[64]{0} iota(), iota_dimension=0
+  ROOT %sine = f32[64]{0} sine(%i)
+}
+
+ENTRY %main (table: bf16[32000,1024], ids: s32[16]) -> (bf16[16,1024], f32[64]) {
+  %table = bf16[32000,1024]{1,0} parameter(0)
+  %ids = s32[16]{0} parameter(1)
+  %start = ((), (), (s32[1]{0})) call-start(), async_execution_thread="sparsecore", to_apply=%offloaded
+  %update = ((bf16[32000,1024]{1,0}, s32[16]{0}), bf16[16,1024]{1,0}) call-update(%start, %table, %ids)
+  %angles = f32[64]{0} fusion(), kind=kLoop, calls=%powers, backend_config={"estimated_cycles":"21"}
+  %rows = bf16[16,1024]{1,0} call-done(%update)
+  ROOT %out = (bf16[16,1024]{1,0}, f32[64]{0}) tuple(%rows, %angles)
+}
+""".replace("NONE", str(2**63 - 1))
+
+
+def test_what_the_sparsecore_runs_is_read_and_listed_as_without_an_estimate():
+    """As libtpu 0.0.50.1 writes an embedding's gather for v5p, shortened."""
+    assert list(program.parse(SPARSECORE).computations) == ["gathering", "offloaded", "powers", "main"]
+    found = summary(SPARSECORE)
+    assert found.cycles == {"fusion kLoop": 21}
+    assert (found.unknown, found.unpriced) == ({}, {"call on sparsecore": 1})
+
+
 def test_a_limit_that_the_loop_carries_and_a_fused_condition():
     text = """
 %compare (a: s32[], b: s32[]) -> pred[] {
