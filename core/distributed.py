@@ -23,12 +23,9 @@ from types import TracebackType
 from typing import NamedTuple
 
 import jax
-from jax._src import clusters, xla_bridge
-from jax._src import distributed as jax_distributed
-from jax._src.clusters import cloud_tpu_cluster
 from jax.experimental import multihost_utils
 
-from core import roll_call
+from core import jax_internals, roll_call
 from core.watch import exit_codes, peers
 from core.watch.judging import Limits
 
@@ -95,7 +92,7 @@ def initialize(
     if _joined is not None:
         _require_same(wanted)
         return _joined
-    if xla_bridge.backends_are_initialized():
+    if jax_internals.backends_are_initialized():
         raise RuntimeError(
             "distributed.initialize came after a device was touched (jax.devices(), an array, jax.random.key at import "
             "time …); call it first in the program"
@@ -141,9 +138,7 @@ def _require_same(wanted: Cluster | None) -> None:
 
 
 def _detected(timeout_seconds: float) -> Cluster:
-    coordinator, process_count, process_index, _ = clusters.ClusterEnv.auto_detect_unset_distributed_params(
-        None, None, None, None, None, int(timeout_seconds)
-    )
+    coordinator, process_count, process_index = jax_internals.detected_cluster(timeout_seconds)
     if None in (coordinator, process_count, process_index):
         raise ValueError(
             "no cluster was found on this machine (it is not a host of a TPU slice, or its metadata cannot be read); "
@@ -177,11 +172,8 @@ def _meet(
 
 def _addresses_of_slice(count: int) -> Sequence[str]:
     """Of the hosts of a slice, in their order, as JAX finds them; none where a job has several slices."""
-    for kind in (cloud_tpu_cluster.GceTpuCluster, cloud_tpu_cluster.GkeTpuCluster):
-        if kind.is_env_present():
-            addresses = kind._get_worker_list_in_slice()
-            return addresses if len(addresses) == count else ()
-    return ()
+    addresses = jax_internals.addresses_of_slice()
+    return addresses if len(addresses) == count else ()
 
 
 def _join(cluster: Cluster, *, timeout_seconds: float) -> None:
@@ -201,12 +193,12 @@ def _join(cluster: Cluster, *, timeout_seconds: float) -> None:
 
 def process_index() -> int:
     """Which host this is; 0 before `initialize`. Touches no device."""
-    return jax_distributed.global_state.process_id
+    return jax_internals.process_index()
 
 
 def process_count() -> int:
     """How many hosts there are; 1 before `initialize`. Touches no device."""
-    return jax_distributed.global_state.num_processes
+    return jax_internals.process_count()
 
 
 def is_host_zero() -> bool:
@@ -216,7 +208,7 @@ def is_host_zero() -> bool:
 
 def barrier(name: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
     """Returns when every host has called `barrier` with this name. Raises TimeoutError naming those that did not."""
-    client = jax_distributed.global_state.client
+    client = jax_internals.coordination_client()
     if client is None:
         return
     try:
@@ -247,7 +239,7 @@ def all_gather_text(name: str, text: str, *, timeout_seconds: float = TIMEOUT_SE
 
 def _shared(name: str, text: str | None, *, sources: list[int], timeout_seconds: float = TIMEOUT_SECONDS) -> list[str]:
     """What each of `sources` said the n-th time that `name` was called, n being the same on all hosts."""
-    client = jax_distributed.global_state.client
+    client = jax_internals.coordination_client()
     if text is not None and len(text.encode()) > _MAX_TEXT_BYTES:
         raise ValueError(f"{name}: a text of {len(text.encode())} bytes; hosts exchange at most {_MAX_TEXT_BYTES}")
     if client is None:
@@ -270,7 +262,7 @@ def _shared(name: str, text: str | None, *, sources: list[int], timeout_seconds:
 
 def post(name: str, text: str) -> None:
     """Puts up `text` under `name` for every host to read with `posted`, over what stood there; waits for nobody."""
-    client = jax_distributed.global_state.client
+    client = jax_internals.coordination_client()
     if client is None:
         _posted_alone[name] = text
     else:
@@ -279,7 +271,7 @@ def post(name: str, text: str) -> None:
 
 def posted(folder: str) -> dict[str, str]:
     """What stands under `folder/` now, by the rest of its name; a message to host 0 and back, waiting for nobody."""
-    client = jax_distributed.global_state.client
+    client = jax_internals.coordination_client()
     if client is None:
         found = [(name, text) for name, text in _posted_alone.items() if name.startswith(f"{folder}/")]
         return {name.removeprefix(f"{folder}/"): text for name, text in found}

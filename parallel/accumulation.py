@@ -24,6 +24,7 @@ from core import logical, step
 from core.logical import Axes, Rules
 from core.types import Batch, LossOutput, Params
 from parallel import rules
+from parallel.strategy import Strategy
 
 
 def manual_axes(
@@ -35,10 +36,10 @@ def manual_axes(
     return rows if gather_once else rows - stored
 
 
-def outermost_axes(param_rules: Rules, activation_rules: Rules) -> list[str]:
+def outermost_axes(tables: Strategy) -> list[str]:
     """Mesh axes of rows in the order in which they become manual: those that parameters are whole along come first."""
-    stored = {axis for axes in param_rules.values() for axis in logical.mesh_axes(axes)}
-    return sorted(logical.mesh_axes(activation_rules["batch"]), key=stored.__contains__)
+    stored = {axis for axes in tables.param_rules.values() for axis in logical.mesh_axes(axes)}
+    return sorted(logical.mesh_axes(tables.activation_rules["batch"]), key=stored.__contains__)
 
 
 def sum_gradients(manual: set[str], param_axes: Any, param_rules: Rules, activation_rules: Rules) -> step.SumGradients:

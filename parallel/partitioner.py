@@ -35,7 +35,7 @@ class Partitioner:
     Attributes:
       strategy: the tables.
       slice: the slice that the devices are, or play.
-      shape: degree by mesh axis.
+      shape: degree by mesh axis, in the order of the mesh.
       mesh: the devices.
     """
 
@@ -43,11 +43,9 @@ class Partitioner:
         """Raises ValueError where mesh, slice and devices do not fit."""
         self.strategy = tables
         self.slice = slice
-        self.shape = strategy.resolve(tables, slice)
-        outer = accumulation.outermost_axes(tables.param_rules, tables.activation_rules)
-        self.mesh = mesh.make_mesh(
-            self.shape, slice=slice, devices=devices, dcn_shape=tables.dcn_shape, outermost=outer
-        )
+        shape, first = strategy.resolve(tables, slice), accumulation.outermost_axes(tables)
+        self.mesh = mesh.make_mesh(shape, slice=slice, devices=devices, dcn_shape=tables.dcn_shape, outermost=first)
+        self.shape = dict(self.mesh.shape)
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:

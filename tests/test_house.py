@@ -36,7 +36,7 @@ HOMES = {  # library: path prefixes that may import it; () is nowhere
     "tensorboardX": ("core/metrics.py",),
     "wandb": ("core/metrics.py",),
     "jax.distributed": ("core/distributed.py",),
-    "jax._src.distributed": ("core/distributed.py",),
+    "jax._src": ("core/jax_internals.py",),
     "jax.experimental.multihost_utils": ("core/distributed.py",),
 }
 # Imported inside functions alone.
@@ -121,6 +121,21 @@ def wrong_imports(path, found):
 @pytest.mark.covers("E06")
 def test_layers_and_homes_of_libraries():
     assert not [problem for path in PRODUCT for problem in wrong_imports(path, imports(path))]
+
+
+def private_names_of_jax(text):
+    """Every `jax._src` and `jax.a.b._c` in a text, so also in the programs that tests hand to other processes."""
+    return re.findall(r"\b(?:jax|jnp)(?:\.\w+)*\.(?!_{2})_\w+", text)
+
+
+def test_private_names_of_jax_are_in_one_module():
+    assert private_names_of_jax("from jax._src import core\njax.numpy.sum\njnp.linalg._svd(x)") == [
+        "jax._src",
+        "jnp.linalg._svd",
+    ]
+    kept = {ROOT / "core" / "jax_internals.py", pathlib.Path(__file__).resolve()}
+    found = {name(p): private_names_of_jax(p.read_text()) for p in PYTHON if p not in kept}
+    assert not {where: names for where, names in found.items() if names}
 
 
 def test_torch_is_nowhere():

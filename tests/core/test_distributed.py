@@ -107,7 +107,7 @@ def test_no_cluster_is_an_error_unless_one_process_was_asked_for(run_hosts):
 
 
 DETECTED = """
-from jax._src import clusters
+from core.jax_internals import clusters
 
 class Stub(clusters.ClusterEnv):
     name = "stub"
@@ -155,7 +155,7 @@ threading.Thread(target=server.serve_forever, daemon=True).start()
 os.environ["GCE_METADATA_IP"] = f"127.0.0.1:{server.server_port}"
 os.environ["JAX_COORDINATOR_PORT"] = COORDINATOR.split(":")[1]
 
-from jax._src.clusters import cloud_tpu_cluster
+from core.jax_internals import cloud_tpu_cluster
 cloud_tpu_cluster.running_in_cloud_tpu_vm = True
 del os.environ["TPU_SKIP_MDS_QUERY"]  # JAX sets it where it finds no TPU.
 from core import distributed

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from core import logical, random_bits
 from core.types import IGNORED
@@ -414,7 +415,7 @@ def test_gradients_of_the_calls_are_summed_in_float32():
         for equation in jaxpr.eqns:
             if equation.primitive.name == "add_any":
                 yield equation.outvars[0].aval
-            for inner in jax.core.jaxprs_in_params(equation.params):
+            for inner in jaxprs_in_params(equation.params):
                 yield from summed(inner)
 
     loss = jax.grad(lambda p: model.loss(p, model.init_carry(data), jax.random.key(0), data)[1].loss_sum)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from core import optimizers, random_bits, step, train_state
 from models import trm
@@ -113,7 +114,7 @@ def test_early_cycles_are_left_out_and_the_last_is_masked():
     def primitives(jaxpr, inside=()):
         for equation in jaxpr.eqns:
             yield equation.primitive.name, inside
-            for inner in jax.core.jaxprs_in_params(equation.params):
+            for inner in jaxprs_in_params(equation.params):
                 yield from primitives(inner, (*inside, equation.primitive.name))
 
     conditions = [

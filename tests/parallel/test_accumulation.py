@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from core import optimizers, slices
 from models import transformer
@@ -71,10 +72,8 @@ def manual_regions(jaxpr, around=()):
             sizes = eqn.params["mesh"].shape
             inside = (*around, {axis for axis in eqn.params["newly_manual_axes"] if sizes[axis] > 1})
             yield tuple(region for region in inside if region)
-        for value in jax.tree.leaves(eqn.params, is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from manual_regions(inner, inside)
+        for inner in jaxprs_in_params(eqn.params):
+            yield from manual_regions(inner, inside)
 
 
 @pytest.mark.parametrize(
