@@ -42,14 +42,14 @@ def make_mesh(
     slice: Slice,
     devices: Sequence[jax.Device],
     dcn_shape: Mapping[str, int] | None = None,
-    outermost: Sequence[str] = (),
+    leading: Sequence[str] = (),
 ) -> Mesh:
     """The mesh with these degrees over the devices of a slice, or of several.
 
     Args:
       shape: degree by mesh axis, over all slices, slowest network first: this order places the chips.
-      outermost: axes that lead in the mesh, which does not move a chip. Where manual regions are nested, XLA requires
-        the axes of an outer one to stand before those of an inner one, and ends the process otherwise.
+      leading: axes that come first in the mesh, which moves no chip. Where manual regions are nested, XLA requires the
+        axes of an outer one to stand before those of an inner one, and ends the process otherwise.
       dcn_shape: the part of a degree that lies across slices; multiplies to `slice.num_slices`.
       slice: what the devices are, or stand for.
       devices: all devices of all hosts; at least `slice.chips` where they are CPU devices.
@@ -72,7 +72,7 @@ def make_mesh(
     grid = _grid(shape, dcn_shape or {}, chips)
     if played:
         grid = np.vectorize(lambda chip: chip.device, otypes=[object])(grid)
-    axes = sorted(shape, key=lambda axis: outermost.index(axis) if axis in outermost else len(outermost))
+    axes = sorted(shape, key=lambda axis: leading.index(axis) if axis in leading else len(leading))
     grid = grid.transpose([list(shape).index(axis) for axis in axes])
     return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 

@@ -35,17 +35,17 @@ class Partitioner:
     Attributes:
       strategy: the tables.
       slice: the slice that the devices are, or play.
-      shape: degree by mesh axis, in the order of the mesh.
-      mesh: the devices.
+      shape: degree by mesh axis, slowest network first.
+      mesh: the devices; its axes may stand in another order.
     """
 
     def __init__(self, tables: strategy.Strategy, *, slice: Slice, devices: Sequence[jax.Device]):
         """Raises ValueError where mesh, slice and devices do not fit."""
         self.strategy = tables
         self.slice = slice
-        shape, first = strategy.resolve(tables, slice), accumulation.outermost_axes(tables)
-        self.mesh = mesh.make_mesh(shape, slice=slice, devices=devices, dcn_shape=tables.dcn_shape, outermost=first)
-        self.shape = dict(self.mesh.shape)
+        self.shape = strategy.resolve(tables, slice)
+        first = accumulation.outermost_axes(tables)
+        self.mesh = mesh.make_mesh(self.shape, slice=slice, devices=devices, dcn_shape=tables.dcn_shape, leading=first)
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:

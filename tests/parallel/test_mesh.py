@@ -68,10 +68,10 @@ def test_axes_are_automatic_and_in_the_order_of_the_shape():
     assert built.devices.shape == (2, 2)
 
 
-def test_outermost_axes_lead_in_the_mesh_and_no_chip_moves():
+def test_leading_axes_come_first_in_the_mesh_and_no_chip_moves():
     make = functools.partial(mesh.make_mesh, slice=slices.get("v4-16"), devices=jax.devices())
     shape = {"stage": 2, "data": 1, "fsdp": 2, "tensor": 2}
-    plain, built = make(shape), make(shape, outermost=["data", "fsdp"])
+    plain, built = make(shape), make(shape, leading=["data", "fsdp"])
     assert built.axis_names == ("data", "fsdp", "stage", "tensor")
     np.testing.assert_array_equal(built.devices.transpose(2, 0, 1, 3), plain.devices)
 

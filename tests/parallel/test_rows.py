@@ -65,7 +65,7 @@ def test_every_host_supplies_the_rows_of_its_chips(name, at, monkeypatch):
     bound = Partitioner(tables, slice=slice_, devices=chips(at))
     batch_size = 2 * bound.row_shards
     want = rows_of_hosts(
-        bound.mesh.devices, tables, bound.shape, batch_size=batch_size, host_of=lambda chip: chip.process_index
+        bound.mesh.devices, tables, bound.mesh.shape, batch_size=batch_size, host_of=lambda chip: chip.process_index
     )
     supplied = []
     for host in range(slice_.hosts):
@@ -96,6 +96,6 @@ def test_which_hosts_share_rows_depends_on_the_strategy():
     """v4-64 under fsdp 8 x tensor 4: four chips to a row, two hosts to a row; the check above is not a formality."""
     tables = agreement.EXAMPLES["fsdp_tensor"].strategy
     bound = Partitioner(tables, slice=slices.get("v4-64"), devices=chips("v4-64"))
-    rows = rows_of_hosts(bound.mesh.devices, tables, bound.shape, batch_size=8, host_of=lambda c: c.process_index)
+    rows = rows_of_hosts(bound.mesh.devices, tables, bound.mesh.shape, batch_size=8, host_of=lambda c: c.process_index)
     assert len(rows) == 8
     assert len(set(rows.values())) == 4
