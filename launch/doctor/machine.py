@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from core import units
 from launch import environment
@@ -23,7 +24,10 @@ _LOCK = "/tmp/libtpu_lockfile"
 
 
 def versions(*, installed: Callable[[str], str] = importlib.metadata.version, pins: str | None = None) -> Row:
-    """Whether jax, jaxlib and libtpu go together, as jax itself says, and are those of requirements.txt."""
+    """Whether jax, jaxlib and libtpu go together, as jax itself says, and are the tested ones of requirements.txt.
+
+    Older versions are a problem; newer ones may work as well and are noted.
+    """
     text = (environment.WORKSPACE / "requirements.txt").read_text() if pins is None else pins
     pinned = dict(re.findall(r"(?m)^([A-Za-z0-9_.-]+)==([^\s;]+)", text))
     have, problems = {}, []
@@ -38,15 +42,18 @@ def versions(*, installed: Callable[[str], str] = importlib.metadata.version, pi
             problems.append(
                 f"{requirement.name} {version} does not go with jax {have['jax']}, which needs {requirement}"
             )
+    others = [name for name in have if name in pinned and have[name] != pinned[name]]
+    newer = [name for name in others if Version(have[name]) > Version(pinned[name])]
     problems += [
-        f"{name} {have[name]} is not the {pinned[name]} of requirements.txt"
-        for name in have
-        if name in pinned and have[name] != pinned[name]
+        f"{name} {have[name]} is not the {pinned[name]} of requirements.txt" for name in others if name not in newer
     ]
     if problems:
         return Row("versions", False, "; ".join(problems), "launch/setup.sh installs requirements.txt")
     listed = ", ".join(f"{name} {version}" for name, version in have.items())
-    return Row("versions", True, f"{listed}, Python {platform.python_version()}")
+    listed += f", Python {platform.python_version()}"
+    if newer:
+        listed += "; newer than tested: " + ", ".join(f"{name} (tested with {pinned[name]})" for name in newer)
+    return Row("versions", True, listed, is_note=bool(newer))
 
 
 def variables(environ: Mapping[str, str] = os.environ, *, simulated: bool) -> list[Row]:

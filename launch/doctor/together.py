@@ -114,8 +114,11 @@ def _data(experiment: Experiment) -> list[Row]:
 
 
 def warn_at_start(host: Host) -> None:
-    """The cheap looks that every run makes, as warnings: versions that do not go together, clocks that are apart."""
-    for row, is_mine in ((machine.versions(), True), (clocks(host), host.is_zero)):
+    """Prints what every run checks of its hosts: versions that clash or are newer than tested, clocks that differ."""
+    versions = machine.versions()
+    if versions.ok and versions.is_note:
+        print(f"{host.name}: note: {versions.name}: {versions.detail}", flush=True)
+    for row, is_mine in ((versions, True), (clocks(host), host.is_zero)):
         if not row.ok and is_mine:
             print(f"{host.name}: warning: {row.name}: {row.detail}. {row.fix}", flush=True)
 

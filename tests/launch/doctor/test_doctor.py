@@ -15,6 +15,7 @@ from core.checkpoints.store import Checkpoints
 from core.watch import exit_codes
 from launch.doctor import ahead, collectives, machine, regions, rows, together
 from launch.doctor.rows import Row
+from launch.pods import joining
 
 TINY = ["LENGTH = 64", "transformer.Transformer.num_layers = 1", "transformer.Transformer.embed_dim = 32"]
 
@@ -114,6 +115,18 @@ def test_versions_that_do_not_go_together(changes, says):
     assert not row.ok
     assert says in row.detail
     assert machine.versions().ok
+
+
+def test_versions_newer_than_tested_are_noted_by_the_doctor_and_at_the_start_of_a_run(monkeypatch, capsys):
+    requirements = "jax==0.10.1\njaxlib==0.10.2\nlibtpu==0.0.41\n"
+    have = {"jax": "0.10.2", "jaxlib": "0.10.2", "libtpu": "0.0.42.1"}
+    row = machine.versions(installed=have.__getitem__, pins=requirements)
+    assert (row.ok, row.is_note) == (True, True)
+    assert row.detail.startswith("jax 0.10.2, jaxlib 0.10.2, libtpu 0.0.42.1, Python 3.")
+    assert row.detail.endswith("; newer than tested: jax (tested with 0.10.1), libtpu (tested with 0.0.41)")
+    monkeypatch.setattr(machine, "versions", lambda: row)
+    together.warn_at_start(joining.Host(0, 1, simulated=True))
+    assert capsys.readouterr().out == f"host 0 of 1: note: versions: {row.detail}\n"
 
 
 def test_a_library_that_is_missing_is_named():
