@@ -320,13 +320,18 @@ def exit_at_once(code: int, why: str = "") -> None:
 def exit_at_once_on_exception() -> None:
     """An exception that nobody catches prints its traceback and ends this process, with what is known of its cause.
 
+    An error whose `says_all` is true has a message that needs no traceback: that alone is printed.
+
     The exit code is the error's own `exit_code`, if it has one, or else `exit_codes.RAISED`; where another host was
     lost, of which the error is but the consequence, it is that of the verdict. Without this the process would wait for
     the others at exit, and they for its collectives. Ctrl-C ends with 130.
     """
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        traceback.print_exception(kind, error, trace)
+        if getattr(error, "says_all", False):
+            print(f"error: {error}", file=sys.stderr)
+        else:
+            traceback.print_exception(kind, error, trace)
         sys.stderr.flush()
         if issubclass(kind, KeyboardInterrupt):
             exit_at_once(exit_codes.INTERRUPTED, "stopped by Ctrl-C")

@@ -4,7 +4,7 @@ The one idea: a writer is told scalars and texts. Host 0 alone has those of the 
 what it measures of itself. Event files and JSON lines grow by
 appending, which a bucket cannot do; for a gs:// run directory they are written in a local folder, and the whole file is
 copied twice a minute and at `close`. The last seconds before a crash are then missing there, never a checkpoint; and a
-bucket that does not answer delays a copy, never ends a run.
+bucket that does not answer, or a full disk, delays what is written and never ends a run.
 """
 
 from __future__ import annotations
@@ -105,10 +105,12 @@ class TensorBoard:
     def __init__(self, directory: paths.Path, *, first_step: int = 0):
         """Opens a new event file in `directory`; events of earlier files from `first_step` on are hidden."""
         import tensorboardX  # Takes a third of a second that other hosts need not spend.
+        from tensorboardX import record_writer
 
         self._mirror = Mirror(directory)
+        record_writer.register_writer_factory(_EventFiles.PREFIX, _EventFiles)
         self._events = tensorboardX.SummaryWriter(
-            str(self._mirror.folder),
+            f"{_EventFiles.PREFIX}:{self._mirror.folder}",
             purge_step=first_step or None,
             flush_secs=30,
             filename_suffix=f".{time.time_ns()}",  # Two starts within a second would share the file's name.
@@ -137,6 +139,48 @@ class TensorBoard:
             self._mirror.close()
 
 
+class Appender:
+    """A local file to append to. What a full disk refuses is kept, said once, and written when there is room again."""
+
+    def __init__(self, path: pathlib.Path):
+        """Opens the file, or makes it."""
+        self._file = path.open("ab", buffering=0)
+        self._pending = bytearray()
+        self._bookkeeping = paths.Bookkeeping(os.fspath(path))
+
+    def write(self, content: bytes) -> None:
+        """Keeps it for the next `flush`."""
+        self._pending += content
+
+    def flush(self) -> None:
+        """Writes what is kept, as far as the disk takes it. Never raises."""
+        self._bookkeeping.attempt(self._push)
+
+    def _push(self) -> None:
+        while self._pending:
+            del self._pending[: self._file.write(self._pending)]
+
+    def close(self) -> None:
+        """Flushes and releases; a second call does nothing."""
+        if not self._file.closed:
+            self.flush()
+            self._file.close()
+
+
+class _EventFiles:
+    """How tensorboardX opens event files: its thread would die of a full disk, and training would wait for it."""
+
+    PREFIX = "appender"
+
+    @classmethod
+    def open(cls, path: str) -> Appender:
+        return Appender(pathlib.Path(path.removeprefix(f"{cls.PREFIX}:")))
+
+    @classmethod
+    def directory_check(cls, path: str) -> None:
+        pathlib.Path(path.removeprefix(f"{cls.PREFIX}:")).mkdir(parents=True, exist_ok=True)
+
+
 class JsonLines:
     """One JSON object a line: `{"step": 3, "time_seconds": …, "loss": …}`. JSON has no NaN: it becomes "nan"."""
 
@@ -145,9 +189,10 @@ class JsonLines:
         self._mirror = Mirror(path.parent, fetch=path.name)
         file = self._mirror.folder / path.name
         cut_off = file.exists() and file.stat().st_size > 0 and not file.read_bytes().endswith(b"\n")
-        self._file = file.open("a", encoding="utf-8")
+        self._file = Appender(file)
+        self._closed = False
         if cut_off:
-            self._file.write("\n")
+            self._file.write(b"\n")
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Records named numbers of one step."""
@@ -159,7 +204,7 @@ class JsonLines:
         self._write({"step": step, "time_seconds": round(time.time(), 3), "tag": tag, "text": text})
 
     def _write(self, row: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.write(f"{json.dumps(row, allow_nan=False)}\n".encode())
 
     def flush(self) -> None:
         """Makes what was recorded visible to readers."""
@@ -168,7 +213,8 @@ class JsonLines:
 
     def close(self) -> None:
         """Flushes and releases; a second call does nothing."""
-        if not self._file.closed:
+        if not self._closed:
+            self._closed = True
             self._file.close()
             self._mirror.close()
 

@@ -7,6 +7,7 @@ through fsspec, so that a bucket needs no TensorFlow (which would cost five seco
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pathlib
 import re
@@ -26,6 +27,7 @@ for _protocol in ("gcs", "gs"):
 
 Path = epath.Path
 
+_PROBE_BYTES = 4096  # a full disk takes an empty file
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*):/")
 
 
@@ -97,6 +99,18 @@ def check_writable(directory: str | os.PathLike[str]) -> epath.Path:
     return directory
 
 
+def is_full(error: BaseException) -> bool:
+    """Whether an error says that a disk has no room: no free blocks or inodes, or a quota that is used up."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def free_space(directory: str | os.PathLike[str]) -> str:
+    """`0.3 GiB and 1,200 inodes are free on this host's disk`; a quota may leave less. Raises OSError."""
+    found = os.statvfs(_nearest(resolve(directory)))
+    inodes = f" and {found.f_favail:,} inodes" if found.f_files else ""  # some file systems count none
+    return f"{found.f_bavail * found.f_frsize / 2**30:.3g} GiB{inodes} are free on this host's disk"
+
+
 def _nearest(directory: epath.Path) -> epath.Path:
     return next(folder for folder in (directory, *directory.parents) if folder.exists())
 
@@ -104,10 +118,14 @@ def _nearest(directory: epath.Path) -> epath.Path:
 def _probe(directory: epath.Path, folder: Callable[[], epath.Path]) -> None:
     try:
         probe = folder() / f".writable-{uuid.uuid4().hex}"
-        probe.write_text("")
-        probe.unlink()
+        try:
+            probe.write_text(" " * _PROBE_BYTES)
+        finally:
+            probe.unlink(missing_ok=True)
     except Exception as error:  # A bucket fails with its client's own types.
         fix = "check the credentials and the bucket's permissions" if is_remote(directory) else "choose another folder"
+        if is_full(error):
+            fix = f"{free_space(directory)}. Make room and start again: nothing that was saved is lost"
         raise ValueError(f"cannot write to {directory}: {type(error).__name__}: {error}; {fix}") from error
 
 

@@ -8,7 +8,10 @@ failure of any host.
 from __future__ import annotations
 
 import contextlib
-import shutil
+import errno
+import logging
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +22,7 @@ from core.checkpoints.description import said
 from core.slices import GIB
 
 THREAD = "checkpoint "  # the name of a thread that writes one begins so
+_NO_ROOM = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 _LOOK_SECONDS = 0.5  # between looks at what other hosts say
 
 
@@ -39,7 +43,31 @@ class Cost(NamedTuple):
 
 
 class WriteFailedError(RuntimeError):
-    """A host could not write its part."""
+    """A host could not write its part.
+
+    Attributes:
+      says_all: its message has the cause, so that no traceback need be shown.
+    """
+
+    says_all = True
+
+
+# Orbax logs the error of a failed save with its traceback, up to three times, and raises it as well: `Writing` says it.
+_SAID_ELSEWHERE = ("_SignalingThread.run() raised an exception", "Handler Commit operations", "Save Finalize thread")
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and any(words in record.getMessage() for words in _SAID_ELSEWHERE))
+
+
+def _report_unraisable(unraisable: Any, *, otherwise: Callable[[Any], object] = sys.unraisablehook) -> None:
+    """As Python's own, without what TensorStore says of writes that nobody awaits since another one failed."""
+    if not (isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"):
+        otherwise(unraisable)
+
+
+logging.getLogger("absl").addFilter(_is_news)
+sys.unraisablehook = _report_unraisable
 
 
 class Writing:
@@ -119,9 +147,9 @@ class Writing:
 
     def _failure(self, error: BaseException) -> str:
         return (
-            f"saving the checkpoint of step {self.step} to {self._directory} failed: {said(error)}; "
+            f"saving the checkpoint of step {self.step} to {self._directory} failed: {no_room(error) or said(error)}; "
             f"{space(self._directory, needed_bytes=self._size_bytes)}earlier checkpoints are intact. "
-            "Check free space and permissions, then start again."
+            f"{'Make room' if no_room(error) else 'Check free space and permissions'}, then start again."
         )
 
     def _raise_own(self) -> None:
@@ -171,10 +199,15 @@ def telling(handler: Any, tell: Callable[[BaseException], None]) -> Any:
     return handler
 
 
+def no_room(error: BaseException) -> str:
+    """`No space left on device` where an error says that, also among much else; "" where it does not."""
+    return next((words for words in _NO_ROOM if words in str(error)), "")
+
+
 def space(directory: paths.Path, *, needed_bytes: int) -> str:
     """`a checkpoint takes 1.2 GiB, 0.3 GiB are free here; `; the first alone of a bucket, or a folder that is gone."""
     takes = f"a checkpoint takes {needed_bytes / GIB:.3g} GiB"
     with contextlib.suppress(OSError):
-        if not paths.is_remote(directory):
-            return f"{takes}, {shutil.disk_usage(directory).free / GIB:.3g} GiB are free on this host's disk; "
+        if not paths.is_remote(directory) and directory.exists():
+            return f"{takes}, {paths.free_space(directory)}; "
     return f"{takes}; "

@@ -11,6 +11,7 @@ import collections
 import contextlib
 import datetime
 import fcntl
+import io
 import os
 import pty
 import re
@@ -67,7 +68,7 @@ class HostOutput:
 
     def _copy(self, title: str) -> None:
         pending = held = b""
-        with self.log_path.open("a", buffering=1, encoding="utf-8") as log:
+        with contextlib.closing(_Log(self.log_path)) as log:
             log.write(
                 f"{self._stamp()}{title} ({datetime.datetime.now().astimezone().isoformat(timespec='seconds')})\n"
             )
@@ -90,12 +91,37 @@ class HostOutput:
         except OSError:  # how a pseudo-terminal says that the other side is closed
             return b""
 
-    def _write_line(self, log, raw: bytes) -> None:
+    def _write_line(self, log: _Log, raw: bytes) -> None:
         redrawn = _ESCAPES.sub(b"", raw).rstrip(b"\r").split(b"\r")
         told = library_noise.without(redrawn[-1])
         if told or not redrawn[-1]:
             self._last.append(told.decode(errors="replace"))
         log.write(self._stamp() + redrawn[-1].decode(errors="replace") + "\n")
+
+
+class _Log:
+    """A log file. Lines that a full disk refuses are left out, which is said once; the terminal still has them."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._file: io.RawIOBase | None = None
+        self._is_failing = False
+
+    def write(self, line: str) -> None:
+        try:
+            if self._file is None:
+                self._file = self._path.open("ab", buffering=0)
+            self._file.write(line.encode())
+            self._is_failing = False
+        except OSError as error:
+            if not self._is_failing:
+                said = f"warning: {self._path} cannot be written ({error}); lines are left out of it until it can be"
+                print(said, file=sys.stderr, flush=True)
+            self._is_failing = True
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
 
 
 def _split_lines(text: bytes) -> tuple[bytes, bytes]:

@@ -1,5 +1,7 @@
 import json
 import math
+import re
+import resource
 import subprocess
 import sys
 import types
@@ -196,3 +198,34 @@ def test_every_host_has_lines_of_its_own(tmp_path):
         writers.close()
     assert sorted(file.name for file in (tmp_path / "metrics").iterdir()) == ["host_0.jsonl", "host_2.jsonl"]
     assert lines(tmp_path / "metrics" / "host_2.jsonl")[0]["step_seconds"] == 2.5
+
+
+@pytest.fixture
+def disk():
+    """`disk.fill()` and `disk.clear()`: no file of this process grows beyond 4 KiB meanwhile, as on a full disk."""
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+
+    def limit(most):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+
+    yield types.SimpleNamespace(fill=lambda: limit(4096), clear=lambda: limit(hard))
+    limit(hard)
+
+
+@pytest.mark.covers("O06")
+def test_a_full_disk_delays_what_is_written_and_ends_nothing(tmp_path, disk, capsys):
+    writers = metrics.open_writers(str(tmp_path), is_host_zero=True)
+    disk.fill()
+    for step in range(200):  # more than any queue holds
+        writers.scalars(step, {"loss": float(step)})
+        writers.flush()
+    disk.clear()
+    writers.scalars(200, {"loss": 200.0})
+    writers.close()
+    assert [row["loss"] for row in lines(tmp_path / "metrics.jsonl")] == list(range(201))
+    assert series(tmp_path / "tensorboard", "loss") == [(step, float(step)) for step in range(201)]
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 2  # once for each file
+    assert all(
+        re.search(r"warning: .* could not be written \(OSError: .*File too large\); the run goes on", s) for s in said
+    )

@@ -1,4 +1,6 @@
+import errno
 import os
+import resource
 
 import pytest
 
@@ -72,3 +74,25 @@ def test_a_copy_makes_its_folder(tmp_path):
     (tmp_path / "a").write_bytes(b"\x00\xff")
     copied = paths.copy_file(tmp_path / "a", to=paths.resolve(tmp_path / "deep" / "er" / "b"))
     assert copied.read_bytes() == b"\x00\xff"
+
+
+def test_a_full_disk_is_found_before_a_run_and_said_with_what_is_free(tmp_path):
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # even one block is refused
+    try:
+        with pytest.raises(ValueError, match=r"cannot write to .*File too large"):
+            paths.require_writable(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_where_there_is_no_room_the_way_out_is_room(tmp_path, monkeypatch, number):
+    def full(self, text):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(type(paths.resolve(tmp_path)), "write_text", full)
+    says = r"cannot write to .*(No space left|quota).* are free on this host's disk. Make room and start again"
+    with pytest.raises(ValueError, match=says):
+        paths.check_writable(tmp_path)

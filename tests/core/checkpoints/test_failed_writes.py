@@ -57,7 +57,9 @@ def test_a_full_disk_on_one_host_ends_all_hosts_soon(run_hosts, tmp_path):
         assert float(re.search(r"CLOSED after (\d+\.\d)", result.output)[1]) < 10
         assert ended[2].startswith("host 1: saving" if host == 0 else "saving"), ended[2]
         assert "the checkpoint of step 2 to " in ended[2]
-        assert re.search(r"a checkpoint takes 0.000977 GiB, [\d.]+ GiB are free on this host's disk", ended[2])
+        assert re.search(
+            r"a checkpoint takes 0.000977 GiB, [\d.]+ GiB( and [\d,]+ inodes)? are free on this host's disk", ended[2]
+        )
         assert "File too large" in ended[2]
         assert "earlier checkpoints are intact" in ended[2]
     folder = paths.resolve(tmp_path / "checkpoints")
@@ -135,3 +137,23 @@ def test_a_step_that_was_half_removed_is_passed_over(tmp_path, pattern, monkeypa
     layout = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     assert checkpoints.restore_newest(layout)[0] == 1
     checkpoints.close()
+
+
+FULL = """
+import jax, numpy as np, resource
+from core import distributed
+from core.checkpoints import store
+distributed.exit_at_once_on_exception()
+state = {f"w{i}": jax.numpy.asarray(np.random.default_rng(i).normal(size=(64, 1024))) for i in range(40)}
+checkpoints = store.Checkpoints("checkpoints", keep=3)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2**15, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+checkpoints.save(2, state=state, data={"s": b"2"}, meta={})
+checkpoints.wait()
+"""
+
+
+def test_of_a_write_that_fails_a_process_says_one_line(run_hosts):
+    (result,) = run_hosts(FULL, hosts=1)
+    assert result.returncode == 13
+    (line,) = filter(None, result.output.splitlines())
+    assert re.match(r"error: saving the checkpoint of step 2 to .* failed: .*File too large.*earlier checkpoints", line)
