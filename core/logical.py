@@ -49,6 +49,7 @@ LOGICAL_AXES: Mapping[str, str] = {
     "layers": "layers of a stack, in model order",
     "puzzles": "rows of a table with one for each puzzle",
 }
+_declared: dict[str, str] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,12 +89,54 @@ def stacked(name: str):
     return _set(_stack, (*_stack.get(), name))
 
 
+def declare(name: str, meaning: str) -> None:
+    """Adds a logical axis of a model or strategy that lives outside this workspace.
+
+    Call it at the top of the module that uses the axis. A table without a row for a declared axis replicates it; a
+    strategy of your own may have a row for it.
+
+    Args:
+      name: such as `patches`.
+      meaning: what it counts, in a few words.
+
+    Raises:
+      ValueError: not a lower-case identifier, no meaning, or an axis that already has another meaning.
+    """
+    if not (name.isidentifier() and name.islower() and meaning):
+        raise ValueError(f"logical.declare({name!r}, {meaning!r}): expected a lower-case identifier and its meaning")
+    before = all_axes().get(name, meaning)
+    if before != meaning:
+        raise ValueError(f"logical.declare: {name!r} already means {before!r}, now {meaning!r}: choose another name")
+    _declared[name] = meaning
+
+
+def all_axes() -> Mapping[str, str]:
+    """The meaning of every logical axis by its name: those of this workspace, then those that were declared."""
+    return {**LOGICAL_AXES, **_declared}
+
+
+def row(rules: Rules, name: str) -> MeshAxes:
+    """What a table says of a logical axis; an axis that was declared and that the table does not mention is whole.
+
+    Raises:
+      ValueError: the table lacks the name.
+    """
+    if name not in rules and name not in _declared:
+        raise ValueError(f"the table has no row for logical axis {name!r}; add one (None: replicated)")
+    return rules.get(name)
+
+
 def check_names(names: Sequence[str | None], *, where: str) -> None:
     """Raises ValueError for a name that is not a logical axis."""
+    known = all_axes()
     for name in names:
-        if name is not None and name not in LOGICAL_AXES:
-            near = difflib.get_close_matches(name, LOGICAL_AXES, n=1) or sorted(LOGICAL_AXES)
-            raise ValueError(f"{where}: unknown logical axis {name!r}; did you mean {', '.join(near)}?")
+        if name is not None and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            nearest = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(sorted(known))}."
+            raise ValueError(
+                f"{where}: unknown logical axis {name!r}; {nearest} An axis of your own is declared at the top of your "
+                f"module: logical.declare({name!r}, 'what it counts')"
+            )
 
 
 def mesh_axes(axes: MeshAxes) -> tuple[str, ...]:
@@ -119,11 +162,10 @@ def partition_spec(axes: Axes, rules: Rules, *, keep: Callable[[str], bool] = la
     """
     entries, used = [], {}
     for name in axes.names:
-        if name is not None and name not in rules:
-            raise ValueError(
-                f"array {axes}: the table has no row for logical axis {name!r}; add one (None: replicated)"
-            )
-        wanted = tuple(a for a in mesh_axes(rules[name] if name else None) if keep(a))
+        try:
+            wanted = tuple(a for a in mesh_axes(row(rules, name) if name else None) if keep(a))
+        except ValueError as error:
+            raise ValueError(f"array {axes}: {error}") from error
         for axis in wanted:
             if axis in used:
                 raise ValueError(

@@ -189,15 +189,26 @@ def _layer_keys(num_layers: int) -> jax.Array | None:
 def _trace(fn: Callable, stacked: Layer, x: Any, side: Any) -> ClosedJaxpr:
     """One layer's program; refuses one that a runner could not split or repeat."""
     layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), stacked)
-    traced = jax.make_jaxpr(fn)(layer, x, side)
+    traced, out = jax.make_jaxpr(fn, return_shape=True)(layer, x, side)
     _refuse_closure(traced, "block", "its parameters, x and side")
-    (out,) = traced.out_avals
+    if not isinstance(out, jax.ShapeDtypeStruct):
+        raise ValueError(
+            f"layer_stack: the block returns {_shapes(out)}; a block returns one array, x of the next layer: "
+            f"{x.dtype}{list(x.shape)}. Other results of a layer have no place in a stack"
+        )
     if (out.shape, out.dtype) != (x.shape, x.dtype):
         raise ValueError(
             f"layer_stack: the block maps {x.dtype}{list(x.shape)} to {out.dtype}{list(out.shape)}; "
             "a stack needs blocks that keep shape and dtype"
         )
     return traced
+
+
+def _shapes(out: Any) -> str:
+    """`(float32[2, 3], None)`."""
+    leaf = jax.tree.map(lambda a: f"{a.dtype}{list(a.shape)}", out)
+    kind = "" if out is None else f"a {type(out).__name__}, "
+    return f"{kind}{leaf}".replace("'", "")
 
 
 def _check_rows(x: jax.Array, side: Side) -> None:

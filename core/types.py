@@ -7,6 +7,7 @@ and several hosts average correctly without any of them knowing of the others.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -113,7 +114,8 @@ class Task(Protocol):
     Attributes:
       length: tokens of a row.
       num_streams: streams of the input, whatever the number of hosts; divides the batch size.
-      vocabulary: has `size`, `encode(text) -> ids`, `decode(ids) -> text`, `describe()`.
+      vocabulary: has `size`, `bos_id`, `encode(text) -> ids`, `decode(ids) -> text`, `describe()`; None for data that
+        is no text.
 
     Optional, each for what is named:
       num_puzzles: rows that a model's table of puzzles needs, held against the model's `num_puzzles`. Once prepared.
@@ -149,3 +151,14 @@ class Task(Protocol):
 
     def fingerprint(self) -> str:
         """Equal on all hosts that read the same data."""
+
+
+def missing(value: Any, protocol: type) -> list[str]:
+    """What `value` lacks of a protocol of this module: attributes, and methods as `loss(params, carry, rng, batch)`."""
+    attributes = [name for name in protocol.__annotations__ if not hasattr(value, name)]
+    methods = {name: member for name, member in vars(protocol).items() if inspect.isfunction(member)}
+    public = [name for name in methods if not name.startswith("_") and not callable(getattr(value, name, None))]
+    return [
+        *attributes,
+        *(f"{name}({', '.join(list(inspect.signature(methods[name]).parameters)[1:])})" for name in public),
+    ]

@@ -101,6 +101,9 @@ def show_end(
         print(f"\n{_validated(experiment, validation)}")
     if written:
         print(f"\nThe model continues {experiment.prompt!r}:\n\n{terminal.printable(written)}\n")
+    elif experiment.prompt and not hasattr(experiment.model, "logits"):
+        name = type(experiment.model).__name__
+        print(f"\nPROMPT = {experiment.prompt!r} is not continued: {name} has no method logits(params, batch)\n")
     print(f"run         {run_dir}\ntensorboard launch/run tensorboard {run_dir}", flush=True)
 
 
@@ -124,9 +127,9 @@ def _validated(experiment: Experiment, validation: Mapping[str, float]) -> str:
 
 
 def _sample(experiment: Experiment, program: Program, state: TrainState) -> str:
-    """What the model writes behind the prompt; empty where it cannot."""
+    """What the model writes after the prompt, which begins as a row of training does; empty where it cannot."""
     if not experiment.prompt or not hasattr(experiment.model, "logits"):
         return ""
     vocabulary = experiment.task.vocabulary
-    prompt = vocabulary.encode(experiment.prompt)
+    prompt = [vocabulary.bos_id, *vocabulary.encode(experiment.prompt)]
     return vocabulary.decode(sampling.continue_prompt(program, state, prompt, count=SAMPLE_IDS))

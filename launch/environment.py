@@ -36,7 +36,12 @@ class Variable:
 
 VARIABLES: tuple[Variable, ...] = (
     Variable("RENGA_PYTHON", "the Python 3.11-3.13 that .venv is made with", "the first found", "launch/setup.sh"),
-    Variable("RENGA_RUN_ROOT", "where runs go (local or gs://), as {group}/{experiment}", "runs", "launch"),
+    Variable(
+        "RENGA_RUN_ROOT",
+        "where runs go (local or gs://), as {group}/{experiment}",
+        "runs; beside an experiment file from elsewhere",
+        "launch",
+    ),
     Variable("RENGA_SIMULATE", "the slice that this process plays a host of; set by --simulate", "unset", "launch"),
     Variable(
         "RENGA_STEP_FILE", "where this process notes its step for its log; set by pod.sh", "no step in logs", "launch"
@@ -184,9 +189,12 @@ def run_directory(experiment: str | Path, *, smoke: bool = False, environ: Mappi
     """Where a run of `experiment` goes when no --run-dir says otherwise: `$RENGA_RUN_ROOT/{group}/{experiment}`.
 
     The group is the folder that holds the experiment file. A smoke run has its own directory beside the real one.
+    Where RENGA_RUN_ROOT is unset, runs of this workspace's experiments go to its `runs`, and those of a file elsewhere
+    on the disk to `runs` beside that file.
     """
-    root = read("RENGA_RUN_ROOT", environ=environ) or str(WORKSPACE / "runs")
     path = Path(experiment).resolve()
+    is_ours = path.is_relative_to(WORKSPACE) or "://" in str(experiment)
+    root = read("RENGA_RUN_ROOT", environ=environ) or str((WORKSPACE if is_ours else path.parent) / "runs")
     return f"{root.rstrip('/')}/{path.parent.name}/{path.stem}{'-smoke' if smoke else ''}"
 
 

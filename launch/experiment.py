@@ -7,6 +7,7 @@ touches no device and opens no data. Binding it to devices is `bind`.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Sequence
 
@@ -15,7 +16,7 @@ import jax
 from core import logical, slices, units
 from core.optimizers import Optimizer
 from core.training import non_finite
-from core.types import Model, Task
+from core.types import Model, Task, missing
 from core.watch.judging import USUAL_LIMITS, Limits
 from parallel.partitioner import Partitioner, Program
 from parallel.strategy import Strategy
@@ -80,6 +81,7 @@ class Experiment:
 
     def __post_init__(self):
         slices.get(self.slice)
+        self._check_parts()
         counted = ("batch_size", "total_steps", "accum_steps", "log_interval", "eval_interval", "checkpoint_interval")
         low = [f"{f} = {getattr(self, f)}" for f in (*counted, "keep_checkpoints") if getattr(self, f) < 1]
         if self.eval_batches < 0:
@@ -89,6 +91,21 @@ class Experiment:
         if self.seed < 0:
             raise ValueError(f"Experiment: seed = {self.seed} (SEED): expected at least 0")
         self._check_survival()
+
+    def _check_parts(self) -> None:
+        """A constructor without annotations may give anything, which gin cannot tell before it calls it."""
+        problems = []
+        for name, kind in (("strategy", Strategy), ("optimizer", Optimizer)):
+            if not isinstance(part := getattr(self, name), kind):
+                problems.append(f"{name} is {_told(part)}, expected {kind.__module__}.{kind.__name__}")
+        for name, protocol in (("model", Model), ("task", Task)):
+            part = getattr(self, name)
+            if lacks := missing(part, protocol):
+                problems.append(
+                    f"{name} is {_told(part)}, which lacks {', '.join(lacks)}: see {protocol.__name__} in core/types.py"
+                )
+        if problems:
+            raise ValueError("Experiment: " + "; ".join(problems))
 
     def _check_survival(self) -> None:
         """What is bound of a run that meets numbers that are none, stuck hosts, or hosts that differ."""
@@ -121,7 +138,7 @@ class Experiment:
         if problems:
             return problems
         vocabulary = self.task.vocabulary
-        if hasattr(self.model, "vocab_size"):
+        if hasattr(self.model, "vocab_size") and vocabulary is not None:
             problems += _refusal(
                 "VOCAB_SIZE", lambda: vocabularies.check_fits(vocabulary, vocab_size=self.model.vocab_size)
             )
@@ -132,7 +149,11 @@ class Experiment:
                     f"the model has num_puzzles {self.model.num_puzzles}, but the data has {needed} puzzle "
                     f"identifiers: set its num_puzzles = {needed} (more is allowed)"
                 )
-        if prepared and self.prompt:
+        if self.prompt and vocabulary is None:
+            problems.append(
+                f"PROMPT = {self.prompt!r}: {type(self.task).__name__}: no vocabulary to read it with; set PROMPT = ''"
+            )
+        elif prepared and self.prompt:
             problems += _refusal(f"PROMPT = {self.prompt!r}", lambda: vocabulary.encode(self.prompt))
         return problems
 
@@ -175,6 +196,12 @@ def padding(model: Model) -> str:
     """`; vocabulary 50,257 stored as 50,304` of a model that rounds it up, so that it divides; else nothing."""
     size, stored = getattr(model, "vocab_size", None), getattr(model, "stored_vocab_size", None)
     return f"; vocabulary {size:,} stored as {stored:,}" if stored not in (None, size) else ""
+
+
+def _told(part: object) -> str:
+    if part is None:
+        return "None"
+    return f"the class {part.__name__}, not called" if inspect.isclass(part) else f"of type {type(part).__name__}"
 
 
 def _refusal(name: str, look: Callable[[], object]) -> list[str]:

@@ -56,7 +56,7 @@ def problem(need: Mapping[str, int], *, have_bytes: int, whose: str, experiment:
     parts = ", ".join(f"{name} {_gib(count)}" for name, count in need.items() if 100 * count >= total)
     fixed = need.get("a checkpoint", 0) + need.get("state and gradients", 0)
     if fixed > have_bytes:
-        fix = "take a larger slice or a smaller model; --smoke shrinks the model and keeps slice, mesh and strategy"
+        fix = "take more hosts or a smaller model; --smoke shrinks the model and keeps slice, mesh and strategy"
     else:
         rows = int(experiment.batch_size * (have_bytes - fixed) / (total - fixed))
         unit = math.lcm(program.partitioner.row_shards, experiment.task.num_streams)
@@ -64,6 +64,7 @@ def problem(need: Mapping[str, int], *, have_bytes: int, whose: str, experiment:
         if need["evaluation"] > need["batches"]:
             fix += f", or EVAL_BATCHES (now {experiment.eval_batches}) lower"
     batch = f"BATCH_SIZE = {_batch_rows(program):,} rows of {_row_bytes(program):,} bytes"
+    batch = f"the state of {program.partitioner.slice.name}" if fixed > have_bytes else batch
     return f"{batch}: needs {_gib(total)} of host memory ({parts}), and {whose} has {_gib(have_bytes)}. Fix: {fix}"
 
 

@@ -65,7 +65,7 @@ def data(experiment: Experiment, *, smoked: bool, hosts: Hosts) -> list[Finding]
 def _unused_ids(experiment: Experiment) -> list[Finding]:
     """A note where a model has many more rows than its data has ids; rounding up by some is customary."""
     vocabulary, rows = experiment.task.vocabulary, getattr(experiment.model, "vocab_size", 0)
-    if rows <= vocabulary.size + _CUSTOMARY_SPARE_IDS:
+    if vocabulary is None or rows <= vocabulary.size + _CUSTOMARY_SPARE_IDS:
         return []
     said = (
         f"the model has vocab_size {rows:,}, but {vocabulary.describe()} has {vocabulary.size:,} ids: "

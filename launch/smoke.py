@@ -42,7 +42,7 @@ def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = ()) -> Expe
             "returns the model with the smallest sizes that are multiples of these, by logical axis"
         )
     every = (experiment, *beside)
-    multiples = {name: math.lcm(*(_shards(e, name) for e in every)) for name in logical.LOGICAL_AXES}
+    multiples = {name: math.lcm(*(_shards(e, name) for e in every)) for name in logical.all_axes()}
     rows = multiples["batch"] * math.lcm(*(e.accum_steps * _microbatches(e) for e in every))
     task = _small_task(experiment, streams=rows, length=math.lcm(LENGTH, multiples["length"]))
     return dataclasses.replace(
@@ -113,7 +113,7 @@ def _shards(experiment: Experiment, name: str) -> int:
     tables = experiment.strategy
     shape = strategy.resolve(tables, slices.get(experiment.slice))
     rules = (tables.param_rules, tables.activation_rules, tables.stored_optimizer_rules)
-    pieces = math.lcm(*(logical.shards(r[name], shape) for r in rules))
+    pieces = math.lcm(*(logical.shards(logical.row(r, name), shape) for r in rules))
     if name == "layers" and tables.pipeline:
         return math.lcm(pieces, tables.pipeline.layer_unit(shape["stage"]))
     return pieces
@@ -123,6 +123,12 @@ def _small_task(experiment: Experiment, *, streams: int, length: int) -> Task:
     """The task with short rows, or as small as it says it can be; random tokens where the data was never named."""
     if hasattr(experiment.task, "rehearsal"):
         return experiment.task.rehearsal()
-    if experiment.task.problems():
+    has_size = hasattr(experiment.model, "vocab_size")
+    if experiment.task.problems() and has_size:
         return synthetic.random_tokens(vocab_size=experiment.model.vocab_size, length=length, num_streams=streams)
+    if not dataclasses.is_dataclass(experiment.task):
+        raise ValueError(
+            f"--smoke: {type(experiment.task).__name__} is no dataclass with length and num_streams, and has no method "
+            "rehearsal() -> Task; add one that returns a small task of the same shapes that needs no files"
+        )
     return dataclasses.replace(experiment.task, length=length, num_streams=streams)

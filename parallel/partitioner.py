@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from core import logical, optimizers, stack, step, train_state
+from core import logical, model_errors, optimizers, stack, step, train_state
 from core.optimizers import Optimizer
 from core.slices import Slice
 from core.train_state import TrainState
@@ -126,10 +126,10 @@ class Program:
             raise ValueError(f"accum_steps = {self.accum_steps}, features {list(self.spec)}: expected 1 or more")
         # what is independent is said together
         looks = (self._check_rows, self._check_positions, self._check_carry, self._check_state)
-        problems = [str(error) for look in looks if (error := _refusal(look))]
-        if problems:
+        if problems := [str(error) for look in looks if (error := self._refusal(look))]:
             raise ValueError("\n".join(problems))
-        self._check_activations()
+        with model_errors.named(self.model, self.spec):
+            self._check_activations()
 
     @functools.cached_property
     def axes(self) -> TrainState:
@@ -341,10 +341,10 @@ class Program:
         with self.partitioner.tracing():
             return self.jitted_train_step.lower(self.abstract_state, self.abstract_batch)
 
-
-def _refusal(look: Callable[[], object]) -> ValueError | None:
-    try:
-        look()
-    except ValueError as error:
-        return error
-    return None
+    def _refusal(self, look: Callable[[], object]) -> ValueError | None:
+        try:
+            with model_errors.named(self.model, self.spec):
+                look()
+        except ValueError as error:
+            return error
+        return None

@@ -57,7 +57,7 @@ def parts(slice_name: str, experiment: str, *, run_dir: str, simulated: bool, fo
     smokes = []
     for name in [name for name in names if not simulated or name in REHEARSED]:
         what = ("--smoke", "--run-dir", f"{run_dir}/{name}", "--gin", f"include 'gin/strategies/{name}.gin'")
-        check = ("check", experiment, "--slice", slice_name, *played, *what)
+        check = ("check", slice_name, experiment, *played, *what)
         smokes.append(Part(f"strategy {name}", (*start, *what), _COVERS.get(name, ()) + ("C02", "C06"), check))
     steps = str(2 if simulated else STEPS)
     measured = (*start, "--run-dir", f"{run_dir}/run", "--steps", steps, "--gin", "LOG_INTERVAL = 1")

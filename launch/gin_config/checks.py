@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from launch.gin_config.graph import Configuration, Table, Walk, displacing, is_undeclared, key
+from launch.gin_config.graph import Configuration, Table, Walk, displacing, is_undeclared, key, swapped
 from launch.gin_config.statements import (
     REQUIRED,
     Binding,
@@ -137,14 +137,14 @@ def _is_default(value: Any, binding: Binding) -> bool:
 
 
 def _unused(config: Configuration, table: Table, walk: Walk) -> tuple[list[ConfigProblem], dict[int, Binding]]:
-    """Bindings that nothing reachable uses: mistakes, or, by their order, the later choices that displaced them."""
+    """Bindings that nothing reachable uses: mistakes, or, by their order, the choices that displaced them."""
     problems, displaced = [], {}
     for binding in config.bindings:
         offered = binding.file == config.defaults  # defaults are there for whoever wants them
         wrong = binding.guessed or is_undeclared(binding, config)
         if offered or wrong or walk.uses(binding):
             continue
-        choice = displacing(binding, table)
+        choice = displacing(binding, table) or swapped(binding, table)
         if choice is not None:
             displaced[binding.order] = choice
         else:

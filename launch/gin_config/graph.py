@@ -220,6 +220,11 @@ def displacing(binding: Binding, table: Table) -> Binding | None:
     return None
 
 
+def swapped(binding: Binding, table: Table) -> Binding | None:
+    """The choice, earlier or later, by which nothing reads a macro any more: another optimizer, without a peak rate."""
+    return next((choice for choice, lost in table.choices if binding.is_macro and binding.name in lost), None)
+
+
 def _expected(target: Constructor, parameter: str) -> str:
     return hint_text(target.hints[parameter]) if target.hints.get(parameter, UNKNOWN) is not UNKNOWN else ""
 

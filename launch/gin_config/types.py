@@ -41,10 +41,20 @@ class Misfit(NamedTuple):
         text = render(self.value)
         shown = text if len(text) <= 60 else text[:57] + "…"
         if isinstance(self.value, Reference):
-            shown += _what_it_gives(self.value)
+            shown += _what_it_gives(self.value) + self._lacking()
         elif self.value is not None:
             shown += f" ({type(self.value).__name__})"
         return f"element {self.path}: {shown}" if self.path else shown
+
+    def _lacking(self) -> str:
+        """The methods that what is constructed would need."""
+        given, protocol = (
+            _plain(getattr(self.value.target, "returns", UNKNOWN)),
+            typing.get_origin(self.hint) or self.hint,
+        )
+        if not self.value.evaluate or not inspect.isclass(given) or not getattr(protocol, "_is_protocol", False):
+            return ""
+        return f", which lacks {', '.join(name for name in _protocol_methods(protocol) if not hasattr(given, name))}"
 
     def fix(self) -> str:
         """How to write it, where that can be guessed."""

@@ -190,8 +190,8 @@ def _of_weights(placed: Placed, step: Step) -> Iterator[tuple[tuple[str, ...], f
     rows = {a for name in _ROW_AXES for a in logical.mesh_axes(used[name])}
     once = placed.tables.pipeline is not None
     for leaf, of in leaves(placed.facts.shapes.params, placed.facts.axes.params):
-        stored = {a for name in of.names if name for a in logical.mesh_axes(table[name])}
-        computed = {a for name in of.names if name for a in logical.mesh_axes(used[name])}
+        stored = {a for name in of.names if name for a in logical.mesh_axes(logical.row(table, name))}
+        computed = {a for name in of.names if name for a in logical.mesh_axes(logical.row(used, name))}
         gathered = tuple(sorted(stored - computed))
         payload = leaf.size * placed.facts.itemsize / placed.degree(tuple(computed))
         n = placed.degree(gathered)

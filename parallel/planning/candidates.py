@@ -175,7 +175,9 @@ def _what_it_is(tables: Strategy, slice: Slice) -> Any:
         return tables.name, tuple(tables.mesh_shape.items())
 
     def split(rules: Any) -> tuple:
-        return tuple(tuple(a for a in logical.mesh_axes(rules[name]) if shape[a] > 1) for name in logical.LOGICAL_AXES)
+        return tuple(
+            tuple(a for a in logical.mesh_axes(logical.row(rules, name)) if shape[a] > 1) for name in logical.all_axes()
+        )
 
     every = tables.param_rules, tables.activation_rules, tables.stored_optimizer_rules
     return tuple(shape.items()), tuple(map(split, every)), tuple(tables.dcn_shape.items()), tables.pipeline

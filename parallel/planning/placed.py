@@ -157,7 +157,7 @@ class Placed:
 
     def shards(self, name: str, table: Rules) -> int:
         """Pieces that a logical axis is cut into."""
-        return logical.shards(table[name], self.shape)
+        return logical.shards(logical.row(table, name), self.shape)
 
     def degree(self, axes: Sequence[str]) -> int:
         """Chips of a group over mesh axes."""
@@ -177,7 +177,7 @@ class Placed:
 
     def pieces(self, axes: Axes, table: Rules, *, without: Sequence[str] = ()) -> int:
         """Pieces that an array is cut into; a mesh axis counts once."""
-        used = {a for name in axes.names if name for a in logical.mesh_axes(table[name])} - set(without)
+        used = {a for name in axes.names if name for a in logical.mesh_axes(logical.row(table, name))} - set(without)
         return self.degree(tuple(used))
 
     @functools.cached_property

@@ -138,3 +138,45 @@ def test_parameters_are_refused_by_name():
     with pytest.raises(ValueError, match=r"without named axes: head/b, head/w; make them with logical.param") as error:
         logical.abstract_init(initialise(unnamed), KEY)
     assert "~/named" not in str(error.value)
+
+
+@pytest.fixture
+def declared(monkeypatch):
+    monkeypatch.setattr(logical, "_declared", {})
+    logical.declare("patches", "patches of an image")
+
+
+@pytest.mark.usefixtures("declared")
+def test_a_declared_axis_is_whole_where_a_table_does_not_mention_it():
+    logical.declare("patches", "patches of an image")  # a module may be imported twice
+    assert logical.partition_spec(Axes(("batch", "patches")), RULES) == PartitionSpec(("data", "fsdp"), None)
+    own = {**RULES, "patches": "tensor"}
+    assert logical.partition_spec(Axes(("batch", "patches")), own) == PartitionSpec(("data", "fsdp"), "tensor")
+    logical.check_names(["patches", None], where="x")
+    with pytest.raises(ValueError, match="x: unknown logical axis 'patchs'; did you mean patches"):
+        logical.check_names(["patchs"], where="x")
+    without = {name: axes for name, axes in RULES.items() if name != "mlp"}
+    with pytest.raises(ValueError, match="the table has no row for logical axis 'mlp'"):
+        logical.partition_spec(Axes(("mlp",)), without)
+
+
+@pytest.mark.usefixtures("declared")
+@pytest.mark.parametrize(
+    ("name", "meaning", "says"),
+    [
+        ("patches", "something else", "'patches' already means 'patches of an image'"),
+        ("batch", "mine", "'batch' already means 'rows of the global batch'"),
+        ("Two words", "mine", "expected a lower-case identifier and its meaning"),
+        ("mine", "", "expected a lower-case identifier and its meaning"),
+    ],
+)
+def test_an_axis_has_one_meaning(name, meaning, says):
+    with pytest.raises(ValueError, match=says):
+        logical.declare(name, meaning)
+
+
+def test_an_unknown_axis_says_how_to_declare_it():
+    with pytest.raises(
+        ValueError, match=r"'ffn'; expected one of batch, .*: logical\.declare\('ffn', 'what it counts'\)"
+    ):
+        logical.check_names(["ffn"], where="x")

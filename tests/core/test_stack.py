@@ -153,6 +153,8 @@ def test_constants_made_inside_a_block_are_its_own():
     [
         (lambda x, side: x[:, :2], r"maps float32\[4, 3\] to float32\[4, 2\]; a stack needs blocks that keep shape"),
         (lambda x, side: x.astype(jnp.bfloat16), r"maps float32\[4, 3\] to bfloat16\[4, 3\]"),
+        (lambda x, side: (x, None), r"returns a tuple, \(float32\[4, 3\], None\); a block returns one array, x of the"),
+        (lambda x, side: None, r"the block returns None; a block returns one array, .* float32\[4, 3\]"),
     ],
 )
 def test_a_block_that_changes_the_shape_or_dtype_is_refused(block, message):

@@ -109,6 +109,7 @@ def test_the_run_directory_has_group_and_experiment():
     assert environment.run_directory("gin/valkyrie_7b.gin", environ={}) == str(ROOT / "runs/gin/valkyrie_7b")
     root = {"RENGA_RUN_ROOT": "gs://bucket/runs/"}
     assert environment.run_directory("/a/mine/x.gin", environ=root) == "gs://bucket/runs/mine/x"
+    assert environment.run_directory("/a/mine/x.gin", environ={}) == "/a/mine/runs/mine/x"  # not inside the workspace
     assert environment.run_directory("/a/mine/x.gin", smoke=True, environ=root) == "gs://bucket/runs/mine/x-smoke"
 
 

@@ -74,7 +74,7 @@ def test_an_empty_run_directory_is_refused(line, capsys):
 
 
 def test_python_without_assertions_is_refused():
-    code = "from launch import __main__ as cli; raise SystemExit(cli.main(['check', 'gin/quickstart.gin']))"
+    code = "from launch import __main__ as cli; raise SystemExit(cli.main(['check', 'v4-8', 'gin/quickstart.gin']))"
     command = [sys.executable, "-O", "-c", code]
     ended = subprocess.run(command, cwd=environment.WORKSPACE, capture_output=True, text=True, check=False)
     assert ended.returncode == 2

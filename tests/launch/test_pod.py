@@ -114,17 +114,19 @@ def test_a_model_larger_than_this_machine_is_not_simulated(place, calls, tmp_pat
     wide = ["--gin", "transformer.Transformer.embed_dim = 8192", "--gin", "transformer.Transformer.mlp_dim = 32768"]
     assert cli.main([*argv, *wide]) == 2
     said = capsys.readouterr().err
-    assert re.search(r"simulating v4-16 needs [\d.]+ GiB .* this machine has [\d.]+ GiB of free memory. --smoke", said)
+    assert re.search(
+        r"state of v4-16: needs [\d.,]+ GiB of host memory .* this machine has [\d.]+ GiB\. Fix: .*--smoke", said
+    )
     assert not calls
 
 
 def test_check_starts_nothing_wherever_it_is(place, calls):
     with pytest.raises(Became) as became:
         cli.main(["pod", "v4-16", "x.gin", "--check", "--simulate", "--smoke", "--gin", "A = 1"])
-    assert became.value.args == (["check", "x.gin", "--slice", "v4-16", "--gin", "A = 1", "--smoke", "--simulate"],)
+    assert became.value.args == (["check", "v4-16", "x.gin", "--gin", "A = 1", "--smoke", "--simulate"],)
     with pytest.raises(Became) as became:
         cli.main(["pod", "v4-16", "x.gin", "--check", "--tpu", "t", "--zone", "z"])
-    assert became.value.args == (["check", "x.gin", "--slice", "v4-16", "--ship"],)
+    assert became.value.args == (["check", "v4-16", "x.gin", "--ship"],)
     assert not calls
 
 

@@ -43,16 +43,16 @@ def test_a_model_with_many_more_rows_than_ids_is_noted(tmp_path, vocab_size, is_
 
 @pytest.mark.covers("L06")
 def test_a_disk_is_a_note_where_nobody_said_where_the_hosts_are(tmp_path, capsys):
-    argv = ["check", QUICKSTART, "--run-dir", str(tmp_path / "run")]
-    assert cli.main([*argv, "--slice", "v4-16"]) == 0
+    own = [QUICKSTART, "--run-dir", str(tmp_path / "run")]
+    assert cli.main(["check", "v4-16", *own]) == 0
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
     assert len(notes) == 1
     assert "all 2 hosts of v4-16 must see one run directory" in notes[0]
     assert "--run-dir gs://BUCKET/" in notes[0]
-    for options in (["--slice", "v4-16", "--simulate"], ["--slice", "v4-8"]):
-        assert cli.main([*argv, *options]) == 0
+    for options in (["v4-16", *own, "--simulate"], ["v4-8", *own]):
+        assert cli.main(["check", *options]) == 0
         assert "\nnote" not in capsys.readouterr().out
-    assert cli.main([*argv, "--slice", "v4-16", "--ship"]) == 2
+    assert cli.main(["check", "v4-16", *own, "--ship"]) == 2
     assert "FAIL  run directory" in capsys.readouterr().out
 
 
@@ -153,7 +153,7 @@ def test_every_binding_that_is_left_out_has_a_line_of_its_own(capsys, tmp_path):
     bindings = ["TASK = @synthetic.random_tokens()", "synthetic.random_tokens.vocab_size = 259"]
     bindings += ["synthetic.random_tokens.length = %LENGTH", "synthetic.random_tokens.num_streams = 8"]
     argv = [x for b in bindings for x in ("--gin", b)]
-    assert cli.main(["check", QUICKSTART, "--slice", "v4-8", "--run-dir", str(tmp_path), *argv]) == 0
+    assert cli.main(["check", "v4-8", QUICKSTART, "--run-dir", str(tmp_path), *argv]) == 0
     first, *lines = capsys.readouterr().out.splitlines()
     assert first == f"ok    configuration  {QUICKSTART}"
     left_out = [line for line in lines if "is left out" in line]

@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import os
 
+from core import slices
 from launch import environment
 
 HELP = "find every mistake that shows without a device: configuration, layout, data, run directory"
-EXAMPLE = "launch/run check gin/valkyrie_7b.gin --slice v4-32"
+EXAMPLE = "launch/run check v4-32 gin/valkyrie_7b.gin"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what a check takes."""
+    parser.add_argument("slice", metavar="SLICE", help="such as v4-32 (launch/run slices)")
     parser.add_argument("experiment", metavar="EXPERIMENT.gin")
-    parser.add_argument("--slice", metavar="SLICE", help="wins over the file's SLICE")
     parser.add_argument(
         "--gin", metavar="BINDING", action="append", default=[], help="overrides one binding; repeatable"
     )
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     checked = preflight.check(
         args.experiment,
         bindings=args.gin,
-        slice_name=args.slice,
+        slice_name=slices.get(args.slice).name,
         run_dir=args.run_dir or environment.run_directory(args.experiment, smoke=args.smoke),
         smoked=args.smoke,
         hosts="simulated" if args.simulate else "shipped to" if args.ship else "here",

@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     _require_one_mode(args)
     if args.check:
         where = ["--simulate"] if args.simulate else ["--ship"] if args.tpu else []
-        return _become(["check", args.experiment, "--slice", slice_.name, *_options(args), *where])
+        return _become(["check", slice_.name, args.experiment, *_options(args), *where])
     if args.simulate:
         return _simulate(args, slice_)
     if args.tpu:

@@ -35,7 +35,7 @@ def test_the_parts_are_commands_that_cover_rows_of_the_checklist(tmp_path):
     [
         (Part("x", ("slices",), ("R07",)), "ok"),
         (Part("x", ("doctor", "v9-1", "x.gin"), ()), "failed"),
-        (Part("x", ("doctor", "v9-1", "x.gin"), (), ("check", "x.gin")), "failed"),  # what fails is no layout
+        (Part("x", ("doctor", "v9-1", "x.gin"), (), ("check", "v9-1", "x.gin")), "failed"),  # what fails is no layout
     ],
 )
 def test_a_part_that_fails_leaves_its_last_lines_and_the_others(part, verdict):

@@ -1,0 +1,164 @@
+"""Models, tasks and optimizers from outside the workspace: what is wrong with them is said in one message each."""
+
+import types
+
+import pytest
+
+from launch import card, configuration, preflight
+
+TEXT = """
+from __gin__ import dynamic_registration
+import outside_parts
+include 'gin/defaults.gin'
+include 'gin/tasks/python_source.gin'
+MODEL = @outside_parts.Model()
+BATCH_SIZE = 32
+LENGTH = 16
+VOCAB_SIZE = 260
+"""
+PARTS = """
+import dataclasses
+import haiku as hk
+import jax
+import numpy as np
+from core import logical, optimizers, stack
+from models import losses
+
+logical.declare("letters", "letters of the alphabet")
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    reads: str = "inputs"
+    axis: str = "letters"
+
+    def init(self, rng, batch):
+        return hk.transform(self._sums).init(rng, batch)
+
+    def init_carry(self, batch):
+        return ()
+
+    def loss(self, params, carry, rng, batch):
+        return carry, hk.transform(self._sums).apply(params, rng, batch)
+
+    def _sums(self, batch):
+        table = logical.param("table", (260, 260), (self.axis, "embed"), hk.initializers.RandomNormal())
+        x = table[batch[self.reads]]
+        return losses.cross_entropy(x, batch["targets"], batch["weights"], vocab_size=260)
+
+
+class Half:
+    def init(self, rng, batch):
+        return {}
+
+
+def half():
+    return Half()
+
+
+def nothing():
+    return None
+
+
+def optimizer(*, rate: float = 1e-3):
+    return optimizers.adamw(learning_rate=optimizers.constant(rate))
+
+
+class Images:
+    length, num_streams, vocabulary = 8, 4, None
+
+    def spec(self, batch_size):
+        return {"values": jax.ShapeDtypeStruct((batch_size, 8), np.float32)}
+
+    def prepare(self, run_dir, *, is_host_zero): ...
+    def train(self, layout, *, seed): ...
+    def evaluation(self, layout): ...
+    def problems(self): return []
+    def describe(self): return "images"
+    def fingerprint(self): return "1"
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("outside")
+    (folder / "outside_parts.py").write_text(PARTS)
+    (folder / "mine.gin").write_text(TEXT)
+    return folder
+
+
+def failed(folder, *bindings):
+    checked = preflight.check(
+        str(folder / "mine.gin"), bindings=bindings, slice_name="v4-8", run_dir=str(folder), hosts="simulated"
+    )
+    return {f.name: f.detail for f in checked.findings if not f.ok}, checked
+
+
+def test_a_model_with_an_axis_of_its_own_fits(folder):
+    assert failed(folder)[0] == {}
+
+
+@pytest.mark.parametrize(
+    ("binding", "name", "says"),
+    [
+        ("outside_parts.Model.axis = 'letter'", "layout", "unknown logical axis 'letter'; did you mean letters?"),
+        (
+            "outside_parts.Model.reads = 'words'",
+            "layout",
+            "model Model cannot be traced: KeyError: 'words' (outside_parts.py:28, in _sums). A batch of this task has "
+            "inputs int32[32, 16], ",
+        ),
+        ("TASK = @outside_parts.Images()", "layout", "KeyError: 'inputs' (outside_parts.py:28, in _sums). A batch of"),
+        (
+            "MODEL = @outside_parts.nothing()",
+            "configuration",
+            "model is None, which lacks init(rng, batch), init_carry(",
+        ),
+        (
+            "MODEL = @outside_parts.half()",
+            "configuration",
+            "model is of type Half, which lacks init_carry(batch), loss(params, carry, rng, batch): see Model in "
+            "core/types.py",
+        ),
+        ("MODEL = @outside_parts.Half()", "configuration", "which gives Half, which lacks init_carry, loss"),
+        (
+            "OPTIMIZER = @outside_parts.nothing()",
+            "configuration",
+            "optimizer is None, expected core.optimizers.base.Optimizer",
+        ),
+        ("TASK = @outside_parts.half()", "configuration", "task is of type Half, which lacks length, num_streams, voc"),
+    ],
+)
+def test_what_does_not_fit_is_one_message(folder, binding, name, says):
+    found, _ = failed(folder, binding)
+    assert says in found[name]
+
+
+def test_a_task_without_a_vocabulary_needs_no_prompt(folder):
+    images = "TASK = @outside_parts.Images()"
+    _, checked = failed(folder, images)
+    assert checked.experiment.data_problems(prepared=True) == []
+    _, checked = failed(folder, images, "PROMPT = 'x'")
+    assert (
+        "PROMPT = 'x': Images has no vocabulary to read it with" in checked.experiment.data_problems(prepared=False)[0]
+    )
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_rate_that_another_optimizer_does_not_read_is_a_note(folder, together):
+    chosen = ["OPTIMIZER = @outside_parts.optimizer()", "LEARNING_RATE = 0.1"]
+    config = configuration.load(str(folder / "mine.gin"), bindings=chosen if together else chosen[::-1])
+    assert any("LEARNING_RATE = 0.1 is left out" in note and "chose OPTIMIZER = " in note for note in config.notes)
+    with pytest.raises(ValueError, match="KEEP_CHECKPOINT is not one of the macros"):
+        configuration.load(str(folder / "mine.gin"), bindings=[*chosen, "KEEP_CHECKPOINT = 1"])
+
+
+def test_a_sample_begins_with_the_id_that_rows_begin_with(monkeypatch):
+    asked = []
+    monkeypatch.setattr(card.sampling, "continue_prompt", lambda *_, **__: asked.append(_[2]) or [5])
+    vocabulary = types.SimpleNamespace(bos_id=7, encode=lambda text: [8, 9], decode=str)
+    experiment = types.SimpleNamespace(
+        prompt="ab", model=types.SimpleNamespace(logits=None), task=types.SimpleNamespace(vocabulary=vocabulary)
+    )
+    assert card._sample(experiment, None, None) == "[5]"
+    assert asked == [[7, 8, 9]]
