@@ -62,8 +62,18 @@ class Axes:
         return "(" + ", ".join(n or "-" for n in self.names) + ")"
 
 
-_rules: contextvars.ContextVar[Rules | None] = contextvars.ContextVar("rules", default=None)
-_param_rules: contextvars.ContextVar[Rules | None] = contextvars.ContextVar("param_rules", default=None)
+@dataclasses.dataclass(frozen=True)
+class _Tables:
+    """A strategy's tables, with the hash by value that a part of JAX's trace key needs."""
+
+    activations: Rules
+    params: Rules
+
+    def __hash__(self) -> int:
+        return hash((frozenset(self.activations.items()), frozenset(self.params.items())))
+
+
+_tables = jax.make_user_context(None)  # a _Tables or None; part of the key of every trace
 _record: contextvars.ContextVar[dict[str, dict[str, Axes]] | None] = contextvars.ContextVar("record", default=None)
 _stack: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("stack", default=())
 
@@ -77,11 +87,12 @@ def _set(variable: contextvars.ContextVar, value) -> Iterator[Any]:
         variable.reset(token)
 
 
-@contextlib.contextmanager
-def sharding_rules(activations: Rules, params: Rules) -> Iterator[None]:
-    """Context in which `constrain` and `lookup_specs` follow a strategy's tables; enter it inside `jax.set_mesh`."""
-    with _set(_rules, activations), _set(_param_rules, params):
-        yield
+def sharding_rules(activations: Rules, params: Rules) -> contextlib.AbstractContextManager:
+    """Context in which `constrain` and `lookup_specs` follow a strategy's tables; enter it inside `jax.set_mesh`.
+
+    A jitted function is traced once for each pair of tables that it is called under.
+    """
+    return _tables(_Tables(dict(activations), dict(params)))
 
 
 def stacked(name: str):
@@ -189,10 +200,10 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     if len(names) != x.ndim:
         raise ValueError(f"constrain: {len(names)} names {names} for an array of shape {x.shape}")
     check_names(names, where="constrain")
-    rules, mesh = _rules.get(), jax.sharding.get_abstract_mesh()
-    if rules is None or mesh.empty:
+    tables, mesh = _tables.value, jax.sharding.get_abstract_mesh()
+    if tables is None or mesh.empty:
         return x
-    spec = partition_spec(Axes(names), rules, keep=automatic_axes().__contains__)
+    spec = partition_spec(Axes(names), tables.activations, keep=automatic_axes().__contains__)
     _check_divides(x.shape, Axes(names), spec, mesh.shape)
     return jax.lax.with_sharding_constraint(x, spec)
 
@@ -221,10 +232,10 @@ def automatic_axes() -> set[str]:
 
 def activation_spec(*names: str | None) -> PartitionSpec | None:
     """How the activation table in force spreads an array with these axes over automatic mesh axes; None outside."""
-    rules, mesh = _rules.get(), jax.sharding.get_abstract_mesh()
-    if rules is None or mesh.empty:
+    tables, mesh = _tables.value, jax.sharding.get_abstract_mesh()
+    if tables is None or mesh.empty:
         return None
-    return partition_spec(Axes(names), rules, keep=automatic_axes().__contains__)
+    return partition_spec(Axes(names), tables.activations, keep=automatic_axes().__contains__)
 
 
 class LookupSpecs(NamedTuple):
@@ -256,15 +267,15 @@ def lookup_specs(table: tuple[str, str], rows: Sequence[str | None]) -> LookupSp
     Returns:
       The layouts over automatic mesh axes; None where no strategy is in force.
     """
-    rules, stored, mesh = _rules.get(), _param_rules.get(), jax.sharding.get_abstract_mesh()
-    if rules is None or stored is None or mesh.empty:
+    tables, mesh = _tables.value, jax.sharding.get_abstract_mesh()
+    if tables is None or mesh.empty:
         return None
     automatic = automatic_axes()
-    pieces = partition_spec(Axes(table), stored, keep=automatic.__contains__)
+    pieces = partition_spec(Axes(table), tables.params, keep=automatic.__contains__)
     entries, columns = map(mesh_axes, pieces)
 
     def without(moved: tuple[str, ...]) -> PartitionSpec:
-        spec = partition_spec(Axes(tuple(rows)), rules, keep=(automatic - set(moved)).__contains__)
+        spec = partition_spec(Axes(tuple(rows)), tables.activations, keep=(automatic - set(moved)).__contains__)
         return PartitionSpec(*spec, tuple(axis for axis in columns if axis in moved) or None)
 
     moves = [without(columns[: i + 1]) for i in range(len(columns))]

@@ -15,7 +15,6 @@ microbatch's backward before the next one's forward. A tail returns sums over ro
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -90,17 +89,15 @@ def scan_runner(fn: LayerFn, stacked: Layer, x: jax.Array, side: Side, tail: Tai
     return x if tail is None else tail.fn(tail.params, x, side)
 
 
-_runner: contextvars.ContextVar[Runner] = contextvars.ContextVar("runner", default=scan_runner)
+_runner = jax.make_user_context(scan_runner)  # part of the key of every trace
 
 
-@contextlib.contextmanager
-def use_runner(runner: Runner):
-    """Context in which layer stacks are executed by `runner`."""
-    token = _runner.set(runner)
-    try:
-        yield
-    finally:
-        _runner.reset(token)
+def use_runner(runner: Runner) -> contextlib.AbstractContextManager:
+    """Context in which layer stacks are executed by `runner`.
+
+    A jitted function is traced once for each runner that it is called under: pass the same object every time.
+    """
+    return _runner(runner)
 
 
 def layer_stack(
@@ -151,7 +148,7 @@ def layer_stack(
         )
         if hk.running_init():  # a runner may need a mesh; init has none
             return scan_runner(fn, stacked, x, side, tail)
-        return _runner.get()(fn, stacked, x, side, tail)
+        return _runner.value(fn, stacked, x, side, tail)
 
     return apply
 

@@ -64,7 +64,8 @@ class Transformer:
     Attributes:
       vocab_size: entries of the vocabulary; stored rounded up to `vocab_multiple`.
       num_layers, embed_dim, mlp_dim, num_heads, num_kv_heads, head_dim: sizes; head_dim defaults to embed/heads.
-      tied: use the embedding as the output matrix.
+      tied: use the embedding as the output matrix; it then starts as one, with standard deviation 1 / sqrt(embed_dim)
+        instead of 1.
       remat: what the backward pass keeps, the rest being computed again: "none" (everything), "projections",
         "attention_and_up", "attention", "dots", "full" (nothing); see `REMAT`. A pipeline always does as "full".
       dtype: of computation, "bfloat16" or "float32"; parameters, norms, softmax and loss are float32.
@@ -199,8 +200,11 @@ class Transformer:
         return jax.tree.map(lambda table: logical.constrain(table, "batch", "length", None, None), tables)
 
     def _embedding(self) -> jax.Array:
+        # As the output matrix it has columns of about unit length, so that a fresh model's logits are of order 1.
+        stddev = 1.0 / math.sqrt(self.embed_dim) if self.tied else 1.0
+
         def init(shape, dtype):
-            rows = hk.initializers.TruncatedNormal(1.0)(shape, dtype)
+            rows = hk.initializers.TruncatedNormal(stddev)(shape, dtype)
             return jnp.where(jnp.arange(shape[0])[:, None] < self.vocab_size, rows, 0.0)
 
         shape = (self.stored_vocab_size, self.embed_dim)

@@ -54,10 +54,15 @@ class Partitioner:
         with contextlib.ExitStack() as context:
             context.enter_context(jax.set_mesh(self.mesh))
             context.enter_context(logical.sharding_rules(tables.activation_rules, tables.param_rules))
-            if self.pipeline:
-                run = runner.runner(self.pipeline, tables.param_rules, tables.activation_rules)
-                context.enter_context(stack.use_runner(run))
+            if self._runner:
+                context.enter_context(stack.use_runner(self._runner))
             yield
+
+    @functools.cached_property
+    def _runner(self) -> stack.Runner | None:
+        """Made once: it is part of the key of every trace."""
+        tables = self.strategy
+        return runner.runner(self.pipeline, tables.param_rules, tables.activation_rules) if self.pipeline else None
 
     @property
     def pipeline(self) -> Schedule | None:

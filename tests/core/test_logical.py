@@ -44,6 +44,24 @@ def test_constrain_is_the_identity_without_a_strategy():
     assert logical.activation_spec("batch", "mlp") is None
 
 
+@pytest.mark.covers("M11")
+@pytest.mark.parametrize("order", [("fsdp", "tensor"), ("tensor", "fsdp")])
+def test_a_jitted_function_follows_the_tables_in_force(mesh, order):
+    """One function, one mesh, two tables: traced once for each."""
+    traces = []
+
+    @jax.jit
+    def spread(x):
+        traces.append(None)
+        return logical.constrain(2 * x, "batch", None)
+
+    for axis in (*order, *order, None):
+        rules = {**RULES, "batch": axis}
+        with jax.set_mesh(mesh), logical.sharding_rules(rules, RULES):
+            assert spread(jnp.ones((4, 6))).sharding.spec == (PartitionSpec(axis) if axis else PartitionSpec())
+    assert len(traces) == 3
+
+
 def test_constrain_is_the_same_call_under_vmap_and_inside_a_manual_region(mesh):
     def per_stage(x):  # [B, F]
         return logical.constrain(x, "batch", "mlp")

@@ -81,6 +81,22 @@ def test_value_and_gradient_do_not_depend_on_runner_or_remat(remat):
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), got_grad, want_grad)
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_jitted_function_follows_the_runner_in_force(order):
+    runs = []
+
+    def counting(fn, stacked, x, side, tail):
+        runs.append("counting")
+        return stack.scan_runner(fn, stacked, x, side, tail)
+
+    params = network().init(KEY, X, SIDE)
+    apply = jax.jit(lambda params: network().apply(params, None, X, SIDE))
+    for i in order * 2:
+        with stack.use_runner((stack.scan_runner, counting)[i]):
+            apply(params)
+    assert runs == ["counting"]  # traced once under each, whichever came first
+
+
 def test_weights_that_a_layer_casts_go_through_the_loop_as_narrow_as_it_uses_them():
     def block(x, side):
         wide = hk.get_parameter("wide", (3, 3), init=jnp.ones)

@@ -237,6 +237,18 @@ def test_padded_vocabulary_is_inert():
     assert jax.eval_shape(model.logits, params, batch).shape == (2, 32, 200)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("width", [64, 4096])
+def test_a_fresh_model_knows_nothing(width, tied):
+    """Its loss is within 10 % of ln V, at any width of the residual stream and from bfloat16 products."""
+    model = transformer.Transformer(
+        vocab_size=1000, num_layers=2, embed_dim=width, mlp_dim=96, num_heads=2, num_kv_heads=2, head_dim=16, tied=tied
+    )
+    batch = batch_of(np.random.default_rng(0).integers(0, 1000, (2, 65)))
+    loss = jax.jit(lambda key: mean_loss(model, model.init(key, batch), batch))(jax.random.key(1))
+    assert loss == pytest.approx(np.log(1000), rel=0.1)
+
+
 def test_cross_entropy_is_that_of_optax():
     rng = np.random.default_rng(1)
     logits = rng.normal(size=(2, 5, 12)).astype(np.float32)
