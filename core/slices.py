@@ -24,7 +24,7 @@ class Chip:
     """One chip, which is one JAX device.
 
     Attributes:
-      kind: `device_kind` as JAX prints it.
+      kinds: `device_kind` as JAX prints it, which depends on its version; first as libtpu describes a slice.
       peak_flops: bfloat16 FLOP/s.
       hbm_bytes: memory of the chip.
       usable_hbm_bytes: what XLA may allocate of it.
@@ -34,7 +34,7 @@ class Chip:
       chips_per_name_unit: chips that one unit of the number in a slice's name stands for.
     """
 
-    kind: str
+    kinds: tuple[str, ...]
     peak_flops: float
     hbm_bytes: int
     usable_hbm_bytes: int
@@ -45,10 +45,10 @@ class Chip:
 
 
 CHIPS: Mapping[str, Chip] = {
-    "v4": Chip("TPU v4", 275e12, 32 * GIB, int(30.75 * GIB), 1.2e12, 45e9, 407e9 / 4, 0.5),
-    "v5p": Chip("TPU v5", 459e12, 95 * GIB, 95 * GIB, 2.77e12, 90e9, 448e9 / 4, 0.5),
-    "v5e": Chip("TPU v5 lite", 197e12, 16 * GIB, 16 * GIB, 0.81e12, 45e9, 48e9, 1),
-    "v6e": Chip("TPU v6 lite", 918e12, 32 * GIB, 32 * GIB, 1.6e12, 90e9, 180e9, 1),
+    "v4": Chip(("TPU v4",), 275e12, 32 * GIB, int(30.75 * GIB), 1.2e12, 45e9, 407e9 / 4, 0.5),
+    "v5p": Chip(("TPU v5", "TPU v5p"), 459e12, 95 * GIB, 95 * GIB, 2.77e12, 90e9, 448e9 / 4, 0.5),
+    "v5e": Chip(("TPU v5 lite", "TPU v5e"), 197e12, 16 * GIB, 16 * GIB, 0.81e12, 45e9, 48e9, 1),
+    "v6e": Chip(("TPU v6 lite", "TPU v6e"), 918e12, 32 * GIB, 32 * GIB, 1.6e12, 90e9, 180e9, 1),
 }
 
 DCN_BYTES_PER_SECOND_PER_HOST = 25e9

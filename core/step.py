@@ -77,7 +77,7 @@ def train_step(
         batch = random_bits.with_row_ids(batch)
 
         def loss_sum(params, batch):
-            carry, out = model.loss(optimizer.trainable(params), state.carry, rng, batch)
+            carry, out = model.loss(optimizer.trainable(params), state.carry, rng, batch, is_training=True)
             return out.loss_sum, (carry, out)
 
         grad = jax.grad(loss_sum, has_aux=True)
@@ -116,7 +116,7 @@ def eval_step(
     """The function `(state, batch) -> sums`, to be added up over batches and divided once.
 
     It reads the parameters that the optimizer averages, where it does, and calls the model's own `evaluate`, where it
-    has one.
+    has one, or its `loss` with `is_training=False`.
     """
     answer = answer_step(model, optimizer, seed=seed)
 
@@ -142,7 +142,7 @@ def answer_step(
             out = model.evaluate(params, rng, batch)
             answers = dict(out.extras)
         else:
-            _, out = model.loss(params, model.init_carry(batch), rng, batch)
+            _, out = model.loss(params, model.init_carry(batch), rng, batch, is_training=False)
             answers = {}
         return {"loss": WeightedSum(out.loss_sum, out.weight_sum), **out.metrics}, answers
 

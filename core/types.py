@@ -71,8 +71,14 @@ class Model(Protocol):
     def init_carry(self, batch: Batch) -> Carry:
         """State that travels from step to step beside the parameters; `()` for a language model."""
 
-    def loss(self, params: Params, carry: Carry, rng: jax.Array, batch: Batch) -> tuple[Carry, LossOutput]:
-        """The next carry and the loss sums over the rows of `batch`."""
+    def loss(
+        self, params: Params, carry: Carry, rng: jax.Array, batch: Batch, *, is_training: bool
+    ) -> tuple[Carry, LossOutput]:
+        """The next carry and the loss sums over the rows of `batch`.
+
+        `is_training` is False in evaluation, where a model without `evaluate` is asked for its loss: what only training
+        does, such as dropout, is then left out.
+        """
 
 
 class DataLayout(NamedTuple):

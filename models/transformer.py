@@ -132,9 +132,11 @@ class Transformer:
         del batch
         return ()
 
-    def loss(self, params: Params, carry: tuple, rng: jax.Array, batch: Batch) -> tuple[tuple, LossOutput]:
-        """Cross-entropy in nats summed over supervised positions, and their number."""
-        del rng  # nothing is drawn
+    def loss(
+        self, params: Params, carry: tuple, rng: jax.Array, batch: Batch, *, is_training: bool = True
+    ) -> tuple[tuple, LossOutput]:
+        """Cross-entropy in nats summed over supervised positions, and their number; the same in evaluation."""
+        del rng, is_training  # nothing is drawn
         return carry, hk.transform(self._loss).apply(params, None, batch)
 
     def logits(self, params: Params, batch: Batch) -> jax.Array:

@@ -23,8 +23,8 @@ from core.slices import Slice
 
 
 @dataclasses.dataclass(frozen=True)
-class _PlayedChip:
-    """A CPU device with the attributes of the TPU chip it stands for, as `create_device_mesh` reads them."""
+class _DescribedChip:
+    """A device and how `create_device_mesh` is to see it: a CPU device as the TPU chip it stands for, for example."""
 
     device: jax.Device
     id: int
@@ -68,10 +68,8 @@ def make_mesh(
             f"{units.counted(len({d.process_index for d in devices}), 'host')}. "
             + (f"Play it with JAX_NUM_CPU_DEVICES={slice.chips} or more" if played else "Name the slice that this is")
         )
-    chips = play(devices, slice) if played else devices
-    grid = _grid(shape, dcn_shape or {}, chips)
-    if played:
-        grid = np.vectorize(lambda chip: chip.device, otypes=[object])(grid)
+    chips = play(devices, slice) if played else [_described(device, slice) for device in devices]
+    grid = np.vectorize(lambda chip: chip.device, otypes=[object])(_grid(shape, dcn_shape or {}, chips))
     axes = sorted(shape, key=lambda axis: leading.index(axis) if axis in leading else len(leading))
     grid = grid.transpose([list(shape).index(axis) for axis in axes])
     return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
@@ -86,30 +84,43 @@ def _grid(shape: Mapping[str, int], dcn_shape: Mapping[str, int], chips: Sequenc
 
 
 def _check_kind(devices: Sequence[jax.Device], slice: Slice) -> None:
-    if devices[0].device_kind != slice.chip.kind:
+    if devices[0].device_kind not in slice.chip.kinds:
         raise ValueError(
-            f"{slice.name} has {units.counted(slice.chips, f'{slice.chip.kind} chip')}, but JAX sees "
+            f"{slice.name} has {units.counted(slice.chips, f'{slice.chip.kinds[0]} chip')}, but JAX sees "
             f"{units.counted(len(devices), f'{devices[0].device_kind} device')}; name the slice this runs on"
         )
 
 
-def play(devices: Sequence[jax.Device], slice: Slice) -> list[_PlayedChip]:
+def play(devices: Sequence[jax.Device], slice: Slice) -> list[_DescribedChip]:
     """The first `slice.chips` devices, in process order, each as the chip it stands for."""
     coordinates = [c for host in slice.chips_by_host() for c in host] * slice.num_slices
     x, y = slice.topology[:2]
     return [
-        _PlayedChip(
+        _DescribedChip(
             device=device,
             id=c[0]
             + x * (c[1] + y * (c[2] if len(c) == 3 else 0))
             + slice.chips_per_slice * (i // slice.chips_per_slice),
             process_index=i // slice.chips_per_host,
             coords=(*c, 0)[:3],
-            device_kind=slice.chip.kind,
+            device_kind=slice.chip.kinds[0],
             slice_index=i // slice.chips_per_slice,
         )
         for i, (device, c) in enumerate(zip(devices, coordinates, strict=False))
     ]
+
+
+def _described(device: jax.Device, slice: Slice) -> _DescribedChip:
+    """A TPU chip under the first name of its kind, by which JAX chooses the order of some slices."""
+    return _DescribedChip(
+        device=device,
+        id=device.id,
+        process_index=device.process_index,
+        coords=tuple(device.coords),
+        device_kind=slice.chip.kinds[0],
+        core_on_chip=device.core_on_chip,
+        slice_index=getattr(device, "slice_index", 0),  # a slice by itself has none
+    )
 
 
 def topology_devices(slice: Slice) -> list[jax.Device]:

@@ -115,7 +115,7 @@ def residuals(program: Program, params: Any, state: TrainState, batch: Any) -> t
         return after if tail is None else tail.fn(tail.params, after, side)
 
     with stack.use_runner(runner):
-        model.loss(params, state.carry, rng, batch)
+        model.loss(params, state.carry, rng, batch, is_training=True)
     return list(seen), model.logits(params, batch) if hasattr(model, "logits") else None
 
 

@@ -63,7 +63,7 @@ def _on_a_tpu(model: Model, params: Any, example: Any) -> Model:
         return model
     kernel = dataclasses.replace(model, attention="splash")
     try:
-        jax.eval_shape(lambda p, b: kernel.loss(p, (), jax.random.key(0), b), params, example)
+        jax.eval_shape(lambda p, b: kernel.loss(p, (), jax.random.key(0), b, is_training=True), params, example)
     except ValueError:  # its tiles do not fit the length
         return model
     return kernel

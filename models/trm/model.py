@@ -171,11 +171,14 @@ class TRM:
         zeros = jnp.zeros(shape, self.dtype)
         return halting.all_halted(batch, States(zeros, (zeros,) * self.num_latents))
 
-    def loss(self, params: Params, carry: Carry, rng: jax.Array, batch: Batch) -> tuple[Carry, LossOutput]:
+    def loss(
+        self, params: Params, carry: Carry, rng: jax.Array, batch: Batch, *, is_training: bool = True
+    ) -> tuple[Carry, LossOutput]:
         """One supervised step: the loss sums over all rows, metrics over those that halted; the weight is B.
 
-        `extras` names the rows of the puzzle table that the step read.
+        `extras` names the rows of the puzzle table that the step read. Evaluation calls `evaluate` instead.
         """
+        del is_training
         w = self._cast(params, batch)
         carry = halting.refill(carry, batch, w.starts)
         now = self.curriculum and self.curriculum.at(carry.trained, h_cycles=self.h_cycles, l_cycles=self.l_cycles)

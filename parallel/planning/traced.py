@@ -96,7 +96,7 @@ def work(model: Model, spec: BatchSpec, params: Any, param_axes: Any) -> Work:
     rng = jax.eval_shape(lambda: jax.random.key(0))
 
     def loss(params: Any, carry: Any, rng: Any, batch: Any) -> jax.Array:
-        return model.loss(params, carry, rng, batch)[1].loss_sum
+        return model.loss(params, carry, rng, batch, is_training=True)[1].loss_sum
 
     def forward(params: Any, carry: Any, rng: Any, batch: Any) -> Any:
         value, back = jax.vjp(lambda p: loss(p, carry, rng, batch), params)

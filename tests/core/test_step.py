@@ -19,7 +19,7 @@ class Line:
     def init_carry(self, batch):
         return ()
 
-    def loss(self, params, carry, rng, batch):
+    def loss(self, params, carry, rng, batch, *, is_training):
         errors = (params["~"]["w"] * batch["x"] - batch["y"]) ** 2  # [B]
         weight = jnp.sum(batch["weights"])
         bits = jax.random.uniform(rng)
@@ -35,8 +35,8 @@ class Counting(Line):
     def init_carry(self, batch):
         return jnp.zeros(batch["x"].shape)
 
-    def loss(self, params, carry, rng, batch):
-        return carry + 1, super().loss(params, (), rng, batch)[1]
+    def loss(self, params, carry, rng, batch, *, is_training):
+        return carry + 1, super().loss(params, (), rng, batch, is_training=is_training)[1]
 
 
 def sgd(rate=0.1, **options):
@@ -112,6 +112,23 @@ def test_the_carry_travels_and_cannot_be_accumulated():
 
 
 @pytest.mark.covers("T17")
+class Dropping(Line):
+    """Leaves half of the inputs out while it trains."""
+
+    def loss(self, params, carry, rng, batch, *, is_training):
+        kept = jax.random.bernoulli(rng, 0.5, batch["x"].shape) if is_training else 1.0
+        return super().loss(params, carry, rng, {**batch, "x": batch["x"] * kept}, is_training=is_training)
+
+
+def test_evaluation_leaves_dropout_out():
+    state = start(Dropping())
+    losses = [step.eval_step(Dropping(), sgd(), seed=seed)(state, batch())["loss"].total for seed in range(3)]
+    whole = step.eval_step(Line(), sgd(), seed=0)(state, batch())["loss"].total
+    assert losses == [whole] * 3
+    trained = {float(step.train_step(Dropping(), sgd(), seed=seed)(state, batch())[1]["loss"]) for seed in range(3)}
+    assert len(trained) > 1
+
+
 def test_evaluation_returns_sums_and_starts_from_a_fresh_carry():
     state = start(Counting())._replace(carry=jnp.full(4, 9.0))
     sums = step.eval_step(Counting(), sgd(), seed=0)(state, batch(weights=[1.0, 1.0, 0.0, 2.0]))
@@ -123,7 +140,9 @@ class Answering(Line):
     """Is evaluated otherwise than it is trained, and answers."""
 
     def evaluate(self, params, rng, batch):
-        return super().loss(params, (), rng, batch)[1]._replace(extras={"y": params["~"]["w"] * batch["x"]})
+        return self.loss(params, (), rng, batch, is_training=False)[1]._replace(
+            extras={"y": params["~"]["w"] * batch["x"]}
+        )
 
 
 @pytest.mark.parametrize(("model", "answers"), [(Answering(), {"y": [2.0, 4.0, 6.0, 8.0]}), (Line(), {})])

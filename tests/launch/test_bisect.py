@@ -339,7 +339,7 @@ class Bigram:
     def init_carry(self, batch):
         return ()
 
-    def loss(self, params, carry, rng, batch):
+    def loss(self, params, carry, rng, batch, *, is_training):
         return carry, hk.transform(self._loss).apply(params, None, batch)
 
     def _loss(self, batch):

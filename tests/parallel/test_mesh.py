@@ -2,6 +2,7 @@
 
 import functools
 import os
+import types
 
 import jax
 import numpy as np
@@ -50,6 +51,20 @@ def test_the_simulated_mesh_is_that_of_libtpu(name, shape, tpu_topology, monkeyp
     want = [tuple(chip.coords)[: len(slice_.topology)] for chip in real.flat]
     assert played.shape == real.shape == tuple(shape.values())
     assert [coordinates[cpu.id] for cpu in played.flat] == want
+
+
+@pytest.mark.covers("M03")
+@pytest.mark.parametrize(("name", "kind"), [("v5p-16", "TPU v5p"), ("v5e-8", "TPU v5e"), ("v6e-8", "TPU v6e")])
+def test_a_chip_by_its_other_name_has_the_same_place(name, kind, tpu_topology, monkeypatch):
+    """JAX has an order of its own for 8 chips called TPU v5p, and another for chips called TPU v5 lite."""
+    monkeypatch.setattr(mesh, "Mesh", lambda grid, names, **_: grid)
+    devices = tpu_topology(name)
+    read = ("id", "process_index", "coords", "platform", "core_on_chip")
+    renamed = [types.SimpleNamespace(**{a: getattr(d, a) for a in read}, device_kind=kind) for d in devices]
+    of_name, of_other = (
+        mesh.make_mesh({"data": 2, "fsdp": 4}, slice=slices.get(name), devices=of) for of in (devices, renamed)
+    )
+    assert [d.id for d in of_other.flat] == [d.id for d in of_name.flat]
 
 
 @pytest.mark.covers("M03")

@@ -235,7 +235,7 @@ class MeanOfTargets:
     def init_carry(self, batch):
         return ()
 
-    def loss(self, params, carry, rng, batch):
+    def loss(self, params, carry, rng, batch, *, is_training):
         total = params["~"]["scale"] * jnp.sum(batch["targets"] * batch["weights"])
         return carry, LossOutput(total, jnp.sum(batch["weights"]), {})
 

@@ -62,7 +62,7 @@ def test_roll_back_gives_up_where_it_gets_no_further():
 class Line:
     """y = w x; the carry counts steps."""
 
-    def loss(self, params, carry, rng, batch):
+    def loss(self, params, carry, rng, batch, *, is_training):
         errors = (params["~"]["w"] * batch["x"]) ** 2
         return carry + 1, LossOutput(jnp.sum(errors), jnp.float32(errors.size), {})
 
@@ -91,7 +91,7 @@ def test_a_skipped_step_keeps_everything_but_its_number(bad):
 class Still:
     """A gradient of exactly 1, so that plain SGD moves `w` by the learning rate."""
 
-    def loss(self, params, carry, rng, batch):
+    def loss(self, params, carry, rng, batch, *, is_training):
         return carry, LossOutput(params["~"]["w"] * jnp.sum(batch["x"]), jnp.float32(batch["x"].size), {})
 
 

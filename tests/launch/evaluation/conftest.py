@@ -42,13 +42,13 @@ class Parrot:
     def init_carry(self, batch):
         return ()
 
-    def loss(self, params, carry, rng, batch):
+    def loss(self, params, carry, rng, batch, *, is_training):
         rows = jnp.sum(batch["puzzle_ids"] > 0, dtype=jnp.float32)
         return carry, LossOutput(params["~"]["turn"][0] * rows, rows, {"seen": WeightedSum(rows, rows)})
 
     def evaluate(self, params, rng, batch):
         told, turn = np.load(self.file), params["~"]["turn"][0].astype(jnp.int32)
-        _, out = self.loss(params, (), rng, batch)
+        _, out = self.loss(params, (), rng, batch, is_training=False)
         said = {name: jnp.asarray(told[name])[turn, batch["puzzle_ids"]] for name in ("predicted", "q_halt")}
         return out._replace(extras={"inputs": batch["inputs"], "puzzle_ids": batch["puzzle_ids"], **said})
 '''
