@@ -51,18 +51,13 @@ class Partitioner:
     def tracing(self) -> Iterator[None]:
         """Context in which a model traced for this layout sees its mesh and its table."""
         tables = self.strategy
-        with contextlib.ExitStack() as context:
-            context.enter_context(jax.set_mesh(self.mesh))
-            context.enter_context(logical.sharding_rules(tables.activation_rules, tables.param_rules))
-            if self._runner:
-                context.enter_context(stack.use_runner(self._runner))
+        run = stack.use_runner(self._runner) if self.pipeline else contextlib.nullcontext()
+        with jax.set_mesh(self.mesh), logical.sharding_rules(tables.activation_rules, tables.param_rules), run:
             yield
 
     @functools.cached_property
-    def _runner(self) -> stack.Runner | None:
-        """Made once: it is part of the key of every trace."""
-        tables = self.strategy
-        return runner.runner(self.pipeline, tables.param_rules, tables.activation_rules) if self.pipeline else None
+    def _runner(self) -> stack.Runner:  # made once: it is part of the key of every trace
+        return runner.runner(self.pipeline, self.strategy.param_rules, self.strategy.activation_rules)
 
     @property
     def pipeline(self) -> Schedule | None:
