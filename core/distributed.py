@@ -11,6 +11,7 @@ works before the first array exists.
 from __future__ import annotations
 
 import collections
+import math
 import os
 import re
 import signal
@@ -29,7 +30,8 @@ from core import jax_internals, roll_call
 from core.watch import exit_codes, peers
 from core.watch.judging import Limits
 
-HEARTBEAT_SECONDS = 60  # of JAX: long enough for core.watch, which names who is silent after 20 s, to speak first.
+HEARTBEAT_SECONDS = 60  # of JAX, at least: core.watch, which names who is silent, is to speak first
+_NEVER_SECONDS = 24 * 3600  # of JAX's heartbeat, where silence is to end nothing
 SHUTDOWN_SECONDS = 30
 TIMEOUT_SECONDS = 300
 
@@ -107,7 +109,7 @@ def initialize(
     else:
         wanted = _meet(wanted, timeout_seconds, description=description, addresses=addresses, watch=watch)
         before_devices(wanted)
-        _join(wanted, timeout_seconds=timeout_seconds)
+        _join(wanted, timeout_seconds=timeout_seconds, heartbeat_seconds=_heartbeat_seconds(watch))
     _joined = wanted
     return _joined
 
@@ -176,7 +178,13 @@ def _addresses_of_slice(count: int) -> Sequence[str]:
     return addresses if len(addresses) == count else ()
 
 
-def _join(cluster: Cluster, *, timeout_seconds: float) -> None:
+def _heartbeat_seconds(watch: Limits | None) -> int:
+    if watch is None:
+        return HEARTBEAT_SECONDS
+    return _NEVER_SECONDS if watch.reports_only else max(HEARTBEAT_SECONDS, math.ceil(1.5 * watch.silent_seconds))
+
+
+def _join(cluster: Cluster, *, timeout_seconds: float, heartbeat_seconds: int) -> None:
     index, count, coordinator = cluster
     host, port = roll_call.split(coordinator)
     own_host = roll_call.bindable(host) if index == 0 else host
@@ -185,7 +193,7 @@ def _join(cluster: Cluster, *, timeout_seconds: float) -> None:
         num_processes=count,
         process_id=index,
         initialization_timeout=int(max(timeout_seconds, 30)),
-        heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+        heartbeat_timeout_seconds=heartbeat_seconds,
         shutdown_timeout_seconds=SHUTDOWN_SECONDS,
         coordinator_bind_address=f"{own_host or '[::]'}:{port}",
     )

@@ -17,10 +17,13 @@ from core import logical, slices, units
 from core.optimizers import Optimizer
 from core.training import non_finite
 from core.types import Model, Task, missing
-from core.watch.judging import USUAL_LIMITS, Limits
+from core.watch.judging import ON_TPU, USUAL_LIMITS, Limits
+from launch import environment
 from parallel.partitioner import Partitioner, Program
 from parallel.strategy import Strategy
 from tasks import vocabularies
+
+WATCHDOGS = ("end", "report")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +52,11 @@ class Experiment:
         the last checkpoint and leave out the data since.
       step_limit_seconds: a step that takes longer ends the run, with the stacks of all threads.
       compile_limit_seconds: the same for a step that compiles, and for reading and writing.
+      silent_limit_seconds: a host that says nothing for longer ends the run; None: 120 on a TPU, 20 in a rehearsal.
+      apart_limit_seconds: so does one that saves or restores for longer while others wait for it in a step; None: 600
+        on a TPU, 120 in a rehearsal.
+      watchdog: `end`, or `report`: what is over these four limits is named with its stacks, and the run goes on.
+      save_limit_seconds: a save that takes longer has failed; None: 300, and 20 for each GiB that a host holds.
       compare_interval: steps between comparisons of what hosts hold in common; 0 for none.
 
     Raises:
@@ -78,6 +86,10 @@ class Experiment:
     step_limit_seconds: float = USUAL_LIMITS.step_seconds
     compile_limit_seconds: float = USUAL_LIMITS.slow_seconds
     compare_interval: int = 100
+    silent_limit_seconds: float | None = None
+    apart_limit_seconds: float | None = None
+    watchdog: str = "end"
+    save_limit_seconds: float | None = None
 
     def __post_init__(self):
         slices.get(self.slice)
@@ -112,8 +124,13 @@ class Experiment:
         if self.non_finite not in non_finite.POLICIES:
             expected = ", ".join(map(repr, non_finite.POLICIES))
             raise ValueError(f"Experiment: non_finite = {self.non_finite!r}: expected one of {expected}")
-        limits = {name: getattr(self, name) for name in ("step_limit_seconds", "compile_limit_seconds")}
-        if wrong := [f"{name} = {value}" for name, value in limits.items() if not 0 < value < math.inf]:
+        if self.watchdog not in WATCHDOGS:
+            expected = ", ".join(map(repr, WATCHDOGS))
+            raise ValueError(f"Experiment: watchdog = {self.watchdog!r}: expected one of {expected}")
+        names = ("step", "compile", "silent", "apart", "save")
+        limits = {f"{name}_limit_seconds": getattr(self, f"{name}_limit_seconds") for name in names}
+        bound = {name: value for name, value in limits.items() if value is not None}
+        if wrong := [f"{name} = {value}" for name, value in bound.items() if not 0 < value < math.inf]:
             raise ValueError(f"Experiment: {', '.join(wrong)}: expected a finite number above 0")
         if self.step_limit_seconds > self.compile_limit_seconds:
             raise ValueError(
@@ -126,7 +143,15 @@ class Experiment:
     @property
     def limits(self) -> Limits:
         """How long a host may stay where it is."""
-        return Limits(self.step_limit_seconds, self.compile_limit_seconds)
+        usual = USUAL_LIMITS if environment.read("RENGA_SIMULATE") else ON_TPU
+        return Limits(
+            step_seconds=self.step_limit_seconds,
+            slow_seconds=self.compile_limit_seconds,
+            silent_seconds=self.silent_limit_seconds or usual.silent_seconds,
+            apart_seconds=self.apart_limit_seconds or usual.apart_seconds,
+            saving_seconds=self.save_limit_seconds or 0.0,
+            reports_only=self.watchdog == "report",
+        )
 
     def data_problems(self, *, prepared: bool) -> list[str]:
         """Everything wrong between task and model that shows without reading the data, each with its fix.

@@ -95,7 +95,11 @@ def train(run: Run, *, also: Sequence[hooks.Hook] = ()) -> dict[str, float]:
       The last validation means, `validation/loss` among them; empty where nothing is evaluated.
     """
     with phase.enter(phase.RESTORING):
-        checkpoints = Checkpoints(run.checkpoint_dir, keep=run.experiment.keep_checkpoints)
+        checkpoints = Checkpoints(
+            run.checkpoint_dir,
+            keep=run.experiment.keep_checkpoints,
+            timeout_seconds=run.experiment.save_limit_seconds,
+        )
         state, position, resumed = restore_or_init(run, checkpoints)
     first_step = int(state.step)
     progress = Progress(run.last_step, host=run.host)

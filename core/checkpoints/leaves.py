@@ -24,6 +24,13 @@ def by_name(tree: Any, *, joined_by: str = "/") -> dict[str, Any]:
     }
 
 
+def host_bytes(state: Any) -> int:
+    """Bytes of all arrays that this host holds, each part once, however many of its devices have a copy."""
+    return sum(
+        min(leaf.nbytes, sum(s.data.nbytes for s in leaf.addressable_shards)) for leaf in by_name(state).values()
+    )
+
+
 def require_arrays(state: Any) -> None:
     """Raises ValueError where a leaf is no jax.Array."""
     wrong = {name: type(leaf).__name__ for name, leaf in by_name(state).items() if not isinstance(leaf, jax.Array)}

@@ -28,9 +28,10 @@ from core.checkpoints.description import DamagedError
 from core.checkpoints.leaves import Misfit
 from core.checkpoints.reading import UnreadableError
 from core.checkpoints.streams import StreamsHandler, StreamsSave
-from core.checkpoints.writing import Cost, WriteFailedError, Writing, telling
+from core.checkpoints.writing import Cost, WriteFailedError, Writing, limit_seconds, telling
 
-TIMEOUT_SECONDS = 300  # orbax waits 20 minutes for a host that failed to write; the others need not.
+OPEN_SECONDS = 300.0  # for the slowest host to open the folder
+_NEVER_SECONDS = 10**6  # orbax counts the seconds of a whole write; `Writing` knows how many there may be
 
 REMOVAL_SECONDS = 10.0  # What somebody removes may look complete for so long after its first file is gone.
 
@@ -38,13 +39,14 @@ REMOVAL_SECONDS = 10.0  # What somebody removes may look complete for so long af
 class Checkpoints:
     """The checkpoints of one run. Every method is collective: all hosts call it, in the same order."""
 
-    def __init__(self, directory: str, *, keep: int, timeout_seconds: int = TIMEOUT_SECONDS, read_only: bool = False):
+    def __init__(self, directory: str, *, keep: int, timeout_seconds: float | None = None, read_only: bool = False):
         """Opens a folder of checkpoints; makes it, and clears what an interrupted save left, unless `read_only`.
 
         Args:
           directory: local or gs://, the same for all hosts and shared by them.
           keep: how many of the latest to keep.
-          timeout_seconds: how long hosts wait for one another in a save.
+          timeout_seconds: how long a save may take; None: as long as the bytes of a host give it time
+            (`writing.limit_seconds`).
           read_only: for a reader beside a running job: makes and removes nothing.
 
         Raises:
@@ -57,10 +59,11 @@ class Checkpoints:
             raise ValueError(f"there are no checkpoints in {self._directory}: no such folder; check run_dir")
         self._writing: Writing | None = None
         self._given_up = False
+        self._timeout_seconds = timeout_seconds
         self._costs: list[Cost] = []
         if not read_only and distributed.is_host_zero():
             steps.set_incomplete_aside(self._directory)
-        distributed.barrier("checkpoints/open", timeout_seconds=timeout_seconds)
+        distributed.barrier("checkpoints/open", timeout_seconds=OPEN_SECONDS)
         self._manager = ocp.CheckpointManager(
             self._directory,
             options=ocp.CheckpointManagerOptions(
@@ -70,7 +73,7 @@ class Checkpoints:
                 create=not read_only,
                 read_only=read_only,
                 cleanup_tmp_directories=not read_only,
-                async_options=ocp.AsyncOptions(timeout_secs=timeout_seconds),
+                async_options=ocp.AsyncOptions(timeout_secs=_NEVER_SECONDS),
             ),
             item_handlers={
                 "state": telling(ocp.StandardCheckpointHandler(), self._tell),
@@ -106,7 +109,15 @@ class Checkpoints:
         )
         described_seconds = time.monotonic() - began
         size_bytes = sum(leaf.nbytes for leaf in leaves.by_name(state).values())
-        self._writing = Writing(step, self._directory, size_bytes=size_bytes, blocked_seconds=described_seconds)
+        host_bytes = leaves.host_bytes(state)
+        self._writing = Writing(
+            step,
+            self._directory,
+            size_bytes=size_bytes,
+            host_bytes=host_bytes,
+            limit_seconds=self._timeout_seconds or limit_seconds(host_bytes),
+            blocked_seconds=described_seconds,
+        )
         with self._giving_up():
             self._writing.start(lambda: self._manager.save(step, args=parts, force=True), finish=self._finish)
 

@@ -22,6 +22,7 @@ from core.checkpoints.description import said
 from core.slices import GIB
 
 THREAD = "checkpoint "  # the name of a thread that writes one begins so
+BASE_SECONDS, SECONDS_PER_GIB = 300.0, 20.0  # 55 MB/s of one host: a bucket takes several times that
 _NO_ROOM = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 _LOOK_SECONDS = 0.5  # between looks at what other hosts say
 
@@ -70,14 +71,41 @@ logging.getLogger("absl").addFilter(_is_news)
 sys.unraisablehook = _report_unraisable
 
 
+class TooSlowError(TimeoutError):
+    """A save did not end within its limit."""
+
+
+def limit_seconds(host_bytes: int) -> float:
+    """How long a save of so many bytes of one host may take, where nobody set a limit."""
+    return BASE_SECONDS + SECONDS_PER_GIB * host_bytes / GIB
+
+
 class Writing:
     """A save that has been started."""
 
-    def __init__(self, step: int, directory: paths.Path, *, size_bytes: int, blocked_seconds: float = 0.0):
-        """Takes what is saved, where, its bytes on all hosts together, and how long training stood still for it."""
+    def __init__(
+        self,
+        step: int,
+        directory: paths.Path,
+        *,
+        size_bytes: int,
+        host_bytes: int,
+        limit_seconds: float,
+        blocked_seconds: float = 0.0,
+    ):
+        """Describes a save.
+
+        Args:
+          step: that is saved.
+          directory: of all checkpoints.
+          size_bytes: on all hosts together.
+          host_bytes: on this one.
+          limit_seconds: from its start until it is complete.
+          blocked_seconds: how long training has stood still for it already.
+        """
         self.step = step
         self._directory = directory
-        self._size_bytes = size_bytes
+        self._size_bytes, self._host_bytes, self._limit_seconds = size_bytes, host_bytes, limit_seconds
         self._blocked_seconds, self._write_seconds = blocked_seconds, 0.0
         self._began, self._looked_at = time.monotonic(), 0.0
         self._error: BaseException | None = None
@@ -113,6 +141,7 @@ class Writing:
         self._raise_own()
         if not self._thread.is_alive():
             return True
+        self._require_in_time()
         if time.monotonic() - self._looked_at >= _LOOK_SECONDS:
             self._looked_at = time.monotonic()
             self._raise_of_others()
@@ -122,10 +151,17 @@ class Writing:
         """Returns when it is written by all. Raises WriteFailedError as soon as one host is known to have failed."""
         began = time.monotonic()
         while self._thread.is_alive() and self._error is None:
+            self._require_in_time()
             self._raise_of_others()
             self._thread.join(_LOOK_SECONDS)
         self._blocked_seconds += time.monotonic() - began
         self._raise_own()
+
+    def _require_in_time(self) -> None:
+        if time.monotonic() - self._began > self._limit_seconds:
+            held = f"{self._host_bytes / GIB:.3g} GiB on this host"
+            self.fail(TooSlowError(f"it was not written within {self._limit_seconds:.0f} s ({held})"))
+            self._raise_own()
 
     def _work(self, finish: Callable[[], None]) -> None:
         try:
@@ -149,8 +185,16 @@ class Writing:
         return (
             f"saving the checkpoint of step {self.step} to {self._directory} failed: {no_room(error) or said(error)}; "
             f"{space(self._directory, needed_bytes=self._size_bytes)}earlier checkpoints are intact. "
-            f"{'Make room' if no_room(error) else 'Check free space and permissions'}, then start again."
+            f"{self._advice(error)}, then start again."
         )
+
+    def _advice(self, error: BaseException) -> str:
+        if isinstance(error, TooSlowError):
+            return (
+                "If the storage is that slow, allow more: set save_limit_seconds of the experiment to "
+                f"{2 * self._limit_seconds:.0f}"
+            )
+        return "Make room" if no_room(error) else "Check free space and permissions"
 
     def _raise_own(self) -> None:
         if self._error is not None:

@@ -14,13 +14,10 @@ from typing import NamedTuple
 from core.watch import exit_codes, phase
 from core.watch.phase import Place
 
-SILENT_SECONDS = 20.0  # of a host that neither speaks nor hangs up; less than what JAX's own heartbeat waits
 SETTLING_SECONDS = 1.5  # for hosts that fail together, or because of one another
 JOINING_SECONDS = 600.0  # for a large slice to come up
 LEAVING_SECONDS = 10.0  # for all hosts to leave, once one has left with an exit code
 EARLY_SECONDS = 3.0  # for those who are still in their loop when one has left
-# What all hosts do together: for so long one may do it alone, while others wait for it in a step.
-APART_SECONDS = {phase.EVALUATING: 20.0, phase.ENDING: 20.0, phase.SAVING: 120.0, phase.RESTORING: 120.0}
 
 
 class Limits(NamedTuple):
@@ -30,10 +27,25 @@ class Limits(NamedTuple):
       step_seconds: in a step, and between two.
       slow_seconds: compiling, reading, opening, evaluating, saving and restoring; joining, once all are here, has
         JOINING_SECONDS at least.
+      silent_seconds: without a word of a host that has not hung up either; less than what JAX's own heartbeat waits.
+        For so long, too, one host may evaluate or end alone while others wait for it in a step.
+      apart_seconds: one host may save or restore alone while others wait for it in a step.
+      saving_seconds: what a save may take at least, whatever `slow_seconds` is.
+      reports_only: hosts that are stuck, silent or apart are named with their stacks, and nothing is ended.
     """
 
     step_seconds: float
     slow_seconds: float
+    silent_seconds: float = 20.0
+    apart_seconds: float = 120.0
+    saving_seconds: float = 0.0
+    reports_only: bool = False
+
+    def apart(self, place: Place) -> float | None:
+        """For something that all hosts do together and one does alone; None for what is not done together."""
+        if place.phase in (phase.SAVING, phase.RESTORING):
+            return self.apart_seconds
+        return self.silent_seconds if place.phase in (phase.EVALUATING, phase.ENDING) else None
 
     def of(self, place: Place) -> float:
         """For what a host does there; no limit where it prepares data, under limits of its own."""
@@ -41,10 +53,13 @@ class Limits(NamedTuple):
             return self.step_seconds
         if place.phase == phase.JOINING:
             return max(JOINING_SECONDS, self.slow_seconds)
+        if place.phase == phase.SAVING:
+            return max(self.saving_seconds, self.slow_seconds)
         return float("inf") if place.phase == phase.PREPARING else self.slow_seconds
 
 
-USUAL_LIMITS = Limits(600.0, 3600.0)
+USUAL_LIMITS = Limits(600.0, 3600.0)  # of a rehearsal, whose hosts are processes of one machine
+ON_TPU = USUAL_LIMITS._replace(silent_seconds=120.0, apart_seconds=600.0)
 
 
 @dataclasses.dataclass
@@ -96,21 +111,20 @@ def judge(seen: Mapping[int, Seen], *, limits: Limits, now: float) -> Verdict | 
       limits: how long a host may stay where it is.
       now: the moment, on the clock of what `seen` remembers.
     """
-    return (
-        _lost(seen)
-        or _raised(seen, now)
-        or _left(seen, now)
-        or _left_early(seen, now)
-        or _apart(seen)
-        or _silent(seen)
-        or _hung(seen, limits)
-    )
+    ended = _lost(seen) or _raised(seen, now) or _left(seen, now) or _left_early(seen, now)
+    return ended or (None if limits.reports_only else overdue(seen, limits=limits))
 
 
-def judge_host_zero(zero: Seen, own: Seen, *, now: float) -> Verdict | None:
+def overdue(seen: Mapping[int, Seen], *, limits: Limits) -> Verdict | None:
+    """The hosts that have been where they are for longer than they may: a matter of limits, and not yet an end."""
+    return _apart(seen, limits) or _silent(seen, limits) or _hung(seen, limits)
+
+
+def judge_host_zero(zero: Seen, own: Seen, *, limits: Limits, now: float) -> Verdict | None:
     """What another host makes of host 0, which can no longer say it: it is gone, silent, or through."""
     both = {0: zero, 1: own}
-    return _lost({0: zero}) or _silent({0: zero}) or _left(both, now) or _left_early(both, now)
+    silent = None if limits.reports_only else _silent({0: zero}, limits)
+    return _lost({0: zero}) or silent or _left(both, now) or _left_early(both, now)
 
 
 def _lost(seen: Mapping[int, Seen]) -> Verdict | None:
@@ -167,15 +181,15 @@ def _left_early(seen: Mapping[int, Seen], now: float) -> Verdict | None:
     return Verdict(tuple(early), f"{says}, with others in theirs: {there}", exit_codes.PEER_LOST)
 
 
-def _apart(seen: Mapping[int, Seen]) -> Verdict | None:
+def _apart(seen: Mapping[int, Seen], limits: Limits) -> Verdict | None:
     """Some evaluate, save or are through, and others wait for them in a step: not all took the same branch."""
     if any(s.place.phase in phase.ALONE for s in seen.values()):
         return None  # it holds up both
     waiting = [s.place.seconds for s in seen.values() if s.place.phase in (phase.COMPILING, phase.TRAINING)]
-    elsewhere = {i: s.place for i, s in seen.items() if s.place.phase in APART_SECONDS}
+    elsewhere = {i: s.place for i, s in seen.items() if limits.apart(s.place) is not None}
     if not waiting or not elsewhere:
         return None
-    patience = max(APART_SECONDS[place.phase] for place in elsewhere.values())
+    patience = max(limits.apart(place) for place in elsewhere.values())
     if min(*waiting, *(place.seconds for place in elsewhere.values())) < patience:
         return None
     through = [i for i, place in elsewhere.items() if place.phase == phase.ENDING]
@@ -185,8 +199,8 @@ def _apart(seen: Mapping[int, Seen]) -> Verdict | None:
     return Verdict(tuple(culprits), says, exit_codes.HUNG, wants_stacks=True)
 
 
-def _silent(seen: Mapping[int, Seen]) -> Verdict | None:
-    silent = [i for i, s in seen.items() if s.heard_seconds > SILENT_SECONDS and not s.left]
+def _silent(seen: Mapping[int, Seen], limits: Limits) -> Verdict | None:
+    silent = [i for i, s in seen.items() if s.heard_seconds > limits.silent_seconds and not s.left]
     if not silent:
         return None
     says = "; ".join(

@@ -125,6 +125,7 @@ class _Watch(threading.Thread):
         self._told: queue.SimpleQueue[tuple[dict[str, Any], threading.Event]] = queue.SimpleQueue()
         self._judged_at = time.monotonic()
         self._own_code: int | None = None
+        self._reported: tuple[int, ...] | None = None
         self._stopped = False
         self._wake, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -170,6 +171,8 @@ class _Watch(threading.Thread):
                 self._beat()
             if verdict := self._judged():
                 self._end(self._with_stacks(verdict), stacks.by_text(self._stacks))
+            if self._limits.reports_only and self._index == 0:
+                self._report()
         stacks.print_no_more()
         for link in self._links.values():
             _hang_up(link)
@@ -182,7 +185,7 @@ class _Watch(threading.Thread):
         return self._stopped or (for_a_reason and (self._index != 0 or all(s.gone for s in others)))
 
     def _beat(self) -> None:
-        stacks.print_unless_called_again(judging.SILENT_SECONDS)
+        stacks.print_unless_called_again(self._limits.silent_seconds)
         here = phase.place()
         self._seen[self._index].place = here
         self._send({"at": [here.step, here.phase, here.seconds]})
@@ -247,16 +250,27 @@ class _Watch(threading.Thread):
         """Host 0's judgement of all; of the others, whether host 0 itself is lost."""
         now, before = time.monotonic(), self._judged_at
         self._judged_at = now
-        if (
-            now - before > judging.SILENT_SECONDS / 2
-        ):  # this process slept (stopped, or starved): the silence was its own
+        if now - before > self._limits.silent_seconds / 2:  # this process slept: the silence was its own
             self._heard_at = dict.fromkeys(self._heard_at, now)
             return None
         for host, heard_at in self._heard_at.items():
             self._seen[host].heard_seconds = now - heard_at
         if self._index == 0:
             return judging.judge(self._seen, limits=self._limits, now=now) or self._diverged()
-        return judging.judge_host_zero(self._seen[0], Seen(self._names[self._index], phase.place()), now=now)
+        own = Seen(self._names[self._index], phase.place())
+        return judging.judge_host_zero(self._seen[0], own, limits=self._limits, now=now)
+
+    def _report(self) -> None:
+        """Host 0 names the hosts that are overdue, once for as long as they are the same, and ends nothing."""
+        overdue = judging.overdue(self._seen, limits=self._limits)
+        hosts = overdue.hosts if overdue else None
+        if overdue and hosts != self._reported:
+            self._with_stacks(overdue)
+            lines = [f"watchdog: {overdue.says}. The run goes on: the watchdog only reports."]
+            lines += [f"The threads of {self._named(of)}:\n{text}" for of, text in stacks.by_text(self._stacks)]
+            self._stacks.clear()
+            _print("\n".join(lines))
+        self._reported = hosts
 
     def _diverged(self) -> Verdict | None:
         complete = [step for step, by_host in self._compared.items() if len(by_host) == len(self._names)]
@@ -290,7 +304,7 @@ class _Watch(threading.Thread):
         if self._index == 0:
             self._send({"verdict": list(verdict), "stacks of": shown})
             deadline = time.monotonic() + _PARTING_SECONDS
-            awaited = [host for host in self._links if self._seen[host].heard_seconds < judging.SILENT_SECONDS / 2]
+            awaited = [host for host in self._links if self._seen[host].heard_seconds < self._limits.silent_seconds / 2]
             while not all(self._seen[host].gone for host in awaited) and time.monotonic() < deadline:
                 self._listen(until=deadline)
         at_fault = self._index in verdict.hosts

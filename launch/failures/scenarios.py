@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from core.watch import exit_codes, phase
-from core.watch.judging import SILENT_SECONDS
+from core.watch.judging import USUAL_LIMITS
 from launch.failures.faults import Fault
 
 ALL = (0, 1, 2, 3)
@@ -110,7 +110,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         (*LOST, exit_codes.HUNG),
         r"host 2 .*has been silent",
         Fault("freeze"),
-        ends_within_seconds=SILENT_SECONDS + WORD_SECONDS,
+        ends_within_seconds=USUAL_LIMITS.silent_seconds + WORD_SECONDS,
     ),
     Scenario("an exception on one host", (exit_codes.RAISED,), r"host 2 .*planted: a host raises", Fault("raise")),
     Scenario("a host leaves early", (exit_codes.PEER_LOST,), r"host 2 .*left its loop", Fault("leave")),

@@ -3,13 +3,14 @@
 import re
 import resource
 import shutil
+import time
 
 import jax
 import numpy as np
 import pytest
 
 from core import distributed, paths
-from core.checkpoints import reading, steps, store, streams, writing
+from core.checkpoints import leaves, reading, steps, store, streams, writing
 from launch.saved import verifying
 
 TWO_HOSTS = """
@@ -108,7 +109,7 @@ def test_what_cannot_begin_is_said_too(tmp_path, monkeypatch):
 def test_a_folder_that_is_gone_is_said_to_all(tmp_path):
     """As where a mount goes stale: what is free there cannot be asked for."""
     gone = paths.resolve(tmp_path / "gone")
-    save = writing.Writing(4, gone, size_bytes=2**30)
+    save = writing.Writing(4, gone, size_bytes=2**30, host_bytes=2**30, limit_seconds=60.0)
 
     def begin():
         raise OSError(116, "Stale file handle")
@@ -120,6 +121,32 @@ def test_a_folder_that_is_gone_is_said_to_all(tmp_path):
         save.start(begin, finish=lambda: None)
     (told,) = distributed.posted("checkpoints/step_4/failed").values()
     assert re.search(said, told)
+
+
+def test_the_time_that_a_save_may_take_grows_with_the_bytes_of_a_host():
+    assert writing.limit_seconds(0) == 300.0
+    assert writing.limit_seconds(75 * 10**9) == pytest.approx(300.0 + 20.0 * 69.85, abs=1.0)
+    layout = jax.sharding.NamedSharding(jax.make_mesh((16,), ("fsdp",)), jax.sharding.PartitionSpec("fsdp"))
+    state = {
+        "split": jax.device_put(np.zeros((16, 4), np.float32), layout),
+        "whole": jax.device_put(np.zeros(5, np.int8)),
+    }
+    assert leaves.host_bytes(state) == 16 * 4 * 4 + 5
+
+
+def test_a_save_that_takes_too_long_fails_and_says_what_to_set(tmp_path, monkeypatch):
+    written = streams.StreamsHandler._write
+
+    async def slowly(*args):
+        time.sleep(2.0)
+        await written(*args)
+
+    monkeypatch.setattr(streams.StreamsHandler, "_write", slowly)
+    checkpoints = store.Checkpoints(str(tmp_path / "checkpoints"), keep=3, timeout_seconds=1.0)
+    checkpoints.save(3, state={"w": jax.device_put(np.zeros(3))}, data={"a": b"1"}, meta={})
+    says = r"step 3 to .*: TooSlowError: it was not written within 1 s .*set save_limit_seconds of the experiment to 2,"
+    with pytest.raises(writing.WriteFailedError, match=says):
+        checkpoints.wait()
 
 
 @pytest.mark.parametrize("pattern", ["state/*", "state/d", "meta", "data", "_CHECKPOINT_METADATA", "*"])

@@ -15,9 +15,9 @@ WATCHED = """
 import os, signal, sys, time
 from core import roll_call
 from core.watch import judging, peers, phase
-peers.BEAT_SECONDS, judging.EARLY_SECONDS, judging.SILENT_SECONDS = 0.2, 1.0, 2.0
+peers.BEAT_SECONDS, judging.EARLY_SECONDS = 0.2, 1.0
 roll = roll_call.answer(COORDINATOR, index=PROCESS, count=HOSTS, timeout_seconds=30)
-peers.start(roll, limits=judging.Limits(step_seconds=1.5, slow_seconds=30.0))
+peers.start(roll, limits=judging.Limits(step_seconds=1.5, slow_seconds=30.0, silent_seconds=2.0, reports_only=False))
 phase.at(phase.TRAINING, step=17)
 time.sleep(0.7)  # until everybody has said where it is
 def works_on(seconds=20.0):
@@ -35,8 +35,9 @@ LOST, HUNG = exit_codes.PEER_LOST, exit_codes.HUNG
 def ends(run_hosts):
     """Runs a story on three hosts and gives how they ended, and the seconds from what happened to the last end."""
 
-    def run(story, hosts=3):
-        results = run_hosts(WATCHED + story, hosts=hosts, timeout=60)
+    def run(story, hosts=3, *, reports=False):
+        watched = WATCHED.replace("reports_only=False", f"reports_only={reports}")
+        results = run_hosts(watched + story, hosts=hosts, timeout=60)
         ended = time.time()
         began = [float(at) for r in results for at in re.findall(r"^AT (\S+)", r.output, re.M)]
         return results, ended - min(began)
@@ -180,7 +181,6 @@ time.sleep(30)
 
 def test_a_host_in_another_branch_is_named(ends):
     story = """
-judging.APART_SECONDS[phase.EVALUATING] = 1.0
 stop_the_clock()
 def evaluates_alone():
     phase.at(phase.EVALUATING)
@@ -195,6 +195,55 @@ time.sleep(30)
     say(results, range(3), says)
     say(results, range(3), "in evaluates_alone")
     assert seconds < 8
+
+
+def test_a_watchdog_that_only_reports_names_who_is_stuck_and_ends_nothing(ends):
+    story = """
+stop_the_clock()
+def a_hook_that_takes_long():
+    phase.at(phase.BETWEEN)
+    time.sleep(3.5)
+ends_at = time.monotonic() + 5.0
+if PROCESS == 1: a_hook_that_takes_long()
+works_on(ends_at - time.monotonic())
+peers.leave()
+time.sleep(0.5)
+peers.stop()
+"""
+    results, _ = ends(story, reports=True)
+    assert [r.returncode for r in results] == [0, 0, 0], results
+    says = r"watchdog: host 1 .* has been at step 17, between steps for \d+ s \(limit 1.5 s\).*The run goes on"
+    assert len(re.findall(says, results[0].output)) == 1, results[0].output
+    assert "in a_hook_that_takes_long" in results[0].output
+    assert not re.search("ends: ", "".join(r.output for r in results))
+
+
+@pytest.mark.parametrize(
+    ("places", "silent", "rehearsal", "tpu"),
+    [
+        ([Place(4, phase.TRAINING, 1.0), Place(4, phase.TRAINING, 1.0)], 30.0, True, False),
+        ([Place(4, phase.TRAINING, 1.0), Place(4, phase.TRAINING, 1.0)], 130.0, True, True),
+        ([Place(4, phase.SAVING, 300.0), Place(5, phase.TRAINING, 300.0)], 0.0, True, False),
+        ([Place(4, phase.SAVING, 601.0), Place(5, phase.TRAINING, 601.0)], 0.0, True, True),
+        ([Place(4, phase.EVALUATING, 30.0), Place(5, phase.TRAINING, 30.0)], 0.0, True, False),
+        ([Place(4, phase.EVALUATING, 121.0), Place(5, phase.TRAINING, 121.0)], 0.0, True, True),
+    ],
+)
+def test_a_tpu_has_more_time_than_a_rehearsal(places, silent, rehearsal, tpu):
+    seen = {i: judging.Seen(f"host {i}", place) for i, place in enumerate(places)}
+    seen[1].heard_seconds = silent
+    for limits, ends in ((judging.USUAL_LIMITS, rehearsal), (judging.ON_TPU, tpu)):
+        assert bool(judging.judge(seen, limits=limits, now=0.0)) == ends
+        only = limits._replace(reports_only=True)
+        assert judging.judge(seen, limits=only, now=0.0) is None
+        assert judging.judge_host_zero(seen[1], seen[0], limits=only, now=0.0) is None
+        assert bool(judging.overdue(seen, limits=only)) == ends
+
+
+def test_a_lost_host_ends_a_run_whose_watchdog_only_reports():
+    seen = {i: judging.Seen(f"host {i}", Place(4, phase.TRAINING, 1.0)) for i in range(2)}
+    seen[1].gone = True
+    assert judging.judge(seen, limits=judging.ON_TPU._replace(reports_only=True), now=0.0).hosts == (1,)
 
 
 def test_when_nobody_is_behind_everybody_shows_its_stacks(ends):

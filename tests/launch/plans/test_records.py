@@ -57,6 +57,10 @@ FIELDS = {
     "prompt": ("x", False),
     "wandb_project": ("x", False),
     "step_limit_seconds": (3.0, False),
+    "silent_limit_seconds": (3.0, False),
+    "apart_limit_seconds": (3.0, False),
+    "save_limit_seconds": (3.0, False),
+    "watchdog": ("report", False),
     "compile_limit_seconds": (1e6, False),
     "compare_interval": (7, False),
 }
