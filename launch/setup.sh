@@ -12,6 +12,7 @@ requirements=$root/requirements.txt
 stamp=$venv/renga.stamp
 log=$root/.venv.log
 apt_timeout_seconds=300
+progress_seconds=10
 
 say() { echo "set-up: $*" >&2; }
 fail() { say "$*"; exit 1; }
@@ -110,9 +111,28 @@ make_venv() {
   fi
 }
 
+# Says every $progress_seconds how far pip is with $1 packages, as its log tells; ends with this script.
+report_progress() {
+  local total=$1 found what
+  SECONDS=0
+  while sleep "$progress_seconds" &>/dev/null && kill -0 $$ 2>/dev/null; do
+    found=$(grep -cE '^(Collecting|Requirement already satisfied)' "$log") || true
+    what="$found of $total packages found and downloaded"
+    ! grep -q '^Installing collected packages' "$log" || what="installing $total packages"
+    say "$what, $((SECONDS / 60)):$(printf %02d $((SECONDS % 60)))"
+  done
+}
+
 install_requirements() {
-  say "installing $(grep -c '==' "$requirements") packages into .venv with Python $1 (once; a few minutes)"
-  if ! "$venv/bin/python" -m pip install --disable-pip-version-check --no-input --quiet -r "$requirements" >>"$log" 2>&1; then
+  local total code=0
+  total=$(grep -c '==' "$requirements")
+  say "installing $total packages into .venv with Python $1 (once; a few minutes)"
+  report_progress "$total" 9>&- &
+  trap "kill $! 2>/dev/null || true" EXIT
+  "$venv/bin/python" -m pip install --disable-pip-version-check --no-input --progress-bar off -r "$requirements" \
+    >>"$log" 2>&1 || code=$?
+  kill $! 2>/dev/null || true
+  if ((code)); then
     say "pip could not install requirements.txt. Its last lines (all of them: $log):"
     tail -n 15 "$log" >&2
     fail "if the package index cannot be reached, set PIP_INDEX_URL or a pip.conf; then run this again: it continues"

@@ -24,6 +24,7 @@ case "$1 $2" in
     [[ $3 == --version ]] && exit 0
     [[ $* == *--user*uv* ]] && { mkdir -p ~/.local/bin; cp "$(dirname "$0")/../spare/uv" ~/.local/bin/uv; exit; }
     echo "$*" >>"$HOME/pip_calls"
+    [[ -z $PIP_SECONDS ]] || printf 'Collecting jax\\n'
     sleep "${PIP_SECONDS:-0}"
     [[ -e $HOME/no_network ]] && { echo "ERROR: Could not find a version that satisfies jax"; exit 1; }
     touch "$(dirname "$0")/installed" ;;
@@ -120,6 +121,18 @@ def test_new_requirements_are_installed_and_another_python_starts_afresh(machine
     assert not marker.exists()
     assert machine.setup(RENGA_PYTHON="mine") == (0, "")
     assert len(machine.calls("pip")) == 3
+
+
+def test_a_long_install_says_how_far_it_is(machine):
+    machine.python("python3", "3.12.4")
+    script = machine.root / "launch/setup.sh"
+    script.write_text(script.read_text().replace("progress_seconds=10", "progress_seconds=0.2"))
+    code, said = machine.setup(PIP_SECONDS="0.7")
+    assert code == 0
+    _, *progress, done = said.splitlines()
+    assert progress
+    assert all(re.fullmatch(r"set-up: 1 of 2 packages found and downloaded, 0:0\d", line) for line in progress)
+    assert done.startswith("set-up: done: ")
 
 
 @pytest.mark.covers("L04")
