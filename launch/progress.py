@@ -19,7 +19,7 @@ WAITS = {  # phases that may take long, as a person reads them
     phase.COMPILING: "compiling the training step",
     phase.EVALUATING: "evaluating",
     phase.SAVING: "saving a checkpoint",
-    phase.ENDING: "finishing, with a sample of what the model writes",
+    phase.ENDING: "finishing the run",
 }
 _LOOK_SECONDS = 0.5
 _FIRST_SECONDS = 10  # then at every further 10 s of the first minute, then once a minute

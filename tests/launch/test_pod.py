@@ -59,6 +59,28 @@ def calls(monkeypatch):
     return made
 
 
+@pytest.mark.parametrize(
+    ("steps", "newest", "is_finished"), [((), 200, True), ((), 199, False), (("--steps", "30"), 30, True)]
+)
+@pytest.mark.parametrize("where", [("--simulate",), ("--tpu", "t", "--zone", "z")])
+def test_a_finished_run_says_so_and_starts_no_host(
+    place, calls, tmp_path, capsys, monkeypatch, steps, newest, is_finished, where
+):
+    monkeypatch.setattr(supervise, "newest_step", lambda run_dir: newest)
+    run_dir = str(tmp_path) if where == ("--simulate",) else "gs://bucket/run"
+    assert cli.main(["pod", "v4-8", "gin/quickstart.gin", *where, *steps, "--run-dir", run_dir]) == 0
+    said = capsys.readouterr().out
+    assert (not calls) == is_finished
+    assert (f"nothing to train: {run_dir} has the checkpoint of step {newest}" in said) == is_finished
+    assert (f"launch/run evaluate {run_dir}" in said) == is_finished
+
+
+def test_tensorboard_of_a_run_directory_is_the_command_of_that_name(place):
+    with pytest.raises(Became) as became:
+        cli.main(["pod", "tensorboard", "runs/gin/quickstart"])
+    assert became.value.args == (["tensorboard", "runs/gin/quickstart"],)
+
+
 def test_nowhere_to_run_names_the_three_ways_and_what_was_looked_at(place, capsys):
     assert cli.main(["pod", "v4-16", "gin/x.gin"]) == 2
     said = capsys.readouterr().err
