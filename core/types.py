@@ -8,7 +8,7 @@ and several hosts average correctly without any of them knowing of the others.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -160,11 +160,27 @@ class Task(Protocol):
 
 
 def missing(value: Any, protocol: type) -> list[str]:
-    """What `value` lacks of a protocol of this module: attributes, and methods as `loss(params, carry, rng, batch)`."""
+    """What `value` lacks of a protocol of this module: attributes, and methods as `init(rng, batch)`.
+
+    A method that does not take a keyword of the protocol's counts as missing.
+    """
     attributes = [name for name in protocol.__annotations__ if not hasattr(value, name)]
-    methods = {name: member for name, member in vars(protocol).items() if inspect.isfunction(member)}
-    public = [name for name in methods if not name.startswith("_") and not callable(getattr(value, name, None))]
-    return [
-        *attributes,
-        *(f"{name}({', '.join(list(inspect.signature(methods[name]).parameters)[1:])})" for name in public),
-    ]
+    methods = {n: m for n, m in vars(protocol).items() if inspect.isfunction(m) and not n.startswith("_")}
+    lacking = [name for name, method in methods.items() if not _takes_keywords(getattr(value, name, None), method)]
+    return [*attributes, *(f"{name}({_parameters(methods[name])})" for name in lacking)]
+
+
+def _takes_keywords(found: Any, method: Callable) -> bool:
+    if not callable(found):
+        return False
+    there = inspect.signature(found).parameters
+    wanted = {p.name for p in inspect.signature(method).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    return wanted <= set(there) or any(p.kind is p.VAR_KEYWORD for p in there.values())
+
+
+def _parameters(method: Callable) -> str:
+    """`params, batch, *, is_training`."""
+    _, *parameters = inspect.signature(method).parameters.values()
+    keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    positional = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    return ", ".join([*positional, *["*"][: len(keywords)], *keywords])

@@ -38,7 +38,7 @@ class Model:
     def init_carry(self, batch):
         return ()
 
-    def loss(self, params, carry, rng, batch):
+    def loss(self, params, carry, rng, batch, *, is_training):
         return carry, hk.transform(self._sums).apply(params, rng, batch)
 
     def _sums(self, batch):
@@ -54,6 +54,15 @@ class Half:
 
 def half():
     return Half()
+
+
+class Uninformed(Model):
+    def loss(self, params, carry, rng, batch):
+        return carry, hk.transform(self._sums).apply(params, rng, batch)
+
+
+def uninformed():
+    return Uninformed()
 
 
 def nothing():
@@ -117,8 +126,13 @@ def test_a_model_with_an_axis_of_its_own_fits(folder):
         (
             "MODEL = @outside_parts.half()",
             "configuration",
-            "model is of type Half, which lacks init_carry(batch), loss(params, carry, rng, batch): see Model in "
-            "core/types.py",
+            "model is of type Half, which lacks init_carry(batch), loss(params, carry, rng, batch, *, is_training): "
+            "see Model in core/types.py",
+        ),
+        (
+            "MODEL = @outside_parts.uninformed()",
+            "configuration",
+            "model is of type Uninformed, which lacks loss(params, carry, rng, batch, *, is_training): see Model in",
         ),
         ("MODEL = @outside_parts.Half()", "configuration", "which gives Half, which lacks init_carry, loss"),
         (
