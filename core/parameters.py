@@ -8,6 +8,7 @@ by itself, so that training does not depend on how layers are stored.
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -78,6 +79,53 @@ def by_layer(
         lambda params: grouped(params).init(params),
         lambda updates, state, params=None: grouped(updates).update(updates, state, params),
     )
+
+
+def as_matrices(
+    rule: optax.GradientTransformation, matrices: Mapping[str, str], *, strict: bool
+) -> optax.GradientTransformation:
+    """`rule` with the parameters that match `matrices` reshaped to [rows, columns]; the others as they are.
+
+    Args:
+      rule: what it keeps of a matrix, it keeps of the reshaped one.
+      matrices: by pattern, a letter for each dimension: i (rows) or o (columns).
+      strict: whether a parameter with another number of dimensions than its letters is refused, or left as it is.
+    """
+
+    def letters(path: Sequence[Any], a: jax.Array) -> str | None:
+        found = letters_of(path_name(path), matrices)
+        return _letters(path, a, matrices) if strict or found is None or len(found) == len(a.shape) else None
+
+    def joined(tree: Params) -> Params:
+        return jax.tree_util.tree_map_with_path(lambda path, a: _matrix(a, letters(path, a)), tree)
+
+    def apart(tree: Params, like: Params) -> Params:
+        return jax.tree_util.tree_map_with_path(lambda path, a, of: _from_matrix(a, of, letters(path, of)), tree, like)
+
+    def update(updates: Params, state: Any, params: Params) -> tuple[Params, Any]:
+        found, state = rule.update(joined(updates), state, joined(params))
+        return apart(found, updates), state
+
+    return optax.GradientTransformation(lambda params: rule.init(joined(params)), update)
+
+
+def _rows_first(letters: str) -> list[int]:
+    return sorted(range(len(letters)), key=lambda i: letters[i])  # i before o, each side in order
+
+
+def _matrix(a: jax.Array, letters: str | None) -> jax.Array:
+    if letters is None:
+        return a
+    rows = math.prod(size for size, letter in zip(a.shape, letters, strict=True) if letter == "i")
+    return a.transpose(_rows_first(letters)).reshape(rows, -1)
+
+
+def _from_matrix(a: jax.Array, like: jax.Array, letters: str | None) -> jax.Array:
+    if letters is None:
+        return a
+    order = _rows_first(letters)
+    turned = a.reshape([like.shape[i] for i in order])
+    return turned.transpose([order.index(i) for i in range(len(order))])
 
 
 def _in_turn(update: Callable) -> Callable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -15,7 +16,8 @@ def state_axes(optimizer: Optimizer, shapes: Params, axes: Any) -> Any:
     """Logical axes of every leaf of the optimizer's state.
 
     A leaf that belongs to a parameter and has its shape has its axes; one that lacks a dimension (a factored moment)
-    has the axes that remain; everything else (counters) has no named axis, hence is replicated. A leaf belongs to the
+    has the axes that remain; a row or column moment over joined dimensions has the axis of the first, pieces of which
+    are pieces of all; everything else (counters) has no named axis, hence is replicated. A leaf belongs to the
     parameter whose path its own path ends with. Of two equally long dimensions optax drops the later for a row moment
     and the earlier for a column moment; should that change, a layout would, never a number.
 
@@ -47,11 +49,20 @@ def state_axes(optimizer: Optimizer, shapes: Params, axes: Any) -> Any:
 def _surviving_axes(
     leaf: tuple[int, ...], param: tuple[int, ...], names: tuple[str | None, ...], *, first: bool
 ) -> tuple:
-    """The axes of a leaf that lacks a dimension: the last, or the `first`, without which the sizes are right."""
+    """The axes of a leaf that lacks a dimension: the last, or the `first`, without which the sizes are right.
+
+    Else those of one side of the parameter as a matrix, whose dimensions are joined to one with the axis of the first.
+    """
     if leaf == param:
         return names
     order = range(len(param)) if first else reversed(range(len(param)))
     for dropped in sorted(order, key=lambda i: names[i] == "layers"):  # a layer of a stack keeps moments of its own
         if leaf == param[:dropped] + param[dropped + 1 :]:
             return names[:dropped] + names[dropped + 1 :]
+    layers = 1 if names[0] == "layers" else 0
+    cuts = range(layers + 1, len(param))
+    sides = [side for cut in cuts for side in ((cut, len(param)), (layers, cut))[:: 1 if first else -1]]
+    for start, end in sides:
+        if leaf == (*param[:layers], math.prod(param[start:end])):
+            return (*names[:layers], names[start])
     return (None,) * len(leaf)

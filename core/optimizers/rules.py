@@ -47,6 +47,7 @@ def adafactor(
     relative: bool = True,
     min_factored: int = 128,
     stacked: Sequence[str] = ("layers/*",),
+    matrices: Mapping[str, str] = MATRICES,
 ) -> optax.GradientTransformation:
     """Adafactor (Shazeer & Stern 2018, algorithms 4 and 5) without momentum: a row and a column in place of a moment.
 
@@ -55,15 +56,25 @@ def adafactor(
       clip_update: largest root mean square of an update, before the learning rate.
       relative: multiply an update by the root mean square of its parameter; the learning rate is then a fraction of
         it, about 1e-2.
-      min_factored: moments of parameters with two dimensions of at least this size are factored over the two largest.
+      min_factored: the moment of a matrix with at least so many rows and columns is factored; that of a parameter that
+        is in no pattern of `matrices`, over its two largest dimensions where both are of at least this size.
       stacked: patterns of parameters with a leading dimension of layers; each layer is a parameter of its own.
+      matrices: by pattern, which dimensions are rows and which columns, as for `muon`: attention weights are matrices
+        with their heads joined, however narrow a head is. Of these default names, a parameter of a model of your own
+        with another number of dimensions is in no pattern.
+
+    Raises:
+      ValueError: letters that make no matrix; at `init`, a parameter with another number of dimensions than `matrices`
+        gives it.
     """
+    parameters.check_letters(matrices)
     rule = optax.chain(
         optax.scale_by_factored_rms(decay_rate=decay_rate, min_dim_size_to_factor=min_factored),
         optax.clip_by_block_rms(clip_update),
         optax.scale_by_param_block_rms() if relative else optax.identity(),
     )
-    return parameters.by_layer(rule, lambda name: parameters.matches_any(name, tuple(stacked)))
+    joined = parameters.as_matrices(rule, parameters.of_one_layer(matrices), strict=matrices is not MATRICES)
+    return parameters.by_layer(joined, lambda name: parameters.matches_any(name, tuple(stacked)))
 
 
 @trained_by(weight_decay=1.0)

@@ -50,11 +50,8 @@ def unstacked(tree):
     return {"~": tree["~"]} | apart
 
 
-APART = {  # the same optimizers for unstacked layers
-    "adafactor": {},
-    "lion": {},
-    "muon": {"matrices": {p.replace("layers/*", "layer_*"): t[1:] for p, t in optimizers.MATRICES.items()}},
-}
+UNSTACKED = {p.replace("layers/*", "layer_*"): t[1:] for p, t in optimizers.MATRICES.items()}
+APART = {"adafactor": {"matrices": UNSTACKED}, "lion": {}, "muon": {"matrices": UNSTACKED}}  # for unstacked layers
 
 
 @pytest.mark.covers("T07")
@@ -100,6 +97,24 @@ def test_adafactor_divides_by_the_factored_moment_of_each_layer():
         np.testing.assert_allclose(update, -0.5 * scaled * np.sqrt(np.mean(p**2)), rtol=1e-4)
 
 
+@pytest.mark.covers("T07")
+@pytest.mark.parametrize(("name", "side"), [("query", (1, 2)), ("output", (0, 1))])
+def test_adafactor_factors_attention_weights_with_heads_joined(name, side):
+    """Heads of width 2 and 4 of them are narrower than `min_factored`, and one side of 8 together."""
+    params, grads = random_tree(0), random_tree(1)
+    optimizer = optimizers.adafactor(learning_rate=RATE, min_factored=8, **PLAIN)
+    updates = one_update(optimizer, params, grads)["layers/block"][name]
+    for layer, update in enumerate(updates):
+        g, p = grads["layers/block"][name][layer], params["layers/block"][name][layer]
+        other = tuple({0, 1, 2} - set(side))
+        joined, alone = np.mean(g**2, other, keepdims=True), np.mean(g**2, side, keepdims=True)
+        scaled = g / np.sqrt(joined * alone / joined.mean())
+        scaled /= max(1.0, np.sqrt(np.mean(scaled**2)))
+        np.testing.assert_allclose(update, -0.5 * scaled * np.sqrt(np.mean(p**2)), rtol=1e-4)
+    kept = [a.shape for a in jax.tree.leaves(optimizer.init(params))]
+    assert not [shape for shape in kept if sorted(shape) == sorted(SHAPES["layers/block"][name][0])]
+
+
 def test_muon_makes_each_layers_matrix_nearly_orthogonal_and_leaves_the_rest_to_adam():
     updates = one_update(MAKE["muon"](**PLAIN), random_tree(0), random_tree(1))
     block = updates["layers/block"]
@@ -135,9 +150,23 @@ def test_every_leaf_of_the_state_has_the_axes_of_its_dimensions(name):
     leaves = jax.tree.leaves(named, is_leaf=lambda a: isinstance(a, Axes))
     for (path, leaf), axes in zip(state, leaves, strict=True):
         assert len(axes.names) == len(leaf.shape), path
-        assert all(a is None or sizes[a] == n for a, n in zip(axes.names, leaf.shape, strict=True)), (path, axes)
+        joined = {"heads": sizes["heads"] * sizes["head_dim"]} if name == "adafactor" else {}
+        of_axis = [n in (sizes[a], joined.get(a)) for a, n in zip(axes.names, leaf.shape, strict=True) if a]
+        assert all(of_axis), (path, axes)
         if leaf.size > 3 * LAYERS:  # more than counters, placeholders and Newton-Schulz coefficients
             assert None not in axes.names, (path, leaf.shape, axes)
+
+
+def test_moments_of_joined_heads_are_split_as_heads():
+    shapes = {
+        m: {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, (s, _) in leaves.items()} for m, leaves in SHAPES.items()
+    }
+    optimizer = MAKE["adafactor"]()
+    named = optimizers.state_axes(optimizer, shapes, AXES)
+    leaves = jax.tree_util.tree_leaves_with_path(named, is_leaf=lambda a: isinstance(a, Axes))
+    found = {parameters.path_name(path[-3:]): axes.names for path, axes in leaves}
+    assert found["v_row/layers/block/query"] == found["v_col/layers/block/output"] == ("layers", "embed")
+    assert found["v_col/layers/block/query"] == found["v_row/layers/block/output"] == ("layers", "heads")
 
 
 @pytest.mark.parametrize(
@@ -152,6 +181,13 @@ def test_every_leaf_of_the_state_has_the_axes_of_its_dimensions(name):
 def test_letters_that_make_no_matrix_are_refused(matrices, message):
     with pytest.raises(ValueError, match=message):
         MAKE["muon"](matrices=matrices).init(random_tree(0))
+
+
+def test_adafactor_takes_a_model_of_other_shapes_unless_its_matrices_are_given():
+    params = {"layers/block": {"query": jnp.ones((3, 8, 8))}}
+    MAKE["adafactor"]().init(params)
+    with pytest.raises(ValueError, match=r"query has shape \(8, 8\), and 'ioo' names 3 dimensions"):
+        MAKE["adafactor"](matrices={"layers/*/query": "lioo"}).init(params)
 
 
 def test_patterns_that_are_not_there_are_left_out():

@@ -69,12 +69,11 @@ PIECES = {  # strategy: into how many pieces each axis of a parameter is cut
 }
 OPTIMIZER_PIECES = PIECES | {"zero1": {"embed": 16}}
 
-# What Adafactor keeps of each: rows and columns over the two largest dimensions, one number where it keeps nothing, for
-# each layer of a stack: those are on every chip.
+# What Adafactor keeps of each: rows and columns of a matrix, those of heads joined, and one number where it keeps
+# nothing, for each layer of a stack: those are on every chip.
 FACTORED = [
-    *([("layers", "heads", "head_dim"), ("layers", "embed", "heads"), ("each", "one")]),
-    *([("layers", "kv_heads", "head_dim"), ("layers", "embed", "kv_heads"), ("each", "one")] * 2),
-    *([("layers", "heads", "head_dim"), ("layers", "heads", "embed"), ("each", "one")]),
+    *([("layers", "embed"), ("layers", "heads", "head_dim"), ("each", "one")] * 2),  # query and output
+    *([("layers", "embed"), ("layers", "kv_heads", "head_dim"), ("each", "one")] * 2),
     *([("layers", "embed"), ("layers", "mlp"), ("each", "one")] * 3),
     *([("layers", "norm"), ("each", "one"), ("each", "one")] * 2),
     *[("norm",), ("one",), ("one",)],
