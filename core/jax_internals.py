@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jax._src import clusters, distributed, xla_bridge
+from jax._src import clusters, distributed, source_info_util, xla_bridge
 from jax._src.clusters import cloud_tpu_cluster
+from jax.extend.core import JaxprEqn
 
 
 def backends_are_initialized() -> bool:
@@ -47,3 +48,8 @@ def addresses_of_slice() -> Sequence[str]:
         if kind.is_env_present():
             return kind._get_worker_list_in_slice()
     return ()
+
+
+def source_of(equation: JaxprEqn) -> str:
+    """Where in the user's source an equation comes from: `model.py:12:8 (function)`."""
+    return source_info_util.summarize(equation.source_info)

@@ -13,10 +13,15 @@ and the rows in the batch: `core.step` puts `row_ids` there. A block gets them t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr, jaxprs_in_params
 
-from core.types import Batch
+from core import jax_internals
+from core.types import Batch, Model, Params
 
 ROW_IDS = "row_ids"
 
@@ -34,6 +39,55 @@ def row_ids(batch: Batch) -> jax.Array:
 def row_keys(key: jax.Array, rows: jax.Array) -> jax.Array:
     """A key for each row, [B], from one key and the rows' ids [B]."""
     return jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
+
+
+def refuse_shared_draws(model: Model, params: Params, batch: Batch) -> None:
+    """Refuses a model that draws for all rows with one key, where a step runs microbatches.
+
+    Each microbatch has the same key, so such a model (stock `hk.dropout`, say) would draw the same bits in all of them.
+    A draw is for all rows where its shape grows with the batch.
+
+    Args:
+      model: its loss is traced with the batch and with one of twice as many rows.
+      params, batch: shapes and dtypes.
+
+    Raises:
+      ValueError: names the draws and says how to draw by row.
+    """
+    found = _draws(model, params, batch)
+    if not any(shape for _, shape in found):
+        return
+    twice = {k: jax.ShapeDtypeStruct((2 * s.shape[0], *s.shape[1:]), s.dtype) for k, s in batch.items()}
+    draws = zip(found, _draws(model, params, twice), strict=True)
+    shared = {where: shape for (where, shape), (_, wider) in draws if shape != wider}
+    if shared:
+        listed = "\n  ".join(f"{list(shape)} at {where}" for where, shape in shared.items())
+        raise ValueError(
+            "random bits for all rows from one key: every microbatch (accum_steps above 1, or a pipeline) would draw "
+            f"the same ones, and the result would depend on the layout:\n  {listed}\n"
+            "Draw by row instead, for dropout:\n"
+            "  keys = core.random_bits.row_keys(hk.next_rng_key(), rows)  # rows: core.random_bits.row_ids(batch)\n"
+            "  x = jax.vmap(lambda key, row: hk.dropout(key, rate, row))(keys, x)\n"
+            "or use accum_steps = 1 and a strategy without a pipeline"
+        )
+
+
+def _draws(model: Model, params: Params, batch: Batch) -> list[tuple[str, tuple[int, ...]]]:
+    """Source and shape of every draw of a training loss that takes a single key."""
+
+    def loss(params: Params, batch: Batch) -> Any:
+        return model.loss(params, model.init_carry(batch), jax.random.key(0), with_row_ids(batch))
+
+    bare = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (params, dict(batch)))
+    return list(_single_key_draws(jax.make_jaxpr(loss)(*bare).jaxpr))
+
+
+def _single_key_draws(jaxpr: Jaxpr) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in ("random_bits", "random_split") and not equation.invars[0].aval.shape:
+            yield jax_internals.source_of(equation), tuple(equation.outvars[0].aval.shape)
+        for inner in jaxprs_in_params(equation.params):
+            yield from _single_key_draws(inner)
 
 
 def _rows(batch: Batch) -> int:

@@ -27,33 +27,34 @@ from parallel import rules
 from parallel.strategy import Strategy
 
 
-def manual_axes(
-    param_rules: Rules, activation_rules: Rules, shape: Mapping[str, int], *, gather_once: bool
-) -> set[str]:
+def manual_axes(tables: Strategy, shape: Mapping[str, int], *, gather_once: bool) -> set[str]:
     """Mesh axes above 1 that rows are split over, and that parameters are not, or are gathered along."""
-    rows = {axis for axis in logical.mesh_axes(activation_rules["batch"]) if shape[axis] > 1}
-    stored = {axis for axes in param_rules.values() for axis in logical.mesh_axes(axes)}
-    return rows if gather_once else rows - stored
+    rows = {axis for axis in logical.mesh_axes(tables.activation_rules["batch"]) if shape[axis] > 1}
+    return rows if gather_once else rows - _stored(tables)
 
 
 def outermost_axes(tables: Strategy) -> list[str]:
     """Mesh axes of rows in the order in which they become manual: those that parameters are whole along come first."""
-    stored = {axis for axes in tables.param_rules.values() for axis in logical.mesh_axes(axes)}
-    return sorted(logical.mesh_axes(tables.activation_rules["batch"]), key=stored.__contains__)
+    return sorted(logical.mesh_axes(tables.activation_rules["batch"]), key=_stored(tables).__contains__)
 
 
-def sum_gradients(manual: set[str], param_axes: Any, param_rules: Rules, activation_rules: Rules) -> step.SumGradients:
+def _stored(tables: Strategy) -> set[str]:
+    """Mesh axes that parameters are split over."""
+    return {axis for axes in tables.param_rules.values() for axis in logical.mesh_axes(axes)}
+
+
+def sum_gradients(manual: set[str], param_axes: Any, tables: Strategy) -> step.SumGradients:
     """`core.step.sum_gradients` with one reduction over the manual axes.
 
     Args:
       manual: what `manual_axes` gave.
       param_axes: tree of `Axes`, the parameters'.
-      param_rules, activation_rules: the strategy's tables.
+      tables: the strategy.
     """
     if not manual:
         return step.sum_gradients
     stored = jax.tree.map(
-        lambda axes: logical.partition_spec(axes, param_rules, keep=manual.__contains__),
+        lambda axes: logical.partition_spec(axes, tables.param_rules, keep=manual.__contains__),
         param_axes,
         is_leaf=lambda a: isinstance(a, Axes),
     )
@@ -66,7 +67,7 @@ def sum_gradients(manual: set[str], param_axes: Any, param_rules: Rules, activat
             return pieces, jax.lax.psum(out, tuple(manual))
 
         rows = {
-            k: logical.partition_spec(rules.batch_axes(x.shape), activation_rules, keep=manual.__contains__)
+            k: logical.partition_spec(rules.batch_axes(x.shape), tables.activation_rules, keep=manual.__contains__)
             for k, x in batch.items()
         }
         return jax.shard_map(

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from core import logical, model_errors, optimizers, stack, step, train_state
+from core import logical, model_errors, optimizers, random_bits, stack, step, train_state
 from core.optimizers import Optimizer
 from core.slices import Slice
 from core.train_state import TrainState
@@ -125,7 +125,7 @@ class Program:
         if self.accum_steps < 1 or not self.spec:
             raise ValueError(f"accum_steps = {self.accum_steps}, features {list(self.spec)}: expected 1 or more")
         # what is independent is said together
-        looks = (self._check_rows, self._check_positions, self._check_carry, self._check_state)
+        looks = (self._check_rows, self._check_positions, self._check_microbatches, self._check_state)
         if problems := [str(error) for look in looks if (error := self._refusal(look))]:
             raise ValueError("\n".join(problems))
         with model_errors.named(self.model, self.spec):
@@ -214,8 +214,10 @@ class Program:
         others = {k: jax.ShapeDtypeStruct((rows, *s.shape[1:]), s.dtype) for k, s in self.spec.items()}
         self.partitioner.batch_shardings(others)
 
-    def _check_carry(self) -> None:
+    def _check_microbatches(self) -> None:
         step.refuse_carry(jax.eval_shape(self.model.init_carry, self._example()), self.accum_steps)
+        if self.accum_steps > 1 or self.partitioner.pipeline:
+            random_bits.refuse_shared_draws(self.model, self._abstract[0].params, self._example())
 
     def _check_activations(self) -> None:
         """Traces the loss, so that a table that the computation does not fit is refused before the first step.
@@ -254,9 +256,8 @@ class Program:
     @functools.cached_property
     def manual_axes(self) -> set[str]:
         """Mesh axes over which gradients of microbatches are added before they are reduced."""
-        tables, shape = self.partitioner.strategy, self.partitioner.shape
-        kept, computed = tables.param_rules, tables.activation_rules
-        return accumulation.manual_axes(kept, computed, shape, gather_once=self.gather_once)
+        at = self.partitioner
+        return accumulation.manual_axes(at.strategy, at.shape, gather_once=self.gather_once)
 
     @property
     def gathered_bytes(self) -> int:
@@ -273,8 +274,7 @@ class Program:
 
     @property
     def _pure_train_step(self) -> Callable:
-        rules_ = (self.partitioner.strategy.param_rules, self.partitioner.strategy.activation_rules)
-        add = accumulation.sum_gradients(self.manual_axes, self.axes.params, *rules_)
+        add = accumulation.sum_gradients(self.manual_axes, self.axes.params, self.partitioner.strategy)
         return step.train_step(
             self.model,
             self.optimizer,

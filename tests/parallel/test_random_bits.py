@@ -12,17 +12,23 @@ from core import logical, optimizers, random_bits, slices
 from core.stack import layer_stack
 from models import losses
 from parallel import partitioner, strategies
+from parallel.pipeline import schedules
 
 ROWS, LENGTH, VOCAB, WIDTH, STEPS = 16, 6, 24, 8, 3
 SPEC = {k: jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32) for k in ("inputs", "targets")}
+OPTIMIZER = optimizers.adamw(learning_rate=optimizers.constant(1e-2))
 SPEC["weights"] = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Dropping:
-    """Two layers with dropout; `by_row` as it should be, else by the shape of what is here."""
+    """Two layers with dropout.
 
-    by_row: bool = True
+    Attributes:
+      draw: "by row" as it should be, others by the shape of what is here; "one for the step" of no row at all.
+    """
+
+    draw: str = "by row"
 
     def init(self, rng, batch):
         return hk.transform(self._loss).init(rng, batch)
@@ -42,12 +48,17 @@ class Dropping:
 
     def _block(self, x, rows):
         w = logical.param("w", (WIDTH, WIDTH), ("embed", None), hk.initializers.RandomNormal(0.5))
-        if self.by_row:
-            keys = random_bits.row_keys(hk.next_rng_key(), rows)
-            kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.5, x.shape[1:]))(keys)
-        else:
-            kept = jax.random.bernoulli(hk.next_rng_key(), 0.5, x.shape)
-        return jnp.where(kept, 2 * jnp.tanh(x @ w), 0.0)
+        return self._dropout(jnp.tanh(x @ w), rows)
+
+    def _dropout(self, x, rows):
+        key = hk.next_rng_key()
+        if self.draw == "hk.dropout":
+            return hk.dropout(key, 0.5, x)
+        if self.draw in ("bernoulli", "one for the step"):
+            shape = x.shape if self.draw == "bernoulli" else x.shape[1:]
+            return jnp.where(jax.random.bernoulli(key, 0.5, shape), 2 * x, 0.0)
+        keys = jax.random.split(key, x.shape[0]) if self.draw == "split" else random_bits.row_keys(key, rows)
+        return jax.vmap(lambda key, row: hk.dropout(key, 0.5, row))(keys, x)
 
 
 def batches():
@@ -61,8 +72,7 @@ def batches():
 def trained(model, tables, slice_name, **options):
     """Losses of the training steps, and of an evaluation behind them."""
     bound = partitioner.Partitioner(tables, slice=slices.get(slice_name), devices=jax.devices())
-    optimizer = optimizers.adamw(learning_rate=optimizers.constant(1e-2))
-    program = bound.program(model, optimizer, SPEC, seed=0, **options)
+    program = bound.program(model, OPTIMIZER, SPEC, seed=0, **options)
     state, found = program.init(), []
     for batch in batches():
         state, metrics = program.train_step(state, program.put(batch))
@@ -93,8 +103,27 @@ def test_losses_with_dropout_do_not_depend_on_mesh_or_microbatches(tables, slice
     np.testing.assert_allclose(trained(Dropping(), tables, slice_name, **options), one_device, atol=2e-6)
 
 
-def test_bits_by_shape_do_depend_on_microbatches():
-    whole, split = (
-        trained(Dropping(by_row=False), strategies.data_parallel(), "v5e-1", accum_steps=n)[0] for n in (1, 4)
-    )
-    assert abs(whole - split) > 1e-2
+@pytest.mark.parametrize("draw", ["bernoulli", "hk.dropout", "split"])
+@pytest.mark.parametrize(
+    ("tables", "slice_name", "accum_steps"),
+    [
+        (strategies.data_parallel(), "v5e-1", 4),
+        (strategies.pipeline(stage=2, schedule=schedules.gpipe(num_microbatches=2)), "v4-8", 1),
+    ],
+    ids=["accumulation", "pipeline"],
+)
+def test_one_key_for_all_rows_is_refused_where_there_are_microbatches(tables, slice_name, accum_steps, draw):
+    model = Dropping(draw=draw)
+    bound = partitioner.Partitioner(tables, slice=slices.get(slice_name), devices=jax.devices())
+    with pytest.raises(ValueError, match="random bits for all rows from one key") as error:
+        bound.program(model, OPTIMIZER, SPEC, seed=0, accum_steps=accum_steps)
+    shape, source = ([ROWS], "test_random_bits.py") if draw == "split" else ([ROWS, LENGTH, WIDTH], "")
+    assert f"\n  {shape} at " in str(error.value)
+    assert source in str(error.value)
+    assert "Draw by row instead" in str(error.value)
+
+
+def test_one_key_for_all_rows_and_one_draw_for_a_step_are_fine_where_they_do_not_matter():
+    whole = partitioner.Partitioner(strategies.data_parallel(), slice=slices.get("v4-8"), devices=jax.devices())
+    whole.program(Dropping(draw="hk.dropout"), OPTIMIZER, SPEC, seed=0)
+    whole.program(Dropping(draw="one for the step"), OPTIMIZER, SPEC, seed=0, accum_steps=4)
