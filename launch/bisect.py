@@ -3,8 +3,8 @@
 Two recordings (`parallel.recording`) are walked together in causal order, and the first difference that rounding does
 not explain is the one to look at: all later ones may follow from it.
 
-Differences are in float32 spacings at the largest entry of their tensor ("ulp"), as in `parallel.agreement`; a tensor
-of a layer is measured by itself.
+Differences are in float32 spacings at the largest entry of their tensor ("ulp"), as in `parallel.agreement` but without
+its floor for tensors that are nothing but rounding; a tensor of a layer is measured by itself.
 """
 
 from __future__ import annotations

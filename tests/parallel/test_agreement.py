@@ -2,13 +2,16 @@
 
 import dataclasses
 
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from core import optimizers, slices
+from core import logical, optimizers, slices
+from core.stack import layer_stack
 from launch.agreement import MODEL, bind, random_batches
+from models import attention, losses
 from parallel import accumulation, agreement, partitioner, strategies
 
 CASES = {
@@ -74,16 +77,77 @@ def test_a_wrong_leaf_anywhere_is_seen(part, how, one_device):
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(getattr(one_device, part))]
     for i, path in enumerate(paths):
         wrong = jax.tree.unflatten(structure, [*leaves[:i], WRONG[how](leaves[i]), *leaves[i + 1 :]])
-        for pair in ((wrong, getattr(one_device, part)), (getattr(one_device, part), wrong)):
-            found = agreement.difference(*pair)
-            assert found.where == path
-            assert list(agreement.beyond("nobody's", {part: found})) == [part]
+        planted = one_device._replace(**{part: wrong})
+        for pair in ((planted, one_device), (one_device, planted)):
+            found = agreement.compare(*pair)
+            assert found[part].where == path
+            assert list(agreement.beyond("nobody's", found)) == [part]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_is_not_finite_on_both_sides_does_not_agree(value):
     tree = {"a": np.ones(3), "b": np.array([1.0, value])}
     assert agreement.difference(tree, tree) == (np.inf, np.inf, "['b']")
+
+
+@dataclasses.dataclass(frozen=True)
+class Biased:
+    """One layer of attention with biases that start at zero; the gradient of the keys' is zero but for rounding."""
+
+    def init(self, rng, batch):
+        return hk.transform(self._loss).init(rng, batch)
+
+    def init_carry(self, batch):
+        return ()
+
+    def loss(self, params, carry, rng, batch):
+        return carry, hk.transform(self._loss).apply(params, rng, batch)
+
+    def _loss(self, batch):
+        vocab, init = MODEL.stored_vocab_size, hk.initializers.RandomNormal(0.1)
+        table = logical.param("embedding", (vocab, 32), ("vocab", "embed"), init)
+        x = logical.constrain(table[batch["inputs"]], "batch", "length", "embed")
+        x = layer_stack(self._block, 1)(x, batch["segment_ids"])
+        x = x @ logical.param("unembedding", (32, vocab), ("embed", "vocab"), init)
+        return losses.cross_entropy(x, batch["targets"], batch["weights"], vocab_size=MODEL.vocab_size)
+
+    def _block(self, x, segment_ids):
+        q, k, v = (self._projected(x, name) for name in ("query", "key", "value"))
+        mixed = attention.attend(q, k, v, segment_ids, choice="plain")  # [B, T, 4, 8]
+        out = logical.param("output", (4, 8, 32), ("heads", "head_dim", "embed"), hk.initializers.RandomNormal(0.1))
+        return x + jnp.einsum("bthk,hkd->btd", mixed, out)
+
+    def _projected(self, x, name):
+        axes = ("heads", "head_dim") if name == "query" else ("kv_heads", "head_dim")
+        w = logical.param(name, (32, 4, 8), ("embed", *axes), hk.initializers.RandomNormal(0.1))
+        bias = logical.param(f"{name}_bias", (4, 8), axes, hk.initializers.Constant(0.0))
+        return jnp.einsum("btd,dhk->bthk", x, w) + bias
+
+
+@pytest.fixture(scope="module")
+def biased():
+    data = list(random_batches(MODEL.vocab_size, steps=2))
+    examples = (agreement.Example("v5e-1", strategies.data_parallel()), agreement.EXAMPLES["tensor"])
+    return [agreement.run(bind(Biased(), example, data[0]), data) for example in examples]
+
+
+def test_leaves_that_are_nothing_but_rounding_agree(biased):
+    one, split = biased
+    key = one.gradients["layers/~"]["key_bias"]
+    assert 0 < np.max(np.abs(key)) < 1e-6 * np.max(np.abs(one.gradients["layers/~"]["value_bias"]))
+    assert agreement.difference(split.gradients, one.gradients).ulp > 1e5
+    assert not agreement.beyond("tensor", agreement.compare(split, one))
+
+
+@pytest.mark.parametrize("part", ["gradients", "params"])
+def test_a_fault_in_a_bias_is_seen_under_the_floor(part, biased):
+    """1 % of a bias, or a thousandth of another bias in that of the keys: a sum that should have cancelled."""
+    one, _ = biased
+    tree = getattr(one, part)["layers/~"]
+    for name in ("query_bias", "value_bias", "key_bias"):
+        wrong = tree[name] + 1e-3 * tree["value_bias"] if name == "key_bias" else 1.01 * tree[name]
+        planted = one._replace(**{part: {**getattr(one, part), "layers/~": {**tree, name: wrong}}})
+        assert list(agreement.beyond("nobody's", agreement.compare(planted, one))) == [part], name
 
 
 @pytest.mark.slow
