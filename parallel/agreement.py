@@ -83,7 +83,7 @@ MEASURED: Mapping[str, tuple[float, float, float, float]] = {  # gradients, loss
     "pipeline_data": (15, 4, 6, 12),
 }
 # The smallest size that a leaf is given, as a share of a norm: of all gradients, of all moments of one kind or, for
-# parameters, of all that the steps changed. With a model that has biases, after 1 and 20 steps of four strategies,
+# parameters that start at zero, of all that the steps changed. With a model that has biases, after 1 and 20 steps of four strategies,
 # gradients were 8 ulp apart at most, parameters 9 and moments 13, as without biases. A fault stays visible: a leaf
 # whose gradient is 1/18,000 of the norm, and 1 % off, is more than 1,000 ulp off.
 FLOORS = {"gradients": 1 / 256, "params": 1 / 8, "opt_state": 1 / 256}
@@ -229,6 +229,9 @@ def compare(ours: Trajectory, theirs: Trajectory) -> dict[str, Difference]:
     changed = jax.tree.map(np.subtract, theirs.params, theirs.fresh)
     measured_by = {"gradients": theirs.gradients, "params": changed, "opt_state": theirs.opt_state}
     floors = {name: _floors(tree, FLOORS[name]) for name, tree in measured_by.items()}
+    starts = jax.tree.leaves(theirs.fresh)
+    every = zip(starts, floors["params"], strict=True)
+    floors["params"] = [0.0 if np.any(start) else floor for start, floor in every]
     return {
         name: difference(getattr(ours, name), getattr(theirs, name), floors=floors.get(name, ()))
         for name in Trajectory._fields
