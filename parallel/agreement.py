@@ -83,9 +83,9 @@ MEASURED: Mapping[str, tuple[float, float, float, float]] = {  # gradients, loss
     "pipeline_data": (15, 4, 6, 12),
 }
 # The smallest size that a leaf is given, as a share of a norm: of all gradients, of all moments of one kind or, for
-# parameters that start at zero, of all that the steps changed. With a model that has biases, after 1 and 20 steps of four strategies,
-# gradients were 8 ulp apart at most, parameters 9 and moments 13, as without biases. A fault stays visible: a leaf
-# whose gradient is 1/18,000 of the norm, and 1 % off, is more than 1,000 ulp off.
+# parameters that start at zero, of all that the steps changed. With a model that has biases, after 1 and 20 steps of
+# four strategies, gradients were 8 ulp apart at most, parameters 9 and moments 12, as without biases. A fault stays
+# visible: a leaf whose gradient is 1/18,000 of the norm, and 1 % off, is more than 1,000 ulp off.
 FLOORS = {"gradients": 1 / 256, "params": 1 / 8, "opt_state": 1 / 256}
 HEADROOM = 8  # other processors, threads and numbers of processes take sums in other orders
 

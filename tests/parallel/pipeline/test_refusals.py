@@ -83,7 +83,7 @@ def bind(schedule, model=Linear(), slice_name="v4-8", **options):
         (
             schedules.gpipe(num_microbatches=3),
             Linear(),
-            r"batch_size = 16 does not divide in num_microbatches = 3 of the pipeline over 1 groups of chips .*"
+            r"batch_size = 16 does not divide in num_microbatches = 3 of the pipeline over 1 group of chips .*"
             r"Nearest that do: 15, 18; or num_microbatches one of 1, 2, 4, 8, 16",
         ),
         (
