@@ -76,7 +76,7 @@ def _draws(model: Model, params: Params, batch: Batch) -> list[tuple[str, tuple[
     """Source and shape of every draw of a training loss that takes a single key."""
 
     def loss(params: Params, batch: Batch) -> Any:
-        return model.loss(params, model.init_carry(batch), jax.random.key(0), with_row_ids(batch))
+        return model.loss(params, model.init_carry(batch), jax.random.key(0), with_row_ids(batch), is_training=True)
 
     bare = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (params, dict(batch)))
     return list(_single_key_draws(jax.make_jaxpr(loss)(*bare).jaxpr))

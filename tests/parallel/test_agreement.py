@@ -100,7 +100,7 @@ class Biased:
     def init_carry(self, batch):
         return ()
 
-    def loss(self, params, carry, rng, batch):
+    def loss(self, params, carry, rng, batch, *, is_training):
         return carry, hk.transform(self._loss).apply(params, rng, batch)
 
     def _loss(self, batch):
