@@ -38,6 +38,7 @@ TIMEOUT_SECONDS = 300
 _MAX_TEXT_BYTES = 2**21  # The coordinator's messages end at 4 MiB.
 
 
+_UNCONNECTED = "Gloo context initialization failed"
 _CONSEQUENCES = (jax.errors.JaxRuntimeError, TimeoutError)  # how a host sees that another one is gone
 
 
@@ -325,6 +326,14 @@ def exit_at_once(code: int, why: str = "") -> None:
     os._exit(code)
 
 
+def _unconnected(error: BaseException) -> str:
+    return (
+        "the processes that play the hosts did not connect for a collective within Gloo's 30 s: one of them has ended "
+        "(its log says why), or this machine is too busy to run all of them at once. Start the same command again when "
+        f"it is less busy. ({str(error).splitlines()[0]})"
+    )
+
+
 def exit_at_once_on_exception() -> None:
     """An exception that nobody catches prints its traceback and ends this process, with what is known of its cause.
 
@@ -336,7 +345,9 @@ def exit_at_once_on_exception() -> None:
     """
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if getattr(error, "says_all", False):
+        if _UNCONNECTED in str(error):
+            print(f"error: {_unconnected(error)}", file=sys.stderr)
+        elif getattr(error, "says_all", False):
             print(f"error: {error}", file=sys.stderr)
         else:
             traceback.print_exception(kind, error, trace)

@@ -111,7 +111,7 @@ class Batches(Protocol):
         """The position of every stream whose first row this host owns, by stream name (equal on every host count)."""
 
     def restore(self, state: Mapping[str, bytes]) -> None:
-        """Continue from the union of what all hosts returned from `state`. Raises KeyError for a missing stream."""
+        """Continue from the union of what all hosts returned from `state`. Raises ValueError for a missing stream."""
 
 
 class Task(Protocol):

@@ -127,6 +127,7 @@ def train(run: Run, *, also: Sequence[hooks.Hook] = ()) -> dict[str, float]:
         now = beside.UnderWay(run, first_step, progress, measured, writers, stack)
         evaluation = beside.evaluation(now)
         batches = stack.enter_context(open_batches(run, position))
+        compile_together(run, first_step)
         state = looping.train(
             _OnceCompiledProgram(run.program),
             batches,
@@ -175,6 +176,21 @@ def open_batches(run: Run, position: Mapping[str, bytes] | None) -> prefetch.Pre
     if position is not None:
         prefetch.restore(batches, position)
     return prefetch.Prefetch(batches, to_device=run.program.put, snapshot_interval=run.experiment.checkpoint_interval)
+
+
+def compile_together(run: Run, first_step: int) -> None:
+    """Compiles the training step on every host before any host runs it, where steps are left behind `first_step`.
+
+    In the first collective of a program the CPU devices of a rehearsal wait for one another for 30 s and no longer, and
+    on a busy machine hosts compile at speeds that differ by more.
+
+    Raises:
+      TimeoutError: a host did not compile within the run's limit for compiling; names it.
+    """
+    if run.host.count > 1 and first_step < run.last_step:
+        with phase.enter(phase.COMPILING):
+            run.program.lower_train_step().compile()
+            distributed.barrier("run/compiled", timeout_seconds=run.experiment.compile_limit_seconds)
 
 
 class _OnceCompiledProgram:

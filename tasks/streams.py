@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from core import listing
 from core.types import DataLayout
 
 BATCH_DTYPES = {
@@ -125,12 +126,17 @@ class StreamBatches:
         """See `core.types.Batches`.
 
         Raises:
-          KeyError: a stream of this host's rows has no position in `state`.
-          ValueError: the position belongs to other data, or to another length, batch size or seed.
+          ValueError: a stream of this host's rows has no position in `state`, or the position belongs to other data, or
+            to another length, batch size or seed.
         """
         missing = [stream_name(index) for index in self._streams if stream_name(index) not in state]
         if missing:
-            raise KeyError(f"no saved position for {', '.join(missing)}; the checkpoint has {', '.join(sorted(state))}")
+            now, named = self._identity["num_streams"], ", ".join(listing.shortened(missing, most=3))
+            raise ValueError(
+                f"the checkpoint has positions of {len(state)} streams of data, and this run has NUM_STREAMS = {now} "
+                f"(no position for {named}): continue with NUM_STREAMS = {len(state)}, or give another --run-dir to "
+                "start anew"
+            )
         for index, stream in self._streams.items():
             stream.restore(_unseal(state[stream_name(index)], self._identity))
 

@@ -192,7 +192,8 @@ def _wait(hosts: Sequence[_Host], requested: Sequence[int], *, words_seconds: fl
                 failed.append(host)
                 until = min(until, time.monotonic() + words_seconds)
     causes = [host for host in failed if exit_codes.of_process(host.process.returncode) not in _CONSEQUENCES]
-    return next(iter(causes or failed), None)
+    own = [host for host in causes if host.process.returncode != exit_codes.PREEMPTED]
+    return next(iter(own or causes or failed), None)
 
 
 def _stop(hosts: Sequence[_Host], *, grace_seconds: float, requested: Sequence[int]) -> None:
@@ -224,6 +225,9 @@ def _signal_session(process: subprocess.Popen, number: int) -> None:
 
 def _report(host: _Host) -> int:
     returncode, code = host.process.returncode, exit_codes.of_process(host.process.returncode)
+    if returncode == exit_codes.PREEMPTED:  # it saved, with the others, and said so
+        print(f"\nthe run was preempted (SIGTERM to {host.name} or another host): exit code {code}", file=sys.stderr)
+        return code
     how = f"exit code {code}" if returncode > 0 else f"signal {signal.Signals(-returncode).name}"
     print(f"\n{host.name} failed first ({how}); the others were stopped. Its last lines:", file=sys.stderr)
     for line in host.output.last_lines(LAST_LINES):

@@ -199,6 +199,24 @@ def test_an_exception_on_one_host_ends_it_at_once(run_hosts):
     assert time.monotonic() - began < distributed.SHUTDOWN_SECONDS / 2
 
 
+UNCONNECTED = """
+import jax
+from core import distributed
+distributed.exit_at_once_on_exception()
+raise jax.errors.JaxRuntimeError("INTERNAL: Gloo context initialization failed: [connectFullMesh] timed out")
+"""
+
+
+def test_hosts_that_do_not_connect_on_a_busy_machine_are_worth_another_start(run_hosts):
+    (result,) = run_hosts(UNCONNECTED, hosts=1)
+    assert result.returncode == exit_codes.RAISED
+    assert exit_codes.ending(result.returncode).restart
+    assert (
+        "error: the processes that play the hosts did not connect for a collective within Gloo's 30 s" in result.output
+    )
+    assert "Traceback" not in result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

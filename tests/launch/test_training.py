@@ -124,6 +124,21 @@ def test_a_host_has_an_hour_for_the_data_and_the_others_say_that_they_wait(monke
     assert capsys.readouterr().out == (said if index else "")
 
 
+@pytest.mark.parametrize(("count", "done"), [(1, []), (2, ["lowered", "compiled", ("run/compiled", 50.0)])])
+def test_no_host_runs_a_step_before_all_have_compiled_it(monkeypatch, count, done):
+    did = []
+    lowered = types.SimpleNamespace(compile=lambda: did.append("compiled"))
+    program = types.SimpleNamespace(lower_train_step=lambda: did.append("lowered") or lowered)
+    monkeypatch.setattr(
+        training.distributed, "barrier", lambda name, timeout_seconds: did.append((name, timeout_seconds))
+    )
+    experiment = types.SimpleNamespace(compile_limit_seconds=50.0)
+    run = types.SimpleNamespace(host=Host(0, count, True), program=program, experiment=experiment, last_step=9)
+    training.compile_together(run, 8)
+    training.compile_together(run, 9)  # nothing is left to train
+    assert did == done
+
+
 def random_tokens(*more):
     return small("TASK = @synthetic.random_tokens()", "PROMPT = ''", *more)
 
@@ -142,6 +157,7 @@ def test_sigterm_saves_at_one_step_of_all_hosts_and_the_run_continues(launch, la
     said = running.communicate(timeout=60)[0]
     assert running.returncode == 143, said
     assert "host 0 of 2: told to stop (SIGTERM): saved step" in said
+    assert "failed first" not in said
     (saved,) = (int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit())
     assert saved >= 20
     assert f"host 1 of 2: told to stop (SIGTERM): saved step {saved}" in (tmp_path / "logs" / "host_1.log").read_text()

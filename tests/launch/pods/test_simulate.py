@@ -160,6 +160,18 @@ def test_the_culprit_is_the_cause_and_the_others_have_a_moment_to_say_so(tmp_pat
         assert "host 2 was lost" in log(tmp_path, index)
 
 
+def test_a_preempted_run_is_no_failure_of_the_host_that_ended_first(tmp_path, capfd):
+    assert run(V4_16, "time.sleep(0.2 * index); sys.exit(143)", tmp_path) == 143
+    said = capfd.readouterr().err
+    assert "failed first" not in said
+    assert "the run was preempted (SIGTERM" in said
+
+
+def test_a_host_that_fails_while_the_run_is_preempted_is_the_one_that_is_named(tmp_path, capfd):
+    assert run(V4_16, "time.sleep(0.2 * index); sys.exit([143, 13][index])", tmp_path) == 13
+    assert "host_1 failed first (exit code 13)" in capfd.readouterr().err
+
+
 def test_death_by_signal_is_128_plus_its_number(tmp_path, capfd):
     assert run(V4_16, "if index: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(600)", tmp_path) == 137
     assert "host_1 failed first (signal SIGKILL)" in capfd.readouterr().err

@@ -82,7 +82,7 @@ def test_a_position_of_other_data_is_refused(task, write_dataset, host_layouts):
     other = puzzles.dataset(directory=write_dataset("other", train=21), length=5, vocab_size=9)
     with pytest.raises(ValueError, match="source: saved"):
         other.train(layout, seed=3).restore(state)
-    with pytest.raises(KeyError, match="stream_00000"):
+    with pytest.raises(ValueError, match="stream_00000"):
         task.train(layout, seed=3).restore({})
 
 
