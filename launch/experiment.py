@@ -176,7 +176,8 @@ class Experiment:
                 )
         if self.prompt and vocabulary is None:
             problems.append(
-                f"PROMPT = {self.prompt!r}: {type(self.task).__name__}: no vocabulary to read it with; set PROMPT = ''"
+                f"PROMPT = {self.prompt!r}: {type(self.task).__name__} has no vocabulary to read it with; "
+                "set PROMPT = ''"
             )
         elif prepared and self.prompt:
             problems += _refusal(f"PROMPT = {self.prompt!r}", lambda: vocabulary.encode(self.prompt))

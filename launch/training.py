@@ -81,6 +81,7 @@ def describe(config_text: str, revision: str, experiment: Experiment) -> dict[st
         "versions": versions,
         "seed": experiment.seed,
         "data": experiment.task.fingerprint(),
+        "data_source": experiment.task.describe(),
     }
 
 
@@ -163,8 +164,9 @@ def restore_or_init(
     step, state, position, meta = found
     if meta["data"] != run.meta["data"]:
         raise ValueError(
-            f"the checkpoint of step {step} was trained on other data (fingerprint {meta['data']}, now "
-            f"{run.meta['data']}): its position means nothing here. Use another --run-dir, or the same data."
+            f"the checkpoint of step {step} was trained on other data: its position means nothing here.\n"
+            f"  then: {meta.get('data_source', 'not recorded')}\n  now:  {run.meta['data_source']}\n"
+            "Files are told apart by name and size. Use another --run-dir, or the same data."
         )
     return state, position, step
 

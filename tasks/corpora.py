@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 from core import paths, units
+from tasks import documents
 from tasks.ids import Vocabulary
 from tasks.listing import (
     VALIDATION_PERCENT,
@@ -209,6 +210,12 @@ class TextFiles(_FileCorpus):
         for name, patterns in (("train", self.train), ("validation", self.validation)):
             local = [pattern for pattern in patterns if not paths.is_remote(pattern)]
             found += pattern_problems(f"text.files.{name}", local)
+        if found:
+            return found
+        for name, patterns in (("train", self.train), ("validation", self.validation)):
+            files = list_files(tuple(pattern for pattern in patterns if not paths.is_remote(pattern)))
+            field = self.field if is_json(files) else None
+            found += documents.first_problems(files, field=field, where=f"text.files.{name}")
         if not found and not any(map(paths.is_remote, self.train)) and not self._listed["validation"]:
             found.append(
                 f"text.files.train: {len(self._listed['train'])} .txt file leaves none for validation; "
@@ -219,7 +226,15 @@ class TextFiles(_FileCorpus):
     def describe(self) -> str:
         """See `Corpus`."""
         validation = ", ".join(self.validation) or f"{VALIDATION_PERCENT} % of it"
-        return f"text.files: train {', '.join(self.train) or '(DATA is not set)'}; validation {validation}"
+        return (
+            f"text.files: train {', '.join(self.train) or '(DATA is not set)'}{self._size()}; validation {validation}"
+        )
+
+    def _size(self) -> str:
+        """` (2 files, 12.3 KiB)` of training files on a disk; empty where there are others, or none."""
+        files = () if any(map(paths.is_remote, self.train)) else self._listed["train"]
+        total = sum(file.size_bytes for file in files)
+        return f" ({units.counted(len(files), 'file')}, {total:,} bytes)" if files else ""
 
 
 @dataclasses.dataclass(frozen=True)

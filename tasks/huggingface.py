@@ -109,7 +109,7 @@ class HuggingFaceStream:
                 continue
             number, self._documents = self._documents, self._documents + 1
             mine = self._by_file or number % spec.num_streams == spec.index
-            if mine and (text := _text(example, self._corpus)):
+            if mine and (text := _text(example, self._corpus)).strip():
                 return text
 
 

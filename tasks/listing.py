@@ -72,7 +72,9 @@ def pattern_problems(where: str, patterns: list[str]) -> list[str]:
     for pattern in patterns:
         files = list_files((pattern,))
         kinds = sorted({pathlib.Path(file.path).suffix for file in files})
-        if not files:
+        if paths.resolve(pattern).is_dir():
+            found.append(f"{where}: {pattern!r} is a folder; name its files, such as {pattern.rstrip('/')}/*.txt")
+        elif not files:
             found.append(f"{where}: no file matches {pattern!r} (in {pathlib.Path.cwd()})")
         elif kinds not in ([".txt"], [".jsonl"]):
             found.append(f"{where}: {pattern!r} matches files {_endings(kinds)}, expected only .txt or only .jsonl")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import sys
 import tempfile
@@ -16,12 +15,14 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from core import library_noise
+from tasks import documents
 from tasks.listing import VALIDATION_PERCENT
 
 if TYPE_CHECKING:
     from tasks.corpora import StreamSpec, Tfds, _FileCorpus
 
 _ENDLESS = 2**62
+_wrong: dict[Any, str] = {}  # by corpus: why the first document that was refused is none
 
 
 @functools.cache
@@ -69,12 +70,13 @@ def file_documents(corpus: _FileCorpus, spec: StreamSpec, *, epochs: int | None 
         numbers = numbers.shard(spec.num_streams, spec.index)
     texts = numbers.map(plain(_permuted([file.path for file in files], spec.seed)))
     if field is None:
-        texts = texts.map(plain(tf.io.read_file))
+        read = plain(_reader(corpus, documents.file_text))
+        texts = texts.map(plain(lambda path: read(path, tf.io.read_file(path))))
     else:
         lines = texts.flat_map(plain(functools.partial(_json_lines, part=part)))
         if not dealt and spec.seed is not None:
             lines, dealt = lines.shard(spec.num_streams, spec.index), True
-        texts = lines.map(plain(_json_parser(field)))
+        texts = lines.map(plain(_reader(corpus, functools.partial(documents.json_text, field))))
     texts = texts.filter(plain(lambda text: tf.strings.length(text) > 0))
     return texts.map(plain(lambda text: {"text": text})), dealt
 
@@ -104,16 +106,17 @@ def tfds_documents(corpus: Tfds, spec: StreamSpec, *, epochs: int | None = None)
         raise ValueError(
             f"text.tfds.field: {corpus.name} has no {corpus.field!r}, only {sorted(examples.element_spec)}"
         )
-    documents = examples.map(plain(lambda example: {"text": example[corpus.field]}))
-    documents = documents.filter(plain(lambda document: tf.strings.length(document["text"]) > 0)).repeat(epochs)
+    texts = examples.map(plain(lambda example: {"text": example[corpus.field]}))
+    texts = texts.filter(plain(lambda one: tf.strings.length(tf.strings.strip(one["text"])) > 0)).repeat(epochs)
     if not by_file and spec.seed is not None:
-        return documents.shard(spec.num_streams, spec.index), True
-    return documents, by_file
+        return texts.shard(spec.num_streams, spec.index), True
+    return texts, by_file
 
 
 def sample_texts(corpus: Any, spec: StreamSpec) -> Iterator[str]:
     """Documents once each, in order."""
     for document in corpus.documents(spec, epochs=1)[0].as_numpy_iterator():
+        raise_wrong(corpus)
         yield document["text"].decode(errors="replace")
 
 
@@ -150,30 +153,32 @@ def _json_lines(path: Any, *, part: str | None) -> Any:
     return lines.map(plain(lambda number, line: (path, number, line)))
 
 
-def _json_parser(field: str) -> Callable[..., Any]:
+def _reader(corpus: Any, read: Callable[..., bytes]) -> Callable[..., Any]:
+    """An operation that reads a document by `read(path, …)`; what that refuses is kept for `raise_wrong`.
+
+    An exception inside of TensorFlow would be logged with its traceback, once for each stream. So a document that is
+    refused counts as one of a question mark, which is never trained on: whoever waits for it raises.
+    """
     tf, _ = modules()
 
-    def parse(path: Any, number: Any, line: Any) -> Any:
-        text = tf.numpy_function(functools.partial(_json_text, field), [path, number, line], tf.string, stateful=False)
-        return tf.ensure_shape(text, [])
+    def noted(path: bytes, *rest: Any) -> bytes:
+        try:
+            return read(path.decode(), *rest)
+        except ValueError as error:
+            _wrong.setdefault(corpus, str(error))
+            return b"?"
 
-    return parse
+    def operation(*inputs: Any) -> Any:
+        return tf.ensure_shape(tf.numpy_function(noted, inputs, tf.string, stateful=False), [])
+
+    return operation
 
 
-def _json_text(field: str, path: bytes, number: int, line: bytes) -> bytes:
-    """The text of one line; empty for a blank line. Raises ValueError naming file, line and the fields it has."""
-    if not line.strip():
-        return b""
-    where = f"{path.decode()}:{number}"
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where}: not JSON ({error})") from error
-    text = record.get(field) if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        has = sorted(record) if isinstance(record, dict) else type(record).__name__
-        raise ValueError(f"{where}: no text in field {field!r}, it has {has}; set text.files.field")
-    return text.encode()
+def raise_wrong(corpus: Any) -> None:
+    """Raises ValueError where a document of the corpus, or of one that it mixes, was refused since the last call."""
+    for part in getattr(corpus, "corpora", (corpus,)):
+        if said := _wrong.pop(part, ""):
+            raise ValueError(f"{part.describe()}: {said}")
 
 
 def _tfds_builder(corpus: Tfds) -> Any:

@@ -141,7 +141,10 @@ class TrainedSentencePiece(SentencePiece):
         self.__dict__.pop("_processor", None)
         expected = digest.read_text().strip()
         if self.hash != expected:
-            raise ValueError(f"{model} has sha256 {self.hash}, expected {expected}: delete {folder} to train it again")
+            raise ValueError(
+                f"{model} ({len(self._model):,} bytes) is not the model that was trained for this run: delete {folder} "
+                "to train it again"
+            )
 
     def problems(self) -> list[str]:
         """See `Vocabulary`."""

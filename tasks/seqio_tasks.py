@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tasks.corpora import Mixture, StreamSpec
-from tasks.readers import modules, plain
+from tasks.readers import modules, plain, raise_wrong
 
 if TYPE_CHECKING:
     from tasks.corpora import _SeqioCorpus
@@ -44,6 +44,7 @@ class SeqioStream:
 
     def __init__(self, corpus: _SeqioCorpus, spec: StreamSpec) -> None:
         self._tf, _ = modules()
+        self._corpus = corpus
         self._where = f"{corpus.describe()}, {spec.split} stream {spec.index} of {spec.num_streams}"
         self._iterator = iter(rows(corpus, spec))
 
@@ -57,10 +58,12 @@ class SeqioStream:
             features = next(self._iterator)
         except self._tf.errors.OpError as error:
             raise ValueError(f"{self._where}: {_reason(error.message)}") from error
+        raise_wrong(self._corpus)
         return batch_of(features)
 
     def state(self) -> bytes:
         """See `streams.Stream`: the files of a tf.train.Checkpoint in a zip."""
+        raise_wrong(self._corpus)  # what is read ahead is part of the position
         buffer = io.BytesIO()
         with tempfile.TemporaryDirectory() as folder:
             self._tf.train.Checkpoint(iterator=self._iterator).write(f"{folder}/position")
@@ -217,6 +220,7 @@ def _check_not_empty(corpus: Any, spec: StreamSpec) -> None:
         first = next(iter(corpus.documents(spec, epochs=1)[0]), None)
     except tf.errors.OpError as error:
         raise ValueError(f"{corpus.describe()}: {_reason(error.message)}") from error
+    raise_wrong(corpus)
     if first is None:
         raise ValueError(
             f"{corpus.describe()}: the {spec.split} split has no document; "

@@ -165,6 +165,13 @@ def _seal(position: bytes, identity: Mapping[str, Any]) -> bytes:
     return json.dumps(identity, sort_keys=True).encode() + b"\n" + position
 
 
+def _differs(key: str, saved: Any, now: Any) -> str:
+    """Hashes say nothing to a reader: of what has one, only that it is another."""
+    if key == "source":
+        return "its files have other names or sizes"
+    return "the vocabulary is another one" if key == "vocabulary" else f"{key}: saved {saved!r}, now {now!r}"
+
+
 def _unseal(sealed: bytes, identity: Mapping[str, Any]) -> bytes:
     header, newline, position = sealed.partition(b"\n")
     try:
@@ -173,9 +180,7 @@ def _unseal(sealed: bytes, identity: Mapping[str, Any]) -> bytes:
         saved = None
     if not isinstance(saved, dict):
         raise ValueError(f"{sealed[:40]!r}... is no data position: the checkpoint is damaged or was written by others")
-    wrong = [
-        f"{key}: saved {saved.get(key)!r}, now {value!r}" for key, value in identity.items() if saved.get(key) != value
-    ]
+    wrong = [_differs(key, saved.get(key), value) for key, value in identity.items() if saved.get(key) != value]
     if wrong:
         raise ValueError(
             f"the saved data position is of other data ({'; '.join(wrong)}): "

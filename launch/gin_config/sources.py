@@ -122,6 +122,12 @@ def closest(path: str, *, folders: Sequence[Path]) -> Path | None:
 
 def missing_file(path: str, guess: Path | None) -> dict[str, str]:
     """The parts of a problem that says so."""
+    if any((folder / path).is_dir() for folder in (WORKSPACE, Path.cwd())):
+        return {
+            "what": f"'{path}' is a folder",
+            "expected": "a .gin file",
+            "fix": f"name a file in it, such as {path.rstrip('/')}/first.gin",
+        }
     fix = "give the path from the top of the workspace, or from the folder of the file that includes it"
     expected = f"did you mean '{display(guess)}'?" if guess else ""
     return {"what": f"there is no file '{path}'", "expected": expected, "fix": "" if guess else fix}

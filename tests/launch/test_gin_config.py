@@ -724,3 +724,9 @@ def test_the_loader_imports_no_jax():
     root = Path(gin_config.__file__).parent.parent.parent
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_folder_is_called_one():
+    (problem,) = gin_config.problems("gin")
+    assert (problem.what, problem.expected) == ("'gin' is a folder", "a .gin file")
+    assert problem.fix == "name a file in it, such as gin/first.gin"

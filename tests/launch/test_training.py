@@ -248,3 +248,14 @@ def test_the_quickstart_learns_and_attention_is_why(launch, tmp_path):
     control = ["--gin", "transformer.Transformer.attention = 'none'", "--run-dir", str(tmp_path / "control")]
     launch("pod", "v4-16", "gin/quickstart.gin", "--simulate", *control, timeout=1200)
     assert scalars(tmp_path / "control", "validation/loss")[200] > 2.1
+
+
+def test_other_data_is_told_by_its_files_and_not_by_a_hash():
+    meta = {"data": "0" * 64, "data_source": "text.files: train a.txt (1 file, 9 bytes)"}
+    found = 3, None, {}, {"data": "1" * 64, "data_source": "text.files: train a.txt (1 file, 8 bytes)"}
+    run = types.SimpleNamespace(program=types.SimpleNamespace(abstract_state=None), meta=meta)
+    with pytest.raises(ValueError, match="the checkpoint of step 3 was trained on other data") as error:
+        training.restore_or_init(run, types.SimpleNamespace(restore_newest=lambda state: found))
+    assert "then: text.files: train a.txt (1 file, 8 bytes)" in str(error.value)
+    assert "now:  text.files: train a.txt (1 file, 9 bytes)" in str(error.value)
+    assert "0000" not in str(error.value)

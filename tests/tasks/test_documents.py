@@ -1,0 +1,94 @@
+"""What is no text: named by file and line, by the check of the first rows and by the pipeline, in one message."""
+
+import itertools
+import json
+
+import pytest
+
+from core.types import DataLayout
+from tasks import text
+
+GOOD = [json.dumps({"text": f"a line of words, number {i}"}) for i in range(40)]
+ROWS = DataLayout(2, (0, 1), (0, 1))
+BAD_LINES = {
+    "broken": ('{"text": oh', "not JSON (Expecting value"),
+    "missing": ('{"body": "x"}', "no text in field 'text', it has ['body']; set text.files.field"),
+    "number": ('{"text": 3}', "no text in field 'text', it has 3 there"),
+    "null text": ('{"text": null}', "no text in field 'text', it has null there"),
+    "null": ("null", "no text in field 'text', it has null"),
+    "surrogate": ('{"text": "ab\\ud800"}', "half a surrogate pair ('\\ud800'), which is no text: character 3"),
+    "NUL": ('{"text": "a\\u0000b"}', "a NUL character at byte 1 of the text"),
+}
+
+
+def task(pattern, **options):
+    return text.files(train=str(pattern), length=16, num_streams=1, **options)
+
+
+def lines(folder, number, line):
+    file = folder / "part.jsonl"
+    file.write_text("\n".join([*GOOD[: number - 1], line, *GOOD[number - 1 :]]) + "\n")
+    return file
+
+
+@pytest.mark.parametrize("bad", BAD_LINES)
+def test_a_line_that_is_no_text_is_found_before_the_run(tmp_path, bad):
+    line, says = BAD_LINES[bad]
+    file = lines(tmp_path, 7, line)
+    (problem,) = task(file).problems()
+    assert problem.startswith(f"text.files.train: {file}:7: {says}")
+
+
+def test_the_pipeline_says_the_same_of_a_later_line(tmp_path, capfd):
+    file = lines(tmp_path, 7, BAD_LINES["surrogate"][0])
+    batches = task(file).train(ROWS, seed=0)
+    with pytest.raises(ValueError, match=r"part\.jsonl:7: half a surrogate pair") as error:
+        list(itertools.islice(batches, 50))
+    assert "\n" not in str(error.value)
+    printed = "".join(capfd.readouterr())
+    assert "Traceback" not in printed
+    assert "part.jsonl" not in printed  # TensorFlow has nothing to log
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("na\xefve caf\xe9".encode("latin-1"), "not UTF-8 text (byte 0xef at 2); convert it"),
+        (b"one\ntwo\xff\n", "not UTF-8 text (byte 0xff at 7, in line 2)"),
+        (b"a\0b", "a NUL character at byte 1 of the text: this is no text, or damaged"),
+    ],
+)
+def test_a_file_that_is_no_text_is_named(tmp_path, content, says):
+    (tmp_path / "a.txt").write_bytes(content)
+    (tmp_path / "b.txt").write_text("words")
+    (problem,) = task(tmp_path / "*.txt").problems()
+    assert problem.startswith(f"text.files.train: {tmp_path / 'a.txt'}: {says}")
+
+
+def test_a_file_that_is_cut_inside_of_a_character_is_text(tmp_path):
+    (tmp_path / "a.txt").write_text("x" + "é" * 2**20)
+    (tmp_path / "b.txt").write_text("words")
+    assert task(tmp_path / "*.txt").problems() == []
+
+
+def test_white_space_alone_is_no_text(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(" \n\t ")
+    (problem,) = task(tmp_path / "*.txt").problems()
+    assert problem == "text.files.train: 2 files with white space alone, and no text"
+
+
+def test_a_folder_is_called_one(tmp_path):
+    (problem,) = task(tmp_path).problems()
+    assert problem == f"text.files.train: '{tmp_path}' is a folder; name its files, such as {tmp_path}/*.txt"
+
+
+def test_how_much_there_is_is_said(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("two words")
+    assert f"train {tmp_path}/*.txt (1 file, 9 bytes); validation 5 % of it" in task(tmp_path / "*.txt").describe()
+
+
+def test_a_bucket_is_not_asked():
+    assert task("gs://no-such-bucket/*.jsonl").problems() == []
+    assert task("gs://no-such-bucket/*.txt").describe().startswith("text.files: train gs://no-such-bucket/*.txt; valid")
