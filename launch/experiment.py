@@ -19,6 +19,7 @@ from core.training import non_finite
 from core.types import Model, Task, missing
 from core.watch.judging import ON_TPU, USUAL_LIMITS, Limits
 from launch import environment
+from parallel import compiler_options
 from parallel.partitioner import Partitioner, Program
 from parallel.strategy import Strategy
 from tasks import vocabularies
@@ -40,6 +41,8 @@ class Experiment:
       total_steps: where the run ends; schedules refer to it too.
       accum_steps: microbatches per step.
       gather_once: gather split parameters once per step instead of once per microbatch (`parallel.accumulation`).
+      compiler_options: options of the TPU compiler to add or replace, by name; None removes one
+        (`parallel.compiler_options`).
       seed: of parameters, data order and random bits.
       log_interval, eval_interval, checkpoint_interval: in steps.
       eval_batches: validation batches per evaluation; 0 for none.
@@ -72,6 +75,7 @@ class Experiment:
     total_steps: int
     accum_steps: int = 1
     gather_once: bool = False
+    compiler_options: compiler_options.Overrides = dataclasses.field(default_factory=dict)
     seed: int = 0
     log_interval: int = 10
     eval_interval: int = 1000
@@ -102,6 +106,8 @@ class Experiment:
             raise ValueError(f"Experiment: {', '.join(low)}: expected at least 1")
         if self.seed < 0:
             raise ValueError(f"Experiment: seed = {self.seed} (SEED): expected at least 0")
+        if wrong := compiler_options.problems(self.compiler_options):
+            raise ValueError("Experiment: compiler_options: " + "; ".join(wrong))
         self._check_survival()
 
     def _check_parts(self) -> None:
@@ -199,6 +205,7 @@ class Experiment:
             accum_steps=self.accum_steps,
             gather_once=self.gather_once,
             skip_non_finite=self.non_finite == "skip",
+            compiler_overrides=self.compiler_options,
         )
 
     def _check_rows(self, partitioner: Partitioner) -> None:

@@ -11,7 +11,7 @@ from parallel import compiled, lints, traffic
 from parallel.compiled import Compiled
 from parallel.hlo import costs, executions, program
 from parallel.hlo.costs import Costs
-from parallel.hlo.messages import compiler_messages
+from parallel.hlo.messages import compiler_messages, warnings
 from parallel.lints import Finding
 from parallel.partitioner import Program
 from parallel.traffic import Collective
@@ -25,12 +25,14 @@ class Analysis(NamedTuple):
       costs: estimated cycles, kernels, and what has no estimate.
       collectives: every one, with its mesh axes, bytes and place.
       findings: of the lints, unknown ones first.
+      warnings: of the compiler, without those that are known to be harmless (`hlo.messages`).
     """
 
     compiled: Compiled
     costs: Costs
     collectives: list[Collective]
     findings: list[Finding]
+    warnings: list[str]
 
 
 def analyze(bound: Program, *, dump_to: str | None = None) -> Analysis:
@@ -60,7 +62,7 @@ def read(bound: Program, result: Compiled, messages: str = "") -> Analysis:
     run = executions.walk(module)
     collectives = traffic.collectives(module, run, traffic.grid(bound.partitioner.mesh))
     facts = lints.Facts(bound, result.peak_bytes, collectives, messages)
-    return Analysis(result, costs.summarize(run), collectives, lints.check(facts))
+    return Analysis(result, costs.summarize(run), collectives, lints.check(facts), warnings(messages))
 
 
 def as_json(bound: Program, found: Analysis) -> dict[str, Any]:
@@ -90,6 +92,7 @@ def as_json(bound: Program, found: Analysis) -> dict[str, Any]:
         },
         "traffic": [row._asdict() for row in traffic.table(found.collectives)],
         "findings": [_finding(f) for f in found.findings],
+        "warnings": found.warnings,
     }
 
 

@@ -59,6 +59,7 @@ def compile_for_slice(program: Program, *, dump_to: str | None = None) -> Compil
 
     Raises:
       OutOfHbmError: it does not fit; says what it needs and what there is.
+      ValueError: the compiler does not know one of the options.
     """
     start = time.perf_counter()
     lowered = program.lower_train_step()
@@ -85,6 +86,12 @@ _TOO_MUCH = (
 
 
 def _explained(error: Exception, program: Program) -> Exception:
+    if unknown := re.search(r"No such compile option: '([^']*)'", str(error)):
+        return ValueError(
+            f"this libtpu knows no compiler option {unknown[1]!r} (parallel.compiler_options for "
+            f"{program.partitioner.slice.generation}, or experiment.Experiment.compiler_options): remove it with None, "
+            "or correct its name"
+        )
     found = next((m for pattern in _TOO_MUCH if (m := re.search(pattern, str(error)))), None)
     if found is None:
         return error

@@ -1,27 +1,74 @@
-"""The one table of TPU compiler options, for every program and every kind of slice; CPU devices take none of them.
+"""TPU compiler options for each chip generation. CPU devices take none of them.
 
-The compiler rejects a name it does not know, and a test compiles with the table for each kind of slice, so it cannot
-rot. Each option says why it is here; parallel/README.md has what they do together.
+The compiler refuses a name it does not know, and tests compile with each table and read what the compiler warns of.
+parallel/README.md ("Compiler options") has what each option was measured to give.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-Options = Mapping[str, str | int | bool]
+Value = str | int | bool
+Options = Mapping[str, Value]
+Overrides = Mapping[str, Value | None]  # None removes an option
 
-OPTIONS: Options = {
+_EVERYWHERE: Options = {
     # Splitting an einsum into steps around a ring of permutes made 7B on v4-32 1.8 times as slow by the compiler's own
     # estimate; gathering first is better.
     "xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000,
-    # A gather is a start and an end, with other work between them.
+    # An all-gather is a start and an end, with other work between them.
     "xla_enable_async_all_gather": True,
-    # What runs between them is fused with the collective, so that one core computes and sends.
-    "xla_tpu_enable_async_collective_fusion": True,
-    # Gathers are among what is fused so.
-    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
-    # One collective may run beside several computations.
+    # One collective may overlap several computations.
     "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
     # The TensorCore computes while it drives a collective.
     "xla_tpu_overlap_compute_collective_tc": True,
+    "xla_tpu_enable_async_collective_fusion": True,
 }
+
+# Fusing all-gathers with the computation beside them is supported on v5e alone: elsewhere the compiler warns of wrong
+# results and hangs, and a newer one refuses to compile.
+_FUSED_GATHERS: Options = {"xla_tpu_enable_async_collective_fusion_fuse_all_gather": True}
+
+# SparseCores run the collectives while the TensorCore computes.
+_SPARSE_CORE_COLLECTIVES: Options = {
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": False,
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
+    "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": True,
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
+    "xla_tpu_enable_sparse_core_collective_offload_all_reduce": True,
+    # What lets SparseCores drive the links in the shape that the TensorCores' arrays have.
+    "xla_tpu_use_tc_device_shape_on_sc": True,
+    "xla_sc_disable_megacore_partitioning": True,
+}
+
+OPTIONS: Mapping[str, Options] = {
+    "v4": _EVERYWHERE,
+    "v5p": {**_EVERYWHERE, **_SPARSE_CORE_COLLECTIVES, "xla_tpu_scoped_vmem_limit_kib": 49152},
+    "v5e": {**_EVERYWHERE, **_FUSED_GATHERS},
+    "v6e": {**_EVERYWHERE, **_SPARSE_CORE_COLLECTIVES},
+}
+
+
+def options(generation: str, overrides: Overrides | None = None) -> dict[str, Value]:
+    """Returns the compiler options of a chip generation.
+
+    Args:
+      generation: `v4`, `v5p`, `v5e` or `v6e`.
+      overrides: options to add or replace, by name; None removes one.
+    """
+    merged = {**OPTIONS[generation], **(overrides or {})}
+    return {name: value for name, value in merged.items() if value is not None}
+
+
+def problems(overrides: Overrides) -> list[str]:
+    """Returns what is wrong with overrides as far as it shows without the compiler.
+
+    Only the compiler knows the names; it refuses an unknown one when a step is compiled.
+    """
+    found = []
+    for name, value in overrides.items():
+        if not isinstance(name, str) or not name.startswith("xla_"):
+            found.append(f"{name!r}: expected the name of a compiler option, such as 'xla_tpu_scoped_vmem_limit_kib'")
+        elif value is not None and not isinstance(value, str | int | bool):
+            found.append(f"{name} = {value!r}: expected a bool, an int or a string, or None to remove the option")
+    return found

@@ -95,13 +95,18 @@ class Partitioner:
         accum_steps: int = 1,
         gather_once: bool = False,
         skip_non_finite: bool = False,
+        compiler_overrides: compiler_options.Overrides | None = None,
     ) -> Program:
-        """The model's steps in this layout; see `parallel.accumulation` and `core.step` for the last two.
+        """The model's steps in this layout.
+
+        `accum_steps` and `gather_once` are those of `parallel.accumulation`, `skip_non_finite` that of `core.step`, and
+        `compiler_overrides` changes options of `parallel.compiler_options` by name.
 
         Raises:
           ValueError: the model, the batch and the tables do not fit; every mismatch at once.
         """
-        return Program(self, model, optimizer, dict(spec), seed, accum_steps, gather_once, skip_non_finite)
+        flags = (accum_steps, gather_once, skip_non_finite, compiler_overrides or {})
+        return Program(self, model, optimizer, dict(spec), seed, *flags)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +114,8 @@ class Program:
     """What a trainer calls: initial state, training step, evaluation step, and where their arrays live.
 
     Attributes:
-      partitioner, model, optimizer, spec, seed, accum_steps, gather_once, skip_non_finite: what it was made of.
+      partitioner, model, optimizer, spec, seed, accum_steps, gather_once, skip_non_finite, compiler_overrides: the
+        arguments of `Partitioner.program`.
     """
 
     partitioner: Partitioner
@@ -120,6 +126,7 @@ class Program:
     accum_steps: int
     gather_once: bool = False
     skip_non_finite: bool = False
+    compiler_overrides: compiler_options.Overrides = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         if self.accum_steps < 1 or not self.spec:
@@ -296,7 +303,8 @@ class Program:
 
     def _jit(self, fn: Callable, **options) -> Any:
         on_tpu = self.partitioner.mesh.devices.flat[0].platform == "tpu"
-        chosen = compiler_options.OPTIONS if on_tpu else None
+        generation = self.partitioner.slice.generation
+        chosen = compiler_options.options(generation, self.compiler_overrides) if on_tpu else None
         inputs = (self.state_shardings, self.batch_shardings)
         return jax.jit(fn, in_shardings=inputs, compiler_options=chosen, **options)
 

@@ -24,6 +24,7 @@ from launch.environment import WORKSPACE
 from launch.plans import records
 from launch.plans.records import Record
 from launch.pods import hosts
+from parallel.hlo import messages
 
 BYTES_PER_COMPILE = 4 * GIB  # about 3 of a 7B step, and room
 MOST_AT_ONCE = 2
@@ -111,6 +112,7 @@ def _start(job: Job, folder: Path, command: Sequence[str]) -> _Running:
     said = {**job._asdict(), "record": str(job.record), "bindings": list(job.bindings), "parent": os.getpid()}
     (folder / "job.json").write_text(json.dumps(said))
     env = os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    env |= messages.AUDIBLE_WARNINGS
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(WORKSPACE), env.get("PYTHONPATH", "")]))
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(

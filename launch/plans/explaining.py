@@ -18,7 +18,7 @@ from core.slices import GIB, Slice
 from launch import terminal
 from launch.plans import facts, memory, planning, records, table
 from launch.plans.planning import Question, Tried
-from launch.reports import side_by_side
+from launch.reports import compiled_step, side_by_side
 from parallel import analysis, compiled, strategy
 from parallel.analysis import Analysis
 from parallel.compiled import OutOfHbmError
@@ -70,6 +70,7 @@ def explain(path: str, choice: str, *, slice_name: str, bindings: Sequence[str])
     _operations(run, found, time, clock=CLOCK_HZ[question.slice.generation])
     _traffic(time)
     _roofline(question, bound, run, time)
+    compiled_step.print_warnings(found.warnings)
     print(f"\n{labels.label()}.")
     return 0
 

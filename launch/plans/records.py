@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from core import paths
+from core import paths, slices
 from core.optimizers import schedules
 from core.slices import GIB
 from launch import environment
@@ -35,7 +35,7 @@ from launch.gin_config import LoadedConfig
 from parallel import compiler_options
 from parallel.planning.cost import AxisTime, StepTime
 
-FORMAT = 1  # of a record; another number makes all there are unknown
+FORMAT = 2  # of a record; another number makes all there are unknown
 COMMITTED = WORKSPACE / "launch" / "plans" / "compiled"
 _FOLDERS = ("core", "models", "parallel")
 # They only read programs, choose among them, or stand beside one that runs.
@@ -75,6 +75,7 @@ class Record:
       time: of the step; None where it was not compiled.
       bubble: share of a pipeline's time.
       compile_seconds: on the machine where it was done.
+      warnings: of the compiler, without those that are known to be harmless.
       made_with: versions, digests of sources and program, git revision.
       is_committed: found in the workspace and not in a user's cache.
     """
@@ -86,6 +87,7 @@ class Record:
     time: StepTime | None = None
     bubble: float = 0.0
     compile_seconds: float = 0.0
+    warnings: Sequence[str] = ()
     made_with: Mapping[str, str] = dataclasses.field(default_factory=dict)
     is_committed: bool = False
 
@@ -111,7 +113,7 @@ def from_json(plain: Mapping[str, Any], *, is_committed: bool = False) -> Record
     if time:
         traffic = tuple(AxisTime(**{**axis, "axes": tuple(axis["axes"])}) for axis in time["traffic"])
         time = StepTime(**{**time, "traffic": traffic, "unpriced": tuple(time["unpriced"])})
-    return Record(**{**plain, "time": time}, is_committed=is_committed)
+    return Record(**{**plain, "time": time, "warnings": tuple(plain["warnings"])}, is_committed=is_committed)
 
 
 def program_text(experiment: Experiment, config: LoadedConfig) -> str:
@@ -136,10 +138,15 @@ def costing(experiment: Experiment, config_text: str) -> dict[str, Any]:
         "accum_steps": experiment.accum_steps,
         "gather_once": experiment.gather_once,
         "optimizer": _optimizer(config_text),
+        "compiler options": sorted(_compiler_options(experiment).items()),
     }
     if experiment.non_finite == "skip":  # the one choice of these that is part of the program
         parts["non_finite"] = experiment.non_finite
     return parts
+
+
+def _compiler_options(experiment: Experiment) -> dict[str, Any]:
+    return compiler_options.options(slices.get(experiment.slice).generation, experiment.compiler_options)
 
 
 def imports(config_text: str) -> dict[str, str]:
@@ -228,7 +235,7 @@ def key(text: str, *, sources: str = "") -> str:
       text: `program_text`.
       sources: `sources_digest()`; nothing in the committed place.
     """
-    parts = [str(FORMAT), text, json.dumps(versions(), sort_keys=True), repr(sorted(compiler_options.OPTIONS.items()))]
+    parts = [str(FORMAT), text, json.dumps(versions(), sort_keys=True)]
     return hashlib.sha256("\n".join([*parts, sources]).encode()).hexdigest()[:24]
 
 

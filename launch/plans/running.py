@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from core import paths, units
+from core import listing, paths, units
 from core.watch import exit_codes
 from launch import terminal
 from launch.plans import compiling, figures, planning, records, table
@@ -237,7 +237,7 @@ def _show(question: Question, session: _Session, args: argparse.Namespace, *, is
     print()
     hid = f"{label}; ranked by tokens/s with that traffic hidden which the compiler hid"
     table.show(rows, title=title, label=hid, wide=args.wide)
-    for note in _provenance(ranked):
+    for note in (*_provenance(ranked), *_compiler_warnings(ranked)):
         terminal.say(note)
     table.left_out(rejected, session.found, every=args.rejected)
     if args.record and is_partial:
@@ -247,6 +247,16 @@ def _show(question: Question, session: _Session, args: argparse.Namespace, *, is
         print(f"written: {args.record}")
     _finish(question, ranked[0][0], rows, args, label=label)
     return 0
+
+
+def _compiler_warnings(found: Found) -> list[str]:
+    """What the compiler warned of, each once, with the layouts that it warned of."""
+    layouts: dict[str, list[str]] = {}
+    for one, record in found:
+        for warning in record.warnings:
+            layouts.setdefault(warning, []).append(one.name)
+    named = {said: ", ".join(listing.shortened(names, most=3)) for said, names in layouts.items()}
+    return [f"compiler warning ({names}): {said}" for said, names in named.items()]
 
 
 def _provenance(found: Found) -> list[str]:

@@ -72,6 +72,7 @@ def compile_one(job: dict):
         time=cost.step_time(found, bound),
         bubble=schedule.bubble(bound.partitioner.shape["stage"]) if schedule else 0.0,
         compile_seconds=found.compiled.compile_seconds,
+        warnings=tuple(found.warnings),
         made_with=made,
     )
 

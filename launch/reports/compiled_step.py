@@ -17,11 +17,12 @@ from parallel.traffic import Collective
 
 
 def show(found: Analysis) -> None:
-    """Prints memory, estimated cycles, traffic and what is worth a look."""
+    """Prints memory, estimated cycles, traffic findings and the compiler's warnings."""
     _print_memory(found.compiled)
     _print_cycles(found.costs)
     _print_traffic(found.collectives)
     _print_findings(found.findings)
+    print_warnings(found.warnings)
 
 
 def _print_memory(result: Compiled) -> None:
@@ -77,3 +78,10 @@ def _print_findings(findings: Sequence[Finding]) -> None:
         print(f"* {finding.lint}: {finding.what}\n    fix: {finding.fix}")
         if finding.reason:
             print(f"    known: {finding.reason}")
+
+
+def print_warnings(warnings: Sequence[str]) -> None:
+    """Prints what the compiler warned of, without what is known to be harmless."""
+    print("\ncompiler warnings: " + ("" if warnings else "none"))
+    for warning in warnings:
+        print(f"* {warning}")

@@ -107,6 +107,8 @@ def show(found: Sequence[Row], *, slice_name: str) -> None:
     for row in found:
         if row.problem:
             print(f"{name(row)}: {row.problem}")
+        for warning in row.found.warnings if row.found else ():
+            print(f"{name(row)}: compiler warning: {warning}")
 
 
 def cells(row: Row) -> list[str]:

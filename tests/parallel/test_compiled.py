@@ -12,7 +12,7 @@ from core import optimizers, slices
 from core.slices import GIB
 from launch import configuration, environment, smoke
 from models import transformer
-from parallel import compiled, compiler_options, partitioner, report, strategies
+from parallel import compiled, partitioner, report, strategies
 from parallel.agreement import EXAMPLES
 
 GIN = environment.WORKSPACE / "gin"
@@ -107,17 +107,6 @@ def test_a_step_that_does_not_fit_says_by_how_much():
     wide = dataclasses.replace(SMALL, embed_dim=8192, mlp_dim=65536, remat="none")
     with pytest.raises(compiled.OutOfHbmError, match=r"needs [\d.]+GiB of HBM per chip, a chip has 30.75GiB"):
         compiled.compile_for_slice(program(wide, strategies.data_parallel(), "v4-32", rows=16, length=256))
-
-
-@pytest.mark.compiled("v4-8", "v5p-8", "v5e-8", "v6e-8")
-@pytest.mark.parametrize("name", ["v4-8", "v5p-8", "v5e-8", "v6e-8"])
-def test_libtpu_knows_every_compiler_option(name, tpu_topology):
-    device = tpu_topology(name)[0]
-    x = jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(device))
-    options = dict(compiler_options.OPTIONS)
-    jax.jit(lambda x: x @ x).lower(x).compile(compiler_options=options)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
-        jax.jit(lambda x: x @ x).lower(x).compile(compiler_options={**options, "xla_tpu_no_such_option": True})
 
 
 @pytest.mark.slow

@@ -100,4 +100,6 @@ def _compiled(name: str, position: str) -> dict:
     print(f"[{position}] compiles {file} …", end="", flush=True)
     record = golden.compile_record(file)
     print(f" {time.perf_counter() - start:.0f} s", flush=True)
+    for warning in record["warnings"]:
+        print(f"  compiler warning: {warning}", flush=True)
     return record

@@ -48,6 +48,9 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     if args.explain is not None:
         from launch.plans import explaining
+        from parallel.hlo import messages
+
+        os.environ.update(messages.AUDIBLE_WARNINGS)
 
         return explaining.explain(args.experiment, args.explain, slice_name=args.slice, bindings=args.gin)
     from launch.plans import running

@@ -44,6 +44,7 @@ FIELDS = {
     "batch_size": (64, True),
     "accum_steps": (2, True),
     "gather_once": (True, True),
+    "compiler_options": ({"xla_enable_async_all_gather": False}, True),
     "non_finite": ("skip", True),
     "total_steps": (7, False),
     "seed": (5, False),
