@@ -18,11 +18,6 @@ _EVERYWHERE: Options = {
     "xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000,
     # An all-gather is a start and an end, with other work between them.
     "xla_enable_async_all_gather": True,
-    # One collective may overlap several computations.
-    "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
-    # The TensorCore computes while it drives a collective.
-    "xla_tpu_overlap_compute_collective_tc": True,
-    "xla_tpu_enable_async_collective_fusion": True,
 }
 
 # Fusing all-gathers with the computation beside them is supported on v5e alone: elsewhere the compiler warns of wrong
