@@ -19,36 +19,36 @@ class Messages:
     text = ""
 
 
-# Warnings that say nothing of a program's results or speed here. Exact beginnings of lines, each with its reason.
+# Messages that say nothing of a program's results, nor of its speed beyond what is reported anyway: how one begins, and
+# why it is harmless.
 _HARMLESS = {
-    "Collective matmul V1 is enabled": "parallel.compiler_options keeps every einsum whole: neither version is used",
-    "Module contains sdy shardings or meshes in frontend_attributes": "it asks whether the program was exported by an "
-    "older JAX; it was lowered in this process",
-    "No hardware is found. Using default TPU version": "there is no TPU here; the program names the chips it is for",
-    "The log function has NOT been set for the LloModule": "the compiler's own debug log",
-    "Unable to dump host DMA stats": "statistics of a debug dump",
-    "[Compiling module": "says that compiling takes long",
-    "The operation took": "says that compiling took long",
+    r"Collective matmul V1 is enabled": "parallel.compiler_options keeps every einsum whole: neither version is used",
+    r"Module contains sdy shardings or meshes in frontend_attributes": "asks whether another JAX exported the program",
+    r"No hardware is found\. Using default TPU version": "there is no TPU here; the program names the chips it is for",
+    r"The log function has NOT been set for the LloModule": "the compiler's own debug log",
+    r"Unable to dump host DMA stats": "statistics of a debug dump",
+    r"\[.*\] Very slow compile\?": "the time to compile is reported",
+    r"The operation took": "the time to compile is reported",
+    r"Number of (unique slow barriers|times slow barrier appeared)": "counts the forms that barriers have",
+    r"\[[\w.\-]+\] 0-iteration loop inserted": "a loop without iterations does nothing",
+    r"Successful retry compilation of": "a second try succeeded; the HLO that follows is what was compiled",
+    r"HLO:|(ROOT )?%?[\w.\-]+ = |\{|\}": "a line of HLO that belongs to another message",
+    r"\[spmd\] Involuntary full rematerialization": "reported by parallel.lints, with what to do",
 }
+_KNOWN = re.compile("|".join(f"(?:{beginning})" for beginning in _HARMLESS))
 _LOGGED = re.compile(r"(?m)^([IWEF])\d{4} [\d:.]+\s+\d+ [\w./-]+:\d+\] ?")
 
 
 def warnings(text: str) -> list[str]:
     """Returns the compiler's warnings and errors in what it wrote to stderr, each once, without the harmless ones.
 
-    Involuntary full rematerialization is left out too: `parallel.lints` reports it.
-
     Args:
       text: `Messages.text`.
     """
     parts = _LOGGED.split(text)
-    found = [
-        " ".join(said.strip("\n* ").split())
-        for level, said in zip(parts[1::2], parts[2::2], strict=True)
-        if level != "I"
-    ]
-    known = (*_HARMLESS, "[spmd] Involuntary full rematerialization")
-    return [said for said in dict.fromkeys(found) if said and not said.startswith(known)]
+    logged = zip(parts[1::2], parts[2::2], strict=True)
+    found = dict.fromkeys(" ".join(said.strip("\n* ").split()) for level, said in logged if level != "I")
+    return [said for said in found if said and not _KNOWN.match(said)]
 
 
 @contextlib.contextmanager

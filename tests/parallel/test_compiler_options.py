@@ -100,6 +100,10 @@ E1122 13:38:34.779490   32519 slow_operation_alarm.cc:73]
 ********************************
 [Compiling module jit_step] Very slow compile?
 ********************************
+W1122 14:00:25.363066    9497 log_lines.cc:11] Successful retry compilation of fusion.7 after retry_count=1
+W1122 14:00:25.363066    9497 log_lines.cc:11] HLO:
+W1122 14:00:25.363066    9497 log_lines.cc:11]   ROOT %tuple.1 = (f32[4]{0}) tuple(add.598)
+W1122 14:00:25.363066    9497 log_lines.cc:11] }, backend_config={}
 E1122 14:00:25.363066    9497 other.cc:502] Two lines
 of one message
 """
