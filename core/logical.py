@@ -265,7 +265,8 @@ def lookup_specs(table: tuple[str, str], rows: Sequence[str | None]) -> LookupSp
       rows: logical axes of the indices.
 
     Returns:
-      The layouts over automatic mesh axes; None where no strategy is in force.
+      The layouts over automatic mesh axes; None where no strategy is in force, and for a table that is split both ways
+      inside a region that is manual over some mesh axes: XLA for TPU ends the process when it partitions that sum.
     """
     tables, mesh = _tables.value, jax.sharding.get_abstract_mesh()
     if tables is None or mesh.empty:
@@ -273,6 +274,8 @@ def lookup_specs(table: tuple[str, str], rows: Sequence[str | None]) -> LookupSp
     automatic = automatic_axes()
     pieces = partition_spec(Axes(table), tables.params, keep=automatic.__contains__)
     entries, columns = map(mesh_axes, pieces)
+    if entries and columns and automatic != set(mesh.axis_names):
+        return None
 
     def without(moved: tuple[str, ...]) -> PartitionSpec:
         spec = partition_spec(Axes(tuple(rows)), tables.activations, keep=(automatic - set(moved)).__contains__)

@@ -95,7 +95,7 @@ def _embedded_back(rows: tuple[str | None, ...], dtype: str, saved: tuple, dy: j
     summed = jnp.zeros_like(table)
     specs = logical.lookup_specs(("vocab", "embed"), rows)
     if specs is None:
-        return summed.at[ids].add(dy.astype(jnp.float32)), None
+        return logical.constrain(summed, "vocab", None).at[ids].add(dy.astype(jnp.float32)), None
     split = jax.lax.with_sharding_constraint
     for move in specs.moves:  # as narrow as it is: it is made wide where it is added
         dy = split(dy, move)
