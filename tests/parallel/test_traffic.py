@@ -327,8 +327,7 @@ ACCUMULATED = {
     "hsdp": (
         strategies.hsdp(data=2),
         {},
-        WEIGHTS_OVER_FSDP
-        | {("fsdp", kind, "loop") for kind in ("all-reduce", "reduce-scatter")}
+        {("fsdp", kind, "loop") for kind in ("all-gather", "all-to-all", "all-reduce", "reduce-scatter")}
         | {("data", "all-reduce", "once")},
     ),
     "gathered once": (strategies.fsdp(), {"gather_once": True}, ONCE_OVER_FSDP),
