@@ -48,13 +48,14 @@ def width(piped_width: int, stream: IO[str] | None = None) -> int:
     return shutil.get_terminal_size((piped_width, 24)).columns if stream.isatty() else piped_width
 
 
-def wrapped(text: str) -> str:
+def wrapped(text: str, *, margin: int = 0) -> str:
     """Breaks long lines of an error between words; what continues a line is indented by two more columns than the line.
 
-    Lines end at ERROR_WIDTH or, where standard error is a narrower terminal, at its edge; COLUMNS says otherwise.
+    Lines end at ERROR_WIDTH or, where standard error is a narrower terminal, at its edge; COLUMNS says otherwise. The
+    caller indents all of it by `margin` columns.
     """
     columns = int(environment.read("COLUMNS") or min(ERROR_WIDTH, width(ERROR_WIDTH, sys.stderr)))
-    return _broken(text, columns)
+    return _broken(text, columns - margin)
 
 
 def say(text: str) -> None:

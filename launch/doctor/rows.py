@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from launch import terminal
 from launch.reach import Finding
 
 
@@ -61,6 +62,7 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         verdict = "FAIL" if not row.ok else "note" if row.is_note else "ok"
         text = row.detail + (f"\nfix: {row.fix}" if row.fix and (not row.ok or row.is_note) else "")
+        text = terminal.wrapped(text, margin=width + 8)
         lines.append(f"{verdict:<5} {row.name:<{width}}  {text}".replace("\n", indent))
     failed = sum(not row.ok for row in rows)
     lines.append("READY" if not failed else f"NOT READY: {failed} of {len(rows)} rows failed")

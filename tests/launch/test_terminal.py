@@ -71,6 +71,14 @@ def test_an_error_of_a_command_is_wrapped(capsys, monkeypatch):
     assert len(said) > 120
 
 
+def test_what_a_check_finds_is_wrapped(capsys, monkeypatch, tmp_path):
+    monkeypatch.delenv("COLUMNS")
+    assert cli.main(["check", "v4-16", "gin/quickstart.gin", "--run-dir", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any("all 2 hosts of v4-16 must see one run directory" in line for line in lines)
+    assert all(len(line) <= 120 for line in lines)
+
+
 @pytest.mark.parametrize(
     ("raw", "expected"),
     [

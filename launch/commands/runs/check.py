@@ -6,7 +6,7 @@ import argparse
 import os
 
 from core import slices
-from launch import environment
+from launch import environment, terminal
 
 HELP = "find every mistake that shows without a device: configuration, layout, data, run directory"
 EXAMPLE = "launch/run check v4-32 gin/valkyrie_7b.gin"
@@ -41,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
     )
     for finding in checked.findings:
         verdict = "FAIL" if not finding.ok else "note" if finding.is_note else "ok"
-        print(f"{verdict:<5} {finding.name:<14} {finding.detail}".replace("\n", "\n" + 21 * " "))
+        detail = terminal.wrapped(finding.detail, margin=21)
+        print(f"{verdict:<5} {finding.name:<14} {detail}".replace("\n", "\n" + 21 * " "))
     print("READY" if checked.ok else "NOT READY")
     return 0 if checked.ok else 2
