@@ -18,14 +18,14 @@ from parallel.agreement import EXAMPLES
 GIN = environment.WORKSPACE / "gin"
 
 
-def program(model, tables, slice_name, *, rows, length):
+def program(model, tables, slice_name, *, rows, length, accum_steps=1):
     slice_ = slices.get(slice_name)
     integers = ("inputs", "targets", "segment_ids", "positions")
     whole = {k: jax.ShapeDtypeStruct((rows, length), jnp.int32) for k in integers}
     spec = {**whole, "weights": jax.ShapeDtypeStruct((rows, length), jnp.float32)}
     bound = partitioner.Partitioner(tables, slice=slice_, devices=compiled.devices_of(slice_))
     optimizer = optimizers.adamw(learning_rate=optimizers.constant(1e-4))
-    return bound.program(model, optimizer, spec, seed=0)
+    return bound.program(model, optimizer, spec, seed=0, accum_steps=accum_steps)
 
 
 SMALL = transformer.Transformer(
@@ -100,6 +100,16 @@ def test_every_experiment_compiles_for_its_slice(name):
     assert trained.argument_bytes >= sizes.everything
     assert evaluated.memory_analysis().argument_size_in_bytes >= sizes.params
     assert all("tpu_custom_call" in hlo for hlo in (trained.hlo, evaluated.as_text()))  # the splash kernel
+
+
+@pytest.mark.covers("T03")
+@pytest.mark.compiled("v4-32")
+def test_microbatches_compile_where_the_embedding_is_split_both_ways():
+    """The compiler ended its process when the gradient was summed in pieces inside a region manual over data."""
+    model = dataclasses.replace(SMALL, num_layers=1, attention="plain")
+    bound = program(model, strategies.mesh3d(data=2, fsdp=2, tensor=4), "v4-32", rows=16, length=64, accum_steps=2)
+    assert bound.manual_axes == {"data"}
+    assert compiled.compile_for_slice(bound).peak_bytes > 0
 
 
 @pytest.mark.compiled("v4-32")
