@@ -27,10 +27,11 @@ def per_host(experiment: Experiment, program: Program) -> dict[str, int]:
     """Bytes that the host with the most rows must hold at once, by what they are."""
     rows = _host_rows(program)
     row_bytes = _row_bytes(program)
+    held_out_rows_end = hasattr(experiment.task, "evaluating")  # then EVAL_BATCHES may be far more than there are
     return {
         "batches": _ASSEMBLED * rows * row_bytes,
         "row numbers": rows * _ROW_NUMBER_BYTES,
-        "evaluation": experiment.eval_batches * rows * row_bytes,
+        "evaluation": 0 if held_out_rows_end else experiment.eval_batches * rows * row_bytes,
         "a checkpoint": report.totals(program).whole // program.partitioner.slice.hosts,
     }
 
