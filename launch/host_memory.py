@@ -60,7 +60,9 @@ def problem(need: Mapping[str, int], *, have_bytes: int, whose: str, experiment:
         fix = "take more hosts or a smaller model; --smoke shrinks the model and keeps slice, mesh and strategy"
     else:
         rows = int(experiment.batch_size * (have_bytes - fixed) / (total - fixed))
-        unit = math.lcm(program.partitioner.row_shards, experiment.task.num_streams)
+        schedule = program.partitioner.pipeline
+        cuts = experiment.accum_steps * (schedule.num_microbatches if schedule else 1)
+        unit = math.lcm(cuts * program.partitioner.row_shards, experiment.task.num_streams)
         fix = f"set BATCH_SIZE to at most {max(rows // unit * unit, unit):,}"
         if need["evaluation"] > need["batches"]:
             fix += f", or EVAL_BATCHES (now {experiment.eval_batches}) lower"

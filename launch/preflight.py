@@ -123,7 +123,11 @@ def _memory(experiment: Experiment, program: Program, state_bytes: int, *, with_
         return Finding("memory", True, f"{state} {of}; activations not counted)")
     from launch.plans import facts  # the planner; a training process imports this module and never needs it
 
-    found = facts.estimate(experiment, program)
+    try:
+        found = facts.estimate(experiment, program)
+    except Exception as error:  # an estimate refuses nothing: it traces a model of any author
+        why = f"{type(error).__name__}: {error}"
+        return Finding("memory", True, f"{state} {of}; activations not estimated: {why})", is_note=True)
     rows = next(iter(program.spec.values())).shape[0]
     said = f"{state}, {found.peak_bytes / GIB:,.2f} GiB with activations and gradients, {of}, not compiled)"
     advice = f"BATCH_SIZE = {rows:,}: lower it, raise ACCUM_STEPS, or let the model rematerialise more. {more_chips}"

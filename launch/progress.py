@@ -129,7 +129,7 @@ class Waiting:
         while self._due <= place.seconds:
             self._due += 10 if self._due < 60 else 60
         before = self._recorded.get(place.phase)
-        known = f" (it took {units.clock(before)} before)" if before else ""
+        known = f" (a plan compiled it in {units.clock(before)} on its machine)" if before else ""
         self._say(f"{WAITS[place.phase]}, {units.clock(place.seconds)}{known}")
 
     def _watch(self) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import select
-import shutil
 import sys
 import textwrap
 import unicodedata
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 ERROR_WIDTH = 120
+_NARROWEST = 40  # columns of what is wrapped, however narrow the terminal
 _UNPRINTABLE = ("Cc", "Cs")  # control characters; halves of a pair, which no encoding can write
 
 
@@ -45,7 +45,14 @@ def console(piped_width: int, *, file: IO[str] | None = None, stderr: bool = Fal
 def width(piped_width: int, stream: IO[str] | None = None) -> int:
     """Returns the columns of the terminal behind `stream` (standard output), `piped_width` where it is none."""
     stream = stream or sys.stdout
-    return shutil.get_terminal_size((piped_width, 24)).columns if stream.isatty() else piped_width
+    if not stream.isatty():
+        return piped_width
+    told = environment.read("COLUMNS") or ""
+    try:
+        columns = int(told) if told.isdigit() else os.get_terminal_size(stream.fileno()).columns
+    except OSError:
+        columns = 0
+    return max(columns, _NARROWEST) if columns else piped_width or ERROR_WIDTH
 
 
 def wrapped(text: str, *, margin: int = 0) -> str:
@@ -54,8 +61,9 @@ def wrapped(text: str, *, margin: int = 0) -> str:
     Lines end at ERROR_WIDTH or, where standard error is a narrower terminal, at its edge; COLUMNS says otherwise. The
     caller indents all of it by `margin` columns.
     """
-    columns = int(environment.read("COLUMNS") or min(ERROR_WIDTH, width(ERROR_WIDTH, sys.stderr)))
-    return _broken(text, columns - margin)
+    told = environment.read("COLUMNS") or ""
+    columns = int(told) if told.isdigit() and int(told) else min(ERROR_WIDTH, width(ERROR_WIDTH, sys.stderr))
+    return _broken(text, max(columns - margin, _NARROWEST))
 
 
 def say(text: str) -> None:

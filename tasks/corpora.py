@@ -231,7 +231,7 @@ class TextFiles(_FileCorpus):
         )
 
     def _size(self) -> str:
-        """` (2 files, 12.3 KiB)` of training files on a disk; empty where there are others, or none."""
+        """` (2 files, 12,345 bytes)` of training files on a disk, exact, for a resumed run compares it; else empty."""
         files = () if any(map(paths.is_remote, self.train)) else self._listed["train"]
         total = sum(file.size_bytes for file in files)
         return f" ({units.counted(len(files), 'file')}, {total:,} bytes)" if files else ""

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from core import units
 from tasks.listing import File
 
 _MOST_FILES = 32  # that a check reads, spread over all of them
@@ -62,7 +63,7 @@ def first_problems(files: Sequence[File], *, field: str | None, where: str) -> l
       field: of a line of JSON that holds the text; None where a file is one document.
       where: the setting, for messages.
     """
-    step = max(1, len(files) // _MOST_FILES)
+    step = max(1, -(-len(files) // _MOST_FILES))
     looked_at, found, has_text = files[::step][:_MOST_FILES], [], False
     for file in looked_at:
         try:
@@ -76,7 +77,7 @@ def first_problems(files: Sequence[File], *, field: str | None, where: str) -> l
             break
     whole = len(looked_at) == len(files) and all(file.size_bytes <= _MOST_BYTES for file in files)
     if whole and files and not found and not has_text:
-        found.append(f"{where}: {len(files)} files with white space alone, and no text")
+        found.append(f"{where}: {units.counted(len(files), 'file')} with white space alone, and no text")
     return found
 
 

@@ -26,9 +26,8 @@ def by_name(tree: Any, *, joined_by: str = "/") -> dict[str, Any]:
 
 def host_bytes(state: Any) -> int:
     """Bytes of all arrays that this host holds, each part once, however many of its devices have a copy."""
-    return sum(
-        min(leaf.nbytes, sum(s.data.nbytes for s in leaf.addressable_shards)) for leaf in by_name(state).values()
-    )
+    parts = ({str(s.index): s.data.nbytes for s in leaf.addressable_shards} for leaf in by_name(state).values())
+    return sum(sum(by_place.values()) for by_place in parts)
 
 
 def require_arrays(state: Any) -> None:

@@ -59,7 +59,9 @@ def _surviving_axes(
     for dropped in sorted(order, key=lambda i: names[i] == "layers"):  # a layer of a stack keeps moments of its own
         if leaf == param[:dropped] + param[dropped + 1 :]:
             return names[:dropped] + names[dropped + 1 :]
-    layers = 1 if names[0] == "layers" else 0
+    if math.prod(leaf) == 1:  # a placeholder of the rule
+        return (None,) * len(leaf)
+    layers = 1 if names[:1] == ("layers",) else 0
     cuts = range(layers + 1, len(param))
     sides = [side for cut in cuts for side in ((cut, len(param)), (layers, cut))[:: 1 if first else -1]]
     for start, end in sides:

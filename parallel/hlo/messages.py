@@ -32,7 +32,7 @@ _HARMLESS = {
     r"Number of (unique slow barriers|times slow barrier appeared)": "counts the forms that barriers have",
     r"\[[\w.\-]+\] 0-iteration loop inserted": "a loop without iterations does nothing",
     r"Successful retry compilation of": "a second try succeeded; the HLO that follows is what was compiled",
-    r"HLO:|(ROOT )?%?[\w.\-]+ = |\{|\}": "a line of HLO that belongs to another message",
+    r"HLO:$|(ROOT )?%?[\w.\-]+ = \(*\w+\[|\{$|\}": "a line of HLO that belongs to another message",
     r"\[spmd\] Involuntary full rematerialization": "reported by parallel.lints, with what to do",
 }
 _KNOWN = re.compile("|".join(f"(?:{beginning})" for beginning in _HARMLESS))

@@ -185,3 +185,13 @@ def test_factored_moments_of_a_square_matrix_lie_along_its_axes():
     _, state = rule.update(grads, rule.init(grads), grads)
     assert np.ptp(state.v_row["~"]["w"]) > 1
     assert np.ptp(state.v_col["~"]["w"]) == 0
+
+
+def test_adafactor_takes_a_parameter_without_axes():
+    optimizer = optimizers.adafactor(learning_rate=optimizers.constant(0.1))
+    shapes = {"~": {"scale": jax.ShapeDtypeStruct((), jnp.float32)}}
+    axes = optimizers.state_axes(optimizer, shapes, {"~": {"scale": Axes(())}})
+    state = jax.eval_shape(optimizer.init, shapes)
+    same = jax.tree.map(lambda leaf, named: len(named.names) == len(leaf.shape), state, axes)
+    assert jax.tree.leaves(state)
+    assert all(jax.tree.leaves(same))

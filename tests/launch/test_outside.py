@@ -153,7 +153,9 @@ def test_a_task_without_a_vocabulary_needs_no_prompt(folder):
     _, checked = failed(folder, images)
     assert checked.experiment.data_problems(prepared=True) == []
     _, checked = failed(folder, images, "PROMPT = 'x'")
-    assert "PROMPT = 'x': Images: no vocabulary to read it with" in checked.experiment.data_problems(prepared=False)[0]
+    assert (
+        "PROMPT = 'x': Images has no vocabulary to read it with" in checked.experiment.data_problems(prepared=False)[0]
+    )
 
 
 @pytest.mark.parametrize("together", [True, False])

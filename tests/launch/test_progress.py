@@ -36,7 +36,7 @@ def test_a_long_wait_is_said_with_its_time(recorded):
     said = waited(
         *((phase.COMPILING, seconds) for seconds in times), recorded={phase.COMPILING: recorded} if recorded else {}
     )
-    known = " (it took 1:02 before)" if recorded else ""
+    known = " (a plan compiled it in 1:02 on its machine)" if recorded else ""
     shown = ("0:10", "0:20", "0:31", "0:41", "0:52", "1:00", "2:00", "3:00")
     assert said == [f"compiling the training step, {time}{known}" for time in shown]
 

@@ -104,6 +104,7 @@ W1122 14:00:25.363066    9497 log_lines.cc:11] Successful retry compilation of f
 W1122 14:00:25.363066    9497 log_lines.cc:11] HLO:
 W1122 14:00:25.363066    9497 log_lines.cc:11]   ROOT %tuple.1 = (f32[4]{0}) tuple(add.598)
 W1122 14:00:25.363066    9497 log_lines.cc:11] }, backend_config={}
+W1122 14:00:25.363066    9497 other.cc:11] xla_tpu_some_flag = true is not supported on v4; incorrect results
 E1122 14:00:25.363066    9497 other.cc:502] Two lines
 of one message
 """
@@ -112,5 +113,6 @@ of one message
 def test_warnings_are_said_once_without_the_harmless_ones():
     assert messages.warnings(LOG) == [
         "Continuation fusion is enabled, incorrect results",
+        "xla_tpu_some_flag = true is not supported on v4; incorrect results",
         "Two lines of one message",
     ]

@@ -222,7 +222,8 @@ def _from_workstation(args: argparse.Namespace, slice_: slices.Slice, tpus: Sequ
     for finding in checked.findings:
         if finding.is_note:
             print(f"# {finding.name}: {finding.detail}")
-    if not args.dry_run and _is_finished(args, checked, args.run_dir or _run_directory(args)):
+    remote = args.run_dir or _run_directory(args)  # a local directory of this name here is not that of the hosts
+    if not args.dry_run and paths.is_remote(remote) and _is_finished(args, checked, remote):
         return 0
     run_directory = []
     if args.run_dir is None and environment.read("RENGA_RUN_ROOT"):

@@ -11,6 +11,7 @@ import pytest
 from launch import configuration
 from launch.experiment import Experiment
 from launch.plans import golden, planning, records
+from models import transformer
 from parallel import strategies
 from tasks import synthetic
 
@@ -39,7 +40,7 @@ def test_only_what_makes_a_program_names_its_record(question, binding, same):
 FIELDS = {
     "slice": ("v4-16", True),
     "strategy": (strategies.data_parallel(), True),
-    "model": (None, True),
+    "model": (transformer.preset("125m"), True),
     "task": (synthetic.random_tokens(vocab_size=32000, length=64, num_streams=16), True),
     "batch_size": (64, True),
     "accum_steps": (2, True),
