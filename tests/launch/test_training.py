@@ -78,7 +78,7 @@ def test_a_run_says_what_it_is_and_ends_with_what_it_learned(undisturbed):
     (state_bytes,) = set(scalars(run_dir, "checkpoint/bytes").values())
     assert state_bytes > 12 * 43_168  # parameters and two moments
     assert "every 6 steps (at most so many are lost), the latest 3 kept" in said
-    assert re.search(r"checkpoints: 2 of [\d.]+ MiB, [\d.e-]+ s each out of [\d.]+ s of training", said)
+    assert re.search(r"checkpoints: 2 of [\d.]+ [KM]iB, [\d.]+ (ms|s) each out of [\d.]+ s of training", said)
 
 
 @pytest.mark.covers("C06", "C14", "E11", "E12")

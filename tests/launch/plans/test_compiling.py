@@ -26,7 +26,8 @@ if kind == "log":
     with open(path, "a") as log: log.write("-")
 if kind == "sleep":
     pathlib.Path(argument).write_text(str(os.getpid())); time.sleep(60)
-pathlib.Path(job["record"]).write_text(json.dumps({"status": "refused", "reason": job["name"], "time": None}))
+record = {"status": "refused", "reason": job["name"], "time": None, "warnings": []}
+pathlib.Path(job["record"]).write_text(json.dumps(record))
 """
 
 

@@ -110,6 +110,7 @@ def record(**changes):
             "mfu": {"hidden": 0.61, "scheduled": 0.55, "exposed": 0.52},
         },
         "versions": golden.versions(),
+        "warnings": [],
         **changes,
     }
 

@@ -80,7 +80,7 @@ def test_a_position_of_other_data_is_refused(task, write_dataset, host_layouts):
     with pytest.raises(ValueError, match="seed: saved 3, now 4"):
         task.train(layout, seed=4).restore(state)
     other = puzzles.dataset(directory=write_dataset("other", train=21), length=5, vocab_size=9)
-    with pytest.raises(ValueError, match="source: saved"):
+    with pytest.raises(ValueError, match="is of other data"):
         other.train(layout, seed=3).restore(state)
     with pytest.raises(ValueError, match="stream_00000"):
         task.train(layout, seed=3).restore({})
