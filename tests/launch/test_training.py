@@ -10,7 +10,7 @@ import types
 import numpy as np
 import pytest
 
-from core.watch import exit_codes
+from core.watch import exit_codes, judging
 from launch import environment, training
 from launch.pods.joining import Host
 
@@ -132,7 +132,7 @@ def test_no_host_runs_a_step_before_all_have_compiled_it(monkeypatch, count, don
     monkeypatch.setattr(
         training.distributed, "barrier", lambda name, timeout_seconds: did.append((name, timeout_seconds))
     )
-    experiment = types.SimpleNamespace(compile_limit_seconds=50.0)
+    experiment = types.SimpleNamespace(compile_limit_seconds=50.0, limits=judging.USUAL_LIMITS)
     run = types.SimpleNamespace(host=Host(0, count, True), program=program, experiment=experiment, last_step=9)
     training.compile_together(run, 8)
     training.compile_together(run, 9)  # nothing is left to train
