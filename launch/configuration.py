@@ -15,15 +15,15 @@ import tempfile
 from collections.abc import Iterator, Sequence
 
 from core import paths
-from launch import environment, gin_config
-from launch.gin_config import LoadedConfig
+from launch import environment
+from launch.config import LoadedConfig, loader
 
 _SOURCE = "TPU_MESH_CONFIG"
 _HEADER = "from __gin__ import dynamic_registration\nfrom parallel import strategies\n"
 
 
 def load(path: str, *, bindings: Sequence[str] = (), slice_name: str | None = None) -> LoadedConfig:
-    """As `gin_config.load`, with what the environment says of the mesh between the file and `bindings`.
+    """As `loader.load`, with what the environment says of the mesh between the file and `bindings`.
 
     Args:
       path: local, or gs://; what a file in a bucket includes is looked for in the workspace.
@@ -58,9 +58,9 @@ def _copied(path: str) -> Iterator[str]:
 def _load(path: str, *, bindings: Sequence[str], slice_name: str | None) -> LoadedConfig:
     mesh = environment.mesh_bindings()
     if not mesh:
-        return gin_config.load(path, bindings=bindings, slice_name=slice_name)
+        return loader.load(path, bindings=bindings, slice_name=slice_name)
     between = {_SOURCE: _HEADER + "\n".join(mesh) + "\n"}
-    config = gin_config.load(path, bindings=bindings, slice_name=slice_name, between=between)
+    config = loader.load(path, bindings=bindings, slice_name=slice_name, between=between)
     note = (
         f"TPU_MESH_CONFIG={environment.read('TPU_MESH_CONFIG')} TPU_AXIS_NAMES={environment.read('TPU_AXIS_NAMES')} "
         f"bind {'; '.join(mesh)}, after the file and before --gin"

@@ -17,7 +17,7 @@ OURS = {  # folder: the folders of ours that it may import
 }
 HOMES = {  # library: path prefixes that may import it; () is nowhere
     "torch": (),
-    "gin": ("launch/gin_config/",),
+    "gin": ("launch/config/",),
     "argparse": ("launch/",),
     "rich": ("launch/",),
     "tensorflow": ("tasks/",),

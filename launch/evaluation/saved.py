@@ -13,7 +13,7 @@ from typing import NamedTuple
 from core import distributed, paths
 from core.checkpoints import steps as saved_steps
 from launch import configuration, environment
-from launch.gin_config import LoadedConfig
+from launch.config import LoadedConfig
 
 CONFIG, CHECKPOINTS = "config.gin", "checkpoints"
 

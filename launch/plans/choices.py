@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import re
 
+from launch.config import LoadedConfig
 from launch.experiment import Experiment
-from launch.gin_config import LoadedConfig
 from launch.plans import records
 from parallel.planning.candidates import Candidate, Layout
 

@@ -16,8 +16,8 @@ from typing import Any
 from core import slices
 from core.slices import Slice
 from launch import configuration
+from launch.config import LoadedConfig
 from launch.experiment import Experiment
-from launch.gin_config import LoadedConfig
 from launch.plans import choices, facts, records
 from launch.plans.records import Record
 from parallel.planning import arithmetic, candidates

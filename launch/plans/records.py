@@ -29,9 +29,9 @@ from core import paths, slices
 from core.optimizers import schedules
 from core.slices import GIB
 from launch import environment
+from launch.config import LoadedConfig
 from launch.environment import WORKSPACE
 from launch.experiment import Experiment
-from launch.gin_config import LoadedConfig
 from parallel import compiler_options
 from parallel.planning.cost import AxisTime, StepTime
 

@@ -1,6 +1,6 @@
 """Which experiments a suite has, and which of them are one and the same.
 
-The one idea: an experiment is its canonical text (`launch.gin_config`), so two files that say the same, however they
+The one idea: an experiment is its canonical text (`launch.config`), so two files that say the same, however they
 are written, are run once. Everything is loaded, built and checked before the first run starts: what is wrong with the
 last of fifty experiments is not found out a day later.
 """
@@ -14,7 +14,8 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from launch import configuration, environment, gin_config
+from launch import configuration, environment
+from launch.config import loader
 from launch.experiment import Experiment
 
 HOME = environment.WORKSPACE / "gin" / "trm"
@@ -150,7 +151,7 @@ def as_run(entry: Entry, *, text: str) -> Entry:
     with tempfile.NamedTemporaryFile("w", suffix=".gin") as file:
         file.write(text)
         file.flush()
-        config = gin_config.load(file.name)
+        config = loader.load(file.name)
     return dataclasses.replace(entry, text=text, experiment=config.build())
 
 

@@ -13,8 +13,8 @@ from core.watch import exit_codes
 from launch import environment
 
 if TYPE_CHECKING:
+    from launch.config import LoadedConfig
     from launch.experiment import Experiment
-    from launch.gin_config import LoadedConfig
     from launch.pods.joining import Host
 
 HELP = "train on the devices of this host and its peers (launch/pod.sh starts it on every host)"

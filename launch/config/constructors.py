@@ -1,7 +1,6 @@
-"""What a public function or class says of itself: its parameters, their annotations, and what calling it gives.
+"""Parameters, annotations and results of a public function or class, read from its signature without calling it.
 
-The one idea: nothing is called to find out. What cannot be read off, such as an annotation that only a type checker can
-evaluate, is unknown and is left alone by every check.
+What cannot be read, such as an annotation that only a type checker can evaluate, is unknown and passes every check.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from launch.gin_config.types import UNKNOWN
+UNKNOWN = Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +47,7 @@ class Constructor:
 
 
 def constructor(target: Callable[..., Any], *, module: str, name: str) -> Constructor:
-    """What its signature and annotations say of a function or class."""
+    """Returns what the signature and the annotations of a function or class say."""
     try:
         signature = inspect.signature(target)
     except (TypeError, ValueError):  # a builtin without a signature
@@ -66,15 +65,25 @@ def constructor(target: Callable[..., Any], *, module: str, name: str) -> Constr
     )
 
 
+def why_not_a_constructor(target: Any) -> str:
+    """Returns the reason why gin may not name this, or ''."""
+    if inspect.ismodule(target):
+        return "is a module, not a constructor"
+    if not inspect.isclass(target) and not inspect.isroutine(target):
+        return f"is a value ({type(target).__name__}), not a constructor"
+    if getattr(target, "_is_protocol", False) or inspect.isabstract(target):
+        return "is an interface, which cannot be constructed"
+    return ""
+
+
 def _hints(target: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations that can be evaluated; a name that exists for type checkers alone costs only its own."""
+    """The annotations that can be evaluated; one that only a type checker can evaluate does not cost the others."""
     written = target if dataclasses.is_dataclass(target) or not inspect.isclass(target) else target.__init__
     try:
         return typing.get_type_hints(written)
     except Exception:  # an annotation may be any expression, and fail in any way
         module = vars(sys.modules[target.__module__])
-        annotations = getattr(written, "__annotations__", {})
-        return {name: _hint(annotation, module) for name, annotation in annotations.items()}
+        return {name: _hint(text, module) for name, text in getattr(written, "__annotations__", {}).items()}
 
 
 def _hint(annotation: Any, module: dict[str, Any]) -> Any:

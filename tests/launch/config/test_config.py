@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from launch import gin_config
-from launch.gin_config import ConfigError, names, sources
+from launch import config
+from launch.config import ConfigError, names, sources
 
 MODULES = {
     "__init__": "",
@@ -172,10 +172,10 @@ class Bench:
             file.write(textwrap.dedent(text).strip() + "\n")
 
     def load(self, *bindings, path="toy.gin", **kwargs):
-        return gin_config.load(path, bindings=bindings, **self._where(kwargs))
+        return config.load(path, bindings=bindings, **self._where(kwargs))
 
     def problems(self, *bindings, path="toy.gin", **kwargs):
-        return gin_config.problems(path, bindings=bindings, **self._where(kwargs))
+        return config.problems(path, bindings=bindings, **self._where(kwargs))
 
     def problem(self, *bindings, **kwargs):
         """The only problem."""
@@ -239,6 +239,28 @@ def test_the_text_does_not_depend_on_how_the_modules_are_imported(bench):
         "toy.gin", EXPERIMENT.replace("import strategies", "import strategies as s").replace("@strategies", "@s")
     )
     assert bench.load().text == plain
+
+
+def test_the_bindings_are_data_with_their_places(bench):
+    loaded = bench.load("strategies.fsdp.data = 2", "BATCH_SIZE = 4")
+    found = {b.name: (b.value, b.place) for b in loaded.bindings}
+    assert found["BATCH_SIZE"] == (4, "--gin #2")
+    assert found["strategies.fsdp.data"] == (2, "--gin #1")
+    assert found["models.Decoder.width"] == (4, "toy.gin:9")
+    assert found["experiment.Experiment.rate"] == (config.Macro("LEARNING_RATE"), "defaults.gin:17")
+    assert found["STRATEGY"] == (config.Reference("", "strategies.fsdp", True), "toy.gin:7")
+    assert loaded.imports == {name: f"toy.{name}" for name in ("experiment", "models", "strategies")}
+
+
+def test_a_saved_text_is_read_as_data_without_importing_what_it_names(bench):
+    loaded = bench.load("strategies.fsdp.data = 2")
+    read = config.parse(loaded.text)
+    assert read.text == loaded.text
+    assert read.imports == loaded.imports
+    assert [(b.name, b.value) for b in read.bindings] == [(b.name, b.value) for b in loaded.bindings]
+    elsewhere = config.parse("from nowhere import thing\n\nthing.make.size = 3\n")
+    assert (elsewhere.imports, str(elsewhere.bindings[0])) == ({"thing": "nowhere.thing"}, "thing.make.size = 3")
+    assert config.parse("").bindings == ()
 
 
 def test_operative_text_has_the_defaults_of_what_was_called(bench):
@@ -392,6 +414,16 @@ def test_gin_keeps_quiet(bench, capfd, caplog):
     bench.problems(path="nowhere.gin")
     assert capfd.readouterr() == ("", "")
     assert caplog.records == []
+
+
+def test_a_macro_that_a_file_defines_and_reads_is_the_users_own(bench):
+    bench.add("DEPTH = 6\nmodels.Decoder.depth = %DEPTH")
+    assert bench.load().build().model.depth == 6
+    assert bench.load("DEPTH = 7").build().model.depth == 7
+    problem = bench.problem("models.Decoder.depth = 3", "DEPHT = 8")
+    assert problem.place == "--gin #2"
+    assert problem.what == "DEPHT is not one of the macros that defaults.gin declares, and nothing reads it"
+    assert problem.expected.endswith("did you mean 'DEPTH'?")
 
 
 # Choices that displace others.
@@ -720,13 +752,13 @@ def test_a_large_configuration_is_checked_quickly(bench):
 
 
 def test_the_loader_imports_no_jax():
-    code = "import sys; from launch import gin_config; print([m for m in ('jax', 'tensorflow') if m in sys.modules])"
-    root = Path(gin_config.__file__).parent.parent.parent
+    code = "import sys; from launch import config; print([m for m in ('jax', 'tensorflow') if m in sys.modules])"
+    root = Path(config.__file__).parent.parent.parent
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
 def test_a_folder_is_called_one():
-    (problem,) = gin_config.problems("gin")
+    (problem,) = config.problems("gin")
     assert (problem.what, problem.expected) == ("'gin' is a folder", "a .gin file")
     assert problem.fix == "name a file in it, such as gin/first.gin"

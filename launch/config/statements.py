@@ -1,20 +1,21 @@
-"""What a gin configuration is made of, before anything in it is believed: statements with their file and line.
+"""Bindings of a gin configuration with the file and line of each, and the mistakes found in them.
 
-The one idea: a statement keeps where it was written, from the file to the last message about it. Values are plain
-Python literals in which `@name` is a `Reference` and `%NAME` a `Macro`; what did not parse is `Unreadable`, which
-remembers the names it mentions, so that one mistake does not look like many.
+Values are plain Python literals in which `@name` is a `Reference` and `%NAME` a `Macro`. A value that did not parse is
+`Unreadable`: it keeps the names that it mentions, so that one mistake is not reported as several.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from core import units
 
-DYNAMIC_REGISTRATION = "__gin__.dynamic_registration"
+if TYPE_CHECKING:
+    from launch.config.constructors import Constructor
+
 REQUIRED = "gin.REQUIRED"  # `X = %gin.REQUIRED`: a name that an experiment has to give a value
 
 
@@ -24,9 +25,9 @@ class ConfigProblem:
 
     Attributes:
       file: the gin file, or `--gin #2` for the second binding of the command line.
-      line: counted from 1; 0 where the whole file is meant.
+      line: counted from 1; 0 for the whole file.
       what: the mistake, in a sentence without a full stop.
-      actual: what is written.
+      actual: the text of the statement.
       expected: what would be accepted, or the nearest names to it.
       fix: what to do about it.
     """
@@ -40,7 +41,7 @@ class ConfigProblem:
 
     @property
     def place(self) -> str:
-        """The file and line, as an editor understands them."""
+        """File and line in the form that editors understand."""
         return place(self.file, self.line)
 
     def __str__(self) -> str:
@@ -64,12 +65,12 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Reference:
-    """`@scope/selector` or `@scope/selector()`; `target` is the constructor it names, once that is known."""
+    """`@scope/selector` or `@scope/selector()`; `target` is the constructor it names, once names are resolved."""
 
     scope: str
     selector: str
     evaluate: bool
-    target: Any = field(default=None, compare=False)
+    target: Constructor | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return f"@{scoped(self.scope, self.selector)}{'()' if self.evaluate else ''}"
@@ -87,7 +88,7 @@ class Macro:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A value that did not parse, or is not known; `parts` are the references and macros seen in it."""
+    """A value that did not parse or is not known; `parts` are the references and macros that it mentions."""
 
     parts: tuple[Reference | Macro, ...] = ()
 
@@ -101,8 +102,8 @@ class Binding:
 
     Attributes:
       order: position among all bindings in the order in which they apply; the last one of a name wins.
-      target: the constructor that `selector` names, once that is known; always None for a macro.
-      guessed: nothing is called that; `target` is what was probably meant.
+      target: the constructor that `selector` names, once names are resolved; None for a macro.
+      guessed: nothing has that name; `target` is the nearest one.
     """
 
     line: int
@@ -112,7 +113,7 @@ class Binding:
     value: Any
     file: str = ""
     order: int = 0
-    target: Any = field(default=None, compare=False)
+    target: Constructor | None = field(default=None, compare=False)
     guessed: bool = False
 
     @property
@@ -122,7 +123,7 @@ class Binding:
 
     @property
     def name(self) -> str:
-        """The left-hand side, as written."""
+        """The left-hand side."""
         return scoped(self.scope, f"{self.selector}.{self.parameter}" if self.parameter else self.selector)
 
     @property
@@ -133,90 +134,28 @@ class Binding:
     def __str__(self) -> str:
         return f"{self.name} = {render(self.value)}"
 
-
-@dataclass(frozen=True)
-class Import:
-    """`import module [as alias]` or `from package import module [as alias]`."""
-
-    line: int
-    module: str
-    is_from: bool
-    alias: str | None = None
-
-    @property
-    def symbol(self) -> str:
-        """The name that the statement makes usable."""
-        parts = self.module.split(".")
-        return self.alias or (parts[-1] if self.is_from else parts[0])
-
-
-@dataclass(frozen=True)
-class Include:
-    """`include 'path'`."""
-
-    line: int
-    path: str
-
-
-Statement = Binding | Import | Include
-
-
-@dataclass
-class Source:
-    """One file, or one binding of the command line, as read.
-
-    Attributes:
-      name: how messages call it.
-      ancestors: the files whose includes led here.
-    """
-
-    name: str
-    text: str
-    ancestors: tuple[str, ...] = ()
-    statements: list[Statement] = field(default_factory=list)
-
-    @property
-    def on_command_line(self) -> bool:
-        """Whether this came from a flag."""
-        return is_flag(self.name)
-
-    @property
-    def imports(self) -> list[Import]:
-        """Its import statements, dynamic registration aside."""
-        return [s for s in self.statements if isinstance(s, Import) and s.module != DYNAMIC_REGISTRATION]
+    def problem(self, what: str, *, actual: str = "", expected: str = "", fix: str = "") -> ConfigProblem:
+        """Returns a mistake at the place of this binding; `actual` is the binding unless another text is given."""
+        return ConfigProblem(self.file, self.line, what, actual=actual or str(self), expected=expected, fix=fix)
 
 
 def is_flag(file: str) -> bool:
-    """Whether a source of that name is a flag of the command line."""
+    """Returns whether a source of that name is a flag of the command line."""
     return file.startswith("--")
 
 
 def place(file: str, line: int) -> str:
-    """`gin/x.gin:3`, or the flag alone."""
+    """Returns `gin/x.gin:3`, or the flag alone."""
     return file if is_flag(file) or not line else f"{file}:{line}"
 
 
 def scoped(scope: str, name: str) -> str:
-    """`scope/name`, or `name` outside of every scope."""
+    """Returns `scope/name`, or `name` outside of every scope."""
     return f"{scope}/{name}" if scope else name
 
 
-def leaves(value: Any) -> Iterator[Any]:
-    """Everything in a value that is not a list, tuple or dictionary; what an unreadable value mentions as well."""
-    if isinstance(value, dict):
-        for pair in value.items():
-            yield from leaves(list(pair))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from leaves(item)
-    elif isinstance(value, Unreadable):
-        yield from value.parts
-    else:
-        yield value
-
-
 def transform(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The value with `change` applied to all that is not a list, tuple or dictionary."""
+    """Returns the value with `change` applied to everything in it that is not a list, tuple or dictionary."""
     if isinstance(value, dict):
         return {transform(k, change): transform(v, change) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -226,29 +165,34 @@ def transform(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-def render(value: Any, *, reference: Callable[[Reference], str] = str) -> str:
-    """The value in gin's own syntax."""
+def leaves(value: Any) -> list[Any]:
+    """Returns everything in a value that is not a list, tuple or dictionary."""
+    found: list[Any] = []
+    transform(value, found.append)
+    return found
+
+
+def render(value: Any) -> str:
+    """Returns the value in gin's own syntax."""
     if isinstance(value, dict):
-        return "{" + ", ".join(": ".join(render(x, reference=reference) for x in pair) for pair in value.items()) + "}"
+        return "{" + ", ".join(f"{render(key)}: {render(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
-        items = ", ".join(render(item, reference=reference) for item in value)
+        items = ", ".join(map(render, value))
         return f"[{items}]" if isinstance(value, list) else f"({items}{',' if len(value) == 1 else ''})"
-    if isinstance(value, Reference):
-        return reference(value)
     if isinstance(value, float):
         return repr(value).replace("inf", "1e999")  # gin reads numbers, not names
-    return str(value) if isinstance(value, Macro | Unreadable) else repr(value)
+    return str(value) if isinstance(value, Reference | Macro | Unreadable) else repr(value)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The name most like `name`, whatever the case, or ''."""
+    """Returns the name most like `name`, in upper or lower case, or ''."""
     by_lower = {candidate.lower(): candidate for candidate in sorted(names, reverse=True)}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[close[0]] if close else ""
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """`one of a, b, c; did you mean 'b'?`, with the nearest few of a long list: for `expected`."""
+    """Returns `one of a, b, c; did you mean 'b'?`, with the nearest few of a long list: for `expected`."""
     names = sorted(set(names))
     if len(names) <= 12:
         choices = f"one of {', '.join(names)}" if names else ""

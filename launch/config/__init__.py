@@ -1,0 +1,24 @@
+"""From gin files and flags to the root object of a run, with every mistake found at once.
+
+The only folder that imports gin. A configuration is read into statements with their places (sources, parsing), names
+are looked up in the code (names, constructors), what is reachable from the root is visited (graph), and values are
+checked against signatures (types, checks). What stands is given to gin, which builds the object (loader).
+"""
+
+from launch.config.loader import DEFAULTS, ROOT, LoadedConfig, Settings, load, parse, problems
+from launch.config.statements import Binding, ConfigError, ConfigProblem, Macro, Reference
+
+__all__ = [
+    "DEFAULTS",
+    "ROOT",
+    "Binding",
+    "ConfigError",
+    "ConfigProblem",
+    "LoadedConfig",
+    "Macro",
+    "Reference",
+    "Settings",
+    "load",
+    "parse",
+    "problems",
+]

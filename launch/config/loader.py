@@ -1,0 +1,262 @@
+"""Makes an object of an experiment file, or a list of all mistakes in it.
+
+gin parses, and calls the constructors. The checks between the two refuse what gin lets pass: a misspelt macro, a value
+given twice, a number in quotes, a setting of a strategy that is not in use. What passes is written as one flat text, a
+line for each value, with every name written in one way. A run saves this text and hosts compare it. gin gets it with
+macros replaced by their values: gin would evaluate a macro in a scope of its own, and record what was used by that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util  # noqa: F401  gin forgets this import, and then fails in an obscure way on a missing file
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import gin
+from gin import config as gin_engine
+from launch.config import checks, parsing, sources
+from launch.config.constructors import Constructor
+from launch.config.graph import Configuration
+from launch.config.names import Names
+from launch.config.sources import DYNAMIC_REGISTRATION, Reader
+from launch.config.statements import Binding, ConfigError, ConfigProblem, Macro, Reference, leaves, transform
+
+ROOT = "launch.experiment.Experiment"
+DEFAULTS = "gin/defaults.gin"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The imports and bindings of a configuration in canonical form.
+
+    Attributes:
+      imports: full names of modules, by the symbols that `bindings` use.
+      bindings: macros, then parameters, each sorted by name.
+    """
+
+    imports: Mapping[str, str]
+    bindings: tuple[Binding, ...]
+
+    @functools.cached_property
+    def text(self) -> str:
+        """A gin text of all that counts: equal on two hosts exactly if both will build the same."""
+        header = [f"from {DYNAMIC_REGISTRATION.replace('.', ' import ')}"]
+        imports = [_import_line(module, symbol) for symbol, module in self.imports.items()]
+        macros, parameters = ([str(b) for b in self.bindings if b.is_macro is kind] for kind in (True, False))
+        return "\n".join([*header, *imports, "", *macros, "", *parameters]) + "\n"
+
+
+@dataclass(frozen=True)
+class LoadedConfig(Settings):
+    """A configuration without mistakes.
+
+    Its `text` is itself an experiment file; its `bindings` have the file and line where they were written.
+
+    Attributes:
+      experiment: the name of the experiment file.
+      files: the content of every file and flag that was read, by name.
+      notes: sentences for the user: bindings left out because a later source chose otherwise.
+    """
+
+    experiment: str
+    files: Mapping[str, str]
+    notes: tuple[str, ...]
+    _expanded: Settings = field(repr=False)
+    _root: Constructor = field(repr=False)
+    _operative: list[str] = field(default_factory=list, repr=False, compare=False)
+
+    def build(self) -> Any:
+        """Returns the root object, made anew at every call.
+
+        Raises:
+          ConfigError: a constructor refused its values with a ValueError.
+        """
+        _install(self._expanded)
+        bound = any(binding.target is self._root for binding in self.bindings)
+        try:
+            built = gin.get_configurable(self._root.target)() if bound else self._root.target()
+        except ValueError as error:
+            raise ConfigError(self.experiment, [self._refusal(str(error))]) from error
+        self._operative[:] = [gin.operative_config_str()]
+        return built
+
+    def operative_text(self) -> str:
+        """Returns what the last `build` used, with the defaults of the constructors that it called.
+
+        Raises:
+          ValueError: nothing was built yet.
+        """
+        if not self._operative:
+            raise ValueError(f"nothing of {self.experiment} is operative before it was built: call build() first")
+        return self._operative[0]
+
+    def _refusal(self, message: str) -> ConfigProblem:
+        """The innermost constructor that gin names in the message, and where its values come from."""
+        reason, *calls = message.split("\n  In call to configurable '")
+        name = calls[0].partition("'")[0] if calls else self._root.name
+        given = sorted((b for b in self.bindings if b.target and b.target.name == name), key=lambda b: b.order)
+        named = [b for b in given if re.search(rf"\b{re.escape(b.parameter)}\b", reason)]
+        macros = {b.name: b for b in self.bindings if b.is_macro}
+        written = [macros[b.value.name] if isinstance(b.value, Macro) else b for b in named or given]
+        file, line = (written[0].file, written[0].line) if written else (self.experiment, 0)
+        actual = ", ".join(f"{b} ({b.place})" for b in written)
+        return ConfigProblem(file, line, f"{name} refuses its values: {reason}", actual=actual)
+
+
+def load(
+    path: str | Path,
+    *,
+    bindings: Sequence[str] = (),
+    slice_name: str | None = None,
+    root: str = ROOT,
+    defaults: str = DEFAULTS,
+    between: Mapping[str, str] = MappingProxyType({}),
+) -> LoadedConfig:
+    """Reads an experiment file and checks it.
+
+    Args:
+      path: from the working directory or the top of the workspace.
+      bindings: of the command line; each may use what the experiment imports and the public modules of this workspace.
+      slice_name: value for the macro SLICE, whatever the file and `bindings` say.
+      root: full name of the constructor that the configuration is for.
+      defaults: the file that declares the macros.
+      between: further gin texts, by the name that messages give them; they win over the file, `bindings` over them.
+
+    Raises:
+      ConfigError: lists every mistake found.
+    """
+    found, config, verdict = _examine(
+        path, bindings=bindings, slice_name=slice_name, root=root, defaults=defaults, between=between
+    )
+    if found or config is None or config.root is None:
+        raise ConfigError(str(path), found)
+    settings = _canonical(verdict.kept)
+    return LoadedConfig(
+        imports=settings.imports,
+        bindings=settings.bindings,
+        experiment=config.experiment,
+        files={name: source.text for name, source in config.sources.items()},
+        notes=(*verdict.notes, *_replaced_slice(config, slice_name)),
+        _expanded=_canonical(verdict.expanded),
+        _root=config.root,
+    )
+
+
+def problems(
+    path: str | Path,
+    *,
+    bindings: Sequence[str] = (),
+    slice_name: str | None = None,
+    root: str = ROOT,
+    defaults: str = DEFAULTS,
+) -> list[ConfigProblem]:
+    """Returns every mistake that can be found without constructing anything; the arguments are those of `load`."""
+    return _examine(path, bindings=bindings, slice_name=slice_name, root=root, defaults=defaults)[0]
+
+
+def parse(text: str) -> Settings:
+    """Returns what a canonical text says, such as the config.gin of a run, without importing what it names."""
+    statements, _ = parsing.parse(text)
+    imports = [s for s in statements if isinstance(s, parsing.ImportStatement) and s.module != DYNAMIC_REGISTRATION]
+    bindings = tuple(s for s in statements if isinstance(s, Binding))
+    return Settings({s.bound_name(): s.module for s in imports}, bindings)
+
+
+def _examine(
+    path: str | Path,
+    *,
+    bindings: Sequence[str],
+    slice_name: str | None,
+    root: str,
+    defaults: str,
+    between: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[list[ConfigProblem], Configuration | None, checks.Verdict]:
+    folders = (Path.cwd(), sources.WORKSPACE)
+    file = sources.find(str(path), folders=folders)
+    if file is None:
+        parts = sources.missing_file(str(path), sources.closest(str(path), folders=folders))
+        return [ConfigProblem(str(path), 0, **parts)], None, checks.Verdict([], [], [], [])
+    reader = Reader()
+    experiment = reader.file(file)
+    for name, text in between.items():
+        reader.text(text, name=name, folder=Path.cwd())
+    for number, binding in enumerate(bindings, start=1):
+        reader.text(binding.strip(), name=f"--gin #{number}", folder=Path.cwd())
+    if slice_name is not None:
+        reader.text(f"SLICE = {slice_name!r}", name="--slice", folder=Path.cwd())
+    declared_in, macros = _macros(reader, defaults, folders=(*folders, file.parent))
+    names = Names(reader.sources, folders=(file.parent, Path.cwd()))
+    config = Configuration(
+        experiment=experiment,
+        root=names.root(root, file=experiment),
+        defaults=declared_in,
+        macros=macros,
+        bindings=tuple(names.resolve(binding) for binding in reader.bindings),
+        sources=reader.sources,
+        complete=reader.complete,
+    )
+    verdict = checks.check(config)
+    found = dict.fromkeys(reader.problems + names.problems + verdict.problems)
+    position = {name: number for number, name in enumerate(config.sources)}
+    in_reading_order = sorted(found, key=lambda p: (position.get(p.file, len(position)), p.line))
+    return in_reading_order, config, verdict
+
+
+def _macros(reader: Reader, defaults: str, *, folders: Iterable[Path]) -> tuple[str, frozenset[str]]:
+    """The name of the file that declares macros, and its macros with those that are both defined and read."""
+    defined = {b.name for b in reader.bindings if b.is_macro}
+    read = {leaf.name for b in reader.bindings for leaf in leaves(b.value) if isinstance(leaf, Macro)}
+    file = sources.find(defaults, folders=folders)
+    if file is None:
+        reader.problems.append(ConfigProblem(defaults, 0, "the file that declares the macros is missing"))
+        return defaults, frozenset(defined | read)
+    declared = {b.name for b in parse(file.read_text(encoding="utf-8")).bindings if b.is_macro}
+    return sources.display(file), frozenset(declared | (defined & read))
+
+
+def _replaced_slice(config: Configuration, slice_name: str | None) -> list[str]:
+    """A note for a --gin binding of SLICE where the SLICE argument is another slice."""
+    bound = [b for b in config.bindings if b.is_macro and b.name == "SLICE" and b.file.startswith("--gin")]
+    if slice_name is None or not bound or bound[-1].value == slice_name:
+        return []
+    return [f"{bound[-1].place}: {bound[-1]} is left out, the SLICE argument chose {slice_name!r}"]
+
+
+def _canonical(bindings: Iterable[Binding]) -> Settings:
+    """The bindings in canonical order, with every name written from the module that has it."""
+    bindings = list(bindings)
+    mentioned = [leaf.target for b in bindings for leaf in leaves(b.value) if isinstance(leaf, Reference)]
+    symbols: dict[str, str] = {}
+    for module in sorted({c.module for c in [*mentioned, *(b.target for b in bindings)] if c is not None}):
+        name = module.rpartition(".")[2]
+        taken = {"gin", *symbols.values()}
+        symbols[module] = next(s for s in (name, *(f"{name}{i}" for i in range(2, len(taken) + 3))) if s not in taken)
+
+    def renamed(named: Any) -> Any:
+        if not isinstance(named, Binding | Reference) or named.target is None:
+            return named
+        return dataclasses.replace(named, selector=f"{symbols[named.target.module]}.{named.target.name}")
+
+    written = [dataclasses.replace(renamed(b), value=transform(b.value, renamed)) for b in bindings]
+    ordered = sorted(written, key=lambda b: (not b.is_macro, str(b)))
+    return Settings({symbol: module for module, symbol in symbols.items()}, tuple(ordered))
+
+
+def _import_line(module: str, symbol: str) -> str:
+    package, _, name = module.rpartition(".")
+    alias = f" as {symbol}" if symbol != name else ""
+    return f"from {package} import {name}{alias}" if package else f"import {name}{alias}"
+
+
+def _install(settings: Settings) -> None:
+    """Makes the settings the configuration that gin holds, in place of any other."""
+    gin.clear_config()
+    with gin_engine.interactive_mode():  # a module imported anew brings new constructors under known names
+        gin.parse_config(settings.text)
+    gin.finalize()

@@ -1,0 +1,188 @@
+"""Whether a value of a gin file fits the annotation of its parameter; gin itself checks no types.
+
+A value is refused only when it is surely wrong: what is not annotated, or cannot be judged without constructing
+something, fits. `@constructor()` is judged by what it returns, against a protocol by its methods. Libraries that check
+types at run time need the object itself, which only a run may construct, and take True for an int and 'ab' for a
+sequence of strings.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import inspect
+import re
+import types
+import typing
+from typing import Any, NamedTuple
+
+from launch.config.constructors import UNKNOWN
+from launch.config.statements import Macro, Reference, Unreadable, render
+
+_UNIONS = (typing.Union, types.UnionType)
+_SEQUENCES = tuple(getattr(collections.abc, name) for name in ("Sequence", "Collection", "Iterable", "Reversible"))
+_MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
+_LITERALS = {bool: bool, int: int, float: (int, float), complex: (int, float, complex), str: str, bytes: bytes}
+
+
+class Misfit(NamedTuple):
+    """A value, or an element of one, that does not fit.
+
+    Attributes:
+      path: where inside the value, such as `[2]`; '' for the value itself.
+    """
+
+    path: str
+    value: Any
+    hint: Any
+
+    def actual(self) -> str:
+        """Returns what is written, and its type."""
+        text = render(self.value)
+        shown = text if len(text) <= 60 else text[:57] + "…"
+        if isinstance(self.value, Reference):
+            shown += _result(self.value, self.hint)
+        elif self.value is not None:
+            shown += f" ({type(self.value).__name__})"
+        return f"element {self.path}: {shown}" if self.path else shown
+
+    def fix(self) -> str:
+        """Returns how to write it, where that can be guessed."""
+        value = self.value
+        if isinstance(value, Reference) and not value.evaluate:
+            return f"call it: {value}()"
+        if isinstance(value, str) and _reads_as(value, self.hint):
+            return f"write it without quotes: {value}"
+        if isinstance(value, int | float) and misfit("", self.hint) is None:
+            return f"write it in quotes: '{value}'"
+        others = [("write", (value,)), ("write", [value])]
+        if isinstance(value, float) and value.is_integer():
+            others.insert(0, ("write", int(value)))
+        if isinstance(value, list | tuple):
+            others += [("write a tuple:", tuple(value)), ("write a list:", list(value))]
+        return next((f"{how} {render(other)}" for how, other in others if misfit(other, self.hint) is None), "")
+
+
+def misfit(value: Any, hint: Any) -> Misfit | None:
+    """Returns the first thing in `value` that does not fit `hint`; None when all fits, or nobody can tell."""
+    hint = _plain(hint)
+    origin, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
+    wrong = Misfit("", value, hint)
+    if hint in (Any, object) or isinstance(value, Unreadable | Macro) or isinstance(hint, str | typing.TypeVar):
+        return None
+    if origin in _UNIONS:
+        return _union_misfit(value, hint)
+    if isinstance(value, Reference):
+        return None if _reference_fits(value, hint) else wrong
+    if origin is typing.Literal:
+        return None if any(type(value) is type(choice) and value == choice for choice in arguments) else wrong
+    if not isinstance(value, list | tuple | dict):
+        return None if _scalar_fits(value, origin) else wrong
+    if not inspect.isclass(origin):
+        return None
+    if origin is not type(value) and origin not in (_MAPPINGS if isinstance(value, dict) else _SEQUENCES):
+        return wrong
+    if isinstance(value, dict):
+        keys, items = arguments or (UNKNOWN, UNKNOWN)
+        pairs = ((key, misfit(key, keys) or misfit(item, items)) for key, item in value.items())
+    elif origin is tuple and arguments and arguments[-1] is not ...:
+        if len(arguments) != len(value):
+            return wrong
+        pairs = enumerate(map(misfit, value, arguments))
+    else:
+        pairs = enumerate(misfit(item, arguments[0] if arguments else UNKNOWN) for item in value)
+    return next((inner._replace(path=f"[{at!r}]{inner.path}") for at, inner in pairs if inner), None)
+
+
+def hint_text(hint: Any) -> str:
+    """Returns an annotation as one would write it, without the names of modules."""
+    hint = _plain(hint)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in _UNIONS:
+        return " | ".join(map(hint_text, arguments))
+    if origin is typing.Literal:
+        return "one of " + ", ".join(map(repr, arguments))
+    return "None" if hint is type(None) else re.sub(r"[\w.]+\.(?=\w)", "", inspect.formatannotation(hint))
+
+
+def _plain(hint: Any) -> Any:
+    """The annotation inside `Annotated`, `NewType` and type aliases."""
+    while True:
+        if typing.get_origin(hint) is typing.Annotated:
+            hint = typing.get_args(hint)[0]
+        elif isinstance(hint, typing.NewType):
+            hint = hint.__supertype__
+        elif type(hint).__name__ == "TypeAliasType":  # `type X = ...`, Python 3.12
+            hint = hint.__value__
+        else:
+            return type(None) if hint is None else hint
+
+
+def _union_misfit(value: Any, hint: Any) -> Misfit | None:
+    options = typing.get_args(hint)
+    if any(misfit(value, option) is None for option in options):
+        return None
+    others = [option for option in options if option is not type(None)]
+    inside = misfit(value, others[0]) if len(others) == 1 and value is not None else None
+    return inside if inside and inside.path else Misfit("", value, hint)
+
+
+def _scalar_fits(value: Any, kind: Any) -> bool:
+    if kind in _LITERALS:
+        return isinstance(value, _LITERALS[kind]) and (kind is bool or not isinstance(value, bool))
+    if kind in _SEQUENCES or kind is collections.abc.Callable:
+        return False  # a string where a list of strings belongs
+    if not inspect.isclass(kind):
+        return True
+    try:
+        return isinstance(value, kind)
+    except TypeError:  # a protocol: no literal satisfies one
+        return False
+
+
+def _reference_fits(reference: Reference, hint: Any) -> bool:
+    if reference.target is None:
+        return True
+    if not reference.evaluate:
+        return (typing.get_origin(hint) or hint) in (collections.abc.Callable, type, collections.abc.Hashable)
+    return _result_fits(reference.target.returns, hint)
+
+
+def _result_fits(result: Any, hint: Any) -> bool:
+    result = _plain(result)
+    actual, expected = typing.get_origin(result) or result, typing.get_origin(hint) or hint
+    if actual in _UNIONS:
+        return any(_result_fits(option, hint) for option in typing.get_args(result))
+    if actual in (Any, object) or not inspect.isclass(actual) or not inspect.isclass(expected):
+        return True
+    if getattr(expected, "_is_protocol", False):
+        return not _lacking(actual, expected)
+    if expected in (float, complex) and actual in (int, float):
+        return True
+    return issubclass(actual, expected)
+
+
+def _result(reference: Reference, hint: Any) -> str:
+    """What a reference gives, and the methods of a protocol that it lacks."""
+    if not reference.evaluate or reference.target is None:
+        return "" if reference.evaluate else ", the constructor itself"
+    given, protocol = _plain(reference.target.returns), typing.get_origin(hint) or hint
+    lacks = inspect.isclass(given) and getattr(protocol, "_is_protocol", False) and _lacking(given, protocol)
+    return f", which gives {hint_text(given)}" + (f", which lacks {', '.join(lacks)}" if lacks else "")
+
+
+def _lacking(actual: type, protocol: type) -> list[str]:
+    """The methods of a protocol that a class lacks; attributes without a value may be set by its `__init__`."""
+    bases = [base for base in protocol.__mro__ if getattr(base, "_is_protocol", False) and base is not typing.Protocol]
+    members = [(name, member) for base in bases for name, member in vars(base).items() if inspect.isfunction(member)]
+    called = ("__call__", "__next__", "__iter__")
+    return [n for n, _ in members if (not n.startswith("_") or n in called) and not hasattr(actual, n)]
+
+
+def _reads_as(text: str, hint: Any) -> bool:
+    """Whether the string would fit without its quotes."""
+    for kind in (int, float):
+        try:
+            return misfit(kind(text), hint) is None
+        except ValueError:
+            continue
+    return text in ("True", "False", "None") and misfit({"True": True, "False": False}.get(text), hint) is None
