@@ -2,11 +2,19 @@
 
 Each is recognized by its own words. Nothing is set aside by its level or its source, so that a message that is new, or
 one that says something else, is seen. Standard library only: `launch.pods.stamped` imports this.
+
+Importing this module changes nothing; `while_saving` filters only as long as its context is open.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
 
 _ABSL = rb"[IWE]\d{4} [\d:.]+ +\d+ "  # level, date, time, thread; then file:line]
 
@@ -61,3 +69,66 @@ _ANY = re.compile(rb"(?:" + rb"|".join(line for line, _ in LINES) + rb")(?:\r?\n
 def without(text: bytes) -> bytes:
     """Returns the text without these lines, also where one stands behind the beginning of another line."""
     return _ANY.sub(b"", text)
+
+
+# Orbax logs the error of a failed save with its traceback, up to three times, and raises it as well.
+_FAILED_SAVE = re.compile(
+    r"\[process=%s\]\[thread=%s\].* Save Finalize thread \(%s\) failed\.|"
+    r"\[process=%d\]\[thread=%s\].* _SignalingThread\.run\(\) raised an exception: %s|"
+    r"\[process=\d+\] Failed to run \d+ Handler Commit operations or the Commit callback in background save thread"
+)
+_lock = threading.Lock()
+_open = 0
+
+
+@contextlib.contextmanager
+def while_saving() -> Iterator[None]:
+    """Inside, what libraries print of a save that fails is left out, for whoever saves raises the failure itself.
+
+    These are Orbax's records of the error that it also raises, and what asyncio says of TensorStore's writes that end
+    after the first one failed. Everything else is passed on. The last context to close restores what was there before.
+    """
+    global _open, _unraisable
+    with _lock:
+        _open += 1
+        if _open == 1:
+            logging.getLogger("absl").addFilter(_is_other_record)
+            _unraisable = _Unraisable(sys.unraisablehook)
+            sys.unraisablehook = _unraisable
+    try:
+        yield
+    finally:
+        with _lock:
+            _open -= 1
+            if _open == 0:
+                logging.getLogger("absl").removeFilter(_is_other_record)
+                if sys.unraisablehook is _unraisable:  # or somebody else's hook passes on to this one
+                    sys.unraisablehook = _unraisable.before
+
+
+def _is_other_record(record: logging.LogRecord) -> bool:
+    """Whether a record is none of those with which Orbax reports a failed save."""
+    return not (record.exc_info and _FAILED_SAVE.match(str(record.msg)))
+
+
+class _Unraisable:
+    """`sys.unraisablehook` without TensorStore's calls into an event loop that is closed."""
+
+    def __init__(self, before: Callable[[Any], object]):
+        self.before = before
+
+    def __call__(self, unraisable: Any) -> None:
+        if not (_open and _is_late_write(unraisable)):
+            self.before(unraisable)
+
+
+_unraisable: _Unraisable | None = None
+
+
+def _is_late_write(unraisable: Any) -> bool:
+    """Whether C++ called `call_soon_threadsafe` of a closed loop: that frame is the outermost of Python's."""
+    error, trace = unraisable.exc_value, unraisable.exc_traceback
+    if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed") or trace is None:
+        return False
+    code = trace.tb_frame.f_code
+    return code.co_name == "call_soon_threadsafe" and "asyncio" in code.co_filename

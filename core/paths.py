@@ -28,6 +28,8 @@ for _protocol in ("gcs", "gs"):
 Path = epath.Path
 
 _PROBE_BYTES = 4096  # a full disk takes an empty file
+_NO_ROOM = {number: os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
+MAKE_ROOM = "Make room, or raise the limit (quota, ulimit -f)"
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*):/")
 
 
@@ -99,9 +101,14 @@ def check_writable(directory: str | os.PathLike[str]) -> epath.Path:
     return directory
 
 
-def is_full(error: BaseException) -> bool:
-    """Whether an error says that a disk has no room: no free blocks or inodes, or a quota that is used up."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+def no_room(error: BaseException) -> str:
+    """`No space left on device` where an error of any type says that, also among other words; "" where it does not.
+
+    That is: no free blocks or inodes, a quota that is used up, or a limit on the size of a file.
+    """
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        return _NO_ROOM[error.errno]
+    return next((words for words in _NO_ROOM.values() if words in str(error)), "")
 
 
 def free_space(directory: str | os.PathLike[str]) -> str:
@@ -124,8 +131,8 @@ def _probe(directory: epath.Path, folder: Callable[[], epath.Path]) -> None:
             probe.unlink(missing_ok=True)
     except Exception as error:  # A bucket fails with its client's own types.
         fix = "check the credentials and the bucket's permissions" if is_remote(directory) else "choose another folder"
-        if is_full(error):
-            fix = f"{free_space(directory)}. Make room and start again: nothing that was saved is lost"
+        if no_room(error):
+            fix = f"{free_space(directory)}. {MAKE_ROOM}, then start again: nothing that was saved is lost"
         raise ValueError(f"cannot write to {directory}: {type(error).__name__}: {error}; {fix}") from error
 
 
@@ -243,20 +250,21 @@ def copy_file(local: str | os.PathLike[str], *, to: epath.Path) -> epath.Path:
 
 
 class Bookkeeping:
-    """Writes that a run can go without: one that fails is told of once, and left to the next."""
+    """Reads or writes that a run can go without: a failure is reported once, and the next attempt follows."""
 
-    def __init__(self, what: str):
-        """Args: what: is written, for the message."""
-        self._what, self._is_failing = what, False
+    def __init__(self, what: str, *, done: str = "written"):
+        """Args: what: the file, for the message; done: what is done with it, for the message."""
+        self._what, self._done, self._is_failing = what, done, False
 
-    def attempt(self, write: Callable[[], object]) -> bool:
-        """Calls `write`; whether it went well."""
+    def attempt(self, act: Callable[[], object]) -> bool:
+        """Calls `act`; whether it went well."""
         try:
-            write()
+            act()
         except Exception as error:  # A bucket fails with its client's own types.
             if not self._is_failing:
                 print(
-                    f"warning: {self._what} could not be written ({type(error).__name__}: {error}); the run goes on",
+                    f"warning: {self._what} could not be {self._done} ({type(error).__name__}: {error}); the run goes "
+                    "on",
                     flush=True,
                 )
             self._is_failing = True

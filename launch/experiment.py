@@ -155,7 +155,6 @@ class Experiment:
             slow_seconds=self.compile_limit_seconds,
             silent_seconds=self.silent_limit_seconds or usual.silent_seconds,
             apart_seconds=self.apart_limit_seconds or usual.apart_seconds,
-            saving_seconds=self.save_limit_seconds or 0.0,
             reports_only=self.watchdog == "report",
         )
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from core import distributed, listing, paths  # isort: skip (paths decides how etils reaches buckets, before orbax imports it)
+from core import distributed, library_noise, listing, paths  # isort: skip (paths decides how etils reaches buckets, before orbax imports it)
 import orbax.checkpoint as ocp
 
 from core.checkpoints import description, leaves, reading, restoring, steps, streams
@@ -61,6 +61,7 @@ class Checkpoints:
         self._given_up = False
         self._timeout_seconds = timeout_seconds
         self._costs: list[Cost] = []
+        self._quiet = contextlib.ExitStack()  # from the start of a save until it is complete, or until `close`
         if not read_only and distributed.is_host_zero():
             steps.set_incomplete_aside(self._directory)
         distributed.barrier("checkpoints/open", timeout_seconds=OPEN_SECONDS)
@@ -118,6 +119,7 @@ class Checkpoints:
             limit_seconds=self._timeout_seconds or limit_seconds(host_bytes),
             blocked_seconds=described_seconds,
         )
+        self._quiet.enter_context(library_noise.while_saving())
         with self._giving_up():
             self._writing.start(lambda: self._manager.save(step, args=parts, force=True), finish=self._finish)
 
@@ -275,6 +277,7 @@ class Checkpoints:
     def _finished(self) -> None:
         self._costs.append(self._writing.cost)
         self._writing = None
+        self._quiet.close()
 
     @contextlib.contextmanager
     def _giving_up(self) -> Iterator[None]:
@@ -292,9 +295,10 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits for the last save and releases everything. Raises RuntimeError when that save failed."""
-        self.wait()
-        if not self._given_up:
-            self._manager.close()
+        with self._quiet:
+            self.wait()
+            if not self._given_up:
+                self._manager.close()
 
 
 def _digests_of_all_hosts(data: Mapping[str, bytes]) -> dict[str, str]:

@@ -8,10 +8,6 @@ failure of any host.
 from __future__ import annotations
 
 import contextlib
-import errno
-import logging
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,10 +16,10 @@ from typing import Any, NamedTuple
 from core import distributed, paths
 from core.checkpoints.description import said
 from core.slices import GIB
+from core.watch import phase
 
 THREAD = "checkpoint "  # the name of a thread that writes one begins so
 BASE_SECONDS, SECONDS_PER_GIB = 300.0, 20.0  # 55 MB/s of one host: a bucket takes several times that
-_NO_ROOM = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 _LOOK_SECONDS = 0.5  # between looks at what other hosts say
 
 
@@ -53,30 +49,15 @@ class WriteFailedError(RuntimeError):
     says_all = True
 
 
-# Orbax logs the error of a failed save with its traceback, up to three times, and raises it as well: `Writing` says it.
-_SAID_ELSEWHERE = ("_SignalingThread.run() raised an exception", "Handler Commit operations", "Save Finalize thread")
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    return not (record.exc_info and any(words in record.getMessage() for words in _SAID_ELSEWHERE))
-
-
-def _report_unraisable(unraisable: Any, *, otherwise: Callable[[Any], object] = sys.unraisablehook) -> None:
-    """As Python's own, without what TensorStore says of writes that nobody awaits since another one failed."""
-    if not (isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"):
-        otherwise(unraisable)
-
-
-logging.getLogger("absl").addFilter(_is_news)
-sys.unraisablehook = _report_unraisable
-
-
 class TooSlowError(TimeoutError):
     """A save did not end within its limit."""
 
 
 def limit_seconds(host_bytes: int) -> float:
-    """How long a save of so many bytes of one host may take, where nobody set a limit."""
+    """How long a save of so many bytes of one host may take, where nobody set a limit.
+
+    `Writing` enforces the limit of a save and reports it with the phase, so that the watchdog waits as long.
+    """
     return BASE_SECONDS + SECONDS_PER_GIB * host_bytes / GIB
 
 
@@ -123,7 +104,8 @@ class Writing:
           WriteFailedError: it could not begin.
         """
         try:
-            begin()
+            with phase.enter(phase.SAVING, limit_seconds=self._limit_seconds):
+                begin()
         except Exception as error:
             self.fail(error)
             self._raise_own()
@@ -150,10 +132,11 @@ class Writing:
     def wait(self) -> None:
         """Returns when it is written by all. Raises WriteFailedError as soon as one host is known to have failed."""
         began = time.monotonic()
-        while self._thread.is_alive() and self._error is None:
-            self._require_in_time()
-            self._raise_of_others()
-            self._thread.join(_LOOK_SECONDS)
+        with phase.enter(phase.SAVING, limit_seconds=self._limit_seconds):
+            while self._thread.is_alive() and self._error is None:
+                self._require_in_time()
+                self._raise_of_others()
+                self._thread.join(_LOOK_SECONDS)
         self._blocked_seconds += time.monotonic() - began
         self._raise_own()
 
@@ -183,9 +166,9 @@ class Writing:
 
     def _failure(self, error: BaseException) -> str:
         return (
-            f"saving the checkpoint of step {self.step} to {self._directory} failed: {no_room(error) or said(error)}; "
-            f"{space(self._directory, needed_bytes=self._size_bytes)}earlier checkpoints are intact. "
-            f"{self._advice(error)}, then start again."
+            f"saving the checkpoint of step {self.step} to {self._directory} failed: "
+            f"{paths.no_room(error) or said(error)}; {space(self._directory, needed_bytes=self._size_bytes)}"
+            f"earlier checkpoints are intact. {self._advice(error)}, then start again."
         )
 
     def _advice(self, error: BaseException) -> str:
@@ -194,7 +177,7 @@ class Writing:
                 "If the storage is that slow, allow more: set save_limit_seconds of the experiment to "
                 f"{2 * self._limit_seconds:.0f}"
             )
-        return "Make room" if no_room(error) else "Check free space and permissions"
+        return paths.MAKE_ROOM if paths.no_room(error) else "Check free space and permissions"
 
     def _raise_own(self) -> None:
         if self._error is not None:
@@ -241,11 +224,6 @@ def telling(handler: Any, tell: Callable[[BaseException], None]) -> Any:
 
     handler.async_save, handler.finalize = async_save, finalize_telling
     return handler
-
-
-def no_room(error: BaseException) -> str:
-    """`No space left on device` where an error says that, also among much else; "" where it does not."""
-    return next((words for words in _NO_ROOM if words in str(error)), "")
 
 
 def space(directory: paths.Path, *, needed_bytes: int) -> str:

@@ -30,7 +30,7 @@ from core.training.trainer import Hook
 FILE = "lock.json"
 RENEW_SECONDS = 15.0
 SILENT_SECONDS = 60.0  # four renewals
-_LOOK_SECONDS = 1.0
+_LOOK_SECONDS = 1.0  # between two looks at a lock on a disk
 _SETTLING_SECONDS = 0.5  # after a lock on a disk was taken over: see `paths.write_if_unchanged`
 
 
@@ -121,14 +121,16 @@ def in_use(run_dir: str, owner: Owner | None, *, renewed: bool = False) -> str:
 class RunLock:
     """The lock of a run directory, held from `acquire` to `release`."""
 
-    def __init__(self, run_dir: str, version: str, owner: Owner, *, made_directory: bool):
+    def __init__(self, run_dir: str, version: str, owner: Owner, *, made_directory: bool, clock: Callable[[], float]):
         """Made by `acquire`."""
         self._run_dir, self._file = run_dir, paths.resolve(run_dir) / FILE
         self._owner, self._version, self._made_directory = owner, version, made_directory
         self._lost = ""
         self._looking = threading.Lock()
         self._ended = threading.Event()
-        self._bookkeeping = paths.Bookkeeping(str(self._file))
+        self._reads = paths.Bookkeeping(str(self._file), done="read")
+        self._writes = paths.Bookkeeping(str(self._file))
+        self._clock, self._looked_at = clock, clock()
         self._thread = threading.Thread(target=self._keep_renewing, name="run lock", daemon=True)
         self._thread.start()
 
@@ -140,6 +142,7 @@ class RunLock:
         say: Callable[[str], None],
         silent_seconds: float = SILENT_SECONDS,
         look_seconds: float = _LOOK_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> RunLock:
         """Takes the lock, that of a dead owner too; makes the run directory if need be.
 
@@ -148,6 +151,7 @@ class RunLock:
           say: gets a sentence where the lock of another owner is watched or taken over.
           silent_seconds: how long an owner that cannot be looked up is watched before it counts as dead.
           look_seconds: between two looks meanwhile.
+          clock: by which `check` looks at most once in a second.
 
         Raises:
           ValueError: another launch holds it, or the directory cannot be written.
@@ -167,12 +171,15 @@ class RunLock:
             if now is not None and now.text == text:  # whatever an answer that was lost on the way would have said
                 if found is not None:
                     say(f"took over the lock of {run_dir} from {before or 'an owner without a name'}, which is gone")
-                return cls(run_dir, now.version, own, made_directory=not was_there)
+                return cls(run_dir, now.version, own, made_directory=not was_there, clock=clock)
 
     def check(self) -> None:
-        """Raises LockLostError once the lock is gone or another's; of a bucket, by the last renewal."""
-        if not paths.is_remote(self._file):
-            self._bookkeeping.attempt(self._look)
+        """Raises LockLostError once the lock is gone or another's.
+
+        Reads the file at most once in a second, for a disk may be a network's; of a bucket, the last renewal tells.
+        """
+        if not paths.is_remote(self._file) and self._clock() - self._looked_at >= _LOOK_SECONDS:
+            self._reads.attempt(self._look)
         if self._lost:
             raise LockLostError(self._lost)
 
@@ -182,7 +189,8 @@ class RunLock:
         self._thread.join()
         if self._lost:
             return
-        self._bookkeeping.attempt(lambda: paths.remove_if_unchanged(self._file, version=self._version))
+        removes = paths.Bookkeeping(str(self._file), done="removed")
+        removes.attempt(lambda: paths.remove_if_unchanged(self._file, version=self._version))
         if self._made_directory and not paths.is_remote(self._file):
             with contextlib.suppress(OSError):  # something is in it
                 pathlib.Path(self._file.parent).rmdir()
@@ -197,30 +205,28 @@ class RunLock:
         try:
             yield
         except Exception as error:
-            self._bookkeeping.attempt(self._look)
+            self._reads.attempt(self._look)
             if self._lost:
                 raise LockLostError(self._lost) from error
             raise
-        self._bookkeeping.attempt(self._look)
+        self._reads.attempt(self._look)
         self.check()
 
     def _keep_renewing(self) -> None:
         while not self._lost and not self._ended.wait(RENEW_SECONDS):
-            self._bookkeeping.attempt(self._renew)
+            if self._reads.attempt(self._look) and not self._lost and self._writes.attempt(self._renew):
+                self._reads.attempt(self._look)
 
     def _renew(self) -> None:
-        self._look()
-        if self._lost:
-            return
         if paths.is_remote(self._file):
             paths.write_if_unchanged(self._file, json.dumps(self._owner._asdict()), version=self._version)
         else:
             os.utime(self._file)  # takes no space on a disk that may be full
-        self._look()
 
     def _look(self) -> None:
         """Notes the version of the lock, or that it is lost."""
         with self._looking:
+            self._looked_at = self._clock()
             found = paths.read_versioned(self._file)
             owner = found and Owner.parse(found.text)
             if owner == self._owner:

@@ -16,6 +16,7 @@ from core.watch.phase import Place
 
 SETTLING_SECONDS = 1.5  # for hosts that fail together, or because of one another
 JOINING_SECONDS = 600.0  # for a large slice to come up
+LATER_SECONDS = 60.0  # than a limit that the work itself sets: its own message, which names the cause, comes first
 LEAVING_SECONDS = 10.0  # for all hosts to leave, once one has left with an exit code
 EARLY_SECONDS = 3.0  # for those who are still in their loop when one has left
 
@@ -26,11 +27,10 @@ class Limits(NamedTuple):
     Attributes:
       step_seconds: in a step, and between two.
       slow_seconds: compiling, reading, opening, evaluating, saving and restoring; joining, once all are here, has
-        JOINING_SECONDS at least.
+        JOINING_SECONDS at least, and a save as long as its own limit (`core.checkpoints.writing`) allows.
       silent_seconds: without a word of a host that has not hung up either; less than what JAX's own heartbeat waits.
         For so long, too, one host may evaluate or end alone while others wait for it in a step.
       apart_seconds: one host may save or restore alone while others wait for it in a step.
-      saving_seconds: what a save may take at least, whatever `slow_seconds` is.
       reports_only: hosts that are stuck, silent or apart are named with their stacks, and nothing is ended.
     """
 
@@ -38,7 +38,6 @@ class Limits(NamedTuple):
     slow_seconds: float
     silent_seconds: float = 20.0
     apart_seconds: float = 120.0
-    saving_seconds: float = 0.0
     reports_only: bool = False
 
     def apart(self, place: Place) -> float | None:
@@ -53,8 +52,8 @@ class Limits(NamedTuple):
             return self.step_seconds
         if place.phase == phase.JOINING:
             return max(JOINING_SECONDS, self.slow_seconds)
-        if place.phase == phase.SAVING:
-            return max(self.saving_seconds, self.slow_seconds)
+        if place.limit_seconds:
+            return max(self.slow_seconds, place.limit_seconds + LATER_SECONDS)
         return float("inf") if place.phase == phase.PREPARING else self.slow_seconds
 
 
@@ -123,8 +122,13 @@ def overdue(seen: Mapping[int, Seen], *, limits: Limits) -> Verdict | None:
 def judge_host_zero(zero: Seen, own: Seen, *, limits: Limits, now: float) -> Verdict | None:
     """What another host makes of host 0, which can no longer say it: it is gone, silent, or through."""
     both = {0: zero, 1: own}
-    silent = None if limits.reports_only else _silent({0: zero}, limits)
+    silent = None if limits.reports_only else host_zero_overdue(zero, limits=limits)
     return _lost({0: zero}) or silent or _left(both, now) or _left_early(both, now)
+
+
+def host_zero_overdue(zero: Seen, *, limits: Limits) -> Verdict | None:
+    """As `overdue`, of host 0 as another host sees it: host 0 names all others, but cannot report its own silence."""
+    return _silent({0: zero}, limits)
 
 
 def _lost(seen: Mapping[int, Seen]) -> Verdict | None:

@@ -171,7 +171,7 @@ class _Watch(threading.Thread):
                 self._beat()
             if verdict := self._judged():
                 self._end(self._with_stacks(verdict), stacks.by_text(self._stacks))
-            if self._limits.reports_only and self._index == 0:
+            if self._limits.reports_only:
                 self._report()
         stacks.print_no_more()
         for link in self._links.values():
@@ -188,7 +188,7 @@ class _Watch(threading.Thread):
         stacks.print_unless_called_again(self._limits.silent_seconds)
         here = phase.place()
         self._seen[self._index].place = here
-        self._send({"at": [here.step, here.phase, here.seconds]})
+        self._send({"at": list(here)})
 
     def _send(self, message: Mapping[str, Any]) -> None:
         for host, link in self._links.items():
@@ -231,8 +231,8 @@ class _Watch(threading.Thread):
         """Remembers what a host says; host 0's verdict ends this process."""
         seen, now = self._seen[host], time.monotonic()
         match message:
-            case {"at": [int(step), str(what), seconds]}:
-                seen.place = Place(step, what, seconds)
+            case {"at": [int(step), str(what), seconds, limit_seconds]}:
+                seen.place = Place(step, what, seconds, limit_seconds)
             case {"raised": error, "is_consequence": is_consequence}:
                 seen.raised, seen.is_consequence = (error, now), is_consequence
             case {"left": code, "why": why}:
@@ -261,8 +261,14 @@ class _Watch(threading.Thread):
         return judging.judge_host_zero(self._seen[0], own, limits=self._limits, now=now)
 
     def _report(self) -> None:
-        """Host 0 names the hosts that are overdue, once for as long as they are the same, and ends nothing."""
-        overdue = judging.overdue(self._seen, limits=self._limits)
+        """Names the hosts that are overdue, once for as long as they are the same, and ends nothing.
+
+        Host 0 names any host. Each of the others names host 0, in its own log, when host 0 is silent.
+        """
+        if self._index == 0:
+            overdue = judging.overdue(self._seen, limits=self._limits)
+        else:
+            overdue = judging.host_zero_overdue(self._seen[0], limits=self._limits)
         hosts = overdue.hosts if overdue else None
         if overdue and hosts != self._reported:
             self._with_stacks(overdue)

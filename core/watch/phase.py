@@ -34,11 +34,13 @@ class Place(NamedTuple):
       step: the number of the step that it is at, 0 before the first.
       phase: what it does, one of the words above.
       seconds: how long it has done that.
+      limit_seconds: how long that may take by the work's own limit; 0 where it has none.
     """
 
     step: int
     phase: str
     seconds: float
+    limit_seconds: float = 0.0
 
     def __str__(self) -> str:
         return f"step {self.step}, {self.phase}"
@@ -48,6 +50,7 @@ class _Record(NamedTuple):
     step: int
     phase: str
     since: float
+    limit_seconds: float = 0.0
 
 
 _now = _Record(0, JOINING, time.monotonic())
@@ -56,19 +59,19 @@ _now = _Record(0, JOINING, time.monotonic())
 def place() -> Place:
     """Where this process is now. Any thread may ask."""
     record = _now
-    return Place(record.step, record.phase, time.monotonic() - record.since)
+    return Place(record.step, record.phase, time.monotonic() - record.since, record.limit_seconds)
 
 
-def at(phase: str, *, step: int | None = None) -> None:
-    """From now on: this phase, of this step where one is given."""
+def at(phase: str, *, step: int | None = None, limit_seconds: float = 0.0) -> None:
+    """From now on: this phase, of this step where one is given, under a limit of its own where it has one."""
     global _now
-    _now = _Record(_now.step if step is None else step, phase, time.monotonic())
+    _now = _Record(_now.step if step is None else step, phase, time.monotonic(), limit_seconds)
 
 
 @contextlib.contextmanager
-def enter(phase: str) -> Iterator[None]:
+def enter(phase: str, *, limit_seconds: float = 0.0) -> Iterator[None]:
     """This phase, and then the one before it again; an error leaves the record as it was when it happened."""
-    before = _now.phase
-    at(phase)
+    before = _now
+    at(phase, limit_seconds=limit_seconds)
     yield
-    at(before)
+    at(before.phase, limit_seconds=before.limit_seconds)

@@ -1,5 +1,9 @@
 """Noise of libraries is told by its own words, and by nothing else."""
 
+import logging
+import sys
+import types
+
 import pytest
 
 from core import library_noise
@@ -45,3 +49,58 @@ def test_what_says_something_else_stays_whatever_its_level_and_source(line):
 def test_every_kind_of_noise_has_an_example_and_a_reason():
     assert len(NOISE) == len(library_noise.LINES)
     assert all(reason for _, reason in library_noise.LINES)
+
+
+def late_write(message):
+    """What Python reports where C++ calls into an event loop, which raises this."""
+    code = compile(
+        f"def call_soon_threadsafe(): raise RuntimeError({message!r})", "/lib/asyncio/base_events.py", "exec"
+    )
+    exec(code, names := {})
+    try:
+        names["call_soon_threadsafe"]()
+    except RuntimeError as error:
+        trace = error.__traceback__.tb_next  # as C++ is the caller, this frame is not there
+        return types.SimpleNamespace(exc_type=RuntimeError, exc_value=error, exc_traceback=trace)
+
+
+def record(msg, *, failed=True):
+    error = (ValueError, ValueError("no room"), None) if failed else None
+    return logging.LogRecord("absl", logging.ERROR, "manager.py", 1, msg, (), error)
+
+
+FAILED = (
+    "[process=%d][thread=%s][operation_id=%s] _SignalingThread.run() raised an exception: %s",
+    "[process=0] Failed to run 5 Handler Commit operations or the Commit callback in background save thread, directory",
+    "[process=%s][thread=%s][step=%s][wait_until_finished] Save Finalize thread (%s) failed.",
+)
+
+
+def test_while_saving_the_error_that_is_raised_is_not_also_printed_and_all_else_is(monkeypatch):
+    passed_on, absl = [], logging.getLogger("absl")
+    monkeypatch.setattr(sys, "unraisablehook", before := passed_on.append)
+    closed, other = late_write("Event loop is closed"), late_write("cannot schedule")
+    by_python = types.SimpleNamespace(exc_value=RuntimeError("Event loop is closed"), exc_traceback=None)
+    with library_noise.while_saving():
+        with library_noise.while_saving():  # as two runs in one process
+            pass
+        for unraisable in (closed, other, by_python):
+            sys.unraisablehook(unraisable)
+        assert not any(absl.filter(record(msg)) for msg in FAILED)
+        assert absl.filter(record(FAILED[0], failed=False))
+        assert absl.filter(record("Handler Commit operations are slow"))
+    assert passed_on == [other, by_python]
+    assert sys.unraisablehook == before
+    assert all(absl.filter(record(msg)) for msg in FAILED)
+
+
+def test_a_hook_that_was_put_over_ours_stays_and_gets_everything(monkeypatch):
+    passed_on = []
+    monkeypatch.setattr(sys, "unraisablehook", passed_on.append)
+    with library_noise.while_saving():
+        ours = sys.unraisablehook
+        theirs = lambda unraisable: ours(unraisable)  # noqa: E731
+        sys.unraisablehook = theirs
+    assert sys.unraisablehook is theirs
+    theirs(closed := late_write("Event loop is closed"))
+    assert passed_on == [closed]

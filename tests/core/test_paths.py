@@ -87,12 +87,14 @@ def test_a_full_disk_is_found_before_a_run_and_said_with_what_is_free(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_where_there_is_no_room_the_way_out_is_room(tmp_path, monkeypatch, number):
     def full(self, text):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(type(paths.resolve(tmp_path)), "write_text", full)
-    says = r"cannot write to .*(No space left|quota).* are free on this host's disk. Make room and start again"
+    says = (
+        r"cannot write to .*(No space left|quota|too large).* are free on this host's disk. Make room, or raise .*start"
+    )
     with pytest.raises(ValueError, match=says):
         paths.check_writable(tmp_path)

@@ -162,7 +162,6 @@ def test_a_tpu_has_other_limits_than_a_rehearsal_and_settings_win(monkeypatch):
     assert own.limits._asdict() == on_tpu._asdict() | {
         "silent_seconds": 30.0,
         "apart_seconds": 40.0,
-        "saving_seconds": 5000.0,
         "reports_only": True,
     }
     monkeypatch.setenv("RENGA_SIMULATE", "v4-8")

@@ -11,6 +11,7 @@ import pytest
 
 from core import distributed, paths
 from core.checkpoints import leaves, reading, steps, store, streams, writing
+from core.watch import phase
 from launch.saved import verifying
 
 TWO_HOSTS = """
@@ -134,6 +135,23 @@ def test_the_time_that_a_save_may_take_grows_with_the_bytes_of_a_host():
     assert leaves.host_bytes(state) == 16 * 4 * 4 + 5
 
 
+def test_the_watchdog_is_told_how_long_a_save_may_take(tmp_path):
+    save = writing.Writing(4, paths.resolve(tmp_path), size_bytes=1, host_bytes=1, limit_seconds=5000.0)
+    places = []
+
+    def finish():
+        until = time.monotonic() + 5.0
+        while phase.place().phase != phase.SAVING and time.monotonic() < until:
+            time.sleep(0.01)
+        places.append(phase.place())
+
+    with phase.enter(phase.TRAINING):
+        save.start(lambda: places.append(phase.place()), finish=finish)
+        save.wait()
+        assert (phase.place().phase, phase.place().limit_seconds) == (phase.TRAINING, 0.0)
+    assert [(p.phase, p.limit_seconds) for p in places] == [(phase.SAVING, 5000.0)] * 2
+
+
 def test_a_save_that_takes_too_long_fails_and_says_what_to_set(tmp_path, monkeypatch):
     written = streams.StreamsHandler._write
 
@@ -167,9 +185,13 @@ def test_a_step_that_was_half_removed_is_passed_over(tmp_path, pattern, monkeypa
 
 
 FULL = """
+import logging, sys
 import jax, numpy as np, resource
 from core import distributed
+hooks = lambda: (sys.unraisablehook, list(logging.getLogger("absl").filters))
+before = hooks()
 from core.checkpoints import store
+assert hooks() == before  # importing changes nothing for others
 distributed.exit_at_once_on_exception()
 state = {f"w{i}": jax.numpy.asarray(np.random.default_rng(i).normal(size=(64, 1024))) for i in range(40)}
 checkpoints = store.Checkpoints("checkpoints", keep=3)

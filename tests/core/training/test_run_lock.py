@@ -1,6 +1,7 @@
 """One launch at a time in a run directory: who holds it is named, a dead owner's lock is taken over."""
 
 import concurrent.futures
+import itertools
 import json
 import os
 import shutil
@@ -17,10 +18,11 @@ from core.training import goodput, run_lock
 from core.training.run_lock import Owner, RunLock
 
 NOTHING = print
+SLOW = itertools.count(0, 10).__next__  # ten seconds between two looks at it
 
 
-def acquire(run_dir, *, say=NOTHING, silent_seconds=0.5):
-    return RunLock.acquire(str(run_dir), say=say, silent_seconds=silent_seconds, look_seconds=0.05)
+def acquire(run_dir, *, say=NOTHING, silent_seconds=0.5, clock=SLOW):
+    return RunLock.acquire(str(run_dir), say=say, silent_seconds=silent_seconds, look_seconds=0.05, clock=clock)
 
 
 @pytest.fixture
@@ -147,6 +149,33 @@ def test_a_run_whose_directory_was_taken_over_ends_and_leaves_the_other_alone(ru
     lock.release()
     other.check()
     other.release()
+
+
+def test_a_lock_on_a_disk_is_read_at_most_once_a_second(run_dir, monkeypatch):
+    seconds, read, reads = [100.0], paths.read_versioned, []
+    lock = acquire(run_dir, clock=lambda: seconds[0])
+    monkeypatch.setattr(paths, "read_versioned", lambda path: reads.append(seconds[0]) or read(path))
+    for _ in range(25):  # steps of 0.1 s
+        lock.check()
+        seconds[0] += 0.125
+    assert reads == [101.0, 102.0, 103.0]
+    lock.release()
+
+
+def test_a_lock_that_cannot_be_read_is_not_said_to_be_unwritable(run_dir, monkeypatch, capsys):
+    lock = acquire(run_dir)
+    with monkeypatch.context() as patched:
+
+        def stale(path):
+            raise OSError(116, "Stale file handle")
+
+        patched.setattr(paths, "read_versioned", stale)
+        for _ in range(3):
+            lock.check()  # is not lost, as far as can be known
+    said = capsys.readouterr().out
+    assert said.count(f"warning: {run_dir / run_lock.FILE} could not be read (OSError: [Errno 116] Stale") == 1
+    assert "written" not in said
+    lock.release()
 
 
 def test_a_failure_of_a_run_that_holds_its_lock_stays_what_it_is(run_dir):

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from core.watch import exit_codes, frames, judging, phase, stacks
+from core.roll_call import Roll
+from core.watch import exit_codes, frames, judging, peers, phase, stacks
 from core.watch.phase import Place
 
 # Host 0 waits for the story of the test to be told by the others; everybody ends through the watch.
@@ -216,6 +217,36 @@ peers.stop()
     assert len(re.findall(says, results[0].output)) == 1, results[0].output
     assert "in a_hook_that_takes_long" in results[0].output
     assert not re.search("ends: ", "".join(r.output for r in results))
+
+
+def test_a_host_zero_that_is_frozen_is_named_by_the_others_where_the_watchdog_only_reports(capfd):
+    limits = judging.Limits(step_seconds=60.0, slow_seconds=60.0, silent_seconds=0.6, reports_only=True)
+    zero, one = socket.socketpair()
+    with zero:
+        watch = peers._Watch(Roll(1, 2, ("10.0.0.3", "10.0.0.4"), {0: one}), limits)
+        frames.send(zero, {"at": list(Place(17, phase.TRAINING, 0.0))}, seconds=1.0)
+        watch.start()
+        time.sleep(1.6)
+        watch.tell({"stop": True}).wait(5.0)  # from here on it listens no more
+        zero.shutdown(socket.SHUT_WR)
+        watch.join(5.0)
+    said = capfd.readouterr().err
+    named = (
+        r"watchdog: host 0 \(10\.0\.0\.3\) has been silent for 1 s: last seen at step 17, training\. The run goes on"
+    )
+    assert len(re.findall(named, said)) == 1, said
+
+
+def test_a_save_has_as_long_as_its_own_limit_allows():
+    limits = judging.Limits(step_seconds=600.0, slow_seconds=3600.0)
+
+    def ends(seconds, own_limit):
+        seen = {0: judging.Seen("host 0", Place(4, phase.SAVING, seconds, own_limit))}
+        return judging.judge(seen, limits=limits, now=0.0) is not None
+
+    assert not ends(3700.0, 3700.0)
+    assert ends(3700.0 + judging.LATER_SECONDS + 1, 3700.0)
+    assert (ends(3599.0, 300.0), ends(3601.0, 300.0)) == (False, True)
 
 
 @pytest.mark.parametrize(
