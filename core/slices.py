@@ -134,6 +134,25 @@ class Slice:
             return (all(n % 4 == 0 for n in self.topology),) * 3
         return tuple(n == 16 for n in self.topology)
 
+    def mfu(self, flops: float, *, seconds: float) -> float:
+        """Returns model FLOPs utilization: the share of the bfloat16 peak that the model's own FLOPs of a step take.
+
+        Args:
+          flops: of one step on all chips, recomputation not counted.
+          seconds: of the step.
+
+        Raises:
+          ValueError: the share exceeds 1.
+        """
+        share = flops / (seconds * self.peak_flops)
+        if share > 1:
+            raise ValueError(
+                f"{flops:.3g} FLOPs in {seconds:.3g} s on {self.name} are {share:.0%} of its peak of "
+                f"{self.peak_flops:.3g} FLOP/s: expected at most 100 %. Either the FLOPs belong to another batch or "
+                "model, or the time is not that of a whole step"
+            )
+        return share
+
     @property
     def host_memory_bytes(self) -> int:
         """Memory of one host, as its virtual machine is sold."""

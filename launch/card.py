@@ -15,7 +15,7 @@ from launch import progress, sampling, terminal
 from launch.experiment import Experiment, padding
 from launch.pods.joining import Host
 from launch.saved import cost
-from parallel import report
+from parallel import report, strategy
 from parallel.partitioner import Program
 
 SAMPLE_IDS = 200
@@ -60,18 +60,16 @@ def rows(experiment: Experiment, program: Program, *, host: Host) -> dict[str, s
     """What is run, on what, and what it costs a chip."""
     slice_ = slices.get(experiment.slice)
     sizes = report.totals(program)
-    tokens = experiment.batch_size * experiment.task.length
-    mesh = " x ".join(f"{axis} {n}" for axis, n in program.partitioner.shape.items() if n > 1) or "1 chip"
     parameters = sum(math.prod(row.shape) for row in report.rows(program) if row.path.startswith("params/"))
     card = {
         "slice": f"{slice_.name}: {units.counted(slice_.chips, 'chip')} on {units.counted(slice_.hosts, 'host')}, "
         f"{slice_.topology_name}"
         + (f"; simulated by {units.counted(host.count, 'process', 'processes')}" if host.simulated else ""),
-        "strategy": f"{experiment.strategy.name}: {mesh}",
+        "strategy": f"{experiment.strategy.name}: {strategy.mesh_text(program.partitioner.shape)}",
         "model": f"{type(experiment.model).__name__}, {parameters:,} parameters" + padding(experiment.model),
         "data": experiment.task.describe(),
         "batch": f"{units.counted(experiment.batch_size, 'row')} x {units.counted(experiment.task.length, 'token')} = "
-        f"{units.counted(tokens, 'token')}"
+        f"{units.counted(experiment.tokens_per_step, 'token')}"
         + (f", in {experiment.accum_steps} microbatches" if experiment.accum_steps > 1 else ""),
         "state": f"{units.size(sizes.everything)} per chip (parameters {units.size(sizes.params)}, optimizer "
         f"{units.size(sizes.opt_state)}); {units.size(sizes.whole)} in all",
@@ -82,8 +80,7 @@ def rows(experiment: Experiment, program: Program, *, host: Host) -> dict[str, s
         card["gathered"] = (
             f"{units.size(program.gathered_bytes)} more per chip: parameters and gradients whole, once per step"
         )
-    if hasattr(experiment.model, "flops_per_token"):
-        flops = experiment.model.flops_per_token(experiment.task.length) * tokens
+    if flops := experiment.flops_per_step:
         card["compute"] = (
             f"{units.flops(flops)} per step; {units.seconds(flops / slice_.peak_flops)} at the slice's bf16 peak"
         )

@@ -158,6 +158,18 @@ class Experiment:
             reports_only=self.watchdog == "report",
         )
 
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a global batch."""
+        return self.batch_size * self.task.length
+
+    @property
+    def flops_per_step(self) -> float | None:
+        """FLOPs of a training step, recomputation not counted; None for a model without `flops_per_token`."""
+        if not hasattr(self.model, "flops_per_token"):
+            return None
+        return self.model.flops_per_token(self.task.length) * self.tokens_per_step
+
     def data_problems(self, *, prepared: bool) -> list[str]:
         """Everything wrong between task and model that shows without reading the data, each with its fix.
 

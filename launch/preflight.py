@@ -17,7 +17,7 @@ from launch import configuration, host_memory, reach, smoke
 from launch.experiment import Experiment, padding
 from launch.pods.hosts import available_memory_bytes
 from launch.reach import Finding, Hosts
-from parallel import mesh, report
+from parallel import mesh, report, strategy
 from parallel.partitioner import Program
 
 _SURELY_TOO_MUCH = 2.0  # times what a chip has, by an estimate that the compiler does not always confirm
@@ -102,7 +102,7 @@ def _bind(experiment: Experiment, *, smoked: bool) -> tuple[Experiment, Program]
 
 def _layout_facts(bound: tuple[Experiment, Program]) -> str:
     _, program = bound
-    shape = " x ".join(f"{axis} {n}" for axis, n in program.partitioner.shape.items() if n > 1) or "1 chip"
+    shape = strategy.mesh_text(program.partitioner.shape)
     rows = next(iter(program.spec.values())).shape[0]
     where = f"{program.partitioner.strategy.name} on {program.partitioner.slice.name}"
     return f"{where}: {shape}; {units.counted(rows, 'row')}{padding(program.model)}"

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
-from core import distributed, metrics, paths
+from core import distributed, metrics, paths, versions
 from core.checkpoints.store import Checkpoints
 from core.train_state import TrainState
 from core.training import (
@@ -36,7 +35,6 @@ from parallel.partitioner import Program
 
 _A_DAY_SECONDS = 24 * 3600.0  # where a limit only reports
 DATA_SECONDS = 3600.0  # for one host's work on the data; a build that takes longer belongs into launch/run build
-_PACKAGES = ("jax", "jaxlib", "libtpu", "dm-haiku", "optax", "orbax-checkpoint", "tensorstore", "seqio", "gin-config")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,19 +65,18 @@ class Run:
 
 def known_at_start(config_text: str, revision: str, *, run_dir: str, last_step: int) -> str:
     """What a host would run, as far as it is known before the others are; to be the same on all of them."""
-    versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
-    about = {"git revision": revision, **versions, "run directory": run_dir, "last step": last_step}
+    installed = versions.installed(versions.TRAINING)
+    about = {"git revision": revision, **installed, "run directory": run_dir, "last step": last_step}
     about |= {name: environment.read(name) or "" for name in environment.COMPILED_BY}
     return "\n".join([f"{name}: {value}" for name, value in about.items()] + [config_text])
 
 
 def describe(config_text: str, revision: str, experiment: Experiment) -> dict[str, Any]:
     """What a run is, as JSON: kept beside every checkpoint, and equal on all hosts."""
-    versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
     return {
         "config": config_text,
         "git_revision": revision,
-        "versions": versions,
+        "versions": versions.installed(versions.TRAINING),
         "seed": experiment.seed,
         "data": experiment.task.fingerprint(),
         "data_source": experiment.task.describe(),

@@ -185,6 +185,19 @@ def resolve(strategy: Strategy, slice: Slice) -> dict[str, int]:
     return {axis: degree * across[axis] for axis, degree in within.items()}
 
 
+def mesh_text(shape: Mapping[str, int], *, dcn_shape: Mapping[str, int] | None = None, single: str = "1 chip") -> str:
+    """Returns the degrees of a mesh as text: `data 2 (DCN) x fsdp 16`.
+
+    Args:
+      shape: degree by mesh axis; an axis of degree 1 is left out.
+      dcn_shape: of each axis, how many slices it spans; axes that span several are marked.
+      single: the text of a mesh in which every degree is 1.
+    """
+    spans = dcn_shape or {}
+    degrees = (f"{axis} {n}" + (" (DCN)" if spans.get(axis, 1) > 1 else "") for axis, n in shape.items() if n != 1)
+    return " x ".join(degrees) or single
+
+
 def _resolve_within(strategy: Strategy, devices: int, *, where: str) -> dict[str, int]:
     shape = {axis: strategy.mesh_shape.get(axis, 1) for axis in MESH_AXES}
     fixed = math.prod(d for d in shape.values() if d != -1)
@@ -193,7 +206,7 @@ def _resolve_within(strategy: Strategy, devices: int, *, where: str) -> dict[str
         return shape | {free[0]: devices // fixed}
     if fixed == devices:
         return shape
-    asked = " x ".join(f"{a} {d}" for a, d in shape.items() if d != 1) or "1"
+    asked = mesh_text(shape, single="1")
     raise ValueError(
         f"strategy {strategy.name!r}: the mesh {asked} needs {_needs(fixed, free)} devices, but {where} has {devices} "
         f"(a JAX device is one chip). Nearest that fit: {_nearest_fits(shape, devices)}"
@@ -214,7 +227,7 @@ def _nearest_fits(shape: Mapping[str, int], devices: int) -> str:
         if devices % others == 0:
             choices = [n for n in _divisors(devices // others)] if -1 in shape.values() else [devices // others]
             nearest = min(choices, key=lambda n, d=degree: abs(n - d))
-            fits.append(" x ".join(f"{a} {d}" for a, d in {**shape, axis: nearest}.items() if d != 1) or "1 device")
+            fits.append(mesh_text({**shape, axis: nearest}, single="1 device"))
     return "; ".join(fits) or f"data {devices}, fsdp {devices}, or any degrees whose product is {devices}"
 
 

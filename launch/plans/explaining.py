@@ -53,7 +53,7 @@ def explain(path: str, choice: str, *, slice_name: str, bindings: Sequence[str])
         raise ValueError(str(error).replace("--strategies", "--explain")) from error
     question = planning.ask(path, slice_name=slice_name, bindings=[*chosen, *bindings])
     bound = question.experiment.bind(compiled.devices_of(question.slice))
-    shape = " x ".join(f"{axis} {n}" for axis, n in bound.partitioner.shape.items() if n > 1) or "1 chip"
+    shape = strategy.mesh_text(bound.partitioner.shape)
     print(f"{bound.partitioner.strategy.name} ({shape}) on {question.slice.name}; compiling …", flush=True)
     with tempfile.TemporaryDirectory(prefix="renga-explain-") as folder:
         try:
@@ -134,7 +134,7 @@ def _roofline(question: Question, bound: Program, run: Sequence[Executed], time:
         f"{time.scheduled:.3g} s as it is scheduled"
     )
     if flops := question.flops(question.experiment.batch_size):
-        shares = [cost.mfu(flops, seconds=seconds, slice=question.slice) for seconds in (hidden, exposed)]
+        shares = [question.slice.mfu(flops, seconds=seconds) for seconds in (hidden, exposed)]
         print(f"MFU {table.between((shares[0], shares[1]), '{:.1f}', 100)} %")
 
 

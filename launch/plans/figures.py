@@ -11,7 +11,6 @@ from typing import NamedTuple
 from core.slices import Slice
 from launch.plans.planning import Question, Tried
 from launch.plans.records import Record
-from parallel.planning import cost
 from parallel.planning.cost import AxisTime, StepTime
 
 Pair = tuple[float, float]
@@ -68,7 +67,7 @@ def of(question: Question, tried: Tried, record: Record | None = None) -> Figure
         time=time,
         step_seconds=seconds,
         tokens_per_second=_each(lambda s: tokens / s, seconds),
-        mfu=_each(lambda s: cost.mfu(flops, seconds=s, slice=slice_), seconds) if flops else None,
+        mfu=_each(lambda s: slice_.mfu(flops, seconds=s), seconds) if flops else None,
         hours=_each(lambda s: s * question.steps(rows) / 3600, seconds),
         scheduled_seconds=time.scheduled if record else None,
         bubble=record.bubble if record else tried.estimate.bubble,

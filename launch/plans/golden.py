@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import importlib.metadata
 import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from core import paths, slices, units
+from core import paths, slices, units, versions
 from launch import configuration, environment
 from launch.experiment import Experiment
 from launch.plans import records
@@ -27,7 +26,6 @@ from parallel.planning.cost import StepTime
 FOLDER = environment.WORKSPACE / "tests" / "golden"
 _GIN = environment.WORKSPACE / "gin"
 _NO_EXPERIMENTS = ("defaults.gin",)
-_PACKAGES = ("jax", "jaxlib", "libtpu")
 # A learning rate, and what a schedule takes: they change how fast a step learns, not what it costs.
 _RATE = re.compile(rf"\w+\.\w+\.learning_rate = .*|\w+\.({'|'.join(sorted(records.SCHEDULES))})\.\w+ = .*")
 
@@ -88,15 +86,10 @@ def find(config_text: str, experiment: Experiment) -> dict[str, Any] | None:
 def is_current(name: str) -> bool:
     """Whether the record of an experiment is there, of this configuration and this compiler."""
     record = read(name)
-    if record is None or record["versions"] != versions():
+    if record is None or record["versions"] != versions.installed(versions.COMPILER):
         return False
     config = configuration.load(files()[name])
     return record["fingerprint"] == fingerprint(config.text, config.build())
-
-
-def versions() -> dict[str, str]:
-    """What a compiled program depends on beside the code here."""
-    return {name: importlib.metadata.version(name) for name in _PACKAGES}
 
 
 def compile_record(file: str) -> dict[str, Any]:
@@ -114,23 +107,11 @@ def compile_record(file: str) -> dict[str, Any]:
     return said | {
         "experiment": file,
         "fingerprint": fingerprint(config.text, experiment),
-        "versions": versions(),
-        "tokens_per_step": tokens_per_step(experiment),
-        "flops_per_step": flops_per_step(experiment),
+        "versions": versions.installed(versions.COMPILER),
+        "tokens_per_step": experiment.tokens_per_step,
+        "flops_per_step": experiment.flops_per_step,
         "predicted": predicted(cost.step_time(found, program), experiment),
     }
-
-
-def tokens_per_step(experiment: Experiment) -> int:
-    """Tokens of a global batch."""
-    return experiment.batch_size * experiment.task.length
-
-
-def flops_per_step(experiment: Experiment) -> float | None:
-    """FLOPs of the model for a global batch, recomputation not counted; None for a model that does not say."""
-    if not hasattr(experiment.model, "flops_per_token"):
-        return None
-    return experiment.model.flops_per_token(experiment.task.length) * tokens_per_step(experiment)
 
 
 def predicted(time: StepTime, experiment: Experiment) -> dict[str, Any]:
@@ -139,7 +120,7 @@ def predicted(time: StepTime, experiment: Experiment) -> dict[str, Any]:
     Raises:
       ValueError: more than the peak: the model of time or the count of FLOPs is wrong.
     """
-    slice_, flops = slices.get(experiment.slice), flops_per_step(experiment)
+    slice_, flops = slices.get(experiment.slice), experiment.flops_per_step
     bounds = {"hidden": time.hidden, "scheduled": time.scheduled, "exposed": time.exposed}
     return {
         "compute_seconds": _short(time.compute),
@@ -149,9 +130,7 @@ def predicted(time: StepTime, experiment: Experiment) -> dict[str, Any]:
             for axis in time.traffic
         },
         "step_seconds": {bound: _short(seconds) for bound, seconds in bounds.items()},
-        "mfu": {bound: _short(cost.mfu(flops, seconds=s, slice=slice_)) for bound, s in bounds.items()}
-        if flops
-        else {},
+        "mfu": {bound: _short(slice_.mfu(flops, seconds=s)) for bound, s in bounds.items()} if flops else {},
         "unpriced": list(time.unpriced),
     }
 

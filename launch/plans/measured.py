@@ -15,7 +15,6 @@ from core import slices
 from core.slices import GIB
 from launch.experiment import Experiment
 from launch.plans import golden
-from parallel.planning import cost
 
 TOLERANCE = 0.25
 SIMULATED = "simulated: CPU devices play the chips, so step time, HBM and MFU are not measured"
@@ -45,7 +44,7 @@ class Measured:
           warn: gets a sentence where measured and predicted part; each kind of number once.
           hbm_bytes: the most that this host's first chip has used; None where that is not known.
         """
-        self._flops = golden.flops_per_step(experiment)
+        self._flops = experiment.flops_per_step
         self._slice = slices.get(experiment.slice)
         self._on_tpu = on_tpu
         self._warn = warn
@@ -72,7 +71,7 @@ class Measured:
             return {}
         found = {}
         if self._flops:
-            found["mfu"] = cost.mfu(self._flops, seconds=values["step_seconds"], slice=self._slice)
+            found["mfu"] = self._slice.mfu(self._flops, seconds=values["step_seconds"])
         if used := self._hbm_bytes():
             found["hbm_gib"] = used / GIB
         if self._record:

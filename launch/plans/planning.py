@@ -20,6 +20,7 @@ from launch.config import LoadedConfig
 from launch.experiment import Experiment
 from launch.plans import choices, facts, records
 from launch.plans.records import Record
+from parallel import strategy
 from parallel.planning import arithmetic, candidates
 from parallel.planning.arithmetic import Estimate
 from parallel.planning.candidates import Candidate
@@ -89,10 +90,7 @@ class Question:
 
     def flops(self, batch_size: int) -> float:
         """Of a step, recomputation not counted; 0 where the model does not say."""
-        model = self.experiment.model
-        if not hasattr(model, "flops_per_token"):
-            return 0.0
-        return model.flops_per_token(self.tokens_per_row) * batch_size * self.tokens_per_row
+        return (self.experiment.flops_per_step or 0.0) * batch_size / self.experiment.batch_size
 
 
 def ask(path: str, *, slice_name: str, bindings: Sequence[str] = (), batch_sizes: Sequence[int] = ()) -> Question:
@@ -170,7 +168,10 @@ class _Judge:
     def judged(self, candidate: Candidate) -> Tried:
         """The candidate with its estimate, or with why it cannot be."""
         placed = self._place(candidate.layout)
-        mesh = _asked(candidate) if isinstance(placed, Refused) else mesh_text(placed)
+        if isinstance(placed, Refused):
+            mesh = _asked(candidate)
+        else:
+            mesh = strategy.mesh_text(placed.shape, dcn_shape=placed.tables.dcn_shape)
         bindings = tuple(self._writer.bindings(candidate))
         tried = Tried(candidate, choices.name(candidate, mesh), bindings)
         try:
@@ -202,15 +203,8 @@ class _Judge:
 
 def _asked(candidate: Candidate) -> str:
     """The degrees of a layout that makes no mesh."""
-    degrees = candidate.layout.degrees if candidate.layout else ()
-    return " x ".join(f"{axis} {n}" for axis, n in degrees if n > 1)
-
-
-def mesh_text(placed: Placed) -> str:
-    """`data 2 (DCN) x fsdp 16`."""
-    across = placed.tables.dcn_shape
-    degrees = ((axis, n, " (DCN)" if across.get(axis, 1) > 1 else "") for axis, n in placed.shape.items())
-    return " x ".join(f"{axis} {n}{network}" for axis, n, network in degrees if n > 1) or "1 chip"
+    degrees = dict(candidate.layout.degrees) if candidate.layout else {}
+    return strategy.mesh_text({axis: n for axis, n in degrees.items() if n > 0}, single="")
 
 
 def order(tried: Sequence[Tried], *, wanted: int, usable_bytes: float) -> Iterator[Tried]:

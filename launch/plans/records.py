@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import importlib.metadata
 import inspect
 import json
 import re
@@ -25,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from core import paths, slices
+from core import paths, slices, versions
 from core.optimizers import schedules
 from core.slices import GIB
 from launch import environment
@@ -50,7 +49,6 @@ _NO_PART = (
     "units.py",
 )
 _BESIDE = ("checkpoints", "metrics", "training", "watch")
-_PACKAGES = ("jax", "jaxlib", "libtpu")
 
 # Of `core.optimizers`: they give a step its rate, and cost nothing.
 SCHEDULES = frozenset(name for name, value in vars(schedules).items() if inspect.isfunction(value) and name[0] != "_")
@@ -213,12 +211,6 @@ def _is_known(file: Path) -> bool:
 
 
 @functools.cache
-def versions() -> dict[str, str]:
-    """Of what makes machine code of a program."""
-    return {name: importlib.metadata.version(name) for name in _PACKAGES}
-
-
-@functools.cache
 def sources_digest() -> str:
     """Of the text of every file that makes a program."""
     digest = hashlib.sha256()
@@ -235,7 +227,7 @@ def key(text: str, *, sources: str = "") -> str:
       text: `program_text`.
       sources: `sources_digest()`; nothing in the committed place.
     """
-    parts = [str(FORMAT), text, json.dumps(versions(), sort_keys=True)]
+    parts = [str(FORMAT), text, json.dumps(versions.installed(versions.COMPILER), sort_keys=True)]
     return hashlib.sha256("\n".join([*parts, sources]).encode()).hexdigest()[:24]
 
 

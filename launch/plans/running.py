@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import datetime
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -264,11 +265,16 @@ def _provenance(found: Found) -> list[str]:
     shipped = [record for _, record in found if record.is_committed]
     if not shipped:
         return []
-    revisions = collections.Counter(record.made_with.get("revision") or "unknown" for record in shipped)
+    revisions = collections.Counter(_short(record.made_with.get("revision") or "unknown") for record in shipped)
     made = ", ".join(f"{revision} ({count})" for revision, count in revisions.most_common())
     changed = any(record.made_with.get("sources") != records.sources_digest() for record in shipped)
     said = f"{len(shipped)} of {len(found)} rows were compiled before, at {made}; + means uncommitted changes"
     return [said + ("; core/, models/ or parallel/ have changed since: --fresh compiles anew" if changed else "")]
+
+
+def _short(revision: str) -> str:
+    """`3bfc0fd0c2+` of a whole git revision with uncommitted changes."""
+    return re.sub(r"(?<=[0-9a-f]{10})[0-9a-f]+", "", revision).replace("-dirty", "+")
 
 
 def _finish(question: Question, best: Tried, rows: Sequence[figures.Figures], args, *, label: str) -> None:

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -37,15 +36,16 @@ def _end_with(parent: int) -> None:
 
 def compile_one(job: dict):
     """The record of a job's candidate."""
-    from core import slices
+    from core import slices, versions
     from launch import configuration
     from launch.plans import records
+    from launch.pods import hosts
     from parallel import analysis, compiled
     from parallel.compiled import OutOfHbmError
     from parallel.hlo.messages import compiler_messages
     from parallel.planning import cost
 
-    made = {**records.versions(), "sources": records.sources_digest(), "revision": revision()}
+    made = {**versions.installed(versions.COMPILER), "sources": records.sources_digest(), "revision": hosts.revision()}
     try:
         config = configuration.load(job["experiment"], bindings=job["bindings"], slice_name=job["slice"])
         experiment = config.build()
@@ -95,20 +95,6 @@ def _without_chance(text: str) -> str:
         return f"frozenset({sorted(found[1].split(', '))})"
 
     return re.sub(r"frozenset\(\{([^}]*)\}\)", in_order, re.sub(r"\b0x[0-9a-f]+\b", "", text))
-
-
-def revision() -> str:
-    """The git revision of the workspace, with + where files have changed; empty without git."""
-    from launch.environment import WORKSPACE
-
-    def git(*arguments: str) -> str:
-        ran = subprocess.run(["git", "-C", str(WORKSPACE), *arguments], capture_output=True, text=True, check=False)
-        return ran.stdout.strip() if ran.returncode == 0 else ""
-
-    try:
-        return git("rev-parse", "--short=10", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
-    except FileNotFoundError:
-        return ""
 
 
 if __name__ == "__main__":

@@ -16,11 +16,11 @@ from rich.table import Table
 from core import slices
 from core.slices import GIB
 from launch import configuration, terminal
-from parallel import analysis, compiled, report, traffic
+from parallel import analysis, compiled, report, strategy, traffic
 from parallel.analysis import Analysis
 from parallel.compiled import OutOfHbmError
 from parallel.hlo.messages import compiler_messages
-from parallel.partitioner import Partitioner, Program
+from parallel.partitioner import Program
 
 FOLDER = "gin/strategies"
 
@@ -115,7 +115,8 @@ def cells(row: Row) -> list[str]:
     """A row of the table as text."""
     if row.program is None:
         return [name(row), "refused", *["–"] * 6]
-    mesh = _mesh(row.program.partitioner)
+    bound = row.program.partitioner
+    mesh = strategy.mesh_text(bound.shape, dcn_shape=bound.strategy.dcn_shape)
     if row.found is None:
         state = report.totals(row.program).everything
         return [name(row), mesh, _gib(state), f"{row.needed}, too much", *["–"] * 4]
@@ -138,12 +139,6 @@ def _peak_bytes(row: Row) -> float:
     if row.found:
         return row.found.compiled.peak_bytes
     return float(row.needed or "inf") * GIB
-
-
-def _mesh(bound: Partitioner) -> str:
-    across = bound.strategy.dcn_shape
-    degrees = ((axis, n, " (DCN)" if across.get(axis, 1) > 1 else "") for axis, n in bound.shape.items())
-    return " x ".join(f"{axis} {n}{network}" for axis, n, network in degrees if n > 1)
 
 
 def name(row: Row) -> str:

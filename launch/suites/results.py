@@ -124,12 +124,9 @@ def depth(model: Model) -> int | None:
 
 def flops(run: Experiment, steps: int, unit: float) -> float | None:
     """Of training up to a step, in `unit`, without recomputation and evaluation; None where the model does not say."""
-    model, length = run.model, run.task.length
-    if hasattr(model, "training_flops"):
-        return model.training_flops(length, rows=run.batch_size, steps=steps) / unit
-    if hasattr(model, "flops_per_token"):
-        return model.flops_per_token(length) * length * run.batch_size * steps / unit
-    return None
+    if hasattr(run.model, "training_flops"):
+        return run.model.training_flops(run.task.length, rows=run.batch_size, steps=steps) / unit
+    return run.flops_per_step * steps / unit if run.flops_per_step else None
 
 
 def evaluated(run: Experiment) -> str:

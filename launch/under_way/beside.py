@@ -54,7 +54,6 @@ def hooks_of(
 
 def _logging(now: UnderWay) -> list[hooks.Hook]:
     run, writers, progress, measured = now.run, now.writers, now.progress, now.measured
-    tokens = run.experiment.batch_size * run.experiment.task.length
     every = run.experiment.log_interval
     figures = host_figures.HostFigures()
     own_lines = metrics.open_own_lines(run.run_dir, process_index=run.host.index)
@@ -76,6 +75,7 @@ def _logging(now: UnderWay) -> list[hooks.Hook]:
         progress.compiled(totals)
         writers.scalars(step, {f"compile/{name}": float(value) for name, value in totals._asdict().items()})
 
+    tokens = run.experiment.tokens_per_step
     return [hooks.Compiled(compiled), hooks.Log(write, every=every, items_per_step=tokens, last_step=run.last_step)]
 
 

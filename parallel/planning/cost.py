@@ -135,24 +135,3 @@ def traffic_times(collectives: Sequence[Collective], links: Links) -> tuple[Axis
             total[i] += amount * each.times
     rows = [AxisTime(*key, *total) for key, total in totals.items() if total[2]]
     return tuple(sorted(rows, key=lambda row: (-row.seconds, row.axes, row.network)))
-
-
-def mfu(flops: float, *, seconds: float, slice: Slice) -> float:
-    """The share of the slice's bfloat16 peak that the model's own FLOPs of a step are, recomputation not counted.
-
-    Args:
-      flops: of one step on all chips.
-      seconds: of the step.
-      slice: that runs it.
-
-    Raises:
-      ValueError: more than all of it.
-    """
-    share = flops / (seconds * slice.peak_flops)
-    if share > 1:
-        raise ValueError(
-            f"{flops:.3g} FLOPs in {seconds:.3g} s on {slice.name} are {share:.0%} of its peak of "
-            f"{slice.peak_flops:.3g} FLOP/s: expected at most 100 %. Either the FLOPs are counted for another batch or "
-            "model, or the time is not that of a whole step"
-        )
-    return share

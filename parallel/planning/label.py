@@ -7,11 +7,12 @@ per second. A published MFU counts FLOPs its own way (attention whole, or causal
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from core import versions
 
 FILE = Path(__file__).parent / "published.json"
 README = Path(__file__).parent / "README.md"
@@ -27,7 +28,7 @@ def label(*, libtpu: str | None = None) -> str:
     Args:
       libtpu: version that compiled what is predicted; None: the one installed.
     """
-    version = libtpu or importlib.metadata.version("libtpu")
+    version = libtpu or versions.version("libtpu")
     found = spread(rows())
     said = f"spread {found[0]:.2f} to {found[1]:.2f} of published" if found else "spread not known"
     return f"compiled by libtpu {version}, uncalibrated, {said}"

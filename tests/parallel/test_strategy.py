@@ -96,3 +96,15 @@ def test_override_replaces_rows_and_checks_again():
     assert dataclasses.replace(whole, name="x").param_rules["heads"] == "tensor"
     with pytest.raises(ValueError, match="unknown mesh axis 'tensors'"):
         strategies.override(whole, activation_rules={"mlp": "tensors"})
+
+
+@pytest.mark.parametrize(
+    ("shape", "dcn_shape", "text"),
+    [
+        ({"data": 2, "fsdp": 16, "tensor": 1}, {"data": 2}, "data 2 (DCN) x fsdp 16"),
+        ({"data": 4, "fsdp": -1}, {}, "data 4 x fsdp -1"),
+        ({"data": 1, "fsdp": 1}, {}, "1 chip"),
+    ],
+)
+def test_a_mesh_as_text(shape, dcn_shape, text):
+    assert strategy.mesh_text(shape, dcn_shape=dcn_shape) == text

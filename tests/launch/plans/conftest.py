@@ -2,10 +2,12 @@
 
 import pytest
 
+from core import versions
 from launch.plans import planning, records
 from launch.plans.records import Record
 
 EXPERIMENT, SLICE = "gin/quickstart.gin", "v4-8"
+REVISION = "0123456789abcdef0123456789abcdef01234567-dirty"
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +32,11 @@ def compiled_as():
             time=time._replace(compute=time.compute * factor, kernels=time.kernels * factor),
             bubble=one.estimate.bubble,
             compile_seconds=12.0,
-            made_with={**records.versions(), "sources": records.sources_digest(), "revision": "abc"},
+            made_with={
+                **versions.installed(versions.COMPILER),
+                "sources": records.sources_digest(),
+                "revision": REVISION,
+            },
         )
 
     return build

@@ -44,7 +44,7 @@ def test_a_tpu_logs_both(recorded):
     found, warnings = measured()
     assert found.rows()["measured"] == "step time, HBM and MFU follow with every report"
     values = found.beside({"step_seconds": 1.2})
-    assert values.pop("mfu") == pytest.approx(golden.flops_per_step(EXPERIMENT) / 1.2 / (16 * 275e12))
+    assert values.pop("mfu") == pytest.approx(EXPERIMENT.flops_per_step / 1.2 / (16 * 275e12))
     assert values == {
         "hbm_gib": 10.0,
         "predicted/step_seconds_hidden": 1.0,

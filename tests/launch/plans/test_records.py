@@ -8,6 +8,7 @@ import uuid
 
 import pytest
 
+from core import versions
 from launch import configuration
 from launch.experiment import Experiment
 from launch.plans import golden, planning, records
@@ -195,7 +196,7 @@ def test_other_versions_and_edited_sources_know_nothing(tried, compiled_as, cach
     one = next(t for t in tried if not t.reason)
     keep(one.text, compiled_as(one))
     with monkeypatch.context() as patched:
-        patched.setattr(records, "versions", lambda: {"libtpu": "0"})
+        patched.setattr(versions, "installed", lambda packages: {"libtpu": "0"})
         assert cache.find(one.text) is None
     monkeypatch.setattr(records, "sources_digest", lambda: "other")
     assert cache.find(one.text) is None

@@ -282,7 +282,7 @@ def test_committed_records_say_where_they_are_from(arguments, tried, compiled_as
     records.ship(tmp_path / "here" / "x.json", iter([(one.text, compiled_as(one)) for one in ordered]))
     monkeypatch.setattr(records, "COMMITTED", tmp_path / "here")
     assert plan.run(arguments("--compile", "2")) == 0
-    assert "2 of 2 rows were compiled before, at abc (2); + means" in capsys.readouterr().out
+    assert "2 of 2 rows were compiled before, at 0123456789+ (2); + means" in capsys.readouterr().out
     monkeypatch.setattr(records, "sources_digest", lambda: "edited")
     plan.run(arguments("--compile", "2"))
     assert "have changed since: --fresh compiles anew" in capsys.readouterr().out

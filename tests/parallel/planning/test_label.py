@@ -1,10 +1,10 @@
 """How far predictions are off is said the same way everywhere."""
 
-import importlib.metadata
 import json
 
 import pytest
 
+from core import versions
 from parallel.planning import label
 
 ROWS = [
@@ -36,7 +36,7 @@ def test_the_spread_is_from_the_least_to_the_most_that_was_ever_predicted():
 def test_the_label_names_the_compiler_and_the_spread(kept):
     assert label.label(libtpu="9.9") == "compiled by libtpu 9.9, uncalibrated, spread not known"
     label.write(label.with_predictions(ROWS, PREDICTED))
-    installed = importlib.metadata.version("libtpu")
+    installed = versions.version("libtpu")
     assert label.label() == f"compiled by libtpu {installed}, uncalibrated, spread 0.70 to 1.20 of published"
 
 
