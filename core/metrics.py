@@ -25,6 +25,7 @@ from core import paths
 JSONL_NAME = "metrics.jsonl"
 OWN_FOLDER = "metrics"
 TENSORBOARD_NAME = "tensorboard"
+EVALUATED_ON = "validation/of"  # tag of the text that says which rows the validation metrics are of
 
 _SECONDS_BETWEEN_COPIES = 30.0  # A bucket is not written at every line of a fast run.
 

@@ -19,7 +19,6 @@ from parallel import report, strategy
 from parallel.partitioner import Program
 
 SAMPLE_IDS = 200
-EVALUATED = "validation/of"  # tag of what scores are of, beside the metrics
 
 
 def show(

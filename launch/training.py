@@ -21,6 +21,7 @@ from core.training import (
     hooks,
     prefetch,
     recompile,
+    rollback_loop,
 )
 from core.watch import phase
 from launch import card, environment, host_memory
@@ -30,7 +31,7 @@ from launch.pods import joining
 from launch.pods.joining import Host
 from launch.progress import Progress
 from launch.reports import arrays
-from launch.under_way import beside, looping
+from launch.under_way import beside
 from parallel.partitioner import Program
 
 _A_DAY_SECONDS = 24 * 3600.0  # where a limit only reports
@@ -127,11 +128,11 @@ def train(run: Run, *, also: Sequence[hooks.Hook] = ()) -> dict[str, float]:
         evaluation = beside.evaluation(now)
         batches = stack.enter_context(open_batches(run, position))
         compile_together(run, first_step)
-        state = looping.train(
+        state = rollback_loop.train(
             _OnceCompiledProgram(run.program),
             batches,
             state,
-            restored=lambda: restore_or_init(run, checkpoints)[0],
+            restore=lambda: restore_or_init(run, checkpoints)[0],
             total_steps=run.last_step,
             hooks=[*beside.hooks_of(now, evaluation, checkpoints, batches), *also],
         )
@@ -214,7 +215,7 @@ def _write_config(run: Run, writers: metrics.Writers) -> None:
     writers.text("config", run.meta["config"])
     writers.text("sharding", arrays.text(run.program))
     if evaluated := card.evaluated_on(run.experiment):
-        writers.text(card.EVALUATED, evaluated)
+        writers.text(metrics.EVALUATED_ON, evaluated)
     writers.text("versions", "\n".join(f"- {k} {v}" for k, v in run.meta["versions"].items()))
 
 

@@ -10,8 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from launch.suites.plots import COLOURS
-
+COLOURS = ("#3366aa", "#cc5533", "#2f8f5b", "#8a5aa8", "#b8860b", "#3a9aa8", "#a83a6b", "#667722", "#555555")
 WIDTH, HEIGHT = 560, 340
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 20, 34, 48
 _BAR, _GAP, _LEGEND = 15, 6, 22

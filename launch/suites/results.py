@@ -12,10 +12,9 @@ from typing import Any
 
 import jax
 
-from core import logical, parameters
+from core import logical, metrics, parameters
 from core.optimizers import CONSTANTS
 from core.types import Model
-from launch import card
 from launch.experiment import Experiment
 from launch.suites import measured
 from launch.suites.plan import Entry
@@ -72,7 +71,7 @@ def scored(run: Experiment, found: measured.Measured) -> Row:
     best = found.best(measured.SCORE)
     curve = found.curve(measured.SCORE)
     exact, in_training = found.last(measured.SCORE), found.last("exact_accuracy")
-    said = found.texts.get(card.EVALUATED)
+    said = found.texts.get(metrics.EVALUATED_ON)
     return {
         "steps": found.step,
         "rows": found.step * run.batch_size,

@@ -12,12 +12,22 @@ import numpy as np
 from core import distributed, metrics
 from core.checkpoints.store import Checkpoints
 from core.train_state import TrainState
-from core.training import compile_cache, goodput, hooks, host_figures, prefetch, profile_requests, profiling, step_file
+from core.training import (
+    compile_cache,
+    goodput,
+    hooks,
+    host_figures,
+    prefetch,
+    profile_requests,
+    profiling,
+    rollback_loop,
+    step_file,
+)
+from core.watch import peers, replicas
 from launch import environment
 from launch.plans.measured import Measured
 from launch.progress import Progress
 from launch.saved.cost import Costs
-from launch.under_way import looping
 
 if TYPE_CHECKING:
     from launch.training import Run
@@ -39,11 +49,12 @@ def hooks_of(
 ) -> list[hooks.Hook]:
     """What hangs on every run, in this order: what refuses a step stands before what writes and saves it."""
     preemption = hooks.StopWhenPreempted(distributed.preempted)
+    compare_every = now.run.experiment.compare_interval
     return [
-        looping.policy(now.run.experiment.non_finite, now.progress, now.writers),
+        rollback_loop.policy_hook(now.run.experiment.non_finite, warn=now.progress.warning, writers=now.writers),
         *_logging(now),
         *_goodput(now),
-        *looping.comparing(now.run.experiment.compare_interval),
+        *([replicas.Compare(peers.compare, every=compare_every)] if compare_every else []),
         *([evaluation] if evaluation else []),
         _saving(now, checkpoints, batches, preemption),
         preemption,

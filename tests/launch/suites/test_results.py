@@ -8,8 +8,8 @@ import xml.etree.ElementTree
 
 import pytest
 
+from core import metrics
 from core.training import hooks
-from launch import card
 from launch.suites import measured, page, plan, plots, results
 
 PATHS = [plan.HOME / "exp01" / f"exp01{i}.gin" for i in "abc"]
@@ -69,7 +69,7 @@ def table(entries, tmp_path):
         value = next(scores, None)
         last = {"validation/accuracy": 0.9, "exact_accuracy": 0.95}
         lines = [] if value is None else [score(100, value / 2), score(8138, value, **last)]
-        of = {"step": 0, "time_seconds": 1.0, "tag": card.EVALUATED, "text": "8,192 of 9,000"}
+        of = {"step": 0, "time_seconds": 1.0, "tag": metrics.EVALUATED_ON, "text": "8,192 of 9,000"}
         lines += [] if value is None else [json.dumps(of)]
         dirs[entry.id] = write(tmp_path / entry.name, lines)
     return results.rows(entries, status=dict.fromkeys(dirs, "done"), run_dirs=dirs)

@@ -1,0 +1,65 @@
+"""Rolling back to the newest checkpoint and continuing, with a program whose third batch gives a loss of NaN."""
+
+import math
+
+import jax.numpy as jnp
+import pytest
+
+from core import metrics
+from core.train_state import TrainState
+from core.training import non_finite, rollback_loop
+
+
+class Program:
+    """Counts steps; the loss is NaN for the batches in `bad`."""
+
+    def __init__(self, bad=(3,)):
+        self.bad, self.trained = bad, []
+
+    def train_step(self, state, batch):
+        step = int(state.step) + 1
+        self.trained.append((step, batch))
+        return state._replace(step=jnp.int32(step)), {"loss": math.nan if batch in self.bad else 1.0}
+
+
+class Batches:
+    input_wait_seconds = 0.0
+
+    def __init__(self):
+        self.next = 0
+
+    def __next__(self):
+        self.next += 1
+        return self.next
+
+
+def state(step):
+    return TrainState(jnp.int32(step), (), (), ())
+
+
+def train(policy, program):
+    warnings = []
+    hook = rollback_loop.policy_hook(policy, warn=warnings.append, writers=metrics.Writers())
+    end = rollback_loop.train(program, Batches(), state(0), restore=lambda: state(2), total_steps=4, hooks=[hook])
+    return int(end.step), warnings
+
+
+def test_rolling_back_drops_the_bad_batch_and_the_one_after_it():
+    program = Program()
+    assert train("roll_back", program)[0] == 4
+    assert program.trained == [(1, 1), (2, 2), (3, 3), (4, 4), (3, 5), (4, 6)]
+
+
+def test_every_rollback_is_reported_and_their_number_is_limited():
+    with pytest.raises(non_finite.NonFiniteLossError, match="Rolled back 3 times and got no further than step 3"):
+        train("roll_back", Program(bad=range(3, 100)))
+    _, warnings = train("roll_back", Program())
+    assert len(warnings) == 1
+    assert warnings[0].startswith("step 3: loss = nan")
+
+
+def test_without_a_rollback_hook_the_loop_raises():
+    program = Program()
+    with pytest.raises(non_finite.NonFiniteLossError, match="step 3: loss = nan"):
+        train("stop", program)
+    assert program.trained[-1] == (4, 4)
