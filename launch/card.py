@@ -10,11 +10,11 @@ from rich.panel import Panel
 from rich.table import Table
 
 from core import slices, units
+from core.checkpoints import save_costs
 from core.train_state import TrainState
 from launch import progress, sampling, terminal
 from launch.experiment import Experiment, padding
 from launch.pods.joining import Host
-from launch.saved import cost
 from parallel import report, strategy
 from parallel.partitioner import Program
 
@@ -38,7 +38,7 @@ def show(
     early = f" of {experiment.total_steps:,}" if last_step < experiment.total_steps else ""
     if evaluated := evaluated_on(experiment):
         card["validation"] = f"on {evaluated}"
-    saves = cost.foreseen(
+    saves = save_costs.estimate(
         run_dir,
         interval=experiment.checkpoint_interval,
         keep=experiment.keep_checkpoints,

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from core import paths
-from core.checkpoints import description, steps
+from core.checkpoints import description, steps, verifying
 from core.training import goodput
 from core.training.goodput import Session
-from launch.saved import verifying
 
 
 class Left(NamedTuple):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from core import distributed, metrics
+from core.checkpoints.save_costs import SaveCosts
 from core.checkpoints.store import Checkpoints
 from core.train_state import TrainState
 from core.training import (
@@ -27,7 +28,6 @@ from core.watch import peers, replicas
 from launch import environment
 from launch.plans.measured import Measured
 from launch.progress import Progress
-from launch.saved.cost import Costs
 
 if TYPE_CHECKING:
     from launch.training import Run
@@ -144,7 +144,7 @@ def evaluation(now: UnderWay) -> hooks.Evaluate | None:
 def _saving(
     now: UnderWay, checkpoints: Checkpoints, batches: prefetch.Prefetch, preemption: hooks.StopWhenPreempted
 ) -> hooks.Save:
-    run, costs = now.run, Costs(say=now.progress.note, write=now.writers.scalars)
+    run, costs = now.run, SaveCosts(say=now.progress.note, write=now.writers.scalars)
 
     def due(step: int) -> bool:
         last = step == run.last_step or preemption.needs_state(step)

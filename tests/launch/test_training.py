@@ -77,8 +77,8 @@ def test_a_run_says_what_it_is_and_ends_with_what_it_learned(undisturbed):
     assert min(scalars(run_dir, "checkpoint/write_seconds").values()) > 0
     (state_bytes,) = set(scalars(run_dir, "checkpoint/bytes").values())
     assert state_bytes > 12 * 43_168  # parameters and two moments
-    assert "every 6 steps (at most so many are lost), the latest 3 kept" in said
-    assert re.search(r"checkpoints: 2 of [\d.]+ [KM]iB, [\d.]+ (ms|s) each out of [\d.]+ s of training", said)
+    assert "every 6 steps, keeping the latest 3" in said
+    assert re.search(r"checkpoints: 2 saved, [\d.]+ [KM]iB each; training waited [\d.]+ (ms|s) per save", said)
 
 
 @pytest.mark.covers("C06", "C14", "E11", "E12")

@@ -1,15 +1,19 @@
-"""`launch/run checkpoints ls|verify|diff|prune`: what a run has saved, from any machine that sees its directory.
+"""`launch/run checkpoints ls|verify|diff|prune`: inspects the checkpoints of a run from any machine that can read them.
 
-The one idea: one process, no accelerator and no model. It can stand beside the job that writes the next checkpoint.
+Runs in one process, without an accelerator or the model, and may run while the job that writes them is training.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+from typing import TYPE_CHECKING
 
 from core import units
 from core.watch import exit_codes
+
+if TYPE_CHECKING:
+    from core import paths
 
 HELP = "list, verify, compare or prune the checkpoints of a run"
 EXAMPLE = """launch/run checkpoints ls     runs/gin/quickstart
@@ -17,92 +21,134 @@ EXAMPLE = """launch/run checkpoints ls     runs/gin/quickstart
   launch/run checkpoints diff   runs/first@1000 runs/second
   launch/run checkpoints prune  runs/first --keep 2 --dry-run"""
 
-_ABOUT = {
-    "ls": "Steps with time, size, revision and configuration, and what was put aside. Reads descriptions only.",
-    "verify": "Reads every array and stream and compares it with what was saved. Exit code 1 on damage.",
-    "diff": "Configuration, versions, tree and shapes, and how far apart arrays are. Exit code 1 where any differ.",
-    "prune": "Removes all steps but the latest, never the newest sound one. Not of a run that is training: it has its "
-    "own KEEP_CHECKPOINTS.",
+FOLDER = "checkpoints"
+_DESCRIPTIONS = {
+    "ls": "List steps with time, size, revision and configuration, and folders that were set aside. Reads only "
+    "metadata.",
+    "verify": "Read every array and stream, and compare them with what was saved. Exit code 1 if anything is damaged.",
+    "diff": "Compare configuration, versions, tree, shapes and array values. Exit code 1 if anything differs.",
+    "prune": "Remove all steps except the latest; the newest intact step is always kept. Not for a run that is "
+    "training: KEEP_CHECKPOINTS does this there.",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what can be done, each with its own."""
+    """Adds the four subcommands with their arguments."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ls|verify|diff|prune")
-    own = {name: actions.add_parser(name, description=about, allow_abbrev=False) for name, about in _ABOUT.items()}
+    own = {name: actions.add_parser(name, description=text, allow_abbrev=False) for name, text in _DESCRIPTIONS.items()}
     for name in ("ls", "verify", "prune"):
         own[name].add_argument("run_dir", metavar="RUN", help="the directory of a run, local or gs://")
-    own["verify"].add_argument("--step", metavar="N", type=int, help="this one alone (default: all, newest first)")
-    own["diff"].add_argument("first", metavar="RUN_A[@STEP]", help="without @STEP: the latest")
+    own["verify"].add_argument("--step", metavar="N", type=int, help="verify only this step (default: all)")
+    own["diff"].add_argument("first", metavar="RUN_A[@STEP]", help="without @STEP: the latest step")
     own["diff"].add_argument("second", metavar="RUN_B[@STEP]")
-    own["diff"].add_argument(
-        "--no-values", action="store_true", help="do not read arrays to say how far apart they are"
-    )
-    own["prune"].add_argument("--keep", metavar="N", type=int, required=True, help="of the latest")
+    own["diff"].add_argument("--no-values", action="store_true", help="do not read arrays to measure how they differ")
+    own["prune"].add_argument("--keep", metavar="N", type=int, required=True, help="number of latest steps to keep")
     own["prune"].add_argument(
-        "--set-aside", action="store_true", help="also what a run put aside: damaged-*, incomplete-*"
+        "--set-aside", action="store_true", help="also remove folders that a run set aside: damaged-*, incomplete-*"
     )
-    own["prune"].add_argument("--dry-run", action="store_true", help="remove nothing, say what would go")
+    own["prune"].add_argument("--dry-run", action="store_true", help="only print what would be removed")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Does one of the four."""
-    os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported: the chips belong to whoever trains
+    """Runs one of the four subcommands."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported: the chips belong to the run
     return {"ls": _ls, "verify": _verify, "diff": _diff, "prune": _prune}[args.action](args)
 
 
 def _ls(args: argparse.Namespace) -> int:
-    from launch.saved import listing, places
+    from core.checkpoints import inventory
 
-    folder = places.directory(args.run_dir)
-    rows = listing.rows(folder)
-    print(f"{folder}: {units.counted(len(rows), 'folder')}")
-    if rows:
-        print(listing.aligned([listing.HEADER, *(row.cells() for row in rows)]))
+    directory = _directory(args.run_dir)
+    found = inventory.folders(directory)
+    print(f"{directory}: {units.counted(len(found), 'folder')}")
+    if found:
+        table = [inventory.HEADER, *(folder.cells() for folder in found)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        print("\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table))
     return exit_codes.DONE
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from core.checkpoints import steps
-    from launch.saved import places, verifying
+    from core.checkpoints import steps, verifying
 
-    folder = places.directory(args.run_dir)
+    directory = _directory(args.run_dir)
     if args.step is not None:
-        places.require_step(folder, args.step)
-    asked = [args.step] if args.step is not None else sorted(steps.complete(folder), reverse=True)
-    if not asked:
-        raise ValueError(f"there is no complete checkpoint in {folder}")
-    wrong = 0
-    for step in asked:
-        verdict = verifying.verify(folder / str(step))
-        wrong += bool(verdict.damaged)
-        print(verdict.describe(), flush=True)
-    return exit_codes.FAILED if wrong else exit_codes.DONE
+        _require_step(directory, args.step)
+    chosen = [args.step] if args.step is not None else sorted(steps.complete(directory), reverse=True)
+    if not chosen:
+        raise ValueError(f"there is no complete checkpoint in {directory}")
+    damaged = 0
+    for step in chosen:
+        result = verifying.verify(directory / str(step))
+        damaged += bool(result.damaged)
+        print(result.describe(), flush=True)
+    return exit_codes.FAILED if damaged else exit_codes.DONE
 
 
 def _diff(args: argparse.Namespace) -> int:
+    from core.checkpoints import comparing
     from core.checkpoints.description import DamagedError
-    from launch.saved import comparing, places
 
-    first, second = places.run_at_step(args.first), places.run_at_step(args.second)
+    first, second = _step_folder(args.first), _step_folder(args.second)
     print(f"- {first}\n+ {second}")
     try:
         lines = list(comparing.compare(first, second, values=not args.no_values))
     except DamagedError as error:
-        raise ValueError(f"{error}; launch/run checkpoints verify says more") from error
+        raise ValueError(f"{error}; run launch/run checkpoints verify for details") from error
     print("\n".join(lines) or "no difference: configuration, versions and every array are equal")
     return exit_codes.FAILED if lines else exit_codes.DONE
 
 
 def _prune(args: argparse.Namespace) -> int:
-    from core.checkpoints import steps
-    from launch.saved import places, pruning
+    from core.checkpoints import pruning, steps
 
-    folder = places.directory(args.run_dir)
-    plan = pruning.plan(folder, keep=args.keep, set_aside=args.set_aside, say=lambda line: print(line, flush=True))
+    directory = _directory(args.run_dir)
+    plan = pruning.plan(directory, keep=args.keep, set_aside=args.set_aside, say=lambda line: print(line, flush=True))
     print(f"keeps {', '.join(map(str, plan.keep)) or 'nothing'}")
     for path in plan.remove:
         print(f"{'would remove' if args.dry_run else 'removes'} {path}", flush=True)
         if not args.dry_run:
             steps.remove(path)
     return exit_codes.DONE
+
+
+def _directory(run: str) -> paths.Path:
+    """The checkpoint folder of a run. Raises ValueError if there is none."""
+    from core import paths
+
+    folder = paths.resolve(run)
+    if folder.name != FOLDER:
+        folder = folder / FOLDER
+    if not folder.exists():
+        what = "has no checkpoints" if folder.parent.exists() else "does not exist"
+        raise ValueError(
+            f"the run {run!r} {what} (expected {folder}); give the --run-dir that it was trained with, local or gs://"
+        )
+    return folder
+
+
+def _require_step(directory: paths.Path, step: int) -> paths.Path:
+    """The folder of a complete step. Raises ValueError, listing the steps that exist, if it is not there."""
+    from core.checkpoints import steps
+
+    present = steps.complete(directory)
+    if step not in present:
+        listed = ", ".join(map(str, present)) or "none"
+        raise ValueError(f"no complete checkpoint of step {step} in {directory}; existing steps: {listed}")
+    return directory / str(step)
+
+
+def _step_folder(text: str) -> paths.Path:
+    """The folder of the step named by RUN@STEP, or of the latest step of RUN. Raises ValueError if it is missing."""
+    from core.checkpoints import steps
+
+    run, mark, step = text.rpartition("@")
+    if mark and not (run and step.isdecimal()):
+        raise ValueError(f"{text!r}: expected RUN or RUN@STEP with a step number, such as runs/first@1000")
+    directory = _directory(run if mark else text)
+    if mark:
+        return _require_step(directory, int(step))
+    present = steps.complete(directory)
+    if not present:
+        raise ValueError(f"{text!r} has no complete checkpoint in {directory}")
+    return directory / str(present[-1])

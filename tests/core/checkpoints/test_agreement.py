@@ -8,9 +8,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from core import paths
-from core.checkpoints import reading, steps, store
+from core.checkpoints import reading, steps, store, verifying
 from core.checkpoints.description import DamagedError
-from launch.saved import verifying
 
 LAYOUT = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("fsdp",)), PartitionSpec("fsdp"))
 WHOLE = NamedSharding(LAYOUT.mesh, PartitionSpec())

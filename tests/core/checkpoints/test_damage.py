@@ -12,9 +12,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from core import paths
-from core.checkpoints import reading, store, streams
+from core.checkpoints import reading, store, streams, verifying
 from core.checkpoints.leaves import Misfit
-from launch.saved import verifying
 
 RNG = np.random.default_rng(1)
 LAYOUT = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("fsdp",)), PartitionSpec())
@@ -153,8 +152,8 @@ def test_a_checkpoint_of_an_earlier_revision_is_restored_and_verify_says_what_it
     assert newest(as_saved_by_an_earlier_revision) == (7, {"3", "7"})
     verdict = verifying.verify(paths.resolve(tmp_path / "copy" / "7"))
     assert not verdict.damaged
-    assert "its positions in the data carry no step and no stream" in verdict.describe()
-    assert "carry no step" not in verifying.verify(paths.resolve(tmp_path / "copy" / "3")).describe()
+    assert "its data positions are not tied to their step and stream" in verdict.describe()
+    assert "not tied" not in verifying.verify(paths.resolve(tmp_path / "copy" / "3")).describe()
 
 
 def test_a_missing_folder_is_no_step(newest):

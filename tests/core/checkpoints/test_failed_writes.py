@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from core import distributed, paths
-from core.checkpoints import leaves, reading, steps, store, streams, writing
+from core.checkpoints import leaves, reading, steps, store, streams, verifying, writing
 from core.watch import phase
-from launch.saved import verifying
 
 TWO_HOSTS = """
 import resource, time

@@ -1,4 +1,4 @@
-"""`launch/run checkpoints` on what a run has left: seen from one process, whatever has happened to it."""
+"""`launch/run checkpoints` on intact, damaged and incomplete checkpoints."""
 
 import re
 import shutil
@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from core.checkpoints import arrays, fingerprint, store
+from core.checkpoints import arrays, comparing, fingerprint, store, verifying
 from core.watch import exit_codes
 from launch import __main__ as main
-from launch.saved import comparing, verifying
 
 MESH = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("fsdp", "tensor"))
 
@@ -79,43 +78,43 @@ def test_ls_has_a_line_for_every_folder(run, command):
     said = command("ls", run).out
     lines = {line.split()[0]: line for line in said.splitlines()}
     for step in ("3", "9"):
-        assert lines[step].endswith("described")
+        assert lines[step].endswith("complete")
         assert "  4  " in lines[step]
         assert "abcdef" in lines[step]
         assert "KiB" in lines[step]
-    assert "DAMAGED description: DamagedError" in lines["7"]
-    assert lines["12"].endswith("no step: parts are missing")
-    assert lines["damaged-8-1"].endswith("put aside: its content was not what was saved")
-    assert lines["10.orbax-checkpoint-tmp"].endswith("a save that goes on, or did not end")
+    assert "DAMAGED metadata: DamagedError" in lines["7"]
+    assert lines["12"].endswith("not a checkpoint: parts are missing")
+    assert lines["damaged-8-1"].endswith("set aside: its content differs from what was saved")
+    assert lines["10.orbax-checkpoint-tmp"].endswith("a save in progress, or one that did not finish")
 
 
 @pytest.mark.covers("C12")
 def test_verify_names_what_is_damaged(run, command):
-    assert "step 9: sound (4 arrays" in command("verify", run).out
+    assert "step 9: intact (4 arrays" in command("verify", run).out
     damage(run / "checkpoints" / "7", "data/a.bin", flip)
     shutil.rmtree(run / "checkpoints" / "9" / "state" / "d")
     said = command("verify", run, code=exit_codes.FAILED).out
     assert "step 7: DAMAGED" in said
     assert "data: DamagedStreamError: the position in a.bin is damaged" in said
     assert "step 9: DAMAGED" in said
-    assert "state: what arrays there are cannot be read" in said
-    assert "step 3: sound" in said
+    assert "state: the list of arrays cannot be read" in said
+    assert "step 3: intact" in said
     assert "step 9" not in command("verify", run, "--step", 3).out
 
 
 @pytest.mark.covers("C12")
 def test_a_flipped_bit_in_an_array_is_found_by_name(tmp_path):
-    """What no file format notices: other values, well written, under the old description."""
+    """Arrays of another step under the old metadata: every file is valid by itself."""
     write(tmp_path / "run", 3, 4)
     folders = [tmp_path / "run" / "checkpoints" / str(step) for step in (3, 4)]
     shutil.rmtree(folders[0] / "state")
     shutil.copytree(folders[1] / "state", folders[0] / "state")
     verdict = verifying.verify(store.paths.resolve(folders[0]))
     changed = ["average/0", "params/block/mlp/up", "step"]
-    assert sorted(verdict.damaged) == [f"{name}: its content is not what was saved" for name in changed]
+    assert sorted(verdict.damaged) == [f"{name}: its content differs from what was saved" for name in changed]
 
 
-def test_blocks_make_the_number_that_the_devices_made(saved):
+def test_fingerprints_of_blocks_equal_those_of_the_devices(saved):
     folder = store.paths.resolve(saved / "checkpoints" / "7")
     found = arrays.Arrays(folder)
     want = fingerprint.of(store.leaves.by_name(state_of(7)))
@@ -139,13 +138,13 @@ def test_diff_says_what_changed_and_by_how_much(run, tmp_path, command):
         assert words in said
     assert "SEED" not in said
     said = command("diff", f"{run}@3", run, code=exit_codes.FAILED).out
-    assert "arrays: 1 are equal, 3 of the same kind are not" in said
-    assert "2.00e+00 of its length, at most 6, 8 of 8 elements  average/0" in said
-    assert "of its length" not in command("diff", f"{run}@3", run, "--no-values", code=exit_codes.FAILED).out
+    assert "arrays of the same shape and dtype: 1 equal, 3 different" in said
+    assert "relative difference 2.00e+00, largest 6, 8 of 8 elements differ  average/0" in said
+    assert "relative difference" not in command("diff", f"{run}@3", run, "--no-values", code=exit_codes.FAILED).out
     assert "no difference" in command("diff", f"{run}@7", f"{run}@7").out
 
 
-def test_diff_counts_what_is_no_number_apart(tmp_path):
+def test_diff_counts_elements_that_are_not_finite_separately(tmp_path):
     folder = tmp_path / "checkpoints"
     checkpoints = store.Checkpoints(str(folder), keep=9)
     for step, values in (
@@ -157,26 +156,26 @@ def test_diff_counts_what_is_no_number_apart(tmp_path):
     checkpoints.close()
     one, two, three = (store.paths.resolve(folder / str(step)) for step in (1, 2, 3))
     (_, said) = comparing.compare(one, two)
-    assert said == "  2.00e-01 of its length, at most 1, 2 of 5 elements (1 of them NaN or infinite)  w"
+    assert said == "  relative difference 2.00e-01, largest 1, 2 of 5 elements differ (1 of them NaN or infinite)  w"
     (_, said) = comparing.compare(one, three)
-    assert said == "  2.00e-01 of its length, at most 1, 2 of 5 elements (1 of them NaN or infinite)  w"
+    assert said == "  relative difference 2.00e-01, largest 1, 2 of 5 elements differ (1 of them NaN or infinite)  w"
     (_, said) = comparing.compare(two, three)
-    assert said == "  0.00e+00 of its length, at most 0, 2 of 5 elements (2 of them NaN or infinite)  w"
+    assert said == "  relative difference 0.00e+00, largest 0, 2 of 5 elements differ (2 of them NaN or infinite)  w"
 
 
 @pytest.mark.covers("C12")
 @pytest.mark.parametrize("name", ["state/array_metadatas/process_0", "state/_sharding", "state/_METADATA"])
 def test_prune_keeps_what_a_restore_reads(run, command, name):
-    """Files that only other tools read do not count, to the one or to the other."""
+    """Files that a restore does not read change neither the verification nor the restore."""
     damage(run / "checkpoints" / "9", name, lambda text: text[:100])
-    assert "step 9: sound" in command("prune", run, "--keep", 1).out
+    assert "step 9: intact" in command("prune", run, "--keep", 1).out
     layout = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state_of(9))
     checkpoints = store.Checkpoints(str(run / "checkpoints"), keep=9)
     assert checkpoints.restore_newest(layout)[0] == 9
     checkpoints.close()
 
 
-def test_prune_keeps_the_latest_and_the_newest_sound_one(run, command):
+def test_prune_keeps_the_latest_and_the_newest_intact_one(run, command):
     (run / "checkpoints" / "damaged-8-1").mkdir()
     said = command("prune", run, "--keep", 2, "--dry-run").out
     assert "keeps 7, 9" in said
@@ -191,20 +190,20 @@ def test_prune_keeps_the_latest_and_the_newest_sound_one(run, command):
     assert "keeps 3, 9" in command("prune", run, "--keep", 2, "--set-aside").out
     assert steps_of(run) == ["3", "9"]
     damage(run / "checkpoints" / "3", "data/a.bin", flip)
-    assert "is sound: nothing is removed" in command("prune", run, "--keep", 1, code=2).err
+    assert "is intact: nothing is removed" in command("prune", run, "--keep", 1, code=2).err
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("ls", "nowhere"), r"the run 'nowhere' is not there \(looked for"),
+        (("ls", "nowhere"), r"the run 'nowhere' does not exist \(expected"),
         (("ls", "{run}/checkpoints/9"), "has no checkpoints"),
-        (("verify", "{run}", "--step", "4"), "no complete checkpoint of step 4 in .*; there are 3, 7, 9"),
-        (("diff", "{run}@x", "{run}"), "behind @ stands a step"),
+        (("verify", "{run}", "--step", "4"), "no complete checkpoint of step 4 in .*; existing steps: 3, 7, 9"),
+        (("diff", "{run}@x", "{run}"), "expected RUN or RUN@STEP"),
         (("diff", "{run}@8", "{run}"), "no complete checkpoint of step 8"),
         (("prune", "{run}", "--keep", "0"), "--keep 0: expected at least 1"),
     ],
 )
-def test_what_makes_no_sense_is_refused(run, command, words, says):
+def test_invalid_arguments_are_refused(run, command, words, says):
     said = command(*(word.format(run=run) for word in words), code=exit_codes.USER_ERROR).err
     assert re.search(says, said), said

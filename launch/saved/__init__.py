@@ -1,1 +1,0 @@
-"""What a run has saved, looked at from one machine: listed, verified, compared, and cleared away."""
