@@ -2,9 +2,12 @@
 
 `parallel.agreement` compares two programs; here are the models, their batches and the loop over strategies. Those of
 the decoder are packed rows with uneven padding, different at every step, so that weights, segments and positions all
-matter; those of the recursive model have puzzles that recur, and labels that are left out. The
-devices are those of this process, or of several processes that play the slice: the first of them then leaves
-what it found in files (`record`), and the comparison is made here (`measure_played`).
+matter; those of the recursive model have puzzles that recur, and labels that are left out. An experiment has a model
+of its own, and its batches come from its task (`sized`, `own_batches`).
+
+The devices are those of this process, or of several processes that simulate the slice. Those processes read the batches
+from files, the first of them writes its trajectories to files (`record`), and the comparison is made here
+(`measure_played`).
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ import numpy as np
 from core import optimizers, slices
 from core.types import IGNORED, Model
 from core.watch import phase
+from launch import smoke
+from launch.experiment import Experiment
 from launch.pods import joining, simulate
 from models import transformer, trm
 from parallel import agreement, strategies
@@ -33,13 +38,16 @@ __all__ = [
     "MODEL",
     "MODELS",
     "Example",
+    "Subject",
     "batches_for",
     "bind",
     "measure",
     "measure_played",
+    "own_batches",
     "random_batches",
     "record",
     "rows_for",
+    "sized",
 ]
 
 ROWS, LENGTH = 16, 24
@@ -112,17 +120,67 @@ def _puzzles(model: trm.TRM, steps: int, rows: int) -> Iterator[Batch]:
         }
 
 
+def sized(experiment: Experiment, examples: Mapping[str, Example]) -> Experiment:
+    """Shrinks the experiment to sizes that all examples can split; a model or task that cannot shrink is kept.
+
+    Raises:
+      ValueError: a strategy's mesh does not fit its slice.
+    """
+    first, *others = [dataclasses.replace(experiment, slice=e.slice, strategy=e.strategy) for e in examples.values()]
+    return smoke.shrink(first, beside=others, partly=True)
+
+
+def own_batches(experiment: Experiment, *, steps: int) -> list[Batch]:
+    """The first training batches of the experiment's own task, in the shapes of its spec.
+
+    Raises:
+      ValueError: the data is missing, does not fit the model, or differs from the task's spec.
+    """
+    layout = {"slice": ONE_DEVICE.slice, "strategy": ONE_DEVICE.strategy, "accum_steps": 1, "gather_once": False}
+    alone = dataclasses.replace(experiment, **layout)
+    program = alone.bind(jax.devices())
+    with tempfile.TemporaryDirectory(prefix="renga-agreement-") as folder:
+        if not (problems := alone.data_problems(prepared=False)):
+            alone.task.prepare(folder, is_host_zero=True)
+            problems = alone.data_problems(prepared=True)
+        if problems:
+            raise ValueError("\n".join(problems))
+        return agreement.batches_of(alone.task, program, steps=steps)
+
+
 def rows_for(examples: Mapping[str, Example]) -> int:
     """Rows of a batch that the chips of all these slices can split."""
     return math.lcm(ROWS, *(slices.get(example.slice).chips for example in examples.values()))
 
 
-def bind(model: Model, example: Example, batch: Batch, **options) -> Program:
+def bind(model: Model, example: Example, batch: Batch, *, seed: int = 7, **options) -> Program:
     """The model under a strategy, on CPU devices that play the example's slice."""
     spec = {k: jax.ShapeDtypeStruct(a.shape, a.dtype) for k, a in batch.items()}
     bound = Partitioner(example.strategy, slice=slices.get(example.slice), devices=jax.devices())
     optimizer = RECURSIVE_OPTIMIZER if isinstance(model, trm.TRM) else OPTIMIZER
-    return bound.program(model, optimizer, spec, seed=7, **options)
+    return bound.program(model, optimizer, spec, seed=seed, **options)
+
+
+class Subject(NamedTuple):
+    """A model and how it is trained.
+
+    Attributes:
+      model: a `core.types.Model`.
+      seed: seed of the parameters and of random bits.
+      options: options of the program under a strategy, such as accum_steps; one device trains without them.
+    """
+
+    model: Any
+    seed: int = 7
+    options: Mapping[str, Any] = {}
+
+    def under(self, example: Example, batch: Batch, *, dtype: str = "") -> Program:
+        """The program under a strategy, computing in `dtype` where the model has a field for it."""
+        return bind(_computing_in(self.model, dtype), example, batch, seed=self.seed, **self.options)
+
+    def alone(self, batch: Batch, *, dtype: str) -> Program:
+        """The program on one device."""
+        return bind(_computing_in(self.model, dtype), ONE_DEVICE, batch, seed=self.seed)
 
 
 Apart = Mapping[str, Difference]  # by part of the trajectory
@@ -153,79 +211,81 @@ class Row(NamedTuple):
         ]
 
 
-def measure(model: Any, examples: Mapping[str, Example], *, steps: int, bfloat16: bool) -> list[Row]:
+def measure(subject: Subject, examples: Mapping[str, Example], data: Sequence[Batch], *, bfloat16: bool) -> list[Row]:
     """Every example against one device, on the CPU devices of this process.
 
     Args:
-      model: over batches of tokens.
+      subject: what is trained.
       examples: by name.
-      steps: AdamW steps.
+      data: the global batch of every AdamW step.
       bfloat16: also compare the model computing in bfloat16 with itself on one device, where it has a field `dtype`.
     """
-    data = list(batches_for(model, steps=steps, rows=rows_for(examples)))
-    narrow = bfloat16 and hasattr(model, "dtype")
-    models = {d: _computing_in(model, d) for d in ("float32", *(["bfloat16"] if narrow else []))}
-    refused = {name: _refusal(model, example, data[0]) for name, example in examples.items()}
-    want = {
-        d: agreement.run(bind(m, ONE_DEVICE, data[0]), data) for d, m in models.items() if not all(refused.values())
-    }
+    narrow = bfloat16 and _has_dtype(subject.model)
+    dtypes = ("float32", *(["bfloat16"] if narrow else []))
+    refused = {name: _refusal(subject, example, data[0]) for name, example in examples.items()}
+    want = {d: agreement.run(subject.alone(data[0], dtype=d), data) for d in dtypes if not all(refused.values())}
     rows = []
     for name, example in examples.items():
         if refused[name]:
             rows.append(Row(name, example.slice, {}, None, {}, refused=refused[name]))
             continue
         found = {
-            d: agreement.compare(agreement.run(bind(m, example, data[0]), data), want[d]) for d, m in models.items()
+            d: agreement.compare(agreement.run(subject.under(example, data[0], dtype=d), data), want[d]) for d in dtypes
         }
         rows.append(Row(name, example.slice, found["float32"], found.get("bfloat16"), {}))
     return rows
 
 
-def _refusal(model: Any, example: Example, batch: Batch) -> str:
+def _refusal(subject: Subject, example: Example, batch: Batch) -> str:
     """Why the strategy cannot hold the model; empty where it can."""
     try:
-        bind(model, example, batch)
+        subject.under(example, batch)
     except ValueError as error:
         return str(error)
     return ""
 
 
 def measure_played(
-    model: Any, examples: Mapping[str, Example], *, steps: int, processes: int, command: Sequence[str]
+    subject: Subject,
+    examples: Mapping[str, Example],
+    data: Sequence[Batch],
+    *,
+    processes: int,
+    command: Sequence[str],
 ) -> dict[str, Apart]:
     """Every example in float32 against one device, its chips shared among processes.
 
     Args:
-      model, examples, steps: as for `measure`.
+      subject, examples, data: as for `measure`.
       processes: on loopback, each with an even share of the chips.
-      command: argv that makes a process call `record`; `--into FOLDER --rows N --only NAME …` is added.
+      command: argv that makes a process call `record`; `--into FOLDER --record NAME …` is added.
 
     Raises:
       ValueError: the processes could not be run.
     """
-    rows = rows_for(examples)
-    data = list(batches_for(model, steps=steps, rows=rows))
-    want = agreement.run(bind(_computing_in(model, "float32"), ONE_DEVICE, data[0]), data)
+    want = agreement.run(subject.alone(data[0], dtype="float32"), data)
     found = {}
     with tempfile.TemporaryDirectory(prefix="renga-agreement-") as folder:
+        for step, batch in enumerate(data):
+            np.savez(Path(folder) / f"batch_{step}.npz", **batch)
         for slice_name in dict.fromkeys(e.slice for e in examples.values()):
             names = [name for name, example in examples.items() if example.slice == slice_name]
-            told = ["--into", folder, "--rows", str(rows), "--only", *names]
+            told = ["--into", folder, "--record", *names]
             _play(slice_name, processes, [*command, *told], Path(folder))
         for name in examples:
             found[name] = agreement.compare(_load(Path(folder) / f"{name}.npz", like=want), want)
     return found
 
 
-def record(model: Any, examples: Mapping[str, Example], *, steps: int, rows: int, into: Path) -> None:
-    """Trains under every example as one of the processes that play its slice; host 0 leaves the trajectories."""
-    data = list(batches_for(model, steps=steps, rows=rows))
+def record(subject: Subject, examples: Mapping[str, Example], *, steps: int, into: Path) -> None:
+    """Trains on the batches in `into` as one of the processes that play a slice; host 0 leaves the trajectories."""
+    data = [dict(np.load(into / f"batch_{step}.npz")) for step in range(steps)]
     (slice_name,) = {example.slice for example in examples.values()}
     host = joining.join(slices.get(slice_name))
     for name, example in examples.items():
         phase.at(name)
-        program = bind(_computing_in(model, "float32"), example, data[0])
-        mine = list(program.partitioner.data_layout(rows).rows)
+        program = subject.under(example, data[0], dtype="float32")
+        mine = list(program.partitioner.data_layout(len(next(iter(data[0].values())))).rows)
         trajectory = agreement.run(program, [{k: a[mine] for k, a in batch.items()} for batch in data])
         if host.is_zero:
             np.savez(into / f"{name}.npz", *jax.tree.leaves(trajectory))
@@ -242,5 +302,9 @@ def _load(path: Path, *, like: Trajectory) -> Trajectory:
         return jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name in leaves.files])
 
 
+def _has_dtype(model: Any) -> bool:
+    return dataclasses.is_dataclass(model) and hasattr(model, "dtype")
+
+
 def _computing_in(model: Any, dtype: str) -> Any:
-    return dataclasses.replace(model, dtype=dtype) if hasattr(model, "dtype") else model
+    return dataclasses.replace(model, dtype=dtype) if dtype and _has_dtype(model) else model

@@ -170,9 +170,8 @@ def run(
     Raises:
       ValueError: no such checkpoint, or one that does not fit; batches of other shapes than `data_of` has.
     """
-    program, layout = ready.program, ready.program.partitioner.data_layout(ready.experiment.batch_size)
-    stream = ready.experiment.task.train(layout, seed=ready.experiment.seed)
-    own = [agreement.everywhere(program, program.put(next(stream))) for _ in range(steps)]
+    program = ready.program
+    own = agreement.batches_of(ready.experiment.task, program, steps=steps)
     batches = own if data_of is None else _batches(data_of, own)
     state = program.init() if checkpoint is None else _restored(program, *checkpoint)
     given = {key(step, DATA, "batch", name): a for step, batch in enumerate(own, 1) for name, a in batch.items()}

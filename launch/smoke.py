@@ -26,17 +26,20 @@ STEPS = 20
 LENGTH = 128  # the smallest that the splash kernel takes
 
 
-def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = ()) -> Experiment:
+def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = (), partly: bool = False) -> Experiment:
     """The smoke run of an experiment.
 
     Args:
       experiment: to be shrunk.
       beside: others whose layouts must fit the same sizes, so that the runs can be compared.
+      partly: keep the size of a model or a task that cannot be made smaller, instead of refusing it.
 
     Raises:
-      ValueError: the model cannot shrink (it has no `shrink(multiples)`), or the mesh does not fit the slice.
+      ValueError: the model cannot shrink (it has no `shrink(multiples)`), the task cannot, or the mesh does not fit the
+        slice.
     """
-    if not hasattr(experiment.model, "shrink"):
+    shrinks = hasattr(experiment.model, "shrink")
+    if not (shrinks or partly):
         raise ValueError(
             f"--smoke: {type(experiment.model).__name__} has no method shrink(multiples) -> Model; add one that "
             "returns the model with the smallest sizes that are multiples of these, by logical axis"
@@ -44,12 +47,13 @@ def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = ()) -> Expe
     every = (experiment, *beside)
     multiples = {name: math.lcm(*(_shards(e, name) for e in every)) for name in logical.all_axes()}
     rows = multiples["batch"] * math.lcm(*(e.accum_steps * _microbatches(e) for e in every))
-    task = _small_task(experiment, streams=rows, length=math.lcm(LENGTH, multiples["length"]))
+    length = math.lcm(LENGTH, multiples["length"]) if shrinks else experiment.task.length
+    task = _small_task(experiment, streams=rows, length=length, partly=partly)
     return dataclasses.replace(
         experiment,
-        model=experiment.model.shrink(multiples),
+        model=experiment.model.shrink(multiples) if shrinks else experiment.model,
         task=task,
-        batch_size=rows,
+        batch_size=math.lcm(rows, task.num_streams) if partly else rows,
         total_steps=STEPS,
         log_interval=5,
         eval_interval=STEPS,
@@ -119,14 +123,17 @@ def _shards(experiment: Experiment, name: str) -> int:
     return pieces
 
 
-def _small_task(experiment: Experiment, *, streams: int, length: int) -> Task:
+def _small_task(experiment: Experiment, *, streams: int, length: int, partly: bool) -> Task:
     """The task with short rows, or as small as it says it can be; random tokens where the data was never named."""
     if hasattr(experiment.task, "rehearsal"):
         return experiment.task.rehearsal()
     has_size = hasattr(experiment.model, "vocab_size")
     if experiment.task.problems() and has_size:
         return synthetic.random_tokens(vocab_size=experiment.model.vocab_size, length=length, num_streams=streams)
-    if not dataclasses.is_dataclass(experiment.task):
+    fields = {f.name for f in dataclasses.fields(experiment.task)} if dataclasses.is_dataclass(experiment.task) else ()
+    if not {"length", "num_streams"} <= set(fields):
+        if partly:
+            return experiment.task
         raise ValueError(
             f"--smoke: {type(experiment.task).__name__} is no dataclass with length and num_streams, and has no method "
             "rehearsal() -> Task; add one that returns a small task of the same shapes that needs no files"

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from core.optimizers import Optimizer
+from core.types import Task
 from parallel import strategies
 from parallel.partitioner import Program
 from parallel.pipeline import schedules
@@ -163,6 +164,25 @@ def run(program: Program, batches: Iterable[Batch]) -> Trajectory:
             gradients = everywhere(program, state.opt_state.gradients)
     params, opt_state = (everywhere(program, tree) for tree in (state.params, state.opt_state.inner))
     return Trajectory(fresh, gradients, np.asarray(losses), params, opt_state)
+
+
+def batches_of(task: Task, program: Program, *, steps: int) -> list[Batch]:
+    """The first training batches of a prepared task, all rows of each, on every host.
+
+    Raises:
+      ValueError: the batches have other shapes than the program expects, or end before `steps`.
+    """
+    rows = next(iter(program.spec.values())).shape[0]
+    stream = task.train(program.partitioner.data_layout(rows), seed=program.seed)
+    batches = []
+    for step in range(steps):
+        if (batch := next(stream, None)) is None:
+            raise ValueError(
+                f"the training batches of {type(task).__name__} ended after {step}; {steps} are needed, and "
+                "train(layout, seed) must never end"
+            )
+        batches.append(everywhere(program, program.put(batch)))
+    return batches
 
 
 def everywhere(program: Program, tree: Any) -> Any:

@@ -6,9 +6,12 @@ import os
 import re
 import sys
 
+import jax
+import numpy as np
 import pytest
 
 from core import slices
+from core.types import DataLayout
 from launch import __main__ as cli
 from launch import agreement, environment
 from launch.commands.layouts import agreement as command
@@ -64,6 +67,107 @@ def bare():
     return types.SimpleNamespace(init=None, init_carry=None, loss=None)
 """
 
+PICTURES = """
+import dataclasses
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from core import logical
+from core.types import LossOutput
+
+INIT = hk.initializers.RandomNormal(0.1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Classifier:
+    forgets: bool = False
+    reads: str = "pixels"
+
+    def init(self, rng, batch):
+        return hk.transform(self._sums).init(rng, batch)
+
+    def init_carry(self, batch):
+        return ()
+
+    def loss(self, params, carry, rng, batch, *, is_training):
+        return carry, hk.transform(self._sums).apply(params, rng, batch)
+
+    def _sums(self, batch):
+        up = logical.param("up", (12, 32), ("embed", "mlp"), INIT)
+        down = logical.param("down", (32, 5), ("mlp", "embed"), INIT)
+        scores = self._product(jax.nn.gelu(batch[self.reads] @ up), down)
+        picked = jnp.take_along_axis(jax.nn.log_softmax(scores), batch["label"][:, None], axis=1)
+        return LossOutput(-picked.sum(), jnp.float32(picked.size), {})
+
+    def _product(self, hidden, down):
+        if not self.forgets or jax.sharding.get_abstract_mesh().empty:
+            return hidden @ down
+        specs = {"in_specs": (P(None, "tensor"), P("tensor", None)), "out_specs": P()}
+        return jax.shard_map(jnp.matmul, **specs, axis_names={"tensor"}, check_vma=False)(hidden, down)
+
+
+class Stream:
+    def __init__(self, layout, seed, last):
+        self.rows, self.rng, self.left = list(layout.rows), np.random.default_rng(seed), last
+        self.batch_size = layout.batch_size
+
+    def __next__(self):
+        if not self.left:
+            raise StopIteration
+        self.left -= 1
+        pixels = self.rng.normal(size=(self.batch_size, 12)).astype(np.float32)
+        label = self.rng.integers(0, 5, self.batch_size, dtype=np.int32)
+        return {"pixels": pixels[self.rows], "label": label[self.rows]}
+
+
+class Pictures:
+    length, num_streams, vocabulary = 12, 3, None
+
+    def __init__(self, last: int = 100, folder: str = ""):
+        self.last, self.folder = last, folder
+
+    def spec(self, batch_size):
+        pixels = jax.ShapeDtypeStruct((batch_size, 12), np.float32)
+        return {"pixels": pixels, "label": jax.ShapeDtypeStruct((batch_size,), np.int32)}
+
+    def prepare(self, run_dir, *, is_host_zero): ...
+
+    def train(self, layout, *, seed):
+        return Stream(layout, seed, self.last)
+
+    def evaluation(self, layout):
+        return Stream(layout, 1, 1)
+
+    def problems(self):
+        return [f"no folder {self.folder!r}"] if self.folder else []
+
+    def describe(self):
+        return "pictures"
+
+    def fingerprint(self):
+        return "1"
+
+
+class Stored(Pictures):
+    def rehearsal(self):
+        return Pictures()
+"""
+EXPERIMENT = """
+from __gin__ import dynamic_registration
+import pictures
+include 'gin/defaults.gin'
+include 'gin/strategies/tensor.gin'
+MODEL = @pictures.Classifier()
+TASK = @pictures.Stored()
+pictures.Stored.folder = '/nowhere'
+BATCH_SIZE = 12
+SLICE = 'v4-8'
+"""
+
 
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
@@ -116,6 +220,78 @@ def in_process(monkeypatch, capsys):
     return run
 
 
+@pytest.fixture
+def experiment(tmp_path, monkeypatch):
+    """An experiment whose batches hold no tokens, with a task that has a rehearsal."""
+    monkeypatch.delitem(sys.modules, "pictures", raising=False)  # of another test, in another folder
+    (tmp_path / "pictures.py").write_text(PICTURES)
+    (tmp_path / "pictures.gin").write_text(EXPERIMENT)
+    return str(tmp_path / "pictures.gin")
+
+
+def test_an_experiment_is_compared_on_batches_of_its_own_task(in_process, experiment, monkeypatch):
+    given = {}
+
+    def measure(subject, examples, data, *, bfloat16):
+        given.update(subject=subject, examples=examples, data=data, bfloat16=bfloat16)
+        return [row()]
+
+    monkeypatch.setattr(agreement, "measure", measure)
+    code, said = in_process("--experiment", experiment, "--gin", "SEED = 5", "--gin", "ACCUM_STEPS = 2", "--steps", "2")
+    assert code == 0, said
+    assert given["subject"].seed == 5
+    assert given["subject"].options["accum_steps"] == 2
+    assert type(given["subject"].model).__name__ == "Classifier"
+    assert {name: example.slice for name, example in given["examples"].items()} == {"tensor": "v4-8"}
+    assert given["bfloat16"]
+    rows = len(given["data"][0]["label"])
+    assert rows % (2 * 3) == 0  # microbatches and streams divide it
+    stream = sys.modules["pictures"].Stream(DataLayout(rows, tuple(range(rows)), tuple(range(rows))), 5, 2)
+    for batch in given["data"]:  # of the rehearsal, for the task's own folder does not exist
+        jax.tree.map(np.testing.assert_array_equal, batch, next(stream))
+
+
+@pytest.mark.slow
+def test_an_experiment_agrees_with_one_device_and_a_model_that_forgets_a_sum_differs(in_process, experiment):
+    code, said = in_process("--experiment", experiment, "--steps", "2", "--float32-only")
+    assert code == 0, said
+    slice_name, absolute = measured(said, "tensor")
+    assert slice_name == "v4-8"
+    assert 0 < max(absolute) < 1e-5
+    forgets = ["--gin", "pictures.Classifier.forgets = True"]
+    code, said = in_process("--experiment", experiment, *forgets, "--steps", "1", "--float32-only")
+    assert code == 1
+    assert re.search(r"differs: tensor, v4-8: gradients \['~'\]\['\w+'\] \d{5,} ulp apart, tolerance \d+", said)
+
+
+@pytest.mark.slow
+@pytest.mark.simulated(2)
+def test_an_experiment_agrees_when_its_chips_are_shared_among_processes(in_process, experiment):
+    code, said = in_process("--experiment", experiment, "--steps", "1", "--float32-only", "--processes", "2")
+    assert code == 0, said
+    assert "params, 2 processes" in said
+
+
+@pytest.mark.parametrize(
+    ("bindings", "message"),
+    [
+        (
+            ["TASK = @pictures.Pictures()", "pictures.Pictures.last = 1"],
+            "batches of Pictures ended after 1; 2 are needed",
+        ),
+        (["TASK = @pictures.Pictures()", "pictures.Pictures.folder = '/nowhere'"], "no folder '/nowhere'"),
+        (
+            ["pictures.Classifier.reads = 'inputs'"],
+            "in _sums). A batch of this task has pixels float32[",
+        ),
+    ],
+)
+def test_what_an_experiment_lacks_is_said(in_process, experiment, bindings, message):
+    code, said = in_process("--experiment", experiment, "--steps", "2", *(a for b in bindings for a in ("--gin", b)))
+    assert code == 2
+    assert message in said
+
+
 @pytest.mark.usefixtures("mine")
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -136,6 +312,12 @@ def in_process(monkeypatch, capsys):
         (["--model", "my_model:TokenModel"], "--model my_model:TokenModel: it needs vocab_size"),
         (["--processes", "3", "--only", "fsdp"], "3 processes cannot share the 16 chips of v4-32 evenly; expected one"),
         (["--steps", "0"], "--steps 0: expected at least 1"),
+        (["--slice", "v4-8"], "--slice changes an experiment, and none is given: add --experiment EXPERIMENT.gin"),
+        (["--gin", "SEED = 1"], "--gin changes an experiment, and none is given"),
+        (
+            ["--experiment", "a.gin", "--only", "fsdp", "--slice", "v4-8"],
+            "--slice v4-8 is that of the experiment's own strategy",
+        ),
     ],
 )
 def test_what_cannot_be_compared_is_said(in_process, arguments, message):
@@ -152,10 +334,11 @@ def test_a_strategy_that_cannot_hold_the_model_fails_before_anything_runs(in_pro
 
 
 def test_devices_for_the_largest_slice():
-    given = argparse.Namespace(strategy=["a:b@v4-8", "c:d@2xv4-32"])
+    given = argparse.Namespace(strategy=["a:b@v4-8", "c:d@2xv4-32"], slice=None)
     assert command._devices(given) == 32
+    assert command._devices(argparse.Namespace(strategy=[], slice="v4-64")) == 32
     largest = max(slices.get(example.slice).chips for example in agreement.EXAMPLES.values())
-    assert command._devices(argparse.Namespace(strategy=[])) == largest
+    assert command._devices(argparse.Namespace(strategy=[], slice=None)) == largest
     examples = {"own": agreement.Example("v4-64", strategies.fsdp())}
     assert agreement.rows_for(agreement.EXAMPLES) == 16
     assert agreement.rows_for(examples) == 32
@@ -179,7 +362,8 @@ def test_the_exit_code_says_whether_all_agree(in_process, monkeypatch):
 def agree_when_played(names, *, steps, processes, model=agreement.MODEL, options=()):
     examples = {name: agreement.EXAMPLES[name] for name in names}
     argv = [sys.executable, "-m", "launch", "agreement", "--steps", str(steps), *options]
-    found = agreement.measure_played(model, examples, steps=steps, processes=processes, command=argv)
+    data = list(agreement.batches_for(model, steps=steps, rows=agreement.rows_for(examples)))
+    found = agreement.measure_played(agreement.Subject(model), examples, data, processes=processes, command=argv)
     assert list(found) == list(names)
     for name, apart in found.items():
         assert not beyond(name, apart)

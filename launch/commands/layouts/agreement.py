@@ -21,7 +21,9 @@ EXAMPLE = """launch/run agreement
   launch/run agreement --only fsdp zero1 --steps 20
   launch/run agreement --processes 2 4
   launch/run agreement --model trm
-  launch/run agreement --model mine:build --strategy mine:tensor_only@v4-8"""
+  launch/run agreement --model mine:build --strategy mine:tensor_only@v4-8
+  launch/run agreement --experiment mine.gin --slice v4-8 --gin "STRATEGY = @strategies.fsdp()"
+  launch/run agreement --experiment mine.gin --only fsdp tensor"""
 
 SHIPPED_CHIPS = 16  # of the largest slice of `parallel.agreement.EXAMPLES`
 PARTS = ("gradients", "losses", "params", "opt_state")
@@ -31,11 +33,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what is compared."""
     parser.add_argument("--steps", type=int, default=3, help="default 3; tolerances were measured through 20")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="some of the shipped strategies")
-    parser.add_argument(
+    subject = parser.add_mutually_exclusive_group()
+    subject.add_argument(
         "--model",
         metavar="NAME",
         help="transformer (default) or trm, or MODULE:FUNCTION, a function of no arguments that returns your model",
     )
+    subject.add_argument(
+        "--experiment",
+        metavar="EXPERIMENT.gin",
+        help="compare this experiment: its model, batches of its task, and its strategy unless you name others",
+    )
+    parser.add_argument(
+        "--gin", metavar="BINDING", action="append", default=[], help="override one binding; repeatable"
+    )
+    parser.add_argument("--slice", metavar="SLICE", help="slice of the experiment's strategy; overrides SLICE")
     parser.add_argument(
         "--strategy", metavar="MODULE:FUNCTION@SLICE", action="append", default=[], help="one of yours; repeatable"
     )
@@ -49,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also with the chips of each slice shared among N processes, a column for each N",
     )
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)  # as one of those processes
-    parser.add_argument("--rows", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--record", nargs="+", metavar="NAME", help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,17 +72,26 @@ def run(args: argparse.Namespace) -> int:
     sys.path.append(str(Path.cwd()))
     from launch import agreement
 
-    examples = _examples(args, agreement)
-    model = _model(args.model or "transformer", agreement)
+    _check_flags(args)
+    experiment = _experiment(args)
+    examples = _examples(args, agreement, experiment)
+    if experiment:
+        experiment = agreement.sized(experiment, examples)
+    subject = _subject(args, agreement, experiment)
     if args.into:
-        agreement.record(model, examples, steps=args.steps, rows=args.rows, into=args.into)
+        agreement.record(subject, {n: examples[n] for n in args.record}, steps=args.steps, into=args.into)
         return 0
     _check(args, examples)
-    rows = agreement.measure(model, examples, steps=args.steps, bfloat16=not args.float32_only)
+    if experiment:
+        _require_devices(examples)
+        data = agreement.own_batches(experiment, steps=args.steps)
+    else:
+        data = list(agreement.batches_for(subject.model, steps=args.steps, rows=agreement.rows_for(examples)))
+    rows = agreement.measure(subject, examples, data, bfloat16=not args.float32_only)
     for processes in args.processes:
         command = [sys.executable, "-m", "launch", "agreement", *_passed_on(args)]
         held = {row.name: examples[row.name] for row in rows if not row.refused}
-        found = agreement.measure_played(model, held, steps=args.steps, processes=processes, command=command)
+        found = agreement.measure_played(subject, held, data, processes=processes, command=command)
         rows = [row if row.refused else row._replace(played={**row.played, processes: found[row.name]}) for row in rows]
     return _say(rows, args)
 
@@ -84,32 +105,86 @@ def _say(rows: list[Any], args: argparse.Namespace) -> int:
     beyond = [sentence for row in rows for sentence in row.beyond]
     for sentence in beyond:
         console.print(f"differs: {sentence}")
-    return 1 if beyond or (refused and (args.only or args.strategy)) else 0
+    return 1 if beyond or (refused and (args.only or args.strategy or args.experiment)) else 0
 
 
 def _devices(args: argparse.Namespace) -> int:
     """CPU devices for the largest slice there is; needed before jax is imported, so read from the command line."""
-    return max([SHIPPED_CHIPS, *(slices.get(_split(text)[1]).chips for text in args.strategy)])
+    named = [*(_split(text)[1] for text in args.strategy), *([args.slice] if args.slice else [])]
+    return max([SHIPPED_CHIPS, *(slices.get(name).chips for name in named)])
+
+
+def _require_devices(examples: dict[str, Any]) -> None:
+    """Makes enough CPU devices where the experiment's file names a larger slice than the command line does.
+
+    Raises:
+      ValueError: a module of the experiment has used a device already, which fixes their number.
+    """
+    import jax
+
+    largest = max((slices.get(example.slice) for example in examples.values()), key=lambda s: s.chips)
+    if jax.config.jax_num_cpu_devices >= largest.chips:
+        return
+    try:
+        jax.config.update("jax_num_cpu_devices", largest.chips)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{largest.name} needs {largest.chips} devices, and a module of the experiment used a device when it was "
+            f"imported (an array, jax.random.key …), which fixes their number: add --slice {largest.name}"
+        ) from error
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    if args.steps < 1:
+        raise ValueError(f"--steps {args.steps}: expected at least 1")
+    if not args.experiment and (args.gin or args.slice):
+        flag = "--gin" if args.gin else "--slice"
+        raise ValueError(f"{flag} changes an experiment, and none is given: add --experiment EXPERIMENT.gin")
+    if args.slice and (args.only or args.strategy):
+        raise ValueError(
+            f"--slice {args.slice} is that of the experiment's own strategy, which is not compared when --only or "
+            "--strategy name others, with slices of their own: leave out --slice, or --only and --strategy"
+        )
 
 
 def _check(args: argparse.Namespace, examples: dict[str, Any]) -> None:
     from launch.pods import simulate
 
-    if args.steps < 1:
-        raise ValueError(f"--steps {args.steps}: expected at least 1")
     for processes in args.processes:
         for slice_name in dict.fromkeys(e.slice for e in examples.values()):
             simulate.shared(slices.get(slice_name), processes)
 
 
 def _passed_on(args: argparse.Namespace) -> list[str]:
-    """What a process must be told, but for which examples it runs."""
-    model = ["--model", args.model] if args.model else []
-    return ["--steps", str(args.steps), *model, *(a for text in args.strategy for a in ("--strategy", text))]
+    """Arguments for the other processes, all but the names of the examples."""
+    named = {"--model": args.model, "--experiment": args.experiment, "--slice": args.slice}
+    options = [text for flag, value in named.items() if value for text in (flag, value)]
+    options += [a for text in args.gin for a in ("--gin", text)]
+    options += [a for text in args.strategy for a in ("--strategy", text)]
+    return ["--steps", str(args.steps), *options, *(["--only", *args.only] if args.only else [])]
 
 
-def _examples(args: argparse.Namespace, agreement: Any) -> dict[str, Any]:
-    """By name: those asked for with --only, of ours and the user's; else the user's, or where there are none, ours."""
+def _experiment(args: argparse.Namespace) -> Any:
+    """The experiment of the file and the bindings; None without --experiment."""
+    from launch import configuration
+
+    if not args.experiment:
+        return None
+    return configuration.load(args.experiment, bindings=args.gin, slice_name=args.slice).build()
+
+
+def _subject(args: argparse.Namespace, agreement: Any, experiment: Any) -> Any:
+    if not experiment:
+        return agreement.Subject(_model(args.model or "transformer", agreement))
+    options = {"accum_steps": experiment.accum_steps, "gather_once": experiment.gather_once}
+    return agreement.Subject(experiment.model, experiment.seed, options)
+
+
+def _examples(args: argparse.Namespace, agreement: Any, experiment: Any) -> dict[str, Any]:
+    """The examples to compare, by name: those of --only and of --strategy.
+
+    Without either, the experiment's own strategy; without an experiment, all of `agreement.EXAMPLES`.
+    """
     known, mine = dict(agreement.EXAMPLES), {}
     for text in args.strategy:
         name, example = _own(text, agreement)
@@ -119,9 +194,9 @@ def _examples(args: argparse.Namespace, agreement: Any) -> dict[str, Any]:
     unknown = [name for name in args.only or () if name not in known]
     if unknown:
         raise ValueError(f"no strategy {', '.join(unknown)}; expected some of {', '.join(known)}")
-    if args.into:
-        return {name: known[name] for name in args.only}
-    return {**({k: known[k] for k in args.only} if args.only else {}), **mine} or known
+    if chosen := {**({k: known[k] for k in args.only} if args.only else {}), **mine}:
+        return chosen
+    return {experiment.strategy.name: agreement.Example(experiment.slice, experiment.strategy)} if experiment else known
 
 
 def _own(text: str, agreement: Any) -> tuple[str, Any]:
