@@ -13,6 +13,7 @@ and the rows in the batch: `core.step` puts `row_ids` there. A block gets them t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ from core import jax_internals
 from core.types import Batch, Model, Params
 
 ROW_IDS = "row_ids"
+_DRAWS = ("random_bits", "random_split", "random_gamma")  # primitives of JAX; gamma, beta, dirichlet, t have their own
 
 
 def with_row_ids(batch: Batch) -> Batch:
@@ -45,7 +47,7 @@ def refuse_shared_draws(model: Model, params: Params, batch: Batch) -> None:
     """Refuses a model that draws for all rows with one key, where a step runs microbatches.
 
     Each microbatch has the same key, so such a model (stock `hk.dropout`, say) would draw the same bits in all of them.
-    A draw is for all rows where its shape grows with the batch.
+    A draw is for all rows where its shape, or the number of draws, grows with the batch.
 
     Args:
       model: its loss is traced with the batch and with one of twice as many rows.
@@ -54,17 +56,22 @@ def refuse_shared_draws(model: Model, params: Params, batch: Batch) -> None:
     Raises:
       ValueError: names the draws and says how to draw by row.
     """
-    found = _draws(model, params, batch)
-    if not any(shape for _, shape in found):
+    if not (found := Counter(_draws(model, params, batch))):
         return
     twice = {k: jax.ShapeDtypeStruct((2 * s.shape[0], *s.shape[1:]), s.dtype) for k, s in batch.items()}
-    draws = zip(found, _draws(model, params, twice), strict=True)
-    shared = {where: shape for (where, shape), (_, wider) in draws if shape != wider}
-    if shared:
-        listed = "\n  ".join(f"{list(shape)} at {where}" for where, shape in shared.items())
+    wider = Counter(_draws(model, params, twice))
+    larger, more = found - wider, wider - found
+    listed = [f"{list(shape)} at {where}" for where, shape in larger]
+    listed += [
+        f"{list(shape)} at {where}, {found[where, shape]} times for {_rows(batch)} rows"
+        for where, shape in more
+        if found[where, shape]
+    ]
+    if listed:
+        draws = "\n  ".join(listed)
         raise ValueError(
             "random bits for all rows from one key: every microbatch (accum_steps above 1, or a pipeline) would draw "
-            f"the same ones, and the result would depend on the layout:\n  {listed}\n"
+            f"the same ones, and the result would depend on the layout:\n  {draws}\n"
             "Draw by row instead, for dropout:\n"
             "  keys = core.random_bits.row_keys(hk.next_rng_key(), rows)  # rows: core.random_bits.row_ids(batch)\n"
             "  x = jax.vmap(lambda key, row: hk.dropout(key, rate, row))(keys, x)\n"
@@ -84,7 +91,7 @@ def _draws(model: Model, params: Params, batch: Batch) -> list[tuple[str, tuple[
 
 def _single_key_draws(jaxpr: Jaxpr) -> Iterator[tuple[str, tuple[int, ...]]]:
     for equation in jaxpr.eqns:
-        if equation.primitive.name in ("random_bits", "random_split") and not equation.invars[0].aval.shape:
+        if equation.primitive.name in _DRAWS and not equation.invars[0].aval.shape:
             yield jax_internals.source_of(equation), tuple(equation.outvars[0].aval.shape)
         for inner in jaxprs_in_params(equation.params):
             yield from _single_key_draws(inner)

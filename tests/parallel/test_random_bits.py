@@ -57,6 +57,15 @@ class Dropping:
         if self.draw in ("bernoulli", "one for the step"):
             shape = x.shape if self.draw == "bernoulli" else x.shape[1:]
             return jnp.where(jax.random.bernoulli(key, 0.5, shape), 2 * x, 0.0)
+        if self.draw == "gamma":
+            return x * jax.random.gamma(key, 1.0, x.shape)
+        if self.draw == "dirichlet":
+            return x * jax.random.dirichlet(key, jnp.ones(x.shape[2]), x.shape[:2])
+        if self.draw == "loop over rows":
+            return x * jnp.stack([jax.random.uniform(key) for _ in range(x.shape[0])])[:, None, None]
+        if self.draw == "gamma by row":
+            keys = random_bits.row_keys(key, rows)
+            return x * jax.vmap(lambda key, row: jax.random.gamma(key, 1.0, row.shape))(keys, x)
         keys = jax.random.split(key, x.shape[0]) if self.draw == "split" else random_bits.row_keys(key, rows)
         return jax.vmap(lambda key, row: hk.dropout(key, 0.5, row))(keys, x)
 
@@ -121,6 +130,27 @@ def test_one_key_for_all_rows_is_refused_where_there_are_microbatches(tables, sl
     assert f"\n  {shape} at " in str(error.value)
     assert source in str(error.value)
     assert "Draw by row instead" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("draw", "listed"),
+    [
+        ("gamma", f"{[ROWS, LENGTH, WIDTH]} at "),
+        ("dirichlet", f"{[ROWS, LENGTH, WIDTH]} at "),
+        ("loop over rows", f", {ROWS} times for {ROWS} rows"),
+    ],
+)
+def test_draws_of_every_kind_are_looked_for(draw, listed):
+    shapes = jax.eval_shape(Dropping(draw=draw).init, jax.random.key(0), SPEC)
+    with pytest.raises(ValueError, match="random bits for all rows from one key") as error:
+        random_bits.refuse_shared_draws(Dropping(draw=draw), shapes, SPEC)
+    assert listed in str(error.value)
+
+
+@pytest.mark.parametrize("draw", ["by row", "gamma by row", "one for the step"])
+def test_draws_by_row_and_for_a_step_are_allowed(draw):
+    shapes = jax.eval_shape(Dropping(draw=draw).init, jax.random.key(0), SPEC)
+    random_bits.refuse_shared_draws(Dropping(draw=draw), shapes, SPEC)
 
 
 def test_one_key_for_all_rows_and_one_draw_for_a_step_are_fine_where_they_do_not_matter():
