@@ -1,27 +1,83 @@
-"""The text of a file or of a line of JSON, and what is wrong with it; without TensorFlow.
+"""What counts as the text of a document: checks and counts, without TensorFlow.
 
-One set of rules serves the pipeline, which applies it to every document, and the check before a run, which applies it
-to the first rows of local files.
+Every document of every text source passes through the intake of its source (`Intake.take`), which counts what is left
+out. The same checks serve the look at the first rows of local files before a run.
 """
 
 from __future__ import annotations
 
 import codecs
+import functools
 import json
 import os
-from collections.abc import Iterator, Sequence
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from core import units
+from tasks.corpus import Corpus
 from tasks.listing import File
 
 _MOST_FILES = 32  # that a check reads, spread over all of them
 _MOST_BYTES = 2**20  # of each
 _MOST_PROBLEMS = 3
+_REPORTED = tuple(10**n for n in range(12))  # documents of white space: at the first, the tenth, ...
+
+
+class Intake:
+    """Checks and counts the documents of one source on this host; all its streams share it."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._lock = threading.Lock()
+        self._refused = ""
+        self._read = self._blank = 0
+
+    def take(self, read: Callable[..., bytes], *arguments: Any, **options: Any) -> bytes:
+        """The text of a document by `read(…)`; empty for white space alone, which is counted and reported.
+
+        Raises:
+          ValueError: as `read`, for what is not text.
+        """
+        text = read(*arguments, **options)
+        with self._lock:
+            self._read += 1
+            self._blank += not text
+            if not text and self._blank in _REPORTED:
+                self._report()
+        return text
+
+    def refuse(self, error: ValueError) -> None:
+        """Keeps the first error for `raise_refused`, where it cannot be raised at once."""
+        with self._lock:
+            self._refused = self._refused or str(error)
+
+    def raise_refused(self) -> None:
+        """Raises ValueError where a document was refused since the last call."""
+        with self._lock:
+            refused, self._refused = self._refused, ""
+        if refused:
+            raise ValueError(f"{self._source}: {refused}")
+
+    def _report(self) -> None:
+        print(
+            f"{self._source}: left out for holding only white space: {self._blank:,} of "
+            f"{units.counted(self._read, 'document')} read so far on this host",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+@functools.cache
+def intake_of(corpus: Corpus) -> Intake:
+    """The intake of a source."""
+    return Intake(corpus.describe())
 
 
 def json_text(field: str, path: str, number: int, line: bytes) -> bytes:
-    """The text of one line; empty for a blank line or white space alone.
+    """The text of one line; empty for white space alone.
 
     Raises:
       ValueError: names file and line, and what the line has instead.
@@ -37,12 +93,7 @@ def json_text(field: str, path: str, number: int, line: bytes) -> bytes:
     text = record.get(field) if isinstance(record, dict) else None
     if not isinstance(text, str):
         raise ValueError(f"{where}: no text in field {field!r}, it has {_has(record, field)}; set text.files.field")
-    try:
-        content = text.encode()
-    except UnicodeEncodeError as error:
-        at = f"character {error.start + 1} of field {field!r}"
-        raise ValueError(f"{where}: half a surrogate pair ({text[error.start]!a}), which is no text: {at}") from error
-    return _cleaned(content, where)
+    return checked(encoded(text, where=where), where=where)
 
 
 def file_text(path: str, content: bytes, *, is_cut: bool = False) -> bytes:
@@ -51,8 +102,34 @@ def file_text(path: str, content: bytes, *, is_cut: bool = False) -> bytes:
     Raises:
       ValueError: names file and line.
     """
-    _require_utf8(content, path, is_cut=is_cut)
-    return _cleaned(content, path)
+    return checked(content, where=path, is_cut=is_cut)
+
+
+def checked(content: bytes, *, where: str, is_cut: bool = False) -> bytes:
+    """The text of a document; empty for white space alone.
+
+    Args:
+      content: bytes that should be UTF-8.
+      where: the document, for messages.
+      is_cut: the end may be missing, inside a character too.
+
+    Raises:
+      ValueError: the bytes are not UTF-8, or hold a NUL character.
+    """
+    _require_utf8(content, where, is_cut=is_cut)
+    if (at := content.find(b"\0")) >= 0:
+        raise ValueError(f"{where}: a NUL character at byte {at} of the text: this is not text, or damaged")
+    return content if content.strip() else b""
+
+
+def encoded(text: str, *, where: str) -> bytes:
+    """The text as UTF-8. Raises ValueError for half a surrogate pair."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where}: half a surrogate pair ({text[error.start]!a}) at character {error.start + 1}, which is not text"
+        ) from error
 
 
 def first_problems(files: Sequence[File], *, field: str | None, where: str) -> list[str]:
@@ -104,12 +181,6 @@ def _require_utf8(content: bytes, where: str, *, is_cut: bool = False) -> None:
             f"{where}: not UTF-8 text (byte 0x{content[error.start]:02x} at {error.start}{at}); convert it, such as "
             "iconv -f latin1 -t utf-8"
         ) from error
-
-
-def _cleaned(content: bytes, where: str) -> bytes:
-    if (at := content.find(b"\0")) >= 0:
-        raise ValueError(f"{where}: a NUL character at byte {at} of the text: this is no text, or damaged")
-    return content if content.strip() else b""
 
 
 def _has(record: object, field: str) -> str:

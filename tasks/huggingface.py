@@ -10,22 +10,60 @@ A token for gated datasets is read from HF_TOKEN by the library; it never passes
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import importlib.util
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from tasks import packing
-from tasks.corpora import HuggingFace, StreamSpec
-from tasks.streams import BATCH_DTYPES
+from tasks import documents, packing
+from tasks.corpus import StreamSpec
+from tasks.streams import BATCH_DTYPES, Stream
 
 WINDOW_IDS = 2**18
 
 
-def texts(corpus: HuggingFace, split: str) -> Iterator[str]:
-    """Documents once each, in order."""
-    return (_text(example, corpus) for example in _load(corpus, split))
+@dataclasses.dataclass(frozen=True)
+class HuggingFace:
+    """A dataset of the Hugging Face hub. A token for gated ones is read from HF_TOKEN by the library itself."""
+
+    name: str
+    split: str
+    validation_split: str
+    field: str
+    streaming: bool
+
+    def named_files(self) -> tuple[str, ...]:
+        """See `Corpus`."""
+        return ()
+
+    def open_stream(self, spec: StreamSpec) -> Stream:
+        """See `Corpus`."""
+        return HuggingFaceStream(self, spec)
+
+    def sample_texts(self) -> Iterator[str]:
+        """See `Corpus`."""
+        for number, example in enumerate(_load(self, self.split), 1):
+            if text := _text(example, self, where=f"document {number} of {self.split}"):
+                yield text
+
+    def problems(self) -> list[str]:
+        """See `Corpus`."""
+        if importlib.util.find_spec("datasets") is None:
+            return ["text.huggingface needs the package datasets: pip install datasets"]
+        return []
+
+    def describe(self) -> str:
+        """See `Corpus`."""
+        how = "streamed" if self.streaming else "downloaded"
+        return f"text.huggingface: {self.name} ({self.split}; validation {self.validation_split}), {how}"
+
+    def fingerprint(self) -> str:
+        """See `Corpus`."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()
 
 
 class HuggingFaceStream:
@@ -108,8 +146,13 @@ class HuggingFaceStream:
                 self._open()
                 continue
             number, self._documents = self._documents, self._documents + 1
-            mine = self._by_file or number % spec.num_streams == spec.index
-            if mine and (text := _text(example, self._corpus)).strip():
+            if self._by_file:
+                where = f"document {number + 1} of {spec.split} stream {spec.index} of {spec.num_streams}"
+            elif number % spec.num_streams == spec.index:
+                where = f"document {number + 1} of {spec.split}"
+            else:
+                continue
+            if text := _text(example, self._corpus, where=where):
                 return text
 
 
@@ -124,8 +167,10 @@ def _load(corpus: HuggingFace, split: str) -> Any:
     return dataset if corpus.streaming else dataset.to_iterable_dataset()
 
 
-def _text(example: Mapping[str, Any], corpus: HuggingFace) -> str:
+def _text(example: Mapping[str, Any], corpus: HuggingFace, *, where: str) -> str:
+    """The text of a document; empty for white space alone. Raises ValueError for what is not text."""
     text = example.get(corpus.field)
     if not isinstance(text, str):
         raise ValueError(f"text.huggingface.field: {corpus.name} has no text {corpus.field!r}, only {sorted(example)}")
-    return text
+    intake = documents.intake_of(corpus)
+    return intake.take(documents.checked, documents.encoded(text, where=where), where=where).decode()

@@ -17,16 +17,15 @@ import io
 import pathlib
 import tempfile
 import zipfile
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
-from tasks.corpora import Mixture, StreamSpec
-from tasks.readers import modules, plain, raise_wrong
-
-if TYPE_CHECKING:
-    from tasks.corpora import _SeqioCorpus
+from tasks import documents
+from tasks.corpus import StreamSpec
+from tasks.readers import modules, plain
+from tasks.streams import Stream
 
 SHUFFLE_IDS = 2**18  # of a stream: half a megabyte, filled in a fraction of a second; 1024 chunks of 256
 GROUP_CHUNKS = 128  # the last row of a group is filled less: at most one row in 128 for long documents
@@ -39,10 +38,55 @@ _NAMES = {
 }
 
 
+class SeqioCorpus:
+    """A `corpus.Corpus` that seqio and tf.data read; a subclass gives `documents`."""
+
+    @property
+    def parts(self) -> tuple[SeqioCorpus, ...]:
+        """The sources whose documents are read: this one, or those that it mixes."""
+        return (self,)
+
+    def named_files(self) -> tuple[str, ...]:
+        """See `Corpus`."""
+        return ()
+
+    def documents(self, spec: StreamSpec, *, epochs: int | None = None) -> tuple[Any, bool]:
+        """Documents of one stream as {"text": string}, and whether they are this stream's alone.
+
+        Args:
+          spec: the stream.
+          epochs: how often every document is read; None: without end.
+        """
+        raise NotImplementedError
+
+    def provider(self, spec: StreamSpec) -> Any:
+        """The seqio Task (or Mixture) of one stream."""
+        return task(self, spec)
+
+    def open_stream(self, spec: StreamSpec) -> Stream:
+        """See `Corpus`."""
+        return SeqioStream(self, spec)
+
+    def sample_texts(self) -> Iterator[str]:
+        """See `Corpus`."""
+        spec = StreamSpec("train", index=0, num_streams=1, rows=1, length=1, seed=None, vocabulary=None)
+        for document in self.documents(spec, epochs=1)[0].as_numpy_iterator():
+            raise_refused(self)
+            yield document["text"].decode()
+
+    def describe(self) -> str:
+        """See `Corpus`."""
+        raise NotImplementedError
+
+    def fingerprint(self) -> str:
+        """See `Corpus`."""
+        raise NotImplementedError
+
+
 class SeqioStream:
     """`streams.Stream` over a tf.data iterator."""
 
-    def __init__(self, corpus: _SeqioCorpus, spec: StreamSpec) -> None:
+    def __init__(self, corpus: SeqioCorpus, spec: StreamSpec) -> None:
         self._tf, _ = modules()
         self._corpus = corpus
         self._where = f"{corpus.describe()}, {spec.split} stream {spec.index} of {spec.num_streams}"
@@ -58,12 +102,12 @@ class SeqioStream:
             features = next(self._iterator)
         except self._tf.errors.OpError as error:
             raise ValueError(f"{self._where}: {_reason(error.message)}") from error
-        raise_wrong(self._corpus)
+        raise_refused(self._corpus)
         return batch_of(features)
 
     def state(self) -> bytes:
         """See `streams.Stream`: the files of a tf.train.Checkpoint in a zip."""
-        raise_wrong(self._corpus)  # what is read ahead is part of the position
+        raise_refused(self._corpus)  # what is read ahead is part of the position
         buffer = io.BytesIO()
         with tempfile.TemporaryDirectory() as folder:
             self._tf.train.Checkpoint(iterator=self._iterator).write(f"{folder}/position")
@@ -87,6 +131,12 @@ class SeqioStream:
             ) from error
 
 
+def raise_refused(corpus: SeqioCorpus) -> None:
+    """Raises ValueError where a document of the corpus, or of one that it mixes, was refused since the last call."""
+    for part in corpus.parts:
+        documents.intake_of(part).raise_refused()
+
+
 def batch_of(features: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
     """Features of seqio's decoder under the names of a batch; padding is 0 (seqio begins it with `bos_id`)."""
     batch = {key: features[name].numpy() for key, name in _NAMES.items()}
@@ -94,7 +144,7 @@ def batch_of(features: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
 
 
 @functools.lru_cache(maxsize=256)
-def rows(corpus: _SeqioCorpus, spec: StreamSpec) -> Any:
+def rows(corpus: SeqioCorpus, spec: StreamSpec) -> Any:
     """The dataset of a stream: features of seqio's decoder, each [R, T]. Cached, as tracing costs 0.2 s."""
     tf, seqio = modules()
     _check_not_empty(corpus, spec._replace(index=0, num_streams=1, rows=1, seed=None))
@@ -109,7 +159,7 @@ def rows(corpus: _SeqioCorpus, spec: StreamSpec) -> Any:
     return dataset.with_options(_options())
 
 
-def chunk_dataset(corpus: _SeqioCorpus, spec: StreamSpec) -> Any:
+def chunk_dataset(corpus: SeqioCorpus, spec: StreamSpec) -> Any:
     """Ids of at most T, as [<=T] integers, mixed when the spec has a seed."""
     provider = corpus.provider(spec)
     dataset = provider.get_dataset(
@@ -123,14 +173,14 @@ def chunk_dataset(corpus: _SeqioCorpus, spec: StreamSpec) -> Any:
     return dataset.map(plain(lambda example: example["targets"]))
 
 
-def task(corpus: Any, spec: StreamSpec) -> Any:
+def task(corpus: SeqioCorpus, spec: StreamSpec) -> Any:
     """An unregistered seqio Task of one stream, so that making it twice is no clash."""
     _, seqio = modules()
-    documents, sharded = corpus.documents(spec)
+    texts, sharded = corpus.documents(spec)
     vocabulary = spec.vocabulary.seqio()
 
     def dataset_fn(split: str, shuffle_files: bool, seed: int | None = None) -> Any:
-        return documents
+        return texts
 
     return seqio.Task(
         name=f"{type(corpus).__name__.lower()}_{corpus.fingerprint()[:12]}",
@@ -143,13 +193,6 @@ def task(corpus: Any, spec: StreamSpec) -> Any:
         output_features={"targets": seqio.Feature(vocabulary, add_eos=True, dtype=_id_type(spec))},
         shuffle_buffer_size=None,
     )
-
-
-def mixture(corpus: Mixture, spec: StreamSpec) -> Any:
-    """An unregistered seqio Mixture of one stream."""
-    _, seqio = modules()
-    tasks = [part.provider(spec) for part in corpus.corpora]
-    return seqio.Mixture("mixture", list(zip(tasks, corpus.weights, strict=True)))
 
 
 def _options() -> Any:
@@ -209,23 +252,20 @@ def _mix(dataset: Any, *, seed: int | None, chunks: int) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _check_not_empty(corpus: Any, spec: StreamSpec) -> None:
+def _check_not_empty(corpus: SeqioCorpus, spec: StreamSpec) -> None:
     """An endless stream of no documents would wait for ever; a bad first line should be told at once."""
-    if isinstance(corpus, Mixture):
-        for part in corpus.corpora:
-            _check_not_empty(part, spec)
-        return
     tf, _ = modules()
-    try:
-        first = next(iter(corpus.documents(spec, epochs=1)[0]), None)
-    except tf.errors.OpError as error:
-        raise ValueError(f"{corpus.describe()}: {_reason(error.message)}") from error
-    raise_wrong(corpus)
-    if first is None:
-        raise ValueError(
-            f"{corpus.describe()}: the {spec.split} split has no document; "
-            "give more text, or a validation file of its own"
-        )
+    for part in corpus.parts:
+        try:
+            first = next(iter(part.documents(spec, epochs=1)[0]), None)
+        except tf.errors.OpError as error:
+            raise ValueError(f"{part.describe()}: {_reason(error.message)}") from error
+        raise_refused(part)
+        if first is None:
+            raise ValueError(
+                f"{part.describe()}: the {spec.split} split has no document; "
+                "give more text, or a validation file of its own"
+            )
 
 
 def _reason(message: str) -> str:

@@ -17,10 +17,14 @@ import jax
 
 from core import units
 from core.types import Batches, DataLayout
-from tasks import corpora, streams, vocabularies
+from tasks import streams, vocabularies
+from tasks.catalogue import Tfds
 from tasks.checks import check_integer, check_text
-from tasks.corpora import StreamSpec
+from tasks.corpus import Corpus, StreamSpec
+from tasks.huggingface import HuggingFace
 from tasks.ids import Vocabulary
+from tasks.mixture import Mixture
+from tasks.text_files import TextFiles, python_library
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +38,7 @@ class TextTask:
       num_streams: S, streams of the input; divides the batch size and is a part of the order of the data.
     """
 
-    corpus: corpora.Corpus
+    corpus: Corpus
     vocabulary: Vocabulary
     length: int
     num_streams: int
@@ -114,7 +118,7 @@ def python_source(*, length: int, num_streams: int, vocabulary: Vocabulary | Non
       num_streams: streams of the input.
       vocabulary: bytes where not given.
     """
-    return _task("python_source", corpora.python_library(), (length, num_streams, vocabulary))
+    return _task("python_source", python_library(), (length, num_streams, vocabulary))
 
 
 def files(
@@ -137,7 +141,7 @@ def files(
       vocabulary: bytes where not given.
     """
     check_text(field, where="text.files.field")
-    corpus = corpora.TextFiles(_patterns(train, "train"), _patterns(validation, "validation"), field)
+    corpus = TextFiles(_patterns(train, "train"), _patterns(validation, "validation"), field)
     return _task("files", corpus, (length, num_streams, vocabulary))
 
 
@@ -166,7 +170,7 @@ def tfds(
     """
     for argument, value in {"name": name, "split": split, "validation_split": validation_split, "field": field}.items():
         check_text(value, where=f"text.tfds.{argument}")
-    corpus = corpora.Tfds(name, split, validation_split, field, data_dir)
+    corpus = Tfds(name, split, validation_split, field, data_dir)
     return _task("tfds", corpus, (length, num_streams, vocabulary))
 
 
@@ -197,7 +201,7 @@ def huggingface(
         check_text(value, where=f"text.huggingface.{argument}")
     if not isinstance(streaming, bool):
         raise ValueError(f"text.huggingface.streaming is {streaming!r}, expected True or False")
-    corpus = corpora.HuggingFace(name, split, validation_split, field, streaming)
+    corpus = HuggingFace(name, split, validation_split, field, streaming)
     return _task("huggingface", corpus, (length, num_streams, vocabulary))
 
 
@@ -221,12 +225,12 @@ def mixture(*, tasks: Sequence[TextTask], weights: Sequence[float]) -> TextTask:
     first = tasks[0]
     for task in tasks:
         _check_mixes(task, first)
-    corpus = corpora.Mixture(tuple(task.corpus for task in tasks), tuple(map(float, weights)))
+    corpus = Mixture(tuple(task.corpus for task in tasks), tuple(map(float, weights)))
     return _task("mixture", corpus, (first.length, first.num_streams, first.vocabulary))
 
 
 def _check_mixes(task: TextTask, first: TextTask) -> None:
-    if isinstance(task.corpus, corpora.HuggingFace):
+    if isinstance(task.corpus, HuggingFace):
         raise ValueError("text.mixture cannot mix text.huggingface: write it to .jsonl and use text.files")
     for name in ("length", "num_streams"):
         ours, theirs = getattr(task, name), getattr(first, name)
@@ -244,7 +248,7 @@ def _patterns(value: Any, name: str) -> tuple[str, ...]:
     return patterns
 
 
-def _task(name: str, corpus: corpora.Corpus, common: tuple[int, int, Vocabulary | None]) -> TextTask:
+def _task(name: str, corpus: Corpus, common: tuple[int, int, Vocabulary | None]) -> TextTask:
     length, num_streams, vocabulary = common
     check_integer(length, where=f"text.{name}.length", least=2)
     check_integer(num_streams, where=f"text.{name}.num_streams", least=1)

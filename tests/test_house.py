@@ -15,6 +15,7 @@ OURS = {  # folder: the folders of ours that it may import
     "tasks": {"core", "tasks"},
     "launch": {"core", "parallel", "models", "tasks", "launch"},
 }
+WITHOUT_CYCLES = ("core", "parallel", "models", "tasks")
 HOMES = {  # library: path prefixes that may import it; () is nowhere
     "torch": (),
     "gin": ("launch/config/",),
@@ -142,6 +143,53 @@ def test_torch_is_nowhere():
     assert not [name(p) for p in PYTHON for module, *_ in imports(p) if stands_for(module, "torch")]
     pinned = [line for f in ("requirements.in", "requirements.txt") for line in (ROOT / f).read_text().splitlines()]
     assert not [line for line in pinned if re.match(r"torch\b", line)]
+
+
+def modules_imported(tree):
+    """Names of the modules that a file imports anywhere, also inside functions and for type checkers alone."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom):  # `from a import b` is of a.b where that is a module, else of a
+            below = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (module if file_of(module) else node.module for module in below)
+
+
+def file_of(module):
+    path = ROOT.joinpath(*module.split("."))
+    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
+
+
+def import_cycles(graph):
+    """The groups of files of which each imports every other, directly or through others; {file: files it imports}."""
+
+    def reached(start):
+        found, left = set(), [start]
+        while left:
+            for file in graph.get(left.pop(), ()):
+                if file not in found:
+                    found.add(file)
+                    left.append(file)
+        return found
+
+    reach = {file: reached(file) for file in graph}
+    return {tuple(sorted(f for f in reach[file] if file in reach.get(f, ()))) for file in graph if file in reach[file]}
+
+
+def test_no_two_files_import_each_other():
+    graph = {}
+    for path in PRODUCT:
+        if name(path).split("/")[0] in WITHOUT_CYCLES:
+            files = map(file_of, modules_imported(ast.parse(path.read_text())))
+            graph[name(path)] = {name(file) for file in files if file}
+    assert not import_cycles(graph)
+
+
+def test_cycles_of_imports_are_found():
+    files = {"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": {"e"}, "e": {"d"}, "f": {"a"}}
+    assert import_cycles(files) == {("a", "b", "c"), ("d", "e")}
+    source = "def f():\n  from tasks import text\nif TYPE_CHECKING:\n  from core.types import Model\nimport core.step"
+    assert list(modules_imported(ast.parse(source))) == ["core.step", "tasks.text", "core.types"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """The Tiny Recursive Model: one small network, applied to its own answer until the answer is right.
 
-model.py      the configuration and the model: `TRM`
+config.py     sizes and choices, and whether they fit together
+model.py      the model: `TRM`
+weights.py    the parameters
 net.py        the blocks, and the recursion over latent and answer
 operations.py  products, gate and norm, with derivatives of their own
 halting.py    the carry: which rows go on, which take a new puzzle; loss and metrics of one step

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
 
 from core import logical
+from models.trm.config import Config
 from models.trm.net import States
-
-if TYPE_CHECKING:
-    from models.trm.model import TRM
 
 _KEPT = 0.87962566103423978  # standard deviation of a normal distribution cut at two of them
 
@@ -37,7 +35,7 @@ class Weights(NamedTuple):
     layers: tuple[Mapping[str, jax.Array], ...]
 
 
-def make(model: TRM, length: int) -> Weights:
+def make(model: Config, length: int) -> Weights:
     """The parameters, made where they do not exist yet; `length` is T. Call it inside `hk.transform`."""
     d, v, dtype = model.embed_dim, model.stored_vocab_size, model.dtype
     rows, columns = (_entries(model, axis=axis) for axis in (0, 1))
@@ -59,7 +57,7 @@ def cut_normal(fan_in: int) -> hk.initializers.TruncatedNormal:
     return hk.initializers.TruncatedNormal(1 / (math.sqrt(fan_in) * _KEPT))
 
 
-def _entries(model: TRM, *, axis: int):
+def _entries(model: Config, *, axis: int):
     """Initialiser of an array with the vocabulary along `axis`: entries that do not exist are zero."""
 
     def init(shape, dtype) -> jax.Array:
@@ -70,7 +68,7 @@ def _entries(model: TRM, *, axis: int):
     return init
 
 
-def _starts(model: TRM) -> States:
+def _starts(model: Config) -> States:
     """What every puzzle starts from."""
     d, count, dtype = model.embed_dim, model.num_latents, model.dtype
     z_h = logical.param("h_init", (d,), ("embed",), cut_normal(1), compute_dtype=dtype)
@@ -81,21 +79,21 @@ def _starts(model: TRM) -> States:
     return States(z_h[None, None], tuple(z_l[i][None, None] for i in range(count)))
 
 
-def _positions(model: TRM, length: int) -> jax.Array | None:
+def _positions(model: Config, length: int) -> jax.Array | None:
     if model.positions != "learned":
         return None
     d = model.embed_dim
     return logical.param("positions", (length, d), (None, "embed"), cut_normal(d), compute_dtype=model.dtype)
 
 
-def _puzzle_table(model: TRM) -> jax.Array | None:
+def _puzzle_table(model: Config) -> jax.Array | None:
     if not model.puzzle_width:
         return None
     stored = math.ceil(model.num_puzzles / model.puzzle_multiple) * model.puzzle_multiple
     return logical.param("puzzle_table", (stored, model.puzzle_width), ("puzzles", None), jnp.zeros)
 
 
-def _layers(model: TRM, length: int) -> tuple[Mapping[str, jax.Array], ...]:
+def _layers(model: Config, length: int) -> tuple[Mapping[str, jax.Array], ...]:
     d, f, h, num = model.embed_dim, model.mlp_width(model.embed_dim), model.num_heads, model.num_layers
 
     def matrix(name: str, shape: tuple, axes: tuple, *, fan_in: int) -> jax.Array:

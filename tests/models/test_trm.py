@@ -117,7 +117,7 @@ WIDE = dataclasses.replace(
 )
 
 
-@pytest.mark.parametrize("mixer", trm.model.MIXERS)
+@pytest.mark.parametrize("mixer", trm.config.MIXERS)
 def test_first_values(mixer):
     """At sizes at which the deviation of a draw is known to half a percent; 2.2737 deviations are where it is cut."""
     model, cells = dataclasses.replace(WIDE, mixer=mixer), 80

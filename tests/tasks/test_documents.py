@@ -6,7 +6,7 @@ import json
 import pytest
 
 from core.types import DataLayout
-from tasks import text
+from tasks import documents, text
 
 GOOD = [json.dumps({"text": f"a line of words, number {i}"}) for i in range(40)]
 ROWS = DataLayout(2, (0, 1), (0, 1))
@@ -16,7 +16,7 @@ BAD_LINES = {
     "number": ('{"text": 3}', "no text in field 'text', it has 3 there"),
     "null text": ('{"text": null}', "no text in field 'text', it has null there"),
     "null": ("null", "no text in field 'text', it has null"),
-    "surrogate": ('{"text": "ab\\ud800"}', "half a surrogate pair ('\\ud800'), which is no text: character 3"),
+    "surrogate": ('{"text": "ab\\ud800"}', "half a surrogate pair ('\\ud800') at character 3, which is not text"),
     "NUL": ('{"text": "a\\u0000b"}', "a NUL character at byte 1 of the text"),
 }
 
@@ -55,7 +55,7 @@ def test_the_pipeline_says_the_same_of_a_later_line(tmp_path, capfd):
     [
         ("na\xefve caf\xe9".encode("latin-1"), "not UTF-8 text (byte 0xef at 2); convert it"),
         (b"one\ntwo\xff\n", "not UTF-8 text (byte 0xff at 7, in line 2)"),
-        (b"a\0b", "a NUL character at byte 1 of the text: this is no text, or damaged"),
+        (b"a\0b", "a NUL character at byte 1 of the text: this is not text, or damaged"),
     ],
 )
 def test_a_file_that_is_no_text_is_named(tmp_path, content, says):
@@ -92,3 +92,24 @@ def test_how_much_there_is_is_said(tmp_path):
 def test_a_bucket_is_not_asked():
     assert task("gs://no-such-bucket/*.jsonl").problems() == []
     assert task("gs://no-such-bucket/*.txt").describe().startswith("text.files: train gs://no-such-bucket/*.txt; valid")
+
+
+def test_documents_of_white_space_are_counted_and_reported_at_powers_of_ten(capsys):
+    given = ["words", *[" "] * 12]
+    intake = documents.Intake("a source")
+    texts = [intake.take(documents.file_text, "a.txt", content.encode()) for content in given]
+    assert texts == [b"words", *[b""] * 12]
+    said = capsys.readouterr().err.splitlines()
+    assert [line.rpartition(": ")[2] for line in said] == [
+        "1 of 2 documents read so far on this host",
+        "10 of 11 documents read so far on this host",
+    ]
+
+
+def test_the_intake_raises_the_first_refusal_once():
+    intake = documents.Intake("a source")
+    intake.refuse(ValueError("one"))
+    intake.refuse(ValueError("two"))
+    with pytest.raises(ValueError, match="a source: one"):
+        intake.raise_refused()
+    intake.raise_refused()

@@ -1,5 +1,6 @@
 """Hugging Face datasets, against a stand-in of the library with its documented interface."""
 
+import itertools
 import sys
 import types
 
@@ -122,3 +123,39 @@ def test_an_absent_package_is_told(monkeypatch):
     )
     with pytest.raises(ValueError, match="needs the package datasets"):
         next(make(1).train(layout_of(1), seed=0))
+
+
+def plant(monkeypatch, texts):
+    module = types.ModuleType("datasets")
+    module.load_dataset = lambda *_, **__: FakeIterable([[{"text": text} for text in texts]])
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    monkeypatch.setattr(huggingface, "WINDOW_IDS", 40)
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        ("a\0b", "document 3 of train: a NUL character at byte 1 of the text: this is not text, or damaged"),
+        ("ab\ud800", r"document 3 of train: half a surrogate pair \('\\ud800'\) at character 3, which is not text"),
+    ],
+)
+def test_a_document_that_is_not_text_is_named(monkeypatch, bad, says):
+    plant(monkeypatch, ["words", " \n", bad])
+    task = text.huggingface(name="owner/bad", length=16, num_streams=2)
+    with pytest.raises(ValueError, match=says):
+        list(itertools.islice(task.train(layout_of(2), seed=0), 9))
+    with pytest.raises(ValueError, match=says):
+        list(task.corpus.sample_texts())
+
+
+def test_documents_of_white_space_are_left_out_counted_and_reported(monkeypatch, capsys):
+    plant(monkeypatch, ["words", " \n", "more words", "\t"])
+    task = text.huggingface(name="owner/blank", length=16, num_streams=1)
+    assert list(task.corpus.sample_texts()) == ["words", "more words"]
+    said = capsys.readouterr().err
+    assert (
+        "owner/blank (train; validation validation), streamed: left out for holding only white space: 1 of 2 doc"
+        in said
+    )
+    batch = next(task.train(layout_of(1), seed=None))
+    assert task.vocabulary.decode(batch["targets"][0][batch["segment_ids"][0] == 1]) == "words"

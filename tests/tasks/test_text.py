@@ -1,5 +1,6 @@
 """Text becomes the same rows whatever the hosts, and nothing of it is lost."""
 
+import functools
 import importlib.resources
 import json
 import pathlib
@@ -9,8 +10,8 @@ import numpy as np
 import pytest
 
 from core.types import DataLayout
-from tasks import seqio_tasks, text, vocabularies
-from tasks.corpora import StreamSpec
+from tasks import catalogue, readers, seqio_tasks, text, vocabularies
+from tasks.corpus import StreamSpec
 
 LENGTH = 32
 
@@ -285,7 +286,7 @@ def test_a_mixture_keeps_its_weights_and_its_place(tmp_path):
     assert "75% text.files" in task.describe()
 
 
-def test_a_prepared_dataset_of_the_catalogue(tmp_path, monkeypatch):
+def test_a_prepared_dataset_of_the_catalogue(tmp_path, monkeypatch, capfd):
     monkeypatch.setitem(sys.modules, "importlib_resources", importlib.resources)  # a backport that some installs lack
     import tensorflow_datasets as tfds
 
@@ -303,6 +304,7 @@ def test_a_prepared_dataset_of_the_catalogue(tmp_path, monkeypatch):
         def _generate_examples(self, start, stop):
             for number in range(start, stop):
                 yield number, {"text": f"{number:03d}" + "." * number}
+            yield "blank", {"text": " \n"}
 
     Tiny(data_dir=tmp_path).download_and_prepare()
     task = text.tfds(name="tiny", data_dir=str(tmp_path), length=LENGTH, num_streams=2)
@@ -316,10 +318,23 @@ def test_a_prepared_dataset_of_the_catalogue(tmp_path, monkeypatch):
         assert_equal(next(restored), batch)
     decoded = [task.vocabulary.decode(t)[:3] for t, _, _ in segments(next(task.evaluation(layout_of(4))))]
     assert len({text for text in decoded if text.isdigit()} & {f"{i:03d}" for i in range(40, 50)}) >= 2
+    assert "left out for holding only white space: 1 of" in capfd.readouterr().err
     with pytest.raises(ValueError, match="has no 'body', only"):
         text.tfds(name="tiny", field="body", data_dir=str(tmp_path), length=8, num_streams=1).train(
             layout_of(1), seed=0
         )
+
+
+@pytest.mark.parametrize(
+    ("content", "says"), [(b"a\0b", "a NUL character at byte 1"), (b"\xe9t\xe9", "not UTF-8 text \\(byte 0xe9 at 0")]
+)
+def test_a_document_of_the_catalogue_that_is_not_text_is_named(content, says):
+    tf, _ = readers.modules()
+    corpus = catalogue.Tfds("tiny", "train", "validation", "text", data_dir=repr(content))
+    read = readers.reader(corpus, functools.partial(catalogue._read, "train"))
+    assert tf.constant(b"?") == next(iter(tf.data.Dataset.from_tensors(content).map(read)))
+    with pytest.raises(ValueError, match=f"tiny .*: the document of train that begins .*: {says}"):
+        seqio_tasks.raise_refused(corpus)
 
 
 def test_a_trained_vocabulary_end_to_end(tmp_path, text_folder):

@@ -1,0 +1,154 @@
+"""The configuration of the Tiny Recursive Model: its fields, what is wrong with them, and the sizes that follow."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from models.trm import net
+from models.trm.net import Recursion
+from models.trm.schedules import Curriculum, Linear
+
+MIXERS = ("attention", "mlp")
+POSITIONS = ("rope", "learned", "none")
+PROBABILITIES = ("stablemax", "softmax")
+_DTYPES = ("bfloat16", "float32", "float16")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Sizes and choices of a Tiny Recursive Model.
+
+    Attributes:
+      vocab_size: tokens of a cell; stored rounded up to `vocab_multiple`.
+      embed_dim, num_heads, num_layers: sizes of the one network; heads are for the attention variant.
+      expansion: hidden units are expansion * 2/3 of the width, rounded up to 256.
+      mixer: what mixes positions: "attention", or "mlp": a feed-forward layer over positions (5M parameters for a
+        Sudoku; its weights depend on S).
+      positions: "rope", "learned", "none"; "auto": rope for attention, none for the mlp.
+      h_cycles, l_cycles: outer and inner repetitions of the recursion.
+      latents, gradient, remat, unroll: see `models.trm.net.Recursion`.
+      num_puzzles: rows of the puzzle table; stored rounded up to `puzzle_multiple`.
+      puzzle_dim: width of a puzzle's vector; None: embed_dim; 0: no table.
+      prefix_length: P, positions in front of the cells; the first hold the puzzle's vector.
+      halt_bias: what both logits of the halting head start from; its matrix starts at zero.
+      halt_max_steps: most steps for a puzzle, and the number of steps of evaluation.
+      exploration: probability that a row must go on for a number of steps that is drawn; a number, or one that
+        changes while it trains (`models.trm.schedules.Linear`).
+      curriculum: cycles that grow to h_cycles and l_cycles while it trains; None: all of them from the start.
+      probabilities: of the token loss: "stablemax" or "softmax".
+      dtype: of computation, "bfloat16", "float32" or "float16"; parameters, norms, softmax and loss are float32. The
+        loss is a sum over rows that is divided after the backward pass, in float32: for float16 that is a loss scale of
+        the batch size, and the only one.
+      rope_theta, norm_eps: constants of the rotary embedding and of RMSNorm.
+      vocab_multiple, puzzle_multiple: numbers of the model, never of a mesh.
+
+    Raises:
+      ValueError: sizes or choices that do not fit together.
+    """
+
+    vocab_size: int
+    embed_dim: int = 512
+    num_heads: int = 8
+    num_layers: int = 2
+    expansion: float = 4.0
+    mixer: str = "attention"
+    positions: str = "auto"
+    h_cycles: int = 3
+    l_cycles: int = 6
+    latents: str = "two"
+    gradient: str = "last_cycle"
+    remat: str = "none"
+    unroll: int = 1
+    num_puzzles: int = 1
+    puzzle_dim: int | None = None
+    prefix_length: int = 16
+    halt_bias: float = -5.0
+    halt_max_steps: int = 16
+    exploration: float | Linear = 0.1
+    curriculum: Curriculum | None = None
+    probabilities: str = "stablemax"
+    dtype: str = "bfloat16"
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    vocab_multiple: int = 1
+    puzzle_multiple: int = 128
+
+    def __post_init__(self):
+        counted = ("vocab_size", "embed_dim", "num_heads", "num_layers", "h_cycles", "l_cycles", "num_puzzles")
+        for field in (*counted, "halt_max_steps", "unroll", "vocab_multiple", "puzzle_multiple"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"TRM.{field} = {getattr(self, field)}: expected at least 1")
+        choices = {
+            "mixer": MIXERS,
+            "positions": ("auto", *POSITIONS),
+            "latents": net.LATENTS,
+            "gradient": net.GRADIENTS,
+            "remat": net.REMAT_CHOICES,
+            "probabilities": PROBABILITIES,
+            "dtype": _DTYPES,
+        }
+        for field, allowed in choices.items():
+            if getattr(self, field) not in allowed:
+                raise ValueError(f"TRM.{field} = {getattr(self, field)!r}: expected one of {', '.join(allowed)}")
+        ends = (self.exploration.start, self.exploration.end) if self.anneals else (self.exploration,)
+        if not all(0 <= p <= 1 for p in ends):
+            raise ValueError(f"TRM.exploration = {self.exploration}: expected a probability, from 0 to 1")
+        if not self.expansion > 0:
+            raise ValueError(f"TRM.expansion = {self.expansion}: expected above 0")
+        self._check_shapes()
+        self._check_curriculum()
+
+    def _check_curriculum(self) -> None:
+        if self.curriculum is None:
+            return
+        if self.latents == "many":
+            raise ValueError("TRM: latents = 'many' has a latent for each cycle and takes no curriculum of cycles")
+        for field in ("h_cycles", "l_cycles"):
+            first, last = getattr(self.curriculum, field), getattr(self, field)
+            if first > last:
+                raise ValueError(f"TRM: the curriculum starts with {field} = {first}, above the model's {last}")
+
+    def _check_shapes(self) -> None:
+        if self.mixer == "attention" and self.embed_dim % (2 * self.num_heads):
+            raise ValueError(
+                f"TRM: embed_dim = {self.embed_dim} does not divide over num_heads = {self.num_heads} of an even width"
+            )
+        if self.mixer == "mlp" and self.positions == "rope":
+            raise ValueError("TRM: positions = 'rope' turns queries and keys, and mixer = 'mlp' has none; take 'none'")
+        if self.prefix_length * self.embed_dim < self.puzzle_width:
+            raise ValueError(
+                f"TRM: a puzzle's vector of puzzle_dim = {self.puzzle_width} does not fit into prefix_length = "
+                f"{self.prefix_length} positions of embed_dim = {self.embed_dim}"
+            )
+        if self.prefix_length and not self.puzzle_width:
+            raise ValueError(f"TRM: puzzle_dim = 0 leaves prefix_length = {self.prefix_length} empty; set it to 0 too")
+
+    @property
+    def puzzle_width(self) -> int:
+        """Width of a puzzle's vector."""
+        return self.embed_dim if self.puzzle_dim is None else self.puzzle_dim
+
+    @property
+    def stored_vocab_size(self) -> int:
+        """V."""
+        return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def recursion(self) -> Recursion:
+        """What the network is told of repetition."""
+        return Recursion(self.h_cycles, self.l_cycles, self.latents, self.gradient, self.remat, self.unroll)
+
+    @property
+    def anneals(self) -> bool:
+        """Whether the exploration changes while the model trains."""
+        return isinstance(self.exploration, Linear)
+
+    @property
+    def num_latents(self) -> int:
+        """How many states there are beside the answer."""
+        return {"two": 1, "single": 0, "many": self.l_cycles}[self.latents]
+
+    def mlp_width(self, width: int) -> int:
+        """Hidden units of a feed-forward layer over `width` inputs."""
+        return math.ceil(round(self.expansion * width * 2 / 3) / 256) * 256
