@@ -21,7 +21,7 @@ import optax
 from core import random_bits
 from core.optimizers import Optimizer
 from core.train_state import TrainState
-from core.types import Batch, LossOutput, Model, Params, WeightedSum
+from core.types import Batch, Evaluates, LossOutput, Model, Params, WeightedSum, can
 
 Metrics = Mapping[str, jax.Array | WeightedSum]  # name -> [], float32, or a mean that has not been taken yet
 
@@ -138,7 +138,7 @@ def answer_step(
         rng = jax.random.fold_in(jax.random.key(seed), state.step)
         batch = random_bits.with_row_ids(batch)
         params = optimizer.evaluated(state.params, state.opt_state)
-        if hasattr(model, "evaluate"):
+        if can(model, Evaluates):
             out = model.evaluate(params, rng, batch)
             answers = dict(out.extras)
         else:

@@ -8,8 +8,8 @@ and several hosts average correctly without any of them knowing of the others.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar
 
 import jax
 import numpy as np
@@ -54,15 +54,8 @@ class Model(Protocol):
 
     A puzzle's: `inputs`, `labels` [B, S] (`IGNORED` is not scored) and `puzzle_ids` [B], int32.
 
-    Optional, each for what is named:
-      evaluate(params, rng, batch): a LossOutput in place of that of `loss`, for a model that is evaluated otherwise
-        than it is trained; its `extras` are what the model answers to each row, `{name: [B, ...]}`, for a task that
-        judges answers. Evaluation.
-      logits(params, batch): [B, T, V] of the next token, float32. Text that the trained model writes (PROMPT).
-      shrink(multiples): the smallest model of this kind whose dimensions are multiples of `multiples`, a number by
-        logical axis. --smoke and the tests that compile a gin file.
-      flops_per_token(length): of training, without recomputation. The share of peak in what a run prints.
-      vocab_size: entries of the vocabulary, held against the task's. Preflight and --smoke.
+    Optional abilities: `Evaluates`, `Generates`, `Shrinks`, `CountsFlops`, `CountsRunFlops`, `HasVocabulary`,
+    `PadsVocabulary`, `HasPuzzles`, `HasLayers`, `ChoosesDtype`, `ChoosesRemat`, `ChoosesAttention`.
     """
 
     def init(self, rng: jax.Array, batch: Batch) -> Params:
@@ -123,14 +116,7 @@ class Task(Protocol):
       vocabulary: has `size`, `bos_id`, `encode(text) -> ids`, `decode(ids) -> text`, `describe()`; None for data that
         is no text.
 
-    Optional, each for what is named:
-      num_puzzles: rows that a model's table of puzzles needs, held against the model's `num_puzzles`. Once prepared.
-      evaluated_on(most): what the score of an evaluation of at most so many rows is of; None: of all. A run, at its
-        start and end, and launch/run evaluate.
-      evaluating(rows): this task with evaluations of so many held-out rows, always the same ones; None: of all, once.
-        launch/run evaluate --rows.
-      judge(): scores the answers of an evaluation (`tasks.puzzles.arc_voting.Judge`), or None. Once prepared.
-      rehearsal(): a small task of the same shapes that needs no files. --smoke.
+    Optional abilities: `HasPuzzles`, `DescribesEvaluation`, `SizesEvaluation`, `Judges`, `Rehearses`, `NamesFiles`.
     """
 
     length: int
@@ -159,13 +145,144 @@ class Task(Protocol):
         """Equal on all hosts that read the same data."""
 
 
+# Optional abilities of models, asked for with `can`.
+
+
+class Evaluates(Protocol):
+    """A model that is evaluated otherwise than it is trained."""
+
+    def evaluate(self, params: Params, rng: jax.Array, batch: Batch) -> LossOutput:
+        """Sums in place of those of `loss`.
+
+        `extras` are what the model answers to each row, `{name: [B, ...]}`, for a task that judges answers.
+        """
+
+
+class Generates(Protocol):
+    """A model that can continue a prompt."""
+
+    def logits(self, params: Params, batch: Batch) -> jax.Array:
+        """[B, T, V], float32, of the next token."""
+
+
+class Shrinks(Protocol):
+    """A model that --smoke and the tests can make small."""
+
+    def shrink(self, multiples: Mapping[str, int]) -> Model:
+        """The smallest model of this kind whose dimensions are multiples of `multiples`, by logical axis."""
+
+
+class CountsFlops(Protocol):
+    """A model whose share of the hardware's peak can be reported."""
+
+    def flops_per_token(self, length: int) -> float:
+        """FLOPs of training, without recomputation."""
+
+
+class CountsRunFlops(Protocol):
+    """A model whose FLOPs change while it trains."""
+
+    def training_flops(self, length: int, *, rows: int, steps: int) -> float:
+        """FLOPs of the first `steps` steps of `rows` rows, without recomputation."""
+
+
+class HasVocabulary(Protocol):
+    """A model of tokens, whose vocabulary is compared with the task's."""
+
+    vocab_size: int
+
+
+class PadsVocabulary(HasVocabulary, Protocol):
+    """A model that rounds its vocabulary up, so that it divides."""
+
+    stored_vocab_size: int
+
+
+class HasPuzzles(Protocol):
+    """A model with a table of puzzles, or a task with identifiers of puzzles; a task, once it is prepared."""
+
+    num_puzzles: int
+
+
+class HasLayers(Protocol):
+    """A model whose depth is a number of layers."""
+
+    num_layers: int
+
+
+class ChoosesDtype(Protocol):
+    """A dataclass with a field for the dtype of its computation."""
+
+    dtype: str
+
+
+class ChoosesRemat(Protocol):
+    """A dataclass with a field for what its backward pass computes again."""
+
+    remat: str
+
+
+class ChoosesAttention(Protocol):
+    """A dataclass with a field for its implementation of attention; "auto": by the accelerator."""
+
+    attention: str
+
+
+# Optional abilities of tasks.
+
+
+class DescribesEvaluation(Protocol):
+    """A task that says what its scores are of."""
+
+    def evaluated_on(self, most: int | None) -> str:
+        """What an evaluation of at most so many rows scores; None: of all."""
+
+
+class SizesEvaluation(Protocol):
+    """A task whose evaluation ends."""
+
+    def evaluating(self, rows: int | None) -> Task:
+        """This task with evaluations of so many held-out rows, always the same ones; None: of all, once."""
+
+
+class Judges(Protocol):
+    """A task that may score the answers of an evaluation."""
+
+    def judge(self) -> Any:
+        """A `tasks.puzzles.arc_voting.Judge`, or None. Once prepared."""
+
+
+class Rehearses(Protocol):
+    """A task with a small stand-in for --smoke."""
+
+    def rehearsal(self) -> Task:
+        """A task of the same shapes that needs no files."""
+
+
+class NamesFiles(Protocol):
+    """A task that reads files."""
+
+    def named_files(self) -> Sequence[str]:
+        """Patterns, files and folders as the user named them."""
+
+
+Ability = TypeVar("Ability")
+
+
+def can(value: object, ability: type[Ability]) -> TypeGuard[Ability]:
+    """Whether a model, a task or a vocabulary has an optional ability, a Protocol such as `Evaluates`."""
+    return not missing(value, ability)
+
+
 def missing(value: Any, protocol: type) -> list[str]:
     """What `value` lacks of a protocol of this module: attributes, and methods as `init(rng, batch)`.
 
     A method that does not take a keyword of the protocol's counts as missing.
     """
-    attributes = [name for name in protocol.__annotations__ if not hasattr(value, name)]
-    methods = {n: m for n, m in vars(protocol).items() if inspect.isfunction(m) and not n.startswith("_")}
+    bases = [base for base in reversed(protocol.__mro__) if getattr(base, "_is_protocol", False)]
+    attributes = [name for base in bases for name in inspect.get_annotations(base) if not hasattr(value, name)]
+    members = [member for base in bases for member in vars(base).items()]
+    methods = {name: m for name, m in members if inspect.isfunction(m) and not name.startswith("_")}
     lacking = [name for name, method in methods.items() if not _takes_keywords(getattr(value, name, None), method)]
     return [*attributes, *(f"{name}({_parameters(methods[name])})" for name in lacking)]
 

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from core import optimizers, slices
-from core.types import IGNORED, Model
+from core.types import IGNORED, ChoosesDtype, Model, can
 from core.watch import phase
 from launch import smoke
 from launch.experiment import Experiment
@@ -303,7 +303,7 @@ def _load(path: Path, *, like: Trajectory) -> Trajectory:
 
 
 def _has_dtype(model: Any) -> bool:
-    return dataclasses.is_dataclass(model) and hasattr(model, "dtype")
+    return dataclasses.is_dataclass(model) and can(model, ChoosesDtype)
 
 
 def _computing_in(model: Any, dtype: str) -> Any:

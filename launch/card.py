@@ -12,6 +12,7 @@ from rich.table import Table
 from core import slices, units
 from core.checkpoints import save_costs
 from core.train_state import TrainState
+from core.types import DescribesEvaluation, Generates, can
 from launch import progress, sampling, terminal
 from launch.experiment import Experiment, padding
 from launch.pods.joining import Host
@@ -97,7 +98,7 @@ def show_end(
         print(f"\n{_validated(experiment, validation)}")
     if written:
         print(f"\nThe model continues {experiment.prompt!r}:\n\n{terminal.printable(written)}\n")
-    elif experiment.prompt and not hasattr(experiment.model, "logits"):
+    elif experiment.prompt and not can(experiment.model, Generates):
         name = type(experiment.model).__name__
         print(f"\nPROMPT = {experiment.prompt!r} is not continued: {name} has no method logits(params, batch)\n")
     print(f"run         {run_dir}\ntensorboard launch/run tensorboard {run_dir}", flush=True)
@@ -105,7 +106,7 @@ def show_end(
 
 def evaluated_on(experiment: Experiment) -> str:
     """What the scores of its evaluations are of, its data being there; empty for a task that does not say."""
-    if not experiment.eval_batches or not hasattr(experiment.task, "evaluated_on"):
+    if not experiment.eval_batches or not can(experiment.task, DescribesEvaluation):
         return ""
     return experiment.task.evaluated_on(experiment.eval_batches * experiment.batch_size)
 
@@ -124,7 +125,7 @@ def _validated(experiment: Experiment, validation: Mapping[str, float]) -> str:
 
 def _sample(experiment: Experiment, program: Program, state: TrainState) -> str:
     """What the model writes after the prompt, which begins as a row of training does; empty where it cannot."""
-    if not experiment.prompt or not hasattr(experiment.model, "logits"):
+    if not experiment.prompt or not can(experiment.model, Generates):
         return ""
     vocabulary = experiment.task.vocabulary
     prompt = [vocabulary.bos_id, *vocabulary.encode(experiment.prompt)]

@@ -16,7 +16,7 @@ import jax
 from core import logical, slices, units
 from core.optimizers import Optimizer
 from core.training import non_finite
-from core.types import Model, Task, missing
+from core.types import CountsFlops, HasPuzzles, HasVocabulary, Model, PadsVocabulary, Task, can, missing
 from core.watch.judging import ON_TPU, USUAL_LIMITS, Limits
 from launch import environment
 from parallel import compiler_options
@@ -166,7 +166,7 @@ class Experiment:
     @property
     def flops_per_step(self) -> float | None:
         """FLOPs of a training step, recomputation not counted; None for a model without `flops_per_token`."""
-        if not hasattr(self.model, "flops_per_token"):
+        if not can(self.model, CountsFlops):
             return None
         return self.model.flops_per_token(self.task.length) * self.tokens_per_step
 
@@ -180,11 +180,11 @@ class Experiment:
         if problems:
             return problems
         vocabulary = self.task.vocabulary
-        if hasattr(self.model, "vocab_size") and vocabulary is not None:
+        if can(self.model, HasVocabulary) and vocabulary is not None:
             problems += _refusal(
                 "VOCAB_SIZE", lambda: vocabularies.check_fits(vocabulary, vocab_size=self.model.vocab_size)
             )
-        if prepared and hasattr(self.model, "num_puzzles") and hasattr(self.task, "num_puzzles"):
+        if prepared and can(self.model, HasPuzzles) and can(self.task, HasPuzzles):
             needed = self.task.num_puzzles
             if self.model.num_puzzles < needed:
                 problems.append(
@@ -238,8 +238,9 @@ class Experiment:
 
 def padding(model: Model) -> str:
     """`; vocabulary 50,257 stored as 50,304` of a model that rounds it up, so that it divides; else nothing."""
-    size, stored = getattr(model, "vocab_size", None), getattr(model, "stored_vocab_size", None)
-    return f"; vocabulary {size:,} stored as {stored:,}" if stored not in (None, size) else ""
+    if not can(model, PadsVocabulary) or model.stored_vocab_size == model.vocab_size:
+        return ""
+    return f"; vocabulary {model.vocab_size:,} stored as {model.stored_vocab_size:,}"
 
 
 def _told(part: object) -> str:

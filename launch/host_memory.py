@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from core.slices import GIB
 from core.training import prefetch
+from core.types import SizesEvaluation, can
 from launch.experiment import Experiment
 from launch.pods import hosts
 from parallel import placement, report
@@ -27,7 +28,7 @@ def per_host(experiment: Experiment, program: Program) -> dict[str, int]:
     """Bytes that the host with the most rows must hold at once, by what they are."""
     rows = _host_rows(program)
     row_bytes = _row_bytes(program)
-    held_out_rows_end = hasattr(experiment.task, "evaluating")  # then EVAL_BATCHES may be far more than there are
+    held_out_rows_end = can(experiment.task, SizesEvaluation)  # then EVAL_BATCHES may be far more than there are
     return {
         "batches": _ASSEMBLED * rows * row_bytes,
         "row numbers": rows * _ROW_NUMBER_BYTES,

@@ -12,9 +12,11 @@ from typing import Literal, NamedTuple
 from core import paths
 from core.slices import Slice
 from core.training import run_lock
+from core.types import HasVocabulary, NamesFiles, can
 from launch import environment
 from launch.experiment import Experiment
 from launch.pods import shipping
+from tasks.ids import ReadsFile
 
 # Where the hosts will be: here or who knows; processes here; reached from this workstation, which for a dry run asks
 # nothing over the network.
@@ -35,8 +37,8 @@ class Finding(NamedTuple):
 def data(experiment: Experiment, *, smoked: bool, hosts: Hosts) -> list[Finding]:
     """What shows of the task's files without reading documents."""
     task = experiment.task
-    named = tuple(getattr(task, "named_files", tuple)())
-    vocabulary = getattr(task.vocabulary, "path", "")
+    named = tuple(task.named_files()) if can(task, NamesFiles) else ()
+    vocabulary = task.vocabulary.path if can(task.vocabulary, ReadsFile) else ""
     unseen = [name for name in named if _is_unseen(name, hosts, is_vocabulary=name == vocabulary)]
     with contextlib.chdir(environment.WORKSPACE) if hosts in _AWAY else contextlib.nullcontext():  # where hosts start
         problems = _without(unseen, task.problems())
@@ -64,7 +66,8 @@ def data(experiment: Experiment, *, smoked: bool, hosts: Hosts) -> list[Finding]
 
 def _unused_ids(experiment: Experiment) -> list[Finding]:
     """A note where a model has many more rows than its data has ids; rounding up by some is customary."""
-    vocabulary, rows = experiment.task.vocabulary, getattr(experiment.model, "vocab_size", 0)
+    vocabulary, model = experiment.task.vocabulary, experiment.model
+    rows = model.vocab_size if can(model, HasVocabulary) else 0
     if vocabulary is None or rows <= vocabulary.size + _CUSTOMARY_SPARE_IDS:
         return []
     said = (

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from core import distributed, logical, slices, units
 from core.checkpoints.store import Checkpoints
 from core.training import trainer
-from core.types import Task
+from core.types import HasVocabulary, Rehearses, Shrinks, Task, can
 from launch import training
 from launch.experiment import Experiment
 from launch.training import Run
@@ -38,7 +38,7 @@ def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = (), partly:
       ValueError: the model cannot shrink (it has no `shrink(multiples)`), the task cannot, or the mesh does not fit the
         slice.
     """
-    shrinks = hasattr(experiment.model, "shrink")
+    shrinks = can(experiment.model, Shrinks)
     if not (shrinks or partly):
         raise ValueError(
             f"--smoke: {type(experiment.model).__name__} has no method shrink(multiples) -> Model; add one that "
@@ -125,9 +125,9 @@ def _shards(experiment: Experiment, name: str) -> int:
 
 def _small_task(experiment: Experiment, *, streams: int, length: int, partly: bool) -> Task:
     """The task with short rows, or as small as it says it can be; random tokens where the data was never named."""
-    if hasattr(experiment.task, "rehearsal"):
+    if can(experiment.task, Rehearses):
         return experiment.task.rehearsal()
-    has_size = hasattr(experiment.model, "vocab_size")
+    has_size = can(experiment.model, HasVocabulary)
     if experiment.task.problems() and has_size:
         return synthetic.random_tokens(vocab_size=experiment.model.vocab_size, length=length, num_streams=streams)
     fields = {f.name for f in dataclasses.fields(experiment.task)} if dataclasses.is_dataclass(experiment.task) else ()

@@ -15,6 +15,7 @@ import jax
 
 from core import listing, logical, units
 from core.logical import Rules
+from core.types import ChoosesDtype, can
 from parallel import report
 from parallel.partitioner import Program
 from parallel.traffic import Collective
@@ -194,7 +195,8 @@ def _place(c: Collective, accum_steps: int) -> str:
 
 def _float32_gathers(facts: Facts) -> Iterator[Finding]:
     weights = report.Weights(facts.program)
-    dtype = getattr(facts.program.model, "dtype", None)
+    model = facts.program.model
+    dtype = model.dtype if can(model, ChoosesDtype) else None
     tables = facts.program.partitioner.strategy
     updated = _stored_over(tables.stored_optimizer_rules) - _stored_over(tables.param_rules)
     for c in facts.collectives:

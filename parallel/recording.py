@@ -25,6 +25,7 @@ from jax.extend.core import Var
 
 from core import parameters, stack
 from core.train_state import TrainState
+from core.types import Generates, can
 from parallel import agreement
 from parallel.agreement import Batch
 from parallel.partitioner import Program
@@ -116,7 +117,7 @@ def residuals(program: Program, params: Any, state: TrainState, batch: Any) -> t
 
     with stack.use_runner(runner):
         model.loss(params, state.carry, rng, batch, is_training=True)
-    return list(seen), model.logits(params, batch) if hasattr(model, "logits") else None
+    return list(seen), model.logits(params, batch) if can(model, Generates) else None
 
 
 class _Order:

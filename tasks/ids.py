@@ -46,6 +46,19 @@ class Vocabulary(Protocol):
         """The same vocabulary as a seqio object. Imports TensorFlow."""
 
 
+class HasSeqio(Protocol):
+    """A vocabulary that seqio can use."""
+
+    def seqio(self) -> Any:
+        """The same vocabulary as a seqio object. Imports TensorFlow."""
+
+
+class ReadsFile(Protocol):
+    """A vocabulary that is read from a file."""
+
+    path: str | None
+
+
 def before_end(ids: Iterable[int], vocabulary: Vocabulary) -> list[int]:
     """The ids before the first end of document."""
     ids = [int(i) for i in ids]

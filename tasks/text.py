@@ -16,13 +16,13 @@ from typing import Any
 import jax
 
 from core import units
-from core.types import Batches, DataLayout
+from core.types import Batches, DataLayout, can
 from tasks import streams, vocabularies
 from tasks.catalogue import Tfds
 from tasks.checks import check_integer, check_text
 from tasks.corpus import Corpus, StreamSpec
 from tasks.huggingface import HuggingFace
-from tasks.ids import Vocabulary
+from tasks.ids import HasSeqio, ReadsFile, Vocabulary
 from tasks.mixture import Mixture
 from tasks.text_files import TextFiles, python_library
 
@@ -78,7 +78,7 @@ class TextTask:
 
     def named_files(self) -> tuple[str, ...]:
         """Patterns, files and folders as the user named them, so that a check can say which it could not look at."""
-        model = getattr(self.vocabulary, "path", "")
+        model = _file(self.vocabulary)
         return (*self.corpus.named_files(), *((model,) if model else ()))
 
     def describe(self) -> str:
@@ -237,8 +237,12 @@ def _check_mixes(task: TextTask, first: TextTask) -> None:
         if ours != theirs:
             raise ValueError(f"text.mixture: {name} is {ours} in one task and {theirs} in the first; expected equal")
     same_class = type(task.vocabulary) is type(first.vocabulary)
-    if not same_class or getattr(task.vocabulary, "path", None) != getattr(first.vocabulary, "path", None):
+    if not same_class or _file(task.vocabulary) != _file(first.vocabulary):
         raise ValueError("text.mixture: its tasks have different vocabularies; give all the same one")
+
+
+def _file(vocabulary: Vocabulary) -> str | None:
+    return vocabulary.path if can(vocabulary, ReadsFile) else None
 
 
 def _patterns(value: Any, name: str) -> tuple[str, ...]:
@@ -253,7 +257,7 @@ def _task(name: str, corpus: Corpus, common: tuple[int, int, Vocabulary | None])
     check_integer(length, where=f"text.{name}.length", least=2)
     check_integer(num_streams, where=f"text.{name}.num_streams", least=1)
     vocabulary = vocabularies.bytes() if vocabulary is None else vocabulary
-    if not hasattr(vocabulary, "seqio"):
+    if not can(vocabulary, HasSeqio):
         raise ValueError(
             f"text.{name}.vocabulary is {vocabulary!r}, expected one of vocabularies, e.g. @vocabularies.bytes()"
         )

@@ -119,6 +119,22 @@ def wrong_imports(path, found):
                 yield f"{where}:{line}: import {library} inside the function that needs it; it costs seconds"
 
 
+def abilities_asked_in_passing(text):
+    """Every `hasattr` or `getattr` of a model, a task or a vocabulary by a literal name."""
+    return re.findall(r"""\b(?:has|get)attr\((?:[\w\[\]]+\.)*_?(?:model|task|vocabulary)\w*, ["'][^)]*\)""", text)
+
+
+def test_optional_abilities_are_named():
+    """They are Protocols of `core/types.py`, asked for with `can`."""
+    assert abilities_asked_in_passing(
+        "hasattr(run.model, 'loss') getattr(self._task, 'a', None) getattr(model, name)"
+    ) == [
+        "hasattr(run.model, 'loss')",
+        "getattr(self._task, 'a', None)",
+    ]
+    assert not {name(p): found for p in PRODUCT if (found := abilities_asked_in_passing(p.read_text()))}
+
+
 @pytest.mark.covers("E06")
 def test_layers_and_homes_of_libraries():
     assert not [problem for path in PRODUCT for problem in wrong_imports(path, imports(path))]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from core import listing, slices
 from core.checkpoints import fit
 from core.slices import GIB
+from core.types import NamesFiles, can
 from launch import environment, preflight, reach
 from launch.doctor import regions
 from launch.doctor.rows import Row, of_findings
@@ -24,7 +25,7 @@ def look(path: str, *, bindings: Sequence[str], slice_name: str, run_dir: str, h
     if checked.program is not None:
         rows.append(checkpoint(checked.program, run_dir))
     task = checked.experiment.task if checked.experiment else None
-    named = [run_dir, *(task.named_files() if hasattr(task, "named_files") else ())]
+    named = [run_dir, *(task.named_files() if can(task, NamesFiles) else ())]
     return [*rows, *region(named, zone=environment.read("TPU_ZONE") or pod_hosts.zone())]
 
 

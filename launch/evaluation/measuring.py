@@ -16,7 +16,7 @@ import numpy as np
 from core.checkpoints.store import Checkpoints
 from core.train_state import TrainState
 from core.training import trainer
-from core.types import WeightedSum
+from core.types import Evaluates, WeightedSum, can
 from core.watch import phase
 from launch.evaluation.portion import Portion
 from launch.training import Run
@@ -57,7 +57,7 @@ def require_answers(program: Program) -> None:
         lacks = f"the extras of its `evaluate` lack {', '.join(missing)}"
         raise ValueError(
             f"the data is ARC's, which is scored by the votes of a model's answers, but {model} gives none: "
-            f"{lacks if hasattr(program.model, 'evaluate') else 'it has no `evaluate`'}. "
+            f"{lacks if can(program.model, Evaluates) else 'it has no `evaluate`'}. "
             f"Expected {', '.join(arc_voting.ANSWERED)} by row in the extras of its `evaluate`, as models/trm has them"
         )
 

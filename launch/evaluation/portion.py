@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from core.types import DataLayout, Task
+from core.types import DataLayout, DescribesEvaluation, SizesEvaluation, Task, can
 from launch.experiment import Experiment
 
 
@@ -37,7 +37,7 @@ class Portion(NamedTuple):
         """What the score is of. Once the task is prepared."""
         task: Task = self.experiment.task
         most = None if self.batches is None else self.batches * self.experiment.batch_size
-        if hasattr(task, "evaluated_on"):
+        if can(task, DescribesEvaluation):
             return task.evaluated_on(most)
         return "all held-out rows" if most is None else f"the first {most:,} rows of the validation data"
 
@@ -53,7 +53,7 @@ def portion(experiment: Experiment, *, rows: int | Literal["all"] | None) -> Por
     Raises:
       ValueError: all rows of data without an end; data of which the run evaluated none, and no number.
     """
-    task, ends = experiment.task, hasattr(experiment.task, "evaluating")
+    task, ends = experiment.task, can(experiment.task, SizesEvaluation)
     if rows is None:
         if not experiment.eval_batches:
             either = "--rows N or --rows all" if ends else "--rows N"

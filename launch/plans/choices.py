@@ -10,9 +10,11 @@ from __future__ import annotations
 import dataclasses
 import re
 
+from core.types import ChoosesRemat, can
 from launch.config import LoadedConfig
 from launch.experiment import Experiment
 from launch.plans import records
+from parallel.planning import candidates
 from parallel.planning.candidates import Candidate, Layout
 
 _IMPORT = re.compile(r"(?:from \S+ )?import (?P<name>\w+)(?: as (?P<alias>\w+))?")
@@ -36,13 +38,13 @@ class Writer:
         while value.startswith("%"):
             value = values.get(value[1:], "")
         called = re.fullmatch(r"@([\w.]+)\(\)", value)
-        self.remat_home = called[1] if called and hasattr(experiment.model, "remat") else None
+        self.remat_home = called[1] if called and can(experiment.model, ChoosesRemat) else None
         self._model_import = next((line for line in lines if self.remat_home and _imports(line, self.remat_home)), "")
 
     def bindings(self, candidate: Candidate) -> list[str]:
         """Statements that make the candidate of the experiment; none where it is the experiment."""
         said = _layout(candidate.layout) if candidate.layout else []
-        if candidate.remat not in (None, getattr(self._experiment.model, "remat", None)):
+        if candidate.remat not in (None, candidates.remat_of(self._experiment.model)):
             said += [self._model_import, f"{self.remat_home}.remat = {candidate.remat!r}"]
         if candidate.accum_steps != self._experiment.accum_steps:
             said += self._field("accum_steps", candidate.accum_steps)
@@ -75,7 +77,7 @@ def total_steps(experiment: Experiment, batch_size: int) -> int:
 def apply(experiment: Experiment, candidate: Candidate) -> Experiment:
     """The experiment that the bindings of a candidate make."""
     model = experiment.model
-    if candidate.remat is not None and candidate.remat != getattr(model, "remat", None):
+    if candidate.remat is not None and candidate.remat != candidates.remat_of(model):
         model = dataclasses.replace(model, remat=candidate.remat)
     return dataclasses.replace(
         experiment,

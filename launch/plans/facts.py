@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from core import logical, optimizers, slices
 from core.train_state import TrainState
-from core.types import Model
+from core.types import ChoosesAttention, ChoosesDtype, Model, can
 from launch.experiment import Experiment
 from parallel import rules
 from parallel.partitioner import Program
@@ -49,17 +49,17 @@ def facts(experiment: Experiment, *, remats: Sequence[str | None] | None = None)
         remat: traced.work(_on_a_tpu(_with(model, remat), params, example), spec, params, axes)
         for remat in (candidates.remats(model) if remats is None else remats)
     }
-    itemsize = jnp.dtype(getattr(model, "dtype", jnp.float32)).itemsize
+    itemsize = jnp.dtype(model.dtype if can(model, ChoosesDtype) else jnp.float32).itemsize
     return Facts(slices.get(experiment.slice), shapes, named, spec, works, itemsize)
 
 
 def _with(model: Any, remat: str | None) -> Any:
-    return model if remat in (None, getattr(model, "remat", None)) else dataclasses.replace(model, remat=remat)
+    return model if remat in (None, candidates.remat_of(model)) else dataclasses.replace(model, remat=remat)
 
 
 def _on_a_tpu(model: Model, params: Any, example: Any) -> Model:
     """The model with the attention that a TPU would take where it chooses by itself: the trace has both ways in it."""
-    if getattr(model, "attention", None) != "auto":
+    if not can(model, ChoosesAttention) or model.attention != "auto":
         return model
     kernel = dataclasses.replace(model, attention="splash")
     try:

@@ -14,10 +14,12 @@ import jax
 
 from core import logical, metrics, parameters
 from core.optimizers import CONSTANTS
-from core.types import Model
+from core.types import CountsRunFlops, HasLayers, Model, can
 from launch.experiment import Experiment
 from launch.suites import measured
 from launch.suites.plan import Entry
+from models import trm
+from tasks.puzzles.task import PuzzleTask
 
 GOAL = 0.8  # accuracy whose first step is told
 TABLE = "puzzle_table"  # of a recursive model: a row for each puzzle, counted apart as in the paper
@@ -49,7 +51,7 @@ def rows(entries: Sequence[Entry], *, status: Mapping[str, str], run_dirs: Mappi
 def described(entry: Entry) -> Row:
     """What an experiment is, and what it costs, from its configuration alone."""
     run = entry.experiment
-    asked = getattr(run.task, "asked", (None, None))
+    asked = run.task.asked if isinstance(run.task, PuzzleTask) else (None, None)
     return {
         "group": entry.group,
         "experiment": entry.name,
@@ -116,21 +118,21 @@ _INPUTS = ("inputs", "targets", "labels", "segment_ids", "positions")
 
 def depth(model: Model) -> int | None:
     """Layers in a row in one step of a recursive model: outer cycles x (inner cycles + 1) x layers."""
-    if not hasattr(model, "h_cycles"):
-        return getattr(model, "num_layers", None)
+    if not isinstance(model, trm.TRM):
+        return model.num_layers if can(model, HasLayers) else None
     return model.h_cycles * (model.l_cycles + 1) * model.num_layers
 
 
 def flops(run: Experiment, steps: int, unit: float) -> float | None:
     """Of training up to a step, in `unit`, without recomputation and evaluation; None where the model does not say."""
-    if hasattr(run.model, "training_flops"):
+    if can(run.model, CountsRunFlops):
         return run.model.training_flops(run.task.length, rows=run.batch_size, steps=steps) / unit
     return run.flops_per_step * steps / unit if run.flops_per_step else None
 
 
 def evaluated(run: Experiment) -> str:
     """What a score will be of, as far as the configuration says; a run says it exactly."""
-    most, count = run.eval_batches * run.batch_size, getattr(run.task, "eval_puzzles", None)
+    most, count = run.eval_batches * run.batch_size, run.task.eval_puzzles if isinstance(run.task, PuzzleTask) else None
     if count is None:
         return f"at most {most:,} held-out rows"
     return f"at most {min(most, count):,} held-out puzzles, seed {run.task.eval_seed}"

@@ -19,7 +19,7 @@ from typing import Any
 
 from core import logical
 from core.slices import Slice
-from core.types import Model
+from core.types import ChoosesRemat, Model, can
 from parallel import strategies, strategy
 from parallel.pipeline import schedules
 from parallel.pipeline.schedules import Schedule
@@ -183,9 +183,14 @@ def _what_it_is(tables: Strategy, slice: Slice) -> Any:
     return tuple(shape.items()), tuple(map(split, every)), tuple(tables.dcn_shape.items()), tables.pipeline
 
 
+def remat_of(model: Model) -> str | None:
+    """What the model's backward pass computes again, by its own name; None where it offers no choice."""
+    return model.remat if can(model, ChoosesRemat) else None
+
+
 def remats(model: Model) -> list[str | None]:
     """What the model offers to compute again, by its own list; [None] where it offers no choice."""
-    if not (dataclasses.is_dataclass(model) and hasattr(model, "remat")):
+    if not (dataclasses.is_dataclass(model) and can(model, ChoosesRemat)):
         return [None]
     home = sys.modules[type(model).__module__]
     beside = [value for value in vars(home).values() if isinstance(value, ModuleType)]

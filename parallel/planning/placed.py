@@ -23,6 +23,7 @@ from core.train_state import TrainState
 from parallel import mesh, rules, strategy
 from parallel.partitioner import Program
 from parallel.pipeline import checks
+from parallel.planning import candidates
 from parallel.planning.links import Links
 from parallel.planning.traced import Work
 from parallel.strategy import Strategy
@@ -76,7 +77,7 @@ class Step(NamedTuple):
 def step_of(program: Program) -> Step:
     """Of a bound program."""
     rows = next(iter(program.spec.values())).shape[0]
-    return Step(getattr(program.model, "remat", None), rows, program.accum_steps)
+    return Step(candidates.remat_of(program.model), rows, program.accum_steps)
 
 
 class Placed:

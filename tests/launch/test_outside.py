@@ -172,7 +172,9 @@ def test_a_sample_begins_with_the_id_that_rows_begin_with(monkeypatch):
     monkeypatch.setattr(card.sampling, "continue_prompt", lambda *_, **__: asked.append(_[2]) or [5])
     vocabulary = types.SimpleNamespace(bos_id=7, encode=lambda text: [8, 9], decode=str)
     experiment = types.SimpleNamespace(
-        prompt="ab", model=types.SimpleNamespace(logits=None), task=types.SimpleNamespace(vocabulary=vocabulary)
+        prompt="ab",
+        model=types.SimpleNamespace(logits=lambda params, batch: None),
+        task=types.SimpleNamespace(vocabulary=vocabulary),
     )
     assert card._sample(experiment, None, None) == "[5]"
     assert asked == [[7, 8, 9]]

@@ -219,14 +219,14 @@ def _split(text: str) -> tuple[str, str]:
 
 
 def _model(name: str, agreement: Any) -> Any:
+    from core.types import HasVocabulary, Model, missing
+
     if name in agreement.MODELS:
         return agreement.MODELS[name]
     model = _made(name, flag="--model")
-    missing = [what for what in ("init", "init_carry", "loss", "vocab_size") if not hasattr(model, what)]
-    if missing:
+    if lacks := [*missing(model, Model), *missing(model, HasVocabulary)]:
         raise ValueError(
-            f"--model {name}: the {type(model).__name__} it returned has no {', '.join(missing)} "
-            "(README, Your own model)"
+            f"--model {name}: the {type(model).__name__} it returned has no {', '.join(lacks)} (README, Your own model)"
         )
     return model
 

@@ -221,17 +221,20 @@ def _record(args: argparse.Namespace) -> int:
 
 
 def _in_float32(experiment: Any) -> Any:
+    from core.types import ChoosesDtype, can
+
     model = experiment.model
-    if not (dataclasses.is_dataclass(model) and hasattr(model, "dtype")):
+    if not (dataclasses.is_dataclass(model) and can(model, ChoosesDtype)):
         return experiment
     return dataclasses.replace(experiment, model=dataclasses.replace(model, dtype="float32"))
 
 
 def _compare(args: argparse.Namespace, experiments: list[Any], folder: Path) -> int:
+    from core.types import ChoosesDtype, can
     from launch import bisect
 
     ours, theirs = (dict(np.load(folder / f"{side}.npz")) for side in "AB")
-    dtypes = [str(getattr(e.model, "dtype", "float32")) for e in experiments]
+    dtypes = [str(e.model.dtype) if can(e.model, ChoosesDtype) else "float32" for e in experiments]
     tolerance = bisect.BFLOAT16 if args.own_dtype and "bfloat16" in dtypes else bisect.TOLERANCE
     if args.tolerance is not None:
         tolerance = dict.fromkeys(tolerance, (args.tolerance, args.tolerance))

@@ -105,8 +105,10 @@ def _check_submission(file: str, asked: Portion) -> None:
 
 
 def _judge(asked: Portion) -> Judge | None:
+    from core.types import Judges, can
+
     task = asked.experiment.task
-    return task.judge() if hasattr(task, "judge") else None
+    return task.judge() if can(task, Judges) else None
 
 
 def _simulate(args: argparse.Namespace, asked: Portion, *, run_dir: str) -> int:

@@ -1,0 +1,35 @@
+"""What a model, a task or a vocabulary lacks of an interface, and which optional abilities it has."""
+
+import types
+
+import pytest
+
+from core.types import CountsRunFlops, Evaluates, HasPuzzles, HasVocabulary, Model, PadsVocabulary, can, missing
+
+
+class Whole:
+    vocab_size = 3
+    stored_vocab_size = 4
+
+    def evaluate(self, params, rng, batch): ...
+
+    def training_flops(self, length, *, rows, steps): ...
+
+
+@pytest.mark.parametrize("ability", [Evaluates, CountsRunFlops, HasVocabulary, PadsVocabulary])
+def test_abilities_are_found(ability):
+    assert can(Whole(), ability)
+    assert not can(object(), ability)
+
+
+def test_an_ability_needs_all_of_its_members():
+    assert not can(types.SimpleNamespace(stored_vocab_size=4), PadsVocabulary)  # vocab_size is inherited
+    assert not can(types.SimpleNamespace(evaluate=3), Evaluates)
+    assert not can(types.SimpleNamespace(training_flops=lambda length, rows: 0), CountsRunFlops)
+    assert not can(None, HasPuzzles)
+
+
+def test_what_is_missing_is_named():
+    assert missing(Whole(), PadsVocabulary) == []
+    assert missing(object(), PadsVocabulary) == ["vocab_size", "stored_vocab_size"]
+    assert "loss(params, carry, rng, batch, *, is_training)" in missing(Whole(), Model)
