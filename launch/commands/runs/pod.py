@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 def _of_a_run(args: argparse.Namespace) -> int:
     """What needs a run directory alone, wherever its hosts are."""
     from launch.pods import logs
-    from launch.profiles import asking
+    from launch.profile import request
 
     if args.experiment is None:
         raise ValueError("profile of which run? launch/pod.sh profile RUN --seconds 5 (its run directory)")
@@ -113,7 +113,7 @@ def _of_a_run(args: argparse.Namespace) -> int:
         return logs.show(args.experiment)
     if args.target == "tensorboard":
         return _become(["tensorboard", args.experiment])
-    return asking.ask(args.experiment, steps=args.steps, seconds=args.seconds)
+    return request.request(args.experiment, steps=args.steps, seconds=args.seconds)
 
 
 def _validate(args: argparse.Namespace, slice_: slices.Slice) -> int:

@@ -1,4 +1,4 @@
-"""`launch/run profile`: what a profile says, without TensorBoard."""
+"""`launch/run profile`: prints a summary of a profile without TensorBoard."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ EXAMPLE = "launch/run profile runs/gin/quickstart --session step_100"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds a run directory, which session, and how much to print."""
+    """Adds the run directory, the session and the number of operations."""
     parser.add_argument("run_dir", metavar="RUN", help="a run directory, local or gs://")
-    parser.add_argument("--session", metavar="NAME", help="such as step_100; default: that of the last step")
-    parser.add_argument("--top", metavar="N", type=int, default=12, help="operations to list (default: 12)")
+    parser.add_argument("--session", metavar="NAME", help="such as step_100 (default: the latest)")
+    parser.add_argument("--top", metavar="N", type=int, default=12, help="number of operations to list (default: 12)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads the files of all hosts and prints."""
-    from launch.profiles import page, reading
+    """Reads the profiles of all hosts and prints them."""
+    from core.training import profile_reader
+    from launch.profile import report
 
-    session, hosts = reading.read_session(args.run_dir, args.session)
-    page.show(session, hosts, top=args.top)
+    session, hosts = profile_reader.read_session(args.run_dir, args.session)
+    report.show(session, hosts, top=args.top)
     return 0

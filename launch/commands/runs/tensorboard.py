@@ -1,4 +1,4 @@
-"""`launch/run tensorboard`: TensorBoard with the profile plugin over a run, on this machine only."""
+"""`launch/run tensorboard`: TensorBoard with the profile plugin, reachable from this machine only."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ EXAMPLE = "launch/run tensorboard runs/gin/quickstart"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds a run directory and a port."""
-    parser.add_argument("run_dir", metavar="RUN", help="a run directory, or a folder of them")
-    parser.add_argument("--port", type=int, default=6006)
+    """Adds the run directory and the port."""
+    parser.add_argument("run_dir", metavar="RUN", help="a run directory, or a folder that contains several")
+    parser.add_argument("--port", type=int, default=6006, help="on 127.0.0.1 (default: 6006)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs TensorBoard until it is told to stop; what it says goes to the terminal without TensorFlow's noise."""
+    """Runs TensorBoard until it is stopped; its messages are printed without the known noise of TensorFlow."""
     command = ["--logdir", args.run_dir, "--host", "127.0.0.1", "--port", str(args.port)]
-    print(f"TensorBoard on http://127.0.0.1:{args.port}/ (Ctrl-C ends it)", flush=True)
+    print(f"TensorBoard on http://127.0.0.1:{args.port}/ (Ctrl-C stops it)", flush=True)
     running = subprocess.Popen([sys.executable, "-m", "tensorboard.main", *command], stderr=subprocess.PIPE)
-    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C reaches both of us
+    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C reaches both processes
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: running.send_signal(number))
     for line in running.stderr:

@@ -1,11 +1,11 @@
-"""What the profile of one host says of its steps and operations, from its .xplane.pb.
+"""Reads the profile of each host (.xplane.pb): step times, waiting for data, and time by operation.
 
-A trace is planes of lines of events. On a TPU every chip has a plane, /device:TPU:0, whose line "Steps" has an event
-for each step and "XLA Ops" one for each operation. CPU devices have no plane: their operations stand among the threads
-of /host:CPU, recognised by the name of the operation that they carry, and their steps are those that the training loop
-annotated. The one idea: both become the same rows, and each says which it was made from.
+A trace consists of planes, which hold lines of events. On a TPU every chip has a plane, /device:TPU:0, whose line
+"Steps" has one event for each step and "XLA Ops" one for each operation. CPU devices have no plane of their own: their
+operations are events of the threads in /host:CPU that carry an `hlo_op`, and their steps are the training loop's own
+annotations. Both are returned in the same form.
 
-The names of a TPU's planes and lines are those that the profiler documents; no TPU was at hand to try them on.
+The names of TPU planes and lines come from the profiler's documentation; this was not tried on a TPU.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ PROFILES = ("tensorboard", "plugins", "profile")
 SUFFIX = ".xplane.pb"
 
 _CHIP = re.compile(r"^/device:TPU:\d+$")
-_CONTAINERS = ("while", "conditional", "call")  # their bodies' operations are events of their own
+_CONTAINERS = ("while", "conditional", "call")  # the operations inside them have their own events
 _COLLECTIVES = re.compile(r"^(all-|reduce-scatter|ragged-all-|collective-|async-collective|(send|recv)\b)")
 _NAME = re.compile(r"%?([\w-]+)")
 
 
 class Operation(NamedTuple):
-    """All executions of operations of one name, on all chips of a host."""
+    """All executions of the operations with one name, on all chips of a host."""
 
     name: str
     seconds: float
@@ -39,17 +39,17 @@ class Operation(NamedTuple):
 
 
 class HostProfile(NamedTuple):
-    """What one file says.
+    """The profile of one host.
 
     Attributes:
-      name: of the file, as `hostname-p2`.
-      process: 2.
-      chips: how many have a plane, or for CPU devices how many ran operations.
-      from_chips: whether steps and operations were read from planes of chips.
-      starts: when each step began, in seconds since 1970 by this host's clock, by its number.
-      input_wait_seconds, hooks_seconds: per step, by the training loop's annotations.
-      operations: by the time they took, most first.
-      seconds: from the start of the first step to that of the last; of a single step, to its end.
+      name: of the file, such as `hostname-p2`.
+      process: index of the process, 2 in this example.
+      chips: number of chips with a plane, or of CPU devices that ran operations.
+      from_chips: whether steps and operations come from planes of chips.
+      starts: when each step began, by step number, in seconds since 1970 by this host's clock.
+      input_wait_seconds, hooks_seconds: per step, from the training loop's annotations.
+      operations: in descending order of time.
+      seconds: from the start of the first step to the start of the last; for a single step, to its end.
     """
 
     name: str
@@ -64,39 +64,39 @@ class HostProfile(NamedTuple):
 
     @property
     def step_seconds(self) -> float | None:
-        """The mean from one start to the next, or of a single step its own; None of a trace without steps."""
+        """Mean time from one step's start to the next, or the duration of a single step; None without steps."""
         return self.seconds / max(len(self.starts) - 1, 1) if self.starts else None
 
     @property
     def collectives_share(self) -> float | None:
-        """Of the time of all operations, that of collectives, waiting for other chips included."""
+        """Share of the operations' time that collectives take, including waiting for other chips."""
         whole = sum(operation.seconds for operation in self.operations)
         return sum(o.seconds for o in self.operations if o.is_collective) / whole if whole else None
 
 
 def sessions(run_dir: str) -> list[str]:
-    """The profiles there are, oldest step first.
+    """Returns the names of the profiles of a run, in order of their steps.
 
     Raises:
-      ValueError: none, with how to make one.
+      ValueError: there are none.
     """
     folder = paths.resolve(run_dir).joinpath(*PROFILES)
     names = [session.name for session in folder.iterdir() if session.is_dir()] if folder.exists() else []
     if not names:
         raise ValueError(
-            f"{paths.resolve(run_dir)} has no profile: launch/pod.sh profile {run_dir} --seconds 5 makes one while the "
-            "run is going, PROFILE_STEPS = (100,) one at step 100"
+            f"{paths.resolve(run_dir)} has no profile: while the run is training, launch/pod.sh profile {run_dir} "
+            "--seconds 5 makes one; PROFILE_STEPS = (100,) makes one at step 100"
         )
     return sorted(names, key=lambda name: (_number(name), name))
 
 
 def _number(session: str) -> int:
-    """Of `step_100` 100, its first step; -1 of a name without a number."""
+    """First step of a session named `step_100`; -1 for a name without a number."""
     return int(found[0]) if (found := re.findall(r"\d+", session)) else -1
 
 
 def read_session(run_dir: str, session: str | None = None) -> tuple[str, list[HostProfile]]:
-    """The name of a session, the last unless given, and its hosts in their order.
+    """Returns the name of a session, the latest by default, and the profiles of its hosts, ordered by process.
 
     Raises:
       ValueError: there is no such session, or it is empty.
@@ -104,19 +104,19 @@ def read_session(run_dir: str, session: str | None = None) -> tuple[str, list[Ho
     names = sessions(run_dir)
     chosen = session or names[-1]
     if chosen not in names:
-        raise ValueError(f"there is no profile {chosen!r}; there are {', '.join(names)}")
+        raise ValueError(f"there is no profile {chosen!r}; existing profiles: {', '.join(names)}")
     folder = paths.resolve(run_dir).joinpath(*PROFILES, chosen)
     files = [file for file in folder.iterdir() if file.name.endswith(SUFFIX)]
     if not files:
-        raise ValueError(f"{folder} has no file of a host (*{SUFFIX})")
+        raise ValueError(f"{folder} contains no host's profile (*{SUFFIX})")
     hosts = [read(file.read_bytes(), name=file.name.removesuffix(SUFFIX), first_step=_number(chosen)) for file in files]
     return chosen, sorted(hosts, key=lambda host: (host.process, host.name))
 
 
 def read(serialized: bytes, *, name: str, first_step: int = -1) -> HostProfile:
-    """What the file of one host says; `name` is the file's, `hostname-p2`.
+    """Parses the file of one host; `name` is the file's name without suffix, such as `hostname-p2`.
 
-    Of steps before `first_step` a chip may still have run the end when the trace began: they are left out.
+    Steps before `first_step` are left out: when the trace began, a chip may have been in the middle of one.
     """
     planes = list(jax.profiler.ProfileData.from_serialized_xspace(serialized).planes)
     chips = [plane for plane in planes if _CHIP.match(plane.name)]
@@ -150,14 +150,42 @@ def read(serialized: bytes, *, name: str, first_step: int = -1) -> HostProfile:
     )
 
 
+def skew_seconds(hosts: Sequence[HostProfile]) -> tuple[float, HostProfile] | None:
+    """Returns the mean time from the first to the last host's start of a step, and the host that is latest overall.
+
+    None if fewer than two hosts have a step in common. Each host's start is taken from its own clock.
+    """
+    common = set.intersection(*(set(host.starts) for host in hosts)) if len(hosts) > 1 else set()
+    if not common:
+        return None
+    late = {host.name: 0.0 for host in hosts}
+    spread = 0.0
+    for step in common:
+        first = min(host.starts[step] for host in hosts)
+        spread += max(host.starts[step] for host in hosts) - first
+        for host in hosts:
+            late[host.name] += host.starts[step] - first
+    return spread / len(common), max(hosts, key=lambda host: late[host.name])
+
+
+def merged_operations(hosts: Sequence[HostProfile]) -> list[Operation]:
+    """Returns the operations of all hosts together, in descending order of time."""
+    by_name: dict[str, Operation] = {}
+    for host in hosts:
+        for row in host.operations:
+            seen = by_name.get(row.name, Operation(row.name, 0.0, 0, row.is_collective))
+            by_name[row.name] = seen._replace(seconds=seen.seconds + row.seconds, count=seen.count + row.count)
+    return sorted(by_name.values(), key=lambda row: -row.seconds)
+
+
 def _began(planes: Sequence[Any]) -> float:
-    """When the trace began, in seconds since 1970; 0 where it does not say."""
+    """When the trace began, in seconds since 1970; 0 if not recorded."""
     stats = {key: value for plane in planes if plane.name == "Task Environment" for key, value in plane.stats}
     return stats.get("profile_start_time", 0) / 1e9
 
 
 def _annotated(hosts: Sequence[Any]) -> Mapping[str, list[Any]]:
-    """The training loop's own annotations, by their name."""
+    """Events annotated by the training loop, by name."""
     found: dict[str, list[Any]] = collections.defaultdict(list)
     for plane in hosts:
         for line in plane.lines:
@@ -168,14 +196,14 @@ def _annotated(hosts: Sequence[Any]) -> Mapping[str, list[Any]]:
 
 
 def _steps_of_chips(chips: Sequence[Any]) -> dict[int, tuple[float, float]]:
-    """When each step began and ended on the chip, where it says."""
+    """Start and end of each step on the chip, if recorded."""
     lines = [line for plane in chips for line in plane.lines if line.name == "Steps"]
     events = [event for line in lines for event in line.events if event.name.isdigit()]
     return {int(event.name): (event.start_ns, event.start_ns + event.duration_ns) for event in events}
 
 
 def _steps_of_the_loop(annotated: Mapping[str, list[Any]]) -> dict[int, tuple[float, float]]:
-    """When each step was dispatched by the training loop, and when the loop had last waited for one."""
+    """When the training loop dispatched each step, and when it last finished waiting for one."""
     ends = [event.start_ns + event.duration_ns for event in (*annotated[trainer.STEP], *annotated[trainer.WAITING])]
     return {int(dict(event.stats)["step_num"]): (event.start_ns, max(ends)) for event in annotated[trainer.STEP]}
 
@@ -199,7 +227,7 @@ def _run_by_cpu_devices(hosts: Sequence[Any]) -> Iterator[tuple[str, float, str]
 
 
 def _summed(run: Sequence[tuple[str, float, str]]) -> list[Operation]:
-    """Operations by their name without number: `%all-gather.7 = …` and `all-gather.8` are both all-gather."""
+    """Sums operations by name without number: `%all-gather.7 = …` and `all-gather.8` are both all-gather."""
     seconds: dict[str, float] = collections.defaultdict(float)
     counts: collections.Counter[str] = collections.Counter()
     for text, nanoseconds, _ in run:

@@ -9,9 +9,9 @@ import subprocess
 import jax
 import pytest
 
+from core.training import profile_reader
 from launch import environment
 from launch.pods import stamps
-from launch.profiles import reading
 
 TINY = [
     "TASK = @synthetic.random_tokens()",
@@ -75,7 +75,7 @@ def test_all_hosts_of_a_running_job_trace_the_same_steps(lived):
     assert "late" not in lived.asked
     folder = lived.run_dir / "tensorboard" / "plugins" / "profile"
     assert [session.name for session in folder.iterdir()] == [lived.session]
-    _, hosts = reading.read_session(str(lived.run_dir))
+    _, hosts = profile_reader.read_session(str(lived.run_dir))
     assert [host.process for host in hosts] == [0, 1]
     for host in hosts:
         assert set(range(lived.first, lived.last + 1)) == set(host.starts)
@@ -88,9 +88,9 @@ def test_a_profile_is_read_without_tensorboard(lived, launch):
     said = launch("profile", str(lived.run_dir))
     assert f"{lived.session}: steps {lived.first} to {lived.last} on 2 hosts" in said
     assert re.search(r"-p1 +4 .* s \(\d+%\)", said)
-    assert re.search(r"skew: the last host begins a step [\d.e-]+ ms behind the first, mostly .*-p[01]", said)
+    assert re.search(r"skew: the last host starts a step [\d.e-]+ ms after the first, mostly .*-p[01]", said)
     assert re.search(r"all-(gather|reduce) .* collective", said)
-    assert "The devices are of the CPU" in said
+    assert "This run used CPU devices" in said
 
 
 @pytest.mark.simulated(2)

@@ -1,0 +1,90 @@
+"""Requesting a profile from a run that is training: what is written, refused and withdrawn."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from launch import __main__ as cli
+from launch.environment import WORKSPACE as ROOT
+from launch.profile import request
+
+
+def test_a_request_that_no_run_accepts_is_withdrawn(tmp_path):
+    with pytest.raises(ValueError, match=r"is not a run directory: it has no config\.gin"):
+        request.request(str(tmp_path), steps=1)
+    (tmp_path / "config.gin").touch()
+    with pytest.raises(ValueError, match=r"no run accepted the request within 0.2 s: is the run of .* training now"):
+        request.request(str(tmp_path), seconds=5.0, taken_seconds=0.2)
+    assert [file.name for file in tmp_path.iterdir()] == ["config.gin"]
+    with pytest.raises(ValueError, match="either --seconds S or --steps N"):
+        request.request(str(tmp_path))
+
+
+@pytest.mark.parametrize("flag", ["--steps", "--seconds"])
+@pytest.mark.parametrize("length", ["0", "-1"])
+def test_a_length_of_zero_or_less_is_refused(tmp_path, capsys, flag, length):
+    (tmp_path / "config.gin").touch()
+    assert cli.main(["pod", "profile", str(tmp_path), flag, length]) == 2
+    assert f"error: profile: {flag} {length}" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["config.gin"]
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf")])
+def test_a_length_that_is_not_finite_is_refused(tmp_path, seconds):
+    with pytest.raises(ValueError, match=r"--seconds (nan|inf): expected a number above 0"):
+        request.request(str(tmp_path), seconds=seconds)
+
+
+def test_the_request_is_written_as_json(tmp_path, monkeypatch):
+    (tmp_path / "config.gin").touch()
+    seen = []
+
+    def nobody(folder, name, states, *, within_seconds):
+        seen.append(json.loads((tmp_path / "profile_request.json").read_text()))
+        assert seen[-1]["id"] == name
+
+    monkeypatch.setattr(request, "_answer", nobody)
+    for length in ({"steps": 3}, {"seconds": 2.5}):
+        with pytest.raises(ValueError, match="no run accepted"):
+            request.request(str(tmp_path), **length)
+    assert [{k: v for k, v in asked.items() if k != "id"} for asked in seen] == [{"steps": 3}, {"seconds": 2.5}]
+    assert seen[0]["id"] != seen[1]["id"]
+
+
+LOOP = """
+import time
+from core.training import profile_requests
+profile_requests._BUCKET_SECONDS = 0.5  # between looks, so that the test is quick
+requests = profile_requests.Requests("gs://bucket/run", last_step=100_000)
+for step in range(100_000):
+    time.sleep(0.02)
+    if window := requests.asked(step):
+        print("traced", window, flush=True)
+        requests.done(window)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.covers("O01")
+def test_a_run_in_a_bucket_is_reached_through_the_bucket(bucket, launch_command):
+    """The run's side, without training, and the command, as two processes that share only the bucket."""
+    bucket.write("gs://bucket/run/config.gin", b"")
+    command, environment = launch_command("pod", "profile", "gs://bucket/run", "--steps", "2")
+    environment |= bucket.environment | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.Popen([sys.executable, "-c", LOOP], env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        for _ in range(2):  # the second finds what the first left
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+            first, last = map(int, re.search(r"trace steps (\d+) to (\d+)", done.stdout).groups())
+            assert run.stdout.readline() == f"traced Window(first_step={first}, last_step={last})\n"
+            assert f"profile     gs://bucket/run/tensorboard/plugins/profile/step_{first}\n" in done.stdout
+            assert "/profile_request.json" not in bucket.list("gs://bucket/run")
+    finally:
+        run.kill()
+        run.wait()
