@@ -6,7 +6,7 @@ checked against signatures (types, checks). What stands is given to gin, which b
 """
 
 from launch.config.loader import DEFAULTS, ROOT, LoadedConfig, Settings, load, parse, problems
-from launch.config.statements import Binding, ConfigError, ConfigProblem, Macro, Reference
+from launch.config.statements import Binding, ConfigError, ConfigProblem, Macro, Reference, leaves, render
 
 __all__ = [
     "DEFAULTS",
@@ -18,7 +18,9 @@ __all__ = [
     "Macro",
     "Reference",
     "Settings",
+    "leaves",
     "load",
     "parse",
     "problems",
+    "render",
 ]

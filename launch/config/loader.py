@@ -47,9 +47,15 @@ class Settings:
     def text(self) -> str:
         """A gin text of all that counts: equal on two hosts exactly if both will build the same."""
         header = [f"from {DYNAMIC_REGISTRATION.replace('.', ' import ')}"]
-        imports = [_import_line(module, symbol) for symbol, module in self.imports.items()]
+        imports = [self.import_line(symbol) for symbol in self.imports]
         macros, parameters = ([str(b) for b in self.bindings if b.is_macro is kind] for kind in (True, False))
         return "\n".join([*header, *imports, "", *macros, "", *parameters]) + "\n"
+
+    def import_line(self, symbol: str) -> str:
+        """Returns the statement that makes a symbol usable."""
+        package, _, name = self.imports[symbol].rpartition(".")
+        alias = f" as {symbol}" if symbol != name else ""
+        return f"from {package} import {name}{alias}" if package else f"import {name}{alias}"
 
 
 @dataclass(frozen=True)
@@ -246,12 +252,6 @@ def _canonical(bindings: Iterable[Binding]) -> Settings:
     written = [dataclasses.replace(renamed(b), value=transform(b.value, renamed)) for b in bindings]
     ordered = sorted(written, key=lambda b: (not b.is_macro, str(b)))
     return Settings({symbol: module for module, symbol in symbols.items()}, tuple(ordered))
-
-
-def _import_line(module: str, symbol: str) -> str:
-    package, _, name = module.rpartition(".")
-    alias = f" as {symbol}" if symbol != name else ""
-    return f"from {package} import {name}{alias}" if package else f"import {name}{alias}"
 
 
 def _install(settings: Settings) -> None:

@@ -8,16 +8,12 @@ judged without reading gin again.
 from __future__ import annotations
 
 import dataclasses
-import re
 
 from core.types import ChoosesRemat, can
-from launch.config import LoadedConfig
+from launch.config import LoadedConfig, Macro, Reference
 from launch.experiment import Experiment
-from launch.plans import records
 from parallel.planning import candidates
 from parallel.planning.candidates import Candidate, Layout
-
-_IMPORT = re.compile(r"(?:from \S+ )?import (?P<name>\w+)(?: as (?P<alias>\w+))?")
 
 
 class Writer:
@@ -30,16 +26,15 @@ class Writer:
 
     def __init__(self, config: LoadedConfig, experiment: Experiment):
         self._experiment = experiment
-        lines = config.text.splitlines()
-        symbols = {module: symbol for symbol, module in records.imports(config.text).items()}
-        self._home = f"{symbols.get(Experiment.__module__, '')}.Experiment"
-        self._values = values = dict(line.split(" = ", 1) for line in lines if " = " in line)
-        value = values.get(f"{self._home}.model", "")
-        while value.startswith("%"):
-            value = values.get(value[1:], "")
-        called = re.fullmatch(r"@([\w.]+)\(\)", value)
-        self.remat_home = called[1] if called and can(experiment.model, ChoosesRemat) else None
-        self._model_import = next((line for line in lines if self.remat_home and _imports(line, self.remat_home)), "")
+        home = next((s for s, module in config.imports.items() if module == Experiment.__module__), "")
+        self._home = f"{home}.Experiment"
+        self._values = {binding.name: binding.value for binding in config.bindings}
+        model = self._values.get(f"{self._home}.model")
+        while isinstance(model, Macro):
+            model = self._values.get(model.name)
+        is_named = isinstance(model, Reference) and model.evaluate and not model.scope
+        self.remat_home = model.selector if is_named and can(experiment.model, ChoosesRemat) else None
+        self._model_import = config.import_line(self.remat_home.partition(".")[0]) if self.remat_home else ""
 
     def bindings(self, candidate: Candidate) -> list[str]:
         """Statements that make the candidate of the experiment; none where it is the experiment."""
@@ -56,14 +51,14 @@ class Writer:
     def _field(self, field: str, value: int) -> list[str]:
         """Gives a field of the experiment a value: by its macro where it has that, for others may refer to it too."""
         macro = field.upper()
-        if self._values.get(f"{self._home}.{field}") == f"%{macro}":
+        if self._values.get(f"{self._home}.{field}") == Macro(macro):
             return [f"{macro} = {value}"]
         return ["from launch import experiment", f"experiment.Experiment.{field} = {value}"]
 
     def file(self, candidate: Candidate, header: list[str]) -> str:
         """A gin file to include behind the others."""
         said = self.bindings(candidate)
-        imports = sorted({s for s in said if _IMPORT.fullmatch(s)})
+        imports = sorted({s for s in said if s.startswith(("from ", "import "))})
         rest = [s for s in said if s not in imports]
         comment = [f"# {line}" for line in header]
         return "\n".join([*comment, "from __gin__ import dynamic_registration", *imports, "", *rest]) + "\n"
@@ -98,12 +93,6 @@ def _layout(layout: Layout) -> list[str]:
         said += ["from parallel.pipeline import schedules", f"{home}.schedule = @{schedule}()"]
         said += [f"{schedule}.{name} = {value!r}" for name, value in layout.choice.arguments]
     return said
-
-
-def _imports(line: str, selector: str) -> bool:
-    """Whether a line of a configuration imports the module that a selector begins with."""
-    found = _IMPORT.fullmatch(line)
-    return bool(found) and (found["alias"] or found["name"]) == selector.partition(".")[0]
 
 
 def name(candidate: Candidate, mesh: str) -> str:

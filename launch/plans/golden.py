@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from core import paths, slices, units, versions
-from launch import configuration, environment
+from launch import config, configuration, environment
 from launch.experiment import Experiment
 from launch.plans import records
 from parallel import analysis, compiled
@@ -26,8 +26,6 @@ from parallel.planning.cost import StepTime
 FOLDER = environment.WORKSPACE / "tests" / "golden"
 _GIN = environment.WORKSPACE / "gin"
 _NO_EXPERIMENTS = ("defaults.gin",)
-# A learning rate, and what a schedule takes: they change how fast a step learns, not what it costs.
-_RATE = re.compile(rf"\w+\.\w+\.learning_rate = .*|\w+\.({'|'.join(sorted(records.SCHEDULES))})\.\w+ = .*")
 
 
 def files() -> dict[str, str]:
@@ -71,9 +69,16 @@ def fingerprint(config_text: str, experiment: Experiment) -> str:
     What costs something it takes as built, so that a rehearsal with small sizes is something else; of the statements
     that make the optimizer it leaves out the learning rate.
     """
-    costs = records.costing(experiment, config_text)
-    costs["optimizer"] = [line for line in costs["optimizer"] if not _RATE.fullmatch(line)]
+    settings = config.parse(config_text)
+    costs = records.costing(experiment, settings)
+    costs["optimizer"] = [str(b) for b in records.optimizer(settings) if not _is_rate(b)]
     return hashlib.sha256("\n".join(f"{name}: {value!r}" for name, value in costs.items()).encode()).hexdigest()[:16]
+
+
+def _is_rate(binding: config.Binding) -> bool:
+    """Whether it is a learning rate or what a schedule takes: they change how fast a step learns, not what it costs."""
+    is_of_a_schedule = binding.selector.rpartition(".")[2] in records.SCHEDULES
+    return not binding.scope and (binding.parameter == "learning_rate" or is_of_a_schedule)
 
 
 def find(config_text: str, experiment: Experiment) -> dict[str, Any] | None:
@@ -88,8 +93,8 @@ def is_current(name: str) -> bool:
     record = read(name)
     if record is None or record["versions"] != versions.installed(versions.COMPILER):
         return False
-    config = configuration.load(files()[name])
-    return record["fingerprint"] == fingerprint(config.text, config.build())
+    loaded = configuration.load(files()[name])
+    return record["fingerprint"] == fingerprint(loaded.text, loaded.build())
 
 
 def compile_record(file: str) -> dict[str, Any]:
@@ -98,15 +103,15 @@ def compile_record(file: str) -> dict[str, Any]:
     Raises:
       OutOfHbmError: it does not fit.
     """
-    config = configuration.load(file)
-    experiment = config.build()
+    loaded = configuration.load(file)
+    experiment = loaded.build()
     program = experiment.bind(compiled.devices_of(slices.get(experiment.slice)))
     found = analysis.analyze(program)
     said = analysis.as_json(program, found)
     del said["findings"]  # sentences of the report, not figures
     return said | {
         "experiment": file,
-        "fingerprint": fingerprint(config.text, experiment),
+        "fingerprint": fingerprint(loaded.text, experiment),
         "versions": versions.installed(versions.COMPILER),
         "tokens_per_step": experiment.tokens_per_step,
         "flops_per_step": experiment.flops_per_step,

@@ -17,7 +17,6 @@ import functools
 import hashlib
 import inspect
 import json
-import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from core import paths, slices, versions
 from core.optimizers import schedules
 from core.slices import GIB
 from launch import environment
-from launch.config import LoadedConfig
+from launch.config import DEFAULTS, Binding, LoadedConfig, Macro, Reference, Settings, leaves, parse
 from launch.environment import WORKSPACE
 from launch.experiment import Experiment
 from parallel import compiler_options
@@ -54,9 +53,6 @@ _BESIDE = ("checkpoints", "metrics", "training", "watch")
 SCHEDULES = frozenset(name for name, value in vars(schedules).items() if inspect.isfunction(value) and name[0] != "_")
 _OURS = tuple(WORKSPACE / name for name in ("core", "launch", "models", "parallel", "tasks"))
 _INSTALLED = {"site-packages", "dist-packages"}
-_IMPORT = re.compile(r"(?:from (?P<package>\S+) )?import (?P<name>[\w.]+)(?: as (?P<alias>\w+))?")
-_STATEMENT = re.compile(r"(?:\S+/)?([\w.]+)\.\w+ = .*")
-_REFERENCE = re.compile(r"@(?:[\w./]+/)?([\w.]+)")
 
 COMPILED, TOO_MUCH, REFUSED, FAILED = "compiled", "too much HBM", "refused", "failed"
 
@@ -119,13 +115,13 @@ def program_text(experiment: Experiment, config: LoadedConfig) -> str:
 
     Of modules that are the user's own it has digests of their files.
     """
-    parts = costing(experiment, config.text)
-    if own := _own_modules(experiment, config.text):
+    parts = costing(experiment, config)
+    if own := _own_modules(experiment, config):
         parts["own modules"] = own
     return "\n".join(f"{name}: {value!r}" for name, value in parts.items())
 
 
-def costing(experiment: Experiment, config_text: str) -> dict[str, Any]:
+def costing(experiment: Experiment, settings: Settings) -> dict[str, Any]:
     """What of an experiment makes the program of its training step, as built; the optimizer as it is written."""
     spec = {k: (s.shape, str(s.dtype)) for k, s in sorted(experiment.task.spec(experiment.batch_size).items())}
     parts = {
@@ -135,7 +131,7 @@ def costing(experiment: Experiment, config_text: str) -> dict[str, Any]:
         "batch": spec,
         "accum_steps": experiment.accum_steps,
         "gather_once": experiment.gather_once,
-        "optimizer": _optimizer(config_text),
+        "optimizer": [str(binding) for binding in optimizer(settings)],
         "compiler options": sorted(_compiler_options(experiment).items()),
     }
     if experiment.non_finite == "skip":  # the one choice of these that is part of the program
@@ -147,58 +143,55 @@ def _compiler_options(experiment: Experiment) -> dict[str, Any]:
     return compiler_options.options(slices.get(experiment.slice).generation, experiment.compiler_options)
 
 
-def imports(config_text: str) -> dict[str, str]:
-    """The modules that a canonical configuration imports, by the symbols that it has for them."""
-    found = {}
-    for said in filter(None, map(_IMPORT.fullmatch, config_text.splitlines())):
-        found[said["alias"] or said["name"]] = ".".join(filter(None, (said["package"], said["name"])))
-    return found
+def optimizer(settings: Settings) -> list[Binding]:
+    """Returns the bindings that make the optimizer, without the values of the shared macros such as the learning rate.
 
-
-def _optimizer(config_text: str) -> list[str]:
-    """Its statements with macros unfilled: a learning rate by that name may be any.
-
-    All of `core.optimizers`, and of every constructor that the optimizer leads to, wherever it is from. Schedules of
-    ours in a scope are left out: they change no program.
+    All of `core.optimizers`, and of every constructor and every macro of the user's own that the optimizer leads to.
+    Schedules of ours in a scope are left out: they change no program.
     """
-    lines, symbols = config_text.splitlines(), imports(config_text)
-    ours = {symbol for symbol, module in symbols.items() if module == "core.optimizers"}
-    roots = {symbol for symbol, module in symbols.items() if module == Experiment.__module__}
-    bound = ("OPTIMIZER =", *(f"{root}.Experiment.optimizer = @" for root in roots))
-    others = _reached(lines, bound) - {f"{symbol}.{name}" for symbol in ours for name in SCHEDULES}
+    ours = {symbol for symbol, module in settings.imports.items() if module == "core.optimizers"}
+    home = next((s for s, module in settings.imports.items() if module == Experiment.__module__), "")
+    direct = (b for b in settings.bindings if b.name == f"{home}.Experiment.optimizer")
+    roots = [b for b in settings.bindings if b.name == "OPTIMIZER"]
+    roots += [b for b in direct if isinstance(b.value, Reference)]
+    schedules_of_ours = {f"{symbol}.{name}" for symbol in ours for name in SCHEDULES}
+    reached = _reached(settings, roots) - schedules_of_ours
     return [
-        line
-        for line in lines
-        if line.startswith(bound) or line.partition(".")[0] in ours or _constructor(line) in others
+        b
+        for b in settings.bindings
+        if b in roots or b.selector in reached or (b.selector.partition(".")[0] in ours and not b.scope)
     ]
 
 
-def _reached(lines: Sequence[str], bound: tuple[str, ...]) -> set[str]:
-    """The constructors that statements with these beginnings lead to."""
-    values, found = [line for line in lines if line.startswith(bound)], set()
-    while values:
-        new = {name for value in values for name in _REFERENCE.findall(value)} - found
+def _reached(settings: Settings, pending: Sequence[Binding]) -> set[str]:
+    """The constructors and the macros of a user's own that bindings lead to."""
+    found: set[str] = set()
+    while pending:
+        named = [leaf for binding in pending for leaf in leaves(binding.value)]
+        new = {leaf.selector for leaf in named if isinstance(leaf, Reference)} - found
+        new |= {leaf.name for leaf in named if isinstance(leaf, Macro)} - found - _shared_macros()
         found |= new
-        values = [line for line in lines if _constructor(line) in new]
+        pending = [b for b in settings.bindings if b.selector in new]
     return found
 
 
-def _constructor(line: str) -> str:
-    """`optimizers.adamw` of `scope/optimizers.adamw.b1 = 0.9`."""
-    said = _STATEMENT.fullmatch(line)
-    return said[1] if said else ""
+@functools.cache
+def _shared_macros() -> frozenset[str]:
+    text = (WORKSPACE / DEFAULTS).read_text()
+    return frozenset(b.name for b in parse(text).bindings if b.is_macro)
 
 
-def _own_modules(experiment: Experiment, config_text: str) -> dict[str, str]:
+def _own_modules(experiment: Experiment, settings: Settings) -> dict[str, str]:
     """Digests of the files of modules that a configuration names and that are neither ours nor installed, by name.
 
     Also where what it names is defined, and the model; what these modules import themselves is not looked at.
     """
+    references = (leaf for b in settings.bindings for leaf in leaves(b.value) if isinstance(leaf, Reference))
     names = {type(experiment.model).__module__}
-    for symbol, module in imports(config_text).items():
-        named = re.findall(rf"(?<![\w.]){symbol}\.(\w+)", config_text)
-        members = (getattr(sys.modules.get(module), name, None) for name in named)
-        names |= {module, *(getattr(member, "__module__", module) for member in members)}
+    for selector in {*(b.selector for b in settings.bindings if not b.is_macro), *(r.selector for r in references)}:
+        symbol, _, name = selector.partition(".")
+        module = settings.imports[symbol]
+        names |= {module, getattr(getattr(sys.modules.get(module), name, None), "__module__", module)}
     files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
     own = {name: Path(file).resolve() for name, file in sorted(files.items()) if file}
     return {n: hashlib.sha256(f.read_bytes()).hexdigest()[:16] for n, f in own.items() if not _is_known(f)}

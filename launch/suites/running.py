@@ -13,11 +13,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from core import paths
 from core.watch import exit_codes
+from launch import config
 from launch.suites import measured, plan
 from launch.suites.plan import Entry
 
@@ -192,19 +193,15 @@ class Suite:
 
 def without_place(text: str) -> str:
     """A canonical text without where its data lies and on which slice it runs."""
-    return "\n".join(line for line in text.splitlines() if not line.startswith(("DATA = ", "SLICE = ")))
+    settings = config.parse(text)
+    bindings = [str(b) for b in settings.bindings if b.name not in ("DATA", "SLICE")]
+    return "\n".join([*map(settings.import_line, settings.imports), *bindings])
 
 
 def difference(there: str, now: str) -> str:
     """The first value that differs between two canonical texts."""
-    old, new = (dict(_assignments(text)) for text in (there, now))
+    old, new = ({b.name: config.render(b.value) for b in config.parse(text).bindings} for text in (there, now))
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name):
             return f"{name}: there {old.get(name, 'not set')}, now {new.get(name, 'not set')}"
     return "its imports differ"
-
-
-def _assignments(text: str) -> Iterable[tuple[str, str]]:
-    return (
-        (name, value) for name, is_there, value in (line.partition(" = ") for line in text.splitlines()) if is_there
-    )

@@ -229,3 +229,12 @@ def test_what_does_not_fit_is_kept_with_what_it_needs():
     again = records.from_json(json.loads(json.dumps(record.as_json())))
     assert again == record
     assert again.needed_bytes / 2**30 == pytest.approx(75.31)
+
+
+def test_a_macro_of_one_s_own_that_the_optimizer_takes_counts(question):
+    def text(first):
+        given = [f"DECAY = {first}", "optimizers.adamw.b1 = %DECAY"]
+        return records.program_text(question.experiment, configuration.load(question.path, bindings=given))
+
+    assert text(0.8) != text(0.7)
+    assert "'DECAY = 0.8'" in text(0.8)
