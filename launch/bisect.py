@@ -17,7 +17,7 @@ import numpy as np
 
 from core.checkpoints.store import Checkpoints
 from core.train_state import TrainState
-from launch.training import Run
+from launch.prepared_run import Run
 from parallel import agreement
 from parallel.agreement import Batch
 from parallel.partitioner import Program

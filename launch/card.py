@@ -15,7 +15,7 @@ from core.train_state import TrainState
 from core.types import DescribesEvaluation, Generates, can
 from launch import progress, sampling, terminal
 from launch.experiment import Experiment, padding
-from launch.pods.joining import Host
+from launch.host import Host
 from parallel import report, strategy
 from parallel.partitioner import Program
 

@@ -10,7 +10,7 @@ from core import units
 from core.training.compile_cache import Totals
 from core.training.host_figures import Slowest
 from core.watch import phase
-from launch.pods.joining import Host
+from launch.host import Host
 
 WAITS = {  # phases that may take long, as a person reads them
     phase.OPENING: "setting up the run",

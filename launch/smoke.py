@@ -18,7 +18,7 @@ from core.training import trainer
 from core.types import HasVocabulary, Rehearses, Shrinks, Task, can
 from launch import training
 from launch.experiment import Experiment
-from launch.training import Run
+from launch.prepared_run import Run
 from parallel import strategy
 from tasks import synthetic
 

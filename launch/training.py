@@ -7,8 +7,7 @@ Everything that can refuse does so before the stage after it spends anything.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,46 +21,21 @@ from core.training import (
     prefetch,
     recompile,
     rollback_loop,
+    trainer,
 )
 from core.watch import phase
 from launch import card, environment, host_memory
 from launch.experiment import Experiment
+from launch.host import Host
 from launch.plans.measured import Measured
 from launch.pods import joining
-from launch.pods.joining import Host
+from launch.prepared_run import Run
 from launch.progress import Progress
 from launch.reports import arrays
 from launch.under_way import beside
-from parallel.partitioner import Program
 
 _A_DAY_SECONDS = 24 * 3600.0  # where a limit only reports
 DATA_SECONDS = 3600.0  # for one host's work on the data; a build that takes longer belongs into launch/run build
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """A run that is ready to start.
-
-    Attributes:
-      experiment: what to train.
-      program: its steps on this slice.
-      host: this process among its peers.
-      run_dir: shared by all hosts.
-      meta: what is kept beside every checkpoint.
-      last_step: where to stop.
-    """
-
-    experiment: Experiment
-    program: Program
-    host: Host
-    run_dir: str
-    meta: Mapping[str, Any]
-    last_step: int
-
-    @property
-    def checkpoint_dir(self) -> str:
-        """Where the checkpoints are."""
-        return f"{self.run_dir}/checkpoints"
 
 
 def known_at_start(config_text: str, revision: str, *, run_dir: str, last_step: int) -> str:
@@ -127,9 +101,8 @@ def train(run: Run, *, also: Sequence[hooks.Hook] = ()) -> dict[str, float]:
         now = beside.UnderWay(run, first_step, progress, measured, writers, stack)
         evaluation = beside.evaluation(now)
         batches = stack.enter_context(open_batches(run, position))
-        compile_together(run, first_step)
         state = rollback_loop.train(
-            _OnceCompiledProgram(run.program),
+            compile_together(run, first_step),
             batches,
             state,
             restore=lambda: restore_or_init(run, checkpoints)[0],
@@ -179,8 +152,8 @@ def open_batches(run: Run, position: Mapping[str, bytes] | None) -> prefetch.Pre
     return prefetch.Prefetch(batches, to_device=run.program.put, snapshot_interval=run.experiment.checkpoint_interval)
 
 
-def compile_together(run: Run, first_step: int) -> None:
-    """Compiles the training step on every host before any host runs it, where steps are left behind `first_step`.
+def compile_together(run: Run, first_step: int) -> trainer.Program:
+    """The training step of a run: of several hosts compiled on every one before any runs it, if steps are left.
 
     In the first collective of a program the CPU devices of a rehearsal wait for one another for 30 s and no longer, and
     on a busy machine hosts compile at speeds that differ by more.
@@ -188,18 +161,20 @@ def compile_together(run: Run, first_step: int) -> None:
     Raises:
       TimeoutError: a host did not compile within the run's limit for compiling; names it.
     """
-    if run.host.count > 1 and first_step < run.last_step:
-        with phase.enter(phase.COMPILING):
-            run.program.lower_train_step().compile()
-            seconds = _A_DAY_SECONDS if run.experiment.limits.reports_only else run.experiment.compile_limit_seconds
-            distributed.barrier("run/compiled", timeout_seconds=seconds)
+    if run.host.count == 1 or first_step >= run.last_step:
+        return _OnceCompiledProgram(run.program.train_step)
+    with phase.enter(phase.COMPILING):
+        compiled = run.program.lower_train_step().compile()
+        seconds = _A_DAY_SECONDS if run.experiment.limits.reports_only else run.experiment.compile_limit_seconds
+        distributed.barrier("run/compiled", timeout_seconds=seconds)
+    return _OnceCompiledProgram(compiled)  # calling the jitted function would compile it once more
 
 
 class _OnceCompiledProgram:
     """The program with a training step that may be compiled once."""
 
-    def __init__(self, program: Program):
-        self._step = recompile.OnceCompiled(program.train_step)
+    def __init__(self, step: Callable[..., Any]):
+        self._step = recompile.OnceCompiled(step)
 
     def train_step(self, state, batch):
         return self._step(state, batch)

@@ -2,6 +2,7 @@
 
 import ast
 import fnmatch
+import graphlib
 import pathlib
 import re
 
@@ -224,6 +225,17 @@ def test_cycles_of_imports_are_found():
 )
 def test_the_arrows_catch(file, module, inside):
     assert list(wrong_imports(ROOT / file, [(module, 1, inside)]))
+
+
+@pytest.mark.parametrize("folder", ["core", "parallel", "launch"])
+def test_no_files_import_one_another_in_a_circle(folder):
+    """Also not inside a function, nor for a type alone."""
+    files = [path for path in PRODUCT if name(path).startswith(f"{folder}/")]
+    modules = {name(path).removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in files}
+    graph = {own: {module for module, *_ in imports(path)} & modules.keys() - {own} for own, path in modules.items()}
+    for own, used in graph.items():  # `from a import b` needs the file of a package only where b is no file of its own
+        used -= {module for module in used if any(more.startswith(f"{module}.") for more in used | {own})}
+    graphlib.TopologicalSorter(graph).prepare()
 
 
 def test_only_product_folders_are_packages():

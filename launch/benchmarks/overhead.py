@@ -23,7 +23,7 @@ from core.types import Batch
 from core.watch import phase
 from launch import training
 from launch.experiment import Experiment
-from launch.pods.joining import Host
+from launch.host import Host
 from models.transformer import Transformer
 from parallel import strategies
 from parallel.partitioner import Program

@@ -17,8 +17,8 @@ from launch.doctor import ahead, collectives, machine
 from launch.doctor.rows import Row, merge, to_json
 from launch.doctor.rows import from_text as rows_from_text
 from launch.experiment import Experiment
+from launch.host import Host
 from launch.pods import joining
-from launch.pods.joining import Host
 
 SKEW_SECONDS = 5.0  # logs are merged by time, and credentials are refused by it
 LIMITS = Limits(120.0, 120.0)  # for each look: a link that is broken is waited for without an end

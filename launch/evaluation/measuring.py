@@ -19,7 +19,7 @@ from core.training import trainer
 from core.types import Evaluates, WeightedSum, can
 from core.watch import phase
 from launch.evaluation.portion import Portion
-from launch.training import Run
+from launch.prepared_run import Run
 from parallel.partitioner import Program
 from tasks.puzzles import arc_voting
 from tasks.puzzles.arc_voting import Judge, Votes

@@ -27,7 +27,7 @@ from core.training.hooks import Hook
 from core.watch import phase
 from launch import training
 from launch.failures import soak, stand_in
-from launch.training import Run
+from launch.prepared_run import Run
 
 _POLL_SECONDS = 0.002
 _SMALL_FILE_BYTES = 2**16  # what a full disk still takes

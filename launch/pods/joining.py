@@ -10,7 +10,6 @@ import faulthandler
 import secrets
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 
@@ -20,27 +19,10 @@ from core.watch import difference
 from core.watch.judging import USUAL_LIMITS, Limits
 from launch import environment
 from launch.doctor import machine
+from launch.host import Host
 
 _NONCE_FILE = ".shared"
 _SHARED_FILE_SECONDS = 10.0  # network file systems may show a new file late
-
-
-class Host(NamedTuple):
-    """This process among its peers."""
-
-    index: int
-    count: int
-    simulated: bool
-
-    @property
-    def is_zero(self) -> bool:
-        """Whether this host writes what is written once."""
-        return self.index == 0
-
-    @property
-    def name(self) -> str:
-        """`host 2 of 4`."""
-        return f"host {self.index} of {self.count}"
 
 
 def join(

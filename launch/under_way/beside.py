@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,10 +27,8 @@ from core.training import (
 from core.watch import peers, replicas
 from launch import environment
 from launch.plans.measured import Measured
+from launch.prepared_run import Run
 from launch.progress import Progress
-
-if TYPE_CHECKING:
-    from launch.training import Run
 
 
 class UnderWay(NamedTuple):

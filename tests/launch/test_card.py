@@ -8,7 +8,7 @@ import pytest
 
 from core import slices, units
 from launch import card, configuration, smoke
-from launch.pods.joining import Host
+from launch.host import Host
 from parallel import mesh
 
 MEANS = {"validation/loss": 0.25, "validation/exact_accuracy": 0.75, "validation/exact_accuracy_step_01": 0.5}

@@ -8,7 +8,7 @@ import pytest
 from core import paths
 from core.checkpoints import description
 from launch import configuration, training
-from launch.pods.joining import Host
+from launch.host import Host
 
 COMMON = ("TOTAL_STEPS = 8", "CHECKPOINT_INTERVAL = 4", "EVAL_BATCHES = 0", "WARMUP_STEPS = 6", "BATCH_SIZE = 8")
 TOKENS = (

@@ -12,7 +12,7 @@ import pytest
 
 from core.training import non_finite
 from launch import configuration, training
-from launch.pods.joining import Host
+from launch.host import Host
 from models.transformer import Transformer
 from parallel import strategies
 from parallel.pipeline import schedules

@@ -4,7 +4,7 @@ import pytest
 
 from core.watch import phase
 from launch import progress
-from launch.pods.joining import Host
+from launch.host import Host
 
 VALUES = {"loss": 2.5, "step_seconds": 30.0, "tokens_per_second": 100.0, "input_wait_seconds": 0.0}
 

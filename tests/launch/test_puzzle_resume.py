@@ -10,7 +10,7 @@ import pytest
 
 from core.checkpoints.store import Checkpoints
 from launch import configuration, training
-from launch.pods.joining import Host
+from launch.host import Host
 
 SMALL = (
     "BATCH_SIZE = 16",

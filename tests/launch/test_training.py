@@ -7,12 +7,15 @@ import signal
 import subprocess
 import types
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from core.training import compile_cache
 from core.watch import exit_codes, judging
 from launch import environment, training
-from launch.pods.joining import Host
+from launch.host import Host
 
 ROOT = environment.WORKSPACE
 
@@ -128,7 +131,7 @@ def test_a_host_has_an_hour_for_the_data_and_the_others_say_that_they_wait(monke
 def test_no_host_runs_a_step_before_all_have_compiled_it(monkeypatch, count, done):
     did = []
     lowered = types.SimpleNamespace(compile=lambda: did.append("compiled"))
-    program = types.SimpleNamespace(lower_train_step=lambda: did.append("lowered") or lowered)
+    program = types.SimpleNamespace(lower_train_step=lambda: did.append("lowered") or lowered, train_step=None)
     monkeypatch.setattr(
         training.distributed, "barrier", lambda name, timeout_seconds: did.append((name, timeout_seconds))
     )
@@ -137,6 +140,20 @@ def test_no_host_runs_a_step_before_all_have_compiled_it(monkeypatch, count, don
     training.compile_together(run, 8)
     training.compile_together(run, 9)  # nothing is left to train
     assert did == done
+
+
+def test_what_the_hosts_compile_together_is_not_compiled_again(monkeypatch):
+    """Compiled with options, as on a TPU, a program is not remembered by JAX."""
+    x = jnp.arange(3.0)
+    jitted = jax.jit(lambda state, batch: (state * batch, {}), compiler_options={"xla_embed_ir_in_executable": True})
+    program = types.SimpleNamespace(lower_train_step=lambda: jitted.lower(x, x), train_step=jitted)
+    monkeypatch.setattr(training.distributed, "barrier", lambda name, timeout_seconds: None)
+    experiment = types.SimpleNamespace(compile_limit_seconds=50.0, limits=judging.USUAL_LIMITS)
+    run = types.SimpleNamespace(host=Host(0, 2, True), program=program, experiment=experiment, last_step=9)
+    before = compile_cache.totals().programs
+    step = training.compile_together(run, 0)
+    np.testing.assert_array_equal(step.train_step(x, x)[0], [0.0, 1.0, 4.0])
+    assert compile_cache.totals().programs == before + 1
 
 
 def random_tokens(*more):

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from launch.evaluation.portion import Portion
     from launch.evaluation.results import Results
     from launch.evaluation.saved import Saved
-    from launch.pods.joining import Host
-    from launch.training import Run
+    from launch.host import Host
+    from launch.prepared_run import Run
     from tasks.puzzles.arc_voting import Judge
 
 HELP = "score a run's checkpoints on held-out data: its means, and ARC by voting"

@@ -15,7 +15,7 @@ from launch import environment
 if TYPE_CHECKING:
     from launch.config import LoadedConfig
     from launch.experiment import Experiment
-    from launch.pods.joining import Host
+    from launch.host import Host
 
 HELP = "train on the devices of this host and its peers (launch/pod.sh starts it on every host)"
 EXAMPLE = "launch/run train gin/quickstart.gin --slice v4-8"

@@ -6,7 +6,7 @@ from core.training import hooks
 from core.watch import phase
 from launch.benchmarks import overhead
 from launch.commands.house import bench
-from launch.pods.joining import Host
+from launch.host import Host
 
 
 def test_bench_counts_the_settled_steps_of_both_sides(tmp_path, monkeypatch, capsys):

@@ -183,7 +183,7 @@ def test_clocks_that_are_apart_are_named(run_hosts):
         import time
         from core import distributed
         from launch.doctor import together
-        from launch.pods.joining import Host
+        from launch.host import Host
 
         distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS)
         host = Host(PROCESS, HOSTS, True)

@@ -10,8 +10,8 @@ import pytest
 from core.checkpoints.store import Checkpoints
 from launch import __main__ as cli
 from launch import configuration, training
+from launch.host import Host
 from launch.pods import joining
-from launch.pods.joining import Host
 from tasks.puzzles import arc_grids, writing
 
 HOST = Host(0, 1, True)

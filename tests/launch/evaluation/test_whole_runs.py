@@ -9,7 +9,7 @@ import pytest
 
 from core.checkpoints.store import Checkpoints
 from launch import configuration, training
-from launch.pods.joining import Host
+from launch.host import Host
 
 TRM = """
 from __gin__ import dynamic_registration
