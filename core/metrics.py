@@ -20,7 +20,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from core import paths
+from core import bookkeeping, paths
+from core.bookkeeping import Appender
 
 JSONL_NAME = "metrics.jsonl"
 OWN_FOLDER = "metrics"
@@ -140,34 +141,6 @@ class TensorBoard:
             self._mirror.close()
 
 
-class Appender:
-    """A local file to append to. What a full disk refuses is kept, said once, and written when there is room again."""
-
-    def __init__(self, path: pathlib.Path):
-        """Opens the file, or makes it."""
-        self._file = path.open("ab", buffering=0)
-        self._pending = bytearray()
-        self._bookkeeping = paths.Bookkeeping(os.fspath(path))
-
-    def write(self, content: bytes) -> None:
-        """Keeps it for the next `flush`."""
-        self._pending += content
-
-    def flush(self) -> None:
-        """Writes what is kept, as far as the disk takes it. Never raises."""
-        self._bookkeeping.attempt(self._push)
-
-    def _push(self) -> None:
-        while self._pending:
-            del self._pending[: self._file.write(self._pending)]
-
-    def close(self) -> None:
-        """Flushes and releases; a second call does nothing."""
-        if not self._file.closed:
-            self.flush()
-            self._file.close()
-
-
 class _EventFiles:
     """How tensorboardX opens event files: its thread would die of a full disk, and training would wait for it."""
 
@@ -186,14 +159,10 @@ class JsonLines:
     """One JSON object a line: `{"step": 3, "time_seconds": …, "loss": …}`. JSON has no NaN: it becomes "nan"."""
 
     def __init__(self, path: paths.Path):
-        """Appends to `path`; a last line that was cut off is ended first."""
+        """Appends to `path`."""
         self._mirror = Mirror(path.parent, fetch=path.name)
-        file = self._mirror.folder / path.name
-        cut_off = file.exists() and file.stat().st_size > 0 and not file.read_bytes().endswith(b"\n")
-        self._file = Appender(file)
+        self._file = Appender(self._mirror.folder / path.name)
         self._closed = False
-        if cut_off:
-            self._file.write(b"\n")
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Records named numbers of one step."""
@@ -296,7 +265,7 @@ class Mirror:
           copies: whether to write elsewhere and copy; None: when the destination is in a bucket.
         """
         self._destination = destination
-        self._bookkeeping = paths.Bookkeeping(os.fspath(destination))
+        self._bookkeeping = bookkeeping.Bookkeeping(os.fspath(destination))
         self._temporary = None
         self._pushed: dict[str, int] = {}
         self._pushed_at = -math.inf

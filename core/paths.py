@@ -247,27 +247,3 @@ def copy_file(local: str | os.PathLike[str], *, to: epath.Path) -> epath.Path:
     shutil.copyfile(local, part)
     os.replace(part, to)  # noqa: PTH105
     return to
-
-
-class Bookkeeping:
-    """Reads or writes that a run can go without: a failure is reported once, and the next attempt follows."""
-
-    def __init__(self, what: str, *, done: str = "written"):
-        """Args: what: the file, for the message; done: what is done with it, for the message."""
-        self._what, self._done, self._is_failing = what, done, False
-
-    def attempt(self, act: Callable[[], object]) -> bool:
-        """Calls `act`; whether it went well."""
-        try:
-            act()
-        except Exception as error:  # A bucket fails with its client's own types.
-            if not self._is_failing:
-                print(
-                    f"warning: {self._what} could not be {self._done} ({type(error).__name__}: {error}); the run goes "
-                    "on",
-                    flush=True,
-                )
-            self._is_failing = True
-            return False
-        self._is_failing = False
-        return True

@@ -18,7 +18,7 @@ import pathlib
 import time
 from collections.abc import Callable, Sequence
 
-from core import paths, units
+from core import bookkeeping, paths, units
 from core.training.trainer import Hook, StepReport
 
 FILE = "sessions.jsonl"
@@ -110,7 +110,7 @@ class Goodput(Hook):
         self._run_dir = run_dir
         self._last_step, self._every = last_step, every
         self._write, self._say = write, say
-        self._bookkeeping = paths.Bookkeeping(f"{run_dir}/{FILE}")
+        self._bookkeeping = bookkeeping.Bookkeeping(f"{run_dir}/{FILE}")
         self._pause_seconds = _SECONDS_BETWEEN_COPIES if paths.is_remote(run_dir) else _SECONDS_BETWEEN_WRITES
         self._sessions = read(run_dir)
         for earlier in self._sessions:  # steps behind the checkpoint are made again, whoever made them

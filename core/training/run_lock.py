@@ -23,7 +23,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from core import paths
+from core import bookkeeping, paths
 from core.training import goodput
 from core.training.trainer import Hook
 
@@ -128,8 +128,8 @@ class RunLock:
         self._lost = ""
         self._looking = threading.Lock()
         self._ended = threading.Event()
-        self._reads = paths.Bookkeeping(str(self._file), done="read")
-        self._writes = paths.Bookkeeping(str(self._file))
+        self._reads = bookkeeping.Bookkeeping(str(self._file), done="read")
+        self._writes = bookkeeping.Bookkeeping(str(self._file))
         self._clock, self._looked_at = clock, clock()
         self._thread = threading.Thread(target=self._keep_renewing, name="run lock", daemon=True)
         self._thread.start()
@@ -189,7 +189,7 @@ class RunLock:
         self._thread.join()
         if self._lost:
             return
-        removes = paths.Bookkeeping(str(self._file), done="removed")
+        removes = bookkeeping.Bookkeeping(str(self._file), done="removed")
         removes.attempt(lambda: paths.remove_if_unchanged(self._file, version=self._version))
         if self._made_directory and not paths.is_remote(self._file):
             with contextlib.suppress(OSError):  # something is in it

@@ -1,8 +1,8 @@
-"""Where the output of one simulated host goes: always to its log, for host 0 also to the terminal.
+"""Copies the output of one host's process to its log and, for host 0 of a simulation, to the terminal.
 
-The one idea: host 0 writes to a pseudo-terminal when we have a terminal ourselves, so that a progress line redraws in
-place as it would alone; its log gets the same text without the escape sequences and without overwritten lines. Noise of
-libraries (`core.library_noise`) stays in the log.
+If this process has a terminal, host 0 gets a pseudo-terminal, so that progress lines redraw in place. The log has the
+same text without escape sequences and without the overwritten versions of redrawn lines. Known noise of libraries
+(`core.library_noise`) goes to the log alone.
 """
 
 from __future__ import annotations
@@ -11,34 +11,36 @@ import collections
 import contextlib
 import datetime
 import fcntl
-import io
 import os
 import pty
 import re
+import select
 import sys
 import termios
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from core import library_noise
+from core import bookkeeping, library_noise
 from launch import terminal
 
 _KEPT_LINES = 200
 _ESCAPES = re.compile(rb"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07]*\x07|[@-Z\\-_])")
 _JOIN_SECONDS = 2.0  # a grandchild may hold the pipe open after its host is gone
+_HOLD_SECONDS = 0.1  # an incomplete line is shown after this: a line of noise comes faster, a redrawn line is complete
+_KEPT_BYTES = 2**20  # of a log that cannot be written
 
 
 class HostOutput:
-    """The reading end of one host's output.
+    """Reads the output of one host's process.
 
     Attributes:
-      child_end: file descriptor for the host's stdout and stderr, until `follow`.
-      log_path: where it is logged.
+      child_end: file descriptor for the process's stdout and stderr, until `follow`.
+      log_path: the log file.
     """
 
     def __init__(self, log_path: Path, *, to_terminal: bool, stamp: Callable[[], str] = lambda: ""):
-        """`stamp()` begins every line of the log; the terminal has the lines as they are."""
+        """Opens a pipe, or a pseudo-terminal; `stamp()` begins every line of the log, and none on the terminal."""
         self.log_path = log_path
         self._stamp = stamp
         self._to_terminal = to_terminal
@@ -52,38 +54,45 @@ class HostOutput:
         self._thread: threading.Thread | None = None
 
     def follow(self, *, title: str) -> None:
-        """Closes our copy of the host's end and starts copying; `title` heads this run in the log."""
+        """Closes this process's copy of `child_end` and starts copying; `title` is the first line in the log."""
         os.close(self.child_end)
         self._thread = threading.Thread(target=self._copy, args=(title,), daemon=True)
         self._thread.start()
 
     def finish(self) -> None:
-        """Waits until everything that the ended host wrote has been copied."""
+        """Waits until everything that the ended process wrote has been copied."""
         assert self._thread is not None
         self._thread.join(_JOIN_SECONDS)
 
     def last_lines(self, count: int) -> list[str]:
-        """The last lines of this run that tell something."""
+        """Returns the last lines of this process, without noise."""
         return list(self._last)[-count:]
 
     def _copy(self, title: str) -> None:
         pending = held = b""
-        with contextlib.closing(_Log(self.log_path)) as log:
-            log.write(
-                f"{self._stamp()}{title} ({datetime.datetime.now().astimezone().isoformat(timespec='seconds')})\n"
-            )
+        with contextlib.closing(bookkeeping.Appender(self.log_path, most_bytes=_KEPT_BYTES)) as log:
+            began = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+            log.write(f"{self._stamp()}{title} ({began})\n".encode())
             while chunk := self._read():
                 if self._to_terminal:
-                    whole, held = _split_lines(held + chunk)
-                    _write_to_terminal(library_noise.without(whole))
+                    held = self._show(held + chunk)
                 *lines, pending = (pending + chunk).split(b"\n")
                 for line in lines:
-                    self._write_line(log, line)
+                    self._log_line(log, line)
             if held:
                 _write_to_terminal(library_noise.without(held))
             if pending:
-                self._write_line(log, pending)
+                self._log_line(log, pending)
         os.close(self._read_end)
+
+    def _show(self, text: bytes) -> bytes:
+        """Writes `text` to the terminal; returns its last line instead if the rest of that line is on its way."""
+        whole, rest = _split_lines(text)
+        _write_to_terminal(library_noise.without(whole))
+        if rest and not select.select([self._read_end], [], [], _HOLD_SECONDS)[0]:
+            _write_to_terminal(rest)
+            rest = b""
+        return rest
 
     def _read(self) -> bytes:
         try:
@@ -91,41 +100,17 @@ class HostOutput:
         except OSError:  # how a pseudo-terminal says that the other side is closed
             return b""
 
-    def _write_line(self, log: _Log, raw: bytes) -> None:
+    def _log_line(self, log: bookkeeping.Appender, raw: bytes) -> None:
         redrawn = _ESCAPES.sub(b"", raw).rstrip(b"\r").split(b"\r")
         told = library_noise.without(redrawn[-1])
         if told or not redrawn[-1]:
             self._last.append(told.decode(errors="replace"))
-        log.write(self._stamp() + redrawn[-1].decode(errors="replace") + "\n")
-
-
-class _Log:
-    """A log file. Lines that a full disk refuses are left out, which is said once; the terminal still has them."""
-
-    def __init__(self, path: Path):
-        self._path = path
-        self._file: io.RawIOBase | None = None
-        self._is_failing = False
-
-    def write(self, line: str) -> None:
-        try:
-            if self._file is None:
-                self._file = self._path.open("ab", buffering=0)
-            self._file.write(line.encode())
-            self._is_failing = False
-        except OSError as error:
-            if not self._is_failing:
-                said = f"warning: {self._path} cannot be written ({error}); lines are left out of it until it can be"
-                print(said, file=sys.stderr, flush=True)
-            self._is_failing = True
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        log.write(self._stamp().encode() + redrawn[-1] + b"\n")
+        log.flush()
 
 
 def _split_lines(text: bytes) -> tuple[bytes, bytes]:
-    """`text` up to its last line break or carriage return, and the rest, which may become noise."""
+    """Splits `text` after its last line break or carriage return; the rest may be the beginning of a line of noise."""
     end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
     return text[:end], text[end:]
 

@@ -14,6 +14,7 @@ ON_HOSTS = tuple(f"launch/pods/{name}" for name in ("on_host.sh", "stamped.py", 
 ON_HOSTS += (
     "launch/terminal.py",
     "launch/environment.py",
+    "core/bookkeeping.py",
     "core/library_noise.py",
 )  # what acts there, of what is shipped
 SETUP = '#!/bin/bash\n[ -e "$HOME/no_setup" ] && { echo no python >&2; exit 1; }\nmkdir -p .venv; echo set up "$HOME"\n'

@@ -1,7 +1,10 @@
-"""What a host says reaches the terminal and the last lines, whatever its log's disk takes."""
+"""A host's output reaches the terminal at once and the log whole, whatever the log's disk takes."""
 
 import os
+import pty
 import re
+import select
+import sys
 
 import pytest
 
@@ -20,18 +23,25 @@ def test_a_log_that_cannot_be_written_hides_nothing(tmp_path, capfd, where):
     os.close(writer)
     output.finish()
     assert output.last_lines(9) == ["step 1", "error: no room", "last words"]
-    said, warned = capfd.readouterr()
-    assert said == "step 1\nerror: no room\nlast words"
-    assert (
-        len(re.findall(r"host_0.log cannot be written \(.*\); lines are left out of it until it can be", warned)) == 1
-    )
+    said = capfd.readouterr().out
+    warned = re.findall(r"warning: \S*host_0.log could not be written \(.*\); the run goes on\n", said)
+    assert len(warned) == 1
+    assert said.replace(warned[0], "") == "step 1\nerror: no room\nlast words"
 
 
-def test_a_log_goes_on_when_it_can_be_written_again(tmp_path, capfd):
-    log = host_output._Log(tmp_path / "gone" / "host_0.log")
-    log.write("one\n")
-    (tmp_path / "gone").mkdir()
-    log.write("two\n")
-    log.close()
-    assert (tmp_path / "gone" / "host_0.log").read_text() == "two\n"
-    assert "No such file" in capfd.readouterr().err
+def test_a_redrawn_line_is_on_the_terminal_before_the_next_one(tmp_path, monkeypatch):
+    """A progress bar ends nothing with a line break: each redraw begins with a carriage return."""
+    ours, theirs = pty.openpty()
+    monkeypatch.setattr(sys, "stdout", os.fdopen(theirs, "w"))
+    output = host_output.HostOutput(tmp_path / "host_0.log", to_terminal=True)
+    writer = os.dup(output.child_end)
+    output.follow(title="--- host 0")
+    shown = b""
+    for step in (b"\rstep 1", b"\rstep 2"):
+        os.write(writer, step)
+        while not shown.endswith(step):
+            assert select.select([ours], [], [], 5)[0], f"{step!r} is not on the terminal, only {shown!r}"
+            shown += os.read(ours, 99)
+    os.close(writer)
+    output.finish()
+    assert (tmp_path / "host_0.log").read_text().endswith("step 2\n")

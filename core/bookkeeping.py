@@ -1,0 +1,88 @@
+"""Writes that a run can do without: a full disk or a silent bucket delays them, and never ends the run.
+
+Standard library only: `launch.pods.stamped` imports this where nothing else is installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pathlib
+from collections.abc import Callable
+
+
+class Bookkeeping:
+    """Reports the first of several failed reads or writes in a row, and leaves the rest to the next attempt."""
+
+    def __init__(self, what: str, *, done: str = "written"):
+        """Args: what: the file, for the message; done: what is done with it, for the message."""
+        self._what, self._done, self._is_failing = what, done, False
+
+    def attempt(self, act: Callable[[], object]) -> bool:
+        """Calls `act`; returns whether it succeeded."""
+        try:
+            act()
+        except Exception as error:  # a bucket fails with its client's own types
+            if not self._is_failing:
+                said = f"{self._what} could not be {self._done} ({type(error).__name__}: {error}); the run goes on"
+                with contextlib.suppress(OSError):  # standard output may be a file on the same disk
+                    print(f"warning: {said}", flush=True)
+            self._is_failing = True
+            return False
+        self._is_failing = False
+        return True
+
+
+class Appender:
+    """A local file to append to. What cannot be written is kept, reported once, and written once that is possible.
+
+    A write that the disk takes only in part is completed later, so that no line is cut short. If the file ends with an
+    incomplete line, which a killed process leaves, that line is ended first.
+    """
+
+    def __init__(self, path: pathlib.Path, *, most_bytes: int | None = None):
+        """Opens or creates the file.
+
+        Args:
+          path: of the file.
+          most_bytes: how much to keep while nothing can be written. What is more is dropped, and a line in the file
+            says how much; None: everything is kept.
+        """
+        self._path, self._most_bytes = path, most_bytes
+        self._file: io.FileIO | None = None
+        self._pending = bytearray()
+        self._dropped = 0
+        self._is_closed = False
+        self._bookkeeping = Bookkeeping(os.fspath(path))
+        self.flush()
+
+    def write(self, content: bytes) -> None:
+        """Keeps `content` for the next `flush`."""
+        if self._most_bytes is not None and len(self._pending) + len(content) > self._most_bytes:
+            self._dropped += len(content)
+        else:
+            self._pending += content
+
+    def flush(self) -> None:
+        """Writes what is kept, as far as the disk takes it. Never raises."""
+        self._bookkeeping.attempt(self._push)
+
+    def _push(self) -> None:
+        if self._file is None:
+            self._file = self._path.open("ab+", buffering=0)
+            if self._file.seek(0, io.SEEK_END) and os.pread(self._file.fileno(), 1, self._file.tell() - 1) != b"\n":
+                self._pending[:0] = b"\n"
+        while self._pending or self._dropped:
+            if not self._pending:
+                self._pending += b"(%d bytes are missing here: the disk was full)\n" % self._dropped
+                self._dropped = 0
+            del self._pending[: self._file.write(self._pending)]
+
+    def close(self) -> None:
+        """Flushes and releases; a second call does nothing."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.flush()
+            if self._file is not None:
+                self._file.close()
