@@ -9,6 +9,7 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 state=$HOME/.renga
 process=$state/process # process id and start time of the run, and its command line
+run_directory=$state/run_directory
 run_log=$state/run.log
 ended=$state/ended     # exit code of the run, once it ended
 command=$state/command # what started it, for after a reboot
@@ -41,12 +42,16 @@ install_workspace() {
   exec launch/setup.sh
 }
 
+# start DIRECTORY ARGUMENTS…: launch/pod.sh with the arguments and this run directory, which `tensorboard` needs too.
 start() {
-  local pid
+  local pid directory=$1
   if pid=$(running_pid); then
     echo "$host: already running (process $pid)" >&2
     exit 1
   fi
+  shift
+  set -- "$@" --run-dir "$directory"
+  echo "$directory" >"$run_directory"
   take_secret HF_TOKEN
   take_secret RENGA_ALERT
   if [[ " $* " == *" --restarts "* ]]; then survive_reboot "$@"; else forget; fi
@@ -170,25 +175,17 @@ stop() {
   echo "$host: stopped process $pid"
 }
 
-# TensorBoard at port $1 over $2, or over the run directory of the run that was started last.
+# TensorBoard at port $1 over $2, or over the directory of the run that was started last.
 open_tensorboard() {
-  local directory=${2:-$(run_directory)}
+  local directory=${2:-}
+  if [[ -z $directory && ! -f $run_directory ]]; then
+    echo "$host: no run was started here: say which with launch/pod.sh tensorboard --run-dir DIR" >&2
+    exit 1
+  fi
+  directory=${directory:-$(<"$run_directory")}
   echo "$host: TensorBoard over $directory"
   cd "$root"
   exec .venv/bin/python -m launch tensorboard "$directory" --port "$1"
-}
-
-# What follows --run-dir in the command line of the last run; where runs go if it has none.
-run_directory() {
-  local word before=
-  for word in $(tail -n 1 "$process" 2>/dev/null); do
-    if [[ $before == --run-dir ]]; then
-      echo "$word"
-      return
-    fi
-    before=$word
-  done
-  echo "${RENGA_RUN_ROOT:-runs}"
 }
 
 main() {

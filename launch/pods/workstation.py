@@ -29,28 +29,33 @@ REMOTE_STATE = ".renga"
 
 
 class Run(NamedTuple):
-    """What every host starts: arguments of `launch/pod.sh`, and NAME=VALUE of its environment."""
+    """What every host starts.
+
+    Attributes:
+      arguments: of `launch/pod.sh`, without --run-dir.
+      directory: of the run, as the hosts see it; a relative one is inside the shipped workspace.
+      variables: NAME=VALUE, of its environment.
+    """
 
     arguments: Sequence[str]
-    variables: Sequence[str]
+    directory: str
+    variables: Sequence[str] = ()
 
 
 def start(
     tpus: Sequence[Tpu],
     *,
     slice_: slices.Slice,
-    arguments: Sequence[str],
-    variables: Sequence[str] = (),
+    run: Run,
     workspace: Path,
     dry_run: bool,
 ) -> int:
-    """Ships the workspace to every host of `tpus`, sets up, and starts `launch/pod.sh ARGUMENTS` on all, detached.
+    """Ships the workspace to every host of `tpus`, sets up, and starts `run` on all of them, detached.
 
     Args:
       tpus: one for each slice; each must be READY and of the size of `slice_`.
       slice_: the SLICE argument.
-      arguments: of `launch/pod.sh`, paths relative to the workspace.
-      variables: NAME=VALUE, of its environment.
+      run: what to start; paths are relative to the workspace.
       workspace: a git work tree; what git ignores stays here.
       dry_run: prints the steps instead.
 
@@ -72,7 +77,7 @@ def start(
         archive = Path(folder) / REMOTE_ARCHIVE
         values = {"HF_TOKEN": environment.read("HF_TOKEN"), "RENGA_ALERT": environment.read("RENGA_ALERT")}
         secrets = [Path(folder) / name for name, value in values.items() if value]
-        shipped = {"run": Run(arguments, variables), "archive": archive, "secrets": secrets}
+        shipped = {"run": run, "archive": archive, "secrets": secrets}
         if dry_run:
             looks = [gcloud.describe_step(tpu) for tpu in tpus] + [gcloud.address_step(tpus[0])][: len(tpus) - 1]
             steps = start_steps(tpus, **shipped, coordinator=f"ADDRESS_OF_{tpus[0].name}")
@@ -122,7 +127,7 @@ def start_steps(
         steps += [Step(f"{purpose}{of[t]}", gcloud.scp(t, file, f"{REMOTE_STATE}/{file.name}")) for t in tpus]
     for index, tpu in enumerate(tpus):
         joined = _joined(index, len(tpus), coordinator) if len(tpus) > 1 else ()
-        command = gcloud.on_host("start", *run.arguments, variables=(*joined, *run.variables))
+        command = gcloud.on_host("start", run.directory, *run.arguments, variables=(*joined, *run.variables))
         steps.append(Step(f"start on all hosts{of[tpu]}, detached", gcloud.ssh(tpu, command)))
     return steps
 

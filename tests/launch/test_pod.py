@@ -49,8 +49,8 @@ def calls(monkeypatch):
         made.append(("simulate", slice_.name, command[3:], str(log_directory)))
         return 0
 
-    def start(tpu, *, slice_, arguments, variables, workspace, dry_run):
-        made.append(("start", tpu, slice_.name, [*variables, *arguments], dry_run))
+    def start(tpu, *, slice_, run, workspace, dry_run):
+        made.append(("start", tpu, slice_.name, [*run.variables, *run.arguments], run.directory, dry_run))
         return 0
 
     monkeypatch.setattr(simulate, "run", simulated)
@@ -156,8 +156,31 @@ def test_a_workstation_passes_on_what_the_hosts_need(place, calls, monkeypatch):
     monkeypatch.setenv("RENGA_RUN_ROOT", "gs://bucket/runs")
     argv = ["pod", "v4-16", "gin/quickstart.gin", "--tpu", "t", "--zone", "z", "--smoke", "--dry-run"]
     assert cli.main(argv) == 0
-    arguments = ["v4-16", "gin/quickstart.gin", "--run-dir", "gs://bucket/runs/gin/quickstart-smoke", "--smoke"]
-    assert calls == [("start", (gcloud.Tpu("t", "z"),), "v4-16", arguments, True)]
+    arguments = ["v4-16", "gin/quickstart.gin", "--smoke"]
+    directory = "gs://bucket/runs/gin/quickstart-smoke"
+    assert calls == [("start", (gcloud.Tpu("t", "z"),), "v4-16", arguments, directory, True)]
+
+
+@pytest.mark.parametrize(
+    ("slice_name", "more", "root", "directory"),
+    [
+        ("v4-16", ["gin/quickstart.gin", "--run-dir", "gs://b/x"], None, "gs://b/x"),
+        ("v4-16", ["gin/quickstart.gin", "--run-dir=gs://b/x"], "gs://b/runs", "gs://b/x"),
+        ("v4-8", ["gin/quickstart.gin"], None, "runs/gin/quickstart"),
+        ("v4-16", ["validate"], "gs://b/runs", "gs://b/runs/validate/v4-16"),
+        ("v4-16", ["validate", "--run-dir=gs://b/x"], None, "gs://b/x"),
+        ("v4-8", ["validate"], None, "runs/validate/v4-8"),
+    ],
+)
+def test_hosts_are_told_their_run_directory_however_it_is_given(
+    place, calls, monkeypatch, slice_name, more, root, directory
+):
+    if root:
+        monkeypatch.setenv("RENGA_RUN_ROOT", root)
+    assert cli.main(["pod", slice_name, *more, "--tpu", "t", "--zone", "z", "--dry-run"]) == 0
+    ((*_, arguments, told, _),) = calls
+    assert told == directory
+    assert not any(word.startswith(("--run-dir", "RENGA_RUN_ROOT")) for word in arguments)
 
 
 def test_a_mesh_in_the_environment_is_the_hosts_environment_too(place, calls, monkeypatch):
@@ -167,7 +190,7 @@ def test_a_mesh_in_the_environment_is_the_hosts_environment_too(place, calls, mo
     monkeypatch.setenv("TPU_AXIS_NAMES", "data,fsdp,tensor")
     argv = ["pod", "v4-16", "gin/quickstart.gin", "--tpu", "t", "--zone", "z", "--dry-run"]
     assert cli.main([*argv, "--gin", "STRATEGY = @strategies.fsdp()"]) == 0
-    ((*_, sent, _),) = calls
+    ((*_, sent, _, _),) = calls
     assert sent[:2] == ["TPU_MESH_CONFIG=2,2,2", "TPU_AXIS_NAMES=data,fsdp,tensor"]
     assert sent[-2:] == ["--gin", "STRATEGY = @strategies.fsdp()"]
 

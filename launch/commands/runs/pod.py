@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from core import paths, slices, units
 from launch import environment
+from launch.commands.runs import validate
 from launch.pods import alerts, gcloud, hosts, lifecycle, shipping, simulate, supervise, workstation
 
 if TYPE_CHECKING:
@@ -121,22 +122,22 @@ def _validate(args: argparse.Namespace, slice_: slices.Slice) -> int:
     if args.gin or args.steps or args.smoke or args.check or args.restarts:
         raise ValueError(f"{slice_.name} validate takes EXPERIMENT.gin, --run-dir and where to go, and no other flag")
     experiment = args.validated or "gin/quickstart.gin"
-    own = ["--run-dir", args.run_dir] if args.run_dir else []
     tpus = () if args.simulate else gcloud.find_tpus(args.tpu, args.zone, args.project)
     if not tpus or (hosts.on_tpu_host() and not args.tpu):
         _refuse_dry_run(args, "this validates here")
+        own = ["--run-dir", args.run_dir] if args.run_dir else []
         return _become(["validate", slice_.name, experiment, *own, *(["--simulate"] if args.simulate else [])])
-    if slice_.hosts > 1 and not paths.is_remote(args.run_dir or environment.read("RENGA_RUN_ROOT") or ""):
+    directory = args.run_dir or _from_workspace(validate.default_directory(slice_))
+    if slice_.hosts > 1 and not paths.is_remote(directory):
         raise ValueError(
             f"{units.counted(slice_.hosts, 'host')} need one place for checkpoints: give --run-dir gs://BUCKET/…"
         )
     workspace = environment.WORKSPACE
-    root = environment.read("RENGA_RUN_ROOT")
+    shipped = shipping.shipped_path(experiment, workspace=workspace)
     return workstation.start(
         tpus,
         slice_=slice_,
-        arguments=[slice_.name, "validate", shipping.shipped_path(experiment, workspace=workspace), *own],
-        variables=[f"RENGA_RUN_ROOT={root}"] if root and not own else [],
+        run=workstation.Run([slice_.name, "validate", shipped], directory),
         workspace=workspace,
         dry_run=args.dry_run,
     )
@@ -225,16 +226,16 @@ def _from_workstation(args: argparse.Namespace, slice_: slices.Slice, tpus: Sequ
     remote = args.run_dir or _run_directory(args)  # a local directory of this name here is not that of the hosts
     if not args.dry_run and paths.is_remote(remote) and _is_finished(args, checked, remote):
         return 0
-    run_directory = []
-    if args.run_dir is None and environment.read("RENGA_RUN_ROOT"):
-        run_directory = ["--run-dir", _run_directory(args)]
     again = ["--restarts", str(args.restarts)] if args.restarts else []
     start = functools.partial(
         workstation.start,
         tpus,
         slice_=slice_,
-        arguments=[slice_.name, experiment, *run_directory, *_options(args), *again],
-        variables=[f"{name}={value}" for name in environment.SENT if (value := environment.read(name))],
+        run=workstation.Run(
+            [slice_.name, experiment, *_options(args, run_dir=False), *again],
+            args.run_dir or _from_workspace(_run_directory(args)),
+            [f"{name}={value}" for name in environment.SENT if (value := environment.read(name))],
+        ),
         workspace=workspace,
         dry_run=args.dry_run,
     )
@@ -279,6 +280,12 @@ def _is_finished(args: argparse.Namespace, checked: preflight.Checked, run_direc
 
 def _run_directory(args: argparse.Namespace, *, environ: Mapping[str, str] | None = None) -> str:
     return environment.run_directory(args.experiment, smoke=args.smoke, environ=environ)
+
+
+def _from_workspace(directory: str) -> str:
+    """`directory` relative to the workspace if it is inside: the workspace of the hosts has another place."""
+    path = Path(directory)
+    return str(path.relative_to(environment.WORKSPACE)) if path.is_relative_to(environment.WORKSPACE) else directory
 
 
 def _require_one_mode(args: argparse.Namespace) -> None:

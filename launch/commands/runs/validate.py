@@ -35,8 +35,7 @@ def run(args: argparse.Namespace) -> int:
     slice_ = slices.get(args.slice)
     if args.attention:
         return _attention(args, slice_)
-    root = environment.read("RENGA_RUN_ROOT") or str(environment.WORKSPACE / "runs")
-    run_dir = os.fspath(paths.resolve(args.run_dir or f"{root}/validate/{slice_.name}"))
+    run_dir = os.fspath(paths.resolve(args.run_dir or default_directory(slice_)))
     if not args.simulate and not hosts.look().on_tpu_host:
         raise ValueError(
             f"this is no host of a TPU slice: launch/pod.sh {slice_.name} validate --tpu NAME, or --simulate"
@@ -67,6 +66,11 @@ def run(args: argparse.Namespace) -> int:
     paths.write_text_atomically(file, json.dumps(found, indent=1) + "\n")
     print(f"{'PASS' if found['ok'] else 'FAIL'}  {file}", flush=True)
     return exit_codes.DONE if found["ok"] else exit_codes.FAILED
+
+
+def default_directory(slice_: slices.Slice) -> str:
+    """Where a validation of this slice goes when no --run-dir says otherwise: $RENGA_RUN_ROOT/validate/SLICE."""
+    return environment.run_directory(environment.WORKSPACE / "validate" / slice_.name)
 
 
 def _attention(args: argparse.Namespace, slice_: slices.Slice) -> int:

@@ -71,10 +71,10 @@ def run(workspace):
         "#!/bin/bash\ntrap 'exit 143' TERM\necho \"pod.sh got $*\"\n"
         'while :; do for f in "$HOME"/end_*; do [ -e "$f" ] && exit "${f##*_}"; done; sleep 0.05; done\n'
     )
-    arguments = ["v4-16", "gin/x.gin", "--restarts", "2"]
+    started = workstation.Run(["v4-16", "gin/x.gin", "--restarts", "2"], "gs://b/run")
 
     def start():
-        return workstation.start([TPU], slice_=V4_16, arguments=arguments, workspace=workspace, dry_run=False)
+        return workstation.start([TPU], slice_=V4_16, run=started, workspace=workspace, dry_run=False)
 
     return start
 

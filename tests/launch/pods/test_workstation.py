@@ -17,9 +17,9 @@ V4_16 = slices.get("v4-16")
 SECRET = "hf_abcdefghijkl"
 
 
-def start(workspace, *arguments, dry_run=False):
-    arguments = ["v4-16", *(arguments or ["gin/x.gin"])]
-    return workstation.start([TPU], slice_=V4_16, arguments=arguments, workspace=workspace, dry_run=dry_run)
+def start(workspace, *arguments, directory="gs://b/run", dry_run=False):
+    run = workstation.Run(["v4-16", *(arguments or ["gin/x.gin"])], directory)
+    return workstation.start([TPU], slice_=V4_16, run=run, workspace=workspace, dry_run=dry_run)
 
 
 def act(action, **kwargs):
@@ -56,7 +56,10 @@ def test_ship_set_up_start_follow_and_stop(cloud, workspace, monkeypatch, capfd)
             "launch/setup.sh",
             "new file.py",
         }
-        wait_for(home / ".renga/run.log", "pod.sh got v4-16 gin/x.gin --gin A = 'it''s; $HOME'; token 15")
+        wait_for(
+            home / ".renga/run.log",
+            "pod.sh got v4-16 gin/x.gin --gin A = 'it''s; $HOME' --run-dir gs://b/run; token 15",
+        )
         assert not (home / ".renga/HF_TOKEN").exists()
         assert len((home / "renga/.revision").read_text().strip()) == 40
     assert SECRET not in (cloud / "calls.jsonl").read_text()
@@ -158,17 +161,28 @@ def test_tensorboard_is_tunnelled_on_loopback_from_host_0(cloud):
     assert step.argv[-1].endswith("on_host.sh tensorboard 6006 gs://b/runs")
 
 
-def test_tensorboard_follows_the_directory_of_the_run(cloud, workspace, capfd):
-    assert start(workspace, "gin/x.gin", "--run-dir", "gs://b/first") == 0
+def test_tensorboard_follows_the_directory_of_the_run(cloud, workspace, monkeypatch, capfd):
+    assert start(workspace, directory="gs://b/first run") == 0
+    monkeypatch.setenv("RENGA_RUN_ROOT", "gs://of/whoever/looks")
     python = cloud / "worker_0/renga/.venv/bin/python"
     python.parent.mkdir(parents=True, exist_ok=True)
     python.write_text('#!/bin/bash\necho "python $*"\n')
     python.chmod(0o755)
     assert workstation.act([TPU], action="tensorboard", dry_run=False) == 0
-    assert "python -m launch tensorboard gs://b/first --port 6006" in capfd.readouterr().out
+    assert "python -m launch tensorboard gs://b/first run --port 6006" in capfd.readouterr().out
     assert workstation.act([TPU], action="tensorboard", log_directory="gs://b/other", dry_run=False) == 0
     assert "python -m launch tensorboard gs://b/other --port 6006" in capfd.readouterr().out
     assert workstation.act([TPU], action="stop", dry_run=False) == 0
+
+
+def test_tensorboard_without_a_run_says_what_to_give(cloud, workspace, capfd):
+    assert start(workspace) == 0
+    assert act("stop") == 0
+    (cloud / "worker_0/.renga/run_directory").unlink()
+    assert workstation.act([TPU], action="tensorboard", dry_run=False) == 1
+    assert "w-0: no run was started here: say which with launch/pod.sh tensorboard --run-dir DIR" in (
+        capfd.readouterr().err
+    )
 
 
 def test_only_what_git_would_keep_can_be_an_experiment(workspace, tmp_path):
@@ -212,13 +226,14 @@ def test_two_tpus_are_one_job(two_slices, workspace, capfd):
     (workspace / "launch/pod.sh").write_text(
         (workspace / "launch/pod.sh").read_text().replace("token", "${!MEGASCALE_*} $MEGASCALE_SLICE_ID; token")
     )
-    job = {"slice_": slices.get("2xv4-16"), "arguments": ["2xv4-16", "gin/x.gin"], "workspace": workspace}
-    assert workstation.start([TPU, SECOND], **job, variables=["MEGASCALE_X=1 2"], dry_run=False) == 0
+    run = workstation.Run(["2xv4-16", "gin/x.gin"], "gs://b/run", ["MEGASCALE_X=1 2"])
+    job = {"slice_": slices.get("2xv4-16"), "run": run, "workspace": workspace}
+    assert workstation.start([TPU, SECOND], **job, dry_run=False) == 0
     names = "MEGASCALE_COORDINATOR_ADDRESS MEGASCALE_NUM_SLICES MEGASCALE_SLICE_ID MEGASCALE_X"
     for index, prefix in enumerate(("", "second_")):
         for worker in range(2):
             log = two_slices / f"{prefix}worker_{worker}/.renga/run.log"
-            wait_for(log, f"pod.sh got 2xv4-16 gin/x.gin; {names} {index}; token 0")
+            wait_for(log, f"pod.sh got 2xv4-16 gin/x.gin --run-dir gs://b/run; {names} {index}; token 0")
     started = [call[-1] for call in calls(two_slices) if call[3] == "ssh" and " start " in call[-1]]
     assert [f"MEGASCALE_SLICE_ID={i} MEGASCALE_COORDINATOR_ADDRESS=10.130.0.4" in c for i, c in enumerate(started)] == [
         True,
@@ -237,13 +252,15 @@ def test_two_tpus_are_one_job(two_slices, workspace, capfd):
 
 @pytest.mark.parametrize(("tpus", "name"), [([TPU], "2xv4-16"), ([TPU, SECOND], "v4-16")])
 def test_a_job_has_a_tpu_for_each_slice(two_slices, workspace, tpus, name):
+    run = workstation.Run([name], "gs://b/run")
     with pytest.raises(ValueError, match=rf"{name} is \d slices?, but {len(tpus)} TPUs? (is|are) named \(my-tpu"):
-        workstation.start(tpus, slice_=slices.get(name), arguments=[name], workspace=workspace, dry_run=False)
+        workstation.start(tpus, slice_=slices.get(name), run=run, workspace=workspace, dry_run=False)
     assert not calls(two_slices)
 
 
 def test_a_dry_run_of_two_slices_says_what_only_gcloud_knows(two_slices, workspace, capfd):
-    job = {"slice_": slices.get("2xv4-16"), "arguments": ["2xv4-16", "gin/x.gin"], "workspace": workspace}
+    run = workstation.Run(["2xv4-16", "gin/x.gin"], "gs://b/run")
+    job = {"slice_": slices.get("2xv4-16"), "run": run, "workspace": workspace}
     assert workstation.start([TPU, SECOND], **job, dry_run=True) == 0
     printed = [line for line in capfd.readouterr().out.splitlines() if not line.startswith("#")]
     assert len(printed) == 9
