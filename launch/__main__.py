@@ -67,9 +67,24 @@ def _command(argv: Sequence[str]) -> int:
     if name not in files:
         print(_unknown(name), file=sys.stderr)
         return exit_codes.USER_ERROR
+    program = "launch/pod.sh" if name == "pod" else f"launch/run {name}"
+    return run_command(f"launch.commands.{files[name].parent.name}.{name}", rest, program=program)
+
+
+def run_command(module: str, argv: Sequence[str], *, program: str) -> int:
+    """Parses `argv` for one command and runs it.
+
+    Args:
+      module: with HELP, EXAMPLE, add_arguments and run.
+      argv: the command's arguments.
+      program: the name in its help.
+
+    Returns:
+      The command's exit code; 2 after a ValueError, whose message is printed, and 130 after Ctrl-C.
+    """
     try:
-        command = importlib.import_module(f"launch.commands.{files[name].parent.name}.{name}")
-        args = _parser(name, command).parse_args(rest)
+        command = importlib.import_module(module)
+        args = _parser(command, program).parse_args(argv)
         _require_run_directory(args)
         return command.run(args)
     except ValueError as error:
@@ -80,10 +95,10 @@ def _command(argv: Sequence[str]) -> int:
         return exit_codes.INTERRUPTED
 
 
-def _parser(name: str, command: types.ModuleType) -> argparse.ArgumentParser:
+def _parser(command: types.ModuleType, program: str) -> argparse.ArgumentParser:
     """The command line of a command."""
     parser = argparse.ArgumentParser(
-        prog="launch/pod.sh" if name == "pod" else f"launch/run {name}",
+        prog=program,
         description=command.HELP,
         epilog=f"example:\n  {command.EXAMPLE}",
         formatter_class=argparse.RawDescriptionHelpFormatter,

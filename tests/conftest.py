@@ -90,8 +90,8 @@ def tpu_topology():
 
 @pytest.fixture(scope="module")
 def bucket():
-    """A stand-in for buckets that starts empty, and answers without errors."""
-    from launch.failures import stand_in
+    """An emulator of Google Cloud Storage that starts empty, and answers without errors."""
+    from tests.lab import gcs_emulator
 
-    with stand_in.start() as started:
+    with gcs_emulator.start() as started:
         yield started

@@ -1,14 +1,20 @@
 #!/usr/bin/env bash
-# Sets up, then checks the style and runs the tests, on CPU and without network. Usage:
+# Sets up, then checks the style and runs the tests, on CPU and without network; or runs test equipment. Usage:
 #   tests/run.sh                    all but the slow ones
 #   tests/run.sh --all              the slow ones too
 #   tests/run.sh [--all] ARGS…      ARGS go to pytest, such as tests/core -k slices
+#   tests/run.sh lab COMMAND …      planted failures, soak, benchmarks, STATUS.md: tests/lab/
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 launch/setup.sh
 python=.venv/bin/python
+
+if [[ ${1:-} == lab ]]; then
+  export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
+  exec $python -m tests.lab "${@:2}"
+fi
 
 selection=(-m "not slow")
 if [[ ${1:-} == --all ]]; then

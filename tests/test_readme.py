@@ -55,7 +55,14 @@ def test_there_are_commands():
 
 
 def test_every_file_that_readme_and_workspace_link_to_exists():
-    for page in ("README.md", "WORKSPACE.md", "launch/README.md", "tasks/README.md", "parallel/README.md"):
+    for page in (
+        "README.md",
+        "WORKSPACE.md",
+        "launch/README.md",
+        "tasks/README.md",
+        "parallel/README.md",
+        "tests/lab/README.md",
+    ):
         for target in re.findall(r"\]\((?!http)([^)#]+)", (ROOT / page).read_text()):
             assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
 

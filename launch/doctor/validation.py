@@ -2,7 +2,7 @@
 
 The one idea: every part is a command that a user could type, in a process of its own, so that a part that fails, hangs
 or is killed leaves the others and the report. Each names the rows of the checklist that it shows; only a report whose
-platform is a TPU counts there (`launch/run status`).
+platform is a TPU counts there (`tests/run.sh lab status`).
 """
 
 from __future__ import annotations

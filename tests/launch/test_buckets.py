@@ -1,6 +1,6 @@
 """Runs whose everything is in a bucket: experiment, data, checkpoints, metrics and compiled programs.
 
-Against a stand-in on this machine (`launch/failures/bucket.py`), which knows no permissions: no credentials are tried.
+Against a stand-in on this machine (`tests/lab/gcs_server.py`), which knows no permissions: no credentials are tried.
 """
 
 import json

@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from launch import environment
-from launch.commands.house import status
 from launch.doctor import attention, validation
 from launch.doctor.validation import Part
+from tests.lab import status
 
 
 def test_the_parts_are_commands_that_cover_rows_of_the_checklist(tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from core.watch import exit_codes, phase
 from core.watch.judging import USUAL_LIMITS
-from launch.failures.faults import Fault
+from tests.lab.faults import Fault
 
 ALL = (0, 1, 2, 3)
 INTERVAL, STOPPED_AT = 4, 8  # steps between checkpoints, and where a run is stopped that is to be damaged

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from core.checkpoints import reading, store
-from launch.failures import flips
+from tests.lab import flips
 
 STATE = {"w": jax.device_put(np.arange(600, dtype=np.float32))}
 ABSTRACT = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), STATE)

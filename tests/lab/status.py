@@ -1,4 +1,4 @@
-"""`launch/run status`: what is shown to work, and how: STATUS.md, counted from the markers of the tests.
+"""`tests/run.sh lab status`: what is shown to work, and how: STATUS.md, counted from the markers of the tests.
 
 The one idea: nobody writes down what works. A test names the rows of the checklist (tests/capabilities.toml) that it
 shows; this reads the names out of the tests' source, without running them. What has run on a TPU is a claim that only a
@@ -18,7 +18,7 @@ from typing import NamedTuple
 from launch.environment import WORKSPACE
 
 HELP = "print what is shown to work, and how; --write brings STATUS.md up to date"
-EXAMPLE = "launch/run status --write"
+EXAMPLE = "tests/run.sh lab status --write"
 STATUS = WORKSPACE / "STATUS.md"
 TESTS = WORKSPACE / "tests"
 CAPABILITIES = TESTS / "capabilities.toml"
@@ -134,7 +134,7 @@ def render(names: Mapping[str, str], tests: Iterable[Marked], ran: Mapping[str, 
     lines = [
         "# Status",
         "",
-        "Generated from the tests' markers by `launch/run status --write`; not written by hand.",
+        "Generated from the tests' markers by `tests/run.sh lab status --write`; not written by hand.",
         "",
         _count(shown, total=len(names), ran=len((ran or {}).keys() & shown)),
         "",

@@ -1,10 +1,10 @@
-"""`launch/run bench --recursion` measures what it says; how fast this machine is, is not a test's affair."""
+"""`tests/run.sh lab bench --recursion` measures what it says; how fast this machine is, is not a test's affair."""
 
 import pytest
 
-from launch.__main__ import main
-from launch.benchmarks import recursion
 from models.trm import TRM
+from tests.lab import recursion
+from tests.lab.__main__ import main
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`python -m launch.failures.host FAULT -- COMMAND …`: one host, as `python -m launch COMMAND …`, but for a fault.
+"""`python -m tests.lab.faulty_host FAULT -- COMMAND …`: one host, as `python -m launch COMMAND …`, but for a fault.
 
 FAULT is what `faults.Fault.as_json` gives; who it happens to is told by JAX_PROCESS_INDEX.
 """
@@ -9,7 +9,7 @@ import runpy
 import sys
 
 from launch import environment
-from launch.failures import faults
+from tests.lab import faults
 
 if __name__ == "__main__":
     fault, _, *command = sys.argv[1:]

@@ -4,13 +4,13 @@ import textwrap
 
 import pytest
 
-from launch.commands.house import status
+from tests.lab import status
 
 
 @pytest.mark.covers("E07")
 def test_status_is_current():
     page = status.render(status.capabilities(), list(status.marked_tests()), status.ran_on_tpu())
-    assert status.STATUS.read_text() == page, "run: launch/run status --write"
+    assert status.STATUS.read_text() == page, "run: tests/run.sh lab status --write"
 
 
 @pytest.mark.covers("E07")

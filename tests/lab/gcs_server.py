@@ -4,7 +4,7 @@ What matters is kept as the service has it: an object appears whole or not at al
 generation that it expects, a listing is in order and ends where it was told to, an upload may come in parts. Who may do
 what is not looked at.
 
-    python -m launch.failures.bucket   prints its port, then serves until it is killed
+    python -m tests.lab.gcs_server   prints its port, then serves until it is killed
     GET  /stand-in/errors?rate=0.05    from now on one request in twenty is answered with 503 (but those that have a
                                        header Of-The-Stand-In)
     GET  /stand-in/errors              {"answered": how many requests, "refused": how many with 503}

@@ -1,4 +1,4 @@
-"""`launch/run bench`: the trainer beside the bare jitted step, or the recursive model beside this machine's peak."""
+"""`tests/run.sh lab bench`: times the trainer against the bare jitted step, or the recursive model against the peak."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from launch import terminal
 HELP = (
     "time the trainer's steady step against the bare jitted step, taking turns in one process; or the recursive model"
 )
-EXAMPLE = """launch/run bench v4-8
-  launch/run bench --recursion"""
+EXAMPLE = """tests/run.sh lab bench v4-8
+  tests/run.sh lab bench --recursion"""
 GOAL = 1.03
 RECURSION_GOAL = 0.6
 # Options of the trainer's measurement, and their defaults.
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _recursion(width: int) -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"
-    from launch.benchmarks import recursion
+    from tests.lab import recursion
 
     if width < 16 or width % 16:
         raise ValueError(f"--width {width}: expected a multiple of 16, for 8 heads of an even width")
@@ -82,8 +82,8 @@ def _overhead(args: argparse.Namespace) -> int:
         if getattr(args, name) is None:
             setattr(args, name, default)
     from core import slices
-    from launch.benchmarks import overhead
     from launch.pods import hosts, joining
+    from tests.lab import overhead
 
     if args.turns < 2 or args.turn_steps < overhead.SETTLING_STEPS + 2:
         raise ValueError(f"--turns {args.turns} --turn-steps {args.turn_steps}: expected at least 2 and 5")

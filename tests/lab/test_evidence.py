@@ -9,9 +9,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from core.checkpoints import store
-from launch.failures import evidence, running
-from launch.failures.running import Ended, Laboratory
-from launch.failures.scenarios import LOST, Scenario
+from tests.lab import evidence
+from tests.lab.faults import Fault
+from tests.lab.harness import Ended, FaultHarness
+from tests.lab.scenarios import LOST, Scenario
 
 LAYOUT = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("fsdp",)), PartitionSpec("fsdp"))
 LOG = "11-22 04:26:52.4 host 2 step 5 | host 2 (127.0.0.1) raised RuntimeError: no"
@@ -74,20 +75,20 @@ def test_what_a_run_left(undisturbed):
 
 
 @pytest.fixture
-def laboratory(undisturbed, tmp_path, monkeypatch):
+def harness(undisturbed, tmp_path, monkeypatch):
     """Judges runs that are there already; starts none."""
-    monkeypatch.setattr(Laboratory, "undisturbed", undisturbed)
-    return Laboratory(tmp_path, requested=[])
+    monkeypatch.setattr(FaultHarness, "undisturbed", undisturbed)
+    return FaultHarness(tmp_path, requested=[])
 
 
-def judged(laboratory, run_dir, *, code=15, seconds=2.0, newest=4, again=0, says="host 2 .*raised"):
+def judged(harness, run_dir, *, code=15, seconds=2.0, newest=4, again=0, says="host 2 .*raised"):
     before = evidence.Left(made=6, newest=newest, starts=1)
     ended = Ended(again, 3.0, 105.0)
-    return laboratory._outcome(Scenario("it fails", LOST, says), run_dir, (code,), seconds, before, ended)
+    return harness._outcome(Scenario("it fails", LOST, says), run_dir, (code,), seconds, before, ended)
 
 
-def test_a_run_that_went_on_as_it_must_has_no_problems(laboratory, tmp_path):
-    outcome = judged(laboratory, make(tmp_path / "run", first_steps=(0, 4)))
+def test_a_run_that_went_on_as_it_must_has_no_problems(harness, tmp_path):
+    outcome = judged(harness, make(tmp_path / "run", first_steps=(0, 4)))
     assert (outcome.problems, outcome.difference, outcome.lost_steps) == ((), "", 2)
     assert outcome.recovered_seconds == 3.0  # step 5 ended at 105, the start was at 102
 
@@ -103,17 +104,17 @@ def test_a_run_that_went_on_as_it_must_has_no_problems(laboratory, tmp_path):
         ({"weight": 2.0}, {}, "arrays of its last checkpoint are others"),
     ],
 )
-def test_what_is_not_as_it_must_be_is_a_problem(laboratory, tmp_path, made, asked, said):
+def test_what_is_not_as_it_must_be_is_a_problem(harness, tmp_path, made, asked, said):
     """A run that threw its checkpoints away ends as an undisturbed one, and is caught by where it began."""
     run_dir = make(tmp_path / "run", **{"first_steps": (0, 4), **made})
-    problems = judged(laboratory, run_dir, **asked).problems
+    problems = judged(harness, run_dir, **asked).problems
     assert len(problems) == 1
     assert re.match(said, problems[0])
 
 
-def test_a_fault_that_never_came_is_a_problem(laboratory, tmp_path):
+def test_a_fault_that_never_came_is_a_problem(harness, tmp_path):
     run_dir = make(tmp_path / "run", first_steps=(0, 4))
-    scenario = Scenario("it fails", LOST, "raised", running.Fault("kill"))
+    scenario = Scenario("it fails", LOST, "raised", Fault("kill"))
     before = evidence.Left(made=6, newest=4, starts=1)
-    outcome = laboratory._outcome(scenario, run_dir, (15,), 2.0, before, Ended(0, 3.0, 105.0))
+    outcome = harness._outcome(scenario, run_dir, (15,), 2.0, before, Ended(0, 3.0, 105.0))
     assert outcome.problems == ("what was planted did not happen",)

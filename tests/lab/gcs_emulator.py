@@ -19,7 +19,7 @@ _ADDRESS = "STORAGE_EMULATOR_HOST"
 
 
 class Bucket(NamedTuple):
-    """A process of `launch.failures.bucket`, which plays every bucket, at a port of this machine."""
+    """A process of `tests.lab.gcs_server`, which plays every bucket, at a port of this machine."""
 
     port: int
 
@@ -81,7 +81,7 @@ class Bucket(NamedTuple):
 @contextlib.contextmanager
 def start() -> Iterator[Bucket]:
     """A stand-in that starts empty, and answers without errors."""
-    command = [sys.executable, "-m", "launch.failures.bucket"]
+    command = [sys.executable, "-m", "tests.lab.gcs_server"]
     server = subprocess.Popen(command, cwd=WORKSPACE, stdout=subprocess.PIPE, text=True)
     try:
         yield Bucket(int(server.stdout.readline()))

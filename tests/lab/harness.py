@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from core import slices
-from launch.failures import evidence, faults, soak, stand_in
-from launch.failures.evidence import Left
-from launch.failures.faults import Fault
-from launch.failures.scenarios import INTERVAL, LOST, STOPPED_AT, Scenario
 from launch.pods import simulate
+from tests.lab import evidence, faults, gcs_emulator, growth
+from tests.lab.evidence import Left
+from tests.lab.faults import Fault
+from tests.lab.scenarios import INTERVAL, LOST, STOPPED_AT, Scenario
 
 SLICE = "v4-32"
 EXPERIMENT = "gin/quickstart.gin"
@@ -89,7 +89,7 @@ class Outcome:
     difference: str = ""
 
 
-class Laboratory:
+class FaultHarness:
     """Runs of one small experiment in a folder of their own."""
 
     def __init__(self, folder: Path, *, requested: list[int], total_steps: int = TOTAL_STEPS, slice_name: str = SLICE):
@@ -132,10 +132,10 @@ class Laboratory:
         run_dir.mkdir(parents=True)
         hosts = range(self._slice.hosts)
         note = run_dir / "samples"
-        fault = Fault("soak", hosts=tuple(hosts), step=self._total_steps // soak.SAMPLES, note=str(note))
-        often = soak.save_interval(self._total_steps)
+        fault = Fault("soak", hosts=tuple(hosts), step=self._total_steps // growth.SAMPLES, note=str(note))
+        often = growth.save_interval(self._total_steps)
         bindings = (f"CHECKPOINT_INTERVAL = {often}", f"EVAL_INTERVAL = {often}", "EVAL_BATCHES = 1")
-        with _environment(soak.ENVIRONMENT):
+        with _environment(growth.ENVIRONMENT):
             ended = self._start(run_dir, fault=fault, bindings=(*bindings, "LOG_INTERVAL = 10"))
         if ended.code:
             raise RuntimeError(f"the soak ended with {ended.code}: see {run_dir}/logs")
@@ -211,7 +211,7 @@ class Laboratory:
         """Stopped in the middle and started again; at the end all that is in the bucket is copied to `run_dir`."""
         place = f"gs://bucket/{run_dir.name}"
         fault = scenario.fault and dataclasses.replace(scenario.fault, note=str(run_dir / "event"))
-        with stand_in.start() as bucket, _environment(bucket.environment):
+        with gcs_emulator.start() as bucket, _environment(bucket.environment):
             bucket.errors(scenario.refused)
             self._stopped(run_dir, fault=fault, place=place)
             again = self._start(run_dir, place=place)
@@ -278,7 +278,7 @@ class Laboratory:
         for binding in (*SMALL, f"TOTAL_STEPS = {self._total_steps}", *bindings):
             words += ["--gin", binding]
         words += ["--steps", str(steps)] if steps else []
-        module = ["launch.failures.host", fault.as_json(), "--"] if fault else ["launch"]
+        module = ["tests.lab.faulty_host", fault.as_json(), "--"] if fault else ["launch"]
         if fault:
             Path(fault.note).unlink(missing_ok=True)
         os.environ["JAX_COMPILATION_CACHE_DIR"] = str(self._folder / "compiled")  # one start compiles for all

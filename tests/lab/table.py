@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch.environment import WORKSPACE
-from launch.failures.flips import Flips
-from launch.failures.running import Outcome
+from tests.lab.flips import Flips
+from tests.lab.harness import Outcome
 
 README = WORKSPACE / "launch" / "README.md"
-BEGIN, END = "<!-- failures: written by launch/run failures --write -->", "<!-- end of failures -->"
+BEGIN, END = "<!-- failures: written by tests/run.sh lab failures --write -->", "<!-- end of failures -->"
 CAPTION = "CPU and gloo; ICI hangs, VM loss and real IAM not exercised"
 _LONGEST = 110
 

@@ -14,11 +14,11 @@ import pytest
 
 from core.checkpoints import writing
 from core.watch import exit_codes, phase
-from launch.failures import faults, soak, table
-from launch.failures.flips import Flips
-from launch.failures.running import Outcome
-from launch.failures.scenarios import SCENARIOS
-from launch.failures.soak import Sample
+from tests.lab import faults, growth, table
+from tests.lab.flips import Flips
+from tests.lab.growth import Sample
+from tests.lab.harness import Outcome
+from tests.lab.scenarios import SCENARIOS
 
 ENDED = Outcome("a host leaves", (15, 137), 2.04, "host 2 left | its loop", 3, 8.1)
 
@@ -117,7 +117,7 @@ def samples(**at):
 
 
 def test_what_swings_does_not_grow():
-    assert soak.grown(samples()) == {}
+    assert growth.grown(samples()) == {}
 
 
 @pytest.mark.parametrize(
@@ -131,23 +131,23 @@ def test_what_swings_does_not_grow():
     ],
 )
 def test_what_grows_is_named(name, value):
-    assert set(soak.grown(samples(**{name: value}))) == {name}
+    assert set(growth.grown(samples(**{name: value}))) == {name}
 
 
 def test_a_start_that_needs_more_and_more_is_no_growth():
-    assert soak.grown(samples(memory_bytes=lambda n: 10**9 - max(0, 8 - n) * 10**8)) == {}
+    assert growth.grown(samples(memory_bytes=lambda n: 10**9 - max(0, 8 - n) * 10**8)) == {}
 
 
 def test_what_tensorstore_leaks_at_every_save_does_not_count():
-    leaking = samples(memory_bytes=lambda n: 10**8 + n * 4 * soak.LEAKED_BYTES)
-    assert set(soak.grown(leaking)) == {"memory_bytes"}
-    assert soak.grown(leaking, save_interval=25) == {}
-    assert set(soak.grown(leaking, save_interval=100)) == {"memory_bytes"}
+    leaking = samples(memory_bytes=lambda n: 10**8 + n * 4 * growth.LEAKED_BYTES)
+    assert set(growth.grown(leaking)) == {"memory_bytes"}
+    assert growth.grown(leaking, save_interval=25) == {}
+    assert set(growth.grown(leaking, save_interval=100)) == {"memory_bytes"}
 
 
 @pytest.mark.slow
 def test_a_save_leaks_in_tensorstore_what_is_allowed_for(tmp_path):
-    """Where it leaks less, `soak.LEAKED_BYTES` is to shrink, or to go."""
+    """Where it leaks less, `growth.LEAKED_BYTES` is to shrink, or to go."""
     tree = {f"array_{n}": jax.device_put(np.ones((64, 32), np.float32)) for n in range(41)}
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
     with ocp.CheckpointManager(tmp_path / "checkpoints", options=options) as manager:
@@ -166,22 +166,22 @@ def test_a_save_leaks_in_tensorstore_what_is_allowed_for(tmp_path):
             a_save = (leaked(range(5, 25)) - before) / 20
         finally:
             tracemalloc.stop()
-    assert 0.8 * soak.LEAKED_BYTES < a_save < 1.2 * soak.LEAKED_BYTES
+    assert 0.8 * growth.LEAKED_BYTES < a_save < 1.2 * growth.LEAKED_BYTES
 
 
 def test_a_soak_that_says_nothing_is_refused():
     with pytest.raises(ValueError, match="run more steps"):
-        soak.grown(samples()[:12])
+        growth.grown(samples()[:12])
 
 
 def test_a_sample_is_of_what_this_process_holds(tmp_path):
     """A device buffer, an open file and a thread more are one more each."""
     gc.collect()
-    before = soak.sample(1)
+    before = growth.sample(1)
     held, file, over = jax.device_put(np.zeros((256, 4), np.float32)), (tmp_path / "file").open("w"), threading.Event()
     thread = threading.Thread(target=over.wait)
     thread.start()
-    after = soak.sample(2)
+    after = growth.sample(2)
     over.set()
     thread.join()
     file.close()
@@ -192,12 +192,12 @@ def test_a_sample_is_of_what_this_process_holds(tmp_path):
 
 def test_memory_that_was_freed_is_not_held():
     """Though the last block of many lies above all the others, so that the C library cannot return them by itself."""
-    before = soak.sample(1).memory_bytes
+    before = growth.sample(1).memory_bytes
     blocks = [bytearray(b"x" * 2**10) for _ in range(2**17)]
-    during, last = soak.sample(1).memory_bytes, blocks.pop()
+    during, last = growth.sample(1).memory_bytes, blocks.pop()
     del blocks
     assert during - before > 2**27
-    assert soak.sample(1).memory_bytes - before < 2**24
+    assert growth.sample(1).memory_bytes - before < 2**24
     assert last
 
 
@@ -209,7 +209,7 @@ def test_a_sampler_waits_for_what_is_being_saved(tmp_path):
     saving.name = f"{writing.THREAD}20"
     saving.start()
     other.start()
-    soak.Sampler(tmp_path / "samples", every=10).before_step(21)
+    growth.Sampler(tmp_path / "samples", every=10).before_step(21)
     assert not saving.is_alive()
     assert other.is_alive()
     over.set()
@@ -218,17 +218,17 @@ def test_a_sampler_waits_for_what_is_being_saved(tmp_path):
 def test_a_checkpoint_that_is_never_written_ends_the_soak(tmp_path, monkeypatch):
     over = threading.Event()
     threading.Thread(target=over.wait, daemon=True, name=f"{writing.THREAD}20").start()
-    monkeypatch.setattr(soak, "WRITTEN_WITHIN_SECONDS", 0.1)
+    monkeypatch.setattr(growth, "WRITTEN_WITHIN_SECONDS", 0.1)
     with pytest.raises(TimeoutError, match=r"checkpoint 20 was not written within 0\.1 s"):
-        soak.Sampler(tmp_path / "samples", every=10).before_step(21)
+        growth.Sampler(tmp_path / "samples", every=10).before_step(21)
     over.set()
 
 
 def test_a_sampler_writes_a_line_every_so_many_steps(tmp_path):
-    sampler = soak.Sampler(tmp_path / "samples", every=10)
+    sampler = growth.Sampler(tmp_path / "samples", every=10)
     for step in range(1, 42):
         sampler.before_step(step)
-    assert [s.step for s in soak.read(tmp_path / "samples")] == [10, 20, 30, 40]
+    assert [s.step for s in growth.read(tmp_path / "samples")] == [10, 20, 30, 40]
 
 
 @pytest.mark.parametrize(
@@ -239,15 +239,15 @@ def test_a_sampler_writes_a_line_every_so_many_steps(tmp_path):
         (["soak", "--steps", "3"], "--steps 3: expected at least 400"),
     ],
 )
-def test_wrong_input_is_refused(launch, arguments, said):
-    assert said in launch(*arguments, code=exit_codes.USER_ERROR)
+def test_wrong_input_is_refused(lab, arguments, said):
+    assert said in lab(*arguments, code=exit_codes.USER_ERROR)
 
 
 @pytest.mark.slow
 @pytest.mark.simulated(4)
-def test_a_run_that_failed_ends_as_one_that_did_not(launch, tmp_path):
+def test_a_run_that_failed_ends_as_one_that_did_not(lab, tmp_path):
     only = ["an exception on one host", "truncated", "a branch"]
-    said = launch("failures", "--only", *only, "--kills", "2", "--flips", "20", "--out", tmp_path, timeout=1800)
+    said = lab("failures", "--only", *only, "--kills", "2", "--flips", "20", "--out", tmp_path, timeout=1800)
     rows = [line for line in said.splitlines() if line.startswith("| ")][1:]
     assert len(rows) == 5
     assert all(row.endswith("| yes |") for row in rows)
@@ -255,8 +255,8 @@ def test_a_run_that_failed_ends_as_one_that_did_not(launch, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.simulated(2)
-def test_a_soak_of_a_sound_run_finds_nothing(launch, tmp_path):
+def test_a_soak_of_a_sound_run_finds_nothing(lab, tmp_path):
     """With saving and evaluating at every sample, on two hosts of which both are sampled."""
-    said = launch("soak", "--steps", "400", "--out", tmp_path, timeout=900)
+    said = lab("soak", "--steps", "400", "--out", tmp_path, timeout=900)
     assert "nothing grows in 400 steps on 2 hosts (simulated)" in said
     assert {line.split()[3] for line in said.splitlines() if line.startswith("step")} == {"0", "1"}

@@ -1,12 +1,11 @@
-"""`launch/run bench` measures what it says; how fast this machine is, is not a test's affair."""
+"""`tests/run.sh lab bench` measures what it says; how fast this machine is, is not a test's affair."""
 
 import time
 
 from core.training import hooks
 from core.watch import phase
-from launch.benchmarks import overhead
-from launch.commands.house import bench
 from launch.host import Host
+from tests.lab import bench, overhead
 
 
 def test_bench_counts_the_settled_steps_of_both_sides(tmp_path, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""`launch/run failures`: lets a simulated run fail in every way that is known here, and shows what became of it."""
+"""`tests/run.sh lab failures`: makes a simulated run fail in every known way, and reports how each run ended."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import tempfile
 from pathlib import Path
 
 HELP = "let simulated hosts fail in every known way, start again, and compare with an undisturbed run"
-EXAMPLE = """launch/run failures
-  launch/run failures --only "kill -9 of host 2" --kills 0 --flips 0
-  launch/run failures --write                               all of it, into the table of launch/README.md
-  launch/run failures --only SIGTERM --kills 0 --flips 0 --write    two rows of it"""
+EXAMPLE = """tests/run.sh lab failures
+  tests/run.sh lab failures --only "kill -9 of host 2" --kills 0 --flips 0
+  tests/run.sh lab failures --write                               all of it, into the table of launch/README.md
+  tests/run.sh lab failures --only SIGTERM --kills 0 --flips 0 --write    two rows of it"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,10 +30,10 @@ def run(args: argparse.Namespace) -> int:
     import jax
 
     from core import slices
-    from launch.failures import running, scenarios
+    from tests.lab import harness, scenarios
 
     os.environ["RENGA_JOIN_SECONDS"] = str(scenarios.JOIN_SECONDS)
-    jax.config.update("jax_num_cpu_devices", slices.get(running.SLICE).chips)  # for the checkpoints that are read here
+    jax.config.update("jax_num_cpu_devices", slices.get(harness.SLICE).chips)  # for the checkpoints that are read here
     for name in ("kills", "flips"):
         if getattr(args, name) < 0:
             raise ValueError(f"--{name} {getattr(args, name)}: expected 0 or more")
@@ -55,26 +55,26 @@ def _run(args: argparse.Namespace, wanted: list, folder: Path) -> int:
 
 
 def _try_all(args: argparse.Namespace, wanted: list, folder: Path, requested: list[int]) -> int:
-    from launch.failures import flips, running, table
+    from tests.lab import flips, harness, table
 
-    laboratory = running.Laboratory(folder, requested=requested)
+    rig = harness.FaultHarness(folder, requested=requested)
     outcomes = []
     for scenario in wanted:
-        outcomes.append(laboratory.try_out(scenario))
+        outcomes.append(rig.try_out(scenario))
         _say(outcomes[-1])
     if args.kills:
         outcomes.append(
-            running.Laboratory(folder, requested=requested, total_steps=running.LONG_STEPS).kills(
+            harness.FaultHarness(folder, requested=requested, total_steps=harness.LONG_STEPS).kills(
                 args.kills, seed=args.seed
             )
         )
         _say(outcomes[-1])
     flipped = None
     if args.flips:
-        bindings = (*running.SMALL, f"TOTAL_STEPS = {running.TOTAL_STEPS}")
-        where = {"experiment": running.EXPERIMENT, "slice_name": running.SLICE, "bindings": bindings}
-        undisturbed = laboratory.undisturbed
-        with running.quiet(folder / "flips.log"):
+        bindings = (*harness.SMALL, f"TOTAL_STEPS = {harness.TOTAL_STEPS}")
+        where = {"experiment": harness.EXPERIMENT, "slice_name": harness.SLICE, "bindings": bindings}
+        undisturbed = rig.undisturbed
+        with harness.quiet(folder / "flips.log"):
             flipped = flips.flip(undisturbed, **where, count=args.flips, seed=args.seed)
     printed = table.markdown(outcomes, flipped)
     print(f"\n{printed}")

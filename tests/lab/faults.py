@@ -1,6 +1,6 @@
 """Faults, and how a process plants one into itself.
 
-The one idea: a run has no switch for failing. `launch.failures.host` starts one that is as it always is, but for what
+The one idea: a run has no switch for failing. `tests.lab.faulty_host` starts one that is as it always is, but for what
 is planted here from outside: a thread that waits for its moment, or a hook beside the usual ones.
 """
 
@@ -26,8 +26,8 @@ import numpy as np
 from core.training.hooks import Hook
 from core.watch import phase
 from launch import training
-from launch.failures import soak, stand_in
 from launch.prepared_run import Run
+from tests.lab import gcs_emulator, growth
 
 _POLL_SECONDS = 0.002
 _SMALL_FILE_BYTES = 2**16  # what a full disk still takes
@@ -86,7 +86,7 @@ def plant(fault: Fault, *, process_index: int) -> list[str]:
     if fault.kind == "soak":
         note = Path(fault.note)
         file = note.with_name(f"{note.name}-host_{process_index}.jsonl")
-        _hang_on(lambda run: (run, soak.Sampler(file, every=fault.step)))
+        _hang_on(lambda run: (run, growth.Sampler(file, every=fault.step)))
     else:
         _hang_on(lambda run: (_with_bad_data(run, fault), _AtStep(fault, run)))
     return []
@@ -179,7 +179,7 @@ def _take_another_branch(fault: Fault, run: Run) -> None:
 
 def _refuse_all_requests(fault: Fault, run: Run) -> None:
     """The stand-in of the buckets answers with errors alone, for a while."""
-    bucket = stand_in.of_environment()
+    bucket = gcs_emulator.of_environment()
     bucket.errors(1.0)
     threading.Timer(fault.delay_seconds, bucket.errors, [0.0]).start()
 

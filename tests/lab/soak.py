@@ -1,4 +1,4 @@
-"""`launch/run soak`: thousands of small steps on simulated hosts, to see that nothing grows."""
+"""`tests/run.sh lab soak`: thousands of small steps on simulated hosts, to see that nothing grows."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import tempfile
 from pathlib import Path
 
 HELP = "run thousands of small steps on simulated hosts and watch memory, device buffers, files and threads"
-EXAMPLE = """launch/run soak
-  launch/run soak --slice v4-32 --steps 1000 --out /tmp/soak"""
+EXAMPLE = """tests/run.sh lab soak
+  tests/run.sh lab soak --slice v4-32 --steps 1000 --out /tmp/soak"""
 LEAST_STEPS = 400
 SLICE = "v4-16"
 
@@ -32,24 +32,24 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace, folder: Path) -> int:
     from core import slices
-    from launch.failures import running, soak
     from launch.pods import supervise
+    from tests.lab import growth, harness
 
     with supervise.stop_requests() as requested:
-        laboratory = running.Laboratory(
+        rig = harness.FaultHarness(
             folder, requested=requested, total_steps=args.steps, slice_name=slices.get(args.slice).name
         )
-        files = laboratory.soak()
+        files = rig.soak()
     failed = False
     for host, file in enumerate(files):
-        samples = soak.read(file)
+        samples = growth.read(file)
         for s in samples[:: max(1, len(samples) // 10)]:
             print(
                 f"step {s.step:>6}  host {host}  {s.memory_bytes / 2**30:.3f} GiB  {s.arrays} arrays of "
                 f"{s.array_bytes / 2**20:.2f} MiB  {s.files} files  {s.threads} threads"
             )
-        for name, growth in soak.grown(samples, save_interval=soak.save_interval(args.steps)).items():
+        for name, more in growth.grown(samples, save_interval=growth.save_interval(args.steps)).items():
             failed = True
-            print(f"host {host}: {name} grew by {growth:,}")
+            print(f"host {host}: {name} grew by {more:,}")
     print("something grows" if failed else f"nothing grows in {args.steps} steps on {len(files)} hosts (simulated)")
     return int(failed)

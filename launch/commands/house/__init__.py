@@ -1,1 +1,0 @@
-"""The workspace: its own state and speed."""

@@ -1,0 +1,29 @@
+"""`tests/run.sh lab COMMAND …`: test equipment for developers. Nothing of the product imports it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from core.watch import exit_codes
+from launch import __main__ as cli
+
+COMMANDS = ("bench", "failures", "soak", "status")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs one command line and returns its exit code."""
+    if not argv or argv[0] not in COMMANDS:
+        print("\n".join(["tests/run.sh lab COMMAND …", *map(_overview, COMMANDS)]))
+        return exit_codes.USER_ERROR if argv else exit_codes.DONE
+    name, *rest = argv
+    return cli.run_command(f"tests.lab.{name}", rest, program=f"tests/run.sh lab {name}")
+
+
+def _overview(name: str) -> str:
+    return f"  {name:<{max(map(len, COMMANDS))}}  {importlib.import_module(f'tests.lab.{name}').HELP}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
