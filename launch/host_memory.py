@@ -11,17 +11,38 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+import psutil
 
+from core import units
 from core.slices import GIB
 from core.training import prefetch
 from core.types import SizesEvaluation, can
 from launch.experiment import Experiment
-from launch.pods import hosts
 from parallel import placement, report
 from parallel.partitioner import Program
 
 _ASSEMBLED = 2  # copies of a batch on the host: of its streams, and as one
 _ROW_NUMBER_BYTES = 64  # of `DataLayout.rows`: a Python integer, its place in two tuples and in an array
+
+
+def available_bytes() -> int:
+    """Returns how much memory this machine can give out without swapping."""
+    return psutil.virtual_memory().available
+
+
+def require_simulated(needed_bytes: int, *, slice_name: str) -> None:
+    """Refuses a simulation whose state does not fit into this machine's free memory, which all hosts share.
+
+    Raises:
+      ValueError: with both numbers, and the way out.
+    """
+    available = available_bytes()
+    if needed_bytes > available:
+        raise ValueError(
+            f"simulating {slice_name} needs {units.size(needed_bytes)} for parameters, gradients and optimizer, and "
+            f"this machine has {units.size(available)} of free memory. --smoke shrinks the model, keeps slice, mesh "
+            "and strategy."
+        )
 
 
 def per_host(experiment: Experiment, program: Program) -> dict[str, int]:
@@ -80,7 +101,7 @@ def require(experiment: Experiment, program: Program) -> None:
     """
     said = problem(
         per_host(experiment, program),
-        have_bytes=hosts.available_memory_bytes(),
+        have_bytes=available_bytes(),
         whose="this host",
         experiment=experiment,
         program=program,

@@ -15,7 +15,6 @@ from core import metrics, slices, units
 from core.slices import GIB
 from launch import configuration, host_memory, reach, smoke
 from launch.experiment import Experiment, padding
-from launch.pods.hosts import available_memory_bytes
 from launch.reach import Finding, Hosts
 from parallel import mesh, report, strategy
 from parallel.partitioner import Program
@@ -142,7 +141,7 @@ def _host_memory(experiment: Experiment, program: Program, hosts: Hosts) -> Find
     """What one host must hold, or this machine where it plays all of them."""
     slice_ = program.partitioner.slice
     if hosts == "simulated":
-        need, have, whose = host_memory.simulated(experiment, program), available_memory_bytes(), "this machine"
+        need, have, whose = host_memory.simulated(experiment, program), host_memory.available_bytes(), "this machine"
     else:
         need, have = host_memory.per_host(experiment, program), slice_.host_memory_bytes
         whose = f"a host of {slice_.name}"

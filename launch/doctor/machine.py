@@ -7,8 +7,8 @@ import importlib.metadata
 import os
 import platform
 import re
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -16,11 +16,10 @@ from packaging.version import Version
 from core import units
 from launch import environment
 from launch.doctor.rows import Row
+from launch.pods import hosts
 
 _RUNTIME = ("jax", "jaxlib", "libtpu")
 _ALIKE = 0.92  # of two names, to take one for a slip of the other
-_CHIPS = re.compile(r"/dev/(accel\d+|vfio/\d+)$")
-_LOCK = "/tmp/libtpu_lockfile"
 
 
 def versions(*, installed: Callable[[str], str] = importlib.metadata.version, pins: str | None = None) -> Row:
@@ -82,21 +81,9 @@ def variables(environ: Mapping[str, str] = os.environ, *, simulated: bool) -> li
     return problems or [Row("environment", True, "no contradiction, no unknown RENGA_ variable")]
 
 
-def chip_holders(*, own: Sequence[int] = (), proc: Path = Path("/proc"), is_chip: re.Pattern = _CHIPS) -> Row:
-    """Processes other than `own` that hold a chip of this host open, or libtpu's lock."""
-    holders, unseen = {}, 0
-    for process in proc.glob("[0-9]*"):
-        if int(process.name) in (os.getpid(), os.getppid(), *own):
-            continue
-        try:
-            opened = [os.readlink(file) for file in (process / "fd").iterdir()]  # noqa: PTH115 (a socket is no path)
-            if held := sorted({name for name in opened if is_chip.search(name) or name == _LOCK}):
-                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                holders[int(process.name)] = f"process {process.name} holds {', '.join(held)}: {command[:120]}"
-        except PermissionError:
-            unseen += 1
-        except OSError:  # it ended while we looked
-            continue
+def chip_holders(**where: Any) -> Row:
+    """Reports processes that hold a chip of this host, or libtpu's lock; `where` as for `hosts.chip_holders`."""
+    holders, unseen = hosts.chip_holders(**where)
     if holders:
         ids = " ".join(map(str, sorted(holders)))
         return Row("chips", False, "; ".join(holders.values()), f"end it (kill {ids}), or wait for its run to end")

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from core.slices import GIB
+from launch import host_memory
 from launch.environment import WORKSPACE
 from launch.plans import records
 from launch.plans.records import Record
-from launch.pods import hosts
 from parallel.hlo import messages
 
 BYTES_PER_COMPILE = 4 * GIB  # about 3 of a 7B step, and room
@@ -63,7 +63,7 @@ class _Running(NamedTuple):
 
 def at_once() -> int:
     """How many compiles this machine has processors and memory for; at least one."""
-    room = hosts.available_memory_bytes() // BYTES_PER_COMPILE
+    room = host_memory.available_bytes() // BYTES_PER_COMPILE
     return int(max(1, min(MOST_AT_ONCE, os.cpu_count() or 1, room)))
 
 

@@ -8,6 +8,8 @@ confirms; a machine without either is never asked over the network.
 from __future__ import annotations
 
 import http.client
+import os
+import re
 import subprocess
 import urllib.error
 import urllib.request
@@ -21,6 +23,8 @@ from launch import environment
 METADATA_URL = "http://metadata.google.internal/computeMetadata/v1/instance/attributes"
 METADATA_TIMEOUT_SECONDS = 0.5
 METADATA_RETRY_SECONDS = (2.0, 2.0, 2.0)  # where there are chips, one slow answer must not lose a host
+_CHIPS = re.compile(r"/dev/(accel\d+|vfio/\d+)$")
+_LOCK = "/tmp/libtpu_lockfile"
 REVISION_FILE = ".revision"  # written by whoever ships a workspace without its .git
 
 
@@ -122,12 +126,6 @@ def require_slice(slice_: slices.Slice, *, accelerator_type: str | None, where: 
         )
 
 
-def available_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Memory that can be had without swapping (MemAvailable)."""
-    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024
-
-
 def revision(*, workspace: Path = environment.WORKSPACE) -> str:
     """The git revision of the workspace, with `-dirty` where it was edited; `unknown` outside git."""
     shipped = workspace / REVISION_FILE
@@ -138,6 +136,30 @@ def revision(*, workspace: Path = environment.WORKSPACE) -> str:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def chip_holders(
+    *, own: Sequence[int] = (), proc: Path = Path("/proc"), is_chip: re.Pattern = _CHIPS
+) -> tuple[dict[int, str], int]:
+    """Finds the processes other than `own` that have a chip of this host, or libtpu's lock file, open.
+
+    Returns:
+      What each of them holds, in words, by process id; and how many processes of other users could not be looked at.
+    """
+    holders, unseen = {}, 0
+    for process in proc.glob("[0-9]*"):
+        if int(process.name) in (os.getpid(), os.getppid(), *own):
+            continue
+        try:
+            opened = [os.readlink(file) for file in (process / "fd").iterdir()]  # noqa: PTH115 (a socket is no path)
+            if held := sorted({name for name in opened if is_chip.search(name) or name == _LOCK}):
+                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                holders[int(process.name)] = f"process {process.name} holds {', '.join(held)}: {command[:120]}"
+        except PermissionError:
+            unseen += 1
+        except OSError:  # it ended meanwhile
+            continue
+    return holders, unseen
 
 
 def _chips(devices: Path) -> list[str]:

@@ -18,8 +18,8 @@ from core.slices import Slice
 from core.watch import difference
 from core.watch.judging import USUAL_LIMITS, Limits
 from launch import environment
-from launch.doctor import machine
 from launch.host import Host
+from launch.pods import hosts
 
 _NONCE_FILE = ".shared"
 _SHARED_FILE_SECONDS = 10.0  # network file systems may show a new file late
@@ -84,10 +84,12 @@ def _require_chips(slice_: Slice, *, played: bool) -> None:
     devices = jax.devices()
     platform = devices[0].platform
     if not played and platform != "tpu":
+        holders, _ = hosts.chip_holders()
+        held = "; ".join(holders.values()) or "held by no other process"
         raise ValueError(
             f"{slice_.name} was asked for, but JAX found {units.counted(len(devices), f'{platform} device')} "
             "and no TPU. "
-            f"On a TPU host: is libtpu missing? Its chips: {machine.chip_holders().detail}. Elsewhere: rehearse, "
+            f"On a TPU host: is libtpu missing? Its chips: {held}. Elsewhere: rehearse, "
             "--simulate"
         )
     if len(devices) != slice_.chips:

@@ -31,7 +31,6 @@ from typing import NamedTuple
 from core import slices, units
 from core.watch import exit_codes
 from launch.pods import host_output, stamps, supervise
-from launch.pods.hosts import available_memory_bytes
 
 LAST_LINES = 20
 WORDS_SECONDS = 3.0  # for the others to say themselves what ends them
@@ -110,21 +109,6 @@ def run(
     if requested:
         return requested[0]
     return 0 if culprit is None else _report(culprit)
-
-
-def require_memory(needed_bytes: int, *, slice_name: str, available_bytes: int | None = None) -> None:
-    """Refuses a simulation that would not fit into this machine's free memory (all hosts share it).
-
-    Raises:
-      ValueError: with both numbers, and the way out.
-    """
-    available = available_memory_bytes() if available_bytes is None else available_bytes
-    if needed_bytes > available:
-        raise ValueError(
-            f"simulating {slice_name} needs {units.size(needed_bytes)} for parameters, gradients and optimizer, and "
-            f"this machine has {units.size(available)} of free memory. --smoke shrinks the model, keeps slice, mesh "
-            "and strategy."
-        )
 
 
 def host_environment(

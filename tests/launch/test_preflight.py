@@ -7,7 +7,7 @@ import pytest
 from core import paths, slices
 from launch import __main__ as cli
 from launch import configuration, host_memory, preflight
-from launch.pods import hosts, shipping
+from launch.pods import shipping
 from parallel import mesh
 
 QUICKSTART, VALKYRIE = "gin/quickstart.gin", "gin/valkyrie_7b.gin"
@@ -190,8 +190,17 @@ def test_a_host_refuses_a_batch_that_it_cannot_hold(monkeypatch):
     need = host_memory.per_host(experiment, program)
     assert need["batches"] == 2 * 16 * 128 * 5 * 4  # two copies of 16 rows of 5 fields
     assert need["evaluation"] == 8 * 16 * 128 * 5 * 4
-    monkeypatch.setattr(hosts, "available_memory_bytes", lambda: sum(need.values()))
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: sum(need.values()))
     host_memory.require(experiment, program)
-    monkeypatch.setattr(hosts, "available_memory_bytes", lambda: sum(need.values()) - 1)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: sum(need.values()) - 1)
     with pytest.raises(ValueError, match=r"BATCH_SIZE = 32 rows .*, and this host has .* at most 24, or EVAL_BATCHES"):
         host_memory.require(experiment, program)
+
+
+def test_a_simulation_that_does_not_fit_is_refused_with_both_numbers(monkeypatch):
+    gib = 2**30
+    assert 2**20 < host_memory.available_bytes() < 2**50
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 24 * gib)
+    host_memory.require_simulated(12 * gib, slice_name="v4-32")
+    with pytest.raises(ValueError, match=r"v4-32 needs 100 GiB .* has 24 GiB of free memory\. --smoke"):
+        host_memory.require_simulated(int(100.4 * gib), slice_name="v4-32")

@@ -179,15 +179,14 @@ def _run_side(side: str, slice_: Slice, command: Sequence[str], *, into: Path) -
 
 def _require_memory(variant: Variant, experiment: Any, *, steps: int, run_dir: str) -> None:
     """Refuses sizes whose every step this machine could not keep."""
-    from launch import preflight
-    from launch.pods import simulate
+    from launch import host_memory, preflight
 
     checked = preflight.check(
         variant.config, bindings=variant.bindings, slice_name=experiment.slice, run_dir=run_dir, smoked=False
     )
     if not checked.ok:
         raise ValueError("\n".join(f"{f.name}: {f.detail}" for f in checked.findings if not f.ok))
-    simulate.require_memory(checked.training_bytes * (steps + 2), slice_name=experiment.slice)
+    host_memory.require_simulated(checked.training_bytes * (steps + 2), slice_name=experiment.slice)
 
 
 def _record(args: argparse.Namespace) -> int:

@@ -112,12 +112,13 @@ def _judge(asked: Portion) -> Judge | None:
 
 
 def _simulate(args: argparse.Namespace, asked: Portion, *, run_dir: str) -> int:
+    from launch import host_memory
     from launch.pods import simulate
     from parallel import mesh, report
 
     slice_ = slices.get(asked.experiment.slice)
     program = asked.experiment.bind(mesh.topology_devices(slice_))  # a layout that does not fit is refused once, here
-    simulate.require_memory(report.totals(program).everything * slice_.chips, slice_name=slice_.name)
+    host_memory.require_simulated(report.totals(program).everything * slice_.chips, slice_name=slice_.name)
     command = [sys.executable, "-m", "launch", "evaluate", run_dir, "--slice", slice_.name]  # the hosts have another ~
     command += [word for binding in args.gin for word in ("--gin", binding)]
     command += ["--step", str(args.step)] * (args.step is not None) + ["--all-steps"] * args.all_steps

@@ -66,7 +66,7 @@ def test_as_many_at_once_as_there_is_room_for(tmp_path, command, monkeypatch, ro
 def test_room_is_memory_and_processors(monkeypatch):
     monkeypatch.setattr(compiling.os, "cpu_count", lambda: 8)
     for gib, expected in ((3, 1), (9, 2), (99, 2)):
-        monkeypatch.setattr(compiling.hosts, "available_memory_bytes", lambda gib=gib: gib * 2**30)
+        monkeypatch.setattr(compiling.host_memory, "available_bytes", lambda gib=gib: gib * 2**30)
         assert compiling.at_once() == expected
 
 
