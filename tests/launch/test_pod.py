@@ -164,11 +164,11 @@ def test_a_workstation_passes_on_what_the_hosts_need(place, calls, monkeypatch):
 @pytest.mark.parametrize(
     ("slice_name", "more", "root", "directory"),
     [
-        ("v4-16", ["gin/quickstart.gin", "--run-dir", "gs://b/x"], None, "gs://b/x"),
-        ("v4-16", ["gin/quickstart.gin", "--run-dir=gs://b/x"], "gs://b/runs", "gs://b/x"),
+        ("v4-16", ["gin/quickstart.gin", "--run-dir", "gs://bucket/x"], None, "gs://bucket/x"),
+        ("v4-16", ["gin/quickstart.gin", "--run-dir=gs://bucket/x"], "gs://bucket/runs", "gs://bucket/x"),
         ("v4-8", ["gin/quickstart.gin"], None, "runs/gin/quickstart"),
-        ("v4-16", ["validate"], "gs://b/runs", "gs://b/runs/validate/v4-16"),
-        ("v4-16", ["validate", "--run-dir=gs://b/x"], None, "gs://b/x"),
+        ("v4-16", ["validate"], "gs://bucket/runs", "gs://bucket/runs/validate/v4-16"),
+        ("v4-16", ["validate", "--run-dir=gs://bucket/x"], None, "gs://bucket/x"),
         ("v4-8", ["validate"], None, "runs/validate/v4-8"),
     ],
 )
