@@ -50,6 +50,7 @@ class Cluster(NamedTuple):
     coordinator: str
 
 
+_ALONE = Cluster(0, 1, "")
 _joined: Cluster | None = None
 _told_to_stop = threading.Event()
 _calls: collections.Counter[str] = collections.Counter()
@@ -106,13 +107,14 @@ def initialize(
         _listen_for_stop()
         if watch:
             peers.start(None, limits=watch)
-        before_devices(wanted)
+        cluster = _ALONE
+        before_devices(cluster)
     else:
-        wanted = _meet(wanted, timeout_seconds, description=description, addresses=addresses, watch=watch)
-        before_devices(wanted)
-        _join(wanted, timeout_seconds=timeout_seconds, heartbeat_seconds=_heartbeat_seconds(watch))
-    _joined = wanted
-    return _joined
+        cluster = _meet(wanted, timeout_seconds, description=description, addresses=addresses, watch=watch)
+        before_devices(cluster)
+        _join(cluster, timeout_seconds=timeout_seconds, heartbeat_seconds=_heartbeat_seconds(watch))
+    _joined = cluster
+    return cluster
 
 
 def _wanted(
@@ -124,10 +126,10 @@ def _wanted(
     if alone:
         if len(missing) < 3:
             raise ValueError(f"single_process=True and a cluster were both given: {given}; give one of them")
-        return Cluster(0, 1, "")
+        return _ALONE
     if len(missing) == 3:
         return None
-    if missing:
+    if coordinator is None or process_index is None or process_count is None:
         raise ValueError(f"distributed.initialize needs {', '.join(missing)} too (got {given}); give all three or none")
     roll_call.split(coordinator)
     if not 0 <= process_index < process_count:
@@ -142,7 +144,7 @@ def _require_same(wanted: Cluster | None) -> None:
 
 def _detected(timeout_seconds: float) -> Cluster:
     coordinator, process_count, process_index = jax_internals.detected_cluster(timeout_seconds)
-    if None in (coordinator, process_count, process_index):
+    if coordinator is None or process_count is None or process_index is None:
         raise ValueError(
             "no cluster was found on this machine (it is not a host of a TPU slice, or its metadata cannot be read); "
             "give coordinator, process_index and process_count, or single_process=True to run alone"
@@ -251,8 +253,8 @@ def _shared(name: str, text: str | None, *, sources: list[int], timeout_seconds:
     client = jax_internals.coordination_client()
     if text is not None and len(text.encode()) > _MAX_TEXT_BYTES:
         raise ValueError(f"{name}: a text of {len(text.encode())} bytes; hosts exchange at most {_MAX_TEXT_BYTES}")
-    if client is None:
-        return [text]
+    if client is None:  # this process is the only source
+        return [text or ""]
     folder = f"renga/{name}/{_calls[name]}"
     _calls[name] += 1
     if text is not None:

@@ -171,7 +171,8 @@ def partition_spec(axes: Axes, rules: Rules, *, keep: Callable[[str], bool] = la
     Raises:
       ValueError: the table lacks a name, or would use a mesh axis twice in this array.
     """
-    entries, used = [], {}
+    entries: list[str | tuple[str, ...] | None] = []
+    used: dict[str, str | None] = {}
     for name in axes.names:
         try:
             wanted = tuple(a for a in mesh_axes(row(rules, name) if name else None) if keep(a))

@@ -177,7 +177,7 @@ def dimension_numbers(params: Params, matrices: Mapping[str, str]) -> Any:
     """Which dimensions of each parameter are the rows of its matrix, and which the columns; the others are a batch."""
 
     def of(path, p) -> MuonDimensionNumbers:
-        letters = _letters(path, p, matrices)
+        letters = _matrix_letters(path, p, matrices)
         rows, columns = ([i for i, letter in enumerate(letters) if letter == which] for which in "io")
         return MuonDimensionNumbers(tuple(rows), tuple(columns))
 
@@ -194,12 +194,18 @@ def _letters(path: Sequence[Any], p: jax.Array, matrices: Mapping[str, str]) -> 
     return letters
 
 
+def _matrix_letters(path: Sequence[Any], p: jax.Array, matrices: Mapping[str, str]) -> str:
+    letters = _letters(path, p, matrices)
+    assert letters is not None, f"{path_name(path)} is no matrix"
+    return letters
+
+
 def scale_to_rms(rms: float, matrices: Mapping[str, str]) -> optax.GradientTransformation:
     """Gives an orthogonal update [rows, columns] entries of root mean square `rms`, whatever its shape."""
 
     def scaled(path, update: jax.Array) -> jax.Array:
         sides = {"i": 1, "o": 1, "l": 1}
-        for letter, size in zip(_letters(path, update, matrices), update.shape, strict=True):
+        for letter, size in zip(_matrix_letters(path, update, matrices), update.shape, strict=True):
             sides[letter] *= size
         return update * (rms * jnp.sqrt(max(sides["i"], sides["o"])))
 

@@ -85,9 +85,14 @@ def require_writable(directory: str | os.PathLike[str]) -> epath.Path:
     Raises:
       ValueError: it cannot be written, with the reason.
     """
-    directory = resolve(directory)
-    _probe(directory, lambda: directory.mkdir(parents=True, exist_ok=True) or directory)
-    return directory
+    folder = resolve(directory)
+
+    def made() -> epath.Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    _probe(folder, made)
+    return folder
 
 
 def check_writable(directory: str | os.PathLike[str]) -> epath.Path:
@@ -96,9 +101,9 @@ def check_writable(directory: str | os.PathLike[str]) -> epath.Path:
     Raises:
       ValueError: it cannot be written, with the reason.
     """
-    directory = resolve(directory)
-    _probe(directory, lambda: directory if is_remote(directory) else _nearest(directory))
-    return directory
+    folder = resolve(directory)
+    _probe(folder, lambda: folder if is_remote(folder) else _nearest(folder))
+    return folder
 
 
 def no_room(error: BaseException) -> str:
@@ -138,15 +143,15 @@ def _probe(directory: epath.Path, folder: Callable[[], epath.Path]) -> None:
 
 def write_text_atomically(path: str | os.PathLike[str], text: str) -> None:
     """Writes a file so that a reader sees the old text or the new, never a part; its folder is made if need be."""
-    path = resolve(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if is_remote(path):
-        path.write_text(text)  # An object appears whole or not at all.
+    file = resolve(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if is_remote(file):
+        file.write_text(text)  # An object appears whole or not at all.
         return
-    part = path.parent / f".{path.name}.{uuid.uuid4().hex}"
+    part = file.parent / f".{file.name}.{uuid.uuid4().hex}"
     try:
         part.write_text(text)
-        os.replace(part, path)  # noqa: PTH105 (epath's replace copies across backends)
+        os.replace(part, file)  # noqa: PTH105 (epath's replace copies across backends)
     finally:
         part.unlink(missing_ok=True)
 

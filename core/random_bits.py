@@ -14,7 +14,7 @@ and the rows in the batch: `core.step` puts `row_ids` there. A block gets them t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, jaxprs_in_params
 
 from core import jax_internals
-from core.types import Batch, Model, Params
+from core.types import Batch, Model, Params, Shapes
 
 ROW_IDS = "row_ids"
 _DRAWS = ("random_bits", "random_split", "random_gamma")  # primitives of JAX; gamma, beta, dirichlet, t have their own
@@ -43,7 +43,7 @@ def row_keys(key: jax.Array, rows: jax.Array) -> jax.Array:
     return jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
 
 
-def refuse_shared_draws(model: Model, params: Params, batch: Batch) -> None:
+def refuse_shared_draws(model: Model, params: Params, batch: Shapes) -> None:
     """Refuses a model that draws for all rows with one key, where a step runs microbatches.
 
     Each microbatch has the same key, so such a model (stock `hk.dropout`, say) would draw the same bits in all of them.
@@ -79,7 +79,7 @@ def refuse_shared_draws(model: Model, params: Params, batch: Batch) -> None:
         )
 
 
-def _draws(model: Model, params: Params, batch: Batch) -> list[tuple[str, tuple[int, ...]]]:
+def _draws(model: Model, params: Params, batch: Shapes) -> list[tuple[str, tuple[int, ...]]]:
     """Source and shape of every draw of a training loss that takes a single key."""
 
     def loss(params: Params, batch: Batch) -> Any:
@@ -91,11 +91,15 @@ def _draws(model: Model, params: Params, batch: Batch) -> list[tuple[str, tuple[
 
 def _single_key_draws(jaxpr: Jaxpr) -> Iterator[tuple[str, tuple[int, ...]]]:
     for equation in jaxpr.eqns:
-        if equation.primitive.name in _DRAWS and not equation.invars[0].aval.shape:
-            yield jax_internals.source_of(equation), tuple(equation.outvars[0].aval.shape)
+        if equation.primitive.name in _DRAWS and not _shape(equation.invars[0]):
+            yield jax_internals.source_of(equation), _shape(equation.outvars[0])
         for inner in jaxprs_in_params(equation.params):
             yield from _single_key_draws(inner)
 
 
-def _rows(batch: Batch) -> int:
+def _shape(variable: Any) -> tuple[int, ...]:
+    return tuple(variable.aval.shape)
+
+
+def _rows(batch: Mapping[str, Any]) -> int:
     return next(iter(batch.values())).shape[0]

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
-_RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = MappingProxyType(
+_RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
     {
         **dict.fromkeys(("peak", "value", "weight_decay"), (lambda v: 0 <= v < math.inf, "at least 0, and finite")),
         **dict.fromkeys(("b1", "b2", "momentum", "decay"), (lambda v: 0 <= v < 1, "from 0 to below 1")),

@@ -34,8 +34,8 @@ class Roll(NamedTuple):
       connections: for host 0, one to each other host, by index; for the others, `{0: the one to host 0}`.
     """
 
-    index: int
-    count: int
+    index: int  # type: ignore[assignment]  # hides tuple.index
+    count: int  # type: ignore[assignment]  # hides tuple.count
     addresses: tuple[str, ...]
     connections: Mapping[int, socket.socket]
 
@@ -49,8 +49,8 @@ class _Call(NamedTuple):
     """What `answer` was asked, and until when."""
 
     address: str
-    index: int
-    count: int
+    index: int  # type: ignore[assignment]  # hides tuple.index
+    count: int  # type: ignore[assignment]  # hides tuple.count
     timeout_seconds: float
     deadline: float
     description: str
@@ -210,8 +210,8 @@ def _say_to_all(present: Mapping[int, _Present], message: Mapping[str, Any]) -> 
 def _ask(call: _Call) -> Roll:
     """Tries again when a connection breaks, until the deadline."""
     while time.monotonic() < call.deadline:
-        connection, reply = _hello(call)
-        if reply is not None:
+        if answered := _hello(call):
+            connection, reply = answered
             try:
                 addresses = _read_reply(reply, call)
             except BaseException:
@@ -222,8 +222,8 @@ def _ask(call: _Call) -> Roll:
     raise TimeoutError(call._replace(addresses=[f"the coordinator at {call.address} gave no answer"]).missing([0]))
 
 
-def _hello(call: _Call) -> tuple[socket.socket | None, dict[str, Any] | None]:
-    """One attempt: an open connection and what host 0 says on it, or (None, None)."""
+def _hello(call: _Call) -> tuple[socket.socket, dict[str, Any]] | None:
+    """One attempt: an open connection and what host 0 says on it; None where it says nothing."""
     with contextlib.ExitStack() as unless_all_is_well, contextlib.suppress(OSError, frames.Stranger):
         left = max(call.deadline - time.monotonic(), _RETRY_SECONDS)
         connection = unless_all_is_well.enter_context(socket.create_connection(split(call.address), timeout=left))
@@ -234,7 +234,7 @@ def _hello(call: _Call) -> tuple[socket.socket | None, dict[str, Any] | None]:
         if reply is not None:
             unless_all_is_well.pop_all()
             return connection, reply
-    return None, None
+    return None
 
 
 def _read_reply(reply: Mapping[str, Any], call: _Call) -> tuple[str, ...]:

@@ -105,7 +105,10 @@ def train_step(
 
 def _unless_non_finite(before: TrainState, after: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
     """The state behind a step that may have to leave its update out."""
-    finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["gradient_norm"])
+    loss, norm = metrics["loss"], metrics["gradient_norm"]
+    assert not isinstance(loss, WeightedSum)
+    assert not isinstance(norm, WeightedSum)
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
     return kept._replace(step=after.step), {**metrics, "skipped_updates": 1.0 - finite.astype(jnp.float32)}
 

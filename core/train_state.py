@@ -15,13 +15,13 @@ class TrainState(NamedTuple):
     """The state behind step `step - 1` and before step `step`.
 
     Attributes:
-      step: [], int32, steps done.
+      step: [], int32, steps done; in a tree of shapes or layouts, what describes it.
       params: float32 parameters.
       opt_state: the optimizer's.
       carry: the model's, `()` for a language model.
     """
 
-    step: jax.Array
+    step: Any
     params: Params
     opt_state: Any
     carry: Carry

@@ -17,15 +17,16 @@ import numpy as np
 Params = Mapping[str, Mapping[str, jax.Array]]
 Carry = Any
 Batch = Mapping[str, jax.Array]
+Shapes = Mapping[str, jax.ShapeDtypeStruct]  # of a batch
 
 IGNORED = -100  # a label that no loss and no metric looks at
 
 
 class WeightedSum(NamedTuple):
-    """A mean that has not been taken yet."""
+    """A mean that has not been taken yet; on the host, of numbers of numpy."""
 
-    total: jax.Array  # [], float32
-    weight: jax.Array  # [], float32
+    total: jax.Array | np.floating  # [], float32
+    weight: jax.Array | np.floating  # [], float32
 
 
 class LossOutput(NamedTuple):

@@ -159,7 +159,7 @@ def run(program: Program, batches: Iterable[Batch]) -> Trajectory:
     fresh, gradients, losses = everywhere(program, state.params), None, []
     for batch in batches:
         state, metrics = program.train_step(state, program.put(batch))
-        losses.append(float(metrics["loss"]))
+        losses.append(float(np.asarray(metrics["loss"])))
         if gradients is None:
             gradients = everywhere(program, state.opt_state.gradients)
     params, opt_state = (everywhere(program, tree) for tree in (state.params, state.opt_state.inner))
@@ -216,7 +216,7 @@ def _apart(ours: Any, theirs: Any, floor: float) -> tuple[float, float]:
     if a.shape != b.shape or not (np.isfinite(a).all() and np.isfinite(b).all()):
         return np.inf, np.inf
     absolute = np.max(np.abs(a - b), initial=0.0)
-    size = np.max(np.abs(b), initial=max(floor, np.finfo(np.float32).tiny))
+    size = np.max(np.abs(b), initial=max(floor, float(np.finfo(np.float32).tiny)))
     return float(absolute), float(absolute / np.spacing(np.float32(size)))
 
 

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -102,7 +103,7 @@ def play(devices: Sequence[jax.Device], slice: Slice) -> list[_DescribedChip]:
             + x * (c[1] + y * (c[2] if len(c) == 3 else 0))
             + slice.chips_per_slice * (i // slice.chips_per_slice),
             process_index=i // slice.chips_per_host,
-            coords=(*c, 0)[:3],
+            coords=(c[0], c[1], c[2] if len(c) == 3 else 0),
             device_kind=slice.chip.kinds[0],
             slice_index=i // slice.chips_per_slice,
         )
@@ -127,7 +128,7 @@ def topology_devices(slice: Slice) -> list[jax.Device]:
     """The chips of a slice as libtpu's compiler describes them; no TPU is needed, and nothing can run on them."""
     bounds = (*slice.host_bounds, 1)[:3]
     wrap = (*slice.wraparound, False)[:3]
-    options = {"chips_per_host_bounds": bounds, "wrap": wrap}
+    options: dict[str, Any] = {"chips_per_host_bounds": bounds, "wrap": wrap}
     if slice.num_slices > 1:
         options["num_slices"] = slice.num_slices
     if slice.generation == "v4":

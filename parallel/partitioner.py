@@ -51,12 +51,14 @@ class Partitioner:
     def tracing(self) -> Iterator[None]:
         """Context in which a model traced for this layout sees its mesh and its table."""
         tables = self.strategy
-        run = stack.use_runner(self._runner) if self.pipeline else contextlib.nullcontext()
+        run = stack.use_runner(self._runner) if self._runner else contextlib.nullcontext()
         with jax.set_mesh(self.mesh), logical.sharding_rules(tables.activation_rules, tables.param_rules), run:
             yield
 
     @functools.cached_property
-    def _runner(self) -> stack.Runner:  # made once: it is part of the key of every trace
+    def _runner(self) -> stack.Runner | None:  # made once: it is part of the key of every trace
+        if self.pipeline is None:
+            return None
         return runner.runner(self.pipeline, self.strategy.param_rules, self.strategy.activation_rules)
 
     @property

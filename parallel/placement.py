@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -44,7 +45,8 @@ def largest_share(by_rows: NamedSharding, batch_size: int) -> float:
 
 def _rows_by_host(by_rows: NamedSharding, batch_size: int) -> dict[int, set[int]]:
     by_host: dict[int, set[int]] = {}
-    for device, (rows,) in by_rows.devices_indices_map((batch_size,)).items():
+    placed: Mapping[Any, Any] = by_rows.devices_indices_map((batch_size,))  # {device: (slice of rows,)}
+    for device, (rows,) in placed.items():
         by_host.setdefault(device.process_index, set()).update(range(*rows.indices(batch_size)))
     return by_host
 

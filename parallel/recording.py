@@ -91,7 +91,7 @@ class _Forward:
                 seen, logits = self._jitted(state, batch)
             except jax.errors.UnexpectedTracerError:  # the stack stands inside another transformation
                 return {}
-        found = {}
+        found: dict[tuple[str, str], np.ndarray] = {}
         for before, layers in agreement.everywhere(self._program, seen):
             found.setdefault(("embedding", "residual"), _storable(before))
             first = len(found) - 1
@@ -129,7 +129,8 @@ class _Order:
 
     def gradients(self, tree: Any) -> Iterator[tuple[str, str, np.ndarray]]:
         """(place, name, array) of every gradient; a stacked one layer by layer."""
-        whole, stacked = [], []
+        whole: list[tuple[str, np.ndarray]] = []
+        stacked: list[tuple[str, np.ndarray]] = []
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         for (path, a), axes in zip(leaves, _axes_leaves(self._axes), strict=True):
             (stacked if _is_stacked(axes) else whole).append((parameters.path_name(path), np.asarray(a)))

@@ -63,7 +63,7 @@ def _division_problems(
     problems = []
     for size, name, entry in zip(shape, axes.names, spec, strict=True):
         shards = logical.shards(entry, mesh_shape)
-        if size % shards:
+        if name is not None and size % shards:
             fix = _fix(name, size, entry, mesh_shape)
             problems.append(f"{name} = {size} does not divide over {_product(entry)} = {shards}. {fix}")
     return problems

@@ -6,6 +6,7 @@ whole; d is data, s is sequence, t is tensor, p is stage; gather_f and scatter_f
 
 from __future__ import annotations
 
+from core.logical import Rules
 from parallel.pipeline import schedules
 from parallel.pipeline.schedules import Schedule
 from parallel.strategy import REPLICATED, Strategy, override
@@ -30,9 +31,12 @@ __all__ = [
     "zero1",
 ]
 
-_BY_TENSOR = {"mlp": "tensor", "heads": "tensor", "kv_heads": "tensor", "vocab": "tensor"}
-_BY_STAGE = {"layers": "stage", "vocab": "stage"}  # embedding and head belong to no stage, so all of them share it
-_BY_STAGE_AND_TENSOR = {**_BY_TENSOR, "layers": "stage", "vocab": ("stage", "tensor")}
+_BY_TENSOR: Rules = {"mlp": "tensor", "heads": "tensor", "kv_heads": "tensor", "vocab": "tensor"}
+_BY_STAGE: Rules = {
+    "layers": "stage",
+    "vocab": "stage",
+}  # embedding and head belong to no stage, so all of them share it
+_BY_STAGE_AND_TENSOR: Rules = {**_BY_TENSOR, "layers": "stage", "vocab": ("stage", "tensor")}
 _SCHEDULE = schedules.gpipe(num_microbatches=8)
 
 

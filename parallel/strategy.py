@@ -8,6 +8,7 @@ no model, so that the same table serves every model and can be printed, compared
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -226,9 +227,13 @@ def _nearest_fits(shape: Mapping[str, int], devices: int) -> str:
         others = math.prod(d for a, d in shape.items() if a != axis and d != -1)
         if devices % others == 0:
             choices = [n for n in _divisors(devices // others)] if -1 in shape.values() else [devices // others]
-            nearest = min(choices, key=lambda n, d=degree: abs(n - d))
+            nearest = min(choices, key=functools.partial(_distance, degree))
             fits.append(mesh_text({**shape, axis: nearest}, single="1 device"))
     return "; ".join(fits) or f"data {devices}, fsdp {devices}, or any degrees whose product is {devices}"
+
+
+def _distance(one: int, other: int) -> int:
+    return abs(one - other)
 
 
 def _divisors(n: int) -> list[int]:

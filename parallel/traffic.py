@@ -92,7 +92,7 @@ class Row(NamedTuple):
     dtype: str
     in_loop: bool
     is_overlapped: bool
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count
     times: int
     payload_bytes: int
     wire_bytes: int
@@ -113,7 +113,7 @@ def table(collectives: Sequence[Collective]) -> list[Row]:
     for labels, group in itertools.groupby(sorted(collectives, key=key), key):
         same = list(group)
         payload, wire = (sum(getattr(c, size) * c.times for c in same) for size in ("payload_bytes", "wire_bytes"))
-        rows.append(Row(*labels, len(same), sum(c.times for c in same), payload, wire))
+        rows.append(Row._make((*labels, len(same), sum(c.times for c in same), payload, wire)))
     return sorted(rows, key=lambda r: (-r.wire_bytes, r))
 
 
@@ -199,17 +199,18 @@ def _collective(module: Module, executed: Executed, kind: str, grid: Grid) -> Co
 
 
 # Between slices the compiler hands a collective to the runtime: a `send` and a `recv` that say what they stand for.
+_TRANSFER = "_xla_megascale_transfer_type"
 _DCN_KINDS = {"ONE_TO_ONE": "collective-permute"}
 
 
 def _between_slices(at: Instruction) -> str | None:
     """`ALL_REDUCE` where a send stands for a collective between slices."""
-    return at.attribute("_xla_megascale_transfer_type")
+    return at.attribute(_TRANSFER)
 
 
 def _dcn_collective(executed: Executed, grid: Grid) -> Collective:
     at, computation = executed.instruction, executed.computation
-    transfer = _between_slices(at)
+    transfer = at.required(_TRANSFER)
     kind = _DCN_KINDS.get(transfer, transfer.lower().replace("_", "-"))
     groups = _across_slices(grid)
     size = max(map(len, groups))
@@ -294,7 +295,7 @@ def varying_axes(groups: Sequence[Sequence[int]], grid: Grid) -> tuple[str, ...]
     largest = max(itertools.chain(*groups), default=0)
     if largest >= math.prod(shape):
         raise ValueError(f"a collective names chip {largest}, but the mesh {dict(grid.shape)} has {math.prod(shape)}")
-    varies = set()
+    varies: set[int] = set()
     for group in groups:
         coordinates = np.stack(np.unravel_index(np.asarray(group), shape))  # [axes, chips of the group]
         varies.update(np.flatnonzero(coordinates.max(axis=1) > coordinates.min(axis=1)))

@@ -44,7 +44,8 @@ def restore(step_folder: paths.Path, abstract_state: Any) -> Any:
 
 def _together(wanted: Mapping[str, Any]) -> Iterator[list[str]]:
     """The names in their order, in groups that a host has the memory for on the way to its devices."""
-    group, group_bytes = [], 0
+    group: list[str] = []
+    group_bytes = 0
     for name, leaf in wanted.items():
         own_bytes = math.prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
         own_bytes *= len(leaf.sharding.addressable_devices)

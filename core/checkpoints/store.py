@@ -265,17 +265,17 @@ class Checkpoints:
         """Raises RuntimeError where the save under way has failed on a host; waits for nobody. Not collective."""
         with self._giving_up():
             if self._writing is not None and self._writing.is_done():
-                self._finished()
+                self._finished(self._writing)
 
     def wait(self) -> None:
         """Returns when the last save is on disk. Raises RuntimeError soon after it failed on any host."""
         with self._giving_up():
             if self._writing is not None:
                 self._writing.wait()
-                self._finished()
+                self._finished(self._writing)
 
-    def _finished(self) -> None:
-        self._costs.append(self._writing.cost)
+    def _finished(self, writing: Writing) -> None:
+        self._costs.append(writing.cost)
         self._writing = None
         self._quiet.close()
 

@@ -125,17 +125,19 @@ def trained_by(**defaults: Any) -> Callable[[Callable], Callable[..., Optimizer]
             for p in inspect.signature(_shared).parameters.values()
         ]
 
+        complete = signature.replace(
+            parameters=[shared[0], *signature.parameters.values(), *shared[1:]], return_annotation=Optimizer
+        )
+
         @functools.wraps(rule)
         def construct(**given: Any) -> Optimizer:
-            bound = construct.__signature__.bind(**given)
+            bound = complete.bind(**given)
             bound.apply_defaults()
             ranges.check(rule.__name__, **{k: v for k, v in bound.arguments.items() if k in ranges.NAMES})
             own = {k: v for k, v in bound.arguments.items() if k in signature.parameters}
             return _shared(**{k: v for k, v in bound.arguments.items() if k not in own})(rule(**own))
 
-        construct.__signature__ = signature.replace(
-            parameters=[shared[0], *signature.parameters.values(), *shared[1:]], return_annotation=Optimizer
-        )
+        vars(construct)["__signature__"] = complete
         construct.__annotations__ = typing.get_type_hints(_shared) | typing.get_type_hints(rule) | {"return": Optimizer}
         del construct.__wrapped__  # gin would bind to the rule's own arguments alone
         return construct

@@ -125,7 +125,7 @@ def muon(
         parameters.scale_to_rms(rms, layer),
     )
     orthogonal = parameters.by_layer(
-        of_layer, lambda name: parameters.letters_of(name, matrices).startswith("l"), in_turn=True
+        of_layer, lambda name: (parameters.letters_of(name, matrices) or "").startswith("l"), in_turn=True
     )
     return optax.partition(
         {"matrix": orthogonal, "other": optax.scale_by_adam(b1=b1, b2=b2, eps=eps)},
@@ -136,7 +136,7 @@ def muon(
 class Atan2State(NamedTuple):
     """What `adam_atan2` keeps."""
 
-    count: jax.Array  # [], int32, steps done
+    count: jax.Array  # type: ignore[assignment]  # [], int32, steps done; hides tuple.count
     mu: Params  # first moments
     nu: Params  # second moments
 

@@ -29,7 +29,7 @@ from core.types import Params
 class SignState(NamedTuple):
     """What the rule keeps: nothing of the table."""
 
-    count: jax.Array  # [], int32, steps done
+    count: jax.Array  # type: ignore[assignment]  # [], int32, steps done; hides tuple.count
 
 
 def with_table(

@@ -34,10 +34,10 @@ class Totals(NamedTuple):
 _totals = Totals()
 
 
-def _count_compiled(event: str, duration_seconds: float, **_: Any) -> None:
+def _count_compiled(event: str, duration_secs: float, **_: Any) -> None:
     global _totals
     if event == _COMPILED:
-        programs, seconds = _totals.programs + 1, _totals.seconds + duration_seconds
+        programs, seconds = _totals.programs + 1, _totals.seconds + duration_secs
         _totals = _totals._replace(programs=programs, seconds=seconds)
 
 

@@ -153,7 +153,14 @@ class Goodput(Hook):
 def process_started() -> float:
     """When this process started, in seconds since 1970."""
     up_seconds = float(pathlib.Path("/proc/uptime").read_text().split()[0])
-    return time.time() - (up_seconds - start_ticks(os.getpid()) / os.sysconf("SC_CLK_TCK"))
+    return time.time() - (up_seconds - own_ticks() / os.sysconf("SC_CLK_TCK"))
+
+
+def own_ticks() -> int:
+    """When this process started, in clock ticks since boot."""
+    ticks = start_ticks(os.getpid())
+    assert ticks is not None, "this process runs"
+    return ticks
 
 
 def start_ticks(pid: int) -> int | None:

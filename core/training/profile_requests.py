@@ -51,7 +51,8 @@ def window(steps: int | None, seconds: float | None, *, step: int, step_seconds:
       end: the run's last step.
     """
     first = step + max(_AHEAD_STEPS, math.ceil(_AHEAD_SECONDS / step_seconds))
-    count = steps or max(1, round(seconds / step_seconds))
+    assert steps or seconds, "a request says one of them"
+    count = steps or max(1, round((seconds or 0.0) / step_seconds))
     return Window(first, min(first + count - 1, end)) if first <= end else None
 
 

@@ -22,7 +22,7 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _compilations = threading.local()
 
 
-def _count(event: str, duration_seconds: float, **_: Any) -> None:
+def _count(event: str, duration_secs: float, **_: Any) -> None:
     if event == _COMPILE_EVENT:
         _compilations.count = getattr(_compilations, "count", 0) + 1
 
@@ -62,7 +62,7 @@ class OnceCompiled:
         before = getattr(_compilations, "count", 0)
         output = self._function(*args, **kwargs)
         if getattr(_compilations, "count", 0) != before:
-            self._report(self._describe(args, kwargs))
+            self._report(self._expected, self._describe(args, kwargs))
         return output
 
     def _describe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, str]:
@@ -71,9 +71,9 @@ class OnceCompiled:
         leaves, _ = jax.tree_util.tree_flatten_with_path(named)
         return {path[0].key + jax.tree_util.keystr(path[1:]): _kind(leaf) for path, leaf in leaves}
 
-    def _report(self, actual: Mapping[str, str]) -> None:
+    def _report(self, expected: Mapping[str, str], actual: Mapping[str, str]) -> None:
         self.recompilations += 1
-        lines = _changes(self._expected, actual) or ["no input changed: a configuration value or the mesh in scope did"]
+        lines = _changes(expected, actual) or ["no input changed: a configuration value or the mesh in scope did"]
         listed = "\n  ".join(listing.shortened(lines, most=20))
         name = getattr(self._function, "__name__", "the step")
         message = f"{name} compiled again after its first call; what differs from the first call:\n  {listed}"

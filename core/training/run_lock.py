@@ -60,7 +60,7 @@ class Owner(NamedTuple):
     @classmethod
     def this(cls) -> Owner:
         """This process."""
-        ticks = goodput.start_ticks(os.getpid())
+        ticks = goodput.own_ticks()
         return cls(
             socket.gethostname(), os.getpid(), goodput.process_started(), ticks, _machine(), token=uuid.uuid4().hex
         )
@@ -229,7 +229,7 @@ class RunLock:
             self._looked_at = self._clock()
             found = paths.read_versioned(self._file)
             owner = found and Owner.parse(found.text)
-            if owner == self._owner:
+            if found is not None and owner == self._owner:
                 self._version = found.version
             elif found is None:
                 self._lost = (

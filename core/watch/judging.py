@@ -141,36 +141,41 @@ def _lost(seen: Mapping[int, Seen]) -> Verdict | None:
 
 def _raised(seen: Mapping[int, Seen], now: float) -> Verdict | None:
     """Waits a little: the others may raise the same, or what was raised is but what a loss looks like."""
-    raised = {i: s for i, s in seen.items() if s.raised}
+    raised = {i: s.raised for i, s in seen.items() if s.raised}
     if not raised:
         return None
     all_said = all(s.raised or s.left for s in seen.values())
-    if not all_said and now - min(s.raised[1] for s in raised.values()) < SETTLING_SECONDS:
+    if not all_said and now - min(at for _, at in raised.values()) < SETTLING_SECONDS:
         return None
-    if left := [i for i, s in seen.items() if s.left and s.left[0]]:
+    if left := _failed(seen):
         return _ended(seen, left)
-    own = [i for i, s in raised.items() if not s.is_consequence]
-    first = min(raised, key=lambda i: raised[i].raised[1])
+    own = [i for i in raised if not seen[i].is_consequence]
+    first = min(raised, key=lambda i: raised[i][1])
     culprits = own or (sorted(raised) if all_said else [first])
-    says = "; ".join(f"{seen[i].name} raised {seen[i].raised[0]} (at {seen[i].place})" for i in culprits)
+    says = "; ".join(f"{seen[i].name} raised {raised[i][0]} (at {seen[i].place})" for i in culprits)
     return Verdict(tuple(culprits), says, exit_codes.RAISED)
 
 
 def _left(seen: Mapping[int, Seen], now: float) -> Verdict | None:
     """A host that ends with an exit code, when the others do not."""
-    left = [i for i, s in seen.items() if s.left and s.left[0]]
+    left = _failed(seen)
     if not left or all(s.left for s in seen.values()):
         return None
-    if now - min(seen[i].left[2] for i in left) < LEAVING_SECONDS:
+    if now - min(at for _, _, at in left.values()) < LEAVING_SECONDS:
         return None
     return _ended(seen, left)
 
 
-def _ended(seen: Mapping[int, Seen], left: Sequence[int]) -> Verdict:
+def _failed(seen: Mapping[int, Seen]) -> dict[int, tuple[int, str, float]]:
+    """The hosts that ended with an exit code other than 0: `Seen.left` of each."""
+    return {i: s.left for i, s in seen.items() if s.left and s.left[0]}
+
+
+def _ended(seen: Mapping[int, Seen], left: Mapping[int, tuple[int, str, float]]) -> Verdict:
     """Where another start cannot help those who ended, it cannot help the others: they end with the same code."""
-    codes = [seen[i].left[0] for i in left]
+    codes = [code for code, _, _ in left.values()]
     others = next((code for code in codes if not exit_codes.ending(code).restart), exit_codes.PEER_LOST)
-    says = "; ".join(f"{seen[i].name} ended with exit code {seen[i].left[0]}: {seen[i].left[1]}" for i in left)
+    says = "; ".join(f"{seen[i].name} ended with exit code {code}: {why}" for i, (code, why, _) in left.items())
     return Verdict(tuple(left), says, exit_codes.PEER_LOST, others)
 
 
@@ -190,10 +195,11 @@ def _apart(seen: Mapping[int, Seen], limits: Limits) -> Verdict | None:
     if any(s.place.phase in phase.ALONE for s in seen.values()):
         return None  # it holds up both
     waiting = [s.place.seconds for s in seen.values() if s.place.phase in (phase.COMPILING, phase.TRAINING)]
-    elsewhere = {i: s.place for i, s in seen.items() if limits.apart(s.place) is not None}
+    patient = {i: limit for i, s in seen.items() if (limit := limits.apart(s.place)) is not None}
+    elsewhere = {i: seen[i].place for i in patient}
     if not waiting or not elsewhere:
         return None
-    patience = max(limits.apart(place) for place in elsewhere.values())
+    patience = max(patient.values())
     if min(*waiting, *(place.seconds for place in elsewhere.values())) < patience:
         return None
     through = [i for i, place in elsewhere.items() if place.phase == phase.ENDING]

@@ -181,7 +181,10 @@ class Costs(NamedTuple):
 
 def summarize(run: Sequence[Executed]) -> Costs:
     """Estimated cycles by kind, and everything that has no estimate."""
-    cycles, calls, unknown, unpriced = (collections.Counter() for _ in range(4))
+    cycles: collections.Counter[str] = collections.Counter()
+    calls: collections.Counter[str] = collections.Counter()
+    unknown: collections.Counter[str] = collections.Counter()
+    unpriced: collections.Counter[str] = collections.Counter()
     communicating = {
         id(w) for e in run for w in e.wrappers if executions.base_opcode(e.instruction) in executions.COLLECTIVES
     }
@@ -191,7 +194,7 @@ def summarize(run: Sequence[Executed]) -> Costs:
         if not (kind in _FREE or kind in _PRICED or kind in executions.COLLECTIVES or at.opcode in _FREE):
             unknown[at.opcode] += times
         elif at.opcode == "custom-call" and not executions.is_kernel(at):
-            calls[at.attribute("custom_call_target")] += times
+            calls[at.required("custom_call_target")] += times
         if at.opcode == "call-start" and not executed.wrappers:  # runs beside the TensorCore
             unpriced[f"call on {at.attribute('async_execution_thread')}"] += times
         if executed.wrappers or at.opcode in executions.WHOLES:

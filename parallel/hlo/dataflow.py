@@ -48,7 +48,7 @@ def _ends(module: Module, other: Instruction, start: Instruction, executed: Exec
         return other.opcode.endswith("-done") and start.name in _chain(executed.schedule, other)
     if other.opcode != "fusion" or other.name == start.name or not is_start(executed):
         return False
-    pieces = module.computations[other.attribute("calls")]
+    pieces = module.computations[other.required("calls")]
     wanted = executed.instruction
     own = [i.name for i in pieces.values() if i.opcode == wanted.opcode and _channel(i) == _channel(wanted)]
     return any(i.attribute("custom_call_target") == _DONE and set(own) & set(i.operands) for i in pieces.values())
@@ -70,7 +70,7 @@ def sliced_bytes(module: Module, executed: Executed) -> int:
     if not at.type.startswith("("):
         return at.arrays[0].bytes if _is_only_sliced(module, computation, at.name) else 0
     elements = [u for u in users(computation, at.name) if u.opcode == "get-tuple-element"]
-    sliced = {int(u.attribute("index")) for u in elements if _is_only_sliced(module, computation, u.name)}
+    sliced = {int(u.required("index")) for u in elements if _is_only_sliced(module, computation, u.name)}
     return sum(a.bytes for i, a in enumerate(at.arrays) if i in sliced)
 
 
@@ -92,7 +92,7 @@ def _slices(module: Module, computation: Computation, reader: Instruction, name:
     if reader.opcode in _TRANSPARENT:
         return _is_only_sliced(module, computation, reader.name)
     if reader.opcode == "fusion":
-        inner = module.computations[reader.attribute("calls")]
+        inner = module.computations[reader.required("calls")]
         read = {str(i) for i, operand in enumerate(reader.operands) if operand == name}
         parameters = [i for i in inner.values() if i.opcode == "parameter" and i.argument in read]
         return all(_is_only_sliced(module, inner, p.name) for p in parameters)

@@ -47,7 +47,7 @@ class _Sources:
         if at.opcode in ("partition-id", "replica-id"):
             return "chip"
         if at.opcode == "get-tuple-element":
-            return self._element(scope, at.operands[0], int(at.attribute("index")))
+            return self._element(scope, at.operands[0], int(at.required("index")))
         if at.opcode == "parameter":
             outside = _argument(scope, at)
             return "data" if outside is None else self.of(*outside)
@@ -69,7 +69,7 @@ class _Sources:
             return self._state(scope, at, index) if self._trips.of(at, scope) is not None else "data"
         if at.opcode == "parameter":
             if scope.call is not None and scope.call.opcode == "while":
-                return self._state(scope.caller, scope.call, index)
+                return self._state(scope.outer, scope.call, index)
             outside = _argument(scope, at)
             return "data" if outside is None else self._element(*outside, index)
         return self.of(scope, name)
@@ -94,4 +94,4 @@ def _argument(scope: Scope, parameter: Instruction) -> tuple[Scope, str] | None:
     """What the caller hands to a parameter of a fusion or a call."""
     if scope.call is None or scope.call.opcode not in ("fusion", "call"):
         return None
-    return scope.caller, scope.call.operands[int(parameter.argument)]
+    return scope.outer, scope.call.operands[int(parameter.argument)]

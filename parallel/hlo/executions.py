@@ -113,8 +113,8 @@ class _Walk:
             trips = self._trips.of(at, place.scope)
             loop = Loop(at.name, at.op_name, trips)
             inner = place._replace(times=place.times * (1 if trips is None else trips), loops=(*place.loops, loop))
-            yield from self._call(at, at.attribute("condition"), inner)
-            yield from self._call(at, at.attribute("body"), inner)
+            yield from self._call(at, at.required("condition"), inner)
+            yield from self._call(at, at.required("body"), inner)
         elif at.opcode == "conditional":
             yield from self._branch(at, place)
         elif at.opcode in ("fusion", "async-start", "call-start"):
@@ -123,7 +123,7 @@ class _Walk:
             for name in at.called():
                 yield from self._call(at, name, inner)
         elif at.opcode == "call":
-            yield from self._call(at, at.attribute("to_apply") or at.attribute("calls"), place)
+            yield from self._call(at, at.attribute("to_apply") or at.required("calls"), place)
 
     def _call(self, at: Instruction, name: str, place: _Place) -> Iterator[Executed]:
         yield from self.run(place._replace(scope=Scope(name, place.scope, at)))

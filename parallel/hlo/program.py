@@ -93,6 +93,12 @@ class Instruction(NamedTuple):
         found = re.search(rf'(?:^|[\s,{{]){name}=%?"?([\w.\-]+)', self.attributes)
         return found[1] if found else None
 
+    def required(self, name: str) -> str:
+        """As `attribute`, of one that an instruction of this kind always has. Raises ValueError where it lacks it."""
+        if (found := self.attribute(name)) is None:
+            raise ValueError(f"the program's %{self.name} = {self.opcode}(...) has no attribute {name}")
+        return found
+
     def called(self) -> list[str]:
         """Computations that it names as `calls`, `to_apply`, a loop's parts or branches."""
         names = []

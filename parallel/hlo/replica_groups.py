@@ -40,12 +40,19 @@ def device_groups(at: Instruction, chips: int) -> list[list[int]]:
     if text.startswith("mesh"):
         return _mesh_groups(text)
     if text.startswith("["):
-        return _iota(re.match(r"\S+?(?=,\s|,?$)", text)[0]).tolist()
-    groups = _explicit(re.match(r"\{(.*?\})?\}", text)[0])
+        return _iota(_beginning(r"\S+?(?=,\s|,?$)", text)).tolist()
+    groups = _explicit(_beginning(r"\{(.*?\})?\}", text))
     counts_replicas = at.attribute("channel_id") is not None and at.attribute("use_global_device_ids") != "true"
     if not any(groups) or (groups == [[0]] and counts_replicas):
         return [list(range(chips))]
     return groups
+
+
+def _beginning(pattern: str, text: str) -> str:
+    found = re.match(pattern, text)
+    if found is None:
+        raise ValueError(f"replica groups of an unknown form: {text[:100]}")
+    return found[0]
 
 
 def _iota(text: str) -> np.ndarray:
@@ -89,4 +96,4 @@ def _joined(pairs: Sequence[Sequence[int]]) -> list[list[int]]:
     for pair in pairs:
         merged = set(pair).union(*(group_of.get(i, set()) for i in pair))
         group_of.update(dict.fromkeys(merged, merged))
-    return sorted({tuple(sorted(g)) for g in group_of.values()})
+    return sorted(map(list, {tuple(sorted(g)) for g in group_of.values()}))

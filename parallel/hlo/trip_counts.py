@@ -32,6 +32,12 @@ class Scope(NamedTuple):
     caller: Scope | None = None
     call: Instruction | None = None
 
+    @property
+    def outer(self) -> Scope:
+        """The caller, of a computation that is called."""
+        assert self.caller is not None, self.computation
+        return self.caller
+
 
 class Value(NamedTuple):
     """`offset`, or element `element` of the state of the innermost loop plus `offset`."""
@@ -64,27 +70,27 @@ class TripCounts:
         step = self.step(loop, left.element)
         start = self._element(scope, loop.operands[0], left.element)
         limit = right if right.element is None else self._invariant(loop, scope, right)
-        if step is None or any(v is None or v.element is not None for v in (start, limit)):
+        if step is None or start is None or start.element is not None or limit is None or limit.element is not None:
             return None
         return _count(start.offset + left.offset, limit.offset, step, direction)
 
     def _comparison(self, loop: Instruction) -> tuple[Value, Value, str] | None:
-        scope = Scope(loop.attribute("condition"))
+        scope = Scope(loop.required("condition"))
         condition = root(self._computation(scope))
         while condition.opcode in (*_TRANSPARENT, "fusion"):
             if condition.opcode == "fusion":
-                scope = Scope(condition.attribute("calls"), scope, condition)
+                scope = Scope(condition.required("calls"), scope, condition)
                 condition = root(self._computation(scope))
             else:
                 condition = self._computation(scope)[condition.operands[0]]
         if condition.opcode != "compare":
             return None
         left, right = (self._value(scope, name) for name in condition.operands)
-        return None if left is None or right is None else (left, right, condition.attribute("direction"))
+        return None if left is None or right is None else (left, right, condition.required("direction"))
 
     def step(self, loop: Instruction, element: int) -> int | None:
         """What one turn of a `while` adds to an element of its state; None where that is not a constant."""
-        scope = Scope(loop.attribute("body"))
+        scope = Scope(loop.required("body"))
         after = self._element(scope, root(self._computation(scope)).name, element)
         return None if after is None or after.element != element else after.offset
 
@@ -93,7 +99,7 @@ class TripCounts:
 
     def _invariant(self, loop: Instruction, scope: Scope, value: Value) -> Value | None:
         """An element that the loop leaves alone, as it is before the loop."""
-        if not self._is_constant_state(loop, value.element):
+        if value.element is None or not self._is_constant_state(loop, value.element):
             return None
         before = self._element(scope, loop.operands[0], value.element)
         return None if before is None else Value(before.element, before.offset + value.offset)
@@ -114,12 +120,12 @@ class TripCounts:
         if at.opcode in ("add", "subtract"):
             return _combined(at.opcode, *(self._value(scope, operand) for operand in at.operands))
         if at.opcode == "get-tuple-element":
-            return self._element(scope, at.operands[0], int(at.attribute("index")))
+            return self._element(scope, at.operands[0], int(at.required("index")))
         if at.opcode in ("fusion", "call"):
-            inner = Scope(at.attribute("calls") or at.attribute("to_apply"), scope, at)
+            inner = Scope(at.attribute("calls") or at.required("to_apply"), scope, at)
             return self._value(inner, root(self._computation(inner)).name)
         if at.opcode == "parameter" and scope.call is not None and scope.call.opcode != "while":
-            return self._value(scope.caller, scope.call.operands[int(at.argument)])
+            return self._value(scope.outer, scope.call.operands[int(at.argument)])
         return None
 
     def _element(self, scope: Scope, name: str, index: int) -> Value | None:
@@ -132,7 +138,7 @@ class TripCounts:
         if at.opcode in _TRANSPARENT:
             return self._element(scope, at.operands[0], index)
         if at.opcode in ("fusion", "call"):
-            inner = Scope(at.attribute("calls") or at.attribute("to_apply"), scope, at)
+            inner = Scope(at.attribute("calls") or at.required("to_apply"), scope, at)
             return self._element(inner, root(self._computation(inner)).name, index)
         if at.opcode == "while":
             return self._invariant(at, scope, Value(index, 0))
@@ -144,8 +150,8 @@ class TripCounts:
         if scope.call is None:
             return Value(index, 0)
         if scope.call.opcode == "while":
-            return self._invariant(scope.call, scope.caller, Value(index, 0))
-        return self._element(scope.caller, scope.call.operands[int(parameter.argument)], index)
+            return self._invariant(scope.call, scope.outer, Value(index, 0))
+        return self._element(scope.outer, scope.call.operands[int(parameter.argument)], index)
 
 
 def _combined(opcode: str, left: Value | None, right: Value | None) -> Value | None:

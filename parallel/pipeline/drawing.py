@@ -58,7 +58,8 @@ def _colour(work: Sequence[Work], schedule: Schedule) -> Pixel:
         return _BUBBLE
     first, last = _SHADES[work[0].kind]
     share = (work[0].microbatch + work[0].repeat * schedule.num_microbatches) / max(schedule.turns - 1, 1)
-    return tuple(round(a + share * (b - a)) for a, b in zip(first, last, strict=True))
+    red, green, blue = (round(a + share * (b - a)) for a, b in zip(first, last, strict=True))
+    return red, green, blue
 
 
 def _line(squares: Sequence[Pixel]) -> bytes:

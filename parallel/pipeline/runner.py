@@ -62,7 +62,8 @@ def _two_passes(passes: Passes) -> Any:
         return y, (whole, keys, kept, side)
 
     def backward(saved: tuple, dy: Any) -> tuple:
-        return *passes.backward(*saved, _dense(dy)), None, None
+        whole, keys, kept, side = saved
+        return *passes.backward(whole, keys, kept, side, _dense(dy)), None, None
 
     call.defvjp(forward, backward, symbolic_zeros=True)
     return call

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from parallel.hlo import program
 from parallel.hlo.program import Array
 
-_ALLOCATION = re.compile(r"allocation \d+: size (?P<size>\d+)(?P<rest>.*)")
+_ALLOCATION = re.compile(r"allocation \d+: size (?P<size>\d+)(?P<rest>(?:.*?parameter (?P<parameter>\d+))?.*)")
 _VALUE = re.compile(
     r"\s*value: <\d+ (?P<name>[\w.\-]+)(?P<index>\{[\d,]*\})? @\d+> "
     r"\(size=(?P<size>\d+),offset=(?P<offset>\d+)\): (?P<type>.*)"
@@ -113,7 +113,7 @@ def parse(assignment: str, live_ranges: str) -> Buffers:
             size, rest = int(allocation["size"]), allocation["rest"]
             kind = _kind(rest)
             if kind == "argument":
-                arguments.append(Argument(int(re.search(r"parameter (\d+)", rest)[1]), size))
+                arguments.append(Argument(int(allocation["parameter"]), size))
             base, temp = (temp, temp + size) if kind == "temporary" else (base, temp)
             other += size if kind == "other" else 0
         elif kind == "temporary" and (found := _VALUE.fullmatch(line)):

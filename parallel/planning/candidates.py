@@ -135,7 +135,7 @@ def _degrees(constructor: Any, slice: Slice) -> Iterator[tuple[tuple[str, int], 
     if defaults.get("slices", 1) is None and slice.num_slices == 1:
         return  # it is for several slices
     divisors = [n for n in range(2, slice.chips_per_slice + 1) if slice.chips_per_slice % n == 0]
-    options = {}
+    options: dict[str, tuple[int, ...]] = {}
     for name, default in defaults.items():
         if name == "slices":
             options[name] = (slice.num_slices,)
@@ -158,7 +158,7 @@ def _choices(name: str, degrees: dict[str, int], slice: Slice) -> list[Choice | 
     stages = degrees.get("stage", 1) * (degrees.get("slices", 1) if slice.num_slices > 1 else 1)
     found: list[Choice | None] = []
     for microbatches in dict.fromkeys(n * stages for n in _MICROBATCHES_PER_STAGE):
-        common = {"num_microbatches": microbatches}
+        common: dict[str, int | str] = {"num_microbatches": microbatches}
         for save in schedules.SAVES:
             found += [Choice(kind, tuple({**common, "save": save}.items())) for kind in ("gpipe", "one_f_one_b")]
             found += [

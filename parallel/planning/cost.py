@@ -126,12 +126,13 @@ def _open_loops(costs: Costs) -> list[str]:
 def traffic_times(collectives: Sequence[Collective], links: Links) -> tuple[AxisTime, ...]:
     """Time of the traffic by mesh axes and network."""
     clock = CLOCK_HZ[links.slice.generation]
-    totals: dict[tuple[tuple[str, ...], str], list[float]] = {}
+    totals: dict[tuple[tuple[str, ...], str], tuple[float, float, int]] = {}
     for each in collectives:
         once = links.seconds(each)
         beside = min(once, each.cycles_beside / clock) if each.is_overlapped else 0.0
-        total = totals.setdefault((each.axes, each.network), [0.0, 0.0, 0])
-        for i, amount in enumerate((once, beside, each.wire_bytes)):
-            total[i] += amount * each.times
-    rows = [AxisTime(*key, *total) for key, total in totals.items() if total[2]]
+        key = (each.axes, each.network)
+        seconds, hidden, sent = totals.get(key, (0.0, 0.0, 0))
+        times = each.times
+        totals[key] = (seconds + once * times, hidden + beside * times, sent + each.wire_bytes * times)
+    rows = [AxisTime(axes, network, *total) for (axes, network), total in totals.items() if total[2]]
     return tuple(sorted(rows, key=lambda row: (-row.seconds, row.axes, row.network)))

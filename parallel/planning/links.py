@@ -110,7 +110,7 @@ class Links:
         for i, (size, wraps) in enumerate(zip(self.slice.topology, self.slice.wraparound, strict=True)):
             distance = int(target[i]) - at[i]
             if wraps and abs(distance) > size // 2:
-                distance -= math.copysign(size, distance)
+                distance -= size if distance > 0 else -size
             step = int(math.copysign(1, distance))
             for _ in range(int(abs(distance))):
                 links.append((*at, i, step))

@@ -1,12 +1,14 @@
 """Reading compiled programs: nothing lost, loops counted, estimates added up."""
 
+import re
+
 import jax
 import pytest
 
 from core import optimizers, slices, stack
 from models import transformer
 from parallel import analysis, compiled, partitioner, strategies, traffic
-from parallel.hlo import costs, executions, program
+from parallel.hlo import costs, executions, program, replica_groups
 from parallel.hlo.trip_counts import Scope, TripCounts
 
 
@@ -337,3 +339,16 @@ def test_a_scanned_and_an_unrolled_model_cost_the_same():
     """A loop also slices its weights and stacks its residuals: at narrow widths that is 10 %, and real."""
     scanned, flat = scanned_and_unrolled((32, 128), embed_dim=256, mlp_dim=2048, head_dim=64)
     assert scanned.costs.total_cycles == pytest.approx(flat.costs.total_cycles, rel=0.02)
+
+
+def test_an_attribute_that_an_instruction_lacks_is_named():
+    loop = program.Instruction("w.1", "while", "(s32[])", "%state", "condition=%cond", is_root=False)
+    assert loop.required("condition") == "cond"
+    with pytest.raises(ValueError, match=re.escape("the program's %w.1 = while(...) has no attribute body")):
+        loop.required("body")
+
+
+def test_replica_groups_of_an_unknown_form_are_refused():
+    summed = program.Instruction("r", "all-reduce", "f32[2]", "%x", "replica_groups=?", is_root=False)
+    with pytest.raises(ValueError, match=re.escape("replica groups of an unknown form: ?")):
+        replica_groups.device_groups(summed, 2)
