@@ -7,8 +7,9 @@ compiling, and labelled so wherever it is printed:
                                          the backward pass of a layer: what is kept, gradients, weights gathered for
                                          two layers, and what one layer computes
     compute     FLOPs of matrix products, recomputation included / 80 % of peak, through bubbles too
-    traffic     every weight gathered for each of both passes, gradients reduced, sums over tensor parallel products,
-                keys and values over sequence, activations over stages / the links of their mesh axes
+    traffic     every weight gathered for each of both passes, gradients reduced (those of an embedding's rows moved to
+                where the table is stored), sums over tensor parallel products, keys and values over sequence,
+                activations over stages / the links of their mesh axes
 
 How far it is from what the compiler says stands in `launch/plans/README.md`.
 """
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 from core import logical
 from core.logical import Axes
 from core.slices import GIB, Slice
-from parallel import rules
+from parallel import accumulation, rules
 from parallel.planning import cost
 from parallel.planning.cost import AxisTime, StepTime
 from parallel.planning.links import DCN_BYTES_PER_SECOND
@@ -36,6 +37,7 @@ REFUSED_FROM = 1.15
 PRODUCT_SHARE_OF_PEAK = 0.8  # of a step of 7B on v4-32: 8 N FLOPs a token over what libtpu estimates for computation
 _TRUE_SCATTER_CHIPS = 4  # a larger group's reduce-scatter is compiled as an all-reduce (measured on 2x2x4)
 _ROW_AXES = ("batch", "length")
+_LOOKED_UP, _LOOKUP_ROWS = ("vocab", "embed"), ("batch", "residual_length")  # axes of an embedding, and of its indices
 
 
 class Estimate(NamedTuple):
@@ -187,21 +189,68 @@ def _traffic(placed: Placed, step: Step, work: Work) -> tuple[AxisTime, ...]:
 def _of_weights(placed: Placed, step: Step) -> Iterator[tuple[tuple[str, ...], float]]:
     """Gathers of parameters and reductions of their gradients: mesh axes, and wire bytes of a chip."""
     table, used = placed.tables.param_rules, placed.tables.activation_rules
+    named = leaves(placed.facts.shapes.params, placed.facts.axes.params)
+    is_tied = not any(of.names == _LOOKED_UP[::-1] for _, of in named)
     rows = {a for name in _ROW_AXES for a in logical.mesh_axes(used[name])}
     once = placed.tables.pipeline is not None
-    for leaf, of in leaves(placed.facts.shapes.params, placed.facts.axes.params):
+    for leaf, of in named:
         stored = {a for name in of.names if name for a in logical.mesh_axes(logical.row(table, name))}
         computed = {a for name in of.names if name for a in logical.mesh_axes(logical.row(used, name))}
         gathered = tuple(sorted(stored - computed))
         payload = leaf.size * placed.facts.itemsize / placed.degree(tuple(computed))
         n = placed.degree(gathered)
+        if of.names == _LOOKED_UP and _is_summed_in_pieces(placed, step):
+            yield from _of_lookups(placed, step, leaf)
+            if not is_tied:
+                yield gathered, (n - 1) / n * payload * step.accum_steps  # for the forward pass alone
+                continue
         # Once a step: one gather, gradients in float32. Else gathers for both passes, gradients as they are computed.
         wide = leaf.dtype.itemsize / placed.facts.itemsize if once or step.accum_steps > 1 else 1
-        passes = 1 + wide if once else step.accum_steps * (3 if n <= _TRUE_SCATTER_CHIPS else 4)
+        # A weight outside the layers is last in one pass and first in the other: it is gathered for both at once.
+        gathers, reduces = 2 if "layers" in of.names else 1, 1 if n <= _TRUE_SCATTER_CHIPS else 2
+        passes = 1 + wide if once else step.accum_steps * (gathers + reduces)
         yield gathered, (n - 1) / n * payload * passes
         whole = tuple(sorted(rows - stored))
         n = placed.degree(whole)
         yield whole, 2 * (n - 1) / n * payload * wide / placed.degree(gathered)
+
+
+def _is_summed_in_pieces(placed: Placed, step: Step) -> bool:
+    """Whether gradients of looked-up rows move to where the table is stored; else the whole table's is reduced."""
+    if placed.tables.pipeline is not None:
+        return False  # it reduces the gradient of the embedding with those of its stages
+    split = [any(placed.shape[a] > 1 for a in _stored(placed, name)) for name in _LOOKED_UP]
+    is_manual = bool(accumulation.manual_axes(placed.tables, placed.shape, gather_once=False))
+    return not (all(split) and step.accum_steps > 1 and is_manual)
+
+
+def _of_lookups(placed: Placed, step: Step, table: Any) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Gradients of the rows of an embedding (`models.derivatives.embedded`): mesh axes, and wire bytes of a chip.
+
+    An all-to-all over each mesh axis that stores columns, a gather over those that store rows of the table and split
+    the positions, and a sum of the stored pieces in float32 over what is left.
+    """
+    used = placed.tables.activation_rules
+    split = {a for name in _LOOKUP_ROWS for a in logical.mesh_axes(used[name])}
+    vocab, columns = (_stored(placed, name) for name in _LOOKED_UP)
+    positions = step.batch_size * placed.facts.length
+    sent = positions * table.shape[1] * placed.facts.itemsize / placed.degree(tuple(split))
+    for axis in columns:
+        n = placed.shape[axis]
+        if axis in split:
+            yield (axis,), (n - 1) / n * sent
+        else:
+            sent /= n
+    gathered = tuple(a for a in vocab if a in split)
+    yield gathered, (placed.degree(gathered) - 1) * sent
+    whole = tuple(sorted(split - {*vocab, *columns}))
+    n = placed.degree(whole)
+    yield whole, 2 * (n - 1) / n * size_bytes(table) / placed.degree((*vocab, *columns))
+
+
+def _stored(placed: Placed, name: str) -> tuple[str, ...]:
+    """Mesh axes that a parameter's axis is split over."""
+    return logical.mesh_axes(logical.row(placed.tables.param_rules, name))
 
 
 def _of_activations(placed: Placed, step: Step, work: Work) -> Iterator[tuple[tuple[str, ...], float]]:
