@@ -1,6 +1,6 @@
 """Writes that a run can do without: a full disk or a silent bucket delays them, and never ends the run.
 
-Standard library only: `launch.pods.stamped` imports this where nothing else is installed.
+Standard library only: `launch.hosts.host_output` imports this where nothing else is installed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Messages of libraries that mean nothing to whoever trains: they stay in the logs and are left off the screen.
 
 Each is recognized by its own words. Nothing is set aside by its level or its source, so that a message that is new, or
-one that says something else, is seen. Standard library only: `launch.pods.stamped` imports this.
+one that says something else, is seen. Standard library only: `launch.hosts.host_output` imports this.
 
 Importing this module changes nothing; `while_saving` filters only as long as its context is open.
 """

@@ -27,7 +27,7 @@ from core.types import IGNORED, ChoosesDtype, Model, can
 from core.watch import phase
 from launch import smoke
 from launch.experiment import Experiment
-from launch.pods import joining, simulate
+from launch.hosts import cluster, simulate
 from models import transformer, trm
 from parallel import agreement, strategies
 from parallel.agreement import EXAMPLES, Batch, Difference, Example, Trajectory
@@ -281,7 +281,7 @@ def record(subject: Subject, examples: Mapping[str, Example], *, steps: int, int
     """Trains on the batches in `into` as one of the processes that play a slice; host 0 leaves the trajectories."""
     data = [dict(np.load(into / f"batch_{step}.npz")) for step in range(steps)]
     (slice_name,) = {example.slice for example in examples.values()}
-    host = joining.join(slices.get(slice_name))
+    host = cluster.join(slices.get(slice_name))
     for name, example in examples.items():
         phase.at(name)
         program = subject.under(example, data[0], dtype="float32")

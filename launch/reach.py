@@ -15,7 +15,7 @@ from core.training import run_lock
 from core.types import HasVocabulary, NamesFiles, can
 from launch import environment
 from launch.experiment import Experiment
-from launch.pods import shipping
+from launch.hosts import shipping
 from tasks.ids import ReadsFile
 
 # Where the hosts will be: here or who knows; processes here; reached from this workstation, which for a dry run asks

@@ -1,6 +1,6 @@
 """How commands write to a terminal: its width, no escape codes where there is none, wrapped errors, a closed pipe.
 
-Standard library only, but for `console`: `launch.pods.stamped` runs where nothing else is installed.
+Standard library only, but for `console`: `launch.hosts.host_output` runs where nothing else is installed.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ from core.watch import phase
 from launch import card, environment, host_memory
 from launch.experiment import Experiment
 from launch.host import Host
+from launch.hosts import cluster
 from launch.plans.measured import Measured
-from launch.pods import joining
 from launch.prepared_run import Run
 from launch.progress import Progress
 from launch.reports import arrays
@@ -217,11 +217,11 @@ def ready(experiment: Experiment, *, config_text: str, revision: str, run_dir: s
     compile_cache.use(environment.read("JAX_COMPILATION_CACHE_DIR") or f"{run_dir}/compiled")
     program = experiment.bind(jax.devices())
     host_memory.require(experiment, program)
-    joining.require_shared(run_dir, host)
+    cluster.require_shared(run_dir, host)
     with phase.enter(phase.PREPARING):
         _prepare(experiment, run_dir, host)
     if problems := experiment.data_problems(prepared=True):
         raise ValueError("\n".join(problems))
     meta = describe(config_text, revision, experiment)
-    joining.require_same("the configuration", "\n".join(f"{k}: {v}" for k, v in meta.items()))
+    cluster.require_same("the configuration", "\n".join(f"{k}: {v}" for k, v in meta.items()))
     return Run(experiment, program, host, run_dir, meta, last_step)

@@ -12,8 +12,8 @@ from launch import environment, preflight, reach
 from launch.doctor import regions
 from launch.doctor.rows import Row, of_findings
 from launch.experiment import Experiment
+from launch.hosts import tpu_host
 from launch.plans import golden
-from launch.pods import hosts as pod_hosts
 
 _MOST_DIFFERENCES = 10
 
@@ -26,7 +26,7 @@ def look(path: str, *, bindings: Sequence[str], slice_name: str, run_dir: str, h
         rows.append(checkpoint(checked.program, run_dir))
     task = checked.experiment.task if checked.experiment else None
     named = [run_dir, *(task.named_files() if can(task, NamesFiles) else ())]
-    return [*rows, *region(named, zone=environment.read("TPU_ZONE") or pod_hosts.zone())]
+    return [*rows, *region(named, zone=environment.read("TPU_ZONE") or tpu_host.zone())]
 
 
 def checkpoint(program, run_dir: str) -> Row:

@@ -16,7 +16,7 @@ from packaging.version import Version
 from core import units
 from launch import environment
 from launch.doctor.rows import Row
-from launch.pods import hosts
+from launch.hosts import tpu_host
 
 _RUNTIME = ("jax", "jaxlib", "libtpu")
 _ALIKE = 0.92  # of two names, to take one for a slip of the other
@@ -83,7 +83,7 @@ def variables(environ: Mapping[str, str] = os.environ, *, simulated: bool) -> li
 
 def chip_holders(**where: Any) -> Row:
     """Reports processes that hold a chip of this host, or libtpu's lock; `where` as for `hosts.chip_holders`."""
-    holders, unseen = hosts.chip_holders(**where)
+    holders, unseen = tpu_host.chip_holders(**where)
     if holders:
         ids = " ".join(map(str, sorted(holders)))
         return Row("chips", False, "; ".join(holders.values()), f"end it (kill {ids}), or wait for its run to end")

@@ -18,7 +18,7 @@ from launch.doctor.rows import Row, merge, to_json
 from launch.doctor.rows import from_text as rows_from_text
 from launch.experiment import Experiment
 from launch.host import Host
-from launch.pods import joining
+from launch.hosts import cluster
 
 SKEW_SECONDS = 5.0  # logs are merged by time, and credentials are refused by it
 LIMITS = Limits(120.0, 120.0)  # for each look: a link that is broken is waited for without an end
@@ -28,7 +28,7 @@ _BYTES_PER_CHIP = {"tpu": 64 * 2**20, "cpu": 2**18}
 def join(slice_: slices.Slice) -> tuple[Host | None, Row]:
     """Joins the others; a row where that fails."""
     try:
-        host = joining.join(slice_, limits=LIMITS)
+        host = cluster.join(slice_, limits=LIMITS)
     except (ValueError, TimeoutError, RuntimeError) as error:
         return None, Row("hosts", False, str(error), "the same command on every host, at about the same time")
     devices = jax.devices()
@@ -104,7 +104,7 @@ def _slowest(trips: Sequence[collectives.Trip]) -> dict[str, float]:
 
 
 def _shared(run_dir: str, host: Host) -> list[Row]:
-    joining.require_shared(run_dir, host)
+    cluster.require_shared(run_dir, host)
     return [Row("run directory", True, f"{run_dir}: every host sees what host 0 writes")]
 
 

@@ -38,14 +38,18 @@ def compile_one(job: dict):
     """The record of a job's candidate."""
     from core import slices, versions
     from launch import configuration
+    from launch.hosts import tpu_host
     from launch.plans import records
-    from launch.pods import hosts
     from parallel import analysis, compiled
     from parallel.compiled import OutOfHbmError
     from parallel.hlo.messages import compiler_messages
     from parallel.planning import cost
 
-    made = {**versions.installed(versions.COMPILER), "sources": records.sources_digest(), "revision": hosts.revision()}
+    made = {
+        **versions.installed(versions.COMPILER),
+        "sources": records.sources_digest(),
+        "revision": tpu_host.revision(),
+    }
     try:
         config = configuration.load(job["experiment"], bindings=job["bindings"], slice_name=job["slice"])
         experiment = config.build()

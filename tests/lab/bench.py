@@ -82,13 +82,13 @@ def _overhead(args: argparse.Namespace) -> int:
         if getattr(args, name) is None:
             setattr(args, name, default)
     from core import slices
-    from launch.pods import hosts, joining
+    from launch.hosts import cluster, tpu_host
     from tests.lab import overhead
 
     if args.turns < 2 or args.turn_steps < overhead.SETTLING_STEPS + 2:
         raise ValueError(f"--turns {args.turns} --turn-steps {args.turn_steps}: expected at least 2 and 5")
     slice_ = slices.get(args.slice)
-    if not hosts.on_tpu_host():
+    if not tpu_host.on_tpu_host():
         os.environ |= {"JAX_PLATFORMS": "cpu", "RENGA_SIMULATE": slice_.name}
     timed = overhead.experiment(
         slice_.name,
@@ -97,7 +97,7 @@ def _overhead(args: argparse.Namespace) -> int:
         batch_size=args.batch_size,
         total_steps=(1 + args.turns) * args.turn_steps,
     )
-    host = joining.join(slice_, limits=timed.limits)
+    host = cluster.join(slice_, limits=timed.limits)
     with (
         tempfile.TemporaryDirectory(prefix="renga-bench-") as folder,
         pathlib.Path(folder, "out").open("w") as quiet,

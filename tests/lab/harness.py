@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from core import slices
-from launch.pods import simulate
+from launch.hosts import simulate
 from tests.lab import evidence, faults, gcs_emulator, growth
 from tests.lab.evidence import Left
 from tests.lab.faults import Fault

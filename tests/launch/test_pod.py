@@ -10,11 +10,11 @@ import pytest
 from core import paths
 from launch import __main__ as cli
 from launch import environment
-from launch.pods import gcloud, hosts, shipping, simulate, supervise, workstation
+from launch.hosts import gcloud, shipping, simulate, supervise, tpu_host, workstation
 
 ROOT = environment.WORKSPACE
-NOWHERE = hosts.Place(False, None, ("environment: TPU_WORKER_ID is not set",))
-TPU_HOST = hosts.Place(True, "v4-32", ())
+NOWHERE = tpu_host.Place(False, None, ("environment: TPU_WORKER_ID is not set",))
+TPU_HOST = tpu_host.Place(True, "v4-32", ())
 
 
 class Became(Exception):
@@ -34,7 +34,7 @@ def place(monkeypatch):
     monkeypatch.setattr(os, "execv", execv)
 
     def set_place(value):
-        monkeypatch.setattr(hosts, "look", lambda: value)
+        monkeypatch.setattr(tpu_host, "look", lambda: value)
 
     set_place(NOWHERE)
     return set_place
@@ -286,7 +286,7 @@ def test_restarts_that_would_find_no_checkpoint_are_refused(place, calls, capsys
 )
 def test_a_host_starts_its_process_again_where_its_checkpoints_may_be(place, monkeypatch, type_, run_dir):
     """One host has them itself, a mounted folder is tried when the hosts join; without restarts so is any."""
-    place(hosts.Place(True, type_, ()))
+    place(tpu_host.Place(True, type_, ()))
     started = []
     monkeypatch.setattr(supervise, "run_child", lambda command, requested: started.append(command[3:]) or 0)
     monkeypatch.setattr(supervise, "newest_step", lambda directory: None)

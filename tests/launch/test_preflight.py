@@ -7,7 +7,7 @@ import pytest
 from core import paths, slices
 from launch import __main__ as cli
 from launch import configuration, host_memory, preflight
-from launch.pods import shipping
+from launch.hosts import shipping
 from parallel import mesh
 
 QUICKSTART, VALKYRIE = "gin/quickstart.gin", "gin/valkyrie_7b.gin"

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from core import distributed, logical, optimizers, slices
 from core.logical import Axes
 from launch.experiment import padding
-from launch.pods import joining
+from launch.hosts import cluster
 from models.transformer import Transformer
 from parallel import mesh, report, rules, strategies, strategy
 from parallel.partitioner import Partitioner
@@ -104,7 +104,7 @@ def test_another_number_of_hosts(name, believed, hosts, monkeypatch):
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "127.0.0.1:1")
     says = rf"JAX_PROCESS_COUNT={believed}, but {name} has {hosts} hosts? with 4 chips each: set {hosts}"
     with pytest.raises(ValueError, match=says):
-        joining.join(slices.get(name))
+        cluster.join(slices.get(name))
 
 
 @pytest.mark.covers("M05")

@@ -148,7 +148,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace, examples: dict[str, Any]) -> None:
-    from launch.pods import simulate
+    from launch.hosts import simulate
 
     for processes in args.processes:
         for slice_name in dict.fromkeys(e.slice for e in examples.values()):

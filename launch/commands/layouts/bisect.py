@@ -144,7 +144,7 @@ def _slice(variant: Variant, experiment: Any) -> Slice:
       ValueError: they cannot share its chips; the state that they are to start from is not there.
     """
     from core import slices
-    from launch.pods import simulate
+    from launch.hosts import simulate
 
     if variant.checkpoint:
         _require_checkpoint(*variant.checkpoint)
@@ -168,7 +168,7 @@ def _run_side(side: str, slice_: Slice, command: Sequence[str], *, into: Path) -
     Raises:
       ValueError: it could not be run.
     """
-    from launch.pods import simulate
+    from launch.hosts import simulate
 
     print(f"{side}: {units.counted(slice_.hosts, 'process plays', 'processes play')} {slice_.name}", flush=True)
     code = simulate.run(slice_, command=command, log_directory=into / f"logs_{side}")
@@ -193,7 +193,7 @@ def _record(args: argparse.Namespace) -> int:
     """One host's process of one side."""
     from core import slices
     from launch import bisect, smoke, training
-    from launch.pods import joining
+    from launch.hosts import cluster
 
     variants = _variants(args)
     experiments = [_experiment(variant, args) for variant in variants]
@@ -203,7 +203,7 @@ def _record(args: argparse.Namespace) -> int:
         experiment = smoke.shrink(experiment, beside=[other])
     if not args.own_dtype:
         experiment = _in_float32(experiment)
-    host = joining.join(slices.get(experiment.slice), limits=experiment.limits)
+    host = cluster.join(slices.get(experiment.slice), limits=experiment.limits)
     run = training.ready(
         experiment,
         config_text=" ".join(sys.argv),

@@ -18,7 +18,7 @@ from pathlib import Path
 from core import paths, slices
 from core.watch import exit_codes
 from launch import environment
-from launch.pods import hosts, simulate
+from launch.hosts import simulate, tpu_host
 
 HELP = "say whether a run could start on this slice, with the fix of whatever is wrong: READY or NOT READY"
 EXAMPLE = "launch/run doctor v4-16 gin/quickstart.gin --simulate"
@@ -48,11 +48,11 @@ def run(args: argparse.Namespace) -> int:
         return _host(args, slice_)
     if args.simulate:
         return _end(args, _simulated(args, slice_))
-    place = hosts.look()
+    place = tpu_host.look()
     if not place.on_tpu_host:
         looked_at = "\n  ".join(place.looked_at)
         raise ValueError(f"this is no host of a TPU slice: go to every host of one, or add --simulate:\n  {looked_at}")
-    hosts.require_slice(slice_, accelerator_type=place.accelerator_type, where="this host's TPU")
+    tpu_host.require_slice(slice_, accelerator_type=place.accelerator_type, where="this host's TPU")
     return _host(args, slice_)
 
 

@@ -56,15 +56,15 @@ def _rows(text: str) -> int | str:
 
 def run(args: argparse.Namespace) -> int:
     """Finds the run, looks that all that was asked for can be had, and evaluates."""
-    from launch.pods import hosts
+    from launch.hosts import tpu_host
 
     played = environment.read("RENGA_SIMULATE")
-    place = hosts.look()
+    place = tpu_host.look()
     alone = not (args.simulate or played or place.on_tpu_host or environment.process_layout().count)
     if alone or args.simulate:
         os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported
     from launch.evaluation import portion, saved
-    from launch.pods import joining
+    from launch.hosts import cluster
 
     found = saved.read(args.run_dir, bindings=args.gin, slice_name=args.slice)
     asked = portion.portion(found.config.build(), rows=args.rows)
@@ -77,10 +77,10 @@ def run(args: argparse.Namespace) -> int:
         saved.chosen(found.run_dir, step=args.step, every=args.all_steps)  # refused once, here
         return _simulate(args, asked, run_dir=found.run_dir)
     if place.on_tpu_host and not played:
-        hosts.require_slice(slice_, accelerator_type=place.accelerator_type, where="this host's TPU")
+        tpu_host.require_slice(slice_, accelerator_type=place.accelerator_type, where="this host's TPU")
     if alone:
         os.environ["RENGA_SIMULATE"] = slice_.name
-    host = joining.join(slice_, limits=asked.experiment.limits)
+    host = cluster.join(slice_, limits=asked.experiment.limits)
     saved.agreed(found.run_dir, step=args.step, every=args.all_steps)  # refused before the data is read
     if host.is_zero:
         for note in found.config.notes:
@@ -113,7 +113,7 @@ def _judge(asked: Portion) -> Judge | None:
 
 def _simulate(args: argparse.Namespace, asked: Portion, *, run_dir: str) -> int:
     from launch import host_memory
-    from launch.pods import simulate
+    from launch.hosts import simulate
     from parallel import mesh, report
 
     slice_ = slices.get(asked.experiment.slice)
@@ -140,9 +140,9 @@ def _evaluate(args: argparse.Namespace, found: Saved, asked: Portion, host: Host
     from launch import training
     from launch.evaluation import measuring, saved
     from launch.evaluation.results import Results
-    from launch.pods import hosts
+    from launch.hosts import tpu_host
 
-    revision = hosts.revision()
+    revision = tpu_host.revision()
     run = training.ready(
         asked.experiment,
         config_text=found.config.text,

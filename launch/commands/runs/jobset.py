@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes the manifest, as JSON, which kubectl takes as it does YAML."""
-    from launch.pods import jobset
+    from launch.hosts import jobset
 
     slice_ = slices.get(args.slice)
     if not Path(args.experiment).is_file():

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from core import paths, slices, units
 from launch import environment
 from launch.commands.runs import validate
-from launch.pods import alerts, gcloud, hosts, lifecycle, shipping, simulate, supervise, workstation
+from launch.hosts import alerts, gcloud, lifecycle, shipping, simulate, supervise, tpu_host, workstation
 
 if TYPE_CHECKING:
     from launch import preflight
@@ -91,10 +91,10 @@ def run(args: argparse.Namespace) -> int:
         return _simulate(args, slice_)
     if args.tpu:
         return _from_workstation(args, slice_, gcloud.find_tpus(args.tpu, args.zone, args.project))
-    place = hosts.look()
+    place = tpu_host.look()
     if place.on_tpu_host:
         _refuse_dry_run(args, "this is a host of a TPU slice, which sends nothing")
-        hosts.require_slice(slice_, accelerator_type=place.accelerator_type, where="this host's TPU")
+        tpu_host.require_slice(slice_, accelerator_type=place.accelerator_type, where="this host's TPU")
         return _train_here(args, slice_)
     tpus = gcloud.find_tpus(None, args.zone, args.project)
     if tpus:
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _of_a_run(args: argparse.Namespace) -> int:
     """What needs a run directory alone, wherever its hosts are."""
-    from launch.pods import logs
+    from launch.hosts import logs
     from launch.profile import request
 
     if args.experiment is None:
@@ -123,7 +123,7 @@ def _validate(args: argparse.Namespace, slice_: slices.Slice) -> int:
         raise ValueError(f"{slice_.name} validate takes EXPERIMENT.gin, --run-dir and where to go, and no other flag")
     experiment = args.validated or "gin/quickstart.gin"
     tpus = () if args.simulate else gcloud.find_tpus(args.tpu, args.zone, args.project)
-    if not tpus or (hosts.on_tpu_host() and not args.tpu):
+    if not tpus or (tpu_host.on_tpu_host() and not args.tpu):
         _refuse_dry_run(args, "this validates here")
         own = ["--run-dir", args.run_dir] if args.run_dir else []
         return _become(["validate", slice_.name, experiment, *own, *(["--simulate"] if args.simulate else [])])
@@ -180,7 +180,7 @@ def _train_here(args: argparse.Namespace, slice_: slices.Slice) -> int:
         lambda requested: supervise.run_child([sys.executable, "-m", "launch", *arguments], requested),
         run_directory=run_directory,
         restarts=args.restarts,
-        host=hosts.own_index(slice_),
+        host=tpu_host.own_index(slice_),
     )
 
 
@@ -355,7 +355,7 @@ def _become(arguments: list[str]) -> int:
     os.execv(sys.executable, [sys.executable, "-m", "launch", *arguments])
 
 
-def _no_place(slice_: slices.Slice, experiment: str, place: hosts.Place) -> str:
+def _no_place(slice_: slices.Slice, experiment: str, place: tpu_host.Place) -> str:
     looked_at = "\n".join(f"  {line}" for line in place.looked_at)
     return f"""nowhere to run {slice_.name} from here. There are three ways:
   on a host of a TPU slice   launch/pod.sh {slice_.name} {experiment}        (the same on every host)

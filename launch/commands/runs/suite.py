@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    from launch.pods import hosts
+    from launch.hosts import tpu_host
 
     if args.seeds < 1 or (args.steps is not None and args.steps < 1):
         raise ValueError(f"--seeds {args.seeds} --steps {args.steps}: expected at least 1")
@@ -97,7 +97,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("--analyze reads the scores of runs, and rehearsals have none: leave --smoke out")
     if args.simulate or args.analyze or args.list:
         return
-    if not hosts.on_tpu_host():
+    if not tpu_host.on_tpu_host():
         raise ValueError(
             f"this is no host of a TPU: run `launch/run suite {args.group} …` on every host of one, or add --simulate"
         )

@@ -36,9 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Joins the other hosts and trains; a note of what ends it is left for whoever started it."""
     from core.training import run_lock
-    from launch.pods import alerts, hosts
+    from launch.hosts import alerts, tpu_host
 
-    with alerts.noting(hosts.own_index(slices.get(args.slice) if args.slice else None)):
+    with alerts.noting(tpu_host.own_index(slices.get(args.slice) if args.slice else None)):
         try:
             with contextlib.ExitStack() as stack:
                 return _run(args, stack)
@@ -53,8 +53,8 @@ def _run(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     from core.training.hooks import PreemptedError
     from launch import configuration, smoke, training
     from launch.doctor import together
-    from launch.pods import joining
-    from launch.pods.hosts import revision
+    from launch.hosts import cluster
+    from launch.hosts.tpu_host import revision
     from launch.under_way import refusing
 
     if args.steps is not None and args.steps < 1:
@@ -76,7 +76,7 @@ def _run(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
             stack.enter_context(taken.explaining())
             holding.append(run_lock.HoldsLock(taken))
 
-    host = joining.join(
+    host = cluster.join(
         slices.get(experiment.slice),
         description=training.known_at_start(config.text, git_revision, run_dir=run_dir, last_step=last_step),
         limits=experiment.limits,

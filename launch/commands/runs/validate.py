@@ -13,7 +13,7 @@ from typing import Any
 from core import paths, slices
 from core.watch import exit_codes
 from launch import environment
-from launch.pods import hosts
+from launch.hosts import tpu_host
 
 HELP = "try a slice: doctor, attention, every strategy, save and restore, predicted against measured; one report"
 EXAMPLE = "launch/run validate v4-16 gin/quickstart.gin --simulate"
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     if args.attention:
         return _attention(args, slice_)
     run_dir = os.fspath(paths.resolve(args.run_dir or default_directory(slice_)))
-    if not args.simulate and not hosts.look().on_tpu_host:
+    if not args.simulate and not tpu_host.look().on_tpu_host:
         raise ValueError(
             f"this is no host of a TPU slice: launch/pod.sh {slice_.name} validate --tpu NAME, or --simulate"
         )
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         )
         done = [validation.perform(part) for part in tried]
         doctor, attention = (_read(Path(folder) / f"{name}.json") for name in ("doctor", "attention"))
-    index = 0 if args.simulate else hosts.own_index(slice_)
+    index = 0 if args.simulate else tpu_host.own_index(slice_)
     if index or (index is None and attention is None):
         return int(any(part["verdict"] == "failed" for part in done))  # host 0 writes the report
     about = {
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         "platform": "simulated" if args.simulate else (attention or {}).get("platform", "unknown"),
         "date": time.strftime("%Y-%m-%d", time.gmtime(started)),
         "seconds": round(time.time() - started, 1),
-        "git_revision": hosts.revision(),
+        "git_revision": tpu_host.revision(),
         "doctor": doctor,
         "attention": attention,
         "measured": validation.measured(run_dir),
@@ -78,13 +78,13 @@ def _attention(args: argparse.Namespace, slice_: slices.Slice) -> int:
     from core import distributed
     from core.watch import phase
     from launch.doctor import attention
-    from launch.pods import joining
+    from launch.hosts import cluster
 
     if args.simulate:
         os.environ["JAX_PLATFORMS"] = "cpu"
         index = 0
     else:
-        index = joining.join(slice_).index
+        index = cluster.join(slice_).index
     phase.at("attention")
     found = attention.look()
     print(json.dumps(found))

@@ -15,7 +15,7 @@ from core.checkpoints.store import Checkpoints
 from core.watch import exit_codes
 from launch.doctor import ahead, collectives, machine, regions, rows, together
 from launch.doctor.rows import Row
-from launch.pods import joining
+from launch.hosts import cluster
 
 TINY = ["LENGTH = 64", "transformer.Transformer.num_layers = 1", "transformer.Transformer.embed_dim = 32"]
 
@@ -125,7 +125,7 @@ def test_versions_newer_than_tested_are_noted_by_the_doctor_and_at_the_start_of_
     assert row.detail.startswith("jax 0.10.2, jaxlib 0.10.2, libtpu 0.0.42.1, Python 3.")
     assert row.detail.endswith("; newer than tested: jax (tested with 0.10.1), libtpu (tested with 0.0.41)")
     monkeypatch.setattr(machine, "versions", lambda: row)
-    together.warn_at_start(joining.Host(0, 1, simulated=True))
+    together.warn_at_start(cluster.Host(0, 1, simulated=True))
     assert capsys.readouterr().out == f"host 0 of 1: note: versions: {row.detail}\n"
 
 

@@ -11,7 +11,7 @@ from core.checkpoints.store import Checkpoints
 from launch import __main__ as cli
 from launch import configuration, training
 from launch.host import Host
-from launch.pods import joining
+from launch.hosts import cluster
 from tasks.puzzles import arc_grids, writing
 
 HOST = Host(0, 1, True)
@@ -124,7 +124,7 @@ def parrot_run(dataset, parrot, tmp_path_factory):
 def command(monkeypatch, capsys):
     """Runs a command line in this process, whose 16 devices play a v4-32; gives its exit code and what it said."""
     monkeypatch.setenv("RENGA_SIMULATE", "v4-32")
-    monkeypatch.setattr(joining, "join", lambda slice_, *, limits: HOST)
+    monkeypatch.setattr(cluster, "join", lambda slice_, *, limits: HOST)
 
     def run(*argv):
         code = cli.main([*map(str, argv)])

@@ -11,7 +11,7 @@ import pytest
 from core.watch import exit_codes
 from launch import __main__ as main
 from launch.commands.runs import suite as command
-from launch.pods import hosts
+from launch.hosts import tpu_host
 from launch.suites import measured, plan, running
 
 TINY = """from __gin__ import dynamic_registration
@@ -207,7 +207,7 @@ def test_the_command_says_what_it_needs(launch, folder):
 
 
 def test_what_every_host_would_be_refused_for_is_told_before_anything_starts(folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(hosts, "on_tpu_host", lambda: True)
+    monkeypatch.setattr(tpu_host, "on_tpu_host", lambda: True)
     started = []
     monkeypatch.setattr(running.Suite, "run", lambda suite, show: started.append(suite) or 0)
 

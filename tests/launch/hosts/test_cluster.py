@@ -7,7 +7,7 @@ import pytest
 
 from core import slices
 from launch import environment
-from launch.pods import joining
+from launch.hosts import cluster
 
 JOINED = """
 import os, time
@@ -18,9 +18,9 @@ os.environ |= {
     "JAX_PROCESS_COUNT": str(HOSTS),
 }
 from core import distributed, slices
-from launch.pods import joining
-joining._SHARED_FILE_SECONDS = 1.0
-host = joining.join(slices.get("v4-16"))
+from launch.hosts import cluster
+cluster._SHARED_FILE_SECONDS = 1.0
+host = cluster.join(slices.get("v4-16"))
 print(host.name, flush=True)
 
 def refuses(what, *args):
@@ -33,17 +33,17 @@ def refuses(what, *args):
 
 
 def test_the_chips_must_be_as_many_as_the_slice_has():
-    joining._require_chips(slices.get("v4-32"), played=True)  # the 16 CPU devices of every test
+    cluster._require_chips(slices.get("v4-32"), played=True)  # the 16 CPU devices of every test
     says = r"v4-8 has 4 devices on 1 host, but JAX sees 16 on 1 host: run the same command on every host"
     with pytest.raises(ValueError, match=says):
-        joining._require_chips(slices.get("v4-8"), played=True)
+        cluster._require_chips(slices.get("v4-8"), played=True)
 
 
 @pytest.mark.covers("R10")
 def test_cpus_are_no_tpu():
     says = r"v4-32 was asked for, but JAX found 16 cpu devices and no TPU.* rehearse, --simulate"
     with pytest.raises(ValueError, match=says):
-        joining._require_chips(slices.get("v4-32"), played=False)
+        cluster._require_chips(slices.get("v4-32"), played=False)
 
 
 @pytest.mark.covers("R10")
@@ -86,12 +86,12 @@ def test_hosts_that_differ_all_refuse(run_hosts, tmp_path):
     (tmp_path / "ours").mkdir()
     (tmp_path / "file").touch()
     text = f"""
-refuses(joining.require_same, "the configuration", "SEED = 1\\nLENGTH = 8")
-refuses(joining.require_same, "the configuration", f"SEED = {{PROCESS}}\\nLENGTH = 8")
-refuses(joining.require_shared, {str(tmp_path / "ours")!r}, host)
-refuses(joining.require_shared, {str(tmp_path)!r} + f"/of_{{PROCESS}}", host)
+refuses(cluster.require_same, "the configuration", "SEED = 1\\nLENGTH = 8")
+refuses(cluster.require_same, "the configuration", f"SEED = {{PROCESS}}\\nLENGTH = 8")
+refuses(cluster.require_shared, {str(tmp_path / "ours")!r}, host)
+refuses(cluster.require_shared, {str(tmp_path)!r} + f"/of_{{PROCESS}}", host)
 began = time.monotonic()
-refuses(joining.require_shared, {str(tmp_path / "file/run")!r}, host)
+refuses(cluster.require_shared, {str(tmp_path / "file/run")!r}, host)
 assert time.monotonic() - began < 30
 distributed.shutdown()
 """

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from core import slices
-from launch.pods import simulate, stamps
+from launch.hosts import log_prefix, simulate
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent.parent
 V4_16, V4_32 = slices.get("v4-16"), slices.get("v4-32")
@@ -20,7 +20,7 @@ INDEX = "import os, sys, time, signal; index = int(os.environ['JAX_PROCESS_INDEX
 LAUNCHER = """
 import sys, pathlib
 from core import slices
-from launch.pods import simulate
+from launch.hosts import simulate
 logs = pathlib.Path(sys.argv[2])
 sys.exit(simulate.run(slices.get(sys.argv[1]), command=sys.argv[3:], log_directory=logs, grace_seconds=2))
 """
@@ -48,7 +48,7 @@ def run(slice_, text, tmp_path, words_seconds=0.3, **kwargs):
 def log(tmp_path, index):
     """What a host said; every line of its log begins with the time and the host."""
     stamped = [line.split(" | ", 1) for line in (tmp_path / f"logs/host_{index}.log").read_text().splitlines()]
-    assert all(stamps.time_of(f"{stamp} | ") and stamp.endswith(f" host {index}") for stamp, _ in stamped)
+    assert all(log_prefix.time_of(f"{stamp} | ") and stamp.endswith(f" host {index}") for stamp, _ in stamped)
     return "".join(f"{said}\n" for _, said in stamped)
 
 

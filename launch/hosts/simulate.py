@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from core import slices, units
 from core.watch import exit_codes
-from launch.pods import host_output, stamps, supervise
+from launch.hosts import host_output, log_prefix, supervise
 
 LAST_LINES = 20
 WORDS_SECONDS = 3.0  # for the others to say themselves what ends them
@@ -143,8 +143,8 @@ def _start(slice_, *, command, log_directory, scratch, started) -> None:
         home = scratch / f"host_{index}"
         for folder in (home, home / "tmp", home / "cache"):
             folder.mkdir()
-        stamp = stamps.Stamp(f"host {index}", step_file=_step_file(home))
-        output = host_output.HostOutput(log_directory / f"host_{index}.log", to_terminal=index == 0, stamp=stamp)
+        prefix = log_prefix.LogPrefix(f"host {index}", step_file=_step_file(home))
+        output = host_output.HostOutput(log_directory / f"host_{index}.log", to_terminal=index == 0, prefix=prefix)
         process = subprocess.Popen(
             command,
             env=host_environment(slice_, index=index, port=port, home=home, base=os.environ),

@@ -1,7 +1,7 @@
-"""The logs of all hosts as one, by time: those of a run directory, or those that hosts of a slice send as they go.
+"""Merges the logs of all hosts by time: from a run directory, or live from the hosts of a slice.
 
-The one idea: every line carries its time (`launch.pods.stamps`), so merging is sorting. What arrives live is held back
-a moment, because hosts are not equally far away; a line without a stamp goes with the one before it.
+Every line begins with its time (`launch.hosts.log_prefix`), and a line without one stays after the line before it. Live
+lines are held back for a moment, because those of some hosts arrive later.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from core import paths
-from launch.pods import stamps
+from launch.hosts import log_prefix
 
 _HOLD_SECONDS = 1.5
 _POLL_SECONDS = 0.2
@@ -47,7 +47,7 @@ def merged(logs: Iterable[Iterable[str]]) -> Iterator[str]:
 def _timed(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
     latest = ""
     for line in lines:
-        latest = stamps.time_of(line) or latest
+        latest = log_prefix.time_of(line) or latest
         yield latest, line
 
 

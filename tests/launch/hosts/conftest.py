@@ -1,4 +1,4 @@
-"""A cloud in a folder: gcloud_stand_in.py as gcloud, and a small workspace to ship to it."""
+"""A cloud in a folder: gcloud_emulator.py as gcloud, and a small workspace to ship to it."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent.parent
-ON_HOSTS = tuple(f"launch/pods/{name}" for name in ("on_host.sh", "stamped.py", "stamps.py", "host_output.py"))
+ON_HOSTS = tuple(f"launch/hosts/{name}" for name in ("on_host.sh", "log_prefix.py", "host_output.py"))
 ON_HOSTS += (
     "launch/terminal.py",
     "launch/environment.py",
@@ -33,12 +33,12 @@ def cloud(tmp_path, monkeypatch):
     folder.mkdir()
     tools = tmp_path / "tools"
     tools.mkdir()
-    (tools / "gcloud").write_text(f'#!/bin/sh\nexec {sys.executable} {HERE / "gcloud_stand_in.py"} "$@"\n')
+    (tools / "gcloud").write_text(f'#!/bin/sh\nexec {sys.executable} {HERE / "gcloud_emulator.py"} "$@"\n')
     (tools / "gcloud").chmod(0o755)
     tpu = {"name": "my-tpu", "zone": "us-central2-b", "type": "v4-16", "state": "READY", "workers": 2}
     (folder / "tpu.json").write_text(json.dumps(tpu))
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
-    monkeypatch.setenv("GCLOUD_STAND_IN", str(folder))
+    monkeypatch.setenv("GCLOUD_EMULATOR", str(folder))
     monkeypatch.delenv("HF_TOKEN", raising=False)
     yield folder
     for note in folder.glob("worker_*/.renga/process"):

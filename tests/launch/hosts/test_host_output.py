@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from launch.pods import host_output
+from launch.hosts import host_output
 
 
 @pytest.mark.parametrize("where", ["full disk", "no folder"])

@@ -26,7 +26,7 @@ os.environ |= {{
 from core import optimizers, slices
 from core.training.trainer import Hook
 from launch import configuration, training
-from launch.pods import joining
+from launch.hosts import cluster
 from models.transformer import Transformer
 from tasks import synthetic
 import dataclasses
@@ -47,7 +47,7 @@ experiment = dataclasses.replace(
     batch_size=8, total_steps=100_000, eval_batches=0, checkpoint_interval=100_000, log_interval=1, prompt="",
     step_limit_seconds=4.0, compile_limit_seconds=200.0, compare_interval=5, {fields}
 )
-host = joining.join(slices.get("v4-16"), description="the same", limits=experiment.limits)
+host = cluster.join(slices.get("v4-16"), description="the same", limits=experiment.limits)
 run = training.ready(
     experiment, config_text="", revision="", run_dir={run_dir!r}, last_step=experiment.total_steps, host=host
 )

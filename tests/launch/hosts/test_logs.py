@@ -7,16 +7,16 @@ import sys
 import pytest
 
 from launch import environment
-from launch.pods import logs, stamps
+from launch.hosts import log_prefix, logs
 
 
 def test_a_stamp_names_the_host_and_the_step_that_it_noted(tmp_path):
-    stamp = stamps.Stamp("t1v-w-2", step_file=tmp_path / "step")
+    stamp = log_prefix.LogPrefix("t1v-w-2", step_file=tmp_path / "step")
     assert stamp().endswith(" t1v-w-2 | ")
     (tmp_path / "step").write_bytes(b"host 2 step 17".ljust(64, b"\0"))
     assert stamp()[16:] == " host 2 step 17 | "
-    assert stamps.time_of(stamp() + "anything") == stamp()[:16]
-    assert stamps.time_of("anything | else") is None
+    assert log_prefix.time_of(stamp() + "anything") == stamp()[:16]
+    assert log_prefix.time_of("anything | else") is None
 
 
 @pytest.mark.covers("O11")
@@ -50,7 +50,7 @@ def test_the_last_words_of_a_command_are_logged_whatever_ends_it(tmp_path):
     """The group of on_host.sh gets the signal: the command acts on it, the one that writes its log waits for it."""
     log = tmp_path / "run.log"
     text = "trap 'echo saved; exit 143' TERM; echo ready; while :; do sleep 0.05; done"
-    command = [sys.executable, "-m", "launch.pods.stamped", str(log), "w-1", "bash", "-c", text]
+    command = [sys.executable, "-m", "launch.hosts.host_output", str(log), "w-1", "bash", "-c", text]
     running = subprocess.Popen(command, cwd=environment.WORKSPACE, start_new_session=True)
     try:
         while not (log.exists() and "| ready" in log.read_text()):

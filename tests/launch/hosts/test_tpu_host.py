@@ -10,7 +10,7 @@ import time
 import pytest
 
 from core import slices
-from launch.pods import hosts
+from launch.hosts import tpu_host
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def chips(tmp_path):
 
 def test_a_plain_machine_is_no_tpu_host_and_nobody_is_asked(tmp_path):
     (tmp_path / "accel").mkdir()  # what other accelerators use
-    place = hosts.look(environ={}, devices=tmp_path, metadata_url="http://127.0.0.1:1")
+    place = tpu_host.look(environ={}, devices=tmp_path, metadata_url="http://127.0.0.1:1")
     assert not place.on_tpu_host
     assert "environment: TPU_WORKER_ID is not set" in place.looked_at
     assert not any("metadata" in line for line in place.looked_at)
@@ -65,19 +65,19 @@ def test_a_plain_machine_is_no_tpu_host_and_nobody_is_asked(tmp_path):
 def test_a_host_knows_its_index_before_it_joins(chips, metadata, tmp_path):
     here = {"devices": chips, "metadata_url": metadata({"agent-worker-number": "3"})}
     of_two = {"MEGASCALE_SLICE_ID": "1"}
-    assert hosts.own_index(environ={}, **here) == 3
-    assert hosts.own_index(slices.get("2xv4-32"), environ=of_two, **here) == 7
-    assert hosts.own_index(slices.get("2xv4-32"), environ=of_two | {"TPU_WORKER_ID": "0"}, **here) == 4
-    assert hosts.own_index(slices.get("2xv4-32"), environ=of_two | {"JAX_PROCESS_INDEX": "5"}, **here) == 5
-    assert hosts.own_index(environ={}, devices=tmp_path / "none", metadata_url=here["metadata_url"]) is None
-    assert hosts.own_index(environ={}, devices=chips, metadata_url=metadata({})) is None
+    assert tpu_host.own_index(environ={}, **here) == 3
+    assert tpu_host.own_index(slices.get("2xv4-32"), environ=of_two, **here) == 7
+    assert tpu_host.own_index(slices.get("2xv4-32"), environ=of_two | {"TPU_WORKER_ID": "0"}, **here) == 4
+    assert tpu_host.own_index(slices.get("2xv4-32"), environ=of_two | {"JAX_PROCESS_INDEX": "5"}, **here) == 5
+    assert tpu_host.own_index(environ={}, devices=tmp_path / "none", metadata_url=here["metadata_url"]) is None
+    assert tpu_host.own_index(environ={}, devices=chips, metadata_url=metadata({})) is None
 
 
 @pytest.mark.covers("R01")
 def test_chips_count_once_the_metadata_server_speaks_of_a_tpu(chips, metadata):
-    place = hosts.look(environ={}, devices=chips, metadata_url=metadata({"accelerator-type": "v4-32"}))
+    place = tpu_host.look(environ={}, devices=chips, metadata_url=metadata({"accelerator-type": "v4-32"}))
     assert (place.on_tpu_host, place.accelerator_type) == (True, "v4-32")
-    elsewhere = hosts.look(environ={}, devices=chips, metadata_url=metadata({}))
+    elsewhere = tpu_host.look(environ={}, devices=chips, metadata_url=metadata({}))
     assert (elsewhere.on_tpu_host, elsewhere.accelerator_type) == (False, None)
     assert "metadata server: accelerator-type is not there" in elsewhere.looked_at
 
@@ -86,16 +86,18 @@ def test_devices_bound_to_vfio_are_seen_but_not_its_control_file(tmp_path, metad
     (tmp_path / "vfio").mkdir()
     (tmp_path / "vfio/vfio").touch()
     url = metadata({"accelerator-type": "v6e-8"})
-    assert not hosts.look(environ={}, devices=tmp_path, metadata_url=url).on_tpu_host
+    assert not tpu_host.look(environ={}, devices=tmp_path, metadata_url=url).on_tpu_host
     (tmp_path / "vfio/0").touch()
-    assert hosts.look(environ={}, devices=tmp_path, metadata_url=url).accelerator_type == "v6e-8"
+    assert tpu_host.look(environ={}, devices=tmp_path, metadata_url=url).accelerator_type == "v6e-8"
 
 
 def test_the_environment_is_enough_in_a_container(tmp_path):
-    place = hosts.look(environ={"TPU_ACCELERATOR_TYPE": "v5p-64"}, devices=tmp_path, metadata_url="http://127.0.0.1:1")
+    place = tpu_host.look(
+        environ={"TPU_ACCELERATOR_TYPE": "v5p-64"}, devices=tmp_path, metadata_url="http://127.0.0.1:1"
+    )
     assert (place.on_tpu_host, place.accelerator_type) == (True, "v5p-64")
     workers = {"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "a,b"}
-    place = hosts.look(environ=workers | {"TPU_SKIP_MDS_QUERY": "1"}, devices=tmp_path)
+    place = tpu_host.look(environ=workers | {"TPU_SKIP_MDS_QUERY": "1"}, devices=tmp_path)
     assert (place.on_tpu_host, place.accelerator_type) == (True, None)
     assert "metadata server: not asked (TPU_SKIP_MDS_QUERY is set)" in place.looked_at
 
@@ -104,20 +106,20 @@ def test_a_silent_metadata_server_costs_half_a_second_where_there_are_no_chips(t
     url = metadata({"accelerator-type": "v4-32"}, delay_seconds=3)
     workers = {"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "a,b"}
     started = time.monotonic()
-    place = hosts.look(environ=workers, devices=tmp_path, metadata_url=url)
+    place = tpu_host.look(environ=workers, devices=tmp_path, metadata_url=url)
     assert time.monotonic() - started < 2
     assert place.accelerator_type is None
     assert "metadata server: no answer to 1 question" in place.looked_at
 
 
 def test_slow_answers_do_not_lose_a_host_that_has_chips(chips, metadata, monkeypatch):
-    monkeypatch.setattr(hosts, "METADATA_TIMEOUT_SECONDS", 0.1)
-    monkeypatch.setattr(hosts, "METADATA_RETRY_SECONDS", (0.1, 0.1, 5.0))
+    monkeypatch.setattr(tpu_host, "METADATA_TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr(tpu_host, "METADATA_RETRY_SECONDS", (0.1, 0.1, 5.0))
     url = metadata({"accelerator-type": "v4-32"}, delay_seconds=1, slow_answers=3)
-    place = hosts.look(environ={}, devices=chips, metadata_url=url)
+    place = tpu_host.look(environ={}, devices=chips, metadata_url=url)
     assert (place.on_tpu_host, place.accelerator_type) == (True, "v4-32")
-    monkeypatch.setattr(hosts, "METADATA_RETRY_SECONDS", (0.1, 0.1, 0.1))
-    silent = hosts.look(environ={}, devices=chips, metadata_url=metadata({}, delay_seconds=1))
+    monkeypatch.setattr(tpu_host, "METADATA_RETRY_SECONDS", (0.1, 0.1, 0.1))
+    silent = tpu_host.look(environ={}, devices=chips, metadata_url=metadata({}, delay_seconds=1))
     assert not silent.on_tpu_host
     assert "metadata server: no answer to 4 questions" in silent.looked_at
 
@@ -125,29 +127,29 @@ def test_slow_answers_do_not_lose_a_host_that_has_chips(chips, metadata, monkeyp
 @pytest.mark.covers("R08")
 def test_another_slice_is_refused_with_both_sizes():
     v4_32 = slices.get("v4-32")
-    hosts.require_slice(v4_32, accelerator_type="v4-32", where="here")
-    hosts.require_slice(v4_32, accelerator_type=None, where="here")
-    hosts.require_slice(slices.get("2xv4-32"), accelerator_type="v4-32", where="here")
+    tpu_host.require_slice(v4_32, accelerator_type="v4-32", where="here")
+    tpu_host.require_slice(v4_32, accelerator_type=None, where="here")
+    tpu_host.require_slice(slices.get("2xv4-32"), accelerator_type="v4-32", where="here")
     with pytest.raises(ValueError, match=r"is a v4-8 .* Give 2xv4-8 as the SLICE"):
-        hosts.require_slice(slices.get("2xv4-32"), accelerator_type="v4-8", where="here")
-    hosts.require_slice(slices.get("v5e-16"), accelerator_type="v5litepod-16", where="here")
+        tpu_host.require_slice(slices.get("2xv4-32"), accelerator_type="v4-8", where="here")
+    tpu_host.require_slice(slices.get("v5e-16"), accelerator_type="v5litepod-16", where="here")
     with pytest.raises(
         ValueError, match=r"here is a v4-8 \(4 devices on 1 host\), but SLICE is v4-32 \(16 devices on 4"
     ):
-        hosts.require_slice(v4_32, accelerator_type="v4-8", where="here")
+        tpu_host.require_slice(v4_32, accelerator_type="v4-8", where="here")
     with pytest.raises(ValueError, match="here is a v2-8, which the slice table does not have"):
-        hosts.require_slice(v4_32, accelerator_type="v2-8", where="here")
+        tpu_host.require_slice(v4_32, accelerator_type="v2-8", where="here")
 
 
 def test_the_revision_is_git_s_or_the_shipped_one(tmp_path):
-    assert hosts.revision(workspace=tmp_path) == "unknown"
+    assert tpu_host.revision(workspace=tmp_path) == "unknown"
     git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@localhost"]
     subprocess.run([*git, "init", "-q"], check=True)
     (tmp_path / "x").touch()
     subprocess.run([*git, "add", "x"], check=True)
     subprocess.run([*git, "commit", "-qm", "first"], check=True)
-    assert len(hosts.revision(workspace=tmp_path)) == 40
+    assert len(tpu_host.revision(workspace=tmp_path)) == 40
     (tmp_path / "x").write_text("edited")
-    assert hosts.revision(workspace=tmp_path).endswith("-dirty")
-    (tmp_path / hosts.REVISION_FILE).write_text("abc\n")
-    assert hosts.revision(workspace=tmp_path) == "abc"
+    assert tpu_host.revision(workspace=tmp_path).endswith("-dirty")
+    (tmp_path / tpu_host.REVISION_FILE).write_text("abc\n")
+    assert tpu_host.revision(workspace=tmp_path) == "abc"

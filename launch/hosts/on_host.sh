@@ -79,19 +79,19 @@ survive_reboot() {
     echo "$host: no crontab here, so a reboot of this host ends the run; start it again yourself" >&2
     return
   fi
-  write_crontab "@reboot bash $(printf %q "$root/launch/pods/on_host.sh") after_reboot"
+  write_crontab "@reboot bash $(printf %q "$root/launch/hosts/on_host.sh") after_reboot"
 }
 
 # The user's crontab, with line $1 for ours, or without one.
 write_crontab() {
   local others
-  others=$(crontab -l 2>/dev/null | grep -vF "launch/pods/on_host.sh" || true)
+  others=$(crontab -l 2>/dev/null | grep -vF "launch/hosts/on_host.sh" || true)
   printf '%s' "${others:+$others$'\n'}${1:+$1$'\n'}" | crontab -
 }
 
 forget() {
   rm -f "$command"
-  if command -v crontab >/dev/null && crontab -l 2>/dev/null | grep -qF "launch/pods/on_host.sh"; then
+  if command -v crontab >/dev/null && crontab -l 2>/dev/null | grep -qF "launch/hosts/on_host.sh"; then
     write_crontab ""
   fi
 }
@@ -116,7 +116,7 @@ launch_detached() {
   cd "$root"
   rm -f "$ended"
   [[ -f $run_log ]] && mv "$run_log" "$run_log.before"
-  setsid nohup "$(python)" -m launch.pods.stamped "$run_log" "$host" bash launch/pods/on_host.sh supervised "$@" \
+  setsid nohup "$(python)" -m launch.hosts.host_output "$run_log" "$host" bash launch/hosts/on_host.sh supervised "$@" \
     </dev/null &>/dev/null &
   pid=$!
   { echo "$pid $(start_time "$pid")" && echo "launch/pod.sh $*"; } >"$process"

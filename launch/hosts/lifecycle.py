@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 from core import slices
 from core.watch import exit_codes
-from launch.pods import gcloud, supervise
-from launch.pods.gcloud import Step, Tpu
+from launch.hosts import gcloud, supervise
+from launch.hosts.gcloud import Step, Tpu
 
 ACTIONS = ("create", "queue", "delete")
 # States of a TPU, and of a request in the queue:

@@ -12,7 +12,7 @@ import pytest
 
 from core.watch import exit_codes, judging, peers
 from launch import environment
-from launch.pods import alerts
+from launch.hosts import alerts
 
 pytestmark = pytest.mark.covers("O10")
 
@@ -82,7 +82,7 @@ def test_the_parent_of_another_host_leaves_it_to_that_of_host_0(told, tmp_path):
 STUCK = """
 import time
 from core.watch import judging, peers, phase
-from launch.pods import alerts
+from launch.hosts import alerts
 with alerts.noting(0):
     peers.start(None, limits=judging.Limits(step_seconds=0.5, slow_seconds=0.5))
     phase.at(phase.TRAINING, step=17)

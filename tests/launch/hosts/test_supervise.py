@@ -9,7 +9,7 @@ import time
 import pytest
 
 from core.watch import exit_codes
-from launch.pods import supervise
+from launch.hosts import supervise
 
 
 def supervised(codes, *, restarts, steps=(), requested=()):

@@ -139,7 +139,7 @@ def resolved(argv: Sequence[str]) -> list[str]:
 
 def on_host(action: str, *arguments: str, variables: Sequence[str] = ()) -> str:
     """An action of `on_host.sh` as text for a host's shell; `variables` are NAME=VALUE of its environment."""
-    script = f"{REMOTE_WORKSPACE}/launch/pods/on_host.sh"
+    script = f"{REMOTE_WORKSPACE}/launch/hosts/on_host.sh"
     return shlex.join([*(("env", *variables) if variables else ()), "bash", script, action, *arguments])
 
 

@@ -1,4 +1,4 @@
-"""A slice that is made, taken away and made again, played by gcloud_stand_in.py."""
+"""A slice that is made, taken away and made again, played by gcloud_emulator.py."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import pytest
 
 from core import slices
 from launch import environment
-from launch.pods import gcloud, lifecycle, workstation
+from launch.hosts import gcloud, lifecycle, workstation
 
 TPU = gcloud.Tpu("my-tpu", "us-central2-b", "proj")
 V4_16 = slices.get("v4-16")
@@ -197,7 +197,7 @@ def crontab(cloud):
 def on_host(cloud, *action):
     home = cloud / "worker_0"
     env = {"HOME": str(home), "PATH": f"{home}/.bin:/usr/bin:/bin"}
-    command = ["bash", str(home / "renga/launch/pods/on_host.sh"), *action]
+    command = ["bash", str(home / "renga/launch/hosts/on_host.sh"), *action]
     return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.strip()
 
 
@@ -205,7 +205,7 @@ def test_a_run_survives_a_reboot_of_its_host_until_it_ends_or_is_stopped(cloud, 
     (cloud / "worker_0").mkdir()
     (cloud / "worker_0/.crontab").write_text("5 4 * * * somebody elses\n")
     assert run() == 0
-    line = f"@reboot bash {cloud}/worker_0/renga/launch/pods/on_host.sh after_reboot"
+    line = f"@reboot bash {cloud}/worker_0/renga/launch/hosts/on_host.sh after_reboot"
     assert crontab(cloud) == f"5 4 * * * somebody elses\n{line}\n"
     assert on_host(cloud, "state") == "running"
     tpu_is(cloud, state="READY")  # every process dies, as when the power goes
@@ -221,7 +221,7 @@ def test_a_run_survives_a_reboot_of_its_host_until_it_ends_or_is_stopped(cloud, 
 
 
 def test_a_reboot_keeps_what_is_sent_to_a_host():
-    script = (environment.WORKSPACE / "launch/pods/on_host.sh").read_text()
+    script = (environment.WORKSPACE / "launch/hosts/on_host.sh").read_text()
     assert f"for name in {' '.join(environment.SENT)} ${{!MEGASCALE_*}}; do" in script
 
 

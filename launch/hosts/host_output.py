@@ -1,8 +1,10 @@
-"""Copies the output of one host's process to its log and, for host 0 of a simulation, to the terminal.
+"""`python -m launch.hosts.host_output LOG HOSTNAME COMMAND …`: runs a command on a host and logs its output.
+
+Copies the output of one host's process to its log and, for host 0 of a simulation, to the terminal.
 
 If this process has a terminal, host 0 gets a pseudo-terminal, so that progress lines redraw in place. The log has the
 same text without escape sequences and without the overwritten versions of redrawn lines. Known noise of libraries
-(`core.library_noise`) goes to the log alone.
+(`core.library_noise`) goes to the log alone. Standard library only: on a host this runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -15,14 +17,19 @@ import os
 import pty
 import re
 import select
+import shlex
+import signal
+import subprocess
 import sys
+import tempfile
 import termios
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from core import bookkeeping, library_noise
 from launch import terminal
+from launch.hosts import log_prefix
 
 _KEPT_LINES = 200
 _ESCAPES = re.compile(rb"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07]*\x07|[@-Z\\-_])")
@@ -39,10 +46,10 @@ class HostOutput:
       log_path: the log file.
     """
 
-    def __init__(self, log_path: Path, *, to_terminal: bool, stamp: Callable[[], str] = lambda: ""):
-        """Opens a pipe, or a pseudo-terminal; `stamp()` begins every line of the log, and none on the terminal."""
+    def __init__(self, log_path: Path, *, to_terminal: bool, prefix: Callable[[], str] = lambda: ""):
+        """Opens a pipe, or a pseudo-terminal; `prefix()` begins every line of the log, and none on the terminal."""
         self.log_path = log_path
-        self._stamp = stamp
+        self._prefix = prefix
         self._to_terminal = to_terminal
         if to_terminal and sys.stdout.isatty():
             self._read_end, self.child_end = pty.openpty()
@@ -72,7 +79,7 @@ class HostOutput:
         pending = held = b""
         with contextlib.closing(bookkeeping.Appender(self.log_path, most_bytes=_KEPT_BYTES)) as log:
             began = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-            log.write(f"{self._stamp()}{title} ({began})\n".encode())
+            log.write(f"{self._prefix()}{title} ({began})\n".encode())
             while chunk := self._read():
                 if self._to_terminal:
                     held = self._show(held + chunk)
@@ -105,7 +112,7 @@ class HostOutput:
         told = library_noise.without(redrawn[-1])
         if told or not redrawn[-1]:
             self._last.append(told.decode(errors="replace"))
-        log.write(self._stamp().encode() + redrawn[-1] + b"\n")
+        log.write(self._prefix().encode() + redrawn[-1] + b"\n")
         log.flush()
 
 
@@ -119,3 +126,35 @@ def _write_to_terminal(chunk: bytes) -> None:
     with contextlib.suppress(OSError):  # a closed terminal ends the copy, not the run
         sys.stdout.buffer.write(chunk)
         terminal.flush()
+
+
+def run(log_path: Path, name: str, command: Sequence[str]) -> int:
+    """Runs `command` to its end on the host called `name` and logs its output.
+
+    This process outlives the command, whatever ends that, because the last lines matter most: it ignores signals to the
+    process group, which the command handles.
+
+    Returns:
+      The command's exit code, or 128 + N if signal N ended it.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which the command would inherit
+    with tempfile.TemporaryDirectory(prefix="renga-step-") as folder:
+        step_file = Path(folder) / "step"
+        prefix = log_prefix.LogPrefix(name, step_file=step_file)
+        output = HostOutput(log_path, to_terminal=False, prefix=prefix)
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, "RENGA_STEP_FILE": str(step_file)},
+            stdin=subprocess.DEVNULL,
+            stdout=output.child_end,
+            stderr=output.child_end,
+        )
+        output.follow(title=f"--- {name}: {shlex.join(command)}")
+        returncode = process.wait()
+        output.finish()
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+if __name__ == "__main__":
+    sys.exit(run(Path(sys.argv[1]), sys.argv[2], sys.argv[3:]))

@@ -7,7 +7,7 @@ ssh runs the command there with HOME set to it. What is made is READY at once, w
 TPU. "makes" are the states that TPUs have by turns when they are made; "requests" those of requests in the queue, of
 which the last brings the TPU.
 
-Environment: GCLOUD_STAND_IN, a folder with tpu.json ({"name", "zone", "type", "state", "workers"}, and "also" for the
+Environment: GCLOUD_EMULATOR, a folder with tpu.json ({"name", "zone", "type", "state", "workers"}, and "also" for the
 names of further ones like it); calls are appended to calls.jsonl in it. Worker I of the first lives in worker_I, that
 of another in NAME_worker_I.
 """
@@ -212,7 +212,7 @@ ACTS = {"ssh": ssh, "scp": scp, "describe": describe, "create": create, "delete"
 
 
 def main(argv):
-    folder = pathlib.Path(os.environ["GCLOUD_STAND_IN"])
+    folder = pathlib.Path(os.environ["GCLOUD_EMULATOR"])
     with (folder / "calls.jsonl").open("a") as calls:
         calls.write(json.dumps(argv) + "\n")
     tpu = json.loads((folder / "tpu.json").read_text())
@@ -220,7 +220,7 @@ def main(argv):
         subcommand, positionals, flags, _ = parse(argv)
         processes = ACTS[subcommand](positionals, flags, tpu, folder)
     except Refused as refusal:
-        print(f"ERROR: (gcloud stand-in) {refusal}", file=sys.stderr)
+        print(f"ERROR: (gcloud emulator) {refusal}", file=sys.stderr)
         return 2
     codes = [process.wait() for process in processes]
     return next((code for code in codes if code), 0)

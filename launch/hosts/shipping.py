@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from core import paths, units
-from launch.pods import hosts
+from launch.hosts import tpu_host
 
 
 def workspace_files(workspace: Path) -> list[str]:
@@ -29,11 +29,11 @@ def workspace_files(workspace: Path) -> list[str]:
 def pack(files: Sequence[str], *, workspace: Path, archive: Path) -> None:
     """Writes `files` and the revision they are of into a gzipped tar."""
     note = archive.with_name("revision")
-    note.write_text(hosts.revision(workspace=workspace) + "\n")
+    note.write_text(tpu_host.revision(workspace=workspace) + "\n")
     with tarfile.open(archive, "w:gz") as tar:
         for name in files:
             tar.add(workspace / name, arcname=name, recursive=False)
-        tar.add(note, arcname=hosts.REVISION_FILE)
+        tar.add(note, arcname=tpu_host.REVISION_FILE)
     print(f"# packed {units.counted(len(files), 'file')}, {units.size(archive.stat().st_size)}", flush=True)
 
 

@@ -12,7 +12,7 @@ import pytest
 from core import slices
 from core.watch import exit_codes
 from launch import __main__ as cli
-from launch.pods import jobset
+from launch.hosts import jobset
 
 pytestmark = pytest.mark.covers("L07")
 # Of each object that is used: its fields with their kinds, `?` behind those that may be left out.

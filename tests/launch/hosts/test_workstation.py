@@ -1,4 +1,4 @@
-"""A real slice driven through gcloud, played by gcloud_stand_in.py: from shipping to stopping, and what is refused."""
+"""A real slice driven through gcloud, played by gcloud_emulator.py: from shipping to stopping, and what is refused."""
 
 import json
 import re
@@ -9,7 +9,7 @@ import time
 import pytest
 
 from core import slices
-from launch.pods import gcloud, logs, shipping, stamps, workstation
+from launch.hosts import gcloud, log_prefix, logs, shipping, workstation
 
 TPU = gcloud.Tpu("my-tpu", "us-central2-b", "proj")
 SECOND = gcloud.Tpu("second", "us-central2-b", "proj")
@@ -51,7 +51,7 @@ def test_ship_set_up_start_follow_and_stop(cloud, workspace, monkeypatch, capfd)
             ".revision",
             "gin/x.gin",
             *(str(path.relative_to(workspace)) for path in workspace.glob("*/**/*.py")),
-            "launch/pods/on_host.sh",
+            "launch/hosts/on_host.sh",
             "launch/pod.sh",
             "launch/setup.sh",
             "new file.py",
@@ -76,7 +76,7 @@ def test_ship_set_up_start_follow_and_stop(cloud, workspace, monkeypatch, capfd)
     follower.start()
     assert act("stop") == 0
     follower.join(timeout=20)  # ends by itself, since the run did
-    times = [stamps.time_of(line) for line in followed]
+    times = [log_prefix.time_of(line) for line in followed]
     assert times == sorted(times)
     for worker in range(2):
         assert any(f" w-{worker} | pod.sh got v4-16" in line for line in followed)
@@ -283,4 +283,4 @@ def test_a_dry_run_of_two_slices_says_what_only_gcloud_knows(two_slices, workspa
 def test_the_stand_in_refuses_what_is_not_documented(cloud, argv):
     result = subprocess.run(["gcloud", *argv.split()], capture_output=True, text=True, check=False)
     assert result.returncode == 2
-    assert "ERROR: (gcloud stand-in)" in result.stderr
+    assert "ERROR: (gcloud emulator)" in result.stderr

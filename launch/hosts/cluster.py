@@ -19,7 +19,7 @@ from core.watch import difference
 from core.watch.judging import USUAL_LIMITS, Limits
 from launch import environment
 from launch.host import Host
-from launch.pods import hosts
+from launch.hosts import tpu_host
 
 _NONCE_FILE = ".shared"
 _SHARED_FILE_SECONDS = 10.0  # network file systems may show a new file late
@@ -84,7 +84,7 @@ def _require_chips(slice_: Slice, *, played: bool) -> None:
     devices = jax.devices()
     platform = devices[0].platform
     if not played and platform != "tpu":
-        holders, _ = hosts.chip_holders()
+        holders, _ = tpu_host.chip_holders()
         held = "; ".join(holders.values()) or "held by no other process"
         raise ValueError(
             f"{slice_.name} was asked for, but JAX found {units.counted(len(devices), f'{platform} device')} "

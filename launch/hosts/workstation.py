@@ -1,6 +1,6 @@
 """Drives a real slice from a workstation, through gcloud: every step is one command line that can be printed.
 
-The one idea: this file decides, `gcloud compute tpus tpu-vm scp/ssh --worker=all` carries, and `pods/on_host.sh`,
+The one idea: this file decides, `gcloud compute tpus tpu-vm scp/ssh --worker=all` carries, and `hosts/on_host.sh`,
 which travels with the workspace, acts on each host. `--dry-run` prints every step as it would run.
 
     pack (git's files) → describe → scp archive → install (unpack, launch/setup.sh) → scp secrets → start, detached
@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 from core import slices, units
 from launch import environment
-from launch.pods import gcloud, hosts, logs, shipping
-from launch.pods.gcloud import Step, Tpu
+from launch.hosts import gcloud, logs, shipping, tpu_host
+from launch.hosts.gcloud import Step, Tpu
 
 ACTIONS = ("logs", "status", "stop", "tensorboard")
 REMOTE_ARCHIVE = "renga.tar.gz"  # under the home directory of every host, as is the next
@@ -117,7 +117,7 @@ def start_steps(
     """What happens after the TPUs have been looked at; `coordinator` is the address of the first one's host 0."""
     into = gcloud.REMOTE_WORKSPACE
     unpack = (
-        f"mkdir -p {into} && tar -xzf {REMOTE_ARCHIVE} -C {into} launch/pods/on_host.sh && {gcloud.on_host('install')}"
+        f"mkdir -p {into} && tar -xzf {REMOTE_ARCHIVE} -C {into} launch/hosts/on_host.sh && {gcloud.on_host('install')}"
     )
     of = {tpu: f" of {tpu.name}" if len(tpus) > 1 else "" for tpu in tpus}
     steps = [Step(f"ship the workspace to all hosts{of[t]}", gcloud.scp(t, archive, REMOTE_ARCHIVE)) for t in tpus]
@@ -147,4 +147,4 @@ def _require_ready(tpu: Tpu, slice_: slices.Slice) -> None:
     accelerator_type, state, health, *_ = (described.stdout.rstrip("\n") + "\t\t").split("\t")
     if state != "READY":
         raise ValueError(f"TPU {tpu.name} is {state or 'in no known state'} (health {health or 'unknown'}), not READY")
-    hosts.require_slice(slice_, accelerator_type=accelerator_type or None, where=f"TPU {tpu.name}")
+    tpu_host.require_slice(slice_, accelerator_type=accelerator_type or None, where=f"TPU {tpu.name}")
