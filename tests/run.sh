@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up, then checks the style and runs the tests, on CPU and without network; or runs test equipment. Usage:
+# Sets up, then checks style and types and runs the tests, on CPU and without network; or runs test equipment. Usage:
 #   tests/run.sh                    all but the slow ones
 #   tests/run.sh --all              the slow ones too
 #   tests/run.sh [--all] ARGS…      ARGS go to pytest, such as tests/core -k slices
@@ -27,4 +27,5 @@ fi
 export JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1
 $python -m ruff format --check --quiet . || { echo "run: .venv/bin/ruff format" >&2 && exit 1; }
 $python -m ruff check --quiet .
+$python -m mypy --no-error-summary
 exec $python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "${selection[@]}" "$@"

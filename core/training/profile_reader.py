@@ -34,7 +34,7 @@ class Operation(NamedTuple):
 
     name: str
     seconds: float
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count
     is_collective: bool
 
 
