@@ -27,6 +27,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from core import jax_internals, roll_call
+from core.errors import UserError
 from core.watch import exit_codes, peers
 from core.watch.judging import Limits
 
@@ -125,27 +126,27 @@ def _wanted(
     missing = [name for name, value in given.items() if value is None]
     if alone:
         if len(missing) < 3:
-            raise ValueError(f"single_process=True and a cluster were both given: {given}; give one of them")
+            raise UserError(f"single_process=True and a cluster were both given: {given}; give one of them")
         return _ALONE
     if len(missing) == 3:
         return None
     if coordinator is None or process_index is None or process_count is None:
-        raise ValueError(f"distributed.initialize needs {', '.join(missing)} too (got {given}); give all three or none")
+        raise UserError(f"distributed.initialize needs {', '.join(missing)} too (got {given}); give all three or none")
     roll_call.split(coordinator)
     if not 0 <= process_index < process_count:
-        raise ValueError(f"process_index is {process_index}; expected 0 to {process_count - 1} (process_count - 1)")
+        raise UserError(f"process_index is {process_index}; expected 0 to {process_count - 1} (process_count - 1)")
     return Cluster(process_index, process_count, coordinator)
 
 
 def _require_same(wanted: Cluster | None) -> None:
     if wanted is not None and wanted != _joined:
-        raise ValueError(f"this process has already joined as {_joined}; it cannot join again as {wanted}")
+        raise UserError(f"this process has already joined as {_joined}; it cannot join again as {wanted}")
 
 
 def _detected(timeout_seconds: float) -> Cluster:
     coordinator, process_count, process_index = jax_internals.detected_cluster(timeout_seconds)
     if coordinator is None or process_count is None or process_index is None:
-        raise ValueError(
+        raise UserError(
             "no cluster was found on this machine (it is not a host of a TPU slice, or its metadata cannot be read); "
             "give coordinator, process_index and process_count, or single_process=True to run alone"
         )
@@ -252,7 +253,7 @@ def _shared(name: str, text: str | None, *, sources: list[int], timeout_seconds:
     """What each of `sources` said the n-th time that `name` was called, n being the same on all hosts."""
     client = jax_internals.coordination_client()
     if text is not None and len(text.encode()) > _MAX_TEXT_BYTES:
-        raise ValueError(f"{name}: a text of {len(text.encode())} bytes; hosts exchange at most {_MAX_TEXT_BYTES}")
+        raise UserError(f"{name}: a text of {len(text.encode())} bytes; hosts exchange at most {_MAX_TEXT_BYTES}")
     if client is None:  # this process is the only source
         return [text or ""]
     folder = f"renga/{name}/{_calls[name]}"

@@ -25,8 +25,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
+from core.errors import UserError
+
 if not __debug__:
-    raise ValueError(
+    raise UserError(
         "Python runs without assert statements (-O, or PYTHONOPTIMIZE is set), and dm-haiku closes its contexts inside "
         "assert statements: every model would fail while it is traced. Unset PYTHONOPTIMIZE and start without -O"
     )
@@ -114,10 +116,10 @@ def declare(name: str, meaning: str) -> None:
       ValueError: not a lower-case identifier, no meaning, or an axis that already has another meaning.
     """
     if not (name.isidentifier() and name.islower() and meaning):
-        raise ValueError(f"logical.declare({name!r}, {meaning!r}): expected a lower-case identifier and its meaning")
+        raise UserError(f"logical.declare({name!r}, {meaning!r}): expected a lower-case identifier and its meaning")
     before = all_axes().get(name, meaning)
     if before != meaning:
-        raise ValueError(f"logical.declare: {name!r} already means {before!r}, now {meaning!r}: choose another name")
+        raise UserError(f"logical.declare: {name!r} already means {before!r}, now {meaning!r}: choose another name")
     _declared[name] = meaning
 
 
@@ -133,7 +135,7 @@ def row(rules: Rules, name: str) -> MeshAxes:
       ValueError: the table lacks the name.
     """
     if name not in rules and name not in _declared:
-        raise ValueError(f"the table has no row for logical axis {name!r}; add one (None: replicated)")
+        raise UserError(f"the table has no row for logical axis {name!r}; add one (None: replicated)")
     return rules.get(name)
 
 
@@ -144,7 +146,7 @@ def check_names(names: Sequence[str | None], *, where: str) -> None:
         if name is not None and name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             nearest = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(sorted(known))}."
-            raise ValueError(
+            raise UserError(
                 f"{where}: unknown logical axis {name!r}; {nearest} An axis of your own is declared at the top of your "
                 f"module: logical.declare({name!r}, 'what it counts')"
             )
@@ -177,10 +179,10 @@ def partition_spec(axes: Axes, rules: Rules, *, keep: Callable[[str], bool] = la
         try:
             wanted = tuple(a for a in mesh_axes(row(rules, name) if name else None) if keep(a))
         except ValueError as error:
-            raise ValueError(f"array {axes}: {error}") from error
+            raise UserError(f"array {axes}: {error}") from error
         for axis in wanted:
             if axis in used:
-                raise ValueError(
+                raise UserError(
                     f"array {axes}: mesh axis {axis!r} is used twice, by {used[axis]!r} and by {name!r}; "
                     "an array can use it once: give one of them None or another mesh axis"
                 )
@@ -199,7 +201,7 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
       ValueError: wrong rank, unknown name, or a dimension that does not divide.
     """
     if len(names) != x.ndim:
-        raise ValueError(f"constrain: {len(names)} names {names} for an array of shape {x.shape}")
+        raise UserError(f"constrain: {len(names)} names {names} for an array of shape {x.shape}")
     check_names(names, where="constrain")
     tables, mesh = _tables.value, jax.sharding.get_abstract_mesh()
     if tables is None or mesh.empty:
@@ -213,7 +215,7 @@ def _check_divides(shape: Sequence[int], axes: Axes, spec: PartitionSpec, sizes:
     for size, name, entry in zip(shape, axes.names, spec, strict=True):
         pieces = shards(entry, sizes)
         if size % pieces:
-            raise ValueError(
+            raise UserError(
                 f"activation {axes} of shape {tuple(shape)}: {name} = {size} does not divide over {entry} = {pieces}; "
                 f"nearest sizes that do: {', '.join(map(str, nearest_multiples(size, pieces)))}; "
                 f"or keep it whole: activation_rules={{{name!r}: None}}"
@@ -313,7 +315,7 @@ def param(
     names = tuple(axes)
     where = f"parameter {hk.experimental.current_name()}/{name}"
     if len(names) != len(shape):
-        raise ValueError(f"{where}: {len(names)} axes {names} for shape {tuple(shape)}")
+        raise UserError(f"{where}: {len(names)} axes {names} for shape {tuple(shape)}")
     check_names(names, where=where)
     record = _record.get()
     if record is not None and hk.running_init():
@@ -338,7 +340,7 @@ def abstract_init(init: Callable, *args) -> tuple[Mapping, Mapping]:
         f"{module}/{name}" for module, leaves in shapes.items() for name in leaves if name not in record.get(module, {})
     ]
     if unnamed:
-        raise ValueError(f"parameters without named axes: {', '.join(unnamed)}; make them with logical.param(...)")
+        raise UserError(f"parameters without named axes: {', '.join(unnamed)}; make them with logical.param(...)")
     axes = {module: {name: record[module][name] for name in leaves} for module, leaves in shapes.items()}
     for module, leaves in shapes.items():
         for name, leaf in leaves.items():

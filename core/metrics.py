@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from core import bookkeeping, paths
 from core.bookkeeping import Appender
+from core.errors import UserError
 
 JSONL_NAME = "metrics.jsonl"
 OWN_FOLDER = "metrics"
@@ -196,7 +197,7 @@ def require_wandb(project: str) -> None:
       ValueError: it is not, with what to do.
     """
     if project and importlib.util.find_spec("wandb") is None:
-        raise ValueError(
+        raise UserError(
             f"experiment.Experiment.wandb_project = {project!r}, but the package wandb is not installed: add wandb to "
             "requirements.in and run launch/lock.sh, or remove the binding (TensorBoard has the same)"
         )

@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 
+from core.errors import UserError
+
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
 
 
@@ -29,7 +31,7 @@ def named(model: Any, spec: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[None
     except Exception as error:  # a model is anybody's code
         said = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
         fields = ", ".join(f"{name} {s.dtype}{list(s.shape)}" for name, s in spec.items())
-        raise ValueError(
+        raise UserError(
             f"model {type(model).__name__} cannot be traced: {said} ({_place(error)}). "
             f"A batch of this task has {fields}"
         ) from error

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers
 
+from core.errors import UserError
 from core.types import Params
 
 
@@ -44,7 +45,7 @@ def matches(params: Params, patterns: Sequence[str], *, where: str = "patterns")
     found = names(params)
     idle = [p for p in patterns if not any(fnmatch.fnmatch(n, p) for n in found)]
     if idle:
-        raise ValueError(
+        raise UserError(
             f"{where} = {tuple(patterns)}: no parameter matches {', '.join(map(repr, idle))}; the parameters are "
             f"{', '.join(found)}"
         )
@@ -151,7 +152,7 @@ def check_letters(matrices: Mapping[str, str]) -> None:
     """Raises ValueError for a pattern whose letters make no matrix."""
     for pattern, letters in matrices.items():
         if not set("io") <= set(letters) <= set("lio"):
-            raise ValueError(
+            raise UserError(
                 f"matrices[{pattern!r}] = {letters!r}: expected a letter for each dimension, l (layer), i (input) or "
                 "o (output), with at least one i and one o, such as 'lio'"
             )
@@ -167,7 +168,7 @@ def matrix_labels(params: Params, matrices: Mapping[str, str]) -> Any:
         lambda path, p: "other" if _letters(path, p, matrices) is None else "matrix", params
     )
     if "matrix" not in jax.tree.leaves(labels):
-        raise ValueError(
+        raise UserError(
             f"matrices = {dict(matrices)}: no parameter matches; the parameters are {', '.join(names(params))}"
         )
     return labels
@@ -187,7 +188,7 @@ def dimension_numbers(params: Params, matrices: Mapping[str, str]) -> Any:
 def _letters(path: Sequence[Any], p: jax.Array, matrices: Mapping[str, str]) -> str | None:
     letters = letters_of(path_name(path), matrices)
     if letters is not None and len(letters) != len(p.shape):
-        raise ValueError(
+        raise UserError(
             f"matrices: {path_name(path)} has shape {tuple(p.shape)}, and {letters!r} names {len(letters)} dimensions; "
             "give one letter for each: l (layer), i (input), o (output)"
         )

@@ -16,6 +16,8 @@ import uuid
 from collections.abc import Callable
 from typing import NamedTuple
 
+from core.errors import UserError
+
 os.environ["EPATH_USE_TF"] = "0"  # Before etils is imported.
 
 import fsspec
@@ -41,13 +43,13 @@ def resolve(text: str | os.PathLike[str]) -> epath.Path:
     """
     text = os.fspath(text)
     if not text.strip():
-        raise ValueError("a path is empty; give a folder such as runs/first or gs://bucket/runs/first")
+        raise UserError("a path is empty; give a folder such as runs/first or gs://bucket/runs/first")
     if scheme := _SCHEME.match(text):
         return _resolve_remote(text, scheme=scheme.group(1))
     try:
         return epath.Path(os.path.abspath(pathlib.Path(text).expanduser()))  # noqa: PTH100 (keeps symlinks as typed)
     except FileNotFoundError as error:
-        raise ValueError(
+        raise UserError(
             f"the path {text!r} is relative, and the working directory no longer exists; "
             "change to a folder that does, or give an absolute path"
         ) from error
@@ -55,10 +57,10 @@ def resolve(text: str | os.PathLike[str]) -> epath.Path:
 
 def _resolve_remote(text: str, *, scheme: str) -> epath.Path:
     if scheme != "gs":
-        raise ValueError(f"the path {text!r} has scheme {scheme!r}; expected gs://bucket/… or a local folder")
+        raise UserError(f"the path {text!r} has scheme {scheme!r}; expected gs://bucket/… or a local folder")
     bucket = text.removeprefix("gs:").removeprefix("//").split("/")[0]
     if not text.startswith("gs://") or len(bucket) < 3:
-        raise ValueError(
+        raise UserError(
             f"the path {text!r} names no bucket; expected gs://BUCKET/folder (BUCKET has 3 letters or more)"
         )
     return epath.Path(text.rstrip("/"))
@@ -138,7 +140,7 @@ def _probe(directory: epath.Path, folder: Callable[[], epath.Path]) -> None:
         fix = "check the credentials and the bucket's permissions" if is_remote(directory) else "choose another folder"
         if no_room(error):
             fix = f"{free_space(directory)}. {MAKE_ROOM}, then start again: nothing that was saved is lost"
-        raise ValueError(f"cannot write to {directory}: {type(error).__name__}: {error}; {fix}") from error
+        raise UserError(f"cannot write to {directory}: {type(error).__name__}: {error}; {fix}") from error
 
 
 def write_text_atomically(path: str | os.PathLike[str], text: str) -> None:

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, jaxprs_in_params
 
 from core import jax_internals
+from core.errors import UserError
 from core.types import Batch, Model, Params, Shapes
 
 ROW_IDS = "row_ids"
@@ -69,7 +70,7 @@ def refuse_shared_draws(model: Model, params: Params, batch: Shapes) -> None:
     ]
     if listed:
         draws = "\n  ".join(listed)
-        raise ValueError(
+        raise UserError(
             "random bits for all rows from one key: every microbatch (accum_steps above 1, or a pipeline) would draw "
             f"the same ones, and the result would depend on the layout:\n  {draws}\n"
             "Draw by row instead, for dropout:\n"

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from core.errors import UserError
+
 _RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
     {
         **dict.fromkeys(("peak", "value", "weight_decay"), (lambda v: 0 <= v < math.inf, "at least 0, and finite")),
@@ -36,4 +38,4 @@ def check(where: str, **values: float | None) -> None:
     for name, value in values.items():
         allowed, expected = _RANGES[name]
         if not allowed(value):
-            raise ValueError(f"{where}: {name} = {value}: expected {expected}")
+            raise UserError(f"{where}: {name} = {value}: expected {expected}")

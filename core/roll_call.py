@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from core import units
+from core.errors import UserError
 from core.watch import difference, frames
 
 _RETRY_SECONDS = 0.1
@@ -99,7 +100,7 @@ def split(address: str) -> tuple[str, int]:
     """The host and port of "HOST:PORT". Raises ValueError when it is not of that form."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f"the coordinator address is {address!r}; expected HOST:PORT, for example 10.0.0.2:8476")
+        raise UserError(f"the coordinator address is {address!r}; expected HOST:PORT, for example 10.0.0.2:8476")
     return host.strip("[]"), int(port)
 
 
@@ -133,7 +134,7 @@ def _take(call: _Call) -> Roll:
         texts = [call.description, *(present[index].description for index in range(1, call.count))]
         if differing := difference.between_hosts(texts):
             _say_to_all(present, {"differing": differing})
-            raise ValueError(_differing_message(differing))
+            raise UserError(_differing_message(differing))
         found = [split(call.address)[0], *(present[index].address for index in range(1, call.count))]
         known = [_known(call.addresses, index) or there for index, there in enumerate(found)]
         _say_to_all(present, {"all here": known})
@@ -160,7 +161,7 @@ def _listening(address: str, *, deadline: float) -> Iterator[socket.socket]:
             if time.monotonic() < give_up:  # The port of a run that is just ending.
                 time.sleep(_RETRY_SECONDS)
                 continue
-            raise ValueError(
+            raise UserError(
                 f"host 0 cannot listen at {address}: {error}; is another run still alive on this host? "
                 "Stop it, or choose another port."
             ) from error
@@ -174,7 +175,7 @@ def bindable(host: str) -> str:
         try:
             probe.bind((host, 0))
         except socket.gaierror as error:
-            raise ValueError(f"the coordinator's host {host!r} cannot be looked up: {error}") from error
+            raise UserError(f"the coordinator's host {host!r} cannot be looked up: {error}") from error
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
                 return ""
@@ -244,13 +245,11 @@ def _read_reply(reply: Mapping[str, Any], call: _Call) -> tuple[str, ...]:
         case {"all here": addresses}:
             return tuple(addresses)
         case {"refused": count}:
-            raise ValueError(
-                f"this is {this}, but host 0 at {call.address} has a job of {units.counted(count, 'host')}"
-            )
+            raise UserError(f"this is {this}, but host 0 at {call.address} has a job of {units.counted(count, 'host')}")
         case {"replaced": _}:
-            raise ValueError(f"another process also says that it is {this} to host 0 at {call.address}")
+            raise UserError(f"another process also says that it is {this} to host 0 at {call.address}")
         case {"differing": differing}:
-            raise ValueError(_differing_message(differing))
+            raise UserError(_differing_message(differing))
         case {"missing": message}:
             raise TimeoutError(message)
-    raise ValueError(f"host 0 at {call.address} answered {sorted(reply)}: is it another version of this program?")
+    raise UserError(f"host 0 at {call.address} answered {sorted(reply)}: is it another version of this program?")

@@ -16,6 +16,8 @@ import itertools
 import math
 from collections.abc import Mapping
 
+from core.errors import UserError
+
 GIB = 2**30
 
 
@@ -146,7 +148,7 @@ class Slice:
         """
         share = flops / (seconds * self.peak_flops)
         if share > 1:
-            raise ValueError(
+            raise UserError(
                 f"{flops:.3g} FLOPs in {seconds:.3g} s on {self.name} are {share:.0%} of its peak of "
                 f"{self.peak_flops:.3g} FLOP/s: expected at most 100 %. Either the FLOPs belong to another batch or "
                 "model, or the time is not that of a whole step"
@@ -223,7 +225,7 @@ def get(name: str) -> Slice:
     canonical = f"{_ALIASES.get(generation, generation)}-{number}"
     if canonical in SLICES:
         return SLICES[canonical]
-    raise ValueError(
+    raise UserError(
         f"unknown TPU slice {name!r}: expected one of {', '.join(SLICES)}. "
         f"Nearest: {', '.join(_nearest(canonical))}. `launch/run slices` prints what each has."
     )

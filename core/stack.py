@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from core import logical, units
+from core.errors import UserError
 
 Side = Any  # pytree of [B, ...]
 
@@ -127,7 +128,7 @@ def layer_stack(
         with an array that has other rows than x.
     """
     if isinstance(remat, str) and remat not in REMAT_CHOICES:
-        raise ValueError(f"remat = {remat!r}: expected one of {', '.join(REMAT_CHOICES)}, or a tuple of names")
+        raise UserError(f"remat = {remat!r}: expected one of {', '.join(REMAT_CHOICES)}, or a tuple of names")
     pure = hk.transform(block)
 
     def one_layer(layer: Layer, x: jax.Array, side: Side) -> jax.Array:
@@ -189,12 +190,12 @@ def _trace(fn: Callable, stacked: Layer, x: Any, side: Any) -> ClosedJaxpr:
     traced, out = jax.make_jaxpr(fn, return_shape=True)(layer, x, side)
     _refuse_closure(traced, "block", "its parameters, x and side")
     if not isinstance(out, jax.ShapeDtypeStruct):
-        raise ValueError(
+        raise UserError(
             f"layer_stack: the block returns {_shapes(out)}; a block returns one array, x of the next layer: "
             f"{x.dtype}{list(x.shape)}. Other results of a layer have no place in a stack"
         )
     if (out.shape, out.dtype) != (x.shape, x.dtype):
-        raise ValueError(
+        raise UserError(
             f"layer_stack: the block maps {x.dtype}{list(x.shape)} to {out.dtype}{list(out.shape)}; "
             "a stack needs blocks that keep shape and dtype"
         )
@@ -211,7 +212,7 @@ def _shapes(out: Any) -> str:
 def _check_rows(x: jax.Array, side: Side) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(side):
         if leaf.shape[:1] != x.shape[:1]:
-            raise ValueError(
+            raise UserError(
                 f"layer_stack: side{jax.tree_util.keystr(path)} is {leaf.dtype}{list(leaf.shape)}, but x has "
                 f"{x.shape[0]} rows: a side belongs to rows, one entry for each. Make what all rows share inside the "
                 "block, or repeat it for each row"
@@ -222,7 +223,7 @@ def _refuse_closure(traced: ClosedJaxpr, what: str, allowed: str) -> None:
     foreign = [c for c in traced.consts if isinstance(c, jax.Array)]
     if foreign:
         found = ", ".join(f"{c.dtype}{list(c.shape)}" for c in foreign)
-        raise ValueError(
+        raise UserError(
             f"layer_stack: the {what} closes over {units.counted(len(foreign), 'array')} ({found}). A {what} "
             f"may use only {allowed}: "
             f"pass arrays that belong to rows through side, and make constants inside the {what}."

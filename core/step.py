@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from core import random_bits
+from core.errors import UserError
 from core.optimizers import Optimizer
 from core.train_state import TrainState
 from core.types import Batch, Evaluates, LossOutput, Model, Params, WeightedSum, can
@@ -160,7 +161,7 @@ def _without_carry(result: tuple[Params, tuple[Any, LossOutput]]) -> tuple[Param
 def refuse_carry(carry: Any, accum_steps: int) -> None:
     """Raises ValueError for a carry, or its shapes, that cannot be cut into microbatches."""
     if accum_steps > 1 and jax.tree.leaves(carry):
-        raise ValueError(
+        raise UserError(
             f"accum_steps = {accum_steps}: a model whose carry belongs to the rows of a batch cannot accumulate; "
             "use accum_steps = 1"
         )
@@ -169,5 +170,5 @@ def refuse_carry(carry: Any, accum_steps: int) -> None:
 def _split_rows(x: jax.Array, accum_steps: int) -> jax.Array:
     """[B, ...] -> [accum_steps, B / accum_steps, ...]; microbatch m holds rows m, m + accum_steps, …"""
     if x.shape[0] % accum_steps:
-        raise ValueError(f"batch_size = {x.shape[0]} does not divide into accum_steps = {accum_steps} microbatches")
+        raise UserError(f"batch_size = {x.shape[0]} does not divide into accum_steps = {accum_steps} microbatches")
     return x.reshape(x.shape[0] // accum_steps, accum_steps, *x.shape[1:]).swapaxes(0, 1)

@@ -1,9 +1,8 @@
 """`python -m launch COMMAND …`: finds the command in a folder of launch/commands/, imports that one alone and runs it.
 
 A command is a module with `HELP` (one line), `EXAMPLE` (one command line), `add_arguments(parser)` and
-`run(args) -> int`. A ValueError is the user's to fix: its message is printed without a traceback and the exit code is
-2 (launch/README.md has all exit codes). Of a run under way that holds for refusals of this project alone
-(launch/under_way/refusing.py).
+`run(args) -> int`. A `core.errors.UserError` is printed as its message alone and the exit code is 2 (launch/README.md
+has all exit codes). Any other exception, a plain ValueError too, is printed with its traceback.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import types
 from collections.abc import Sequence
 from pathlib import Path
 
+from core.errors import UserError
 from core.watch import exit_codes, peers
 from launch import environment, terminal
 
@@ -87,7 +87,7 @@ def run_command(module: str, argv: Sequence[str], *, program: str) -> int:
         args = _parser(command, program).parse_args(argv)
         _require_run_directory(args)
         return command.run(args)
-    except ValueError as error:
+    except UserError as error:
         _print_user_error(error)
         peers.leave(exit_codes.USER_ERROR, f"error: {next(iter(str(error).splitlines()), '')}")
         return exit_codes.USER_ERROR
@@ -112,7 +112,7 @@ def _require_run_directory(args: argparse.Namespace) -> None:
     """Raises ValueError for a run directory that is given and empty: the default one is not what was asked for."""
     given = getattr(args, "run_dir", None)
     if given is not None and not given.strip():
-        raise ValueError(
+        raise UserError(
             f"the run directory is {given!r}: expected a folder or gs://BUCKET/…. Is the variable that it is taken "
             "from set?"
         )
@@ -136,7 +136,7 @@ def _unknown(name: str) -> str:
     return f"unknown command {name!r}: {hint}"
 
 
-def _print_user_error(error: ValueError) -> None:
+def _print_user_error(error: UserError) -> None:
     if environment.read("RENGA_TRACEBACK"):
         traceback.print_exception(error)
     print(terminal.wrapped(f"error: {error}"), file=sys.stderr)

@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from core import optimizers, slices
+from core.errors import UserError
 from core.types import IGNORED, ChoosesDtype, Model, can
 from core.watch import phase
 from launch import smoke
@@ -144,7 +145,7 @@ def own_batches(experiment: Experiment, *, steps: int) -> list[Batch]:
             alone.task.prepare(folder, is_host_zero=True)
             problems = alone.data_problems(prepared=True)
         if problems:
-            raise ValueError("\n".join(problems))
+            raise UserError("\n".join(problems))
         return agreement.batches_of(alone.task, program, steps=steps)
 
 
@@ -294,7 +295,7 @@ def record(subject: Subject, examples: Mapping[str, Example], *, steps: int, int
 def _play(slice_name: str, processes: int, command: Sequence[str], folder: Path) -> None:
     played = simulate.shared(slices.get(slice_name), processes)
     if code := simulate.run(played, command=command, log_directory=folder / f"logs_{slice_name}"):
-        raise ValueError(f"{processes} processes of {slice_name} could not be run (exit code {code})")
+        raise UserError(f"{processes} processes of {slice_name} could not be run (exit code {code})")
 
 
 def _load(path: Path, *, like: Trajectory) -> Trajectory:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from core.checkpoints.store import Checkpoints
+from core.errors import UserError
 from core.train_state import TrainState
 from launch.prepared_run import Run
 from parallel import agreement
@@ -185,7 +186,7 @@ def _batches(recording: Recording, own: Sequence[Batch]) -> list[Batch]:
     ]
     wrong = {n: a.shape for n, a in own[0].items() if batches[0][n] is None or batches[0][n].shape != a.shape}
     if wrong:
-        raise ValueError(
+        raise UserError(
             f"A and B cannot run on the same data: B's batches have {wrong}, A's "
             f"{ {n: None if batches[0][n] is None else batches[0][n].shape for n in wrong} }; "
             "give both the same task, BATCH_SIZE and LENGTH"

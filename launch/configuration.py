@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 
 from core import paths
+from core.errors import UserError
 from launch import environment
 from launch.config import LoadedConfig, loader
 
@@ -39,7 +40,7 @@ def load(path: str, *, bindings: Sequence[str] = (), slice_name: str | None = No
         try:
             config = _load(copy, bindings=bindings, slice_name=slice_name)
         except ValueError as error:
-            raise ValueError(str(error).replace(copy, path)) from error
+            raise UserError(str(error).replace(copy, path)) from error
     return dataclasses.replace(config, experiment=path)
 
 
@@ -48,7 +49,7 @@ def _copied(path: str) -> Iterator[str]:
     """A file of a bucket on this disk: gin reads from disks."""
     file = paths.resolve(path)
     if not file.exists():
-        raise ValueError(f"there is no file {path!r}; give the experiment's address, such as gs://BUCKET/first.gin")
+        raise UserError(f"there is no file {path!r}; give the experiment's address, such as gs://BUCKET/first.gin")
     with tempfile.TemporaryDirectory(prefix="renga-config-") as folder:
         copy = pathlib.Path(folder).resolve() / file.name
         copy.write_bytes(file.read_bytes())

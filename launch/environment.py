@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from core.errors import UserError
+
 WORKSPACE = Path(__file__).resolve().parent.parent
 
 
@@ -123,14 +125,14 @@ def process_layout(*, environ: Mapping[str, str] | None = None) -> ProcessLayout
     index = _integer("JAX_PROCESS_INDEX", minimum=0, environ=environ)
     count = _integer("JAX_PROCESS_COUNT", minimum=1, environ=environ)
     if None not in (index, count) and index >= count:
-        raise ValueError(f"JAX_PROCESS_INDEX={index} but JAX_PROCESS_COUNT={count}: expected 0 to {count - 1}")
+        raise UserError(f"JAX_PROCESS_INDEX={index} but JAX_PROCESS_COUNT={count}: expected 0 to {count - 1}")
     if coordinator is not None and not coordinator.rpartition(":")[2].isdigit():
-        raise ValueError(f"JAX_COORDINATOR_ADDRESS={coordinator!r}: expected HOST:PORT, such as 10.0.0.2:8476")
+        raise UserError(f"JAX_COORDINATOR_ADDRESS={coordinator!r}: expected HOST:PORT, such as 10.0.0.2:8476")
     layout = ProcessLayout(coordinator, index, count)
     missing = [name for name, value in zip(_LAYOUT_VARIABLES, layout, strict=True) if value is None]
     if 0 < len(missing) < len(layout):
         present = [name for name in _LAYOUT_VARIABLES if name not in missing]
-        raise ValueError(
+        raise UserError(
             f"{_are(present)} set and {_are(missing)} not: set all three, or none (on a TPU, JAX finds the hosts)"
         )
     return layout
@@ -154,14 +156,14 @@ def mesh_bindings(*, environ: Mapping[str, str] | None = None) -> tuple[str, ...
         return ()
     if config is None or axes is None:
         present, missing = ("MESH_CONFIG", "AXIS_NAMES") if axes is None else ("AXIS_NAMES", "MESH_CONFIG")
-        raise ValueError(
+        raise UserError(
             f"TPU_{present} is set and TPU_{missing} is not: set both, such as TPU_MESH_CONFIG=4,2,2 "
             "TPU_AXIS_NAMES=data,fsdp,tensor, or neither"
         )
     degrees, names = ([part.strip() for part in text.split(",")] for text in (config, axes))
     problems = _mesh_problems(degrees, names)
     if problems:
-        raise ValueError(f"TPU_MESH_CONFIG={config} TPU_AXIS_NAMES={axes}:\n  " + "\n  ".join(problems))
+        raise UserError(f"TPU_MESH_CONFIG={config} TPU_AXIS_NAMES={axes}:\n  " + "\n  ".join(problems))
     by_axis = dict.fromkeys(MESH_AXES, "1") | dict(zip(names, degrees, strict=True))
     return ("STRATEGY = @strategies.mesh3d()", *(f"strategies.mesh3d.{axis} = {n}" for axis, n in by_axis.items()))
 
@@ -221,5 +223,5 @@ def _integer(name: str, *, minimum: int, environ: Mapping[str, str] | None) -> i
     if text is None:
         return None
     if not text.isdecimal() or int(text) < minimum:
-        raise ValueError(f"{name}={text!r}: expected a whole number from {minimum} up")
+        raise UserError(f"{name}={text!r}: expected a whole number from {minimum} up")
     return int(text)

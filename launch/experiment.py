@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from core import logical, slices, units
+from core.errors import UserError
 from core.optimizers import Optimizer
 from core.training import non_finite
 from core.types import CountsFlops, HasPuzzles, HasVocabulary, Model, PadsVocabulary, Task, can, missing
@@ -103,11 +104,11 @@ class Experiment:
         if self.eval_batches < 0:
             low.append(f"eval_batches = {self.eval_batches} (0 for none)")
         if low:
-            raise ValueError(f"Experiment: {', '.join(low)}: expected at least 1")
+            raise UserError(f"Experiment: {', '.join(low)}: expected at least 1")
         if self.seed < 0:
-            raise ValueError(f"Experiment: seed = {self.seed} (SEED): expected at least 0")
+            raise UserError(f"Experiment: seed = {self.seed} (SEED): expected at least 0")
         if wrong := compiler_options.problems(self.compiler_options):
-            raise ValueError("Experiment: compiler_options: " + "; ".join(wrong))
+            raise UserError("Experiment: compiler_options: " + "; ".join(wrong))
         self._check_survival()
 
     def _check_parts(self) -> None:
@@ -123,28 +124,28 @@ class Experiment:
                     f"{name} is {_told(part)}, which lacks {', '.join(lacks)}: see {protocol.__name__} in core/types.py"
                 )
         if problems:
-            raise ValueError("Experiment: " + "; ".join(problems))
+            raise UserError("Experiment: " + "; ".join(problems))
 
     def _check_survival(self) -> None:
         """What is bound of a run that meets numbers that are none, stuck hosts, or hosts that differ."""
         if self.non_finite not in non_finite.POLICIES:
             expected = ", ".join(map(repr, non_finite.POLICIES))
-            raise ValueError(f"Experiment: non_finite = {self.non_finite!r}: expected one of {expected}")
+            raise UserError(f"Experiment: non_finite = {self.non_finite!r}: expected one of {expected}")
         if self.watchdog not in WATCHDOGS:
             expected = ", ".join(map(repr, WATCHDOGS))
-            raise ValueError(f"Experiment: watchdog = {self.watchdog!r}: expected one of {expected}")
+            raise UserError(f"Experiment: watchdog = {self.watchdog!r}: expected one of {expected}")
         names = ("step", "compile", "silent", "apart", "save")
         limits = {f"{name}_limit_seconds": getattr(self, f"{name}_limit_seconds") for name in names}
         bound = {name: value for name, value in limits.items() if value is not None}
         if wrong := [f"{name} = {value}" for name, value in bound.items() if not 0 < value < math.inf]:
-            raise ValueError(f"Experiment: {', '.join(wrong)}: expected a finite number above 0")
+            raise UserError(f"Experiment: {', '.join(wrong)}: expected a finite number above 0")
         if self.step_limit_seconds > self.compile_limit_seconds:
-            raise ValueError(
+            raise UserError(
                 f"Experiment: step_limit_seconds = {self.step_limit_seconds} is above compile_limit_seconds = "
                 f"{self.compile_limit_seconds}: a step that compiles takes longer than one that does not"
             )
         if self.compare_interval < 0:
-            raise ValueError(f"Experiment: compare_interval = {self.compare_interval}: expected 0 (never) or more")
+            raise UserError(f"Experiment: compare_interval = {self.compare_interval}: expected 0 (never) or more")
 
     @property
     def limits(self) -> Limits:
@@ -229,7 +230,7 @@ class Experiment:
             return  # or the layout's own message is complete
         nearest = logical.nearest_multiples(self.batch_size, math.lcm(streams, groups))
         microbatches = f" x {units.counted(cuts, 'microbatch', 'microbatches')}" if cuts > 1 else ""
-        raise ValueError(
+        raise UserError(
             f"batch_size = {self.batch_size} must divide over NUM_STREAMS = {streams} and over "
             f"{units.counted(partitioner.row_shards, 'group')} of chips{microbatches} "
             f"(strategy {self.strategy.name!r} on {self.slice}). Set BATCH_SIZE = {' or '.join(map(str, nearest))}"

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import psutil
 
 from core import units
+from core.errors import UserError
 from core.slices import GIB
 from core.training import prefetch
 from core.types import SizesEvaluation, can
@@ -38,7 +39,7 @@ def require_simulated(needed_bytes: int, *, slice_name: str) -> None:
     """
     available = available_bytes()
     if needed_bytes > available:
-        raise ValueError(
+        raise UserError(
             f"simulating {slice_name} needs {units.size(needed_bytes)} for parameters, gradients and optimizer, and "
             f"this machine has {units.size(available)} of free memory. --smoke shrinks the model, keeps slice, mesh "
             "and strategy."
@@ -107,7 +108,7 @@ def require(experiment: Experiment, program: Program) -> None:
         program=program,
     )
     if said:
-        raise ValueError(said)
+        raise UserError(said)
 
 
 def _host_rows(program: Program) -> int:

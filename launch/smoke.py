@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from core import distributed, logical, slices, units
 from core.checkpoints.store import Checkpoints
+from core.errors import UserError
 from core.training import trainer
 from core.types import HasVocabulary, Rehearses, Shrinks, Task, can
 from launch import training
@@ -40,7 +41,7 @@ def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = (), partly:
     """
     shrinks = can(experiment.model, Shrinks)
     if not (shrinks or partly):
-        raise ValueError(
+        raise UserError(
             f"--smoke: {type(experiment.model).__name__} has no method shrink(multiples) -> Model; add one that "
             "returns the model with the smallest sizes that are multiples of these, by logical axis"
         )
@@ -134,7 +135,7 @@ def _small_task(experiment: Experiment, *, streams: int, length: int, partly: bo
     if not {"length", "num_streams"} <= set(fields):
         if partly:
             return experiment.task
-        raise ValueError(
+        raise UserError(
             f"--smoke: {type(experiment.task).__name__} is no dataclass with length and num_streams, and has no method "
             "rehearsal() -> Task; add one that returns a small task of the same shapes that needs no files"
         )

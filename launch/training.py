@@ -14,6 +14,7 @@ import jax
 
 from core import distributed, metrics, paths, versions
 from core.checkpoints.store import Checkpoints
+from core.errors import UserError
 from core.train_state import TrainState
 from core.training import (
     compile_cache,
@@ -135,7 +136,7 @@ def restore_or_init(
         return run.program.init(), None, None
     step, state, position, meta = found
     if meta["data"] != run.meta["data"]:
-        raise ValueError(
+        raise UserError(
             f"the checkpoint of step {step} was trained on other data: its position means nothing here.\n"
             f"  then: {meta.get('data_source', 'not recorded')}\n  now:  {run.meta['data_source']}\n"
             "Files are told apart by name and size. Use another --run-dir, or the same data."
@@ -221,7 +222,7 @@ def ready(experiment: Experiment, *, config_text: str, revision: str, run_dir: s
     with phase.enter(phase.PREPARING):
         _prepare(experiment, run_dir, host)
     if problems := experiment.data_problems(prepared=True):
-        raise ValueError("\n".join(problems))
+        raise UserError("\n".join(problems))
     meta = describe(config_text, revision, experiment)
     cluster.require_same("the configuration", "\n".join(f"{k}: {v}" for k, v in meta.items()))
     return Run(experiment, program, host, run_dir, meta, last_step)

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from core import logical, stack
+from core.errors import UserError
 from core.types import Batch, LossOutput, Params
 from models import attention, derivatives, losses
 
@@ -95,23 +96,21 @@ class Transformer:
     def __post_init__(self):
         for field in ("vocab_size", "num_layers", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads"):
             if getattr(self, field) < 1:
-                raise ValueError(f"Transformer.{field} = {getattr(self, field)}: expected at least 1")
+                raise UserError(f"Transformer.{field} = {getattr(self, field)}: expected at least 1")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
+            raise UserError(
                 f"Transformer: num_heads = {self.num_heads} is not a multiple of num_kv_heads = {self.num_kv_heads}"
             )
         if self.head_dim is None and self.embed_dim % self.num_heads:
-            raise ValueError(
+            raise UserError(
                 f"Transformer: embed_dim = {self.embed_dim} does not divide over num_heads = {self.num_heads}; "
                 "set head_dim, or choose sizes that divide"
             )
         if self.head_width % 2:
-            raise ValueError(f"Transformer: head_dim = {self.head_width} is odd; rotary positions need pairs")
+            raise UserError(f"Transformer: head_dim = {self.head_width} is odd; rotary positions need pairs")
         for field, choices in (("remat", REMAT), ("dtype", _DTYPES), ("attention", attention.CHOICES)):
             if getattr(self, field) not in choices:
-                raise ValueError(
-                    f"Transformer.{field} = {getattr(self, field)!r}: expected one of {', '.join(choices)}"
-                )
+                raise UserError(f"Transformer.{field} = {getattr(self, field)!r}: expected one of {', '.join(choices)}")
 
     @property
     def head_width(self) -> int:
@@ -299,5 +298,5 @@ def preset(name: str, **changes) -> Transformer:
     """
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.3) or list(PRESETS)
-        raise ValueError(f"transformer.preset: no preset {name!r}; expected one of {', '.join(PRESETS)} ({near[0]}?)")
+        raise UserError(f"transformer.preset: no preset {name!r}; expected one of {', '.join(PRESETS)} ({near[0]}?)")
     return Transformer(**{**PRESETS[name], **changes})

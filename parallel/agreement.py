@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from core.errors import UserError
 from core.optimizers import Optimizer
 from core.types import Task
 from parallel import strategies
@@ -177,7 +178,7 @@ def batches_of(task: Task, program: Program, *, steps: int) -> list[Batch]:
     batches = []
     for step in range(steps):
         if (batch := next(stream, None)) is None:
-            raise ValueError(
+            raise UserError(
                 f"the training batches of {type(task).__name__} ended after {step}; {steps} are needed, and "
                 "train(layout, seed) must never end"
             )

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from core.errors import UserError
 from core.slices import Slice
 from parallel import mesh
 from parallel.partitioner import Program
@@ -37,7 +38,7 @@ class Compiled(NamedTuple):
     hlo: str
 
 
-class OutOfHbmError(ValueError):
+class OutOfHbmError(UserError):
     """The step needs more HBM than a chip has.
 
     Attributes:
@@ -87,7 +88,7 @@ _TOO_MUCH = (
 
 def _explained(error: Exception, program: Program) -> Exception:
     if unknown := re.search(r"No such compile option: '([^']*)'", str(error)):
-        return ValueError(
+        return UserError(
             f"this libtpu knows no compiler option {unknown[1]!r} (parallel.compiler_options for "
             f"{program.partitioner.slice.generation}, or experiment.Experiment.compiler_options): remove it with None, "
             "or correct its name"

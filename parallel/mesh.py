@@ -20,6 +20,7 @@ from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh
 
 from core import units
+from core.errors import UserError
 from core.slices import Slice
 
 
@@ -63,7 +64,7 @@ def make_mesh(
     if not played:
         _check_kind(devices, slice)
     if len(devices) < slice.chips or (len(devices) > slice.chips and not played):
-        raise ValueError(
+        raise UserError(
             f"{slice.name} has {units.counted(slice.chips, 'device')} on {units.counted(slice.hosts, 'host')}, but "
             f"JAX sees {units.counted(len(devices), f'{devices[0].device_kind} device')} on "
             f"{units.counted(len({d.process_index for d in devices}), 'host')}. "
@@ -86,7 +87,7 @@ def _grid(shape: Mapping[str, int], dcn_shape: Mapping[str, int], chips: Sequenc
 
 def _check_kind(devices: Sequence[jax.Device], slice: Slice) -> None:
     if devices[0].device_kind not in slice.chip.kinds:
-        raise ValueError(
+        raise UserError(
             f"{slice.name} has {units.counted(slice.chips, f'{slice.chip.kinds[0]} chip')}, but JAX sees "
             f"{units.counted(len(devices), f'{devices[0].device_kind} device')}; name the slice this runs on"
         )

@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from core import logical, model_errors, optimizers, random_bits, stack, step, train_state
+from core.errors import UserError
 from core.optimizers import Optimizer
 from core.slices import Slice
 from core.train_state import TrainState
@@ -132,11 +133,11 @@ class Program:
 
     def __post_init__(self):
         if self.accum_steps < 1 or not self.spec:
-            raise ValueError(f"accum_steps = {self.accum_steps}, features {list(self.spec)}: expected 1 or more")
+            raise UserError(f"accum_steps = {self.accum_steps}, features {list(self.spec)}: expected 1 or more")
         # what is independent is said together
         looks = (self._check_rows, self._check_positions, self._check_microbatches, self._check_state)
         if problems := [str(error) for look in looks if (error := self._refusal(look))]:
-            raise ValueError("\n".join(problems))
+            raise UserError("\n".join(problems))
         with model_errors.named(self.model, self.spec):
             self._check_activations()
 
@@ -204,7 +205,7 @@ class Program:
             shapes, axes = self._abstract
             sizes = {"stages": at.shape["stage"], "chips": at.slice.chips}
             if found := checks.problems(at.pipeline, shapes.params, axes.params, **sizes):
-                raise ValueError(f"strategy {at.strategy.name!r} on {at.slice.name}:\n  " + "\n  ".join(found))
+                raise UserError(f"strategy {at.strategy.name!r} on {at.slice.name}:\n  " + "\n  ".join(found))
         _ = self.abstract_state
 
     def _check_rows(self) -> None:
@@ -239,9 +240,9 @@ class Program:
             try:
                 for fn in traced:
                     jax.eval_shape(fn, self._abstract[0], self._example())
-            except ValueError as error:
+            except UserError as error:
                 tables, where = self.partitioner.strategy, self.partitioner.slice.name
-                raise ValueError(f"strategy {tables.name!r} on {where}, computation: {error}") from error
+                raise UserError(f"strategy {tables.name!r} on {where}, computation: {error}") from error
 
     @functools.cached_property
     def _replicated(self) -> NamedSharding:
@@ -351,10 +352,10 @@ class Program:
         with self.partitioner.tracing():
             return self.jitted_train_step.lower(self.abstract_state, self.abstract_batch)
 
-    def _refusal(self, look: Callable[[], object]) -> ValueError | None:
+    def _refusal(self, look: Callable[[], object]) -> UserError | None:
         try:
             with model_errors.named(self.model, self.spec):
                 look()
-        except ValueError as error:
+        except UserError as error:
             return error
         return None

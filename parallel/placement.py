@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from core.errors import UserError
 from core.types import Batch, DataLayout
 
 BatchSpec = Mapping[str, jax.ShapeDtypeStruct]
@@ -93,7 +94,7 @@ def _require_owed(batch: Mapping[str, np.ndarray], spec: BatchSpec, count: int) 
             problems.append(f"feature {name!r} is {np.asarray(given).dtype}, expected {spec[name].dtype}")
     if problems:
         whole = next(iter(spec.values())).shape[0]
-        raise ValueError(
+        raise UserError(
             f"host {jax.process_index()} owes {count} of the {whole} rows of a batch:\n  "
             + "\n  ".join(sorted(problems))
             + "\nGive the rows that data_layout(batch_size).rows names, in that order, and no others"

@@ -14,6 +14,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from core import logical, parameters
+from core.errors import UserError
 from core.logical import Axes, Rules
 
 
@@ -45,7 +46,7 @@ def specs(shapes: Any, axes: Any, rules: Rules, *, mesh_shape: Mapping[str, int]
 
     tree = jax.tree_util.tree_map_with_path(one, shapes, axes, is_leaf=lambda a: isinstance(a, Axes))
     if problems:
-        raise ValueError(f"{where} does not fit:\n  " + "\n  ".join(map(_said, problems, problems.values())))
+        raise UserError(f"{where} does not fit:\n  " + "\n  ".join(map(_said, problems, problems.values())))
     return tree
 
 

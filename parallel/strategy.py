@@ -16,6 +16,7 @@ from types import MappingProxyType
 from jax.sharding import PartitionSpec
 
 from core import logical, units
+from core.errors import UserError
 from core.logical import Rules
 from core.slices import Slice
 from parallel.pipeline.schedules import Schedule
@@ -65,7 +66,7 @@ class Strategy:
         problems = problems or _idle_axes(self)
         problems = problems or _pipeline_problems(self)
         if problems:
-            raise ValueError(f"strategy {self.name!r}:\n  " + "\n  ".join(problems))
+            raise UserError(f"strategy {self.name!r}:\n  " + "\n  ".join(problems))
 
     @property
     def stored_optimizer_rules(self) -> Rules:
@@ -177,7 +178,7 @@ def resolve(strategy: Strategy, slice: Slice) -> dict[str, int]:
             else f"Take strategies.multislice with slices = {slice.num_slices}, give dcn_shape degrees that multiply "
             f"to {slice.num_slices}, or run on {units.counted(slices, 'slice')}"
         )
-        raise ValueError(
+        raise UserError(
             f"strategy {strategy.name!r}: dcn_shape {dict(strategy.dcn_shape)} spans {units.counted(slices, 'slice')}, "
             f"{slice.name} "
             f"is {slice.num_slices}. {fix}"
@@ -208,7 +209,7 @@ def _resolve_within(strategy: Strategy, devices: int, *, where: str) -> dict[str
     if fixed == devices:
         return shape
     asked = mesh_text(shape, single="1")
-    raise ValueError(
+    raise UserError(
         f"strategy {strategy.name!r}: the mesh {asked} needs {_needs(fixed, free)} devices, but {where} has {devices} "
         f"(a JAX device is one chip). Nearest that fit: {_nearest_fits(shape, devices)}"
     )

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from core.errors import UserError
 from parallel.hlo import dataflow, executions, replica_groups
 from parallel.hlo.executions import Branch, Executed, Loop
 from parallel.hlo.program import Array, Computation, Instruction, Module
@@ -294,7 +295,7 @@ def varying_axes(groups: Sequence[Sequence[int]], grid: Grid) -> tuple[str, ...]
     shape = tuple(grid.shape.values())
     largest = max(itertools.chain(*groups), default=0)
     if largest >= math.prod(shape):
-        raise ValueError(f"a collective names chip {largest}, but the mesh {dict(grid.shape)} has {math.prod(shape)}")
+        raise UserError(f"a collective names chip {largest}, but the mesh {dict(grid.shape)} has {math.prod(shape)}")
     varies: set[int] = set()
     for group in groups:
         coordinates = np.stack(np.unravel_index(np.asarray(group), shape))  # [axes, chips of the group]

@@ -9,6 +9,7 @@ import importlib.util
 from typing import Any
 
 from core import paths
+from core.errors import UserError
 from tasks import documents, readers
 from tasks.corpus import StreamSpec
 from tasks.readers import plain
@@ -51,9 +52,7 @@ class Tfds(SeqioCorpus):
         )
         examples = builder.as_dataset(split=split, shuffle_files=spec.seed is not None, read_config=read)
         if self.field not in examples.element_spec:
-            raise ValueError(
-                f"text.tfds.field: {self.name} has no {self.field!r}, only {sorted(examples.element_spec)}"
-            )
+            raise UserError(f"text.tfds.field: {self.name} has no {self.field!r}, only {sorted(examples.element_spec)}")
         read_text = readers.reader(self, functools.partial(_read, split))
         texts = examples.map(plain(lambda example: {"text": read_text(example[self.field])}))
         texts = texts.filter(plain(lambda document: tf.strings.length(document["text"]) > 0)).repeat(epochs)
@@ -83,7 +82,7 @@ class Tfds(SeqioCorpus):
 
         builder = tfds.builder(self.name, data_dir=self.data_dir)
         if not builder.is_prepared():
-            raise ValueError(
+            raise UserError(
                 f"text.tfds: {self.name} is not prepared in {builder.data_dir}: run `tfds build {self.name}`"
             )
         return builder

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from core import units
+from core.errors import UserError
 from tasks.corpus import Corpus
 from tasks.listing import File
 
@@ -59,7 +60,7 @@ class Intake:
         with self._lock:
             refused, self._refused = self._refused, ""
         if refused:
-            raise ValueError(f"{self._source}: {refused}")
+            raise UserError(f"{self._source}: {refused}")
 
     def _report(self) -> None:
         print(
@@ -89,10 +90,10 @@ def json_text(field: str, path: str, number: int, line: bytes) -> bytes:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: not JSON ({error})") from error
+        raise UserError(f"{where}: not JSON ({error})") from error
     text = record.get(field) if isinstance(record, dict) else None
     if not isinstance(text, str):
-        raise ValueError(f"{where}: no text in field {field!r}, it has {_has(record, field)}; set text.files.field")
+        raise UserError(f"{where}: no text in field {field!r}, it has {_has(record, field)}; set text.files.field")
     return checked(encoded(text, where=where), where=where)
 
 
@@ -118,7 +119,7 @@ def checked(content: bytes, *, where: str, is_cut: bool = False) -> bytes:
     """
     _require_utf8(content, where, is_cut=is_cut)
     if (at := content.find(b"\0")) >= 0:
-        raise ValueError(f"{where}: a NUL character at byte {at} of the text: this is not text, or damaged")
+        raise UserError(f"{where}: a NUL character at byte {at} of the text: this is not text, or damaged")
     return content if content.strip() else b""
 
 
@@ -127,7 +128,7 @@ def encoded(text: str, *, where: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
+        raise UserError(
             f"{where}: half a surrogate pair ({text[error.start]!a}) at character {error.start + 1}, which is not text"
         ) from error
 
@@ -177,7 +178,7 @@ def _require_utf8(content: bytes, where: str, *, is_cut: bool = False) -> None:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         at = "" if b"\n" not in content else f", in line {line}"
-        raise ValueError(
+        raise UserError(
             f"{where}: not UTF-8 text (byte 0x{content[error.start]:02x} at {error.start}{at}); convert it, such as "
             "iconv -f latin1 -t utf-8"
         ) from error

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from core.errors import UserError
 from tasks import documents, packing
 from tasks.corpus import StreamSpec
 from tasks.streams import BATCH_DTYPES, Stream
@@ -130,7 +131,7 @@ class HuggingFaceStream:
         vocabulary = self._spec.vocabulary
         ids = [*vocabulary.encode(self._next_text()), vocabulary.eos_id]
         if min(ids) < 1 or max(ids) >= vocabulary.size:
-            raise ValueError(
+            raise UserError(
                 f"{self._corpus.describe()}: ids {min(ids)} to {max(ids)}, expected 1 to {vocabulary.size - 1}"
             )
         return ids
@@ -141,7 +142,7 @@ class HuggingFaceStream:
             example = next(self._examples, None)
             if example is None:
                 if not self._documents:
-                    raise ValueError(f"{self._corpus.describe()}: the {spec.split} split has no document")
+                    raise UserError(f"{self._corpus.describe()}: the {spec.split} split has no document")
                 self._epoch, self._documents = self._epoch + 1, 0
                 self._open()
                 continue
@@ -161,7 +162,7 @@ def _load(corpus: HuggingFace, split: str) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise ValueError(" ".join(corpus.problems())) from error
+        raise UserError(" ".join(corpus.problems())) from error
     name, _, config = corpus.name.partition(":")
     dataset = datasets.load_dataset(name, config or None, split=split, streaming=corpus.streaming)
     return dataset if corpus.streaming else dataset.to_iterable_dataset()
@@ -171,6 +172,6 @@ def _text(example: Mapping[str, Any], corpus: HuggingFace, *, where: str) -> str
     """The text of a document; empty for white space alone. Raises ValueError for what is not text."""
     text = example.get(corpus.field)
     if not isinstance(text, str):
-        raise ValueError(f"text.huggingface.field: {corpus.name} has no text {corpus.field!r}, only {sorted(example)}")
+        raise UserError(f"text.huggingface.field: {corpus.name} has no text {corpus.field!r}, only {sorted(example)}")
     intake = documents.intake_of(corpus)
     return intake.take(documents.checked, documents.encoded(text, where=where), where=where).decode()

@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+from core.errors import UserError
+
 PAD_ID = 0
 
 
@@ -70,4 +72,4 @@ def check_ids(ids: Sequence[int], vocabulary: Vocabulary) -> None:
     """Raises ValueError for an id that the vocabulary does not have."""
     bad = next((i for i in ids if not 0 <= i < vocabulary.size), None)
     if bad is not None:
-        raise ValueError(f"id {bad} is outside {vocabulary.describe()}: expected 0 to {vocabulary.size - 1}")
+        raise UserError(f"id {bad} is outside {vocabulary.describe()}: expected 0 to {vocabulary.size - 1}")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from core import paths
+from core.errors import UserError
 from tasks.ids import PAD_ID, before_end
 
 TRAINING_SAMPLE_BYTES = 8 * 2**20
@@ -34,9 +35,7 @@ class SentencePiece:
         try:
             return paths.resolve(self.path).read_bytes()
         except FileNotFoundError as error:
-            raise ValueError(
-                f"no SentencePiece model at {self.path!r}: set VOCABULARY to an existing .model"
-            ) from error
+            raise UserError(f"no SentencePiece model at {self.path!r}: set VOCABULARY to an existing .model") from error
 
     @functools.cached_property
     def _processor(self) -> Any:
@@ -45,9 +44,9 @@ class SentencePiece:
         try:
             processor = sentencepiece.SentencePieceProcessor(model_proto=self._model)
         except RuntimeError as error:
-            raise ValueError(f"{self.path} is no SentencePiece model: set VOCABULARY to a .model file") from error
+            raise UserError(f"{self.path} is no SentencePiece model: set VOCABULARY to a .model file") from error
         if processor.eos_id() < 1:
-            raise ValueError(
+            raise UserError(
                 f"{self.path}: end-of-document id is {processor.eos_id()}, expected 1 or more; train with eos_id=1"
             )
         return processor
@@ -133,7 +132,7 @@ class TrainedSentencePiece(SentencePiece):
             _write(trained, model)
             paths.write_text_atomically(digest, hashlib.sha256(trained).hexdigest())
         if not digest.exists():
-            raise ValueError(
+            raise UserError(
                 f"no vocabulary at {model}: host 0 trains it first; is the run directory shared by all hosts?"
             )
         self.path = str(model)
@@ -141,7 +140,7 @@ class TrainedSentencePiece(SentencePiece):
         self.__dict__.pop("_processor", None)
         expected = digest.read_text().strip()
         if self.hash != expected:
-            raise ValueError(
+            raise UserError(
                 f"{model} ({len(self._model):,} bytes) is not the model that was trained for this run: delete {folder} "
                 "to train it again"
             )
@@ -158,7 +157,7 @@ class TrainedSentencePiece(SentencePiece):
     @functools.cached_property
     def _model(self) -> bytes:
         if not self.path:
-            raise ValueError("the SentencePiece model is not trained yet: call the task's prepare(run_dir, ...) first")
+            raise UserError("the SentencePiece model is not trained yet: call the task's prepare(run_dir, ...) first")
         return paths.resolve(self.path).read_bytes()
 
 
@@ -209,7 +208,7 @@ def _train(documents: Iterable[str], size: int) -> bytes:
             bos_id=-1,
         )
     except RuntimeError as error:
-        raise ValueError(
+        raise UserError(
             f"SentencePiece could not train {size} pieces on this text: {error}. Give more text or a smaller size"
         ) from error
     return model.getvalue()

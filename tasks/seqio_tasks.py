@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from core.errors import UserError
 from tasks import documents
 from tasks.corpus import StreamSpec
 from tasks.readers import modules, plain
@@ -101,7 +102,7 @@ class SeqioStream:
         try:
             features = next(self._iterator)
         except self._tf.errors.OpError as error:
-            raise ValueError(f"{self._where}: {_reason(error.message)}") from error
+            raise UserError(f"{self._where}: {_reason(error.message)}") from error
         raise_refused(self._corpus)
         return batch_of(features)
 
@@ -125,7 +126,7 @@ class SeqioStream:
                 checkpoint = self._tf.train.Checkpoint(iterator=self._iterator)
                 checkpoint.read(f"{folder}/position").assert_consumed()
         except (zipfile.BadZipFile, AssertionError, self._tf.errors.OpError) as error:
-            raise ValueError(
+            raise UserError(
                 f"{self._where}: the saved position cannot be read by TensorFlow {self._tf.__version__} "
                 f"({type(error).__name__}: {error}); continue with the version that wrote it"
             ) from error
@@ -259,10 +260,10 @@ def _check_not_empty(corpus: SeqioCorpus, spec: StreamSpec) -> None:
         try:
             first = next(iter(part.documents(spec, epochs=1)[0]), None)
         except tf.errors.OpError as error:
-            raise ValueError(f"{part.describe()}: {_reason(error.message)}") from error
+            raise UserError(f"{part.describe()}: {_reason(error.message)}") from error
         raise_refused(part)
         if first is None:
-            raise ValueError(
+            raise UserError(
                 f"{part.describe()}: the {spec.split} split has no document; "
                 "give more text, or a validation file of its own"
             )

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from core import listing
+from core.errors import UserError
 from core.types import DataLayout
 
 BATCH_DTYPES = {
@@ -60,7 +61,7 @@ def rows_per_stream(batch_size: int, *, num_streams: int) -> int:
         return batch_size // num_streams
     below, above = batch_size // num_streams * num_streams, -(-batch_size // num_streams) * num_streams
     batches = " or ".join(str(b) for b in sorted({below, max(above, num_streams)}) if b > 0)
-    raise ValueError(
+    raise UserError(
         f"batch_size {batch_size} is not divisible by num_streams {num_streams}: set BATCH_SIZE = {batches}"
     )
 
@@ -132,7 +133,7 @@ class StreamBatches:
         missing = [stream_name(index) for index in self._streams if stream_name(index) not in state]
         if missing:
             now, named = self._identity["num_streams"], ", ".join(listing.shortened(missing, most=3))
-            raise ValueError(
+            raise UserError(
                 f"the checkpoint has positions of {len(state)} streams of data, and this run has NUM_STREAMS = {now} "
                 f"(no position for {named}): continue with NUM_STREAMS = {len(state)}, or give another --run-dir to "
                 "start anew"
@@ -154,10 +155,10 @@ def _takes(rows: tuple[int, ...], per_stream: int) -> dict[int, tuple[np.ndarray
 def _check_layout(layout: DataLayout) -> None:
     outside = [row for row in layout.rows if not 0 <= row < layout.batch_size]
     if outside or not layout.rows:
-        raise ValueError(f"rows {outside or 'of this host: none'}; expected rows of 0 to {layout.batch_size - 1}")
+        raise UserError(f"rows {outside or 'of this host: none'}; expected rows of 0 to {layout.batch_size - 1}")
     foreign = sorted(set(layout.owned_rows) - set(layout.rows))
     if foreign:
-        raise ValueError(f"owned_rows {foreign} are not among this host's rows {layout.rows}")
+        raise UserError(f"owned_rows {foreign} are not among this host's rows {layout.rows}")
 
 
 def _seal(position: bytes, identity: Mapping[str, Any]) -> bytes:
@@ -179,10 +180,10 @@ def _unseal(sealed: bytes, identity: Mapping[str, Any]) -> bytes:
     except ValueError:
         saved = None
     if not isinstance(saved, dict):
-        raise ValueError(f"{sealed[:40]!r}... is no data position: the checkpoint is damaged or was written by others")
+        raise UserError(f"{sealed[:40]!r}... is no data position: the checkpoint is damaged or was written by others")
     wrong = [_differs(key, saved.get(key), value) for key, value in identity.items() if saved.get(key) != value]
     if wrong:
-        raise ValueError(
+        raise UserError(
             f"the saved data position is of other data ({'; '.join(wrong)}): "
             "continue with the settings of the checkpoint, or start a new run directory"
         )

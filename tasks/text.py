@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from core import units
+from core.errors import UserError
 from core.types import Batches, DataLayout, can
 from tasks import streams, vocabularies
 from tasks.catalogue import Tfds
@@ -200,7 +201,7 @@ def huggingface(
     for argument, value in {"name": name, "split": split, "validation_split": validation_split, "field": field}.items():
         check_text(value, where=f"text.huggingface.{argument}")
     if not isinstance(streaming, bool):
-        raise ValueError(f"text.huggingface.streaming is {streaming!r}, expected True or False")
+        raise UserError(f"text.huggingface.streaming is {streaming!r}, expected True or False")
     corpus = HuggingFace(name, split, validation_split, field, streaming)
     return _task("huggingface", corpus, (length, num_streams, vocabulary))
 
@@ -214,14 +215,14 @@ def mixture(*, tasks: Sequence[TextTask], weights: Sequence[float]) -> TextTask:
     """
     tasks, weights = tuple(tasks), tuple(weights)
     if not tasks or len(tasks) != len(weights):
-        raise ValueError(
+        raise UserError(
             f"text.mixture has {len(tasks)} tasks and {len(weights)} weights, expected as many, at least one"
         )
     bad = [w for w in weights if isinstance(w, bool) or not isinstance(w, (int, float)) or not 0 < w < float("inf")]
     if bad:
-        raise ValueError(f"text.mixture.weights has {bad}, expected positive numbers")
+        raise UserError(f"text.mixture.weights has {bad}, expected positive numbers")
     if len({task.corpus for task in tasks}) < len(tasks):
-        raise ValueError("text.mixture has the same source twice; name it once, with the sum of its weights")
+        raise UserError("text.mixture has the same source twice; name it once, with the sum of its weights")
     first = tasks[0]
     for task in tasks:
         _check_mixes(task, first)
@@ -231,14 +232,14 @@ def mixture(*, tasks: Sequence[TextTask], weights: Sequence[float]) -> TextTask:
 
 def _check_mixes(task: TextTask, first: TextTask) -> None:
     if isinstance(task.corpus, HuggingFace):
-        raise ValueError("text.mixture cannot mix text.huggingface: write it to .jsonl and use text.files")
+        raise UserError("text.mixture cannot mix text.huggingface: write it to .jsonl and use text.files")
     for name in ("length", "num_streams"):
         ours, theirs = getattr(task, name), getattr(first, name)
         if ours != theirs:
-            raise ValueError(f"text.mixture: {name} is {ours} in one task and {theirs} in the first; expected equal")
+            raise UserError(f"text.mixture: {name} is {ours} in one task and {theirs} in the first; expected equal")
     same_class = type(task.vocabulary) is type(first.vocabulary)
     if not same_class or _file(task.vocabulary) != _file(first.vocabulary):
-        raise ValueError("text.mixture: its tasks have different vocabularies; give all the same one")
+        raise UserError("text.mixture: its tasks have different vocabularies; give all the same one")
 
 
 def _file(vocabulary: Vocabulary) -> str | None:
@@ -258,7 +259,7 @@ def _task(name: str, corpus: Corpus, common: tuple[int, int, Vocabulary | None])
     check_integer(num_streams, where=f"text.{name}.num_streams", least=1)
     vocabulary = vocabularies.bytes() if vocabulary is None else vocabulary
     if not can(vocabulary, HasSeqio):
-        raise ValueError(
+        raise UserError(
             f"text.{name}.vocabulary is {vocabulary!r}, expected one of vocabularies, e.g. @vocabularies.bytes()"
         )
     return TextTask(corpus=corpus, vocabulary=vocabulary, length=length, num_streams=num_streams)

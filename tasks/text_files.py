@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from core import paths, units
+from core.errors import UserError
 from tasks import documents, readers
 from tasks.corpus import StreamSpec
 from tasks.listing import (
@@ -141,7 +142,7 @@ class TextFiles(FileCorpus):
         """See `FileCorpus`."""
         files = self._listed[split]
         if not files:
-            raise ValueError(" ".join(self.problems()) or f"text.files: no {split} file")
+            raise UserError(" ".join(self.problems()) or f"text.files: no {split} file")
         return files
 
     def json_field(self, split: str) -> str | None:

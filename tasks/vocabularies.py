@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from core.errors import UserError
 from tasks.ids import PAD_ID, Vocabulary, before_end, check_ids
 from tasks.sentencepieces import SentencePiece, TrainedSentencePiece
 
@@ -23,7 +24,7 @@ def check_fits(vocabulary: Vocabulary, *, vocab_size: int) -> None:
       ValueError: the model's vocabulary is smaller than the data's.
     """
     if vocab_size < vocabulary.size:
-        raise ValueError(
+        raise UserError(
             f"the model has vocab_size {vocab_size}, but {vocabulary.describe()} has {vocabulary.size} ids: "
             f"set VOCAB_SIZE = {vocabulary.size} (more is allowed) or take a smaller vocabulary"
         )
@@ -111,7 +112,7 @@ class Numbers:
 
     def seqio(self) -> Any:
         """Raises ValueError: numbers have no text to read."""
-        raise ValueError("synthetic numbers are no vocabulary for text: use vocabularies.bytes() or .sentencepiece()")
+        raise UserError("synthetic numbers are no vocabulary for text: use vocabularies.bytes() or .sentencepiece()")
 
 
 def bytes() -> Bytes:  # named as a user reads it: vocabularies.bytes()
@@ -126,7 +127,7 @@ def sentencepiece(path: str | None = None) -> SentencePiece:
       ValueError: `path` is no text. (That the file is there is told by `problems`.)
     """
     if path is not None and not isinstance(path, str):
-        raise ValueError(f"vocabularies.sentencepiece: path is {path!r}, expected the path of a .model file as text")
+        raise UserError(f"vocabularies.sentencepiece: path is {path!r}, expected the path of a .model file as text")
     return SentencePiece(path or "")
 
 
@@ -137,5 +138,5 @@ def trained_sentencepiece(size: int) -> TrainedSentencePiece:
       ValueError: `size` has no room for the 3 special ids, 256 bytes and some pieces.
     """
     if isinstance(size, bool) or not isinstance(size, int) or size < 300:
-        raise ValueError(f"vocabularies.trained_sentencepiece: size is {size!r}, expected an integer of at least 300")
+        raise UserError(f"vocabularies.trained_sentencepiece: size is {size!r}, expected an integer of at least 300")
     return TrainedSentencePiece(size)

@@ -228,6 +228,11 @@ def test_the_arrows_catch(file, module, inside):
     assert list(wrong_imports(ROOT / file, [(module, 1, inside)]))
 
 
+def test_a_deliberate_refusal_is_a_user_error():
+    raised = re.compile(r"\b(raise|return) ValueError\(")
+    assert not [name(path) for path in PRODUCT if raised.search(path.read_text())]
+
+
 @pytest.mark.parametrize("folder", ["core", "parallel", "launch"])
 def test_no_files_import_one_another_in_a_circle(folder):
     """Also not inside a function, nor for a type alone."""

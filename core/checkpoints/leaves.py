@@ -9,9 +9,10 @@ import jax
 import numpy as np
 
 from core.checkpoints import fingerprint
+from core.errors import UserError
 
 
-class Misfit(ValueError):
+class Misfit(UserError):
     """The checkpoint is there, and does not fit what is asked of it."""
 
 
@@ -34,7 +35,7 @@ def require_arrays(state: Any) -> None:
     """Raises ValueError where a leaf is no jax.Array."""
     wrong = {name: type(leaf).__name__ for name, leaf in by_name(state).items() if not isinstance(leaf, jax.Array)}
     if wrong:
-        raise ValueError(f"a checkpoint holds jax.Arrays; these leaves are not: {wrong}; put them on the devices first")
+        raise UserError(f"a checkpoint holds jax.Arrays; these leaves are not: {wrong}; put them on the devices first")
 
 
 def differences(saved: Mapping[str, str], abstract_state: Any) -> list[str]:

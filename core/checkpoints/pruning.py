@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from core import paths
 from core.checkpoints import steps, verifying
+from core.errors import UserError
 
 
 class PruningPlan(NamedTuple):
@@ -34,7 +35,7 @@ def plan(folder: paths.Path, *, keep: int, set_aside: bool, say: Callable[[str],
       ValueError: `keep` is below 1, or steps would be deleted and none is intact.
     """
     if keep < 1:
-        raise ValueError(f"--keep {keep}: expected at least 1")
+        raise UserError(f"--keep {keep}: expected at least 1")
     present = steps.complete(folder)
     kept = set(present[-keep:])
     if len(kept) < len(present):
@@ -50,4 +51,4 @@ def _newest_intact(folder: paths.Path, present: list[int], say: Callable[[str], 
         say(result.describe())
         if not result.damaged:
             return step
-    raise ValueError(f"no checkpoint in {folder} is intact: nothing is removed")
+    raise UserError(f"no checkpoint in {folder} is intact: nothing is removed")

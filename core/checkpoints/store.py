@@ -29,6 +29,7 @@ from core.checkpoints.leaves import Misfit
 from core.checkpoints.reading import UnreadableError
 from core.checkpoints.streams import StreamsHandler, StreamsSave
 from core.checkpoints.writing import Cost, WriteFailedError, Writing, limit_seconds, telling
+from core.errors import UserError
 
 OPEN_SECONDS = 300.0  # for the slowest host to open the folder
 _NEVER_SECONDS = 10**6  # orbax counts the seconds of a whole write; `Writing` knows how many there may be
@@ -53,10 +54,10 @@ class Checkpoints:
           ValueError: `keep` below 1, or nothing to read.
         """
         if keep < 1:
-            raise ValueError(f"checkpoints: keep is {keep}; expected at least 1")
+            raise UserError(f"checkpoints: keep is {keep}; expected at least 1")
         self._directory = paths.resolve(directory)
         if read_only and not self._directory.exists():
-            raise ValueError(f"there are no checkpoints in {self._directory}: no such folder; check run_dir")
+            raise UserError(f"there are no checkpoints in {self._directory}: no such folder; check run_dir")
         self._writing: Writing | None = None
         self._given_up = False
         self._timeout_seconds = timeout_seconds
@@ -100,7 +101,7 @@ class Checkpoints:
         self.wait()
         began = time.monotonic()
         if step in self._manager.all_steps():
-            raise ValueError(f"step {step} is already saved in {self._directory}; a save never overwrites")
+            raise UserError(f"step {step} is already saved in {self._directory}; a save never overwrites")
         parts = ocp.args.Composite(
             state=ocp.args.StandardSave(state),
             data=StreamsSave(dict(data)),
@@ -149,7 +150,7 @@ class Checkpoints:
           UnreadableError: it could not be read, which says nothing of what is in it.
         """
         if step not in (there := self._steps()):
-            raise ValueError(f"no complete checkpoint of step {step} in {self._directory}; there are {there or 'none'}")
+            raise UserError(f"no complete checkpoint of step {step} in {self._directory}; there are {there or 'none'}")
         restored, said = self._attempt(step, abstract_state)
         if said:
             raise DamagedError(f"the checkpoint of step {step} in {self._directory} cannot be read: {said}")

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from core import ranges
+from core.errors import UserError
 
 Schedule = Callable[[jax.Array], jax.Array]  # step counted from 0 -> learning rate
 
@@ -42,9 +43,9 @@ def warmup_floor(*, peak: float, warmup_steps: int, total_steps: int, floor: flo
     """
     ranges.check("warmup_floor", peak=peak)
     if warmup_steps < 0:
-        raise ValueError(f"warmup_steps = {warmup_steps}: expected at least 0")
+        raise UserError(f"warmup_steps = {warmup_steps}: expected at least 0")
     if not 0 <= floor <= 1:
-        raise ValueError(f"floor = {floor}: expected from 0 to 1")
+        raise UserError(f"floor = {floor}: expected from 0 to 1")
 
     def schedule(step: jax.Array) -> jax.Array:
         done = step + 1  # this step included
@@ -61,9 +62,9 @@ def _half_cosine(progress: jax.Array) -> jax.Array:
 def _warmup_then(decay: Callable, peak: float, warmup_steps: int, total_steps: int, final_fraction: float) -> Schedule:
     ranges.check("learning rate", peak=peak)
     if not 0 <= warmup_steps < total_steps:
-        raise ValueError(f"warmup_steps = {warmup_steps}: expected from 0 to total_steps - 1 = {total_steps - 1}")
+        raise UserError(f"warmup_steps = {warmup_steps}: expected from 0 to total_steps - 1 = {total_steps - 1}")
     if not 0 <= final_fraction <= 1:
-        raise ValueError(f"final_fraction = {final_fraction}: expected from 0 to 1")
+        raise UserError(f"final_fraction = {final_fraction}: expected from 0 to 1")
 
     def schedule(step: jax.Array) -> jax.Array:
         warm = (step + 1) / max(warmup_steps, 1)

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import optax
 
 from core import parameters, ranges
+from core.errors import UserError
 from core.optimizers.base import Optimizer
 from core.optimizers.schedules import Schedule
 from core.types import Params
@@ -50,7 +51,7 @@ def with_table(
     """
     ranges.check("with_table", weight_decay=weight_decay)
     if dense.averages is not None:
-        raise ValueError("with_table: dense averages; put it the other way round, averaged(optimizer=with_table(…))")
+        raise UserError("with_table: dense averages; put it the other way round, averaged(optimizer=with_table(…))")
     split = optax.partition(
         {"table": _by_sign(learning_rate, weight_decay), "dense": dense.transformation},
         lambda params: jax.tree.map(
@@ -82,7 +83,7 @@ def _by_sign(learning_rate: Schedule, weight_decay: float) -> optax.GradientTran
 
 def _rows(name: str, extras: Any) -> jax.Array:
     if not isinstance(extras, Mapping) or name not in extras:
-        raise ValueError(
+        raise UserError(
             f"with_table: the model does not say which rows of {name!r} a step touched; give them in "
             f"LossOutput.extras = {{{name!r}: rows [N], int32}}, or take the optimizer inside with_table alone"
         )

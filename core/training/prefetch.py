@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from core.errors import UserError
 from core.types import Batches
 
 _OFFSET = struct.Struct(">Q")  # Written before the snapshot of each stream: batches consumed since.
@@ -72,7 +73,7 @@ class Prefetch:
         """
         for name, value in (("depth", depth), ("snapshot_interval", snapshot_interval)):
             if value < 1:
-                raise ValueError(f"prefetch: {name} is {value}; expected at least 1")
+                raise UserError(f"prefetch: {name} is {value}; expected at least 1")
         self.input_wait_seconds = 0.0
         self._batches = batches
         self._to_device = to_device
@@ -158,9 +159,9 @@ def restore(batches: Batches, position: Mapping[str, bytes]) -> None:
     """
     offsets = {name: _OFFSET.unpack_from(value)[0] for name, value in position.items()}
     if not offsets:
-        raise ValueError("the checkpoint holds no data position; start the data anew with another run_dir")
+        raise UserError("the checkpoint holds no data position; start the data anew with another run_dir")
     if len(set(offsets.values())) > 1:
-        raise ValueError(f"the streams of the checkpoint are at different places: batches since snapshot {offsets}")
+        raise UserError(f"the streams of the checkpoint are at different places: batches since snapshot {offsets}")
     batches.restore({name: value[_OFFSET.size :] for name, value in position.items()})
     for _ in range(next(iter(offsets.values()))):
         next(batches)

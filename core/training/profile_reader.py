@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 
 from core import paths
+from core.errors import UserError
 from core.training import trainer
 
 PROFILES = ("tensorboard", "plugins", "profile")
@@ -83,7 +84,7 @@ def sessions(run_dir: str) -> list[str]:
     folder = paths.resolve(run_dir).joinpath(*PROFILES)
     names = [session.name for session in folder.iterdir() if session.is_dir()] if folder.exists() else []
     if not names:
-        raise ValueError(
+        raise UserError(
             f"{paths.resolve(run_dir)} has no profile: while the run is training, launch/pod.sh profile {run_dir} "
             "--seconds 5 makes one; PROFILE_STEPS = (100,) makes one at step 100"
         )
@@ -104,11 +105,11 @@ def read_session(run_dir: str, session: str | None = None) -> tuple[str, list[Ho
     names = sessions(run_dir)
     chosen = session or names[-1]
     if chosen not in names:
-        raise ValueError(f"there is no profile {chosen!r}; existing profiles: {', '.join(names)}")
+        raise UserError(f"there is no profile {chosen!r}; existing profiles: {', '.join(names)}")
     folder = paths.resolve(run_dir).joinpath(*PROFILES, chosen)
     files = [file for file in folder.iterdir() if file.name.endswith(SUFFIX)]
     if not files:
-        raise ValueError(f"{folder} contains no host's profile (*{SUFFIX})")
+        raise UserError(f"{folder} contains no host's profile (*{SUFFIX})")
     hosts = [read(file.read_bytes(), name=file.name.removesuffix(SUFFIX), first_step=_number(chosen)) for file in files]
     return chosen, sorted(hosts, key=lambda host: (host.process, host.name))
 

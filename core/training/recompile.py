@@ -16,6 +16,7 @@ from typing import Any, Literal
 import jax
 
 from core import listing
+from core.errors import UserError
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -48,7 +49,7 @@ class OnceCompiled:
           ValueError: `on_recompile` is neither "raise" nor "warn".
         """
         if on_recompile not in ("raise", "warn"):
-            raise ValueError(f"on_recompile is {on_recompile!r}; expected 'raise' or 'warn'")
+            raise UserError(f"on_recompile is {on_recompile!r}; expected 'raise' or 'warn'")
         self.recompilations = 0
         self._function = function
         self._raises = on_recompile == "raise"

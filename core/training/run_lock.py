@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from core import bookkeeping, paths
+from core.errors import UserError
 from core.training import goodput
 from core.training.trainer import Hook
 
@@ -268,7 +269,7 @@ def _require_dead(
     """Returns when the owner of a lock is known to be dead. Raises ValueError where it is alive."""
     is_alive = owner.is_alive() if owner else None
     if is_alive:
-        raise ValueError(in_use(run_dir, owner))
+        raise UserError(in_use(run_dir, owner))
     if is_alive is not None:
         return
     say(
@@ -282,4 +283,4 @@ def _require_dead(
         if now is None:
             return
         if now.version != found.version:
-            raise ValueError(in_use(run_dir, Owner.parse(now.text), renewed=True))
+            raise UserError(in_use(run_dir, Owner.parse(now.text), renewed=True))

@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 import gin
+from core.errors import UserError
 from gin import config as gin_engine
 from launch.config import checks, parsing, sources
 from launch.config.constructors import Constructor
@@ -99,7 +100,7 @@ class LoadedConfig(Settings):
           ValueError: nothing was built yet.
         """
         if not self._operative:
-            raise ValueError(f"nothing of {self.experiment} is operative before it was built: call build() first")
+            raise UserError(f"nothing of {self.experiment} is operative before it was built: call build() first")
         return self._operative[0]
 
     def _refusal(self, message: str) -> ConfigProblem:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from core import units
+from core.errors import UserError
 
 if TYPE_CHECKING:
     from launch.config.constructors import Constructor
@@ -50,7 +51,7 @@ class ConfigProblem:
         return "\n".join(line.replace("\n", "\n        ") for line in lines)
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """A configuration with mistakes; the message lists all of them.
 
     Attributes:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from core.checkpoints.store import Checkpoints
+from core.errors import UserError
 from core.train_state import TrainState
 from core.training import trainer
 from core.types import Evaluates, WeightedSum, can
@@ -55,7 +56,7 @@ def require_answers(program: Program) -> None:
     if missing := [name for name in arc_voting.ANSWERED if name not in answered]:
         model = type(program.model).__name__
         lacks = f"the extras of its `evaluate` lack {', '.join(missing)}"
-        raise ValueError(
+        raise UserError(
             f"the data is ARC's, which is scored by the votes of a model's answers, but {model} gives none: "
             f"{lacks if can(program.model, Evaluates) else 'it has no `evaluate`'}. "
             f"Expected {', '.join(arc_voting.ANSWERED)} by row in the extras of its `evaluate`, as models/trm has them"
@@ -85,7 +86,7 @@ def measure(run: Run, checkpoints: Checkpoints, step: int, *, portion: Portion, 
     for _ in answers:  # what nobody counts is computed with the others
         pass
     if not once.sums:
-        raise ValueError("there are no held-out rows to evaluate")
+        raise UserError("there are no held-out rows to evaluate")
     same = meta.get("data") == run.meta["data"]
     return Measured(step, trainer.means(once.sums), round(float(once.sums["loss"].weight)), same, votes)
 

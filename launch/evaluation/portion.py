@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from core.errors import UserError
 from core.types import DataLayout, DescribesEvaluation, SizesEvaluation, Task, can
 from launch.experiment import Experiment
 
@@ -57,13 +58,13 @@ def portion(experiment: Experiment, *, rows: int | Literal["all"] | None) -> Por
     if rows is None:
         if not experiment.eval_batches:
             either = "--rows N or --rows all" if ends else "--rows N"
-            raise ValueError(f"the run evaluated nothing (EVAL_BATCHES = 0): say how many rows to take, {either}")
+            raise UserError(f"the run evaluated nothing (EVAL_BATCHES = 0): say how many rows to take, {either}")
         return Portion(experiment, experiment.eval_batches)
     if ends:
         task = task.evaluating(None if rows == "all" else rows)
         return Portion(dataclasses.replace(experiment, task=task), None)
     if rows == "all":
-        raise ValueError(
+        raise UserError(
             "--rows all: this task does not say where its validation data ends (that of text starts again there): "
             "give a number of rows"
         )

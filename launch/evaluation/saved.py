@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from core import distributed, paths
 from core.checkpoints import steps as saved_steps
+from core.errors import UserError
 from launch import configuration, environment
 from launch.config import LoadedConfig
 
@@ -43,7 +44,7 @@ def read(run_dir: str, *, bindings: Sequence[str] = (), slice_name: str | None =
     """
     folder = paths.resolve(run_dir)
     if not (folder / CONFIG).exists():
-        raise ValueError(_no_run(run_dir, folder))
+        raise UserError(_no_run(run_dir, folder))
     config = configuration.load(str(folder / CONFIG), bindings=bindings, slice_name=slice_name)
     return Saved(str(folder), config)
 
@@ -56,13 +57,13 @@ def chosen(run_dir: str, *, step: int | None, every: bool) -> list[int]:
     """
     steps = saved_steps.complete(paths.resolve(run_dir) / CHECKPOINTS)
     if not steps:
-        raise ValueError(
+        raise UserError(
             f"the run in {run_dir!r} has no complete checkpoint: it saves one every CHECKPOINT_INTERVAL steps, "
             "when it is told to stop (SIGTERM), and at its end"
         )
     if step is not None and step not in steps:
         there = ", ".join(map(str, steps))
-        raise ValueError(f"--step {step}: {run_dir!r} has no complete checkpoint of it; there are {there}")
+        raise UserError(f"--step {step}: {run_dir!r} has no complete checkpoint of it; there are {there}")
     if every:
         return steps
     return [steps[-1] if step is None else step]
@@ -75,7 +76,7 @@ def agreed(run_dir: str, *, step: int | None, every: bool) -> list[int]:
     """
     answer = json.loads(distributed.from_host_zero(_choice(run_dir, step, every) if distributed.is_host_zero() else ""))
     if isinstance(answer, str):
-        raise ValueError(answer)
+        raise UserError(answer)
     return answer
 
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from core import paths
+from core.errors import UserError
 from core.watch import exit_codes, peers
 from launch import environment
 
@@ -99,7 +100,7 @@ def watching(run_dir: str, *, host: int | None = None) -> Iterator[Watch | None]
         yield None
         return
     if re.match(r"[a-z]+://", target) and not target.startswith(("https://", *_LOCAL)):
-        raise ValueError("RENGA_ALERT: expected a command, or a web address that starts with https:// (not shown here)")
+        raise UserError("RENGA_ALERT: expected a command, or a web address that starts with https:// (not shown here)")
     with tempfile.TemporaryDirectory(prefix="renga-notes-") as folder:
         os.environ["RENGA_NOTES"] = folder  # for the processes that are started inside
         try:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import jax
 
 from core import distributed, paths, units
+from core.errors import UserError
 from core.slices import Slice
 from core.watch import difference
 from core.watch.judging import USUAL_LIMITS, Limits
@@ -49,15 +50,15 @@ def join(
     layout = environment.process_layout()
     played = environment.read("RENGA_SIMULATE")
     if played and played != slice_.name:
-        raise ValueError(f"RENGA_SIMULATE={played} but SLICE is {slice_.name}: they must name the same slice")
+        raise UserError(f"RENGA_SIMULATE={played} but SLICE is {slice_.name}: they must name the same slice")
     processes = layout.count or 1
     if played and slice_.chips % processes:
-        raise ValueError(
+        raise UserError(
             f"{slice_.name} has {units.counted(slice_.chips, 'chip')}, which "
             f"{units.counted(processes, 'process', 'processes')} cannot share evenly"
         )
     if not played and layout.count not in (None, slice_.hosts):
-        raise ValueError(
+        raise UserError(
             f"JAX_PROCESS_COUNT={layout.count}, but {slice_.name} has {units.counted(slice_.hosts, 'host')} with "
             f"{units.counted(slice_.chips_per_host, 'chip')} each: set {slice_.hosts}, or on a TPU leave it unset: JAX "
             "finds the peers"
@@ -86,14 +87,14 @@ def _require_chips(slice_: Slice, *, played: bool) -> None:
     if not played and platform != "tpu":
         holders, _ = tpu_host.chip_holders()
         held = "; ".join(holders.values()) or "held by no other process"
-        raise ValueError(
+        raise UserError(
             f"{slice_.name} was asked for, but JAX found {units.counted(len(devices), f'{platform} device')} "
             "and no TPU. "
             f"On a TPU host: is libtpu missing? Its chips: {held}. Elsewhere: rehearse, "
             "--simulate"
         )
     if len(devices) != slice_.chips:
-        raise ValueError(
+        raise UserError(
             f"{slice_.name} has {units.counted(slice_.chips, 'device')} on {units.counted(slice_.hosts, 'host')}, but "
             f"JAX sees {len(devices)} on {units.counted(jax.process_count(), 'host')}: run the same command on every "
             "host of the slice, or name the slice this is"
@@ -104,7 +105,7 @@ def _require_chips(slice_: Slice, *, played: bool) -> None:
 def require_same(what: str, text: str) -> None:
     """Raises ValueError on all hosts, with the difference, where `text` is not the same on all of them."""
     if differing := difference.between_hosts(distributed.all_gather_text(what, text)):
-        raise ValueError(f"{what} differs between hosts (a minus is what the others have):\n{differing}")
+        raise UserError(f"{what} differs between hosts (a minus is what the others have):\n{differing}")
 
 
 def require_shared(run_dir: str, host: Host) -> None:
@@ -112,12 +113,12 @@ def require_shared(run_dir: str, host: Host) -> None:
     directory = paths.resolve(run_dir)
     nonce = distributed.from_host_zero(secrets.token_hex(8))
     if refused := distributed.from_host_zero(_written(directory, nonce) if host.is_zero else ""):
-        raise ValueError(refused)
+        raise UserError(refused)
     seen = _sees(directory / _NONCE_FILE, nonce)
     answers = distributed.all_gather_text("run_dir/seen", "yes" if seen else "no")
     blind = [str(i) for i, answer in enumerate(answers) if answer == "no"]
     if blind:
-        raise ValueError(
+        raise UserError(
             f"the run directory {directory} is not shared: {units.counted(len(blind), 'host')} "
             f"({', '.join(blind)}) cannot see host 0's file there. "
             "Checkpoints need one place that all hosts see: set --run-dir (or RENGA_RUN_ROOT) to gs://BUCKET/…"

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from core.errors import UserError
 from launch import environment
 
 REMOTE_WORKSPACE = "renga"  # under the home directory of every host, as is what is copied there
@@ -55,16 +56,16 @@ def find_tpus(names: str | None, zone: str | None, project: str | None) -> tuple
         return ()
     zone = zone or environment.read("TPU_ZONE")
     if not zone:
-        raise ValueError(f"TPU {names!r} has no zone: add --zone ZONE or set TPU_ZONE (such as us-central2-b)")
+        raise UserError(f"TPU {names!r} has no zone: add --zone ZONE or set TPU_ZONE (such as us-central2-b)")
     parts = names.split(",")
     for name in parts:
         if not name.replace("-", "").isalnum():
-            raise ValueError(
+            raise UserError(
                 f"TPU name {name!r}: expected letters, digits and dashes, as `gcloud … tpu-vm list` prints it; several "
                 "slices as A,B"
             )
     if len(set(parts)) < len(parts):
-        raise ValueError(f"TPU {names!r}: each slice is a TPU of its own")
+        raise UserError(f"TPU {names!r}: each slice is a TPU of its own")
     return tuple(Tpu(name, zone, project or environment.read("TPU_PROJECT")) for name in parts)
 
 
@@ -123,7 +124,7 @@ def address(tpu: Tpu) -> str:
     """The address of host 0 in the network of the TPU. Raises ValueError where gcloud has none."""
     found = subprocess.run(resolved(address_step(tpu).argv), capture_output=True, text=True, check=False)
     if found.returncode or not found.stdout.strip():
-        raise ValueError(
+        raise UserError(
             f"gcloud has no address of host 0 of {tpu.name}: {found.stderr.strip() or 'it printed nothing'}"
         )
     return found.stdout.strip()
@@ -133,7 +134,7 @@ def resolved(argv: Sequence[str]) -> list[str]:
     """The command line with the path of its program. Raises ValueError where it is not installed."""
     program = shutil.which(argv[0])
     if program is None:
-        raise ValueError(f"{argv[0]} is not on PATH: install it (https://cloud.google.com/sdk), or use --dry-run")
+        raise UserError(f"{argv[0]} is not on PATH: install it (https://cloud.google.com/sdk), or use --dry-run")
     return [program, *argv[1:]]
 
 

@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from core.errors import UserError
 from core.slices import Slice
 from core.watch import exit_codes
 
@@ -54,7 +55,7 @@ def manifest(
       ValueError: a name that Kubernetes does not take.
     """
     if not _NAME.fullmatch(name):
-        raise ValueError(f"--name {name!r}: expected up to 40 small letters, digits and dashes, a letter first")
+        raise UserError(f"--name {name!r}: expected up to 40 small letters, digits and dashes, a letter first")
     template = _pods(slice_, image=image, arguments=arguments, environment=environment, alert_secret=alert_secret)
     one = slice_.single
     job = {

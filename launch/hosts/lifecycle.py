@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from core import slices
+from core.errors import UserError
 from core.watch import exit_codes
 from launch.hosts import gcloud, supervise
 from launch.hosts.gcloud import Step, Tpu
@@ -209,7 +210,7 @@ def _bring_back(
         if code := _ready(tpu, is_queued=order.is_queued, requested=requested, poll_seconds=poll_seconds):
             return code
     if code := start():
-        raise ValueError(f"a step of the start failed (exit code {code})")
+        raise UserError(f"a step of the start failed (exit code {code})")
     return exit_codes.DONE
 
 
@@ -219,7 +220,7 @@ def _ready(tpu: Tpu, *, is_queued: bool, requested: Sequence[int], poll_seconds:
     while not requested and time.monotonic() < deadline:
         state = _state(tpu, is_queued=is_queued)
         if state in GONE:
-            raise ValueError(f"{tpu.name} is {state}, and will not be READY")
+            raise UserError(f"{tpu.name} is {state}, and will not be READY")
         if state not in ("", before):
             print(f"{tpu.name} is {state}", flush=True)
             before = state

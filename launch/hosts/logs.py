@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from core import paths
+from core.errors import UserError
 from launch.hosts import log_prefix
 
 _HOLD_SECONDS = 1.5
@@ -30,7 +31,7 @@ def show(run_dir: str) -> int:
     folder = paths.resolve(run_dir) / "logs"
     files = sorted(folder.glob("host_*.log")) if folder.exists() else []
     if not files:
-        raise ValueError(
+        raise UserError(
             f"{folder} has no host_N.log: a simulated run has them in its run directory; those of a slice are on its "
             "hosts: launch/pod.sh logs --tpu NAME --zone ZONE"
         )

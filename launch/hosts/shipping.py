@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from core import paths, units
+from core.errors import UserError
 from launch.hosts import tpu_host
 
 
@@ -22,7 +23,7 @@ def workspace_files(workspace: Path) -> list[str]:
     command = ["git", "-C", str(workspace), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, capture_output=True, text=True, check=False)
     if listed.returncode:
-        raise ValueError(f"cannot list the files to ship: {workspace} is not a git work tree ({listed.stderr.strip()})")
+        raise UserError(f"cannot list the files to ship: {workspace} is not a git work tree ({listed.stderr.strip()})")
     return sorted(name for name in set(listed.stdout.split("\0")) if name and (workspace / name).exists())
 
 
@@ -47,9 +48,9 @@ def shipped_path(path: str, *, workspace: Path) -> str:
         return path
     absolute = Path(path).resolve()
     if not absolute.is_file():
-        raise ValueError(f"no such experiment file: {path}")
+        raise UserError(f"no such experiment file: {path}")
     if not absolute.is_relative_to(workspace) or str(absolute.relative_to(workspace)) not in workspace_files(workspace):
-        raise ValueError(f"{path} would not reach the hosts: put it into {workspace}, where git does not ignore it")
+        raise UserError(f"{path} would not reach the hosts: put it into {workspace}, where git does not ignore it")
     return str(absolute.relative_to(workspace))
 
 

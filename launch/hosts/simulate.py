@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from core import slices, units
+from core.errors import UserError
 from core.watch import exit_codes
 from launch.hosts import host_output, log_prefix, supervise
 
@@ -58,7 +59,7 @@ def shared(slice_: slices.Slice, processes: int) -> slices.Slice:
     """
     if processes < 1 or slice_.chips % processes:
         counts = [n for n in range(1, slice_.chips + 1) if slice_.chips % n == 0]
-        raise ValueError(
+        raise UserError(
             f"{units.counted(processes, 'process', 'processes')} cannot share the "
             f"{units.counted(slice_.chips, 'chip')} of {slice_.name} evenly; expected one of "
             f"{', '.join(map(str, counts))}"

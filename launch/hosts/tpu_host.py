@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from core import slices, units
+from core.errors import UserError
 from launch import environment
 
 METADATA_URL = "http://metadata.google.internal/computeMetadata/v1/instance/attributes"
@@ -118,9 +119,9 @@ def require_slice(slice_: slices.Slice, *, accelerator_type: str | None, where: 
     try:
         actual = slices.get(accelerator_type)
     except ValueError as error:
-        raise ValueError(f"{where} is a {accelerator_type}, which the slice table does not have: {error}") from error
+        raise UserError(f"{where} is a {accelerator_type}, which the slice table does not have: {error}") from error
     if actual != slice_.single:
-        raise ValueError(
+        raise UserError(
             f"{where} is a {actual.name} ({_size(actual)}), but SLICE is {slice_.name} ({_size(slice_)}). "
             f"Give {_several(actual, slice_.num_slices)} as the SLICE, or use another TPU."
         )

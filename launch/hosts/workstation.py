@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from core import slices, units
+from core.errors import UserError
 from launch import environment
 from launch.hosts import gcloud, logs, shipping, tpu_host
 from launch.hosts.gcloud import Step, Tpu
@@ -67,7 +68,7 @@ def start(
         under git.
     """
     if len(tpus) != slice_.num_slices:
-        raise ValueError(
+        raise UserError(
             f"{slice_.name} is {units.counted(slice_.num_slices, 'slice')}, but "
             f"{units.counted(len(tpus), 'TPU is', 'TPUs are')} named ({', '.join(tpu.name for tpu in tpus)}): "
             "give one for each, as --tpu A,B"
@@ -143,8 +144,8 @@ def _require_ready(tpu: Tpu, slice_: slices.Slice) -> None:
         gcloud.resolved(gcloud.describe_step(tpu).argv), capture_output=True, text=True, check=False
     )
     if described.returncode:
-        raise ValueError(f"gcloud finds no TPU {tpu.name!r} in {tpu.zone}: {described.stderr.strip()}")
+        raise UserError(f"gcloud finds no TPU {tpu.name!r} in {tpu.zone}: {described.stderr.strip()}")
     accelerator_type, state, health, *_ = (described.stdout.rstrip("\n") + "\t\t").split("\t")
     if state != "READY":
-        raise ValueError(f"TPU {tpu.name} is {state or 'in no known state'} (health {health or 'unknown'}), not READY")
+        raise UserError(f"TPU {tpu.name} is {state or 'in no known state'} (health {health or 'unknown'}), not READY")
     tpu_host.require_slice(slice_, accelerator_type=accelerator_type or None, where=f"TPU {tpu.name}")

@@ -14,6 +14,7 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
+from core.errors import UserError
 from core.slices import GIB, Slice
 from launch import terminal
 from launch.plans import facts, memory, planning, records, table
@@ -43,14 +44,14 @@ def explain(path: str, choice: str, *, slice_name: str, bindings: Sequence[str])
       ValueError: no such file, a mistake in the configuration, a layout that the slice cannot have.
     """
     if "=" not in choice and not choice.endswith(".gin"):
-        raise ValueError(
+        raise UserError(
             f"--explain {choice}: expected a gin file, such as gin/strategies/fsdp.gin, or bindings of STRATEGY, "
             'such as "STRATEGY = @strategies.fsdp()"'
         )
     try:
         chosen = side_by_side.bindings_of(choice)
     except ValueError as error:
-        raise ValueError(str(error).replace("--strategies", "--explain")) from error
+        raise UserError(str(error).replace("--strategies", "--explain")) from error
     question = planning.ask(path, slice_name=slice_name, bindings=[*chosen, *bindings])
     bound = question.experiment.bind(compiled.devices_of(question.slice))
     shape = strategy.mesh_text(bound.partitioner.shape)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from core import slices
+from core.errors import UserError
 from core.slices import Slice
 from launch import configuration
 from launch.config import LoadedConfig
@@ -104,7 +105,7 @@ def ask(path: str, *, slice_name: str, bindings: Sequence[str] = (), batch_sizes
     experiment = config.build()
     for size in batch_sizes:
         if size < 1:
-            raise ValueError(f"--batch {size}: expected at least 1 row")
+            raise UserError(f"--batch {size}: expected at least 1 row")
     sizes = tuple(dict.fromkeys(batch_sizes)) or (experiment.batch_size,)
     asked = Question(path, config, experiment, tuple(bindings), slice_, sizes)
     _check_lengths(asked)
@@ -121,7 +122,7 @@ def _check_lengths(question: Question) -> None:
             bindings = [*question.bindings, *said]
             configuration.load(question.path, bindings=bindings, slice_name=question.slice.name).build()
         except ValueError as error:
-            raise ValueError(f"--batch {size}, {question.steps(size)} steps for as many tokens: {error}") from error
+            raise UserError(f"--batch {size}, {question.steps(size)} steps for as many tokens: {error}") from error
 
 
 def consider(question: Question, *, only: Sequence[str] = ()) -> list[Tried]:

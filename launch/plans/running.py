@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from core import listing, paths, units
+from core.errors import UserError
 from core.watch import exit_codes
 from launch import terminal
 from launch.plans import compiling, figures, planning, records, table
@@ -153,7 +154,7 @@ def _require_writable(store: Store) -> None:
     try:
         paths.require_writable(store.folder)
     except ValueError as error:
-        raise ValueError(f"the cache of plans: {error} with XDG_CACHE_HOME") from error
+        raise UserError(f"the cache of plans: {error} with XDG_CACHE_HOME") from error
 
 
 class _Report:

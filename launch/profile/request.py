@@ -14,6 +14,7 @@ import uuid
 from typing import Any
 
 from core import paths, units
+from core.errors import UserError
 from core.training.profile_requests import ANSWER_NAME, REQUEST_NAME
 
 TAKEN_SECONDS = 60.0
@@ -37,14 +38,14 @@ def request(
       ValueError: no run is there, it does not answer, or it ends too soon.
     """
     if (steps is None) == (seconds is None):
-        raise ValueError("profile: give either --seconds S or --steps N (such as --seconds 5)")
+        raise UserError("profile: give either --seconds S or --steps N (such as --seconds 5)")
     length = steps if seconds is None else seconds
     if not 0 < length < math.inf:
         flag = "--steps" if seconds is None else "--seconds"
-        raise ValueError(f"profile: {flag} {length}: expected a number above 0 (such as --seconds 5)")
+        raise UserError(f"profile: {flag} {length}: expected a number above 0 (such as --seconds 5)")
     folder = paths.resolve(run_dir)
     if not (folder / "config.gin").exists():
-        raise ValueError(f"{folder} is not a run directory: it has no config.gin (written when training starts)")
+        raise UserError(f"{folder} is not a run directory: it has no config.gin (written when training starts)")
     asked = {"id": uuid.uuid4().hex} | ({"steps": steps} if seconds is None else {"seconds": seconds})
     paths.write_text_atomically(folder / REQUEST_NAME, json.dumps(asked) + "\n")
     answer = None
@@ -54,12 +55,12 @@ def request(
         if answer is None:
             _withdraw(folder / REQUEST_NAME, asked["id"])
     if answer is None:
-        raise ValueError(
+        raise UserError(
             f"no run accepted the request within {taken_seconds:g} s: is the run of {folder} training now "
             "(launch/pod.sh status)? Requests are accepted between steps, from the second step on"
         )
     if answer["state"] == "over":
-        raise ValueError(
+        raise UserError(
             f"the run is at step {answer['step']} of {answer['last_step']} and ends before the trace could start"
         )
     return _wait(folder, answer)
@@ -74,7 +75,7 @@ def _wait(folder: paths.Path, plan: dict[str, Any]) -> int:
     tracing_seconds = plan["starts_in_seconds"] + (last - first + 1) * plan["step_seconds"]
     answer = _answer(folder, plan["id"], {"written"}, within_seconds=3 * tracing_seconds + _WRITING_SECONDS)
     if answer is None:
-        raise ValueError(f"the hosts did not write the profile of steps {first} to {last}; see the logs of the run")
+        raise UserError(f"the hosts did not write the profile of steps {first} to {last}; see the logs of the run")
     for host, remark in sorted(answer["remarks"].items()):
         print(f"host {host} {remark}")
     where = folder / "tensorboard" / "plugins" / "profile" / answer["session"]

@@ -14,6 +14,7 @@ from rich import box
 from rich.table import Table
 
 from core import slices
+from core.errors import UserError
 from core.slices import GIB
 from launch import configuration, terminal
 from parallel import analysis, compiled, report, strategy, traffic
@@ -74,7 +75,7 @@ def bindings_of(choice: str) -> list[str]:
     if not choice.endswith(".gin"):
         return [part.strip() for part in choice.split(";")]
     if not Path(choice).is_file():
-        raise ValueError(f"--strategies {choice}: no such file; {FOLDER}/ has {', '.join(files()) or 'none'}")
+        raise UserError(f"--strategies {choice}: no such file; {FOLDER}/ has {', '.join(files()) or 'none'}")
     return [f"include '{choice}'"]
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from core.errors import UserError
 from launch.suites.results import Row
 
 FEWEST_SIZES = 4  # three numbers go through any three points
@@ -74,7 +75,7 @@ def law(parameters: Sequence[float], accuracies: Sequence[float]) -> Law:
     """
     sizes = tuple(sorted(set(map(float, parameters))))
     if len(sizes) < FEWEST_SIZES:
-        raise ValueError(
+        raise UserError(
             f"no law a - b N^-c: {len(sizes)} sizes are done, and its three numbers need at least {FEWEST_SIZES}"
         )
     n, y = np.asarray(parameters, float) / MILLION, np.asarray(accuracies, float)

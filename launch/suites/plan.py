@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from core.errors import UserError
 from launch import configuration, environment
 from launch.config import loader
 from launch.experiment import Experiment
@@ -79,7 +80,7 @@ def files(group: str, *, home: Path = HOME) -> list[Path]:
     if not chosen:
         close = difflib.get_close_matches(group, known, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ValueError(f"there is no group {group!r}: {hint}There are {', '.join(known)}, all, or a folder's path")
+        raise UserError(f"there is no group {group!r}: {hint}There are {', '.join(known)}, all, or a folder's path")
     return [file for name in chosen for file in _of_folder(home / name)]
 
 
@@ -118,7 +119,7 @@ def plan(
     if check_data and not smoke:
         problems += data_problems(entries)
     if problems:
-        raise ValueError("\n".join(dict.fromkeys(problems)))
+        raise UserError("\n".join(dict.fromkeys(problems)))
     return without_repetition(entries)
 
 
@@ -163,7 +164,7 @@ def _natural(path: Path) -> list[tuple[bool, int | str]]:
 def _of_folder(folder: Path) -> list[Path]:
     found = sorted(folder.glob("*.gin"), key=_natural)
     if not found:
-        raise ValueError(f"no experiment files (*.gin) in {folder}")
+        raise UserError(f"no experiment files (*.gin) in {folder}")
     return found
 
 

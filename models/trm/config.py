@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from core.errors import UserError
 from models.trm import net
 from models.trm.net import Recursion
 from models.trm.schedules import Curriculum, Linear
@@ -78,7 +79,7 @@ class Config:
         counted = ("vocab_size", "embed_dim", "num_heads", "num_layers", "h_cycles", "l_cycles", "num_puzzles")
         for field in (*counted, "halt_max_steps", "unroll", "vocab_multiple", "puzzle_multiple"):
             if getattr(self, field) < 1:
-                raise ValueError(f"TRM.{field} = {getattr(self, field)}: expected at least 1")
+                raise UserError(f"TRM.{field} = {getattr(self, field)}: expected at least 1")
         choices = {
             "mixer": MIXERS,
             "positions": ("auto", *POSITIONS),
@@ -90,12 +91,12 @@ class Config:
         }
         for field, allowed in choices.items():
             if getattr(self, field) not in allowed:
-                raise ValueError(f"TRM.{field} = {getattr(self, field)!r}: expected one of {', '.join(allowed)}")
+                raise UserError(f"TRM.{field} = {getattr(self, field)!r}: expected one of {', '.join(allowed)}")
         ends = (self.exploration.start, self.exploration.end) if self.anneals else (self.exploration,)
         if not all(0 <= p <= 1 for p in ends):
-            raise ValueError(f"TRM.exploration = {self.exploration}: expected a probability, from 0 to 1")
+            raise UserError(f"TRM.exploration = {self.exploration}: expected a probability, from 0 to 1")
         if not self.expansion > 0:
-            raise ValueError(f"TRM.expansion = {self.expansion}: expected above 0")
+            raise UserError(f"TRM.expansion = {self.expansion}: expected above 0")
         self._check_shapes()
         self._check_curriculum()
 
@@ -103,26 +104,26 @@ class Config:
         if self.curriculum is None:
             return
         if self.latents == "many":
-            raise ValueError("TRM: latents = 'many' has a latent for each cycle and takes no curriculum of cycles")
+            raise UserError("TRM: latents = 'many' has a latent for each cycle and takes no curriculum of cycles")
         for field in ("h_cycles", "l_cycles"):
             first, last = getattr(self.curriculum, field), getattr(self, field)
             if first > last:
-                raise ValueError(f"TRM: the curriculum starts with {field} = {first}, above the model's {last}")
+                raise UserError(f"TRM: the curriculum starts with {field} = {first}, above the model's {last}")
 
     def _check_shapes(self) -> None:
         if self.mixer == "attention" and self.embed_dim % (2 * self.num_heads):
-            raise ValueError(
+            raise UserError(
                 f"TRM: embed_dim = {self.embed_dim} does not divide over num_heads = {self.num_heads} of an even width"
             )
         if self.mixer == "mlp" and self.positions == "rope":
-            raise ValueError("TRM: positions = 'rope' turns queries and keys, and mixer = 'mlp' has none; take 'none'")
+            raise UserError("TRM: positions = 'rope' turns queries and keys, and mixer = 'mlp' has none; take 'none'")
         if self.prefix_length * self.embed_dim < self.puzzle_width:
-            raise ValueError(
+            raise UserError(
                 f"TRM: a puzzle's vector of puzzle_dim = {self.puzzle_width} does not fit into prefix_length = "
                 f"{self.prefix_length} positions of embed_dim = {self.embed_dim}"
             )
         if self.prefix_length and not self.puzzle_width:
-            raise ValueError(f"TRM: puzzle_dim = 0 leaves prefix_length = {self.prefix_length} empty; set it to 0 too")
+            raise UserError(f"TRM: puzzle_dim = 0 leaves prefix_length = {self.prefix_length} empty; set it to 0 too")
 
     @property
     def puzzle_width(self) -> int:

@@ -16,6 +16,8 @@ import itertools
 import jax
 import jax.numpy as jnp
 
+from core.errors import UserError
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Linear:
@@ -66,7 +68,7 @@ class Curriculum:
 
     def __post_init__(self):
         if min(self.h_cycles, self.l_cycles) < 1:
-            raise ValueError(f"Curriculum: h_cycles = {self.h_cycles}, l_cycles = {self.l_cycles}: expected at least 1")
+            raise UserError(f"Curriculum: h_cycles = {self.h_cycles}, l_cycles = {self.l_cycles}: expected at least 1")
         _check(self, where="Curriculum")
 
     def at(self, step: jax.Array, *, h_cycles: int, l_cycles: int) -> tuple[jax.Array, jax.Array]:
@@ -90,6 +92,6 @@ def _progress(schedule: Linear | Curriculum, step: jax.Array) -> jax.Array:
 
 def _check(schedule: Linear | Curriculum, *, where: str) -> None:
     if schedule.total_steps < 1:
-        raise ValueError(f"{where}: total_steps = {schedule.total_steps}: expected at least 1")
+        raise UserError(f"{where}: total_steps = {schedule.total_steps}: expected at least 1")
     if not 0 < schedule.share <= 1:
-        raise ValueError(f"{where}: share = {schedule.share}: expected above 0, to 1")
+        raise UserError(f"{where}: share = {schedule.share}: expected above 0, to 1")

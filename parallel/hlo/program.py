@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from core.errors import UserError
+
 _BITS = {"pred": 8, "bf16": 16, "token": 0, "opaque": 0}
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.S)
 _HEADER = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) (?:\(.*\) -> .*)?\{", re.S)
@@ -96,7 +98,7 @@ class Instruction(NamedTuple):
     def required(self, name: str) -> str:
         """As `attribute`, of one that an instruction of this kind always has. Raises ValueError where it lacks it."""
         if (found := self.attribute(name)) is None:
-            raise ValueError(f"the program's %{self.name} = {self.opcode}(...) has no attribute {name}")
+            raise UserError(f"the program's %{self.name} = {self.opcode}(...) has no attribute {name}")
         return found
 
     def called(self) -> list[str]:
@@ -144,7 +146,7 @@ def parse(text: str) -> Module:
             instruction = _instruction(named)
             current[instruction.name] = instruction
     if entry is None:
-        raise ValueError("HLO text without an ENTRY computation; expected what compiled.as_text() returns")
+        raise UserError("HLO text without an ENTRY computation; expected what compiled.as_text() returns")
     return Module(computations, entry)
 
 
@@ -162,7 +164,7 @@ def _statements(text: str) -> Iterator[str]:
             yield whole
             pending = []
     if pending:
-        raise ValueError(f"HLO text ends inside: {pending[0].strip()[:100]}")
+        raise UserError(f"HLO text ends inside: {pending[0].strip()[:100]}")
 
 
 def _is_closed(text: str) -> bool:
@@ -201,7 +203,7 @@ def _closing(text: str, opening: int) -> int:
             if depth == 0:
                 return i
         i += 1
-    raise ValueError(f"HLO text with an open bracket: {text[opening : opening + 100]}")
+    raise UserError(f"HLO text with an open bracket: {text[opening : opening + 100]}")
 
 
 def _split(text: str) -> Iterator[str]:

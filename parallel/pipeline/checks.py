@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from core import logical, units
+from core.errors import UserError
 from core.logical import Axes
 from parallel.pipeline.schedules import Schedule
 
@@ -67,7 +68,7 @@ def check_rows(rows: int, *, groups: int, accum_steps: int, schedule: Schedule |
         return
     cut = f" in accum_steps = {accum_steps} microbatches" if accum_steps > 1 else ""
     cut += f" in num_microbatches = {schedule.num_microbatches} of the pipeline" if schedule else ""
-    raise ValueError(
+    raise UserError(
         f"batch_size = {rows} does not divide{cut} over {units.counted(groups, 'group')} of chips ({where}). "
         f"Nearest that do: {', '.join(map(str, logical.nearest_multiples(rows, unit)))}"
         + _other_microbatches(schedule, rows, groups * accum_steps, stages=stages)

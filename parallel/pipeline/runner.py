@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from core import stack
+from core.errors import UserError
 from core.logical import Rules
 from core.stack import Layer, LayerFn, Side, Tail
 from core.types import LossOutput
@@ -82,7 +83,7 @@ def _loss_and_gradients(passes: Passes, tail: Tail) -> Any:
 
     def backward(grads: tuple, by: LossOutput) -> tuple:
         if any(not isinstance(a, SymbolicZero) for a in jax.tree.leaves((by.metrics, by.extras))):
-            raise ValueError(
+            raise UserError(
                 "1F1B: of what a tail returns, loss_sum alone has a gradient; add the others to it, or gpipe"
             )
         scale = _dense(by.loss_sum)
@@ -98,7 +99,7 @@ def _gives_loss(tail: Tail, x: jax.Array, side: Side) -> bool:
     if not isinstance(out, LossOutput):
         return False
     if jax.tree.leaves(out.extras):
-        raise ValueError(
+        raise UserError(
             "1F1B: the tail gives a LossOutput with extras, which belong to rows and have no sum over microbatches: "
             "add them to what the stack returns, or take schedules.gpipe or schedules.circular"
         )
@@ -108,7 +109,7 @@ def _gives_loss(tail: Tail, x: jax.Array, side: Side) -> bool:
         if not jnp.issubdtype(a.dtype, jnp.floating)
     ]
     if fixed:
-        raise ValueError(
+        raise UserError(
             f"1F1B: tail.params has arrays without a gradient ({', '.join(fixed)}): pass what belongs to rows through "
             "side, and make constants inside the tail"
         )
@@ -138,7 +139,7 @@ def _without_gradient(fn: Any, why_not: str) -> Any:
     call = jax.custom_vjp(fn)
 
     def forward(*args: Any) -> Any:
-        raise ValueError(why_not)
+        raise UserError(why_not)
 
     call.defvjp(forward, lambda saved, dy: saved, symbolic_zeros=True)
     return call
@@ -149,7 +150,7 @@ def _values(args: tuple) -> tuple:
     leaves = jax.tree_util.tree_leaves_with_path(args[-1])
     found = [jax.tree_util.keystr(path) for path, leaf in leaves if leaf.perturbed]
     if found:
-        raise ValueError(
+        raise UserError(
             f"pipeline: the side of the layer stack depends on parameters ({', '.join(found)}), and a pipeline has no "
             "gradient for it: let it depend on the batch alone, or add it to x"
         )

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from core import units
+from core.errors import UserError
 
 SAVES = ("layers", "stage")
 
@@ -60,7 +61,7 @@ class Schedule:
     def __post_init__(self):
         _check_count(self.name, "num_microbatches", self.num_microbatches)
         if self.save not in SAVES:
-            raise ValueError(f"{self.name}: save = {self.save!r}; expected one of {', '.join(SAVES)}")
+            raise UserError(f"{self.name}: save = {self.save!r}; expected one of {', '.join(SAVES)}")
 
     @property
     def turns(self) -> int:
@@ -193,4 +194,4 @@ def one_f_one_b(*, num_microbatches: int, save: str = "layers") -> Schedule:
 
 def _check_count(schedule: str, name: str, count: int) -> None:
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"{schedule}: {name} = {count!r}; expected a whole number, at least 1")
+        raise UserError(f"{schedule}: {name} = {count!r}; expected a whole number, at least 1")

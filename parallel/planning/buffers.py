@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from core.errors import UserError
 from parallel.hlo import program
 from parallel.hlo.program import Array
 
@@ -96,7 +97,7 @@ def read(folder: Path) -> Buffers:
 def _one(folder: Path, ending: str) -> Path:
     found = [path for path in sorted(folder.glob(f"*{ending}")) if path.stat().st_size]
     if not found:
-        raise ValueError(f"the compiler left no …{ending} in {folder}")
+        raise UserError(f"the compiler left no …{ending} in {folder}")
     return max(found, key=lambda path: path.stat().st_size)
 
 

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from core import logical
+from core.errors import UserError
 from core.slices import Slice
 from core.types import ChoosesRemat, Model, can
 from parallel import strategies, strategy
@@ -99,7 +100,7 @@ def layouts(slice: Slice, *, only: Sequence[str] = ()) -> list[Layout]:
     for name in only:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            raise ValueError(
+            raise UserError(
                 f"--only {name}: no such strategy; expected some of {', '.join(known)}"
                 + (f" (did you mean {near[0]}?)" if near else "")
             )

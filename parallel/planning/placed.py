@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from core import logical, units
+from core.errors import UserError
 from core.logical import Axes, Rules
 from core.slices import Slice
 from core.train_state import TrainState
@@ -29,7 +30,7 @@ from parallel.planning.traced import Work
 from parallel.strategy import Strategy
 
 
-class Refused(ValueError):
+class Refused(UserError):
     """A layout that the slice, the model or the batch cannot have.
 
     Attributes:

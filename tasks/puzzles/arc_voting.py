@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from core import paths
+from core.errors import UserError
 from tasks.puzzles import arc_grids, arc_sets, files
 
 KS = (1, 2, 5, 10, 100, 1000)
@@ -110,9 +111,9 @@ def read_judge(directory: str) -> Judge | None:
     try:
         puzzles = json.loads(file.read_text())
     except ValueError as error:
-        raise ValueError(f"{file} is no JSON ({error}); build the dataset anew") from error
+        raise UserError(f"{file} is no JSON ({error}); build the dataset anew") from error
     if not puzzles:
-        raise ValueError(f"{file} names no puzzles, so there is nothing to score; build the dataset anew")
+        raise UserError(f"{file} names no puzzles, so there is nothing to score; build the dataset anew")
     blank = files.read_metadata(directory, "test").blank_identifier_id
     return Judge(puzzles, files.read_identifiers(directory), blank)
 
@@ -158,7 +159,7 @@ def pass_at(votes: Votes, puzzles: Mapping[str, Any], *, ks: Sequence[int] = KS)
       ValueError: no puzzles.
     """
     if not puzzles:
-        raise ValueError("no puzzles to score; expected the content of test_puzzles.json")
+        raise UserError("no puzzles to score; expected the content of test_puzzles.json")
     shares: dict[int, list[float]] = {k: [] for k in ks}
     for name, puzzle in puzzles.items():
         places = [_place(votes.get((name, as_grid(t["input"])), {}), as_grid(t["output"])) for t in puzzle["test"]]

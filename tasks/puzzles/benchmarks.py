@@ -6,6 +6,7 @@ import csv
 from collections.abc import Iterator, Mapping
 
 from core import paths
+from core.errors import UserError
 
 COLUMNS = ("source", "question", "answer", "rating")
 
@@ -23,11 +24,11 @@ def rows(file: paths.Path) -> Iterator[tuple[int, Row]]:
             reader = csv.DictReader(stream)
             missing = [c for c in COLUMNS[1:] if c not in (reader.fieldnames or ())]
             if missing:
-                raise ValueError(f"{file} has columns {reader.fieldnames}, expected {', '.join(COLUMNS)}")
+                raise UserError(f"{file} has columns {reader.fieldnames}, expected {', '.join(COLUMNS)}")
             for row in reader:
                 yield reader.line_num, row
     except FileNotFoundError as error:
-        raise ValueError(f"{file} does not exist; csv names the folder that holds train.csv and test.csv") from error
+        raise UserError(f"{file} does not exist; csv names the folder that holds train.csv and test.csv") from error
 
 
 def rating(row: Row, file: paths.Path, number: int) -> int:
@@ -35,4 +36,4 @@ def rating(row: Row, file: paths.Path, number: int) -> int:
     try:
         return int(row["rating"])
     except (TypeError, ValueError):
-        raise ValueError(f"{file}, line {number}: rating is {row['rating']!r}, expected an integer") from None
+        raise UserError(f"{file}, line {number}: rating is {row['rating']!r}, expected an integer") from None

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from core import paths
+from core.errors import UserError
 
 SPLITS = ("train", "test")
 SET = "all"
@@ -100,21 +101,19 @@ def read_metadata(directory: str, split: str) -> Metadata:
     root = paths.resolve(directory)
     if not (root / IDENTIFIERS).exists():
         part = "is missing, so it was not written to its end" if root.exists() else "and the folder itself are missing"
-        raise ValueError(f"no puzzles in {str(directory)!r}: {IDENTIFIERS} {part}. Build them: launch/run build --help")
+        raise UserError(f"no puzzles in {str(directory)!r}: {IDENTIFIERS} {part}. Build them: launch/run build --help")
     file = root / split / METADATA
     try:
         found = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read {file}: {error}") from error
+        raise UserError(f"cannot read {file}: {error}") from error
     names = [f.name for f in dataclasses.fields(Metadata)]
     required = [f.name for f in dataclasses.fields(Metadata) if f.default is dataclasses.MISSING]
     missing = [name for name in required if not isinstance(found, dict) or found.get(name) is None]
     if missing:
-        raise ValueError(f"{file} lacks {', '.join(missing)}; expected {', '.join(names)}")
+        raise UserError(f"{file} lacks {', '.join(missing)}; expected {', '.join(names)}")
     if list(found.get("sets", [SET])) != [SET]:
-        raise ValueError(
-            f"{file} has sets {found['sets']}, expected [{SET!r}]: several sets in one folder are not read"
-        )
+        raise UserError(f"{file} has sets {found['sets']}, expected [{SET!r}]: several sets in one folder are not read")
     kept = {name: found[name] for name in names if name in found}
     return Metadata(**{**kept, "sets": (SET,)})
 
@@ -177,7 +176,7 @@ class Cut(NamedTuple):
         copies = int(sizes.min()) - 1 if groups else 0
         if (self.puzzles or 0) <= groups and (self.copies or 0) <= copies:
             return
-        raise ValueError(
+        raise UserError(
             f"{directory!r} has {groups:,} training puzzles with at least {copies:,} copies of each; asked for "
             f"{'all' if self.puzzles is None else f'{self.puzzles:,}'} with "
             f"{'all' if self.copies is None else f'{self.copies:,}'}. Build a larger one, or ask for fewer"
@@ -232,18 +231,18 @@ def fingerprint(splits: Iterable[Split]) -> str:
 
 def _read_array(file: paths.Path) -> np.ndarray:
     if not file.exists():
-        raise ValueError(f"{file} is missing; build the dataset anew")
+        raise UserError(f"{file} is missing; build the dataset anew")
     with file.open("rb") as stream:
         dims, fortran, dtype = _read_header(file, stream)
         header_bytes = stream.tell()
     expected = header_bytes + int(np.prod(dims)) * dtype.itemsize
     if (actual := file.stat().length) != expected:
-        raise ValueError(
+        raise UserError(
             f"{file} has {actual:,} bytes, expected {expected:,} for {dims} {dtype}: it is "
             f"{'truncated' if actual < expected else 'damaged'}; build the dataset anew"
         )
     if not np.issubdtype(dtype, np.integer) or fortran:
-        raise ValueError(f"{file} has dtype {dtype}{' in column order' * fortran}, expected integers in row order")
+        raise UserError(f"{file} has dtype {dtype}{' in column order' * fortran}, expected integers in row order")
     if paths.is_remote(file):
         return np.load(io.BytesIO(file.read_bytes()))
     return np.load(str(file), mmap_mode="r") if np.prod(dims) else np.zeros(dims, dtype)
@@ -256,7 +255,7 @@ def _read_header(file: paths.Path, stream: BinaryIO) -> tuple[tuple[int, ...], b
         reader = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
         return reader(stream)
     except (ValueError, KeyError) as error:
-        raise ValueError(f"{file} is no .npy file: {error}") from error
+        raise UserError(f"{file} is no .npy file: {error}") from error
 
 
 def _check_offsets(split: Split, folder: paths.Path) -> None:
@@ -265,15 +264,15 @@ def _check_offsets(split: Split, folder: paths.Path) -> None:
         offsets = getattr(split, name)
         if offsets.ndim != 1 or len(offsets) < 1 or offsets[0] != 0 or offsets[-1] != last:
             ends = f"{offsets.ravel()[:1]} to {offsets.ravel()[-1:]}"
-            raise ValueError(f"{folder}/{SET}__{name}.npy runs from {ends}, expected from 0 to {last}")
+            raise UserError(f"{folder}/{SET}__{name}.npy runs from {ends}, expected from 0 to {last}")
         if np.any(np.diff(offsets) < 1):
-            raise ValueError(f"{folder}/{SET}__{name}.npy does not rise at entry {np.argmax(np.diff(offsets) < 1) + 1}")
+            raise UserError(f"{folder}/{SET}__{name}.npy does not rise at entry {np.argmax(np.diff(offsets) < 1) + 1}")
     if len(split.puzzle_indices) != puzzles + 1:
-        raise ValueError(
+        raise UserError(
             f"{folder}: {puzzles} puzzle_identifiers and {len(split.puzzle_indices)} puzzle_indices, expected one more"
         )
     if split.metadata.total_groups != len(split.group_indices) - 1:
-        raise ValueError(
+        raise UserError(
             f"{folder}/{METADATA} has total_groups {split.metadata.total_groups}, "
             f"but group_indices has {len(split.group_indices) - 1}"
         )
@@ -284,7 +283,7 @@ def _check_identifiers(split: Split, folder: paths.Path) -> None:
     wrong = (split.puzzle_identifiers < 0) | (split.puzzle_identifiers >= below)
     if np.any(wrong):
         at = int(np.argmax(wrong))
-        raise ValueError(
+        raise UserError(
             f"{folder}/{SET}__puzzle_identifiers.npy has {split.puzzle_identifiers[at]} at puzzle {at}, "
             f"expected ids below num_puzzle_identifiers {below}"
         )
@@ -295,7 +294,7 @@ def _check_tokens(split: Split, folder: paths.Path) -> None:
     for name in ("inputs", "labels"):
         array = getattr(split, name)
         if array.shape != (len(split.inputs), meta.seq_len):
-            raise ValueError(
+            raise UserError(
                 f"{folder}/{SET}__{name}.npy has shape {array.shape}, expected ({len(split.inputs)}, {meta.seq_len}): "
                 f"{METADATA} says seq_len {meta.seq_len}"
             )
@@ -304,7 +303,7 @@ def _check_tokens(split: Split, folder: paths.Path) -> None:
             if part.size and not 0 <= part.min() <= part.max() < meta.vocab_size:
                 wrong = (part < 0) | (part >= meta.vocab_size)
                 row, column = np.argwhere(wrong)[0]
-                raise ValueError(
+                raise UserError(
                     f"{folder}/{SET}__{name}.npy has token {part[row, column]} in example {start + row}, "
                     f"place {column}; expected below vocab_size {meta.vocab_size}"
                 )

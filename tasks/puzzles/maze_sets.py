@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from core import paths
+from core.errors import UserError
 from tasks.puzzles import benchmarks, mazes, symmetries, writing
 from tasks.puzzles.mazes import CHARACTERS, OPEN, PATH, Maze
 
@@ -54,7 +55,7 @@ class MazeSet:
             if value is None and name != "min_path" and not self.csv:
                 wrong.append(f"{name} None, expected a number where mazes are generated")
         if wrong:
-            raise ValueError("maze: " + "; ".join(wrong))
+            raise UserError("maze: " + "; ".join(wrong))
 
     @property
     def seq_len(self) -> int:
@@ -102,7 +103,7 @@ class MazeSet:
             drawn = (mazes.generate(rng, size=self.size, min_path=self.exceeds) for _ in range(_DRAWS_PER_MAZE))
             maze = next((maze for maze in drawn if maze is not None and _is_new(maze, seen)), None)
             if maze is None:
-                raise ValueError(
+                raise UserError(
                     f"maze: after {len(seen):,} mazes of {self.size} x {self.size}, {_DRAWS_PER_MAZE} more had no new "
                     f"one with a shortest path above {self.exceeds} steps: ask for fewer mazes, a larger size or a "
                     "smaller min_path"
@@ -116,7 +117,7 @@ class MazeSet:
         order = np.random.default_rng((self.seed, key)).permutation(len(every)) if count else np.arange(len(every))
         new = [place for place in order.tolist() if _is_new(every[place], seen)]
         if len(new) < (count or 1):
-            raise ValueError(
+            raise UserError(
                 f"{file} has {len(new)} mazes that are no copies of one another or of held-out ones; asked for "
                 f"{count or 'all'}"
             )
@@ -135,17 +136,17 @@ def _parsed(row: benchmarks.Row, where: str, size: int) -> Maze:
     for name in ("question", "answer"):
         text = row[name] or ""
         if len(text) != size**2 or set(text) - set(CHARACTERS):
-            raise ValueError(f"{where}: {name} has {len(text)} characters, expected {size**2} of {CHARACTERS!r}")
+            raise UserError(f"{where}: {name} has {len(text)} characters, expected {size**2} of {CHARACTERS!r}")
         grids.append(np.asarray([CHARACTERS.index(c) + 1 for c in text], np.uint8).reshape(size, size))
     grid, solved = grids
     try:
         steps = mazes.solve(grid)[1]
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        raise UserError(f"{where}: {error}") from None
     changed = grid != solved
     is_path = np.all(grid[changed] == OPEN) and np.all(solved[changed] == PATH)
     if not is_path or np.count_nonzero(changed) != steps - 1 or mazes.solve(_only(grid, solved))[1] != steps:
-        raise ValueError(f"{where}: answer is not question with a shortest path of {steps} steps")
+        raise UserError(f"{where}: answer is not question with a shortest path of {steps} steps")
     return Maze(grid, solved, steps)
 
 

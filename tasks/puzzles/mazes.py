@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from core.errors import UserError
+
 CHARACTERS = "# SGo"  # tokens 1 to 5
 WALL, OPEN, START, GOAL, PATH = range(1, 6)
 _STEPS = ((1, 0), (0, -1), (0, 1), (-1, 0))  # down, left, right, up
@@ -63,11 +65,11 @@ def solve(grid: np.ndarray) -> tuple[np.ndarray, int]:
     """
     places = [np.argwhere(grid == token) for token in (START, GOAL)]
     if any(len(found) != 1 for found in places):
-        raise ValueError(f"a maze has {len(places[0])} S and {len(places[1])} G, expected one of each")
+        raise UserError(f"a maze has {len(places[0])} S and {len(places[1])} G, expected one of each")
     start, goal = (tuple(map(int, found[0])) for found in places)
     steps, found_from = search(grid != WALL, start)
     if goal not in found_from:
-        raise ValueError(f"no way leads from S at {start} to G at {goal}")
+        raise UserError(f"no way leads from S at {start} to G at {goal}")
     solved, cell = grid.copy(), found_from[goal]
     while cell != start:
         solved[cell] = PATH

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from core.errors import UserError
 from tasks.puzzles.files import Split
 
 FILLER = -1  # example index of a row that completes the last batch of an evaluation
@@ -65,7 +66,7 @@ class Shuffled:
         self._num_groups = len(split.group_indices) - 1
         fewest = self._num_groups * self._epochs * int(np.diff(self._puzzles).min())
         if fewest < batch_size:
-            raise ValueError(
+            raise UserError(
                 f"{self._epochs} epochs of {self._num_groups} puzzles give no batch of {batch_size}: "
                 f"set epochs_per_iteration to {-(-batch_size // max(1, self._num_groups))} or more, or leave it out"
             )
@@ -90,7 +91,7 @@ class Shuffled:
             self._rng.bit_generator.state = _arrays(found["generator"])
             self._visit = int(found["visit"])
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{state[:60]!r}... is no position in a set of puzzles: {error}") from error
+            raise UserError(f"{state[:60]!r}... is no position in a set of puzzles: {error}") from error
 
     def _start(self, iteration: int) -> None:
         self._iteration, self._visit = iteration, 0

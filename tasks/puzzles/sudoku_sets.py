@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from core import paths
+from core.errors import UserError
 from tasks.puzzles import benchmarks, sudoku_puzzles, writing
 from tasks.puzzles.sudoku_puzzles import CLUES, Puzzle
 from tasks.puzzles.sudoku_solver import shape
@@ -69,7 +70,7 @@ class SudokuSet:
         wrong += [f"clues {low} to {high}, expected 0 to {cells} in order"] if not 0 <= low <= high <= cells else []
         wrong += [f"size {self.size} with csv, whose puzzles are of size 9"] if self.csv and self.size != 9 else []
         if wrong:
-            raise ValueError("sudoku: " + "; ".join(wrong))
+            raise UserError("sudoku: " + "; ".join(wrong))
 
     @property
     def vocab_size(self) -> int:
@@ -157,7 +158,7 @@ class SudokuSet:
             if is_test
             else "training puzzles that are no copies of one another"
         )
-        raise ValueError(
+        raise UserError(
             f"sudoku: found {len(found):,} {what}{' or of held-out ones' * (not is_test)}, of "
             f"{self.size} x {self.size} with a rating of at least {self.min_rating}, then {in_vain:,} draws gave no "
             f"other; asked for {count:,}. Ask for fewer, other clues, or a lower rating"
@@ -183,7 +184,7 @@ class SudokuSet:
         new = ~np.isin(_signed(puzzles, self.size), taken)
         chosen = [puzzle for puzzle, is_new in zip(puzzles, new, strict=True) if is_new][:count]
         if len(chosen) < (count or 1):
-            raise ValueError(
+            raise UserError(
                 f"{file} has {len(chosen)} puzzles with a rating of at least {self.min_rating} that are no copies of "
                 f"held-out ones; asked for {count or 'all'}"
             )
@@ -218,10 +219,10 @@ def _parsed(row: Mapping[str, str], file: paths.Path, number: int) -> Puzzle:
     question, answer = (row["question"] or "").replace(".", "0"), row["answer"] or ""
     for name, text in (("question", question), ("answer", answer)):
         if len(text) != 81 or not text.isascii() or not text.isdecimal():
-            raise ValueError(f"{file}, line {number}: {name} is {text!r}, expected 81 digits ('.' or 0 for blank)")
+            raise UserError(f"{file}, line {number}: {name} is {text!r}, expected 81 digits ('.' or 0 for blank)")
     grid, solution = (np.frombuffer(text.encode(), np.uint8) - ord("0") for text in (question, answer))
     if not is_solved(solution, size=9) or np.any((grid > 0) & (grid != solution)):
-        raise ValueError(f"{file}, line {number}: answer is no solution of question")
+        raise UserError(f"{file}, line {number}: answer is no solution of question")
     return Puzzle(grid, solution, benchmarks.rating(row, file, number))
 
 

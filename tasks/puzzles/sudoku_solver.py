@@ -15,6 +15,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from core.errors import UserError
+
 BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # rows and columns of a box, by size
 
 
@@ -51,7 +53,7 @@ def shape(size: int) -> Shape:
       ValueError: another size than 4, 6 or 9.
     """
     if size not in BOXES:
-        raise ValueError(f"sudoku: size is {size!r}, expected one of {', '.join(map(str, BOXES))}")
+        raise UserError(f"sudoku: size is {size!r}, expected one of {', '.join(map(str, BOXES))}")
     row, column = np.divmod(np.arange(size**2), size)
     rows, columns = BOXES[size]
     box = row // rows * (size // columns) + column // columns

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from core import paths
+from core.errors import UserError
 from core.types import IGNORED, Batches, DataLayout
 from tasks import streams, vocabularies
 from tasks.puzzles import arc_voting, files, order, random_grids, writing
@@ -49,7 +50,7 @@ class Stored:
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
         """Reads it, so that a damaged or empty one is refused before the first step. Raises ValueError."""
         if not all(self.split(split).num_examples for split in files.SPLITS):
-            raise ValueError(_EMPTY.format(self.directory))
+            raise UserError(_EMPTY.format(self.directory))
 
     def split(self, name: str) -> Split:
         """One split, read once."""
@@ -118,11 +119,11 @@ class Built(Stored):
             print(f"building {self.describe()}, in {self.directory}", flush=True)
             self.recipe.build(self.directory)
         if not files.is_dataset(self.directory):
-            raise ValueError(
+            raise UserError(
                 f"no puzzles in {self.directory!r}: host 0 builds them first; do all hosts see this folder?"
             )
         if different := self._differences():
-            raise ValueError(
+            raise UserError(
                 f"{self.directory!r} holds other puzzles ({different}): name another directory, or remove it"
             )
         super().prepare(run_dir, is_host_zero=is_host_zero)
@@ -211,7 +212,7 @@ class PuzzleTask:
         """Builds (on host 0) and reads the dataset. Raises ValueError for one that is damaged or not this task's."""
         self.source.prepare(run_dir, is_host_zero=is_host_zero)
         if problems := self._misfits({name: self.source.split(name).metadata for name in files.SPLITS}):
-            raise ValueError("\n".join(problems))
+            raise UserError("\n".join(problems))
 
     def train(self, layout: DataLayout, *, seed: int) -> Batches:
         """Endless batches. Raises ValueError for a dataset that is damaged or gives no whole batch."""

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from core import paths
+from core.errors import UserError
 from tasks.puzzles import files
 
 BUILD = "build.json"  # what was asked for, and what came of it
@@ -138,7 +139,7 @@ def check_free(directory: str) -> None:
     target = paths.resolve(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         what = "a dataset" if files.is_dataset(directory) else "something else"
-        raise ValueError(f"{str(directory)!r} exists and holds {what}: name a new folder, or remove it first")
+        raise UserError(f"{str(directory)!r} exists and holds {what}: name a new folder, or remove it first")
     paths.check_writable(target)
 
 
@@ -179,7 +180,7 @@ def _appear(part: pathlib.Path, target: paths.Path) -> None:
     try:
         part.rename(target)  # Onto an empty folder too.
     except OSError as error:
-        raise ValueError(f"{target} was free when building began and is not now ({error}): name another") from error
+        raise UserError(f"{target} was free when building began and is not now ({error}): name another") from error
 
 
 def _upload(folder: pathlib.Path, target: paths.Path) -> None:

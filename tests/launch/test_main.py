@@ -13,14 +13,15 @@ COMMANDS = cli.command_names()
 
 @pytest.fixture
 def commands(tmp_path, monkeypatch):
-    """A family of two commands: one that raises ValueError, one that cannot be imported."""
+    """A family of two commands: one that raises errors, one that cannot be imported."""
     family = tmp_path / "family"
     family.mkdir()
     (family / "__init__.py").write_text('"""Commands that fail."""')
     (family / "wrong.py").write_text(
-        "HELP = 'goes wrong'\nEXAMPLE = 'launch/run wrong'\n"
+        "from core.errors import UserError\nHELP = 'goes wrong'\nEXAMPLE = 'launch/run wrong'\n"
         "def add_arguments(parser): parser.add_argument('--n', type=int)\n"
-        "def run(args):\n    if args.n is not None: return args.n\n    raise ValueError('rows=3: expected 4')\n"
+        "def run(args):\n    if args.n is not None: return args.n or int('no number')\n"
+        "    raise UserError('rows=3: expected 4')\n"
     )
     (family / "broken.py").write_text("HELP = 'cannot be imported'\nimport no_such_module_anywhere\n")
     monkeypatch.setattr(cli, "COMMANDS", tmp_path)
@@ -45,6 +46,12 @@ def test_a_user_s_mistake_is_a_message_and_code_2(commands, capsys, monkeypatch)
     monkeypatch.setenv("RENGA_TRACEBACK", "1")
     assert cli.main(["wrong"]) == 2
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_value_error_that_is_no_refusal_is_a_fault_and_keeps_its_traceback(commands, capsys):
+    with pytest.raises(ValueError, match="invalid literal for int"):
+        cli.main(["wrong", "--n", "0"])
+    assert capsys.readouterr().err == ""
 
 
 def test_the_command_s_code_is_the_code(commands):

@@ -14,6 +14,7 @@ from rich import box
 from rich.table import Table
 
 from core import slices
+from core.errors import UserError
 from launch import terminal
 
 HELP = "measure how far every strategy's numbers are from one device's"
@@ -128,7 +129,7 @@ def _require_devices(examples: dict[str, Any]) -> None:
     try:
         jax.config.update("jax_num_cpu_devices", largest.chips)
     except RuntimeError as error:
-        raise ValueError(
+        raise UserError(
             f"{largest.name} needs {largest.chips} devices, and a module of the experiment used a device when it was "
             f"imported (an array, jax.random.key …), which fixes their number: add --slice {largest.name}"
         ) from error
@@ -136,12 +137,12 @@ def _require_devices(examples: dict[str, Any]) -> None:
 
 def _check_flags(args: argparse.Namespace) -> None:
     if args.steps < 1:
-        raise ValueError(f"--steps {args.steps}: expected at least 1")
+        raise UserError(f"--steps {args.steps}: expected at least 1")
     if not args.experiment and (args.gin or args.slice):
         flag = "--gin" if args.gin else "--slice"
-        raise ValueError(f"{flag} changes an experiment, and none is given: add --experiment EXPERIMENT.gin")
+        raise UserError(f"{flag} changes an experiment, and none is given: add --experiment EXPERIMENT.gin")
     if args.slice and (args.only or args.strategy):
-        raise ValueError(
+        raise UserError(
             f"--slice {args.slice} is that of the experiment's own strategy, which is not compared when --only or "
             "--strategy name others, with slices of their own: leave out --slice, or --only and --strategy"
         )
@@ -189,11 +190,11 @@ def _examples(args: argparse.Namespace, agreement: Any, experiment: Any) -> dict
     for text in args.strategy:
         name, example = _own(text, agreement)
         if name in known:
-            raise ValueError(f"--strategy {text}: there is already a strategy named {name!r}; give yours another name")
+            raise UserError(f"--strategy {text}: there is already a strategy named {name!r}; give yours another name")
         known[name] = mine[name] = example
     unknown = [name for name in args.only or () if name not in known]
     if unknown:
-        raise ValueError(f"no strategy {', '.join(unknown)}; expected some of {', '.join(known)}")
+        raise UserError(f"no strategy {', '.join(unknown)}; expected some of {', '.join(known)}")
     if chosen := {**({k: known[k] for k in args.only} if args.only else {}), **mine}:
         return chosen
     return {experiment.strategy.name: agreement.Example(experiment.slice, experiment.strategy)} if experiment else known
@@ -205,7 +206,7 @@ def _own(text: str, agreement: Any) -> tuple[str, Any]:
     function, slice_name = _split(text)
     made = _made(function, flag="--strategy")
     if not isinstance(made, Strategy):
-        raise ValueError(
+        raise UserError(
             f"--strategy {text}: it returned a {type(made).__name__}; expected a parallel.strategies.Strategy"
         )
     return made.name, agreement.Example(slice_name, made)
@@ -214,7 +215,7 @@ def _own(text: str, agreement: Any) -> tuple[str, Any]:
 def _split(text: str) -> tuple[str, str]:
     function, at, slice_name = text.rpartition("@")
     if not at:
-        raise ValueError(f"--strategy {text!r}: expected MODULE:FUNCTION@SLICE, such as mine:tensor_only@v4-8")
+        raise UserError(f"--strategy {text!r}: expected MODULE:FUNCTION@SLICE, such as mine:tensor_only@v4-8")
     return function, slice_name
 
 
@@ -225,7 +226,7 @@ def _model(name: str, agreement: Any) -> Any:
         return agreement.MODELS[name]
     model = _made(name, flag="--model")
     if lacks := [*missing(model, Model), *missing(model, HasVocabulary)]:
-        raise ValueError(
+        raise UserError(
             f"--model {name}: the {type(model).__name__} it returned has no {', '.join(lacks)} (README, Your own model)"
         )
     return model
@@ -235,20 +236,20 @@ def _made(name: str, *, flag: str) -> Any:
     """What a function of the user's returns."""
     module, colon, attribute = name.partition(":")
     if not colon:
-        raise ValueError(f"{flag} {name!r}: expected MODULE:FUNCTION, such as mine:build")
+        raise UserError(f"{flag} {name!r}: expected MODULE:FUNCTION, such as mine:build")
     try:
         function = getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # the module is there, and misses another
-        raise ValueError(f"{flag} {name}: no module {error.name}, here or on PYTHONPATH") from error
+        raise UserError(f"{flag} {name}: no module {error.name}, here or on PYTHONPATH") from error
     except AttributeError as error:
-        raise ValueError(f"{flag} {name}: {error}") from error
+        raise UserError(f"{flag} {name}: {error}") from error
     if not callable(function):
-        raise ValueError(f"{flag} {name}: expected a function, found a {type(function).__name__}")
+        raise UserError(f"{flag} {name}: expected a function, found a {type(function).__name__}")
     needs = [p.name for p in inspect.signature(function).parameters.values() if _is_required(p)]
     if needs:
-        raise ValueError(
+        raise UserError(
             f"{flag} {name}: it needs {', '.join(needs)}; give a function of no arguments that calls it with them"
         )
     return function()

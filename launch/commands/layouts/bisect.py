@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from core import paths, units
+from core.errors import UserError
 from core.slices import Slice
 from launch import terminal
 
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs both sides and says where they part: 0 equal, 1 different."""
     for what, value in (("--steps", args.steps), ("--tolerance", args.tolerance)):
         if value is not None and value < (1 if what == "--steps" else 0):
-            raise ValueError(f"{what} {value}: expected at least {1 if what == '--steps' else 0}")
+            raise UserError(f"{what} {value}: expected at least {1 if what == '--steps' else 0}")
     if args.record:
         return _record(args)
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -101,12 +102,12 @@ def parse(text: str, *, experiment: str) -> Variant:
         if setting is None:
             bindings.append(part)
         elif setting[1] in settings:
-            raise ValueError(f"variant {text!r}: {setting[1]} is given twice")
+            raise UserError(f"variant {text!r}: {setting[1]} is given twice")
         else:
             settings[setting[1]] = setting[2]
     hosts = settings.get("hosts", "1")
     if not hosts.isdecimal() or int(hosts) < 1:
-        raise ValueError(f"variant {text!r}: hosts={hosts}: expected a whole number from 1 up")
+        raise UserError(f"variant {text!r}: hosts={hosts}: expected a whole number from 1 up")
     config = os.path.expanduser(settings.get("config", experiment))  # noqa: PTH111 (a relative one stays as typed)
     return Variant(config, tuple(bindings), int(hosts), _checkpoint(settings.get("checkpoint")))
 
@@ -116,7 +117,7 @@ def _checkpoint(text: str | None) -> tuple[str, int] | None:
         return None
     run_dir, _, step = text.rpartition("@")
     if not run_dir or not step.isdecimal():
-        raise ValueError(f"checkpoint={text}: expected RUN@STEP, such as runs/gin/quickstart@100")
+        raise UserError(f"checkpoint={text}: expected RUN@STEP, such as runs/gin/quickstart@100")
     return str(paths.resolve(run_dir)), int(step)
 
 
@@ -156,7 +157,7 @@ def _require_checkpoint(run_dir: str, step: int) -> None:
 
     folder = paths.resolve(run_dir) / "checkpoints"
     if step not in (there := saved_steps.complete(folder)):
-        raise ValueError(
+        raise UserError(
             f"checkpoint={run_dir}@{step}: no complete checkpoint of step {step} in {folder}; there are "
             f"{', '.join(map(str, there)) or 'none'}"
         )
@@ -173,7 +174,7 @@ def _run_side(side: str, slice_: Slice, command: Sequence[str], *, into: Path) -
     print(f"{side}: {units.counted(slice_.hosts, 'process plays', 'processes play')} {slice_.name}", flush=True)
     code = simulate.run(slice_, command=command, log_directory=into / f"logs_{side}")
     if code and code < 128:
-        raise ValueError(f"{side} could not be run (exit code {code}); what its host said is above")
+        raise UserError(f"{side} could not be run (exit code {code}); what its host said is above")
     return code
 
 
@@ -185,7 +186,7 @@ def _require_memory(variant: Variant, experiment: Any, *, steps: int, run_dir: s
         variant.config, bindings=variant.bindings, slice_name=experiment.slice, run_dir=run_dir, smoked=False
     )
     if not checked.ok:
-        raise ValueError("\n".join(f"{f.name}: {f.detail}" for f in checked.findings if not f.ok))
+        raise UserError("\n".join(f"{f.name}: {f.detail}" for f in checked.findings if not f.ok))
     host_memory.require_simulated(checked.training_bytes * (steps + 2), slice_name=experiment.slice)
 
 

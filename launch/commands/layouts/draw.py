@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import pathlib
 
+from core.errors import UserError
+
 HELP = "draw what every stage of a pipeline does at every tick"
 EXAMPLE = """launch/run draw gpipe --stages 4 --microbatches 8
   launch/run draw circular --stages 4 --microbatches 4 --repeats 2
@@ -25,14 +27,14 @@ def run(args: argparse.Namespace) -> int:
     from parallel.pipeline import drawing, schedules
 
     if (args.repeats is not None) != (args.schedule == "circular"):
-        raise ValueError("--repeats belongs to circular, and circular needs it")
+        raise UserError("--repeats belongs to circular, and circular needs it")
     more = {} if args.repeats is None else {"repeats": args.repeats}
     schedule = getattr(schedules, args.schedule)(num_microbatches=args.microbatches, **more)
     problems = schedule.problems(args.stages) if args.stages > 0 else [f"--stages {args.stages}: expected at least 1"]
     if problems:
-        raise ValueError("; ".join(problems))
+        raise UserError("; ".join(problems))
     if args.png and not (parent := pathlib.Path(args.png).absolute().parent).is_dir():
-        raise ValueError(f"--png {args.png}: there is no folder {parent}; make it first")
+        raise UserError(f"--png {args.png}: there is no folder {parent}; make it first")
     print(drawing.text(schedule, stages=args.stages))
     if args.png:
         pathlib.Path(args.png).write_bytes(drawing.png(schedule, stages=args.stages))

@@ -7,6 +7,8 @@ import os
 import sys
 import time
 
+from core.errors import UserError
+
 HELP = "compile every experiment file for its slice and record, or check, what it costs (tests/golden)"
 EXAMPLE = """launch/run golden                        what is recorded, and what is not; compiles nothing
   launch/run golden --check quickstart     compile, print what changed; exit code 1 if anything did
@@ -29,14 +31,14 @@ def run(args: argparse.Namespace) -> int:
     """Lists, checks or writes records."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     if args.again and not args.write:
-        raise ValueError("--again says what --write compiles: give both")
+        raise UserError("--again says what --write compiles: give both")
     from launch.plans import golden
     from parallel.hlo import messages
 
     os.environ.update(messages.AUDIBLE_WARNINGS)
     files = golden.files()
     if unknown := sorted(set(args.names) - set(files)):
-        raise ValueError(f"no experiment {', '.join(unknown)}: there are {', '.join(files)}")
+        raise UserError(f"no experiment {', '.join(unknown)}: there are {', '.join(files)}")
     names = args.names or list(files)
     if args.check:
         return _check(names)

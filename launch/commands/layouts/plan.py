@@ -6,6 +6,8 @@ import argparse
 import os
 from pathlib import Path
 
+from core.errors import UserError
+
 HELP = "find the quickest layout of an experiment that fits a slice, by compiling for it; --explain says what binds"
 EXAMPLE = """launch/run plan v4-32 gin/valkyrie_7b.gin --quick --price 3.22
   launch/run plan v4-32 gin/valkyrie_7b.gin --batch 32 64 --write mine.gin --html plan.html
@@ -63,13 +65,13 @@ def _check(args: argparse.Namespace) -> None:
     if args.explain is not None:
         idle = [f"--{name}" for name in _OF_A_PLAN if getattr(args, name) not in (None, False, [])]
         if idle:
-            raise ValueError(f"{', '.join(idle)}: of a plan; --explain is about one layout and takes --gin alone")
+            raise UserError(f"{', '.join(idle)}: of a plan; --explain is about one layout and takes --gin alone")
     if args.arithmetic and args.record:
-        raise ValueError("--record keeps what was compiled, and --arithmetic compiles nothing: give one of them")
+        raise UserError("--record keeps what was compiled, and --arithmetic compiles nothing: give one of them")
     if args.cached and args.fresh:
-        raise ValueError("--fresh compiles anew, and --cached compiles nothing: give one of them")
+        raise UserError("--fresh compiles anew, and --cached compiles nothing: give one of them")
     if args.compile is not None and args.compile < 1:
-        raise ValueError(f"--compile {args.compile}: expected at least 1; --arithmetic compiles nothing")
+        raise UserError(f"--compile {args.compile}: expected at least 1; --arithmetic compiles nothing")
     if args.price is not None:
         args.price = _price(args.price)
     for flag in _ENDINGS:
@@ -81,11 +83,11 @@ def _check_file(flag: str, path: Path, *, may_be_there: bool) -> None:
     from core import paths
 
     if not (parent := path.absolute().parent).is_dir():
-        raise ValueError(f"--{flag} {path}: there is no folder {parent}; make it first")
+        raise UserError(f"--{flag} {path}: there is no folder {parent}; make it first")
     if path.is_dir():
-        raise ValueError(f"--{flag} {path}: this is a folder; name a file, such as {path / f'plan.{_ENDINGS[flag]}'}")
+        raise UserError(f"--{flag} {path}: this is a folder; name a file, such as {path / f'plan.{_ENDINGS[flag]}'}")
     if path.exists() and not may_be_there:
-        raise ValueError(f"--{flag} {path}: the file is there; name another, or add --overwrite")
+        raise UserError(f"--{flag} {path}: the file is there; name another, or add --overwrite")
     paths.check_writable(parent)
 
 
@@ -95,5 +97,5 @@ def _price(text: str) -> float:
     except ValueError:
         price = -1.0
     if not 0 <= price < float("inf"):
-        raise ValueError(f"--price {text}: expected US dollars per chip-hour, such as 3.22")
+        raise UserError(f"--price {text}: expected US dollars per chip-hour, such as 3.22")
     return price

@@ -8,6 +8,8 @@ import os
 import pathlib
 from typing import Any
 
+from core.errors import UserError
+
 HELP = "print where every array lives and what it costs a chip; --compile asks the real TPU compiler"
 EXAMPLE = """launch/run report v4-32 gin/valkyrie_7b.gin --compile --json report.json
   launch/run report v4-32 gin/valkyrie_7b.gin --strategies
@@ -40,9 +42,9 @@ def run(args: argparse.Namespace) -> int:
     """Prints the tables."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     if args.json and not (parent := pathlib.Path(args.json).absolute().parent).is_dir():
-        raise ValueError(f"--json {args.json}: there is no folder {parent}; make it first")
+        raise UserError(f"--json {args.json}: there is no folder {parent}; make it first")
     if args.compile and args.strategies is not None:
-        raise ValueError("--compile reports one program, --strategies compares several: give one of them")
+        raise UserError("--compile reports one program, --strategies compares several: give one of them")
     from parallel.hlo import messages
 
     os.environ.update(messages.AUDIBLE_WARNINGS)

@@ -10,6 +10,7 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from core import units
+from core.errors import UserError
 from launch import terminal
 
 HELP = "build a dataset of puzzles (sudoku, maze, arc) and show one"
@@ -108,7 +109,7 @@ def _recipe(args: argparse.Namespace):
     from tasks.puzzles.sudoku_sets import SudokuSet
 
     if args.seed < 0:
-        raise ValueError(f"--seed is {args.seed}, expected 0 or more")
+        raise UserError(f"--seed is {args.seed}, expected 0 or more")
     if args.kind == "arc":
         return ArcSet(
             version=args.version,

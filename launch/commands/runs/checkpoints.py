@@ -10,6 +10,7 @@ import os
 from typing import TYPE_CHECKING
 
 from core import units
+from core.errors import UserError
 from core.watch import exit_codes
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def _verify(args: argparse.Namespace) -> int:
         _require_step(directory, args.step)
     chosen = [args.step] if args.step is not None else sorted(steps.complete(directory), reverse=True)
     if not chosen:
-        raise ValueError(f"there is no complete checkpoint in {directory}")
+        raise UserError(f"there is no complete checkpoint in {directory}")
     damaged = 0
     for step in chosen:
         result = verifying.verify(directory / str(step))
@@ -94,7 +95,7 @@ def _diff(args: argparse.Namespace) -> int:
     try:
         lines = list(comparing.compare(first, second, values=not args.no_values))
     except DamagedError as error:
-        raise ValueError(f"{error}; run launch/run checkpoints verify for details") from error
+        raise UserError(f"{error}; run launch/run checkpoints verify for details") from error
     print("\n".join(lines) or "no difference: configuration, versions and every array are equal")
     return exit_codes.FAILED if lines else exit_codes.DONE
 
@@ -121,7 +122,7 @@ def _directory(run: str) -> paths.Path:
         folder = folder / FOLDER
     if not folder.exists():
         what = "has no checkpoints" if folder.parent.exists() else "does not exist"
-        raise ValueError(
+        raise UserError(
             f"the run {run!r} {what} (expected {folder}); give the --run-dir that it was trained with, local or gs://"
         )
     return folder
@@ -134,7 +135,7 @@ def _require_step(directory: paths.Path, step: int) -> paths.Path:
     present = steps.complete(directory)
     if step not in present:
         listed = ", ".join(map(str, present)) or "none"
-        raise ValueError(f"no complete checkpoint of step {step} in {directory}; existing steps: {listed}")
+        raise UserError(f"no complete checkpoint of step {step} in {directory}; existing steps: {listed}")
     return directory / str(step)
 
 
@@ -144,11 +145,11 @@ def _step_folder(text: str) -> paths.Path:
 
     run, mark, step = text.rpartition("@")
     if mark and not (run and step.isdecimal()):
-        raise ValueError(f"{text!r}: expected RUN or RUN@STEP with a step number, such as runs/first@1000")
+        raise UserError(f"{text!r}: expected RUN or RUN@STEP with a step number, such as runs/first@1000")
     directory = _directory(run if mark else text)
     if mark:
         return _require_step(directory, int(step))
     present = steps.complete(directory)
     if not present:
-        raise ValueError(f"{text!r} has no complete checkpoint in {directory}")
+        raise UserError(f"{text!r} has no complete checkpoint in {directory}")
     return directory / str(present[-1])

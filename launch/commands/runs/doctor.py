@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 from core import paths, slices
+from core.errors import UserError
 from core.watch import exit_codes
 from launch import environment
 from launch.hosts import simulate, tpu_host
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     place = tpu_host.look()
     if not place.on_tpu_host:
         looked_at = "\n  ".join(place.looked_at)
-        raise ValueError(f"this is no host of a TPU slice: go to every host of one, or add --simulate:\n  {looked_at}")
+        raise UserError(f"this is no host of a TPU slice: go to every host of one, or add --simulate:\n  {looked_at}")
     tpu_host.require_slice(slice_, accelerator_type=place.accelerator_type, where="this host's TPU")
     return _host(args, slice_)
 

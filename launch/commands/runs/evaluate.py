@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core import paths, slices, units
+from core.errors import UserError
 from launch import environment
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     found = saved.read(args.run_dir, bindings=args.gin, slice_name=args.slice)
     asked = portion.portion(found.config.build(), rows=args.rows)
     if problems := asked.experiment.data_problems(prepared=False):
-        raise ValueError("\n".join(problems))
+        raise UserError("\n".join(problems))
     if args.submission:
         _check_submission(args.submission, asked)
     slice_ = slices.get(asked.experiment.slice)
@@ -97,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 def _check_submission(file: str, asked: Portion) -> None:
     """Raises ValueError where there is nothing to submit, or nowhere to write it."""
     if _judge(asked) is None:
-        raise ValueError(
+        raise UserError(
             f"--submission {file}: this run's task has no attempts to submit; expected an ARC dataset "
             "(a folder with test_puzzles.json, as launch/run build arc makes one)"
         )
@@ -180,7 +181,7 @@ def _measured(run: Run, steps: Sequence[int], asked: Portion, results: Results) 
             print(f"note: the checkpoint of step {step} was removed before it was read; it is left out", flush=True)
     checkpoints.close()
     if not read:
-        raise ValueError(
+        raise UserError(
             f"every checkpoint that was to be evaluated ({', '.join(map(str, steps))}) was removed meanwhile: the run "
             f"is still training and keeps its latest {keep} (KEEP_CHECKPOINTS). Evaluate again, without --step"
         )

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from core import paths, slices
+from core.errors import UserError
 from launch import environment
 
 HELP = "write the JobSet with which GKE runs an experiment on a slice"
@@ -40,12 +41,12 @@ def run(args: argparse.Namespace) -> int:
 
     slice_ = slices.get(args.slice)
     if not Path(args.experiment).is_file():
-        raise ValueError(f"no such experiment file: {args.experiment}")
+        raise UserError(f"no such experiment file: {args.experiment}")
     run_dir = args.run_dir or environment.run_directory(args.experiment)
     if not paths.is_remote(run_dir):
-        raise ValueError(f"the run directory {run_dir} would go with its pod: give --run-dir gs://BUCKET/…")
+        raise UserError(f"the run directory {run_dir} would go with its pod: give --run-dir gs://BUCKET/…")
     if args.restarts < 0:
-        raise ValueError(f"--restarts {args.restarts}: expected 0 (never) or more")
+        raise UserError(f"--restarts {args.restarts}: expected 0 (never) or more")
     bindings = [word for binding in args.gin for word in ("--gin", binding)]
     text = json.dumps(
         jobset.manifest(

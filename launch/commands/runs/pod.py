@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core import paths, slices, units
+from core.errors import UserError
 from launch import environment
 from launch.commands.runs import validate
 from launch.hosts import alerts, gcloud, lifecycle, shipping, simulate, supervise, tpu_host, workstation
@@ -75,13 +76,13 @@ def run(args: argparse.Namespace) -> int:
         return _make_or_delete(args)
     slice_ = slices.get(args.target)
     if args.experiment is None:
-        raise ValueError(f"no experiment given: launch/pod.sh {args.target} EXPERIMENT.gin (gin/ has some)")
+        raise UserError(f"no experiment given: launch/pod.sh {args.target} EXPERIMENT.gin (gin/ has some)")
     if args.steps is not None and args.steps < 1:
-        raise ValueError(f"--steps {args.steps}: expected at least 1")
+        raise UserError(f"--steps {args.steps}: expected at least 1")
     if args.experiment == "validate":
         return _validate(args, slice_)
     if args.validated is not None:
-        raise ValueError(f"{args.validated!r} is one word too many: launch/pod.sh {args.target} {args.experiment} …")
+        raise UserError(f"{args.validated!r} is one word too many: launch/pod.sh {args.target} {args.experiment} …")
     _require_restartable(args)
     _require_one_mode(args)
     if args.check:
@@ -100,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     if tpus:
         return _from_workstation(args, slice_, tpus)
     _refuse_dry_run(args, "no TPU is named")
-    raise ValueError(_no_place(slice_, args.experiment, place))
+    raise UserError(_no_place(slice_, args.experiment, place))
 
 
 def _of_a_run(args: argparse.Namespace) -> int:
@@ -109,7 +110,7 @@ def _of_a_run(args: argparse.Namespace) -> int:
     from launch.profile import request
 
     if args.experiment is None:
-        raise ValueError("profile of which run? launch/pod.sh profile RUN --seconds 5 (its run directory)")
+        raise UserError("profile of which run? launch/pod.sh profile RUN --seconds 5 (its run directory)")
     if args.target == "logs":
         return logs.show(args.experiment)
     if args.target == "tensorboard":
@@ -120,7 +121,7 @@ def _of_a_run(args: argparse.Namespace) -> int:
 def _validate(args: argparse.Namespace, slice_: slices.Slice) -> int:
     """Tries the slice: here, or shipped to it as a run is."""
     if args.gin or args.steps or args.smoke or args.check or args.restarts:
-        raise ValueError(f"{slice_.name} validate takes EXPERIMENT.gin, --run-dir and where to go, and no other flag")
+        raise UserError(f"{slice_.name} validate takes EXPERIMENT.gin, --run-dir and where to go, and no other flag")
     experiment = args.validated or "gin/quickstart.gin"
     tpus = () if args.simulate else gcloud.find_tpus(args.tpu, args.zone, args.project)
     if not tpus or (tpu_host.on_tpu_host() and not args.tpu):
@@ -129,7 +130,7 @@ def _validate(args: argparse.Namespace, slice_: slices.Slice) -> int:
         return _become(["validate", slice_.name, experiment, *own, *(["--simulate"] if args.simulate else [])])
     directory = args.run_dir or _from_workspace(validate.default_directory(slice_))
     if slice_.hosts > 1 and not paths.is_remote(directory):
-        raise ValueError(
+        raise UserError(
             f"{units.counted(slice_.hosts, 'host')} need one place for checkpoints: give --run-dir gs://BUCKET/…"
         )
     workspace = environment.WORKSPACE
@@ -168,7 +169,7 @@ def _train_here(args: argparse.Namespace, slice_: slices.Slice) -> int:
     """This host's part of the run: this process itself or, where somebody is to outlive it, a child of it."""
     run_directory = args.run_dir or _run_directory(args)
     if args.restarts and slice_.hosts > 1 and _is_on_own_disk(run_directory):
-        raise ValueError(
+        raise UserError(
             f"--restarts with the run directory {run_directory}, which is on a disk of this host alone: the "
             f"{slice_.hosts} hosts of {slice_.name} need one that all see, and a restart on another machine would find "
             "nothing to go on from. Give --run-dir gs://BUCKET/… (or a folder of a file system that all of them mount)"
@@ -213,7 +214,7 @@ def _supervised(
 def _from_workstation(args: argparse.Namespace, slice_: slices.Slice, tpus: Sequence[gcloud.Tpu]) -> int:
     workspace = environment.WORKSPACE
     if args.restarts and not paths.is_remote(args.run_dir or _run_directory(args)):
-        raise ValueError(
+        raise UserError(
             f"--restarts with the run directory {args.run_dir or _run_directory(args)}: a TPU that is made again has "
             "empty disks, so there would be nothing to go on from. Give --run-dir gs://BUCKET/…"
         )
@@ -268,7 +269,7 @@ def _checked(args: argparse.Namespace, slice_: slices.Slice, *, run_directory: s
         hosts=hosts,
     )
     if not checked.ok:
-        raise ValueError("\n".join(f"{f.name}: {f.detail}" for f in checked.findings if not f.ok))
+        raise UserError("\n".join(f"{f.name}: {f.detail}" for f in checked.findings if not f.ok))
     return checked
 
 
@@ -296,20 +297,20 @@ def _require_one_mode(args: argparse.Namespace) -> None:
         ("check", "dry_run", "a check sends nothing to gcloud that could be printed"),
     ):
         if getattr(args, one) and getattr(args, other):
-            raise ValueError(f"--{one} and --{other.replace('_', '-')} exclude each other: {why}. Give one of them")
+            raise UserError(f"--{one} and --{other.replace('_', '-')} exclude each other: {why}. Give one of them")
 
 
 def _require_restartable(args: argparse.Namespace) -> None:
     """Raises ValueError where --restarts could not do what it says."""
     if args.restarts < 0:
-        raise ValueError(f"--restarts {args.restarts}: expected 0 (never) or more")
+        raise UserError(f"--restarts {args.restarts}: expected 0 (never) or more")
     if args.restarts and args.smoke:
-        raise ValueError("--restarts and --smoke exclude each other: a smoke run never continues one. Give one of them")
+        raise UserError("--restarts and --smoke exclude each other: a smoke run never continues one. Give one of them")
 
 
 def _refuse_dry_run(args: argparse.Namespace, why: str) -> None:
     if args.dry_run:
-        raise ValueError(
+        raise UserError(
             f"--dry-run prints what a workstation would send to a TPU, and {why}: "
             "give --tpu NAME --zone ZONE, or set TPU_NAME and TPU_ZONE"
         )
@@ -317,12 +318,12 @@ def _refuse_dry_run(args: argparse.Namespace, why: str) -> None:
 
 def _act(args: argparse.Namespace) -> int:
     if args.experiment is not None:
-        raise ValueError(
+        raise UserError(
             f"{args.target} takes no {args.experiment!r}: launch/pod.sh {args.target} --tpu NAME --zone ZONE"
         )
     tpus = gcloud.find_tpus(args.tpu, args.zone, args.project)
     if not tpus:
-        raise ValueError(f"{args.target} on which TPU? Give --tpu NAME --zone ZONE, or set TPU_NAME and TPU_ZONE")
+        raise UserError(f"{args.target} on which TPU? Give --tpu NAME --zone ZONE, or set TPU_NAME and TPU_ZONE")
     return workstation.act(tpus, action=args.target, log_directory=args.run_dir, dry_run=args.dry_run)
 
 
@@ -330,7 +331,7 @@ def _make_or_delete(args: argparse.Namespace) -> int:
     tpus = gcloud.find_tpus(args.tpu, args.zone, args.project)
     needs = "SLICE --tpu NAME --zone ZONE" if args.target != "delete" else "--tpu NAME --zone ZONE"
     if not tpus or (args.experiment is None) != (args.target == "delete"):
-        raise ValueError(f"expected: launch/pod.sh {args.target} {needs} (or TPU_NAME and TPU_ZONE)")
+        raise UserError(f"expected: launch/pod.sh {args.target} {needs} (or TPU_NAME and TPU_ZONE)")
     order = None
     if args.target != "delete":
         order = lifecycle.Order(slices.get(args.experiment), args.spot, args.target == "queue")

@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.table import Table
 
 from core import paths, slices, units
+from core.errors import UserError
 from launch import environment, terminal
 
 if TYPE_CHECKING:
@@ -90,15 +91,15 @@ def _check(args: argparse.Namespace) -> None:
     from launch.hosts import tpu_host
 
     if args.seeds < 1 or (args.steps is not None and args.steps < 1):
-        raise ValueError(f"--seeds {args.seeds} --steps {args.steps}: expected at least 1")
+        raise UserError(f"--seeds {args.seeds} --steps {args.steps}: expected at least 1")
     if args.out and paths.is_remote(args.out):
-        raise ValueError(f"--out {args.out}: expected a local folder (runs themselves may be in a bucket: --run-root)")
+        raise UserError(f"--out {args.out}: expected a local folder (runs themselves may be in a bucket: --run-root)")
     if args.analyze and args.smoke:
-        raise ValueError("--analyze reads the scores of runs, and rehearsals have none: leave --smoke out")
+        raise UserError("--analyze reads the scores of runs, and rehearsals have none: leave --smoke out")
     if args.simulate or args.analyze or args.list:
         return
     if not tpu_host.on_tpu_host():
-        raise ValueError(
+        raise UserError(
             f"this is no host of a TPU: run `launch/run suite {args.group} …` on every host of one, or add --simulate"
         )
 
@@ -110,10 +111,10 @@ def _check_places(entries: Sequence[Entry], root: str) -> None:
         names.setdefault(entry.experiment.slice, entry.id)
     if len(names) > 1:
         which = " and ".join(f"{name} ({first})" for name, first in names.items())
-        raise ValueError(f"the experiments are for several slices, {which}, and these hosts are of one: give --slice")
+        raise UserError(f"the experiments are for several slices, {which}, and these hosts are of one: give --slice")
     (slice_,) = map(slices.get, names)
     if slice_.hosts > 1 and not paths.is_remote(root):
-        raise ValueError(
+        raise UserError(
             f"runs would go to {root}, on a disk of this host, but all {slice_.hosts} hosts of {slice_.name} must see "
             "one run directory: give --run-root gs://BUCKET/runs (or set RENGA_RUN_ROOT)"
         )

@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from core import slices
+from core.errors import UserError
 from core.watch import exit_codes
 from launch import environment
 
@@ -55,10 +56,9 @@ def _run(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     from launch.doctor import together
     from launch.hosts import cluster
     from launch.hosts.tpu_host import revision
-    from launch.under_way import refusing
 
     if args.steps is not None and args.steps < 1:
-        raise ValueError(f"--steps {args.steps}: expected at least 1")
+        raise UserError(f"--steps {args.steps}: expected at least 1")
     config = configuration.load(args.experiment, bindings=args.gin, slice_name=args.slice)
     experiment = config.build()
     if args.smoke:
@@ -96,8 +96,7 @@ def _run(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
         host=host,
     )
     try:
-        with refusing.own_refusals_alone():
-            smoke.rehearse(run) if args.smoke else training.train(run, also=holding)
+        smoke.rehearse(run) if args.smoke else training.train(run, also=holding)
     except PreemptedError as stop:
         print(f"{host.name}: {stop}", flush=True)
         return exit_codes.PREEMPTED

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from core import paths, slices
+from core.errors import UserError
 from core.watch import exit_codes
 from launch import environment
 from launch.hosts import tpu_host
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         return _attention(args, slice_)
     run_dir = os.fspath(paths.resolve(args.run_dir or default_directory(slice_)))
     if not args.simulate and not tpu_host.look().on_tpu_host:
-        raise ValueError(
+        raise UserError(
             f"this is no host of a TPU slice: launch/pod.sh {slice_.name} validate --tpu NAME, or --simulate"
         )
     started = time.time()
