@@ -1,13 +1,12 @@
-"""Tells somebody that a run failed: RENGA_ALERT is a command, or a web address, that gets a few lines of JSON.
+"""Sends an alert when a run fails: RENGA_ALERT is a shell command or a web address that receives JSON.
 
-The one idea: the dead cannot call. Who starts a run (`launch/pod.sh`, simulated or on a host) outlives its processes
-and sends; a process only leaves a note of the exception that ends it, in a folder that it was given. So a host that is
-killed is told of like one that raised, and no process waits for anybody when others wait for it. Where the hosts of
-a run found out together what ends it, that is what is told.
+A killed process cannot report its own failure, so the process that started the run (`launch/pod.sh`, simulated or on a
+host) sends the alert. Processes of the run only write notes, into a folder that they are given: the exception that ends
+them, or the hosts' common verdict on why the run ended, which takes precedence.
 
     {"run": …, "host": 0, "kind": "out of memory", "message": …, "step": 1200, "exit_code": 13, "time": …}
 
-The address may hold a secret: it is never printed nor put on a command line.
+The address may contain a secret, so it is never printed and never put on a command line.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _KINDS = {
     exit_codes.RUN_DIRECTORY_LOST: "run directory lost",
 }
 _OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|[Oo]ut of memory|MemoryError")
-# In a process of its own, so that a name server that does not answer holds nobody up.
+# In a separate process, because resolving the name of the address may block for long.
 _POST = """
 import os, sys, urllib.request
 headers = {"Content-Type": "application/json"}
@@ -50,16 +49,16 @@ _LOCAL = ("http://127.0.0.1:", "http://localhost:")
 
 
 class Watch:
-    """The notes of a run's processes here, and what is sent of them."""
+    """Collects the notes of a run's processes on this machine and sends alerts."""
 
     def __init__(self, run_dir: str, folder: Path, host: int | None):
-        """Takes the run's directory, a folder for notes, and whose processes these are; None: of all, or unknown."""
+        """Takes the run directory, the folder of notes, and the host of these processes; None: all, or unknown."""
         self._run_dir, self._folder, self._host = run_dir, folder, host
 
     def after(self, code: int) -> None:
-        """Sends one alert where a run ended with `code` and somebody should look; then forgets the notes."""
+        """Sends one alert if exit code `code` is a failure, and deletes the notes."""
         notes = self._taken()
-        if code in _SILENT or self._host:  # the parent of host 0 tells of the run
+        if code in _SILENT or self._host:  # the process that started host 0 reports for the run
             return
         first = _cause(notes)
         message = first["message"] or exit_codes.ending(code).meaning
@@ -76,7 +75,7 @@ class Watch:
         )
 
     def _taken(self) -> list[dict[str, Any]]:
-        """The notes in the order they were written; a file that is none is left out."""
+        """Reads and deletes the notes, oldest first; malformed files are skipped."""
         notes = []
         for file in self._folder.glob("*.json"):
             with contextlib.suppress(ValueError):
@@ -87,11 +86,11 @@ class Watch:
 
 @contextlib.contextmanager
 def watching(run_dir: str, *, host: int | None = None) -> Iterator[Watch | None]:
-    """For who starts a run: a watch, or None where nobody is to be told.
+    """For the process that starts a run: a watch, or None if RENGA_ALERT is not set.
 
     Args:
       run_dir: of the run.
-      host: whose processes are started; that of host 0 tells. None: those of all, or nobody knows.
+      host: the host whose process is started; only host 0 reports. None: all hosts, or unknown.
 
     Raises:
       ValueError: RENGA_ALERT cannot be used.
@@ -111,7 +110,7 @@ def watching(run_dir: str, *, host: int | None = None) -> Iterator[Watch | None]
 
 @contextlib.contextmanager
 def noting(host: int | None) -> Iterator[None]:
-    """For a process of a run: leaves a note of an exception that ends it, or of the verdict of its hosts."""
+    """For a process of a run: writes a note of the exception that ends it, or of the hosts' verdict."""
     folder = environment.read("RENGA_NOTES")
     if folder is None:
         yield
@@ -126,14 +125,14 @@ def noting(host: int | None) -> Iterator[None]:
 
 
 def kind(code: int, message: str) -> str:
-    """What happened, in two words."""
+    """Classifies a failure, such as `out of memory`."""
     if _OUT_OF_MEMORY.search(message):
         return "out of memory"
     return _KINDS.get(code, "killed" if code > 128 and code != exit_codes.JAX_ABORTED else "crash")
 
 
 def send(alert: Mapping[str, Any]) -> bool:
-    """Sends to RENGA_ALERT; waits at most SEND_SECONDS, and never raises. Says whether it went, not to whom."""
+    """Sends to RENGA_ALERT within SEND_SECONDS; returns whether that succeeded. Never raises or prints the address."""
     target = environment.read("RENGA_ALERT") or ""
     text = json.dumps(alert)
     is_address = target.startswith(("https://", *_LOCAL))
@@ -152,7 +151,7 @@ def send(alert: Mapping[str, Any]) -> bool:
 
 
 def _cause(notes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """What is told: what was raised on the host that the verdict names, or the verdict, or what was raised first."""
+    """Chooses the exception of the host that the verdict names, else the verdict, else the first exception."""
     verdicts = [note for note in notes if note["kind"] == "verdict"]
     raised = [note for note in notes if note["kind"] == "raised"]
     named = [note for note in raised if verdicts and note["host"] == verdicts[0]["host"]]
@@ -160,8 +159,8 @@ def _cause(notes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def _note(folder: str, kind: str, of: int | None, host: int | None, message: str) -> None:
-    """Leaves a note of a process (`of`) about a host."""
-    with contextlib.suppress(OSError):  # who would read it is gone
+    """Writes a note by process `of` about a host."""
+    with contextlib.suppress(OSError):  # the process that would read it has ended
         about = {"kind": kind, "host": host, "message": message, "time": time.time()}
         part = Path(folder) / f".{kind}_{of}"
         part.write_text(json.dumps(about))
@@ -169,7 +168,7 @@ def _note(folder: str, kind: str, of: int | None, host: int | None, message: str
 
 
 def _step(message: str, run_dir: str) -> int | None:
-    """The step that a message names, or the last that was logged."""
+    """Returns the step that a message names, or the last that was logged."""
     if named := re.search(r"\bstep (\d+)", message):
         return int(named[1])
     if paths.is_remote(run_dir):

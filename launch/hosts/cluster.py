@@ -1,6 +1,6 @@
-"""From a started process to a host of the slice: join the others, and refuse to go on where anything is not as said.
+"""Joins this process to the other hosts of the slice, and refuses to continue if anything differs from the request.
 
-Every check here compares what was asked for with what is there, on all hosts, before an array exists.
+All checks run on all hosts before the first array is created.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def join(
     limits: Limits = USUAL_LIMITS,
     before_devices: Callable[[distributed.Cluster], None] = lambda cluster: None,
 ) -> Host:
-    """Joins this process to the hosts of the slice; from then on they watch one another.
+    """Joins this process to the hosts of the slice, which monitor one another from then on.
 
-    In a rehearsal (RENGA_SIMULATE) the processes share the slice's chips among them; a single one has them all.
+    In a simulation (RENGA_SIMULATE) the processes divide the slice's chips among them; a single process has them all.
 
     Args:
       slice_: whose hosts these are.
       description: what this host would run (`launch.training.describe`), to be the same on all of them.
-      limits: how long a host may stay where it is.
+      limits: how long a host may stay in one phase.
       before_devices: as for `distributed.initialize`.
 
     Raises:
@@ -103,13 +103,13 @@ def _require_chips(slice_: Slice, *, played: bool) -> None:
 
 
 def require_same(what: str, text: str) -> None:
-    """Raises ValueError on all hosts, with the difference, where `text` is not the same on all of them."""
+    """Raises ValueError on all hosts, with the difference, if `text` differs between hosts."""
     if differing := difference.between_hosts(distributed.all_gather_text(what, text)):
         raise UserError(f"{what} differs between hosts (a minus is what the others have):\n{differing}")
 
 
 def require_shared(run_dir: str, host: Host) -> None:
-    """Raises ValueError on all hosts where host 0 cannot write into the run directory, or a host does not see it."""
+    """Raises ValueError on all hosts if host 0 cannot write into the run directory, or a host does not see the file."""
     directory = paths.resolve(run_dir)
     nonce = distributed.from_host_zero(secrets.token_hex(8))
     if refused := distributed.from_host_zero(_written(directory, nonce) if host.is_zero else ""):
@@ -126,7 +126,7 @@ def require_shared(run_dir: str, host: Host) -> None:
 
 
 def _written(directory, nonce: str) -> str:
-    """Writes for the others to see; why that cannot be, or nothing."""
+    """Writes a file for the other hosts; returns the error, or nothing."""
     try:
         paths.require_writable(directory)
         paths.write_text_atomically(directory / _NONCE_FILE, nonce)
@@ -138,7 +138,7 @@ def _written(directory, nonce: str) -> str:
 def _sees(file, nonce: str) -> bool:
     deadline = time.monotonic() + _SHARED_FILE_SECONDS
     while time.monotonic() < deadline:
-        with contextlib.suppress(Exception):  # of whatever type: who cannot read it does not see it
+        with contextlib.suppress(Exception):  # whatever the error, this host cannot read the file
             if file.read_text() == nonce:
                 return True
         time.sleep(0.2)

@@ -1,7 +1,7 @@
-"""Command lines of gcloud: how a step on a TPU is said, printed and run.
+"""Builds, prints and runs gcloud command lines for a TPU.
 
-The one idea: a step is an argv list without a shell, so that `--dry-run` prints exactly what would run, and the only
-quoting is that of one `--command`.
+Each step is an argv list without a shell, so `--dry-run` prints exactly what would run; only the text of `--command` is
+quoted for a shell.
 
 Flags: https://cloud.google.com/sdk/gcloud/reference/compute/tpus/tpu-vm (ssh, scp, describe).
 """
@@ -26,7 +26,7 @@ TENSORBOARD_PORT = 6006
 
 @dataclasses.dataclass(frozen=True)
 class Tpu:
-    """A TPU (one slice) as gcloud finds it; project None is gcloud's own."""
+    """A TPU (one slice) as gcloud identifies it; project None is gcloud's default."""
 
     name: str
     zone: str
@@ -34,22 +34,22 @@ class Tpu:
 
 
 class Step(NamedTuple):
-    """One command line and what it is for."""
+    """One command line and its purpose."""
 
     purpose: str
     argv: tuple[str, ...]
 
 
 def find_tpus(names: str | None, zone: str | None, project: str | None) -> tuple[Tpu, ...]:
-    """The TPUs that the flags name, or else TPU_NAME, TPU_ZONE and TPU_PROJECT; empty where neither names one.
+    """Returns the TPUs named by flags, or else by TPU_NAME, TPU_ZONE and TPU_PROJECT; empty if there are none.
 
     Args:
-      names: one, or `A,B`: one for each slice of the job, the first has its coordinator.
+      names: one, or `A,B` with one for each slice of the job; the first runs the coordinator.
       zone: of all.
       project: of all.
 
     Raises:
-      ValueError: a TPU without its zone, a name that gcloud would take for something else, or one given twice.
+      ValueError: a TPU without a zone, a malformed name, or the same name twice.
     """
     names = names or environment.read("TPU_NAME")
     if not names:
@@ -96,7 +96,7 @@ def tensorboard_step(tpu: Tpu, *, log_directory: str | None) -> Step:
 
 
 def perform(steps: Sequence[Step], *, dry_run: bool, together: bool = False) -> int:
-    """Runs the steps one after the other up to the first that fails, or all `together`; or prints them for a shell.
+    """Runs the steps in turn up to the first failure, or all at once if `together`; with `dry_run` only prints them.
 
     Returns:
       The exit code of the first that failed, or 0.
@@ -121,7 +121,7 @@ def _ended(step: Step, process: subprocess.Popen) -> int:
 
 
 def address(tpu: Tpu) -> str:
-    """The address of host 0 in the network of the TPU. Raises ValueError where gcloud has none."""
+    """Returns the address of host 0 in the network of the TPU. Raises ValueError if gcloud has none."""
     found = subprocess.run(resolved(address_step(tpu).argv), capture_output=True, text=True, check=False)
     if found.returncode or not found.stdout.strip():
         raise UserError(
@@ -131,7 +131,7 @@ def address(tpu: Tpu) -> str:
 
 
 def resolved(argv: Sequence[str]) -> list[str]:
-    """The command line with the path of its program. Raises ValueError where it is not installed."""
+    """Returns the command line with the full path of its program. Raises ValueError if it is not installed."""
     program = shutil.which(argv[0])
     if program is None:
         raise UserError(f"{argv[0]} is not on PATH: install it (https://cloud.google.com/sdk), or use --dry-run")
@@ -139,13 +139,13 @@ def resolved(argv: Sequence[str]) -> list[str]:
 
 
 def on_host(action: str, *arguments: str, variables: Sequence[str] = ()) -> str:
-    """An action of `on_host.sh` as text for a host's shell; `variables` are NAME=VALUE of its environment."""
+    """Returns shell text that runs an action of `on_host.sh`, with `variables` (NAME=VALUE) in its environment."""
     script = f"{REMOTE_WORKSPACE}/launch/hosts/on_host.sh"
     return shlex.join([*(("env", *variables) if variables else ()), "bash", script, action, *arguments])
 
 
 def where(tpu: Tpu) -> tuple[str, ...]:
-    """The flags that say where a TPU is."""
+    """Returns the --zone and --project flags."""
     return (f"--zone={tpu.zone}", *((f"--project={tpu.project}",) if tpu.project else ()))
 
 

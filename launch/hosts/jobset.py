@@ -1,8 +1,8 @@
-"""A run as a JobSet: what GKE needs to start one process on every host of every slice, and to start them again.
+"""Builds the JobSet manifest with which GKE starts a process on every host of every slice, and restarts them.
 
 One replicated job has a child job for each slice, with a pod for each host; GKE sets TPU_WORKER_ID and the like, and
-MEGASCALE_… in them, by which JAX finds the peers. The one idea is in the exit codes: one that another start cannot help
-fails the whole set at once, any other one restarts all of it, from the last checkpoint.
+MEGASCALE_… in them, from which JAX finds its peers. An exit code that a restart cannot help fails the whole set at
+once; any other restarts the set from the last checkpoint.
 
 Fields: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2 and
 https://cloud.google.com/kubernetes-engine/docs/how-to/tpus.
@@ -40,7 +40,7 @@ def manifest(
     environment: Mapping[str, str],
     alert_secret: str | None = None,
 ) -> dict[str, Any]:
-    """The JobSet of a run.
+    """Returns the JobSet of a run.
 
     Args:
       name: of the JobSet.
@@ -84,7 +84,7 @@ def manifest(
 
 
 def _rules() -> list[dict[str, Any]]:
-    """A code that no start can help fails the job for a reason that the set knows; all others fail it as usual."""
+    """Marks the exit codes that a restart cannot help; the JobSet fails on these and restarts on all others."""
     final = sorted(code for code, said in exit_codes.ENDINGS.items() if not said.restart and code != exit_codes.DONE)
     return [
         {

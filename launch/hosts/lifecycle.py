@@ -1,16 +1,15 @@
-"""TPUs that come and go: made, queued for, deleted, and made again when the cloud took one away.
+"""Creates, queues for and deletes TPUs, and recreates a TPU that the cloud took away during a run.
 
-The one idea: what a run needs is in its bucket, so a slice is worth nothing once it is gone. Whoever watches asks for
-the TPU's state and for that of the run on its host 0; a slice that was taken away is deleted, made again as it was
-asked for, shipped to and started, and the run goes on from its last checkpoint.
+Everything that a run needs is in its bucket, so a lost slice can be replaced by a new one. `watch` polls the state of
+the TPU and of the run on its host 0, and acts:
 
-    READY and running          wait
-    READY and ended            its exit code is the end: the host itself started again what that can help
-    READY and told to stop     start again: the machine went down, or was about to
-    PREEMPTED, SUSPENDED, …    delete, make, wait for READY, start
+    READY, run in progress     wait
+    READY, run ended           return its exit code: the host has already restarted what a restart can help
+    READY, run preempted       start again: the machine went down, or was about to
+    PREEMPTED, SUSPENDED, …    delete, create, wait for READY, ship, start; the run resumes from its last checkpoint
 
-A TPU that is about to go says READY a while longer, and ssh fails now and then. So what fails on the way to a start is
-no end: the watch waits, looks again and goes on from what it sees.
+A TPU that is about to be taken away stays READY for a while, and ssh fails now and then. Therefore a failure on the way
+to a start is retried: the watch waits and polls again.
 
 Flags: https://cloud.google.com/sdk/gcloud/reference/compute/tpus (tpu-vm, queued-resources: create, describe, delete).
 """
@@ -34,7 +33,7 @@ GONE = ("PREEMPTED", "SUSPENDED", "SUSPENDING", "TERMINATED", "STOPPED", "FAILED
 _QUEUED = ("CREATING", "ACCEPTED", "WAITING_FOR_RESOURCES", "PROVISIONING")
 POLL_SECONDS = 60.0
 READY_SECONDS = 7 * 24 * 3600.0  # a queue may be long
-_MAKE_TRIES = 30  # there may be none to be had for some hours
+_MAKE_TRIES = 30  # capacity may be missing for some hours
 _START_TRIES = 30  # in a row
 _LONGEST_PAUSE = 10  # polls
 _LOOK_SECONDS = 120.0
@@ -48,12 +47,12 @@ RUNTIMES = {
 
 
 class Order(NamedTuple):
-    """How a TPU is asked for.
+    """How to request a TPU.
 
     Attributes:
-      slice_: what one TPU is to be.
-      is_spot: cheaper, and taken away when somebody pays more.
-      is_queued: as a queued resource, which waits until there is one.
+      slice_: the slice of one TPU.
+      is_spot: whether to request spot capacity, which is cheaper and may be preempted.
+      is_queued: whether to request a queued resource, which waits until capacity is available.
     """
 
     slice_: slices.Slice
@@ -62,11 +61,11 @@ class Order(NamedTuple):
 
 
 class Watched(NamedTuple):
-    """What a watch found.
+    """One poll of a TPU and its run.
 
     Attributes:
-      state: of the TPU, as the cloud names it; `NOT_FOUND` where there is none.
-      run: of host 0's process: `running`, `ended CODE`, `gone`, or empty where nobody could be asked.
+      state: of the TPU, as the cloud names it; `NOT_FOUND` if there is none.
+      run: of host 0's process: `running`, `ended CODE`, `gone`, or empty if host 0 did not answer.
     """
 
     state: str
@@ -74,12 +73,12 @@ class Watched(NamedTuple):
 
 
 def accelerator_type(slice_: slices.Slice) -> str:
-    """The slice's name as the cloud takes it: `v5litepod-16` for v5e-16."""
+    """Returns the slice's name in gcloud: `v5litepod-16` for v5e-16."""
     return slice_.single.name.replace("v5e-", "v5litepod-")
 
 
 def make_step(tpu: Tpu, order: Order) -> Step:
-    """Makes a TPU, or puts a request for it into the queue."""
+    """Creates a TPU, or queues a request for one."""
     kind = ("--spot",) if order.is_spot else ()
     accelerator = f"--accelerator-type={accelerator_type(order.slice_)}"
     runtime = RUNTIMES[order.slice_.generation]
@@ -93,7 +92,7 @@ def make_step(tpu: Tpu, order: Order) -> Step:
 
 
 def delete_step(tpu: Tpu, *, is_queued: bool) -> Step:
-    """Deletes a TPU; of a queued one its request too."""
+    """Deletes a TPU, and the request if it was queued."""
     if is_queued:
         argv = ("gcloud", "compute", "tpus", "queued-resources", "delete", tpu.name, *gcloud.where(tpu))
         return Step(f"delete {tpu.name} and its request", (*argv, "--force", "--quiet"))
@@ -102,13 +101,13 @@ def delete_step(tpu: Tpu, *, is_queued: bool) -> Step:
 
 
 def request_step(tpu: Tpu) -> Step:
-    """Prints the state of a request in the queue."""
+    """Prints the state of a queued request."""
     argv = ("gcloud", "compute", "tpus", "queued-resources", "describe", tpu.name, *gcloud.where(tpu))
     return Step("look at the request", (*argv, "--format=value(state.state)"))
 
 
 def act(tpus: Sequence[Tpu], *, action: str, order: Order | None, is_queued: bool, dry_run: bool) -> int:
-    """One of ACTIONS on every TPU, `order` where one is to be made; the exit code of the first that failed, or 0."""
+    """Performs one of ACTIONS on every TPU; `order` is for a new one. Returns the first exit code that is not 0."""
     if action == "delete":
         steps = [delete_step(tpu, is_queued=is_queued) for tpu in tpus]
     else:
@@ -118,7 +117,7 @@ def act(tpus: Sequence[Tpu], *, action: str, order: Order | None, is_queued: boo
 
 
 def look(tpu: Tpu) -> Watched:
-    """The state of a TPU, and of the run on its host 0. What gcloud itself fails at is not taken for a loss."""
+    """Polls a TPU and the run on its host 0. A failure of gcloud itself does not count as a lost TPU."""
     described = _output(gcloud.describe_step(tpu).argv)
     if described.returncode:
         return Watched(_missing(described), "")
@@ -139,19 +138,19 @@ def watch(
     requested: Sequence[int],
     poll_seconds: float = POLL_SECONDS,
 ) -> int:
-    """Follows a started run to its end, through the loss of its slices.
+    """Follows a started run to its end and recreates slices that are lost on the way.
 
     Args:
       tpus: of the run.
-      order: how one that is gone is made again.
-      restarts: how many times without a new checkpoint.
-      start: ships and starts on all TPUs; returns an exit code, or raises ValueError where they are not as expected.
-      newest_step: of the run's checkpoints; may raise where it cannot look.
-      requested: gets an exit code when somebody asks this process to stop, which leaves the run alone.
-      poll_seconds: between two looks.
+      order: how to recreate a lost TPU.
+      restarts: how many restarts to allow without a new checkpoint.
+      start: ships and starts the run on all TPUs; returns an exit code, or raises ValueError if they are not ready.
+      newest_step: returns the newest checkpointed step; may raise if the bucket does not answer.
+      requested: gets an exit code when this process is asked to stop, which does not stop the run.
+      poll_seconds: between two polls.
 
     Returns:
-      The run's exit code; 1 where the TPU could not be had or started again.
+      The run's exit code; 1 if a TPU could not be recreated or the run not be started again.
     """
     progress = supervise.Progress(newest_step)
     while not requested:
@@ -178,7 +177,7 @@ def watch(
 def _back(
     tpus: Sequence[Tpu], order: Order, *, start: Callable[[], int], requested: Sequence[int], poll_seconds: float
 ) -> int:
-    """Brings the run back, in as many tries as it may take; an exit code, 0 for done."""
+    """Restarts the run, with retries; returns an exit code, 0 for success."""
     for tries in range(1, _START_TRIES + 1):
         try:
             return _bring_back(tpus, order, start=start, requested=requested, poll_seconds=poll_seconds)
@@ -192,13 +191,13 @@ def _back(
 def _bring_back(
     tpus: Sequence[Tpu], order: Order, *, start: Callable[[], int], requested: Sequence[int], poll_seconds: float
 ) -> int:
-    """Makes what is lost again and starts the run on all.
+    """Recreates the lost TPUs and starts the run on all of them.
 
     Returns:
-      An exit code, 0 for done.
+      An exit code, 0 for success.
 
     Raises:
-      ValueError: another try may bring it.
+      ValueError: the attempt failed, and another may succeed.
     """
     states = {tpu: _state(tpu, is_queued=order.is_queued) for tpu in tpus}
     for tpu in [tpu for tpu in tpus if states[tpu] in GONE]:
@@ -215,7 +214,7 @@ def _bring_back(
 
 
 def _ready(tpu: Tpu, *, is_queued: bool, requested: Sequence[int], poll_seconds: float) -> int:
-    """Waits until a TPU that was asked for is READY; an exit code, 0 for done. Raises ValueError once it cannot be."""
+    """Waits until a TPU is READY; returns an exit code, 0 for success. Raises ValueError if it never will be."""
     deadline, before = time.monotonic() + READY_SECONDS, "READY"
     while not requested and time.monotonic() < deadline:
         state = _state(tpu, is_queued=is_queued)
@@ -234,7 +233,7 @@ def _ready(tpu: Tpu, *, is_queued: bool, requested: Sequence[int], poll_seconds:
 
 
 def _state(tpu: Tpu, *, is_queued: bool) -> str:
-    """The state of a TPU, or of its request while that waits; empty where nobody could say."""
+    """Returns the state of a TPU, or of its request while it is queued; empty if gcloud did not answer."""
     state = look(tpu).state
     if state != "NOT_FOUND" or not is_queued:
         return state
@@ -246,7 +245,7 @@ def _state(tpu: Tpu, *, is_queued: bool) -> str:
 
 
 def _made_again(tpu: Tpu, order: Order, *, requested: Sequence[int], poll_seconds: float) -> int:
-    """Deletes what is left of a TPU and asks for another, more than once; an exit code, 0 for done."""
+    """Deletes what is left of a TPU and requests another, with retries; returns an exit code, 0 for success."""
     if order.is_queued or look(tpu).state != "NOT_FOUND":
         gcloud.perform([delete_step(tpu, is_queued=order.is_queued)], dry_run=False)
     for tries in range(_MAKE_TRIES):
@@ -258,7 +257,7 @@ def _made_again(tpu: Tpu, order: Order, *, requested: Sequence[int], poll_second
 
 
 def _ended(found: Sequence[Watched]) -> int | None:
-    """How the run ended: None while it runs or nobody could say; a host that went down was told to stop."""
+    """Returns the run's exit code, None while it runs or if no host answered; a host that went down was preempted."""
     runs = [saw.run for saw in found]
     codes = [int(run.split()[1]) for run in runs if run.startswith("ended ")]
     codes += [exit_codes.PREEMPTED for run in runs if run == "gone"]
@@ -266,7 +265,7 @@ def _ended(found: Sequence[Watched]) -> int | None:
 
 
 def _missing(described: subprocess.CompletedProcess[str]) -> str:
-    """NOT_FOUND where gcloud says so, empty where it failed at something else."""
+    """Returns NOT_FOUND if gcloud says so, else empty: it failed for another reason."""
     return "NOT_FOUND" if "NOT_FOUND" in described.stderr or "not found" in described.stderr else ""
 
 

@@ -23,7 +23,7 @@ _POLL_SECONDS = 0.2
 
 
 def show(run_dir: str) -> int:
-    """Prints the logs of all hosts in a run directory, merged.
+    """Prints the merged logs of all hosts from a run directory.
 
     Raises:
       ValueError: it has none.
@@ -41,7 +41,7 @@ def show(run_dir: str) -> int:
 
 
 def merged(logs: Iterable[Iterable[str]]) -> Iterator[str]:
-    """The lines of several logs, each in its own order, by time."""
+    """Merges the lines of several logs by time; each log keeps its order."""
     return (line for _, line in heapq.merge(*map(_timed, logs), key=lambda timed: timed[0]))
 
 
@@ -55,7 +55,7 @@ def _timed(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
 def follow(
     commands: Sequence[Sequence[str]], *, write: Callable[[str], object] = lambda line: print(line, flush=True)
 ) -> int:
-    """Runs commands that print logs, to the end of the last, and writes their lines merged.
+    """Runs commands that print logs until all have ended, and writes their lines merged.
 
     Args:
       commands: argv of each.

@@ -1,4 +1,4 @@
-"""What of a workspace travels to the hosts: what git tracks, or would track, and nothing that it ignores."""
+"""Selects and packs the files of a workspace that are shipped to hosts: all that git does not ignore."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from launch.hosts import tpu_host
 
 
 def workspace_files(workspace: Path) -> list[str]:
-    """Paths, relative to `workspace`, of what git tracks or would track.
+    """Returns the paths, relative to `workspace`, of files that git tracks or would track.
 
     Raises:
       ValueError: not a git work tree.
@@ -28,7 +28,7 @@ def workspace_files(workspace: Path) -> list[str]:
 
 
 def pack(files: Sequence[str], *, workspace: Path, archive: Path) -> None:
-    """Writes `files` and the revision they are of into a gzipped tar."""
+    """Writes `files` and their git revision into a gzipped tar archive."""
     note = archive.with_name("revision")
     note.write_text(tpu_host.revision(workspace=workspace) + "\n")
     with tarfile.open(archive, "w:gz") as tar:
@@ -39,7 +39,7 @@ def pack(files: Sequence[str], *, workspace: Path, archive: Path) -> None:
 
 
 def shipped_path(path: str, *, workspace: Path) -> str:
-    """`path` relative to the workspace, as the hosts will see it; gs:// is what it is everywhere.
+    """Returns `path` relative to the workspace, as the hosts see it; gs:// paths are unchanged.
 
     Raises:
       ValueError: the file does not exist, or is not among what is shipped.
@@ -55,7 +55,7 @@ def shipped_path(path: str, *, workspace: Path) -> str:
 
 
 def left_behind(names: Sequence[str], *, workspace: Path) -> list[str]:
-    """What is wrong with files, named by patterns relative to `workspace`, that are there but would not be shipped."""
+    """Returns an error for each pattern, relative to `workspace`, that matches files which would not be shipped."""
     shipped = workspace_files(workspace) if names else []
     found = []
     for name in names:

@@ -1,9 +1,8 @@
-"""The hosts of a slice as processes on this machine, with its chips as CPU devices.
+"""Simulates the hosts of a slice as processes on this machine, with CPU devices as chips.
 
-The one idea: a simulated host runs the same command as a real one; only its environment tells it that its chips are
-CPU devices and where the others are. The processes live and die together: when one fails, the rest have a moment to say
-of whom they know that it was lost, and are stopped; the exit code is that of the host that was the cause. Nothing
-outlives the launcher, however that ends.
+A simulated host runs the same command as a real one; environment variables tell it that its chips are CPU devices and
+where the other hosts are. If one process fails, the others have a moment to report what they observed and are then
+stopped; the exit code is that of the host that failed first. No process outlives the launcher, however that ends.
 
     this process ── host_0   own session, HOME, TMPDIR, XDG_CACHE_HOME; output to RUN/logs/host_0.log and the terminal
                  ├─ host_1   … RUN/logs/host_1.log
@@ -34,7 +33,7 @@ from core.watch import exit_codes
 from launch.hosts import host_output, log_prefix, supervise
 
 LAST_LINES = 20
-WORDS_SECONDS = 3.0  # for the others to say themselves what ends them
+WORDS_SECONDS = 3.0  # for the other hosts to report the failure themselves
 _POLL_SECONDS = 0.2
 _CONSEQUENCES = (exit_codes.PEER_LOST, exit_codes.JAX_ABORTED)  # of what happened to another host
 # Reads session numbers until `over`; if its input ends before that, kills them and removes the folder it was given.
@@ -52,7 +51,7 @@ class _Host(NamedTuple):
 
 
 def shared(slice_: slices.Slice, processes: int) -> slices.Slice:
-    """The slice as that many hosts with an even share of its chips each, for `run` to play.
+    """Returns the slice with its chips divided evenly over `processes` hosts, for `run`.
 
     Raises:
       ValueError: the chips do not divide; names the counts that do.
@@ -76,19 +75,19 @@ def run(
     words_seconds: float = WORDS_SECONDS,
     requested: list[int] | None = None,
 ) -> int:
-    """Runs `command` once for every host of `slice_`, to the end of the last or the first failure.
+    """Runs `command` once for every host of `slice_`, until all have ended or one fails.
 
     Args:
-      slice_: whose hosts and chips are played.
+      slice_: the slice to simulate.
       command: argv of one host's process; the same for all.
       log_directory: gets host_0.log, host_1.log, …, each appended to.
       grace_seconds: between asking a process to stop and killing it.
       words_seconds: between the first failure and asking the others to stop.
-      requested: the `stop_requests` of a caller that already listens for them.
+      requested: the list of `supervise.stop_requests`, if the caller already listens for signals.
 
     Returns:
-      0 when all ended well; else the exit code of the host that failed first (128 + N where signal N ended it), leaving
-      out those that ended because of another; 130 after Ctrl-C, 143 after SIGTERM.
+      0 if all succeeded; else the exit code of the host that failed first (128 + N if signal N ended it), ignoring
+      hosts that ended because of another; 130 after Ctrl-C, 143 after SIGTERM.
     """
     log_directory.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
@@ -115,7 +114,7 @@ def run(
 def host_environment(
     slice_: slices.Slice, *, index: int, port: int, home: Path, base: Mapping[str, str]
 ) -> dict[str, str]:
-    """The environment of simulated host `index`; `home` becomes its HOME and holds its cache and temporary files."""
+    """Returns the environment of host `index`; `home` becomes its HOME and has its cache and temporary files."""
     return {
         **base,
         "RENGA_SIMULATE": slice_.name,
@@ -138,7 +137,7 @@ def _step_file(home: Path) -> Path:
 
 
 def _start(slice_, *, command, log_directory, scratch, started) -> None:
-    """Starts every host and hands it to `started` at once, so that an interrupted start is cleaned up too."""
+    """Starts every host and passes it to `started` at once, so that an interrupted start is cleaned up too."""
     port = _free_port()
     for index in range(slice_.hosts):
         home = scratch / f"host_{index}"
@@ -159,7 +158,7 @@ def _start(slice_, *, command, log_directory, scratch, started) -> None:
 
 
 def _wait(hosts: Sequence[_Host], requested: Sequence[int], *, words_seconds: float) -> _Host | None:
-    """Waits for all to end well or a stop to be requested (None); after a failure, a moment more for its cause."""
+    """Waits until all succeed or a stop is requested (None); after a failure, returns the host that caused it."""
     ended: queue.Queue[_Host] = queue.Queue()
 
     def watch(host: _Host) -> None:
@@ -182,7 +181,7 @@ def _wait(hosts: Sequence[_Host], requested: Sequence[int], *, words_seconds: fl
 
 
 def _stop(hosts: Sequence[_Host], *, grace_seconds: float, requested: Sequence[int]) -> None:
-    """Ends every session, children's children included: asks, waits, kills. A second Ctrl-C ends the waiting."""
+    """Ends every session with all its processes: SIGTERM, a grace period, SIGKILL. A second Ctrl-C skips the wait."""
     for host in hosts:
         if host.process.poll() is None:
             _signal_session(host.process, signal.SIGKILL if _is_frozen(host.process) else signal.SIGTERM)
@@ -196,7 +195,7 @@ def _stop(hosts: Sequence[_Host], *, grace_seconds: float, requested: Sequence[i
 
 
 def _is_frozen(process: subprocess.Popen) -> bool:
-    """Whether it was stopped (SIGSTOP), so that it cannot hear that it is to end."""
+    """Returns whether the process is stopped (SIGSTOP) and so cannot handle SIGTERM."""
     try:
         return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except OSError:  # it is gone
@@ -217,13 +216,13 @@ def _report(host: _Host) -> int:
     print(f"\n{host.name} failed first ({how}); the others were stopped. Its last lines:", file=sys.stderr)
     for line in host.output.last_lines(LAST_LINES):
         print(f"  {host.name} | {line}", file=sys.stderr)
-    print(f"All of it: {host.output.log_path}", file=sys.stderr, flush=True)
+    print(f"Full log: {host.output.log_path}", file=sys.stderr, flush=True)
     return code
 
 
 @contextlib.contextmanager
 def _guard(scratch: Path) -> Iterator[Callable[[int], None]]:
-    """While inside, a helper outlives us just long enough to end the sessions it was told of, if we are killed."""
+    """Inside, a helper process ends the sessions that it was told of if this process is killed."""
     guard = subprocess.Popen(
         ["bash", "-c", _GUARD, "guard", str(scratch)],
         stdin=subprocess.PIPE,
@@ -240,7 +239,7 @@ def _guard(scratch: Path) -> Iterator[Callable[[int], None]]:
     try:
         yield tell
     finally:
-        with contextlib.suppress(BrokenPipeError):  # somebody killed the guard
+        with contextlib.suppress(BrokenPipeError):  # the helper was killed
             tell("over")
         guard.communicate()
 

@@ -1,7 +1,7 @@
-"""Starts a run again when its process ended in a way that another start can help.
+"""Restarts a run whose exit code says that a restart can help.
 
-The one idea: what counts is progress. A run that saved a checkpoint since its last start has all its restarts again;
-one that fails at the same place over and over is given up after so many, with pauses that grow, and its code is ours.
+Restarts are counted since the last new checkpoint: a run that makes progress is restarted without limit, one that keeps
+failing at the same step is given up after the allowed number, with growing pauses.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def supervise(
     requested: Sequence[int],
     first_pause_seconds: float = FIRST_PAUSE_SECONDS,
 ) -> int:
-    """Runs `attempt` to its end, and again while its exit code says that this can help.
+    """Calls `attempt`, and again as long as its exit code says that a restart can help.
 
     Args:
       attempt: runs to the end and returns an exit code.
-      restarts: how many times to start again without progress; 0 for never.
-      newest_step: of the checkpoints there are, None where there is none.
-      requested: gets an exit code when somebody asks this process to stop; nothing is started after that.
-      first_pause_seconds: before the first restart; doubles with each that brings no progress.
+      restarts: how many restarts without progress to allow; 0 for none.
+      newest_step: returns the newest checkpointed step, or None.
+      requested: gets an exit code when this process is asked to stop; nothing is started after that.
+      first_pause_seconds: before the first restart; doubles with each restart without progress.
 
     Returns:
       The exit code of the last attempt.
@@ -61,16 +61,16 @@ def supervise(
 
 
 class Progress:
-    """How far a run came by its checkpoints, and how often it failed without coming further.
+    """Tracks the newest checkpoint of a run, and how often it failed since that one.
 
-    A look that fails (a bucket that does not answer) says nothing: not that there are none, nor that there are more.
+    If checkpoints cannot be listed (a bucket that does not answer), neither counts as changed.
 
     Attributes:
-      goes_on: where another start would go on from, in words.
+      goes_on: where a restart would resume, in words.
     """
 
     def __init__(self, newest_step: Callable[[], int | None]):
-        """Looks for the first time."""
+        """Lists the checkpoints for the first time."""
         self._newest_step = newest_step
         self._is_known, self._furthest, self._failures = False, -1, 0
         self.goes_on = ""
@@ -97,10 +97,10 @@ class Progress:
 
 
 def run_child(command: Sequence[str], requested: Sequence[int]) -> int:
-    """Runs `command` to its end; asked to stop, it asks the child to.
+    """Runs `command` to its end, and passes a request to stop on to it.
 
     Returns:
-      Its exit code, 128 + N where signal N ended it.
+      Its exit code, or 128 + N if signal N ended it.
     """
     child = subprocess.Popen(command)
     told = False
@@ -114,14 +114,14 @@ def run_child(command: Sequence[str], requested: Sequence[int]) -> int:
 
 
 def newest_step(run_dir: str) -> int | None:
-    """The newest complete checkpoint of a run; None where there is none. Raises whatever a bucket's client raises."""
+    """Returns the step of a run's newest complete checkpoint, or None. Raises what the bucket's client raises."""
     from core.checkpoints import steps  # orbax takes a second to import
 
     return max(steps.complete(paths.resolve(run_dir) / "checkpoints"), default=None)
 
 
 def is_finished(run_dir: str, *, last_step: int) -> bool:
-    """Whether a run has its last checkpoint already; if so, prints what can be done with it."""
+    """Returns whether a run already has its last checkpoint; if so, prints what to do next."""
     try:
         newest = newest_step(run_dir)
     except Exception as error:  # a bucket fails with its client's own types; the hosts look again
@@ -141,7 +141,7 @@ def is_finished(run_dir: str, *, last_step: int) -> bool:
 
 @contextlib.contextmanager
 def stop_requests() -> Iterator[list[int]]:
-    """Inside, signals that ask us to stop add the exit code they stand for to a list, and do nothing else."""
+    """Inside, SIGINT, SIGTERM and SIGHUP append their exit code to the list that this yields, and do nothing else."""
     requested: list[int] = []
 
     def note(number, frame):
@@ -157,7 +157,7 @@ def stop_requests() -> Iterator[list[int]]:
 
 
 def waited(seconds: float, requested: Sequence[int]) -> bool:
-    """Sleeps; whether the whole pause passed without anybody asking us to stop."""
+    """Sleeps; returns False, early, if a stop is requested."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and not requested:
         time.sleep(min(_POLL_SECONDS, seconds))

@@ -1,8 +1,7 @@
-"""Where am I: on a host of a TPU slice, or not; and is it the slice that was asked for?
+"""Finds out whether this machine is a host of a TPU slice, which slice, and who holds its chips.
 
-The one idea: a decision comes with its evidence. `look` returns what was found beside what was looked at, so that an
-error can show both. A TPU host is known by its environment (containers), or by chips in /dev that the metadata server
-confirms; a machine without either is never asked over the network.
+`look` returns its evidence with its answer, so that errors can show both. A TPU host is recognized by its environment
+(containers), or by chips in /dev that the metadata server confirms; without either, no network request is made.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from launch import environment
 
 METADATA_URL = "http://metadata.google.internal/computeMetadata/v1/instance/attributes"
 METADATA_TIMEOUT_SECONDS = 0.5
-METADATA_RETRY_SECONDS = (2.0, 2.0, 2.0)  # where there are chips, one slow answer must not lose a host
+METADATA_RETRY_SECONDS = (2.0, 2.0, 2.0)  # with chips present, one slow answer must not decide
 _CHIPS = re.compile(r"/dev/(accel\d+|vfio/\d+)$")
 _LOCK = "/tmp/libtpu_lockfile"
-REVISION_FILE = ".revision"  # written by whoever ships a workspace without its .git
+REVISION_FILE = ".revision"  # written when a workspace is shipped without its .git
 
 
 class Place(NamedTuple):
     """What this machine is.
 
     Attributes:
-      on_tpu_host: it is a host of a TPU slice.
-      accelerator_type: of that slice as the cloud names it (`v4-32`); None where unknown.
-      looked_at: one line for each thing that was looked at, with what was found.
+      on_tpu_host: whether it is a host of a TPU slice.
+      accelerator_type: of that slice as the cloud names it (`v4-32`); None if unknown.
+      looked_at: one line for each source, with what it said.
     """
 
     on_tpu_host: bool
@@ -46,7 +45,7 @@ class Place(NamedTuple):
 def look(
     *, environ: Mapping[str, str] | None = None, devices: Path = Path("/dev"), metadata_url: str = METADATA_URL
 ) -> Place:
-    """Looks at the environment, at the chips in `devices` and, where one of them speaks of a TPU, at the metadata."""
+    """Reads the environment, the chips in `devices` and, if either suggests a TPU, the metadata server."""
     names = ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES")
     values = {name: environment.read(name, environ=environ) for name in names}
     looked_at = [f"environment: {name} {'is ' + value if value else 'is not set'}" for name, value in values.items()]
@@ -75,10 +74,10 @@ def own_index(
     devices: Path = Path("/dev"),
     metadata_url: str = METADATA_URL,
 ) -> int | None:
-    """The index of this host among all of a job, before it has joined them, as JAX counts; None where nobody says.
+    """Returns this host's index in the job as JAX counts, before it has joined the others; None if unknown.
 
     Args:
-      slice_: of the job; of several, a host counts those of the slices before its own.
+      slice_: of the job; with several slices, the hosts of earlier slices count first.
       environ, devices, metadata_url: as for `look`.
     """
     played = environment.read("JAX_PROCESS_INDEX", environ=environ)
@@ -94,7 +93,7 @@ def own_index(
 
 
 def zone() -> str | None:
-    """The zone of this host as its metadata server says, `us-central2-b`; None off a TPU host."""
+    """Returns the zone from the metadata server, such as `us-central2-b`; None if this is no TPU host."""
     if not look().on_tpu_host or environment.read("TPU_SKIP_MDS_QUERY"):
         return None
     value, _ = _metadata(f"{METADATA_URL.rpartition('/')[0]}/zone", (METADATA_TIMEOUT_SECONDS, *METADATA_RETRY_SECONDS))
@@ -102,14 +101,14 @@ def zone() -> str | None:
 
 
 def on_tpu_host() -> bool:
-    """Whether this machine is a host of a TPU slice."""
+    """Returns whether this machine is a host of a TPU slice."""
     return look().on_tpu_host
 
 
 def require_slice(slice_: slices.Slice, *, accelerator_type: str | None, where: str) -> None:
-    """Refuses a slice that is not the one there is; an unknown one passes (its devices are counted later).
+    """Refuses a SLICE that differs from the actual slice; an unknown one passes (its devices are counted later).
 
-    Of several slices in one job, `where` is one.
+    In a job of several slices, `accelerator_type` is that of one.
 
     Raises:
       ValueError: names both slices with their devices and hosts.
@@ -128,7 +127,7 @@ def require_slice(slice_: slices.Slice, *, accelerator_type: str | None, where: 
 
 
 def revision(*, workspace: Path = environment.WORKSPACE) -> str:
-    """The git revision of the workspace, with `-dirty` where it was edited; `unknown` outside git."""
+    """Returns the git revision of the workspace, with `-dirty` if it was edited; `unknown` outside git."""
     shipped = workspace / REVISION_FILE
     if shipped.exists():
         return shipped.read_text().strip()
@@ -170,9 +169,9 @@ def _chips(devices: Path) -> list[str]:
 
 
 def _metadata(url: str, timeouts: Sequence[float]) -> tuple[str | None, str]:
-    """The value at `url`, or None, and what was found in words. Asks again, with the next timeout, if none answers."""
+    """Returns the value at `url` or None, and the result in words. Without an answer, tries the next timeout."""
     request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is on the machine's own link
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is local to the machine
     key = url.rpartition("/")[2]
     for timeout in timeouts:
         try:

@@ -1,13 +1,13 @@
-"""Drives a real slice from a workstation, through gcloud: every step is one command line that can be printed.
+"""Drives a real slice from a workstation through gcloud; every step is one command line, which `--dry-run` prints.
 
-The one idea: this file decides, `gcloud compute tpus tpu-vm scp/ssh --worker=all` carries, and `hosts/on_host.sh`,
-which travels with the workspace, acts on each host. `--dry-run` prints every step as it would run.
+`gcloud compute tpus tpu-vm scp/ssh --worker=all` copies files and runs `hosts/on_host.sh`, which is shipped with the
+workspace, on each host.
 
     pack (git's files) → describe → scp archive → install (unpack, launch/setup.sh) → scp secrets → start, detached
 
-Each step reaches all hosts before the next begins: nothing starts anywhere unless set-up succeeded everywhere. A job
-of several slices has a TPU for each; their hosts start with MEGASCALE_… set, by which JAX and libtpu join them. Secrets
-(the Hugging Face token, where alerts go) travel as files of mode 600 that the host deletes when it has read them.
+Each step finishes on all hosts before the next begins, so nothing starts unless set-up succeeded on every host. A job
+of several slices has one TPU for each; MEGASCALE_… variables tell JAX and libtpu how to join them. HF_TOKEN and
+RENGA_ALERT are copied as files of mode 600, which the host deletes after reading them.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def start(
 
 
 def act(tpus: Sequence[Tpu], *, action: str, log_directory: str | None = None, dry_run: bool) -> int:
-    """Runs one of ACTIONS on all hosts at once; TensorBoard on host 0 alone, seen through a tunnel on 127.0.0.1."""
+    """Runs one of ACTIONS on all hosts at once; TensorBoard runs on host 0 alone, with a tunnel to 127.0.0.1."""
     if action == "tensorboard":
         return gcloud.perform([gcloud.tensorboard_step(tpus[0], log_directory=log_directory)], dry_run=dry_run)
     if action == "status" and (code := gcloud.perform([gcloud.describe_step(tpu) for tpu in tpus], dry_run=dry_run)):
@@ -115,7 +115,7 @@ def act(tpus: Sequence[Tpu], *, action: str, log_directory: str | None = None, d
 def start_steps(
     tpus: Sequence[Tpu], *, run: Run, archive: Path, secrets: Sequence[Path], coordinator: str
 ) -> list[Step]:
-    """What happens after the TPUs have been looked at; `coordinator` is the address of the first one's host 0."""
+    """Returns the steps after the TPUs were checked; `coordinator` is the address of host 0 of the first TPU."""
     into = gcloud.REMOTE_WORKSPACE
     unpack = (
         f"mkdir -p {into} && tar -xzf {REMOTE_ARCHIVE} -C {into} launch/hosts/on_host.sh && {gcloud.on_host('install')}"
@@ -134,7 +134,7 @@ def start_steps(
 
 
 def _joined(index: int, count: int, coordinator: str) -> tuple[str, ...]:
-    """What makes the hosts of a slice part of a job of several (read by JAX and libtpu)."""
+    """Returns the variables by which JAX and libtpu join the slices of a job."""
     values = {"NUM_SLICES": count, "SLICE_ID": index, "COORDINATOR_ADDRESS": coordinator}
     return tuple(f"MEGASCALE_{name}={value}" for name, value in values.items())
 
