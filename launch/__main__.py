@@ -80,7 +80,7 @@ def run_command(module: str, argv: Sequence[str], *, program: str) -> int:
       program: the name in its help.
 
     Returns:
-      The command's exit code; 2 after a ValueError, whose message is printed, and 130 after Ctrl-C.
+      The command's exit code; 2 after a UserError, whose message is printed, and 130 after Ctrl-C.
     """
     try:
         command = importlib.import_module(module)

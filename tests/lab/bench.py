@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from core.errors import UserError
 from launch import terminal
 
 HELP = (
@@ -47,12 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures and prints; always 0, because a shared machine is no judge."""
     if args.recursion == bool(args.slice):
-        raise ValueError("expected either a SLICE, such as v4-8, or --recursion, which needs none")
+        raise UserError("expected either a SLICE, such as v4-8, or --recursion, which needs none")
     if not args.recursion:
         return _overhead(args)
     idle = [f"--{name.replace('_', '-')}" for name in _OF_THE_TRAINER if getattr(args, name) is not None]
     if idle:
-        raise ValueError(
+        raise UserError(
             f"--recursion does not take {', '.join(idle)}: they are of the trainer's measurement; leave them out"
         )
     return _recursion(512 if args.width is None else args.width)
@@ -63,7 +64,7 @@ def _recursion(width: int) -> int:
     from tests.lab import recursion
 
     if width < 16 or width % 16:
-        raise ValueError(f"--width {width}: expected a multiple of 16, for 8 heads of an even width")
+        raise UserError(f"--width {width}: expected a multiple of 16, for 8 heads of an even width")
     found = [recursion.measure(mixer, width=width) for mixer in ("mlp", "attention")]
     table = Table("mixes by", "step", "GFLOP/s", "peak", "of peak", "of peak, CPU seconds", *found[0].profile, box=None)
     for speed in found:
@@ -86,7 +87,7 @@ def _overhead(args: argparse.Namespace) -> int:
     from tests.lab import overhead
 
     if args.turns < 2 or args.turn_steps < overhead.SETTLING_STEPS + 2:
-        raise ValueError(f"--turns {args.turns} --turn-steps {args.turn_steps}: expected at least 2 and 5")
+        raise UserError(f"--turns {args.turns} --turn-steps {args.turn_steps}: expected at least 2 and 5")
     slice_ = slices.get(args.slice)
     if not tpu_host.on_tpu_host():
         os.environ |= {"JAX_PLATFORMS": "cpu", "RENGA_SIMULATE": slice_.name}

@@ -7,6 +7,8 @@ import os
 import tempfile
 from pathlib import Path
 
+from core.errors import UserError
+
 HELP = "let simulated hosts fail in every known way, start again, and compare with an undisturbed run"
 EXAMPLE = """tests/run.sh lab failures
   tests/run.sh lab failures --only "kill -9 of host 2" --kills 0 --flips 0
@@ -36,11 +38,11 @@ def run(args: argparse.Namespace) -> int:
     jax.config.update("jax_num_cpu_devices", slices.get(harness.SLICE).chips)  # for the checkpoints that are read here
     for name in ("kills", "flips"):
         if getattr(args, name) < 0:
-            raise ValueError(f"--{name} {getattr(args, name)}: expected 0 or more")
+            raise UserError(f"--{name} {getattr(args, name)}: expected 0 or more")
     wanted = [s for s in scenarios.SCENARIOS if not args.only or any(text in s.name for text in args.only)]
     if args.only and not wanted:
         names = "\n  ".join(s.name for s in scenarios.SCENARIOS)
-        raise ValueError(f"--only {' '.join(args.only)}: no failure has that in its name; there are:\n  {names}")
+        raise UserError(f"--only {' '.join(args.only)}: no failure has that in its name; there are:\n  {names}")
     if args.out is not None:
         return _run(args, wanted, args.out.resolve())
     with tempfile.TemporaryDirectory(prefix="renga-failures-") as folder:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import jax
 
 from core.checkpoints import writing
+from core.errors import UserError
 from core.training.hooks import Hook
 
 SAVES, SAMPLES = 200, 50  # of a run
@@ -118,11 +119,11 @@ def grown(samples: Sequence[Sample], *, save_interval: float = math.inf) -> Mapp
       save_interval: steps from one checkpoint to the next.
 
     Raises:
-      ValueError: too few samples to say so.
+      UserError: too few samples to say so.
     """
     settled = [s for s in samples if s.step >= LEAST_SETTLED * samples[-1].step] if samples else []
     if len(settled) < 12:
-        raise ValueError(f"a soak of {len(samples)} samples says nothing: run more steps")
+        raise UserError(f"a soak of {len(samples)} samples says nothing: run more steps")
     third = len(settled) // 3
     saves = (settled[-third].step - settled[0].step) / save_interval
     found = {}

@@ -6,6 +6,8 @@ import argparse
 import tempfile
 from pathlib import Path
 
+from core.errors import UserError
+
 HELP = "run thousands of small steps on simulated hosts and watch memory, device buffers, files and threads"
 EXAMPLE = """tests/run.sh lab soak
   tests/run.sh lab soak --slice v4-32 --steps 1000 --out /tmp/soak"""
@@ -23,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints what every host holds: 0, or 1 where something grew."""
     if args.steps < LEAST_STEPS:
-        raise ValueError(f"--steps {args.steps}: expected at least {LEAST_STEPS}")
+        raise UserError(f"--steps {args.steps}: expected at least {LEAST_STEPS}")
     if args.out is not None:
         return _run(args, args.out.resolve())
     with tempfile.TemporaryDirectory(prefix="renga-soak-") as folder:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from core.errors import UserError
 from launch.environment import WORKSPACE
 
 HELP = "print what is shown to work, and how; --write brings STATUS.md up to date"
@@ -122,13 +123,13 @@ def render(names: Mapping[str, str], tests: Iterable[Marked], ran: Mapping[str, 
     """The page; `ran` says by row where it ran on a TPU.
 
     Raises:
-      ValueError: a test covers a row that the checklist does not have.
+      UserError: a test covers a row that the checklist does not have.
     """
     by_row: dict[str, list[Marked]] = {row: [] for row in names}
     for test in tests:
         for row in test.covers:
             if row not in names:
-                raise ValueError(f"{test.name} covers {row!r}, which tests/capabilities.toml does not have")
+                raise UserError(f"{test.name} covers {row!r}, which tests/capabilities.toml does not have")
             by_row[row].append(test)
     shown = {row: found for row, found in by_row.items() if found}
     lines = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from core.errors import UserError
 from launch.environment import WORKSPACE
 from tests.lab.flips import Flips
 from tests.lab.harness import Outcome
@@ -61,11 +62,11 @@ def keep(table: str, *, whole: bool, readme: Path = README) -> None:
     """Puts the table where it is kept: the `whole`, or its rows in the place of those of the same name.
 
     Raises:
-      ValueError: the marks are not there.
+      UserError: the marks are not there.
     """
     text = readme.read_text()
     if BEGIN not in text or END not in text.partition(BEGIN)[2]:
-        raise ValueError(f"{readme} has no {BEGIN} … {END} to write the table between")
+        raise UserError(f"{readme} has no {BEGIN} … {END} to write the table between")
     before, _, rest = text.partition(BEGIN)
     kept, _, after = rest.partition(END)
     readme.write_text(f"{before}{BEGIN}\n\n{table if whole else _merged(kept, table)}\n{END}{after}")
