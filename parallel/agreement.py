@@ -1,15 +1,15 @@
-"""Measures how far apart two layouts of one training run are.
+"""Measures how far two layouts of one training run differ.
 
-A strategy may change speed and memory, and the order in which sums are taken; nothing else. So a few steps of the same
+A strategy may change speed, memory, and the order in which sums are computed, but nothing else. A few steps of the same
 model on the same batches are run under each layout, and everything that training produces is compared: the loss of
-every step, every gradient of the first batch, every parameter and every leaf of the optimizer's state.
+every step, every gradient of the first batch, every parameter and every leaf of the optimizer state.
 
-Differences are given twice: as they are, and in units of the float32 spacing at the largest entry of their leaf
-("ulp"), which tells rounding (a few) from a wrong sum (thousands or more) whatever the scale of the leaf.
+Differences are given in absolute terms and in units of the float32 spacing at the largest entry of their leaf ("ulp").
+Whatever the scale of the leaf, rounding gives a few ulp and a wrong sum thousands or more.
 
-A leaf may be nothing but rounding: attention is blind to the bias of its keys, whose gradient is a sum that cancels to
-zero, and a bias that starts at zero is as small as its first updates. Rounding is then as large as the terms that were
-added up, so spacings have a floor (`FLOORS`) from the norm of all that the leaf is one part of.
+Some leaves contain only rounding errors. Attention does not depend on the bias of its keys, so the gradient of that
+bias is a sum that cancels to zero; and a bias that starts at zero is as small as its first updates. The rounding error
+is then relative to the terms of the sum, so spacings have a floor (`FLOORS`) from the norm of all leaves of the kind.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Batch = Mapping[str, np.ndarray]
 
 
 class Example(NamedTuple):
-    """A strategy with degrees, on the slice that they fit."""
+    """A strategy with degrees, and a slice that they fit."""
 
     slice: str
     strategy: Strategy
@@ -65,9 +65,10 @@ EXAMPLES: Mapping[str, Example] = {
 }
 
 
-# How far each was at most from one device, in ulp: `launch.agreement.MODEL` in float32, 20 AdamW steps, 16 CPU devices.
-# All of it is the order of sums; Adam's eps is 1e-4 there. At 1e-8 an update whose gradient is nearly zero rests on
-# that gradient's last bits: parameters were up to 2,556 ulp apart then, moments 669. A leaf that is 1 % off: 80,000.
+# Largest measured difference from one device, in ulp: `launch.agreement.MODEL` in float32, 20 AdamW steps, 16 CPU
+# devices. All of it comes from the order of sums. Adam's eps is 1e-4: at 1e-8, an update with a gradient near zero
+# depends on that gradient's last bits, and parameters differed by up to 2,556 ulp, moments by 669. For comparison, a
+# leaf that is wrong by 1 % differs by 80,000 ulp.
 MEASURED: Mapping[str, tuple[float, float, float, float]] = {  # gradients, losses, params, opt_state
     "data_parallel": (13, 4, 5, 10),
     "zero1": (13, 4, 5, 10),
@@ -84,22 +85,22 @@ MEASURED: Mapping[str, tuple[float, float, float, float]] = {  # gradients, loss
     "pipeline_fsdp_tensor": (14, 3, 9, 12),
     "pipeline_data": (15, 4, 6, 12),
 }
-# The smallest size that a leaf is given, as a share of a norm: of all gradients, of all moments of one kind or, for
-# parameters that start at zero, of all that the steps changed. With a model that has biases, after 1 and 20 steps of
-# four strategies, gradients were 8 ulp apart at most, parameters 9 and moments 12, as without biases. A fault stays
-# visible: a leaf whose gradient is 1/18,000 of the norm, and 1 % off, is more than 1,000 ulp off.
+# Lower bound of the size of a leaf, as a fraction of a norm: of all gradients, of all moments of one kind or, for
+# parameters that start at zero, of all changes by the steps. With a model that has biases, after 1 and 20 steps of
+# four strategies, gradients differed by at most 8 ulp, parameters by 9 and moments by 12, as without biases. Faults
+# stay visible: a leaf whose gradient is 1/18,000 of the norm and wrong by 1 % differs by more than 1,000 ulp.
 FLOORS = {"gradients": 1 / 256, "params": 1 / 8, "opt_state": 1 / 256}
-HEADROOM = 8  # other processors, threads and numbers of processes take sums in other orders
+HEADROOM = 8  # other processors, thread counts and process counts compute sums in other orders
 
 
 class Trajectory(NamedTuple):
-    """What a short run produced, on the host; every host has all of it.
+    """The results of a short run as numpy arrays, complete on every host.
 
     Attributes:
       fresh: parameters before the first step.
-      gradients: of the first step, by parameter, as the optimizer got them.
+      gradients: of the first step, by parameter, as passed to the optimizer.
       losses: [steps].
-      params, opt_state: behind the last step.
+      params, opt_state: after the last step.
     """
 
     fresh: Any
@@ -113,8 +114,8 @@ class Difference(NamedTuple):
     """The largest difference between two trees, over all leaves and entries.
 
     Attributes:
-      absolute: as it is; infinite where a leaf has another shape, or an entry of either tree is not finite.
-      ulp: over the float32 spacing at the largest entry of the leaf, or at its floor; infinite likewise.
+      absolute: infinite if shapes differ or an entry of either tree is not finite.
+      ulp: divided by the float32 spacing at the largest entry of the leaf, or at its floor; infinite likewise.
       where: the leaf with the largest `ulp`.
     """
 
@@ -124,14 +125,14 @@ class Difference(NamedTuple):
 
 
 class Watched(NamedTuple):
-    """Optimizer state with the gradients that it was given last."""
+    """Optimizer state with the gradients of the last update."""
 
     inner: Any
     gradients: Any
 
 
 def watch(optimizer: Optimizer) -> Optimizer:
-    """The same optimizer with the gradients of its last update kept in its state."""
+    """Returns the optimizer with the gradients of its last update stored in its state."""
     inner, averages = optimizer.transformation, optimizer.averages
 
     def init(params):
@@ -187,7 +188,7 @@ def batches_of(task: Task, program: Program, *, steps: int) -> list[Batch]:
 
 
 def everywhere(program: Program, tree: Any) -> Any:
-    """The tree as numpy arrays, whole on every host."""
+    """Returns the tree as numpy arrays, complete on every host."""
     if all(a.is_fully_addressable for a in jax.tree.leaves(tree)):
         return jax.device_get(tree)
     whole = jax.sharding.NamedSharding(program.partitioner.mesh, jax.sharding.PartitionSpec())
@@ -200,7 +201,7 @@ def difference(ours: Any, theirs: Any, *, floors: Iterable[float] = ()) -> Diffe
 
     Args:
       ours, theirs: arrays.
-      floors: for every leaf, the smallest size to take the float32 spacing at; empty: no floor.
+      floors: for every leaf, the smallest size at which the float32 spacing is taken; empty: no floor.
     """
     pairs = list(zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(theirs), strict=True))
     sizes = list(floors) or [0.0] * len(pairs)
@@ -222,31 +223,32 @@ def _apart(ours: Any, theirs: Any, floor: float) -> tuple[float, float]:
 
 
 def _floors(tree: Any, share: float) -> list[float]:
-    """By leaf, a share of the norm of its kind: of all parameters' gradients, first moments, second moments."""
+    """Returns for each leaf a fraction of the norm of its kind: gradients, first moments, or second moments."""
     squares: dict[tuple, float] = {}
     kinds = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        kinds.append(tuple(key for key in path if not isinstance(key, jax.tree_util.DictKey)))  # less the parameter
+        # The path without the names of parameters, which are dict keys.
+        kinds.append(tuple(key for key in path if not isinstance(key, jax.tree_util.DictKey)))
         size = float(np.sum(np.square(np.asarray(leaf, np.float64))))
         squares[kinds[-1]] = squares.get(kinds[-1], 0.0) + (size if np.isfinite(size) else 0.0)
     return [share * squares[kind] ** 0.5 for kind in kinds]
 
 
 def tolerance(strategy: str) -> dict[str, float]:
-    """Ulp allowed by part of a trajectory; of a strategy that is not in `MEASURED`, the widest of all."""
+    """Returns the allowed ulp by part of a trajectory; the largest of `MEASURED` for a strategy that is not in it."""
     measured = MEASURED.get(strategy) or [max(ulp) for ulp in zip(*MEASURED.values(), strict=True)]
     gradients, losses, params, opt_state = (HEADROOM * ulp for ulp in measured)
     return {"fresh": 0.0, "gradients": gradients, "losses": losses, "params": params, "opt_state": opt_state}
 
 
 def beyond(strategy: str, apart: Mapping[str, Difference]) -> dict[str, Difference]:
-    """The parts that are further apart than the order of sums explains."""
+    """Returns the parts that differ by more than the order of sums explains."""
     limits = tolerance(strategy)
     return {part: found for part, found in apart.items() if found.ulp > limits[part]}
 
 
 def compare(ours: Trajectory, theirs: Trajectory) -> dict[str, Difference]:
-    """The difference of every part, by its name."""
+    """Returns the difference of every part of two trajectories, by its name."""
     changed = jax.tree.map(np.subtract, theirs.params, theirs.fresh)
     measured_by = {"gradients": theirs.gradients, "params": changed, "opt_state": theirs.opt_state}
     floors = {name: _floors(tree, FLOORS[name]) for name, tree in measured_by.items()}

@@ -1,6 +1,6 @@
-"""Everything that compiling a step for a slice tells: memory, estimated cycles, traffic, and what to look at.
+"""Analyses a compiled step: memory, estimated cycles, traffic, findings of the lints, and compiler warnings.
 
-One call, one value, one JSON object: what `launch/run report --compile` prints and other commands build tables from.
+`launch/run report --compile` prints the result; other commands build tables from it, and it converts to JSON.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from parallel.traffic import Collective
 
 
 class Analysis(NamedTuple):
-    """What the compiler says of one training step.
+    """The analysis of one compiled training step.
 
     Attributes:
       compiled: memory, time to compile, the program's text.
-      costs: estimated cycles, kernels, and what has no estimate.
-      collectives: every one, with its mesh axes, bytes and place.
+      costs: estimated cycles, kernels, and operations without an estimate.
+      collectives: all collectives, with mesh axes, bytes and place.
       findings: of the lints, unknown ones first.
-      warnings: of the compiler, without those that are known to be harmless (`hlo.messages`).
+      warnings: of the compiler, without those known to be harmless (`hlo.messages`).
     """
 
     compiled: Compiled
@@ -36,7 +36,7 @@ class Analysis(NamedTuple):
 
 
 def analyze(bound: Program, *, dump_to: str | None = None) -> Analysis:
-    """Compiles the training step of a program whose devices are `compiled.devices_of(slice)`, and reads the result.
+    """Compiles the training step of a program whose devices are `compiled.devices_of(slice)`, and analyses it.
 
     Args:
       bound: the program.
@@ -51,22 +51,22 @@ def analyze(bound: Program, *, dump_to: str | None = None) -> Analysis:
 
 
 def read(bound: Program, result: Compiled, messages: str = "") -> Analysis:
-    """What a compiled step says.
+    """Analyses a compiled step.
 
     Args:
       bound: the program that was compiled.
-      result: what came of it.
-      messages: what the compiler wrote to stderr.
+      result: the compiled step.
+      messages: the compiler's output to stderr.
     """
     module = program.parse(result.hlo)
     run = executions.walk(module)
     collectives = traffic.collectives(module, run, traffic.grid(bound.partitioner.mesh))
-    facts = lints.Facts(bound, result.peak_bytes, collectives, messages)
-    return Analysis(result, costs.summarize(run), collectives, lints.check(facts), warnings(messages))
+    context = lints.LintContext(bound, result.peak_bytes, collectives, messages)
+    return Analysis(result, costs.summarize(run), collectives, lints.check(context), warnings(messages))
 
 
 def as_json(bound: Program, found: Analysis) -> dict[str, Any]:
-    """Plain values, equal for equal programs and compilers: no times, no names of instructions."""
+    """Converts to plain values that are equal for equal programs and compilers: no times, no names of instructions."""
     memory, costs_ = found.compiled, found.costs
     return {
         "slice": memory.slice.name,

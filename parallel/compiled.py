@@ -1,7 +1,7 @@
-"""A training step compiled for a slice by the real TPU compiler, on any machine.
+"""Compiles a training step for a slice with the real TPU compiler, on any machine.
 
-libtpu describes the chips of a slice that is not there and compiles for them. Compiling is a fit test: what does not
-fit in HBM does not compile.
+libtpu describes the chips of a slice that need not exist, and compiles for them. Compiling also checks memory: a step
+that does not fit in HBM does not compile.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from parallel.partitioner import Program
 
 
 class Compiled(NamedTuple):
-    """What the compiler says of one training step on one chip.
+    """The compiler's results for one training step on one chip.
 
     Attributes:
-      slice: compiled for.
-      peak_bytes: most HBM in use at any time, arguments included.
+      slice: the slice it was compiled for.
+      peak_bytes: maximum HBM in use at any time, arguments included.
       argument_bytes: state and batch.
       temp_bytes: everything else.
-      compile_seconds: on this machine.
+      compile_seconds: time to compile, on this machine.
       hlo: the optimized program, as text.
     """
 
@@ -42,7 +42,7 @@ class OutOfHbmError(UserError):
     """The step needs more HBM than a chip has.
 
     Attributes:
-      needed, present: as the compiler writes them, such as `75.31GiB`.
+      needed, present: in the compiler's format, such as `75.31GiB`.
     """
 
     def __init__(self, message: str, *, needed: str, present: str):
@@ -55,11 +55,11 @@ def compile_for_slice(program: Program, *, dump_to: str | None = None) -> Compil
     """Compiles the training step of a program whose devices are `mesh.topology_devices(slice)`.
 
     Args:
-      program: what to compile.
-      dump_to: a folder for what the compiler writes down on its way (`parallel.planning.buffers`).
+      program: the program.
+      dump_to: a folder for the compiler's dump files (`parallel.planning.buffers`).
 
     Raises:
-      OutOfHbmError: it does not fit; says what it needs and what there is.
+      OutOfHbmError: the step does not fit; the message gives the needed and the available HBM.
       ValueError: the compiler does not know one of the options.
     """
     start = time.perf_counter()
@@ -79,7 +79,7 @@ def compile_for_slice(program: Program, *, dump_to: str | None = None) -> Compil
     )
 
 
-# The compiler words it one way for the program as a whole and another when temporaries alone are too much.
+# The compiler has one message for the whole program, and another when temporaries alone exceed the HBM.
 _TOO_MUCH = (
     r"Used (?P<needed>[\d.]+[KMG]) of (?P<present>[\d.]+[KMG]) hbm",
     r"\((?P<needed>[\d.]+[KMG])\) exceeds available HBM \((?P<present>[\d.]+[KMG])\)",
@@ -89,9 +89,9 @@ _TOO_MUCH = (
 def _explained(error: Exception, program: Program) -> Exception:
     if unknown := re.search(r"No such compile option: '([^']*)'", str(error)):
         return UserError(
-            f"this libtpu knows no compiler option {unknown[1]!r} (parallel.compiler_options for "
-            f"{program.partitioner.slice.generation}, or experiment.Experiment.compiler_options): remove it with None, "
-            "or correct its name"
+            f"this version of libtpu has no compiler option {unknown[1]!r} (set by parallel.compiler_options for "
+            f"{program.partitioner.slice.generation}, or by experiment.Experiment.compiler_options): set it to None to "
+            "remove it, or correct its name"
         )
     found = next((m for pattern in _TOO_MUCH if (m := re.search(pattern, str(error)))), None)
     if found is None:
@@ -99,12 +99,12 @@ def _explained(error: Exception, program: Program) -> Exception:
     needed, present = f"{found['needed']}iB", f"{found['present']}iB"
     message = (
         f"strategy {program.partitioner.strategy.name!r} on {program.partitioner.slice.name}: the step needs {needed} "
-        f"of HBM per chip, a chip has {present}. Split more (fsdp, tensor), recompute more (remat = 'full'), use more "
-        "accum_steps or a smaller batch."
+        f"of HBM per chip, but a chip has {present}. Shard more (fsdp, tensor), recompute more (remat = 'full'), "
+        "increase accum_steps or reduce the batch size."
     )
     return OutOfHbmError(message, needed=needed, present=present)
 
 
 def devices_of(slice: Slice) -> list[jax.Device]:
-    """The chips to bind a `Partitioner` to in order to compile for `slice`."""
+    """Returns the chips to bind a `Partitioner` to in order to compile for `slice`."""
     return mesh.topology_devices(slice)

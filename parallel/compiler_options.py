@@ -1,7 +1,7 @@
 """TPU compiler options for each chip generation. CPU devices take none of them.
 
-The compiler refuses a name it does not know, and tests compile with each table and read what the compiler warns of.
-parallel/README.md ("Compiler options") has what each option was measured to give.
+The compiler rejects unknown names, and tests compile with each table and check the compiler's warnings.
+parallel/README.md ("Compiler options") lists the measured effect of each option.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _EVERYWHERE: Options = {
     # Splitting an einsum into steps around a ring of permutes made 7B on v4-32 1.8 times as slow by the compiler's own
     # estimate; gathering first is better.
     "xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000,
-    # An all-gather is a start and an end, with other work between them.
+    # Splits an all-gather into a start and an end, so that other work can be scheduled between them.
     "xla_enable_async_all_gather": True,
 }
 
@@ -31,7 +31,7 @@ _SPARSE_CORE_COLLECTIVES: Options = {
     "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": True,
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
     "xla_tpu_enable_sparse_core_collective_offload_all_reduce": True,
-    # What lets SparseCores drive the links in the shape that the TensorCores' arrays have.
+    # Required for offloading: SparseCores transfer arrays in the layout of the TensorCores.
     "xla_tpu_use_tc_device_shape_on_sc": True,
     "xla_sc_disable_megacore_partitioning": True,
 }
@@ -56,9 +56,9 @@ def options(generation: str, overrides: Overrides | None = None) -> dict[str, Va
 
 
 def problems(overrides: Overrides) -> list[str]:
-    """Returns what is wrong with overrides as far as it shows without the compiler.
+    """Returns the problems with overrides that can be found without the compiler.
 
-    Only the compiler knows the names; it refuses an unknown one when a step is compiled.
+    Only the compiler knows the valid names; it rejects an unknown one when a step is compiled.
     """
     found = []
     for name, value in overrides.items():

@@ -1,9 +1,9 @@
-"""Devices in the right places: the mesh of a strategy over the chips of a slice.
+"""Builds the mesh of a strategy over the chips of a slice.
 
-Which chip sits where in the mesh decides what travels over which link, and which rows each host must supply. That
-order comes from the coordinates of the chips, through JAX's own `create_device_mesh`. CPU devices that stand in for a
-slice have no coordinates, so they are given those of the chips they play: a rehearsal then has the host order of the
-real slice (v4-32, fsdp 16: host 0 supplies rows 0, 4, 8, 12), where plain CPU devices would hide it.
+The position of a chip in the mesh decides which links its traffic uses, and which rows each host supplies. The order
+comes from the coordinates of the chips, through JAX's `create_device_mesh`. CPU devices that simulate a slice have no
+coordinates, so they get those of the chips that they stand for. A rehearsal then has the host order of the real slice
+(v4-32, fsdp 16: host 0 supplies rows 0, 4, 8, 12), which the default order of CPU devices would not show.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from core.slices import Slice
 
 @dataclasses.dataclass(frozen=True)
 class _DescribedChip:
-    """A device and how `create_device_mesh` is to see it: a CPU device as the TPU chip it stands for, for example."""
+    """A device with the attributes that `create_device_mesh` reads; for CPU devices, those of the simulated chip."""
 
     device: jax.Device
     id: int
@@ -46,31 +46,31 @@ def make_mesh(
     dcn_shape: Mapping[str, int] | None = None,
     leading: Sequence[str] = (),
 ) -> Mesh:
-    """The mesh with these degrees over the devices of a slice, or of several.
+    """Returns the mesh with the given degrees over the devices of one or more slices.
 
     Args:
-      shape: degree by mesh axis, over all slices, slowest network first: this order places the chips.
-      leading: axes that come first in the mesh, which moves no chip. Where manual regions are nested, XLA requires the
-        axes of an outer one to stand before those of an inner one, and ends the process otherwise.
-      dcn_shape: the part of a degree that lies across slices; multiplies to `slice.num_slices`.
-      slice: what the devices are, or stand for.
-      devices: all devices of all hosts; at least `slice.chips` where they are CPU devices.
+      shape: degree by mesh axis over all slices, slowest network first; this order assigns chips to positions.
+      leading: axes that come first in the mesh, without moving a chip. Where manual regions are nested, XLA requires
+        the axes of the outer region before those of the inner one, and aborts the process otherwise.
+      dcn_shape: degree by mesh axis across slices; the product is `slice.num_slices`.
+      slice: the slice that the devices are, or simulate.
+      devices: all devices of all hosts; CPU devices may be more than `slice.chips`.
 
     Raises:
-      ValueError: there are not as many devices as the slice has chips, or they are of another kind.
+      ValueError: the number or kind of devices does not match the slice.
     """
     devices = sorted(devices, key=lambda d: (d.process_index, d.id))
-    played = devices[0].platform == "cpu"
-    if not played:
+    simulated = devices[0].platform == "cpu"
+    if not simulated:
         _check_kind(devices, slice)
-    if len(devices) < slice.chips or (len(devices) > slice.chips and not played):
+    if len(devices) < slice.chips or (len(devices) > slice.chips and not simulated):
         raise UserError(
             f"{slice.name} has {units.counted(slice.chips, 'device')} on {units.counted(slice.hosts, 'host')}, but "
             f"JAX sees {units.counted(len(devices), f'{devices[0].device_kind} device')} on "
             f"{units.counted(len({d.process_index for d in devices}), 'host')}. "
-            + (f"Play it with JAX_NUM_CPU_DEVICES={slice.chips} or more" if played else "Name the slice that this is")
+            + (f"Simulate it with JAX_NUM_CPU_DEVICES={slice.chips} or more" if simulated else "Name the actual slice")
         )
-    chips = play(devices, slice) if played else [_described(device, slice) for device in devices]
+    chips = simulated_chips(devices, slice) if simulated else [_described(device, slice) for device in devices]
     grid = np.vectorize(lambda chip: chip.device, otypes=[object])(_grid(shape, dcn_shape or {}, chips))
     axes = sorted(shape, key=lambda axis: leading.index(axis) if axis in leading else len(leading))
     grid = grid.transpose([list(shape).index(axis) for axis in axes])
@@ -89,12 +89,12 @@ def _check_kind(devices: Sequence[jax.Device], slice: Slice) -> None:
     if devices[0].device_kind not in slice.chip.kinds:
         raise UserError(
             f"{slice.name} has {units.counted(slice.chips, f'{slice.chip.kinds[0]} chip')}, but JAX sees "
-            f"{units.counted(len(devices), f'{devices[0].device_kind} device')}; name the slice this runs on"
+            f"{units.counted(len(devices), f'{devices[0].device_kind} device')}; name the slice that this runs on"
         )
 
 
-def play(devices: Sequence[jax.Device], slice: Slice) -> list[_DescribedChip]:
-    """The first `slice.chips` devices, in process order, each as the chip it stands for."""
+def simulated_chips(devices: Sequence[jax.Device], slice: Slice) -> list[_DescribedChip]:
+    """Returns the first `slice.chips` CPU devices, in process order, with the attributes of the chips they simulate."""
     coordinates = [c for host in slice.chips_by_host() for c in host] * slice.num_slices
     x, y = slice.topology[:2]
     return [
@@ -113,7 +113,7 @@ def play(devices: Sequence[jax.Device], slice: Slice) -> list[_DescribedChip]:
 
 
 def _described(device: jax.Device, slice: Slice) -> _DescribedChip:
-    """A TPU chip under the first name of its kind, by which JAX chooses the order of some slices."""
+    """Returns a TPU chip under the first name of its kind, which JAX uses to choose the order of some slices."""
     return _DescribedChip(
         device=device,
         id=device.id,
@@ -121,12 +121,12 @@ def _described(device: jax.Device, slice: Slice) -> _DescribedChip:
         coords=tuple(device.coords),
         device_kind=slice.chip.kinds[0],
         core_on_chip=device.core_on_chip,
-        slice_index=getattr(device, "slice_index", 0),  # a slice by itself has none
+        slice_index=getattr(device, "slice_index", 0),  # not defined for a single slice
     )
 
 
 def topology_devices(slice: Slice) -> list[jax.Device]:
-    """The chips of a slice as libtpu's compiler describes them; no TPU is needed, and nothing can run on them."""
+    """Returns the chips of a slice as libtpu describes them to the compiler; no TPU is needed, and nothing can run."""
     bounds = (*slice.host_bounds, 1)[:3]
     wrap = (*slice.wraparound, False)[:3]
     options: dict[str, Any] = {"chips_per_host_bounds": bounds, "wrap": wrap}
@@ -139,7 +139,7 @@ def topology_devices(slice: Slice) -> list[jax.Device]:
         return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices)
 
 
-# libtpu looks for a TPU host around it: it asks the cloud's metadata server, takes a lock, and complains at length.
+# Without these, libtpu queries the cloud's metadata server, takes a lock file and logs errors when there is no TPU.
 _COMPILE_ONLY = {
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -150,7 +150,7 @@ _COMPILE_ONLY = {
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """These variables where they are unset, for the duration only: child processes are not to take them for a TPU."""
+    """Sets variables that are unset, for the duration of the context, so that child processes do not inherit them."""
     added = {k: v for k, v in values.items() if k not in os.environ}
     os.environ.update(added)
     try:

@@ -1,8 +1,8 @@
-"""A strategy bound to devices: the mesh, the layout of every array, and the jitted steps.
+"""Binds a strategy to devices: the mesh, the sharding of every array, and the jitted steps.
 
-`Partitioner` binds the tables to chips. `Program` is what it makes of a model, an optimizer and the shape of a batch:
-the functions that a trainer calls, with the layouts and the tracing context already in place. Everything that can be
-wrong about the combination is found while the program is made, before an array exists.
+`Partitioner` binds the tables to chips. `Program` combines it with a model, an optimizer and the shapes of a batch: it
+provides the functions that a trainer calls, with shardings and tracing context in place. Every mismatch is reported
+when the program is made, before an array is allocated.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from parallel.placement import BatchSpec
 
 
 class Partitioner:
-    """A strategy on the chips of a slice.
+    """A strategy bound to the chips of a slice.
 
     Attributes:
       strategy: the tables.
-      slice: the slice that the devices are, or play.
+      slice: the slice that the devices are, or simulate.
       shape: degree by mesh axis, slowest network first.
-      mesh: the devices; its axes may stand in another order.
+      mesh: the devices; its axes may be in another order.
     """
 
     def __init__(self, tables: strategy.Strategy, *, slice: Slice, devices: Sequence[jax.Device]):
-        """Raises ValueError where mesh, slice and devices do not fit."""
+        """Raises ValueError if mesh, slice and devices do not fit."""
         self.strategy = tables
         self.slice = slice
         self.shape = strategy.resolve(tables, slice)
@@ -50,30 +50,30 @@ class Partitioner:
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
-        """Context in which a model traced for this layout sees its mesh and its table."""
+        """Context in which a model is traced with this mesh and these tables."""
         tables = self.strategy
         run = stack.use_runner(self._runner) if self._runner else contextlib.nullcontext()
         with jax.set_mesh(self.mesh), logical.sharding_rules(tables.activation_rules, tables.param_rules), run:
             yield
 
     @functools.cached_property
-    def _runner(self) -> stack.Runner | None:  # made once: it is part of the key of every trace
+    def _runner(self) -> stack.Runner | None:  # created once, because it is part of the cache key of every trace
         if self.pipeline is None:
             return None
         return runner.runner(self.pipeline, self.strategy.param_rules, self.strategy.activation_rules)
 
     @property
     def pipeline(self) -> Schedule | None:
-        """The schedule; None with one stage too, for then there is nothing to hand on."""
+        """The schedule; None without a pipeline or with a single stage."""
         return self.strategy.pipeline if self.shape["stage"] > 1 else None
 
     @property
     def row_shards(self) -> int:
-        """Groups of chips that have rows of their own."""
+        """The number of groups of chips with different rows."""
         return logical.shards(self.strategy.activation_rules["batch"], self.shape)
 
     def batch_shardings(self, spec: BatchSpec) -> Mapping[str, NamedSharding]:
-        """Layout of every array of a batch.
+        """Returns the sharding of every array of a batch.
 
         Raises:
           ValueError: a dimension does not divide.
@@ -84,7 +84,7 @@ class Partitioner:
         return rules.shardings(tree, self.mesh)
 
     def data_layout(self, batch_size: int) -> DataLayout:
-        """The rows of a global batch that this host supplies."""
+        """Returns the rows of a global batch that this host supplies."""
         rows = {"rows": jax.ShapeDtypeStruct((batch_size,), jnp.int32)}
         return placement.data_layout(self.batch_shardings(rows)["rows"], batch_size)
 
@@ -100,13 +100,19 @@ class Partitioner:
         skip_non_finite: bool = False,
         compiler_overrides: compiler_options.Overrides | None = None,
     ) -> Program:
-        """The model's steps in this layout.
+        """Returns the model's training and evaluation steps under this partitioner.
 
-        `accum_steps` and `gather_once` are those of `parallel.accumulation`, `skip_non_finite` that of `core.step`, and
-        `compiler_overrides` changes options of `parallel.compiler_options` by name.
+        Args:
+          model: the model.
+          optimizer: the optimizer.
+          spec: shapes and dtypes of a global batch.
+          seed: of initialization and training.
+          accum_steps, gather_once: see `parallel.accumulation`.
+          skip_non_finite: see `core.step`.
+          compiler_overrides: options of `parallel.compiler_options` to change, by name.
 
         Raises:
-          ValueError: the model, the batch and the tables do not fit; every mismatch at once.
+          ValueError: lists every mismatch between the model, the batch and the tables.
         """
         flags = (accum_steps, gather_once, skip_non_finite, compiler_overrides or {})
         return Program(self, model, optimizer, dict(spec), seed, *flags)
@@ -114,7 +120,7 @@ class Partitioner:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What a trainer calls: initial state, training step, evaluation step, and where their arrays live.
+    """The functions that a trainer calls: initial state, training step and evaluation step, with their shardings.
 
     Attributes:
       partitioner, model, optimizer, spec, seed, accum_steps, gather_once, skip_non_finite, compiler_overrides: the
@@ -133,10 +139,12 @@ class Program:
 
     def __post_init__(self):
         if self.accum_steps < 1 or not self.spec:
-            raise UserError(f"accum_steps = {self.accum_steps}, features {list(self.spec)}: expected 1 or more")
-        # what is independent is said together
-        looks = (self._check_rows, self._check_positions, self._check_microbatches, self._check_state)
-        if problems := [str(error) for look in looks if (error := self._refusal(look))]:
+            raise UserError(
+                f"accum_steps = {self.accum_steps}, features {list(self.spec)}: expected at least 1 step and 1 feature"
+            )
+        # The checks are independent of each other, so all problems are reported together.
+        independent = (self._check_rows, self._check_positions, self._check_microbatches, self._check_state)
+        if problems := [str(error) for check in independent if (error := self._error_of(check))]:
             raise UserError("\n".join(problems))
         with model_errors.named(self.model, self.spec):
             self._check_activations()
@@ -148,7 +156,7 @@ class Program:
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:
-        """Shape, dtype and layout of every array of the state: what a checkpoint is restored to."""
+        """Shape, dtype and sharding of every array of the state, as needed to restore a checkpoint."""
         shapes, axes = self._abstract
         tables = self.partitioner.strategy
         fit = functools.partial(rules.specs, mesh_shape=self.partitioner.shape)
@@ -166,17 +174,17 @@ class Program:
 
     @functools.cached_property
     def state_shardings(self) -> TrainState:
-        """Layout of every array of the state."""
+        """Sharding of every array of the state."""
         return jax.tree.map(lambda s: s.sharding, self.abstract_state)
 
     @functools.cached_property
     def batch_shardings(self) -> Mapping[str, NamedSharding]:
-        """Layout of every array of a batch."""
+        """Sharding of every array of a batch."""
         return self.partitioner.batch_shardings(self.spec)
 
     @property
     def abstract_batch(self) -> Mapping[str, jax.ShapeDtypeStruct]:
-        """Shape, dtype and layout of every array of a batch."""
+        """Shape, dtype and sharding of every array of a batch."""
         return {
             k: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self.batch_shardings[k]) for k, s in self.spec.items()
         }
@@ -199,7 +207,7 @@ class Program:
         return {k: jax.ShapeDtypeStruct(s.shape, s.dtype) for k, s in self.spec.items()}
 
     def _check_state(self) -> None:
-        """A pipeline that the model does not fit says so before its tables do."""
+        """Checks the pipeline before the tables, because its message is more specific."""
         at = self.partitioner
         if at.pipeline:
             shapes, axes = self._abstract
@@ -230,9 +238,9 @@ class Program:
             random_bits.refuse_shared_draws(self.model, self._abstract[0].params, self._example())
 
     def _check_activations(self) -> None:
-        """Traces the loss, so that a table that the computation does not fit is refused before the first step.
+        """Traces the loss, so that tables that do not fit the computation are reported before the first step.
 
-        Of a pipeline the gradient is traced too: its rules refuse what they cannot differentiate.
+        For a pipeline the gradient is traced too, because its derivative rules reject what they cannot differentiate.
         """
         traced = [step.eval_step(self.model, self.optimizer, seed=self.seed)]
         traced += [self._pure_train_step] if self.partitioner.pipeline else []
@@ -250,7 +258,7 @@ class Program:
 
     @functools.cached_property
     def jitted_init(self) -> Any:
-        """The jitted making of a fresh state; trace it inside `partitioner.tracing()`."""
+        """The jitted initialization of the state; trace it inside `partitioner.tracing()`."""
 
         def fresh() -> TrainState:
             zeros = {k: jnp.zeros(s.shape, s.dtype) for k, s in self.spec.items()}
@@ -259,19 +267,19 @@ class Program:
         return jax.jit(fresh, out_shardings=self.state_shardings)
 
     def init(self) -> TrainState:
-        """A fresh state, equal under every layout."""
+        """Initializes the state; its values do not depend on the strategy."""
         with self.partitioner.tracing():
             return self.jitted_init()
 
     @functools.cached_property
     def manual_axes(self) -> set[str]:
-        """Mesh axes over which gradients of microbatches are added before they are reduced."""
+        """Mesh axes over which gradients are accumulated locally and reduced once per step."""
         at = self.partitioner
         return accumulation.manual_axes(at.strategy, at.shape, gather_once=self.gather_once)
 
     @property
     def gathered_bytes(self) -> int:
-        """What `gather_once` costs a chip; 0 without it."""
+        """Bytes that `gather_once` costs each chip; 0 without it."""
         at, params = self.partitioner, self.abstract_state.params
         by = (at.strategy.param_rules, at.shape, self.manual_axes)
         return accumulation.gathered_bytes(params, self.axes.params, *by)
@@ -301,7 +309,7 @@ class Program:
 
     @functools.cached_property
     def jitted_answer_step(self) -> Any:
-        """The jitted evaluation step that also answers; trace it inside `partitioner.tracing()`."""
+        """The jitted evaluation step that also returns answers; trace it inside `partitioner.tracing()`."""
         return self._jit(step.answer_step(self.model, self.optimizer, seed=self.seed), out_shardings=self._replicated)
 
     def _jit(self, fn: Callable, **options) -> Any:
@@ -312,35 +320,38 @@ class Program:
         return jax.jit(fn, in_shardings=inputs, compiler_options=chosen, **options)
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, step.Metrics]:
-        """One step; `state` is consumed."""
+        """Runs one training step; `state` is donated."""
         with self.partitioner.tracing():
             return self.jitted_train_step(state, batch)
 
     def eval_step(self, state: TrainState, batch: Batch) -> Mapping[str, Any]:
-        """Loss and metric sums of one batch."""
+        """Returns loss and metric sums of one batch."""
         with self.partitioner.tracing():
             return self.jitted_eval_step(state, batch)
 
     def answer_step(self, state: TrainState, batch: Batch) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """As `eval_step`, and what the model answers to every row of the global batch, whole on every host."""
+        """Returns the results of `eval_step`, and the model's answers for every row of the global batch, replicated."""
         with self.partitioner.tracing():
             return self.jitted_answer_step(state, batch)
 
     def abstract_answers(self) -> Mapping[str, jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of what `answer_step` answers; traced alone, so no device does anything."""
+        """Returns shapes and dtypes of the answers of `answer_step`, without running it."""
         with self.partitioner.tracing():
             return jax.eval_shape(self.jitted_answer_step, self.abstract_state, self.abstract_batch)[1]
 
     def put(self, batch: Mapping[str, np.ndarray]) -> Batch:
-        """This host's rows of a batch, in the order of `data_layout(...).rows`, placed on its devices.
+        """Places this host's rows of a batch on its devices.
+
+        Args:
+          batch: arrays [rows of this host, ...], in the order of `data_layout(...).rows`.
 
         Raises:
-          ValueError: features, rows, shapes or dtypes that are not what this host owes.
+          ValueError: features, rows, shapes or dtypes differ from what this host must supply.
         """
-        return placement.put(batch, self.spec, self.batch_shardings, rows=self._owed_rows)
+        return placement.put(batch, self.spec, self.batch_shardings, rows=self._host_rows)
 
     @functools.cached_property
-    def _owed_rows(self) -> tuple[int, ...]:
+    def _host_rows(self) -> tuple[int, ...]:
         return self.partitioner.data_layout(self._num_rows).rows
 
     @property
@@ -348,14 +359,14 @@ class Program:
         return next(iter(self.spec.values())).shape[0]
 
     def lower_train_step(self) -> Any:
-        """The training step lowered from shapes alone: nothing is allocated, so the devices need not exist."""
+        """Lowers the training step from shapes alone; nothing is allocated, so the devices need not exist."""
         with self.partitioner.tracing():
             return self.jitted_train_step.lower(self.abstract_state, self.abstract_batch)
 
-    def _refusal(self, look: Callable[[], object]) -> UserError | None:
+    def _error_of(self, check: Callable[[], object]) -> ValueError | None:
         try:
             with model_errors.named(self.model, self.spec):
-                look()
-        except UserError as error:
+                check()
+        except ValueError as error:
             return error
         return None

@@ -1,7 +1,7 @@
-"""Rows of a batch between hosts and chips: which rows a host owes, and how what it brings becomes global arrays.
+"""Distributes rows of a batch over hosts and chips: which rows a host supplies, and how they become global arrays.
 
-On a real slice a host's rows are often strided, and several hosts may need the same row. So a host never counts: what
-it owes is read from the layout of the batch, and what it brings is held against that before it reaches a chip.
+On a real slice the rows of a host are often strided, and several hosts may supply the same row. They are therefore read
+from the sharding of the batch, never computed from host indices, and batches are checked against it before transfer.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ BatchSpec = Mapping[str, jax.ShapeDtypeStruct]
 
 
 def data_layout(by_rows: NamedSharding, batch_size: int) -> DataLayout:
-    """The rows of a global batch that this host supplies.
+    """Returns the rows of a global batch that this host supplies.
 
     Args:
-      by_rows: the layout of an array [batch_size].
+      by_rows: the sharding of an array [batch_size].
       batch_size: rows of the global batch.
     """
     by_host = _rows_by_host(by_rows, batch_size)
@@ -35,11 +35,11 @@ def data_layout(by_rows: NamedSharding, batch_size: int) -> DataLayout:
 
 
 def largest_share(by_rows: NamedSharding, batch_size: int) -> float:
-    """The part of a global batch that the host with the most rows supplies.
+    """Returns the fraction of a global batch that the host with the most rows supplies.
 
     Args:
-      by_rows: the layout of an array [batch_size].
-      batch_size: rows of a small batch, laid out as any other.
+      by_rows: the sharding of an array [batch_size].
+      batch_size: rows of a batch; any size that divides.
     """
     return max(map(len, _rows_by_host(by_rows, batch_size).values())) / batch_size
 
@@ -55,21 +55,21 @@ def _rows_by_host(by_rows: NamedSharding, batch_size: int) -> dict[int, set[int]
 def put(
     batch: Mapping[str, np.ndarray], spec: BatchSpec, layouts: Mapping[str, NamedSharding], *, rows: Sequence[int]
 ) -> Batch:
-    """This host's rows of a global batch, placed on its devices.
+    """Places this host's rows of a global batch on its devices.
 
     Args:
       batch: arrays [rows of this host, ...], in the order of `rows`.
       spec: shapes of the global batch.
-      layouts: of every array of the global batch.
-      rows: what this host owes, of `data_layout`.
+      layouts: sharding of every array of the global batch.
+      rows: the rows of this host (`data_layout(...).rows`).
 
     Returns:
       Global arrays.
 
     Raises:
-      ValueError: other features, rows, shapes or dtypes than this host owes; every one at once.
+      ValueError: lists every feature whose presence, rows, shape or dtype is wrong.
     """
-    _require_owed(batch, spec, len(rows))
+    _check_batch(batch, spec, len(rows))
     first = np.asarray(rows)
 
     def shard(local: np.ndarray, batch_size: int, index: tuple[slice, ...]) -> np.ndarray:
@@ -83,19 +83,19 @@ def put(
     }
 
 
-def _require_owed(batch: Mapping[str, np.ndarray], spec: BatchSpec, count: int) -> None:
+def _check_batch(batch: Mapping[str, np.ndarray], spec: BatchSpec, count: int) -> None:
     problems = [f"feature {name!r} is missing" for name in spec if name not in batch]
     problems += [f"feature {name!r} is not one of {', '.join(spec)}" for name in batch if name not in spec]
     for name in spec.keys() & batch.keys():
-        given, owed = batch[name], (count, *spec[name].shape[1:])
-        if np.shape(given) != owed:
-            problems.append(f"feature {name!r} has shape {np.shape(given)}, expected {owed}")
+        given, expected = batch[name], (count, *spec[name].shape[1:])
+        if np.shape(given) != expected:
+            problems.append(f"feature {name!r} has shape {np.shape(given)}, expected {expected}")
         if np.asarray(given).dtype != spec[name].dtype:
             problems.append(f"feature {name!r} is {np.asarray(given).dtype}, expected {spec[name].dtype}")
     if problems:
-        whole = next(iter(spec.values())).shape[0]
+        total = next(iter(spec.values())).shape[0]
         raise UserError(
-            f"host {jax.process_index()} owes {count} of the {whole} rows of a batch:\n  "
+            f"host {jax.process_index()} must supply {count} of the {total} rows of a batch:\n  "
             + "\n  ".join(sorted(problems))
-            + "\nGive the rows that data_layout(batch_size).rows names, in that order, and no others"
+            + "\nSupply exactly the rows data_layout(batch_size).rows, in that order"
         )

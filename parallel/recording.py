@@ -1,15 +1,15 @@
-"""Everything that a short run of training computes, as named arrays in causal order.
+"""Records every array that a short training run computes, named and in causal order.
 
-An array can only depend on those before it, so of two recordings the first difference is the one to look at.
+An array can depend only on those before it, so the first difference between two recordings is the one to investigate.
 
-    step 1   forward      embedding, layer 0 … L-1: the residual stream behind each; head: logits
-             loss         the step's
-             gradients    head, layer L-1 … 0, embedding: every parameter's, as the optimizer got them
+    step 1   forward      embedding, layer 0 … L-1: the residual stream after each; head: logits
+             loss         of the step
+             gradients    head, layer L-1 … 0, embedding: of every parameter, as passed to the optimizer
              update       optimizer state, parameters
     step 2   …
 
-The residual stream is what a layer stack hands from layer to layer, so any model built with `core.stack` shows it, and
-logits where the model has `logits(params, batch)`. One without either still shows loss, gradients and update.
+The residual stream is the value that `core.stack` passes from layer to layer, so it is recorded for every model built
+with it. Logits are recorded if the model has `logits(params, batch)`. Other models record loss, gradients and update.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ START = "start"  # the phase of the state before step 1
 
 
 def key(step: int, phase: str, place: str, tensor: str = "") -> str:
-    """The name of an array in a recording."""
+    """Returns the name of an array in a recording."""
     return f"{step}|{phase}|{place}|{tensor}"
 
 
 def record(program: Program, state: TrainState, batches: Sequence[Batch]) -> dict[str, np.ndarray]:
-    """Trains on the batches, and keeps everything on the way.
+    """Trains on the batches and records every array.
 
     Args:
       program: bound to devices that exist.
-      state: to start from; consumed.
-      batches: global batches, whole.
+      state: the initial state; donated.
+      batches: global batches, complete on every host.
 
     Returns:
-      The recording, on every host; with the state before step 1 as phase `START` of step 0.
+      The recording, on every host; the state before step 1 is phase `START` of step 0.
     """
     watched = dataclasses.replace(program, optimizer=agreement.watch(program.optimizer))
     rows = np.asarray(program.partitioner.data_layout(len(next(iter(batches[0].values())))).rows)
@@ -78,18 +78,18 @@ def _with_gradients(watched: Program, state: TrainState) -> TrainState:
 
 
 class _Forward:
-    """The forward pass on a whole batch, with what the layers hand on."""
+    """The forward pass on a global batch, with the inputs and outputs of all layers."""
 
     def __init__(self, program: Program):
         self._program = program
         self._jitted = jax.jit(lambda state, batch: residuals(program, state.params, state, batch))
 
     def __call__(self, state: TrainState, batch: Any) -> dict[tuple[str, str], np.ndarray]:
-        """Arrays by (place, tensor); without residuals where the model's stack is not at the top of its loss."""
+        """Returns arrays by (place, tensor); no residuals if the model's stack runs inside another transformation."""
         with self._program.partitioner.tracing():
             try:
                 seen, logits = self._jitted(state, batch)
-            except jax.errors.UnexpectedTracerError:  # the stack stands inside another transformation
+            except jax.errors.UnexpectedTracerError:  # the stack runs inside another transformation
                 return {}
         found: dict[tuple[str, str], np.ndarray] = {}
         for before, layers in agreement.everywhere(self._program, seen):
@@ -102,7 +102,7 @@ class _Forward:
 
 
 def residuals(program: Program, params: Any, state: TrainState, batch: Any) -> tuple[list, jax.Array | None]:
-    """For every layer stack: what enters it, and [L, ...] behind each layer; then the logits, where there are any."""
+    """Returns for every layer stack its input and its outputs [L, ...]; then the logits, or None."""
     model, seen = program.model, []
     rng = jax.random.fold_in(jax.random.key(program.seed), state.step)
 
@@ -121,27 +121,27 @@ def residuals(program: Program, params: Any, state: TrainState, batch: Any) -> t
 
 
 class _Order:
-    """The order in which a backward pass finishes gradients: head, layers from the last to the first, embedding."""
+    """The order in which a backward pass computes gradients: head, layers from the last to the first, embedding."""
 
     def __init__(self, program: Program):
         self._axes = program.axes.params
         self._early = _feeds_the_stack(program)
 
     def gradients(self, tree: Any) -> Iterator[tuple[str, str, np.ndarray]]:
-        """(place, name, array) of every gradient; a stacked one layer by layer."""
-        whole: list[tuple[str, np.ndarray]] = []
+        """Yields (place, name, array) of every gradient; stacked gradients layer by layer."""
+        others: list[tuple[str, np.ndarray]] = []
         stacked: list[tuple[str, np.ndarray]] = []
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         for (path, a), axes in zip(leaves, _axes_leaves(self._axes), strict=True):
-            (stacked if _is_stacked(axes) else whole).append((parameters.path_name(path), np.asarray(a)))
-        yield from (("head", name, a) for name, a in whole if name not in self._early)
+            (stacked if _is_stacked(axes) else others).append((parameters.path_name(path), np.asarray(a)))
+        yield from (("head", name, a) for name, a in others if name not in self._early)
         for layer in reversed(range(max((len(a) for _, a in stacked), default=0))):
             yield from ((f"layer {layer}", name, a[layer]) for name, a in stacked if layer < len(a))
-        yield from (("embedding", name, a) for name, a in whole if name in self._early)
+        yield from (("embedding", name, a) for name, a in others if name in self._early)
 
 
 def _feeds_the_stack(program: Program) -> set[str]:
-    """Names of the parameters that what enters the first layer stack depends on."""
+    """Returns the names of the parameters that the input of the first layer stack depends on."""
     state = program.abstract_state
     batch = {k: jax.ShapeDtypeStruct(s.shape, s.dtype) for k, s in program.spec.items()}
 
@@ -159,7 +159,7 @@ def _feeds_the_stack(program: Program) -> set[str]:
 
 
 def _dependencies(jaxpr: Any) -> set[Var]:
-    """Every variable that the results of a computation depend on."""
+    """Returns all variables that the results of a computation depend on."""
     needed = {v for v in jaxpr.outvars if isinstance(v, Var)}
     for equation in reversed(jaxpr.eqns):
         if needed.intersection(equation.outvars):
@@ -189,6 +189,6 @@ def _is_stacked(names: tuple[str | None, ...]) -> bool:
 
 
 def _storable(a: Any) -> np.ndarray:
-    """As numpy can save it: what is narrower than float32 becomes float32, without loss."""
+    """Converts to an array that numpy can save: narrow floating-point types become float32, which is exact."""
     a = np.asarray(a)
     return a.astype(np.float32) if a.dtype.itemsize < 4 and jnp.issubdtype(a.dtype, jnp.floating) else a

@@ -1,4 +1,4 @@
-"""What a layout costs a chip, array by array, known from shapes alone."""
+"""Bytes per chip of every array of a program's state, from shapes alone."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Row(NamedTuple):
     Attributes:
       path: `params/layers/block/query`.
       shape, axes, spec: global shape, logical axes, mesh axes as `(-, fsdp)`.
-      bytes_per_chip: of the shard that one chip holds.
-      replicated: whether every chip holds all of it.
+      bytes_per_chip: of the shard of one chip.
+      replicated: whether every chip stores the full array.
     """
 
     path: str
@@ -32,7 +32,13 @@ class Row(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Bytes per chip of each part of the state; `everything` is their sum on one chip, `whole` on all if unsplit."""
+    """Bytes of the state.
+
+    Attributes:
+      params, opt_state, carry: per chip.
+      everything: their sum.
+      whole: of the unsharded state.
+    """
 
     params: int
     opt_state: int
@@ -42,7 +48,7 @@ class Totals(NamedTuple):
 
 
 def rows(program: Program) -> list[Row]:
-    """Every array of the state, parameters first."""
+    """Returns every array of the state, parameters first."""
     state, axes = program.abstract_state, program.axes
     return [
         *_part("params", state.params, axes.params),
@@ -66,12 +72,12 @@ def _part(name: str, tree: Any, axes: Any) -> Iterator[Row]:
 
 
 def _spec_text(spec: jax.sharding.PartitionSpec) -> str:
-    """`(-, data fsdp)`, as `Axes` prints: a dash for a whole dimension."""
+    """Returns `(-, data fsdp)`, as `Axes` prints: a dash for a dimension that is not sharded."""
     return "(" + ", ".join(" ".join(logical.mesh_axes(entry)) or "-" for entry in spec) + ")"
 
 
 def totals(program: Program) -> Totals:
-    """Bytes of the state on one chip."""
+    """Returns the bytes of the state on one chip."""
     by_part = dict.fromkeys(("params", "opt_state", "carry"), 0)
     for row in rows(program):
         by_part[row.path.split("/")[0]] += row.bytes_per_chip
@@ -80,7 +86,7 @@ def totals(program: Program) -> Totals:
 
 
 class Weights:
-    """Recognises a weight by its shape in computation: that of a parameter, or of one layer of it."""
+    """Recognises weights in a compiled program by their shape: that of a parameter, or of one layer of it."""
 
     def __init__(self, program: Program):
         self._by_shape: dict[tuple[int, ...], str] = {}
@@ -94,12 +100,12 @@ class Weights:
                     self._by_shape.setdefault(form, row.path)
 
     def path_of(self, dims: Sequence[int]) -> str | None:
-        """Of the parameter that an array of this shape on one chip may be."""
+        """Returns the path of a parameter with this shape on one chip, or None."""
         return next((path for form in _forms(dims) if (path := self._by_shape.get(form))), None)
 
 
 def _forms(dims: Sequence[int]) -> list[tuple[int, ...]]:
-    """Without dimensions of 1, in any order; and with two neighbours merged, as heads and head_dim often are."""
+    """Returns the sorted dimensions without 1s, and variants with two neighbours merged (often heads and head_dim)."""
     bare = [d for d in dims if d > 1]
     merged = [[*bare[:i], bare[i] * bare[i + 1], *bare[i + 2 :]] for i in range(len(bare) - 1)] if len(bare) > 2 else []
     return [tuple(sorted(form)) for form in (bare, *merged) if len(form) > 1]

@@ -1,6 +1,6 @@
-"""From tables to the layout of every array of a model, with everything that does not fit said at once.
+"""Applies the tables of a strategy to the arrays of a model, and reports everything that does not fit.
 
-Nothing is silently replicated: a dimension that does not divide is an error that names the parameter, its shape, its
+Nothing is replicated silently: a dimension that does not divide is an error that names the parameter, its shape, its
 axes, the strategy and the nearest fix.
 """
 
@@ -19,19 +19,19 @@ from core.logical import Axes, Rules
 
 
 def specs(shapes: Any, axes: Any, rules: Rules, *, mesh_shape: Mapping[str, int], where: str) -> Any:
-    """The `PartitionSpec` of every array of a tree.
+    """Returns the `PartitionSpec` of every array of a tree.
 
     Args:
       shapes: tree of arrays or `jax.ShapeDtypeStruct`.
       axes: tree of `Axes` of the same structure.
       rules: the table to follow.
       mesh_shape: degree by mesh axis.
-      where: what the table is, for messages: "strategy 'fsdp', param_rules".
+      where: name of the table for messages: "strategy 'fsdp', param_rules".
 
     Raises:
-      ValueError: every array that the table does not fit.
+      ValueError: lists every array that the table does not fit.
     """
-    problems: dict[str, list[str]] = {}  # what is wrong -> arrays
+    problems: dict[str, list[str]] = {}  # problem -> arrays
 
     def one(path, shape, named: Axes) -> PartitionSpec:
         array = f"{parameters.path_name(path)}: shape {tuple(shape.shape)}, axes {named}"
@@ -46,14 +46,14 @@ def specs(shapes: Any, axes: Any, rules: Rules, *, mesh_shape: Mapping[str, int]
 
     tree = jax.tree_util.tree_map_with_path(one, shapes, axes, is_leaf=lambda a: isinstance(a, Axes))
     if problems:
-        raise UserError(f"{where} does not fit:\n  " + "\n  ".join(map(_said, problems, problems.values())))
+        raise UserError(f"{where} does not fit:\n  " + "\n  ".join(map(_formatted, problems, problems.values())))
     return tree
 
 
-def _said(problem: str, arrays: Sequence[str]) -> str:
-    """A problem that several arrays have is said once."""
+def _formatted(problem: str, arrays: Sequence[str]) -> str:
+    """Formats a problem once for all arrays that have it."""
     others = [array.partition(":")[0] for array in arrays[1:]]
-    return f"{arrays[0]}: {problem}" + (f" (so too {', '.join(others)})" if others else "")
+    return f"{arrays[0]}: {problem}" + (f" (also {', '.join(others)})" if others else "")
 
 
 def _division_problems(
@@ -75,7 +75,7 @@ def _product(entry: str | tuple[str, ...]) -> str:
 
 
 def _fix(name: str, size: int, entry: str | tuple[str, ...], mesh_shape: Mapping[str, int]) -> str:
-    """A batch is easily made larger or smaller; a dimension of a model is not, so there the layout gives way."""
+    """Suggests a size for data dimensions, which are easy to change, and another layout for dimensions of the model."""
     shards = logical.shards(entry, mesh_shape)
     if name in ("batch", "length"):
         return f"Nearest that do: {', '.join(map(str, logical.nearest_multiples(size, shards)))}"
@@ -84,21 +84,21 @@ def _fix(name: str, size: int, entry: str | tuple[str, ...], mesh_shape: Mapping
     of = f"of {_product(entry)} " if len(logical.mesh_axes(entry)) > 1 else ""
     padded = f"or store it rounded up to {math.ceil(size / shards) * shards} (vocab_multiple); " * (name == "vocab")
     return (
-        f"Degrees {of}that do: {', '.join(degrees)}; {padded}or keep it whole: "
+        f"Degrees {of}that do: {', '.join(degrees)}; {padded}or replicate it: "
         f"strategies.override(param_rules={{{name!r}: None}}, activation_rules={{{name!r}: None}})"
     )
 
 
 def shardings(spec_tree: Any, mesh: jax.sharding.Mesh) -> Any:
-    """Each spec bound to the mesh."""
+    """Binds each spec to the mesh."""
     return jax.tree.map(lambda s: NamedSharding(mesh, s), spec_tree, is_leaf=lambda s: isinstance(s, PartitionSpec))
 
 
 def batch_axes(shape: Sequence[int]) -> Axes:
-    """Axes of an array of a batch: rows first, then, where there is a second dimension, positions."""
+    """Returns the logical axes of an array of a batch: rows, then positions if there is a second dimension."""
     return Axes((("batch", "length") + (None,) * len(shape))[: len(shape)])
 
 
 def row_axes(shape: Sequence[int]) -> Axes:
-    """Axes of an array of the carry: rows first; the rest is whole. A scalar belongs to everybody."""
+    """Returns the logical axes of an array of the carry: rows first; other dimensions, and scalars, are replicated."""
     return Axes((("batch",) + (None,) * len(shape))[: len(shape)])

@@ -1,7 +1,8 @@
-"""The strategies that come with Renga. Each is a table; swap one for another with one gin line.
+"""The built-in strategies. Each is a table; a gin file selects one with a single line.
 
-Notation: X[B_f, D] is an array whose batch dimension is split over the mesh axis fsdp (f) and whose embed dimension is
-whole; d is data, s is sequence, t is tensor, p is stage; gather_f and scatter_f are collectives over fsdp. L is length.
+Notation: X[B_f, D] is an array whose batch dimension is sharded over the mesh axis fsdp (f) and whose embed dimension
+is not sharded; d is data, s is sequence, t is tensor, p is stage; gather_f and scatter_f are collectives over fsdp.
+B batch, L length, D embed, F mlp, H heads, N key/value heads, K head_dim, V vocab, m microbatch.
 """
 
 from __future__ import annotations
@@ -32,16 +33,13 @@ __all__ = [
 ]
 
 _BY_TENSOR: Rules = {"mlp": "tensor", "heads": "tensor", "kv_heads": "tensor", "vocab": "tensor"}
-_BY_STAGE: Rules = {
-    "layers": "stage",
-    "vocab": "stage",
-}  # embedding and head belong to no stage, so all of them share it
+_BY_STAGE: Rules = {"layers": "stage", "vocab": "stage"}  # all stages share the embedding and the head
 _BY_STAGE_AND_TENSOR: Rules = {**_BY_TENSOR, "layers": "stage", "vocab": ("stage", "tensor")}
 _SCHEDULE = schedules.gpipe(num_microbatches=8)
 
 
 def data_parallel(*, data: int = -1) -> Strategy:
-    """Every chip holds the whole model and its own rows; gradients are summed over data.
+    """Replicates the model on every chip; each chip has its own rows, and gradients are summed over data.
 
     In[B_d, D] · Win[D, F] → H[B_d, F];   H · Wout[F, D] → Out[B_d, D]
     """
@@ -54,7 +52,7 @@ def data_parallel(*, data: int = -1) -> Strategy:
 
 
 def zero1(*, data: int = -1) -> Strategy:
-    """As data_parallel, but each chip keeps and updates a piece of the optimizer state (Rajbhandari et al. 2020).
+    """data_parallel with the optimizer state sharded over data (ZeRO stage 1, Rajbhandari et al. 2020).
 
     dWin[D, F] → scatter_d → dWin[D_d, F];   Adam's m, v [D_d, F];   Win ← gather_d(updated Win[D_d, F])
     """
@@ -68,7 +66,7 @@ def zero1(*, data: int = -1) -> Strategy:
 
 
 def fsdp(*, fsdp: int = -1) -> Strategy:
-    """Parameters, gradients and optimizer state split over fsdp; a layer's weights are gathered when it runs.
+    """Shards parameters, gradients and optimizer state over fsdp; the weights of a layer are gathered when it runs.
 
     In[B_f, D] · gather_f(Win[D_f, F]) → H[B_f, F];   H · gather_f(Wout[F, D_f]) → Out[B_f, D]
     """
@@ -81,7 +79,7 @@ def fsdp(*, fsdp: int = -1) -> Strategy:
 
 
 def hsdp(*, data: int, fsdp: int = -1) -> Strategy:
-    """Replicas of fsdp groups: weights split over fsdp inside a group, gradients also summed over data.
+    """Replicas of fsdp groups: weights are sharded over fsdp inside a group, gradients are also summed over data.
 
     In[B_df, D] · gather_f(Win[D_f, F]) → H[B_df, F];   H · gather_f(Wout[F, D_f]) → Out[B_df, D]
     """
@@ -94,7 +92,7 @@ def hsdp(*, data: int, fsdp: int = -1) -> Strategy:
 
 
 def tensor(*, tensor: int = -1) -> Strategy:
-    """Heads, hidden units and vocabulary split over tensor; every chip sees every row (Shoeybi et al. 2019).
+    """Shards heads, hidden units and vocabulary over tensor; every chip computes all rows (Shoeybi et al. 2019).
 
     In[B, D] · Win[D, F_t] → H[B, F_t];   H · Wout[F_t, D] → Out[B, D]  (summed over t)
     """
@@ -107,7 +105,7 @@ def tensor(*, tensor: int = -1) -> Strategy:
 
 
 def fsdp_tensor(*, tensor: int, fsdp: int = -1) -> Strategy:
-    """Weights split over fsdp and tensor; batch over fsdp.
+    """Shards weights over fsdp and tensor, and the batch over fsdp.
 
     In[B_f, D] · gather_f(Win[D_f, F_t]) → H[B_f, F_t];   H · gather_f(Wout[F_t, D_f]) → Out[B_f, D]  (summed over t)
     """
@@ -120,7 +118,7 @@ def fsdp_tensor(*, tensor: int, fsdp: int = -1) -> Strategy:
 
 
 def sequence_tensor(*, tensor: int, fsdp: int = -1) -> Strategy:
-    """As fsdp_tensor, with the residual stream split along length between blocks (Korthikanti et al. 2022).
+    """fsdp_tensor with the residual stream sharded along length between blocks (Korthikanti et al. 2022).
 
     gather_t(In[B_f, L_t, D]) · gather_f(Win[D_f, F_t]) → H[B_f, L, F_t];   H · Wout → scatter_t → Out[B_f, L_t, D]
     """
@@ -133,9 +131,9 @@ def sequence_tensor(*, tensor: int, fsdp: int = -1) -> Strategy:
 
 
 def context(*, sequence: int, fsdp: int = -1) -> Strategy:
-    """Positions split over sequence; each chip attends from its own queries to gathered keys and values.
+    """Shards positions over sequence; each chip attends from its own queries to gathered keys and values.
 
-    Q[B_f, L_s, H, K] · gather_s(K[B_f, L_s, N, K]) → scores[B_f, H, L_s, L];   weights split over fsdp and sequence
+    Q[B_f, L_s, H, K] · gather_s(K[B_f, L_s, N, K]) → scores[B_f, H, L_s, L];   weights sharded over fsdp and sequence
     """
     return Strategy(
         name="context",
@@ -152,7 +150,7 @@ def context(*, sequence: int, fsdp: int = -1) -> Strategy:
 
 
 def mesh3d(*, data: int = 1, fsdp: int = -1, tensor: int = 1) -> Strategy:
-    """Replicas of fsdp x tensor groups.
+    """Replicas (data) of fsdp x tensor groups.
 
     In[B_df, D] · gather_f(Win[D_f, F_t]) → H[B_df, F_t];   H · gather_f(Wout[F_t, D_f]) → Out[B_df, D]  (summed over t)
     """
@@ -165,7 +163,7 @@ def mesh3d(*, data: int = 1, fsdp: int = -1, tensor: int = 1) -> Strategy:
 
 
 def multislice(*, slices: int, fsdp: int = -1, tensor: int = 1) -> Strategy:
-    """One replica per slice: only gradients cross the data-center network; everything else stays on ICI.
+    """One replica per slice: only gradients cross the data-center network (DCN), all other traffic uses ICI.
 
     In[B_df, D] · gather_f(Win[D_f, F_t]) → H[B_df, F_t], with data across slices, fsdp and tensor inside one
     """
@@ -179,7 +177,7 @@ def multislice(*, slices: int, fsdp: int = -1, tensor: int = 1) -> Strategy:
 
 
 def pipeline(*, stage: int = 4, data: int = -1, schedule: Schedule = _SCHEDULE) -> Strategy:
-    """Layers in stages, rows sent through them in microbatches (Huang et al. 2019); replicas of that over data.
+    """Splits layers into stages and rows into microbatches (Huang et al. 2019); replicas of the pipeline over data.
 
     stage s: In[B_dm, D] · Win[D, F] → Out[B_dm, D] → stage s + 1, for microbatch m;   logits[B_d, V_p]
     """
@@ -193,7 +191,7 @@ def pipeline(*, stage: int = 4, data: int = -1, schedule: Schedule = _SCHEDULE) 
 
 
 def pipeline_data(*, slices: int, stage: int = 1, data: int = -1, schedule: Schedule = _SCHEDULE) -> Strategy:
-    """Stages across slices, `stage` of them in each, replicas inside: what crosses slices is activations alone.
+    """Stages across slices (`stage` of them in each slice), replicas inside: only activations cross slices.
 
     stage s: In[B_dm, D] · Win[D, F] → Out[B_dm, D] → stage s + 1, over the data-center network
     """
@@ -208,7 +206,7 @@ def pipeline_data(*, slices: int, stage: int = 1, data: int = -1, schedule: Sche
 
 
 def pipeline_fsdp(*, stage: int, fsdp: int = -1, slices: int = 1, schedule: Schedule = _SCHEDULE) -> Strategy:
-    """As pipeline, with the weights of a stage split over fsdp and gathered once per step; `slices`: of the stages.
+    """pipeline with the weights of a stage sharded over fsdp and gathered once per step; stages may span `slices`.
 
     stage s: In[B_fm, D] · gather_f(Win[D_f, F]) → Out[B_fm, D] → stage s + 1;   dWin → scatter_f, once
     """
@@ -225,7 +223,7 @@ def pipeline_fsdp(*, stage: int, fsdp: int = -1, slices: int = 1, schedule: Sche
 def pipeline_fsdp_tensor(
     *, stage: int, tensor: int, fsdp: int = -1, slices: int = 1, schedule: Schedule = _SCHEDULE
 ) -> Strategy:
-    """As pipeline_fsdp, with the weights of a stage also split over tensor, and the vocabulary over both.
+    """pipeline_fsdp with the weights of a stage also sharded over tensor, and the vocabulary over stage and tensor.
 
     stage s: In[B_fm, D] · gather_f(Win[D_f, F_t]) → H[B_fm, F_t] → Out[B_fm, D] → stage s + 1;   logits[B_f, V_pt]
     """

@@ -1,8 +1,8 @@
-"""What a strategy is: two or three tables from the meaning of an axis to axes of a named mesh.
+"""Strategies: tables from logical axes to the axes of a named mesh.
 
-A strategy is data. It says how many ways each mesh axis is split and which logical axes are spread over which mesh
-axes, for stored parameters, for computation and, where that differs, for optimizer state. It holds no code and knows
-no model, so that the same table serves every model and can be printed, compared and proven.
+A strategy is data. It gives the degree of each mesh axis, and which logical axes are sharded over which mesh axes for
+stored parameters, for activations and, where different, for optimizer state. It contains no code and does not depend on
+a model, so the same tables apply to every model and can be printed, compared and tested.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from parallel.pipeline.schedules import Schedule
 MESH_AXES: Mapping[str, str] = {  # slowest network first
     "stage": "groups of consecutive layers",
     "data": "replicas of the whole model, each with rows of its own",
-    "fsdp": "rows, and pieces of every parameter",
+    "fsdp": "rows, and shards of every parameter",
     "sequence": "positions of a row",
-    "tensor": "pieces of heads, hidden units and vocabulary",
+    "tensor": "shards of heads, hidden units and vocabulary",
 }
 
 REPLICATED: Rules = MappingProxyType(dict.fromkeys(logical.LOGICAL_AXES))
@@ -34,19 +34,19 @@ REPLICATED: Rules = MappingProxyType(dict.fromkeys(logical.LOGICAL_AXES))
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """Tables for one way of spreading a model.
+    """The sharding of a model over a mesh.
 
     Attributes:
-      name: as gin and reports call it.
-      mesh_shape: degree by mesh axis inside a slice; one may be -1, "what is left"; a missing axis is 1.
-      param_rules: how parameters are stored; lists every logical axis.
-      activation_rules: how computation is spread; lists every logical axis.
-      optimizer_rules: how optimizer state is stored; None: as the parameters.
+      name: used by gin and in reports.
+      mesh_shape: degree by mesh axis inside a slice; one may be -1, the remaining chips; a missing axis is 1.
+      param_rules: sharding of stored parameters; lists every logical axis.
+      activation_rules: sharding of computation; lists every logical axis.
+      optimizer_rules: sharding of optimizer state; None: as the parameters.
       dcn_shape: degree by mesh axis across slices; empty for one slice.
-      pipeline: the schedule over `stage`, where there is one.
+      pipeline: the schedule over `stage`; None without a pipeline.
 
     Raises:
-      ValueError: every unknown or missing name in the tables, at once.
+      ValueError: lists every unknown or missing name in the tables.
     """
 
     name: str
@@ -80,12 +80,12 @@ def _mesh_problems(table: str, mesh_shape: Mapping[str, int]) -> list[str]:
         if axis not in MESH_AXES:
             hint = "call it 'tensor'" if axis in ("model", "mp") else f"expected one of {', '.join(MESH_AXES)}"
             problems.append(f"{table}: unknown mesh axis {axis!r}; {hint}")
-        free = table == "mesh_shape"  # how many slices there are is no matter of what is left
+        free = table == "mesh_shape"  # the number of slices is given, so -1 is not allowed in dcn_shape
         if isinstance(degree, bool) or not isinstance(degree, int) or not (degree >= 1 or (free and degree == -1)):
-            wanted = "a whole number from 1 up" + (", or -1 for what is left" if free else "")
+            wanted = "a positive integer" + (", or -1 for the remaining chips" if free else "")
             problems.append(f"{table}: {axis} = {degree!r}; expected {wanted}")
     if list(mesh_shape.values()).count(-1) > 1:
-        problems.append(f"{table}: more than one -1 in {dict(mesh_shape)}; only one axis can take what is left")
+        problems.append(f"{table}: more than one -1 in {dict(mesh_shape)}; only one axis can take the remaining chips")
     return problems
 
 
@@ -100,8 +100,8 @@ def _table_problems(table: str, rules: Rules) -> list[str]:
             problems.append(str(error))
         if isinstance(axes, PartitionSpec):
             problems.append(
-                f"{table}: {name} -> {axes} lays out {len(axes)} dimensions, a row is for one: write 'fsdp' for one "
-                "mesh axis, ('data', 'fsdp') for both of them on this one dimension"
+                f"{table}: {name} -> {axes} has {len(axes)} dimensions, but a row describes one dimension: write "
+                "'fsdp' for one mesh axis, ('data', 'fsdp') to shard this dimension over both"
             )
             continue
         if not (axes is None or isinstance(axes, str) or (isinstance(axes, tuple) and set(map(type, axes)) <= {str})):
@@ -116,7 +116,7 @@ def _table_problems(table: str, rules: Rules) -> list[str]:
         ]
     missing = [name for name in logical.LOGICAL_AXES if name not in rules]
     if missing:
-        problems.append(f"{table}: no row for {', '.join(missing)}; start from REPLICATED (None: replicated)")
+        problems.append(f"{table}: no row for {', '.join(missing)}; start from REPLICATED, where every axis is None")
     return problems
 
 
@@ -128,7 +128,7 @@ def _idle_axes(strategy: Strategy) -> list[str]:
         for a in logical.mesh_axes(v)
     }
     return [
-        f"mesh_shape: {axis} = {degree}, but no rule uses {axis!r}: those chips would repeat each other's work"
+        f"mesh_shape: {axis} = {degree}, but no rule uses {axis!r}: its {degree} chips would do the same work"
         for axis, degree in (*strategy.mesh_shape.items(), *strategy.dcn_shape.items())
         if axis in MESH_AXES and degree != 1 and axis not in used and not (axis == "stage" and strategy.pipeline)
     ]
@@ -140,11 +140,11 @@ def _pipeline_problems(strategy: Strategy) -> list[str]:
         return [f"stage = {stages} without a schedule; give one, such as schedules.gpipe(...)"] * (stages != 1)
     if not isinstance(strategy.pipeline, Schedule):
         return [
-            f"schedule = {strategy.pipeline!r}; expected a schedule, such as schedules.gpipe(num_microbatches=8), in "
-            "gin with its brackets: @schedules.gpipe()"
+            f"schedule = {strategy.pipeline!r}; expected a schedule, such as schedules.gpipe(num_microbatches=8); in "
+            "gin, with parentheses: @schedules.gpipe()"
         ]
     if logical.mesh_axes(strategy.param_rules["layers"]) != ("stage",):
-        return ["param_rules: a pipeline needs its layers over its stages alone: {'layers': 'stage'}"]
+        return ["param_rules: a pipeline shards layers over stages only; set {'layers': 'stage'}"]
     return []
 
 
@@ -154,7 +154,7 @@ def override(
     param_rules: Rules | None = None,
     activation_rules: Rules | None = None,
 ) -> Strategy:
-    """`strategy` with rows of its tables replaced, e.g. 2 key heads over tensor 4: `{"kv_heads": None}` in both."""
+    """Returns a strategy with rows of its tables replaced, e.g. 2 key heads on tensor 4: `{"kv_heads": None}`."""
     return dataclasses.replace(
         strategy,
         param_rules={**strategy.param_rules, **(param_rules or {})},
@@ -163,25 +163,24 @@ def override(
 
 
 def resolve(strategy: Strategy, slice: Slice) -> dict[str, int]:
-    """The degree of every mesh axis on a slice, or over several, in the order of MESH_AXES.
+    """Returns the degree of every mesh axis over all slices, in the order of MESH_AXES.
 
     Raises:
-      ValueError: the degrees inside a slice do not multiply to its chips, or those across slices to their number;
-        names the nearest that do.
+      ValueError: the product of the degrees inside a slice is not its number of chips, or that of the degrees across
+        slices is not the number of slices; the message names the nearest degrees that fit.
     """
     across = {axis: strategy.dcn_shape.get(axis, 1) for axis in MESH_AXES}
     slices = math.prod(across.values())
     if slices != slice.num_slices:
         fix = (
-            "Leave dcn_shape empty: the hosts of one slice are joined by ICI, all its chips belong into mesh_shape"
+            "Leave dcn_shape empty: ICI connects all chips of one slice, so all of them belong in mesh_shape"
             if slice.num_slices == 1
-            else f"Take strategies.multislice with slices = {slice.num_slices}, give dcn_shape degrees that multiply "
-            f"to {slice.num_slices}, or run on {units.counted(slices, 'slice')}"
+            else f"Use strategies.multislice with slices = {slice.num_slices}, give dcn_shape degrees whose product is "
+            f"{slice.num_slices}, or run on {units.counted(slices, 'slice')}"
         )
         raise UserError(
             f"strategy {strategy.name!r}: dcn_shape {dict(strategy.dcn_shape)} spans {units.counted(slices, 'slice')}, "
-            f"{slice.name} "
-            f"is {slice.num_slices}. {fix}"
+            f"but {slice.name} has {slice.num_slices}. {fix}"
         )
     within = _resolve_within(strategy, slice.chips_per_slice, where=slice.name)
     return {axis: degree * across[axis] for axis, degree in within.items()}
@@ -211,7 +210,7 @@ def _resolve_within(strategy: Strategy, devices: int, *, where: str) -> dict[str
     asked = mesh_text(shape, single="1")
     raise UserError(
         f"strategy {strategy.name!r}: the mesh {asked} needs {_needs(fixed, free)} devices, but {where} has {devices} "
-        f"(a JAX device is one chip). Nearest that fit: {_nearest_fits(shape, devices)}"
+        f"(a JAX device is one chip). Nearest degrees that fit: {_nearest_fits(shape, devices)}"
     )
 
 
@@ -220,7 +219,7 @@ def _needs(fixed: int, free: list[str]) -> str:
 
 
 def _nearest_fits(shape: Mapping[str, int], devices: int) -> str:
-    """Change one fixed degree so that the product is right; else give everything to one axis."""
+    """Returns the meshes with one degree changed that fit; if there are none, suggests a single axis."""
     fits = []
     for axis, degree in shape.items():
         if degree in (1, -1):

@@ -1,16 +1,16 @@
-"""What a compiled program sends between chips: every collective, by mesh axis, with its bytes and how often it runs.
+"""Lists the collectives of a compiled program, by mesh axis, with their bytes and number of executions.
 
-The compiler speaks of numbered chips; here each group of numbers is mapped back to the axes of the program's mesh that
-vary inside it. The one idea: two sizes, defined once, for every kind of collective over n chips.
+The compiler numbers chips; each group of numbers is mapped to the axes of the program's mesh that vary inside it. Two
+sizes are defined for every collective over n chips:
 
-    payload   bytes of the array as it is whole: what a gather ends with, what a reduction starts from
+    payload   bytes of the unsharded array: the result of a gather, the input of a reduction
     wire      bytes that one chip sends, by the ring formula
                 all-gather, reduce-scatter, all-to-all    (n - 1) / n x payload
                 all-reduce                            2 x (n - 1) / n x payload
-                collective-permute                    payload x the share of chips that send to another chip
+                collective-permute                    payload x the fraction of chips that send to another chip
                 collective-broadcast                  payload
 
-Both are for one execution on one chip; `times` says how often it runs in a step.
+Both are per execution and chip; `times` is the number of executions in a step.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from parallel.hlo.program import Array, Computation, Instruction, Module
 
 
 class Grid(NamedTuple):
-    """A mesh as numbers.
+    """The shape of a mesh and the slices of its chips.
 
     Attributes:
       shape: degree by mesh axis, in mesh order.
-      slices: of each chip, in mesh order, the slice that it is in; DCN joins slices.
+      slices: index of the slice of each chip, in mesh order; DCN connects slices.
     """
 
     shape: Mapping[str, int]
@@ -43,22 +43,22 @@ class Grid(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """One collective in one place of the program.
+    """One collective at one place of the program.
 
     Attributes:
       name: of its instruction.
       kind: `all-gather`; an all-reduce fused with the slice that follows it is a `reduce-scatter`.
-      arrays: the payload, array by array.
+      arrays: the arrays of the payload.
       times: executions in a step.
-      payload_bytes, wire_bytes: of one execution, as the module defines them.
-      group_size: chips that take part in one group.
+      payload_bytes, wire_bytes: of one execution, as defined above.
+      group_size: chips in one group.
       axes: mesh axes that vary inside a group.
-      network: "ICI", or "DCN" where a group spans slices.
-      loops, branches: around it, outermost first.
+      network: "ICI", or "DCN" if a group spans slices.
+      loops, branches: that contain it, outermost first.
       is_overlapped: whether computation is scheduled between its start and its end.
-      cycles_beside: of one execution, the compiler's estimate for that computation, kernels left out.
-      sliced_bytes: of the payload of an all-reduce, what every reader takes no more than a slice of.
-      op_name: where in the source it comes from.
+      cycles_beside: the compiler's estimate for that computation per execution, without kernels.
+      sliced_bytes: the part of an all-reduce's payload of which every consumer reads only a slice.
+      op_name: its source operation.
     """
 
     name: str
@@ -79,13 +79,13 @@ class Collective(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """Of most of the payload."""
+        """The dtype of most of the payload."""
         by_dtype = {a.dtype: sum(b.bytes for b in self.arrays if b.dtype == a.dtype) for a in self.arrays}
         return max(sorted(by_dtype), key=by_dtype.__getitem__, default="")
 
 
 class Row(NamedTuple):
-    """All collectives that differ only in place and size; bytes are those of a whole step."""
+    """Collectives that differ only in place and size, added up; bytes are those of a whole step."""
 
     axes: tuple[str, ...]
     network: str
@@ -100,12 +100,12 @@ class Row(NamedTuple):
 
 
 def grid(mesh: jax.sharding.Mesh) -> Grid:
-    """The numbers of a mesh."""
+    """Returns the grid of a mesh."""
     return Grid(dict(mesh.shape), tuple(getattr(d, "slice_index", 0) or 0 for d in mesh.devices.flat))
 
 
 def table(collectives: Sequence[Collective]) -> list[Row]:
-    """Rows by mesh axes and kind, in the order of their wire bytes."""
+    """Returns rows by mesh axes and kind, sorted by wire bytes."""
 
     def key(c: Collective) -> tuple:
         return c.axes, c.network, c.kind, c.dtype, bool(c.loops), c.is_overlapped
@@ -119,7 +119,7 @@ def table(collectives: Sequence[Collective]) -> list[Row]:
 
 
 def wire_bytes_by_axes(collectives: Sequence[Collective]) -> dict[tuple[str, ...], int]:
-    """Wire bytes of a step by the mesh axes that they travel over."""
+    """Returns the wire bytes of a step by mesh axes."""
     totals: dict[tuple[str, ...], int] = {}
     for c in collectives:
         totals[c.axes] = totals.get(c.axes, 0) + c.wire_bytes * c.times
@@ -127,15 +127,15 @@ def wire_bytes_by_axes(collectives: Sequence[Collective]) -> dict[tuple[str, ...
 
 
 def collectives(module: Module, run: Sequence[Executed], grid: Grid) -> list[Collective]:
-    """Every collective of a program, once, however many instructions stand for it.
+    """Returns every collective of a program once, however many instructions represent it.
 
     Args:
       module: the program.
       run: `executions.walk(module)`.
-      grid: the mesh it was compiled for.
+      grid: of the mesh it was compiled for.
 
     Raises:
-      ValueError: a group names a chip that the mesh does not have.
+      ValueError: a group contains a chip that is not in the mesh.
     """
     found = []
     starts = [e for e in run if dataflow.is_start(e)]
@@ -149,9 +149,10 @@ def collectives(module: Module, run: Sequence[Executed], grid: Grid) -> list[Col
 
 
 def _is_later_piece(executed: Executed, starts: Sequence[Executed]) -> bool:
-    """Fused with computation, one collective is written three times: at its start, in what hides it, at its end.
+    """Returns whether an instruction continues a collective that another instruction starts.
 
-    What hides it may stand in a loop that the start stands in front of.
+    When fused with computation, one collective appears three times: in its start, in the overlapping computation, and
+    in its end. The overlapping computation may be inside a loop that follows the start.
     """
     if not executed.wrappers or dataflow.is_start(executed):
         return False
@@ -164,7 +165,7 @@ def _is_later_piece(executed: Executed, starts: Sequence[Executed]) -> bool:
 
 
 def _identity(executed: Executed) -> tuple:
-    """What the pieces of one collective have in common; a channel alone is used more than once."""
+    """Returns what the instructions of one collective have in common; channels alone are used more than once."""
     at = executed.instruction
     return at.opcode, at.attribute("channel_id"), *at.arrays
 
@@ -199,13 +200,13 @@ def _collective(module: Module, executed: Executed, kind: str, grid: Grid) -> Co
     )
 
 
-# Between slices the compiler hands a collective to the runtime: a `send` and a `recv` that say what they stand for.
+# Between slices a collective is a `send` and a `recv` whose attributes name it; the runtime executes it.
 _TRANSFER = "_xla_megascale_transfer_type"
 _DCN_KINDS = {"ONE_TO_ONE": "collective-permute"}
 
 
 def _between_slices(at: Instruction) -> str | None:
-    """`ALL_REDUCE` where a send stands for a collective between slices."""
+    """Returns `ALL_REDUCE` if a send represents a collective between slices, else None."""
     return at.attribute(_TRANSFER)
 
 
@@ -245,7 +246,7 @@ def _dcn_collective(executed: Executed, grid: Grid) -> Collective:
 
 
 def _across_slices(grid: Grid) -> list[tuple[int, ...]]:
-    """The chips at the same place of every slice."""
+    """Returns the groups of chips at the same position of every slice."""
     by_slice: dict[int, list[int]] = {}
     for chip, slice_ in enumerate(grid.slices):
         by_slice.setdefault(slice_, []).append(chip)
@@ -257,14 +258,14 @@ def _waits_for(computation: Computation, done: Instruction, rendezvous: str | No
 
 
 def _source(computation: Computation, at: Instruction) -> str:
-    """Where what an instruction reads comes from."""
+    """Returns the source operation of an instruction's input."""
     while not at.op_name and at.operands and at.operands[0] in computation:
         at = computation[at.operands[0]]
     return at.op_name
 
 
 def _payload(executed: Executed, kind: str, size: int) -> tuple[Array, ...]:
-    """The arrays that it reads; of a gather, made whole."""
+    """Returns the arrays that a collective reads; for a gather, unsharded."""
     at = executed.instruction
     operands = at.operands[:1] if kind == "collective-permute" else at.operands
     arrays = [a for o in operands for a in executed.computation[o].arrays]
@@ -287,7 +288,7 @@ def _ring_share(kind: str, size: int) -> float:
 
 
 def varying_axes(groups: Sequence[Sequence[int]], grid: Grid) -> tuple[str, ...]:
-    """The mesh axes whose position differs between chips of one group.
+    """Returns the mesh axes whose coordinate differs between chips of one group.
 
     Raises:
       ValueError: a chip outside the mesh.
@@ -295,7 +296,9 @@ def varying_axes(groups: Sequence[Sequence[int]], grid: Grid) -> tuple[str, ...]
     shape = tuple(grid.shape.values())
     largest = max(itertools.chain(*groups), default=0)
     if largest >= math.prod(shape):
-        raise UserError(f"a collective names chip {largest}, but the mesh {dict(grid.shape)} has {math.prod(shape)}")
+        raise UserError(
+            f"a collective contains chip {largest}, but the mesh {dict(grid.shape)} has {math.prod(shape)} chips"
+        )
     varies: set[int] = set()
     for group in groups:
         coordinates = np.stack(np.unravel_index(np.asarray(group), shape))  # [axes, chips of the group]

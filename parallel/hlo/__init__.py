@@ -1,1 +1,1 @@
-"""What a compiled program does, read from its optimized HLO: instructions, how often each runs, what it costs."""
+"""Reads optimized HLO programs: instructions, how often each runs, and its estimated cost."""

@@ -1,7 +1,7 @@
-"""What a step costs a chip by the compiler's own estimate.
+"""Adds up the compiler's cost estimates of a step.
 
-`compiled.cost_analysis()` counts the body of a loop once; here everything counts as often as it runs. The one idea:
-nothing is dropped. What has no estimate, no trip count or an opcode that is not known here is listed.
+`compiled.cost_analysis()` counts the body of a loop once; here every instruction counts as often as it runs. Nothing is
+dropped: operations without an estimate, loops without a trip count and unknown opcodes are listed.
 
 Estimates are in cycles of a chip's TensorCores. They cover neither collectives nor Mosaic kernels.
 """
@@ -16,7 +16,7 @@ from parallel.hlo import executions
 from parallel.hlo.executions import Executed, Loop
 from parallel.hlo.program import Instruction
 
-# Costs nothing at run time, or what it costs is counted with another instruction.
+# Takes no time, or its time is counted with another instruction.
 _FREE = frozenset(
     [
         "parameter",
@@ -50,7 +50,7 @@ _FREE = frozenset(
         "fusion",
     ]
 )
-# Costs time, and what the compiler estimates for it, if anything, is at the instruction.
+# Takes time; the compiler's estimate, if any, is in the instruction itself.
 _PRICED = frozenset(
     [
         "abs",
@@ -145,7 +145,7 @@ _PRICED = frozenset(
 
 
 class Kernel(NamedTuple):
-    """A Mosaic kernel, whose cost the compiler does not estimate; shapes are those of one chip, as `bf16[2,2048]`."""
+    """A Mosaic kernel, which has no estimate; shapes are those on one chip, such as `bf16[2,2048]`."""
 
     name: str
     op_name: str
@@ -155,7 +155,7 @@ class Kernel(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """What a step costs by the compiler's estimate.
+    """Estimated costs of a step.
 
     Attributes:
       cycles: by kind of instruction (`fusion kOutput`, `copy`), largest first.
@@ -163,7 +163,7 @@ class Costs(NamedTuple):
       custom_calls: executions of other custom calls, by target.
       loops: every loop, once per place.
       unknown: executions by opcode that this module does not know.
-      unpriced: executions by opcode for which the compiler gives no estimate; not collectives, not kernels.
+      unpriced: executions by opcode without an estimate; neither collectives nor kernels.
     """
 
     cycles: Mapping[str, int]
@@ -175,12 +175,12 @@ class Costs(NamedTuple):
 
     @property
     def total_cycles(self) -> int:
-        """All estimates together."""
+        """The sum of all estimates."""
         return sum(self.cycles.values())
 
 
 def summarize(run: Sequence[Executed]) -> Costs:
-    """Estimated cycles by kind, and everything that has no estimate."""
+    """Adds up estimated cycles by kind, and lists everything that has no estimate."""
     cycles: collections.Counter[str] = collections.Counter()
     calls: collections.Counter[str] = collections.Counter()
     unknown: collections.Counter[str] = collections.Counter()
@@ -195,9 +195,9 @@ def summarize(run: Sequence[Executed]) -> Costs:
             unknown[at.opcode] += times
         elif at.opcode == "custom-call" and not executions.is_kernel(at):
             calls[at.required("custom_call_target")] += times
-        if at.opcode == "call-start" and not executed.wrappers:  # runs beside the TensorCore
+        if at.opcode == "call-start" and not executed.wrappers:  # runs concurrently with the TensorCore
             unpriced[f"call on {at.attribute('async_execution_thread')}"] += times
-        if executed.wrappers or at.opcode in executions.WHOLES:
+        if executed.wrappers or at.opcode in executions.CONTAINERS:
             continue
         if at.estimated_cycles is not None:
             cycles[_kind(at)] += executed.cycles
@@ -214,7 +214,7 @@ def summarize(run: Sequence[Executed]) -> Costs:
 
 
 def _takes_time(at: Instruction) -> bool:
-    """Arithmetic on single numbers runs on the scalar core, beside everything else."""
+    """Returns whether an instruction takes time; scalar arithmetic runs on the scalar core, in parallel."""
     is_work = executions.base_opcode(at) in _PRICED and at.opcode != "custom-call"
     return at.opcode == "fusion" or (is_work and any(a.dims for a in at.arrays))
 

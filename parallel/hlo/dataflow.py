@@ -1,4 +1,4 @@
-"""Who reads what a collective gives, and what runs between its start and its end."""
+"""Finds the consumers of a collective's result, and the instructions scheduled between its start and its end."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _TRANSPARENT = ("get-tuple-element", "bitcast", "copy", "convert", "copy-start",
 
 
 def is_start(executed: Executed) -> bool:
-    """Whether a collective inside a fusion feeds the custom call that starts it."""
+    """Returns whether a collective inside a fusion feeds the custom call that starts it."""
     return _read_by(executed, _START)
 
 
 def _read_by(executed: Executed, target: str) -> bool:
-    """Whether a collective inside a fusion feeds the custom call that starts or ends it."""
+    """Returns whether a collective inside a fusion feeds the custom call `target`."""
     if not executed.wrappers or executed.instruction.opcode not in executions.COLLECTIVES:
         return False
     return any(
@@ -32,7 +32,7 @@ def _channel(at: Instruction) -> str | None:
 
 
 def beside(module: Module, executed: Executed) -> list[Instruction]:
-    """What is scheduled between the start and the end of a collective; nothing where it is one instruction."""
+    """Returns the instructions scheduled between a collective's start and end; empty if it is one instruction."""
     at = executed.wrappers[0] if executed.wrappers else executed.instruction
     schedule = list(executed.schedule.values())
     ends = [i for i, other in enumerate(schedule) if _ends(module, other, at, executed)]
@@ -43,7 +43,7 @@ def beside(module: Module, executed: Executed) -> list[Instruction]:
 
 
 def _ends(module: Module, other: Instruction, start: Instruction, executed: Executed) -> bool:
-    """Whether `other` ends what `start` started."""
+    """Returns whether `other` is the end of the collective that `start` starts."""
     if start.opcode.endswith("-start"):
         return other.opcode.endswith("-done") and start.name in _chain(executed.schedule, other)
     if other.opcode != "fusion" or other.name == start.name or not is_start(executed):
@@ -55,7 +55,7 @@ def _ends(module: Module, other: Instruction, start: Instruction, executed: Exec
 
 
 def _chain(computation: Computation, done: Instruction) -> Iterator[str]:
-    """The instruction that a `-done` waits for, and through updates the one before."""
+    """Yields the instructions that a `-done` waits for, following updates back to the start."""
     while done.operands and done.operands[0] in computation:
         done = computation[done.operands[0]]
         yield done.name
@@ -64,7 +64,7 @@ def _chain(computation: Computation, done: Instruction) -> Iterator[str]:
 
 
 def sliced_bytes(module: Module, executed: Executed) -> int:
-    """Bytes of the result of a collective of which every reader takes no more than a slice."""
+    """Returns the bytes of a collective's result of which every consumer reads only a slice."""
     computation = executed.computation
     at = _result(computation, executed.instruction)
     if not at.type.startswith("("):
@@ -75,13 +75,13 @@ def sliced_bytes(module: Module, executed: Executed) -> int:
 
 
 def _result(computation: Computation, at: Instruction) -> Instruction:
-    """What holds the result: of a pair, its end."""
+    """Returns the instruction with the result: of a start/done pair, the done."""
     ends = [u for u in users(computation, at.name) if u.opcode == at.opcode.removesuffix("-start") + "-done"]
     return ends[0] if ends else at
 
 
 def _is_only_sliced(module: Module, computation: Computation, name: str) -> bool:
-    """Whether all that is ever read of an array is slices at computed positions, looking into fusions."""
+    """Returns whether an array is read only as slices at computed positions, looking into fusions."""
     readers = users(computation, name)
     return bool(readers) and all(_slices(module, computation, r, name) for r in readers)
 

@@ -1,8 +1,8 @@
-"""What a value of an optimized HLO program depends on, and with it whether every chip decides a branch alike.
+"""Finds what a value of an optimized HLO program depends on, and thereby whether all chips take the same branch.
 
-The one idea: a value is followed back through tuples, fusions, calls and the states of loops to what it comes from, and
-depends on the least certain of that. An element of a loop's state comes from what the loop starts with and what a turn
-does to it: one that turns only move by a constant is no more than a counter, and is one only if it starts as one.
+A value is traced back through tuples, fusions, calls and loop states; its kind is the least certain one of its sources.
+An element of a loop's state has two sources, its initial value and the update in the body: an element with a constant
+increment is a counter if it starts as a constant.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Iterable
 from parallel.hlo.program import Instruction, Module, root
 from parallel.hlo.trip_counts import Scope, TripCounts
 
-KINDS = ("constant", "counter", "chip", "data")  # from what every chip knows to what only one may
-_WHOLE = ("copy", "copy-start", "copy-done", "bitcast", "optimization-barrier")  # of a tuple, element by element
+KINDS = ("constant", "counter", "chip", "data")  # from equal on all chips to possibly different on each
+_ELEMENTWISE = ("copy", "copy-start", "copy-done", "bitcast", "optimization-barrier")  # on tuples, per element
 
 
 def decided_by(module: Module, scope: Scope, name: str) -> str:
-    """What the value `name` depends on at most, one of `KINDS`.
+    """Returns what the value `name` depends on at most, one of `KINDS`.
 
     Args:
       module: the program.
-      scope: the computation that holds the value, and where that is called from.
+      scope: the computation that contains the value, and where it is called from.
       name: of an instruction in it.
     """
     return _Sources(module).of(scope, name)
@@ -57,13 +57,13 @@ class _Sources:
         return "data" if at.opcode in ("while", "conditional") else _worst(self.of(scope, o) for o in at.operands)
 
     def _element(self, scope: Scope, name: str, index: int) -> str:
-        """Of element `index` of the tuple `name`."""
+        """Returns the kind of element `index` of the tuple `name`."""
         at = self._at(scope, name)
         if at is None:
             return "data"
         if at.opcode == "tuple":
             return self.of(scope, at.operands[index])
-        if at.opcode in _WHOLE:
+        if at.opcode in _ELEMENTWISE:
             return self._element(scope, at.operands[0], index)
         if at.opcode == "while":
             return self._state(scope, at, index) if self._trips.of(at, scope) is not None else "data"
@@ -75,7 +75,7 @@ class _Sources:
         return self.of(scope, name)
 
     def _state(self, scope: Scope, loop: Instruction, index: int) -> str:
-        """Of an element of the state of `loop`, which stands in `scope`."""
+        """Returns the kind of an element of the state of `loop`, which is in `scope`."""
         step = self._trips.step(loop, index)
         if step is None:
             return "data"
@@ -91,7 +91,7 @@ def _inside(scope: Scope, at: Instruction) -> list[Scope]:
 
 
 def _argument(scope: Scope, parameter: Instruction) -> tuple[Scope, str] | None:
-    """What the caller hands to a parameter of a fusion or a call."""
+    """Returns the value that the caller passes to a parameter of a fusion or a call."""
     if scope.call is None or scope.call.opcode not in ("fusion", "call"):
         return None
     return scope.outer, scope.call.operands[int(parameter.argument)]

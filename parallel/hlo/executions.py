@@ -1,7 +1,7 @@
-"""How often each instruction of an optimized HLO program runs on a chip.
+"""Computes how often each instruction of an optimized HLO program runs on a chip.
 
-The one idea: the program is walked as it runs. A loop's body runs as often as the loop turns, the most expensive branch
-of a conditional each time and the others never, and the pieces of a fusion with the fusion.
+The program is walked in execution order. The body of a loop runs as often as its trip count, the most expensive branch
+of a conditional every time and the others never, and the instructions of a fusion with the fusion.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ COLLECTIVES = (
 )
 MOSAIC = "tpu_custom_call"
 _LINK_BYTES_PER_CYCLE = 64
-WHOLES = ("while", "conditional", "call", "async-start", "call-start")  # what is inside is counted, so they are not
+CONTAINERS = ("while", "conditional", "call", "async-start", "call-start")  # not counted: their contents are
 
 
 class Loop(NamedTuple):
-    """A loop that something runs in.
+    """A loop around an instruction.
 
     Attributes:
       name: of the `while`.
-      op_name: where in the source it comes from.
-      trips: how often it turns; None where that depends on data.
+      op_name: its source operation.
+      trips: trip count; None if it depends on data.
     """
 
     name: str
@@ -42,12 +42,12 @@ class Loop(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """A branch that something runs in.
+    """A branch around an instruction.
 
     Attributes:
       name: of the `conditional`.
-      op_name: where in the source it comes from.
-      depends_on: what decides, one of `decisions.KINDS`.
+      op_name: its source operation.
+      depends_on: what the condition depends on, one of `decisions.KINDS`.
     """
 
     name: str
@@ -56,16 +56,16 @@ class Branch(NamedTuple):
 
 
 class Executed(NamedTuple):
-    """An instruction in one place of the program.
+    """An instruction at one place of the program.
 
     Attributes:
-      instruction: itself.
-      computation: the one that it stands in.
-      times: how often it runs in a step; a loop whose count is not known is taken to turn once.
+      instruction: the instruction.
+      computation: the computation that contains it.
+      times: executions in a step; a loop with an unknown trip count counts once.
       loops: around it, outermost first.
       branches: around it, outermost first.
-      wrappers: fusions and asynchronous starts around it, outermost first; empty: it is scheduled by itself.
-      schedule: the computation in whose schedule it, or its outermost wrapper, stands.
+      wrappers: fusions and asynchronous starts around it, outermost first; empty if it is scheduled by itself.
+      schedule: the computation whose schedule contains it, or its outermost wrapper.
     """
 
     instruction: Instruction
@@ -78,8 +78,8 @@ class Executed(NamedTuple):
 
     @property
     def cycles(self) -> int:
-        """The compiler's estimate for all executions; 0 for what is counted with its wrapper or by its parts."""
-        is_counted = not self.wrappers and self.instruction.opcode not in WHOLES
+        """The compiler's estimate for all executions; 0 if it is counted with its wrapper or by its contents."""
+        is_counted = not self.wrappers and self.instruction.opcode not in CONTAINERS
         return (self.instruction.estimated_cycles or 0) * self.times if is_counted else 0
 
 
@@ -89,11 +89,11 @@ class _Place(NamedTuple):
     loops: tuple[Loop, ...] = ()
     branches: tuple[Branch, ...] = ()
     wrappers: tuple[Instruction, ...] = ()
-    schedule: Computation | None = None  # where there are wrappers
+    schedule: Computation | None = None  # set if there are wrappers
 
 
 def walk(module: Module) -> list[Executed]:
-    """Every instruction that runs, in the order of the schedule, loops and calls in place."""
+    """Returns every instruction that runs, in schedule order, with loops and calls expanded in place."""
     return list(_Walk(module).run(_Place(Scope(module.entry))))
 
 
@@ -129,28 +129,28 @@ class _Walk:
         yield from self.run(place._replace(scope=Scope(name, place.scope, at)))
 
     def _branch(self, at: Instruction, place: _Place) -> Iterator[Executed]:
-        """Every branch; the one that costs most is taken each time, the others never."""
+        """Yields the instructions of every branch; the most expensive one runs each time, the others never."""
         names = [n for n in at.called() if n in self._module.computations]
         taken = Branch(at.name, at.op_name, decisions.decided_by(self._module, place.scope, at.operands[0]))
         inner = place._replace(branches=(*place.branches, taken))
         runs = [list(self._call(at, name, inner)) for name in names]
-        dearest = max(range(len(runs)), key=lambda i: (_weight(runs[i]), len(runs[i])), default=None)
+        costliest = max(range(len(runs)), key=lambda i: (_weight(runs[i]), len(runs[i])), default=None)
         for i, run in enumerate(runs):
-            yield from run if i == dearest else (e._replace(times=0) for e in run)
+            yield from run if i == costliest else (e._replace(times=0) for e in run)
 
 
 def _weight(run: list[Executed]) -> float:
-    """Cycles; what the compiler gives no estimate for counts by its bytes, at about the pace of a chip's links."""
+    """Returns estimated cycles; operations without an estimate count by bytes, at about the speed of a chip's links."""
     unpriced = [e for e in run if base_opcode(e.instruction) in COLLECTIVES or is_kernel(e.instruction)]
     moved = sum(a.bytes * e.times for e in unpriced for a in e.instruction.arrays)
     return sum(e.cycles for e in run) + moved / _LINK_BYTES_PER_CYCLE
 
 
 def base_opcode(instruction: Instruction) -> str:
-    """`all-gather` for `all-gather-start`, and the opcode itself for everything else."""
+    """Returns the opcode without `-start`: `all-gather` for `all-gather-start`."""
     return instruction.opcode.removesuffix("-start")
 
 
 def is_kernel(instruction: Instruction) -> bool:
-    """Whether this is a Mosaic kernel."""
+    """Returns whether an instruction is a Mosaic kernel."""
     return instruction.opcode == "custom-call" and instruction.attribute("custom_call_target") == MOSAIC

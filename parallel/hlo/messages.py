@@ -1,4 +1,4 @@
-"""What the compiler writes to stderr, kept: it says there what it could not do well, and nowhere else."""
+"""Captures the compiler's messages on stderr, and extracts its warnings."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
-# Environment in which libtpu says on stderr what it warns of; it reads it once, when it is loaded.
+# Environment variables that make libtpu write warnings to stderr; it reads them when it is loaded.
 AUDIBLE_WARNINGS = {"TPU_STDERR_LOG_LEVEL": "1"}
 
 
 class Messages:
-    """Text that is there once `compiler_messages` has ended."""
+    """The captured text, set when `compiler_messages` ends."""
 
     text = ""
 
 
-# Messages that say nothing of a program's results, nor of its speed beyond what is reported anyway: how one begins, and
-# why it is harmless.
+# Messages that do not concern a program's results, nor its speed beyond what is reported anyway: a pattern for the
+# beginning, and the reason why it is harmless.
 _HARMLESS = {
-    r"Collective matmul V1 is enabled": "parallel.compiler_options keeps every einsum whole: neither version is used",
-    r"Module contains sdy shardings or meshes in frontend_attributes": "asks whether another JAX exported the program",
-    r"No hardware is found\. Using default TPU version": "there is no TPU here; the program names the chips it is for",
+    r"Collective matmul V1 is enabled": "parallel.compiler_options disables collective matmul: no version is used",
+    r"Module contains sdy shardings or meshes in frontend_attributes": "concerns programs exported by another JAX",
+    r"No hardware is found\. Using default TPU version": "no TPU is needed; the program specifies its chips",
     r"The log function has NOT been set for the LloModule": "the compiler's own debug log",
     r"Unable to dump host DMA stats": "statistics of a debug dump",
     r"\[.*\] Very slow compile\?": "the time to compile is reported",
     r"The operation took": "the time to compile is reported",
-    r"Number of (unique slow barriers|times slow barrier appeared)": "counts the forms that barriers have",
+    r"Number of (unique slow barriers|times slow barrier appeared)": "statistics of barriers",
     r"\[[\w.\-]+\] 0-iteration loop inserted": "a loop without iterations does nothing",
-    r"Successful retry compilation of": "a second try succeeded; the HLO that follows is what was compiled",
+    r"Successful retry compilation of": "the second attempt succeeded; the HLO that follows was compiled",
     r"HLO:$|(ROOT )?%?[\w.\-]+ = \(*\w+\[|\{$|\}": "a line of HLO that belongs to another message",
-    r"\[spmd\] Involuntary full rematerialization": "reported by parallel.lints, with what to do",
+    r"\[spmd\] Involuntary full rematerialization": "reported by parallel.lints, with a fix",
 }
 _KNOWN = re.compile("|".join(f"(?:{beginning})" for beginning in _HARMLESS))
 _LOGGED = re.compile(r"(?m)^([IWEF])\d{4} [\d:.]+\s+\d+ [\w./-]+:\d+\] ?")
 
 
 def warnings(text: str) -> list[str]:
-    """Returns the compiler's warnings and errors in what it wrote to stderr, each once, without the harmless ones.
+    """Returns the distinct warnings and errors in the compiler's output, without the harmless ones.
 
     Args:
       text: `Messages.text`.
@@ -53,10 +53,10 @@ def warnings(text: str) -> list[str]:
 
 @contextlib.contextmanager
 def compiler_messages(*, pass_on: bool = True) -> Iterator[Messages]:
-    """Keeps what C++ writes to file descriptor 2 meanwhile; at the end passes on all but the compiler's warnings.
+    """Captures C++ output to file descriptor 2; on exit passes it on, except for the compiler's warnings.
 
     Args:
-      pass_on: False keeps all of it to itself.
+      pass_on: False discards the output instead.
     """
     messages = Messages()
     sys.stderr.flush()

@@ -1,7 +1,7 @@
-"""An optimized HLO program as text, read into computations and instructions.
+"""Parses the text of an optimized HLO program into computations and instructions.
 
-The one idea: an instruction ends where its brackets and quotes are closed, not where its line does. Mosaic kernels
-carry literal newlines, and a reader of lines silently loses the rest of the computation they stand in.
+An instruction ends where its brackets and quotes are closed, which may be several lines later: Mosaic kernels contain
+literal newlines, and a parser by lines would silently lose the rest of their computation.
 
     %name = type opcode(operands), attribute=value, metadata={op_name="jit(run)/..."}, backend_config={...}
 """
@@ -20,19 +20,19 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.S)
 _HEADER = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) (?:\(.*\) -> .*)?\{", re.S)
 _NAMED = re.compile(r"\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<rest>.*)", re.S)
 _END = re.compile(r"\s*\}(, execution_thread=\"\w+\")?\s*")
-_NO_ESTIMATE = 2**63 - 1  # what the compiler writes in place of an estimate that it does not make
+_NO_ESTIMATE = 2**63 - 1  # the compiler's placeholder for a missing estimate
 _OPENING, _CLOSING = "([{", ")]}"
 
 
 class Array(NamedTuple):
-    """An array on one chip."""
+    """Shape and dtype of an array on one chip."""
 
     dtype: str
     dims: tuple[int, ...]
 
     @property
     def bytes(self) -> int:
-        """Without padding."""
+        """Size without padding."""
         return math.ceil(math.prod(self.dims) * _bits(self.dtype) / 8)
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class Array(NamedTuple):
 
 
 def _bits(dtype: str) -> int:
-    """16 for `bf16`, 8 for `f8e4m3fn`, 4 for `s4`."""
+    """Returns the bits of a dtype: 16 for `bf16`, 8 for `f8e4m3fn`, 4 for `s4`."""
     if dtype in _BITS:
         return _BITS[dtype]
     found = re.match(r"[a-z]+(\d+)", dtype)
@@ -54,8 +54,8 @@ class Instruction(NamedTuple):
       name: unique in its computation.
       opcode: `all-gather`.
       type: of the result, as written.
-      argument: what stands between the brackets: operands, a literal, or a parameter's number.
-      attributes: everything behind the brackets.
+      argument: text between the brackets: operands, a literal, or a parameter's number.
+      attributes: text after the brackets.
       is_root: whether it is the result of its computation.
     """
 
@@ -75,23 +75,23 @@ class Instruction(NamedTuple):
 
     @property
     def arrays(self) -> list[Array]:
-        """The arrays of the result; of a nested tuple, all of them."""
+        """The arrays of the result, flattened."""
         return arrays_of(self.type)
 
     @property
     def op_name(self) -> str:
-        """Where in the source it comes from: `jit(run)/jvp()/while/body/.../dot_general`; "" where it says nothing."""
+        """The source operation: `jit(run)/jvp()/while/body/.../dot_general`; "" if it is not recorded."""
         found = re.search(r'metadata=\{[^}]*?op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return found[1] if found else ""
 
     @property
     def estimated_cycles(self) -> int | None:
-        """The compiler's own estimate for one execution; None where it gives none."""
+        """The compiler's estimate for one execution; None without one."""
         found = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
         return int(found[1]) if found and int(found[1]) != _NO_ESTIMATE else None
 
     def attribute(self, name: str) -> str | None:
-        """One word behind `name=`, without % and quotes: a computation, a direction, an index."""
+        """Returns the word after `name=`, without % and quotes: a computation, a direction, an index."""
         found = re.search(rf'(?:^|[\s,{{]){name}=%?"?([\w.\-]+)', self.attributes)
         return found[1] if found else None
 
@@ -102,7 +102,7 @@ class Instruction(NamedTuple):
         return found
 
     def called(self) -> list[str]:
-        """Computations that it names as `calls`, `to_apply`, a loop's parts or branches."""
+        """Returns the computations that it calls: `calls`, `to_apply`, parts of a loop, branches."""
         names = []
         for single in ("calls", "to_apply", "condition", "body", "true_computation", "false_computation"):
             if (name := self.attribute(single)) is not None:
@@ -121,7 +121,7 @@ class Module(NamedTuple):
 
     Attributes:
       computations: by name.
-      entry: name of the one that runs.
+      entry: name of the entry computation.
     """
 
     computations: Mapping[str, Computation]
@@ -129,7 +129,7 @@ class Module(NamedTuple):
 
 
 def parse(text: str) -> Module:
-    """Reads what `compiled.as_text()` returns.
+    """Parses the result of `compiled.as_text()`.
 
     Raises:
       ValueError: the text ends inside an instruction, or no computation is marked ENTRY.
@@ -151,7 +151,7 @@ def parse(text: str) -> Module:
 
 
 def _statements(text: str) -> Iterator[str]:
-    """Lines; one that leaves a bracket or a quote open goes on until they are closed."""
+    """Yields statements: lines, joined while a bracket or a quote is open."""
     pending: list[str] = []
     for line in text.split("\n"):
         opens_body = not pending and not line.startswith(" ") and line.endswith("{")
@@ -188,7 +188,7 @@ def _instruction(named: re.Match) -> Instruction:
 
 
 def _closing(text: str, opening: int) -> int:
-    """Where the bracket at `opening` is closed."""
+    """Returns the position of the bracket that closes the one at `opening`."""
     depth, quoted, i = 0, False, opening
     while i < len(text):
         character = text[i]
@@ -207,7 +207,7 @@ def _closing(text: str, opening: int) -> int:
 
 
 def _split(text: str) -> Iterator[str]:
-    """Parts between commas that stand in no bracket."""
+    """Yields the parts between commas that are not inside brackets."""
     depth, start = 0, 0
     for i, character in enumerate(text):
         depth += (character in _OPENING) - (character in _CLOSING)
@@ -218,7 +218,7 @@ def _split(text: str) -> Iterator[str]:
 
 
 def arrays_of(type_: str) -> list[Array]:
-    """`bf16[2,3]{1,0:T(8,128)}` as one array, a tuple as all of its arrays."""
+    """Parses `bf16[2,3]{1,0:T(8,128)}` as one array, and a tuple as all of its arrays."""
     bare = re.sub(r"\{[^}]*\}|/\*.*?\*/", "", type_)
     return [
         Array(dtype, tuple(int(d.lstrip("<=")) for d in dims.split(",") if d))
@@ -227,10 +227,10 @@ def arrays_of(type_: str) -> list[Array]:
 
 
 def root(computation: Computation) -> Instruction:
-    """The result of a computation."""
+    """Returns the result of a computation."""
     return next((i for i in computation.values() if i.is_root), list(computation.values())[-1])
 
 
 def users(computation: Computation, name: str) -> list[Instruction]:
-    """The instructions of a computation that read `name`."""
+    """Returns the instructions of a computation that read `name`."""
     return [i for i in computation.values() if name in i.operands]

@@ -1,8 +1,8 @@
-"""The chips that take part in a collective together, from every form in which HLO writes them.
+"""Parses the groups of chips of a collective, in all notations of HLO.
 
 {{0,1},{2,3}}                                lists
-[4,4]<=[4,4]T(1,0)                           count to 16, as [4, 4], transposed: 4 groups of 4
-mesh['a'=4,'b'=4], device_ids=(...) {'a'}    the axes of a mesh that vary in a group; 'b':(2)2 is part of an axis
+[4,4]<=[4,4]T(1,0)                           iota of 16 as [4, 4], transposed: 4 groups of 4
+mesh['a'=4,'b'=4], device_ids=(...) {'a'}    mesh axes that vary in a group; 'b':(2)2 is part of an axis
 source_target_pairs={{0,1},{1,0}}            a permute
 """
 
@@ -19,7 +19,7 @@ from parallel.hlo.program import Instruction
 
 
 def pairs(at: Instruction) -> list[list[int]]:
-    """Who sends to whom in a collective-permute; nothing for other collectives."""
+    """Returns the (source, target) pairs of a collective-permute; empty for other collectives."""
     found = re.search(r"source_target_pairs=\{(.*?\})\}", at.attributes)
     return _explicit(found[1]) if found else []
 
@@ -29,10 +29,9 @@ def _explicit(text: str) -> list[list[int]]:
 
 
 def device_groups(at: Instruction, chips: int) -> list[list[int]]:
-    """The groups of a collective, as positions of chips in the mesh.
+    """Returns the groups of a collective, as positions of chips in the mesh.
 
-    Reads lists `{{0,1},{2,3}}`, iotas `[4,4]<=[16]T(1,0)`, meshes `mesh['a'=4,'b'=4], device_ids=(...) {'a'}` and pairs
-    of a permute, whose groups are the chips that are joined by pairs.
+    The groups of a permute are the chips that are connected by pairs.
     """
     if joined := pairs(at):
         return _joined(joined)
@@ -57,7 +56,7 @@ def _beginning(pattern: str, text: str) -> str:
 
 
 def _iota(text: str) -> np.ndarray:
-    """`[2,8]<=[8,2]T(1,0)`: count to 16, as [8, 2], transposed, as [2, 8]; `[8,2]T(1,0)`: the same as one list."""
+    """Parses `[2,8]<=[8,2]T(1,0)` (iota of 16 as [8, 2], transposed, as [2, 8]) and `[8,2]T(1,0)` (the same, flat)."""
     numbers = [[int(n) for n in part.split(",")] for part in re.findall(r"[\[(]([\d,]+)[\])]", text)]
     shape, source = numbers[0], numbers[1] if "<=" in text else numbers[0]
     count = np.arange(math.prod(source)).reshape(source)
@@ -67,7 +66,7 @@ def _iota(text: str) -> np.ndarray:
 def _mesh_groups(text: str) -> list[list[int]]:
     found = re.match(r"mesh\[(?P<axes>[^\]]*)\](?:, device_ids=\((?P<ids>.*?)\))? \{(?P<over>[^}]*)\}", text, re.S)
     if found is None:
-        raise UserError(f"replica groups of an unknown form: {text[:100]}")
+        raise UserError(f"replica groups in an unknown format: {text[:100]}")
     sizes = {name: int(size) for name, size in re.findall(r"'?(\w+)'?=(\d+)", found["axes"])}
     order = np.arange(math.prod(sizes.values()))
     if found["ids"]:
@@ -79,7 +78,7 @@ def _mesh_groups(text: str) -> list[list[int]]:
 
 
 def _split_axes(sizes: Mapping[str, int], over: Sequence[tuple[str, str, str]]) -> tuple[list[int], list[int]]:
-    """Dimensions of the mesh with every partly used axis cut: `b:(2)2` of b=8 is the middle of 2 x 2 x 2."""
+    """Returns the mesh dimensions with partly used axes split: `b:(2)2` of b=8 is the middle of 2 x 2 x 2."""
     splits, varying = [], []
     for name, size in sizes.items():
         cut = 1

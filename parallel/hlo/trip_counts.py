@@ -1,8 +1,8 @@
-"""How often a loop of an optimized HLO program runs.
+"""Computes the trip count of a loop in an optimized HLO program.
 
-TPU programs carry no `known_trip_count`. The count follows from three places: what the condition compares, what one
-turn of the body adds, and what the loop started with. The one idea: a value is a constant, or an element of the loop's
-state plus a constant; everything else is not known, and is said to be not known.
+TPU programs have no `known_trip_count`. The count is derived from the comparison in the condition, the increment in the
+body, and the initial value. A value is either a constant, or an element of the loop's state plus a constant; all other
+values are unknown, and the trip count is then None.
 
     start + k * step < limit   for k = 0, 1, …   runs ceil((limit - start) / step) times
 """
@@ -20,11 +20,11 @@ _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE", "EQ": "
 
 
 class Scope(NamedTuple):
-    """A computation in the place that it is called from.
+    """A computation and the place that it is called from.
 
     Attributes:
       computation: name.
-      caller: where from; None: nobody, or a loop whose state is to stay symbolic.
+      caller: scope of the call; None for the entry, or for a loop whose state stays symbolic.
       call: the instruction that calls it.
     """
 
@@ -40,24 +40,24 @@ class Scope(NamedTuple):
 
 
 class Value(NamedTuple):
-    """`offset`, or element `element` of the state of the innermost loop plus `offset`."""
+    """The constant `offset`, or element `element` of the state of the innermost loop plus `offset`."""
 
     element: int | None
     offset: int
 
 
 class TripCounts:
-    """Answers for one module."""
+    """Trip counts of the loops of one module."""
 
     def __init__(self, module: Module):
         self._module = module
 
     def of(self, loop: Instruction, scope: Scope) -> int | None:
-        """How often the body of `loop`, which stands in `scope`, runs; None where that depends on data.
+        """Returns how often the body of a loop runs, or None if that depends on data.
 
         Args:
           loop: a `while`.
-          scope: the computation that holds it.
+          scope: the computation that contains it.
         """
         compared = self._comparison(loop)
         if compared is None:
@@ -89,7 +89,7 @@ class TripCounts:
         return None if left is None or right is None else (left, right, condition.required("direction"))
 
     def step(self, loop: Instruction, element: int) -> int | None:
-        """What one turn of a `while` adds to an element of its state; None where that is not a constant."""
+        """Returns what one iteration of a `while` adds to an element of its state; None if that is not constant."""
         scope = Scope(loop.required("body"))
         after = self._element(scope, root(self._computation(scope)).name, element)
         return None if after is None or after.element != element else after.offset
@@ -98,7 +98,7 @@ class TripCounts:
         return self.step(loop, element) == 0
 
     def _invariant(self, loop: Instruction, scope: Scope, value: Value) -> Value | None:
-        """An element that the loop leaves alone, as it is before the loop."""
+        """Returns the initial value of an element that the loop does not change."""
         if value.element is None or not self._is_constant_state(loop, value.element):
             return None
         before = self._element(scope, loop.operands[0], value.element)
@@ -108,7 +108,7 @@ class TripCounts:
         return self._module.computations[scope.computation]
 
     def _value(self, scope: Scope, name: str) -> Value | None:
-        """What a number is."""
+        """Returns the value of a scalar, or None if unknown."""
         at = self._computation(scope).get(name)
         if at is None:
             return None
@@ -129,7 +129,7 @@ class TripCounts:
         return None
 
     def _element(self, scope: Scope, name: str, index: int) -> Value | None:
-        """What element `index` of the tuple `name` is."""
+        """Returns the value of element `index` of the tuple `name`, or None if unknown."""
         at = self._computation(scope).get(name)
         if at is None:
             return None
@@ -155,7 +155,7 @@ class TripCounts:
 
 
 def _combined(opcode: str, left: Value | None, right: Value | None) -> Value | None:
-    """Sum or difference, as long as one element of the state at most is in it, and is not subtracted."""
+    """Returns a sum or difference with at most one element of the state, which must not be subtracted."""
     if left is None or right is None:
         return None
     if right.element is not None and (opcode == "subtract" or left.element is not None):
@@ -165,7 +165,7 @@ def _combined(opcode: str, left: Value | None, right: Value | None) -> Value | N
 
 
 def _count(start: int, limit: int, step: int, direction: str) -> int | None:
-    """Turns until `start + k * step` no longer compares with `limit` as `direction` says."""
+    """Returns the iterations until `start + k * step` no longer satisfies the comparison with `limit`."""
     if direction in ("LE", "GE"):
         limit, direction = limit + (1 if direction == "LE" else -1), {"LE": "LT", "GE": "GT"}[direction]
     if direction == "NE":

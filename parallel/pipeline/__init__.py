@@ -1,1 +1,1 @@
-"""Pipelines: layers spread over the mesh axis `stage`, rows sent through them in microbatches."""
+"""Pipeline parallelism: layers sharded over the mesh axis `stage`, rows sent through the stages in microbatches."""

@@ -1,4 +1,4 @@
-"""Whether a model, a mesh and a schedule fit, from shapes alone."""
+"""Checks whether a model, a batch, a mesh and a schedule fit, from shapes alone."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from parallel.pipeline.schedules import Schedule
 
 
 def problems(schedule: Schedule, shapes: Any, axes: Any, *, stages: int, chips: int) -> list[str]:
-    """Everything that keeps a model from running as this pipeline, each with what would do.
+    """Returns the reasons why a model cannot run as this pipeline, each with a fix.
 
     Args:
       schedule: the strategy's.
       shapes, axes: of the model's parameters, trees of one structure.
       stages: degree of `stage`.
-      chips: of the slice, which bound other degrees.
+      chips: of the slice, which bounds other degrees.
     """
     found = depths(shapes, axes)
     if not found:
         return [
-            f"{schedule.name}: the model has no layer stack to cut into stages (one network that is applied again and "
-            "again is none: every stage would need all of its weights); build its layers with core.stack.layer_stack, "
-            "or take a strategy without a pipeline"
+            f"{schedule.name}: the model has no layer stack to split into stages (a network that is applied repeatedly "
+            "cannot be split: every stage would need all of its weights); build its layers with "
+            "core.stack.layer_stack, or use a strategy without a pipeline"
         ]
     uneven = [n for n in found if n % schedule.layer_unit(stages)]
     return schedule.problems(stages) + [_depth(schedule, n, stages, chips) for n in uneven]
 
 
 def depths(shapes: Any, axes: Any) -> list[int]:
-    """The numbers of layers of a model's stacks, each once, ascending; as `problems` takes shapes and axes."""
+    """Returns the distinct numbers of layers of a model's stacks, ascending; arguments as in `problems`."""
     named = zip(jax.tree.leaves(shapes), jax.tree.leaves(axes, is_leaf=lambda a: isinstance(a, Axes)), strict=True)
     return sorted({leaf.shape[0] for leaf, of in named if of.names[:1] == ("layers",)})
 
@@ -45,23 +45,23 @@ def _depth(schedule: Schedule, layers: int, stages: int, chips: int) -> str:
     times = f" x {repeats} repeats" if repeats > 1 else ""
     other = f"stage one of {', '.join(fits)}" if fits else f"repeats that divide {layers}"
     return (
-        f"{schedule.name}: {layers} layers do not divide over stage = {stages}{times}; take {other}, "
+        f"{schedule.name}: {layers} layers do not divide over stage = {stages}{times}; use {other}, "
         f"or a multiple of {schedule.layer_unit(stages)} layers"
     )
 
 
 def check_rows(rows: int, *, groups: int, accum_steps: int, schedule: Schedule | None, stages: int, where: str) -> None:
-    """Whether a batch divides over the chips, and there into microbatches.
+    """Checks that a batch divides over the chips, and on each of them into microbatches.
 
     Args:
       rows: of a global batch.
-      groups: of chips that have rows of their own.
-      accum_steps, schedule: what cuts the rows of each; None for no pipeline.
+      groups: number of groups of chips with different rows.
+      accum_steps, schedule: they split the rows of each group; None for no pipeline.
       stages: degree of `stage`.
       where: strategy and slice, for the message.
 
     Raises:
-      ValueError: it does not; says which numbers do.
+      ValueError: it does not divide; names the nearest sizes that do.
     """
     unit = groups * accum_steps * (schedule.num_microbatches if schedule else 1)
     if rows % unit == 0:
@@ -76,7 +76,7 @@ def check_rows(rows: int, *, groups: int, accum_steps: int, schedule: Schedule |
 
 
 def _other_microbatches(schedule: Schedule | None, rows: int, groups: int, *, stages: int) -> str:
-    """The numbers of microbatches that these rows do divide into on every group of chips, for a message."""
+    """Returns a message with the numbers of microbatches that fit these rows."""
     if schedule is None or rows % groups:
         return ""
     local = rows // groups

@@ -1,10 +1,10 @@
-"""A schedule as a picture: stages down, ticks across.
+"""Draws a schedule: one line per stage, one column per tick.
 
     stage 0 | 0f 1f 2f 3f .. .. .. 0b 1b ..
     stage 1 | .. 0f 1f 2f 3f 0b …
 
-Text for terminals and logs. The PNG is written by hand, for a picture of squares needs no library: forward work is
-blue, backward work is red, a bubble is grey; the shade tells microbatches apart.
+Text is for terminals and logs. In the PNG forward work is blue, backward work red and a bubble grey; shades distinguish
+microbatches. It is encoded here because coloured squares do not need an image library.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Pixel = tuple[int, int, int]
 
 
 def text(schedule: Schedule, *, stages: int) -> str:
-    """One line for each stage, one column for each tick: `3f` is microbatch 3 forward, `3f 1b` both, `..` a bubble.
+    """Returns one line per stage with one column per tick.
 
-    With repeats, `3f'1` is microbatch 3 in repeat 1.
+    `3f` is microbatch 3 forward, `3f+1b` both, `..` a bubble. With repeats, `3f'1` is microbatch 3 in repeat 1.
     """
     ticks = list(schedule.timeline(stages))
     cells = [[_cell(row[stage], schedule.repeats) for row in ticks] for stage in range(stages)]
@@ -39,7 +39,7 @@ def _cell(work: tuple[Work, ...], repeats: int) -> str:
 
 
 def png(schedule: Schedule, *, stages: int) -> bytes:
-    """The picture as the bytes of a PNG file. A tick of 1F1B is as wide as a forward and a backward one."""
+    """Returns a PNG file. A tick of 1F1B is as wide as a forward and a backward tick."""
     ticks = list(schedule.timeline(stages))
     kinds = [sorted({w.kind for work in row for w in work}, reverse=True) for row in ticks]  # F before B
     lines = []
@@ -67,9 +67,9 @@ def _line(squares: Sequence[Pixel]) -> bytes:
 
 
 def _file(lines: Sequence[bytes]) -> bytes:
-    """W3C, Portable Network Graphics, chapters 5 and 11: signature, header, compressed lines, end."""
+    """Encodes a PNG: signature, header, compressed lines, end (W3C, Portable Network Graphics, chapters 5 and 11)."""
     header = struct.pack(">IIBBBBB", len(lines[0]) // 3, len(lines), 8, 2, 0, 0, 0)  # 8 bits, red green blue
-    data = zlib.compress(b"".join(b"\0" + line for line in lines), 9)  # each line begins with its filter: none
+    data = zlib.compress(b"".join(b"\0" + line for line in lines), 9)  # each line starts with its filter type, 0
     return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + _chunk(b"IDAT", data) + _chunk(b"IEND", b"")
 
 

@@ -1,7 +1,7 @@
-"""1F1B in lockstep: loss and gradients in one pass, with few microbatches in flight.
+"""1F1B in lockstep: computes loss and gradients in one pass, with few microbatches in flight.
 
-At a tick every stage runs one microbatch forward, then the tail runs on the one that the last stage has just finished,
-then every stage runs one microbatch backward. Three loops, so that no tick pays for work that no stage does:
+In a tick every stage runs one microbatch forward, then the tail runs on the one that the last stage has just finished,
+then every stage runs one microbatch backward. Three loops avoid ticks with work that no stage needs:
 
     warm-up     S - 1 ticks   forward
     steady      M ticks       forward, tail, backward
@@ -9,8 +9,8 @@ then every stage runs one microbatch backward. Three loops, so that no tick pays
 
     stage s at tick t:  forward of microbatch t - s, backward of microbatch t - 2 (S - 1) + s
 
-What is kept lives in a ring of 2 S - 1 places. `stage` is manual in the two passes only: for the tail it is automatic
-again, so that the vocabulary can be split over it and all stages share the head.
+Saved inputs are stored in a ring of 2 S - 1 places. `stage` is manual in the two passes only: for the tail it is
+automatic, so that the vocabulary can be sharded over it and all stages share the head.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _BY_STAGE = P(STAGE)
 
 
 class Flow(NamedTuple):
-    """What a stage has from tick to tick.
+    """State of a stage between ticks.
 
-    Outside of the stages' own region every array starts with a dimension over stages.
+    Outside of the region of one stage every array has an additional leading dimension, the stages.
 
     Attributes:
-      arrived: [b, ...], what the previous stage sent.
-      returned: [b, ...], the gradient that the next stage sent.
-      queue: [M, b, ...]; on the first stage: what enters, then, place by place, its gradient.
-      ring: [k, 2 S, b, ...], what is kept, and a place for bubbles.
+      arrived: [b, ...], sent by the previous stage.
+      returned: [b, ...], the gradient sent by the next stage.
+      queue: [M, b, ...]; on the first stage: the inputs, each replaced by its gradient.
+      ring: [k, 2 S, b, ...], saved inputs, and a place for bubbles.
       grads: of the stage's parameters, summed so far.
     """
 
@@ -53,7 +53,7 @@ class Flow(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What the tail gave, added up: its results, and float32 gradients of its parameters."""
+    """Sums over microbatches: results of the tail, and float32 gradients of its parameters."""
 
     out: Any
     grads: Any
@@ -65,9 +65,9 @@ class OnePass(NamedTuple):
     Attributes:
       schedule: 1F1B.
       fn: one layer.
-      tail: what runs behind the last one, with a `core.types.LossOutput` as its result.
-      layers: whole weights and keys of all stages, leaves [L, ...].
-      sides: what travels with the rows, leaves [M, b, ...].
+      tail: runs after the last layer and returns a `core.types.LossOutput`.
+      layers: gathered weights and keys of all stages, leaves [L, ...].
+      sides: arrays that belong to rows, leaves [M, b, ...].
       stages: S.
     """
 
@@ -79,10 +79,10 @@ class OnePass(NamedTuple):
     stages: int
 
     def run(self, xs: jax.Array) -> tuple[Sums, Any, jax.Array]:
-        """What the tail gave, gradients of the layers in float32, k trees [S, ...], and of what enters, [M, b, ...].
+        """Returns the tail's sums, gradients of the layers in float32, k trees [S, ...], and of the input, [M, b, ...].
 
         Args:
-          xs: [M, b, ...], what enters the first layer.
+          xs: [M, b, ...], the input of the first layer.
         """
         filled, fed = self.stages - 1, self.stages - 1 + self.schedule.num_microbatches
         flow = self._on_stages(_start, xs)
@@ -102,7 +102,7 @@ class OnePass(NamedTuple):
         return self._on_stages(_backward, t, dleft, flow=flow), sums
 
     def _run_tail(self, x: jax.Array, side: Side, sums: Sums) -> tuple[jax.Array, Sums]:
-        """The gradient of the loss sum by what left the last layer, [b, ...]."""
+        """Returns the gradient of the loss sum by the output of the last layer, [b, ...], and the updated sums."""
 
         def loss_sum(params: Any, x: jax.Array) -> tuple[jax.Array, Any]:
             out = self.tail.fn(params, x, side)
@@ -119,7 +119,7 @@ class OnePass(NamedTuple):
         return Sums(zeros(out), jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), self.tail.params))
 
     def _on_stages(self, fn: Callable, *args: Any, flow: Flow | None = None, out_specs: Any = _BY_STAGE) -> Any:
-        """`fn(schedule, stage, flow, *args)` on every stage."""
+        """Runs `fn(schedule, stage, flow, *args)` on every stage."""
 
         def local(layers: Layer, sides: Side, flow: Flow | None, *args: Any) -> Any:
             depth = jax.tree.leaves(layers.params)[0].shape[0]
@@ -131,13 +131,13 @@ class OnePass(NamedTuple):
 
 
 def _start(schedule: Schedule, stage: Stage, _: None, xs: jax.Array) -> Flow:
-    ring = one_stage.nothing_kept(stage, xs[0], places=schedule.kept(jax.lax.axis_size(STAGE)))
+    ring = one_stage.empty_saved(stage, xs[0], places=schedule.kept(jax.lax.axis_size(STAGE)))
     nothing = jnp.zeros_like(xs[0])
-    return _over_stages(Flow(nothing, nothing, xs, ring, one_stage.no_grads(stage)))
+    return _over_stages(Flow(nothing, nothing, xs, ring, one_stage.zero_grads(stage)))
 
 
 def _forward(schedule: Schedule, stage: Stage, flow: Flow, t: jax.Array) -> tuple[Flow, jax.Array]:
-    """One microbatch forward; and what left the last stage, on every stage."""
+    """Runs one microbatch forward; also returns the output of the last stage, on every stage."""
     at = _turn(schedule, t - _index())
     x = jnp.where(_index() == 0, take(flow.queue, at.microbatch), flow.arrived)
     y, ring = one_stage.forward(stage, at, stage.input(at, x), flow.ring, _place(flow, at))
@@ -146,7 +146,7 @@ def _forward(schedule: Schedule, stage: Stage, flow: Flow, t: jax.Array) -> tupl
 
 
 def _backward(schedule: Schedule, stage: Stage, flow: Flow, t: jax.Array, dleft: jax.Array | None) -> Flow:
-    """One microbatch backward, from the gradient of what left the last stage at this tick, if anything did."""
+    """Runs one microbatch backward, from the gradient of the last stage's output at this tick, if there is one."""
     at = _turn(schedule, t - 2 * _last() + _index())
     dy = flow.returned if dleft is None else jnp.where(_index() == _last(), dleft, flow.returned)
     dx, grads = one_stage.backward(stage, at, flow.ring, _place(flow, at), stage.input(at, dy), flow.grads)

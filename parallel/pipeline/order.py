@@ -1,8 +1,8 @@
-"""From the model's order of layers to the stages' and back.
+"""Reorders layers between the model's order and the order of the stages.
 
-On disk, in hashes and in optimizer state, layers stand in the model's order, and stage s stores L / S consecutive ones.
-Under the circular schedule it runs parts s, S + s, 2 S + s, … instead. So once per step each part goes to the stage
-that runs it: R exchanges, in each of which every stage sends one part and receives one.
+Checkpoints, hashes and optimizer state have layers in the model's order, in which stage s stores L / S consecutive
+ones. Under the circular schedule it runs parts s, S + s, 2 S + s, … instead. Once per step, each part is therefore sent
+to the stage that runs it, in R exchanges, in each of which every stage sends one part and receives one.
 
     part c is stored on stage c // R, in place c % R;   it runs on stage c % S, in repeat c // S
 
@@ -22,11 +22,11 @@ from parallel.pipeline.stage import STAGE, put, take
 
 
 class Move(NamedTuple):
-    """One part's way.
+    """The source and destination of one part.
 
     Attributes:
       stored_on, place: where it is stored.
-      runs_on, repeat: where it runs, and when.
+      runs_on, repeat: where it runs, and in which repeat.
     """
 
     stored_on: int
@@ -36,10 +36,10 @@ class Move(NamedTuple):
 
 
 def exchanges(stages: int, repeats: int) -> list[list[Move]]:
-    """R exchanges; in each, every stage sends one part and every stage receives one.
+    """Returns R exchanges; in each, every stage sends one part and receives one.
 
-    Were every stage to send its part in place i, stages that are a multiple of S / g apart, g = gcd(R, S), would send
-    to the same one. So they send parts in different places.
+    If every stage sent its part in place i, stages whose distance is a multiple of S / g, with g = gcd(R, S), would
+    send to the same stage. The place is therefore shifted between such groups.
     """
     group = stages // math.gcd(stages, repeats)
     return [[_move(s, (i + s // group) % repeats, stages, repeats) for s in range(stages)] for i in range(repeats)]
@@ -51,35 +51,35 @@ def _move(stage: int, place: int, stages: int, repeats: int) -> Move:
 
 
 def to_stages(tree: Any, *, stages: int, repeats: int) -> Any:
-    """This stage's leaves [L / S, ...] in the model's order, for those in the order in which stages run them."""
+    """Converts this stage's leaves [L / S, ...] from the model's order to the order in which the stages run them."""
     moves = [[(m.stored_on, m.place, m.runs_on, m.repeat) for m in e] for e in exchanges(stages, repeats)]
     return jax.tree.map(lambda a: _exchange(a, moves), tree)
 
 
 def to_model(tree: Any, *, stages: int, repeats: int) -> Any:
-    """The inverse of `to_stages`."""
+    """Inverse of `to_stages`."""
     moves = [[(m.runs_on, m.repeat, m.stored_on, m.place) for m in e] for e in exchanges(stages, repeats)]
     return jax.tree.map(lambda a: _exchange(a, moves), tree)
 
 
 def _exchange(a: jax.Array, exchanged: list[list[tuple[int, int, int, int]]]) -> jax.Array:
-    """Parts by (from stage, its place there, to stage, its place there); every mesh axis is manual here."""
+    """Exchanges parts given as (source stage, place there, target stage, place there); all mesh axes are manual."""
     if len(exchanged) == 1:
         return a
     parts = a.reshape(len(exchanged), -1, *a.shape[1:])  # [R, L / (R S), ...]
-    result, index = jax.lax.empty(parts.shape, parts.dtype), jax.lax.axis_index(STAGE)  # every place gets a part
+    result, index = jax.lax.empty(parts.shape, parts.dtype), jax.lax.axis_index(STAGE)  # filled completely below
     for moves in exchanged:
-        taken, placed = np.zeros((2, len(moves)), np.int32)
+        sent, received = np.zeros((2, len(moves)), np.int32)  # place in the source, in the target
         for source, place, target, to in moves:
-            taken[source], placed[target] = place, to
-        part = take(parts, jnp.asarray(taken)[index])
+            sent[source], received[target] = place, to
+        part = take(parts, jnp.asarray(sent)[index])
         part = jax.lax.ppermute(part, STAGE, [(source, target) for source, _, target, _ in moves])
-        result = put(result, part, jnp.asarray(placed)[index])
+        result = put(result, part, jnp.asarray(received)[index])
     return result.reshape(a.shape)
 
 
 def keys_to_stages(keys: jax.Array | None, *, stages: int, repeats: int) -> jax.Array | None:
-    """The layers' keys [L] in the order in which stages run them."""
+    """Reorders the random keys [L] of the layers to the order in which the stages run them."""
     if keys is None or repeats == 1:
         return keys
     numbers = np.arange(keys.shape[0]).reshape(repeats, stages, -1)

@@ -1,4 +1,4 @@
-"""The passes of a pipeline on global arrays: into the region, through the stages, and out again."""
+"""The passes of a pipeline on global arrays: enters the manual region, runs the stages, and leaves the region."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from parallel.pipeline.stage import STAGE, Stage
 
 
 class Passes:
-    """The passes over a stack of layers.
+    """Forward and backward passes over a stack of layers.
 
     Args:
-      schedule: when a stage does what.
-      at: the manual axes, and how parameters are stored over them.
+      schedule: the schedule.
+      at: the manual axes, and the sharding of parameters over them.
       fn: one layer.
       stages: S.
     """
@@ -32,36 +32,44 @@ class Passes:
         self._ordered = {"stages": stages, "repeats": schedule.repeats}
 
     def forward(self, params: Any, x: jax.Array, keys: Any, side: Side, *, save: str) -> tuple[jax.Array, Any, Any]:
-        """What leaves the last layer, [B, ...]; weights as gathered; what is kept, [S, k, M R + 1, rows, ...]."""
+        """Runs the layers forward.
+
+        Returns:
+          The output of the last layer, [B, ...]; the gathered weights; and saved inputs, [S, k, M R + 1, rows, ...].
+        """
         rows = self._at.by_rows
 
         def local(params: Any, keys: Any, x: jax.Array, side: Side) -> tuple[jax.Array, Any, Any]:
-            whole = self._gather(params)
+            gathered = self._gather(params)
             specs = (P(STAGE), P(STAGE), P(), P())
             run = over_stages(functools.partial(self._forward, save=save), in_specs=specs, out_specs=(P(), P(STAGE)))
-            y, kept = run(whole, keys, self._split(x), self._split(side))
-            return merge_rows(y), whole, kept
+            y, kept = run(gathered, keys, self._split(x), self._split(side))
+            return merge_rows(y), gathered, kept
 
         keys = order.keys_to_stages(keys, **self._ordered)
         specs, out_specs = (self._at.stored, P(), rows, rows), (rows, P(), _kept(rows))
         return self._at.run(local, in_specs=specs, out_specs=out_specs)(params, keys, x, side)
 
-    def backward(self, whole: Any, keys: Any, kept: Any, side: Side, dy: jax.Array) -> tuple[Any, jax.Array]:
-        """Gradients of the parameters as they are stored, and of what entered the first layer, [B, ...]."""
+    def backward(self, gathered: Any, keys: Any, kept: Any, side: Side, dy: jax.Array) -> tuple[Any, jax.Array]:
+        """Returns the gradients of the parameters, sharded as stored, and of the input of the first layer, [B, ...]."""
         rows = self._at.by_rows
 
-        def local(whole: Any, keys: Any, kept: Any, side: Side, dy: jax.Array) -> tuple[Any, jax.Array]:
+        def local(gathered: Any, keys: Any, kept: Any, side: Side, dy: jax.Array) -> tuple[Any, jax.Array]:
             specs = (P(STAGE), P(STAGE), P(STAGE), P(), P())
             run = over_stages(self._backward, in_specs=specs, out_specs=(P(), P(STAGE)))
-            dx, grads = run(whole, keys, kept, self._split(side), self._split(dy))
+            dx, grads = run(gathered, keys, kept, self._split(side), self._split(dy))
             return self._reduce(grads), merge_rows(dx)
 
         keys = order.keys_to_stages(keys, **self._ordered)
         specs, out_specs = (P(), P(), _kept(rows), rows, rows), (self._at.stored, rows)
-        return self._at.run(local, in_specs=specs, out_specs=out_specs)(whole, keys, kept, side, dy)
+        return self._at.run(local, in_specs=specs, out_specs=out_specs)(gathered, keys, kept, side, dy)
 
     def both(self, params: Any, tail: Tail, x: jax.Array, keys: Any, side: Side) -> tuple[Any, tuple[Any, Any, Any]]:
-        """1F1B: what the tail returns for all rows, and gradients of parameters, of the tail's, and of `x`."""
+        """Runs 1F1B.
+
+        Returns:
+          The tail's result for all rows; and gradients of the parameters, of the tail's parameters, and of `x`.
+        """
         rows = self._at.by_rows
 
         def local(params: Any, head: Any, keys: Any, x: jax.Array, side: Side) -> tuple[Any, tuple]:
@@ -70,7 +78,7 @@ class Passes:
                 self.schedule, self._fn, Tail(tail.fn, head), layers, self._split(side), self._stages
             )
             sums, grads, dx = one_pass.run(self._split(x))
-            of_head = jax.tree.map(lambda g: g[None], sums.grads)  # summed outside, where it may stay split
+            of_head = jax.tree.map(lambda g: g[None], sums.grads)  # summed outside, where it can stay sharded
             return self._at.sum(sums.out), (self._reduce(grads), of_head, merge_rows(dx))
 
         specs, out_specs = (self._at.stored, P(), P(), rows, rows), (P(), (self._at.stored, rows, rows))
@@ -85,22 +93,22 @@ class Passes:
     def _reduce(self, grads: Any) -> Any:
         return self._at.reduce(grads, then=functools.partial(order.to_model, **self._ordered))
 
-    def _forward(self, whole: Any, keys: Any, xs: jax.Array, sides: Side, *, save: str) -> tuple[jax.Array, Any]:
-        y, kept = sweep.forward(self.schedule, self._stage(whole, keys, sides, save), xs)
+    def _forward(self, gathered: Any, keys: Any, xs: jax.Array, sides: Side, *, save: str) -> tuple[jax.Array, Any]:
+        y, kept = sweep.forward(self.schedule, self._stage(gathered, keys, sides, save), xs)
         return y, jax.tree.map(lambda a: a[None], kept)
 
-    def _backward(self, whole: Any, keys: Any, kept: Any, sides: Side, dys: jax.Array) -> tuple[jax.Array, Any]:
-        stage = self._stage(whole, keys, sides, self.schedule.save)
+    def _backward(self, gathered: Any, keys: Any, kept: Any, sides: Side, dys: jax.Array) -> tuple[jax.Array, Any]:
+        stage = self._stage(gathered, keys, sides, self.schedule.save)
         return sweep.backward(self.schedule, stage, jax.tree.map(lambda a: a[0], kept), dys)
 
-    def _stage(self, whole: Any, keys: Any, sides: Side, save: str) -> Stage:
-        depth = jax.tree.leaves(whole)[0].shape[0] // self.schedule.repeats
-        return Stage(self._fn, Layer(whole, keys), sides, depth, save, self.schedule.bubble_input)
+    def _stage(self, gathered: Any, keys: Any, sides: Side, save: str) -> Stage:
+        depth = jax.tree.leaves(gathered)[0].shape[0] // self.schedule.repeats
+        return Stage(self._fn, Layer(gathered, keys), sides, depth, save, self.schedule.bubble_input)
 
     def _split(self, tree: Any) -> Any:
         return jax.tree.map(lambda a: split_rows(a, self.schedule.num_microbatches), tree)
 
 
 def _kept(rows: P) -> P:
-    """Spec of what is kept, [S, k, M R + 1, rows, ...]."""
+    """Returns the spec of saved inputs, [S, k, M R + 1, rows, ...]."""
     return P(None, None, None, *rows)

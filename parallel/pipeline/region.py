@@ -1,8 +1,8 @@
-"""Where a pipeline runs: regions in which some mesh axes are manual, and how arrays get in and out.
+"""The manual region of a pipeline: its mesh axes, and how arrays enter and leave it.
 
-Left to the partitioner, weights that are split over fsdp are gathered and their gradients reduced for every microbatch.
-So the axes that rows are split over are manual outside of the loop over ticks: weights come in as pieces, are gathered
-once, and gradients leave as pieces, reduced once. `stage` is manual inside; other axes stay automatic.
+Left to the partitioner, weights sharded over fsdp would be gathered, and their gradients reduced, once per microbatch.
+Therefore the axes that shard rows are manual outside of the loop over ticks: weights enter as shards and are gathered
+once, and gradients are reduced once and leave as shards. `stage` is manual inside; all other axes stay automatic.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from parallel.pipeline.stage import STAGE
 
 
 class Region(NamedTuple):
-    """The manual axes of rows, and how parameters are stored over them.
+    """The manual axes of rows, and the sharding of parameters over them.
 
     Attributes:
-      rows: mesh axes above 1 that rows are split over, in their order; may be none.
-      others: the other automatic ones above 1, `stage` among them.
-      stored: tree of specs, of stacked parameters over `rows`.
-      kept: likewise over `others`: how weights stay split when they are gathered.
-      dtypes: tree of what the layers compute with, which is what travels.
+      rows: mesh axes of degree above 1 that shard rows, in order; may be empty.
+      others: the other automatic axes of degree above 1, including `stage`.
+      stored: tree of specs of stacked parameters over `rows`.
+      kept: tree of specs over `others`: the sharding that remains when weights are gathered.
+      dtypes: tree of the compute dtypes of the layers, in which weights are sent.
     """
 
     rows: tuple[str, ...]
@@ -44,55 +44,55 @@ class Region(NamedTuple):
         return P(self.rows or None)
 
     def run(self, fn: Callable, *, in_specs: Any, out_specs: Any) -> Callable:
-        """`fn` on the arrays of one group of rows."""
-        if not self.rows:  # for shard_map, none would be all
+        """Returns `fn` mapped over groups of rows."""
+        if not self.rows:  # an empty `axis_names` would mean all axes
             return fn
         return jax.shard_map(
             fn, in_specs=in_specs, out_specs=out_specs, axis_names=set(self.rows), check_vma=False
-        )  # as for every region with a kernel inside: it does not declare how its results vary
+        )  # check_vma: kernels do not declare over which mesh axes their results vary
 
     def cast(self, params: Any) -> Any:
-        """Pieces in the dtype of computation."""
+        """Casts shards to the compute dtype."""
         return jax.tree.map(lambda a, dtype: a.astype(dtype), params, self.dtypes)
 
     def gather(self, params: Any, *, then: Callable = lambda tree: tree) -> Any:
-        """Whole weights from pieces; `then`, on the weights of one stage, comes before."""
+        """Gathers weights; `then` is applied first, to the shards of one stage."""
 
-        def whole(tree: Any) -> Any:
+        def gathered(tree: Any) -> Any:
             return jax.tree.map(accumulation.gather, then(tree), self.stored)
 
-        return self._on_every_chip(whole, params, in_specs=self.kept)
+        return self._on_every_chip(gathered, params, in_specs=self.kept)
 
     def reduce(self, grads: tuple, *, then: Callable = lambda tree: tree) -> Any:
-        """Pieces of gradients, summed over all rows.
+        """Sums gradients over all rows, and shards them as the parameters.
 
         Args:
-          grads: of each of the k layers that a stage runs within a tick, leaves [R, ...].
-          then: applied behind, to those of one stage, [R k, ...].
+          grads: of each of the k layers that a stage runs in a tick, leaves [R, ...].
+          then: applied to the result, of one stage, [R k, ...].
         """
 
-        def pieces(grads: tuple) -> Any:
+        def reduced(grads: tuple) -> Any:
             layers = [jax.tree.map(self._reduced, tree, self.stored) for tree in grads]
-            return then(jax.tree.map(_one_behind_the_other, *layers))
+            return then(jax.tree.map(_interleave, *layers))
 
-        return self._on_every_chip(pieces, grads, in_specs=(self.kept,) * len(grads))
+        return self._on_every_chip(reduced, grads, in_specs=(self.kept,) * len(grads))
 
     def _reduced(self, g: jax.Array, spec: P) -> jax.Array:
         return accumulation.reduce(g, spec, set(self.rows))
 
     def _on_every_chip(self, fn: Callable, tree: Any, *, in_specs: Any) -> Any:
-        """With every axis manual: the partitioner would first make whole what a collective of ours is given."""
+        """Runs `fn` with all axes manual; otherwise the partitioner replicates the operands of explicit collectives."""
         return jax.shard_map(
             fn, in_specs=(in_specs,), out_specs=self.kept, axis_names=set(self.others), check_vma=False
         )(tree)
 
     def sum(self, tree: Any) -> Any:
-        """Sums over all rows of something small."""
+        """Sums small arrays over all rows."""
         return jax.lax.psum(tree, self.rows) if self.rows else tree
 
 
 def region(fn: LayerFn, param_rules: Rules, activation_rules: Rules) -> Region:
-    """The region of a layer stack, inside of whatever is manual already."""
+    """Returns the region of a layer stack, inside of axes that are already manual."""
     sizes = jax.sharding.get_abstract_mesh().shape
     automatic = [axis for axis in sizes if axis in logical.automatic_axes() and sizes[axis] > 1]
     rows = tuple(axis for axis in logical.mesh_axes(activation_rules["batch"]) if axis in automatic)
@@ -107,22 +107,22 @@ def region(fn: LayerFn, param_rules: Rules, activation_rules: Rules) -> Region:
     return Region(rows, others, specs(rows), specs(others), fn.dtypes)
 
 
-def _one_behind_the_other(*layers: jax.Array) -> jax.Array:
-    """k arrays [R, ...] as [R k, ...], in the order in which they run."""
+def _interleave(*layers: jax.Array) -> jax.Array:
+    """Combines k arrays [R, ...] into [R k, ...], in execution order."""
     stacked = jnp.stack(layers, axis=1)
     return stacked.reshape(-1, *stacked.shape[2:])
 
 
 def over_stages(fn: Callable, *, in_specs: Any, out_specs: Any) -> Callable:
-    """`fn` on the arrays of one stage."""
+    """Returns `fn` mapped over stages."""
     return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names={STAGE}, check_vma=False)
 
 
 def split_rows(x: jax.Array, microbatches: int) -> jax.Array:
-    """[B, ...] -> [M, B / M, ...]; microbatch m holds rows m, m + M, …"""
+    """Splits [B, ...] into [M, B / M, ...]; microbatch m has rows m, m + M, …"""
     return x.reshape(x.shape[0] // microbatches, microbatches, *x.shape[1:]).swapaxes(0, 1)
 
 
 def merge_rows(x: jax.Array) -> jax.Array:
-    """[M, b, ...] -> [M b, ...], in the order that `split_rows` took them from."""
+    """Merges [M, b, ...] into [M b, ...], in the order from before `split_rows`."""
     return x.swapaxes(0, 1).reshape(x.shape[0] * x.shape[1], *x.shape[2:])

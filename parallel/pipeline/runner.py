@@ -1,8 +1,8 @@
-"""A schedule as a runner of layer stacks: the seam to `core.stack`, and the rules for gradients.
+"""Runs layer stacks with a pipeline schedule: the interface to `core.stack`, with custom derivatives.
 
-gpipe and circular run the whole forward pass, then the tail on all rows, as the scan does; what they keep for the
-backward pass is what their rule says: weights as gathered, and inputs. 1F1B has gradients as soon as it has the loss,
-so its rule computes both at once and keeps gradients.
+gpipe and circular run the whole forward pass, then the tail on all rows, as the scan does. They save the gathered
+weights and inputs of layers for the backward pass. 1F1B computes gradients as soon as a microbatch has its loss, so its
+forward rule computes both at once and saves the gradients.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from parallel.pipeline.schedules import OneFOneB, Schedule
 
 
 def runner(schedule: Schedule, param_rules: Rules, activation_rules: Rules) -> stack.Runner:
-    """A runner of layer stacks over the mesh axis `stage`; for traces inside `jax.set_mesh`.
+    """Returns a runner of layer stacks over the mesh axis `stage`, for traces inside `jax.set_mesh`.
 
     Args:
-      schedule: when a stage does what.
+      schedule: the schedule.
       param_rules, activation_rules: the strategy's tables.
     """
 
@@ -36,8 +36,8 @@ def runner(schedule: Schedule, param_rules: Rules, activation_rules: Rules) -> s
         sizes = jax.sharding.get_abstract_mesh().shape
         at = region.region(fn, param_rules, activation_rules)
         unit = math.prod(sizes[axis] for axis in at.rows) * schedule.num_microbatches
-        if x.shape[0] % unit:  # of a prompt; the rows of a step are held to divide
-            return _one_by_one(fn, tail, unit)(stacked, () if tail is None else tail.params, x, side)
+        if x.shape[0] % unit:  # e.g. a prompt; the rows of a training step have been checked to divide
+            return _without_pipeline(fn, tail, unit)(stacked, () if tail is None else tail.params, x, side)
         passes = Passes(schedule, at, fn, sizes["stage"])
         if isinstance(schedule, OneFOneB):
             if tail is not None and _gives_loss(tail, x, side):
@@ -51,7 +51,7 @@ def runner(schedule: Schedule, param_rules: Rules, activation_rules: Rules) -> s
 
 
 def _two_passes(passes: Passes) -> Any:
-    """The layers as a function of (params, x, keys, side), with a backward pass of its own."""
+    """Returns the layers as a function of (params, x, keys, side) with a custom backward pass."""
 
     @jax.custom_vjp
     def call(params: Any, x: jax.Array, keys: Any, side: Side) -> jax.Array:
@@ -59,8 +59,8 @@ def _two_passes(passes: Passes) -> Any:
 
     def forward(*args: Any) -> tuple[jax.Array, tuple]:
         params, x, keys, side = _values(args)
-        y, whole, kept = passes.forward(params, x, keys, side, save=passes.schedule.save)
-        return y, (whole, keys, kept, side)
+        y, gathered, kept = passes.forward(params, x, keys, side, save=passes.schedule.save)
+        return y, (gathered, keys, kept, side)
 
     def backward(saved: tuple, dy: Any) -> tuple:
         whole, keys, kept, side = saved
@@ -71,7 +71,10 @@ def _two_passes(passes: Passes) -> Any:
 
 
 def _loss_and_gradients(passes: Passes, tail: Tail) -> Any:
-    """Layers and tail as a function of (params, tail.params, x, keys, side), whose forward rule has the gradients."""
+    """Returns layers and tail as a function of (params, tail.params, x, keys, side).
+
+    The forward rule of the derivative computes them, because 1F1B interleaves forward and backward passes.
+    """
 
     @jax.custom_vjp
     def call(params: Any, head: Any, x: jax.Array, keys: Any, side: Side) -> LossOutput:
@@ -84,7 +87,8 @@ def _loss_and_gradients(passes: Passes, tail: Tail) -> Any:
     def backward(grads: tuple, by: LossOutput) -> tuple:
         if any(not isinstance(a, SymbolicZero) for a in jax.tree.leaves((by.metrics, by.extras))):
             raise UserError(
-                "1F1B: of what a tail returns, loss_sum alone has a gradient; add the others to it, or gpipe"
+                "1F1B: only loss_sum of the tail's result can be differentiated; add the other terms to it, or use "
+                "schedules.gpipe"
             )
         scale = _dense(by.loss_sum)
         return *jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads), None, None
@@ -94,14 +98,18 @@ def _loss_and_gradients(passes: Passes, tail: Tail) -> Any:
 
 
 def _gives_loss(tail: Tail, x: jax.Array, side: Side) -> bool:
-    """Whether the tail gives what 1F1B differentiates; refuses what it could not add up over microbatches."""
+    """Returns whether the tail returns a LossOutput.
+
+    Raises:
+      ValueError: it cannot be summed over microbatches, or its parameters cannot be differentiated.
+    """
     out = jax.eval_shape(tail.fn, tail.params, x, side)
     if not isinstance(out, LossOutput):
         return False
     if jax.tree.leaves(out.extras):
         raise UserError(
-            "1F1B: the tail gives a LossOutput with extras, which belong to rows and have no sum over microbatches: "
-            "add them to what the stack returns, or take schedules.gpipe or schedules.circular"
+            "1F1B: the tail returns a LossOutput with extras, which are per row and cannot be summed over "
+            "microbatches: add them to the result of the stack, or use schedules.gpipe or schedules.circular"
         )
     fixed = [
         f"{jax.tree_util.keystr(path)} {a.dtype}{list(a.shape)}".strip()
@@ -110,28 +118,28 @@ def _gives_loss(tail: Tail, x: jax.Array, side: Side) -> bool:
     ]
     if fixed:
         raise UserError(
-            f"1F1B: tail.params has arrays without a gradient ({', '.join(fixed)}): pass what belongs to rows through "
-            "side, and make constants inside the tail"
+            f"1F1B: tail.params has arrays without a gradient ({', '.join(fixed)}): pass per-row arrays through side, "
+            "and create constants inside the tail"
         )
     return True
 
 
 def _forward_alone(passes: Passes) -> Any:
-    """The layers where 1F1B cannot find a loss behind them: fine, as long as nobody wants a gradient."""
+    """Returns the layers without a gradient, for stacks where 1F1B has no loss as the tail."""
     return _without_gradient(
         lambda params, x, keys, side: passes.forward(params, x, keys, side, save="nothing")[0],
-        "1F1B: a microbatch's backward pass starts before the next one's forward pass, so the head and the loss "
-        "must be the stack's tail and give a LossOutput: core.stack.layer_stack(..., tail=Tail(fn, params)). Or "
-        "take schedules.gpipe or schedules.circular",
+        "1F1B: the backward pass of a microbatch starts before the forward pass of the next one, so the head and the "
+        "loss must be the stack's tail and return a LossOutput: core.stack.layer_stack(..., tail=Tail(fn, params)). "
+        "Or use schedules.gpipe or schedules.circular",
     )
 
 
-def _one_by_one(fn: LayerFn, tail: Tail | None, unit: int) -> Any:
-    """The layers on rows that are no microbatches, without a pipeline: slow, and only to look at a prompt."""
+def _without_pipeline(fn: LayerFn, tail: Tail | None, unit: int) -> Any:
+    """Returns the layers without a pipeline and without a gradient, for rows that do not divide into microbatches."""
     return _without_gradient(
         lambda stacked, head, x, side: stack.scan_runner(fn, stacked, x, side, tail and Tail(tail.fn, head)),
-        f"pipeline: the layer stack is to be trained on rows that do not divide into microbatches on every chip; give "
-        f"it a multiple of {unit} rows",
+        f"pipeline: the rows of the layer stack do not divide into microbatches on every chip; train on a multiple of "
+        f"{unit} rows",
     )
 
 
@@ -146,13 +154,17 @@ def _without_gradient(fn: Any, why_not: str) -> Any:
 
 
 def _values(args: tuple) -> tuple:
-    """Arguments of a rule as arrays; refuses a side, the last of them, that depends on parameters."""
+    """Returns the arguments of a derivative rule as arrays.
+
+    Raises:
+      ValueError: the side, which is the last argument, depends on parameters.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(args[-1])
     found = [jax.tree_util.keystr(path) for path, leaf in leaves if leaf.perturbed]
     if found:
         raise UserError(
-            f"pipeline: the side of the layer stack depends on parameters ({', '.join(found)}), and a pipeline has no "
-            "gradient for it: let it depend on the batch alone, or add it to x"
+            f"pipeline: the side of the layer stack depends on parameters ({', '.join(found)}), and a pipeline does "
+            "not compute its gradient: make it depend on the batch only, or add it to x"
         )
     return jax.tree.map(lambda a: a.value, args)
 

@@ -1,13 +1,13 @@
-"""What one stage does within one tick: its layers on one microbatch, forward or backward.
+"""The work of one stage in one tick: its layers on one microbatch, forward or backward.
 
-Everything here runs where `stage` is manual: arrays are those of this stage. Only inputs are kept between the two
-passes, and every layer is computed again in the backward pass, so that no parameter is kept with each microbatch.
-Gradients are added up in float32, in place, layer by layer, so that a sum costs no more than the product it adds.
+Everything here runs where `stage` is manual: arrays are local to a stage. Only inputs are saved between the two passes;
+every layer is recomputed in the backward pass, so that no parameter is saved per microbatch. Gradients are accumulated
+in float32, in place and layer by layer, so that XLA fuses each sum with the product that it adds.
 
-    forward    x[l+1] = f(W[l], x[l]);    kept: x[l] of every layer, or the first
+    forward    x[l+1] = f(W[l], x[l]);    saved: x[l] of every layer, or of the first
     backward   dW[l], dx[l] = vjp(f at W[l], x[l])(dx[l+1]);    dW_sum[l] += dW[l]
 
-b rows of a microbatch, k layers that a stage runs within a tick.
+b rows of a microbatch, k layers that a stage runs in a tick.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ STAGE = "stage"
 
 
 class Turn(NamedTuple):
-    """Which microbatch it is for this stage.
+    """The microbatch and repeat of a stage in one tick.
 
     Attributes:
-      microbatch, repeat: [], int32; within bounds even in a bubble.
+      microbatch, repeat: [], int32; in range even in a bubble.
       valid: [], bool; false in a bubble.
     """
 
@@ -37,12 +37,12 @@ class Turn(NamedTuple):
 
     @property
     def first(self) -> jax.Array:
-        """[], bool: whether it is the first of its repeat."""
+        """[], bool: whether it is the first microbatch of its repeat."""
         return self.valid & (self.microbatch == 0)
 
 
 def turn(number: jax.Array, *, microbatches: int, repeats: int) -> Turn:
-    """The turn with this number; a bubble outside of 0 … M R - 1."""
+    """Returns the turn with a given number; a bubble outside of 0 … M R - 1."""
     total = microbatches * repeats
     inside = jnp.clip(number, 0, total - 1)
     return Turn(inside % microbatches, inside // microbatches, (number >= 0) & (number < total))
@@ -54,10 +54,10 @@ class Stage(NamedTuple):
     Attributes:
       fn: one layer.
       layers: in the order in which this stage runs them; leaves [R k, ...].
-      sides: what travels with the rows, by microbatch; leaves [M, b, ...].
+      sides: arrays that belong to rows, by microbatch; leaves [M, b, ...].
       depth: k.
-      save: "layers", "stage", or "nothing" where no backward pass follows.
-      bubble: what a turn without a microbatch computes on, and what is where nothing was put yet; None: anything.
+      save: "layers", "stage", or "nothing" if no backward pass follows.
+      bubble: value on which the stage computes in a bubble, and of uninitialized memory; None: whatever is there.
     """
 
     fn: LayerFn
@@ -68,7 +68,7 @@ class Stage(NamedTuple):
     bubble: float | None
 
     def input(self, at: Turn, x: jax.Array) -> jax.Array:
-        """`x`, or in a bubble what the stage is to compute on then."""
+        """Returns `x`, or the bubble's value in a bubble."""
         return x if self.bubble is None else jnp.where(at.valid, x, self.bubble)
 
     @property
@@ -77,37 +77,37 @@ class Stage(NamedTuple):
         return jax.tree.leaves(self.layers.params)[0].shape[0] // self.depth
 
     def layer(self, at: Turn, i: jax.Array | int) -> Layer:
-        """The layer in place i of this turn's."""
+        """Returns the i-th layer of this turn."""
         return jax.tree.map(lambda a: take(a, at.repeat * self.depth + i), self.layers)
 
     def side(self, at: Turn) -> Side:
-        """What belongs to the rows of this turn."""
+        """Returns the side of this turn's microbatch."""
         return jax.tree.map(lambda a: take(a, at.microbatch), self.sides)
 
-    def room(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        """An array that nothing is read from before it was put there."""
+    def allocate(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        """Returns an uninitialized array, for entries that are written before they are read."""
         sizes = jax.sharding.get_abstract_mesh().shape
         if self.bubble is None and all(sizes[axis] == 1 for axis in logical.automatic_axes()):
-            return jax.lax.empty(shape, dtype)  # along an automatic axis it would be whole on every chip
+            return jax.lax.empty(shape, dtype)  # along automatic axes it would be replicated
         return jnp.full(shape, self.bubble or 0, dtype)
 
 
 class Grads(NamedTuple):
-    """Gradients of a stage's parameters, float32.
+    """Float32 gradients of a stage's parameters.
 
-    Each of the k layers has arrays of its own: to add to a part of a larger one, XLA copies the part first.
+    Each of the k layers has arrays of its own: XLA copies a part of a larger array before adding to it.
 
     Attributes:
-      sums: of the repeat at hand; k trees, leaves [...].
-      repeats: of all repeats, the latest sums put there at every turn, which costs less than to add them up there;
-        k trees, leaves [R, ...], or () where R = 1.
+      sums: of the current repeat; k trees, leaves [...].
+      repeats: of all repeats; the sums are copied here in every turn, which is cheaper than accumulating here; k trees,
+        leaves [R, ...], or () if R = 1.
     """
 
     sums: tuple
     repeats: tuple
 
     def layers(self) -> tuple:
-        """k trees, leaves [R, ...]."""
+        """Returns k trees, leaves [R, ...]."""
         return self.repeats or jax.tree.map(lambda a: a[None], self.sums)
 
 
@@ -116,13 +116,13 @@ def forward(stage: Stage, at: Turn, x: jax.Array, kept: Any, place: jax.Array) -
 
     Args:
       stage: the layers.
-      at: the turn; in a bubble what is kept stays as it is.
-      x: [b, ...], what enters the first of them.
-      kept: by `nothing_kept`.
+      at: the turn; in a bubble saved inputs do not change.
+      x: [b, ...], the input of the first layer.
+      kept: from `empty_saved`.
       place: [], of this turn in `kept`.
 
     Returns:
-      What leaves the last, and what is kept.
+      The output of the last layer, and the saved inputs.
     """
     side = stage.side(at)
     if stage.save != "nothing":
@@ -142,18 +142,18 @@ def forward(stage: Stage, at: Turn, x: jax.Array, kept: Any, place: jax.Array) -
 def backward(
     stage: Stage, at: Turn, kept: Any, place: jax.Array, dy: jax.Array, grads: Grads
 ) -> tuple[jax.Array, Grads]:
-    """The backward pass of the layers of this turn.
+    """Runs the backward pass of the layers of this turn.
 
     Args:
       stage: the layers.
-      at: the turn; in a bubble the gradients stay as they are.
-      kept: what `forward` kept.
+      at: the turn; in a bubble the gradients do not change.
+      kept: inputs saved by `forward`.
       place: [], of this turn in `kept`.
-      dy: [b, ...], the gradient of what left the last layer.
+      dy: [b, ...], the gradient of the output of the last layer.
       grads: summed so far.
 
     Returns:
-      The gradient of what entered the first layer, [b, ...], and the sums.
+      The gradient of the input of the first layer, [b, ...], and the sums.
     """
     if stage.save == "stage":
         kept, place = _inputs_again(stage, at, take(kept, 0, place)), jnp.zeros_like(place)
@@ -168,7 +168,7 @@ def backward(
         sums[i] = jax.tree.map(add, sums[i], dw)
         if repeats:
             repeats[i] = jax.tree.map(lambda all_, new: put(all_, new, at.repeat), repeats[i], sums[i])
-        # One layer after the other: else the compiler runs several forward at once, and adds up at the end.
+        # Without a barrier the compiler runs several layers forward at once and sums at the end, which needs memory.
         dy, place, sums[i] = jax.lax.optimization_barrier((dy, place, sums[i]))
     return dy, Grads(tuple(sums), tuple(repeats))
 
@@ -181,58 +181,58 @@ def _layer_backward(stage: Stage, at: Turn, i: int, x: jax.Array, dy: jax.Array)
 
 
 def _inputs_again(stage: Stage, at: Turn, x: jax.Array) -> jax.Array:
-    """The inputs of the layers of this turn, in place 0 of [k, 2, b, ...]."""
+    """Recomputes the inputs of the layers of this turn, in place 0 of [k, 2, b, ...]."""
     again = stage._replace(save="layers")
-    return forward(again, at, x, nothing_kept(again, x, places=1), jnp.asarray(0))[1]
+    return forward(again, at, x, empty_saved(again, x, places=1), jnp.asarray(0))[1]
 
 
-def nothing_kept(stage: Stage, x: jax.Array, *, places: int) -> Any:
-    """Room for the inputs of so many turns, [k, places + 1, b, ...] or [1, places + 1, b, ...].
+def empty_saved(stage: Stage, x: jax.Array, *, places: int) -> Any:
+    """Allocates saved inputs of `places` turns, [k, places + 1, b, ...] or [1, places + 1, b, ...].
 
-    The last place is for bubbles: to put there costs less than to put back what was in another.
+    The last place is written in bubbles, which is cheaper than restoring the previous value of another place.
     """
     layers = {"layers": stage.depth, "stage": 1, "nothing": 0}[stage.save]
-    return stage.room((layers, places + 1, *x.shape), x.dtype) if layers else ()
+    return stage.allocate((layers, places + 1, *x.shape), x.dtype) if layers else ()
 
 
-def no_grads(stage: Stage) -> Grads:
-    """What is there before the first turn."""
+def zero_grads(stage: Stage) -> Grads:
+    """Returns zero gradients."""
     one = jax.tree.map(lambda a: a[0], stage.layers.params)
     sums = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), (one,) * stage.depth)
     if stage.repeats == 1:
         return Grads(sums, ())
-    return Grads(sums, jax.tree.map(lambda a: stage.room((stage.repeats, *a.shape), jnp.float32), sums))
+    return Grads(sums, jax.tree.map(lambda a: stage.allocate((stage.repeats, *a.shape), jnp.float32), sums))
 
 
 def take(a: jax.Array, *index: jax.Array | int) -> jax.Array:
-    """a[index]."""
+    """Returns a[index]."""
     n = len(index)
     starts = (*index, *[0] * (a.ndim - n))
     return jax.lax.dynamic_slice(a, starts, (*[1] * n, *a.shape[n:])).reshape(a.shape[n:])
 
 
 def put(a: jax.Array, value: jax.Array, *index: jax.Array | int) -> jax.Array:
-    """`a` with a[index] = value."""
+    """Returns `a` with a[index] = value."""
     n = len(index)
     starts = (*index, *[0] * (a.ndim - n))
     return jax.lax.dynamic_update_slice(a, value.astype(a.dtype).reshape(*[1] * n, *a.shape[n:]), starts)
 
 
 def put_if(condition: jax.Array, a: jax.Array, value: jax.Array, *index: jax.Array | int) -> jax.Array:
-    """`put` where the condition holds; else `a`. Only the entry is selected, so that it happens in place."""
+    """Returns `put(a, value, *index)` if the condition holds, else `a`; in place, since only the entry is selected."""
     return put(a, jnp.where(condition, value, take(a, *index)), *index)
 
 
 def send(x: jax.Array, *, toward: int) -> jax.Array:
-    """What the neighbour sent: each stage hands `x` on to the next (+1) or the previous (-1) one, around the ring."""
+    """Sends `x` to the next (+1) or previous (-1) stage around the ring; returns what the neighbour sent."""
     stages = jax.lax.axis_size(STAGE)
     return jax.lax.ppermute(x, STAGE, [(i, (i + toward) % stages) for i in range(stages)])
 
 
 def broadcast(x: jax.Array, *, source: int) -> jax.Array:
-    """On every stage, the `x` of stage `source`: those that have it double at every step.
+    """Returns on every stage the `x` of stage `source`; the number of stages that have it doubles in every step.
 
-    Not a sum with zeros, which costs arithmetic, and which XLA cannot compile for CPUs in bfloat16.
+    A sum with zeros elsewhere would cost arithmetic, and XLA cannot compile it for CPUs in bfloat16.
     """
     stages, have = jax.lax.axis_size(STAGE), 1
     offset = (jax.lax.axis_index(STAGE) - source) % stages

@@ -1,14 +1,14 @@
-"""All microbatches through all stages in one direction: the two passes of gpipe and circular.
+"""Runs all microbatches through all stages in one direction: the two passes of gpipe and circular.
 
-The backward pass is the forward pass run from the other end. Seen from the end where microbatches enter, a stage has a
-rank; at tick t it has its turn number t - rank:
+The backward pass is the forward pass with the stages in reverse order. The rank of a stage is its distance from the end
+where microbatches enter; at tick t it has turn number t - rank:
 
     rank 0:  0 1 2 3 . .      S = 3, M = 4: turn by tick; a dot is a bubble
     rank 1:  . 0 1 2 3 .
     rank 2:  . . 0 1 2 3
 
-Rank 0 takes what enters from a queue with a place for each microbatch. The last rank hands its results to rank 0,
-around the ring, which puts them into the same places: for the next repeat, or as the result.
+Rank 0 reads its input from a queue with one place per microbatch. The last rank sends its results around the ring to
+rank 0, which stores them in the same places: as input of the next repeat, or as the result.
 """
 
 from __future__ import annotations
@@ -25,34 +25,35 @@ from parallel.pipeline.stage import STAGE, Stage, Turn, put_if, take
 
 
 def forward(schedule: Schedule, stage: Stage, xs: jax.Array) -> tuple[jax.Array, Any]:
-    """Every microbatch through every layer.
+    """Runs every microbatch through every layer.
 
     Args:
       schedule: gpipe or circular.
       stage: the layers of this stage.
-      xs: [M, b, ...], what enters the first layer.
+      xs: [M, b, ...], the input of the first layer.
 
     Returns:
-      What leaves the last layer, [M, b, ...] on every stage, and what this stage keeps, [k, M R + 1, b, ...].
+      The output of the last layer, [M, b, ...] on every stage, and the inputs saved by this stage, [k, M R + 1, b,
+        ...].
     """
 
     def work(kept: Any, at: Turn, x: jax.Array) -> tuple[jax.Array, Any]:
         return one_stage.forward(stage, at, x, kept, _place(schedule, at))
 
-    return _sweep(schedule, stage, work, xs, one_stage.nothing_kept(stage, xs[0], places=schedule.turns), toward=1)
+    return _sweep(schedule, stage, work, xs, one_stage.empty_saved(stage, xs[0], places=schedule.turns), toward=1)
 
 
 def backward(schedule: Schedule, stage: Stage, kept: Any, dys: jax.Array) -> tuple[jax.Array, Any]:
-    """The gradient of every microbatch back through every layer.
+    """Runs the gradient of every microbatch back through every layer.
 
     Args:
       schedule: gpipe or circular.
       stage: the layers of this stage.
-      kept: by `forward`.
-      dys: [M, b, ...], gradients of what left the last layer.
+      kept: saved by `forward`.
+      dys: [M, b, ...], gradients of the output of the last layer.
 
     Returns:
-      Gradients of what entered the first layer, [M, b, ...] on every stage, and of this stage's parameters, float32,
+      Gradients of the input of the first layer, [M, b, ...] on every stage, and of this stage's parameters, float32,
       k trees, leaves [R, ...].
     """
 
@@ -60,7 +61,7 @@ def backward(schedule: Schedule, stage: Stage, kept: Any, dys: jax.Array) -> tup
         at = at._replace(repeat=schedule.repeats - 1 - at.repeat)
         return one_stage.backward(stage, at, kept, _place(schedule, at), dy, grads)
 
-    dxs, grads = _sweep(schedule, stage, work, dys, one_stage.no_grads(stage), toward=-1)
+    dxs, grads = _sweep(schedule, stage, work, dys, one_stage.zero_grads(stage), toward=-1)
     return dxs, grads.layers()
 
 
@@ -82,7 +83,7 @@ def _sweep(
 
     carry = (jnp.zeros_like(queue[0]), queue, state)
     (arrived, queue, state), _ = jax.lax.scan(tick, carry, jnp.arange(schedule.ticks(stages)))
-    queue = one_stage.put(queue, arrived, jnp.asarray(microbatches - 1))  # what the last tick sent
+    queue = one_stage.put(queue, arrived, jnp.asarray(microbatches - 1))  # sent in the last tick
     return one_stage.broadcast(queue, source=first), state
 
 

@@ -1,1 +1,1 @@
-"""What a compiled step takes on the chips it was compiled for: links, seconds, and how far such figures can be off."""
+"""Predicts the memory and time of layouts: candidates, estimates from shapes, and the time model of compiled steps."""

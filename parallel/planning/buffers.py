@@ -1,9 +1,9 @@
-"""Who holds HBM when most of it is held, from what the compiler writes down of its buffers.
+"""Reads the compiler's buffer assignment and attributes the HBM in use at the peak to values.
 
-`xla_dump_to` gives two texts: which value lies where (`…buffer-assignment.txt`), and from which instruction to which it
-lives (`…live-range.txt`). The one idea: values share places, one after the other and as aliases, so that sizes cannot
-be added up. At each moment the places in use are measured, and at the fullest one every place is attributed to the
-value that lies in it.
+`xla_dump_to` writes two files: the location of each value (`…buffer-assignment.txt`) and the instructions between
+which it is live (`…live-range.txt`). Values share memory, one after another and as aliases, so their sizes cannot be
+added up. Instead the occupied bytes are measured at each instruction, and at the peak each byte is attributed to one
+value.
 
     allocation 215: size 2510701056, preallocated-temp:
      value: <2750 fusion.18 @0> (size=1441792,offset=201719808): bf16[1,256,2816]{2,1,0:T(8,128)(2,1)}
@@ -34,10 +34,10 @@ class Value(NamedTuple):
     """A value in HBM.
 
     Attributes:
-      name: of the instruction that makes it.
-      array: what it is; None for a tuple of pointers.
+      name: the instruction that makes it.
+      array: its shape and dtype; None for a tuple of pointers.
       size, offset: bytes, in the memory of temporaries.
-      first, last: instructions in whose time it lives.
+      first, last: the first and last instruction during which it is live.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Value(NamedTuple):
 
 
 class Argument(NamedTuple):
-    """An argument of the program, which is held all the time.
+    """An argument of the program, which is live for the whole step.
 
     Attributes:
       number: of the entry parameter.
@@ -61,13 +61,13 @@ class Argument(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """All of HBM.
+    """The contents of HBM.
 
     Attributes:
       arguments: state and batch.
       values: temporaries.
-      temp_bytes: memory of temporaries, gaps included.
-      other_bytes: constants, and results that are no argument's.
+      temp_bytes: memory of temporaries, including gaps.
+      other_bytes: constants, and results that do not alias an argument.
     """
 
     arguments: list[Argument]
@@ -77,17 +77,17 @@ class Buffers(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A value at the fullest moment, with the bytes that no larger value lies on."""
+    """A value at the peak, with the bytes that are attributed to it."""
 
     value: Value
     bytes: int
 
 
 def read(folder: Path) -> Buffers:
-    """What a compiler that was given `xla_dump_to` wrote of the last stage of one program.
+    """Reads the files that the compiler wrote to `xla_dump_to` for one program.
 
     Raises:
-      ValueError: the texts are not there.
+      ValueError: the files are missing.
     """
     assignment = _one(folder, "after_optimizations-buffer-assignment.txt")
     lives = _one(folder, "after_optimizations-live-range.txt")
@@ -102,7 +102,7 @@ def _one(folder: Path, ending: str) -> Path:
 
 
 def parse(assignment: str, live_ranges: str) -> Buffers:
-    """Reads both texts."""
+    """Parses the text of both files."""
     lives = {
         (found["name"], found["index"].strip("{}")): (int(found["first"]), int(found["last"]))
         for line in live_ranges.partition("BufferLiveRange:")[2].partition("Live ranges at")[0].splitlines()
@@ -127,7 +127,7 @@ def parse(assignment: str, live_ranges: str) -> Buffers:
 
 
 def _kind(rest: str) -> str:
-    """Of an allocation; of the colors of memory the default, 0, and 3 are HBM."""
+    """Returns the kind of an allocation; memory colors 0 (the default) and 3 are HBM."""
     color = re.search(r"color (\d+)", rest)
     if "thread-local" in rest or (color and color[1] not in _HBM_COLORS):
         return "elsewhere"
@@ -137,7 +137,7 @@ def _kind(rest: str) -> str:
 
 
 def fullest(buffers: Buffers) -> list[Held]:
-    """The temporaries of the moment in which most bytes are in use, largest first."""
+    """Returns the temporaries at the instruction with most bytes in use, largest first."""
     if not buffers.values:
         return []
     births = sorted({value.first for value in buffers.values})
@@ -161,7 +161,7 @@ def _in_use(values: Sequence[Value]) -> int:
 
 
 def _attributed(values: Sequence[Value]) -> Iterator[Held]:
-    """Every place to the largest value that lies in it, of equals to the one that was there first."""
+    """Attributes each byte to the largest value that covers it; of equally large ones, to the first to be live."""
     taken: list[tuple[int, int]] = []
     for value in sorted(values, key=lambda v: (-v.size, v.first)):
         free = _without((value.offset, value.offset + value.size), taken)
@@ -171,7 +171,7 @@ def _attributed(values: Sequence[Value]) -> Iterator[Held]:
 
 
 def _without(place: tuple[int, int], taken: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The parts of a place that are in none of those taken, which are sorted and apart."""
+    """Returns the parts of a range that do not overlap `taken`, which is sorted and disjoint."""
     start, stop = place
     free = []
     for low, high in taken:

@@ -1,6 +1,6 @@
-"""What Mosaic kernels cost, which the compiler does not estimate: FLOPs from the shapes that a chip gives them.
+"""FLOPs of Mosaic kernels, which the compiler does not estimate, from their shapes on one chip.
 
-A kernel without a cost function here is named by whoever prices a step, and never taken to be free.
+A kernel without a cost function here is reported by name when a step is priced; it is never assumed to be free.
 
 B rows, H query heads, Q query positions, S key positions, K head_dim, all of one chip.
 """
@@ -13,15 +13,15 @@ from collections.abc import Sequence
 
 from parallel.hlo.costs import Kernel
 
-# Matrix products of [B, H, Q, S] x K that each splash kernel does, in the names that JAX gives them. Forward: scores
-# and values. dq: scores, dP and dQ. dkv: scores, dP, dK and dV; with dQ as well where the backward pass is one kernel.
+# Number of matrix products of [B, H, Q, S] x K in each splash kernel, by JAX's name for it. Forward: scores and values.
+# dq: scores, dP and dQ. dkv: scores, dP, dK and dV; also dQ where the backward pass is a single kernel.
 _PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
 _FUSED_BACKWARD = 5
-_FUSED_RESULT_RANK = 5  # its dQ comes in parts, one for each block of keys: [B, blocks, H, Q, K]
+_FUSED_RESULT_RANK = 5  # it returns dQ in one part per block of keys: [B, blocks, H, Q, K]
 
 
 def flops(kernel: Kernel) -> float | None:
-    """FLOPs of all executions of a kernel on one chip; None for a kernel that is not known here."""
+    """Returns the FLOPs of all executions of a kernel on one chip, or None for an unknown kernel."""
     name = next((n for n in _PRODUCTS if kernel.name.startswith(n) or f"/{n}" in kernel.op_name), None)
     if name is None:
         return None
@@ -34,14 +34,14 @@ def flops(kernel: Kernel) -> float | None:
 
 
 def causal_share(queries: int, keys: int) -> float:
-    """Of Q x S scores, the share at or before the query, on the chip that has the last queries: the others wait for it.
+    """Returns the share of Q x S scores at or before the query, on the chip with the last queries, which takes longest.
 
-    Half where a chip has all queries; nearly all where it has the last eighth of them.
+    1/2 where a chip has all queries; close to 1 where it has only the last eighth of them.
     """
     return 1 - queries / (2 * keys)
 
 
 def _floating(array: str) -> Sequence[int]:
-    """Dimensions of `bf16[2,32,2048,128]`; nothing for integers and for single numbers."""
+    """Returns the dimensions of an array such as `bf16[2,32,2048,128]`; () for integers and scalars."""
     found = re.fullmatch(r"(?:bf16|f32)\[([\d,]+)\]", array)
     return tuple(int(n) for n in found[1].split(",")) if found else ()

@@ -1,14 +1,14 @@
-"""How many links of a slice a collective can use, from where the chips of its group stand.
+"""Bandwidth of collectives on a slice, from the positions of the chips of a group.
 
-Chips form a grid, and each has a link to its neighbour on either side along every dimension. The one idea: a group of
-chips that lies along a dimension has, for a gather or a reduction, one link's worth of bandwidth in that dimension, and
-two where wraparound links close the dimension into a ring, so that each chip sends both ways. On an open line the chips
-at the ends have one link only, and everything must pass it (hence a v4-32, 2x2x4 without wraparound, has 3 links for
-all its chips, not 6). A group that takes only every second chip shares its links with the group between, and has half.
+Chips form a grid with a link between neighbours along every dimension. In a gather or a reduction, a group of chips
+has one link's bandwidth for each dimension that it spans, or two where wraparound links close the dimension into a
+ring, so that each chip sends in both directions. On an open line the chips at the ends have only one link, and all
+data must cross it; therefore a v4-32 (2x2x4, no wraparound) has 3 links for a group of all its chips, not 6. A group
+of every second chip shares its links with the interleaved group and gets half.
 
-Wraparound: `core.slices.Slice.wraparound`: v4 and v5p from a 4x4x4 cube up, v5e and v6e along a dimension of 16 (Google
-Cloud, "TPU architecture": slices below a cube have no wraparound; "How to Scale Your Model", chapter 2). Rates of
-links are those of `core.slices.CHIPS`, one way, from the table "ICI BW/link (one-way)" in the latter.
+Wraparound is `core.slices.Slice.wraparound`: v4 and v5p from a 4x4x4 cube up, v5e and v6e along a dimension of 16
+(Google Cloud, "TPU architecture"; "How to Scale Your Model", chapter 2). Link bandwidths are `core.slices.CHIPS`, in
+one direction, from the table "ICI BW/link (one-way)" in the latter.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Extent(NamedTuple):
     """A group of chips along one dimension of the slice.
 
     Attributes:
-      chips: places that it takes there.
-      stride: distance of neighbours; the groups between them use the same links.
+      chips: number of coordinates that the group occupies.
+      stride: distance between neighbours; interleaved groups share the same links.
       is_ring: whether wraparound links close it.
     """
 
@@ -45,7 +45,7 @@ class Extent(NamedTuple):
 
     @property
     def links(self) -> float:
-        """What a chip can send along this dimension, in links one way."""
+        """Bandwidth of a chip along this dimension, in links in one direction."""
         return (2 if self.is_ring else 1) / self.stride
 
 
@@ -53,17 +53,17 @@ class Links:
     """The links of one mesh on one slice."""
 
     def __init__(self, mesh: jax.sharding.Mesh, slice: Slice):
-        """Takes a mesh of the chips of `slice`, or of CPU devices that play them."""
+        """Takes a mesh over the chips of `slice`, or over CPU devices that simulate them."""
         self.slice = slice
         self._shape = dict(mesh.shape)
         self._coordinates, self._slice_of = places(mesh, slice)
         self._loads: dict[tuple[str, ...], int] = {}
 
     def extents(self, axes: Sequence[str]) -> tuple[Extent, ...]:
-        """How the group of the first chip lies, by dimension of the slice; only dimensions that it extends along.
+        """Returns the extent of the first chip's group along each dimension of the slice that it spans.
 
         Args:
-          axes: mesh axes that vary in the group; all groups of a mesh lie alike.
+          axes: mesh axes that vary in the group; all groups of a mesh have the same extents.
         """
         index = tuple(slice(None) if axis in axes else 0 for axis in self._shape)
         group = self._coordinates[index].reshape(-1, self._coordinates.shape[-1])  # [chips, dimensions]
@@ -72,11 +72,12 @@ class Links:
         return tuple(extent for extent in found if extent.chips > 1)
 
     def count(self, axes: Sequence[str], *, group_size: int | None = None) -> float:
-        """Links, one way, that a chip can use at once for a gather or a reduction inside a group; at least a part of 1.
+        """Returns the links, in one direction, that a chip can use at once in a gather or a reduction.
 
         Args:
           axes: mesh axes that vary in the group.
-          group_size: its chips, where the group is only a part of these axes: 2 chips have one link, 4 at most two.
+          group_size: chips of the group where it spans only part of these axes: 2 chips use one link, 4 chips at most
+            two.
         """
         whole = math.prod(self._shape[axis] for axis in axes)
         total = sum(extent.links for extent in self.extents(axes)) or 1.0
@@ -85,9 +86,10 @@ class Links:
         return min(total, max(1, int(math.log2(group_size))))
 
     def permute_load(self, axes: tuple[str, ...]) -> int:
-        """Messages on the busiest link when every chip sends to the next one along `axes`; routes go x, then y, then z.
+        """Returns the messages on the busiest link when every chip sends to the next one along `axes`.
 
-        A shift along a line is 1, also the way back from its end: that runs against the others.
+        Routes go along x, then y, then z. A shift along a line has load 1, including the way back from the end, which
+        runs in the opposite direction.
         """
         if axes not in self._loads:
             self._loads[axes] = self._permute_load(axes)
@@ -105,7 +107,7 @@ class Links:
         return max(load.values(), default=1)
 
     def _route(self, source: np.ndarray, target: np.ndarray) -> list[tuple]:
-        """The links (chip, dimension, direction) between two chips."""
+        """Returns the links (chip, dimension, direction) between two chips."""
         at, links = [int(c) for c in source], []
         for i, (size, wraps) in enumerate(zip(self.slice.topology, self.slice.wraparound, strict=True)):
             distance = int(target[i]) - at[i]
@@ -118,7 +120,7 @@ class Links:
         return links
 
     def seconds(self, collective: Collective) -> float:
-        """Time of one execution of a collective that has the links to itself; latency is left out."""
+        """Returns the time of one execution of a collective that has the links to itself, without latency."""
         if collective.network == "DCN":
             return collective.wire_bytes / DCN_BYTES_PER_SECOND[self.slice.generation]
         rate, axes = self.slice.chip.link_bytes_per_second, collective.axes
@@ -133,15 +135,16 @@ class Links:
 
 
 def places(mesh: jax.sharding.Mesh, slice: Slice) -> tuple[np.ndarray, list[int]]:
-    """Where each chip of a mesh stands.
+    """Returns the position of each chip of a mesh.
 
     Returns:
-      [*mesh shape, dimensions of the topology], the place in its slice; and, in mesh order, which slice that is.
+      Coordinates inside the slice, [*mesh shape, dimensions of the topology]; and the slice index of each chip, in mesh
+      order.
     """
     chips = list(mesh.devices.flat)
     if chips[0].platform == "cpu":
-        played = meshes.play(sorted(chips, key=lambda d: (d.process_index, d.id)), slice)
-        by_device = {chip.device: chip for chip in played}
+        simulated = meshes.simulated_chips(sorted(chips, key=lambda d: (d.process_index, d.id)), slice)
+        by_device = {chip.device: chip for chip in simulated}
         chips = [by_device[device] for device in chips]
     dimensions = len(slice.topology)
     coordinates = np.array([chip.coords[:dimensions] for chip in chips])
@@ -157,5 +160,5 @@ def _extent(places: np.ndarray, size: int, wraps: bool) -> Extent:
 
 
 def _crossing(extent: Extent) -> float:
-    """Of an all-to-all, the share of a chip's payload that a link in the middle of the dimension carries one way."""
+    """Returns the share of a chip's all-to-all payload that one link in the middle of the dimension carries one way."""
     return extent.chips * extent.stride / (8 if extent.is_ring else 4)

@@ -75,7 +75,7 @@ def test_gathers_in_the_accumulation_loop(tables):
     assert "2 microbatches" in gathers.what
     assert found.findings == [gathers]
     assert gathers.reason is None
-    full = lints.Facts(bound, bound.partitioner.slice.chip.usable_hbm_bytes - 1024, found.collectives)
+    full = lints.LintContext(bound, bound.partitioner.slice.chip.usable_hbm_bytes - 1024, found.collectives)
     assert gathers.lint not in [f.lint for f in lints.check(full)]  # there is no room for whole weights
     assert [loop.trips for loop in found.costs.loops] == [2, 2, 2]
 
@@ -99,13 +99,13 @@ def collectives(text, grid):
 @pytest.mark.compiled("v4-8")
 def test_float32_gathers_of_weights(good):
     wide = gather("f32")
-    (planted,) = lints.check(lints.Facts(good[0], 0, wide))
+    (planted,) = lints.check(lints.LintContext(good[0], 0, wide))
     assert (planted.lint, planted.reason) == ("float32 gather of weights", None)
     assert planted.what.startswith("params/")
     exact = bind(strategies.fsdp(), model=dataclasses.replace(MODEL, dtype="float32"))
-    assert names(lints.check(lints.Facts(exact, 0, wide))) == [("float32 gather of weights", True)]
-    assert lints.check(lints.Facts(good[0], 0, gather("bf16"))) == []
-    assert lints.check(lints.Facts(good[0], 0, gather("f32", rows=8200))) == []  # activations, not weights
+    assert names(lints.check(lints.LintContext(exact, 0, wide))) == [("float32 gather of weights", True)]
+    assert lints.check(lints.LintContext(good[0], 0, gather("bf16"))) == []
+    assert lints.check(lints.LintContext(good[0], 0, gather("f32", rows=8200))) == []  # activations, not weights
 
 
 @pytest.mark.compiled("v4-8")
@@ -113,9 +113,9 @@ def test_updated_parameters_are_gathered_as_they_are():
     """Parameters whole, optimizer state in pieces."""
     bound, lint = bind(strategies.zero1()), "float32 gather of weights"
     (update,) = gather("f32", axis="data")
-    assert (lint, True) in names(lints.check(lints.Facts(bound, 0, [update])))
+    assert (lint, True) in names(lints.check(lints.LintContext(bound, 0, [update])))
     in_loop = update._replace(loops=(executions.Loop("while", "jit(run)/jvp()/while", 2),))
-    assert (lint, False) in names(lints.check(lints.Facts(bound, 0, [in_loop])))
+    assert (lint, False) in names(lints.check(lints.LintContext(bound, 0, [in_loop])))
 
 
 NARROW = dataclasses.replace(MODEL, embed_dim=256, mlp_dim=768, head_dim=32)
@@ -146,7 +146,9 @@ def test_sixteen_way_reductions_are_known():
     assert names(found.findings) == [("all-reduce instead of reduce-scatter", True)]
     assert "16 chips" in found.findings[0].what
     elsewhere = [c._replace(group_size=8) for c in found.collectives]
-    assert names(lints.check(lints.Facts(bound, 0, elsewhere))) == [("all-reduce instead of reduce-scatter", False)]
+    assert names(lints.check(lints.LintContext(bound, 0, elsewhere))) == [
+        ("all-reduce instead of reduce-scatter", False)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +166,7 @@ def test_sixteen_way_reductions_are_known():
 def test_why_a_reduction_is_not_scattered(tables, slice_name, axes, size, reason, fix):
     (one,) = gather("bf16")
     planted = one._replace(kind="all-reduce", axes=axes, group_size=size, sliced_bytes=64 * MIB)
-    found = lints.check(lints.Facts(bind(tables, slice_name, model=NARROW), 0, [planted]))
+    found = lints.check(lints.LintContext(bind(tables, slice_name, model=NARROW), 0, [planted]))
     (finding,) = [f for f in found if f.lint == "all-reduce instead of reduce-scatter"]
     assert (finding.reason is None) == (reason is None)
     assert (reason or "") in (finding.reason or "")
@@ -192,29 +194,29 @@ def test_large_collectives_on_dcn(changes, loops, expected):
     around = tuple(executions.Loop("while", op_name, 2) for op_name in loops)
     (one,) = gather("bf16", axis="data")
     crossing = one._replace(kind="all-reduce", network="DCN", wire_bytes=64 * MIB, times=1, loops=around)
-    assert names(lints.check(lints.Facts(bound, 0, [crossing._replace(**changes)]))) == expected
+    assert names(lints.check(lints.LintContext(bound, 0, [crossing._replace(**changes)]))) == expected
 
 
 def test_replicated_arrays(good):
     wide = dataclasses.replace(MODEL, vocab_size=32768)
     partly = strategies.override(strategies.fsdp(), param_rules={"embed": None, "mlp": "fsdp"})
-    found = lints.check(lints.Facts(bind(partly, model=wide), 0, []))
+    found = lints.check(lints.LintContext(bind(partly, model=wide), 0, []))
     assert any(f.what.startswith("params/") for f in found)
     assert all(f.lint == "large replicated array" and f.reason is None for f in found)
-    whole = lints.check(lints.Facts(bind(strategies.data_parallel(), model=wide), 0, []))
+    whole = lints.check(lints.LintContext(bind(strategies.data_parallel(), model=wide), 0, []))
     assert whole
     assert all(f.reason is not None for f in whole)
-    assert lints.check(lints.Facts(good[0], 0, [])) == []
+    assert lints.check(lints.LintContext(good[0], 0, [])) == []
 
 
 def test_an_axis_that_shards_nothing():
     tables = strategies.fsdp_tensor(tensor=2)
     only = {"mlp": None, "heads": None, "kv_heads": None, "vocab": None}
     idle = strategies.override(tables, param_rules=only, activation_rules={**only, "kv_length": "tensor"})
-    found = lints.check(lints.Facts(bind(idle), 0, []))
+    found = lints.check(lints.LintContext(bind(idle), 0, []))
     assert names(found) == [("mesh axis that shards nothing", False)]
     assert "tensor = 2" in found[0].what
-    assert lints.check(lints.Facts(bind(tables), 0, [])) == []
+    assert lints.check(lints.LintContext(bind(tables), 0, [])) == []
 
 
 BRANCH = """
@@ -245,7 +247,7 @@ ENTRY %main (x: f32[8], p: pred[]) -> f32[8] {
 )
 def test_collectives_under_a_branch(good, decides, expected):
     found = collectives(BRANCH.replace("DECIDES", decides), traffic.Grid({"fsdp": 4}, (0,) * 4))
-    assert names(lints.check(lints.Facts(good[0], 0, found))) == expected
+    assert names(lints.check(lints.LintContext(good[0], 0, found))) == expected
 
 
 @pytest.mark.compiled("v4-8")
@@ -270,7 +272,7 @@ def test_collectives_that_only_some_chips_may_reach(good, kind):
     found = collectives(jax.jit(split).lower(whole).compile().as_text(), traffic.grid(grid))
     assert [c.times for c in found] == [5 if kind == "counted loop" else 1]
     expected = [] if kind == "counted loop" else [("collective under a data-dependent branch", False)]
-    assert names(lints.check(lints.Facts(good[0], 0, found))) == expected
+    assert names(lints.check(lints.LintContext(good[0], 0, found))) == expected
 
 
 PLANTED = """
@@ -294,7 +296,7 @@ x = jax.ShapeDtypeStruct((8, 8, 32), jnp.float32, sharding=NamedSharding(grid, P
 for fn in (turned, kept):
     with messages.compiler_messages() as said:
         jax.jit(fn).lower(x).compile()
-    facts = lints.Facts(None, 0, [], said.text)
+    facts = lints.LintContext(None, 0, [], said.text)
     print(fn.__name__, [f.what for f in lints.rematerialized(facts)])
 """
 

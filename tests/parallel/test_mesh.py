@@ -94,7 +94,7 @@ def test_leading_axes_come_first_in_the_mesh_and_no_chip_moves():
 def test_devices_are_taken_in_process_order_whatever_order_they_come_in():
     slice_ = slices.get("v4-16")
     devices = [Cpu(id=100 * host + i, process_index=host) for host in (0, 1) for i in range(4)]
-    chips = mesh.play(sorted(devices, key=lambda d: (d.process_index, d.id)), slice_)
+    chips = mesh.simulated_chips(sorted(devices, key=lambda d: (d.process_index, d.id)), slice_)
     assert [c.process_index for c in chips] == [0] * 4 + [1] * 4
     assert [c.coords for c in chips] == [c for host in slice_.chips_by_host() for c in host]
     assert sorted(c.id for c in chips) == list(range(8))

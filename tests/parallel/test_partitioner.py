@@ -149,11 +149,11 @@ def test_what_is_wrong_with_batch_and_model_is_said_at_once_and_each_once():
     assert "batch_size = 3 does not divide over 2 groups" in said
     assert "length = 9 does not divide over sequence = 2. Nearest that do: 8, 10" in said
     assert said.count("embed = 18 does not divide over fsdp x sequence = 4") == 1
-    assert "(so too layers/block/gate, layers/block/key, " in said
-    assert "Degrees of fsdp x sequence that do: 1, 2; or keep it whole" in said
+    assert "(also layers/block/gate, layers/block/key, " in said
+    assert "Degrees of fsdp x sequence that do: 1, 2; or replicate it" in said
 
 
 @pytest.mark.parametrize(("accum_steps", "spec"), [(0, batch_spec(4)), (1, {})])
 def test_a_program_needs_microbatches_and_features(accum_steps, spec):
-    with pytest.raises(ValueError, match="expected 1 or more"):
+    with pytest.raises(ValueError, match="expected at least 1 step"):
         bind(FSDP, "v4-8").program(TINY, ADAMW, spec, seed=0, accum_steps=accum_steps)

@@ -69,16 +69,16 @@ OWED = {"x": np.zeros((16, 3), np.int32), "y": np.zeros(16, np.float32)}
 def test_what_a_host_does_not_owe_is_refused(change, says):
     given = {k: a for k, a in {**OWED, **change}.items() if a is not None}
     layouts = bind(FSDP, "v4-32").batch_shardings(SPEC)
-    with pytest.raises(ValueError, match="host 0 owes 16 of the 16 rows of a batch") as error:
+    with pytest.raises(ValueError, match="host 0 must supply 16 of the 16 rows of a batch") as error:
         placement.put(given, SPEC, layouts, rows=range(16))
     assert says in str(error.value)
     assert "Give the rows that data_layout(batch_size).rows names" in str(error.value)
 
 
-def test_the_whole_batch_is_refused_where_a_host_owes_a_part():
+def test_a_global_batch_is_rejected_where_a_host_supplies_a_part():
     """The commonest mistake on several hosts: the first rows would pass for the host's own."""
     layouts = bind(FSDP, "v4-32").batch_shardings(SPEC)
     with pytest.raises(
-        ValueError, match=r"owes 4 of the 16 rows .*\n  feature 'x' has shape \(16, 3\), expected \(4, 3\)"
+        ValueError, match=r"must supply 4 of the 16 rows .*\n  feature 'x' has shape \(16, 3\), expected \(4, 3\)"
     ):
         placement.put(OWED, SPEC, layouts, rows=(1, 5, 9, 13))

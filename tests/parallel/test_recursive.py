@@ -45,7 +45,9 @@ def test_numbers_do_not_depend_on_the_strategy(name):
 
 
 def test_a_pipeline_cannot_hold_a_network_that_is_applied_again_and_again():
-    with pytest.raises(ValueError, match="strategy 'pipeline' on v4-32:\n  gpipe: the model has no layer stack to cut"):
+    with pytest.raises(
+        ValueError, match="strategy 'pipeline' on v4-32:\n  gpipe: the model has no layer stack to split"
+    ):
         bind(RECURSIVE, Example("v4-32", strategies.pipeline()), BATCHES[0])
 
 

@@ -114,11 +114,12 @@ def test_another_number_of_hosts(name, believed, hosts, monkeypatch):
         (lambda: of({"model": 4}), "mesh_shape: unknown mesh axis 'model'; call it 'tensor'"),
         (
             lambda: of({}, activations={"batch": PartitionSpec("data", "fsdp")}),
-            r"batch -> P\('data', 'fsdp'\) lays out 2 dimensions, a row is for one: .* \('data', 'fsdp'\) for both",
+            r"batch -> P\('data', 'fsdp'\) has 2 dimensions, but a row describes one dimension: .* \('data', 'fsdp'\) "
+            "to shard",
         ),
         (
             lambda: of({}, params={"embed": PartitionSpec("fsdp", None, "tensor")}),
-            "param_rules: embed -> .* lays out 3 dimensions",
+            "param_rules: embed -> .* has 3 dimensions",
         ),
         (
             lambda: of({"data": 2}, params={"batch": None}, activations={"batch": "fsdp"}),
@@ -227,7 +228,7 @@ def test_two_key_heads_over_tensor_4_and_everything_else_that_does_not_fit():
     assert "override(param_rules={'kv_heads': None}, activation_rules={'kv_heads': None})" in text
     assert "layers/block/down: shape (1, 10, 24), axes (layers, mlp, embed): mlp = 10 does not divide" in text
     assert text.count("mlp = 10 does not divide over tensor = 4") == 1
-    assert "(so too layers/block/gate, layers/block/up)" in text
+    assert "(also layers/block/gate, layers/block/up)" in text
     assert "layers/block/query" not in text
 
 

@@ -56,13 +56,13 @@ def test_the_command_prints_and_writes(tmp_path, capsys):
     path = tmp_path / "a.png"
     chosen = ["one_f_one_b", "--stages", "4", "--microbatches", "8", "--png", str(path)]
     assert draw.run(parser.parse_args(chosen)) == 0
-    assert "keeps the layer inputs of 7 microbatches" in capsys.readouterr().out
+    assert "saves the layer inputs of 7 microbatches" in capsys.readouterr().out
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     with pytest.raises(ValueError, match=r"there is no folder .*none; make it first"):
         draw.run(parser.parse_args([*chosen[:-1], str(tmp_path / "none" / "a.png")]))
     circular = ["circular", "--stages", "2", "--microbatches", "4", "--repeats", "2"]
     assert draw.run(parser.parse_args(circular)) == 0
-    assert "keeps the layer inputs of 4 microbatches x 2 repeats" in capsys.readouterr().out
+    assert "saves the layer inputs of 4 microbatches x 2 repeats" in capsys.readouterr().out
     for wrong in (["gpipe", "--repeats", "2"], ["circular"]):
         with pytest.raises(ValueError, match="--repeats belongs to circular"):
             draw.run(parser.parse_args([*wrong, "--stages", "4", "--microbatches", "8"]))

@@ -104,9 +104,9 @@ def bind(schedule, model=Linear(), slice_name="v4-8", **options):
         (
             schedules.circular(num_microbatches=2, repeats=1),
             Linear(),
-            "circular: num_microbatches = 2 is below stage = 4: .* take at least 4, or gpipe",
+            "circular: num_microbatches = 2 is below stage = 4: .* use at least 4, or gpipe",
         ),
-        (schedules.gpipe(num_microbatches=4), Linear(stacked=False), "no layer stack to cut into stages"),
+        (schedules.gpipe(num_microbatches=4), Linear(stacked=False), "no layer stack to split into stages"),
         (
             schedules.gpipe(num_microbatches=4),
             Linear(closed=True),
@@ -115,7 +115,7 @@ def bind(schedule, model=Linear(), slice_name="v4-8", **options):
         (
             schedules.one_f_one_b(num_microbatches=4),
             Linear(),
-            "1F1B: .* must be the stack's tail and give a LossOutput",
+            "1F1B: .* must be the stack's tail and return a LossOutput",
         ),
         (schedules.gpipe(num_microbatches=4), Linear(scaled=True), "the side of the layer stack depends on parameters"),
         (
@@ -131,7 +131,7 @@ def bind(schedule, model=Linear(), slice_name="v4-8", **options):
         (
             schedules.one_f_one_b(num_microbatches=4),
             Linear(tail="rows"),
-            "1F1B: the tail gives a LossOutput with extras, which belong to rows",
+            "1F1B: the tail returns a LossOutput with extras, which are per row",
         ),
         (
             schedules.one_f_one_b(num_microbatches=4),
@@ -157,7 +157,7 @@ def test_gradients_that_1f1b_has_not_are_refused():
         _, out = model.loss(params, (), jax.random.key(0), batch)
         return out.loss_sum + out.metrics["accuracy"].total
 
-    with bound.tracing(), pytest.raises(ValueError, match="of what a tail returns, loss_sum alone has a gradient"):
+    with bound.tracing(), pytest.raises(ValueError, match="only loss_sum of the tail"):
         jax.eval_shape(jax.grad(loss), jax.eval_shape(model.init, jax.random.key(0), batch))
 
 
@@ -194,7 +194,7 @@ def test_one_stage_is_no_pipeline():
     [
         (
             lambda: schedules.gpipe(num_microbatches=0),
-            "gpipe: num_microbatches = 0; expected a whole number, at least 1",
+            "gpipe: num_microbatches = 0; expected a positive integer",
         ),
         (lambda: schedules.gpipe(num_microbatches=8.0), "gpipe: num_microbatches = 8.0; expected a whole number"),
         (lambda: schedules.gpipe(num_microbatches="8"), "gpipe: num_microbatches = '8'; expected a whole number"),
@@ -202,12 +202,12 @@ def test_one_stage_is_no_pipeline():
         (lambda: strategies.pipeline(schedule=None), "stage = 4 without a schedule; give one"),
         (
             lambda: strategies.override(strategies.pipeline(), param_rules={"layers": ("stage", "data")}),
-            "a pipeline needs its layers over its stages alone",
+            "a pipeline shards layers over stages only",
         ),
         (lambda: schedules.gpipe(num_microbatches=2, save="all"), "save = 'all'; expected one of layers, stage"),
         (
             lambda: schedules.circular(num_microbatches=2, repeats=0),
-            "circular: repeats = 0; expected a whole number, at least 1",
+            "circular: repeats = 0; expected a positive integer",
         ),
         (
             lambda: dataclasses.replace(strategies.fsdp(), pipeline=schedules.gpipe(num_microbatches=2)),
