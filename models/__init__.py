@@ -1,1 +1,1 @@
-"""Haiku models. They name the axes of their arrays and know nothing of meshes."""
+"""Models that satisfy `core.types.Model`: a decoder-only language model and the Tiny Recursive Model."""

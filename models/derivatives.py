@@ -1,8 +1,8 @@
-"""Norm, gate, embedding and unembedding with derivatives of their own, written for what a TPU's compiler makes of them.
+"""Norm, gate, embedding and unembedding with custom derivatives, tuned for the TPU compiler.
 
-The one idea: what several matrix products read is written once. Left to itself the compiler makes it anew inside each
-of them: the number of operations hardly changes, but the product's tiles get less of the chip's fast memory. Inputs
-that are worth keeping for the backward pass have names (`models.transformer.REMAT`).
+An intermediate value that several matrix products read is materialized once. By default, XLA fuses its computation into
+each of the products: the number of operations hardly changes, but the tiles of the products get less of the chip's fast
+memory. Inputs worth saving for the backward pass have checkpoint names (`models.transformer.REMAT`).
 
 B batch, T length, D embed, F mlp, V vocab.
 """
@@ -20,7 +20,7 @@ from core import logical
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """x / sqrt(mean(x^2) + eps) * scale over the last dimension, in float32. Zhang & Sennrich 2019, eq. 4."""
+    """Returns x / sqrt(mean(x^2) + eps) * scale over the last dimension, in float32 (Zhang & Sennrich 2019, eq. 4)."""
     return _rms_norm_forward(x, scale, eps)[0]
 
 
@@ -45,7 +45,7 @@ rms_norm.defvjp(_rms_norm_forward, _rms_norm_back)
 
 @jax.custom_vjp
 def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """silu(gate) up. Its gradients are written once; left to XLA, each product that reads one makes it anew."""
+    """Returns silu(gate) up. Its gradients are materialized once instead of in each product that reads them."""
     return _gated_forward(gate, up)[0]
 
 
@@ -64,7 +64,7 @@ def _gated_back(saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.
 
 
 def _sigmoid(x: jax.Array) -> jax.Array:
-    """By the hyperbolic tangent, which is one instruction of a TPU; 1 / (1 + exp(-x)) is two and a correction."""
+    """Uses tanh, which is one instruction on a TPU; 1 / (1 + exp(-x)) takes two and a correction."""
     return 0.5 + 0.5 * jnp.tanh(0.5 * x)
 
 
@@ -73,20 +73,20 @@ gated.defvjp(_gated_forward, _gated_back)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def embedded(table: jax.Array, ids: jax.Array, rows: tuple[str | None, ...], dtype: str) -> jax.Array:
-    """The rows `ids` of an embedding table, in `dtype`; their gradients are summed in float32.
+    """Returns the rows `ids` of an embedding table, in `dtype`; their gradients are summed in float32.
 
-    A frequent token has thousands of gradients in a batch: in bfloat16 each would be rounded to the size of their sum.
-    The sum is made where the table is stored: a chip that holds some columns of it receives those columns of all
-    gradients, which is less than a sum over chips of whole tables.
+    A frequent token has thousands of gradients in a batch; in bfloat16 each would be rounded to the precision of their
+    sum. The sum is computed where the table is stored: a chip that stores some columns receives those columns of all
+    gradients, which is less traffic than summing whole tables over chips.
 
     Args:
-      table: [V, D] with axes (vocab, embed), float32, as it is stored.
+      table: [V, D] with axes (vocab, embed), float32, as stored.
       ids: [...], int32.
       rows: logical axes of `ids`.
       dtype: of the result [..., D].
     """
     del rows
-    return logical.constrain(table.astype(dtype), "vocab", None)[ids]  # gathered by index: keep rows whole
+    return logical.constrain(table.astype(dtype), "vocab", None)[ids]  # indexed by row: rows are not sharded
 
 
 def _embedded_back(rows: tuple[str | None, ...], dtype: str, saved: tuple, dy: jax.Array) -> tuple[jax.Array, None]:
@@ -97,7 +97,7 @@ def _embedded_back(rows: tuple[str | None, ...], dtype: str, saved: tuple, dy: j
     if specs is None:
         return logical.constrain(summed, "vocab", None).at[ids].add(dy.astype(jnp.float32)), None
     split = jax.lax.with_sharding_constraint
-    for move in specs.moves:  # as narrow as it is: it is made wide where it is added
+    for move in specs.moves:  # sent in the compute dtype, converted to float32 where it is summed
         dy = split(dy, move)
     summed = split(summed, specs.table).at[split(ids, specs.ids)].add(dy.astype(jnp.float32))
     return split(summed, specs.table), None
@@ -108,10 +108,9 @@ embedded.defvjp(lambda table, ids, rows, dtype: (embedded(table, ids, rows, dtyp
 
 @jax.custom_vjp
 def unembedded(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x [B, T, D] times weight [D, V] in float32.
+    """Multiplies x [B, T, D] with weight [D, V], with a float32 result.
 
-    The gradient is rounded to the dtype of x, as a product of a TPU does anyway, but once for both products that read
-    it and not by each of them.
+    The gradient is rounded to the dtype of x, as TPU products do anyway, but once for both products that read it.
     """
     return jnp.einsum("btd,dv->btv", x, weight, preferred_element_type=jnp.float32)
 

@@ -1,4 +1,4 @@
-"""Token losses in float32 that keep a vocabulary split over chips where it is.
+"""Token losses in float32, compatible with a vocabulary sharded over chips.
 
 B batch, T length, V vocab as stored (rounded up; the surplus entries are masked).
 """
@@ -12,16 +12,15 @@ from core.types import LossOutput, WeightedSum
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array, weights: jax.Array, *, vocab_size: int) -> LossOutput:
-    """Next-token cross-entropy in nats, and accuracy.
+    """Computes next-token cross-entropy in nats, and accuracy.
 
-    The target's logit is selected by comparison rather than by index: an index into a dimension that is split over
-    chips would gather it.
+    The target's logit is selected by comparison, because indexing into a sharded dimension would gather it.
 
     Args:
       logits: [B, T, V].
       targets: [B, T], int32, below `vocab_size`.
-      weights: [B, T], float32; 0 leaves a position out.
-      vocab_size: entries that exist; those from here to V are padding and get no probability.
+      weights: [B, T], float32; 0 excludes a position.
+      vocab_size: number of valid entries; the rest of V is padding with probability 0.
     """
     entries = jnp.arange(logits.shape[-1])  # [V]
     logits = jnp.where(entries < vocab_size, logits.astype(jnp.float32), -1e30)  # [B, T, V]
@@ -37,14 +36,14 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, weights: jax.Array, *, 
 
 
 def log_stablemax(logits: jax.Array, *, vocab_size: int) -> jax.Array:
-    """log(s(x) / sum s(x)) with s(x) = x + 1 for x >= 0 and 1 / (1 - x) below, in float32.
+    """Returns log(s(x) / sum s(x)) with s(x) = x + 1 for x >= 0 and 1 / (1 - x) for x < 0, in float32.
 
-    Prieto et al. 2025, eq. 5. Each branch sees only arguments of its own side: the gradient of the other one, which is
-    not selected, would be infinite at x = 1 and make the sum NaN.
+    Prieto et al. 2025, eq. 5. The argument of each branch is replaced by 0 where the other one is selected: its
+    gradient would be infinite at x = 1, and NaN after multiplication with 0.
 
     Args:
       logits: [..., V].
-      vocab_size: entries that exist; those from here to V are padding and get no probability.
+      vocab_size: number of valid entries; the rest of V is padding with probability 0.
 
     Returns:
       [..., V], float32; meaningless for padding.
@@ -59,18 +58,21 @@ def log_stablemax(logits: jax.Array, *, vocab_size: int) -> jax.Array:
 
 
 def log_softmax(logits: jax.Array, *, vocab_size: int) -> jax.Array:
-    """As `log_stablemax`, of the usual softmax."""
+    """Returns log softmax; arguments and result as in `log_stablemax`."""
     exists = jnp.arange(logits.shape[-1]) < vocab_size
     return jax.nn.log_softmax(jnp.where(exists, logits.astype(jnp.float32), -1e30), axis=-1)
 
 
 def negative_log_likelihood(log_probabilities: jax.Array, labels: jax.Array) -> jax.Array:
-    """-log p(label), selected by comparison; 0 where the label is `core.types.IGNORED`. [..., V], [...] -> [...]."""
+    """Returns -log p(label), 0 for labels `core.types.IGNORED`; [..., V], [...] -> [...].
+
+    Selects by comparison, as `cross_entropy`.
+    """
     chosen = jnp.arange(log_probabilities.shape[-1]) == labels[..., None]
     return -jnp.sum(jnp.where(chosen, log_probabilities, 0.0), axis=-1)
 
 
 def binary_cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """-log sigmoid(x) where the target is true, -log sigmoid(-x) where it is not; float32, of the same shape."""
+    """Returns -log sigmoid(x) where the target is true and -log sigmoid(-x) elsewhere; float32, elementwise."""
     x = logits.astype(jnp.float32)
     return jax.nn.softplus(x) - jnp.where(targets, x, 0.0)

@@ -1,7 +1,7 @@
-"""The Llama-shaped decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""A Llama-style decoder: RMSNorm, rotary embedding, grouped-query attention, SwiGLU.
 
-The dataclass is the configuration and the model at once: it satisfies `core.types.Model`. It names its axes and never
-mentions a mesh; packed rows attend within their segment and restart their positions.
+The dataclass is both configuration and model: it satisfies `core.types.Model`. It names the axes of its arrays and does
+not refer to a mesh. Packed rows attend within their segment, and positions restart in each segment.
 
     x = E[inputs];   x += Attention(norm(x));   x += MLP(norm(x));   logits = norm(x) U
 
@@ -33,27 +33,27 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "1b": {"num_layers": 22, "embed_dim": 2048, "mlp_dim": 5632, "num_heads": 32, "num_kv_heads": 4},
     "7b": {"num_layers": 32, "embed_dim": 4096, "mlp_dim": 11008, "num_heads": 32, "num_kv_heads": 32},
 }
-# What is kept of a layer for its backward pass, beside its input, by the names that arrays have in the block. MiB: of
-# one layer and one row of 2048 tokens of the 7B, with the input; then how much of the layer's products is computed
-# again.
+# Checkpoint names of the arrays that each choice saves for the backward pass of a layer, in addition to its input. The
+# comments give the MiB saved per layer and row of 2048 tokens of the 7B, including the input, and the fraction of the
+# layer's matrix products that is recomputed.
 _ATTENTION = ("norm", "query", "key", "value", attention.MIXED)
 REMAT: Mapping[str, str | tuple[str, ...]] = {
-    "none": "none",  # everything that XLA wants
-    "projections": (*_ATTENTION, "attended", "gate", "up"),  # 182 MiB, 0: every product and what the kernel gives
+    "none": "none",  # no rematerialization: saves whatever the derivatives need
+    "projections": (*_ATTENTION, "attended", "gate", "up"),  # 182 MiB, 0: every product and the kernel's output
     "attention_and_up": (*_ATTENTION, "attended", "up"),  # 139 MiB, 2/9: all but the gate
-    "attention": _ATTENTION,  # 80 MiB, 1/2: the projections into the kernel, and what it gives
-    "dots": "dots",  # as projections, but that the kernel runs again
-    "halves": ("norm", "attended"),  # 32 MiB, 7/10: the input of attention and that of the feed-forward layer
-    "full": ("norm",),  # 16 MiB, 7/9: the lengths of what is normalised
+    "attention": _ATTENTION,  # 80 MiB, 1/2: the kernel's inputs and output
+    "dots": "dots",  # as projections, but the kernel runs again
+    "halves": ("norm", "attended"),  # 32 MiB, 7/10: the inputs of attention and of the feed-forward layer
+    "full": ("norm",),  # 16 MiB, 7/9: the reciprocal root mean squares of the norms
 }
 _DTYPES = ("bfloat16", "float32")
 
 
 class Side(NamedTuple):
-    """What travels with the rows through the stack."""
+    """Arrays that belong to rows and are the same for all layers."""
 
     segment_ids: jax.Array  # [B, T]
-    turn: attention.Turn  # [B, T, 1, K] each; made once for all layers
+    rotary: attention.RotaryTables  # [B, T, 1, K] each
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,14 +65,15 @@ class Transformer:
     Attributes:
       vocab_size: entries of the vocabulary; stored rounded up to `vocab_multiple`.
       num_layers, embed_dim, mlp_dim, num_heads, num_kv_heads, head_dim: sizes; head_dim defaults to embed/heads.
-      tied: use the embedding as the output matrix; it then starts as one, with standard deviation 1 / sqrt(embed_dim)
-        instead of 1.
-      remat: what the backward pass keeps, the rest being computed again: "none" (everything), "projections",
-        "attention_and_up", "attention", "dots", "full" (nothing); see `REMAT`. A pipeline always does as "full".
+      tied: use the embedding as the output matrix; its initial standard deviation is then 1 / sqrt(embed_dim) instead
+        of 1.
+      remat: what the backward pass saves and does not recompute: "none" (saves everything), "projections",
+        "attention_and_up", "attention", "dots", "halves", "full" (saves least); see `REMAT`. Pipelines always
+        use "full".
       dtype: of computation, "bfloat16" or "float32"; parameters, norms, softmax and loss are float32.
       attention: "auto", "plain", "splash" or "none"; see `models.attention.attend`.
       rope_theta, norm_eps: constants of the rotary embedding and of RMSNorm.
-      vocab_multiple: a number of the model, never of a mesh, so that parameters do not depend on the strategy.
+      vocab_multiple: part of the model and independent of the mesh, so that parameters do not depend on the strategy.
 
     Raises:
       ValueError: sizes that do not fit together.
@@ -107,7 +108,7 @@ class Transformer:
                 "set head_dim, or choose sizes that divide"
             )
         if self.head_width % 2:
-            raise UserError(f"Transformer: head_dim = {self.head_width} is odd; rotary positions need pairs")
+            raise UserError(f"Transformer: head_dim = {self.head_width} is odd; rotary embeddings need an even size")
         for field, choices in (("remat", REMAT), ("dtype", _DTYPES), ("attention", attention.CHOICES)):
             if getattr(self, field) not in choices:
                 raise UserError(f"Transformer.{field} = {getattr(self, field)!r}: expected one of {', '.join(choices)}")
@@ -123,31 +124,34 @@ class Transformer:
         return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
 
     def init(self, rng: jax.Array, batch: Batch) -> Params:
-        """Parameters, float32; they depend on the sizes of the model only, not on those of the batch."""
+        """Initializes the parameters in float32; they depend only on the sizes of the model, not on the batch."""
         return hk.transform(self._loss).init(rng, batch)
 
     def init_carry(self, batch: Batch) -> tuple:
-        """A language model carries nothing from step to step."""
+        """Returns the empty carry of a language model."""
         del batch
         return ()
 
     def loss(
         self, params: Params, carry: tuple, rng: jax.Array, batch: Batch, *, is_training: bool = True
     ) -> tuple[tuple, LossOutput]:
-        """Cross-entropy in nats summed over supervised positions, and their number; the same in evaluation."""
-        del rng, is_training  # nothing is drawn
+        """Returns the cross-entropy in nats summed over supervised positions, and their number; also in evaluation."""
+        del rng, is_training  # the loss is deterministic, and the same in evaluation
         return carry, hk.transform(self._loss).apply(params, None, batch)
 
     def logits(self, params: Params, batch: Batch) -> jax.Array:
-        """[B, T, vocab_size], float32."""
+        """Returns the logits, [B, T, vocab_size], float32."""
         return hk.transform(self._logits).apply(params, None, batch)[..., : self.vocab_size]
 
     def residual(self, params: Params, batch: Batch) -> jax.Array:
-        """[B, T, D]: the residual stream behind the last layer, before the final norm."""
+        """Returns the residual stream after the last layer and before the final norm, [B, T, D]."""
         return hk.transform(lambda b: self._stack(b, None)).apply(params, None, batch)
 
     def flops_per_token(self, length: int) -> float:
-        """Training FLOPs per token without recomputation: 6 per matmul parameter + 6 L T H K causal attention."""
+        """Returns training FLOPs per token without recomputation.
+
+        6 per parameter of a matrix product, and 6 L T H K for causal attention.
+        """
         inner = self.num_heads * self.head_width
         kv = self.num_kv_heads * self.head_width
         per_layer = self.embed_dim * (2 * inner + 2 * kv + 3 * self.mlp_dim)
@@ -155,7 +159,7 @@ class Transformer:
         return 6.0 * matmul + 6.0 * self.num_layers * length * inner
 
     def shrink(self, multiples: Mapping[str, int]) -> Transformer:
-        """The smallest decoder of this kind whose dimensions are multiples of `multiples`, by logical axis."""
+        """Returns the smallest decoder of this kind whose dimensions are multiples of `multiples`, by logical axis."""
         kv_heads = multiples["kv_heads"]
         group = 1 if self.num_heads == self.num_kv_heads else 2
         heads = math.lcm(multiples["heads"], kv_heads * group)
@@ -185,7 +189,7 @@ class Transformer:
         head = self._head_params(embedding)
         x = derivatives.embedded(embedding, batch["inputs"], ("batch", "residual_length"), self.dtype)  # [B, T, D]
         x = logical.constrain(x, "batch", "residual_length", "embed")
-        side = Side(batch["segment_ids"], self._turn(batch["positions"]))
+        side = Side(batch["segment_ids"], self._rotary_tables(batch["positions"]))
         layers = stack.layer_stack(
             lambda x, side: Block(self)(x, side[0]),
             self.num_layers,
@@ -194,14 +198,14 @@ class Transformer:
         )
         return layers(x, (side, batch["targets"], batch["weights"]))
 
-    def _turn(self, positions: jax.Array) -> attention.Turn:
-        """Queries and keys get shorter by K^(1/4) as they are turned: their products are then those over sqrt(K)."""
+    def _rotary_tables(self, positions: jax.Array) -> attention.RotaryTables:
+        """Returns rotary tables that also scale queries and keys by K^(-1/4), so that scores are scaled by K^(-1/2)."""
         length = self.head_width**-0.25
-        tables = attention.turn_by_position(positions, self.head_width, theta=self.rope_theta, length=length)
+        tables = attention.rotary_tables(positions, self.head_width, theta=self.rope_theta, length=length)
         return jax.tree.map(lambda table: logical.constrain(table, "batch", "length", None, None), tables)
 
     def _embedding(self) -> jax.Array:
-        # As the output matrix it has columns of about unit length, so that a fresh model's logits are of order 1.
+        # As the output matrix it has columns of about unit length, so that initial logits are of order 1.
         stddev = 1.0 / math.sqrt(self.embed_dim) if self.tied else 1.0
 
         def init(shape, dtype):
@@ -236,14 +240,14 @@ class Transformer:
 
 
 class Block(hk.Module):
-    """One layer: attention and feed-forward, each on a normalised copy of the residual stream."""
+    """One layer: attention and feed-forward, each on a normalized copy of the residual stream."""
 
     def __init__(self, config: Transformer, name: str = "block"):
         super().__init__(name)
         self.config = config
 
     def __call__(self, x: jax.Array, side: Side) -> jax.Array:
-        """[B, T, D] -> [B, T, D]."""
+        """Runs the layer, [B, T, D] -> [B, T, D]."""
         x = logical.constrain(x, "batch", "residual_length", "embed")
         x = x + self._attention(self._norm("attention_norm", x), side)
         x = checkpoint_name(logical.constrain(x, "batch", "residual_length", "embed"), "attended")
@@ -282,16 +286,17 @@ class Block(hk.Module):
 
 
 def rotary_heads(x: jax.Array, side: Side, heads: str) -> jax.Array:
-    """Heads turned by their positions, laid out as the strategy says before and behind; [B, T, heads, K].
+    """Rotates heads [B, T, heads, K] by their positions, with the sharding of the strategy before and after.
 
-    Behind too: where keys are gathered over positions, their gradient is then scattered before it is turned back.
+    The constraint after is for the gradient: where keys are gathered over positions, it is scattered before it is
+    rotated.
     """
     axes = ("batch", "length", heads, "head_dim")
-    return logical.constrain(attention.turned(logical.constrain(x, *axes), side.turn), *axes)
+    return logical.constrain(attention.apply_rotary(logical.constrain(x, *axes), side.rotary), *axes)
 
 
 def preset(name: str, **changes) -> Transformer:
-    """The decoder called `name` ("tiny", "125m", "1b", "7b"), with fields replaced by `changes`.
+    """Returns the decoder called `name` ("tiny", "125m", "1b", "7b"), with fields replaced by `changes`.
 
     Raises:
       ValueError: unknown name or field.

@@ -210,7 +210,7 @@ def _resolve_within(strategy: Strategy, devices: int, *, where: str) -> dict[str
     asked = mesh_text(shape, single="1")
     raise UserError(
         f"strategy {strategy.name!r}: the mesh {asked} needs {_needs(fixed, free)} devices, but {where} has {devices} "
-        f"(a JAX device is one chip). Nearest degrees that fit: {_nearest_fits(shape, devices)}"
+        f"(a JAX device is one chip). Nearest that fit: {_nearest_fits(shape, devices)}"
     )
 
 

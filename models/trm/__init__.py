@@ -1,12 +1,12 @@
-"""The Tiny Recursive Model: one small network, applied to its own answer until the answer is right.
+"""The Tiny Recursive Model: a small network that is applied to its own answer repeatedly, and learns when to stop.
 
-config.py     sizes and choices, and whether they fit together
-model.py      the model: `TRM`
-weights.py    the parameters
-net.py        the blocks, and the recursion over latent and answer
-operations.py  products, gate and norm, with derivatives of their own
-halting.py    the carry: which rows go on, which take a new puzzle; loss and metrics of one step
-schedules.py  what changes while it trains: exploration, and a curriculum of cycles
+config.py      the hyperparameters
+model.py       the model: `TRM`
+net.py         the blocks, and the recursion over latents and answer
+operations.py  products, gate and norm, with custom derivatives
+weights.py     the parameters and their initialization
+halting.py     the carry: which rows continue and which take a new puzzle; loss and metrics of one step
+schedules.py   what changes during training: exploration, and a curriculum of cycles
 """
 
 from models.trm.halting import Carry

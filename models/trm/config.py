@@ -1,4 +1,4 @@
-"""The configuration of the Tiny Recursive Model: its fields, what is wrong with them, and the sizes that follow."""
+"""The configuration of the Tiny Recursive Model: its fields, their validation, and derived sizes."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ class Config:
 
     Attributes:
       vocab_size: tokens of a cell; stored rounded up to `vocab_multiple`.
-      embed_dim, num_heads, num_layers: sizes of the one network; heads are for the attention variant.
-      expansion: hidden units are expansion * 2/3 of the width, rounded up to 256.
-      mixer: what mixes positions: "attention", or "mlp": a feed-forward layer over positions (5M parameters for a
+      embed_dim, num_heads, num_layers: sizes of the network; num_heads is for attention only.
+      expansion: hidden units are expansion * 2/3 of the width, rounded up to a multiple of 256.
+      mixer: how positions are mixed: "attention", or "mlp": a feed-forward layer over positions (5M parameters for a
         Sudoku; its weights depend on S).
       positions: "rope", "learned", "none"; "auto": rope for attention, none for the mlp.
-      h_cycles, l_cycles: outer and inner repetitions of the recursion.
+      h_cycles, l_cycles: outer and inner cycles of the recursion.
       latents, gradient, remat, unroll: see `models.trm.net.Recursion`.
       num_puzzles: rows of the puzzle table; stored rounded up to `puzzle_multiple`.
-      puzzle_dim: width of a puzzle's vector; None: embed_dim; 0: no table.
-      prefix_length: P, positions in front of the cells; the first hold the puzzle's vector.
-      halt_bias: what both logits of the halting head start from; its matrix starts at zero.
-      halt_max_steps: most steps for a puzzle, and the number of steps of evaluation.
-      exploration: probability that a row must go on for a number of steps that is drawn; a number, or one that
-        changes while it trains (`models.trm.schedules.Linear`).
-      curriculum: cycles that grow to h_cycles and l_cycles while it trains; None: all of them from the start.
+      puzzle_dim: width of a puzzle's embedding; None: embed_dim; 0: no table.
+      prefix_length: P, positions before the cells, which contain the puzzle's embedding, padded with zeros.
+      halt_bias: initial bias of both logits of the halting head; its matrix starts at zero.
+      halt_max_steps: maximum number of steps for a puzzle, and the number of steps in evaluation.
+      exploration: probability that a row must continue for a random number of steps; a number, or a schedule
+        (`models.trm.schedules.Linear`).
+      curriculum: cycles that grow to h_cycles and l_cycles during training; None: all of them from the start.
       probabilities: of the token loss: "stablemax" or "softmax".
       dtype: of computation, "bfloat16", "float32" or "float16"; parameters, norms, softmax and loss are float32. The
-        loss is a sum over rows that is divided after the backward pass, in float32: for float16 that is a loss scale of
-        the batch size, and the only one.
+        loss is a sum over rows, and is divided after the backward pass in float32. For float16 this acts as a loss
+        scale equal to the batch size; there is no other.
       rope_theta, norm_eps: constants of the rotary embedding and of RMSNorm.
-      vocab_multiple, puzzle_multiple: numbers of the model, never of a mesh.
+      vocab_multiple, puzzle_multiple: part of the model and independent of the mesh.
 
     Raises:
       ValueError: sizes or choices that do not fit together.
@@ -94,9 +94,9 @@ class Config:
                 raise UserError(f"TRM.{field} = {getattr(self, field)!r}: expected one of {', '.join(allowed)}")
         ends = (self.exploration.start, self.exploration.end) if self.anneals else (self.exploration,)
         if not all(0 <= p <= 1 for p in ends):
-            raise UserError(f"TRM.exploration = {self.exploration}: expected a probability, from 0 to 1")
+            raise UserError(f"TRM.exploration = {self.exploration}: expected a probability in [0, 1]")
         if not self.expansion > 0:
-            raise UserError(f"TRM.expansion = {self.expansion}: expected above 0")
+            raise UserError(f"TRM.expansion = {self.expansion}: expected a positive number")
         self._check_shapes()
         self._check_curriculum()
 
@@ -104,7 +104,7 @@ class Config:
         if self.curriculum is None:
             return
         if self.latents == "many":
-            raise UserError("TRM: latents = 'many' has a latent for each cycle and takes no curriculum of cycles")
+            raise UserError("TRM: latents = 'many' has one latent per cycle and does not support a curriculum")
         for field in ("h_cycles", "l_cycles"):
             first, last = getattr(self.curriculum, field), getattr(self, field)
             if first > last:
@@ -113,13 +113,16 @@ class Config:
     def _check_shapes(self) -> None:
         if self.mixer == "attention" and self.embed_dim % (2 * self.num_heads):
             raise UserError(
-                f"TRM: embed_dim = {self.embed_dim} does not divide over num_heads = {self.num_heads} of an even width"
+                f"TRM: embed_dim = {self.embed_dim} does not divide into num_heads = {self.num_heads} heads of even "
+                "size"
             )
         if self.mixer == "mlp" and self.positions == "rope":
-            raise UserError("TRM: positions = 'rope' turns queries and keys, and mixer = 'mlp' has none; take 'none'")
+            raise UserError(
+                "TRM: positions = 'rope' rotates queries and keys, but mixer = 'mlp' has none; use positions = 'none'"
+            )
         if self.prefix_length * self.embed_dim < self.puzzle_width:
             raise UserError(
-                f"TRM: a puzzle's vector of puzzle_dim = {self.puzzle_width} does not fit into prefix_length = "
+                f"TRM: a puzzle embedding of puzzle_dim = {self.puzzle_width} does not fit into prefix_length = "
                 f"{self.prefix_length} positions of embed_dim = {self.embed_dim}"
             )
         if self.prefix_length and not self.puzzle_width:
@@ -127,29 +130,29 @@ class Config:
 
     @property
     def puzzle_width(self) -> int:
-        """Width of a puzzle's vector."""
+        """Width of a puzzle's embedding; 0 without a table."""
         return self.embed_dim if self.puzzle_dim is None else self.puzzle_dim
 
     @property
     def stored_vocab_size(self) -> int:
-        """V."""
+        """V: the vocabulary rounded up to `vocab_multiple`."""
         return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
 
     @property
     def recursion(self) -> Recursion:
-        """What the network is told of repetition."""
+        """The arguments of `models.trm.net.run` for the recursion."""
         return Recursion(self.h_cycles, self.l_cycles, self.latents, self.gradient, self.remat, self.unroll)
 
     @property
     def anneals(self) -> bool:
-        """Whether the exploration changes while the model trains."""
+        """Whether the exploration probability changes during training."""
         return isinstance(self.exploration, Linear)
 
     @property
     def num_latents(self) -> int:
-        """How many states there are beside the answer."""
+        """The number of latent states."""
         return {"two": 1, "single": 0, "many": self.l_cycles}[self.latents]
 
     def mlp_width(self, width: int) -> int:
-        """Hidden units of a feed-forward layer over `width` inputs."""
+        """Returns the hidden units of a feed-forward layer over `width` inputs."""
         return math.ceil(round(self.expansion * width * 2 / 3) / 256) * 256

@@ -1,13 +1,14 @@
-"""The carry of the Tiny Recursive Model, and what one supervised step makes of it.
+"""The carry of the Tiny Recursive Model, and the loss of one supervised step.
 
 Deep supervision is spread over training steps: each step is one round of recursion for every row of the batch. A row
-goes on with its puzzle until it halts; then it takes the puzzle that the incoming batch has for it, and starts afresh.
-An incoming puzzle whose row has not halted is not used.
+continues with its puzzle until it halts; then it takes the puzzle of the incoming batch in its place, with initial
+states. The incoming puzzle of a row that has not halted is not used.
 
     where halted:  states <- initial, steps <- 0, data <- incoming
     recursion;  steps += 1;  halted <- steps = max, or (q_halt > 0 and steps >= m)
 
-m is drawn for each row and step: from 2 to max with the exploration's probability, else 0. Bits belong to global rows.
+m is drawn for each row and step: with the exploration probability uniformly from 2 to max, else 0. Random bits are
+keyed by global row.
 B batch, T positions with prefix, S positions of a puzzle, D embed, V vocab as stored.
 """
 
@@ -28,14 +29,14 @@ DATA = ("inputs", "labels", "puzzle_ids")
 
 
 class Carry(NamedTuple):
-    """What travels from step to step; the first axis of everything but `trained` is the row.
+    """State between training steps; the first axis of everything but `trained` is the row.
 
     Attributes:
       states: answer and latents, each [B, T, D].
       steps: [B], int32, steps done on the current puzzle.
       halted: [B], bool.
       data: the current puzzles: inputs, labels [B, S] and puzzle_ids [B], int32.
-      trained: [], int32, training steps done: what schedules go by (`models.trm.schedules`).
+      trained: [], int32, training steps done, for `models.trm.schedules`.
     """
 
     states: States
@@ -46,7 +47,7 @@ class Carry(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What the heads say.
+    """Results of the heads.
 
     Attributes:
       logits: [B, S, V].
@@ -59,14 +60,14 @@ class Outputs(NamedTuple):
 
 
 def all_halted(batch: Batch, states: States) -> Carry:
-    """A carry in which every row waits for a puzzle; `states` are placeholders."""
+    """Returns a carry in which every row takes a new puzzle; `states` are placeholders."""
     rows = batch["inputs"].shape[0]
     data = {name: jnp.zeros_like(batch[name]) for name in DATA}
     return Carry(states, jnp.zeros((rows,), jnp.int32), jnp.ones((rows,), bool), data, jnp.zeros((), jnp.int32))
 
 
 def refill(carry: Carry, batch: Batch, fresh: States) -> Carry:
-    """Gives every halted row its incoming puzzle and the initial states; `fresh` broadcasts to those of the carry."""
+    """Gives every halted row its incoming puzzle and the initial states `fresh`, which broadcast over rows."""
 
     def choose(new: jax.Array, old: jax.Array) -> jax.Array:
         halted = carry.halted.reshape((-1,) + (1,) * (old.ndim - 1))
@@ -90,15 +91,15 @@ def halts(
     most: int,
     exploration: float | jax.Array,
 ) -> jax.Array:
-    """[B], bool: which rows halt in training.
+    """Returns which rows halt in training, [B] bool.
 
     Args:
-      q_halt: [B], positive: the answer is thought to be right.
-      steps: [B], with this one.
-      key: of this training step.
-      rows: [B], of the global batch.
-      most: steps after which a row halts in any case.
-      exploration: probability that a row must go on for a number of steps that is drawn.
+      q_halt: [B]; positive: the model predicts that its answer is right.
+      steps: [B], including this one.
+      key: random key of this training step.
+      rows: [B], indices in the global batch.
+      most: maximum number of steps of a row.
+      exploration: probability that a row must continue for a random number of steps.
     """
     last = steps >= most
     if most == 1:
@@ -114,14 +115,14 @@ def halts(
 
 
 class Scores(NamedTuple):
-    """By row, [B]: losses in float32, and what was right.
+    """Losses in float32 and correctness by row, [B].
 
     Attributes:
       token_loss: mean over the row's labelled positions.
-      halt_loss: of q_halt against `right`.
-      accuracy: share of labelled positions that are right.
-      right: every labelled position is.
-      labelled: there is one.
+      halt_loss: of q_halt with target `right`.
+      accuracy: fraction of labelled positions that are right.
+      right: whether all labelled positions are right.
+      labelled: whether the row has a labelled position.
     """
 
     token_loss: jax.Array
@@ -132,13 +133,20 @@ class Scores(NamedTuple):
 
 
 def tokens(outputs: Outputs, *, vocab_size: int) -> jax.Array:
-    """[B, S], int32: the likeliest token of every cell, of those that exist."""
+    """Returns the most likely valid token of every cell, [B, S] int32."""
     exists = jnp.arange(outputs.logits.shape[-1]) < vocab_size
     return jnp.argmax(jnp.where(exists, outputs.logits.astype(jnp.float32), -jnp.inf), axis=-1)
 
 
 def score(outputs: Outputs, labels: jax.Array, *, vocab_size: int, log_probabilities) -> Scores:
-    """Losses and answers by row; `log_probabilities` is one of `models.losses`."""
+    """Returns losses and correctness by row.
+
+    Args:
+      outputs: of the heads.
+      labels: [B, S], int32; `core.types.IGNORED` excludes a position.
+      vocab_size: number of valid entries of V.
+      log_probabilities: one of `models.losses.log_stablemax` and `log_softmax`.
+    """
     known = labels != IGNORED  # [B, S]
     count = jnp.sum(known, axis=-1)  # [B]
     predicted = tokens(outputs, vocab_size=vocab_size)
@@ -156,7 +164,7 @@ def score(outputs: Outputs, labels: jax.Array, *, vocab_size: int, log_probabili
 
 
 def sums(scores: Scores, q_halt: jax.Array, steps: jax.Array, *, rows: jax.Array, counted: jax.Array) -> LossOutput:
-    """Sums over rows.
+    """Sums losses and metrics over rows.
 
     Args:
       scores: by row.

@@ -1,12 +1,12 @@
-"""The Tiny Recursive Model: a grid of tokens in, the same grid solved out.
+"""The Tiny Recursive Model: completes a grid of tokens.
 
-    x = sqrt(D) [puzzle vector, 0 … 0 | E[inputs]]        the prefix, then the cells
+    x = sqrt(D) [puzzle embedding, 0 … 0 | E[inputs]]     the prefix, then the cells
     y, z = recursion(y, z, x);   logits = y U, prefix dropped;   q_halt, q_continue = y[0] W + b
 
-One training step is one round of recursion on a carry that goes on through training (`models.trm.halting`). Jolicoeur-
-Martineau 2025, "Less is more: recursive reasoning with tiny networks". What the paper leaves open is as in its
-reference code. B batch, S positions of a puzzle, P prefix, T = P + S, D embed, F mlp, H heads, K head_dim, V vocab as
-stored, L layers, N puzzles as stored.
+One training step is one round of recursion on a carry that persists between steps (`models.trm.halting`). Jolicoeur-
+Martineau 2025, "Less is more: recursive reasoning with tiny networks". Details that the paper does not specify follow
+its reference code. B batch, S positions of a puzzle, P prefix, T = P + S, D embed, F mlp, H heads, K head_dim, V vocab
+as stored, L layers, N puzzles as stored.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class TRM(Config):
     """
 
     def init(self, rng: jax.Array, batch: Batch) -> Params:
-        """Parameters, float32; those of the mlp over positions depend on S."""
+        """Initializes the parameters in float32; those of the mlp over positions depend on S."""
         return hk.transform(lambda: weights.make(self, self._length(batch))).init(rng)
 
     def init_carry(self, batch: Batch) -> Carry:
-        """Every row waits for a puzzle."""
+        """Returns a carry in which every row takes a new puzzle."""
         shape = (batch["inputs"].shape[0], self._length(batch), self.embed_dim)
         zeros = jnp.zeros(shape, self.dtype)
         return halting.all_halted(batch, States(zeros, (zeros,) * self.num_latents))
@@ -52,9 +52,9 @@ class TRM(Config):
     def loss(
         self, params: Params, carry: Carry, rng: jax.Array, batch: Batch, *, is_training: bool = True
     ) -> tuple[Carry, LossOutput]:
-        """One supervised step: the loss sums over all rows, metrics over those that halted; the weight is B.
+        """Runs one supervised step: the loss sums over all rows, metrics over those that halted; the weight is B.
 
-        `extras` names the rows of the puzzle table that the step read. Evaluation calls `evaluate` instead.
+        `extras` contains the rows of the puzzle table that the step read. Evaluation calls `evaluate` instead.
         """
         del is_training
         w = self._cast(params, batch)
@@ -73,12 +73,12 @@ class TRM(Config):
         return carry, out._replace(extras=extras)
 
     def evaluate(self, params: Params, rng: jax.Array, batch: Batch) -> LossOutput:
-        """Exactly `halt_max_steps` steps on fresh states: sums of the last one over rows that have labels.
+        """Runs `halt_max_steps` steps from the initial states; sums the results of the last one over labelled rows.
 
-        Metrics also hold the exact accuracy after every step, as `exact_accuracy_step_03`; extras are the answers by
-        row: `inputs` and `predicted` [B, S], `puzzle_ids` [B], int32, and the logit `q_halt` [B].
+        Metrics include the exact accuracy after every step, as `exact_accuracy_step_03`; extras are the answers by row:
+        `inputs` and `predicted` [B, S], `puzzle_ids` [B], int32, and the logit `q_halt` [B].
         """
-        del rng  # nothing is drawn
+        del rng  # evaluation is deterministic
         w = self._cast(params, batch)
         x = self._embed(w, batch)
 
@@ -105,7 +105,7 @@ class TRM(Config):
         return out._replace(metrics={**out.metrics, **by_step}, extras=answers)
 
     def predict(self, params: Params, batch: Batch) -> Outputs:
-        """What the heads say after `halt_max_steps` steps on fresh states; argmax over the vocabulary is the answer."""
+        """Returns the heads' outputs after `halt_max_steps` steps; the argmax of the logits is the answer."""
         w = self._cast(params, batch)
         x = self._embed(w, batch)
         states, _ = jax.lax.scan(
@@ -114,9 +114,13 @@ class TRM(Config):
         return self._heads(w, states)
 
     def flops_per_row(self, length: int, *, early: int | None = None) -> float:
-        """Training FLOPs of one row of S = `length` cells in one step: all cycles forward, the last one backward.
+        """Returns the training FLOPs of one row in one step, without recomputation.
 
-        `early`: calls of the network in cycles without a gradient, where it is not all of them.
+        All cycles run forward, the last one also backward.
+
+        Args:
+          length: S.
+          early: number of network calls in cycles without a gradient; None: all of them.
         """
         d, f, t = self.embed_dim, self.mlp_width(self.embed_dim), length + self.prefix_length
         if self.mixer == "mlp":
@@ -130,11 +134,11 @@ class TRM(Config):
         return (early + calls + backward) * self.num_layers * layer + heads
 
     def flops_per_token(self, length: int) -> float:
-        """The same, by cell."""
+        """Returns the training FLOPs of one cell in one step."""
         return self.flops_per_row(length) / length
 
     def training_flops(self, length: int, *, rows: int, steps: int) -> float:
-        """Of a run of `steps` steps of `rows` rows, less the cycles without a gradient that a curriculum leaves out."""
+        """Returns the FLOPs of `steps` steps of `rows` rows, without the cycles that a curriculum leaves out."""
         if self.curriculum is None:
             return self.flops_per_row(length) * rows * steps
         stages = self.curriculum.stages(steps, h_cycles=self.h_cycles, l_cycles=self.l_cycles)
@@ -142,7 +146,7 @@ class TRM(Config):
         return rows * sum(each)
 
     def shrink(self, multiples: Mapping[str, int]) -> TRM:
-        """The smallest model of this kind whose dimensions are multiples of `multiples`, by logical axis."""
+        """Returns the smallest model of this kind whose dimensions are multiples of `multiples`, by logical axis."""
         heads = multiples["heads"]
         unit = math.lcm(16, multiples["embed"], 2 * heads * multiples["head_dim"])
         positions = math.lcm(multiples["length"], multiples["residual_length"])
@@ -174,7 +178,7 @@ class TRM(Config):
         return hk.transform(lambda: weights.make(self, self._length(batch))).apply(params, None)
 
     def _embed(self, w: Weights, data: Mapping[str, jax.Array]) -> jax.Array:
-        """[B, T, D]: the puzzle's vector and the cells, times sqrt(D)."""
+        """Returns the puzzle embedding and the cells, times sqrt(D); [B, T, D]."""
         x = derivatives.embedded(w.embedding, data["inputs"], ("batch", None), self.dtype)  # [B, S, D]
         if self.prefix_length:
             rows = w.puzzle_table[data["puzzle_ids"]].astype(self.dtype)  # [B, puzzle_dim]
@@ -191,8 +195,8 @@ class TRM(Config):
         run = functools.partial(net.run, w.layers, net=self._net, recursion=self.recursion, now=now)
         if self.mixer == "attention":
             return run(states, x)
-        turn = functools.partial(jax.tree.map, lambda a: jnp.swapaxes(a, 0, 1))  # [B, T, D] <-> [T, B, D]
-        return turn(run(turn(states), turn(x)))
+        swap = functools.partial(jax.tree.map, lambda a: jnp.swapaxes(a, 0, 1))  # [B, T, D] <-> [T, B, D]
+        return swap(run(swap(states), swap(x)))
 
     def _net(self, layers: tuple[Mapping[str, jax.Array], ...], x: jax.Array) -> jax.Array:
         for block in layers:

@@ -1,12 +1,12 @@
 """The network of the Tiny Recursive Model, and the recursion over its two states.
 
-One stack of blocks N serves both updates. Blocks normalise behind their residual sum, have no gains and no biases, and
-look in both directions. With x the embedded puzzle, y the answer (z_h) and z the latent (z_l):
+One stack of blocks N updates both states. Blocks normalize after the residual sum, have no scales and no biases, and
+are not causal. With x the embedded puzzle, y the answer (z_h) and z the latent (z_l):
 
     H times:  { L times:  z <- N(z + y + x);    y <- N(y + z) }
 
 Only the last of the H cycles has a gradient: the others see parameters, states and input through `stop_gradient`, so
-that nothing of them is kept for the backward pass. Jolicoeur-Martineau 2025, section 4 and figure 3.
+nothing of them is saved for the backward pass. Jolicoeur-Martineau 2025, section 4 and figure 3.
 
 B batch, T positions with prefix, D embed, F mlp, H heads, K head_dim, L layers.
 """
@@ -41,11 +41,11 @@ REMAT_CHOICES = ("none", *REMAT_POLICIES)
 
 
 class States(NamedTuple):
-    """What recursion refines.
+    """The states that the recursion updates.
 
     Attributes:
       z_h: [B, T, D], the answer; the heads read it.
-      z_l: the latents, each [B, T, D]: one; none ("single"); one for each of the L inner steps ("many").
+      z_l: the latents, each [B, T, D]: one ("two"); none ("single"); one for each of the L inner steps ("many").
     """
 
     z_h: jax.Array
@@ -53,16 +53,16 @@ class States(NamedTuple):
 
 
 class Recursion(NamedTuple):
-    """How often, over what, and what of it has a gradient.
+    """The structure of the recursion.
 
     Attributes:
-      h_cycles, l_cycles: outer and inner repetitions.
-      latents: "two" (z and y), "single" (y alone), "many" (a z for each inner step).
-      gradient: "last_cycle", or "last_calls": of the last update of each state alone.
-      remat: what the backward pass recomputes: "none", "dots", "full"; "norms": all but what norms gave; "mixing": what
-        mixes positions, and nothing of the feed-forward layer over channels but its cheap parts.
-      unroll: calls of the last cycle that stand in the program one by one. What they keep is then not copied into an
-        array of all: on a TPU a tenth of a step. A CPU does better with 1.
+      h_cycles, l_cycles: outer and inner cycles.
+      latents: "two" (z and y), "single" (y only), "many" (a z for each inner step).
+      gradient: "last_cycle", or "last_calls": only the last update of each state has a gradient.
+      remat: what the backward pass recomputes: "none", "dots", "full"; "norms": everything but the outputs of norms;
+        "mixing": the mixing over positions, and only the elementwise parts of the feed-forward layer over channels.
+      unroll: number of calls of the last cycle that are unrolled. Their saved values are then not copied into a stacked
+        array, which takes a tenth of a step on a TPU; on a CPU 1 is faster.
     """
 
     h_cycles: int
@@ -82,15 +82,15 @@ def run(
     recursion: Recursion,
     now: tuple[jax.Array, jax.Array] | None = None,
 ) -> States:
-    """All H cycles.
+    """Runs all H cycles.
 
     Args:
-      layers: weights by layer, in the dtype of computation.
-      states: to start from.
+      layers: weights by layer, in the compute dtype.
+      states: initial states.
       x: [B, T, D], the embedded puzzle.
       net: `net(layers, x) -> x`.
-      recursion: how.
-      now: outer and inner repetitions, [] int32, of those that `recursion` has; None: all of them.
+      recursion: the structure of the recursion.
+      now: outer and inner cycles at this training step, [] int32, at most those of `recursion`; None: all of them.
     """
     h_now, l_now = now or (None, None)
     still, still_x = jax.lax.stop_gradient((layers, x))
@@ -115,12 +115,12 @@ def _skip(is_on: jax.Array, update: Callable, value: Any) -> Any:
 
 
 def _mask(is_on: jax.Array, update: Callable, value: Any) -> Any:
-    """The update, computed in any case, or the value as it was: gradients are summed over chips once, as ever."""
+    """Computes the update in any case and selects it conditionally, so that gradients are summed over chips once."""
     return jax.tree.map(functools.partial(jnp.where, is_on), update(value), value)
 
 
 class _Loop(NamedTuple):
-    """How calls are repeated: what is done in place of one that a curriculum has not come to, and how many unrolled."""
+    """How calls are repeated: how calls are left out (`_skip` or `_mask`), and how many are unrolled."""
 
     leave_out: Callable
     unroll: int
@@ -137,7 +137,7 @@ def _cycle(
     l_now: jax.Array | None = None,
     loop: _Loop = _EARLY,
 ) -> States:
-    """L updates of the latent, then one of the answer."""
+    """Runs L updates of the latent, then one of the answer."""
     stop = jax.lax.stop_gradient if recursion.gradient == "last_calls" else (lambda a: a)
     z_h, z_l = states
 
@@ -158,7 +158,7 @@ def _cycle(
 
 
 def _repeat(update: Callable, value: Any, *, times: jax.Array | None, most: int, loop: _Loop = _EARLY) -> Any:
-    """`update` applied once less than `times`, or once less than `most` where that is None."""
+    """Applies `update` `times - 1` times, or `most - 1` times if `times` is None."""
 
     def body(value: Any, i: jax.Array) -> tuple[Any, None]:
         return update(value) if times is None else loop.leave_out(i < times, update, value), None
@@ -167,7 +167,7 @@ def _repeat(update: Callable, value: Any, *, times: jax.Array | None, most: int,
 
 
 def attention_block(weights: Block, x: jax.Array, *, theta: float | None, eps: float) -> jax.Array:
-    """Attention over all positions, then the feed-forward layer; theta of the rotary embedding, None for none."""
+    """Applies attention over all positions, then the feed-forward layer; `theta` None disables the rotary embedding."""
     x = logical.constrain(x, "batch", "residual_length", "embed")
     x = operations.rms_norm(x + _attend(weights, x, theta=theta), -1, eps)
     x = logical.constrain(x, "batch", "residual_length", "embed")
@@ -176,9 +176,9 @@ def attention_block(weights: Block, x: jax.Array, *, theta: float | None, eps: f
 
 
 def mixing_block(weights: Block, x: jax.Array, *, eps: float) -> jax.Array:
-    """A feed-forward layer over positions, channel by channel, normalised over positions; then one over channels.
+    """Applies a feed-forward layer over positions, per channel and normalized over positions; then one over channels.
 
-    x is [T, B, D] here: positions first and channels last make both layers plain products of matrices.
+    x is [T, B, D] here: with positions first and channels last, both layers are plain matrix products.
     """
     x = logical.constrain(x, "residual_length", "batch", "embed")
     gate, up = (operations.over_positions(weights[name], x) for name in ("token_gate", "token_up"))
@@ -190,7 +190,7 @@ def mixing_block(weights: Block, x: jax.Array, *, eps: float) -> jax.Array:
 
 
 def _feed_forward(weights: Block, x: jax.Array, axes: tuple[str, str], *, eps: float) -> jax.Array:
-    """Over channels, and normalised over them; `axes` are the two logical axes in front of the channels."""
+    """Applies a feed-forward layer over channels and normalizes over them; `axes` are the two leading logical axes."""
     gate, up = (logical.constrain(x @ weights[name], *axes, "mlp") for name in ("gate", "up"))
     gate, up = (checkpoint_name(a, operations.GATED) for a in (gate, up))
     return operations.rms_norm(x + operations.swiglu(gate, up) @ weights["down"], -1, eps)

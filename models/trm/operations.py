@@ -1,9 +1,9 @@
-"""What the blocks of the recursive network are made of, each with a derivative of its own.
+"""Operations of the recursive network's blocks, with custom derivatives.
 
-The one idea: the gradient runs through one cycle of calls, so what each call keeps for it is most of the memory of a
-step. These derivatives are written from the results that are kept anyway: the gated unit keeps its two inputs and not
-what lies between, the norm keeps its output. For rematerialisation, what is worth keeping has names: the outputs of
-norms, with which a backward pass computes a block's products again and no more than those, and the inputs of the gate.
+The gradient runs through one cycle of network calls, so what each call saves dominates the memory of a step. These
+derivatives use only values that are saved anyway: the gated unit saves its two inputs but no intermediate values, the
+norm saves its output. Values worth saving under rematerialization have checkpoint names: the outputs of norms, from
+which a backward pass recomputes only the products of one block, and the inputs of the gate.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NORMED, GATED = "normed", "gated"
 
 @jax.custom_vjp
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """silu(gate) * up, elementwise. Shazeer 2020, "GLU variants improve transformer"."""
+    """Returns silu(gate) * up, elementwise (Shazeer 2020, "GLU variants improve transformer")."""
     return jax.nn.silu(gate) * up
 
 
@@ -38,7 +38,7 @@ swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def rms_norm(x: jax.Array, axis: int, eps: float) -> jax.Array:
-    """x / sqrt(mean(x^2) + eps) over an axis, in float32, without a gain."""
+    """Returns x / sqrt(mean(x^2) + eps) over an axis, in float32, without a learned scale."""
     return _normed(x, axis, eps)[0]
 
 
@@ -66,10 +66,10 @@ rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 @jax.custom_vjp
 def over_positions(w: jax.Array, x: jax.Array) -> jax.Array:
-    """w [I, O], x [I, B, D] -> [O, B, D]: a linear layer over the first axis.
+    """Applies a linear layer to the first axis: w [I, O], x [I, B, D] -> [O, B, D].
 
-    JAX's own derivative of this product transposes the large operands: on a CPU that took as long as the products. Here
-    the one with more positions always comes first, and stays as it lies.
+    JAX's derivative of this product transposes the large operands, which took as long as the products on a CPU. Here
+    the operand with more positions always comes first and is not transposed.
     """
     return jnp.einsum("io,ibd->obd", w, x)
 

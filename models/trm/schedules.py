@@ -1,11 +1,11 @@
-"""What of the Tiny Recursive Model changes while it trains: how much it explores, and how often it recurs.
+"""Schedules of the Tiny Recursive Model: exploration probability, and the number of cycles.
 
-The one idea: the carry counts training steps, so a schedule is a pure function of a number that every step has, that a
-checkpoint keeps, and that is the same on all chips. One program serves the whole run, with loops of fixed length, and
-nothing is compiled anew when a curriculum moves on. Outer cycles without a gradient that it leaves out stand behind a
-condition and cost nothing. Inner ones of the last cycle are masked and cost what they always do: behind a condition the
-gradients of the weights would be summed over all chips at every call, and compiled for a v4-64 that made a step a fifth
-longer than without any curriculum, for all of the run.
+The carry counts training steps, so a schedule is a pure function of a number that every step has, that checkpoints save
+and that is equal on all chips. One program with loops of fixed length serves the whole run, so nothing is recompiled
+when a curriculum advances. Skipped outer cycles without a gradient are branches of `lax.cond` and cost nothing. Skipped
+inner cycles of the last outer cycle are masked and cost as much as others: inside a branch, weight gradients would be
+summed over all chips at every call. Compiled for a v4-64, that made every step a fifth longer than without a
+curriculum.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from core.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Linear:
-    """A number that goes in a straight line from `start` to `end`, and stays there.
+    """A value that changes linearly from `start` to `end` and then stays constant.
 
     Attributes:
       start: at step 0.
       end: from step `share * total_steps` on.
       total_steps: of the run.
-      share: of the run that the way takes.
+      share: fraction of the run during which the value changes.
 
     Raises:
-      ValueError: no steps, or a share that is none.
+      ValueError: no steps, or a share outside of (0, 1].
     """
 
     start: float
@@ -42,23 +42,23 @@ class Linear:
         _check(self, where="Linear")
 
     def at(self, step: jax.Array) -> jax.Array:
-        """The number at a training step, counted from 0; float32."""
+        """Returns the value at a training step, counted from 0; float32."""
         return self.start + (self.end - self.start) * _progress(self, step)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Curriculum:
-    """Cycles of recursion that grow in a straight line, rounded, to those of the model.
+    """Cycles of recursion that grow linearly, rounded, to those of the model.
 
-    Evaluation does not follow it: its scores are of all cycles, at every step.
+    Evaluation always uses all cycles.
 
     Attributes:
       h_cycles, l_cycles: at step 0; at most those of the model.
       total_steps: of the run.
-      share: of the run after which all cycles are done.
+      share: fraction of the run after which all cycles are used.
 
     Raises:
-      ValueError: no cycles, no steps, or a share that is none.
+      ValueError: no cycles, no steps, or a share outside of (0, 1].
     """
 
     h_cycles: int = 1
@@ -72,7 +72,7 @@ class Curriculum:
         _check(self, where="Curriculum")
 
     def at(self, step: jax.Array, *, h_cycles: int, l_cycles: int) -> tuple[jax.Array, jax.Array]:
-        """Outer and inner repetitions at a training step, int32, on the way to `h_cycles` and `l_cycles`."""
+        """Returns the outer and inner cycles at a training step, int32, given the final `h_cycles` and `l_cycles`."""
         progress = _progress(self, step)
 
         def grown(first: int, last: int) -> jax.Array:
@@ -81,7 +81,7 @@ class Curriculum:
         return grown(self.h_cycles, h_cycles), grown(self.l_cycles, l_cycles)
 
     def stages(self, steps: int, *, h_cycles: int, l_cycles: int) -> list[tuple[int, int, int]]:
-        """How the first `steps` steps divide: (steps, outer, inner repetitions), in order."""
+        """Returns the stages of the first `steps` steps in order: (steps, outer cycles, inner cycles)."""
         h, l = (a.tolist() for a in self.at(jnp.arange(steps), h_cycles=h_cycles, l_cycles=l_cycles))  # noqa: E741
         return [(len(list(same)), *pair) for pair, same in itertools.groupby(zip(h, l, strict=True))]
 
@@ -94,4 +94,4 @@ def _check(schedule: Linear | Curriculum, *, where: str) -> None:
     if schedule.total_steps < 1:
         raise UserError(f"{where}: total_steps = {schedule.total_steps}: expected at least 1")
     if not 0 < schedule.share <= 1:
-        raise UserError(f"{where}: share = {schedule.share}: expected above 0, to 1")
+        raise UserError(f"{where}: share = {schedule.share}: expected a number in (0, 1]")

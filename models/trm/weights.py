@@ -1,8 +1,8 @@
-"""The parameters of the Tiny Recursive Model: their shapes, their named axes, and what they start from.
+"""The parameters of the Tiny Recursive Model: shapes, logical axes and initialization.
 
-No gains and no biases but that of the halting head; the answer's and the latents' first values are parameters that
-nothing trains (`core.optimizers.CONSTANTS`); the puzzle table starts at zero. Everything else is drawn from a normal
-distribution cut at two deviations, and scaled so that what is left has variance 1 / fan_in.
+There are no norm scales and no biases except in the halting head. The initial values of answer and latents are
+parameters that are not trained (`core.optimizers.CONSTANTS`); the puzzle table starts at zero. All others are drawn
+from a normal distribution truncated at two standard deviations and scaled to variance 1 / fan_in.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from core import logical
 from models.trm.config import Config
 from models.trm.net import States
 
-_KEPT = 0.87962566103423978  # standard deviation of a normal distribution cut at two of them
+_TRUNCATED_STDDEV = 0.87962566103423978  # of a standard normal distribution truncated at +-2
 
 
 class Weights(NamedTuple):
     """The parameters, cast for computation; D embed, V vocab as stored, T positions, N puzzles as stored."""
 
-    embedding: jax.Array  # [V, D], float32: rows are cast when they have been read
+    embedding: jax.Array  # [V, D], float32: cast after the lookup
     unembedding: jax.Array  # [D, V]
     halt_head: jax.Array  # [D, 2]
     halt_bias: jax.Array  # [2]
     starts: States  # z_h [1, 1, D], each z_l [1, 1, D]
     positions: jax.Array | None  # [T, D]
-    puzzle_table: jax.Array | None  # [N, puzzle_dim], float32: rows are cast when they have been read
+    puzzle_table: jax.Array | None  # [N, puzzle_dim], float32: cast after the lookup
     layers: tuple[Mapping[str, jax.Array], ...]
 
 
 def make(model: Config, length: int) -> Weights:
-    """The parameters, made where they do not exist yet; `length` is T. Call it inside `hk.transform`."""
+    """Creates or reads the parameters; call it inside `hk.transform`. `length` is T."""
     d, v, dtype = model.embed_dim, model.stored_vocab_size, model.dtype
     rows, columns = (_entries(model, axis=axis) for axis in (0, 1))
     bias = hk.initializers.Constant(model.halt_bias)
@@ -52,17 +52,17 @@ def make(model: Config, length: int) -> Weights:
     )
 
 
-def cut_normal(fan_in: int) -> hk.initializers.TruncatedNormal:
-    """A normal distribution cut at two deviations, scaled so that what is left has variance 1 / fan_in."""
-    return hk.initializers.TruncatedNormal(1 / (math.sqrt(fan_in) * _KEPT))
+def truncated_normal(fan_in: int) -> hk.initializers.TruncatedNormal:
+    """Returns an initializer: a normal distribution truncated at two standard deviations, with variance 1 / fan_in."""
+    return hk.initializers.TruncatedNormal(1 / (math.sqrt(fan_in) * _TRUNCATED_STDDEV))
 
 
 def _entries(model: Config, *, axis: int):
-    """Initialiser of an array with the vocabulary along `axis`: entries that do not exist are zero."""
+    """Returns an initializer of an array with the vocabulary along `axis`; padding entries are zero."""
 
     def init(shape, dtype) -> jax.Array:
         exists = jnp.arange(shape[axis]) < model.vocab_size
-        drawn = cut_normal(model.embed_dim)(shape, dtype)
+        drawn = truncated_normal(model.embed_dim)(shape, dtype)
         return jnp.where(exists[:, None] if axis == 0 else exists, drawn, 0.0)
 
     return init
@@ -71,10 +71,10 @@ def _entries(model: Config, *, axis: int):
 def _starts(model: Config) -> States:
     """What every puzzle starts from."""
     d, count, dtype = model.embed_dim, model.num_latents, model.dtype
-    z_h = logical.param("h_init", (d,), ("embed",), cut_normal(1), compute_dtype=dtype)
+    z_h = logical.param("h_init", (d,), ("embed",), truncated_normal(1), compute_dtype=dtype)
     if not count:
         return States(jax.lax.stop_gradient(z_h)[None, None], ())
-    z_l = logical.param("l_init", (count, d), (None, "embed"), cut_normal(1), compute_dtype=dtype)
+    z_l = logical.param("l_init", (count, d), (None, "embed"), truncated_normal(1), compute_dtype=dtype)
     z_h, z_l = jax.lax.stop_gradient((z_h, z_l))
     return States(z_h[None, None], tuple(z_l[i][None, None] for i in range(count)))
 
@@ -83,7 +83,7 @@ def _positions(model: Config, length: int) -> jax.Array | None:
     if model.positions != "learned":
         return None
     d = model.embed_dim
-    return logical.param("positions", (length, d), (None, "embed"), cut_normal(d), compute_dtype=model.dtype)
+    return logical.param("positions", (length, d), (None, "embed"), truncated_normal(d), compute_dtype=model.dtype)
 
 
 def _puzzle_table(model: Config) -> jax.Array | None:
@@ -97,8 +97,8 @@ def _layers(model: Config, length: int) -> tuple[Mapping[str, jax.Array], ...]:
     d, f, h, num = model.embed_dim, model.mlp_width(model.embed_dim), model.num_heads, model.num_layers
 
     def matrix(name: str, shape: tuple, axes: tuple, *, fan_in: int) -> jax.Array:
-        # Not `layers`: the same blocks run over and over, so a pipeline cannot cut them into stages.
-        return logical.param(name, (num, *shape), (None, *axes), cut_normal(fan_in), compute_dtype=model.dtype)
+        # The axis is not named `layers`: the same blocks run repeatedly, so a pipeline cannot split them into stages.
+        return logical.param(name, (num, *shape), (None, *axes), truncated_normal(fan_in), compute_dtype=model.dtype)
 
     with hk.name_scope("layers"), hk.name_scope("block"):
         stacked = {
@@ -114,6 +114,6 @@ def _layers(model: Config, length: int) -> tuple[Mapping[str, jax.Array], ...]:
             stacked["token_gate_up"] = matrix("token_gate_up", (length, 2, ft), (None, None, "mlp"), fan_in=length)
             stacked["token_down"] = matrix("token_down", (ft, length), ("mlp", None), fan_in=ft)
     for prefix in ("", "token_") if model.mixer == "mlp" else ("",):
-        both = stacked.pop(f"{prefix}gate_up")  # stored as one; two products are faster than one and its halves
+        both = stacked.pop(f"{prefix}gate_up")  # stored together; two products are faster than one that is sliced
         stacked[f"{prefix}gate"], stacked[f"{prefix}up"] = both[:, :, 0], both[:, :, 1]
     return tuple({name: w[i] for name, w in stacked.items()} for i in range(num))

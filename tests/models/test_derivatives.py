@@ -32,7 +32,7 @@ CASES = {
     "gated": (derivatives.gated, lambda gate, up: gate / (1 + jnp.exp(-gate)) * up, (X, X[::-1] - 1.0)),
     "unembedded": (derivatives.unembedded, lambda x, w: x @ w, (X, jax.random.normal(KEYS[3], (6, 11)))),
     "turned": (
-        lambda x: attention.turned(x, attention.turn_by_position(POSITIONS, 6, theta=20.0, length=0.7)),
+        lambda x: attention.apply_rotary(x, attention.rotary_tables(POSITIONS, 6, theta=20.0, length=0.7)),
         plain_turn,
         (jax.random.normal(KEYS[4], (2, 5, 3, 6)),),
     ),

@@ -468,8 +468,8 @@ def test_choices_make_finite_steps(fields):
     ("fields", "message"),
     [
         ({"mixer": "convolution"}, "TRM.mixer = 'convolution': expected one of attention, mlp"),
-        ({"mixer": "mlp", "positions": "rope"}, "turns queries and keys"),
-        ({"embed_dim": 18, "num_heads": 2}, "embed_dim = 18 does not divide over num_heads = 2 of an even width"),
+        ({"mixer": "mlp", "positions": "rope"}, "rotates queries and keys"),
+        ({"embed_dim": 18, "num_heads": 2}, "embed_dim = 18 does not divide into num_heads = 2 heads of even size"),
         ({"puzzle_dim": 40}, "puzzle_dim = 40 does not fit into prefix_length = 2 positions"),
         ({"puzzle_dim": 0}, "leaves prefix_length = 2 empty"),
         ({"h_cycles": 0}, "TRM.h_cycles = 0: expected at least 1"),

@@ -66,13 +66,13 @@ OWED = {"x": np.zeros((16, 3), np.int32), "y": np.zeros(16, np.float32)}
         ({"y": None}, "feature 'y' is missing"),
     ],
 )
-def test_what_a_host_does_not_owe_is_refused(change, says):
+def test_a_batch_other_than_the_rows_of_this_host_is_rejected(change, says):
     given = {k: a for k, a in {**OWED, **change}.items() if a is not None}
     layouts = bind(FSDP, "v4-32").batch_shardings(SPEC)
     with pytest.raises(ValueError, match="host 0 must supply 16 of the 16 rows of a batch") as error:
         placement.put(given, SPEC, layouts, rows=range(16))
     assert says in str(error.value)
-    assert "Give the rows that data_layout(batch_size).rows names" in str(error.value)
+    assert "Supply exactly the rows data_layout(batch_size).rows" in str(error.value)
 
 
 def test_a_global_batch_is_rejected_where_a_host_supplies_a_part():

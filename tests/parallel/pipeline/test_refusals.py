@@ -94,12 +94,12 @@ def bind(schedule, model=Linear(), slice_name="v4-8", **options):
         (
             schedules.gpipe(num_microbatches=4),
             Linear(layers=6),
-            "gpipe: 6 layers do not divide over stage = 4; take stage one of 1, 2, or a multiple of 4 layers",
+            "gpipe: 6 layers do not divide over stage = 4; use stage one of 1, 2, or a multiple of 4 layers",
         ),
         (
             schedules.circular(num_microbatches=4, repeats=2),
             Linear(layers=4),
-            "circular: 4 layers do not divide over stage = 4 x 2 repeats; take stage one of 1, 2, or a multiple of 8",
+            "circular: 4 layers do not divide over stage = 4 x 2 repeats; use stage one of 1, 2, or a multiple of 8",
         ),
         (
             schedules.circular(num_microbatches=2, repeats=1),
@@ -138,7 +138,7 @@ def bind(schedule, model=Linear(), slice_name="v4-8", **options):
             Linear(tail="table"),
             r"1F1B: tail.params has arrays without a gradient \(.*int32\[3\]\)",
         ),
-        (schedules.gpipe(num_microbatches=8), Linear(halved=True), "trained on rows that do not divide into microb"),
+        (schedules.gpipe(num_microbatches=8), Linear(halved=True), "rows of the layer stack do not divide into microb"),
     ],
 )
 def test_what_does_not_fit_is_refused(schedule, model, message):
@@ -196,9 +196,9 @@ def test_one_stage_is_no_pipeline():
             lambda: schedules.gpipe(num_microbatches=0),
             "gpipe: num_microbatches = 0; expected a positive integer",
         ),
-        (lambda: schedules.gpipe(num_microbatches=8.0), "gpipe: num_microbatches = 8.0; expected a whole number"),
-        (lambda: schedules.gpipe(num_microbatches="8"), "gpipe: num_microbatches = '8'; expected a whole number"),
-        (lambda: strategies.pipeline(schedule=schedules.gpipe), r"in gin with its brackets: @schedules.gpipe\(\)"),
+        (lambda: schedules.gpipe(num_microbatches=8.0), "gpipe: num_microbatches = 8.0; expected a positive integer"),
+        (lambda: schedules.gpipe(num_microbatches="8"), "gpipe: num_microbatches = '8'; expected a positive integer"),
+        (lambda: strategies.pipeline(schedule=schedules.gpipe), r"in gin, with parentheses: @schedules.gpipe\(\)"),
         (lambda: strategies.pipeline(schedule=None), "stage = 4 without a schedule; give one"),
         (
             lambda: strategies.override(strategies.pipeline(), param_rules={"layers": ("stage", "data")}),
@@ -211,7 +211,7 @@ def test_one_stage_is_no_pipeline():
         ),
         (
             lambda: dataclasses.replace(strategies.fsdp(), pipeline=schedules.gpipe(num_microbatches=2)),
-            "a pipeline needs its layers over its stages",
+            "a pipeline shards layers over stages",
         ),
     ],
 )
