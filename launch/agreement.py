@@ -208,7 +208,7 @@ class Row(NamedTuple):
         return [
             f"{self.name}, {where}: {part} {found.where} {found.ulp:.0f} ulp apart, tolerance {limits[part]:.0f}"
             for where, apart in every.items()
-            for part, found in agreement.beyond(self.name, apart).items()
+            for part, found in agreement.exceeding(self.name, apart).items()
         ]
 
 

@@ -124,23 +124,23 @@ class Difference(NamedTuple):
     where: str
 
 
-class Watched(NamedTuple):
+class RecordedGradients(NamedTuple):
     """Optimizer state with the gradients of the last update."""
 
     inner: Any
     gradients: Any
 
 
-def watch(optimizer: Optimizer) -> Optimizer:
+def record_gradients(optimizer: Optimizer) -> Optimizer:
     """Returns the optimizer with the gradients of its last update stored in its state."""
     inner, averages = optimizer.transformation, optimizer.averages
 
     def init(params):
-        return Watched(inner.init(params), jax.tree.map(jnp.zeros_like, params))
+        return RecordedGradients(inner.init(params), jax.tree.map(jnp.zeros_like, params))
 
     def update(gradients, state, params=None, **extras):
         updates, after = inner.update(gradients, state.inner, params, **extras)
-        return updates, Watched(after, gradients)
+        return updates, RecordedGradients(after, gradients)
 
     return dataclasses.replace(
         optimizer,
@@ -156,15 +156,15 @@ def run(program: Program, batches: Iterable[Batch]) -> Trajectory:
       program: bound to devices that exist.
       batches: this host's rows of every global batch, in the order of `data_layout(...).rows`.
     """
-    program = dataclasses.replace(program, optimizer=watch(program.optimizer))
+    program = dataclasses.replace(program, optimizer=record_gradients(program.optimizer))
     state = program.init()
-    fresh, gradients, losses = everywhere(program, state.params), None, []
+    fresh, gradients, losses = gather_to_hosts(program, state.params), None, []
     for batch in batches:
         state, metrics = program.train_step(state, program.put(batch))
         losses.append(float(np.asarray(metrics["loss"])))
         if gradients is None:
-            gradients = everywhere(program, state.opt_state.gradients)
-    params, opt_state = (everywhere(program, tree) for tree in (state.params, state.opt_state.inner))
+            gradients = gather_to_hosts(program, state.opt_state.gradients)
+    params, opt_state = (gather_to_hosts(program, tree) for tree in (state.params, state.opt_state.inner))
     return Trajectory(fresh, gradients, np.asarray(losses), params, opt_state)
 
 
@@ -183,16 +183,16 @@ def batches_of(task: Task, program: Program, *, steps: int) -> list[Batch]:
                 f"the training batches of {type(task).__name__} ended after {step}; {steps} are needed, and "
                 "train(layout, seed) must never end"
             )
-        batches.append(everywhere(program, program.put(batch)))
+        batches.append(gather_to_hosts(program, program.put(batch)))
     return batches
 
 
-def everywhere(program: Program, tree: Any) -> Any:
+def gather_to_hosts(program: Program, tree: Any) -> Any:
     """Returns the tree as numpy arrays, complete on every host."""
     if all(a.is_fully_addressable for a in jax.tree.leaves(tree)):
         return jax.device_get(tree)
-    whole = jax.sharding.NamedSharding(program.partitioner.mesh, jax.sharding.PartitionSpec())
-    gathered = jax.jit(lambda t: t, out_shardings=whole)(tree)
+    replicated = jax.sharding.NamedSharding(program.partitioner.mesh, jax.sharding.PartitionSpec())
+    gathered = jax.jit(lambda t: t, out_shardings=replicated)(tree)
     return jax.tree.map(lambda a: np.asarray(a.addressable_data(0)), gathered)
 
 
@@ -241,7 +241,7 @@ def tolerance(strategy: str) -> dict[str, float]:
     return {"fresh": 0.0, "gradients": gradients, "losses": losses, "params": params, "opt_state": opt_state}
 
 
-def beyond(strategy: str, apart: Mapping[str, Difference]) -> dict[str, Difference]:
+def exceeding(strategy: str, apart: Mapping[str, Difference]) -> dict[str, Difference]:
     """Returns the parts that differ by more than the order of sums explains."""
     limits = tolerance(strategy)
     return {part: found for part, found in apart.items() if found.ulp > limits[part]}

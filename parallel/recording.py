@@ -51,18 +51,18 @@ def record(program: Program, state: TrainState, batches: Sequence[Batch]) -> dic
     Returns:
       The recording, on every host; the state before step 1 is phase `START` of step 0.
     """
-    watched = dataclasses.replace(program, optimizer=agreement.watch(program.optimizer))
+    recording = dataclasses.replace(program, optimizer=agreement.record_gradients(program.optimizer))
     rows = np.asarray(program.partitioner.data_layout(len(next(iter(batches[0].values())))).rows)
     order, forward = _Order(program), _Forward(program)
     kept = {key(0, START, "parameters", name): a for name, a in _named(program, state.params)}
     kept |= {key(0, START, "optimizer state", name): a for name, a in _named(program, state.opt_state)}
-    state = _with_gradients(watched, state)
+    state = _with_gradients(recording, state)
     for step, batch in enumerate(batches, 1):
         on_device = program.put({name: a[rows] for name, a in batch.items()})
         kept |= {key(step, "forward", *where): a for where, a in forward(state, on_device).items()}
-        state, metrics = watched.train_step(state, on_device)
+        state, metrics = recording.train_step(state, on_device)
         kept[key(step, "loss", "")] = np.asarray(metrics["loss"])
-        gradients = agreement.everywhere(program, state.opt_state.gradients)
+        gradients = agreement.gather_to_hosts(program, state.opt_state.gradients)
         kept |= {key(step, "gradients", place, name): a for place, name, a in order.gradients(gradients)}
         parts = {"optimizer state": state.opt_state.inner, "parameters": state.params}
         for place, tree in parts.items():
@@ -71,10 +71,10 @@ def record(program: Program, state: TrainState, batches: Sequence[Batch]) -> dic
     return kept
 
 
-def _with_gradients(watched: Program, state: TrainState) -> TrainState:
-    layout = watched.state_shardings.opt_state.gradients
+def _with_gradients(recording: Program, state: TrainState) -> TrainState:
+    layout = recording.state_shardings.opt_state.gradients
     zeros = jax.jit(lambda p: jax.tree.map(jnp.zeros_like, p), out_shardings=layout)(state.params)
-    return state._replace(opt_state=agreement.Watched(state.opt_state, zeros))
+    return state._replace(opt_state=agreement.RecordedGradients(state.opt_state, zeros))
 
 
 class _Forward:
@@ -92,12 +92,12 @@ class _Forward:
             except jax.errors.UnexpectedTracerError:  # the stack runs inside another transformation
                 return {}
         found: dict[tuple[str, str], np.ndarray] = {}
-        for before, layers in agreement.everywhere(self._program, seen):
+        for before, layers in agreement.gather_to_hosts(self._program, seen):
             found.setdefault(("embedding", "residual"), _storable(before))
             first = len(found) - 1
             found |= {(f"layer {first + i}", "residual"): _storable(x) for i, x in enumerate(layers)}
         if logits is not None:
-            found["head", "logits"] = _storable(agreement.everywhere(self._program, logits))
+            found["head", "logits"] = _storable(agreement.gather_to_hosts(self._program, logits))
         return found
 
 
@@ -168,7 +168,7 @@ def _dependencies(jaxpr: Any) -> set[Var]:
 
 
 def _named(program: Program, tree: Any) -> Iterator[tuple[str, np.ndarray]]:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(agreement.everywhere(program, tree)):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(agreement.gather_to_hosts(program, tree)):
         yield parameters.path_name(path), _storable(leaf)
 
 

@@ -84,7 +84,7 @@ class Collective(NamedTuple):
         return max(sorted(by_dtype), key=by_dtype.__getitem__, default="")
 
 
-class Row(NamedTuple):
+class TrafficRow(NamedTuple):
     """Collectives that differ only in place and size, added up; bytes are those of a whole step."""
 
     axes: tuple[str, ...]
@@ -104,7 +104,7 @@ def grid(mesh: jax.sharding.Mesh) -> Grid:
     return Grid(dict(mesh.shape), tuple(getattr(d, "slice_index", 0) or 0 for d in mesh.devices.flat))
 
 
-def table(collectives: Sequence[Collective]) -> list[Row]:
+def table(collectives: Sequence[Collective]) -> list[TrafficRow]:
     """Returns rows by mesh axes and kind, sorted by wire bytes."""
 
     def key(c: Collective) -> tuple:
@@ -114,7 +114,7 @@ def table(collectives: Sequence[Collective]) -> list[Row]:
     for labels, group in itertools.groupby(sorted(collectives, key=key), key):
         same = list(group)
         payload, wire = (sum(getattr(c, size) * c.times for c in same) for size in ("payload_bytes", "wire_bytes"))
-        rows.append(Row._make((*labels, len(same), sum(c.times for c in same), payload, wire)))
+        rows.append(TrafficRow._make((*labels, len(same), sum(c.times for c in same), payload, wire)))
     return sorted(rows, key=lambda r: (-r.wire_bytes, r))
 
 

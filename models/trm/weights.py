@@ -69,7 +69,7 @@ def _entries(model: Config, *, axis: int):
 
 
 def _starts(model: Config) -> States:
-    """What every puzzle starts from."""
+    """Returns the initial states of every puzzle, which are not trained."""
     d, count, dtype = model.embed_dim, model.num_latents, model.dtype
     z_h = logical.param("h_init", (d,), ("embed",), truncated_normal(1), compute_dtype=dtype)
     if not count:

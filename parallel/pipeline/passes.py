@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from core.stack import Layer, LayerFn, Side, Tail
-from parallel.pipeline import one_f_one_b, order, sweep
+from parallel.pipeline import gpipe, layer_order, one_f_one_b
 from parallel.pipeline.region import Region, merge_rows, over_stages, split_rows
 from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.stage import STAGE, Stage
@@ -46,7 +46,7 @@ class Passes:
             y, kept = run(gathered, keys, self._split(x), self._split(side))
             return merge_rows(y), gathered, kept
 
-        keys = order.keys_to_stages(keys, **self._ordered)
+        keys = layer_order.keys_to_stages(keys, **self._ordered)
         specs, out_specs = (self._at.stored, P(), rows, rows), (rows, P(), _kept(rows))
         return self._at.run(local, in_specs=specs, out_specs=out_specs)(params, keys, x, side)
 
@@ -60,11 +60,13 @@ class Passes:
             dx, grads = run(gathered, keys, kept, self._split(side), self._split(dy))
             return self._reduce(grads), merge_rows(dx)
 
-        keys = order.keys_to_stages(keys, **self._ordered)
+        keys = layer_order.keys_to_stages(keys, **self._ordered)
         specs, out_specs = (P(), P(), _kept(rows), rows, rows), (self._at.stored, rows)
         return self._at.run(local, in_specs=specs, out_specs=out_specs)(gathered, keys, kept, side, dy)
 
-    def both(self, params: Any, tail: Tail, x: jax.Array, keys: Any, side: Side) -> tuple[Any, tuple[Any, Any, Any]]:
+    def loss_and_gradients(
+        self, params: Any, tail: Tail, x: jax.Array, keys: Any, side: Side
+    ) -> tuple[Any, tuple[Any, Any, Any]]:
         """Runs 1F1B.
 
         Returns:
@@ -88,18 +90,18 @@ class Passes:
         return out, (grads, of_head, dx)
 
     def _gather(self, params: Any) -> Any:
-        return self._at.gather(self._at.cast(params), then=functools.partial(order.to_stages, **self._ordered))
+        return self._at.gather(self._at.cast(params), then=functools.partial(layer_order.to_stages, **self._ordered))
 
     def _reduce(self, grads: Any) -> Any:
-        return self._at.reduce(grads, then=functools.partial(order.to_model, **self._ordered))
+        return self._at.reduce(grads, then=functools.partial(layer_order.to_model, **self._ordered))
 
     def _forward(self, gathered: Any, keys: Any, xs: jax.Array, sides: Side, *, save: str) -> tuple[jax.Array, Any]:
-        y, kept = sweep.forward(self.schedule, self._stage(gathered, keys, sides, save), xs)
+        y, kept = gpipe.forward(self.schedule, self._stage(gathered, keys, sides, save), xs)
         return y, jax.tree.map(lambda a: a[None], kept)
 
     def _backward(self, gathered: Any, keys: Any, kept: Any, sides: Side, dys: jax.Array) -> tuple[jax.Array, Any]:
         stage = self._stage(gathered, keys, sides, self.schedule.save)
-        return sweep.backward(self.schedule, stage, jax.tree.map(lambda a: a[0], kept), dys)
+        return gpipe.backward(self.schedule, stage, jax.tree.map(lambda a: a[0], kept), dys)
 
     def _stage(self, gathered: Any, keys: Any, sides: Side, save: str) -> Stage:
         depth = jax.tree.leaves(gathered)[0].shape[0] // self.schedule.repeats

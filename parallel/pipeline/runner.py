@@ -82,7 +82,7 @@ def _loss_and_gradients(passes: Passes, tail: Tail) -> Any:
 
     def forward(*args: Any) -> tuple[LossOutput, tuple]:
         params, head, x, keys, side = _values(args)
-        return passes.both(params, Tail(tail.fn, head), x, keys, side)
+        return passes.loss_and_gradients(params, Tail(tail.fn, head), x, keys, side)
 
     def backward(grads: tuple, by: LossOutput) -> tuple:
         if any(not isinstance(a, SymbolicZero) for a in jax.tree.leaves((by.metrics, by.extras))):

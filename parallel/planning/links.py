@@ -56,7 +56,7 @@ class Links:
         """Takes a mesh over the chips of `slice`, or over CPU devices that simulate them."""
         self.slice = slice
         self._shape = dict(mesh.shape)
-        self._coordinates, self._slice_of = places(mesh, slice)
+        self._coordinates, self._slice_of = chip_coordinates(mesh, slice)
         self._loads: dict[tuple[str, ...], int] = {}
 
     def extents(self, axes: Sequence[str]) -> tuple[Extent, ...]:
@@ -134,7 +134,7 @@ class Links:
         return collective.wire_bytes / (rate * self.count(axes, group_size=collective.group_size))
 
 
-def places(mesh: jax.sharding.Mesh, slice: Slice) -> tuple[np.ndarray, list[int]]:
+def chip_coordinates(mesh: jax.sharding.Mesh, slice: Slice) -> tuple[np.ndarray, list[int]]:
     """Returns the position of each chip of a mesh.
 
     Returns:

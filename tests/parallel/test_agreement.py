@@ -53,7 +53,7 @@ def one_device():
 def test_numbers_do_not_depend_on_the_strategy(name, one_device):
     case = CASES[name]
     found = agreement.compare(agreement.run(program(case.strategy, case.slice), batches()), one_device)
-    assert not agreement.beyond(case.strategy.name, found)
+    assert not agreement.exceeding(case.strategy.name, found)
 
 
 def test_every_strategy_was_measured():
@@ -81,7 +81,7 @@ def test_a_wrong_leaf_anywhere_is_seen(part, how, one_device):
         for pair in ((planted, one_device), (one_device, planted)):
             found = agreement.compare(*pair)
             assert found[part].where == path
-            assert list(agreement.beyond("nobody's", found)) == [part]
+            assert list(agreement.exceeding("nobody's", found)) == [part]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -136,7 +136,7 @@ def test_leaves_that_are_nothing_but_rounding_agree(biased):
     key = one.gradients["layers/~"]["key_bias"]
     assert 0 < np.max(np.abs(key)) < 1e-6 * np.max(np.abs(one.gradients["layers/~"]["value_bias"]))
     assert agreement.difference(split.gradients, one.gradients).ulp > 1e5
-    assert not agreement.beyond("tensor", agreement.compare(split, one))
+    assert not agreement.exceeding("tensor", agreement.compare(split, one))
 
 
 @pytest.mark.parametrize("part", ["gradients", "params"])
@@ -147,7 +147,7 @@ def test_a_fault_in_a_bias_is_seen_under_the_floor(part, biased):
     for name in ("query_bias", "value_bias", "key_bias"):
         wrong = tree[name] + 1e-3 * tree["value_bias"] if name == "key_bias" else 1.01 * tree[name]
         planted = one._replace(**{part: {**getattr(one, part), "layers/~": {**tree, name: wrong}}})
-        assert list(agreement.beyond("nobody's", agreement.compare(planted, one))) == [part], name
+        assert list(agreement.exceeding("nobody's", agreement.compare(planted, one))) == [part], name
 
 
 @pytest.mark.slow
@@ -172,7 +172,7 @@ def test_a_sum_over_microbatches_that_is_wrong_is_seen_in_the_gradients(one_devi
 def test_accumulation_equals_one_big_batch(tables, gather_once, one_device):
     bound = program(tables, "v4-8", accum_steps=4, gather_once=gather_once)
     found = agreement.compare(agreement.run(bound, batches()), one_device)
-    assert not agreement.beyond(tables.name, found)
+    assert not agreement.exceeding(tables.name, found)
 
 
 @pytest.mark.covers("T07")

@@ -65,7 +65,7 @@ def rows(program, batch):
     return program.put({k: a[mine] for k, a in batch.items()})
 
 def hashes(program, state):
-    whole = agreement.everywhere(program, state)
+    whole = agreement.gather_to_hosts(program, state)
     return [hash(a.tobytes()) for a in jax.tree.leaves(whole)]
 """
 WRITE = (

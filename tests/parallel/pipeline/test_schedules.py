@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from parallel.pipeline import order, schedules
+from parallel.pipeline import layer_order, schedules
 
 ALL = [
     schedules.gpipe(num_microbatches=1),
@@ -74,7 +74,7 @@ def test_the_figures_that_are_known():
 
 @pytest.mark.parametrize(("stages", "repeats"), itertools.product((1, 2, 4, 6), (1, 2, 3, 4)))
 def test_every_part_is_exchanged_once_and_no_stage_twice_at_a_time(stages, repeats):
-    exchanges = order.exchanges(stages, repeats)
+    exchanges = layer_order.exchanges(stages, repeats)
     for moves in exchanges:
         assert {m.stored_on for m in moves} == {m.runs_on for m in moves} == set(range(stages))
     parts = {m.stored_on * repeats + m.place: m.repeat * stages + m.runs_on for moves in exchanges for m in moves}
