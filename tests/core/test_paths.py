@@ -94,7 +94,8 @@ def test_where_there_is_no_room_the_way_out_is_room(tmp_path, monkeypatch, numbe
 
     monkeypatch.setattr(type(paths.resolve(tmp_path)), "write_text", full)
     says = (
-        r"cannot write to .*(No space left|quota|too large).* are free on this host's disk. Make room, or raise .*start"
+        r"cannot write to .*(No space left|quota|too large).* are free on this host's disk. "
+        r"Make room, or raise the limit .*, then start again"
     )
     with pytest.raises(ValueError, match=says):
         paths.check_writable(tmp_path)
