@@ -8,7 +8,7 @@ and several hosts average correctly without any of them knowing of the others.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar
 
 import jax
@@ -211,6 +211,12 @@ class HasLayers(Protocol):
     num_layers: int
 
 
+class HasEffectiveDepth(Protocol):
+    """A model that applies its layers several times in a step."""
+
+    effective_depth: int  # layers applied in sequence in one training step
+
+
 class ChoosesDtype(Protocol):
     """A dataclass with a field for the dtype of its computation."""
 
@@ -246,11 +252,33 @@ class SizesEvaluation(Protocol):
         """This task with evaluations of so many held-out rows, always the same ones; None: of all, once."""
 
 
+class AnswerJudge(Protocol):
+    """Scores a model's answers by votes.
+
+    Attributes:
+      needed_answers: names of the answers that it reads, in the extras of `Evaluates.evaluate`.
+    """
+
+    needed_answers: Sequence[str]
+
+    def votes(self, batches: Iterable[Mapping[str, np.ndarray]]) -> Any:
+        """The votes of one evaluation, from answers by batch."""
+
+    def merged(self, *several: Any) -> Any:
+        """The votes of several evaluations together."""
+
+    def scores(self, votes: Any) -> dict[str, Any]:
+        """Scores of the votes as JSON."""
+
+    def submission(self, votes: Any) -> Any:
+        """Attempts for every test as JSON, for a competition."""
+
+
 class Judges(Protocol):
     """A task that may score the answers of an evaluation."""
 
-    def judge(self) -> Any:
-        """A `tasks.puzzles.arc_voting.Judge`, or None. Once prepared."""
+    def judge(self) -> AnswerJudge | None:
+        """The judge, or None if the data has none. The task must be prepared."""
 
 
 class Rehearses(Protocol):

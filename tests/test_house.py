@@ -22,6 +22,8 @@ HOMES = {  # library: path prefixes that may import it; () is nowhere
     "gin": ("launch/config/",),
     "argparse": ("launch/",),
     "rich": ("launch/",),
+    "matplotlib": ("launch/experiments/", "launch/plans/"),
+    "scipy": ("launch/experiments/",),
     "tensorflow": ("tasks/",),
     "tensorflow_datasets": ("tasks/",),
     "seqio": ("tasks/",),

@@ -149,6 +149,11 @@ class Config:
         return isinstance(self.exploration, Linear)
 
     @property
+    def effective_depth(self) -> int:
+        """Layers applied in sequence in one step: outer cycles x (inner cycles + 1) x layers."""
+        return self.h_cycles * (self.l_cycles + 1) * self.num_layers
+
+    @property
     def num_latents(self) -> int:
         """The number of latent states."""
         return {"two": 1, "single": 0, "many": self.l_cycles}[self.latents]

@@ -13,7 +13,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -56,18 +56,18 @@ class Support(NamedTuple):
 Votes = Mapping[tuple[str, Grid], Mapping[Grid, Support]]  # (puzzle, test input) -> candidate output -> support
 
 
-ANSWERED = ("inputs", "predicted", "puzzle_ids", "q_halt")  # by row, what a judge reads of an answer
-
-
 @dataclasses.dataclass(frozen=True)
 class Judge:
-    """What scores a model's answers to the held-out rows of an ARC dataset.
+    """Scores a model's answers to the held-out rows of an ARC dataset.
 
     Attributes:
+      needed_answers: names of the answers that it reads, by row.
       puzzles: test_puzzles.json.
       names: identifiers of puzzles and variants by id.
       blank: the id of rows that only complete a batch; they do not vote.
     """
+
+    needed_answers: ClassVar[Sequence[str]] = ("inputs", "predicted", "puzzle_ids", "q_halt")
 
     puzzles: Mapping[str, Any]
     names: Sequence[str]
@@ -93,8 +93,16 @@ class Judge:
             "votes": sum(counted),
         }
 
+    def merged(self, *several: Votes) -> Votes:
+        """The votes of several evaluations together."""
+        return merged(*several)
+
+    def submission(self, votes: Votes) -> dict[str, list[dict[str, list[list[int]]]]]:
+        """Two attempts for every test."""
+        return submission(votes, self.puzzles)
+
     def _answers(self, batch: Mapping[str, np.ndarray]) -> Iterator[Answer]:
-        for shown, said, identifier, q_halt in zip(*(batch[name] for name in ANSWERED), strict=True):
+        for shown, said, identifier, q_halt in zip(*(batch[name] for name in self.needed_answers), strict=True):
             if identifier != self.blank:
                 yield Answer(self.names[identifier], shown, said, float(q_halt))
 

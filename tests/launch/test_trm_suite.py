@@ -12,7 +12,7 @@ import pytest
 
 from core import slices
 from launch import configuration, environment
-from launch.suites import plan, results
+from launch.experiments import results, suite_plan
 from parallel import mesh
 
 TRM = environment.WORKSPACE / "gin" / "trm"
@@ -33,12 +33,12 @@ PARAMS = {
 
 @pytest.fixture(scope="module")
 def suite():
-    return {e.name: e for e in plan.plan(plan.files("all"), check_data=False)}
+    return {e.name: e for e in suite_plan.load(suite_plan.files("all"), check_data=False)}
 
 
 @pytest.fixture(scope="module")
 def beside():
-    entries = plan.plan([*plan.files("control"), *plan.files("original")], check_data=False)
+    entries = suite_plan.load([*suite_plan.files("control"), *suite_plan.files("original")], check_data=False)
     return {e.id: e for e in entries}
 
 
@@ -192,7 +192,7 @@ def test_data(suite):
     assert asked["exp04a_250"] == (250, 1000)
     assert asked["exp04b_0010"] == (1000, 10)
     assert set(asked.values()) - {asked[n] for n in asked if n.startswith("exp04")} == set()
-    assert results.evaluated(suite["exp01a"].experiment) == "at most 8,192 held-out puzzles, seed 0"
+    assert results.evaluated_on(suite["exp01a"].experiment) == "at most 8,192 held-out puzzles, seed 0"
 
 
 def test_contributions_change_the_model(suite):
@@ -272,7 +272,7 @@ def test_headers_are_right():
 
 @pytest.mark.covers("E01")
 def test_every_group_explains_itself():
-    for group in set(plan.groups()) - {RUN_HERE}:
+    for group in set(suite_plan.groups()) - {RUN_HERE}:
         page = (TRM / group / "README.md").read_text()
         for part in ("Hypothesis", "What varies", "Expected, and why", "Success", "How to read it", "Command"):
             assert f"**{part}" in page, (group, part)

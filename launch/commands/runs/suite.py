@@ -1,4 +1,4 @@
-"""`launch/run suite`: many experiments one after another, and one table of what came of them."""
+"""`launch/run suite`: runs many experiments one after another and collects their results in one table."""
 
 from __future__ import annotations
 
@@ -20,47 +20,55 @@ from core.errors import UserError
 from launch import environment, terminal
 
 if TYPE_CHECKING:
-    from launch.suites.plan import Entry
-    from launch.suites.running import Suite
+    from launch.experiments.suite_plan import Entry
+    from launch.experiments.suite_runner import Suite
 
-HELP = "run a group of experiments one after another, and gather what came of them in one table"
+HELP = "run a group of experiments one after another, and collect their results in one table"
 EXAMPLE = """launch/run suite exp01 --run-root gs://BUCKET/runs --gin "DATA = 'gs://BUCKET/sudoku-extreme'"
       (on every host of the slice)
   launch/run suite all --smoke --simulate --slice v4-8
   launch/run suite exp02 --seeds 3 --run-root gs://BUCKET/runs --gin "DATA = 'gs://BUCKET/sudoku-extreme'"
   launch/run suite exp02 --analyze --run-root gs://BUCKET/runs --gin "DATA = 'gs://BUCKET/sudoku-extreme'\""""
 _SECONDS_BETWEEN_LOOKS = 3.0
-_WIDTH = 140  # where there is no terminal to say
-_AROUND = 6  # lines of a table that are no rows
+_WIDTH = 140  # without a terminal
+_AROUND = 6  # lines of a table that are not rows
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what a suite takes."""
-    parser.add_argument("group", metavar="GROUP", help="of gin/trm (exp01, exp02, …, all), or a folder of gin files")
-    parser.add_argument("--simulate", action="store_true", help="hosts as processes here, chips as CPU devices")
-    parser.add_argument("--smoke", action="store_true", help="rehearse each: smallest sizes, 20 steps, PASS")
-    parser.add_argument("--analyze", action="store_true", help="run nothing: gather what is there")
-    parser.add_argument("--list", action="store_true", help="run nothing: what there is, and what is the same")
-    parser.add_argument("--slice", metavar="SLICE", help="wins over the files' SLICE")
-    parser.add_argument("--gin", metavar="BINDING", action="append", default=[], help="for all of them; repeatable")
-    parser.add_argument("--seeds", metavar="N", type=int, default=1, help="of each experiment (default 1)")
+    """Adds the group and how to run it."""
+    parser.add_argument(
+        "group", metavar="GROUP", help="a group of gin/trm (exp01, exp02, …, all), or a folder of gin files"
+    )
+    parser.add_argument("--simulate", action="store_true", help="simulate hosts as processes, chips as CPU devices")
+    parser.add_argument("--smoke", action="store_true", help="smoke run of each: smallest sizes, 20 steps")
+    parser.add_argument("--analyze", action="store_true", help="run nothing: collect existing results")
+    parser.add_argument("--list", action="store_true", help="run nothing: list the experiments and duplicates")
+    parser.add_argument("--slice", metavar="SLICE", help="overrides the files' SLICE")
+    parser.add_argument(
+        "--gin", metavar="BINDING", action="append", default=[], help="applied to every experiment; repeatable"
+    )
+    parser.add_argument(
+        "--seeds", metavar="N", type=int, default=1, help="runs of each experiment, with different seeds (default: 1)"
+    )
     parser.add_argument("--steps", metavar="N", type=int, help="stop each after step N")
-    parser.add_argument("--run-root", metavar="DIR", help="runs go to DIR/{group}/{experiment}; as RENGA_RUN_ROOT")
-    parser.add_argument("--out", metavar="DIR", help="for the table and the logs (default: runs/suites/GROUP)")
+    parser.add_argument(
+        "--run-root", metavar="DIR", help="run directories are DIR/{group}/{experiment} (default: RENGA_RUN_ROOT)"
+    )
+    parser.add_argument("--out", metavar="DIR", help="folder for the table and the logs (default: runs/suites/GROUP)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plans, runs, gathers. 1 where an experiment failed."""
+    """Loads the experiments, runs them and writes the results. Returns 1 if an experiment failed."""
     import jax
 
-    from launch.suites import plan, running
+    from launch.experiments import suite_plan, suite_runner
 
-    jax.config.update("jax_platforms", "cpu")  # of this process alone: the chips are for the runs that it starts
+    jax.config.update("jax_platforms", "cpu")  # in this process; the runs that it starts use the chips
     _check(args)
     root = args.run_root or environment.read("RENGA_RUN_ROOT") or str(environment.WORKSPACE / "runs")
     root = os.fspath(paths.resolve(root))
-    entries = plan.plan(
-        plan.files(args.group),
+    entries = suite_plan.load(
+        suite_plan.files(args.group),
         bindings=args.gin,
         slice_name=args.slice,
         seeds=args.seeds,
@@ -72,14 +80,14 @@ def run(args: argparse.Namespace) -> int:
         _check_places(entries, root)
     name = Path(args.group).name
     out = Path(args.out) if args.out else environment.WORKSPACE / "runs" / "suites" / name
-    mode = running.Mode(simulate=args.simulate, smoke=args.smoke, steps=args.steps)
-    suite = running.Suite(entries, mode=mode, root=root, logs=out / "logs")
-    suite.gather() if args.analyze else suite.look()
+    mode = suite_runner.Mode(simulate=args.simulate, smoke=args.smoke, steps=args.steps)
+    suite = suite_runner.Suite(entries, mode=mode, root=root, logs=out / "logs")
+    suite.gather() if args.analyze else suite.find_done()
     if args.list:
-        terminal.console(_WIDTH).print(_list(suite))
+        terminal.console(_WIDTH).print(_table(suite))
         return 0
     code = 0 if args.analyze else _run(suite)
-    terminal.console(_WIDTH).print(_list(suite))
+    terminal.console(_WIDTH).print(_table(suite))
     if not args.analyze:
         _print_failures(suite)
     if not args.smoke:
@@ -93,25 +101,25 @@ def _check(args: argparse.Namespace) -> None:
     if args.seeds < 1 or (args.steps is not None and args.steps < 1):
         raise UserError(f"--seeds {args.seeds} --steps {args.steps}: expected at least 1")
     if args.out and paths.is_remote(args.out):
-        raise UserError(f"--out {args.out}: expected a local folder (runs themselves may be in a bucket: --run-root)")
+        raise UserError(f"--out {args.out}: expected a local folder (run directories may be in a bucket: --run-root)")
     if args.analyze and args.smoke:
-        raise UserError("--analyze reads the scores of runs, and rehearsals have none: leave --smoke out")
+        raise UserError("--analyze reads the scores of runs, and smoke runs have none: remove --smoke")
     if args.simulate or args.analyze or args.list:
         return
     if not tpu_host.on_tpu_host():
         raise UserError(
-            f"this is no host of a TPU: run `launch/run suite {args.group} …` on every host of one, or add --simulate"
+            f"this is not a host of a TPU: run `launch/run suite {args.group} …` on every host, or add --simulate"
         )
 
 
 def _check_places(entries: Sequence[Entry], root: str) -> None:
-    """Raises ValueError for what every run of real hosts would be refused for, one after another."""
+    """Raises UserError for mistakes because of which every run on real hosts would fail, one after another."""
     names: dict[str, str] = {}
     for entry in entries:
         names.setdefault(entry.experiment.slice, entry.id)
     if len(names) > 1:
         which = " and ".join(f"{name} ({first})" for name, first in names.items())
-        raise UserError(f"the experiments are for several slices, {which}, and these hosts are of one: give --slice")
+        raise UserError(f"the experiments are for several slices, {which}, but these hosts belong to one: give --slice")
     (slice_,) = map(slices.get, names)
     if slice_.hosts > 1 and not paths.is_remote(root):
         raise UserError(
@@ -121,7 +129,7 @@ def _check_places(entries: Sequence[Entry], root: str) -> None:
 
 
 def _run(suite: Suite) -> int:
-    """Runs with a table that follows it on a terminal, a line for each change elsewhere."""
+    """Runs the suite; shows a live table on a terminal, otherwise a line for each change."""
     numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
     before = {n: signal.signal(n, lambda n, frame: suite.requested.append(128 + n)) for n in numbers}
     console = terminal.console(_WIDTH)
@@ -129,14 +137,16 @@ def _run(suite: Suite) -> int:
         if not console.is_terminal:
             return suite.run(_Lines(suite))
         with Live(console=console, auto_refresh=False, transient=True) as live:
-            return suite.run(_Throttled(lambda: live.update(_list(suite, most=console.height - _AROUND), refresh=True)))
+            return suite.run(
+                _Throttled(lambda: live.update(_table(suite, most=console.height - _AROUND), refresh=True))
+            )
     finally:
         for number, action in before.items():
             signal.signal(number, action)
 
 
 class _Throttled:
-    """Calls at most every few seconds: looking means reading files."""
+    """Calls a function at most every few seconds: drawing the table reads files."""
 
     def __init__(self, look):
         self._look, self._last = look, 0.0
@@ -156,13 +166,13 @@ class _Lines:
     def __call__(self) -> None:
         for number, entry in enumerate(self._suite.entries, 1):
             status = self._suite.status[entry.id]
-            if self._said.get(entry.id) != status and status != "waits":
+            if self._said.get(entry.id) != status and status != "waiting":
                 print(f"{number:>3}/{len(self._suite.entries)}  {entry.id:<36} {status}", flush=True)
             self._said[entry.id] = status
 
 
-def _list(suite: Suite, *, most: int | None = None) -> Table:
-    """The status of every experiment, or of so many around the one that runs."""
+def _table(suite: Suite, *, most: int | None = None) -> Table:
+    """Returns a table of all experiments, or of `most` around the running one."""
     done = sum(not suite.failed(entry) for entry in suite.entries)
     distinct = sum(not entry.same_as for entry in suite.entries)
     title = f"{units.counted(len(suite.entries), 'experiment')}, {distinct} of them distinct; {done} done"
@@ -182,7 +192,7 @@ def _window(suite: Suite, most: int | None) -> slice:
     if most is None or len(suite.entries) <= most:
         return slice(None)
     statuses = [suite.status[entry.id] for entry in suite.entries]
-    at = statuses.index("runs") if "runs" in statuses else 0
+    at = statuses.index("running") if "running" in statuses else 0
     first = max(0, min(at - most // 2, len(statuses) - most))
     return slice(first, first + max(most, 1))
 
@@ -193,16 +203,16 @@ def _print_failures(suite: Suite) -> None:
             print(f"{entry.id} {suite.status[entry.id]}", file=sys.stderr)
         if suite.status[entry.id].startswith("failed"):
             print("".join(f"  | {line}\n" for line in suite.last_lines(entry)), end="", file=sys.stderr)
-            print(f"  all of it: {suite.logs[entry.id]}", file=sys.stderr)
+            print(f"  full output: {suite.logs[entry.id]}", file=sys.stderr)
 
 
 def _write(suite: Suite, *, name: str, out: Path) -> None:
-    """One table, for a program and for a reader."""
-    from launch.suites import page, results
+    """Writes the results as CSV and as an HTML page."""
+    from launch.experiments import results, results_page
 
     table = results.rows(suite.entries, status=suite.status, run_dirs=suite.run_dirs)
     distinct = sum(not row["same_as"] for row in table)
-    note = f"{units.counted(len(table), 'experiment')}, {distinct} distinct. Scores are of the last step."
+    note = f"{units.counted(len(table), 'experiment')}, {distinct} distinct. Scores are from the last step."
     paths.write_text_atomically(out / "results.csv", results.as_csv(table))
-    paths.write_text_atomically(out / "results.html", page.page(table, title=f"Suite {name}", note=note))
+    paths.write_text_atomically(out / "results.html", results_page.page(table, title=f"Suite {name}", note=note))
     print(f"{out / 'results.csv'}\n{out / 'results.html'}")

@@ -1,4 +1,4 @@
-"""One process for each experiment: what is done stays done, what fails does not stop the rest, the same is run once."""
+"""Running a suite: finished experiments are not repeated, failures do not stop it, duplicates run once."""
 
 import dataclasses
 import signal
@@ -8,11 +8,12 @@ import time
 
 import pytest
 
+from core import run_metrics
 from core.watch import exit_codes
 from launch import __main__ as main
 from launch.commands.runs import suite as command
+from launch.experiments import results, suite_plan, suite_runner
 from launch.hosts import tpu_host
-from launch.suites import measured, plan, running
 
 TINY = """from __gin__ import dynamic_registration
 from models import trm
@@ -32,7 +33,7 @@ puzzles.sudoku.num_train = 40
 puzzles.sudoku.num_test = 16
 puzzles.sudoku.num_aug = 2
 """
-PLAYED = """
+FAKE = """
 import json, pathlib, sys
 folder, steps, code = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 folder.mkdir(parents=True, exist_ok=True)
@@ -45,15 +46,15 @@ sys.exit(code)
 
 
 @dataclasses.dataclass(frozen=True)
-class Played(running.Mode):
-    """Runs that take no time: they write what a run would, and end with a code by name."""
+class Fake(suite_runner.Mode):
+    """Fake runs that write what a run would write, and exit with a code chosen by name."""
 
     codes: tuple = ()
 
     def command(self, entry):
         code = dict(self.codes).get(entry.name, 0)
         steps = 2 if code else self.last_step(entry)
-        return [sys.executable, "-c", PLAYED, entry.run_dir, str(steps), str(code), entry.text]
+        return [sys.executable, "-c", FAKE, entry.run_dir, str(steps), str(code), entry.text]
 
 
 @pytest.fixture
@@ -68,9 +69,9 @@ def folder(tmp_path):
 def suite(folder, tmp_path):
     def make(mode=None, **options):
         root = str(tmp_path / "runs")
-        entries = plan.plan(plan.files(str(folder)), root=root, **options)
-        made = running.Suite(entries, mode=mode or Played(), root=root, logs=tmp_path / "logs")
-        made.look()
+        entries = suite_plan.load(suite_plan.files(str(folder)), root=root, **options)
+        made = suite_runner.Suite(entries, mode=mode or Fake(), root=root, logs=tmp_path / "logs")
+        made.find_done()
         return made
 
     return make
@@ -81,8 +82,8 @@ def nothing():
 
 
 @pytest.mark.covers("E03")
-def test_it_goes_on_after_a_failure_and_resumes(suite):
-    first = suite(Played(codes=(("a", 3),)))
+def test_a_suite_continues_after_a_failure_and_resumes(suite):
+    first = suite(Fake(codes=(("a", 3),)))
     assert first.run(nothing) == 1
     assert first.status["mine/a"].startswith("failed with exit code 3")
     assert first.status["mine/b"].startswith("done")
@@ -90,47 +91,50 @@ def test_it_goes_on_after_a_failure_and_resumes(suite):
     assert [first.failed(entry) for entry in first.entries] == [True, False, True]
     assert first.last_lines(first.entries[0]) == ["the last words"]
     again, ran = suite(), []
-    assert again.status == {"mine/a": "waits", "mine/b": "was done", "mine/c": "same as mine/a"}
-    assert again.run(lambda: ran.extend(k for k, status in again.status.items() if status == "runs")) == 0
+    assert again.status == {"mine/a": "waiting", "mine/b": "already done", "mine/c": "same as mine/a"}
+    assert again.run(lambda: ran.extend(k for k, status in again.status.items() if status == "running")) == 0
     assert set(ran) == {"mine/a"}
     assert again.run_dirs["mine/c"] == again.run_dirs["mine/a"]
 
 
-def test_what_was_done_in_another_group_is_not_done_again(suite, folder, tmp_path):
+def test_an_experiment_done_in_another_group_is_not_repeated(suite, folder, tmp_path):
     suite().run(nothing)
     other = tmp_path / "other"
     other.mkdir()
     (other / "z.gin").write_text((folder / "b.gin").read_text())
     root = str(tmp_path / "runs")
-    there = running.Suite(plan.plan(plan.files(str(other)), root=root), mode=Played(), root=root, logs=tmp_path)
-    there.look()
-    assert there.status["other/z"] == f"was done in {root}/mine/b"
+    there = suite_runner.Suite(
+        suite_plan.load(suite_plan.files(str(other)), root=root), mode=Fake(), root=root, logs=tmp_path
+    )
+    there.find_done()
+    assert there.status["other/z"] == f"already done in {root}/mine/b"
     assert there.run_dirs["other/z"] == f"{root}/mine/b"
 
 
-def test_a_run_that_is_short_of_its_end_is_not_done(suite):
-    short = suite(Played(steps=3))
+def test_a_run_before_its_last_step_is_not_done(suite):
+    short = suite(Fake(steps=3))
     short.run(nothing)
-    assert suite(Played(steps=3)).status["mine/a"] == "was done"
-    assert suite().status["mine/a"] == "waits"
+    assert suite(Fake(steps=3)).status["mine/a"] == "already done"
+    assert suite().status["mine/a"] == "waiting"
 
 
 def test_a_directory_of_another_experiment_is_refused(suite):
     suite().run(nothing)
     changed = suite(bindings=["EVAL_INTERVAL = 3"])
     assert (
-        "holds another experiment (EVAL_INTERVAL: there 2, now 3). Give another --run-root" in changed.status["mine/b"]
+        "contains another experiment (EVAL_INTERVAL: 2 there, 3 now). Give another --run-root"
+        in changed.status["mine/b"]
     )
     assert changed.run(nothing) == 1
 
 
 def test_a_preempted_run_ends_the_suite(suite):
-    stopped = suite(Played(codes=(("a", exit_codes.PREEMPTED),)))
+    stopped = suite(Fake(codes=(("a", exit_codes.PREEMPTED),)))
     assert stopped.run(nothing) == exit_codes.PREEMPTED
-    assert stopped.status["mine/b"] == "waits"
+    assert stopped.status["mine/b"] == "waiting"
 
 
-def test_gathering_takes_runs_as_they_were(suite, folder):
+def test_gathering_uses_the_configuration_of_the_runs(suite, folder):
     suite(bindings=["EVAL_INTERVAL = 3"]).run(nothing)
     (folder / "d.gin").write_text(TINY.format(rate="5e-3"))
     found = suite(slice_name="v4-16")  # which the runs did not have
@@ -145,9 +149,9 @@ def test_gathering_takes_runs_as_they_were(suite, folder):
     assert found.entries[0].experiment.slice == "v4-8"
 
 
-def test_a_command_is_what_one_would_type(suite):
+def test_the_command_of_an_experiment(suite):
     entry = suite(seeds=2).entries[1]
-    mode = running.Mode(simulate=True, smoke=True, steps=7)
+    mode = suite_runner.Mode(simulate=True, smoke=True, steps=7)
     assert mode.command(entry)[1:] == [
         *("-m", "launch", "pod", "v4-8", entry.path, "--run-dir", entry.run_dir),
         *("--gin", "SEED = 1", "--steps", "7", "--simulate", "--smoke"),
@@ -155,31 +159,33 @@ def test_a_command_is_what_one_would_type(suite):
     assert mode.last_step(entry) == 4
 
 
-def test_a_table_that_is_too_long_shows_what_runs(tmp_path):
-    entries = plan.plan(plan.files("all"), check_data=False, root=str(tmp_path))
-    long = running.Suite(entries, mode=running.Mode(), root=str(tmp_path), logs=tmp_path)
+def test_a_table_that_is_too_long_shows_the_running_experiment(tmp_path):
+    entries = suite_plan.load(suite_plan.files("all"), check_data=False, root=str(tmp_path))
+    long = suite_runner.Suite(entries, mode=suite_runner.Mode(), root=str(tmp_path), logs=tmp_path)
     for number, shown in ((0, 0), (30, 20), (66, 47)):
-        long.status = {entry.id: "runs" if i == number else "waits" for i, entry in enumerate(entries)}
-        assert command._list(long, most=20).row_count == 20
+        long.status = {entry.id: "running" if i == number else "waiting" for i, entry in enumerate(entries)}
+        assert command._table(long, most=20).row_count == 20
         assert command._window(long, 20).start == shown
-    assert command._list(long).row_count == 67
+    assert command._table(long).row_count == 67
 
 
 def test_a_difference_is_named():
-    assert running.difference("A = 1\nB = 2", "A = 1\nB = 3") == "B: there 2, now 3"
-    assert running.difference("A = 1", "A = 1\nC = 3") == "C: there not set, now 3"
-    assert running.without_place("A = 1\nDATA = 'x'\nSLICE = 'v4-8'") == "A = 1"
+    assert suite_runner.difference("A = 1\nB = 2", "A = 1\nB = 3") == "B: 2 there, 3 now"
+    assert suite_runner.difference("A = 1", "A = 1\nC = 3") == "C: not set there, 3 now"
+    assert suite_runner.without_location("A = 1\nDATA = 'x'\nSLICE = 'v4-8'") == "A = 1"
 
 
 @pytest.mark.parametrize(
     "seconds", [0, pytest.param(3, marks=pytest.mark.slow)]
 )  # while its process starts; while it runs
 def test_stopping_the_suite_stops_the_run(folder, tmp_path, launch_command, seconds):
-    """Asked to stop, it asks the run to stop, waits for it, and leaves a table."""
+    """On SIGTERM the suite stops the run, waits for it, and writes the table."""
     options = ("--simulate", "--run-root", str(tmp_path / "runs"), "--out", str(tmp_path / "out"))
     command, env = launch_command("suite", str(folder), *options)
-    process = subprocess.Popen(command, cwd=plan.environment.WORKSPACE, env=env, stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline().split()[-1] == "runs"
+    process = subprocess.Popen(
+        command, cwd=suite_plan.environment.WORKSPACE, env=env, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline().split()[-1] == "running"
     time.sleep(seconds)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
@@ -192,24 +198,24 @@ def test_stopping_the_suite_stops_the_run(folder, tmp_path, launch_command, seco
 
 
 def test_chips_are_left_to_the_runs(launch_command, folder, tmp_path):
-    """The suite itself computes on the CPU, whatever platform its runs are to use; they inherit its environment."""
+    """The suite itself uses the CPU, whatever platform its runs are to use; they inherit its environment."""
     command, env = launch_command("suite", str(folder), "--analyze", "--out", str(tmp_path / "out"))
     root = {"RENGA_RUN_ROOT": str(tmp_path / "runs"), "JAX_PLATFORMS": "tpu"}
-    done = subprocess.run(command, cwd=plan.environment.WORKSPACE, env=env | root, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=suite_plan.environment.WORKSPACE, env=env | root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "results.csv").read_text().count("not run") == 3
 
 
-def test_the_command_says_what_it_needs(launch, folder):
-    assert "is no host of a TPU" in launch("suite", str(folder), code=2)
+def test_wrong_arguments_are_refused(launch, folder):
+    assert "is not a host of a TPU" in launch("suite", str(folder), code=2)
     assert "expected a local folder" in launch("suite", str(folder), "--list", "--out", "gs://bucket/x", code=2)
     assert "did you mean 'exp10'" in launch("suite", "exp1x", "--list", code=2)
 
 
-def test_what_every_host_would_be_refused_for_is_told_before_anything_starts(folder, tmp_path, monkeypatch, capsys):
+def test_mistakes_that_fail_on_every_host_are_reported_before_anything_starts(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tpu_host, "on_tpu_host", lambda: True)
     started = []
-    monkeypatch.setattr(running.Suite, "run", lambda suite, show: started.append(suite) or 0)
+    monkeypatch.setattr(suite_runner.Suite, "run", lambda suite, show: started.append(suite) or 0)
 
     def said(*more):
         code = main.main(["suite", *more, "--out", str(tmp_path / "out"), "--gin", "DATA = 'gs://bucket/set'"])
@@ -222,13 +228,13 @@ def test_what_every_host_would_be_refused_for_is_told_before_anything_starts(fol
     assert "give --run-root gs://BUCKET/runs" in error
     code, error = said("control", *local)
     assert code == exit_codes.USER_ERROR
-    assert "v4-8 (control/paper_attention) and v4-64 (control/short_warmup), and these hosts are of one" in error
+    assert "v4-8 (control/paper_attention) and v4-64 (control/short_warmup), but these hosts belong to one" in error
     assert "give --slice" in error
     assert not started
     assert said("exp07", *local, "--slice", "v4-8")[0] == 0  # one host
     assert len(started) == 1
     assert said("exp07", *local, "--list")[0] == 0
-    entries = plan.plan(plan.files("exp07"), root="gs://bucket/runs", check_data=False)
+    entries = suite_plan.load(suite_plan.files("exp07"), root="gs://bucket/runs", check_data=False)
     command._check_places(entries, "gs://bucket/runs")
 
 
@@ -241,7 +247,7 @@ def test_two_hosts_run_a_suite(launch, folder, tmp_path):
     assert "3 experiments, 2 of them distinct; 3 done" in output
     for name in "ab":
         run = tmp_path / "runs" / "mine" / name
-        assert measured.read(str(run)).last(measured.SCORE) is not None
+        assert run_metrics.read(str(run)).last(results.SCORE) is not None
         assert "host 1 of 2: from step 0 to 4" in (run / "logs" / "host_1.log").read_text()
     assert "held-out puzzles" in (tmp_path / "out" / "results.csv").read_text()
     assert "3 done" in launch("suite", str(folder), "--simulate", *options)
@@ -249,8 +255,8 @@ def test_two_hosts_run_a_suite(launch, folder, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.covers("E03", "E04")
-def test_two_experiments_for_real(launch, folder, tmp_path):
-    """Trained, gathered, and gathered again without running; the third is the first."""
+def test_two_experiments_are_trained(launch, folder, tmp_path):
+    """Trained, then gathered again without running; the third is a duplicate of the first."""
     options = ("--run-root", str(tmp_path / "runs"), "--out", str(tmp_path / "out"))
     output = launch("suite", str(folder), "--simulate", *options)
     assert "3 experiments, 2 of them distinct; 3 done" in output
@@ -261,5 +267,5 @@ def test_two_experiments_for_real(launch, folder, tmp_path):
     rows = (tmp_path / "out" / "results.csv").read_text().splitlines()
     assert len(rows) == 4
     assert "Accuracy by step" in (tmp_path / "out" / "results.html").read_text()
-    assert measured.read(str(tmp_path / "runs" / "mine" / "a")).last(measured.SCORE) is not None
+    assert run_metrics.read(str(tmp_path / "runs" / "mine" / "a")).last(results.SCORE) is not None
     assert not (tmp_path / "runs" / "mine" / "c").exists()

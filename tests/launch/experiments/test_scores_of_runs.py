@@ -94,7 +94,7 @@ def test_the_means_are_those_of_training(command, dataset, one_host, tmp_path):
         assert {**found["means"], **by_step} == pytest.approx(theirs, rel=1e-6)
         assert (found["arc"]["tests"], found["scored"]) == (3, 4)
         assert found["evaluated_on"] == "the first 4 of 7 held-out puzzles"
-    assert "exact_accuracy after so many steps on a puzzle" in said
+    assert "exact_accuracy after each recursion step" in said
     assert found["means"]["loss"] != written(run_dir, 1)["means"]["loss"]
 
 

@@ -1,4 +1,4 @@
-"""A run is scored from its directory: the means of training, answers counted as votes, and nothing half asked for."""
+"""Evaluating a run from its directory: means, votes of answers, and errors before anything starts."""
 
 import json
 import re
@@ -9,7 +9,7 @@ import pytest
 from core import paths
 from launch import configuration, training
 from launch.commands.runs import evaluate
-from launch.evaluation import measuring, portion, saved
+from launch.experiments import held_out, saved_run, scores
 
 FIRST = {"1": 0.25, "2": 0.75, "5": 0.75, "10": 0.75, "100": 0.75, "1000": 0.75}
 
@@ -26,7 +26,7 @@ def test_three_wrong_and_two_right_votes_of_one_checkpoint(command, parrot_run):
     assert found["evaluated_on"] == "all 7 held-out puzzles"
     assert (found["step"], found["scored"], found["means"]["seen"]) == (1, 7, 1.0)  # and not the 9 rows that fill up
     assert found["same_data_as_in_training"]
-    assert "pass@k of 2 puzzles; 3 of their 3 tests have votes, 7 of a checkpoint" in said
+    assert "pass@k of 2 puzzles; 3 of their 3 tests have votes, 7 votes from the first checkpoint" in said
     assert not (parrot_run / "evaluation" / "cumulative.json").exists()
 
 
@@ -80,29 +80,29 @@ def test_a_part_is_as_large_as_the_runs_own_evaluations(command, parrot_run, one
     assert (found["evaluated_on"], found["scored"]) == ("all 7 held-out puzzles", 7)
 
 
-def test_a_checkpoint_that_vanishes_before_its_turn_is_left_out(command, parrot_run, monkeypatch, tmp_path):
+def test_a_checkpoint_removed_before_it_is_read_is_skipped(command, parrot_run, monkeypatch, tmp_path):
     shutil.copytree(parrot_run, tmp_path / "run")
-    measure = measuring.measure
+    original = scores.score
 
     def removing(run, checkpoints, step, **kwargs):
-        found = measure(run, checkpoints, step, **kwargs)
+        found = original(run, checkpoints, step, **kwargs)
         if step == 1:
             shutil.rmtree(tmp_path / "run" / "checkpoints" / "2")
         return found
 
-    monkeypatch.setattr(measuring, "measure", removing)
+    monkeypatch.setattr(scores, "score", removing)
     code, said = command("evaluate", tmp_path / "run", "--all-steps")
     assert code == 0, said
-    assert "note: the checkpoint of step 2 was removed before it was read; it is left out" in said
+    assert "note: the checkpoint of step 2 was removed before it was read and is skipped" in said
     assert [found["steps"] for found in written(tmp_path / "run", "cumulative.json")["cumulative"]] == [[1]]
     assert not (tmp_path / "run" / "evaluation" / "step_2.json").exists()
 
 
-def test_what_is_there_is_looked_at_when_the_data_is_read(command, parrot_run, monkeypatch, tmp_path):
+def test_checkpoints_are_listed_again_after_the_data_is_read(command, parrot_run, monkeypatch, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(parrot_run, run_dir)
     (run_dir / "checkpoints" / "2").rename(tmp_path / "later")
-    ready, measure = training.ready, measuring.measure
+    ready, score = training.ready, scores.score
 
     def while_training(*args, **kwargs):
         found = ready(*args, **kwargs)
@@ -112,17 +112,17 @@ def test_what_is_there_is_looked_at_when_the_data_is_read(command, parrot_run, m
 
     def too_late(*args, **kwargs):
         shutil.rmtree(run_dir / "checkpoints" / "2")
-        return measure(*args, **kwargs)
+        return score(*args, **kwargs)
 
     with monkeypatch.context() as patched:
         patched.setattr(training, "ready", while_training)
         code, said = command("evaluate", run_dir)
     assert code == 0, said
     assert written(run_dir, "step_2.json")["step"] == 2
-    monkeypatch.setattr(measuring, "measure", too_late)
+    monkeypatch.setattr(scores, "score", too_late)
     code, said = command("evaluate", run_dir)
     assert code == 2
-    assert "every checkpoint that was to be evaluated (2) was removed meanwhile" in said
+    assert "every checkpoint to evaluate (2) was removed meanwhile" in said
 
 
 @pytest.mark.parametrize(
@@ -138,10 +138,10 @@ def test_a_model_that_answers_nothing_is_not_judged(command, parrot, parrot_run,
     shutil.copytree(parrot_run, tmp_path / "run")
     config = tmp_path / "run" / "config.gin"
     config.write_text(config.read_text().replace("import parrot", f"import {name}").replace("parrot.P", f"{name}.P"))
-    monkeypatch.setattr(measuring, "measure", None)  # nothing comes that far
+    monkeypatch.setattr(scores, "score", None)  # not reached
     code, said = command("evaluate", tmp_path / "run")
     assert code == 2, said
-    assert f"but Parrot gives none: {lacks}. Expected inputs, predicted, puzzle_ids, q_halt" in said
+    assert f"but Parrot returns none: {lacks}. Expected inputs, predicted, puzzle_ids, q_halt" in said
 
 
 @pytest.mark.parametrize(
@@ -149,19 +149,19 @@ def test_a_model_that_answers_nothing_is_not_judged(command, parrot, parrot_run,
     [
         (["{tmp}/nothing"], "no run in '{tmp}/nothing': there is no such folder"),
         (["{tmp}"], "no run in '{tmp}': it has no config.gin"),
-        (["gin/quickstart.gin"], "is an experiment; give the directory of its run, such as"),
-        (["{run}", "--step", "7"], "--step 7: '{run}' has no complete checkpoint of it; there are 1, 2"),
+        (["gin/quickstart.gin"], "is an experiment file; give the directory of its run, such as"),
+        (["{run}", "--step", "7"], "--step 7: '{run}' has no complete checkpoint of that step; existing: 1, 2"),
         (["{run}", "--gin", "BATCHSIZE = 3"], "did you mean 'BATCH_SIZE'"),
         (["{run}", "--gin", "DATA = 'nowhere'"], "no puzzles in 'nowhere'"),
         (["{run}", "--submission", "{run}/config.gin/x"], "cannot write to"),
         (["{text}", "--submission", "x.json"], "this run's task has no attempts to submit; expected an ARC dataset"),
-        (["{text}", "--rows", "all"], "(that of text starts again there): give a number of rows"),
-        (["{text}", "--gin", "EVAL_BATCHES = 0"], "say how many rows to take, --rows N"),
-        (["{run}", "--gin", "EVAL_BATCHES = 0"], "say how many rows to take, --rows N or --rows all"),
+        (["{text}", "--rows", "all"], "(text repeats from its start): give a number of rows"),
+        (["{text}", "--gin", "EVAL_BATCHES = 0"], "(EVAL_BATCHES = 0): give --rows N"),
+        (["{run}", "--gin", "EVAL_BATCHES = 0"], "(EVAL_BATCHES = 0): give --rows N or --rows all"),
     ],
 )
 def test_what_cannot_be_had_is_said_before_anything_starts(command, monkeypatch, parrot_run, tmp_path, argv, message):
-    monkeypatch.setattr(training, "ready", None)  # nothing comes that far
+    monkeypatch.setattr(training, "ready", None)  # not reached
     text = tmp_path / "text"
     (text / "checkpoints").mkdir(parents=True)
     shutil.copytree(parrot_run / "checkpoints", text / "checkpoints", dirs_exist_ok=True)
@@ -177,7 +177,7 @@ def test_a_run_without_a_checkpoint(command, parrot_run, tmp_path):
     (tmp_path / "checkpoints" / "3").mkdir(parents=True)  # begun, and never finished
     code, said = command("evaluate", tmp_path)
     assert code == 2
-    assert "has no complete checkpoint: it saves one every CHECKPOINT_INTERVAL steps" in said
+    assert "has no complete checkpoint: one is saved every CHECKPOINT_INTERVAL steps" in said
 
 
 def test_rows_that_are_no_number_are_refused(command, parrot_run, capsys):
@@ -189,16 +189,16 @@ def test_rows_that_are_no_number_are_refused(command, parrot_run, capsys):
 def test_text_is_evaluated_in_whole_batches():
     experiment = configuration.load("gin/quickstart.gin").build()
     batch = experiment.batch_size
-    assert portion.portion(experiment, rows=None).batches == experiment.eval_batches
-    asked = portion.portion(experiment, rows=batch + 1)
+    assert held_out.select(experiment, rows=None).batches == experiment.eval_batches
+    asked = held_out.select(experiment, rows=batch + 1)
     assert asked.batches == 2
     assert asked.describe() == f"the first {2 * batch} rows of the validation data"
 
 
 def test_the_configuration_of_a_run_in_a_bucket_is_read(monkeypatch, parrot_run):
     monkeypatch.setattr(paths, "is_remote", lambda path: True)
-    found = saved.read(str(parrot_run), bindings=["BATCH_SIZE = 32"], slice_name="v4-16")
-    assert saved.chosen(found.run_dir, step=None, every=True) == [1, 2]
+    found = saved_run.read(str(parrot_run), bindings=["BATCH_SIZE = 32"], slice_name="v4-16")
+    assert saved_run.select_steps(found.run_dir, step=None, every=True) == [1, 2]
     experiment = found.config.build()
     assert (experiment.batch_size, experiment.slice) == (32, "v4-16")
 

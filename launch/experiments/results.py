@@ -1,4 +1,4 @@
-"""One row for each experiment: what it is, what it costs, how far it came and how good it was."""
+"""One row per experiment: its configuration, its cost, how far it was trained and its scores."""
 
 from __future__ import annotations
 
@@ -12,30 +12,29 @@ from typing import Any
 
 import jax
 
-from core import logical, metrics, parameters
+from core import logical, metrics, parameters, run_metrics
 from core.optimizers import CONSTANTS
-from core.types import CountsRunFlops, HasLayers, Model, can
+from core.types import CountsRunFlops, HasEffectiveDepth, HasLayers, Model, can
 from launch.experiment import Experiment
-from launch.suites import measured
-from launch.suites.plan import Entry
-from models import trm
+from launch.experiments.suite_plan import Entry
 from tasks.puzzles.task import PuzzleTask
 
-GOAL = 0.8  # accuracy whose first step is told
-TABLE = "puzzle_table"  # of a recursive model: a row for each puzzle, counted apart as in the paper
+SCORE = "validation/exact_accuracy"
+GOAL = 0.8  # accuracy for which the first step that reaches it is reported
+_INPUTS = ("inputs", "targets", "labels", "segment_ids", "positions")
 
-Row = Mapping[str, Any]
+ResultRow = Mapping[str, Any]
 
 
-def rows(entries: Sequence[Entry], *, status: Mapping[str, str], run_dirs: Mapping[str, str]) -> list[Row]:
-    """A row for each entry, in order.
+def rows(entries: Sequence[Entry], *, status: Mapping[str, str], run_dirs: Mapping[str, str]) -> list[ResultRow]:
+    """Returns a row for each entry, in order.
 
     Args:
-      entries: of a plan.
-      status: by id, in words.
-      run_dirs: by id, where its run is: that of another entry for a duplicate.
+      entries: of a suite.
+      status: text, by entry id.
+      run_dirs: where the run is, by entry id; for a duplicate that of the other entry.
     """
-    scores = {entry.id: scored(entry.experiment, measured.read(run_dirs[entry.id])) for entry in entries}
+    scores = {entry.id: scored(entry.experiment, run_metrics.read(run_dirs[entry.id])) for entry in entries}
     return [
         {
             **described(entry),
@@ -48,10 +47,10 @@ def rows(entries: Sequence[Entry], *, status: Mapping[str, str], run_dirs: Mappi
     ]
 
 
-def described(entry: Entry) -> Row:
-    """What an experiment is, and what it costs, from its configuration alone."""
+def described(entry: Entry) -> ResultRow:
+    """Returns the columns that follow from the configuration alone."""
     run = entry.experiment
-    asked = run.task.asked if isinstance(run.task, PuzzleTask) else (None, None)
+    puzzles, copies = run.task.asked if isinstance(run.task, PuzzleTask) else (None, None)
     return {
         "group": entry.group,
         "experiment": entry.name,
@@ -59,21 +58,20 @@ def described(entry: Entry) -> Row:
         "seed": run.seed,
         "parameters": trained_parameters(run.model, run.task.length),
         "depth": depth(run.model),
-        "puzzles": asked[0],
-        "copies": asked[1],
+        "puzzles": puzzles,
+        "copies": copies,
         "batch": run.batch_size,
         "total_steps": run.total_steps,
         "total_eflop": flops(run, run.total_steps, 1e18),
-        "evaluated": evaluated(run),
+        "evaluated": evaluated_on(run),
     }
 
 
-def scored(run: Experiment, found: measured.Measured) -> Row:
-    """How far a run came, and how good it was there."""
-    best = found.best(measured.SCORE)
-    curve = found.curve(measured.SCORE)
-    exact, in_training = found.last(measured.SCORE), found.last("exact_accuracy")
-    said = found.texts.get(metrics.EVALUATED_ON)
+def scored(run: Experiment, found: run_metrics.RunMetrics) -> ResultRow:
+    """Returns the columns that come from the recorded metrics."""
+    best = found.best(SCORE)
+    exact, in_training = found.last(SCORE), found.last("exact_accuracy")
+    recorded = found.texts.get(metrics.EVALUATED_ON)
     return {
         "steps": found.step,
         "rows": found.step * run.batch_size,
@@ -81,7 +79,7 @@ def scored(run: Experiment, found: measured.Measured) -> Row:
         "exact_accuracy": exact,
         "best_exact_accuracy": best[1] if best else None,
         "best_step": best[0] if best else None,
-        "goal_step": found.first_at(measured.SCORE, least=GOAL),
+        "goal_step": found.first_at(SCORE, least=GOAL),
         "cell_accuracy": found.last("validation/accuracy"),
         "q_halt_accuracy": found.last("validation/q_halt_accuracy"),
         "train_exact_accuracy": in_training,
@@ -89,13 +87,13 @@ def scored(run: Experiment, found: measured.Measured) -> Row:
         "train_steps_per_puzzle": found.last("steps"),
         "validation_loss": found.last("validation/loss"),
         "step_seconds": found.median("step_seconds"),
-        "curve": curve,
-        **({"evaluated": said} if said else {}),
+        "curve": found.curve(SCORE),
+        **({"evaluated": recorded} if recorded else {}),
     }
 
 
-def _over_seeds(accuracies: Sequence[float | None]) -> Row:
-    """Mean and distance of the highest from the lowest, where there are several."""
+def _over_seeds(accuracies: Sequence[float | None]) -> ResultRow:
+    """Mean and range over the seeds, if there are several."""
     known = [a for a in accuracies if a is not None]
     if len(known) < 2:
         return {"mean_of_seeds": None, "spread_of_seeds": None}
@@ -104,42 +102,44 @@ def _over_seeds(accuracies: Sequence[float | None]) -> Row:
 
 @functools.cache
 def trained_parameters(model: Model, length: int) -> int:
-    """Entries of what is trained, without a table of puzzles."""
+    """Counts trained parameters, without constants and without tables that have a row per puzzle."""
     spec = {name: jax.ShapeDtypeStruct((2, length), "int32") for name in _INPUTS}
     spec |= {"puzzle_ids": jax.ShapeDtypeStruct((2,), "int32"), "weights": jax.ShapeDtypeStruct((2, length), "float32")}
-    shapes, _ = logical.abstract_init(model.init, jax.random.key(0), spec)
-    beside = parameters.matches(shapes, parameters.present(shapes, (*CONSTANTS, TABLE)))
-    sizes = jax.tree.map(lambda a, out: 0 if out else math.prod(a.shape), shapes, beside)
+    shapes, axes = logical.abstract_init(model.init, jax.random.key(0), spec)
+    constant = parameters.matches(shapes, parameters.present(shapes, CONSTANTS))
+    sizes = jax.tree.map(
+        lambda shape, names, fixed: 0 if fixed or "puzzles" in names.names else math.prod(shape.shape),
+        shapes,
+        axes,
+        constant,
+    )
     return sum(jax.tree.leaves(sizes))
 
 
-_INPUTS = ("inputs", "targets", "labels", "segment_ids", "positions")
-
-
 def depth(model: Model) -> int | None:
-    """Layers in a row in one step of a recursive model: outer cycles x (inner cycles + 1) x layers."""
-    if not isinstance(model, trm.TRM):
-        return model.num_layers if can(model, HasLayers) else None
-    return model.h_cycles * (model.l_cycles + 1) * model.num_layers
+    """Layers that one training step applies in sequence."""
+    if can(model, HasEffectiveDepth):
+        return model.effective_depth
+    return model.num_layers if can(model, HasLayers) else None
 
 
 def flops(run: Experiment, steps: int, unit: float) -> float | None:
-    """Of training up to a step, in `unit`, without recomputation and evaluation; None where the model does not say."""
+    """Training FLOPs up to a step, in `unit`, without rematerialisation and evaluation; None if the model has none."""
     if can(run.model, CountsRunFlops):
         return run.model.training_flops(run.task.length, rows=run.batch_size, steps=steps) / unit
     return run.flops_per_step * steps / unit if run.flops_per_step else None
 
 
-def evaluated(run: Experiment) -> str:
-    """What a score will be of, as far as the configuration says; a run says it exactly."""
+def evaluated_on(run: Experiment) -> str:
+    """Describes the rows of the run's evaluations, as far as the configuration tells; the run records them exactly."""
     most, count = run.eval_batches * run.batch_size, run.task.eval_puzzles if isinstance(run.task, PuzzleTask) else None
     if count is None:
         return f"at most {most:,} held-out rows"
     return f"at most {min(most, count):,} held-out puzzles, seed {run.task.eval_seed}"
 
 
-def as_csv(table: Sequence[Row]) -> str:
-    """The table without curves; numbers in full."""
+def as_csv(table: Sequence[ResultRow]) -> str:
+    """Returns the table as CSV, without the curves; numbers are not rounded."""
     out = io.StringIO()
     names = [name for name in table[0] if name != "curve"] if table else []
     writer = csv.DictWriter(out, names, extrasaction="ignore", lineterminator="\n")

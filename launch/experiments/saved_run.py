@@ -1,0 +1,124 @@
+"""Finds runs, their configurations and their checkpoints on disk.
+
+The run directory is the only record. To evaluate a run nothing else is needed, and a suite that is started again, on
+this or another machine, finds out from it which experiments are done.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from core import distributed, paths, run_metrics
+from core.checkpoints import steps as saved_steps
+from core.errors import UserError
+from launch import configuration, environment
+from launch.config import LoadedConfig
+
+CONFIG, CHECKPOINTS = "config.gin", "checkpoints"
+
+
+class SavedRun(NamedTuple):
+    """A run on disk.
+
+    Attributes:
+      run_dir: resolved.
+      config: its configuration, with the overrides applied.
+    """
+
+    run_dir: str
+    config: LoadedConfig
+
+
+def read(run_dir: str, *, bindings: Sequence[str] = (), slice_name: str | None = None) -> SavedRun:
+    """Reads the configuration of a run.
+
+    Args:
+      run_dir: local or gs://.
+      bindings: override the configuration.
+      slice_name: overrides SLICE.
+
+    Raises:
+      UserError: there is no run, or the bindings are wrong.
+    """
+    folder = paths.resolve(run_dir)
+    if not (folder / CONFIG).exists():
+        raise UserError(_no_run(run_dir, folder))
+    config = configuration.load(str(folder / CONFIG), bindings=bindings, slice_name=slice_name)
+    return SavedRun(str(folder), config)
+
+
+def config(run_dir: str) -> str | None:
+    """Returns the canonical configuration text of the run in this directory; None if there is no run."""
+    file = paths.resolve(run_dir) / CONFIG
+    return file.read_text() if file.exists() else None
+
+
+def is_complete(run_dir: str, *, text: str, last_step: int) -> bool:
+    """Whether the run with this configuration text reached `last_step` in this directory."""
+    return config(run_dir) == text and run_metrics.read(run_dir).step >= last_step
+
+
+def find_runs(root: str, texts: Iterable[str], *, key: Callable[[str], str] = str) -> dict[str, list[str]]:
+    """Returns the run directories in `root`, of any group, whose configuration equals one of `texts`.
+
+    Args:
+      root: where runs are, as {group}/{experiment}.
+      texts: canonical configuration texts.
+      key: two texts are considered equal if their keys are; the result is by key.
+    """
+    wanted, found = {key(text) for text in texts}, {}
+    folder = paths.resolve(root)
+    for file in sorted(folder.glob(f"*/*/{CONFIG}")) if folder.exists() else ():
+        if (same := key(file.read_text())) in wanted:
+            found.setdefault(same, []).append(str(file.parent))
+    return found
+
+
+def select_steps(run_dir: str, *, step: int | None, every: bool) -> list[int]:
+    """Returns the steps to evaluate among the complete checkpoints: the latest one, `step`, or every one.
+
+    Raises:
+      UserError: there is no complete checkpoint, or none of `step`.
+    """
+    steps = saved_steps.complete(paths.resolve(run_dir) / CHECKPOINTS)
+    if not steps:
+        raise UserError(
+            f"the run in {run_dir!r} has no complete checkpoint: one is saved every CHECKPOINT_INTERVAL steps, when "
+            "the run is preempted (SIGTERM), and at its end"
+        )
+    if step is not None and step not in steps:
+        existing = ", ".join(map(str, steps))
+        raise UserError(f"--step {step}: {run_dir!r} has no complete checkpoint of that step; existing: {existing}")
+    if every:
+        return steps
+    return [steps[-1] if step is None else step]
+
+
+def select_steps_together(run_dir: str, *, step: int | None, every: bool) -> list[int]:
+    """As `select_steps`, with host 0's result on every host: a run that is training adds and removes checkpoints.
+
+    Collective.
+    """
+    own = _as_json(run_dir, step, every) if distributed.is_host_zero() else ""
+    answer = json.loads(distributed.from_host_zero(own))
+    if isinstance(answer, str):
+        raise UserError(answer)
+    return answer
+
+
+def _as_json(run_dir: str, step: int | None, every: bool) -> str:
+    """The steps, or the message of the error, which the other hosts raise as well."""
+    try:
+        return json.dumps(select_steps(run_dir, step=step, every=every))
+    except ValueError as error:
+        return json.dumps(str(error))
+
+
+def _no_run(run_dir: str, folder: paths.Path) -> str:
+    if run_dir.endswith(".gin"):
+        own = environment.run_directory(run_dir)
+        return f"{run_dir!r} is an experiment file; give the directory of its run, such as {own}"
+    what = f"it has no {CONFIG}" if folder.exists() else "there is no such folder"
+    return f"no run in {str(folder)!r}: {what}. Give the --run-dir that it was trained with"

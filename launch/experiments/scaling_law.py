@@ -1,0 +1,127 @@
+"""Fits accuracy as a power law in the number of parameters.
+
+accuracy = a - b N^-c          N in millions; 0 <= a <= 1, b >= 0, 0.01 <= c <= 10
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy import optimize
+
+from core.errors import UserError
+from launch.experiments.results import ResultRow
+
+FEWEST_SIZES = 4  # three free parameters fit any three points
+MILLION = 1e6
+_EXPONENTS = (0.01, 10.0)
+_STARTS = (0.03, 0.1, 0.3, 1.0, 3.0)  # the error has several local minima in c
+_FLAT = 1e-6  # a smaller rise over all sizes counts as none
+
+
+class ScalingLaw(NamedTuple):
+    """A fitted curve.
+
+    Attributes:
+      a, b, c: its coefficients, for N in millions.
+      residual: root mean square error of the points, as a fraction of 1.
+      worst: the largest error.
+      points: number of points.
+      sizes: the distinct N, ascending.
+    """
+
+    a: float
+    b: float
+    c: float
+    residual: float
+    worst: float
+    points: int
+    sizes: tuple[float, ...]
+
+    def at(self, parameters: float) -> float:
+        """Returns the accuracy that the law predicts."""
+        return self.a - self.b * (parameters / MILLION) ** -self.c
+
+    def line(self) -> list[tuple[float, float]]:
+        """Returns points of the curve between the smallest and the largest network."""
+        return [(n, self.at(n)) for n in np.geomspace(self.sizes[0], self.sizes[-1], 60).tolist()]
+
+    def describe(self) -> str:
+        """Returns the law and its error as text."""
+        if self.at(self.sizes[-1]) - self.at(self.sizes[0]) < _FLAT:
+            law = f"accuracy does not increase with N: the best fit is the constant {self.a:.3f}"
+        else:
+            at_bound = self.c < 1.01 * _EXPONENTS[0] or self.c > 0.99 * _EXPONENTS[1]
+            note = " (the exponent is at its bound: the points do not determine it)" * at_bound
+            law = f"accuracy = {self.a:.3f} - {self.b:.3g} N^-{self.c:.2f}, N in millions of parameters{note}"
+        return (
+            f"{law}; error of {self.points} points of {len(self.sizes)} sizes: {100 * self.residual:.2f} percentage "
+            f"points (root mean square), at most {100 * self.worst:.2f}"
+        )
+
+
+def fit(parameters: Sequence[float], accuracies: Sequence[float]) -> ScalingLaw:
+    """Fits the law by least squares.
+
+    Args:
+      parameters: N of each point.
+      accuracies: of each point, as a fraction of 1.
+
+    Raises:
+      UserError: there are fewer than four distinct N.
+    """
+    sizes = tuple(sorted(set(map(float, parameters))))
+    if len(sizes) < FEWEST_SIZES:
+        raise UserError(f"no law a - b N^-c fitted: {len(sizes)} sizes are done, at least {FEWEST_SIZES} are needed")
+    n, y = np.asarray(parameters, float) / MILLION, np.asarray(accuracies, float)
+    bounds = ([0.0, 0.0, _EXPONENTS[0]], [1.0, np.inf, _EXPONENTS[1]])
+    best = min((_fit(n, y, start, bounds) for start in _STARTS), key=lambda abc: float(np.sum(_errors(abc, n, y) ** 2)))
+    errors = np.abs(_errors(best, n, y))
+    return ScalingLaw(*map(float, best), float(np.sqrt(np.mean(errors**2))), float(errors.max()), len(y), sizes)
+
+
+def _fit(n: np.ndarray, y: np.ndarray, exponent: float, bounds: tuple[list[float], list[float]]) -> np.ndarray:
+    start = (min(max(float(y.max()), 0.01), 0.99), 0.1, exponent)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optimize.OptimizeWarning)  # no covariance where b is 0; it is not used
+        found, _ = optimize.curve_fit(
+            lambda n, a, b, c: a - b * n**-c,
+            n,
+            y,
+            start,
+            bounds=bounds,
+            xtol=1e-12,
+            ftol=1e-14,
+            gtol=1e-14,
+            max_nfev=5000,
+        )
+    return found
+
+
+def _errors(abc: np.ndarray, n: np.ndarray, y: np.ndarray) -> np.ndarray:
+    a, b, c = abc
+    return y - a + b * n**-c
+
+
+def of_groups(table: Sequence[ResultRow]) -> Mapping[str, ScalingLaw | str]:
+    """Fits a law to each group that varies only the size of the network, or returns why it cannot be fitted."""
+    found: dict[str, ScalingLaw | str] = {}
+    for group in dict.fromkeys(row["group"] for row in table):
+        members = [row for row in table if row["group"] == group]
+        if len({row["parameters"] for row in members}) < 2 or len({_fixed(row) for row in members}) > 1:
+            continue
+        done = [row for row in members if row["exact_accuracy"] is not None and row["steps"] == row["total_steps"]]
+        once = {row["run"]: row for row in done}.values()
+        try:
+            found[group] = fit([r["parameters"] for r in once], [r["exact_accuracy"] for r in once])
+        except ValueError as error:
+            found[group] = str(error)
+    return found
+
+
+def _fixed(row: ResultRow) -> tuple:
+    """What must be equal in a group that varies only the size."""
+    return tuple(row[name] for name in ("depth", "puzzles", "copies", "batch", "total_steps"))
