@@ -5,7 +5,7 @@ are looked up in the code (names, constructors), what is reachable from the root
 checked against signatures (types, checks). What stands is given to gin, which builds the object (loader).
 """
 
-from launch.config.loader import DEFAULTS, ROOT, LoadedConfig, Settings, load, parse, problems
+from launch.config.loader import DEFAULTS, ROOT, LoadedConfig, Settings, load, parse
 from launch.config.statements import Binding, ConfigError, ConfigProblem, Macro, Reference, leaves, render
 
 __all__ = [
@@ -21,6 +21,5 @@ __all__ = [
     "leaves",
     "load",
     "parse",
-    "problems",
     "render",
 ]

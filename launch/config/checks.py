@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from launch.config.constructors import UNKNOWN
-from launch.config.graph import Configuration, Table, Walk, is_undeclared, key
+from launch.config.graph import Configuration, Walk, key
 from launch.config.statements import (
     REQUIRED,
     Binding,
@@ -45,43 +45,38 @@ class Verdict(NamedTuple):
 
 def check(config: Configuration) -> Verdict:
     """Returns every mistake in a configuration, and what is left of it if there is none."""
-    table = Table(config)
-    problems = [*_undeclared(config, table), *_duplicates(config), *_too_early(config, table), *_parameters(config)]
+    problems = [*_unknown_macros(config), *_duplicates(config), *_too_early(config), *_parameters(config)]
     if config.root is None:
         return Verdict(problems, [], [], [])
-    walk = Walk(config, table)
-    wrong = [b for b in config.bindings if b.guessed or is_undeclared(b, config)]
-    offered = [b for b in config.bindings if b.file == config.defaults]  # for whoever wants them
-    unused = [b for b in config.bindings if not walk.uses(b) and b not in wrong and b not in offered]
-    displaced = {b.order: choice for b in unused if (choice := table.displacing(b))}
+    walk = Walk(config)
+    set_by_user = [b for b in config.bindings if b.file != config.defaults]  # nobody needs to use the defaults
+    unused = [b for b in set_by_user if b not in config.wrong and not walk.uses(b)]
+    displaced = {b.order: choice for b in unused if (choice := config.displacing(b))}
     if config.complete:
         problems += [*walk.problems, *(_no_effect(b) for b in unused if b.order not in displaced)]
-    problems += _types(table, [b for b in table.final if b.order not in displaced])
-    notes = [
-        f"{b.place}: {b} is left out, {displaced[b.order].place} chose {displaced[b.order]}"
-        for b in unused
-        if b.order in displaced
-    ]
-    kept = [b for b in table.final if walk.uses(b)]
-    expanded = [dataclasses.replace(b, value=table.expand(b.value)) for b in kept if not b.is_macro]
+    problems += _types(config, [b for b in config.final if b.order not in displaced])
+    left_out = [(b, displaced[b.order]) for b in unused if b.order in displaced]
+    notes = [f"{b.place}: {b} is left out, {choice.place} chose {choice}" for b, choice in left_out]
+    kept = [b for b in config.final if walk.uses(b)]
+    expanded = [dataclasses.replace(b, value=config.expand(b.value)) for b in kept if not b.is_macro]
     return Verdict(list(dict.fromkeys(problems)), notes, kept, expanded)
 
 
-def _undeclared(config: Configuration, table: Table) -> Iterator[ConfigProblem]:
+def _unknown_macros(config: Configuration) -> Iterator[ConfigProblem]:
     """Macros that are neither declared nor read, and macros that nothing defines."""
     for binding in config.bindings:
-        if is_undeclared(binding, config):
-            close = nearest(binding.name, config.macros)
+        if binding.is_macro and binding in config.wrong:
+            close = nearest(binding.name, config.known)
             fix = "bind a parameter: module.constructor.parameter = …"
             what = f"{binding.name} is not one of the macros that {config.defaults} declares, and nothing reads it"
-            expected = did_you_mean(binding.name, config.macros)
+            expected = did_you_mean(binding.name, config.known)
             yield binding.problem(what, expected=expected, fix=f"{close} = {render(binding.value)}" if close else fix)
         for leaf in leaves(binding.value):
-            if not isinstance(leaf, Macro) or leaf.name in table.macros or leaf.name == REQUIRED:
+            if not isinstance(leaf, Macro) or leaf.name in config.macros or leaf.name == REQUIRED:
                 continue
-            if leaf.name not in config.macros:
+            if leaf.name not in config.known:
                 what = f"%{leaf.name} is not one of the macros that {config.defaults} declares"
-                yield binding.problem(what, expected=did_you_mean(leaf.name, config.macros))
+                yield binding.problem(what, expected=did_you_mean(leaf.name, config.known))
             elif config.complete:
                 fix = f"include '{config.defaults}', or {leaf.name} = …"
                 yield binding.problem(f"%{leaf.name} is not defined", fix=fix)
@@ -98,9 +93,9 @@ def _duplicates(config: Configuration) -> Iterator[ConfigProblem]:
             yield binding.problem(what, actual=actual, fix="keep one of them")
 
 
-def _too_early(config: Configuration, table: Table) -> Iterator[ConfigProblem]:
+def _too_early(config: Configuration) -> Iterator[ConfigProblem]:
     """A value above an include that sets the same name: the included file would silently win."""
-    for bindings in table.by_name.values():
+    for bindings in config.by_name.values():
         for before, after in itertools.pairwise(bindings):
             if before.file in config.sources[after.file].ancestors:
                 what = f"{before.name} has no effect: a file included below it sets it again"
@@ -120,16 +115,16 @@ def _parameters(config: Configuration) -> Iterator[ConfigProblem]:
         yield binding.problem(what, expected=did_you_mean(binding.parameter, target.parameters), fix=fix)
 
 
-def _types(table: Table, bindings: Iterable[Binding]) -> Iterator[ConfigProblem]:
+def _types(config: Configuration, bindings: Iterable[Binding]) -> Iterator[ConfigProblem]:
     """Values that the annotation of their parameter does not allow."""
     for binding in bindings:
         if binding.target is None:
             continue
         hint = binding.target.hints.get(binding.parameter, UNKNOWN)
-        value = table.expand(binding.value)
+        value = config.expand(binding.value)
         wrong = None if _is_default(value, binding) else misfit(value, hint)
         if wrong:
-            origin = table.origin(binding)
+            origin = config.origin(binding)
             feeds = f", which {binding.target}.{binding.parameter} takes," if origin is not binding else ""
             what = f"{origin.name}{feeds} has the wrong type"
             yield origin.problem(what, actual=wrong.actual(), expected=hint_text(hint), fix=wrong.fix())

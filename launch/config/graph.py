@@ -1,17 +1,18 @@
 """A configuration as a graph: what is reachable from the root, and what a later choice has displaced.
 
-Macros and constructors are nodes, the values bound to them edges. A binding that cannot be reached has no effect.
-Nothing is constructed here.
+Macros and constructors are nodes, the values bound to them edges. A binding that cannot be reached has no effect. This
+predicts without constructing anything what gin will call; tests hold it against what gin builds of the same files.
 """
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
-from launch.config.constructors import Constructor
+from launch.config.constructors import UNKNOWN, Constructor
 from launch.config.sources import Source
 from launch.config.statements import (
     REQUIRED,
@@ -28,17 +29,18 @@ from launch.config.statements import (
 )
 from launch.config.types import hint_text
 
-_Scope = tuple[str, ...]
+Scope = tuple[str, ...]
 
 
-class Configuration(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Configuration:
     """Everything that was read, with all names resolved.
 
     Attributes:
       experiment: the file that was read first.
       root: the constructor that everything is read into; None if it could not be imported.
       defaults: the file that declares the macros.
-      macros: the names that a macro may have: those declared, and those that the files both define and read.
+      known: the names that a macro may have: those declared, and those that the files both define and read.
       bindings: in the order in which they apply.
       complete: nothing is missing from `bindings`; if not, nothing is reported as missing or unused.
     """
@@ -46,32 +48,35 @@ class Configuration(NamedTuple):
     experiment: str
     root: Constructor | None
     defaults: str
-    macros: frozenset[str]
+    known: frozenset[str]
     bindings: tuple[Binding, ...]
     sources: Mapping[str, Source]
     complete: bool
 
+    @functools.cached_property
+    def by_name(self) -> Mapping[Any, list[Binding]]:
+        """Bindings by what they bind; of several with one name, the last one counts."""
+        return _grouped(self.bindings, key)
 
-class Table:
-    """Bindings by what they bind; of several with one name, the last one counts."""
+    @functools.cached_property
+    def final(self) -> list[Binding]:
+        """The binding that counts of each name."""
+        return sorted((found[-1] for found in self.by_name.values()), key=lambda b: b.order)
 
-    def __init__(self, config: Configuration):
-        self.by_name: dict[Any, list[Binding]] = collections.defaultdict(list)
-        for binding in config.bindings:
-            self.by_name[key(binding)].append(binding)
-        self.final = sorted((found[-1] for found in self.by_name.values()), key=lambda b: b.order)
-        self.macros = {b.name: b for b in self.final if b.is_macro}
-        self._parameters: dict[Any, list[Binding]] = collections.defaultdict(list)
-        for b in self.final:
-            self._parameters[b.target].append(b)
-        self._edges: dict[Any, list[Any]] = collections.defaultdict(list)
-        for b in config.bindings:
-            self._edges[_node(b)] += _mentions(b.value)
+    @functools.cached_property
+    def macros(self) -> dict[str, Binding]:
+        """The binding that counts of each macro."""
+        return {b.name: b for b in self.final if b.is_macro}
 
-    def parameters(self, target: Constructor, scope: _Scope) -> dict[str, Binding]:
+    @functools.cached_property
+    def wrong(self) -> list[Binding]:
+        """Bindings of constructors that do not exist, and of macros that are neither declared nor read."""
+        return [b for b in self.bindings if b.guessed or (b.is_macro and b.name not in self.known)]
+
+    def parameters(self, target: Constructor, scope: Scope) -> dict[str, Binding]:
         """Returns what gin passes to the constructor inside a scope: inner scopes win over outer ones."""
         outer = ["/".join(scope[:depth]) for depth in range(len(scope) + 1)]
-        found = [b for b in self._parameters[target] if b.scope in outer]
+        found = [b for b in self._by_target.get(target, ()) if b.scope in outer]
         return {b.parameter: b for b in sorted(found, key=lambda b: outer.index(b.scope))}
 
     def expand(self, value: Any, *, inside: tuple[str, ...] = ()) -> Any:
@@ -105,19 +110,23 @@ class Table:
         return next(iter(later or (lost if binding.is_macro else ())), None)
 
     @functools.cached_property
+    def _by_target(self) -> Mapping[Any, list[Binding]]:
+        return _grouped(self.final, lambda b: b.target)
+
+    @functools.cached_property
     def _choices(self) -> list[tuple[Binding, set[Any]]]:
         """Bindings that took the place of others, and the macros and constructors that those others led to."""
-        replaced = [found for found in self.by_name.values() if len(found) > 1]
-        return [(final, self._led_to([m for b in earlier for m in _mentions(b.value)])) for *earlier, final in replaced]
-
-    def _led_to(self, pending: list[Any]) -> set[Any]:
-        """Through any binding, also one that was replaced later."""
-        found: set[Any] = set()
-        while pending:
-            if (node := pending.pop()) not in found:
-                found.add(node)
-                pending += self._edges[node]
-        return found
+        edges = {node: _mentions(found) for node, found in _grouped(self.bindings, _node).items()}
+        choices = []
+        for *earlier, final in self.by_name.values():
+            led_to: set[Any] = set()
+            pending = _mentions(earlier)
+            while pending:
+                if (node := pending.pop()) not in led_to:
+                    led_to.add(node)
+                    pending += edges.get(node, ())
+            choices.append((final, led_to))
+        return choices
 
 
 class Walk:
@@ -130,16 +139,15 @@ class Walk:
       problems: values that something reachable lacks, and constructors that need themselves.
     """
 
-    def __init__(self, config: Configuration, table: Table):
+    def __init__(self, config: Configuration):
         self.problems: list[ConfigProblem] = []
-        self._config, self._table = config, table
-        self._visited: set[tuple[Any, _Scope, bool]] = set()
-        self._scopes: dict[Any, set[_Scope]] = collections.defaultdict(set)
-        wrong = [b for b in config.bindings if b.guessed or is_undeclared(b, config)]
-        self._meant = {nearest(b.name, config.macros) for b in wrong if b.is_macro}
+        self._config = config
+        self._visited: set[tuple[Any, Scope, bool]] = set()
+        self._scopes: dict[Any, set[Scope]] = collections.defaultdict(set)
+        self._meant = {nearest(b.name, config.known) for b in config.wrong if b.is_macro}
         if config.root:
             self._call(config.root, (), (config.experiment, 0), ())
-        for binding in wrong:  # what a wrong binding uses is not unused
+        for binding in config.wrong:  # what a wrong binding uses is not unused
             self._value(binding, (), ())
 
     def uses(self, binding: Binding) -> bool:
@@ -147,46 +155,44 @@ class Walk:
         scope = () if binding.is_macro or not binding.scope else tuple(binding.scope.split("/"))
         return any(found[: len(scope)] == scope for found in self._scopes.get(_node(binding), ()))
 
-    def _value(self, binding: Binding, scope: _Scope, path: tuple[Any, ...]) -> None:
+    def _value(self, binding: Binding, scope: Scope, path: tuple[Any, ...]) -> None:
         for leaf in leaves(binding.value):
             if isinstance(leaf, Reference) and leaf.target is not None:
                 inner = tuple(leaf.scope.split("/")) if leaf.scope else scope
                 if leaf.evaluate:
                     self._call(leaf.target, inner, (binding.file, binding.line), path)
-                elif self._is_new(leaf.target, inner, called=False):
-                    for bound in self._table.parameters(
-                        leaf.target, inner
-                    ).values():  # called later, by whoever gets it
+                elif self._is_new(leaf.target, inner, called=False):  # its receiver calls it later
+                    for bound in self._config.parameters(leaf.target, inner).values():
                         self._value(bound, inner, ())
             elif isinstance(leaf, Macro) and leaf.name != REQUIRED:
                 self._expand(leaf.name, binding, scope, path)
 
-    def _is_new(self, node: Any, scope: _Scope, *, called: bool = True) -> bool:
+    def _is_new(self, node: Any, scope: Scope, *, called: bool = True) -> bool:
         """Whether the node was not visited in that scope before; notes that it is now."""
         is_new = (node, scope, called) not in self._visited
         self._visited.add((node, scope, called))
         self._scopes[node].add(scope)
         return is_new
 
-    def _call(self, target: Constructor, scope: _Scope, at: tuple[str, int], path: tuple[Any, ...]) -> None:
+    def _call(self, target: Constructor, scope: Scope, at: tuple[str, int], path: tuple[Any, ...]) -> None:
         if (target, scope) in path:
             what, fix = f"{target} is needed to construct itself", "break the circle of references"
             self.problems.append(ConfigProblem(*at, what, fix=fix))
         elif self._is_new(target, scope):
-            bound = self._table.parameters(target, scope)
+            bound = self._config.parameters(target, scope)
             self._lacking(target, scope, bound, at)
             for binding in bound.values():
                 self._value(binding, scope, (*path, (target, scope)))
 
-    def _expand(self, name: str, binding: Binding, scope: _Scope, path: tuple[Any, ...]) -> None:
+    def _expand(self, name: str, binding: Binding, scope: Scope, path: tuple[Any, ...]) -> None:
         if name in path:
             self.problems.append(binding.problem(f"{name} is needed for its own value"))
-        elif name not in self._table.macros:  # reported; if misspelt, the macro that was probably meant is in use
-            self._is_new(name if name in self._config.macros else nearest(name, self._config.macros), scope)
+        elif name not in self._config.macros:  # reported; if misspelt, the macro that was probably meant is in use
+            self._is_new(name if name in self._config.known else nearest(name, self._config.known), scope)
         elif self._is_new(name, scope):
-            self._value(self._table.macros[name], scope, (*path, name))
+            self._value(self._config.macros[name], scope, (*path, name))
 
-    def _lacking(self, target: Constructor, scope: _Scope, bound: Mapping[str, Binding], at: tuple[str, int]) -> None:
+    def _lacking(self, target: Constructor, scope: Scope, bound: Mapping[str, Binding], at: tuple[str, int]) -> None:
         """Parameters without a default that are not bound, and those bound to a macro that still has no value."""
         misspelt = {nearest(name, target.parameters) for name in bound if name not in target.parameters}
         for name in target.required:
@@ -195,8 +201,8 @@ class Walk:
                 what = f"{target} has no value for '{name}'"
                 self.problems.append(ConfigProblem(*at, what, expected=_expected(target, name), fix=fix))
         for name, binding in bound.items():
-            origin = self._table.origin(binding)
-            if Macro(REQUIRED) in leaves(self._table.expand(binding.value)) and origin.name not in self._meant:
+            origin = self._config.origin(binding)
+            if Macro(REQUIRED) in leaves(self._config.expand(binding.value)) and origin.name not in self._meant:
                 what, fix = f"{origin.name} has no value", f"{origin.name} = … in {self._config.experiment}"
                 expected = _expected(target, name)
                 self.problems.append(ConfigProblem(origin.file, origin.line, what, expected=expected, fix=fix))
@@ -208,22 +214,26 @@ def key(binding: Binding) -> tuple[Any, str, str]:
     return (named, binding.scope, binding.parameter)
 
 
-def is_undeclared(binding: Binding, config: Configuration) -> bool:
-    """Returns whether it defines a macro that is neither declared nor read."""
-    return binding.is_macro and binding.name not in config.macros
-
-
 def _expected(target: Constructor, parameter: str) -> str:
-    return hint_text(target.hints[parameter]) if parameter in target.hints else ""
+    hint = target.hints.get(parameter, UNKNOWN)
+    return "" if hint is UNKNOWN else hint_text(hint)
 
 
 def _node(binding: Binding) -> Any:
     return binding.name if binding.is_macro else binding.target
 
 
-def _mentions(value: Any) -> list[Any]:
-    found = [x.name if isinstance(x, Macro) else getattr(x, "target", None) for x in leaves(value)]
+def _mentions(bindings: Iterable[Binding]) -> list[Any]:
+    """The macros and constructors that values refer to."""
+    found = [x.name if isinstance(x, Macro) else getattr(x, "target", None) for b in bindings for x in leaves(b.value)]
     return [node for node in found if node is not None]
+
+
+def _grouped(bindings: Iterable[Binding], by: Callable[[Binding], Any]) -> Mapping[Any, list[Binding]]:
+    groups: dict[Any, list[Binding]] = {}
+    for binding in bindings:
+        groups.setdefault(by(binding), []).append(binding)
+    return groups
 
 
 def _layer(binding: Binding) -> str:

@@ -19,7 +19,6 @@ from types import MappingProxyType
 from typing import Any
 
 import gin
-from core.errors import UserError
 from gin import config as gin_engine
 from launch.config import checks, parsing, sources
 from launch.config.constructors import Constructor
@@ -67,16 +66,13 @@ class LoadedConfig(Settings):
 
     Attributes:
       experiment: the name of the experiment file.
-      files: the content of every file and flag that was read, by name.
       notes: sentences for the user: bindings left out because a later source chose otherwise.
     """
 
     experiment: str
-    files: Mapping[str, str]
     notes: tuple[str, ...]
     _expanded: Settings = field(repr=False)
     _root: Constructor = field(repr=False)
-    _operative: list[str] = field(default_factory=list, repr=False, compare=False)
 
     def build(self) -> Any:
         """Returns the root object, made anew at every call.
@@ -87,21 +83,14 @@ class LoadedConfig(Settings):
         _install(self._expanded)
         bound = any(binding.target is self._root for binding in self.bindings)
         try:
-            built = gin.get_configurable(self._root.target)() if bound else self._root.target()
+            return gin.get_configurable(self._root.target)() if bound else self._root.target()
         except ValueError as error:
             raise ConfigError(self.experiment, [self._refusal(str(error))]) from error
-        self._operative[:] = [gin.operative_config_str()]
-        return built
 
     def operative_text(self) -> str:
-        """Returns what the last `build` used, with the defaults of the constructors that it called.
-
-        Raises:
-          ValueError: nothing was built yet.
-        """
-        if not self._operative:
-            raise UserError(f"nothing of {self.experiment} is operative before it was built: call build() first")
-        return self._operative[0]
+        """Builds the root object; returns what gin used, with the defaults of the constructors that it called."""
+        self.build()
+        return gin.operative_config_str()
 
     def _refusal(self, message: str) -> ConfigProblem:
         """The innermost constructor that gin names in the message, and where its values come from."""
@@ -138,84 +127,54 @@ def load(
     Raises:
       ConfigError: lists every mistake found.
     """
-    found, config, verdict = _examine(
-        path, bindings=bindings, slice_name=slice_name, root=root, defaults=defaults, between=between
+    folders = (Path.cwd(), sources.WORKSPACE)
+    file = sources.find(str(path), folders=folders)
+    if file is None:
+        parts = sources.missing_file(str(path), sources.closest(str(path), folders=folders))
+        raise ConfigError(str(path), [ConfigProblem(str(path), 0, **parts)])
+    reader = Reader()
+    experiment = reader.file(file)
+    flags = {f"--gin #{number}": binding.strip() for number, binding in enumerate(bindings, start=1)}
+    if slice_name is not None:
+        flags["--slice"] = f"SLICE = {slice_name!r}"
+    for name, text in {**between, **flags}.items():
+        reader.text(text, name=name, folder=Path.cwd())
+    declared_in, known = _known_macros(reader, defaults, folders=(*folders, file.parent))
+    names = Names(reader.sources, folders=(file.parent, Path.cwd()))
+    config = Configuration(
+        experiment=experiment,
+        root=names.root(root, file=experiment),
+        defaults=declared_in,
+        known=known,
+        bindings=tuple(names.resolve(binding) for binding in reader.bindings),
+        sources=reader.sources,
+        complete=reader.complete,
     )
-    if found or config is None or config.root is None:
-        raise ConfigError(str(path), found)
+    verdict = checks.check(config)
+    position = {name: number for number, name in enumerate(config.sources)}
+    if found := dict.fromkeys(reader.problems + names.problems + verdict.problems):
+        in_reading_order = sorted(found, key=lambda p: (position.get(p.file, len(position)), p.line))
+        raise ConfigError(str(path), in_reading_order)
     settings = _canonical(verdict.kept)
     return LoadedConfig(
         imports=settings.imports,
         bindings=settings.bindings,
-        experiment=config.experiment,
-        files={name: source.text for name, source in config.sources.items()},
+        experiment=experiment,
         notes=(*verdict.notes, *_replaced_slice(config, slice_name)),
         _expanded=_canonical(verdict.expanded),
         _root=config.root,
     )
 
 
-def problems(
-    path: str | Path,
-    *,
-    bindings: Sequence[str] = (),
-    slice_name: str | None = None,
-    root: str = ROOT,
-    defaults: str = DEFAULTS,
-) -> list[ConfigProblem]:
-    """Returns every mistake that can be found without constructing anything; the arguments are those of `load`."""
-    return _examine(path, bindings=bindings, slice_name=slice_name, root=root, defaults=defaults)[0]
-
-
 def parse(text: str) -> Settings:
     """Returns what a canonical text says, such as the config.gin of a run, without importing what it names."""
-    statements, _ = parsing.parse(text)
+    statements = parsing.parse(text).statements
     imports = [s for s in statements if isinstance(s, parsing.ImportStatement) and s.module != DYNAMIC_REGISTRATION]
     bindings = tuple(s for s in statements if isinstance(s, Binding))
     return Settings({s.bound_name(): s.module for s in imports}, bindings)
 
 
-def _examine(
-    path: str | Path,
-    *,
-    bindings: Sequence[str],
-    slice_name: str | None,
-    root: str,
-    defaults: str,
-    between: Mapping[str, str] = MappingProxyType({}),
-) -> tuple[list[ConfigProblem], Configuration | None, checks.Verdict]:
-    folders = (Path.cwd(), sources.WORKSPACE)
-    file = sources.find(str(path), folders=folders)
-    if file is None:
-        parts = sources.missing_file(str(path), sources.closest(str(path), folders=folders))
-        return [ConfigProblem(str(path), 0, **parts)], None, checks.Verdict([], [], [], [])
-    reader = Reader()
-    experiment = reader.file(file)
-    for name, text in between.items():
-        reader.text(text, name=name, folder=Path.cwd())
-    for number, binding in enumerate(bindings, start=1):
-        reader.text(binding.strip(), name=f"--gin #{number}", folder=Path.cwd())
-    if slice_name is not None:
-        reader.text(f"SLICE = {slice_name!r}", name="--slice", folder=Path.cwd())
-    declared_in, macros = _macros(reader, defaults, folders=(*folders, file.parent))
-    names = Names(reader.sources, folders=(file.parent, Path.cwd()))
-    config = Configuration(
-        experiment=experiment,
-        root=names.root(root, file=experiment),
-        defaults=declared_in,
-        macros=macros,
-        bindings=tuple(names.resolve(binding) for binding in reader.bindings),
-        sources=reader.sources,
-        complete=reader.complete,
-    )
-    verdict = checks.check(config)
-    found = dict.fromkeys(reader.problems + names.problems + verdict.problems)
-    position = {name: number for number, name in enumerate(config.sources)}
-    in_reading_order = sorted(found, key=lambda p: (position.get(p.file, len(position)), p.line))
-    return in_reading_order, config, verdict
-
-
-def _macros(reader: Reader, defaults: str, *, folders: Iterable[Path]) -> tuple[str, frozenset[str]]:
+def _known_macros(reader: Reader, defaults: str, *, folders: Iterable[Path]) -> tuple[str, frozenset[str]]:
     """The name of the file that declares macros, and its macros with those that are both defined and read."""
     defined = {b.name for b in reader.bindings if b.is_macro}
     read = {leaf.name for b in reader.bindings for leaf in leaves(b.value) if isinstance(leaf, Macro)}

@@ -15,7 +15,7 @@ import pkgutil
 import sys
 import traceback
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ class Names:
         self._public = _public_modules()
         self._folders = [folder.resolve() for folder in folders]
         _make_importable(self._folders)
-        self._symbols = {name: self._import_all(source) for name, source in sources.items()}
+        self._symbols = {name: self._import_all(source.imports, file=name) for name, source in sources.items()}
         # Bindings of the command line may use what the files import, the experiment's own imports first.
         flags = [name for name in sources if is_flag(name)]
         shared: _Symbols = {}
@@ -82,17 +82,15 @@ class Names:
             self.problems.append(ConfigProblem(file, 0, what, actual=_where_it_failed(error)))
             return None
 
-    def _import_all(self, source: Source) -> _Symbols:
+    def _import_all(self, statements: Sequence[ImportStatement], *, file: str) -> _Symbols:
         first: dict[str, ImportStatement] = {}
-        for statement in source.imports:
-            symbol, line = statement.bound_name(), statement.location.line_num
-            before = first.setdefault(symbol, statement)
+        for statement in statements:
+            before = first.setdefault(statement.bound_name(), statement)
             if before.module != statement.module and (before.is_from or statement.is_from):
-                what = f"'{symbol}' already stands for {before.module} in this file"
+                what = f"'{statement.bound_name()}' already stands for {before.module} in this file"
                 fix = f"{_import_line(statement.module)} as …"
-                self.problems.append(ConfigProblem(source.name, line, what, fix=fix))
-        modules = [(s.bound_name(), self._import(s, source.name)) for s in source.imports]
-        return dict(reversed(modules))
+                self.problems.append(ConfigProblem(file, statement.location.line_num, what, fix=fix))
+        return dict(reversed([(statement.bound_name(), self._import(statement, file)) for statement in statements]))
 
     def _import(self, statement: ImportStatement, file: str) -> types.ModuleType | None:
         name, line = statement.module, statement.location.line_num

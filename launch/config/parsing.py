@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 import tokenize
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from gin.config_parser import ImportStatement, IncludeStatement
 
 from gin import config_parser
-from launch.config.statements import Binding, Macro, Reference, Unreadable
+from launch.config.statements import Binding, ConfigProblem, Macro, Reference, Unreadable
 
 Statement = Binding | ImportStatement | IncludeStatement
 
@@ -38,16 +38,6 @@ _EXPLANATIONS = {
 }
 
 
-@dataclass(frozen=True)
-class ParseFailure:
-    """A statement that gin's grammar does not allow; `lost` when not even its left-hand side could be read."""
-
-    line: int
-    what: str
-    fix: str = ""
-    lost: bool = False
-
-
 class _Delegate(config_parser.ParserDelegate):
     """Keeps names as names; `launch.config.names` resolves them later, all mistakes at once."""
 
@@ -58,22 +48,37 @@ class _Delegate(config_parser.ParserDelegate):
         return Macro(macro_name)
 
 
-def parse(text: str) -> tuple[list[Statement], list[ParseFailure]]:
-    """Returns the statements of a text; of those that do not parse, what can be recovered, and a failure for each."""
+class Parsed(NamedTuple):
+    """What could be read of a text.
+
+    Attributes:
+      problems: statements that gin's grammar does not allow.
+      complete: of each of those, the left-hand side could be read.
+    """
+
+    statements: list[Statement]
+    problems: list[ConfigProblem]
+    complete: bool
+
+
+def parse(text: str, *, file: str = "") -> Parsed:
+    """Returns the statements of a text, and of those that do not parse a problem and what can be recovered."""
     try:
-        return _statements(text), []
+        return Parsed(_statements(text), [], True)
     except _ERRORS as error:
         whole = error
-    statements: list[Statement] = []
-    failures: list[ParseFailure] = []
+    statements, problems, complete = [], [], True
     for line, piece in _pieces(text):
         try:
             statements += _statements("\n" * (line - 1) + piece)
         except _ERRORS as error:
             remnants = _remnants(line, piece)
-            failures.append(_failure(error, line, piece, lost=not remnants))
             statements += remnants
-    return statements, failures or [_failure(whole, 1, text, lost=True)]  # each piece parses, and the whole does not
+            problems.append(_problem(error, piece, text=text, file=file, line=line))
+            complete &= bool(remnants)
+    if not problems:  # each piece parses, and the whole does not
+        return Parsed(statements, [_problem(whole, text, text=text, file=file, line=1)], False)
+    return Parsed(statements, problems, complete)
 
 
 def _statements(text: str) -> list[Statement]:
@@ -97,25 +102,24 @@ def _remnants(line: int, piece: str) -> list[Statement]:
         modules = [f"{package}.{name}" if package else name for name in re.split(r"\s*,\s*", names)]
         location = config_parser.Location(None, line, None, piece)
         return [ImportStatement(module, bool(package), None, location) for module in modules]
-    value = Unreadable(tuple(_mentions(piece)))
+    mentions = _MENTION.findall(_COMMENT_OR_STRING.sub("", piece))
+    delegate = _Delegate()
+    value = Unreadable(
+        tuple(delegate.macro(n) if sign == "%" else delegate.configurable_reference(n, True) for sign, n in mentions)
+    )
     if assigned := _ASSIGNMENT.match(piece):
-        key = config_parser.parse_binding_key(assigned[1])
-        return [Binding(line, *key, value)]
+        return [Binding(line, *config_parser.parse_binding_key(assigned[1]), value)]
     if block := _BLOCK.match(piece):
         key = config_parser.parse_scoped_selector(block[1])
         return [Binding(line, *key, parameter, value) for parameter in _IN_BLOCK.findall(piece)]
     return []
 
 
-def _mentions(piece: str) -> Iterator[Reference | Macro]:
-    for sign, name in _MENTION.findall(_COMMENT_OR_STRING.sub("", piece)):
-        yield Reference(*config_parser.parse_scoped_selector(name), True) if sign == "@" else Macro(name)
-
-
-def _failure(error: Exception, first: int, piece: str, *, lost: bool) -> ParseFailure:
-    """The failure at its line; an unclosed bracket is noticed only at the end, so there the statement's first line."""
+def _problem(error: Exception, piece: str, *, text: str, file: str, line: int) -> ConfigProblem:
+    """The problem at its line; an unclosed bracket is noticed only at the end, so there the statement's first line."""
     what, fix = _explanation(error, piece)
-    return ParseFailure(getattr(error, "lineno", None) or first, what, fix=fix, lost=lost)
+    line, lines = getattr(error, "lineno", None) or line, text.splitlines()
+    return ConfigProblem(file, line, what, actual=lines[min(line, len(lines)) - 1].strip(), fix=fix)
 
 
 def _explanation(error: Exception, piece: str) -> tuple[str, str]:

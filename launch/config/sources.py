@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from launch.config.parsing import ImportStatement, IncludeStatement, Statement, parse
 from launch.config.statements import Binding, ConfigProblem, Reference, is_flag, leaves, nearest
@@ -18,24 +19,16 @@ from launch.environment import WORKSPACE
 DYNAMIC_REGISTRATION = "__gin__.dynamic_registration"
 
 
-@dataclasses.dataclass
-class Source:
+class Source(NamedTuple):
     """One file, or one binding of the command line, as read.
 
     Attributes:
-      name: what messages call it.
+      imports: its import statements except dynamic registration.
       ancestors: the files whose includes led here.
     """
 
-    name: str
-    text: str
+    imports: Sequence[ImportStatement] = ()
     ancestors: tuple[str, ...] = ()
-    statements: Sequence[Statement] = ()
-
-    @property
-    def imports(self) -> list[ImportStatement]:
-        """Its import statements except dynamic registration."""
-        return [s for s in self.statements if isinstance(s, ImportStatement) and s.module != DYNAMIC_REGISTRATION]
 
 
 class Reader:
@@ -70,34 +63,32 @@ class Reader:
 
     def text(self, text: str, *, name: str, folder: Path, ancestors: tuple[str, ...] = ()) -> None:
         """Reads statements; paths that they include are looked for in `folder` as well."""
-        statements, failures = parse(text)
-        lines = text.splitlines() or [""]
-        for failure in failures:
-            actual = lines[min(failure.line, len(lines)) - 1].strip()
-            self.problems.append(ConfigProblem(name, failure.line, failure.what, actual=actual, fix=failure.fix))
-            self.complete &= not failure.lost
-        self.sources[name] = source = Source(name, text, ancestors, statements)
-        self.problems += _without_dynamic_registration(source)
+        statements, problems, complete = parse(text, file=name)
+        self.problems += [*problems, *_without_dynamic_registration(statements, name)]
+        self.complete &= complete
+        imports = [s for s in statements if isinstance(s, ImportStatement) and s.module != DYNAMIC_REGISTRATION]
+        self.sources[name] = Source(imports, ancestors)
         for statement in statements:
             if isinstance(statement, IncludeStatement):
-                self._include(statement, source, folder)
+                self._include(statement, name, folder)
             elif isinstance(statement, Binding):
                 self.bindings.append(dataclasses.replace(statement, file=name, order=len(self.bindings)))
 
-    def _include(self, statement: IncludeStatement, source: Source, folder: Path) -> None:
+    def _include(self, statement: IncludeStatement, file: str, folder: Path) -> None:
         written, line = statement.filename, statement.location.line_num
         folders = (WORKSPACE, Path.cwd(), folder)
         path = find(written, folders=folders)
         if path is None:
             guess = closest(written, folders=folders)
-            self.problems.append(ConfigProblem(source.name, line, **missing_file(written, guess)))
+            self.problems.append(ConfigProblem(file, line, **missing_file(written, guess)))
             path = guess if guess and _is_a_slip(written, guess) else None
             self.complete &= path is not None
-        if path is not None and display(path) in (source.name, *source.ancestors):
+        reading = (*self.sources[file].ancestors, file)
+        if path is not None and display(path) in reading:
             what = f"the include of {display(path)} comes back to a file that is being read"
-            self.problems.append(ConfigProblem(source.name, line, what, fix="remove the include"))
+            self.problems.append(ConfigProblem(file, line, what, fix="remove the include"))
         elif path is not None:
-            self.file(path, ancestors=(*source.ancestors, source.name))
+            self.file(path, ancestors=reading)
 
 
 def find(path: str, *, folders: Iterable[Path]) -> Path | None:
@@ -139,17 +130,15 @@ def _is_a_slip(path: str, guess: Path) -> bool:
     return alike and guess.as_posix().endswith(Path(path).with_name(guess.name).as_posix())
 
 
-def _without_dynamic_registration(source: Source) -> Iterator[ConfigProblem]:
+def _without_dynamic_registration(statements: Sequence[Statement], file: str) -> Iterator[ConfigProblem]:
     """gin finds constructors through imports only where this is the first statement of each file."""
-    needs = [statement for statement in source.statements if _names_something(statement)]
-    on = [s for s in source.statements if isinstance(s, ImportStatement) and s.module == DYNAMIC_REGISTRATION]
-    if not is_flag(source.name) and (needs or on) and source.statements[:1] != on[:1]:
-        statement = (on or needs)[0]
-        line = statement.line if isinstance(statement, Binding) else statement.location.line_num
+    on = [s for s in statements if isinstance(s, ImportStatement) and s.module == DYNAMIC_REGISTRATION]
+    needing = on or [statement for statement in statements if _names_something(statement)]
+    if not is_flag(file) and needing and statements[:1] != on[:1]:
+        line = needing[0].line if isinstance(needing[0], Binding) else needing[0].location.line_num
         what = "dynamic registration must be the first statement of the file"
-        yield ConfigProblem(
-            source.name, line, what, fix="begin the file with: from __gin__ import dynamic_registration"
-        )
+        fix = "begin the file with: from __gin__ import dynamic_registration"
+        yield ConfigProblem(file, line, what, fix=fix)
 
 
 def _names_something(statement: Statement) -> bool:

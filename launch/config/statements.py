@@ -46,9 +46,10 @@ class ConfigProblem:
         return place(self.file, self.line)
 
     def __str__(self) -> str:
-        details = [("actual", self.actual), ("expected", self.expected), ("fix", self.fix)]
-        lines = [f"{self.place}: {self.what}"] + [f"    {name}: {text.strip()}" for name, text in details if text]
-        return "\n".join(line.replace("\n", "\n        ") for line in lines)
+        details = [
+            f"    {name}: {text.strip()}" for name in ("actual", "expected", "fix") if (text := getattr(self, name))
+        ]
+        return "\n".join(line.replace("\n", "\n        ") for line in [f"{self.place}: {self.what}", *details])
 
 
 class ConfigError(UserError):
@@ -135,9 +136,9 @@ class Binding:
     def __str__(self) -> str:
         return f"{self.name} = {render(self.value)}"
 
-    def problem(self, what: str, *, actual: str = "", expected: str = "", fix: str = "") -> ConfigProblem:
+    def problem(self, what: str, **details: str) -> ConfigProblem:
         """Returns a mistake at the place of this binding; `actual` is the binding unless another text is given."""
-        return ConfigProblem(self.file, self.line, what, actual=actual or str(self), expected=expected, fix=fix)
+        return ConfigProblem(self.file, self.line, what, **{"actual": str(self), **details})
 
 
 def is_flag(file: str) -> bool:

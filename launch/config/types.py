@@ -70,7 +70,11 @@ def misfit(value: Any, hint: Any) -> Misfit | None:
     if hint in (Any, object) or isinstance(value, Unreadable | Macro) or isinstance(hint, str | typing.TypeVar):
         return None
     if origin in _UNIONS:
-        return _union_misfit(value, hint)
+        if any(misfit(value, option) is None for option in arguments):
+            return None
+        others = [option for option in arguments if option is not type(None)]
+        inside = misfit(value, others[0]) if len(others) == 1 and value is not None else None
+        return inside if inside and inside.path else wrong
     if isinstance(value, Reference):
         return None if _reference_fits(value, hint) else wrong
     if origin is typing.Literal:
@@ -115,15 +119,6 @@ def _plain(hint: Any) -> Any:
             hint = hint.__value__
         else:
             return type(None) if hint is None else hint
-
-
-def _union_misfit(value: Any, hint: Any) -> Misfit | None:
-    options = typing.get_args(hint)
-    if any(misfit(value, option) is None for option in options):
-        return None
-    others = [option for option in options if option is not type(None)]
-    inside = misfit(value, others[0]) if len(others) == 1 and value is not None else None
-    return inside if inside and inside.path else Misfit("", value, hint)
 
 
 def _scalar_fits(value: Any, kind: Any) -> bool:

@@ -1,10 +1,14 @@
 """Every strategy, optimizer and slice that gin/ offers fits Valkyrie-7B on the real topology; from shapes alone."""
 
+import re
+
 import jax
 import pytest
 
+import gin
 from core import slices
 from launch import configuration, environment
+from launch.experiment import Experiment
 from models import transformer
 from parallel import agreement, mesh, report
 
@@ -55,6 +59,30 @@ def test_an_optimizer_file_binds_an_optimizer_whose_state_is_as_small_as_promise
 def test_a_slice_file_names_a_slice(name):
     experiment = valkyrie("strategies/fsdp", f"slices/{name}", at=None)
     assert slices.get(experiment.slice).name == name.replace("_", "-")
+
+
+EXPERIMENTS = [
+    path.relative_to(environment.WORKSPACE).as_posix()
+    for folder in ("", "published", "trm", "trm/exp02a")
+    for path in sorted((GIN / folder).glob("*.gin"))
+    if "\ninclude '" in path.read_text()
+]
+
+
+@pytest.mark.covers("L02")
+@pytest.mark.parametrize("file", EXPERIMENTS)
+def test_gin_alone_builds_the_same_object(file, monkeypatch):
+    """What the loader gives to gin, after its checks and without what has no effect, is what gin reads in the files."""
+    monkeypatch.chdir(environment.WORKSPACE)
+    ours = configuration.load(file).build()
+    gin.clear_config()
+    with gin.config.interactive_mode():
+        gin.parse_config_files_and_bindings([file], None)
+    assert without_addresses(gin.get_configurable(Experiment)()) == without_addresses(ours)
+
+
+def without_addresses(built):
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(built))
 
 
 @pytest.mark.parametrize(("model", "parameters"), [("trm", 5_028_866), ("trm_attention", 6_828_034)])
