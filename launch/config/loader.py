@@ -108,6 +108,7 @@ class LoadedConfig(Settings):
 def load(
     path: str | Path,
     *,
+    text: str | None = None,
     bindings: Sequence[str] = (),
     slice_name: str | None = None,
     root: str = ROOT,
@@ -118,6 +119,7 @@ def load(
 
     Args:
       path: from the working directory or the top of the workspace.
+      text: what the file says, where `path` only names it; what it includes is looked for in the workspace.
       bindings: of the command line; each may use what the experiment imports and the public modules of this workspace.
       slice_name: value for the macro SLICE, whatever the file and `bindings` say.
       root: full name of the constructor that the configuration is for.
@@ -128,19 +130,21 @@ def load(
       ConfigError: lists every mistake found.
     """
     folders = (Path.cwd(), sources.WORKSPACE)
-    file = sources.find(str(path), folders=folders)
-    if file is None:
-        parts = sources.missing_file(str(path), sources.closest(str(path), folders=folders))
-        raise ConfigError(str(path), [ConfigProblem(str(path), 0, **parts)])
-    reader = Reader()
-    experiment = reader.file(file)
+    reader, experiment, folder = Reader(), str(path), Path.cwd()
+    if text is not None:
+        reader.text(text, name=experiment, folder=folder)
+    elif file := sources.find(experiment, folders=folders):
+        experiment, folder = reader.file(file), file.parent
+    else:
+        parts = sources.missing_file(experiment, sources.closest(experiment, folders=folders))
+        raise ConfigError(experiment, [ConfigProblem(experiment, 0, **parts)])
     flags = {f"--gin #{number}": binding.strip() for number, binding in enumerate(bindings, start=1)}
     if slice_name is not None:
         flags["--slice"] = f"SLICE = {slice_name!r}"
-    for name, text in {**between, **flags}.items():
-        reader.text(text, name=name, folder=Path.cwd())
-    declared_in, known = _known_macros(reader, defaults, folders=(*folders, file.parent))
-    names = Names(reader.sources, folders=(file.parent, Path.cwd()))
+    for name, statements in {**between, **flags}.items():
+        reader.text(statements, name=name, folder=Path.cwd())
+    declared_in, known = _known_macros(reader, defaults, folders=(*folders, folder))
+    names = Names(reader.sources, folders=(folder, Path.cwd()))
     config = Configuration(
         experiment=experiment,
         root=names.root(root, file=experiment),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -130,10 +129,7 @@ def as_run(entry: Entry, *, text: str) -> Entry:
     """Returns the entry with the experiment of another canonical text, that of a run."""
     if text == entry.text:
         return entry
-    with tempfile.NamedTemporaryFile("w", suffix=".gin") as file:
-        file.write(text)
-        file.flush()
-        config = loader.load(file.name)
+    config = loader.load(entry.path, text=text)
     return dataclasses.replace(entry, text=text, experiment=config.build())
 
 

@@ -113,3 +113,16 @@ def test_a_slice_that_the_argument_replaces_is_noted():
     assert configuration.load(QUICKSTART, bindings=["SLICE = 'v4-16'"], slice_name="v4-16").notes == ()
     assert configuration.load(QUICKSTART, bindings=["SLICE = 'v4-8'"]).notes == ()
     assert configuration.load(QUICKSTART, slice_name="v4-16").notes == ()  # what a file names is there to be replaced
+
+
+def test_a_file_in_a_bucket_is_read_and_its_mistakes_bear_its_address(monkeypatch, tmp_path):
+    address, copy = "gs://bucket/first.gin", tmp_path / "first.gin"
+    monkeypatch.setattr(configuration.paths, "resolve", lambda path: {address: copy}[path])
+    with pytest.raises(ValueError, match=r"there is no file 'gs://bucket/first\.gin'"):
+        configuration.load(address)
+    copy.write_text("include 'gin/quickstart.gin'\nSEED = 5\n")
+    config = configuration.load(address)
+    assert (config.experiment, config.build().seed) == (address, 5)
+    copy.write_text("include 'gin/quickstart.gin'\nSED = 5\n")
+    with pytest.raises(ValueError, match=r"gs://bucket/first\.gin:2: SED is not one of the macros"):
+        configuration.load(address)
