@@ -129,21 +129,14 @@ def load(
     Raises:
       ConfigError: lists every mistake found.
     """
-    folders = (Path.cwd(), sources.WORKSPACE)
-    reader, experiment, folder = Reader(), str(path), Path.cwd()
-    if text is not None:
-        reader.text(text, name=experiment, folder=folder)
-    elif file := sources.find(experiment, folders=folders):
-        experiment, folder = reader.file(file), file.parent
-    else:
-        parts = sources.missing_file(experiment, sources.closest(experiment, folders=folders))
-        raise ConfigError(experiment, [ConfigProblem(experiment, 0, **parts)])
+    reader = Reader()
+    experiment, folder = _read(reader, str(path), text)
     flags = {f"--gin #{number}": binding.strip() for number, binding in enumerate(bindings, start=1)}
     if slice_name is not None:
         flags["--slice"] = f"SLICE = {slice_name!r}"
     for name, statements in {**between, **flags}.items():
         reader.text(statements, name=name, folder=Path.cwd())
-    declared_in, known = _known_macros(reader, defaults, folders=(*folders, folder))
+    declared_in, known = _known_macros(reader, defaults, folders=(Path.cwd(), sources.WORKSPACE, folder))
     names = Names(reader.sources, folders=(folder, Path.cwd()))
     config = Configuration(
         experiment=experiment,
@@ -176,6 +169,18 @@ def parse(text: str) -> Settings:
     imports = [s for s in statements if isinstance(s, parsing.ImportStatement) and s.module != DYNAMIC_REGISTRATION]
     bindings = tuple(s for s in statements if isinstance(s, Binding))
     return Settings({s.bound_name(): s.module for s in imports}, bindings)
+
+
+def _read(reader: Reader, path: str, text: str | None) -> tuple[str, Path]:
+    """Reads the experiment file; returns its name and its folder."""
+    folders = (Path.cwd(), sources.WORKSPACE)
+    if text is not None:
+        reader.text(text, name=path, folder=Path.cwd())
+        return path, Path.cwd()
+    if file := sources.find(path, folders=folders):
+        return reader.file(file), file.parent
+    parts = sources.missing_file(path, sources.closest(path, folders=folders))
+    raise ConfigError(path, [ConfigProblem(path, 0, **parts)])
 
 
 def _known_macros(reader: Reader, defaults: str, *, folders: Iterable[Path]) -> tuple[str, frozenset[str]]:

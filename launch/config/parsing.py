@@ -91,7 +91,7 @@ def _statements(text: str) -> list[Statement]:
 def _pieces(text: str) -> Iterator[tuple[int, str]]:
     """Each statement with the number of its first line."""
     lines = text.splitlines(keepends=True)
-    starts = [i for i, line in enumerate(lines) if not re.match(r"[\s#)\]}]", line)]
+    starts = sorted({0, *(i for i, line in enumerate(lines) if not re.match(r"[\s#)\]}]", line))})
     for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
         yield start + 1, "".join(lines[start:end])
 

@@ -674,6 +674,11 @@ def test_a_file_that_is_not_text(bench):
     assert bench.problem().file == "bad.gin"
 
 
+def test_a_file_that_is_indented_and_does_not_parse(bench):
+    (bench.folder / "toy.gin").write_text("  BATCH_SIZE = (2\n")
+    assert (bench.problem().place, bench.problem().what) == ("toy.gin:1", "a bracket or a string is not closed")
+
+
 def test_a_module_that_another_one_shadows(bench):
     bench.write("textwrap.py", "def mine(): ...")
     bench.add("import textwrap\nTASK = @textwrap.mine()")
