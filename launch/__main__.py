@@ -1,4 +1,4 @@
-"""`python -m launch COMMAND …`: finds the command in a folder of launch/commands/, imports that one alone and runs it.
+"""`python -m launch COMMAND …`: finds the command in a folder of launch/cli/, imports that one alone and runs it.
 
 A command is a module with `HELP` (one line), `EXAMPLE` (one command line), `add_arguments(parser)` and
 `run(args) -> int`. A `core.errors.UserError` is printed as its message alone and the exit code is 2 (launch/README.md
@@ -18,12 +18,13 @@ import traceback
 import types
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from core.errors import UserError
 from core.watch import exit_codes, peers
 from launch import environment, terminal
 
-COMMANDS = Path(__file__).parent / "commands"
+COMMANDS = Path(__file__).parent / "cli"
 
 
 def command_names() -> list[str]:
@@ -68,7 +69,7 @@ def _command(argv: Sequence[str]) -> int:
         print(_unknown(name), file=sys.stderr)
         return exit_codes.USER_ERROR
     program = "launch/pod.sh" if name == "pod" else f"launch/run {name}"
-    return run_command(f"launch.commands.{files[name].parent.name}.{name}", rest, program=program)
+    return run_command(f"launch.cli.{files[name].parent.name}.{name}", rest, program=program)
 
 
 def run_command(module: str, argv: Sequence[str], *, program: str) -> int:
@@ -85,7 +86,6 @@ def run_command(module: str, argv: Sequence[str], *, program: str) -> int:
     try:
         command = importlib.import_module(module)
         args = _parser(command, program).parse_args(argv)
-        _require_run_directory(args)
         return command.run(args)
     except UserError as error:
         _print_user_error(error)
@@ -95,9 +95,16 @@ def run_command(module: str, argv: Sequence[str], *, program: str) -> int:
         return exit_codes.INTERRUPTED
 
 
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong command line like any other user error, without a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message.removeprefix('argument ')} ({self.prog} --help lists what it takes)")
+
+
 def _parser(command: types.ModuleType, program: str) -> argparse.ArgumentParser:
-    """The command line of a command."""
-    parser = argparse.ArgumentParser(
+    """The parser of one command, with its arguments added."""
+    parser = _Parser(
         prog=program,
         description=command.HELP,
         epilog=f"example:\n  {command.EXAMPLE}",
@@ -106,16 +113,6 @@ def _parser(command: types.ModuleType, program: str) -> argparse.ArgumentParser:
     )
     command.add_arguments(parser)
     return parser
-
-
-def _require_run_directory(args: argparse.Namespace) -> None:
-    """Raises ValueError for a run directory that is given and empty: the default one is not what was asked for."""
-    given = getattr(args, "run_dir", None)
-    if given is not None and not given.strip():
-        raise UserError(
-            f"the run directory is {given!r}: expected a folder or gs://BUCKET/…. Is the variable that it is taken "
-            "from set?"
-        )
 
 
 def _overview() -> str:

@@ -14,7 +14,7 @@ from core import slices
 from core.types import DataLayout
 from launch import __main__ as cli
 from launch import agreement, environment
-from launch.commands.layouts import agreement as command
+from launch.cli.layouts import agreement as command
 from parallel import strategies
 from parallel.agreement import Difference, Trajectory, beyond
 
@@ -311,7 +311,7 @@ def test_what_an_experiment_lacks_is_said(in_process, experiment, bindings, mess
         (["--model", "mine:bare"], "the SimpleNamespace it returned has no vocab_size"),
         (["--model", "my_model:TokenModel"], "--model my_model:TokenModel: it needs vocab_size"),
         (["--processes", "3", "--only", "fsdp"], "3 processes cannot share the 16 chips of v4-32 evenly; expected one"),
-        (["--steps", "0"], "--steps 0: expected at least 1"),
+        (["--steps", "0"], "--steps: 0: expected a whole number, at least 1"),
         (["--slice", "v4-8"], "--slice changes an experiment, and none is given: add --experiment EXPERIMENT.gin"),
         (["--gin", "SEED = 1"], "--gin changes an experiment, and none is given"),
         (

@@ -308,7 +308,7 @@ def test_a_dry_run_needs_somebody_to_send_to(place, calls, capsys):
     [
         (["v4-33", "x.gin", "--simulate"], "unknown TPU slice 'v4-33'"),
         (["v4-32"], "no experiment given"),
-        (["v4-32", "x.gin", "--simulate", "--steps", "0"], "--steps 0: expected at least 1"),
+        (["v4-32", "x.gin", "--simulate", "--steps", "0"], "--steps: 0: expected a whole number, at least 1"),
         (["v4-32", "x.gin", "--tpu", "t"], "TPU 't' has no zone"),
         (["v4-32", "x.gin", "--simulate", "--tpu", "t"], "--simulate and --tpu exclude each other: the hosts are"),
         (["v4-32", "x.gin", "--simulate", "--dry-run"], "--simulate and --dry-run exclude each other"),

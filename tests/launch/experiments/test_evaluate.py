@@ -8,7 +8,7 @@ import pytest
 
 from core import paths
 from launch import configuration, training
-from launch.commands.runs import evaluate
+from launch.cli.runs import evaluate
 from launch.experiments import held_out, saved_run, scores
 
 FIRST = {"1": 0.25, "2": 0.75, "5": 0.75, "10": 0.75, "100": 0.75, "1000": 0.75}
@@ -180,10 +180,10 @@ def test_a_run_without_a_checkpoint(command, parrot_run, tmp_path):
     assert "has no complete checkpoint: one is saved every CHECKPOINT_INTERVAL steps" in said
 
 
-def test_rows_that_are_no_number_are_refused(command, parrot_run, capsys):
-    with pytest.raises(SystemExit):
-        command("evaluate", parrot_run, "--rows", "0")
-    assert "expected all, or a number from 1 up" in capsys.readouterr().err
+def test_rows_that_are_no_number_are_refused(command, parrot_run):
+    code, said = command("evaluate", parrot_run, "--rows", "0")
+    assert code == 2
+    assert "expected all, or a number from 1 up" in said
 
 
 def test_text_is_evaluated_in_whole_batches():

@@ -11,7 +11,7 @@ import pytest
 from core import run_metrics
 from core.watch import exit_codes
 from launch import __main__ as main
-from launch.commands.runs import suite as command
+from launch.cli.runs import suite as command
 from launch.experiments import results, suite_plan, suite_runner
 from launch.hosts import tpu_host
 

@@ -5,7 +5,7 @@ import pytest
 from core import slices, versions
 from launch import __main__ as main
 from launch import configuration, environment, smoke
-from launch.commands.layouts import golden as command
+from launch.cli.layouts import golden as command
 from launch.plans import golden
 from parallel.planning import label
 

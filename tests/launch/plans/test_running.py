@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from launch import configuration
-from launch.commands.layouts import plan
+from launch.cli.layouts import plan
 from launch.plans import compiling, figures, page, planning, records, table
 
 _CONSIDERED = {}

@@ -5,7 +5,7 @@ import zlib
 
 import pytest
 
-from launch.commands.layouts import draw
+from launch.cli.layouts import draw
 from parallel.pipeline import drawing, schedules
 
 

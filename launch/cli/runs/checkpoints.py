@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from core import units
 from core.errors import UserError
 from core.watch import exit_codes
+from launch.cli import flags
 
 if TYPE_CHECKING:
     from core import paths
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ls|verify|diff|prune")
     own = {name: actions.add_parser(name, description=text, allow_abbrev=False) for name, text in _DESCRIPTIONS.items()}
     for name in ("ls", "verify", "prune"):
-        own[name].add_argument("run_dir", metavar="RUN", help="the directory of a run, local or gs://")
+        flags.add(own[name], "RUN")
     own["verify"].add_argument("--step", metavar="N", type=int, help="verify only this step (default: all)")
     own["diff"].add_argument("first", metavar="RUN_A[@STEP]", help="without @STEP: the latest step")
     own["diff"].add_argument("second", metavar="RUN_B[@STEP]")

@@ -18,6 +18,7 @@ from rich.table import Table
 from core import paths, slices, units
 from core.errors import UserError
 from launch import environment, terminal
+from launch.cli import flags
 
 if TYPE_CHECKING:
     from launch.experiments.suite_plan import Entry
@@ -39,18 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "group", metavar="GROUP", help="a group of gin/trm (exp01, exp02, …, all), or a folder of gin files"
     )
-    parser.add_argument("--simulate", action="store_true", help="simulate hosts as processes, chips as CPU devices")
-    parser.add_argument("--smoke", action="store_true", help="smoke run of each: smallest sizes, 20 steps")
+    flags.add(parser, "--simulate", "--smoke", "--slice", "--gin")
     parser.add_argument("--analyze", action="store_true", help="run nothing: collect existing results")
     parser.add_argument("--list", action="store_true", help="run nothing: list the experiments and duplicates")
-    parser.add_argument("--slice", metavar="SLICE", help="overrides the files' SLICE")
-    parser.add_argument(
-        "--gin", metavar="BINDING", action="append", default=[], help="applied to every experiment; repeatable"
-    )
     parser.add_argument(
         "--seeds", metavar="N", type=int, default=1, help="runs of each experiment, with different seeds (default: 1)"
     )
-    parser.add_argument("--steps", metavar="N", type=int, help="stop each after step N")
+    flags.add(parser, "--steps", help="stop each experiment after step N")
     parser.add_argument(
         "--run-root", metavar="DIR", help="run directories are DIR/{group}/{experiment} (default: RENGA_RUN_ROOT)"
     )

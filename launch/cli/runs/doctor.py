@@ -19,6 +19,7 @@ from core import paths, slices
 from core.errors import UserError
 from core.watch import exit_codes
 from launch import environment
+from launch.cli import flags
 from launch.hosts import simulate, tpu_host
 
 HELP = "say whether a run could start on this slice, with the fix of whatever is wrong: READY or NOT READY"
@@ -26,15 +27,8 @@ EXAMPLE = "launch/run doctor v4-16 gin/quickstart.gin --simulate"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what a doctor takes."""
-    parser.add_argument("slice", metavar="SLICE")
-    parser.add_argument("experiment", metavar="EXPERIMENT.gin")
-    parser.add_argument(
-        "--gin", metavar="BINDING", action="append", default=[], help="overrides one binding; repeatable"
-    )
-    parser.add_argument("--run-dir", metavar="DIR", help="default: $RENGA_RUN_ROOT/{group}/{experiment}")
-    parser.add_argument("--simulate", action="store_true", help="hosts as processes here, chips as CPU devices")
-    parser.add_argument("--json", metavar="FILE", help="also write the rows there")
+    """Adds the arguments."""
+    flags.add(parser, "SLICE", "EXPERIMENT.gin", "--gin", "--run-dir", "--simulate", "--json")
     parser.add_argument("--part", choices=("ahead", "host"), help=argparse.SUPPRESS)  # of this command's own processes
 
 
@@ -86,10 +80,8 @@ def _rows_of(args: argparse.Namespace, part: str, file: Path, **variables: str) 
 
 
 def _command(args: argparse.Namespace, part: str, file: Path) -> list[str]:
-    bindings = [word for binding in args.gin for word in ("--gin", binding)]
-    simulated = ["--simulate"] if args.simulate else []
-    own = ["--run-dir", args.run_dir, "--part", part, "--json", str(file)]
-    return [sys.executable, "-m", "launch", "doctor", args.slice, args.experiment, *bindings, *simulated, *own]
+    own = [*flags.passed_on(args, "--gin", "--simulate", "--run-dir"), "--part", part, "--json", str(file)]
+    return [sys.executable, "-m", "launch", "doctor", args.slice, args.experiment, *own]
 
 
 def _simulated(args: argparse.Namespace, slice_: slices.Slice) -> list:

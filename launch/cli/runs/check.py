@@ -7,23 +7,18 @@ import os
 
 from core import slices
 from launch import environment, terminal
+from launch.cli import flags
 
 HELP = "find every mistake that shows without a device: configuration, layout, data, run directory"
 EXAMPLE = "launch/run check v4-32 gin/valkyrie_7b.gin"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what a check takes."""
-    parser.add_argument("slice", metavar="SLICE", help="such as v4-32 (launch/run slices)")
-    parser.add_argument("experiment", metavar="EXPERIMENT.gin")
-    parser.add_argument(
-        "--gin", metavar="BINDING", action="append", default=[], help="overrides one binding; repeatable"
-    )
-    parser.add_argument("--run-dir", metavar="DIR", help="default: $RENGA_RUN_ROOT/{group}/{experiment}")
-    parser.add_argument("--smoke", action="store_true", help="check the smoke run")
+    """Adds the arguments."""
+    flags.add(parser, "SLICE", "EXPERIMENT.gin", "--gin", "--run-dir", "--smoke")
     hosts = parser.add_mutually_exclusive_group()
-    hosts.add_argument("--simulate", action="store_true", help="its hosts will be processes here")
-    hosts.add_argument("--ship", action="store_true", help="its hosts will be reached from this workstation")
+    flags.add(hosts, "--simulate")
+    hosts.add_argument("--ship", action="store_true", help="the run will be started from this workstation")
 
 
 def run(args: argparse.Namespace) -> int:

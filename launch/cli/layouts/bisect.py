@@ -24,6 +24,7 @@ from core import paths, units
 from core.errors import UserError
 from core.slices import Slice
 from launch import terminal
+from launch.cli import flags
 
 HELP = "run two variants of an experiment and name the first step, layer and tensor that differ"
 EXAMPLE = """launch/run bisect gin/quickstart.gin "" "hosts=2"
@@ -53,13 +54,13 @@ class Variant(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what is compared, and how closely."""
-    parser.add_argument("experiment", metavar="EXPERIMENT.gin")
+    flags.add(parser, "EXPERIMENT.gin")
     parser.add_argument("a", metavar="A", help='the first variant, such as "STRATEGY = @strategies.fsdp()"')
     parser.add_argument("b", metavar="B", help='the second, such as "hosts=2"')
-    parser.add_argument("--slice", metavar="SLICE", help="wins over the file's SLICE")
-    parser.add_argument("--steps", metavar="N", type=int, default=3, help="default 3")
+    flags.add(parser, "--slice")
+    flags.add(parser, "--steps", default=3, help="steps to train (default: 3)")
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--smoke", action="store_true", help="shrunken model, rows and batch (the default)")
+    flags.add(size, "--smoke", help="smallest sizes of model, rows and batch (the default)")
     size.add_argument("--full", action="store_true", help="the sizes of the experiment")
     parser.add_argument("--own-dtype", action="store_true", help="compute in the model's dtype instead of float32")
     parser.add_argument("--tolerance", metavar="ULP", type=float, help="instead of the measured ones")
@@ -69,9 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs both sides and says where they part: 0 equal, 1 different."""
-    for what, value in (("--steps", args.steps), ("--tolerance", args.tolerance)):
-        if value is not None and value < (1 if what == "--steps" else 0):
-            raise UserError(f"{what} {value}: expected at least {1 if what == '--steps' else 0}")
+    if args.tolerance is not None and args.tolerance < 0:
+        raise UserError(f"--tolerance {args.tolerance}: expected at least 0")
     if args.record:
         return _record(args)
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -127,9 +127,8 @@ def _variants(args: argparse.Namespace) -> list[Variant]:
 
 def _passed_on(args: argparse.Namespace) -> list[str]:
     """What a host's process must be told: the same, in words that do not depend on its HOME."""
-    flags = [flag for flag, given in (("--full", args.full), ("--own-dtype", args.own_dtype)) if given]
-    options = ["--slice", args.slice] if args.slice else []
-    return [args.experiment, *map(str, _variants(args)), "--steps", str(args.steps), *options, *flags]
+    options = flags.passed_on(args, "--steps", "--slice", "--full", "--own-dtype")
+    return [args.experiment, *map(str, _variants(args)), *options]
 
 
 def _experiment(variant: Variant, args: argparse.Namespace) -> Any:

@@ -9,9 +9,9 @@ import sys
 from typing import TYPE_CHECKING
 
 from core import slices
-from core.errors import UserError
 from core.watch import exit_codes
 from launch import environment
+from launch.cli import flags
 
 if TYPE_CHECKING:
     from launch.config import LoadedConfig
@@ -23,15 +23,8 @@ EXAMPLE = "launch/run train gin/quickstart.gin --slice v4-8"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what a run takes."""
-    parser.add_argument("experiment", metavar="EXPERIMENT.gin")
-    parser.add_argument("--slice", metavar="SLICE", help="wins over the file's SLICE")
-    parser.add_argument(
-        "--gin", metavar="BINDING", action="append", default=[], help="overrides one binding; repeatable"
-    )
-    parser.add_argument("--run-dir", metavar="DIR", help="default: $RENGA_RUN_ROOT/{group}/{experiment}")
-    parser.add_argument("--steps", metavar="N", type=int, help="stop after step N; schedules keep TOTAL_STEPS")
-    parser.add_argument("--smoke", action="store_true", help="smallest sizes, 20 steps, save, restore, PASS")
+    """Adds the arguments."""
+    flags.add(parser, "EXPERIMENT.gin", "--slice", "--gin", "--run-dir", "--steps", "--smoke")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,8 +50,6 @@ def _run(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     from launch.hosts import cluster
     from launch.hosts.tpu_host import revision
 
-    if args.steps is not None and args.steps < 1:
-        raise UserError(f"--steps {args.steps}: expected at least 1")
     config = configuration.load(args.experiment, bindings=args.gin, slice_name=args.slice)
     experiment = config.build()
     if args.smoke:

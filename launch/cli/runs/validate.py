@@ -14,6 +14,7 @@ from core import paths, slices
 from core.errors import UserError
 from core.watch import exit_codes
 from launch import environment
+from launch.cli import flags
 from launch.hosts import tpu_host
 
 HELP = "try a slice: doctor, attention, every strategy, save and restore, predicted against measured; one report"
@@ -21,11 +22,11 @@ EXAMPLE = "launch/run validate v4-16 gin/quickstart.gin --simulate"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what a validation takes."""
-    parser.add_argument("slice", metavar="SLICE")
+    """Adds the arguments."""
+    flags.add(parser, "SLICE")
     parser.add_argument("experiment", metavar="EXPERIMENT.gin", nargs="?", default="gin/quickstart.gin")
-    parser.add_argument("--run-dir", metavar="DIR", help="default: $RENGA_RUN_ROOT/validate/SLICE")
-    parser.add_argument("--simulate", action="store_true", help="rehearse it: hosts as processes here")
+    flags.add(parser, "--run-dir", help="default: $RENGA_RUN_ROOT/validate/SLICE")
+    flags.add(parser, "--simulate")
     parser.add_argument("--attention", metavar="FILE", help=argparse.SUPPRESS)  # of this command's own process
 
 

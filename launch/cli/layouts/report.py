@@ -9,6 +9,7 @@ import pathlib
 from typing import Any
 
 from core.errors import UserError
+from launch.cli import flags
 
 HELP = "print where every array lives and what it costs a chip; --compile asks the real TPU compiler"
 EXAMPLE = """launch/run report v4-32 gin/valkyrie_7b.gin --compile --json report.json
@@ -18,11 +19,7 @@ EXAMPLE = """launch/run report v4-32 gin/valkyrie_7b.gin --compile --json report
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what a report takes."""
-    parser.add_argument("slice", metavar="SLICE")
-    parser.add_argument("experiment", metavar="EXPERIMENT.gin")
-    parser.add_argument(
-        "--gin", metavar="BINDING", action="append", default=[], help="overrides one binding; repeatable"
-    )
+    flags.add(parser, "SLICE", "EXPERIMENT.gin", "--gin")
     parser.add_argument(
         "--compile",
         action="store_true",

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 from core import paths, slices, units
 from core.errors import UserError
 from launch import environment
-from launch.commands.runs import validate
+from launch.cli import flags
+from launch.cli.runs import validate
 from launch.hosts import alerts, gcloud, lifecycle, shipping, simulate, supervise, tpu_host, workstation
 
 if TYPE_CHECKING:
@@ -39,25 +40,18 @@ EXAMPLE = """launch/pod.sh v4-16 gin/quickstart.gin --simulate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what pod.sh takes."""
+    """Adds the arguments."""
     actions = " | ".join((*workstation.ACTIONS, *lifecycle.ACTIONS, "profile"))
     parser.add_argument("target", metavar="SLICE", help=f"such as v4-32 (launch/run slices); or {actions}")
     named = "the experiment file; of profile, logs and tensorboard, the run; of create and queue, the SLICE"
     parser.add_argument("experiment", metavar="EXPERIMENT.gin", nargs="?", help=named)
     parser.add_argument("validated", metavar="…", nargs="?", help="SLICE validate [EXPERIMENT.gin]: tries the slice")
-    parser.add_argument(
-        "--gin", metavar="BINDING", action="append", default=[], help="overrides one binding; repeatable"
-    )
-    parser.add_argument("--run-dir", metavar="DIR", help="default: $RENGA_RUN_ROOT/{group}/{experiment}")
-    parser.add_argument("--steps", metavar="N", type=int, help="stop after step N; of profile, how many to trace")
-    parser.add_argument("--seconds", metavar="S", type=float, help="of profile: how long to trace")
-    parser.add_argument(
-        "--restarts", metavar="N", type=int, default=0, help="start again when that can help, N times without progress"
-    )
+    flags.add(parser, "--gin", "--run-dir", "--restarts")
+    flags.add(parser, "--steps", help="stop after step N; with profile: number of steps to trace")
+    parser.add_argument("--seconds", metavar="S", type=float, help="with profile: how long to trace")
     modes = parser.add_argument_group("modes")
-    modes.add_argument("--simulate", action="store_true", help="hosts as processes here, chips as CPU devices")
-    modes.add_argument("--smoke", action="store_true", help="same slice and tables, smallest sizes, 20 steps, PASS")
-    modes.add_argument("--check", action="store_true", help="only what can be known without a device; starts nothing")
+    flags.add(modes, "--simulate", "--smoke")
+    modes.add_argument("--check", action="store_true", help="check what can be checked without a device; start nothing")
     modes.add_argument("--tpu", metavar="NAME[,NAME]", help="from a workstation: the TPU of each slice (or TPU_NAME)")
     modes.add_argument("--zone", help="its zone (or TPU_ZONE)")
     modes.add_argument("--project", help="its project (or TPU_PROJECT)")
@@ -77,8 +71,6 @@ def run(args: argparse.Namespace) -> int:
     slice_ = slices.get(args.target)
     if args.experiment is None:
         raise UserError(f"no experiment given: launch/pod.sh {args.target} EXPERIMENT.gin (gin/ has some)")
-    if args.steps is not None and args.steps < 1:
-        raise UserError(f"--steps {args.steps}: expected at least 1")
     if args.experiment == "validate":
         return _validate(args, slice_)
     if args.validated is not None:
@@ -126,8 +118,7 @@ def _validate(args: argparse.Namespace, slice_: slices.Slice) -> int:
     tpus = () if args.simulate else gcloud.find_tpus(args.tpu, args.zone, args.project)
     if not tpus or (tpu_host.on_tpu_host() and not args.tpu):
         _refuse_dry_run(args, "this validates here")
-        own = ["--run-dir", args.run_dir] if args.run_dir else []
-        return _become(["validate", slice_.name, experiment, *own, *(["--simulate"] if args.simulate else [])])
+        return _become(["validate", slice_.name, experiment, *flags.passed_on(args, "--run-dir", "--simulate")])
     directory = args.run_dir or _from_workspace(validate.default_directory(slice_))
     if slice_.hosts > 1 and not paths.is_remote(directory):
         raise UserError(
@@ -302,8 +293,6 @@ def _require_one_mode(args: argparse.Namespace) -> None:
 
 def _require_restartable(args: argparse.Namespace) -> None:
     """Raises ValueError where --restarts could not do what it says."""
-    if args.restarts < 0:
-        raise UserError(f"--restarts {args.restarts}: expected 0 (never) or more")
     if args.restarts and args.smoke:
         raise UserError("--restarts and --smoke exclude each other: a smoke run never continues one. Give one of them")
 
@@ -340,14 +329,8 @@ def _make_or_delete(args: argparse.Namespace) -> int:
 
 def _options(args: argparse.Namespace, *, run_dir: bool = True) -> list[str]:
     """The flags that every place passes on as they are."""
-    options = [option for binding in args.gin for option in ("--gin", binding)]
-    if run_dir and args.run_dir is not None:
-        options += ["--run-dir", args.run_dir]
-    if args.steps is not None and not args.check:
-        options += ["--steps", str(args.steps)]
-    if args.smoke:
-        options.append("--smoke")
-    return options
+    names = ["--gin", *(["--run-dir"] if run_dir else []), *([] if args.check else ["--steps"]), "--smoke"]
+    return flags.passed_on(args, *names)
 
 
 def _become(arguments: list[str]) -> int:

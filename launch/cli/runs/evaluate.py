@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from core import paths, slices, units
 from core.errors import UserError
 from launch import environment
+from launch.cli import flags
 
 if TYPE_CHECKING:
     from core.types import AnswerJudge
@@ -34,7 +35,7 @@ EXAMPLE = """launch/run evaluate runs/trm/sudoku4
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the run, the checkpoints, the rows and where to evaluate."""
-    parser.add_argument("run_dir", metavar="RUN", help="the directory of a run, local or gs://")
+    flags.add(parser, "RUN")
     steps = parser.add_mutually_exclusive_group()
     steps.add_argument("--step", metavar="N", type=int, help="evaluate this checkpoint (default: the latest)")
     steps.add_argument(
@@ -46,11 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--submission", metavar="FILE", help="ARC: write two attempts per test, from the votes of all checkpoints"
     )
-    parser.add_argument("--simulate", action="store_true", help="simulate hosts as processes, chips as CPU devices")
-    parser.add_argument("--slice", metavar="SLICE", help="overrides the run's SLICE")
-    parser.add_argument(
-        "--gin", metavar="BINDING", action="append", default=[], help="overrides the run's configuration; repeatable"
-    )
+    flags.add(parser, "--simulate", "--slice", "--gin")
 
 
 def _rows(text: str) -> int | str:
@@ -124,16 +121,9 @@ def _simulate(args: argparse.Namespace, asked: HeldOut, *, run_dir: str) -> int:
     slice_ = slices.get(asked.experiment.slice)
     program = asked.experiment.bind(mesh.topology_devices(slice_))  # one error for a wrong layout, not one per host
     host_memory.require_simulated(report.totals(program).everything * slice_.chips, slice_name=slice_.name)
-    command = [
-        sys.executable,
-        "-m",
-        "launch",
-        "evaluate",
-        run_dir,
-        "--slice",
-        slice_.name,
-    ]  # simulated hosts have another ~
-    command += [word for binding in args.gin for word in ("--gin", binding)]
+    # run_dir is resolved: simulated hosts have another home directory
+    command = [sys.executable, "-m", "launch", "evaluate", run_dir, "--slice", slice_.name]
+    command += flags.passed_on(args, "--gin")
     command += ["--step", str(args.step)] * (args.step is not None) + ["--all-steps"] * args.all_steps
     command += ["--rows", str(args.rows)] * (args.rows is not None)
     command += ["--submission", os.fspath(paths.resolve(args.submission))] if args.submission else []

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 
+from launch.cli import flags
+
 HELP = "print a profile: step time by host, skew, input wait, top operations, share of collectives"
 EXAMPLE = "launch/run profile runs/gin/quickstart --session step_100"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the run directory, the session and the number of operations."""
-    parser.add_argument("run_dir", metavar="RUN", help="a run directory, local or gs://")
+    flags.add(parser, "RUN")
     parser.add_argument("--session", metavar="NAME", help="such as step_100 (default: the latest)")
     parser.add_argument("--top", metavar="N", type=int, default=12, help="number of operations to list (default: 12)")
 

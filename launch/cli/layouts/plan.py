@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from core.errors import UserError
+from launch.cli import flags
 
 HELP = "find the quickest layout of an experiment that fits a slice, by compiling for it; --explain says what binds"
 EXAMPLE = """launch/run plan v4-32 gin/valkyrie_7b.gin --quick --price 3.22
@@ -20,11 +21,7 @@ _ENDINGS = {"write": "gin", "html": "html", "json": "json", "record": "json"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what a plan takes."""
-    parser.add_argument("slice", metavar="SLICE")
-    parser.add_argument("experiment", metavar="EXPERIMENT.gin")
-    parser.add_argument(
-        "--gin", metavar="BINDING", action="append", default=[], help="overrides one binding; repeatable"
-    )
+    flags.add(parser, "SLICE", "EXPERIMENT.gin", "--gin")
     parser.add_argument("--batch", metavar="ROWS", type=int, nargs="+", default=[], help="batch sizes to try")
     parser.add_argument("--only", metavar="STRATEGY", nargs="+", default=[], help="try these strategies alone")
     how = parser.add_mutually_exclusive_group()

@@ -9,30 +9,24 @@ from pathlib import Path
 from core import paths, slices
 from core.errors import UserError
 from launch import environment
+from launch.cli import flags
 
 HELP = "write the JobSet with which GKE runs an experiment on a slice"
 EXAMPLE = "launch/run jobset v4-32 gin/valkyrie_7b.gin --image IMAGE --run-dir gs://bucket/first --out job.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what a manifest takes."""
-    parser.add_argument("slice", metavar="SLICE")
-    parser.add_argument("experiment", metavar="EXPERIMENT.gin")
+    """Adds the arguments."""
+    flags.add(parser, "SLICE", "EXPERIMENT.gin", "--gin")
+    flags.add(parser, "--run-dir", metavar="gs://…")
     parser.add_argument("--image", required=True, help="a container image whose working directory is this workspace")
-    parser.add_argument("--run-dir", metavar="gs://…", help="default: $RENGA_RUN_ROOT/{group}/{experiment}")
+    restarts = "restarts of the whole set, with a new checkpoint or without (default: 1000)"
+    flags.add(parser, "--restarts", default=1000, help=restarts)
+    parser.add_argument("--name", help="name of the JobSet (default: the experiment's)")
     parser.add_argument(
-        "--gin", metavar="BINDING", action="append", default=[], help="overrides one binding; repeatable"
+        "--alert-secret", metavar="NAME", help="a Kubernetes secret whose key `alert` holds RENGA_ALERT"
     )
-    parser.add_argument(
-        "--restarts",
-        metavar="N",
-        type=int,
-        default=1000,
-        help="of the whole set; Kubernetes counts each, with a new checkpoint or without (default 1000)",
-    )
-    parser.add_argument("--name", help="of the JobSet; default: the experiment's")
-    parser.add_argument("--alert-secret", metavar="NAME", help="a Kubernetes secret; its key `alert` is RENGA_ALERT")
-    parser.add_argument("--out", metavar="FILE", help="default: printed")
+    parser.add_argument("--out", metavar="FILE", help="file to write (default: standard output)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,15 +39,12 @@ def run(args: argparse.Namespace) -> int:
     run_dir = args.run_dir or environment.run_directory(args.experiment)
     if not paths.is_remote(run_dir):
         raise UserError(f"the run directory {run_dir} would go with its pod: give --run-dir gs://BUCKET/…")
-    if args.restarts < 0:
-        raise UserError(f"--restarts {args.restarts}: expected 0 (never) or more")
-    bindings = [word for binding in args.gin for word in ("--gin", binding)]
     text = json.dumps(
         jobset.manifest(
             args.name or Path(args.experiment).stem.replace("_", "-").lower(),
             slice_,
             image=args.image,
-            arguments=[slice_.name, args.experiment, "--run-dir", run_dir, *bindings],
+            arguments=[slice_.name, args.experiment, "--run-dir", run_dir, *flags.passed_on(args, "--gin")],
             restarts=args.restarts,
             environment={name: value for name in environment.SENT if (value := environment.read(name))},
             alert_secret=args.alert_secret,

@@ -16,6 +16,7 @@ from rich.table import Table
 from core import slices
 from core.errors import UserError
 from launch import terminal
+from launch.cli import flags
 
 HELP = "measure how far every strategy's numbers are from one device's"
 EXAMPLE = """launch/run agreement
@@ -32,7 +33,7 @@ PARTS = ("gradients", "losses", "params", "opt_state")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what is compared."""
-    parser.add_argument("--steps", type=int, default=3, help="default 3; tolerances were measured through 20")
+    flags.add(parser, "--steps", default=3, help="steps to train (default: 3); tolerances were measured through 20")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="some of the shipped strategies")
     subject = parser.add_mutually_exclusive_group()
     subject.add_argument(
@@ -45,10 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="EXPERIMENT.gin",
         help="compare this experiment: its model, batches of its task, and its strategy unless you name others",
     )
-    parser.add_argument(
-        "--gin", metavar="BINDING", action="append", default=[], help="override one binding; repeatable"
-    )
-    parser.add_argument("--slice", metavar="SLICE", help="slice of the experiment's strategy; overrides SLICE")
+    flags.add(parser, "--gin", "--slice")
     parser.add_argument(
         "--strategy", metavar="MODULE:FUNCTION@SLICE", action="append", default=[], help="one of yours; repeatable"
     )
@@ -136,8 +134,6 @@ def _require_devices(examples: dict[str, Any]) -> None:
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    if args.steps < 1:
-        raise UserError(f"--steps {args.steps}: expected at least 1")
     if not args.experiment and (args.gin or args.slice):
         flag = "--gin" if args.gin else "--slice"
         raise UserError(f"{flag} changes an experiment, and none is given: add --experiment EXPERIMENT.gin")
@@ -158,11 +154,8 @@ def _check(args: argparse.Namespace, examples: dict[str, Any]) -> None:
 
 def _passed_on(args: argparse.Namespace) -> list[str]:
     """Arguments for the other processes, all but the names of the examples."""
-    named = {"--model": args.model, "--experiment": args.experiment, "--slice": args.slice}
-    options = [text for flag, value in named.items() if value for text in (flag, value)]
-    options += [a for text in args.gin for a in ("--gin", text)]
-    options += [a for text in args.strategy for a in ("--strategy", text)]
-    return ["--steps", str(args.steps), *options, *(["--only", *args.only] if args.only else [])]
+    names = ("--steps", "--model", "--experiment", "--slice", "--gin", "--strategy")
+    return [*flags.passed_on(args, *names), *(["--only", *args.only] if args.only else [])]
 
 
 def _experiment(args: argparse.Namespace) -> Any:

@@ -9,6 +9,7 @@ import sys
 
 from core import library_noise
 from core.watch import exit_codes
+from launch.cli import flags
 
 HELP = "open TensorBoard (scalars, config, profiles of every host) on a run directory"
 EXAMPLE = "launch/run tensorboard runs/gin/quickstart"
@@ -16,7 +17,7 @@ EXAMPLE = "launch/run tensorboard runs/gin/quickstart"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the run directory and the port."""
-    parser.add_argument("run_dir", metavar="RUN", help="a run directory, or a folder that contains several")
+    flags.add(parser, "RUN", help="a run directory, or a folder that contains several")
     parser.add_argument("--port", type=int, default=6006, help="on 127.0.0.1 (default: 6006)")
 
 

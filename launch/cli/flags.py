@@ -1,0 +1,78 @@
+"""Flags that several commands share, each with one name, type and help text."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from typing import Any
+
+
+def at_least(minimum: int) -> Any:
+    """An argparse type: a whole number from `minimum` up."""
+
+    def number(text: str) -> int:
+        if not text.removeprefix("-").isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text}: expected a whole number, at least {minimum}")
+        return int(text)
+
+    return number
+
+
+def _folder(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError(
+            f"the run directory is {text!r}: expected a folder or gs://BUCKET/…. Is the variable that it is taken from "
+            "set?"
+        )
+    return text
+
+
+_FLAGS: dict[str, dict[str, Any]] = {
+    "SLICE": {"help": "such as v4-32 (launch/run slices lists them)"},
+    "EXPERIMENT.gin": {"help": "an experiment file, local or gs://"},
+    "RUN": {"type": _folder, "help": "a run directory, local or gs://"},
+    "--slice": {"metavar": "SLICE", "help": "overrides the experiment's SLICE"},
+    "--gin": {"metavar": "BINDING", "action": "append", "default": [], "help": "overrides one binding; repeatable"},
+    "--run-dir": {"type": _folder, "metavar": "DIR", "help": "default: $RENGA_RUN_ROOT/{group}/{experiment}"},
+    "--steps": {"metavar": "N", "type": at_least(1), "help": "stop after step N; schedules keep TOTAL_STEPS"},
+    "--restarts": {
+        "metavar": "N",
+        "type": at_least(0),
+        "default": 0,
+        "help": "restart a failed run where that can help, up to N times without progress",
+    },
+    "--simulate": {"action": "store_true", "help": "simulate the hosts as processes and their chips as CPU devices"},
+    "--smoke": {"action": "store_true", "help": "smoke run: same slice and layout, smallest sizes, 20 steps"},
+    "--json": {"metavar": "FILE", "help": "also write the result to FILE as JSON"},
+}
+_POSITIONAL = {"SLICE": "slice", "EXPERIMENT.gin": "experiment", "RUN": "run_dir"}
+
+
+def add(parser: Any, *names: str, **changes: Any) -> None:
+    """Adds shared flags to a parser or to a group of it.
+
+    Args:
+      parser: an `argparse.ArgumentParser`, or a group of one.
+      names: of `_FLAGS`; those without dashes are positional.
+      changes: options of `add_argument` to use instead, such as help.
+    """
+    for name in names:
+        options = {**_FLAGS[name], **changes}
+        if name in _POSITIONAL:
+            parser.add_argument(_POSITIONAL[name], metavar=name, **options)
+        else:
+            parser.add_argument(name, **options)
+
+
+def passed_on(args: argparse.Namespace, *names: str) -> list[str]:
+    """The command line that gives another process the same values of these flags; without those that are unset."""
+    words: list[str] = []
+    for name in names:
+        value = getattr(args, name.removeprefix("--").replace("-", "_"))
+        if value is True:
+            words.append(name)
+        elif isinstance(value, Iterable) and not isinstance(value, str):
+            words += [word for item in value for word in (name, str(item))]
+        elif value is not None and value is not False:
+            words += [name, str(value)]
+    return words
