@@ -115,7 +115,7 @@ class Transformer:
 
     @property
     def head_width(self) -> int:
-        """K."""
+        """K: the size of a head."""
         return self.head_dim or self.embed_dim // self.num_heads
 
     @property

@@ -1,1 +1,1 @@
-"""How a model is spread over chips: strategies as tables, bound to devices by a partitioner."""
+"""Shards a model over chips: strategies as tables, and the partitioner that binds them to devices."""

@@ -169,11 +169,7 @@ def run(program: Program, batches: Iterable[Batch]) -> Trajectory:
 
 
 def batches_of(task: Task, program: Program, *, steps: int) -> list[Batch]:
-    """The first training batches of a prepared task, all rows of each, on every host.
-
-    Raises:
-      ValueError: the batches have other shapes than the program expects, or end before `steps`.
-    """
+    """Returns the first training batches of a prepared task, with all rows, on every host."""
     rows = next(iter(program.spec.values())).shape[0]
     stream = task.train(program.partitioner.data_layout(rows), seed=program.seed)
     batches = []

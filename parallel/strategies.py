@@ -1,5 +1,8 @@
 """The built-in strategies. Each is a table; a gin file selects one with a single line.
 
+Arguments named after mesh axes are their degrees; -1 takes the remaining chips. `slices` is the number of slices, and
+`schedule` the schedule of a pipeline (`parallel.pipeline.schedules`).
+
 Notation: X[B_f, D] is an array whose batch dimension is sharded over the mesh axis fsdp (f) and whose embed dimension
 is not sharded; d is data, s is sequence, t is tensor, p is stage; gather_f and scatter_f are collectives over fsdp.
 B batch, L length, D embed, F mlp, H heads, N key/value heads, K head_dim, V vocab, m microbatch.

@@ -190,8 +190,8 @@ def mesh_text(shape: Mapping[str, int], *, dcn_shape: Mapping[str, int] | None =
     """Returns the degrees of a mesh as text: `data 2 (DCN) x fsdp 16`.
 
     Args:
-      shape: degree by mesh axis; an axis of degree 1 is left out.
-      dcn_shape: of each axis, how many slices it spans; axes that span several are marked.
+      shape: degree by mesh axis; axes of degree 1 are omitted.
+      dcn_shape: number of slices that each axis spans; axes that span several are marked.
       single: the text of a mesh in which every degree is 1.
     """
     spans = dcn_shape or {}

@@ -110,17 +110,28 @@ def run(
 
 
 def _skip(is_on: jax.Array, update: Callable, value: Any) -> Any:
-    """The update, or nothing at no cost. Its gradient would be summed over chips inside of the branch, each time."""
+    """Applies the update, or skips it at no cost.
+
+    Not for the last cycle: gradients would be summed over chips inside of the branch, at every call.
+    """
     return jax.lax.cond(is_on, update, lambda v: v, value)
 
 
 def _mask(is_on: jax.Array, update: Callable, value: Any) -> Any:
-    """Computes the update in any case and selects it conditionally, so that gradients are summed over chips once."""
+    """Computes the update in any case, and selects its result or the old value.
+
+    In contrast to `_skip`, gradients are summed over chips once.
+    """
     return jax.tree.map(functools.partial(jnp.where, is_on), update(value), value)
 
 
 class _Loop(NamedTuple):
-    """How calls are repeated: how calls are left out (`_skip` or `_mask`), and how many are unrolled."""
+    """How calls are repeated.
+
+    Attributes:
+      leave_out: `_skip` or `_mask`, for calls that a curriculum leaves out.
+      unroll: number of unrolled calls.
+    """
 
     leave_out: Callable
     unroll: int

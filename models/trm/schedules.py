@@ -2,10 +2,11 @@
 
 The carry counts training steps, so a schedule is a pure function of a number that every step has, that checkpoints save
 and that is equal on all chips. One program with loops of fixed length serves the whole run, so nothing is recompiled
-when a curriculum advances. Skipped outer cycles without a gradient are branches of `lax.cond` and cost nothing. Skipped
-inner cycles of the last outer cycle are masked and cost as much as others: inside a branch, weight gradients would be
-summed over all chips at every call. Compiled for a v4-64, that made every step a fifth longer than without a
-curriculum.
+when a curriculum advances.
+
+Skipped outer cycles without a gradient are branches of `lax.cond` and cost nothing. Skipped inner cycles of the last
+outer cycle are masked and cost as much as others: inside a branch, weight gradients would be summed over all chips at
+every call. By the compiler's estimate for a v4-64, steps would then take 20 % longer than without a curriculum.
 """
 
 from __future__ import annotations

@@ -96,7 +96,11 @@ class Instruction(NamedTuple):
         return found[1] if found else None
 
     def required(self, name: str) -> str:
-        """As `attribute`, of one that an instruction of this kind always has. Raises ValueError where it lacks it."""
+        """Returns an attribute that instructions of this kind always have.
+
+        Raises:
+          ValueError: it is missing.
+        """
         if (found := self.attribute(name)) is None:
             raise UserError(f"the program's %{self.name} = {self.opcode}(...) has no attribute {name}")
         return found

@@ -1,4 +1,4 @@
-"""The passes of a pipeline on global arrays: enters the manual region, runs the stages, and leaves the region."""
+"""Forward and backward passes of a pipeline on global arrays, which enter and leave the manual region."""
 
 from __future__ import annotations
 

@@ -73,11 +73,11 @@ class Stage(NamedTuple):
 
     @property
     def repeats(self) -> int:
-        """R."""
+        """R, the number of times that a microbatch passes through this stage."""
         return jax.tree.leaves(self.layers.params)[0].shape[0] // self.depth
 
     def layer(self, at: Turn, i: jax.Array | int) -> Layer:
-        """Returns the i-th layer of this turn."""
+        """Returns the i-th layer that the stage runs in the turn `at`."""
         return jax.tree.map(lambda a: take(a, at.repeat * self.depth + i), self.layers)
 
     def side(self, at: Turn) -> Side:

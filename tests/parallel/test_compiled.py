@@ -115,7 +115,7 @@ def test_microbatches_compile_where_the_embedding_is_split_both_ways():
 @pytest.mark.compiled("v4-32")
 def test_a_step_that_does_not_fit_says_by_how_much():
     wide = dataclasses.replace(SMALL, embed_dim=8192, mlp_dim=65536, remat="none")
-    with pytest.raises(compiled.OutOfHbmError, match=r"needs [\d.]+GiB of HBM per chip, a chip has 30.75GiB"):
+    with pytest.raises(compiled.OutOfHbmError, match=r"needs [\d.]+GiB of HBM per chip, but a chip has 30.75GiB"):
         compiled.compile_for_slice(program(wide, strategies.data_parallel(), "v4-32", rows=16, length=256))
 
 
