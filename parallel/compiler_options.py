@@ -31,7 +31,7 @@ _SPARSE_CORE_COLLECTIVES: Options = {
     "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": True,
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
     "xla_tpu_enable_sparse_core_collective_offload_all_reduce": True,
-    # Required for offloading: SparseCores transfer arrays in the layout of the TensorCores.
+    # SparseCores use the device shape of the TensorCores for transfers.
     "xla_tpu_use_tc_device_shape_on_sc": True,
     "xla_sc_disable_megacore_partitioning": True,
 }

@@ -152,7 +152,7 @@ def _accumulated_gathers(context: LintContext) -> Iterator[Finding]:
             f"{units.size(_wire(inside))} sent per chip and step; "
             f"all gathered weights take {units.size(layers_held)} and would fit: "
             f"{units.size(context.peak_bytes)} of {units.size(usable)} in use",
-            "experiment.Experiment.gather_once = True (`launch/run report` prints its memory); or fewer accum_steps",
+            "experiment.Experiment.gather_once = True (the run summary shows its memory); or fewer accum_steps",
         )
 
 

@@ -2,8 +2,8 @@
 
 The gradient runs through one cycle of network calls, so what each call saves dominates the memory of a step. These
 derivatives use only values that are saved anyway: the gated unit saves its two inputs but no intermediate values, the
-norm saves its output. Values worth saving under rematerialization have checkpoint names: the outputs of norms, from
-which a backward pass recomputes only the products of one block, and the inputs of the gate.
+norm saves its output. Values worth saving under rematerialization have checkpoint names: the outputs of norms, with
+which a backward pass recomputes only the products of a block, and the inputs of the gate.
 """
 
 from __future__ import annotations
