@@ -32,7 +32,7 @@ _EXPLANATIONS = {
     ),
     "Expected newline": ("the statement goes on where it should end", "write one statement on a line"),
     "Couldn't parse statement": (
-        "this is no statement",
+        "this is not a statement",
         "a statement is module.constructor.parameter = value, or NAME = value",
     ),
 }

@@ -502,7 +502,7 @@ MISTAKES = {
     "no value": ("models.Decoder.depth =\nBATCH_SIZE = 3", 10, ["no value"]),
     "unhashable key": ("models.Decoder.depth = {[1]: 2}", 10, ["unhashable"]),
     "two imports in one": ("from toy import tasks, models", 10, ["one module", "an import for each"]),
-    "a word alone": ("BATCH_SIZE", 10, ["no statement"]),
+    "a word alone": ("BATCH_SIZE", 10, ["not a statement"]),
     "missing module": ("import toyy", 10, ["no module toyy"]),
     "missing module of a package": (
         "from toy import strategys", 10, ["did you mean 'strategies'?", "import strategies"]
