@@ -1,7 +1,6 @@
 """Every environment variable that Renga reads, in one table; `launch/README.md` is generated from it.
 
-The one idea: nothing about a run hides in the environment. What is read is listed here with its meaning, and a value
-that cannot be right is an error that names the variable. An empty value counts as unset.
+A malformed value is an error that names the variable. An empty value counts as unset.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ class Variable:
 
     Attributes:
       name: as it is exported.
-      meaning: one sentence.
-      default: what an unset variable stands for, in words; `read` returns None then.
-      readers: who reads it.
-      secret: its value is never printed, logged or put on a command line.
+      meaning: a short description.
+      default: what applies if it is unset, in words; `read` returns None then.
+      readers: what reads it.
+      secret: whether its value must never be printed, logged or put on a command line.
     """
 
     name: str
@@ -37,66 +36,66 @@ class Variable:
 
 
 VARIABLES: tuple[Variable, ...] = (
-    Variable("RENGA_PYTHON", "the Python 3.11-3.13 that .venv is made with", "the first found", "launch/setup.sh"),
+    Variable("RENGA_PYTHON", "the Python 3.11-3.13 that creates .venv", "the first one found", "launch/setup.sh"),
     Variable(
         "RENGA_RUN_ROOT",
-        "where runs go (local or gs://), as {group}/{experiment}",
-        "runs; beside an experiment file from elsewhere",
+        "root of run directories, local or gs://; a run goes to {group}/{experiment} in it",
+        "runs; beside an experiment file outside the workspace",
         "launch",
     ),
-    Variable("RENGA_SIMULATE", "the slice that this process plays a host of; set by --simulate", "unset", "launch"),
+    Variable("RENGA_SIMULATE", "the slice this process simulates a host of; set by --simulate", "unset", "launch"),
     Variable(
-        "RENGA_STEP_FILE", "where this process notes its step for its log; set by pod.sh", "no step in logs", "launch"
+        "RENGA_STEP_FILE", "file in which this process notes its step for its log; set by pod.sh", "unset", "launch"
     ),
-    Variable("RENGA_JOIN_SECONDS", "how long hosts wait for the last of them at the start", "300", "launch"),
-    Variable("RENGA_TRACEBACK", "1: a user error also shows where in the code it was raised", "unset", "launch"),
-    Variable(
-        "RENGA_ALERT", "who is told of a run that failed: a command, or https://…", "nobody", "launch", secret=True
-    ),
-    Variable("RENGA_NOTES", "where a process leaves what ended it; set with RENGA_ALERT", "unset", "launch"),
-    Variable("TPU_NAME", "the TPU (or A,B: one for each slice) to drive, as --tpu", "unset", "launch/pod.sh"),
-    Variable("TPU_ZONE", "its zone, as --zone", "unset", "launch/pod.sh"),
-    Variable("TPU_PROJECT", "its project, as --project", "gcloud's own", "launch/pod.sh"),
+    Variable("RENGA_JOIN_SECONDS", "how long hosts wait for one another at the start", "300", "launch"),
+    Variable("RENGA_TRACEBACK", "1: user errors are printed with a traceback", "unset", "launch"),
+    Variable("RENGA_ALERT", "where alerts go: a shell command or https://…", "no alerts", "launch", secret=True),
+    Variable("RENGA_NOTES", "folder for notes on failures, for alerts; set with RENGA_ALERT", "unset", "launch"),
+    Variable("TPU_NAME", "as --tpu: the TPU to use, or A,B with one per slice", "unset", "launch/pod.sh"),
+    Variable("TPU_ZONE", "as --zone", "unset", "launch/pod.sh"),
+    Variable("TPU_PROJECT", "as --project", "gcloud's default", "launch/pod.sh"),
     Variable("TPU_MESH_CONFIG", "degrees of strategies.mesh3d, such as 4,2,2", "the experiment's STRATEGY", "launch"),
     Variable("TPU_AXIS_NAMES", "their axes, such as data,fsdp,tensor; with TPU_MESH_CONFIG", "unset", "launch"),
-    Variable("JAX_COORDINATOR_ADDRESS", "process 0, HOST:PORT; with the next two", "detected on a TPU", "launch, JAX"),
+    Variable(
+        "JAX_COORDINATOR_ADDRESS", "HOST:PORT of process 0; with the next two", "detected on a TPU", "launch, JAX"
+    ),
     Variable("JAX_PROCESS_INDEX", "index of this process", "detected on a TPU", "launch"),
     Variable("JAX_PROCESS_COUNT", "number of processes", "detected on a TPU", "launch"),
-    Variable("JAX_PLATFORMS", "the platforms JAX may use, such as cpu", "whatever JAX finds", "launch, JAX"),
+    Variable("JAX_PLATFORMS", "platforms JAX may use, such as cpu", "all that JAX finds", "launch, JAX"),
     Variable("JAX_NUM_CPU_DEVICES", "CPU devices of one process", "1; a host's chips with --simulate", "JAX"),
+    Variable("JAX_COMPILATION_CACHE_DIR", "folder for compiled programs, local or gs://", "RUN/compiled", "launch"),
+    Variable("XDG_CACHE_HOME", "programs compiled for plans are kept in renga/plans in it", "~/.cache", "launch"),
+    Variable("HF_TOKEN", "gives access to gated Hugging Face data", "unset", "tasks, launch/pod.sh", secret=True),
+    Variable("WANDB_API_KEY", "account for Weights & Biases; read on host 0", "wandb's login", "wandb", secret=True),
+    Variable("WANDB_MODE", "offline: Weights & Biases logs only to RUN/wandb", "online", "wandb"),
+    Variable("TPU_WORKER_ID", "index of this host in its slice", "from the metadata server", "launch, libtpu"),
     Variable(
-        "JAX_COMPILATION_CACHE_DIR", "where compiled programs are kept (local or gs://)", "RUN/compiled", "launch"
+        "TPU_WORKER_HOSTNAMES", "hosts of this slice, comma-separated", "from the metadata server", "launch, libtpu"
     ),
-    Variable("XDG_CACHE_HOME", "what is compiled for plans goes to renga/plans in it", "~/.cache", "launch"),
-    Variable("HF_TOKEN", "read access to gated Hugging Face data", "unset", "tasks, launch/pod.sh", secret=True),
-    Variable("WANDB_API_KEY", "who logs to Weights & Biases, read on host 0", "its own login", "wandb", secret=True),
-    Variable("WANDB_MODE", "offline: what goes to Weights & Biases stays in RUN/wandb", "online", "wandb"),
-    Variable("TPU_WORKER_ID", "index of this host in its slice", "the metadata server's", "launch, libtpu"),
-    Variable("TPU_WORKER_HOSTNAMES", "hosts of this slice, comma-separated", "the metadata server's", "launch, libtpu"),
-    Variable("TPU_ACCELERATOR_TYPE", "the slice this host belongs to", "the metadata server's", "launch, libtpu"),
-    Variable("MEGASCALE_NUM_SLICES", "slices of this job; set by --tpu A,B", "the metadata server's", "JAX, libtpu"),
-    Variable("MEGASCALE_SLICE_ID", "index of this host's slice", "the metadata server's", "JAX, libtpu"),
-    Variable("MEGASCALE_COORDINATOR_ADDRESS", "host 0 of slice 0", "the metadata server's", "JAX, libtpu"),
-    Variable("TPU_SKIP_MDS_QUERY", "1: ask no metadata server", "unset", "launch, JAX, libtpu"),
-    Variable("ALLOW_MULTIPLE_LIBTPU_LOAD", "1: several processes here may load libtpu (to compile)", "unset", "libtpu"),
-    Variable("XLA_FLAGS", "flags of XLA; hosts that differ in them are refused", "unset", "launch, XLA"),
-    Variable("LIBTPU_INIT_ARGS", "flags of libtpu; likewise", "unset", "launch, libtpu"),
-    Variable("NO_COLOR", "anything: nothing that is printed has an escape code", "colours on a terminal", "launch"),
-    Variable("COLUMNS", "where tables and errors end", "the terminal's width; errors at most 120", "launch"),
+    Variable("TPU_ACCELERATOR_TYPE", "slice of this host, such as v4-32", "from the metadata server", "launch, libtpu"),
+    Variable("MEGASCALE_NUM_SLICES", "number of slices; set by --tpu A,B", "from the metadata server", "JAX, libtpu"),
+    Variable("MEGASCALE_SLICE_ID", "index of this host's slice", "from the metadata server", "JAX, libtpu"),
+    Variable(
+        "MEGASCALE_COORDINATOR_ADDRESS", "address of host 0 of slice 0", "from the metadata server", "JAX, libtpu"
+    ),
+    Variable("TPU_SKIP_MDS_QUERY", "1: the metadata server is not queried", "unset", "launch, JAX, libtpu"),
+    Variable("ALLOW_MULTIPLE_LIBTPU_LOAD", "1: several processes may load libtpu, to compile", "unset", "libtpu"),
+    Variable("XLA_FLAGS", "flags of XLA; must be equal on all hosts", "unset", "launch, XLA"),
+    Variable("LIBTPU_INIT_ARGS", "flags of libtpu; must be equal on all hosts", "unset", "launch, libtpu"),
+    Variable("NO_COLOR", "any value: output has no escape codes", "colours on a terminal", "launch"),
+    Variable("COLUMNS", "width of tables and errors", "the terminal's; errors at most 120", "launch"),
     Variable("EPATH_USE_TF", "0: gs:// without TensorFlow", "0, set by core/paths.py", "etils"),
 )
-COMPILED_BY = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # what changes a compiled program beside the configuration
+COMPILED_BY = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # change a compiled program, besides the configuration
 JOIN_SECONDS = 300
+SENT = ("TPU_MESH_CONFIG", "TPU_AXIS_NAMES")  # passed from a workstation to the hosts
 MESH_AXES = ("data", "fsdp", "tensor")  # of strategies.mesh3d
 _LAYOUT_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_INDEX", "JAX_PROCESS_COUNT")
-_BY_NAME = {variable.name: variable for variable in VARIABLES}
-
-
-SENT = ("TPU_MESH_CONFIG", "TPU_AXIS_NAMES")  # what the hosts of a run read as who starts it does
+_NAMES = {variable.name for variable in VARIABLES}
 
 
 class ProcessLayout(NamedTuple):
-    """What the environment says of this process; None where it says nothing.
+    """JAX_COORDINATOR_ADDRESS, JAX_PROCESS_INDEX and JAX_PROCESS_COUNT; None if unset.
 
     Attributes:
       coordinator: HOST:PORT.
@@ -110,16 +109,16 @@ class ProcessLayout(NamedTuple):
 
 
 def read(name: str, *, environ: Mapping[str, str] | None = None) -> str | None:
-    """The value of a variable of the table, or None where it is unset or empty."""
-    assert name in _BY_NAME, f"{name} is not in launch/environment.py"
+    """Returns the value of a variable in VARIABLES, or None if it is unset or empty."""
+    assert name in _NAMES, f"{name} is not in launch/environment.py"
     return (os.environ if environ is None else environ).get(name) or None
 
 
 def process_layout(*, environ: Mapping[str, str] | None = None) -> ProcessLayout:
-    """What JAX_COORDINATOR_ADDRESS, JAX_PROCESS_INDEX and JAX_PROCESS_COUNT say (JAX itself ignores the last two).
+    """Reads JAX_COORDINATOR_ADDRESS, JAX_PROCESS_INDEX and JAX_PROCESS_COUNT (JAX itself ignores the last two).
 
     Raises:
-      ValueError: a value that is no number or out of range, or some of the three without the others.
+      ValueError: a value is malformed or out of range, or only some of the three are set.
     """
     coordinator = read("JAX_COORDINATOR_ADDRESS", environ=environ)
     index = _integer("JAX_PROCESS_INDEX", minimum=0, environ=environ)
@@ -139,17 +138,17 @@ def process_layout(*, environ: Mapping[str, str] | None = None) -> ProcessLayout
 
 
 def worker_addresses(*, environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """The addresses of all hosts, in their order, as TPU_WORKER_HOSTNAMES lists them; none where it does not."""
+    """Returns the addresses of all hosts in order (TPU_WORKER_HOSTNAMES); empty if unset, or with several slices."""
     names = (read("TPU_WORKER_HOSTNAMES", environ=environ) or "").split(",")
     slices_ = read("MEGASCALE_NUM_SLICES", environ=environ) or "1"
     return tuple(name.strip() for name in names if name.strip()) if slices_ == "1" else ()
 
 
 def mesh_bindings(*, environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """TPU_MESH_CONFIG and TPU_AXIS_NAMES as gin bindings; none where they are unset. An axis not named has degree 1.
+    """Returns TPU_MESH_CONFIG and TPU_AXIS_NAMES as gin bindings; none if unset. An unnamed axis has degree 1.
 
     Raises:
-      ValueError: one without the other; everything wrong with their values, at once.
+      ValueError: one is set without the other, or their values are wrong; lists all problems.
     """
     config, axes = read("TPU_MESH_CONFIG", environ=environ), read("TPU_AXIS_NAMES", environ=environ)
     if config is None and axes is None:
@@ -176,23 +175,22 @@ def _mesh_problems(degrees: list[str], names: list[str]) -> list[str]:
         if name in ("model", "mp"):
             problems.append(f"axis {name!r}: call it tensor")
         elif name not in MESH_AXES:
-            wider = "; for another one bind STRATEGY in gin"
+            wider = "; to use another one, bind STRATEGY in gin"
             problems.append(f"axis {name!r}: expected one of {', '.join(MESH_AXES)}{wider}")
     problems += [f"axis {name!r} is named {names.count(name)} times" for name in set(names) if names.count(name) > 1]
     for degree in degrees:
         if degree != "-1" and not (degree.isdecimal() and int(degree) >= 1):
-            problems.append(f"degree {degree!r}: expected a whole number from 1 up, or -1 for what is left")
+            problems.append(f"degree {degree!r}: expected a whole number from 1 up, or -1 for the remaining chips")
     if degrees.count("-1") > 1:
-        problems.append("more than one -1: only one axis can take what is left")
+        problems.append("more than one -1: only one axis can take the remaining chips")
     return problems
 
 
 def run_directory(experiment: str | Path, *, smoke: bool = False, environ: Mapping[str, str] | None = None) -> str:
-    """Where a run of `experiment` goes when no --run-dir says otherwise: `$RENGA_RUN_ROOT/{group}/{experiment}`.
+    """Returns the default run directory of `experiment`: `$RENGA_RUN_ROOT/{group}/{experiment}`.
 
-    The group is the folder that holds the experiment file. A smoke run has its own directory beside the real one.
-    Where RENGA_RUN_ROOT is unset, runs of this workspace's experiments go to its `runs`, and those of a file elsewhere
-    on the disk to `runs` beside that file.
+    The group is the folder of the experiment file. A smoke run has its own directory. If RENGA_RUN_ROOT is unset, it is
+    `runs` in the workspace for the workspace's experiments, and otherwise `runs` beside the experiment file.
     """
     path = Path(experiment).resolve()
     is_ours = path.is_relative_to(WORKSPACE) or "://" in str(experiment)
@@ -201,7 +199,7 @@ def run_directory(experiment: str | Path, *, smoke: bool = False, environ: Mappi
 
 
 def markdown_table() -> str:
-    """The table of launch/README.md."""
+    """Returns the table of launch/README.md."""
     rows = ["| variable | meaning | when unset | read by |", "|---|---|---|---|"]
     for variable in VARIABLES:
         meaning = variable.meaning + (" (secret: never printed)" if variable.secret else "")
@@ -214,7 +212,7 @@ def _are(names: list[str]) -> str:
 
 
 def join_seconds(*, environ: Mapping[str, str] | None = None) -> int:
-    """How long to wait for the last host (RENGA_JOIN_SECONDS). Raises ValueError for what is no number of seconds."""
+    """Returns how long hosts wait for one another (RENGA_JOIN_SECONDS). Raises ValueError if it is malformed."""
     return _integer("RENGA_JOIN_SECONDS", minimum=1, environ=environ) or JOIN_SECONDS
 
 

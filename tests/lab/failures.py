@@ -12,7 +12,7 @@ from core.errors import UserError
 HELP = "let simulated hosts fail in every known way, start again, and compare with an undisturbed run"
 EXAMPLE = """tests/run.sh lab failures
   tests/run.sh lab failures --only "kill -9 of host 2" --kills 0 --flips 0
-  tests/run.sh lab failures --write                               all of it, into the table of launch/README.md
+  tests/run.sh lab failures --write                               all of it, into the table of tests/lab/README.md
   tests/run.sh lab failures --only SIGTERM --kills 0 --flips 0 --write    two rows of it"""
 
 
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--flips", type=int, default=200, metavar="N", help="bits flipped in a checkpoint; default 200")
     parser.add_argument("--seed", type=int, default=0, help="of the random kills and flips")
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep the runs there; default: a temporary folder")
-    parser.add_argument("--write", action="store_true", help="write the rows into the table of launch/README.md")
+    parser.add_argument("--write", action="store_true", help="write the rows into the table of tests/lab/README.md")
 
 
 def run(args: argparse.Namespace) -> int:

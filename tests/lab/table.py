@@ -1,4 +1,4 @@
-"""What failed and how it ended, as a table, and where it is kept: between two marks of launch/README.md."""
+"""Writes the results of injected failures as a table, between two marks of tests/lab/README.md."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from launch.environment import WORKSPACE
 from tests.lab.flips import Flips
 from tests.lab.harness import Outcome
 
-README = WORKSPACE / "launch" / "README.md"
+README = WORKSPACE / "tests" / "lab" / "README.md"
 BEGIN, END = "<!-- failures: written by tests/run.sh lab failures --write -->", "<!-- end of failures -->"
 CAPTION = "CPU and gloo; ICI hangs, VM loss and real IAM not exercised"
 _LONGEST = 110
 
 
 def markdown(outcomes: Sequence[Outcome], flips: Flips | None) -> str:
-    """The table under its caption."""
+    """Returns the table, with a caption above it."""
     rows = [
         "| what happens | ends after, s | exit code | what is said | steps lost | goes on after, s | same end |",
         "|---|---|---|---|---|---|---|",
@@ -59,10 +59,10 @@ def _seconds(seconds: float | None) -> str:
 
 
 def keep(table: str, *, whole: bool, readme: Path = README) -> None:
-    """Puts the table where it is kept: the `whole`, or its rows in the place of those of the same name.
+    """Writes the table into the README: all of it if `whole`, otherwise only the rows that it has, by name.
 
     Raises:
-      UserError: the marks are not there.
+      UserError: the README has no marks.
     """
     text = readme.read_text()
     if BEGIN not in text or END not in text.partition(BEGIN)[2]:

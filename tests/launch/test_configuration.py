@@ -48,9 +48,9 @@ def test_degrees_become_gin_bindings():
         ("4,2,2", "data,fsdp,model", "axis 'model': call it tensor"),
         ("4,4", "data,expert", "axis 'expert': expected one of data, fsdp, tensor"),
         ("4,4", "data,data", "axis 'data' is named 2 times"),
-        ("4,two", "data,fsdp", "degree 'two': expected a whole number from 1 up, or -1 for what is left"),
+        ("4,two", "data,fsdp", "degree 'two': expected a whole number from 1 up, or -1 for the remaining chips"),
         ("4,0", "data,fsdp", "degree '0'"),
-        ("-1,-1", "data,fsdp", "more than one -1: only one axis can take what is left"),
+        ("-1,-1", "data,fsdp", "more than one -1: only one axis can take the remaining chips"),
     ],
 )
 def test_values_that_make_no_mesh_are_named_errors(config, axes, says):
