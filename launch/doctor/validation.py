@@ -7,7 +7,6 @@ platform is a TPU counts there (`tests/run.sh lab status`).
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from core import paths
+from core import run_metrics
 from core.watch import exit_codes
 from launch import environment
 
@@ -114,10 +113,9 @@ def _failed(said: str) -> set[str]:
 
 
 def measured(run_dir: str) -> dict[str, float]:
-    """Of the last line of the run that was measured: seconds, and where a TPU was, what was predicted of them."""
-    file = paths.resolve(run_dir) / "run" / "metrics.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    timed = [row for row in rows if "step_seconds" in row]
+    """Returns what the last measured step recorded: seconds, and on a TPU also the predicted figures."""
+    recorded = run_metrics.read(f"{run_dir}/run").by_step.values()
+    timed = [row for row in recorded if "step_seconds" in row]
     wanted = ("step", "step_seconds", "mfu", "hbm_gib", "tokens_per_second")
     last = timed[-1] if timed else {}
     return {name: value for name, value in last.items() if name in wanted or name.startswith("predicted/")}

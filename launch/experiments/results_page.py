@@ -114,12 +114,13 @@ def varying(rows: Sequence[ResultRow], column: str) -> list[ResultRow]:
 
 def _table(rows: Sequence[ResultRow]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
-    for _, heading, form in _COLUMNS:
+    filled = [column for column in _COLUMNS if any(row[column[0]] not in (None, "") for row in rows)]
+    for _, heading, form in filled:
         table.add_column(heading, justify="left" if form == "text" else "right", no_wrap=form != "text")
     for row in rows:
         failed = str(row["status"]).startswith(("failed", "refused"))
         style = "dim" if row["same_as"] else "red" if failed else ""
-        table.add_row(*(_cell(row[column], form) for column, _, form in _COLUMNS), style=style)
+        table.add_row(*(_cell(row[column], form) for column, _, form in filled), style=style)
     return table
 
 

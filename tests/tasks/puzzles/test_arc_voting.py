@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from core import types
 from tasks import puzzles
 from tasks.puzzles import arc_grids, arc_voting, writing
 from tasks.puzzles.arc_grids import Variant
@@ -114,9 +115,10 @@ def test_a_judge_names_rows_by_their_ids_and_leaves_out_those_that_fill_up(arc_s
         "predicted": np.stack([a.predicted for _, a in rows]),
         "q_halt": np.asarray([1.0, 2.0, 9.0, 9.0]),
     }
+    assert types.missing(judge, types.AnswerJudge) == []
     found = judge.votes([batch])
     assert found == arc_voting.count_votes([right._replace(q_halt=1.0), wrong._replace(q_halt=2.0)])
-    scores = judge.scores(arc_voting.merged(found, judge.votes([batch])))
+    scores = judge.scores(judge.merged(found, judge.votes([batch])))
     assert scores["pass_at"] == {"1": 0.0, "2": 1.0, "5": 1.0, "10": 1.0, "100": 1.0, "1000": 1.0}
     assert {k: v for k, v in scores.items() if k != "pass_at"} == {
         "puzzles": 1,
