@@ -179,6 +179,24 @@ def file_of(module):
     return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
 
 
+def missing_imports(tree):
+    """Modules of ours that a file imports and that are not there, also inside functions."""
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+        if isinstance(node, ast.ImportFrom):
+            package = file_of(node.module)
+            defined = package.read_text() if package else ""
+            names = [f"{node.module}.{own}" for own in names if not re.search(rf"\b{own}\b", defined)]
+        yield from (own for own in names if own.split(".")[0] in OURS and not file_of(own))
+
+
+def test_every_module_that_is_imported_is_there():
+    source = "import core.step\nfrom core import no_such\ndef f():\n  from launch.nothing import x, y"
+    assert list(missing_imports(ast.parse(source))) == ["core.no_such", "launch.nothing.x", "launch.nothing.y"]
+    found = {name(path): list(missing_imports(ast.parse(path.read_text()))) for path in PYTHON}
+    assert not {where: modules for where, modules in found.items() if modules}
+
+
 def import_cycles(graph):
     """The groups of files of which each imports every other, directly or through others; {file: files it imports}."""
 

@@ -16,7 +16,7 @@ from launch import __main__ as cli
 from launch import agreement, environment
 from launch.cli.layouts import agreement as command
 from parallel import strategies
-from parallel.agreement import Difference, Trajectory, beyond
+from parallel.agreement import Difference, Trajectory, exceeding
 
 MINE = """
 import dataclasses
@@ -366,7 +366,7 @@ def agree_when_played(names, *, steps, processes, model=agreement.MODEL, options
     found = agreement.measure_played(agreement.Subject(model), examples, data, processes=processes, command=argv)
     assert list(found) == list(names)
     for name, apart in found.items():
-        assert not beyond(name, apart)
+        assert not exceeding(name, apart)
         assert apart["gradients"].ulp > 0, name  # it was another computation
 
 
