@@ -64,7 +64,7 @@ def _gated_back(saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.
 
 
 def _sigmoid(x: jax.Array) -> jax.Array:
-    """Uses tanh, which is one instruction on a TPU; 1 / (1 + exp(-x)) takes two and a correction."""
+    """Returns the sigmoid, computed by tanh: one instruction on a TPU; 1 / (1 + exp(-x)) takes two and a correction."""
     return 0.5 + 0.5 * jnp.tanh(0.5 * x)
 
 

@@ -34,7 +34,7 @@ class Scope(NamedTuple):
 
     @property
     def outer(self) -> Scope:
-        """The caller of a computation that is called."""
+        """The scope of the call; only for computations that are called."""
         assert self.caller is not None, self.computation
         return self.caller
 

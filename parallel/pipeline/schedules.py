@@ -169,7 +169,7 @@ class OneFOneB(Schedule):
     name = "1F1B"
 
     def kept(self, stages: int) -> int:
-        """Returns at most 2 S - 1, whatever the number of microbatches."""
+        """Returns the number of microbatches in flight, at most 2 S - 1."""
         return min(2 * stages - 1, self.num_microbatches)
 
     def work(self, stage: int, tick: int, stages: int) -> tuple[Work, ...]:
