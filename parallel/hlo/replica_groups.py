@@ -51,7 +51,7 @@ def device_groups(at: Instruction, chips: int) -> list[list[int]]:
 def _beginning(pattern: str, text: str) -> str:
     found = re.match(pattern, text)
     if found is None:
-        raise UserError(f"replica groups of an unknown form: {text[:100]}")
+        raise UserError(f"replica groups in an unknown format: {text[:100]}")
     return found[0]
 
 
