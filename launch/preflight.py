@@ -67,7 +67,7 @@ def check(
         return Checked(tuple(findings), 0, None, experiment)
     sizes = report.totals(program)
     slice_ = program.partitioner.slice
-    findings.append(_memory(meant, program, sizes.everything, with_activations=not smoked and hosts != "simulated"))
+    findings.append(_memory(program, sizes.everything, with_activations=not smoked and hosts != "simulated"))
     findings.append(_host_memory(meant, program, hosts))
     return Checked(tuple(findings), (sizes.everything + sizes.params) * slice_.chips, program, experiment)
 
@@ -107,7 +107,7 @@ def _layout_facts(bound: tuple[Experiment, Program]) -> str:
     return f"{where}: {shape}; {units.counted(rows, 'row')}{padding(program.model)}"
 
 
-def _memory(experiment: Experiment, program: Program, state_bytes: int, *, with_activations: bool) -> Finding:
+def _memory(program: Program, state_bytes: int, *, with_activations: bool) -> Finding:
     """A chip's memory: its state, which is exact, and an estimate of what waits for the backward pass.
 
     The estimate is up to 1.13 times what the compiler finds, so it alone refuses nothing below `_SURELY_TOO_MUCH`.
@@ -120,10 +120,10 @@ def _memory(experiment: Experiment, program: Program, state_bytes: int, *, with_
         return Finding("memory", False, f"{state} {of}; activations not counted). {more_chips}")
     if not with_activations:
         return Finding("memory", True, f"{state} {of}; activations not counted)")
-    from launch.plans import facts  # the planner; a training process imports this module and never needs it
+    from parallel.planning import arithmetic  # a training process imports this module and never needs it
 
     try:
-        found = facts.estimate(experiment, program)
+        found = arithmetic.estimate(*arithmetic.place(program))
     except Exception as error:  # an estimate refuses nothing: it traces a model of any author
         why = f"{type(error).__name__}: {error}"
         return Finding("memory", True, f"{state} {of}; activations not estimated: {why})", is_note=True)

@@ -25,14 +25,13 @@ from core.training import (
     trainer,
 )
 from core.watch import phase
-from launch import card, environment, host_memory
+from launch import array_table, card, config, environment, host_memory
 from launch.experiment import Experiment
 from launch.host import Host
 from launch.hosts import cluster
-from launch.plans.measured import Measured
+from launch.prediction import PredictionCheck
 from launch.prepared_run import Run
 from launch.progress import Progress
-from launch.reports import arrays
 from launch.under_way import beside
 
 _A_DAY_SECONDS = 24 * 3600.0  # where a limit only reports
@@ -79,7 +78,7 @@ def train(run: Run, *, also: Sequence[hooks.Hook] = ()) -> dict[str, float]:
     first_step = int(state.step)
     progress = Progress(run.last_step, host=run.host)
     progress.start(first_step)
-    measured = _measured(run, progress)
+    predictions = _prediction_check(run, progress)
     with contextlib.ExitStack() as stack:
         writers = metrics.open_writers(
             run.run_dir,
@@ -96,10 +95,10 @@ def train(run: Run, *, also: Sequence[hooks.Hook] = ()) -> dict[str, float]:
                 resumed_from=resumed,
                 last_step=run.last_step,
                 host=run.host,
-                measured=measured.rows(),
+                measured=predictions.rows(),
             )
             _write_config(run, writers)
-        now = beside.UnderWay(run, first_step, progress, measured, writers, stack)
+        now = beside.UnderWay(run, first_step, progress, predictions, writers, stack)
         evaluation = beside.evaluation(now)
         batches = stack.enter_context(open_batches(run, position))
         state = rollback_loop.train(
@@ -181,15 +180,17 @@ class _OnceCompiledProgram:
         return self._step(state, batch)
 
 
-def _measured(run: Run, progress: Progress) -> Measured:
+def _prediction_check(run: Run, progress: Progress) -> PredictionCheck:
     on_tpu = run.program.partitioner.mesh.devices.flat[0].platform == "tpu"
-    return Measured(run.experiment, config_text=run.meta["config"], on_tpu=on_tpu, warn=progress.warning)
+    return PredictionCheck(
+        run.experiment, settings=config.parse(run.meta["config"]), on_tpu=on_tpu, warn=progress.warning
+    )
 
 
 def _write_config(run: Run, writers: metrics.Writers) -> None:
     paths.write_text_atomically(paths.resolve(run.run_dir) / "config.gin", run.meta["config"])
     writers.text("config", run.meta["config"])
-    writers.text("sharding", arrays.text(run.program))
+    writers.text("sharding", array_table.text(run.program))
     if evaluated := card.evaluated_on(run.experiment):
         writers.text(metrics.EVALUATED_ON, evaluated)
     writers.text("versions", "\n".join(f"- {k} {v}" for k, v in run.meta["versions"].items()))

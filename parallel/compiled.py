@@ -6,6 +6,7 @@ that does not fit in HBM does not compile.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import time
 from typing import Any, NamedTuple
@@ -108,3 +109,20 @@ def _explained(error: Exception, program: Program) -> Exception:
 def devices_of(slice: Slice) -> list[jax.Device]:
     """Returns the chips to bind a `Partitioner` to in order to compile for `slice`."""
     return mesh.topology_devices(slice)
+
+
+def trace_digest(bound: Program) -> str:
+    """Returns 16 hexadecimal digits of the traced training step and the layouts of its arguments.
+
+    They are equal for equal programs, in whatever process and from whatever source text they are traced.
+    """
+    with bound.partitioner.tracing():
+        traced = bound.jitted_train_step.trace(bound.abstract_state, bound.abstract_batch)
+    text = re.sub(r"\b0x[0-9a-f]+\b", "", str(traced.jaxpr))  # addresses differ between processes
+    text = re.sub(r"frozenset\(\{([^}]*)\}\)", _sorted_set, text)  # so does the order of sets
+    layouts = [str(leaf.sharding.spec) for leaf in jax.tree.leaves((bound.abstract_state, dict(bound.abstract_batch)))]
+    return hashlib.sha256("\n".join([text, *layouts]).encode()).hexdigest()[:16]
+
+
+def _sorted_set(match: re.Match) -> str:
+    return f"frozenset({sorted(match[1].split(', '))})"

@@ -13,7 +13,7 @@ from core.logical import Axes
 from parallel.partitioner import Program
 
 
-class Row(NamedTuple):
+class StoredArray(NamedTuple):
     """One array of the state.
 
     Attributes:
@@ -47,7 +47,7 @@ class Totals(NamedTuple):
     whole: int
 
 
-def rows(program: Program) -> list[Row]:
+def rows(program: Program) -> list[StoredArray]:
     """Returns every array of the state, parameters first."""
     state, axes = program.abstract_state, program.axes
     return [
@@ -57,11 +57,11 @@ def rows(program: Program) -> list[Row]:
     ]
 
 
-def _part(name: str, tree: Any, axes: Any) -> Iterator[Row]:
+def _part(name: str, tree: Any, axes: Any) -> Iterator[StoredArray]:
     named = jax.tree.leaves(axes, is_leaf=lambda a: isinstance(a, Axes))
     for (path, leaf), leaf_axes in zip(jax.tree_util.tree_leaves_with_path(tree), named, strict=True):
         shard = leaf.sharding.shard_shape(leaf.shape)
-        yield Row(
+        yield StoredArray(
             path=f"{name}/{parameters.path_name(path)}",
             shape=leaf.shape,
             axes=leaf_axes,

@@ -22,7 +22,7 @@ HOMES = {  # library: path prefixes that may import it; () is nowhere
     "gin": ("launch/config/",),
     "argparse": ("launch/",),
     "rich": ("launch/",),
-    "matplotlib": ("launch/experiments/", "launch/plans/"),
+    "matplotlib": ("launch/experiments/",),
     "scipy": ("launch/experiments/",),
     "tensorflow": ("tasks/",),
     "tensorflow_datasets": ("tasks/",),

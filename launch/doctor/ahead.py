@@ -8,12 +8,11 @@ from core import listing, slices
 from core.checkpoints import fit
 from core.slices import GIB
 from core.types import NamesFiles, can
-from launch import environment, preflight, reach
+from launch import config, environment, prediction, preflight, reach
 from launch.doctor import regions
 from launch.doctor.rows import Row, of_findings
 from launch.experiment import Experiment
 from launch.hosts import tpu_host
-from launch.plans import golden
 
 _MOST_DIFFERENCES = 10
 
@@ -51,7 +50,7 @@ def hbm(config_text: str, experiment: Experiment, *, limit_bytes: int | None) ->
     chip = slices.get(experiment.slice).chip
     have, whose = (limit_bytes, "says the runtime") if limit_bytes else (chip.usable_hbm_bytes, "by the slice table")
     there = f"{have / GIB:.4g} GiB a chip ({whose})"
-    record = golden.find(config_text, experiment)
+    record = prediction.find(experiment, config.parse(config_text))
     if record is None:
         fix = "launch/run report EXPERIMENT.gin compiles it and says"
         return Row("HBM", True, f"nobody compiled this experiment yet; there are {there}", fix, is_note=True)

@@ -26,7 +26,7 @@ from core.training import (
 )
 from core.watch import peers, replicas
 from launch import environment
-from launch.plans.measured import Measured
+from launch.prediction import PredictionCheck
 from launch.prepared_run import Run
 from launch.progress import Progress
 
@@ -37,7 +37,7 @@ class UnderWay(NamedTuple):
     run: Run
     first_step: int
     progress: Progress
-    measured: Measured
+    predictions: PredictionCheck
     writers: metrics.Writers
     stack: contextlib.ExitStack
 
@@ -62,14 +62,14 @@ def hooks_of(
 
 
 def _logging(now: UnderWay) -> list[hooks.Hook]:
-    run, writers, progress, measured = now.run, now.writers, now.progress, now.measured
+    run, writers, progress, predictions = now.run, now.writers, now.progress, now.predictions
     every = run.experiment.log_interval
     figures = host_figures.HostFigures()
     own_lines = metrics.open_own_lines(run.run_dir, process_index=run.host.index)
     now.stack.callback(own_lines.close)
 
     def write(step: int, values: Mapping[str, float]) -> None:
-        values = {**values, **measured.beside(values)}
+        values = {**values, **predictions.metrics(values)}
         own = figures.own(values)
         own_lines.scalars(step, own)
         own_lines.flush()

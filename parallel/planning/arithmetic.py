@@ -1,17 +1,17 @@
-"""What a layout costs a chip, by arithmetic: bytes of HBM and seconds, in a millisecond and without a compiler.
+"""Estimates what a layout costs a chip by arithmetic: bytes of HBM and seconds, in a millisecond, without a compiler.
 
-State is exact: bytes of shapes over the degrees of a table. The rest is a model, good enough to choose what is worth
-compiling, and labelled so wherever it is printed:
+State is exact: bytes of the shapes divided by the degrees of a table. The rest is a model, good enough to choose what
+is worth compiling, and labelled as arithmetic wherever it is printed:
 
-    peak        state + the larger of    the end of the forward pass: what is kept, and logits with their gradient
-                                         the backward pass of a layer: what is kept, gradients, weights gathered for
-                                         two layers, and what one layer computes
-    compute     FLOPs of matrix products, recomputation included / 80 % of peak, through bubbles too
+    peak        state + the larger of    the end of the forward pass: kept activations, logits with their gradient
+                                         the backward pass of a layer: kept activations, gradients, weights gathered
+                                         for two layers, and what one layer computes
+    compute     FLOPs of matrix products including recomputation and pipeline bubbles / 80 % of peak
     traffic     every weight gathered for each of both passes, gradients reduced (those of an embedding's rows moved to
                 where the table is stored), sums over tensor parallel products, keys and values over sequence,
                 activations over stages / the links of their mesh axes
 
-How far it is from what the compiler says stands in `launch/plans/README.md`.
+How far it is from the compiler's figures is in `launch/plan/README.md`.
 """
 
 from __future__ import annotations
@@ -23,28 +23,29 @@ from core import logical
 from core.logical import Axes
 from core.slices import GIB, Slice
 from parallel import accumulation, rules
-from parallel.planning import cost
+from parallel.partitioner import Program
+from parallel.planning import cost, model_trace
 from parallel.planning.cost import AxisTime, StepTime
 from parallel.planning.links import DCN_BYTES_PER_SECOND
-from parallel.planning.placed import Facts, Placed, Refused, Step, leaves, size_bytes
-from parallel.planning.traced import Kept, Work
+from parallel.planning.model_trace import Kept, ModelTrace, Work
+from parallel.planning.placed import Placed, Refused, Step, leaves, size_bytes, step_of
 from parallel.strategy import MESH_AXES
 
 LABEL = "arithmetic, not compiled"
-# A layout is refused where it needs this many times what a chip has: arithmetic says up to 1.13 of the compiled peak of
-# a 7B (`hsdp`), up to 1.08 in the records that are shipped. Between what there is and this the compiler decides.
+# A layout is refused when it needs this many times a chip's HBM: arithmetic gives up to 1.13 times the compiled peak of
+# a 7B (`hsdp`), and up to 1.08 in the committed records. Between 1 and this the compiler decides.
 REFUSED_FROM = 1.15
-PRODUCT_SHARE_OF_PEAK = 0.8  # of a step of 7B on v4-32: 8 N FLOPs a token over what libtpu estimates for computation
+PRODUCT_SHARE_OF_PEAK = 0.8  # 7B on v4-32: 8 N FLOPs a token over libtpu's estimate of computation
 _TRUE_SCATTER_CHIPS = 4  # a larger group's reduce-scatter is compiled as an all-reduce (measured on 2x2x4)
 _ROW_AXES = ("batch", "length")
 _LOOKED_UP, _LOOKUP_ROWS = ("vocab", "embed"), ("batch", "residual_length")  # axes of an embedding, and of its indices
 
 
 class Estimate(NamedTuple):
-    """What a step costs a chip.
+    """What a step costs a chip, estimated.
 
     Attributes:
-      hbm: bytes at the peak, by what they are.
+      hbm: bytes at the peak, by kind.
       time: of the step.
       bubble: share of a pipeline's time without work; 0 without one.
     """
@@ -55,12 +56,12 @@ class Estimate(NamedTuple):
 
     @property
     def peak_bytes(self) -> float:
-        """All of it."""
+        """Bytes at the peak."""
         return sum(self.hbm.values())
 
 
 def estimate(placed: Placed, step: Step) -> Estimate:
-    """What a step costs a chip under tables that fit."""
+    """Estimates what a step costs a chip under a strategy's tables."""
     work, schedule = _work(placed, step), placed.tables.pipeline
     bubble = schedule.bubble(placed.shape["stage"]) if schedule else 0.0
     return Estimate(_hbm(placed, step, work), _time(placed, step, work), bubble)
@@ -71,36 +72,45 @@ def product_flops(placed: Placed, step: Step) -> float:
     return _work(placed, step).flops * _rows_computed(placed, step)
 
 
+def place(program: Program) -> tuple[Placed, Step]:
+    """Traces a bound program's model; returns what `estimate` and `product_flops` take."""
+    step, bound = step_of(program), program.partitioner
+    trace = model_trace.trace(
+        program.model, program.optimizer, program.spec, slice=bound.slice, seed=program.seed, remats=[step.remat]
+    )
+    return Placed(bound.strategy, trace), step
+
+
 def _work(placed: Placed, step: Step) -> Work:
-    """What a step of a row computes. A pipeline computes every layer again, whatever the model's `remat`."""
-    facts, schedule = placed.facts, placed.tables.pipeline
+    """Returns the work of a step for one row. A pipeline recomputes every layer, whatever the model's `remat`."""
+    trace, schedule = placed.trace, placed.tables.pipeline
     if schedule is None:
-        return facts.works[step.remat] if step.remat in facts.works else next(iter(facts.works.values()))
-    full = _full(facts)
+        return trace.works[step.remat] if step.remat in trace.works else next(iter(trace.works.values()))
+    full = _full(trace)
     if schedule.save == "layers":
         return full
-    return full._replace(  # the inputs of a stage's layers are made again first
+    return full._replace(  # the inputs of a stage's layers are recomputed first
         flops=full.flops + full.forward_flops, kernel_flops=full.kernel_flops + full.forward_kernel_flops
     )
 
 
 def _rows_computed(placed: Placed, step: Step) -> float:
-    """A chip's share of the rows of a step, and what a pipeline's bubbles add to it."""
+    """Returns a chip's share of the rows of a step, with what a pipeline's bubbles add to it."""
     schedule = placed.tables.pipeline
     turns = schedule.ticks(placed.shape["stage"]) / schedule.turns if schedule else 1.0
-    return step.batch_size / placed.facts.slice.chips * turns
+    return step.batch_size / placed.trace.slice.chips * turns
 
 
 def _hbm(placed: Placed, step: Step, work: Work) -> dict[str, float]:
-    facts = placed.facts
+    trace = placed.trace
     rows = step.batch_size / step.accum_steps
     parts = dict(placed.state)
-    batch = [(leaf, rules.batch_axes(leaf.shape)) for leaf in facts.spec.values()]
-    carry = leaves(facts.shapes.carry, facts.axes.carry)
+    batch = [(leaf, rules.batch_axes(leaf.shape)) for leaf in trace.spec.values()]
+    carry = leaves(trace.shapes.carry, trace.axes.carry)
     parts["batch and carry"] = sum(_of_rows(placed, leaf, of, step.batch_size) for leaf, of in (*batch, *carry))
     loops, others = _kept(placed, work, step, rows)
     largest = max(others, default=0.0)
-    layer = _one_layer(placed, facts, rows / placed.microbatches)
+    layer = _one_layer(placed, trace, rows / placed.microbatches)
     gradients = placed.gradients * (2 if step.accum_steps > 1 else 1)
     parts["saved activations"] = loops
     at_loss = {"logits": sum(others) + largest, "gathered weights": placed.gathered if placed.tables.pipeline else 0.0}
@@ -109,31 +119,31 @@ def _hbm(placed: Placed, step: Step, work: Work) -> dict[str, float]:
 
 
 def _of_rows(placed: Placed, leaf: Any, of: Axes, rows: float) -> float:
-    """Bytes of an array of a batch or a carry, for so many rows."""
+    """Bytes on a chip of an array of a batch or a carry with `rows` rows."""
     share = rows / leaf.shape[0] if leaf.shape else 1.0
     return size_bytes(leaf) * share / placed.pieces(of, placed.tables.activation_rules)
 
 
 def _kept(placed: Placed, work: Work, step: Step, rows: float) -> tuple[float, list[float]]:
-    """Bytes that wait for the backward pass: all that loops leave, and each array outside of them."""
+    """Bytes kept for the backward pass: the total of arrays kept by loops, and each array outside of loops."""
     schedule = placed.tables.pipeline
     others = [_kept_bytes(placed, k, rows) for k in work.kept if k.copies == 1]
     if schedule is None:
         again = work.gathers_again
         return sum(_kept_bytes(placed, k, rows, gathers_again=again) for k in work.kept if k.copies > 1), others
     stages = placed.shape["stage"]
-    inputs = max(  # beside them it may keep a number for each position
-        (_kept_bytes(placed, k, rows) / stages for k in _full(placed.facts).kept if k.copies > 1 and k.has_rows),
+    inputs = max(  # the largest: a stage may also keep a number for each position
+        (_kept_bytes(placed, k, rows) / stages for k in _full(placed.trace).kept if k.copies > 1 and k.has_rows),
         default=0.0,
     )
     share = schedule.kept(stages) / schedule.turns
     if schedule.save == "stage":
-        share /= max(1, _layers(placed.facts) // (stages * schedule.repeats))
+        share /= max(1, _layers(placed.trace) // (stages * schedule.repeats))
     return inputs * share, others
 
 
 def _kept_bytes(placed: Placed, kept: Kept, rows: float, *, gathers_again: bool = True) -> float:
-    """Bytes of what waits on a chip; weights are the cast ones, as they are stored or, else, gathered."""
+    """Bytes of a kept array on a chip; weights are cast, and laid out as stored if they are gathered again."""
     axes = Axes(tuple(None if name == "layers" else name for name in kept.axes.names))
     tables = placed.tables
     as_computed = kept.has_rows or not gathers_again
@@ -141,24 +151,24 @@ def _kept_bytes(placed: Placed, kept: Kept, rows: float, *, gathers_again: bool 
     return kept.bytes * (rows if kept.has_rows else 1) / pieces
 
 
-def _one_layer(placed: Placed, facts: Facts, rows: float) -> float:
-    """What one layer computes for its backward pass."""
-    everything = max(facts.works.values(), key=lambda work: sum(k.bytes for k in work.kept if k.has_rows))
+def _one_layer(placed: Placed, trace: ModelTrace, rows: float) -> float:
+    """Bytes of what one layer computes in its backward pass."""
+    everything = max(trace.works.values(), key=lambda work: sum(k.bytes for k in work.kept if k.has_rows))
     return sum(_kept_bytes(placed, k, rows) / k.copies for k in everything.kept if k.copies > 1 and k.has_rows)
 
 
-def _full(facts: Facts) -> Work:
-    """The choice that keeps least."""
-    return min(facts.works.values(), key=lambda work: sum(k.bytes for k in work.kept if k.has_rows))
+def _full(trace: ModelTrace) -> Work:
+    """Returns the work of the choice of `remat` that keeps least."""
+    return min(trace.works.values(), key=lambda work: sum(k.bytes for k in work.kept if k.has_rows))
 
 
-def _layers(facts: Facts) -> int:
-    named = leaves(facts.shapes.params, facts.axes.params)
+def _layers(trace: ModelTrace) -> int:
+    named = leaves(trace.shapes.params, trace.axes.params)
     return next((leaf.shape[0] for leaf, of in named if of.names[:1] == ("layers",)), 1)
 
 
 def _time(placed: Placed, step: Step, work: Work) -> StepTime:
-    chip, rows = placed.facts.slice.chip, _rows_computed(placed, step)
+    chip, rows = placed.trace.slice.chip, _rows_computed(placed, step)
     state = 2 * sum(placed.state.values()) / chip.hbm_bytes_per_second  # read and written once
     return StepTime(
         compute=work.flops * rows / (PRODUCT_SHARE_OF_PEAK * chip.peak_flops) + state,
@@ -176,20 +186,20 @@ def _traffic(placed: Placed, step: Step, work: Work) -> tuple[AxisTime, ...]:
         if ordered and count:
             totals[ordered] = totals.get(ordered, 0.0) + count
     across = placed.tables.dcn_shape
-    chip = placed.facts.slice.chip
+    chip = placed.trace.slice.chip
     found = []
     for axes, count in totals.items():
         is_dcn = any(across.get(a, 1) > 1 for a in axes)
         rate = chip.link_bytes_per_second * placed.links.count(axes)
-        rate = DCN_BYTES_PER_SECOND[placed.facts.slice.generation] if is_dcn else rate
+        rate = DCN_BYTES_PER_SECOND[placed.trace.slice.generation] if is_dcn else rate
         found.append(AxisTime(axes, "DCN" if is_dcn else "ICI", count / rate, 0.0, round(count)))
     return tuple(sorted(found, key=lambda row: (-row.seconds, row.axes)))
 
 
 def _of_weights(placed: Placed, step: Step) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Gathers of parameters and reductions of their gradients: mesh axes, and wire bytes of a chip."""
+    """Yields gathers of parameters and reductions of their gradients: mesh axes, and wire bytes of a chip."""
     table, used = placed.tables.param_rules, placed.tables.activation_rules
-    named = leaves(placed.facts.shapes.params, placed.facts.axes.params)
+    named = leaves(placed.trace.shapes.params, placed.trace.axes.params)
     is_tied = not any(of.names == _LOOKED_UP[::-1] for _, of in named)
     rows = {a for name in _ROW_AXES for a in logical.mesh_axes(used[name])}
     once = placed.tables.pipeline is not None
@@ -197,15 +207,15 @@ def _of_weights(placed: Placed, step: Step) -> Iterator[tuple[tuple[str, ...], f
         stored = {a for name in of.names if name for a in logical.mesh_axes(logical.row(table, name))}
         computed = {a for name in of.names if name for a in logical.mesh_axes(logical.row(used, name))}
         gathered = tuple(sorted(stored - computed))
-        payload = leaf.size * placed.facts.itemsize / placed.degree(tuple(computed))
+        payload = leaf.size * placed.trace.itemsize / placed.degree(tuple(computed))
         n = placed.degree(gathered)
         if of.names == _LOOKED_UP and _is_summed_in_pieces(placed, step):
             yield from _of_lookups(placed, step, leaf)
             if not is_tied:
                 yield gathered, (n - 1) / n * payload * step.accum_steps  # for the forward pass alone
                 continue
-        # Once a step: one gather, gradients in float32. Else gathers for both passes, gradients as they are computed.
-        wide = leaf.dtype.itemsize / placed.facts.itemsize if once or step.accum_steps > 1 else 1
+        # Once a step: one gather, gradients in float32. Otherwise both passes gather, and gradients keep their dtype.
+        wide = leaf.dtype.itemsize / placed.trace.itemsize if once or step.accum_steps > 1 else 1
         # A weight outside the layers is last in one pass and first in the other: it is gathered for both at once.
         gathers, reduces = 2 if "layers" in of.names else 1, 1 if n <= _TRUE_SCATTER_CHIPS else 2
         passes = 1 + wide if once else step.accum_steps * (gathers + reduces)
@@ -233,8 +243,8 @@ def _of_lookups(placed: Placed, step: Step, table: Any) -> Iterator[tuple[tuple[
     used = placed.tables.activation_rules
     split = {a for name in _LOOKUP_ROWS for a in logical.mesh_axes(used[name])}
     vocab, columns = (_stored(placed, name) for name in _LOOKED_UP)
-    positions = step.batch_size * placed.facts.length
-    sent = positions * table.shape[1] * placed.facts.itemsize / placed.degree(tuple(split))
+    positions = step.batch_size * placed.trace.length
+    sent = positions * table.shape[1] * placed.trace.itemsize / placed.degree(tuple(split))
     for axis in columns:
         n = placed.shape[axis]
         if axis in split:
@@ -255,7 +265,7 @@ def _stored(placed: Placed, name: str) -> tuple[str, ...]:
 
 def _of_activations(placed: Placed, step: Step, work: Work) -> Iterator[tuple[tuple[str, ...], float]]:
     """Sums over tensor parallel products, keys and values over sequence, rows over stages."""
-    used, facts, schedule = placed.tables.activation_rules, placed.facts, placed.tables.pipeline
+    used, trace, schedule = placed.tables.activation_rules, placed.trace, placed.tables.pipeline
     rows = step.batch_size / placed.shards("batch", used) / placed.shape["stage"]
     again = 0.5 if work.flops > 3.3 * work.forward_flops else 0.0  # computed again, but for the last product of a block
     again += 1.0 if schedule and schedule.save == "stage" else 0.0  # once more, whole
@@ -265,17 +275,17 @@ def _of_activations(placed: Placed, step: Step, work: Work) -> Iterator[tuple[tu
         pieces = placed.shards("length", used)
         yield axes, 2 * (n - 1) / n * reduction.bytes * rows / pieces * (2 + again)
     n = placed.shards("length", used)
-    weights = [leaf for leaf, of in leaves(facts.shapes.params, facts.axes.params) if "kv_heads" in of.names]
-    keys = sum(leaf.size / leaf.shape[1] for leaf in weights) * facts.length * facts.itemsize  # and values, of a row
+    weights = [leaf for leaf, of in leaves(trace.shapes.params, trace.axes.params) if "kv_heads" in of.names]
+    keys = sum(leaf.size / leaf.shape[1] for leaf in weights) * trace.length * trace.itemsize  # and values, of a row
     yield logical.mesh_axes(used["length"]), (n - 1) / n * keys * rows * (2 + 2 * again)
     if schedule:
-        inputs = max((k.bytes / k.copies for k in _full(facts).kept if k.copies > 1 and k.has_rows), default=0.0)
+        inputs = max((k.bytes / k.copies for k in _full(trace).kept if k.copies > 1 and k.has_rows), default=0.0)
         turns = schedule.ticks(placed.shape["stage"]) / placed.microbatches
         yield ("stage",), 2 * inputs * rows * placed.shape["stage"] * turns
 
 
 def check_fits(found: Estimate, slice: Slice) -> None:
-    """Raises Refused where the estimate is further above what a chip has than arithmetic is likely to be wrong."""
+    """Raises Refused when the estimate exceeds a chip's HBM by more than the likely error of arithmetic."""
     have = slice.chip.usable_hbm_bytes
     if found.peak_bytes > REFUSED_FROM * have:
         largest = sorted(found.hbm.items(), key=lambda part: -part[1])[:3]

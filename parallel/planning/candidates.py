@@ -1,8 +1,7 @@
-"""What a plan tries: every layout that the strategies allow on a slice, with every choice that trades memory for time.
+"""Enumerates what a plan tries: the layouts of a slice, with every choice that trades memory for time.
 
-The one idea: nothing here lists strategies, schedules or rematerialisations. A strategy enters by being in
-`strategies.__all__` with degrees among its parameters, a choice of `remat` by being one that the model accepts, so
-that what is added there is tried here.
+Nothing here lists strategies, schedules or choices of rematerialization. A strategy is tried if it is in
+`strategies.__all__` and has degrees among its parameters, a choice of `remat` if the model accepts it.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from parallel.pipeline.schedules import Schedule
 from parallel.strategy import MESH_AXES, Strategy
 
 _NOT_STRATEGIES = {"REPLICATED", "Strategy", "override"}
-_REMAT_LISTS = ("REMAT", "REMAT_CHOICES")  # what a model calls its list
+_REMAT_LISTS = ("REMAT", "REMAT_CHOICES")  # names under which a model lists its choices
 _REPEATS = (2, 4)
 _MICROBATCHES_PER_STAGE = (1, 2, 4)
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A schedule by its constructor and arguments.
+    """A pipeline schedule: its constructor and arguments.
 
     Attributes:
       constructor: a function of `parallel.pipeline.schedules`.
@@ -45,18 +44,18 @@ class Choice:
     arguments: tuple[tuple[str, int | str], ...]
 
     def schedule(self) -> Schedule:
-        """The schedule."""
+        """Returns the schedule."""
         return getattr(schedules, self.constructor)(**dict(self.arguments))
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A strategy by its constructor and degrees.
+    """A strategy: its constructor and degrees.
 
     Attributes:
       constructor: a function of `parallel.strategies`.
-      degrees: every degree that it takes; -1 is what is left.
-      choice: the schedule, of a pipeline.
+      degrees: all of its degrees; -1 takes the remaining chips.
+      choice: the schedule of a pipeline; None for other strategies.
     """
 
     constructor: str
@@ -64,7 +63,7 @@ class Layout:
     choice: Choice | None = None
 
     def strategy(self) -> Strategy:
-        """The tables."""
+        """Returns the strategy's tables."""
         schedule = {"schedule": self.choice.schedule()} if self.choice else {}
         return getattr(strategies, self.constructor)(**dict(self.degrees), **schedule)
 
@@ -75,8 +74,8 @@ class Candidate:
 
     Attributes:
       layout: None for the experiment's own strategy.
-      remat: None where the model offers no choice, or where a pipeline decides by itself.
-      accum_steps: microbatches of a step, one after the other.
+      remat: None if the model offers no choice, or for a pipeline, which rematerializes by its own rules.
+      accum_steps: microbatches of a step, in sequence.
       batch_size: rows of a global batch.
     """
 
@@ -85,18 +84,34 @@ class Candidate:
     accum_steps: int
     batch_size: int
 
+    def name(self, mesh: str) -> str:
+        """Returns a short name, such as `fsdp_tensor: fsdp 4 x tensor 4, remat full, accum 2`."""
+        layout = self.layout
+        parts = [f"{layout.constructor if layout else 'as written'}: {mesh}".removesuffix(": ")]
+        if layout and layout.choice:
+            given = dict(layout.choice.arguments)
+            rounds = f" x {given['repeats']}" if "repeats" in given else ""
+            parts.append(f"{layout.choice.constructor} {given['num_microbatches']}{rounds}, keeps {given['save']}")
+        if self.remat is not None:
+            parts.append(f"remat {self.remat}")
+        if self.accum_steps > 1:
+            parts.append(f"accum {self.accum_steps}")
+        return ", ".join(parts)
+
 
 def layouts(slice: Slice, *, only: Sequence[str] = ()) -> list[Layout]:
-    """Every strategy with every combination of degrees that makes a mesh of its own on this slice.
+    """Returns every strategy with every combination of degrees that makes a distinct mesh on this slice.
 
     Args:
-      slice: to be spread over.
-      only: names of constructors; none: all.
+      slice: to spread the model over.
+      only: names of constructors; empty for all.
 
     Raises:
       ValueError: a name that is not a strategy.
     """
-    known = sorted(constructors(), key=lambda name: len(_parameters(name) or ()))  # the simplest of equals stays
+    known = sorted(
+        constructors(), key=lambda name: len(_parameters(name) or ())
+    )  # of equal layouts the simplest is kept
     for name in only:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
@@ -114,12 +129,12 @@ def layouts(slice: Slice, *, only: Sequence[str] = ()) -> list[Layout]:
 
 
 def constructors() -> list[str]:
-    """The strategies that take degrees and nothing that has no default."""
+    """Returns the strategies whose only required parameters are degrees."""
     return [name for name in strategies.__all__ if name not in _NOT_STRATEGIES and _parameters(name) is not None]
 
 
 def _parameters(name: str) -> dict[str, int | None] | None:
-    """Degrees with their defaults, None where there is none; None altogether where something else must be given."""
+    """Returns the default of each degree (None if it has none); None if another parameter is required."""
     degrees: dict[str, int | None] = {}
     for parameter in inspect.signature(getattr(strategies, name)).parameters.values():
         required = parameter.default is inspect.Parameter.empty
@@ -131,10 +146,10 @@ def _parameters(name: str) -> dict[str, int | None] | None:
 
 
 def _degrees(constructor: Any, slice: Slice) -> Iterator[tuple[tuple[str, int], ...]]:
-    """The free axis takes what is left; every other one each divisor above 1."""
+    """Yields degrees: the free axis takes the remaining chips, every other axis each divisor above 1."""
     defaults = _parameters(constructor.__name__) or {}
     if defaults.get("slices", 1) is None and slice.num_slices == 1:
-        return  # it is for several slices
+        return  # a strategy for several slices
     divisors = [n for n in range(2, slice.chips_per_slice + 1) if slice.chips_per_slice % n == 0]
     options: dict[str, tuple[int, ...]] = {}
     for name, default in defaults.items():
@@ -143,7 +158,7 @@ def _degrees(constructor: Any, slice: Slice) -> Iterator[tuple[tuple[str, int], 
         elif default == -1:
             options[name] = (-1,)
         elif "slices" in defaults and slice.num_slices > 1:
-            options[name] = (1, *divisors)  # of stages across slices, one inside each is a layout too
+            options[name] = (1, *divisors)  # stages across slices need no axis within a slice
         else:
             options[name] = tuple(divisors)
     for values in itertools.product(*options.values()):
@@ -169,7 +184,7 @@ def _choices(name: str, degrees: dict[str, int], slice: Slice) -> list[Choice | 
 
 
 def _what_it_is(tables: Strategy, slice: Slice) -> Any:
-    """Equal for two strategies that do the same on this slice: an axis of one chip is none."""
+    """Returns a key that is equal for strategies that do the same on this slice; axes of one chip do not count."""
     try:
         shape = strategy.resolve(tables, slice)
     except ValueError:
@@ -185,12 +200,12 @@ def _what_it_is(tables: Strategy, slice: Slice) -> Any:
 
 
 def remat_of(model: Model) -> str | None:
-    """What the model's backward pass computes again, by its own name; None where it offers no choice."""
+    """Returns the model's choice of `remat`; None if it offers no choice."""
     return model.remat if can(model, ChoosesRemat) else None
 
 
 def remats(model: Model) -> list[str | None]:
-    """What the model offers to compute again, by its own list; [None] where it offers no choice."""
+    """Returns the choices of `remat` that the model lists and accepts; [None] if it offers no choice."""
     if not (dataclasses.is_dataclass(model) and can(model, ChoosesRemat)):
         return [None]
     home = sys.modules[type(model).__module__]
@@ -209,26 +224,26 @@ def _accepts(model: Any, remat: str) -> bool:
 
 
 def accumulations(rows_per_group: int) -> list[int]:
-    """Powers of two, down to one row at a time."""
+    """Returns the powers of two that divide the rows."""
     return [2**n for n in range(max(rows_per_group, 1).bit_length()) if rows_per_group % 2**n == 0]
 
 
 def candidates(
     layouts: Sequence[Layout | None], *, own: Strategy, slice: Slice, model: Model, batch_sizes: Sequence[int]
 ) -> Iterator[Candidate]:
-    """Every layout with every choice that goes with it.
+    """Yields every layout with every choice that applies to it.
 
     Args:
-      layouts: None is the experiment's own strategy.
-      own: that strategy.
-      slice: to be spread over.
-      model: whose rematerialisations.
-      batch_sizes: rows of a global batch.
+      layouts: to try; None is the experiment's own strategy.
+      own: the experiment's own strategy.
+      slice: to spread the model over.
+      model: whose choices of `remat` are tried.
+      batch_sizes: to try; rows of a global batch.
     """
     offered = remats(model)
     for layout, batch_size in itertools.product(layouts, batch_sizes):
         tables = layout.strategy() if layout else own
-        if tables.pipeline:  # it computes layers again by itself, and cuts rows by itself
+        if tables.pipeline:  # it has its own rematerialization and microbatches
             yield Candidate(layout, None, 1, batch_size)
             continue
         for accum_steps in accumulations(_rows_per_group(tables, slice, batch_size)):

@@ -1,4 +1,4 @@
-"""The model of time: what a compiled step takes, between all of its traffic hidden behind computation and none of it.
+"""Predicts the time of a compiled step, between all traffic hidden behind computation and none hidden.
 
     compute    the compiler's estimated cycles, as often as they run / the chip's clock
     kernels    FLOPs of attention kernels from their shapes / 40 % of the chip's peak
@@ -6,9 +6,9 @@
 
     hidden     max(compute + kernels, traffic)        exposed    compute + kernels + traffic
 
-The one idea: nothing is fitted. The constants stand below with their sources, and how far predictions are from
-published measurements is said beside every figure (`planning.label`). `optimal_seconds` and `cost_analysis()` are not
-used: they count the body of a loop once. Left out: latency, input, and what hosts do between steps.
+Nothing is fitted. The constants below have their sources beside them, and every printed figure is followed by how far
+predictions are from published measurements (`planning.calibration`). `optimal_seconds` and `cost_analysis()` are not
+used because they count the body of a loop once. Not modelled: latency, input, and work of hosts between steps.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from parallel.planning import kernels
 from parallel.planning.links import Links
 from parallel.traffic import Collective
 
-# Cycles per second. v4: Jouppi et al. 2023 ("TPU v4"), table 4: 1050 MHz. The others from peak FLOP/s over what the
-# matrix units do in a cycle (Google Cloud, "TPU v5p", "TPU v5e", "TPU v6e"): 2 x 4 units of 128 x 128 in v5p, 4 of
-# them in v5e, and for v6e as many FLOPs as the compiler counts a cycle (a test compiles a product for each kind).
+# Cycles per second. v4: Jouppi et al. 2023 ("TPU v4"), table 4: 1050 MHz. The others: peak FLOP/s over the FLOPs that
+# the matrix units do per cycle (Google Cloud, "TPU v5p", "TPU v5e", "TPU v6e"): 2 x 4 units of 128 x 128 in v5p, 4 in
+# v5e, and in v6e as many FLOPs as the compiler counts per cycle (a test compiles a product for each generation).
 CLOCK_HZ: Mapping[str, float] = {"v4": 1.05e9, "v5p": 1.75e9, "v5e": 1.5e9, "v6e": 1.75e9}
 # Of peak, in a splash kernel. Assumed; published rates of causal flash attention on TPUs are 30 to 60 %.
 KERNEL_SHARE_OF_PEAK = 0.4
 
 
 class AxisTime(NamedTuple):
-    """The traffic of a step over the same mesh axes.
+    """The traffic of a step over one group of mesh axes.
 
     Attributes:
       axes: mesh axes.
       network: "ICI" or "DCN".
-      seconds: by itself.
-      beside: of them, what the compiled schedule puts beside computation, no more than that computation takes.
+      seconds: if nothing overlaps it.
+      beside: seconds that the compiled schedule overlaps with computation, at most the time of that computation.
       wire_bytes: that one chip sends.
     """
 
@@ -54,11 +54,10 @@ class StepTime(NamedTuple):
     """Seconds of one training step.
 
     Attributes:
-      compute: what the compiler estimates.
-      kernels: attention kernels.
+      compute: estimated by the compiler.
+      kernels: of attention kernels.
       traffic: by mesh axes, most seconds first.
-      unpriced: what costs time and has no estimate: kernels that are not known, loops that turn an unknown number of
-        times (counted once).
+      unpriced: what takes time and has no estimate: unknown kernels, and loops of unknown trip count (counted once).
     """
 
     compute: float
@@ -73,32 +72,32 @@ class StepTime(NamedTuple):
 
     @property
     def traffic_seconds(self) -> float:
-        """All traffic, one after the other."""
+        """All traffic, in sequence."""
         return sum(axis.seconds for axis in self.traffic)
 
     @property
     def hidden(self) -> float:
-        """All traffic runs beside computation."""
+        """The step with all traffic hidden behind computation."""
         return max(self.busy, self.traffic_seconds)
 
     @property
     def exposed(self) -> float:
-        """None of it does."""
+        """The step with no traffic hidden."""
         return self.busy + self.traffic_seconds
 
     @property
     def scheduled(self) -> float:
-        """What the compiler put beside computation is hidden, and nothing else."""
+        """The step with that traffic hidden which the compiler overlapped with computation."""
         beside = min(self.busy, sum(axis.beside for axis in self.traffic))
         return self.exposed - beside
 
 
 def step_time(found: Analysis, bound: Program) -> StepTime:
-    """The time of a compiled step.
+    """Predicts the time of a compiled step.
 
     Args:
       found: `analysis.analyze(bound)`.
-      bound: the program, on the chips of its slice.
+      bound: the program, bound to the chips of its slice.
     """
     slice_ = bound.partitioner.slice
     seconds, unknown = _kernels(found.costs, slice_)
@@ -112,7 +111,7 @@ def step_time(found: Analysis, bound: Program) -> StepTime:
 
 
 def _kernels(costs: Costs, slice_: Slice) -> tuple[float, list[str]]:
-    """Seconds of the kernels that are known, names of the others."""
+    """Returns the seconds of known kernels, and the names of the others."""
     priced = [(kernel, kernels.flops(kernel)) for kernel in costs.kernels]
     total = sum(flops for _, flops in priced if flops is not None)
     unknown = [f"kernel {kernel.name} x {kernel.times}" for kernel, flops in priced if flops is None]
@@ -124,7 +123,7 @@ def _open_loops(costs: Costs) -> list[str]:
 
 
 def traffic_times(collectives: Sequence[Collective], links: Links) -> tuple[AxisTime, ...]:
-    """Time of the traffic by mesh axes and network."""
+    """Returns the time of traffic by mesh axes and network."""
     clock = CLOCK_HZ[links.slice.generation]
     totals: dict[tuple[tuple[str, ...], str], tuple[float, float, int]] = {}
     for each in collectives:

@@ -1,16 +1,15 @@
-"""A program's state under the tables of a strategy, from shapes alone: whether it fits together, and its bytes.
+"""Lays out a program's state under a strategy's tables, from shapes alone: checks that it divides, and counts bytes.
 
-The one idea: shapes and axes of a program's arrays do not depend on its strategy, so they are found once, and hundreds
-of tables are held against them in the time that binding one program would take.
+Shapes and axes of a program's arrays do not depend on its strategy, so they are traced once, and hundreds of tables are
+checked against them in the time that binding one program takes.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,21 +19,20 @@ from core import logical, units
 from core.errors import UserError
 from core.logical import Axes, Rules
 from core.slices import Slice
-from core.train_state import TrainState
 from parallel import mesh, rules, strategy
 from parallel.partitioner import Program
 from parallel.pipeline import checks
 from parallel.planning import candidates
 from parallel.planning.links import Links
-from parallel.planning.traced import Work
+from parallel.planning.model_trace import ModelTrace
 from parallel.strategy import Strategy
 
 
 class Refused(UserError):
-    """A layout that the slice, the model or the batch cannot have.
+    """A layout that the slice, the model or the batch does not allow.
 
     Attributes:
-      kind: what is wrong, in few words, equal for all that share it.
+      kind: a short name of the reason, the same for all layouts refused for it.
     """
 
     def __init__(self, kind: str, reason: str):
@@ -42,33 +40,8 @@ class Refused(UserError):
         self.kind = kind
 
 
-@dataclasses.dataclass(frozen=True)
-class Facts:
-    """What is known of a training program whatever its layout.
-
-    Attributes:
-      slice: to be spread over.
-      shapes, axes: of every array of the state, trees of one structure.
-      spec: of a batch of any size.
-      works: one step of a row, by `remat`.
-      itemsize: bytes of a number in computation.
-    """
-
-    slice: Slice
-    shapes: TrainState
-    axes: TrainState
-    spec: Mapping[str, jax.ShapeDtypeStruct]
-    works: Mapping[str | None, Work]
-    itemsize: int
-
-    @property
-    def length(self) -> int:
-        """Positions of a row."""
-        return max((s.shape[1] for s in self.spec.values() if len(s.shape) > 1), default=1)
-
-
 class Step(NamedTuple):
-    """What a candidate chooses beside its strategy."""
+    """What a candidate chooses besides its strategy."""
 
     remat: str | None
     batch_size: int
@@ -76,7 +49,7 @@ class Step(NamedTuple):
 
 
 def step_of(program: Program) -> Step:
-    """Of a bound program."""
+    """Returns the step of a bound program."""
     rows = next(iter(program.spec.values())).shape[0]
     return Step(candidates.remat_of(program.model), rows, program.accum_steps)
 
@@ -89,24 +62,24 @@ class Placed:
       shape: degree by mesh axis.
     """
 
-    def __init__(self, tables: Strategy, facts: Facts):
-        """Raises Refused where slice, model and tables do not fit."""
-        self.tables, self.facts = tables, facts
+    def __init__(self, tables: Strategy, trace: ModelTrace):
+        """Raises Refused if slice, model and tables do not fit together."""
+        self.tables, self.trace = tables, trace
         try:
-            self.shape = strategy.resolve(tables, facts.slice)
+            self.shape = strategy.resolve(tables, trace.slice)
         except ValueError as error:
             raise Refused("degrees do not make the slice", str(error)) from error
-        if not checks.depths(facts.shapes.params, facts.axes.params):
-            self._check_stages()  # no schedule helps, and no advice about a dimension either
+        if not checks.depths(trace.shapes.params, trace.axes.params):
+            self._check_stages()  # without a stack of layers no schedule and no dimension can help
         self._check_arrays()
 
     @property
     def microbatches(self) -> int:
-        """Parts that a pipeline cuts the rows of every chip into; 1 without one."""
+        """Microbatches of a pipeline; 1 without one."""
         return self.tables.pipeline.num_microbatches if self.tables.pipeline else 1
 
     def rescheduled(self, tables: Strategy) -> Placed:
-        """The same with another schedule: what does not depend on it is not found again."""
+        """Returns the same layout with another schedule, reusing what does not depend on it."""
         _ = self.state, self.gradients, self.gathered, self.links
         other = copy.copy(self)
         other.tables = tables
@@ -118,17 +91,17 @@ class Placed:
             return
         found = checks.problems(
             schedule,
-            self.facts.shapes.params,
-            self.facts.axes.params,
+            self.trace.shapes.params,
+            self.trace.axes.params,
             stages=self.shape["stage"],
-            chips=self.facts.slice.chips,
+            chips=self.trace.slice.chips,
         )
         if found:
             raise Refused("layers do not divide into stages", f"strategy {self.tables.name!r}: " + "; ".join(found))
 
     def _check_arrays(self) -> None:
-        shapes, axes, tables = self.facts.shapes, self.facts.axes, self.tables
-        where = f"strategy {tables.name!r} on {self.facts.slice.name}"
+        shapes, axes, tables = self.trace.shapes, self.trace.axes, self.tables
+        where = f"strategy {tables.name!r} on {self.trace.slice.name}"
         parts = (
             (shapes.params, axes.params, tables.param_rules),
             (shapes.params, axes.params, tables.activation_rules),
@@ -141,7 +114,7 @@ class Placed:
                 raise Refused("a dimension does not divide", str(error)) from error
 
     def check(self, step: Step, *, num_streams: int = 1) -> None:
-        """Raises Refused where layers do not divide into stages, or the rows or positions of a batch over chips."""
+        """Raises Refused if layers do not divide into stages, or rows or positions of a batch over chips."""
         self._check_stages()
         groups = self.shards("batch", self.tables.activation_rules)
         unit = groups * step.accum_steps * self.microbatches
@@ -154,21 +127,21 @@ class Placed:
                 f"or over {units.counted(num_streams, 'stream')}; nearest that do: {', '.join(map(str, nearest))}",
             )
         pieces = self.shards("length", self.tables.activation_rules)
-        if self.facts.length % pieces:
-            raise Refused("positions do not divide", f"length = {self.facts.length} does not divide over {pieces}")
+        if self.trace.length % pieces:
+            raise Refused("positions do not divide", f"length = {self.trace.length} does not divide over {pieces}")
 
     def shards(self, name: str, table: Rules) -> int:
-        """Pieces that a logical axis is cut into."""
+        """Returns how many pieces a logical axis is split into."""
         return logical.shards(logical.row(table, name), self.shape)
 
     def degree(self, axes: Sequence[str]) -> int:
-        """Chips of a group over mesh axes."""
+        """Returns the chips of a group over mesh axes."""
         return math.prod(self.shape[a] for a in axes)
 
     @functools.cached_property
     def state(self) -> dict[str, float]:
-        """Bytes of parameters and optimizer state on a chip; exact."""
-        shapes, axes, tables = self.facts.shapes, self.facts.axes, self.tables
+        """Exact bytes of parameters and optimizer state on a chip."""
+        shapes, axes, tables = self.trace.shapes, self.trace.axes, self.tables
         return {
             "parameters": self._bytes(shapes.params, axes.params, tables.param_rules),
             "optimizer": self._bytes(shapes.opt_state, axes.opt_state, tables.stored_optimizer_rules),
@@ -178,7 +151,7 @@ class Placed:
         return sum(size_bytes(leaf) / self.pieces(of, table) for leaf, of in leaves(shapes, axes))
 
     def pieces(self, axes: Axes, table: Rules, *, without: Sequence[str] = ()) -> int:
-        """Pieces that an array is cut into; a mesh axis counts once."""
+        """Returns how many pieces an array is split into; a mesh axis counts once."""
         used = {a for name in axes.names if name for a in logical.mesh_axes(logical.row(table, name))} - set(without)
         return self.degree(tuple(used))
 
@@ -192,28 +165,28 @@ class Placed:
     def gradients(self) -> float:
         """Bytes of all gradients on a chip."""
         table = self.tables.param_rules
-        pairs = leaves(self.facts.shapes.params, self.facts.axes.params)
+        pairs = leaves(self.trace.shapes.params, self.trace.axes.params)
         return sum(size_bytes(leaf) / self.pieces(of, table, without=self.gathered_once) for leaf, of in pairs)
 
     @functools.cached_property
     def gathered(self) -> float:
-        """Bytes of weights that are gathered at a time: of two layers, or of a pipeline's whole stage."""
+        """Bytes of the weights that are gathered at a time: of two layers, or of a pipeline's whole stage."""
         total = 0.0
-        for leaf, of in leaves(self.facts.shapes.params, self.facts.axes.params):
+        for leaf, of in leaves(self.trace.shapes.params, self.trace.axes.params):
             stored = self.pieces(of, self.tables.param_rules)
             if "layers" in of.names and not self.tables.pipeline:
                 whole = 2 * leaf.size / leaf.shape[0] / self.pieces(of, self.tables.activation_rules)
             else:
                 whole = leaf.size / self.pieces(of, self.tables.param_rules, without=self.gathered_once)
-            total += whole * self.facts.itemsize if stored > 1 or self.tables.pipeline else 0.0
+            total += whole * self.trace.itemsize if stored > 1 or self.tables.pipeline else 0.0
         return total
 
     @functools.cached_property
     def links(self) -> Links:
         """The links of the mesh."""
-        chips = _chips(self.facts.slice)
-        made = mesh.make_mesh(self.shape, slice=self.facts.slice, devices=chips, dcn_shape=self.tables.dcn_shape)
-        return Links(made, self.facts.slice)
+        chips = _chips(self.trace.slice)
+        made = mesh.make_mesh(self.shape, slice=self.trace.slice, devices=chips, dcn_shape=self.tables.dcn_shape)
+        return Links(made, self.trace.slice)
 
 
 @functools.cache
@@ -222,11 +195,11 @@ def _chips(slice: Slice) -> list[jax.Device]:
 
 
 def leaves(shapes: Any, axes: Any) -> list[tuple[Any, Axes]]:
-    """Every array with its axes."""
+    """Returns every array with its axes."""
     named = jax.tree.leaves(axes, is_leaf=lambda a: isinstance(a, Axes))
     return list(zip(jax.tree.leaves(shapes), named, strict=True))
 
 
 def size_bytes(leaf: Any) -> int:
-    """Of a whole array; 0 for a random key."""
+    """Returns the bytes of a whole array; 0 for a random key."""
     return math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize if hasattr(leaf.dtype, "itemsize") else 0

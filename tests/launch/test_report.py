@@ -37,7 +37,7 @@ def test_the_report_says_what_is_sent_where(tmp_path):
     assert ran.returncode == 0, ran.stderr
     assert "million cycles" in ran.stdout
     assert "wire by mesh axes: " in ran.stdout
-    assert "worth a look: " in ran.stdout
+    assert "\nfindings: " in ran.stdout
     read = json.loads((tmp_path / "r.json").read_text())
     assert read["slice"] == "v4-8"
     assert {row["network"] for row in read["traffic"]} == {"ICI"}
@@ -88,8 +88,8 @@ def test_what_does_not_fit_is_a_row_with_what_it_needs(launch):
             "--strategies fsdp.gin: no such file; gin/strategies/ has gin/strategies/context",
         ),
         (["--gin", "BATCH_SIZ = 3", "--strategies"], "did you mean 'BATCH_SIZE'?"),
-        (["--json", "no/such/folder/x.json"], "no/such/folder; make it first"),
-        (["--compile", "--strategies"], "give one of them"),
+        (["--json", "no/such/folder/x.json"], "no/such/folder; create it first"),
+        (["--compile", "--strategies"], "give only one of them"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_at_once(launch, arguments, message):

@@ -1,4 +1,4 @@
-"""`launch/run draw`: a pipeline schedule as text and as a picture."""
+"""`launch/run draw`: draws a pipeline schedule as text and as an image."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ import pathlib
 
 from core.errors import UserError
 
-HELP = "draw what every stage of a pipeline does at every tick"
+HELP = "draw what each stage of a pipeline does at each tick"
 EXAMPLE = """launch/run draw gpipe --stages 4 --microbatches 8
   launch/run draw circular --stages 4 --microbatches 4 --repeats 2
   launch/run draw one_f_one_b --stages 4 --microbatches 8 --png 1f1b.png"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the schedule and its numbers."""
+    """Adds the arguments."""
     parser.add_argument("schedule", choices=("gpipe", "circular", "one_f_one_b"))
     parser.add_argument("--stages", type=int, required=True)
     parser.add_argument("--microbatches", type=int, required=True)
-    parser.add_argument("--repeats", type=int, help="of circular: rounds in which layers are dealt out")
-    parser.add_argument("--png", metavar="FILE", help="write a picture too: forward blue, backward red, bubbles grey")
+    parser.add_argument(
+        "--repeats", type=int, help="how often the layers go around the stages; only for circular, which needs it"
+    )
+    parser.add_argument("--png", metavar="FILE", help="also write an image: forward blue, backward red, bubbles grey")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -27,14 +29,14 @@ def run(args: argparse.Namespace) -> int:
     from parallel.pipeline import drawing, schedules
 
     if (args.repeats is not None) != (args.schedule == "circular"):
-        raise UserError("--repeats belongs to circular, and circular needs it")
+        raise UserError("--repeats is for circular alone, and circular needs it")
     more = {} if args.repeats is None else {"repeats": args.repeats}
     schedule = getattr(schedules, args.schedule)(num_microbatches=args.microbatches, **more)
     problems = schedule.problems(args.stages) if args.stages > 0 else [f"--stages {args.stages}: expected at least 1"]
     if problems:
         raise UserError("; ".join(problems))
     if args.png and not (parent := pathlib.Path(args.png).absolute().parent).is_dir():
-        raise UserError(f"--png {args.png}: there is no folder {parent}; make it first")
+        raise UserError(f"--png {args.png}: there is no folder {parent}; create it first")
     print(drawing.text(schedule, stages=args.stages))
     if args.png:
         pathlib.Path(args.png).write_bytes(drawing.png(schedule, stages=args.stages))

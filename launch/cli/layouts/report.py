@@ -1,4 +1,4 @@
-"""`launch/run report`: what a layout costs a chip, array by array, and, if asked, what the compiler says."""
+"""`launch/run report`: prints what a layout costs a chip, from shapes or from the TPU compiler."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from core.errors import UserError
 from launch.cli import flags
 
-HELP = "print where every array lives and what it costs a chip; --compile asks the real TPU compiler"
+HELP = "print the layout of every array and its bytes per chip; --compile asks the real TPU compiler"
 EXAMPLE = """launch/run report v4-32 gin/valkyrie_7b.gin --compile --json report.json
   launch/run report v4-32 gin/valkyrie_7b.gin --strategies
   launch/run report v4-32 gin/valkyrie_7b.gin --strategies gin/strategies/fsdp.gin mine.gin"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what a report takes."""
+    """Adds the arguments."""
     flags.add(parser, "SLICE", "EXPERIMENT.gin", "--gin")
     parser.add_argument(
         "--compile",
@@ -29,19 +29,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--strategies",
         nargs="*",
         metavar="CHOICE",
-        help="instead, compile under one strategy after the other and print one table: gin files or bindings of "
-        "STRATEGY, with ; between them; none named: all of gin/strategies",
+        help="instead, compile under several strategies in turn and print one table: gin files, or bindings of "
+        "STRATEGY separated by ;, or nothing for all of gin/strategies",
     )
-    parser.add_argument("--json", metavar="FILE", help="write what the compiler said to FILE; implies --compile")
+    parser.add_argument("--json", metavar="FILE", help="write the compiler's figures to FILE; implies --compile")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the tables."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     if args.json and not (parent := pathlib.Path(args.json).absolute().parent).is_dir():
-        raise UserError(f"--json {args.json}: there is no folder {parent}; make it first")
+        raise UserError(f"--json {args.json}: there is no folder {parent}; create it first")
     if args.compile and args.strategies is not None:
-        raise UserError("--compile reports one program, --strategies compares several: give one of them")
+        raise UserError("--compile reports one program, --strategies compares several: give only one of them")
     from parallel.hlo import messages
 
     os.environ.update(messages.AUDIBLE_WARNINGS)
@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _one_program(args: argparse.Namespace) -> Any:
     from core import slices
-    from launch import configuration
-    from launch.reports import arrays, compiled_step
+    from launch import array_table, configuration
+    from launch.plan import compiled_step
     from parallel import analysis, compiled
 
     config = configuration.load(args.experiment, bindings=args.gin, slice_name=args.slice)
@@ -62,7 +62,7 @@ def _one_program(args: argparse.Namespace) -> Any:
         print(f"note: {note}")
     experiment = config.build()
     program = experiment.bind(compiled.devices_of(slices.get(experiment.slice)))
-    arrays.show(program)
+    array_table.show(program)
     if not (args.compile or args.json):
         return None
     found = analysis.analyze(program)
@@ -71,11 +71,11 @@ def _one_program(args: argparse.Namespace) -> Any:
 
 
 def _every_strategy(args: argparse.Namespace) -> Any:
-    from launch.reports import side_by_side
+    from launch.plan import side_by_side
 
     choices = args.strategies or side_by_side.files()
     for choice in choices:
-        side_by_side.bindings_of(choice)  # a file that is not there is refused before a minute is spent
+        side_by_side.bindings_of(choice)  # refuses a missing file before anything is compiled
     found = []
     for row in side_by_side.rows(args.experiment, choices, bindings=args.gin, slice_name=args.slice):
         found.append(row)

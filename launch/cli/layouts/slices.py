@@ -1,4 +1,4 @@
-"""`launch/run slices`: the table of TPU slices."""
+"""`launch/run slices`: prints the table of TPU slices."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from core import slices
 from core.slices import GIB
 from launch import terminal
 
-HELP = "print the table of TPU slices: chips, hosts, topology, peak, memory"
+HELP = "print the table of TPU slices: chips, hosts, topology, peak FLOP/s, memory"
 EXAMPLE = "launch/run slices v4"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds an optional generation or name."""
+    """Adds the arguments."""
     parser.add_argument("name", nargs="?", default="", help="a generation or a slice, such as v5p or v4-32")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the slices whose name begins so."""
+    """Prints the slices whose names begin with the given text."""
     chosen = [s for s in slices.SLICES.values() if s.name.startswith(args.name)] or [slices.get(args.name)]
     table = Table("slice", "chips = JAX devices", "hosts", "topology", "wraparound", "bf16 peak", "HBM", box=None)
     for s in chosen:

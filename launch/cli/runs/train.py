@@ -99,13 +99,14 @@ def _waiting(host: Host, experiment: Experiment, config: LoadedConfig) -> contex
     import jax
 
     from core.watch import phase
-    from launch.plans import records
+    from launch import program_identity
+    from launch.plan import records
     from launch.progress import Waiting
 
     if not host.is_zero:
         return contextlib.nullcontext()
     recorded = {}
     if jax.devices()[0].platform == "tpu":  # records are of programs for TPUs
-        found = records.Store().find(records.program_text(experiment, config))
+        found = records.Store().find(program_identity.program_text(experiment, config))
         recorded = {phase.COMPILING: found.compile_seconds} if found else {}
     return Waiting(functools.partial(print, flush=True), recorded=recorded)

@@ -282,12 +282,11 @@ def test_rows_of_all_hosts_become_one_table():
 
 
 def test_hbm_is_that_of_the_record(monkeypatch):
-    from launch import configuration
-    from launch.plans import golden
+    from launch import configuration, prediction
 
     config = configuration.load("gin/valkyrie_7b.gin")
     experiment = config.build()
-    need = golden.find(config.text, experiment)["memory"]["peak_bytes"]
+    need = prediction.find(experiment, config)["memory"]["peak_bytes"]
     row = ahead.hbm(config.text, experiment, limit_bytes=need - 1)
     assert not row.ok
     assert ahead.hbm(config.text, experiment, limit_bytes=need).ok

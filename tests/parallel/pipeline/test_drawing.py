@@ -58,13 +58,13 @@ def test_the_command_prints_and_writes(tmp_path, capsys):
     assert draw.run(parser.parse_args(chosen)) == 0
     assert "saves the layer inputs of 7 microbatches" in capsys.readouterr().out
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    with pytest.raises(ValueError, match=r"there is no folder .*none; make it first"):
+    with pytest.raises(ValueError, match=r"there is no folder .*none; create it first"):
         draw.run(parser.parse_args([*chosen[:-1], str(tmp_path / "none" / "a.png")]))
     circular = ["circular", "--stages", "2", "--microbatches", "4", "--repeats", "2"]
     assert draw.run(parser.parse_args(circular)) == 0
     assert "saves the layer inputs of 4 microbatches x 2 repeats" in capsys.readouterr().out
     for wrong in (["gpipe", "--repeats", "2"], ["circular"]):
-        with pytest.raises(ValueError, match="--repeats belongs to circular"):
+        with pytest.raises(ValueError, match="--repeats is for circular alone"):
             draw.run(parser.parse_args([*wrong, "--stages", "4", "--microbatches", "8"]))
     with pytest.raises(ValueError, match="num_microbatches = 2 is below stage = 4"):
         draw.run(parser.parse_args(["circular", "--repeats", "2", "--stages", "4", "--microbatches", "2"]))

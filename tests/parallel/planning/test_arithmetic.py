@@ -9,7 +9,7 @@ from models import transformer, trm
 from parallel import report, strategies
 from parallel.partitioner import Partitioner
 from parallel.pipeline import schedules
-from parallel.planning import arithmetic
+from parallel.planning import arithmetic, model_trace
 from parallel.planning.placed import Placed, Refused, Step
 
 FULL = Step("full", 32, 1)
@@ -21,7 +21,7 @@ def piped(schedule):
 
 PLANNED = Step(None, 32, 1)  # of a pipeline, which computes layers again by itself
 # Peak GiB and GiB on the wire of Valkyrie-7B, 32 x 2048, full rematerialisation, v4-32: parallel/README.md. After them
-# the ratio of arithmetic to each: the table of launch/plans/README.md. `context`, `mesh3d`, `tensor` and `hsdp` were
+# the ratio of arithmetic to each: the table of launch/plan/README.md. `context`, `mesh3d`, `tensor` and `hsdp` were
 # compiled while the gradient of the embedding was still reduced as a whole table.
 COMPILED = {
     "fsdp": (strategies.fsdp(), 8.41, 46.18, 1.11, 1.00),
@@ -49,18 +49,18 @@ def test_hbm_and_traffic_of_7b_are_near_what_was_compiled(seven_b, name):
 
 
 @pytest.mark.parametrize(("slice_name", "wire"), [("v4-32", 3.77), ("v4-8", 2.34)])
-def test_gradients_of_looked_up_rows_are_what_was_compiled(facts_of, slice_name, wire):
+def test_gradients_of_looked_up_rows_are_what_was_compiled(trace_of, slice_name, wire):
     """Two layers of the 7B, `fsdp`: a third of what is sent belongs to the embedding and the output matrix."""
     model = transformer.preset("7b", num_layers=2, remat="full")
-    found = arithmetic.estimate(Placed(strategies.fsdp(), facts_of(model, slice_name=slice_name)), FULL)
+    found = arithmetic.estimate(Placed(strategies.fsdp(), trace_of(model, slice_name=slice_name)), FULL)
     assert sum(axis.wire_bytes for axis in found.time.traffic) / GIB / wire == pytest.approx(1.0, rel=0.005)
 
 
-def test_a_replica_s_share_of_the_embedding_is_summed_in_float32(facts_of):
+def test_a_replica_s_share_of_the_embedding_is_summed_in_float32(trace_of):
     """Over data: twice 3/4 of the piece of a chip, as large as 4 bytes make it; over fsdp 3/4 of its own rows."""
     found = {}
     for vocab in (32000, 64000):
-        known = facts_of(transformer.preset("7b", num_layers=2, remat="full", vocab_size=vocab))
+        known = trace_of(transformer.preset("7b", num_layers=2, remat="full", vocab_size=vocab))
         traffic = arithmetic.estimate(Placed(strategies.hsdp(data=4), known), FULL).time.traffic
         found[vocab] = {axis.axes: axis.wire_bytes for axis in traffic}
     more = {axes: found[64000][axes] - found[32000][axes] for axes in found[32000]}
@@ -88,9 +88,9 @@ def test_seconds_of_7b_are_near_what_was_compiled(seven_b):
     ],
     ids=lambda x: getattr(x, "name", ""),
 )
-def test_state_is_exact(facts_of, tables, optimizer):
+def test_state_is_exact(trace_of, tables, optimizer):
     model = transformer.preset("tiny", vocab_size=512)
-    known = facts_of(model, slice_name="v4-16", rows=16, length=128, optimizer=optimizer)
+    known = trace_of(model, slice_name="v4-16", rows=16, length=128, optimizer=optimizer)
     slice_ = slices.get("v4-16")
     program = Partitioner(tables, slice=slice_, devices=jax.devices()[:8]).program(
         model, optimizer, {k: jax.ShapeDtypeStruct((32, *s.shape[1:]), s.dtype) for k, s in known.spec.items()}, seed=0
@@ -196,8 +196,8 @@ def test_what_cannot_be_is_refused_with_its_reason(seven_b, tables, step, kind, 
     assert refused.value.kind == kind
 
 
-def test_a_dimension_that_does_not_divide_is_refused(facts_of):
-    known = facts_of(transformer.preset("tiny", vocab_size=512), rows=16, length=128)
+def test_a_dimension_that_does_not_divide_is_refused(trace_of):
+    known = trace_of(transformer.preset("tiny", vocab_size=512), rows=16, length=128)
     with pytest.raises(Refused, match="kv_heads = 2 does not divide over tensor = 4") as refused:
         Placed(strategies.fsdp_tensor(tensor=4), known)
     assert refused.value.kind == "a dimension does not divide"
@@ -207,19 +207,20 @@ def test_a_dimension_that_does_not_divide_is_refused(facts_of):
 def test_a_model_without_a_stack_is_measured_too():
     """The recursion keeps what its loops leave; no formula here knows it."""
     from launch import configuration
-    from launch.plans import facts
 
     experiment = configuration.load("gin/trm/suite.gin", bindings=["DATA = 'x'"], slice_name="v4-64").build()
     assert isinstance(experiment.model, trm.TRM)
-    known = facts.facts(experiment)
+    known = model_trace.trace(
+        experiment.model, experiment.optimizer, experiment.task.spec(experiment.batch_size), slice=slices.get("v4-64")
+    )
     placed = Placed(strategies.data_parallel(), known)
     kept = {remat: arithmetic.estimate(placed, Step(remat, 6144, 1)) for remat in known.works}
     assert kept["none"].hbm["saved activations"] > kept["full"].hbm["saved activations"]
     assert all(found.time.compute > 0 for found in kept.values())
 
 
-def test_what_crosses_slices_goes_over_dcn(facts_of):
-    known = facts_of(transformer.preset("tiny", vocab_size=512), slice_name="2xv4-8", rows=16, length=128)
+def test_what_crosses_slices_goes_over_dcn(trace_of):
+    known = trace_of(transformer.preset("tiny", vocab_size=512), slice_name="2xv4-8", rows=16, length=128)
     found = arithmetic.estimate(Placed(strategies.multislice(slices=2), known), Step("none", 16, 1))
     assert {axis.axes: axis.network for axis in found.time.traffic if len(axis.axes) == 1} == {
         ("data",): "DCN",

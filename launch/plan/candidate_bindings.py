@@ -1,0 +1,94 @@
+"""Expresses candidates as gin bindings, and as a file that a user includes.
+
+A candidate is nothing but bindings on the user's own experiment, so a run with the same bindings does what was planned.
+`apply` makes the same change on the built experiment: hundreds of candidates are judged without reading gin again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from core.types import ChoosesRemat, can
+from launch.config import LoadedConfig, Macro, Reference
+from launch.experiment import Experiment
+from parallel.planning import candidates
+from parallel.planning.candidates import Candidate, Layout
+
+
+class Writer:
+    """Writes candidates of one experiment as gin bindings.
+
+    Attributes:
+      remat_home: the constructor whose `remat` is bound, such as `transformer.Transformer`; None if the configuration
+        does not build its model with a single constructor.
+    """
+
+    def __init__(self, config: LoadedConfig, experiment: Experiment):
+        self._experiment = experiment
+        home = next((s for s, module in config.imports.items() if module == Experiment.__module__), "")
+        self._home = f"{home}.Experiment"
+        self._values = {binding.name: binding.value for binding in config.bindings}
+        value = self._values.get(f"{self._home}.model")
+        while isinstance(value, Macro):
+            value = self._values.get(value.name)
+        is_called = isinstance(value, Reference) and value.evaluate and not value.scope
+        self.remat_home = value.selector if is_called and can(experiment.model, ChoosesRemat) else None
+        self._model_import = config.import_line(self.remat_home.partition(".")[0]) if self.remat_home else ""
+
+    def bindings(self, candidate: Candidate) -> list[str]:
+        """Returns the statements that make the experiment the candidate; none if it already is."""
+        statements = _layout(candidate.layout) if candidate.layout else []
+        if candidate.remat not in (None, candidates.remat_of(self._experiment.model)):
+            statements += [self._model_import, f"{self.remat_home}.remat = {candidate.remat!r}"]
+        if candidate.accum_steps != self._experiment.accum_steps:
+            statements += self._field("accum_steps", candidate.accum_steps)
+        if candidate.batch_size != self._experiment.batch_size:
+            statements += self._field("batch_size", candidate.batch_size)
+            statements += self._field("total_steps", total_steps(self._experiment, candidate.batch_size))
+        return statements
+
+    def _field(self, field: str, value: int) -> list[str]:
+        """Binds a field of the experiment, by its macro if it has one: other statements may use the macro too."""
+        macro = field.upper()
+        if self._values.get(f"{self._home}.{field}") == Macro(macro):
+            return [f"{macro} = {value}"]
+        return ["from launch import experiment", f"experiment.Experiment.{field} = {value}"]
+
+    def file(self, candidate: Candidate, header: list[str]) -> str:
+        """Returns a gin file to include after the others."""
+        statements = self.bindings(candidate)
+        imports = sorted({s for s in statements if s.startswith(("from ", "import "))})
+        rest = [s for s in statements if s not in imports]
+        comment = [f"# {line}" for line in header]
+        return "\n".join([*comment, "from __gin__ import dynamic_registration", *imports, "", *rest]) + "\n"
+
+
+def total_steps(experiment: Experiment, batch_size: int) -> int:
+    """Returns how many steps of `batch_size` rows see at least as many tokens as the experiment."""
+    return -(-experiment.total_steps * experiment.batch_size // batch_size)
+
+
+def apply(experiment: Experiment, candidate: Candidate) -> Experiment:
+    """Returns the experiment that a candidate's bindings make."""
+    model = experiment.model
+    if candidate.remat not in (None, candidates.remat_of(model)):
+        model = dataclasses.replace(model, remat=candidate.remat)
+    return dataclasses.replace(
+        experiment,
+        model=model,
+        strategy=candidate.layout.strategy() if candidate.layout else experiment.strategy,
+        accum_steps=candidate.accum_steps,
+        batch_size=candidate.batch_size,
+        total_steps=total_steps(experiment, candidate.batch_size),
+    )
+
+
+def _layout(layout: Layout) -> list[str]:
+    home = f"strategies.{layout.constructor}"
+    statements = ["from parallel import strategies", f"STRATEGY = @{home}()"]
+    statements += [f"{home}.{axis} = {degree}" for axis, degree in layout.degrees]
+    if layout.choice:
+        schedule = f"schedules.{layout.choice.constructor}"
+        statements += ["from parallel.pipeline import schedules", f"{home}.schedule = @{schedule}()"]
+        statements += [f"{schedule}.{name} = {value!r}" for name, value in layout.choice.arguments]
+    return statements

@@ -1,0 +1,207 @@
+"""Compiles candidates in processes of their own, two at a time if memory allows.
+
+The compiler holds 3 GiB until its process ends, so the plan's own process never compiles:
+`python -m launch.plan.compiling JOB.json` compiles one candidate and writes its record. Every finished record is kept
+at once in the user's cache: an interruption costs only the compilations in progress, and the same command resumes.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from core import slices, versions
+from core.slices import GIB
+from launch import configuration, host_memory
+from launch.environment import WORKSPACE
+from launch.hosts import tpu_host
+from launch.plan import records
+from launch.plan.records import Record
+from parallel import analysis, compiled
+from parallel.compiled import OutOfHbmError
+from parallel.hlo import messages
+from parallel.planning import cost
+
+BYTES_PER_COMPILE = 4 * GIB  # a 7B step takes about 3
+MAX_CONCURRENT = 2
+WORKER = (sys.executable, "-m", "launch.plan.compiling")
+_POLL_SECONDS = 0.1
+_PARENT_POLL_SECONDS = 1.0
+
+
+class Job(NamedTuple):
+    """One candidate to compile.
+
+    Attributes:
+      name: for people.
+      experiment, slice, bindings: what the worker loads.
+      record: file for its record.
+    """
+
+    name: str
+    experiment: str
+    slice: str
+    bindings: tuple[str, ...]
+    record: Path
+
+
+class Done(NamedTuple):
+    """A finished job with its record. If the worker failed, the record says why and is not kept."""
+
+    job: Job
+    record: Record
+
+
+class _Running(NamedTuple):
+    job: Job
+    process: subprocess.Popen
+    folder: Path
+
+
+def max_concurrent() -> int:
+    """Returns how many compilations this machine has processors and memory for; at least one."""
+    room = host_memory.available_bytes() // BYTES_PER_COMPILE
+    return int(max(1, min(MAX_CONCURRENT, os.cpu_count() or 1, room)))
+
+
+def compile_all(
+    jobs: Iterator[Job],
+    *,
+    wanted: Callable[[], int],
+    on_start: Callable[[Job], None] = lambda job: None,
+    command: Sequence[str] = WORKER,
+) -> Iterator[Done]:
+    """Compiles jobs in order, and yields each as it finishes.
+
+    Args:
+      jobs: taken when a worker is free.
+      wanted: returns how many more successful compilations are wanted; called before each start.
+      on_start: called with each job that starts.
+      command: of a worker; the job's file is added as its last argument.
+
+    If the iteration ends early, also by Ctrl-C, the workers are stopped.
+    """
+    running: collections.deque[_Running] = collections.deque()
+    with tempfile.TemporaryDirectory(prefix="renga-plan-") as scratch, contextlib.ExitStack() as stack:
+        stack.callback(_stop, running)
+        number, left = 0, True
+        while left or running:
+            while left and len(running) < min(max_concurrent() if running else 1, wanted()):
+                job = next(jobs, None)
+                if job is None:
+                    left = False
+                    break
+                on_start(job)
+                running.append(_start(job, Path(scratch) / str(number), command))
+                number += 1
+            ended = [r for r in running if r.process.poll() is not None]
+            for one in ended:
+                running.remove(one)
+                yield Done(one.job, _record(one))
+            if not running and wanted() <= 0:
+                return
+            if not ended:
+                time.sleep(_POLL_SECONDS)
+
+
+def _start(job: Job, folder: Path, command: Sequence[str]) -> _Running:
+    folder.mkdir()
+    plain = {**job._asdict(), "record": str(job.record), "bindings": list(job.bindings), "parent": os.getpid()}
+    (folder / "job.json").write_text(json.dumps(plain))
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    env |= messages.AUDIBLE_WARNINGS
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(WORKSPACE), env.get("PYTHONPATH", "")]))
+    with (folder / "output").open("wb") as output:
+        process = subprocess.Popen(
+            [*command, str(folder / "job.json")],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=env,
+            process_group=0,  # Ctrl-C reaches this process alone, which then stops the worker
+        )
+    return _Running(job, process, folder)
+
+
+def _record(ended: _Running) -> Record:
+    if ended.process.returncode == 0 and ended.job.record.is_file():
+        return records.from_json(json.loads(ended.job.record.read_text()))
+    lines = (ended.folder / "output").read_text(errors="replace").strip().splitlines()
+    last = lines[-1] if lines else "no output"
+    return Record(records.FAILED, reason=f"the compiler's process ended with {ended.process.returncode}: {last}")
+
+
+def _stop(running: collections.deque[_Running]) -> None:
+    for one in running:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(one.process.pid, signal.SIGKILL)
+    for one in running:
+        one.process.wait()
+
+
+def main(job_file: str) -> None:
+    """Compiles the candidate of a job's file and writes its record; ends if the process that started it ends."""
+    job = json.loads(Path(job_file).read_text())
+    threading.Thread(target=_end_with, args=(job["parent"],), daemon=True).start()
+    record = compile_one(job["experiment"], slice_name=job["slice"], bindings=job["bindings"])
+    records.write(Path(job["record"]), record.as_json())
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_PARENT_POLL_SECONDS)
+    os._exit(1)
+
+
+def compile_one(experiment_file: str, *, slice_name: str, bindings: Sequence[str]) -> Record:
+    """Compiles one candidate in this process and returns its record."""
+    made = {
+        **versions.installed(versions.COMPILER),
+        "sources": records.sources_digest(),
+        "revision": tpu_host.revision(),
+    }
+    try:
+        config = configuration.load(experiment_file, bindings=bindings, slice_name=slice_name)
+        experiment = config.build()
+        bound = experiment.bind(compiled.devices_of(slices.get(experiment.slice)))
+    except ValueError as error:
+        return Record(records.REFUSED, reason=" ".join(str(error).split()), made_with=made)
+    made["program"] = compiled.trace_digest(bound)
+    started = time.perf_counter()
+    try:
+        with messages.compiler_messages(pass_on=False):
+            found = analysis.analyze(bound)
+    except OutOfHbmError as error:
+        return Record(
+            records.TOO_MUCH,
+            reason=f"needs {error.needed} of {error.present}",
+            needed_bytes=records.bytes_of(error.needed),
+            compile_seconds=time.perf_counter() - started,
+            made_with=made,
+        )
+    schedule = bound.partitioner.strategy.pipeline
+    return Record(
+        records.COMPILED,
+        needed_bytes=found.compiled.peak_bytes,
+        state_bytes=found.compiled.argument_bytes,
+        time=cost.step_time(found, bound),
+        bubble=schedule.bubble(bound.partitioner.shape["stage"]) if schedule else 0.0,
+        compile_seconds=found.compiled.compile_seconds,
+        warnings=tuple(found.warnings),
+        made_with=made,
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

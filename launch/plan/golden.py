@@ -1,0 +1,135 @@
+"""Records what the compiler makes of every experiment file: tests/golden/NAME.json.
+
+A record holds bytes, FLOPs, cycles, traffic by mesh axis and the predicted seconds, so that a change of code,
+configuration or compiler is a diff of a few lines. It holds no times of this machine, and predictions are rounded:
+equal programs have equal records.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from core import slices, units, versions
+from launch import configuration, environment, prediction, program_identity
+from launch.experiment import Experiment
+from launch.plan import records
+from launch.prediction import Prediction
+from parallel import analysis, compiled
+from parallel.planning import calibration, cost
+from parallel.planning.cost import StepTime
+
+_GIN = environment.WORKSPACE / "gin"
+_NO_EXPERIMENTS = ("defaults.gin",)
+
+
+def files() -> dict[str, str]:
+    """Returns the gin file of every recorded experiment, by the name of its record."""
+    found = [p for p in sorted(_GIN.glob("*.gin")) if p.name not in _NO_EXPERIMENTS]
+    found += [*sorted((_GIN / "published").glob("*.gin")), _GIN / "trm" / "suite.gin"]
+    return {"-".join(p.relative_to(_GIN).with_suffix("").parts): f"gin/{p.relative_to(_GIN)}" for p in found}
+
+
+def write(name: str, record: Prediction) -> None:
+    """Writes a record."""
+    records.write(prediction.path(name), record)
+
+
+def difference(name: str, before: Prediction, after: Prediction) -> str:
+    """Returns what changed as a unified diff; empty if nothing did."""
+    texts = [records.text_of(record).splitlines(keepends=True) for record in (before, after)]
+    return "".join(difflib.unified_diff(*texts, f"{name}.json recorded", f"{name}.json now", n=1))
+
+
+def is_current(name: str) -> bool:
+    """Whether an experiment has a record of its present configuration and compiler."""
+    record = prediction.read(name)
+    if record is None or record["versions"] != versions.installed(versions.COMPILER):
+        return False
+    config = configuration.load(files()[name])
+    return record["fingerprint"] == program_identity.fingerprint(config.build(), config)
+
+
+def compile_record(file: str) -> dict[str, Any]:
+    """Compiles an experiment for its slice and returns its record.
+
+    Raises:
+      OutOfHbmError: it does not fit.
+    """
+    config = configuration.load(file)
+    experiment = config.build()
+    program = experiment.bind(compiled.devices_of(slices.get(experiment.slice)))
+    found = analysis.analyze(program)
+    figures = analysis.as_json(program, found)
+    del figures["findings"]  # sentences of the report, not figures
+    return figures | {
+        "experiment": file,
+        "fingerprint": program_identity.fingerprint(experiment, config),
+        "versions": versions.installed(versions.COMPILER),
+        "tokens_per_step": experiment.tokens_per_step,
+        "flops_per_step": experiment.flops_per_step,
+        "predicted": predicted(cost.step_time(found, program), experiment),
+    }
+
+
+def predicted(time: StepTime, experiment: Experiment) -> dict[str, Any]:
+    """Returns seconds and shares of the peak, rounded to four digits.
+
+    Raises:
+      ValueError: an MFU above 100 %: the model of time or the count of FLOPs is wrong.
+    """
+    slice_, flops = slices.get(experiment.slice), experiment.flops_per_step
+    bounds = {"hidden": time.hidden, "scheduled": time.scheduled, "exposed": time.exposed}
+    return {
+        "compute_seconds": _rounded(time.compute),
+        "kernel_seconds": _rounded(time.kernels),
+        "traffic_seconds": {
+            f"{' '.join(axis.axes)} {axis.network}": {"all": _rounded(axis.seconds), "beside": _rounded(axis.beside)}
+            for axis in time.traffic
+        },
+        "step_seconds": {bound: _rounded(seconds) for bound, seconds in bounds.items()},
+        "mfu": {bound: _rounded(slice_.mfu(flops, seconds=s)) for bound, s in bounds.items()} if flops else {},
+        "unpriced": list(time.unpriced),
+    }
+
+
+def write_published() -> None:
+    """Writes the predictions of published runs to `planning.calibration`, then updates every header."""
+    published = calibration.rows()
+    recorded = {row["name"]: record for row in published if (record := prediction.read(row["name"]))}
+    speeds = {name: _speed(record) for name, record in recorded.items()}
+    calibration.write(calibration.with_predictions(published, speeds))
+    write_headers()
+
+
+def _speed(record: Prediction) -> dict[str, Any]:
+    """Returns tokens per second per chip by bound, and the compiler's version."""
+    per_chip = record["tokens_per_step"] / slices.get(record["slice"]).chips
+    seconds: Mapping[str, float] = record["predicted"]["step_seconds"]
+    return {bound: _rounded(per_chip / seconds[bound]) for bound in calibration.BOUNDS} | {
+        "libtpu": record["versions"]["libtpu"]
+    }
+
+
+def write_headers() -> None:
+    """Updates the lines `# Predicted: …` of experiment files that have them."""
+    for name, file in files().items():
+        where, record = environment.WORKSPACE / file, prediction.read(name)
+        if record is not None and (changed := with_header(where.read_text(), record)) != where.read_text():
+            where.write_text(changed)
+
+
+def with_header(text: str, record: Prediction) -> str:
+    """Returns a gin text with the prediction in its header: a line `# Predicted:` and an indented one after it."""
+    usable = units.size(record["memory"]["usable_bytes"], digits=4)
+    lines = (
+        f"# Predicted: {prediction.figures(record)} of {usable} a chip; not run on a TPU\n"
+        f"#   ({prediction.label(record)}).\n"
+    )
+    return re.sub(r"(?m)^# Predicted:.*\n(#   .*\n)*", lambda _: lines, text, count=1)
+
+
+def _rounded(number: float) -> float:
+    return float(f"{number:.4g}")

@@ -1,0 +1,200 @@
+"""Records of compiled candidates: one small JSON object for each program, and the places where they are kept.
+
+A record is found by a key: a hash of the program's identity (`launch.program_identity`) and of the versions of jax,
+jaxlib and libtpu. There are two places:
+
+* a user's cache. Its keys also cover the text of the source files that a program is made from, so that an edit
+  compiles again;
+* `launch/plan/compiled/`, committed, for the experiments of this workspace. Its keys do not cover the sources, or every
+  commit would empty it. Each record says which sources it was compiled from, and a plan says if they have changed; a
+  digest of the traced program, which changes only with the program, is compared by a test.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from core import paths, versions
+from core.slices import GIB
+from launch import environment
+from launch.environment import WORKSPACE
+from parallel.planning.cost import AxisTime, StepTime
+
+FORMAT = 2  # of a record; another number makes all existing records unknown
+COMMITTED = WORKSPACE / "launch" / "plan" / "compiled"
+_SOURCE_FOLDERS = ("core", "models", "parallel")
+# Folders and files that only read programs, choose among them, or run beside one.
+_UNRELATED_FOLDERS = ("checkpoints", "metrics", "training", "watch")
+_UNRELATED_FILES = (
+    "agreement.py",
+    "arithmetic.py",
+    "calibration.py",
+    "candidate_metrics.py",
+    "candidates.py",
+    "hbm_allocations.py",
+    "lints.py",
+    "model_trace.py",
+    "placed.py",
+    "recording.py",
+    "report.py",
+    "roofline.py",
+    "selection.py",
+    "units.py",
+    "versions.py",
+)
+
+COMPILED, TOO_MUCH, REFUSED, FAILED = "compiled", "too much HBM", "refused", "failed"
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """The result of compiling one candidate.
+
+    Attributes:
+      status: COMPILED, TOO_MUCH, REFUSED, or FAILED, which is never kept.
+      reason: why it was not compiled; empty if it was.
+      needed_bytes: HBM of a chip at the peak, or what the compiler says is needed if it does not fit.
+      state_bytes: of state and batch, included in `needed_bytes`.
+      time: of a step; None if it was not compiled.
+      bubble: idle share of a pipeline's time.
+      compile_seconds: on the machine that compiled it.
+      warnings: of the compiler, without those that are known to be harmless.
+      made_with: versions, digests of sources and program, git revision.
+      is_committed: whether it was found in the workspace and not in a user's cache.
+    """
+
+    status: str
+    reason: str = ""
+    needed_bytes: float = 0.0
+    state_bytes: float = 0.0
+    time: StepTime | None = None
+    bubble: float = 0.0
+    compile_seconds: float = 0.0
+    warnings: Sequence[str] = ()
+    made_with: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    is_committed: bool = False
+
+    def within(self, usable_bytes: float) -> Record:
+        """Returns the record as TOO_MUCH if its peak exceeds `usable_bytes`, which the compiler does not always check.
+
+        Otherwise returns the record itself.
+        """
+        if self.status != COMPILED or self.needed_bytes <= usable_bytes:
+            return self
+        reason = f"needs {self.needed_bytes / GIB:.2f}GiB of {usable_bytes / GIB:.2f}GiB, though it compiled"
+        return dataclasses.replace(self, status=TOO_MUCH, reason=reason, time=None)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the record as plain values."""
+        plain = dataclasses.asdict(dataclasses.replace(self, time=None))
+        del plain["is_committed"]
+        if self.time:
+            plain["time"] = {**self.time._asdict(), "traffic": [axis._asdict() for axis in self.time.traffic]}
+        return plain
+
+
+def from_json(plain: Mapping[str, Any], *, is_committed: bool = False) -> Record:
+    """Returns the record that `Record.as_json` gave."""
+    time = plain["time"]
+    if time:
+        traffic = tuple(AxisTime(**{**axis, "axes": tuple(axis["axes"])}) for axis in time["traffic"])
+        time = StepTime(**{**time, "traffic": traffic, "unpriced": tuple(time["unpriced"])})
+    return Record(**{**plain, "time": time, "warnings": tuple(plain["warnings"])}, is_committed=is_committed)
+
+
+@functools.cache
+def sources_digest() -> str:
+    """Returns a digest of every source file that a program or its record is made from."""
+    digest = hashlib.sha256()
+    for path in sorted(p for folder in _SOURCE_FOLDERS for p in (WORKSPACE / folder).rglob("*.py")):
+        if path.name not in _UNRELATED_FILES and path.parent.name not in _UNRELATED_FOLDERS:
+            digest.update(path.relative_to(WORKSPACE).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def key(text: str, *, sources: str = "") -> str:
+    """Returns the name of a record.
+
+    Args:
+      text: `program_identity.program_text`.
+      sources: `sources_digest()` in a user's cache; empty for committed records.
+    """
+    installed = json.dumps(versions.installed(versions.COMPILER), sort_keys=True)
+    return hashlib.sha256("\n".join([str(FORMAT), text, installed, sources]).encode()).hexdigest()[:24]
+
+
+class Store:
+    """Looks up records: first those of this user, then the committed ones.
+
+    Attributes:
+      folder: the user's cache.
+    """
+
+    def __init__(self, folder: Path | None = None, *, with_committed: bool = True):
+        self.folder = folder or user_folder()
+        self._committed = COMMITTED if with_committed else None
+        self._unreadable: set[Path] = set()
+
+    def find(self, text: str) -> Record | None:
+        """Returns the record of a program; None if there is none."""
+        mine = self._read(self.path(text))
+        if mine is not None:
+            return mine
+        plain = self._committed_records.get(key(text))
+        return from_json(plain, is_committed=True) if plain else None
+
+    def path(self, text: str) -> Path:
+        """Returns the file of a program's record in the user's cache."""
+        return self.folder / f"{key(text, sources=sources_digest())}.json"
+
+    def _read(self, file: Path) -> Record | None:
+        """Reads a record of the user's cache; warns once about an unreadable one, and treats it as missing."""
+        try:
+            return from_json(json.loads(file.read_text()))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            if file not in self._unreadable:
+                self._unreadable.add(file)
+                cause = f"{type(error).__name__}: {error}"
+                print(f"warning: {file} is not a valid record ({cause}); treated as missing", file=sys.stderr)
+            return None
+
+    @functools.cached_property
+    def _committed_records(self) -> dict[str, Any]:
+        files = sorted(self._committed.glob("*.json")) if self._committed else []
+        return {k: plain for file in files for k, plain in json.loads(file.read_text())["records"].items()}
+
+
+def user_folder() -> Path:
+    """Returns the user's cache, `$XDG_CACHE_HOME/renga/plans`."""
+    root = environment.read("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "renga" / "plans"
+
+
+def text_of(plain: Mapping[str, Any]) -> str:
+    """Returns the text of a record's file: sorted, one value per line."""
+    return json.dumps(plain, indent=1, sort_keys=True) + "\n"
+
+
+def write(path: Path, plain: Mapping[str, Any]) -> None:
+    """Writes a record atomically: a reader sees the old file or the new one."""
+    paths.write_text_atomically(path, text_of(plain))
+
+
+def commit(path: Path, found: Iterable[tuple[str, Record]]) -> None:
+    """Writes the records of a plan by key, to be committed; records of failed processes are left out."""
+    write(path, {"records": {key(text): record.as_json() for text, record in found if record.status != FAILED}})
+
+
+def bytes_of(written: str) -> float:
+    """Returns the bytes of an amount in a compiler's message, such as `75.31GiB`."""
+    units = {"KiB": 2**10, "MiB": 2**20, "GiB": GIB}
+    return float(written[:-3]) * units[written[-3:]]

@@ -1,0 +1,169 @@
+"""The candidates of an experiment on a slice: loads the experiment, judges candidates, ranks compiled ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from core import slices
+from core.errors import UserError
+from core.slices import Slice
+from launch import configuration, program_identity
+from launch.config import LoadedConfig
+from launch.experiment import Experiment
+from launch.plan import candidate_bindings
+from launch.plan.records import Record
+from parallel.planning import candidate_metrics, candidates, model_trace, selection
+from parallel.planning.candidate_metrics import CandidateMetrics, Workload
+from parallel.planning.candidates import Candidate
+from parallel.planning.selection import JudgedCandidate
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """What a plan is asked.
+
+    Attributes:
+      path: of the experiment file.
+      config, experiment: as written.
+      bindings: of the command line.
+      slice: to plan for.
+      batch_sizes: to try.
+    """
+
+    path: str
+    config: LoadedConfig
+    experiment: Experiment
+    bindings: tuple[str, ...]
+    slice: Slice
+    batch_sizes: tuple[int, ...]
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens that the experiment trains on, whatever the batch size."""
+        return self.experiment.total_steps * self.experiment.tokens_per_step
+
+    @property
+    def workload(self) -> Workload:
+        """What metrics of a candidate depend on beside the candidate."""
+        experiment = self.experiment
+        flops = experiment.flops_per_step
+        return Workload(self.slice, experiment.task.length, flops / experiment.batch_size if flops else None)
+
+    def steps(self, batch_size: int) -> int:
+        """Returns how many steps of `batch_size` rows train on all tokens."""
+        return candidate_bindings.total_steps(self.experiment, batch_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Option(JudgedCandidate):
+    """A judged candidate of an experiment.
+
+    Attributes:
+      bindings: gin statements that make the experiment the candidate.
+      text: the identity of its program, which names its record; empty if its tables were refused.
+    """
+
+    bindings: tuple[str, ...] = ()
+    text: str = ""
+
+
+Compiled = Sequence[tuple[Option, Record]]
+
+
+def ask(path: str, *, slice_name: str, bindings: Sequence[str] = (), batch_sizes: Sequence[int] = ()) -> Question:
+    """Loads the experiment that a plan is for.
+
+    Raises:
+      ValueError: an unknown slice, a mistake in the configuration, a batch size below 1 or too large.
+    """
+    slice_ = slices.get(slice_name)
+    config = configuration.load(path, bindings=bindings, slice_name=slice_name)
+    experiment = config.build()
+    for size in batch_sizes:
+        if size < 1:
+            raise UserError(f"--batch {size}: expected at least 1 row")
+    sizes = tuple(dict.fromkeys(batch_sizes)) or (experiment.batch_size,)
+    question = Question(path, config, experiment, tuple(bindings), slice_, sizes)
+    _check_lengths(question)
+    return question
+
+
+def _check_lengths(question: Question) -> None:
+    """Raises ValueError for a batch size that leaves so few steps that the experiment refuses them."""
+    own = question.experiment
+    writer = candidate_bindings.Writer(question.config, own)
+    for size in set(question.batch_sizes) - {own.batch_size}:
+        added = writer.bindings(Candidate(None, None, own.accum_steps, size))
+        try:
+            bindings = [*question.bindings, *added]
+            configuration.load(question.path, bindings=bindings, slice_name=question.slice.name).build()
+        except ValueError as error:
+            raise UserError(f"--batch {size}, {question.steps(size)} steps for as many tokens: {error}") from error
+
+
+def options(question: Question, *, only: Sequence[str] = ()) -> list[Option]:
+    """Returns every candidate with its estimate or the reason why it cannot work, the likely fastest first.
+
+    Args:
+      question: what to plan.
+      only: strategies to try; empty for all and the experiment's own.
+
+    Raises:
+      ValueError: an unknown strategy.
+    """
+    experiment = question.experiment
+    spec = experiment.task.spec(experiment.batch_size)
+    trace = model_trace.trace(
+        experiment.model, experiment.optimizer, spec, slice=slices.get(experiment.slice), seed=experiment.seed
+    )
+    layouts = candidates.layouts(question.slice, only=only)
+    own = () if any(layout.strategy() == experiment.strategy for layout in layouts) or only else (None,)
+    tried = candidates.candidates(
+        [*own, *layouts],
+        own=experiment.strategy,
+        slice=question.slice,
+        model=experiment.model,
+        batch_sizes=question.batch_sizes,
+    )
+    judge = selection.Judge(trace, experiment.strategy, num_streams=experiment.task.num_streams)
+    writer = candidate_bindings.Writer(question.config, experiment)
+    return sorted((_option(question, writer, judge.judge(one)) for one in tried), key=selection.rank)
+
+
+def _option(question: Question, writer: candidate_bindings.Writer, judged: JudgedCandidate) -> Option:
+    bindings = tuple(writer.bindings(judged.candidate))
+    option = Option(**vars(judged), bindings=bindings)
+    if judged.estimate is None:
+        return option
+    made = candidate_bindings.apply(question.experiment, judged.candidate)
+    text = program_identity.program_text(made, question.config)
+    return dataclasses.replace(option, text=text, is_as_written=made == question.experiment)
+
+
+def winner(found: Compiled) -> tuple[Option, Record] | None:
+    """Returns the compiled candidate with the fewest seconds per row."""
+    return next(iter(ranked(found)), None)
+
+
+def ranked(found: Compiled) -> list[tuple[Option, Record]]:
+    """Returns the candidates that compiled, by seconds per row, counting as hidden what the compiler overlapped."""
+    fit = [(record.time.scheduled / one.candidate.batch_size, one, record) for one, record in found if record.time]
+    return [(one, record) for _, one, record in sorted(fit, key=lambda item: item[0])]
+
+
+def metrics(question: Question, option: Option, record: Record | None = None) -> CandidateMetrics:
+    """Computes the metrics of a candidate from its record or, without one, from arithmetic."""
+    rows, estimate = option.candidate.batch_size, option.estimate
+    assert estimate is not None, option.name
+    return candidate_metrics.metrics(
+        question.workload,
+        name=option.name,
+        rows=rows,
+        steps=question.steps(rows),
+        used_bytes=record.needed_bytes if record else estimate.peak_bytes,
+        time=record.time if record and record.time else estimate.time,
+        bubble=record.bubble if record else estimate.bubble,
+        compile_seconds=record.compile_seconds if record else None,
+        is_as_written=option.is_as_written,
+    )

@@ -1,0 +1,155 @@
+"""What is predicted of a run, from the records in tests/golden, and how a running step compares with it.
+
+A prediction is a range, from all traffic hidden to none. On a TPU, a measurement outside of it by more than a quarter
+is worth one warning: the model of time, the machine or the configuration is not what somebody thinks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from core import slices, units
+from core.slices import GIB
+from launch import environment, program_identity
+from launch.config import Settings
+from launch.experiment import Experiment
+from parallel.planning import calibration
+
+FOLDER = environment.WORKSPACE / "tests" / "golden"
+TOLERANCE = 0.25
+SIMULATED = "simulated: CPU devices play the chips, so step time, HBM and MFU are not measured"
+FOLLOWS = "step time, HBM and MFU follow with every report"
+UNRECORDED = (
+    "nothing: this program is not recorded; launch/run report {slice} EXPERIMENT.gin --compile says what it needs"
+)
+
+Prediction = Mapping[str, Any]
+
+
+def path(name: str) -> Path:
+    """Returns the file of the prediction for an experiment."""
+    return FOLDER / f"{name}.json"
+
+
+def read(name: str) -> dict[str, Any] | None:
+    """Returns the prediction for an experiment; None if there is none."""
+    file = path(name)
+    return json.loads(file.read_text()) if file.is_file() else None
+
+
+def find(experiment: Experiment, settings: Settings) -> dict[str, Any] | None:
+    """Returns the prediction for an experiment whose steps cost the same; None if there is none."""
+    wanted = program_identity.fingerprint(experiment, settings)
+    recorded = (json.loads(file.read_text()) for file in sorted(FOLDER.glob("*.json")))
+    return next((record for record in recorded if record["fingerprint"] == wanted), None)
+
+
+def line(record: Prediction) -> str:
+    """Returns `0.907 to 1.28 s per step, 48 to 68 % MFU, 18.4 GiB (compiled by libtpu …)`."""
+    return f"{figures(record)} ({label(record)})"
+
+
+def figures(record: Prediction) -> str:
+    """Returns the predicted time, MFU and memory, between all traffic hidden and none, without the label."""
+    seconds, mfu = record["predicted"]["step_seconds"], record["predicted"]["mfu"]
+    ends = dict.fromkeys(units.significant(100 * share, 2) for share in (mfu["exposed"], mfu["hidden"])) if mfu else ()
+    shares = f"{' to '.join(ends)} % MFU, " if ends else ""
+    return (
+        f"{units.seconds_between(seconds['hidden'], seconds['exposed'])} per step, {shares}"
+        f"{units.size(record['memory']['peak_bytes'])}"
+    )
+
+
+def label(record: Prediction) -> str:
+    """Returns which compiler made a prediction, and how far such predictions are from published measurements."""
+    return calibration.label(libtpu=record["versions"]["libtpu"])
+
+
+class PredictionCheck:
+    """Adds MFU, HBM and predictions to a step's metrics, and warns when measurements differ from predictions."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        *,
+        settings: Settings,
+        on_tpu: bool,
+        warn: Callable[[str], None],
+        hbm_bytes: Callable[[], int | None] | None = None,
+    ):
+        """Looks up the prediction for an experiment.
+
+        Args:
+          experiment: that runs.
+          settings: that it was built from.
+          on_tpu: whether the devices are TPU chips; nothing is measured otherwise.
+          warn: called with a sentence when a measurement differs from its prediction, once for each metric.
+          hbm_bytes: returns the peak HBM use of this host's first chip, or None if it is unknown.
+        """
+        self._flops = experiment.flops_per_step
+        self._slice = slices.get(experiment.slice)
+        self._on_tpu = on_tpu
+        self._warn = warn
+        self._hbm_bytes = hbm_bytes or peak_hbm_bytes
+        self._record = find(experiment, settings)
+        self._is_first = True
+        self._warned: set[str] = set()
+
+    def rows(self) -> dict[str, str]:
+        """Returns, for the run's summary, what is predicted and measured of a step, or why nothing is."""
+        predicted = line(self._record) if self._record else UNRECORDED.format(slice=self._slice.name)
+        return {"predicted": predicted, "measured": FOLLOWS if self._on_tpu else SIMULATED}
+
+    def metrics(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Returns MFU, HBM and the predictions, if they are known; nothing without a TPU.
+
+        Args:
+          values: metrics of the steps since the last report, with `step_seconds`.
+
+        Raises:
+          ValueError: the MFU exceeds 100 %.
+        """
+        if not self._on_tpu:
+            return {}
+        found = {}
+        if self._flops:
+            found["mfu"] = self._slice.mfu(self._flops, seconds=values["step_seconds"])
+        if used := self._hbm_bytes():
+            found["hbm_gib"] = used / GIB
+        if self._record:
+            found |= self._compare(self._record, values["step_seconds"], used)
+        self._is_first = False
+        return found
+
+    def _compare(self, record: Prediction, seconds: float, used: int | None) -> dict[str, float]:
+        time, peak = record["predicted"]["step_seconds"], record["memory"]["peak_bytes"]
+        if not self._is_first:  # the first report includes compilation
+            self._check("s per step", seconds, time["hidden"], time["exposed"], label(record))
+            if used:
+                self._check("GiB of HBM", used / GIB, peak / GIB, peak / GIB, label(record))
+        return {
+            "predicted/step_seconds_hidden": time["hidden"],
+            "predicted/step_seconds_exposed": time["exposed"],
+            "predicted/hbm_gib": peak / GIB,
+        }
+
+    def _check(self, unit: str, value: float, low: float, high: float, about: str) -> None:
+        if low * (1 - TOLERANCE) <= value <= high * (1 + TOLERANCE) or unit in self._warned:
+            return
+        self._warned.add(unit)
+        expected = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
+        self._warn(
+            f"measured {value:.3g} {unit}, predicted {expected} ({about}): more than {TOLERANCE:.0%} apart. "
+            "`launch/run golden --check` says whether the program is still the recorded one"
+        )
+
+
+def peak_hbm_bytes() -> int | None:
+    """Returns the peak HBM use of this host's first chip so far; None if the runtime does not report it."""
+    stats: Mapping[str, Any] = jax.local_devices()[0].memory_stats() or {}
+    return stats.get("peak_bytes_in_use")

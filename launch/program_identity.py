@@ -1,0 +1,137 @@
+"""The identity of a training program: what an experiment's compiled step depends on, and nothing else.
+
+Paths to data, learning rates and lengths of runs are not part of it: another bucket is the same program. Records of
+compilations are found by `program_text`, records of predictions by `fingerprint`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from core import slices
+from core.optimizers import schedules
+from launch.config import DEFAULTS, Binding, Macro, Reference, Settings, leaves, parse
+from launch.environment import WORKSPACE
+from launch.experiment import Experiment
+from parallel import compiler_options
+
+# Schedules of `core.optimizers`: they give a step its learning rate and do not change its program.
+_SCHEDULES = frozenset(name for name, value in vars(schedules).items() if inspect.isfunction(value) and name[0] != "_")
+_OURS = tuple(WORKSPACE / name for name in ("core", "launch", "models", "parallel", "tasks"))
+_INSTALLED = {"site-packages", "dist-packages"}
+
+
+def program_text(experiment: Experiment, settings: Settings) -> str:
+    """Returns a text that is equal for two experiments exactly if their training steps are the same program.
+
+    It contains digests of the files of modules that belong to the user.
+
+    Args:
+      experiment: as built.
+      settings: that it was built from.
+    """
+    parts = _parts(experiment, _optimizer(settings))
+    if own := _own_modules(experiment, settings):
+        parts["own modules"] = own
+    return "\n".join(f"{name}: {value!r}" for name, value in parts.items())
+
+
+def fingerprint(experiment: Experiment, settings: Settings) -> str:
+    """Returns 16 hexadecimal digits that are equal for configurations whose steps cost the same.
+
+    It covers what `program_text` covers, without the optimizer's learning rate and without digests of modules.
+    """
+    parts = _parts(experiment, [binding for binding in _optimizer(settings) if not _is_rate(binding)])
+    return hashlib.sha256("\n".join(f"{name}: {value!r}" for name, value in parts.items()).encode()).hexdigest()[:16]
+
+
+def _is_rate(binding: Binding) -> bool:
+    """Whether a binding is a learning rate or an argument of a schedule: neither changes what a step costs."""
+    is_of_a_schedule = binding.selector.rpartition(".")[2] in _SCHEDULES
+    return not binding.scope and (binding.parameter == "learning_rate" or is_of_a_schedule)
+
+
+def _parts(experiment: Experiment, optimizer: Sequence[Binding]) -> dict[str, Any]:
+    """Returns what the program of a step depends on: parts of the experiment, and the optimizer's statements."""
+    spec = {k: (s.shape, str(s.dtype)) for k, s in sorted(experiment.task.spec(experiment.batch_size).items())}
+    options = compiler_options.options(slices.get(experiment.slice).generation, experiment.compiler_options)
+    parts = {
+        "slice": experiment.slice,
+        "strategy": experiment.strategy,
+        "model": experiment.model,
+        "batch": spec,
+        "accum_steps": experiment.accum_steps,
+        "gather_once": experiment.gather_once,
+        "optimizer": [str(binding) for binding in optimizer],
+        "compiler options": sorted(options.items()),
+    }
+    if experiment.non_finite == "skip":  # the only policy that is part of the program
+        parts["non_finite"] = experiment.non_finite
+    return parts
+
+
+def _optimizer(settings: Settings) -> list[Binding]:
+    """Returns the bindings that make the optimizer, without the values of shared macros such as the learning rate.
+
+    These are all bindings of `core.optimizers` and of every constructor and every macro of the user's own that the
+    optimizer refers to, except our schedules within a scope, which do not change the program.
+    """
+    ours = {symbol for symbol, module in settings.imports.items() if module == "core.optimizers"}
+    home = next((s for s, module in settings.imports.items() if module == Experiment.__module__), "")
+    direct = (b for b in settings.bindings if b.name == f"{home}.Experiment.optimizer")
+    roots = [b for b in settings.bindings if b.name == "OPTIMIZER"]
+    roots += [b for b in direct if isinstance(b.value, Reference)]
+    reached = _reached(settings, roots) - {f"{symbol}.{name}" for symbol in ours for name in _SCHEDULES}
+    return [
+        b
+        for b in settings.bindings
+        if b in roots or b.selector in reached or (b.selector.partition(".")[0] in ours and not b.scope)
+    ]
+
+
+def _reached(settings: Settings, pending: Sequence[Binding]) -> set[str]:
+    """Returns the constructors and the macros of the user's own that bindings refer to, directly or through others."""
+    found: set[str] = set()
+    while pending:
+        named = [leaf for binding in pending for leaf in leaves(binding.value)]
+        new = {leaf.selector for leaf in named if isinstance(leaf, Reference)} - found
+        new |= {leaf.name for leaf in named if isinstance(leaf, Macro)} - found - _shared_macros()
+        found |= new
+        pending = [b for b in settings.bindings if b.selector in new]
+    return found
+
+
+@functools.cache
+def _shared_macros() -> frozenset[str]:
+    text = (WORKSPACE / DEFAULTS).read_text()
+    return frozenset(b.name for b in parse(text).bindings if b.is_macro)
+
+
+def _own_modules(experiment: Experiment, settings: Settings) -> dict[str, str]:
+    """Returns digests of the files of the user's own modules, by name.
+
+    These are the modules that the configuration names, the modules that define what it names, and the model's module,
+    except ours and installed ones. Modules that they import themselves are not covered.
+    """
+    references = (leaf for b in settings.bindings for leaf in leaves(b.value) if isinstance(leaf, Reference))
+    names = {type(experiment.model).__module__}
+    for selector in {*(b.selector for b in settings.bindings if not b.is_macro), *(r.selector for r in references)}:
+        symbol, _, name = selector.partition(".")
+        module = settings.imports[symbol]
+        names |= {module, getattr(getattr(sys.modules.get(module), name, None), "__module__", module)}
+    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
+    own = {name: Path(file).resolve() for name, file in sorted(files.items()) if file}
+    return {n: hashlib.sha256(f.read_bytes()).hexdigest()[:16] for n, f in own.items() if not _is_versioned(f)}
+
+
+def _is_versioned(file: Path) -> bool:
+    """Whether a source file is ours or belongs to an installed package: their versions are recorded otherwise."""
+    installed = _INSTALLED & set(file.parts) or file.is_relative_to(sysconfig.get_path("stdlib"))
+    return bool(installed) or any(file.is_relative_to(folder) for folder in _OURS)

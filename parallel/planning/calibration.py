@@ -1,0 +1,85 @@
+"""Compares predictions with published measurements, for the label that follows every predicted figure.
+
+`published.json` lists training runs whose speed on TPUs is public, with the prediction for the same sizes on the same
+slices (`gin/published/`, filled in by `launch/run golden --write`). Tokens per second are compared, not MFU: published
+MFUs count FLOPs in different ways (full or causal attention).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from core import versions
+
+FILE = Path(__file__).parent / "published.json"
+README = Path(__file__).parent / "README.md"
+BOUNDS = ("hidden", "scheduled", "exposed")
+_BEGIN, _END = "<!-- published: written by launch/run golden --write -->", "<!-- end -->"
+
+PublishedRun = Mapping[str, Any]
+
+
+def label(*, libtpu: str | None = None) -> str:
+    """Returns the label of a prediction: `compiled by libtpu 0.0.42.1, uncalibrated, spread 0.9 to 1.5 of published`.
+
+    Args:
+      libtpu: version that compiled the step; None for the installed one.
+    """
+    version = libtpu or versions.version("libtpu")
+    found = spread(rows())
+    said = f"spread {found[0]:.2f} to {found[1]:.2f} of published" if found else "spread not known"
+    return f"compiled by libtpu {version}, uncalibrated, {said}"
+
+
+def rows() -> list[dict[str, Any]]:
+    """Returns the published runs, with `predicted` if they have been compiled."""
+    return json.loads(FILE.read_text())
+
+
+def spread(published: Sequence[PublishedRun]) -> tuple[float, float] | None:
+    """Returns the least and the most of predicted over published speed, over all bounds; None without predictions."""
+    found = [ratios(row) for row in published if "predicted" in row]
+    return (min(r["exposed"] for r in found), max(r["hidden"] for r in found)) if found else None
+
+
+def ratios(row: PublishedRun) -> dict[str, float]:
+    """Returns predicted over published tokens per second, by bound."""
+    return {b: row["predicted"][b] / row["tokens_per_second_per_chip"] for b in BOUNDS}
+
+
+def with_predictions(
+    published: Sequence[PublishedRun], predicted: Mapping[str, Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Returns the runs with predictions, by name in tokens per second per chip, filled in."""
+    return [
+        {**row, "predicted": dict(predicted[row["name"]])} if row["name"] in predicted else dict(row)
+        for row in published
+    ]
+
+
+def table(published: Sequence[PublishedRun]) -> str:
+    """Returns the runs as a Markdown table."""
+    lines = [
+        "| run | slice | published | tokens/s per chip | predicted: hidden | as scheduled | exposed | over published |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in published:
+        cells = [row["of"], row["slice"], row["printed"], f"{row['tokens_per_second_per_chip']:,}"]
+        if "predicted" in row:
+            cells += [f"{row['predicted'][b]:,.0f}" for b in BOUNDS]
+            cells.append(" / ".join(f"{ratio:.2f}" for ratio in ratios(row).values()))
+        else:
+            cells += ["–"] * 4
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def write(published: Sequence[PublishedRun]) -> None:
+    """Writes the runs to published.json, and their table to README.md."""
+    FILE.write_text(json.dumps(list(published), indent=1) + "\n")
+    before, _, rest = README.read_text().partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    README.write_text(f"{before}{_BEGIN}\n\n{table(published)}\n\n{label()}\n\n{_END}{after}")

@@ -1,0 +1,176 @@
+"""Attributes the HBM of a compiled step to named allocations of a known kind.
+
+An argument is named by the program's signature, a temporary by its shape and by the source location that the compiler
+gives. The shapes of parameters, of the vocabulary and of a layer stack distinguish the kinds of temporaries.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from core import logical
+from parallel import report
+from parallel.hlo.program import Array, Instruction, Module
+from parallel.partitioner import Program
+from parallel.planning import buffers, placed
+from parallel.planning.buffers import Buffers
+
+KINDS = (
+    "parameters",
+    "optimizer",
+    "carry",
+    "batch",
+    "gradients",
+    "saved activations",
+    "gathered weights",
+    "logits",
+    "temporaries",
+)
+_STATE = {"params": "parameters", "opt_state": "optimizer", "carry": "carry"}
+
+
+class Allocation(NamedTuple):
+    """HBM that is in use when most of it is.
+
+    Attributes:
+      kind: one of KINDS; empty in what `of_message` and `of_temporaries` return.
+      name: module path of a parameter, or the operation that makes a temporary.
+      shape: on one chip.
+      bytes: of HBM.
+    """
+
+    kind: str
+    name: str
+    shape: str
+    bytes: float
+
+
+def allocations(bound: Program, module: Module, found: Buffers) -> list[Allocation]:
+    """Returns everything in HBM when most of it is in use, largest first."""
+    entry = module.computations[module.entry]
+    parameters = {int(at.argument): at for at in entry.values() if at.opcode == "parameter"}
+    by_name = {at.name: at for computation in module.computations.values() for at in computation.values()}
+    kinds = _Kinds(bound)
+    named = [_argument(parameters.get(argument.number), argument.size) for argument in found.arguments]
+    for held in buffers.fullest(found):
+        at = by_name.get(held.value.name)
+        op_name = at.op_name if at else ""
+        kind = kinds.of(held.value.array, op_name)
+        shape = str(held.value.array) if held.value.array else "pointers"
+        named.append(Allocation(kind, place(op_name) or held.value.name, shape, held.bytes))
+    return sorted(_merged(named), key=lambda one: -one.bytes)
+
+
+def _argument(at: Instruction | None, size: int) -> Allocation:
+    op_name = at.op_name if at else ""
+    parts = re.findall(r"\w[\w/~.]*|~", op_name.replace("['", " ").replace("']", " "))
+    joined = "/".join(part.strip(".") for part in parts if part != "~")
+    part = next((kind for key, kind in _STATE.items() if f"state.{key}" in op_name), "batch")
+    name = joined.replace("state.", "") or "argument"
+    return Allocation(part, name, str(at.arrays[0]) if at and at.arrays else "", size)
+
+
+def place(op_name: str) -> str:
+    """Shortens an operation's name.
+
+    `jit(run)/transpose(jvp(layers))/while/body/block/_mlp/dot_general` becomes `backward block/_mlp/dot_general`;
+    recomputation in the backward pass is marked `again`.
+    """
+    if not op_name:
+        return ""
+    side = "backward " if "transpose(" in op_name else "forward " if "jvp(" in op_name else ""
+    again = "again " if "rematted" in op_name or ("checkpoint" in op_name and "transpose(" in op_name) else ""
+    bare = re.sub(
+        r"\b(?:jit|transpose|jvp|vmap|checkpoint|remat\d?|rematted_computation|shard_map|custom_vjp_call)\b|[()]",
+        "",
+        op_name,
+    )
+    skipped = {"", "run", "while", "body", "cond", "branch_1_fun", "closed_call", "main"}
+    parts = [part for part in bare.split("/") if part not in skipped]
+    distinct = [part for i, part in enumerate(parts) if part not in parts[:i]]
+    return (side + again + "/".join(distinct[-3:])).strip()
+
+
+class _Kinds:
+    """Determines the kind of a temporary from its shape."""
+
+    def __init__(self, bound: Program):
+        self._weights = report.Weights(bound)
+        shape = bound.partitioner.shape
+        leaves = placed.leaves(bound.abstract_state.params, bound.axes.params)
+        self._stored = {tuple(sorted(d for d in leaf.sharding.shard_shape(leaf.shape) if d > 1)) for leaf, _ in leaves}
+        self._layers = {leaf.sharding.shard_shape(leaf.shape)[0] for leaf, of in leaves if of.names[:1] == ("layers",)}
+        pieces = logical.shards(bound.partitioner.strategy.activation_rules["vocab"], shape)
+        self._vocab = {
+            n // pieces for leaf, of in leaves for n, name in zip(leaf.shape, of.names, strict=True) if name == "vocab"
+        }
+
+    def of(self, array: Array | None, op_name: str) -> str:
+        """Returns one of KINDS."""
+        if array is None:
+            return "temporaries"
+        dims = tuple(d for d in array.dims if d > 1)
+        if array.dtype == "f32" and tuple(sorted(dims)) in self._stored:
+            return "gradients"
+        if len(dims) < 4 and self._weights.path_of(dims):
+            return "gradients" if "transpose(" in op_name and "all-gather" not in op_name else "gathered weights"
+        if self._weights.path_of(dims):
+            return "gathered weights"
+        if self._vocab & set(dims):
+            return "logits"
+        if len(dims) > 2 and dims[0] in self._layers:
+            return "saved activations"
+        return "temporaries"
+
+
+def _merged(named: Sequence[Allocation]) -> Iterator[Allocation]:
+    """Merges allocations of the same kind, name and shape."""
+    totals: dict[tuple[str, str, str], list[float]] = {}
+    for one in named:
+        totals.setdefault(one[:3], []).append(one.bytes)
+    for (kind, name, shape), sizes in totals.items():
+        times = f" x {len(sizes)}" if len(sizes) > 1 else ""
+        yield Allocation(kind, name, shape + times, sum(sizes))
+
+
+def by_kind(found: Sequence[Allocation]) -> dict[str, float]:
+    """Returns the bytes of each kind that occurs."""
+    totals = {kind: sum(one.bytes for one in found if one.kind == kind) for kind in KINDS}
+    return {kind: total for kind, total in totals.items() if total}
+
+
+_SIZES = {"K": 2**10, "M": 2**20, "G": 2**30, "": 1}
+_ALLOCATION = re.compile(
+    r"\n\s*\d+\. Size: (?P<size>[\d.]+)(?P<unit>[KMG]?)B?\n(?P<rest>.*?)(?=\n\s*\d+\. Size:|={10,}|\Z)", re.S
+)
+
+
+def of_message(message: str) -> list[Allocation]:
+    """Returns the largest allocations listed in the compiler's error about a program that does not fit.
+
+    The error has a list when the program as a whole is too large ("Used … of … hbm"). When temporaries alone are too
+    large it has only their sum, and the result is empty.
+    """
+    found = []
+    for match in _ALLOCATION.finditer(message):
+        rest = match["rest"]
+        fields = ("Operator", "Shape", "Allocation type", "XLA label")
+        operator, shape, kind, label = (_field(rest, name) for name in fields)
+        op_name = re.search(r'op_name="([^"]*)"', operator or label)
+        name = place(op_name[1]) if op_name else label.partition(" =")[0].lstrip("%") or kind
+        text = f"{re.sub(r'{.*', '', shape)} {kind}".strip()
+        found.append(Allocation("", name, text, float(match["size"]) * _SIZES[match["unit"]]))
+    return found
+
+
+def of_temporaries(found: Buffers) -> list[Allocation]:
+    """Returns the temporaries in HBM when most of it is in use, largest first, without their kinds."""
+    held = buffers.fullest(found)
+    return [Allocation("", h.value.name, str(h.value.array or "pointers"), h.bytes) for h in held]
+
+
+def _field(text: str, name: str) -> str:
+    found = re.search(rf"{name}: (.*)", text)
+    return found[1].strip() if found else ""

@@ -1,0 +1,336 @@
+"""What planning needs to know about a model, read from traces of its loss: no formula here knows any model.
+
+`trace` collects the shapes of a training state and, for each choice of `remat`, the work of one step. Tracing the loss
+of a few rows takes a fraction of a second and shows the matrix products (forward, and with what the backward pass
+recomputes) and every array that waits for the backward pass. Dimensions are recognized by their size: an odd number of
+rows, and the sizes of the named axes of parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from core import logical, optimizers
+from core.logical import Axes
+from core.optimizers import Optimizer
+from core.slices import Slice
+from core.train_state import TrainState
+from core.types import ChoosesAttention, ChoosesDtype, Model, can
+from parallel import rules
+from parallel.placement import BatchSpec
+from parallel.planning import candidates
+
+_CANDIDATE_ROWS = (7, 11, 13, 17, 19, 23)
+
+
+class Kept(NamedTuple):
+    """An array that is kept for the backward pass.
+
+    Attributes:
+      axes: logical axis of each dimension, None where it has none; `batch` is that of the rows.
+      elements: of one row, or of the whole array if it has no rows.
+      itemsize: bytes of an element.
+      copies: how many a loop over layers or recursion steps keeps; 1 outside of loops.
+    """
+
+    axes: Axes
+    elements: float
+    itemsize: int
+    copies: int
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether its size grows with the number of rows."""
+        return "batch" in self.axes.names
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of one row, or of the whole array if it has no rows."""
+        return self.elements * self.itemsize
+
+
+class Reduction(NamedTuple):
+    """A matrix product over a dimension that tensor parallelism splits: its result is summed over chips.
+
+    Attributes:
+      axis: logical axis of the dimension, such as `mlp`.
+      bytes: of the results of one row in one forward pass.
+    """
+
+    axis: str
+    bytes: float
+
+
+class Work(NamedTuple):
+    """The work of one training step for one row.
+
+    Attributes:
+      forward_flops: of the matrix products of a forward pass, without kernels.
+      flops: of the forward and backward passes with recomputation, without kernels.
+      kernel_flops: of the kernels of both passes.
+      forward_kernel_flops: of the kernels of a forward pass.
+      kept: arrays that are kept for the backward pass.
+      reductions: of a forward pass.
+      gathers_again: whether the backward pass gathers a layer's weights again; otherwise gathered weights are kept.
+    """
+
+    forward_flops: float
+    flops: float
+    kernel_flops: float
+    forward_kernel_flops: float
+    kept: tuple[Kept, ...]
+    reductions: tuple[Reduction, ...]
+    gathers_again: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelTrace:
+    """What is known of a training program before a layout is chosen.
+
+    Attributes:
+      slice: to compile for.
+      shapes, axes: of every array of the training state; trees of the same structure.
+      spec: of a batch of any size.
+      works: the work of one row in one step, by choice of `remat`.
+      itemsize: bytes of a number in the dtype of computation.
+    """
+
+    slice: Slice
+    shapes: TrainState
+    axes: TrainState
+    spec: Mapping[str, jax.ShapeDtypeStruct]
+    works: Mapping[str | None, Work]
+    itemsize: int
+
+    @property
+    def length(self) -> int:
+        """Positions of a row."""
+        return max((s.shape[1] for s in self.spec.values() if len(s.shape) > 1), default=1)
+
+
+def trace(
+    model: Model,
+    optimizer: Optimizer,
+    spec: BatchSpec,
+    *,
+    slice: Slice,
+    seed: int = 0,
+    remats: Sequence[str | None] | None = None,
+) -> ModelTrace:
+    """Traces a model; compiles nothing and needs no device.
+
+    Args:
+      model: to trace.
+      optimizer: whose state the model is trained with.
+      spec: of a batch.
+      slice: to compile for.
+      seed: of the parameters.
+      remats: choices of `remat` to trace; None: all that the model offers.
+    """
+    example = {k: jax.ShapeDtypeStruct(s.shape, s.dtype) for k, s in spec.items()}
+    params, axes = logical.abstract_init(model.init, jax.random.key(seed), example)
+    carry = jax.eval_shape(model.init_carry, example)
+    shapes = TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, jax.eval_shape(optimizer.init, params), carry)
+    named = TrainState(
+        Axes(()),
+        axes,
+        optimizers.state_axes(optimizer, params, axes),
+        jax.tree.map(lambda s: rules.row_axes(s.shape), carry),
+    )
+    works = {
+        remat: work(_with_tpu_attention(_with_remat(model, remat), params, example), spec, params, axes)
+        for remat in (candidates.remats(model) if remats is None else remats)
+    }
+    itemsize = jnp.dtype(model.dtype if can(model, ChoosesDtype) else jnp.float32).itemsize
+    return ModelTrace(slice, shapes, named, dict(spec), works, itemsize)
+
+
+def _with_remat(model: Any, remat: str | None) -> Any:
+    return model if remat in (None, candidates.remat_of(model)) else dataclasses.replace(model, remat=remat)
+
+
+def _with_tpu_attention(model: Any, params: Any, example: Any) -> Any:
+    """Replaces automatic attention by the kernel that a TPU would take: a trace of "auto" contains both."""
+    chosen = model.attention if can(model, ChoosesAttention) else ""
+    if chosen != "auto":
+        return model
+    kernel: Any = dataclasses.replace(model, attention="splash")
+    try:
+        jax.eval_shape(lambda p, b: kernel.loss(p, (), jax.random.key(0), b, is_training=True), params, example)
+    except ValueError:  # its tiles do not fit the length
+        return model
+    return kernel
+
+
+def work(model: Model, spec: BatchSpec, params: Any, param_axes: Any) -> Work:
+    """Traces a model's loss and its gradient.
+
+    Args:
+      model: whose loss is traced.
+      spec: of a batch; the number of rows does not matter.
+      params: tree of `jax.ShapeDtypeStruct`.
+      param_axes: tree of `Axes` of the same structure.
+    """
+    sizes = _Sizes(params, param_axes, spec)
+    batch = {k: jax.ShapeDtypeStruct((sizes.rows, *s.shape[1:]), s.dtype) for k, s in spec.items()}
+    carry = jax.eval_shape(model.init_carry, batch)
+    rng = jax.eval_shape(lambda: jax.random.key(0))
+
+    def loss(params: Any, carry: Any, rng: Any, batch: Any) -> jax.Array:
+        return model.loss(params, carry, rng, batch, is_training=True)[1].loss_sum
+
+    def forward(params: Any, carry: Any, rng: Any, batch: Any) -> Any:
+        value, back = jax.vjp(lambda p: loss(p, carry, rng, batch), params)
+        return value, back  # what is kept is what `back` closes over
+
+    inputs = params, carry, rng, batch
+    traced, (_, kept) = jax.make_jaxpr(forward, return_shape=True)(*inputs)
+    products = _flops(traced)
+    backward = jax.make_jaxpr(jax.grad(loss))(*inputs)
+    both = _flops(backward)
+    return Work(
+        forward_flops=sum(p.flops for p in products if not p.in_kernel) / sizes.rows,
+        flops=sum(p.flops for p in both if not p.in_kernel) / sizes.rows,
+        kernel_flops=sum(p.flops for p in both if p.in_kernel) / sizes.rows,
+        forward_kernel_flops=sum(p.flops for p in products if p.in_kernel) / sizes.rows,
+        kept=tuple(_distinct(k for leaf in jax.tree.leaves(kept) if (k := sizes.kept(leaf)))),
+        reductions=tuple(r for p in products if not p.in_kernel and (r := sizes.reduction(p))),
+        gathers_again=_computes_again(backward.jaxpr),
+    )
+
+
+class _Product(NamedTuple):
+    """Executions of one matrix product."""
+
+    flops: float
+    contracted: tuple[int, ...]
+    result_bytes: float
+    in_kernel: bool
+
+
+def _flops(traced: ClosedJaxpr) -> list[_Product]:
+    return list(_products(traced.jaxpr, 1.0, False))
+
+
+def _products(jaxpr: Jaxpr, times: float, in_kernel: bool) -> Iterator[_Product]:
+    for equation in jaxpr.eqns:
+        name, params = equation.primitive.name, equation.params
+        if name == "dot_general":
+            yield _product(equation, times, in_kernel)
+        elif name == "cond":
+            runs = [list(_products(branch.jaxpr, times, in_kernel)) for branch in params["branches"]]
+            yield from max(runs, key=lambda run: sum(p.flops for p in run))
+        elif name == "pallas_call":
+            # The grid counts every block; under a causal mask half of them are skipped.
+            grid = math.prod(n for n in params["grid_mapping"].grid if isinstance(n, int))
+            yield from _products(_bare(params["jaxpr"]), times * grid / 2, True)
+        else:
+            turns = params["length"] if name == "scan" else 1
+            for inner in _inner(params):
+                yield from _products(inner, times * turns, in_kernel)
+
+
+def _computes_again(jaxpr: Jaxpr) -> bool:
+    """Whether any part is rematerialized: weights that such a region closes over stay laid out as stored."""
+    return any(
+        equation.primitive.name in ("checkpoint", "remat", "remat2")
+        or any(_computes_again(inner) for inner in _inner(equation.params))
+        for equation in jaxpr.eqns
+    )
+
+
+def _inner(params: Mapping[str, Any]) -> Iterator[Jaxpr]:
+    for value in params.values():
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(one, (Jaxpr, ClosedJaxpr)):
+                yield _bare(one)
+
+
+def _bare(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
+    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+
+
+def _product(equation: Any, times: float, in_kernel: bool) -> _Product:
+    left, result = equation.invars[0].aval, equation.outvars[0].aval
+    (contracting, _), _ = equation.params["dimension_numbers"]
+    contracted = tuple(left.shape[i] for i in contracting)
+    flops = 2.0 * result.size * math.prod(contracted) * times
+    return _Product(flops, contracted, result.size * result.dtype.itemsize * times, in_kernel)
+
+
+class _Sizes:
+    """Recognizes logical axes by the sizes of dimensions."""
+
+    def __init__(self, params: Any, param_axes: Any, spec: BatchSpec):
+        leaves = jax.tree.leaves(params)
+        named = jax.tree.leaves(param_axes, is_leaf=lambda a: isinstance(a, Axes))
+        pairs = zip(leaves, named, strict=True)
+        sizes = {pair for leaf, of in pairs for pair in zip(leaf.shape, of.names, strict=True)}
+        self._layers = {size for size, name in sizes if name == "layers"}
+        self._by_size = {size: name for size, name in sorted(sizes, key=_preference) if name not in (None, "layers")}
+        self._params = {(leaf.shape, leaf.dtype) for leaf in leaves}
+        self._weights = {leaf.shape: of for leaf, of in zip(leaves, named, strict=True)}
+        self._length = max((s.shape[1] for s in spec.values() if len(s.shape) > 1), default=0)
+        taken = {size for leaf in leaves for size in leaf.shape} | {self._length}
+        self.rows = next(n for n in _CANDIDATE_ROWS if n not in taken)
+
+    def kept(self, leaf: Any) -> Kept | None:
+        """Describes a kept array; None for parameters, which are there anyway, and for small arrays."""
+        if (leaf.shape, leaf.dtype) in self._params or leaf.size < 2**10 or not hasattr(leaf.dtype, "itemsize"):
+            return None
+        if leaf.shape in self._weights:
+            axes = self._weights[leaf.shape]
+        elif self.rows in leaf.shape:
+            axes = self._of_rows(leaf.shape)
+        else:
+            axes = Axes((None,) * len(leaf.shape))
+        has_rows = "batch" in axes.names
+        before = leaf.shape[: axes.names.index("batch")] if has_rows else leaf.shape[: axes.names[:1] == ("layers",)]
+        rows = self.rows if has_rows else 1
+        return Kept(axes, leaf.size / rows, leaf.dtype.itemsize, math.prod(before))
+
+    def _of_rows(self, shape: tuple[int, ...]) -> Axes:
+        at = shape.index(self.rows)
+        before = ["layers" if size in self._layers else None for size in shape[:at]]
+        after = [self._by_size.get(size) for size in shape[at + 1 :]]
+        places = [i for i, size in enumerate(shape[at + 1 :]) if size == self._length]
+        if places:
+            after[places[0]] = "residual_length" if after[places[0] + 1 :] == ["embed"] else "length"
+        names = _once([*before, "batch", *after])
+        return Axes(tuple(names))
+
+    def reduction(self, product: _Product) -> Reduction | None:
+        """Returns the reduction after a product over hidden units or heads; None for other products."""
+        for size in product.contracted:
+            if (name := self._by_size.get(size)) in ("mlp", "heads"):
+                return Reduction(name, product.result_bytes / self.rows)
+        return None
+
+
+def _preference(of: tuple[int, str | None]) -> tuple[int, str]:
+    """Sort key of (size, axis): a size that several axes share is taken for the last, which strategies split."""
+    order = (None, "norm", "head_dim", "puzzles", "vocab", "embed", "kv_heads", "heads", "mlp")
+    return (order.index(of[1]) if of[1] in order else 0, str(of[1]))
+
+
+def _once(names: list[str | None]) -> list[str | None]:
+    """Replaces repeated axes by None: an array may use each axis once."""
+    return [name if name not in names[:i] else None for i, name in enumerate(names)]
+
+
+def _distinct(kept: Iterator[Kept]) -> Iterator[Kept]:
+    """Yields arrays without duplicates: outside of loops the compiler recomputes all but one of each shape."""
+    largest: dict[Any, Kept] = {}
+    for k in kept:
+        if k.copies > 1:
+            yield k
+        elif (key := (k.axes, k.elements)) not in largest or largest[key].itemsize < k.itemsize:
+            largest[key] = k
+    yield from largest.values()

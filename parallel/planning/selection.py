@@ -1,0 +1,177 @@
+"""Chooses which candidate layouts are worth compiling, and ranks them.
+
+Three filters, each more expensive than the one before: tables against shapes rule out what cannot work, arithmetic
+rules out what is very unlikely to fit and orders the rest by likely speed, and the compiler decides.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+from core.slices import Slice
+from parallel import strategy
+from parallel.partitioner import Program
+from parallel.planning import arithmetic
+from parallel.planning.arithmetic import Estimate
+from parallel.planning.candidates import Candidate, Layout
+from parallel.planning.model_trace import ModelTrace
+from parallel.planning.placed import Placed, Refused, Step, step_of
+from parallel.strategy import Strategy
+
+_BEYOND_FACTORS = (1.0, 1.05, 1.1)  # of a chip's HBM; arithmetic exceeds the compiler by 0 to 13 % of most layouts
+_MESHES_IN_FIRST = 3  # of the first N candidates, one mesh has at most N / 3 while others are left
+
+
+@dataclasses.dataclass(frozen=True)
+class JudgedCandidate:
+    """A candidate and what arithmetic says about it.
+
+    Attributes:
+      candidate: the configuration.
+      name: for people.
+      estimate: None if the tables refuse the candidate.
+      kind, reason: why it was refused; empty if it may fit.
+      is_as_written: whether it is the experiment as written.
+    """
+
+    candidate: Candidate
+    name: str
+    estimate: Estimate | None = None
+    kind: str = ""
+    reason: str = ""
+    is_as_written: bool = False
+
+
+AnyCandidate = TypeVar("AnyCandidate", bound=JudgedCandidate)
+
+
+class Judge:
+    """Checks candidates against tables and arithmetic."""
+
+    def __init__(self, trace: ModelTrace, own: Strategy, *, num_streams: int):
+        """Keeps what all candidates have in common.
+
+        Args:
+          trace: of the model.
+          own: strategy of candidates without a layout.
+          num_streams: of the data; must divide the rows.
+        """
+        self._trace, self._own, self._num_streams = trace, own, num_streams
+        self._placed: dict[Any, Placed | Refused] = {}
+
+    def judge(self, candidate: Candidate) -> JudgedCandidate:
+        """Returns the candidate with its estimate, or with the reason why it cannot work."""
+        placed = self._place(candidate.layout)
+        if isinstance(placed, Refused):
+            degrees = dict(candidate.layout.degrees) if candidate.layout else {}
+            mesh = strategy.mesh_text({axis: n for axis, n in degrees.items() if n > 0}, single="")
+            return _refused(JudgedCandidate(candidate, candidate.name(mesh)), placed)
+        mesh = strategy.mesh_text(placed.shape, dcn_shape=placed.tables.dcn_shape)
+        judged = JudgedCandidate(candidate, candidate.name(mesh))
+        step = Step(candidate.remat, candidate.batch_size, candidate.accum_steps)
+        try:
+            placed.check(step, num_streams=self._num_streams)
+            estimate = arithmetic.estimate(placed, step)
+            judged = dataclasses.replace(judged, estimate=estimate)
+            arithmetic.check_fits(estimate, self._trace.slice)
+        except Refused as refused:
+            return _refused(judged, refused)
+        return judged
+
+    def _place(self, layout: Layout | None) -> Placed | Refused:
+        tables = layout.strategy() if layout else self._own
+        mesh = layout and (layout.constructor, layout.degrees)
+        if mesh not in self._placed:
+            try:
+                self._placed[mesh] = Placed(tables, self._trace)
+            except Refused as refused:
+                self._placed[mesh] = refused
+        placed = self._placed[mesh]
+        return placed.rescheduled(tables) if isinstance(placed, Placed) and tables.pipeline else placed
+
+
+def _refused(judged: JudgedCandidate, refused: Refused) -> JudgedCandidate:
+    return dataclasses.replace(judged, kind=refused.kind, reason=" ".join(str(refused).split()))
+
+
+def rank(judged: JudgedCandidate) -> tuple[bool, float]:
+    """Sort key: refused candidates last, the others by seconds per row, half-way between the two bounds."""
+    if judged.reason or judged.estimate is None:
+        return True, 0.0
+    time = judged.estimate.time
+    return False, (time.hidden + time.exposed) / 2 / judged.candidate.batch_size
+
+
+def order(judged: Sequence[AnyCandidate], *, wanted: int, usable_bytes: float) -> Iterator[AnyCandidate]:
+    """Yields candidates that may fit in the order to compile them: the experiment as written, then the likely fastest.
+
+    Among the first places each mesh has a share for candidates that fit into `usable_bytes` by arithmetic, and an equal
+    share for those that need more: a candidate that turns out too large takes no place of one that fits.
+    """
+    possible = sorted((one for one in judged if not one.reason), key=lambda one: not one.is_as_written)
+    share = max(1, wanted // _MESHES_IN_FIRST)
+    taken: collections.Counter = collections.Counter()
+    later = []
+    for one in possible:
+        is_doubtful = one.estimate is not None and one.estimate.peak_bytes > usable_bytes
+        place = one.name.partition(",")[0], one.candidate.batch_size, is_doubtful
+        taken[place] += not one.is_as_written
+        if taken[place] <= share:
+            yield one
+        else:
+            later.append(one)
+    yield from later
+
+
+def beyond(judged: Sequence[AnyCandidate], *, usable_bytes: float) -> list[AnyCandidate]:
+    """Returns the candidates that exceed a chip's HBM least by arithmetic, and those that exceed it by 5 and 10 %.
+
+    Compiling them shows where HBM ends, and how far arithmetic is off there.
+    """
+    sized = sorted(((one.estimate.peak_bytes, one) for one in judged if one.estimate), key=lambda pair: pair[0])
+    found: list[AnyCandidate] = []
+    for factor in _BEYOND_FACTORS:
+        one = next((one for peak, one in sized if peak > usable_bytes * factor), None)
+        if one is not None and one not in found:
+            found.append(one)
+    return found
+
+
+def by_reason(judged: Sequence[AnyCandidate]) -> list[tuple[str, list[AnyCandidate]]]:
+    """Groups refused candidates by the kind of reason, the most frequent first."""
+    refused = sorted((one for one in judged if one.reason), key=lambda one: one.kind)
+    groups = [(kind, list(group)) for kind, group in itertools.groupby(refused, key=lambda one: one.kind)]
+    return sorted(groups, key=lambda group: -len(group[1]))
+
+
+def nearest(judged: Sequence[AnyCandidate], bound: Program) -> list[AnyCandidate]:
+    """Returns candidates that may fit, by how little of a program's layout they change, then by likely speed.
+
+    The program's own layout is not among them.
+    """
+    own = _resolved(bound.partitioner.strategy, bound.partitioner.slice)
+    step = step_of(bound)
+    ranked = []
+    for one in judged:
+        candidate = one.candidate
+        if one.reason:
+            continue
+        tables = _resolved(candidate.layout.strategy(), bound.partitioner.slice) if candidate.layout else own
+        changed = (
+            tables.mesh_shape != own.mesh_shape,
+            tables.pipeline != own.pipeline,
+            candidate.remat not in (None, step.remat),
+            candidate.accum_steps != step.accum_steps,
+        )
+        if tables != own or any(changed):
+            ranked.append((2 * (tables.name != own.name) + sum(changed), rank(one), one))
+    return [one for *_, one in sorted(ranked, key=lambda item: item[:2])]
+
+
+def _resolved(tables: Strategy, slice: Slice) -> Strategy:
+    """Gives every axis its degree, so that two ways to write the same mesh are equal."""
+    return dataclasses.replace(tables, mesh_shape=strategy.resolve(tables, slice))

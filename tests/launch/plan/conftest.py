@@ -1,0 +1,56 @@
+"""A small experiment to plan for, and records as if its candidates had been compiled."""
+
+import pytest
+
+from core import versions
+from launch.plan import records, search
+from launch.plan.records import Record
+
+EXPERIMENT, SLICE = "gin/quickstart.gin", "v4-8"
+REVISION = "0123456789abcdef0123456789abcdef01234567-dirty"
+
+
+@pytest.fixture(scope="session")
+def question():
+    return search.ask(EXPERIMENT, slice_name=SLICE)
+
+
+@pytest.fixture(scope="session")
+def options(question):
+    return search.options(question)
+
+
+@pytest.fixture(scope="session")
+def compiled_as():
+    """`compiled_as(option, factor=1.0) -> Record`: the estimate of arithmetic, as if it were compiled."""
+
+    def build(one, factor=1.0):
+        time = one.estimate.time
+        return Record(
+            records.COMPILED,
+            needed_bytes=one.estimate.peak_bytes,
+            time=time._replace(compute=time.compute * factor, kernels=time.kernels * factor),
+            bubble=one.estimate.bubble,
+            compile_seconds=12.0,
+            made_with={
+                **versions.installed(versions.COMPILER),
+                "sources": records.sources_digest(),
+                "revision": REVISION,
+            },
+        )
+
+    return build
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A user's own cache, and nothing that is committed."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(records, "COMMITTED", tmp_path / "nothing")
+    return records.Store()
+
+
+@pytest.fixture
+def keep(cache):
+    """`keep(text, record)`: as a worker leaves it in the cache."""
+    return lambda text, record: records.write(cache.path(text), record.as_json())

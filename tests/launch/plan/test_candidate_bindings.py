@@ -1,0 +1,101 @@
+"""A candidate is its bindings: gin makes of them what is applied directly, and so does the file that is written."""
+
+import pytest
+
+from launch import configuration
+from launch.plan import candidate_bindings, search
+from parallel.planning.candidates import Candidate, Choice, Layout
+
+CANDIDATES = [
+    Candidate(Layout("fsdp", (("fsdp", -1),)), "full", 2, 32),
+    Candidate(Layout("mesh3d", (("data", 2), ("fsdp", -1), ("tensor", 2))), "dots", 1, 64),
+    Candidate(
+        Layout("pipeline", (("stage", 2), ("data", -1)), Choice("gpipe", (("num_microbatches", 4), ("save", "stage")))),
+        None,
+        1,
+        32,
+    ),
+    Candidate(
+        Layout(
+            "pipeline_fsdp",
+            (("stage", 2), ("fsdp", -1), ("slices", 1)),
+            Choice("circular", (("num_microbatches", 4), ("repeats", 2), ("save", "layers"))),
+        ),
+        None,
+        1,
+        32,
+    ),
+    Candidate(None, "none", 1, 32),
+]
+
+
+@pytest.mark.parametrize("candidate", CANDIDATES, ids=lambda c: c.name(""))
+def test_bindings_make_what_is_applied(question, candidate, tmp_path):
+    writer = candidate_bindings.Writer(question.config, question.experiment)
+    wanted = candidate_bindings.apply(question.experiment, candidate)
+
+    def made(bindings):
+        built = configuration.load(question.path, bindings=bindings, slice_name=question.slice.name).build()
+        return built.strategy, built.model, built.accum_steps, built.batch_size, built.total_steps
+
+    expected = wanted.strategy, wanted.model, wanted.accum_steps, wanted.batch_size, wanted.total_steps
+    assert made(writer.bindings(candidate)) == expected
+    file = tmp_path / "winner.gin"
+    file.write_text(writer.file(candidate, ["why"]))
+    assert made([f"include '{file}'"]) == expected
+
+
+def test_the_experiment_itself_needs_no_binding(question):
+    writer = candidate_bindings.Writer(question.config, question.experiment)
+    own = Candidate(None, question.experiment.model.remat, 1, question.experiment.batch_size)
+    assert writer.bindings(own) == []
+    assert candidate_bindings.apply(question.experiment, own) == question.experiment
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [],
+        ["experiment.Experiment.total_steps = 1001"],
+        ["KEEP_CHECKPOINTS = 1001", "experiment.Experiment.total_steps = %KEEP_CHECKPOINTS"],
+        ["experiment.Experiment.batch_size = 32", "experiment.Experiment.accum_steps = 1"],
+        ["experiment.Experiment.batch_size = %NUM_STREAMS", "NUM_STREAMS = 32"],
+    ],
+)
+def test_another_batch_trains_on_as_many_tokens_however_the_experiment_says_how_long(given, tmp_path):
+    asked = search.ask("gin/quickstart.gin", slice_name="v4-8", bindings=given)
+    old = asked.experiment
+    writer = candidate_bindings.Writer(asked.config, old)
+    said = writer.bindings(Candidate(None, None, 2, 48))
+    file = tmp_path / "other.gin"
+    file.write_text(writer.file(Candidate(None, None, 2, 48), []))
+    for bindings in (said, [f"include '{file}'"]):
+        built = configuration.load(asked.path, bindings=[*given, *bindings], slice_name="v4-8").build()
+        assert (built.batch_size, built.accum_steps) == (48, 2)
+        assert 0 <= built.total_steps * 48 - old.total_steps * 32 < 48
+        assert built.total_steps == asked.steps(48)
+        assert built.task.num_streams == old.task.num_streams
+
+
+def test_degrees_of_the_file_do_not_remain():
+    """A candidate of the file's own strategy binds every degree, so that none of the file's stays beside it."""
+    asked = search.ask(
+        "gin/quickstart.gin",
+        slice_name="v4-8",
+        bindings=[
+            "STRATEGY = @strategies.fsdp_tensor()",
+            "strategies.fsdp_tensor.tensor = 1",
+            "strategies.fsdp_tensor.fsdp = 4",
+        ],
+    )
+    candidate = Candidate(Layout("fsdp_tensor", (("tensor", 2), ("fsdp", -1))), "full", 1, 32)
+    writer = candidate_bindings.Writer(asked.config, asked.experiment)
+    built = configuration.load(
+        asked.path, bindings=[*asked.bindings, *writer.bindings(candidate)], slice_name="v4-8"
+    ).build()
+    assert built.strategy.mesh_shape == {"fsdp": -1, "tensor": 2}
+
+
+def test_names_tell_candidates_apart(options):
+    names = [(one.name, one.candidate.batch_size) for one in options]
+    assert len(set(names)) == len(names)

@@ -1,0 +1,92 @@
+"""With the real compiler: a small plan from nothing and again, a layout explained, one that does not fit explained."""
+
+import re
+
+import pytest
+
+from launch.plan import compiling, search
+
+SMALL = (
+    "transformer.Transformer.num_layers = 4",
+    "transformer.Transformer.embed_dim = 512",
+    "transformer.Transformer.mlp_dim = 1408",
+    "LENGTH = 384",
+)
+WIDE = (
+    "transformer.Transformer.num_layers = 2",
+    "transformer.Transformer.embed_dim = 4096",
+    "transformer.Transformer.mlp_dim = 11008",
+    "transformer.Transformer.num_heads = 32",
+    "transformer.Transformer.num_kv_heads = 32",
+    "LENGTH = 2048",
+)
+
+
+def given(*bindings):
+    return [part for binding in bindings for part in ("--gin", binding)]
+
+
+def rows(said):
+    return [line for line in said.splitlines() if re.match(r"\|\s+\d+ \|", line)]
+
+
+@pytest.mark.slow
+@pytest.mark.covers("X04")
+@pytest.mark.compiled("v4-8")
+def test_a_plan_is_compiled_once(launch, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    arguments = ("plan", "v4-8", "gin/quickstart.gin", "--only", "fsdp", "hsdp", "--compile", "2", *given(*SMALL))
+    first = launch(*arguments, timeout=900)
+    assert len(rows(first)) == 2
+    kept = sorted((tmp_path / "renga" / "plans").iterdir())
+    assert len(kept) == 2
+    again = launch(*arguments)
+    assert rows(again) == rows(first)
+    assert sorted((tmp_path / "renga" / "plans").iterdir()) == kept
+
+
+@pytest.mark.slow
+@pytest.mark.compiled("v4-8")
+def test_more_fsdp_is_less_hbm_and_more_recomputation_is_less_hbm_and_more_cycles():
+    """As compiled. Layers are as wide as those of 7B: narrow ones save more by reading less than they compute."""
+    asked = search.ask("gin/quickstart.gin", slice_name="v4-8", bindings=WIDE)
+    found = {}
+    for one in search.options(asked, only=["fsdp", "data_parallel"]):
+        if one.candidate.accum_steps == 1 and not one.reason and one.candidate.remat in ("none", "full"):
+            record = compiling.compile_one(asked.path, slice_name="v4-8", bindings=[*WIDE, *one.bindings])
+            found[one.candidate.layout.constructor, one.candidate.remat] = record
+    for remat in ("none", "full"):
+        assert found["fsdp", remat].needed_bytes < found["data_parallel", remat].needed_bytes
+    for constructor in ("fsdp", "data_parallel"):
+        none, full = found[constructor, "none"], found[constructor, "full"]
+        assert full.needed_bytes < none.needed_bytes
+        assert full.time.compute > none.time.compute
+
+
+@pytest.mark.slow
+@pytest.mark.covers("X05", "X06")
+@pytest.mark.compiled("v4-8")
+def test_a_layout_is_explained(launch):
+    said = launch(
+        "plan", "v4-8", "gin/quickstart.gin", "--explain", "gin/strategies/fsdp.gin", *given(*SMALL), timeout=600
+    )
+    for kind in ("parameters", "optimizer", "gradients", "gathered weights"):
+        assert re.search(rf"(?m)^  {kind} +[\d.]+$", said)
+    assert re.search(r"parameters +\| params/layers/block/(gate|up|down)", said)
+    assert "hottest operations" in said
+    assert re.search(r"\| fsdp +\| ICI", said)
+    assert re.search(r"(computation|HBM|ICI) binds: a step takes", said)
+
+
+@pytest.mark.slow
+@pytest.mark.covers("X13")
+@pytest.mark.compiled("v4-8")
+def test_what_does_not_fit_is_explained(launch):
+    choice = "gin/strategies/data_parallel.gin"
+    bindings = given("BATCH_SIZE = 262144")
+    said = launch("plan", "v4-8", "gin/quickstart.gin", "--explain", choice, *bindings, code=1, timeout=600)
+    needed, over = re.search(r"needs ([\d.]+)GiB of 30.75GiB per chip, ([\d,.]+) GiB too much", said).groups()
+    assert float(over.replace(",", "")) == pytest.approx(float(needed) - 30.75, abs=0.02)
+    assert "largest allocations, as listed by the compiler" in said
+    assert "f32[4,65536," in said
+    assert re.search(r"nearest that may fit.*\n  data_parallel: data 4, remat none, accum \d+:", said)

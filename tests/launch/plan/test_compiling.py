@@ -1,0 +1,113 @@
+"""Workers: two at a time, each with its record, none left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from launch.plan import compiling, records
+from launch.plan.compiling import Job
+
+STUB = """
+import json, os, pathlib, sys, time
+job = json.load(open(sys.argv[1]))
+kind, _, argument = job["name"].partition(" ")
+if kind == "crash":
+    print("out of luck"); sys.exit(3)
+if kind == "log":
+    together, _, path = argument.partition(" ")
+    with open(path, "a") as log: log.write("+")
+    end = time.time() + 20
+    while pathlib.Path(path).read_text().count("+") < int(together) and time.time() < end: time.sleep(0.02)
+    with open(path, "a") as log: log.write("-")
+if kind == "sleep":
+    pathlib.Path(argument).write_text(str(os.getpid())); time.sleep(60)
+record = {"status": "refused", "reason": job["name"], "time": None, "warnings": []}
+pathlib.Path(job["record"]).write_text(json.dumps(record))
+"""
+
+
+@pytest.fixture
+def command(tmp_path):
+    stub = tmp_path / "stub.py"
+    stub.write_text(STUB)
+    return [sys.executable, str(stub)]
+
+
+def jobs(tmp_path, *names):
+    return iter([Job(name, "e.gin", "v4-8", (), tmp_path / f"{i}.json") for i, name in enumerate(names)])
+
+
+def test_every_job_gives_its_record(tmp_path, command):
+    done = list(compiling.compile_all(jobs(tmp_path, "a", "b", "c"), wanted=lambda: 9, command=command))
+    assert sorted(d.record.reason for d in done) == ["a", "b", "c"]
+    assert all(d.job.name == d.record.reason for d in done)
+
+
+def test_a_crash_is_a_row_with_its_last_words_and_is_not_kept(tmp_path, command):
+    (done,) = compiling.compile_all(jobs(tmp_path, "crash"), wanted=lambda: 9, command=command)
+    assert done.record.status == records.FAILED
+    assert "ended with 3: out of luck" in done.record.reason
+    assert not done.job.record.exists()
+
+
+@pytest.mark.parametrize(("room", "begins"), [(1, "+-+-+-"), (2, "++")])
+def test_as_many_max_concurrent_as_there_is_room_for(tmp_path, command, monkeypatch, room, begins):
+    monkeypatch.setattr(compiling, "max_concurrent", lambda: room)
+    file = tmp_path / "log"
+    list(compiling.compile_all(jobs(tmp_path, *[f"log {room} {file}"] * 3), wanted=lambda: 9, command=command))
+    assert file.read_text().startswith(begins)
+
+
+def test_room_is_memory_and_processors(monkeypatch):
+    monkeypatch.setattr(compiling.os, "cpu_count", lambda: 8)
+    for gib, expected in ((3, 1), (9, 2), (99, 2)):
+        monkeypatch.setattr(compiling.host_memory, "available_bytes", lambda gib=gib: gib * 2**30)
+        assert compiling.max_concurrent() == expected
+
+
+def test_no_more_are_started_than_are_wanted(tmp_path, command):
+    left = [2]
+
+    def started(job):
+        left[0] -= 1
+
+    done = list(
+        compiling.compile_all(jobs(tmp_path, *"abcde"), wanted=lambda: left[0], on_start=started, command=command)
+    )
+    assert len(done) == 2
+
+
+def test_ctrl_c_ends_the_workers_and_keeps_what_is_done(tmp_path, command):
+    """A plan of its own, interrupted as a terminal would: one record is there, and no process."""
+    pid = tmp_path / "pid"
+    text = f"""
+    import pathlib, signal, sys
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
+    from launch.plan import compiling
+    from launch.plan.compiling import Job
+    compiling.max_concurrent = lambda: 2
+    folder = pathlib.Path({str(tmp_path)!r})
+    names = ["quick", "sleep {pid}"]
+    jobs = iter([Job(n, "e.gin", "v4-8", (), folder / f"{{i}}.json") for i, n in enumerate(names)])
+    try:
+        for done in compiling.compile_all(jobs, wanted=lambda: 9, command={command!r}):
+            print("done", done.record.reason, flush=True)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(text)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    deadline = time.time() + 60
+    while not (pid.exists() and pid.read_text() and (tmp_path / "0.json").exists()) and time.time() < deadline:
+        time.sleep(0.05)
+    assert process.stdout.readline() == "done quick\n"
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=30) == 130
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)

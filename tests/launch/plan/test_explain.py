@@ -1,0 +1,100 @@
+"""What `--explain` prints of a layout that fits, and of one that does not."""
+
+import types
+
+import pytest
+
+from launch.plan import explain
+from parallel import compiled
+from parallel.compiled import OutOfHbmError
+from parallel.hlo import executions, program
+from parallel.planning.cost import AxisTime, StepTime
+from parallel.planning.roofline import roofline
+
+CYCLES = 'backend_config={"estimated_cycles":"10"}'
+TEXT = f"""
+%fused (a: bf16[8,16]) -> bf16[8,16] {{
+  %a = bf16[8,16]{{1,0}} parameter(0)
+  ROOT %twice = bf16[8,16]{{1,0}} add(%a, %a), {CYCLES}
+}}
+
+%cond (state: (s32[], bf16[4,8,16])) -> pred[] {{
+  %state = (s32[], bf16[4,8,16]{{2,1,0}}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %limit = s32[] constant(4)
+  ROOT %go = pred[] compare(%i, %limit), direction=LT
+}}
+
+%body (state: (s32[], bf16[4,8,16])) -> (s32[], bf16[4,8,16]) {{
+  %state = (s32[], bf16[4,8,16]{{2,1,0}}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %stack = bf16[4,8,16]{{2,1,0:T(8,128)(2,1)}} get-tuple-element(%state), index=1
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %layer = bf16[8,16]{{1,0}} fusion(%stack), kind=kLoop, calls=%fused, {CYCLES}
+  %near = bf16[8,16]{{1,0:T(8,128)S(1)}} fusion(%layer), kind=kLoop, calls=%fused, {CYCLES}
+  ROOT %out = (s32[], bf16[4,8,16]{{2,1,0}}) tuple(%next, %stack)
+}}
+
+ENTRY %main (x: bf16[4,8,16]) -> bf16[4,8,16] {{
+  %x = bf16[4,8,16]{{2,1,0}} parameter(0)
+  %copied = (bf16[4,8,16]{{2,1,0:S(1)}}, bf16[4,8,16]{{2,1,0}}, u32[]{{:S(2)}}) copy-start(%x)
+  %sliced = ((bf16[4,8,16]{{2,1,0}}), bf16[1,8,16]{{2,1,0:S(1)}}, s32[]) slice-start(%x), slice={{[0:1], [0:8], [0:16]}}
+  %free = bf16[4,8,16]{{2,1,0}} bitcast(%x)
+  %zero = s32[] constant(0)
+  %first = (s32[], bf16[4,8,16]{{2,1,0}}) tuple(%zero, %x)
+  %loop = (s32[], bf16[4,8,16]{{2,1,0}}) while(%first), condition=%cond, body=%body
+  ROOT %result = bf16[4,8,16]{{2,1,0}} get-tuple-element(%loop), index=1
+}}
+"""
+
+
+@pytest.mark.parametrize("choice", ["fsdp", "gin/nothing_here.gin"])
+def test_a_choice_that_is_none_is_refused(choice):
+    with pytest.raises(ValueError, match="--explain"):
+        explain.explain("gin/quickstart.gin", choice, slice_name="v4-8", bindings=[])
+
+
+def test_traffic_and_operations_are_printed(capsys):
+    run = executions.walk(program.parse(TEXT))
+    time = StepTime(0.8, 0.1, (AxisTime(("data", "fsdp"), "DCN", 0.25, 0.125, 3 * 2**29),), ("kernel mine x 7",))
+    found = types.SimpleNamespace(costs=types.SimpleNamespace(total_cycles=80))
+    explain._print_operations(run, found, time, clock=1e9)
+    explain._print_traffic(time)
+    said = capsys.readouterr().out
+    assert "0.8 s of computation as estimated by the compiler, 0.1 s of kernels" in said
+    assert "100.0%" in said  # two fusions of 10 cycles, four times
+    assert "without an estimate: kernel mine x 7" in said
+    assert "| data fsdp | DCN     |     1.50 |    0.25 |      0.125 |" in said
+
+
+@pytest.fixture(scope="module")
+def on_its_chips(question):
+    return question.experiment.bind(compiled.devices_of(question.slice))
+
+
+def test_a_roofline_says_what_binds(question, capsys):
+    time = StepTime(2.0, 0.1, (AxisTime(("fsdp",), "ICI", 0.5, 0.0, 1),), ())
+    run = [e._replace(times=10**12) for e in executions.walk(program.parse(TEXT))]
+    chip = question.slice.chip
+    explain._print_roofline(question, roofline(time, product_flops=1e12, executed=run, chip=chip))
+    said = capsys.readouterr().out
+    assert "HBM binds: a step takes 2.1 s with all traffic hidden, 2.6 s with none" in said
+    assert "| ICI links" in said
+    assert "DCN" not in said
+    explain._print_roofline(question, roofline(time, product_flops=1e12, executed=[], chip=chip))
+    assert "computation binds" in capsys.readouterr().out
+
+
+def test_what_does_not_fit_is_said_with_what_took_it_and_what_may_fit(question, on_its_chips, capsys, tmp_path):
+    error = OutOfHbmError("too much", needed="40.25GiB", present="30.75GiB")
+    error.__cause__ = RuntimeError("…\n  1. Size: 12.50G\n     Shape: bf16[4,5]{1,0}\n     Allocation type: HLO temp\n")
+    explain._print_misfit(question, on_its_chips, error, tmp_path)
+    said = capsys.readouterr().out
+    assert "needs 40.25GiB of 30.75GiB per chip, 9.50 GiB too much" in said
+    assert "| 12.50 | HLO temp | bf16[4,5] HLO temp |" in said
+    assert "by arithmetic: " in said
+    near = said.partition("nearest that may fit")[2].splitlines()[1:]
+    assert len(near) == 2 * explain.NEAREST
+    assert all(line.endswith(" GiB") for line in near[::2])
+    assert explain._written_temporaries(tmp_path) == []  # for a message without a list

@@ -1,0 +1,234 @@
+"""Records of what experiments cost: what is recorded, what counts as a change, and that the records are true."""
+
+import pytest
+
+from core import slices, versions
+from launch import __main__ as main
+from launch import configuration, environment, prediction, program_identity, smoke
+from launch.cli.layouts import golden as command
+from launch.plan import golden, records
+from parallel.planning import calibration
+
+RECORDS = sorted(golden.files())
+
+
+def loaded(path="gin/valkyrie_7b.gin", *bindings, slice_name=None):
+    config = configuration.load(path, bindings=bindings, slice_name=slice_name)
+    return config.build(), config
+
+
+def test_every_experiment_file_has_a_name():
+    files = golden.files()
+    assert files["valkyrie_7b"] == "gin/valkyrie_7b.gin"
+    assert files["published-llama2_70b"] == "gin/published/llama2_70b.gin"
+    assert files["trm-suite"] == "gin/trm/suite.gin"
+    assert "defaults" not in files
+    assert all((environment.WORKSPACE / file).is_file() for file in files.values())
+
+
+@pytest.mark.parametrize(
+    "binding",
+    [
+        "SEED = 7",
+        "TOTAL_STEPS = 5000",
+        "LEARNING_RATE = 1e-5",
+        "DATA = 'x.txt'",
+        "PROMPT = 'a'",
+        "NUM_STREAMS = 16",
+        "experiment.Experiment.non_finite = 'roll_back'",
+        "experiment.Experiment.wandb_project = 'mine'",
+        "experiment.Experiment.memory_profile_steps = (10,)",
+        "experiment.Experiment.log_interval = 7",
+        "experiment.Experiment.seed = 7",
+        "experiment.Experiment.keep_checkpoints = 7",
+        "experiment.Experiment.total_steps = 7",
+        "experiment.Experiment.gather_once = False",  # as it is
+        "optimizers.warmup_cosine.peak = 1e-5",
+        "optimizers.warmup_cosine.total_steps = 9000",
+        "optimizers.adamw.learning_rate = @optimizers.warmup_linear()\noptimizers.warmup_linear.peak = 1.0\n"
+        "optimizers.warmup_linear.warmup_steps = 1\noptimizers.warmup_linear.total_steps = 9",
+        "strategies.fsdp.fsdp = -1",  # as it is: a plan's winner says every degree
+    ],
+)
+def test_what_costs_nothing_is_not_in_the_fingerprint(binding):
+    assert program_identity.fingerprint(*loaded("gin/valkyrie_7b.gin", binding)) == program_identity.fingerprint(
+        *loaded()
+    )
+
+
+@pytest.mark.parametrize(
+    "binding",
+    [
+        "BATCH_SIZE = 64",
+        "LENGTH = 1024",
+        "ACCUM_STEPS = 2",
+        "COMPUTE_DTYPE = 'float32'",
+        "transformer.Transformer.remat = 'dots'",
+        "include 'gin/strategies/hsdp.gin'",
+        "include 'gin/optimizers/lion.gin'",
+        "experiment.Experiment.gather_once = True",
+        "optimizers.adamw.clip_norm = None",
+        "experiment.Experiment.non_finite = 'skip'",
+    ],
+)
+def test_what_costs_something_is(binding):
+    assert program_identity.fingerprint(*loaded("gin/valkyrie_7b.gin", binding)) != program_identity.fingerprint(
+        *loaded()
+    )
+
+
+def test_another_slice_and_a_rehearsal_are_something_else():
+    experiment, config = loaded()
+    assert program_identity.fingerprint(*loaded(slice_name="v4-64")) != program_identity.fingerprint(experiment, config)
+    assert program_identity.fingerprint(smoke.shrink(experiment), config) != program_identity.fingerprint(
+        experiment, config
+    )
+
+
+def test_flops_of_a_step_by_hand():
+    """One layer, 8 heads of 64 over 2 key heads: weights 512 (2 x 512 + 2 x 128 + 3 x 1024), head 512 x 1024."""
+    sizes = {"num_layers": 1, "embed_dim": 512, "mlp_dim": 1024, "num_heads": 8, "num_kv_heads": 2, "vocab_size": 1024}
+    bindings = [f"transformer.Transformer.{name} = {value}" for name, value in sizes.items()]
+    experiment, _ = loaded("gin/valkyrie_7b.gin", *bindings, "LENGTH = 256")
+    weights = 512 * (2 * 512 + 2 * 128 + 3 * 1024) + 512 * 1024
+    attention = 2 * 2 * (256 * 256 / 2) * 512  # of a row: scores and values, a product of 256 x 256 x 512, half of it
+    assert experiment.tokens_per_step == 32 * 256
+    assert experiment.flops_per_step == 3 * (2 * weights * 32 * 256 + 32 * attention)
+
+
+@pytest.mark.covers("L05")
+def test_seven_billion_at_sixty_four_rows_reach_their_shares_of_the_peak():
+    """Predicted for v4-32: 60 % with all traffic hidden and 50 % with none, in what a chip has."""
+    found = prediction.read("valkyrie_7b_64_rows")
+    experiment, _ = loaded("gin/valkyrie_7b_64_rows.gin")
+    assert (experiment.slice, experiment.tokens_per_step) == ("v4-32", 64 * 2048)
+    assert found["predicted"]["mfu"]["hidden"] >= 0.60
+    assert found["predicted"]["mfu"]["exposed"] >= 0.50
+    assert found["memory"]["peak_bytes"] < slices.get("v4-32").chip.usable_hbm_bytes
+
+
+def record(**changes):
+    return {
+        "fingerprint": "0" * 16,
+        "memory": {"peak_bytes": 2**33},
+        "predicted": {
+            "step_seconds": {"hidden": 0.5, "scheduled": 0.6, "exposed": 0.8},
+            "mfu": {"hidden": 0.61, "scheduled": 0.55, "exposed": 0.52},
+        },
+        "versions": versions.installed(versions.COMPILER),
+        "warnings": [],
+        **changes,
+    }
+
+
+def test_a_record_reads_as_one_line():
+    assert prediction.line(record()) == f"500 to 800 ms per step, 52 to 61 % MFU, 8 GiB ({calibration.label()})"
+
+
+def test_a_change_is_a_diff_of_a_few_lines():
+    after = record(memory={"peak_bytes": 2**34})
+    assert golden.difference("x", record(), record()) == ""
+    diff = golden.difference("x", record(), after)
+    changed = [line for line in diff.splitlines() if line[0] in "+-"]
+    assert changed[2:] == ['-  "peak_bytes": 8589934592', '+  "peak_bytes": 17179869184']
+
+
+def test_a_header_says_what_is_recorded():
+    text = "# A model.\n# Predicted: something\n#   old, and older.\n# Run:      x\nSLICE = 'v4-8'\n"
+    found = record(memory={"peak_bytes": 2**33, "usable_bytes": 2**35})
+    assert golden.with_header(text, found).splitlines() == [
+        "# A model.",
+        "# Predicted: 500 to 800 ms per step, 52 to 61 % MFU, 8 GiB of 32 GiB a chip; not run on a TPU",
+        f"#   ({calibration.label()}).",
+        "# Run:      x",
+        "SLICE = 'v4-8'",
+    ]
+    assert golden.with_header("# A model.\n", found) == "# A model.\n"
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    """An empty place for records, two experiments, and a compiler that takes no time."""
+    monkeypatch.setattr(prediction, "FOLDER", tmp_path)
+    files = {"quickstart": "gin/quickstart.gin", "valkyrie_7b": "gin/valkyrie_7b.gin"}
+    monkeypatch.setattr(golden, "files", lambda: files)
+    monkeypatch.setattr(golden, "write_published", lambda: None)
+    compiled = []
+
+    def compile_record(file):
+        compiled.append(file)
+        return record(fingerprint=program_identity.fingerprint(*loaded(file)))
+
+    monkeypatch.setattr(golden, "compile_record", compile_record)
+    return compiled
+
+
+def test_what_is_recorded_is_not_compiled_again_unless_asked_or_changed(folder, capsys):
+    assert main.main(["golden"]) == command.DIFFERENT
+    assert main.main(["golden", "--write"]) == 0
+    assert folder == ["gin/quickstart.gin", "gin/valkyrie_7b.gin"]
+    assert main.main(["golden", "--write"]) == 0
+    assert len(folder) == 2
+    assert "2 of 2 already recorded" in capsys.readouterr().out
+    assert main.main(["golden", "--write", "--again", "quickstart"]) == 0
+    assert len(folder) == 3
+    golden.write("valkyrie_7b", record(fingerprint="another"))
+    assert main.main(["golden", "--write"]) == 0
+    assert folder[3:] == ["gin/valkyrie_7b.gin"]
+    golden.write("valkyrie_7b", prediction.read("valkyrie_7b") | {"versions": {"libtpu": "0"}})
+    assert main.main(["golden"]) == command.DIFFERENT
+    assert "recorded for another configuration or compiler" in capsys.readouterr().out
+
+
+def test_a_check_prints_what_changed_and_fails(folder, capsys):
+    main.main(["golden", "--write"])
+    assert main.main(["golden", "--check"]) == 0
+    golden.write("quickstart", prediction.read("quickstart") | {"memory": {"peak_bytes": 1}})
+    capsys.readouterr()
+    assert main.main(["golden", "--check"]) == command.DIFFERENT
+    said = capsys.readouterr().out
+    assert '-  "peak_bytes": 1\n' in said
+    assert said.endswith("different: quickstart\n")
+    assert prediction.read("quickstart")["memory"] == {"peak_bytes": 1}  # a check writes nothing
+
+
+def test_what_makes_no_sense_is_refused(folder, capsys):
+    assert main.main(["golden", "--write", "quickstar"]) == 2
+    assert "no experiment quickstar: there are quickstart, valkyrie_7b" in capsys.readouterr().err
+    assert main.main(["golden", "--again"]) == 2
+
+
+def test_a_run_finds_the_record_that_is_its_own(folder):
+    main.main(["golden", "--write"])
+    experiment, config = loaded("gin/valkyrie_7b.gin", "SEED = 3")
+    assert prediction.find(experiment, config)["fingerprint"] == program_identity.fingerprint(*loaded())
+    assert prediction.find(*loaded("gin/valkyrie_7b.gin", "BATCH_SIZE = 64")) is None
+
+
+@pytest.mark.covers("L05")
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_committed_record_is_of_the_experiment_as_it_is(name):
+    found = prediction.read(name)
+    assert found is not None, f"launch/run golden --write {name}"
+    assert golden.is_current(name), f"launch/run golden --write {name}"
+    assert prediction.path(name).read_text() == records.text_of(found)
+    assert found["memory"]["peak_bytes"] <= found["memory"]["usable_bytes"]
+    assert not found["predicted"]["unpriced"]
+    text = (environment.WORKSPACE / found["experiment"]).read_text()
+    assert golden.with_header(text, found) == text  # what its header says is what is recorded
+
+
+@pytest.mark.covers("X04")
+@pytest.mark.compiled("v4-16")
+def test_quickstart_compiles_to_what_is_recorded():
+    assert (
+        golden.difference("quickstart", prediction.read("quickstart"), golden.compile_record("gin/quickstart.gin"))
+        == ""
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.compiled("v4-32", "v4-64", "v4-128", "v5p-128", "v5p-1024", "v6e-256", "2xv4-32")
+@pytest.mark.parametrize("name", [name for name in RECORDS if name != "quickstart"])
+def test_every_experiment_compiles_to_what_is_recorded(name):
+    assert golden.difference(name, prediction.read(name), golden.compile_record(golden.files()[name])) == ""

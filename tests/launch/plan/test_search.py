@@ -1,0 +1,133 @@
+"""Candidates that cannot work have a reason, the others are ranked, and the compiler decides."""
+
+import collections
+import itertools
+import math
+
+import pytest
+
+from launch.plan import records, search
+from parallel.planning import selection
+
+
+def seconds(one):
+    """Half-way between hiding what is sent behind what is computed, and doing one after the other."""
+    computes = one.estimate.time.compute + one.estimate.time.kernels
+    sends = sum(axis.seconds for axis in one.estimate.time.traffic)
+    return max(computes, sends) + min(computes, sends) / 2
+
+
+def is_ascending(numbers):
+    return all(first <= then * (1 + 1e-9) for first, then in itertools.pairwise(numbers))
+
+
+@pytest.mark.covers("X04", "L05")
+def test_every_candidate_is_estimated_or_has_a_reason(options):
+    for one in options:
+        assert (one.estimate is not None and bool(one.text)) or (one.kind and one.reason)
+    assert {"a dimension does not divide", "layers do not divide into stages"} <= {
+        kind for kind, _ in selection.by_reason(options)
+    }
+
+
+def test_likely_best_comes_first_and_what_cannot_be_last(options):
+    """By the seconds of its traffic and computation, added up here, and by refusals by name."""
+    possible = [one for one in options if one.estimate and not one.reason]
+    assert list(options[: len(possible)]) == possible
+    assert not any(one.reason == "" for one in options[len(possible) :])
+    assert is_ascending([seconds(one) for one in possible])
+    assert len({one.candidate.layout for one in possible}) > 3
+
+
+def test_the_nearest_that_do_not_fit_are_a_ladder(question, options):
+    """Near what a chip has, 5 % and 10 % above, each once; nothing that fits."""
+    estimated = [one for one in options if one.estimate]
+    have = sorted(one.estimate.peak_bytes for one in estimated)[len(estimated) // 2]
+    peaks = [one.estimate.peak_bytes / have for one in selection.beyond(options, usable_bytes=have)]
+    assert peaks == sorted(set(peaks))
+    assert 1 <= len(peaks) <= 3
+    assert peaks[0] > 1
+    assert peaks[-1] > 1.1
+    between = [one.estimate.peak_bytes / have for one in estimated if 1 < one.estimate.peak_bytes / have < peaks[0]]
+    assert not between
+    assert selection.beyond(options, usable_bytes=question.slice.chip.usable_hbm_bytes) == []
+
+
+def test_the_experiment_itself_is_compiled_first_and_no_mesh_takes_all(options):
+    (written,) = [one for one in options if one.is_as_written]
+    ordered = list(selection.order(options, wanted=8, usable_bytes=math.inf))
+    assert ordered[0] is written
+    assert len(ordered) == sum(not one.reason for one in options)
+    meshes = collections.Counter(one.name.partition(",")[0] for one in ordered[:8])
+    assert max(meshes.values()) <= 2
+    assert len(meshes) >= 4
+
+
+def test_what_may_not_fit_takes_no_place_of_what_does(options):
+    """With room for the median: of the first places every mesh has those below as if those above were not there."""
+    possible = [one for one in options if not one.reason]
+    room = sorted(one.estimate.peak_bytes for one in possible)[len(possible) // 2]
+    fit = [one for one in possible if one.estimate.peak_bytes <= room]
+    ordered = list(selection.order(options, wanted=3, usable_bytes=room))
+    assert len(ordered) == len(possible)
+    assert [one for one in ordered if one in fit] == list(selection.order(fit, wanted=3, usable_bytes=room))
+    first = {one.name.partition(",")[0] for one in fit if not one.is_as_written}
+    meshes = len({one.name.partition(",")[0] for one in possible})
+    places = max(ordered.index(next(o for o in fit if o.name.partition(",")[0] == mesh)) for mesh in first)
+    assert places < 1 + 2 * meshes  # the experiment itself, and a place of either kind for every mesh
+
+
+def test_the_quickest_as_scheduled_wins(options, compiled_as):
+    possible = [one for one in options if not one.reason][:4]
+    found = [(one, compiled_as(one, factor)) for one, factor in zip(possible, (4.0, 3.0, 0.1, 2.0), strict=True)]
+    found.append((possible[0], records.Record(records.TOO_MUCH, needed_bytes=1e12)))
+    assert search.winner(found)[0] is possible[2]
+    ranked = [record.time.scheduled for _, record in search.ranked(found)]
+    assert ranked == sorted(ranked)
+    assert len(ranked) == 4
+    assert search.winner([]) is None
+
+
+def test_batches_are_compared_by_row(question):
+    asked = search.ask(question.path, slice_name=question.slice.name, batch_sizes=[32, 64])
+    both = search.options(asked, only=["fsdp"])
+    assert {one.candidate.batch_size for one in both} == {32, 64}
+    twice = [one for one in both if one.candidate.batch_size == 64]
+    assert all({"BATCH_SIZE = 64", "TOTAL_STEPS = 100"} <= set(one.bindings) for one in twice)
+    assert not any("TOTAL_STEPS" in binding for one in both if one not in twice for binding in one.bindings)
+    rows = [one.candidate.batch_size for one in both if not one.reason]
+    likely = [seconds(one) / one.candidate.batch_size for one in both if not one.reason]
+    assert is_ascending(likely)
+    assert is_ascending(rows) is is_ascending(rows[::-1]) is False  # neither size is all before the other
+    assert asked.total_tokens == question.total_tokens
+
+
+def test_only_what_was_asked_for(question):
+    found = search.options(question, only=["hsdp", "tensor"])
+    assert {one.candidate.layout.constructor for one in found} == {"hsdp", "tensor"}
+
+
+def test_own_tables_are_tried_as_they_are(question):
+    bindings = [
+        "STRATEGY = @strategies.override()",
+        "strategies.override.strategy = @strategies.fsdp_tensor()",
+        "strategies.fsdp_tensor.tensor = 4",
+        "strategies.override.param_rules = {'kv_heads': None}",
+        "strategies.override.activation_rules = {'kv_heads': None}",
+    ]
+    asked = search.ask(question.path, slice_name=question.slice.name, bindings=bindings)
+    own = [one for one in search.options(asked) if one.candidate.layout is None]
+    assert own
+    assert not any(one.reason for one in own if one.candidate.accum_steps == 1)
+    assert any(one.is_as_written for one in own)
+
+
+@pytest.mark.slow
+def test_another_model_has_its_own_choices():
+    asked = search.ask("gin/trm/suite.gin", slice_name="v4-64", bindings=["DATA = 'x'"])
+    found = search.options(asked, only=["data_parallel", "pipeline"])
+    remats = {one.candidate.remat for one in found if not one.candidate.layout.choice}
+    assert {"norms", "mixing", "full"} <= remats
+    assert all(one.reason for one in found if one.candidate.layout.choice)
+    assert any("no layer stack" in one.reason for one in found)
+    assert any(b.startswith("trm.TRM.remat = ") for b in itertools.chain(*(one.bindings for one in found)))

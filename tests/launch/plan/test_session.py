@@ -1,0 +1,374 @@
+"""The command from arguments to exit code, with records in the place of a compiler."""
+
+import argparse
+import dataclasses
+import datetime
+import itertools
+import json
+import math
+import re
+import sys
+
+import pytest
+
+from launch import configuration, program_identity
+from launch.cli.layouts import plan
+from launch.plan import compiling, records, search, table
+from parallel.planning import selection
+
+_CONSIDERED = {}
+
+
+@pytest.fixture(autouse=True)
+def considered_once(monkeypatch):
+    """Tracing a model takes a second, and most tests here ask of the same one."""
+    options = search.options
+
+    def remembered(question, *, only=()):
+        key = program_identity.program_text(question.experiment, question.config), question.batch_sizes, tuple(only)
+        if key not in _CONSIDERED:
+            _CONSIDERED[key] = options(question, only=only)
+        return _CONSIDERED[key]
+
+    monkeypatch.setattr(search, "options", remembered)
+
+
+@pytest.fixture
+def arguments():
+
+    def parse(*given):
+        parser = argparse.ArgumentParser()
+        plan.add_arguments(parser)
+        return parser.parse_args(["v4-8", "gin/quickstart.gin", *given])
+
+    return parse
+
+
+@pytest.fixture
+def filled(cache, keep, options, compiled_as):
+    """A cache that has the first candidates; the second does not fit."""
+    ordered = list(selection.order(options, wanted=3, usable_bytes=math.inf))[:5]
+    for number, one in enumerate(ordered):
+        record = compiled_as(one, 1 + number / 10)
+        if number == 1:
+            record = records.Record(records.TOO_MUCH, reason="needs 31.2GiB of 30.75GiB", needed_bytes=31.2 * 2**30)
+        keep(one.text, record)
+    return ordered
+
+
+@pytest.mark.parametrize(
+    ("given", "file"),
+    [(("--write",), "plan.gin"), (("--html",), "plan.html"), (("--record",), "plan.json")],
+)
+@pytest.mark.parametrize("more", [(), ("--overwrite",)])
+def test_a_folder_in_the_place_of_a_file_is_refused(arguments, monkeypatch, tmp_path, given, file, more):
+    monkeypatch.setattr(search, "ask", None)  # before anything is looked at
+    with pytest.raises(ValueError, match=f"this is a folder; name a file, such as {tmp_path / file}"):
+        plan.run(arguments(*given, str(tmp_path), *more))
+
+
+def test_a_cache_that_cannot_be_written_is_found_before_anything_is_compiled(arguments, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(compiling, "compile_all", None)
+    with pytest.raises(ValueError, match=r"the cache of plans: cannot write to .*file/renga/plans: NotADirectoryError"):
+        plan.run(arguments("--compile", "1", "--fresh"))
+
+
+def test_what_is_written_for_another_batch_trains_as_long_as_was_said(
+    arguments, question, keep, compiled_as, capsys, tmp_path
+):
+    asked = search.ask(question.path, slice_name=question.slice.name, batch_sizes=[64])
+    for one in list(selection.order(search.options(asked), wanted=2, usable_bytes=math.inf))[:2]:
+        keep(one.text, compiled_as(one))
+    file = tmp_path / "winner.gin"
+    assert plan.run(arguments("--batch", "64", "--compile", "2", "--write", str(file))) == 0
+    assert "(100 steps of 64 rows)" in capsys.readouterr().out
+    built = configuration.load(question.path, bindings=[f"include '{file}'"], slice_name="v4-8").build()
+    assert (built.total_steps, built.batch_size) == (100, 64)
+
+
+@pytest.mark.covers("L12", "O03")
+def test_a_plan_from_the_cache(arguments, filled, cache, capsys, tmp_path):
+    file, html = tmp_path / "winner.gin", tmp_path / "plan.html"
+    given = ("--compile", "3", "--price", "2", "--write", str(file), "--html", str(html))
+    assert plan.run(arguments(*given)) == 0
+    said = capsys.readouterr().out
+    rows = [line for line in said.splitlines() if re.match(r"\|\s+\d+ \|", line)]
+    assert len(rows) == 3
+    assert "too much HBM: " in said
+    assert "needs 31.2GiB of 30.75GiB (by arithmetic" in said
+    assert "rejected, layers do not divide into stages: " in said
+    assert "uncalibrated" in said
+    assert re.search(r"chip-hours; started now it ends \d{4}-", said)
+    assert "at 2 USD per chip-hour" in said
+    built = configuration.load("gin/quickstart.gin", bindings=[f"include '{file}'"], slice_name="v4-8").build()
+    best, _ = search.winner([(one, cache.find(one.text)) for one in (filled[0], *filled[2:4])])
+    assert (built.strategy, built.model.remat) == (best.candidate.layout.strategy(), best.candidate.remat or "none")
+    assert "uncalibrated" in file.read_text().split("from __gin__")[0]
+    text = html.read_text()
+    assert text.count("█") > 100
+    assert all(heading in text for heading in ("seconds for 32 rows by kind", "GiB that one chip sends for 32 rows"))
+    assert not re.search(r"(src|href)=|https?://", text)
+
+
+def test_every_rejected_candidate_is_printed_when_asked(arguments, filled, options, capsys):
+    plan.run(arguments("--cached", "--rejected"))
+    said = capsys.readouterr().out
+    out = [one for one in options if one.reason]
+    assert all(f"  {one.name}, {one.candidate.batch_size} rows: {one.reason}" in said for one in out)
+
+
+def test_ctrl_c_prints_what_there_is(arguments, filled, capsys, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(compiling, "compile_all", interrupted)
+    assert plan.run(arguments("--compile", "9")) == 130
+    printed = capsys.readouterr()
+    assert "on v4-8, so far" in printed.out
+    assert "run the same command to resume" in printed.err
+
+
+def test_an_interrupted_plan_does_not_take_the_place_of_a_record(arguments, filled, capsys, monkeypatch, tmp_path):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(compiling, "compile_all", interrupted)
+    file = tmp_path / "committed.json"
+    file.write_text("as it was")
+    assert plan.run(arguments("--compile", "9", "--record", str(file))) == 130
+    assert file.read_text() == "as it was"
+    assert f"not written: {file}; a record is of a whole plan" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fresh", [(), ("--fresh",)])
+def test_a_record_shows_where_hbm_ends(arguments, filled, options, compiled_as, capsys, monkeypatch, tmp_path, fresh):
+    """Some too large by arithmetic are compiled too: those that do not fit, and one of which arithmetic was wrong."""
+    peak = sorted(one.estimate.peak_bytes for one in options if one.estimate)[-20]
+    known = [one.text for one in filled]
+    small = [
+        dataclasses.replace(one, kind="much", reason="by far")
+        if not one.reason and one.estimate.peak_bytes > peak and one.text not in known
+        else one
+        for one in options
+    ]
+    refused = [one for one in small if one.estimate and one.reason == "by far"]
+    monkeypatch.setattr(search, "options", lambda question, *, only=(): small)
+    monkeypatch.setattr(selection, "beyond", lambda options, *, usable_bytes: refused[:3])
+
+    def fake(jobs, *, wanted, on_start):
+        for job in jobs:
+            if wanted() <= 0:
+                return
+            on_start(job)
+            one = next(t for t in options if t.name == job.name)
+            too_much = records.Record(records.TOO_MUCH, reason="needs 31.2GiB of 30.75GiB", needed_bytes=31.2 * 2**30)
+            fits = one.text not in [t.text for t in refused[1:]]
+            yield compiling.Done(job, compiled_as(one) if fits else too_much)
+
+    monkeypatch.setattr(compiling, "compile_all", fake)
+    file = tmp_path / "x.json"
+    assert plan.run(arguments("--compile", "3", "--record", str(file), *fresh)) == 0
+    said = capsys.readouterr().out
+    assert "compiling 3 candidates a little too large by arithmetic too" in said
+    assert f"written: {file}" in said
+    kept = json.loads(file.read_text())["records"]
+    assert {records.key(one.text) for one in refused[:3]} <= set(kept)
+    assert kept[records.key(refused[1].text)]["status"] == records.TOO_MUCH
+    assert sum(record["status"] == records.COMPILED for record in kept.values()) == 4  # one against arithmetic
+    assert len([line for line in said.splitlines() if re.match(r"\|\s+\d+ \|", line)]) == 4
+
+
+def test_rows_are_in_the_order_of_what_they_show(arguments, filled, capsys):
+    plan.run(arguments("--compile", "4", "--wide"))
+    lines = [[cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.splitlines()]
+    column = next(line.index("scheduled") for line in lines if "scheduled" in line)
+    rows = [line for line in lines if len(line) > column and line[1].isdecimal()]
+    shown, steps = [float(line[column]) for line in rows], [line[column - 1].split("–") for line in rows]
+    assert shown == sorted(shown)
+    assert len(shown) == 4
+    assert all(float(pair[0]) <= value <= float(pair[-1]) for pair, value in zip(steps, shown, strict=True))
+
+
+def test_what_is_missing_is_compiled_until_as_many_fit(arguments, filled, options, compiled_as, capsys, monkeypatch):
+    started = []
+
+    def fake(jobs, *, wanted, on_start):
+        for job in jobs:
+            if wanted() <= 0:
+                return
+            on_start(job)
+            started.append(job)
+            one = next(t for t in options if t.name == job.name)
+            record = compiled_as(one) if len(started) > 1 else records.Record(records.FAILED, reason="no luck")
+            yield compiling.Done(job, record)
+
+    monkeypatch.setattr(compiling, "compile_all", fake)
+    assert plan.run(arguments("--compile", "6")) == 0
+    said = capsys.readouterr().out
+    assert len([line for line in said.splitlines() if re.match(r"\|\s+\d+ \|", line)]) == 6
+    assert "failed: " in said
+    assert len(started) > 1
+    assert not {job.name for job in started} & {one.name for one in filled}
+    assert all(job.bindings for job in started)
+
+
+def test_nothing_known_and_nothing_to_be_compiled(arguments, cache, capsys):
+    assert plan.run(arguments("--cached")) == 1
+    assert "nothing was compiled before for v4-8" in capsys.readouterr().out
+
+
+@pytest.mark.covers("X13")
+def test_nothing_fits(arguments, cache, capsys):
+    assert plan.run(arguments("--arithmetic", "--batch", "33", "--only", "fsdp")) == 1
+    said = capsys.readouterr().out
+    assert "rejected, rows do not divide: " in said
+    assert "no candidate fits v4-8: most often: rows do not divide; the reasons above say which numbers do" in said
+
+
+def test_a_plan_of_which_nothing_fits_gives_up(arguments, cache, capsys, monkeypatch):
+    """After eight tries for each layout that was wanted, not after all of some hundred."""
+    compiled = []
+
+    def too_large(jobs, *, wanted, on_start):
+        for job in itertools.takewhile(lambda _: wanted(), jobs):
+            on_start(job)
+            compiled.append(job.name)
+            yield compiling.Done(
+                job, records.Record(records.TOO_MUCH, reason="needs 40GiB of 31GiB", needed_bytes=40 * 2**30)
+            )
+
+    monkeypatch.setattr(compiling, "compile_all", too_large)
+    assert plan.run(arguments("--compile", "2")) == 1
+    assert len(compiled) == len(set(compiled)) == 16
+    assert "nothing that was compiled fits" in capsys.readouterr().out
+
+
+def test_arithmetic_says_what_it_is(arguments, cache, capsys):
+    assert plan.run(arguments("--arithmetic")) == 0
+    said = capsys.readouterr().out
+    assert "arithmetic, not compiled" in said
+    assert "of compiled steps: compiled by libtpu" in said
+    assert "uncalibrated, spread" in said
+    assert "compiled in s" not in said
+    assert "| scheduled" not in said
+
+
+def test_what_was_compiled_and_did_not_fit_is_not_proposed_by_arithmetic(arguments, filled, capsys):
+    assert plan.run(arguments("--arithmetic", "--rejected")) == 0
+    said = capsys.readouterr().out
+    assert f"{filled[1].name}" in said.split("too much HBM as compiled")[1]
+    assert "compiled, does not fit: needs 31.2GiB of 30.75GiB" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--explain", "fsdp"), "--explain fsdp: expected a gin file, such as gin/strategies/fsdp.gin, or bindings"),
+        (
+            ("--explain", "a.gin", "--html", "x.html", "--price", "3"),
+            "--price, --html: only for a plan; --explain analyses",
+        ),
+        (("--arithmetic", "--record", "x.json"), "--record keeps what was compiled"),
+        (("--cached", "--fresh"), "--fresh compiles everything again, and --cached compiles nothing"),
+    ],
+)
+def test_flags_that_would_do_nothing_are_refused(arguments, given, message):
+    with pytest.raises(ValueError, match=message):
+        plan.run(arguments(*given))
+
+
+def test_committed_records_say_where_they_are_from(arguments, options, compiled_as, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ordered = list(selection.order(options, wanted=2, usable_bytes=math.inf))[:2]
+    records.commit(tmp_path / "here" / "x.json", iter([(one.text, compiled_as(one)) for one in ordered]))
+    monkeypatch.setattr(records, "COMMITTED", tmp_path / "here")
+    assert plan.run(arguments("--compile", "2")) == 0
+    assert "2 of 2 rows were compiled before, at 0123456789+ (2); + means" in capsys.readouterr().out
+    monkeypatch.setattr(records, "sources_digest", lambda: "edited")
+    plan.run(arguments("--compile", "2"))
+    assert "have changed since: --fresh compiles again" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--price", "cheap"], "--price cheap: expected US dollars"),
+        (["--price", "-1"], "--price -1"),
+        (["--compile", "0"], "--compile 0: expected at least 1"),
+        (["--batch", "0"], "--batch 0: expected at least 1 row"),
+        (["--batch", "6400"], "--batch 6400, 1 steps for as many tokens: 1 mistake in the configuration"),
+        (["--only", "fsdb"], "did you mean fsdp"),
+        (["--explain", "fsdp.gin"], "--explain fsdp.gin: no such file"),
+        (["--write", "no/such/folder/x.gin"], "no/such/folder; create it first"),
+        (["--write", "gin/quickstart.gin"], "the file exists; name another, or add --overwrite"),
+        (["--gin", "BATCH_SIZ = 3"], "did you mean 'BATCH_SIZE'"),
+    ],
+)
+def test_wrong_input_is_refused(arguments, cache, given, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan.run(arguments(*given))
+
+
+def test_an_unknown_slice_is_refused(cache):
+    with pytest.raises(ValueError, match="unknown TPU slice 'v4-33'"):
+        search.ask("gin/quickstart.gin", slice_name="v4-33")
+
+
+def test_what_training_costs(question, options, compiled_as):
+    one = next(t for t in options if not t.reason)
+    row = search.metrics(question, one, compiled_as(one))
+    tokens = 200 * 32 * 128
+    assert row.hours[0] == pytest.approx(row.step_seconds[0] * 200 / 3600)
+    assert row.tokens_per_second[1] == pytest.approx(32 * 128 / row.step_seconds[1])
+    assert row.step_seconds[0] <= row.scheduled_seconds <= row.step_seconds[1]
+    assert row.mfu[0] == pytest.approx(
+        question.experiment.flops_per_step / row.step_seconds[0] / question.slice.peak_flops
+    )
+    now = datetime.datetime(2030, 1, 1)
+    said = table.outlook(question, row._replace(hours=(1.0, 25.0)), price=3.0, now=now)
+    assert "4 – 100 chip-hours" in said[0]
+    assert "2030-01-01 01:00 – 2030-01-02 01:00" in said[0]
+    assert said[1].endswith("12 – 300 USD")
+    assert f"{tokens / 1e9:,.3g}B tokens (200 steps of 32 rows)" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("number", "said"), [(0.25, "0.25"), (9.944, "9.94"), (99.94, "99.9"), (1017.6, "1,018"), (1258.3, "1,258")]
+)
+def test_large_numbers_are_told_whole(question, options, compiled_as, number, said):
+    one = next(t for t in options if not t.reason)
+    row = search.metrics(question, one, compiled_as(one))._replace(hours=(number, number))
+    assert said in table.cells(row)
+
+
+def test_a_page_with_two_batch_sizes_compares_equal_work(question, options, compiled_as):
+    possible = [t for t in options if not t.reason][:2]
+    rows = [search.metrics(question, one, compiled_as(one)) for one in possible]
+    drawn = table.html(question, [rows[0], rows[1]._replace(rows=64)], label="x", price=None)
+    assert "seconds for 32 rows" in drawn
+    assert f"{sum(rows[1].time[:2]) / 2 + rows[1].time.traffic_seconds / 2:.3g}" in drawn
+
+
+def test_the_table_fits_a_terminal_and_rejects_follow_it(arguments, filled, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    kept = tmp_path / "plan.json"
+    assert plan.run(arguments("--cached", "--json", str(kept))) == 0
+    said = capsys.readouterr().out
+    assert max(len(line) for line in said.splitlines() if not line.startswith("written: ")) <= 80  # a path stays whole
+    assert said.index("tokens/s |") < said.index("rejected, ") < said.index("best: ")
+    figures_of_all = json.loads(kept.read_text())
+    assert len(figures_of_all) == 4
+    assert figures_of_all[0]["mfu"][0] > figures_of_all[0]["mfu"][1] > 0
+    assert figures_of_all[0]["time"]["traffic"][0]["wire_bytes"] > 0
+
+
+def test_all_columns_are_shown_when_asked_for(arguments, filled, capsys):
+    assert plan.run(arguments("--cached", "--wide")) == 0
+    (headings,) = [line for line in capsys.readouterr().out.splitlines() if "| layout" in line]
+    assert {"free", "scheduled", "MFU %", "bubble", "hours"} <= {cell.strip() for cell in headings.split("|")}

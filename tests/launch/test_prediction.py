@@ -1,0 +1,94 @@
+"""What is logged beside a running step, and when it warns."""
+
+import pytest
+
+from core.slices import GIB
+from launch import configuration, prediction
+from launch.prediction import SIMULATED, PredictionCheck
+
+CONFIG = configuration.load("gin/valkyrie_7b.gin")
+EXPERIMENT = CONFIG.build()
+RECORD = {
+    "memory": {"peak_bytes": 10 * GIB},
+    "predicted": {
+        "step_seconds": {"hidden": 1.0, "scheduled": 1.2, "exposed": 1.4},
+        "mfu": {"hidden": 0.61, "scheduled": 0.5, "exposed": 0.44},
+    },
+    "versions": {"libtpu": "0.0.42.1"},
+}
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    monkeypatch.setattr(prediction, "find", lambda experiment, text: RECORD)
+
+
+def measured(*, on_tpu=True, hbm=10 * GIB):
+    warnings = []
+    found = PredictionCheck(EXPERIMENT, settings=CONFIG, on_tpu=on_tpu, warn=warnings.append, hbm_bytes=lambda: hbm)
+    return found, warnings
+
+
+def test_a_rehearsal_says_so_and_compares_nothing(recorded):
+    found, warnings = measured(on_tpu=False)
+    assert found.rows()["predicted"].startswith("1 to 1.4 s per step, 44 to 61 % MFU, 10 GiB (compiled by libtpu")
+    assert found.rows()["measured"] == SIMULATED
+    assert SIMULATED.startswith("simulated")
+    assert found.metrics({"step_seconds": 1e-9}) == found.metrics({"step_seconds": 100.0}) == {}
+    assert not warnings
+
+
+@pytest.mark.covers("O03", "O08")
+def test_a_tpu_logs_both(recorded):
+    found, warnings = measured()
+    assert found.rows()["measured"] == "step time, HBM and MFU follow with every report"
+    values = found.metrics({"step_seconds": 1.2})
+    assert values.pop("mfu") == pytest.approx(EXPERIMENT.flops_per_step / 1.2 / (16 * 275e12))
+    assert values == {
+        "hbm_gib": 10.0,
+        "predicted/step_seconds_hidden": 1.0,
+        "predicted/step_seconds_exposed": 1.4,
+        "predicted/hbm_gib": 10.0,
+    }
+    assert not warnings
+
+
+@pytest.mark.parametrize(
+    ("seconds", "hbm", "warned"),
+    [
+        (0.76, 10.0, None),
+        (1.74, 12.4, None),
+        (1.76, 10.0, "measured 1.76 s per step, predicted 1 to 1.4 (compiled by libtpu 0.0.42.1, uncalibrated"),
+        (0.74, 10.0, "measured 0.74 s per step"),
+        (1.2, 12.6, "measured 12.6 GiB of HBM, predicted 10"),
+        (1.2, 7.4, "measured 7.4 GiB of HBM"),
+    ],
+)
+def test_more_than_a_quarter_apart_is_a_warning_once(recorded, seconds, hbm, warned):
+    found, warnings = measured(hbm=hbm * GIB)
+    found.metrics({"step_seconds": 60.0})  # compiles
+    assert not warnings
+    for _ in range(3):
+        found.metrics({"step_seconds": seconds})
+    assert len(warnings) == (warned is not None)
+    assert all(w.startswith(warned) for w in warnings)
+
+
+def test_more_than_the_peak_is_an_error(recorded):
+    found, _ = measured()
+    with pytest.raises(ValueError, match=r"% of its peak.*expected at most 100 %"):
+        found.metrics({"step_seconds": 0.5})
+
+
+def test_without_a_record_nothing_is_compared(monkeypatch):
+    monkeypatch.setattr(prediction, "find", lambda experiment, text: None)
+    found, warnings = measured(hbm=None)
+    assert set(found.metrics({"step_seconds": 50.0})) == {"mfu"}
+    assert not warnings
+
+
+def test_a_program_without_a_record_says_so(monkeypatch):
+    monkeypatch.setattr(prediction, "find", lambda experiment, text: None)
+    rows = measured(on_tpu=False)[0].rows()
+    assert rows["predicted"].startswith("nothing: this program is not recorded; launch/run report v4-32 ")
+    assert rows["measured"] == SIMULATED

@@ -1,0 +1,57 @@
+"""How far predictions are off is said the same way everywhere."""
+
+import json
+
+import pytest
+
+from core import versions
+from parallel.planning import calibration
+
+ROWS = [
+    {"name": "a", "of": "A", "slice": "v4-8", "printed": "100 tokens/s", "tokens_per_second_per_chip": 100},
+    {"name": "b", "of": "B", "slice": "v4-8", "printed": "2,000 tokens/s", "tokens_per_second_per_chip": 2000},
+]
+PREDICTED = {
+    "a": {"hidden": 120, "scheduled": 110, "exposed": 90, "libtpu": "1"},
+    "b": {"hidden": 1800, "scheduled": 1700, "exposed": 1400, "libtpu": "1"},
+}
+
+
+@pytest.fixture
+def kept(monkeypatch, tmp_path):
+    monkeypatch.setattr(calibration, "FILE", tmp_path / "published.json")
+    monkeypatch.setattr(calibration, "README", tmp_path / "README.md")
+    calibration.README.write_text(f"# Title\n\n{calibration._BEGIN}\nbefore this\n{calibration._END}\n\nafter\n")
+    calibration.FILE.write_text(json.dumps(ROWS))
+
+
+def test_the_spread_is_from_the_least_to_the_most_that_was_ever_predicted():
+    rows = calibration.with_predictions(ROWS, PREDICTED)
+    assert calibration.ratios(rows[0]) == {"hidden": 1.2, "scheduled": 1.1, "exposed": 0.9}
+    assert calibration.spread(rows) == (0.7, 1.2)
+    assert calibration.spread(ROWS) is None
+    assert calibration.spread(calibration.with_predictions(ROWS, {"a": PREDICTED["a"]})) == (0.9, 1.2)
+
+
+def test_the_label_names_the_compiler_and_the_spread(kept):
+    assert calibration.label(libtpu="9.9") == "compiled by libtpu 9.9, uncalibrated, spread not known"
+    calibration.write(calibration.with_predictions(ROWS, PREDICTED))
+    installed = versions.version("libtpu")
+    assert calibration.label() == f"compiled by libtpu {installed}, uncalibrated, spread 0.70 to 1.20 of published"
+
+
+def test_the_table_is_written_between_its_marks_and_nothing_else_is(kept):
+    calibration.write(calibration.with_predictions(ROWS, {"a": PREDICTED["a"]}))
+    calibration.write(calibration.rows())
+    text = calibration.README.read_text()
+    assert text.startswith("# Title\n")
+    assert text.endswith("\n\nafter\n")
+    assert "before this" not in text
+    assert "| A | v4-8 | 100 tokens/s | 100 | 120 | 110 | 90 | 1.20 / 1.10 / 0.90 |" in text
+    assert "| B | v4-8 | 2,000 tokens/s | 2,000 | – | – | – | – |" in text
+
+
+def test_the_committed_table_is_that_of_the_committed_rows():
+    rows = calibration.rows()
+    assert calibration.table(rows) in calibration.README.read_text()
+    assert all(row["source"] and row["tokens_per_second_per_chip"] > 0 for row in rows)
