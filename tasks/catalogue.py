@@ -1,4 +1,4 @@
-"""Prepared datasets of the TensorFlow Datasets catalogue as a source of documents."""
+"""Reads prepared TensorFlow Datasets (TFDS) as a source of documents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tasks.seqio_tasks import SeqioCorpus
 
 @dataclasses.dataclass(frozen=True)
 class Tfds(SeqioCorpus):
-    """A dataset of the TensorFlow Datasets catalogue, prepared beforehand."""
+    """A dataset of the TensorFlow Datasets catalogue that `tfds build` has prepared."""
 
     name: str
     split: str
@@ -34,7 +34,7 @@ class Tfds(SeqioCorpus):
         """See `SeqioCorpus`.
 
         Raises:
-          ValueError: the dataset is not prepared, or lacks the split or the field.
+          UserError: the dataset is not prepared, or has no such field.
         """
         tf, _ = readers.modules()
         import tensorflow_datasets as tfds
@@ -44,7 +44,7 @@ class Tfds(SeqioCorpus):
         by_file = len(builder.info.splits[split].file_instructions) >= spec.num_streams
         read = tfds.ReadConfig(
             shuffle_seed=spec.seed,
-            shuffle_reshuffle_each_iteration=False,  # or a second iterator would have another order
+            shuffle_reshuffle_each_iteration=False,  # otherwise a second iterator would read in a different order
             try_autocache=False,
             interleave_cycle_length=1,
             num_parallel_calls_for_interleave_files=1,

@@ -1,4 +1,4 @@
-"""A source of documents as a task sees it, and one stream of it."""
+"""The interface of a source of documents, and the description of one stream of it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from tasks.streams import Stream
 
 
 class StreamSpec(NamedTuple):
-    """One stream of one split.
+    """Describes one stream of one split.
 
     Attributes:
       split: "train" or "validation".
-      index: which of `num_streams`.
-      rows: R, rows of each element of the stream.
-      length: T.
-      seed: of the order of documents; None reads them in order.
-      vocabulary: None where only texts are read.
+      index: this stream's index among `num_streams`.
+      num_streams: number of streams that the split is divided into.
+      rows: R, rows per element of the stream.
+      length: T, tokens per row.
+      seed: shuffles the documents; None reads them in order.
+      vocabulary: converts text to ids; None if only texts are read.
     """
 
     split: str
@@ -31,22 +32,22 @@ class StreamSpec(NamedTuple):
 
 
 class Corpus(Protocol):
-    """What a task needs of a source of documents."""
+    """A source of documents, as a task uses it."""
 
     def open_stream(self, spec: StreamSpec) -> Stream:
-        """One stream at its start. Imports what reads the source."""
+        """Opens one stream at its start, and imports the library that reads the source."""
 
     def sample_texts(self) -> Iterator[str]:
-        """Training documents, in a fixed order, once each."""
+        """Yields each training document once, in a fixed order."""
 
     def problems(self) -> list[str]:
-        """What is wrong, as far as it shows without opening the data."""
+        """Returns the problems that can be found without opening the data."""
 
     def named_files(self) -> tuple[str, ...]:
-        """Patterns and folders as the user named them."""
+        """Returns file patterns and folders as the user wrote them."""
 
     def describe(self) -> str:
-        """A few words for the card of a run. Holds no secret."""
+        """Returns a short description for the run summary, without secrets."""
 
     def fingerprint(self) -> str:
-        """Hexadecimal; equal where the same documents come in the same order."""
+        """Returns a hexadecimal hash, equal for sources that give the same documents in the same order."""

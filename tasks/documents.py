@@ -1,7 +1,7 @@
-"""What counts as the text of a document: checks and counts, without TensorFlow.
+"""Validates and counts the documents of every text source, without TensorFlow.
 
-Every document of every text source passes through the intake of its source (`Intake.take`), which counts what is left
-out. The same checks serve the look at the first rows of local files before a run.
+Every document passes through the `Intake` of its source, which counts the documents that are skipped. The same checks
+run on the beginning of local files before a run starts.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from core.errors import UserError
 from tasks.corpus import Corpus
 from tasks.listing import File
 
-_MOST_FILES = 32  # that a check reads, spread over all of them
-_MOST_BYTES = 2**20  # of each
+_MOST_FILES = 32  # files that are checked before a run, spread evenly over the list
+_MOST_BYTES = 2**20  # bytes checked per file
 _MOST_PROBLEMS = 3
-_REPORTED = tuple(10**n for n in range(12))  # documents of white space: at the first, the tenth, ...
+_REPORTED = tuple(10**n for n in range(12))  # blank documents are reported at the 1st, 10th, 100th, ...
 
 
 class Intake:
-    """Checks and counts the documents of one source on this host; all its streams share it."""
+    """Validates and counts the documents of one source on this host; all streams of the source share it."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -37,10 +37,13 @@ class Intake:
         self._read = self._blank = 0
 
     def take(self, read: Callable[..., bytes], *arguments: Any, **options: Any) -> bytes:
-        """The text of a document by `read(…)`; empty for white space alone, which is counted and reported.
+        """Reads a document with `read(*arguments, **options)`; blank documents are counted and reported.
+
+        Returns:
+          The text as UTF-8; empty if it holds only white space.
 
         Raises:
-          ValueError: as `read`, for what is not text.
+          UserError: from `read`, if the document is not valid text.
         """
         text = read(*arguments, **options)
         with self._lock:
@@ -51,12 +54,12 @@ class Intake:
         return text
 
     def refuse(self, error: ValueError) -> None:
-        """Keeps the first error for `raise_refused`, where it cannot be raised at once."""
+        """Keeps the first error for `raise_refused`, for callers that cannot raise it themselves."""
         with self._lock:
             self._refused = self._refused or str(error)
 
     def raise_refused(self) -> None:
-        """Raises ValueError where a document was refused since the last call."""
+        """Raises UserError if a document was refused since the last call."""
         with self._lock:
             refused, self._refused = self._refused, ""
         if refused:
@@ -64,7 +67,7 @@ class Intake:
 
     def _report(self) -> None:
         print(
-            f"{self._source}: left out for holding only white space: {self._blank:,} of "
+            f"{self._source}: skipped because they contain only white space: {self._blank:,} of "
             f"{units.counted(self._read, 'document')} read so far on this host",
             file=sys.stderr,
             flush=True,
@@ -73,15 +76,21 @@ class Intake:
 
 @functools.cache
 def intake_of(corpus: Corpus) -> Intake:
-    """The intake of a source."""
+    """Returns the intake of a source, the same one at every call."""
     return Intake(corpus.describe())
 
 
 def json_text(field: str, path: str, number: int, line: bytes) -> bytes:
-    """The text of one line; empty for white space alone.
+    """Returns the text of one JSON line as UTF-8; empty if it holds only white space.
+
+    Args:
+      field: the key of the text.
+      path: the file, for messages.
+      number: the line number, from 1.
+      line: the line itself.
 
     Raises:
-      ValueError: names file and line, and what the line has instead.
+      UserError: the line is not JSON or has no text in `field`; the message names file and line.
     """
     if not line.strip():
         return b""
@@ -93,38 +102,38 @@ def json_text(field: str, path: str, number: int, line: bytes) -> bytes:
         raise UserError(f"{where}: not JSON ({error})") from error
     text = record.get(field) if isinstance(record, dict) else None
     if not isinstance(text, str):
-        raise UserError(f"{where}: no text in field {field!r}, it has {_has(record, field)}; set text.files.field")
+        raise UserError(f"{where}: no text in field {field!r}, found {_has(record, field)}; set text.files.field")
     return checked(encoded(text, where=where), where=where)
 
 
 def file_text(path: str, content: bytes, *, is_cut: bool = False) -> bytes:
-    """The text of one file, or of its beginning; empty for white space alone.
+    """Returns the text of one file (or of its beginning) as UTF-8; empty if it holds only white space.
 
     Raises:
-      ValueError: names file and line.
+      UserError: the content is not text; the message names file and line.
     """
     return checked(content, where=path, is_cut=is_cut)
 
 
 def checked(content: bytes, *, where: str, is_cut: bool = False) -> bytes:
-    """The text of a document; empty for white space alone.
+    """Checks that a document is UTF-8 text and returns it; empty if it holds only white space.
 
     Args:
-      content: bytes that should be UTF-8.
-      where: the document, for messages.
-      is_cut: the end may be missing, inside a character too.
+      content: the bytes of the document.
+      where: names the document in messages.
+      is_cut: `content` is only the beginning, possibly cut inside a character.
 
     Raises:
-      ValueError: the bytes are not UTF-8, or hold a NUL character.
+      UserError: the bytes are not UTF-8, or contain a NUL character.
     """
     _require_utf8(content, where, is_cut=is_cut)
     if (at := content.find(b"\0")) >= 0:
-        raise UserError(f"{where}: a NUL character at byte {at} of the text: this is not text, or damaged")
+        raise UserError(f"{where}: a NUL character at byte {at}: the file is not text, or is damaged")
     return content if content.strip() else b""
 
 
 def encoded(text: str, *, where: str) -> bytes:
-    """The text as UTF-8. Raises ValueError for half a surrogate pair."""
+    """Encodes text as UTF-8. Raises UserError for half a surrogate pair."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:
@@ -134,12 +143,12 @@ def encoded(text: str, *, where: str) -> bytes:
 
 
 def first_problems(files: Sequence[File], *, field: str | None, where: str) -> list[str]:
-    """What the first rows of local files show.
+    """Returns the problems found at the beginning of up to 32 local files.
 
     Args:
-      files: on a disk.
-      field: of a line of JSON that holds the text; None where a file is one document.
-      where: the setting, for messages.
+      files: files on a local disk.
+      field: the JSON key that holds the text; None if each file is one document.
+      where: the configuration setting that names the files, for messages.
     """
     step = max(1, -(-len(files) // _MOST_FILES))
     looked_at, found, has_text = files[::step][:_MOST_FILES], [], False
@@ -155,7 +164,7 @@ def first_problems(files: Sequence[File], *, field: str | None, where: str) -> l
             break
     whole = len(looked_at) == len(files) and all(file.size_bytes <= _MOST_BYTES for file in files)
     if whole and files and not found and not has_text:
-        found.append(f"{where}: {units.counted(len(files), 'file')} with white space alone, and no text")
+        found.append(f"{where}: {units.counted(len(files), 'file')} with only white space and no text")
     return found
 
 
@@ -172,7 +181,7 @@ def _first_texts(file: File, field: str | None) -> Iterator[bytes]:
 
 
 def _require_utf8(content: bytes, where: str, *, is_cut: bool = False) -> None:
-    """Raises ValueError for other bytes; of a text that is cut, the last character may be."""
+    """Raises UserError for bytes that are not UTF-8. If `is_cut`, the last character may be incomplete."""
     try:
         codecs.utf_8_decode(content, "strict", not is_cut)
     except UnicodeDecodeError as error:
@@ -188,5 +197,5 @@ def _has(record: object, field: str) -> str:
     if not isinstance(record, dict):
         return "null" if record is None else type(record).__name__
     if field in record:
-        return f"{json.dumps(record[field])[:40]} there"
+        return f"{json.dumps(record[field])[:40]}"
     return str(sorted(record))

@@ -1,11 +1,10 @@
-"""Datasets of the Hugging Face hub, whose position tf.data cannot save.
+"""Reads datasets of the Hugging Face hub, whose position tf.data cannot save.
 
-The one idea: documents are taken in windows of a quarter of a million ids, mixed and packed within the window, and the
-library's own position is noted where a window begins. A position is that note and a row number; continuing reads the
-window once more (a second or so), and nothing before it. How far the library itself must skip inside one file of the
-dataset to reach the note is its own cost.
+Documents are read in windows of 2**18 ids and are shuffled and packed within a window. The library's own position
+(`state_dict`) is recorded where a window begins. A saved position is that record and a row number, so resuming reads
+one window again (about a second). The library may also have to skip rows of a file to reach the recorded position.
 
-A token for gated datasets is read from HF_TOKEN by the library; it never passes through here.
+The library itself reads the token for gated datasets from HF_TOKEN; this code never handles it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ WINDOW_IDS = 2**18
 
 @dataclasses.dataclass(frozen=True)
 class HuggingFace:
-    """A dataset of the Hugging Face hub. A token for gated ones is read from HF_TOKEN by the library itself."""
+    """A dataset of the Hugging Face hub. The library reads the token for gated datasets from HF_TOKEN."""
 
     name: str
     split: str
@@ -74,9 +73,9 @@ class HuggingFaceStream:
         self._corpus, self._spec = corpus, spec
         self._base = _load(corpus, corpus.split if spec.split == "train" else corpus.validation_split)
         self._by_file = self._base.num_shards >= spec.num_streams
-        self._epoch = self._documents = self._window = 0  # documents: read in this epoch
+        self._epoch = self._documents = self._window = 0  # _documents: number read in this epoch
         self._open()
-        self._rows: list[tuple[dict[str, Any], Mapping[str, np.ndarray]]] = []  # (position before it, row)
+        self._rows: list[tuple[dict[str, Any], Mapping[str, np.ndarray]]] = []  # (position before the row, row)
 
     def __next__(self) -> Mapping[str, np.ndarray]:
         """See `streams.Stream`."""
@@ -87,7 +86,7 @@ class HuggingFaceStream:
 
     def state(self) -> bytes:
         """See `streams.Stream`."""
-        position = self._rows[0][0] if self._rows else {**self._note(), "row": 0}
+        position = self._rows[0][0] if self._rows else {**self._position(), "row": 0}
         return json.dumps(position).encode()
 
     def restore(self, state: bytes) -> None:
@@ -100,34 +99,34 @@ class HuggingFaceStream:
         self._rows = self._next_window()[position["row"] :] if position["row"] else []
 
     def _open(self) -> None:
-        """A fresh view of the dataset at the start of the epoch: a view that was moved stays moved."""
+        """Opens the dataset at the start of the epoch, as a new object: `load_state_dict` cannot be undone."""
         streams, index = (self._spec.num_streams, self._spec.index) if self._by_file else (1, 0)
         self._dataset = self._base.shard(num_shards=streams, index=index)
         self._dataset.set_epoch(self._epoch)
         self._examples = iter(self._dataset)
 
-    def _note(self) -> dict[str, Any]:
+    def _position(self) -> dict[str, Any]:
         library = json.loads(json.dumps(self._dataset.state_dict()))
         return {"epoch": self._epoch, "documents": self._documents, "window": self._window, "library": library}
 
     def _next_window(self) -> list[tuple[dict[str, Any], Mapping[str, np.ndarray]]]:
-        spec, note = self._spec, self._note()
-        pieces: list[np.ndarray] = []
+        spec, position = self._spec, self._position()
+        chunks: list[np.ndarray] = []
         count = 0
         while count < WINDOW_IDS:
             ids = self._next_ids()
             count += len(ids)
-            pieces += packing.chunks(ids, length=spec.length)
+            chunks += packing.chunks(ids, length=spec.length)
         if spec.seed is not None:
-            order = np.random.default_rng((spec.seed, spec.index, self._window)).permutation(len(pieces))
-            pieces = [pieces[i] for i in order]
+            order = np.random.default_rng((spec.seed, spec.index, self._window)).permutation(len(chunks))
+            chunks = [chunks[i] for i in order]
         self._window += 1
-        packed = packing.pack(pieces, length=spec.length, bos_id=spec.vocabulary.bos_id)
+        packed = packing.pack(chunks, length=spec.length, bos_id=spec.vocabulary.bos_id)
         rows = range(len(packed["targets"]))
-        return [({**note, "row": row}, {key: packed[key][row] for key in packed}) for row in rows]
+        return [({**position, "row": row}, {key: packed[key][row] for key in packed}) for row in rows]
 
     def _next_ids(self) -> list[int]:
-        """The ids of this stream's next document, with the end of document."""
+        """Returns the ids of this stream's next document, with the end-of-document id."""
         vocabulary = self._spec.vocabulary
         ids = [*vocabulary.encode(self._next_text()), vocabulary.eos_id]
         if min(ids) < 1 or max(ids) >= vocabulary.size:
@@ -158,7 +157,7 @@ class HuggingFaceStream:
 
 
 def _load(corpus: HuggingFace, split: str) -> Any:
-    """An iterable dataset. Raises ValueError where the package is absent."""
+    """Loads a split as an iterable dataset. Raises UserError if the package `datasets` is not installed."""
     try:
         import datasets
     except ImportError as error:
@@ -169,7 +168,7 @@ def _load(corpus: HuggingFace, split: str) -> Any:
 
 
 def _text(example: Mapping[str, Any], corpus: HuggingFace, *, where: str) -> str:
-    """The text of a document; empty for white space alone. Raises ValueError for what is not text."""
+    """Returns the text of a document; empty if it holds only white space. Raises UserError if it is not text."""
     text = example.get(corpus.field)
     if not isinstance(text, str):
         raise UserError(f"text.huggingface.field: {corpus.name} has no text {corpus.field!r}, only {sorted(example)}")

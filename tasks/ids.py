@@ -1,4 +1,4 @@
-"""What every vocabulary is, and the checks of ids that all share."""
+"""The interface of a vocabulary, and the checks of ids that all vocabularies share."""
 
 from __future__ import annotations
 
@@ -12,47 +12,53 @@ PAD_ID = 0
 
 
 class Vocabulary(Protocol):
-    """What a task needs of a vocabulary. `size` counts every id, special ids included."""
+    """Converts text to ids and back. `size` counts all ids, including special ids."""
 
     size: int
     pad_id: int
 
     @property
     def eos_id(self) -> int:
-        """The id that ends a document."""
+        """The end-of-document id."""
 
     @property
     def bos_id(self) -> int:
-        """The input at the first place of a document; 0 where the vocabulary has no such id."""
+        """The begin-of-text id, the first input of every document; 0 if the vocabulary has none."""
 
     @property
     def hash(self) -> str:
-        """Hexadecimal; equal exactly when the mapping from text to ids is equal."""
+        """A hexadecimal hash, equal exactly when the mapping from text to ids is equal."""
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without the end of document."""
+        """Converts text to ids, without an end-of-document id."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids up to the first end of document; special ids give no text."""
+        """Converts ids to text, up to the first end-of-document id; special ids give no text."""
 
     def prepare(self, run_dir: str, *, is_host_zero: bool, sample: Callable[[], Iterable[str]]) -> None:
-        """Make the vocabulary usable; host 0 first. `sample` yields training documents."""
+        """Makes the vocabulary usable: first called on host 0, then on the others.
+
+        Args:
+          run_dir: the run directory, where a trained vocabulary is stored.
+          is_host_zero: whether this is host 0, which alone writes files.
+          sample: yields training documents.
+        """
 
     def problems(self) -> list[str]:
-        """What is wrong with it, found without opening data."""
+        """Returns the problems that can be found without opening the data."""
 
     def describe(self) -> str:
-        """A few words for the card of a run."""
+        """Returns a short description for the run summary."""
 
     def seqio(self) -> Any:
-        """The same vocabulary as a seqio object. Imports TensorFlow."""
+        """Returns the same vocabulary as a seqio object. Imports TensorFlow."""
 
 
 class HasSeqio(Protocol):
     """A vocabulary that seqio can use."""
 
     def seqio(self) -> Any:
-        """The same vocabulary as a seqio object. Imports TensorFlow."""
+        """Returns the same vocabulary as a seqio object. Imports TensorFlow."""
 
 
 class ReadsFile(Protocol):
@@ -62,14 +68,14 @@ class ReadsFile(Protocol):
 
 
 def before_end(ids: Iterable[int], vocabulary: Vocabulary) -> list[int]:
-    """The ids before the first end of document."""
+    """Returns the ids before the first end-of-document id. Raises UserError for an id outside the vocabulary."""
     ids = [int(i) for i in ids]
     check_ids(ids, vocabulary)
     return list(itertools.takewhile(lambda i: i != vocabulary.eos_id, ids))
 
 
 def check_ids(ids: Sequence[int], vocabulary: Vocabulary) -> None:
-    """Raises ValueError for an id that the vocabulary does not have."""
+    """Raises UserError for an id outside the vocabulary."""
     bad = next((i for i in ids if not 0 <= i < vocabulary.size), None)
     if bad is not None:
         raise UserError(f"id {bad} is outside {vocabulary.describe()}: expected 0 to {vocabulary.size - 1}")

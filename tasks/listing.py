@@ -1,7 +1,7 @@
-"""Which files a pattern or a folder holds, and which of them are set aside for validation.
+"""Lists the files that match a pattern, and splits them into training and validation.
 
-The one idea: a file is known by a name that is the same on every machine; order, split and fingerprint follow from
-names and sizes alone, never from a folder's own order.
+A file has a name that is the same on every machine. Order, split and fingerprint are computed from names and sizes
+alone, so that all hosts agree whatever order their file systems list files in.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ _NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "test", "tests",
 
 
 class File(NamedTuple):
-    """A file of text. `name` is the same on every machine, `path` need not be; a gs:// file has size 0."""
+    """A text file.
+
+    Attributes:
+      name: identifies the file, the same on every machine.
+      path: where this machine finds it.
+      size_bytes: its size; 0 for a gs:// file, whose size is not looked up.
+    """
 
     name: str
     path: str
@@ -29,12 +35,12 @@ class File(NamedTuple):
 
 
 def is_validation(name: str) -> bool:
-    """Whether a file of this name is set aside: 5 % of all names, the same on every machine."""
+    """Returns True for the 5 % of file names that belong to validation, chosen by hash."""
     return int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) % 100 < VALIDATION_PERCENT
 
 
 def list_files(patterns: tuple[str, ...]) -> tuple[File, ...]:
-    """Files that match any of the patterns, sorted by name; a name begins below the folder they have in common."""
+    """Returns the files that match any pattern, sorted by name: the path relative to their common folder."""
     found = sorted({path for pattern in patterns for path in _glob(pattern)})
     if not found:
         return ()
@@ -54,12 +60,12 @@ def _glob(pattern: str) -> list[str]:
 
 
 def is_json(files: tuple[File, ...]) -> bool:
-    """Whether these are files of JSON lines."""
+    """Returns True if these are .jsonl files."""
     return bool(files) and files[0].path.endswith(".jsonl")
 
 
 def split_files(files: tuple[File, ...]) -> tuple[tuple[File, ...], tuple[File, ...]]:
-    """Train and validation, by name; at least one each where there are two."""
+    """Splits files into training and validation by name; two or more files give at least one of each."""
     validation = {file for file in files if is_validation(file.name)}
     if not validation and len(files) > 1:
         validation = {min(files, key=lambda file: hashlib.sha256(file.name.encode()).hexdigest())}
@@ -67,7 +73,7 @@ def split_files(files: tuple[File, ...]) -> tuple[tuple[File, ...], tuple[File, 
 
 
 def pattern_problems(where: str, patterns: list[str]) -> list[str]:
-    """What is wrong with local patterns, each with what to do."""
+    """Returns the problems of local file patterns, each with its fix; `where` is the setting that names them."""
     found = []
     for pattern in patterns:
         files = list_files((pattern,))
@@ -92,7 +98,7 @@ def _endings(kinds: list[str]) -> str:
 
 
 def python_files(root: str) -> tuple[File, ...]:
-    """The .py files below a folder that are readable UTF-8 text, sorted by name."""
+    """Returns the .py files below a folder that are readable UTF-8 text, sorted by name."""
     found = []
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(set(folders) - _NOT_SOURCE)
@@ -104,7 +110,7 @@ def python_files(root: str) -> tuple[File, ...]:
 
 
 def _readable_bytes(path: pathlib.Path) -> int:
-    """The size of a file of UTF-8 text; 0 for one that is unreadable, not text, or huge."""
+    """Returns the size of a UTF-8 text file; 0 if it is unreadable, not text, or over 1 MiB."""
     try:
         if path.stat().st_size > _LARGEST_PYTHON_FILE_BYTES:
             return 0

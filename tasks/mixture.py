@@ -1,4 +1,4 @@
-"""Several sources of documents, sampled by weight."""
+"""Mixes several sources of documents, sampled by weight."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tasks.seqio_tasks import SeqioCorpus
 
 @dataclasses.dataclass(frozen=True)
 class Mixture(SeqioCorpus):
-    """Several corpora, sampled by weight. A weight counts chunks of at most T tokens, not documents."""
+    """Several corpora, sampled by weight. Weights are shares of chunks of at most T tokens, not of documents."""
 
     corpora: tuple[SeqioCorpus, ...]
     weights: tuple[float, ...]
@@ -35,7 +35,7 @@ class Mixture(SeqioCorpus):
         return seqio.Mixture("mixture", list(zip(providers, self.weights, strict=True)))
 
     def sample_texts(self) -> Iterator[str]:
-        """See `Corpus`: in turn, while every corpus has more."""
+        """See `Corpus`. Takes one document of each corpus in turn, until one corpus has no more."""
         for texts in zip(*(corpus.sample_texts() for corpus in self.corpora), strict=False):
             yield from texts
 

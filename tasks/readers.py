@@ -1,4 +1,4 @@
-"""Reading with tf.data: the libraries, imported late and without noise, and the operation that reads a document."""
+"""Imports TensorFlow and seqio lazily and quietly, and builds the tf.data operation that reads a document."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from tasks.corpus import Corpus
 
 @functools.cache
 def modules() -> tuple[Any, Any]:
-    """TensorFlow and seqio, imported without their start-up messages: 5 s the first time."""
+    """Imports TensorFlow and seqio without their start-up messages; takes about 5 s the first time."""
     with _without_noise():
         import tensorflow as tf
 
-        tf.zeros([])  # the first operation looks for devices, and speaks of those it does not find
+        tf.zeros([])  # the first operation searches for devices and logs those it does not find
         import seqio
     return tf, seqio
 
 
 @contextlib.contextmanager
 def _without_noise() -> Iterator[None]:
-    """Holds back what is written to the terminal meanwhile, then writes it without known noise."""
+    """Captures stderr inside the block, then writes it without known start-up messages."""
     sys.stderr.flush()
     terminal = os.dup(2)
     try:
@@ -46,17 +46,17 @@ def _without_noise() -> Iterator[None]:
 
 
 def plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Without AutoGraph, which costs time at every trace and which only seqio's own packing needs."""
+    """Excludes a function from AutoGraph, which slows every trace and which only seqio's packing needs."""
     tf, _ = modules()
     return tf.autograph.experimental.do_not_convert(function)
 
 
 def reader(corpus: Corpus, read: Callable[..., bytes]) -> Callable[..., Any]:
-    """An operation that reads a document by `read(…)` through the corpus's intake (`documents.Intake`).
+    """Returns a TensorFlow operation that reads a document with `read` through the corpus's `documents.Intake`.
 
-    An exception inside TensorFlow would be logged with its traceback, once for each stream. A document that is refused
-    is therefore noted at the intake, and passed on as a question mark, which is never trained on: whoever asks the
-    dataset for an element then calls `Intake.raise_refused`.
+    An exception inside TensorFlow would be logged with its traceback once per stream. An invalid document is therefore
+    recorded at the intake and replaced by "?", which is never trained on: whoever takes an element from the dataset
+    must call `Intake.raise_refused` before using it.
     """
     tf, _ = modules()
     intake = documents.intake_of(corpus)

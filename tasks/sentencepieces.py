@@ -1,7 +1,7 @@
-"""SentencePiece models: one that exists, and one that the first run trains on its own text.
+"""SentencePiece vocabularies: an existing model, or one that the first run trains on its own text.
 
-The one idea: a trained model gives back every text exactly (bytes as the fallback, no normalisation), training is
-deterministic, and the hash beside the model is what every host checks.
+A trained model reproduces every text exactly (byte fallback, no normalisation). Training is deterministic, and every
+host compares the model with the hash stored beside it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from core.errors import UserError
 from tasks.ids import PAD_ID, before_end
 
 TRAINING_SAMPLE_BYTES = 8 * 2**20
-_LONGEST_SENTENCE_BYTES = 4096  # the trainer silently skips longer ones than it is told of
+_LONGEST_SENTENCE_BYTES = 4096  # the trainer silently skips sentences above its max_sentence_length
 
 
 class SentencePiece:
-    """A SentencePiece model that exists. Local or gs://; read at first use."""
+    """An existing SentencePiece model, local or gs://, read at first use."""
 
     pad_id = PAD_ID
 
@@ -44,7 +44,7 @@ class SentencePiece:
         try:
             processor = sentencepiece.SentencePieceProcessor(model_proto=self._model)
         except RuntimeError as error:
-            raise UserError(f"{self.path} is no SentencePiece model: set VOCABULARY to a .model file") from error
+            raise UserError(f"{self.path} is not a SentencePiece model: set VOCABULARY to a .model file") from error
         if processor.eos_id() < 1:
             raise UserError(
                 f"{self.path}: end-of-document id is {processor.eos_id()}, expected 1 or more; train with eos_id=1"
@@ -81,11 +81,11 @@ class SentencePiece:
         return self._processor.decode([i for i in before_end(ids, self) if i not in specials])
 
     def prepare(self, run_dir: str, *, is_host_zero: bool, sample: Callable[[], Iterable[str]]) -> None:
-        """Read the model, so that a bad one is refused before the first step."""
+        """Reads the model, so that an invalid one is refused before the first step."""
         _ = self._processor
 
     def problems(self) -> list[str]:
-        """See `Vocabulary`. A gs:// model is not looked for."""
+        """See `Vocabulary`. Does not check that a gs:// model exists."""
         if not self.path:
             return [
                 "VOCABULARY is not set: bind it to a SentencePiece model, e.g. --gin \"VOCABULARY = '/data/my.model'\""
@@ -108,7 +108,7 @@ class SentencePiece:
 
 
 class TrainedSentencePiece(SentencePiece):
-    """A SentencePiece model that host 0 trains once on the task's own text, into the run directory."""
+    """A SentencePiece model that host 0 trains once on the task's own text and stores in the run directory."""
 
     def __init__(self, size: int) -> None:
         super().__init__(path="")
@@ -120,10 +120,10 @@ class TrainedSentencePiece(SentencePiece):
         return self._size
 
     def prepare(self, run_dir: str, *, is_host_zero: bool, sample: Callable[[], Iterable[str]]) -> None:
-        """Train on host 0 unless the run has a model already; every host checks the hash beside it.
+        """Trains on host 0 unless the run already has a model; every host checks the hash stored beside it.
 
         Raises:
-          ValueError: the model is absent, or is not the one that host 0 wrote.
+          UserError: the model is missing, or differs from the one that host 0 wrote.
         """
         folder = paths.resolve(run_dir) / "vocabulary"
         model, digest = folder / f"sentencepiece_{self._size}.model", folder / f"sentencepiece_{self._size}.sha256"
@@ -169,7 +169,7 @@ def _write(model: bytes, to: Any) -> None:
 
 
 def _sentences(documents: Iterable[str]) -> Iterator[str]:
-    """Lines of the documents, short enough for the trainer, up to the sample size."""
+    """Yields lines of the documents, split to fit the trainer's limit, until the sample size is reached."""
     left = TRAINING_SAMPLE_BYTES
     for document in documents:
         for line in document.splitlines(keepends=True):
@@ -181,9 +181,9 @@ def _sentences(documents: Iterable[str]) -> Iterator[str]:
 
 
 def _train(documents: Iterable[str], size: int) -> bytes:
-    """A byte-pair model that gives back every text exactly: no normalisation, spaces kept, bytes as the fallback.
+    """Trains a byte-pair model that reproduces every text exactly, and returns it serialised.
 
-    One thread and byte pairs (which count, and add no floats) make it deterministic.
+    It is deterministic: one thread, and byte-pair encoding, which counts and does no floating-point arithmetic.
     """
     import sentencepiece
 
@@ -209,6 +209,6 @@ def _train(documents: Iterable[str], size: int) -> bytes:
         )
     except RuntimeError as error:
         raise UserError(
-            f"SentencePiece could not train {size} pieces on this text: {error}. Give more text or a smaller size"
+            f"SentencePiece could not train {size} pieces on this text: {error}. Use more text or a smaller size"
         ) from error
     return model.getvalue()

@@ -1,13 +1,13 @@
-"""A stream of packed rows as a seqio task, with a small exact position.
+"""Reads a stream of packed rows as a seqio task whose exact position is small enough to checkpoint.
 
-The one idea: what a position holds is what sits in buffers, so nothing large is ever buffered. Documents are shuffled
-without a buffer (a keyed permutation of their numbers, one key an epoch); a buffer mixes chunks of at most T ids, as
-16-bit numbers; seqio's converter packs small groups of chunks at a time. The position of a stream is then some hundred
-kilobytes, and it is the iterator itself that is saved: continuing replays nothing.
+The saved position is the tf.data iterator with all its buffers, so the buffers are kept small. Documents are shuffled
+without a buffer, by a keyed permutation of their indices (one key per epoch). A shuffle buffer holds chunks of at most
+T ids as 16-bit integers, and seqio's converter packs small groups of chunks at a time. The position of a stream is then
+a few hundred kilobytes, and resuming does not read any data again.
 
-  numbers -> shard -> permute -> read -> ids + end of document -> chunks -> shuffle -> groups -> converter -> [R, T]
+  indices -> shard -> permute -> read -> ids + end of document -> chunks -> shuffle -> groups -> converter -> [R, T]
 
-R rows of an element, T length, G chunks of a group.
+R: rows per element. T: tokens per row. G: chunks per group.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tasks.corpus import StreamSpec
 from tasks.readers import modules, plain
 from tasks.streams import Stream
 
-SHUFFLE_IDS = 2**18  # of a stream: half a megabyte, filled in a fraction of a second; 1024 chunks of 256
-GROUP_CHUNKS = 128  # the last row of a group is filled less: at most one row in 128 for long documents
+SHUFFLE_IDS = 2**18  # ids in a stream's shuffle buffer: 0.5 MB, for example 1024 chunks of 256 ids
+GROUP_CHUNKS = 128  # only the last row of a group is partly filled: at most 1 row in 128 for long documents
 _NAMES = {
     "inputs": "decoder_input_tokens",
     "targets": "decoder_target_tokens",
@@ -40,11 +40,11 @@ _NAMES = {
 
 
 class SeqioCorpus:
-    """A `corpus.Corpus` that seqio and tf.data read; a subclass gives `documents`."""
+    """A `corpus.Corpus` that seqio and tf.data can read; subclasses implement `documents`."""
 
     @property
     def parts(self) -> tuple[SeqioCorpus, ...]:
-        """The sources whose documents are read: this one, or those that it mixes."""
+        """The sources whose documents are read: this one, or the components of a mixture."""
         return (self,)
 
     def named_files(self) -> tuple[str, ...]:
@@ -52,16 +52,20 @@ class SeqioCorpus:
         return ()
 
     def documents(self, spec: StreamSpec, *, epochs: int | None = None) -> tuple[Any, bool]:
-        """Documents of one stream as {"text": string}, and whether they are this stream's alone.
+        """Returns the documents of one stream.
 
         Args:
           spec: the stream.
-          epochs: how often every document is read; None: without end.
+          epochs: how many times every document is read; None repeats without end.
+
+        Returns:
+          A tf.data.Dataset of {"text": string}, and whether it is already sharded: True if it holds this stream's
+          documents alone, False if it holds those of all streams.
         """
         raise NotImplementedError
 
     def provider(self, spec: StreamSpec) -> Any:
-        """The seqio Task (or Mixture) of one stream."""
+        """Returns the seqio Task (or Mixture) of one stream."""
         return task(self, spec)
 
     def open_stream(self, spec: StreamSpec) -> Stream:
@@ -97,7 +101,7 @@ class SeqioStream:
         """See `streams.Stream`.
 
         Raises:
-          ValueError: a document cannot be read, or has an id outside the vocabulary.
+          UserError: a document cannot be read, or has an id outside the vocabulary.
         """
         try:
             features = next(self._iterator)
@@ -107,8 +111,8 @@ class SeqioStream:
         return batch_of(features)
 
     def state(self) -> bytes:
-        """See `streams.Stream`: the files of a tf.train.Checkpoint in a zip."""
-        raise_refused(self._corpus)  # what is read ahead is part of the position
+        """See `streams.Stream`. The bytes are a zip of the files of a tf.train.Checkpoint."""
+        raise_refused(self._corpus)  # the position includes documents that were prefetched
         buffer = io.BytesIO()
         with tempfile.TemporaryDirectory() as folder:
             self._tf.train.Checkpoint(iterator=self._iterator).write(f"{folder}/position")
@@ -128,32 +132,32 @@ class SeqioStream:
         except (zipfile.BadZipFile, AssertionError, self._tf.errors.OpError) as error:
             raise UserError(
                 f"{self._where}: the saved position cannot be read by TensorFlow {self._tf.__version__} "
-                f"({type(error).__name__}: {error}); continue with the version that wrote it"
+                f"({type(error).__name__}: {error}); resume with the version that wrote it"
             ) from error
 
 
 def raise_refused(corpus: SeqioCorpus) -> None:
-    """Raises ValueError where a document of the corpus, or of one that it mixes, was refused since the last call."""
+    """Raises UserError if a document of the corpus or of a component of it was refused since the last call."""
     for part in corpus.parts:
         documents.intake_of(part).raise_refused()
 
 
 def batch_of(features: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
-    """Features of seqio's decoder under the names of a batch; padding is 0 (seqio begins it with `bos_id`)."""
+    """Renames seqio's decoder features to the keys of a batch, with 0 as padding (seqio starts it with `bos_id`)."""
     batch = {key: features[name].numpy() for key, name in _NAMES.items()}
     return {**batch, "inputs": batch["inputs"] * (batch["segment_ids"] > 0)}
 
 
 @functools.lru_cache(maxsize=256)
 def rows(corpus: SeqioCorpus, spec: StreamSpec) -> Any:
-    """The dataset of a stream: features of seqio's decoder, each [R, T]. Cached, as tracing costs 0.2 s."""
+    """Returns the dataset of a stream: seqio's decoder features, each [R, T]. Cached because tracing takes 0.2 s."""
     tf, seqio = modules()
     _check_not_empty(corpus, spec._replace(index=0, num_streams=1, rows=1, seed=None))
     chunks = chunk_dataset(corpus, spec)
     converter = seqio.DecoderFeatureConverter(pack=True, bos_id=spec.vocabulary.bos_id)
     lengths = {"targets": spec.length}
     groups = chunks.map(plain(lambda ids: tf.cast(ids, tf.int32))).padded_batch(GROUP_CHUNKS, [spec.length])  # [G, T]
-    packed = groups.flat_map(  # with AutoGraph: seqio's packing is written for it
+    packed = groups.flat_map(  # with AutoGraph, which seqio's packing needs
         lambda group: converter(tf.data.Dataset.from_tensor_slices({"targets": group}), lengths)
     )
     dataset = packed.batch(spec.rows, drop_remainder=True).prefetch(2)
@@ -161,21 +165,21 @@ def rows(corpus: SeqioCorpus, spec: StreamSpec) -> Any:
 
 
 def chunk_dataset(corpus: SeqioCorpus, spec: StreamSpec) -> Any:
-    """Ids of at most T, as [<=T] integers, mixed when the spec has a seed."""
+    """Returns a dataset of chunks, each [<=T] integer ids, shuffled if the spec has a seed."""
     provider = corpus.provider(spec)
     dataset = provider.get_dataset(
         sequence_length={"targets": spec.length},
         split=spec.split,
-        shuffle=False,  # the task shuffles by itself, always with a seed
+        shuffle=False,  # the task's own preprocessors shuffle, always with a seed
         seed=0 if spec.seed is None else spec.seed,
-        num_epochs=1,  # its documents have no end
-        try_in_mem_cache=False,  # a cache would be part of the position
+        num_epochs=1,  # the documents already repeat without end
+        try_in_mem_cache=False,  # a cache would be saved with the position
     )
     return dataset.map(plain(lambda example: example["targets"]))
 
 
 def task(corpus: SeqioCorpus, spec: StreamSpec) -> Any:
-    """An unregistered seqio Task of one stream, so that making it twice is no clash."""
+    """Returns the seqio Task of one stream, unregistered so that it can be made more than once."""
     _, seqio = modules()
     texts, sharded = corpus.documents(spec)
     vocabulary = spec.vocabulary.seqio()
@@ -197,7 +201,10 @@ def task(corpus: SeqioCorpus, spec: StreamSpec) -> Any:
 
 
 def _options() -> Any:
-    """One thread a stream, nothing tuned: many streams share a host, and what runs ahead is part of the position."""
+    """Returns tf.data options with one thread per stream and no autotuning.
+
+    Many streams share a host, and everything that tf.data prefetches is saved with the position.
+    """
     tf, _ = modules()
     options = tf.data.Options()
     options.deterministic = True
@@ -213,10 +220,10 @@ def _id_type(spec: StreamSpec) -> Any:
 
 
 def _tokenize(dataset: Any, *, spec: StreamSpec, encode: Callable[[Any], Any]) -> Any:
-    """{"text"} to ids with the end of document; refuses an id of padding, or one outside the vocabulary."""
+    """Maps {"text"} to ids with an end-of-document id; fails for a padding id or an id outside the vocabulary."""
     tf, _ = modules()
     size, eos_id = spec.vocabulary.size, spec.vocabulary.eos_id
-    message = f"an id of the data is 0 (padding), or not below the size of the vocabulary, {size}: least and largest"
+    message = f"an id in the data is 0 (padding) or not below the vocabulary size {size}: smallest and largest"
 
     def tokenize(document: Mapping[str, Any]) -> Any:
         ids = tf.concat([tf.cast(encode(document["text"]), tf.int32), [eos_id]], 0)
@@ -228,7 +235,7 @@ def _tokenize(dataset: Any, *, spec: StreamSpec, encode: Callable[[Any], Any]) -
 
 
 def _cut(dataset: Any, *, spec: StreamSpec, shard: bool) -> Any:
-    """Documents to {"targets": chunk of at most T ids}; nothing is dropped."""
+    """Splits documents into {"targets": chunk of at most T ids}; nothing is dropped."""
     tf, _ = modules()
     length = spec.length
 
@@ -241,12 +248,12 @@ def _cut(dataset: Any, *, spec: StreamSpec, shard: bool) -> Any:
 
 
 def shuffle_chunks(length: int) -> int:
-    """Chunks of the buffer that mixes them: longer ones are fewer, so that a position stays small."""
+    """Returns the size of the shuffle buffer in chunks: fewer if they are long, to keep the saved position small."""
     return max(SHUFFLE_IDS // length, 64)
 
 
 def _mix(dataset: Any, *, seed: int | None, chunks: int) -> Any:
-    """Chunks of one document no longer in a row."""
+    """Shuffles chunks, so that those of one document do not follow one another; without a seed, keeps their order."""
     if seed is None:
         return dataset
     return dataset.shuffle(chunks, seed=seed, reshuffle_each_iteration=False)
@@ -254,7 +261,7 @@ def _mix(dataset: Any, *, seed: int | None, chunks: int) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _check_not_empty(corpus: SeqioCorpus, spec: StreamSpec) -> None:
-    """An endless stream of no documents would wait for ever; a bad first line should be told at once."""
+    """Raises UserError if a source has no document, which would otherwise block forever, or a bad first one."""
     tf, _ = modules()
     for part in corpus.parts:
         try:
@@ -265,12 +272,12 @@ def _check_not_empty(corpus: SeqioCorpus, spec: StreamSpec) -> None:
         if first is None:
             raise UserError(
                 f"{part.describe()}: the {spec.split} split has no document; "
-                "give more text, or a validation file of its own"
+                "use more text, or a separate validation file"
             )
 
 
 def _reason(message: str) -> str:
-    """What went wrong, without the graph that it went wrong in."""
+    """Extracts the cause from a TensorFlow error message, without the description of the graph."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     for mark in ("ValueError: ", "assertion failed: "):
         told = [line.partition(mark)[2] for line in lines if mark in line]

@@ -1,11 +1,10 @@
-"""From streams to the rows of one host.
+"""Assembles the rows of one host from data streams.
 
-The one idea: the input is a fixed number of streams that know nothing of hosts. Row r of the global batch always comes
-from stream r // (batch_size // num_streams), at a fixed place in it; a host opens the streams of its rows and keeps
-just those rows. Hence every number of hosts sees the same global batches, and a run continues on another number of
-hosts.
+The input is a fixed number of streams that do not depend on the number of hosts. Row r of the global batch always comes
+from stream r // (batch_size // num_streams), at a fixed place in it. A host opens the streams of its rows and keeps
+only those rows, so any number of hosts reads the same global batches, and a run can resume on another number of hosts.
 
-B rows of the global batch, R rows of one stream in it, T length.
+B: rows of the global batch. R: rows of one stream in it. T: tokens per row.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ BATCH_DTYPES = {
 
 
 def batch_spec(batch_size: int, *, length: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of a global batch."""
+    """Returns the shapes and dtypes of a global batch."""
     return {key: jax.ShapeDtypeStruct((batch_size, length), dtype) for key, dtype in BATCH_DTYPES.items()}
 
 
@@ -39,23 +38,23 @@ class Stream(Protocol):
     """One stream of rows, the same on every host that opens it."""
 
     def __next__(self) -> Mapping[str, np.ndarray]:
-        """The next R rows of every key of the batch; raises StopIteration behind the last, where there is one."""
+        """Returns the next R rows of every key of the batch; a finite stream then raises StopIteration."""
 
     def state(self) -> bytes:
-        """The position: what a fresh stream needs to continue after the last rows returned."""
+        """Returns the position from which a new stream continues after the last rows returned."""
 
     def restore(self, state: bytes) -> None:
-        """Continue at a position. Raises ValueError for bytes that are no position of this stream."""
+        """Moves to a saved position. Raises UserError for bytes that are not a position of this stream."""
 
 
-OpenStream = Callable[[int, int], Stream]  # stream index, rows a batch -> a stream at its start
+OpenStream = Callable[[int, int], Stream]  # (stream index, rows per batch) -> a stream at its start
 
 
 def rows_per_stream(batch_size: int, *, num_streams: int) -> int:
-    """Rows that each stream gives to a global batch.
+    """Returns the number of rows that each stream contributes to a global batch.
 
     Raises:
-      ValueError: the streams do not divide the batch.
+      UserError: the batch size is not divisible by the number of streams.
     """
     if batch_size % num_streams == 0 and batch_size > 0:
         return batch_size // num_streams
@@ -67,19 +66,20 @@ def rows_per_stream(batch_size: int, *, num_streams: int) -> int:
 
 
 def stream_name(index: int) -> str:
-    """The name under which the position of a stream is saved."""
+    """Returns the name under which the position of a stream is saved."""
     return f"stream_{index:05d}"
 
 
 class StreamBatches:
-    """`core.types.Batches` over streams.
+    """Implements `core.types.Batches` over streams.
 
     Args:
       layout: the rows of this host.
-      spec: shapes and dtypes of the global batch, `inputs` [B, T] among them.
-      num_streams: streams of the whole input, whatever the number of hosts.
+      spec: shapes and dtypes of the global batch, including `inputs` [B, T].
+      num_streams: number of streams of the whole input, independent of the number of hosts.
       open_stream: opens one stream at its start.
-      identity: what a saved position is only good for (source, vocabulary, seed, ...); compared in `restore`.
+      identity: what the data depends on (source, vocabulary, seed, ...); saved with a position, and `restore` refuses a
+        position with another identity.
     """
 
     def __init__(
@@ -127,23 +127,23 @@ class StreamBatches:
         """See `core.types.Batches`.
 
         Raises:
-          ValueError: a stream of this host's rows has no position in `state`, or the position belongs to other data, or
-            to another length, batch size or seed.
+          UserError: `state` has no position for a stream of this host, or the position was saved with other data or
+            another length, batch size or seed.
         """
         missing = [stream_name(index) for index in self._streams if stream_name(index) not in state]
         if missing:
             now, named = self._identity["num_streams"], ", ".join(listing.shortened(missing, most=3))
             raise UserError(
                 f"the checkpoint has positions of {len(state)} streams of data, and this run has NUM_STREAMS = {now} "
-                f"(no position for {named}): continue with NUM_STREAMS = {len(state)}, or give another --run-dir to "
-                "start anew"
+                f"(no position for {named}): resume with NUM_STREAMS = {len(state)}, or start a new run with another "
+                "--run-dir"
             )
         for index, stream in self._streams.items():
             stream.restore(_unseal(state[stream_name(index)], self._identity))
 
 
 def _takes(rows: tuple[int, ...], per_stream: int) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """By stream: the places in the host's batch that it fills, and the rows of the stream that go there."""
+    """Maps each stream to the places it fills in the host's batch and the rows of the stream that go there."""
     rows_array = np.asarray(rows)
     streams = rows_array // per_stream
     return {
@@ -162,12 +162,12 @@ def _check_layout(layout: DataLayout) -> None:
 
 
 def _seal(position: bytes, identity: Mapping[str, Any]) -> bytes:
-    """A position behind one line of JSON that says what it is a position of."""
+    """Prepends one line of JSON with the identity of the data to a position."""
     return json.dumps(identity, sort_keys=True).encode() + b"\n" + position
 
 
 def _differs(key: str, saved: Any, now: Any) -> str:
-    """Hashes say nothing to a reader: of what has one, only that it is another."""
+    """Describes a difference; hashes are not shown, because they tell a reader nothing."""
     if key == "source":
         return "its files have other names or sizes"
     return "the vocabulary is another one" if key == "vocabulary" else f"{key}: saved {saved!r}, now {now!r}"
@@ -180,11 +180,13 @@ def _unseal(sealed: bytes, identity: Mapping[str, Any]) -> bytes:
     except ValueError:
         saved = None
     if not isinstance(saved, dict):
-        raise UserError(f"{sealed[:40]!r}... is no data position: the checkpoint is damaged or was written by others")
+        raise UserError(
+            f"{sealed[:40]!r}... is not a data position: the checkpoint is damaged or was written by another program"
+        )
     wrong = [_differs(key, saved.get(key), value) for key, value in identity.items() if saved.get(key) != value]
     if wrong:
         raise UserError(
-            f"the saved data position is of other data ({'; '.join(wrong)}): "
-            "continue with the settings of the checkpoint, or start a new run directory"
+            f"the saved data position belongs to other data ({'; '.join(wrong)}): "
+            "resume with the settings of the checkpoint, or use a new run directory"
         )
     return position

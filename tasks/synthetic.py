@@ -1,7 +1,7 @@
-"""Random tokens without reading anything: for rehearsals, timing and tests.
+"""Generates random tokens for rehearsals, timing and tests.
 
-The one idea: a row is a pure function of (split, seed, stream, index), so the position of a stream is one counter, and
-the loss of a model that knows nothing about it is ln(vocab_size - 1).
+A row is a pure function of (split, seed, stream, index), so the position of a stream is one counter. The tokens are
+uniform, so the best possible loss is ln(vocab_size - 1) nats per token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TRAIN, _VALIDATION = 0, 1
 
 
 class RandomStream:
-    """Rows of one segment each, ids drawn evenly from 1 to vocab_size - 1."""
+    """`streams.Stream` of random rows: one segment each, ids uniform over 1 to vocab_size - 1."""
 
     def __init__(self, key: tuple[int, ...], *, vocab_size: int, length: int, rows: int) -> None:
         self._key, self._vocab_size, self._length, self._rows = key, vocab_size, length, rows
@@ -54,7 +54,7 @@ class RandomStream:
 
 @dataclasses.dataclass(frozen=True)
 class SyntheticTask:
-    """The interface of `text.TextTask` over random tokens."""
+    """A `core.types.Task` of random tokens, with the batches of `text.TextTask`."""
 
     vocab_size: int
     length: int
@@ -62,36 +62,36 @@ class SyntheticTask:
 
     @property
     def vocabulary(self) -> vocabularies.Numbers:
-        """Ids as numbers."""
+        """The vocabulary that writes ids as decimal numbers."""
         return vocabularies.Numbers(self.vocab_size)
 
     def spec(self, batch_size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of a global batch. Raises ValueError where the streams do not divide it."""
+        """Returns the shapes and dtypes of a global batch. Raises UserError if the streams do not divide it."""
         streams.rows_per_stream(batch_size, num_streams=self.num_streams)
         return streams.batch_spec(batch_size, length=self.length)
 
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
-        """Nothing to prepare."""
+        """Does nothing: random tokens need no preparation."""
 
     def train(self, layout: DataLayout, *, seed: int) -> Batches:
-        """Endless batches."""
+        """Returns an endless iterator of batches."""
         return self._batches(layout, (_TRAIN, seed))
 
     def evaluation(self, layout: DataLayout) -> Batches:
-        """Endless batches, the same at every call and never those of training."""
+        """Returns an endless iterator of batches, the same at every call and different from those of training."""
         return self._batches(layout, (_VALIDATION, 0))
 
     def problems(self) -> list[str]:
-        """Nothing can be missing."""
+        """Returns no problems: nothing can be missing."""
         return []
 
     def describe(self) -> str:
-        """One line for the card of a run."""
+        """Returns one line for the run summary."""
         streams = units.counted(self.num_streams, "stream")
         return f"synthetic.random_tokens: ids below {self.vocab_size}, length {self.length}, {streams}"
 
     def fingerprint(self) -> str:
-        """Equal on all hosts that read the same data."""
+        """Returns a hash, equal on all hosts that read the same data."""
         return self.vocabulary.hash
 
     def _batches(self, layout: DataLayout, key: tuple[int, int]) -> Batches:
@@ -108,15 +108,15 @@ class SyntheticTask:
 
 
 def random_tokens(*, vocab_size: int, length: int, num_streams: int) -> SyntheticTask:
-    """Random tokens, deterministic by (seed, stream, index).
+    """Returns a task of random tokens, determined by (seed, stream, index).
 
     Args:
       vocab_size: ids are 1 to vocab_size - 1.
-      length: tokens of a row.
-      num_streams: streams of the input; divides the batch size.
+      length: tokens per row.
+      num_streams: number of data streams; must divide the batch size.
 
     Raises:
-      ValueError: a number is no positive integer.
+      UserError: a number is not an integer or too small.
     """
     for name, value, least in (("vocab_size", vocab_size, 2), ("length", length, 1), ("num_streams", num_streams, 1)):
         check_integer(value, where=f"synthetic.random_tokens.{name}", least=least)

@@ -1,10 +1,10 @@
-"""Tasks of text: what gin names to say what a model reads.
+"""Text tasks: the constructors that a gin configuration names.
 
-The one idea: a constructor only writes down what is wanted, so configuration is checked in milliseconds and on any
-machine; TensorFlow and the data come with the first batch. A document becomes ids and an end of document, cut into
-chunks of at most `length`; chunks are packed into rows, and no attention or target crosses from one to the next.
+A constructor only records its arguments, so a configuration is checked in milliseconds on any machine; TensorFlow is
+imported and the data opened with the first batch. A document becomes ids followed by an end-of-document id, split into
+chunks of at most `length` ids. Chunks are packed into rows, and neither attention nor targets cross chunk boundaries.
 
-T length, S streams.
+T: tokens per row. S: number of streams.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from tasks.text_files import TextFiles, python_library
 
 @dataclasses.dataclass(frozen=True)
 class TextTask:
-    """Text of one source in one vocabulary.
+    """A `core.types.Task` that reads text from one source with one vocabulary.
 
     Attributes:
-      corpus: where documents come from.
-      vocabulary: how they become ids.
-      length: T, tokens of a row.
-      num_streams: S, streams of the input; divides the batch size and is a part of the order of the data.
+      corpus: the source of documents.
+      vocabulary: converts text to ids.
+      length: T, tokens per row.
+      num_streams: S, number of data streams; must divide the batch size. Another number gives another order of data.
     """
 
     corpus: Corpus
@@ -45,52 +45,52 @@ class TextTask:
     num_streams: int
 
     def spec(self, batch_size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of a global batch. Raises ValueError where the streams do not divide it."""
+        """Returns the shapes and dtypes of a global batch. Raises UserError if the streams do not divide it."""
         streams.rows_per_stream(batch_size, num_streams=self.num_streams)
         return streams.batch_spec(batch_size, length=self.length)
 
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
-        """Makes the vocabulary usable. Host 0 first, then a barrier, then all others.
+        """Makes the vocabulary usable. Called on host 0 first, then, after a barrier, on all others.
 
         Raises:
-          ValueError: the vocabulary is absent or not the one of this run.
+          UserError: the vocabulary is missing or is not the one of this run.
         """
         self.vocabulary.prepare(run_dir, is_host_zero=is_host_zero, sample=self.corpus.sample_texts)
 
     def train(self, layout: DataLayout, *, seed: int) -> Batches:
-        """Endless batches of the training split, in an order of this seed.
+        """Returns an endless iterator over the training split, shuffled with `seed`.
 
         Raises:
-          ValueError: the data cannot be opened, or the streams do not divide the batch.
+          UserError: the data cannot be opened, or the streams do not divide the batch.
         """
         return self._batches(layout, "train", seed)
 
     def evaluation(self, layout: DataLayout) -> Batches:
-        """The validation split from its start, unshuffled and endless: the same batches at every call.
+        """Returns an endless iterator over the validation split, unshuffled: the same batches at every call.
 
         Raises:
-          ValueError: as `train`.
+          UserError: as `train`.
         """
         return self._batches(layout, "validation", None)
 
     def problems(self) -> list[str]:
-        """Everything wrong that shows without opening the data, each with its fix."""
+        """Returns the problems that can be found without opening the data, each with its fix."""
         return [*self.corpus.problems(), *self.vocabulary.problems()]
 
     def named_files(self) -> tuple[str, ...]:
-        """Patterns, files and folders as the user named them, so that a check can say which it could not look at."""
+        """Returns patterns, files and folders as the user wrote them; checks name those they could not read."""
         model = _file(self.vocabulary)
         return (*self.corpus.named_files(), *((model,) if model else ()))
 
     def describe(self) -> str:
-        """One line for the card of a run."""
+        """Returns one line for the run summary."""
         return (
             f"{self.corpus.describe()}; {self.vocabulary.describe()}; length {self.length}, "
             f"{units.counted(self.num_streams, 'stream')}"
         )
 
     def fingerprint(self) -> str:
-        """Equal on all hosts that read the same documents; lists the files of the source."""
+        """Returns a hash, equal on all hosts that read the same documents; lists the files of the source."""
         return self.corpus.fingerprint()
 
     def _batches(self, layout: DataLayout, split: str, seed: int | None) -> Batches:
@@ -109,15 +109,15 @@ class TextTask:
 
 
 def python_source(*, length: int, num_streams: int, vocabulary: Vocabulary | None = None) -> TextTask:
-    """The source files of the running Python's own standard library: real text on every machine, no download.
+    """Returns a task that reads the source files of Python's standard library: real text without a download.
 
-    Files are set aside for validation by the hash of their name, about 5 %. Tests of the library are left out, as some
-    installations lack them.
+    About 5 % of the files, chosen by the hash of their name, are the validation split. The library's tests are left
+    out, because some installations lack them.
 
     Args:
-      length: tokens of a row.
-      num_streams: streams of the input.
-      vocabulary: bytes where not given.
+      length: tokens per row.
+      num_streams: number of data streams; must divide the batch size.
+      vocabulary: default: bytes.
     """
     return _task("python_source", python_library(), (length, num_streams, vocabulary))
 
@@ -131,15 +131,16 @@ def files(
     num_streams: int,
     vocabulary: Vocabulary | None = None,
 ) -> TextTask:
-    """Your own text: .txt files, each a document, or .jsonl files, each line a document.
+    """Returns a task that reads your own text: .txt files (one document each) or .jsonl files (one per line).
 
     Args:
-      train: a pattern or several (`/data/*.txt`, `gs://bucket/part-*.jsonl`). None is told by `problems`.
-      validation: likewise. Not given: about 5 % of the files, or of the lines of .jsonl, chosen by hash.
-      field: the name of the text in a line of JSON.
-      length: tokens of a row.
-      num_streams: streams of the input. At least as many .jsonl files let each stream read its own.
-      vocabulary: bytes where not given.
+      train: one or more patterns (`/data/*.txt`, `gs://bucket/part-*.jsonl`). `problems` reports None.
+      validation: one or more patterns. Default: about 5 % of the files, or of the lines of .jsonl, chosen by hash.
+      field: the JSON key of the text.
+      length: tokens per row.
+      num_streams: number of data streams; must divide the batch size. With at least as many .jsonl files, each stream
+        reads only its own files.
+      vocabulary: default: bytes.
     """
     check_text(field, where="text.files.field")
     corpus = TextFiles(_patterns(train, "train"), _patterns(validation, "validation"), field)
@@ -157,17 +158,17 @@ def tfds(
     num_streams: int,
     vocabulary: Vocabulary | None = None,
 ) -> TextTask:
-    """A dataset of the TensorFlow Datasets catalogue that `tfds build` has prepared.
+    """Returns a task that reads a dataset of TensorFlow Datasets that `tfds build` has prepared.
 
     Args:
-      name: as `c4/en:3.1.0`.
-      split: of training; slices such as `train[1%:]` are allowed.
-      validation_split: of evaluation.
+      name: for example `c4/en:3.1.0`.
+      split: the training split; slices such as `train[1%:]` are allowed.
+      validation_split: the split for evaluation.
       field: the feature that holds the text.
-      data_dir: local or gs://, shared by all hosts; the catalogue's own default where not given.
-      length: tokens of a row.
-      num_streams: streams of the input.
-      vocabulary: bytes where not given.
+      data_dir: local or gs://, shared by all hosts; default: that of TensorFlow Datasets.
+      length: tokens per row.
+      num_streams: number of data streams; must divide the batch size.
+      vocabulary: default: bytes.
     """
     for argument, value in {"name": name, "split": split, "validation_split": validation_split, "field": field}.items():
         check_text(value, where=f"text.tfds.{argument}")
@@ -186,17 +187,19 @@ def huggingface(
     num_streams: int,
     vocabulary: Vocabulary | None = None,
 ) -> TextTask:
-    """A dataset of the Hugging Face hub; needs the package `datasets`. A token comes from HF_TOKEN alone.
+    """Returns a task that reads a dataset of the Hugging Face hub; needs the package `datasets`.
+
+    The token for gated datasets is taken from the environment variable HF_TOKEN.
 
     Args:
       name: `owner/dataset`, or `owner/dataset:configuration`.
-      split: of training.
-      validation_split: of evaluation.
+      split: the training split.
+      validation_split: the split for evaluation.
       field: the column that holds the text.
-      streaming: read over the network while training; else download first.
-      length: tokens of a row.
-      num_streams: streams of the input.
-      vocabulary: bytes where not given.
+      streaming: whether to read over the network while training; otherwise the dataset is downloaded first.
+      length: tokens per row.
+      num_streams: number of data streams; must divide the batch size.
+      vocabulary: default: bytes.
     """
     for argument, value in {"name": name, "split": split, "validation_split": validation_split, "field": field}.items():
         check_text(value, where=f"text.huggingface.{argument}")
@@ -207,16 +210,20 @@ def huggingface(
 
 
 def mixture(*, tasks: Sequence[TextTask], weights: Sequence[float]) -> TextTask:
-    """Several tasks of one vocabulary, length and number of streams, sampled by weight.
+    """Returns a task that samples several text tasks by weight.
 
     Args:
-      tasks: what is mixed. Hugging Face datasets cannot be.
-      weights: relative shares of chunks (nearly: of tokens); any positive numbers.
+      tasks: tasks with the same vocabulary, length and number of streams; `huggingface` tasks cannot be mixed.
+      weights: relative shares of chunks, which are nearly shares of tokens; any positive numbers.
+
+    Raises:
+      UserError: the tasks do not match, a source is named twice, or a weight is not positive.
     """
     tasks, weights = tuple(tasks), tuple(weights)
     if not tasks or len(tasks) != len(weights):
         raise UserError(
-            f"text.mixture has {len(tasks)} tasks and {len(weights)} weights, expected as many, at least one"
+            f"text.mixture has {units.counted(len(tasks), 'task')} and {units.counted(len(weights), 'weight')}, "
+            "expected one weight for each of at least one task"
         )
     bad = [w for w in weights if isinstance(w, bool) or not isinstance(w, (int, float)) or not 0 < w < float("inf")]
     if bad:
@@ -239,7 +246,7 @@ def _check_mixes(task: TextTask, first: TextTask) -> None:
             raise UserError(f"text.mixture: {name} is {ours} in one task and {theirs} in the first; expected equal")
     same_class = type(task.vocabulary) is type(first.vocabulary)
     if not same_class or _file(task.vocabulary) != _file(first.vocabulary):
-        raise UserError("text.mixture: its tasks have different vocabularies; give all the same one")
+        raise UserError("text.mixture: its tasks have different vocabularies; use the same one for all")
 
 
 def _file(vocabulary: Vocabulary) -> str | None:

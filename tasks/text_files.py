@@ -1,8 +1,7 @@
-"""Files as sources of documents: the user's own text, and Python's standard library.
+"""Reads documents from files: the user's own text, and Python's standard library.
 
-A source is a frozen description (patterns, field, splits). It says what is wrong with it, and whether two hosts have
-the same files, without TensorFlow. What is shuffled are the numbers of files, by a permutation keyed with the seed and
-the epoch, so order costs no memory and no buffer.
+A source is a frozen dataclass (patterns, field, splits). It reports its problems and its fingerprint without
+TensorFlow. Files are shuffled by a permutation of their indices, keyed by the seed and the epoch, without a buffer.
 """
 
 from __future__ import annotations
@@ -38,29 +37,29 @@ class FileCorpus(SeqioCorpus):
     """A corpus of files whose documents are whole files, or lines of JSON when `field` is a name."""
 
     def files(self, split: str) -> tuple[File, ...]:
-        """The files of a split, sorted by name. Raises ValueError if there are none."""
+        """Returns the files of a split, sorted by name. Raises UserError if there are none."""
         raise NotImplementedError
 
     def json_field(self, split: str) -> str | None:
-        """The field of a JSON line that holds the text; None where a file is one document."""
+        """Returns the JSON key that holds the text; None if each file is one document."""
         return None
 
     def line_split(self, split: str) -> str | None:
-        """The part of the lines to keep, where lines of the same files are divided into splits."""
+        """Returns the split whose lines are kept if both splits read the same files; None otherwise."""
         return None
 
     def documents(self, spec: StreamSpec, *, epochs: int | None = None) -> tuple[Any, bool]:
         """See `SeqioCorpus`.
 
-        Files are dealt to streams where there are enough of them; else training deals lines of JSON; else the caller
-        deals chunks. Either way the streams together have every document once an epoch.
+        Files are sharded over streams if there are enough of them; otherwise training shards the lines of .jsonl, and
+        in the remaining cases the caller shards chunks. The streams together read every document once per epoch.
         """
         tf, _ = readers.modules()
         files, field, part = self.files(spec.split), self.json_field(spec.split), self.line_split(spec.split)
         numbers = tf.data.Dataset.range(_ENDLESS if epochs is None else epochs * len(files))
-        # A file may have none of the few lines of validation: a stream of that file alone would wait for ever.
-        dealt = len(files) >= spec.num_streams and part != "validation"
-        if dealt:
+        # A file may contain none of the few validation lines, and a stream of that file alone would block forever.
+        sharded = len(files) >= spec.num_streams and part != "validation"
+        if sharded:
             numbers = numbers.shard(spec.num_streams, spec.index)
         texts = numbers.map(plain(_permuted([file.path for file in files], spec.seed)))
         if field is None:
@@ -68,11 +67,11 @@ class FileCorpus(SeqioCorpus):
             texts = texts.map(plain(lambda path: read(path, tf.io.read_file(path))))
         else:
             lines = texts.flat_map(plain(functools.partial(_json_lines, part=part)))
-            if not dealt and spec.seed is not None:
-                lines, dealt = lines.shard(spec.num_streams, spec.index), True
+            if not sharded and spec.seed is not None:
+                lines, sharded = lines.shard(spec.num_streams, spec.index), True
             texts = lines.map(plain(readers.reader(self, _of_file(functools.partial(documents.json_text, field)))))
         texts = texts.filter(plain(lambda text: tf.strings.length(text) > 0))
-        return texts.map(plain(lambda text: {"text": text})), dealt
+        return texts.map(plain(lambda text: {"text": text})), sharded
 
     def fingerprint(self) -> str:
         """See `Corpus`."""
@@ -84,7 +83,7 @@ class FileCorpus(SeqioCorpus):
 
 @dataclasses.dataclass(frozen=True)
 class PythonLibrary(FileCorpus):
-    """The .py files of a Python's own standard library, without its tests."""
+    """The .py files of Python's standard library, without its tests."""
 
     root: str
 
@@ -154,7 +153,7 @@ class TextFiles(FileCorpus):
         return split if not self.validation and is_json(self.files(split)) else None
 
     def problems(self) -> list[str]:
-        """See `Corpus`. What is on gs:// is not looked for."""
+        """See `Corpus`. Files on gs:// are not looked up."""
         if not self.train:
             return [
                 "DATA is not set: bind it to your text, e.g. --gin \"DATA = '/data/*.jsonl'\" (or gs://bucket/*.txt)"
@@ -172,7 +171,7 @@ class TextFiles(FileCorpus):
         if not found and not any(map(paths.is_remote, self.train)) and not self._listed["validation"]:
             found.append(
                 f"text.files.train: {len(self._listed['train'])} .txt file leaves none for validation; "
-                "give text.files.validation, or more files, or one .jsonl with a document a line"
+                "set text.files.validation, or use more files, or one .jsonl file with one document per line"
             )
         return found
 
@@ -184,14 +183,14 @@ class TextFiles(FileCorpus):
         )
 
     def _size(self) -> str:
-        """` (2 files, 12,345 bytes)` of training files on a disk, exact, for a resumed run compares it; else empty."""
+        """Returns, for local files, ` (2 files, 12,345 bytes)`: exact, because a resumed run compares it."""
         files = () if any(map(paths.is_remote, self.train)) else self._listed["train"]
         total = sum(file.size_bytes for file in files)
         return f" ({units.counted(len(files), 'file')}, {total:,} bytes)" if files else ""
 
 
 def python_library() -> PythonLibrary:
-    """The standard library of the running interpreter."""
+    """Returns the standard library of the running interpreter."""
     return PythonLibrary(root=sysconfig.get_paths()["stdlib"])
 
 
@@ -200,12 +199,12 @@ def _with_text(files: tuple[File, ...]) -> tuple[File, ...]:
 
 
 def _of_file(read: Callable[..., bytes]) -> Callable[..., bytes]:
-    """`read` with its first argument, a path, as TensorFlow hands it over: in bytes."""
+    """Wraps `read` to decode its first argument, a path, which TensorFlow passes as bytes."""
     return lambda path, *rest: read(path.decode(), *rest)
 
 
 def _permuted(items: list[str], seed: int | None) -> Callable[[Any], Any]:
-    """From the number of a document since the start to its name: a permutation of all names in every epoch."""
+    """Returns a function from a running index to an item: a new permutation of all items in every epoch."""
     tf, _ = readers.modules()
     count = len(items)
 
@@ -220,7 +219,7 @@ def _permuted(items: list[str], seed: int | None) -> Callable[[Any], Any]:
 
 
 def _json_lines(path: Any, *, part: str | None) -> Any:
-    """(path, line number, line) of a .jsonl file; of one part of the lines, chosen by hash, where a part is given."""
+    """Returns a dataset of (path, line number, line) of a .jsonl file; `part` keeps one split's lines, by hash."""
     tf, _ = readers.modules()
     lines = tf.data.TextLineDataset(path).enumerate(1)
     if part is not None:

@@ -1,8 +1,9 @@
-"""Turning text into ids and back, without TensorFlow until a pipeline needs it.
+"""Vocabularies: the constructors that a gin configuration names.
 
-The one idea: a vocabulary knows its size, its special ids and a hash before any data is opened, so that a model of the
-wrong size, or a host with another model file, is refused at the start. Id 0 is padding in every vocabulary: packing
-drops it, so an id of 0 inside a document is an error, as is an id at or above the size. Nothing is ever clipped.
+A vocabulary knows its size, special ids and hash before any data is opened, so a model with too small a vocab_size, or
+a host with another model file, is refused at the start. Id 0 is padding in every vocabulary: an id of 0 inside a
+document is an error, and so is an id at or above the size. Ids are never clipped. TensorFlow is imported only by
+`seqio()`.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from tasks.sentencepieces import SentencePiece, TrainedSentencePiece
 
 
 def check_fits(vocabulary: Vocabulary, *, vocab_size: int) -> None:
-    """Check that a model has a row for every id.
+    """Checks that a model has an embedding row for every id.
 
     Raises:
-      ValueError: the model's vocabulary is smaller than the data's.
+      UserError: the model's vocabulary is smaller than the data's.
     """
     if vocab_size < vocabulary.size:
         raise UserError(
@@ -31,7 +32,7 @@ def check_fits(vocabulary: Vocabulary, *, vocab_size: int) -> None:
 
 
 class Bytes:
-    """UTF-8 bytes: id = byte + 3, after padding 0, end of document 1 and unknown 2."""
+    """UTF-8 bytes: id = byte + 3. Padding is 0, end of document 1, unknown 2."""
 
     size = 259
     pad_id = PAD_ID
@@ -49,7 +50,7 @@ class Bytes:
         return [byte + self._offset for byte in text.encode()]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """See `Vocabulary`. Bytes that are not UTF-8 are left out."""
+        """See `Vocabulary`. Bytes that are not UTF-8 are skipped."""
         body = before_end(ids, self)
         kept = [i - self._offset for i in body if i >= self._offset]
         return builtins.bytes(kept).decode(errors="ignore")
@@ -73,7 +74,7 @@ class Bytes:
 
 
 class Numbers:
-    """Ids without a text behind them, written as decimal numbers: for synthetic data."""
+    """Ids written as decimal numbers, for data that is not text."""
 
     pad_id = PAD_ID
     eos_id = 1
@@ -94,7 +95,7 @@ class Numbers:
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """See `Vocabulary`. There is no end of document: every id is written."""
+        """See `Vocabulary`. Writes every id, because there is no end of document."""
         ids = [int(i) for i in ids]
         check_ids(ids, self)
         return " ".join(map(str, ids))
@@ -111,31 +112,34 @@ class Numbers:
         return f"numbers ({self.size} ids)"
 
     def seqio(self) -> Any:
-        """Raises ValueError: numbers have no text to read."""
-        raise UserError("synthetic numbers are no vocabulary for text: use vocabularies.bytes() or .sentencepiece()")
+        """Raises UserError: numbers cannot encode text."""
+        raise UserError("synthetic numbers cannot encode text: use vocabularies.bytes() or .sentencepiece()")
 
 
-def bytes() -> Bytes:  # named as a user reads it: vocabularies.bytes()
-    """The 256 bytes and 3 special ids."""
+def bytes() -> Bytes:  # shadows the builtin so that gin files read `vocabularies.bytes()`
+    """Returns the vocabulary of UTF-8 bytes: 256 bytes and 3 special ids."""
     return Bytes()
 
 
 def sentencepiece(path: str | None = None) -> SentencePiece:
-    """An existing SentencePiece model, local or gs://; None is told by `problems`.
+    """Returns the vocabulary of an existing SentencePiece model.
+
+    Args:
+      path: local or gs://. `problems` reports None and a local file that does not exist.
 
     Raises:
-      ValueError: `path` is no text. (That the file is there is told by `problems`.)
+      UserError: `path` is not a string.
     """
     if path is not None and not isinstance(path, str):
-        raise UserError(f"vocabularies.sentencepiece: path is {path!r}, expected the path of a .model file as text")
+        raise UserError(f"vocabularies.sentencepiece: path is {path!r}, expected the path of a .model file as a string")
     return SentencePiece(path or "")
 
 
 def trained_sentencepiece(size: int) -> TrainedSentencePiece:
-    """A SentencePiece model of `size` ids, trained at the start of the first run.
+    """Returns a SentencePiece vocabulary of `size` ids that the first run trains before its first step.
 
     Raises:
-      ValueError: `size` has no room for the 3 special ids, 256 bytes and some pieces.
+      UserError: `size` is below 300; 3 special ids and 256 bytes take the first 259.
     """
     if isinstance(size, bool) or not isinstance(size, int) or size < 300:
         raise UserError(f"vocabularies.trained_sentencepiece: size is {size!r}, expected an integer of at least 300")

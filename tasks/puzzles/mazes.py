@@ -1,9 +1,9 @@
-"""Mazes with their shortest path.
+"""Generates and solves mazes.
 
-A maze is carved as a tree of corridors through rooms on every other cell; then a few walls between corridors fall, so
-that there are ways around and the shortest path is a choice. The one idea: among equally short paths the label is the
-one that a breadth-first search from S finds when it looks down, left, right, up in that order: a rule that a model can
-learn. (An orientation of a labelled maze keeps the path, not the rule.)
+A maze starts as a random tree of corridors between rooms on every other cell. Then a few walls between corridors are
+removed, so that there is more than one path. Among equally short paths, the label is the one that a breadth-first
+search from S finds when it visits neighbours in the order down, left, right, up: a rule that a model can learn. (A
+rotated or mirrored maze keeps its path, which may then break the rule.)
 
 Tokens: 0 padding (never used), 1 wall "#", 2 open " ", 3 start "S", 4 goal "G", 5 path "o". N rows and columns.
 """
@@ -20,13 +20,13 @@ from core.errors import UserError
 CHARACTERS = "# SGo"  # tokens 1 to 5
 WALL, OPEN, START, GOAL, PATH = range(1, 6)
 _STEPS = ((1, 0), (0, -1), (0, 1), (-1, 0))  # down, left, right, up
-_MOST_FALLEN = 0.12  # share of the walls between two corridors that fall, at most
+_MOST_REMOVED = 0.12  # largest fraction of the walls between two corridors that are removed
 
 Cell = tuple[int, int]
 
 
 class Maze(NamedTuple):
-    """Tokens [N, N] without and with the path, and its length in steps."""
+    """Tokens [N, N] without (`grid`) and with (`solved`) the shortest path, and its length in steps."""
 
     grid: np.ndarray
     solved: np.ndarray
@@ -34,10 +34,10 @@ class Maze(NamedTuple):
 
 
 def search(is_open: np.ndarray, start: Cell) -> tuple[np.ndarray, dict[Cell, Cell]]:
-    """Breadth first over an array [N, M] of open cells, looking down, left, right, up.
+    """Runs breadth-first search over open cells [N, M], visiting neighbours in the order down, left, right, up.
 
     Returns:
-      [N, M] steps from `start`, -1 where there is no way; and by cell the one that it was found from.
+      Steps from `start`, [N, M], -1 for unreachable cells; and the predecessor of each reached cell.
     """
     steps = np.full(is_open.shape, -1)
     steps[start] = 0
@@ -58,10 +58,10 @@ def search(is_open: np.ndarray, start: Cell) -> tuple[np.ndarray, dict[Cell, Cel
 
 
 def solve(grid: np.ndarray) -> tuple[np.ndarray, int]:
-    """The maze with its path, and the path's steps.
+    """Returns the maze with its shortest path marked, and the number of steps of the path.
 
     Raises:
-      ValueError: S and G are not there once each, or nothing leads from one to the other.
+      UserError: the maze does not have exactly one S and one G, or no path connects them.
     """
     places = [np.argwhere(grid == token) for token in (START, GOAL)]
     if any(len(found) != 1 for found in places):
@@ -69,7 +69,7 @@ def solve(grid: np.ndarray) -> tuple[np.ndarray, int]:
     start, goal = (tuple(map(int, found[0])) for found in places)
     steps, found_from = search(grid != WALL, start)
     if goal not in found_from:
-        raise UserError(f"no way leads from S at {start} to G at {goal}")
+        raise UserError(f"no path connects S at {start} and G at {goal}")
     solved, cell = grid.copy(), found_from[goal]
     while cell != start:
         solved[cell] = PATH
@@ -78,11 +78,11 @@ def solve(grid: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def generate(rng: np.random.Generator, *, size: int, min_path: int) -> Maze | None:
-    """A random maze whose shortest path has more than `min_path` steps; None where the one drawn has no such path."""
+    """Draws a random maze; returns None if it has no shortest path of more than `min_path` steps."""
     is_open = _carved(rng, size)
-    standing = np.argwhere(_divides(is_open))
-    fallen = rng.random(len(standing)) < rng.uniform(0, _MOST_FALLEN)
-    is_open[tuple(standing[fallen].T)] = True
+    walls = np.argwhere(_divides(is_open))
+    removed = rng.random(len(walls)) < rng.uniform(0, _MOST_REMOVED)
+    is_open[tuple(walls[removed].T)] = True
     cells = np.argwhere(is_open)
     start = tuple(map(int, cells[rng.integers(len(cells))]))
     far = np.argwhere(search(is_open, start)[0] > min_path)
@@ -95,7 +95,7 @@ def generate(rng: np.random.Generator, *, size: int, min_path: int) -> Maze | No
 
 
 def _carved(rng: np.random.Generator, size: int) -> np.ndarray:
-    """[N, N] open cells: a random tree of corridors, grown depth first, shifted at random where N is even."""
+    """Returns open cells [N, N] of a random tree of corridors, grown depth first; randomly shifted if N is even."""
     rooms = (size + 1) // 2
     is_open = np.zeros((2 * rooms - 1, 2 * rooms - 1), bool)
     way: list[Cell] = [tuple(map(int, rng.integers(rooms, size=2)))]
@@ -116,7 +116,7 @@ def _carved(rng: np.random.Generator, size: int) -> np.ndarray:
 
 
 def _divides(is_open: np.ndarray) -> np.ndarray:
-    """[N, N]: walls with corridors on two opposite sides."""
+    """Returns the walls with corridors on two opposite sides, [N, N]."""
     around = np.pad(is_open, 1)
     across = around[1:-1, :-2] & around[1:-1, 2:]
     upright = around[:-2, 1:-1] & around[2:, 1:-1]

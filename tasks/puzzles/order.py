@@ -1,18 +1,18 @@
-"""Which examples a batch is made of, as indices into a split: endless and shuffled, or once in order.
+"""Selects the examples of each batch, as indices into a split: endless and shuffled, or each example once in order.
 
-The one idea: a position is a handful of numbers. The order is drawn in iterations; iteration i (from 1) draws from
-Philox(seed + i): first `epochs` permutations of the groups, one behind the other, then for each visit of a group one of
-its puzzles. So an epoch visits each puzzle once whatever its augmentations, and any host can draw the whole order.
+The shuffled order is drawn in iterations. Iteration i (from 1) draws from Philox(seed + i): first `epochs` permutations
+of the groups, then one puzzle for each visit of a group. An epoch thus visits each group once, for any number of
+augmentations; any host can compute the whole order, and a position is a few numbers.
 
     Philox(seed + i)    groups  2 0 1 | 1 2 0     2 epochs of 3 groups
-                        puzzles 7 1 4   3 8 0     one of each visited group's
+                        puzzles 7 1 4   3 8 0     one puzzle of each visited group
 
-A puzzle of several examples (ARC) gives as many as the batch has room for, without repetition; these are drawn from a
-generator of their own for each batch, keyed by (seed, iteration, visit), so that they disturb nothing. What is left at
-the end of an iteration and fills no batch is dropped. (Not seqio: it shuffles examples through a buffer, and knows
-neither groups nor a draw that depends on one, and this order needs both.)
+A puzzle with several examples (ARC) contributes as many as the batch has room for, without repetition. They are drawn
+from a separate generator for each batch, keyed by (seed, iteration, visit), so that they do not change the other draws.
+Examples at the end of an iteration that do not fill a batch are dropped. This order is not a seqio task, because seqio
+shuffles examples through a buffer and has no groups.
 
-B rows of a batch, E examples, P puzzles, G groups.
+B: rows per batch. E: examples. P: puzzles. G: groups.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ import numpy as np
 from core.errors import UserError
 from tasks.puzzles.files import Split
 
-FILLER = -1  # example index of a row that completes the last batch of an evaluation
+FILLER = -1  # example index of the rows that fill the last batch of an evaluation
 _BATCHES_PER_ITERATION = 1000
-_LONGEST_ORDER = 2**25  # visits kept in memory
+_LONGEST_ORDER = 2**25  # limit on the visits of one iteration, which are kept in memory
 
 
 class Picked(NamedTuple):
-    """One global batch.
+    """The examples of one global batch.
 
     Attributes:
-      examples: [B] rows of `inputs` and `labels`, or FILLER.
-      puzzles: [B] the puzzle of each.
+      examples: [B] indices into `inputs` and `labels`, or FILLER.
+      puzzles: [B] the puzzle of each example.
     """
 
     examples: np.ndarray
@@ -44,20 +44,26 @@ class Picked(NamedTuple):
 
 
 def epochs_per_iteration(split: Split, *, batch_size: int) -> int:
-    """So many that what an iteration drops is a thousandth of it at most, or as many as memory should hold."""
+    """Returns enough epochs that an iteration drops at most 0.1 % of its examples, limited by memory."""
     groups = len(split.group_indices) - 1
     enough = -(-_BATCHES_PER_ITERATION * batch_size // max(1, groups))
     return max(1, min(enough, _LONGEST_ORDER // max(1, groups)), -(-batch_size // max(1, groups)))
 
 
 class Shuffled:
-    """The endless order of training."""
+    """Yields shuffled global batches without end, for training."""
 
     def __init__(self, split: Split, *, batch_size: int, seed: int, epochs: int | None = None):
-        """`epochs` permutations to an iteration; `epochs_per_iteration` where not given.
+        """Starts at the first iteration.
+
+        Args:
+          split: the examples.
+          batch_size: B.
+          seed: of the order.
+          epochs: permutations per iteration; None: `epochs_per_iteration`.
 
         Raises:
-          ValueError: an iteration that gives no batch.
+          UserError: an iteration has fewer than B examples.
         """
         self._batch_size, self._seed = batch_size, seed
         self._groups, self._puzzles = np.array(split.group_indices), np.array(split.puzzle_indices)
@@ -73,25 +79,25 @@ class Shuffled:
         self._start(1)
 
     def __next__(self) -> Picked:
-        """The next batch."""
+        """Returns the next batch."""
         while (picked := self._pick()) is None:
             self._start(self._iteration + 1)
         return picked
 
     def state(self) -> bytes:
-        """Iteration, visit, and where its generator is."""
+        """Returns the position: iteration, visit, and the state of the generator."""
         generator = _plain(self._rng.bit_generator.state)
         return json.dumps({"iteration": self._iteration, "visit": self._visit, "generator": generator}).encode()
 
     def restore(self, state: bytes) -> None:
-        """Continues at a position. Raises ValueError for bytes that are none."""
+        """Moves to a saved position. Raises UserError for bytes that are not a position."""
         try:
             found = json.loads(state)
             self._start(int(found["iteration"]))
             self._rng.bit_generator.state = _arrays(found["generator"])
             self._visit = int(found["visit"])
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{state[:60]!r}... is no position in a set of puzzles: {error}") from error
+            raise UserError(f"{state[:60]!r}... is not a position in a puzzle dataset: {error}") from error
 
     def _start(self, iteration: int) -> None:
         self._iteration, self._visit = iteration, 0
@@ -99,11 +105,11 @@ class Shuffled:
         self._order = np.concatenate([self._rng.permutation(self._num_groups) for _ in range(self._epochs)])
 
     def _pick(self) -> Picked | None:
-        """A whole batch, or None at the end of the iteration."""
+        """Returns the next batch, or None at the end of the iteration."""
         return self._pick_single() if self._single else self._pick_several()
 
     def _pick_single(self) -> Picked | None:
-        """Where every puzzle has one example: one visit a row, all draws at once (the same numbers, much faster)."""
+        """Picks a batch if every puzzle has one example: vectorised, with the same draws as `_pick_several`."""
         groups = self._order[self._visit : self._visit + self._batch_size]
         if len(groups) < self._batch_size:
             return None
@@ -128,10 +134,10 @@ class Shuffled:
 
 
 class InOrder:
-    """Every chosen example once, in batches of which the last is filled up; then it ends."""
+    """Yields every selected example once, in ascending order, for evaluation; FILLER rows fill the last batch."""
 
     def __init__(self, split: Split, *, batch_size: int, subset: int | None = None, seed: int = 0):
-        """All examples, or `subset` of them drawn once with `seed`, in ascending order."""
+        """Selects all examples, or `subset` of them drawn with `seed`."""
         count = split.num_examples
         chosen = np.arange(count)
         if subset is not None and subset < count:
@@ -143,23 +149,23 @@ class InOrder:
         self._next = 0
 
     def __next__(self) -> Picked:
-        """The next batch. Raises StopIteration behind the last."""
+        """Returns the next batch. Raises StopIteration after the last."""
         if self._next == len(self._examples):
             raise StopIteration
         self._next += 1
         return Picked(self._examples[self._next - 1], self._puzzles[self._next - 1])
 
     def state(self) -> bytes:
-        """The number of batches read."""
+        """Returns the position: the number of batches read."""
         return json.dumps({"batches": self._next}).encode()
 
     def restore(self, state: bytes) -> None:
-        """Continues at a position."""
+        """Moves to a saved position."""
         self._next = int(json.loads(state)["batches"])
 
 
 def _plain(value: Any) -> Any:
-    """The state of a generator as JSON; arrays are marked."""
+    """Converts the state of a generator to JSON; arrays become {"uint64": [...]}."""
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, np.ndarray):

@@ -1,4 +1,4 @@
-"""Puzzles that are none, of the right shapes: what a rehearsal trains on where the real ones are not there."""
+"""Random grids with the shape of puzzles, for rehearsals without a dataset."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tasks.puzzles import writing
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RandomGrids:
-    """Random tokens in place of puzzles, where a rehearsal has none."""
+    """A `task.Recipe` that writes random tokens instead of puzzles."""
 
     seq_len: int
     vocab_size: int

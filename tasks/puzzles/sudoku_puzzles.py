@@ -1,11 +1,11 @@
-"""Sudoku puzzles from nothing: solved grids, clues removed, symmetries, and telling copies apart.
+"""Generates Sudoku puzzles, applies symmetries, and detects symmetric copies.
 
-The one idea: two puzzles are the same if a symmetry (digits renamed; rows, columns, bands or stacks exchanged; the grid
-transposed where boxes are square) turns one into the other. A model that is trained with those symmetries has seen
-every copy, so a held-out puzzle must be no copy of a training puzzle. `signatures` gives equal numbers to all copies of
-a puzzle: different signatures are a proof, equal ones merely a suspicion, on which a puzzle is left out.
+Two puzzles are copies if a symmetry turns one into the other: permuting digits, rows, columns, bands or stacks, and
+transposing if boxes are square. A model trained with these symmetries has seen every copy of a training puzzle, so no
+held-out puzzle may be one. `signatures` gives all copies of a puzzle the same number. Different signatures prove that
+two puzzles are not copies; equal signatures only suggest that they are, and then the puzzle is left out.
 
-N digits, C = N * N cells, n puzzles; a grid is [C] with 0 for blank.
+N: digits. C = N * N: cells. n: puzzles. A grid is [C], 0 for blank.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy as np
 from tasks.puzzles import sudoku_solver
 from tasks.puzzles.sudoku_solver import BOXES, Search
 
-CLUES = {4: (4, 8), 6: (8, 14), 9: (22, 32)}  # fewest and most of a generated puzzle, by size
-_ROUNDS = 4  # of refinement in a signature
+CLUES = {4: (4, 8), 6: (8, 14), 9: (22, 32)}  # size: minimum and maximum number of clues of a generated puzzle
+_ROUNDS = 4  # refinement rounds of a signature
 
 
 class Puzzle(NamedTuple):
@@ -29,7 +29,7 @@ class Puzzle(NamedTuple):
     Attributes:
       grid: [C], 0 for blank.
       solution: [C].
-      rating: backtracks of `sudoku_solver.solve`, or what a file said.
+      rating: difficulty: backtracks of `sudoku_solver.solve`, or the rating in a CSV file.
     """
 
     grid: np.ndarray
@@ -39,18 +39,18 @@ class Puzzle(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Symmetry:
-    """Puzzle to puzzle, solution to solution: `digits[grid[cells]]`."""
+    """A symmetry of Sudoku: maps a grid to `digits[grid[cells]]`, puzzles to puzzles and solutions to solutions."""
 
     cells: np.ndarray  # [C]
     digits: np.ndarray  # [N + 1], 0 stays 0
 
     def __call__(self, grid: np.ndarray) -> np.ndarray:
-        """The image of a grid [C]."""
+        """Returns the image [C] of a grid [C]."""
         return self.digits[grid[self.cells]]
 
 
 def random_symmetry(rng: np.random.Generator, *, size: int) -> Symmetry:
-    """One of all symmetries, evenly; boxes of 2 x 3 allow no transposition."""
+    """Draws a symmetry uniformly; boxes of 2 x 3 cannot be transposed."""
     rows, columns = BOXES[size]
     digits = np.concatenate([[0], 1 + rng.permutation(size)]).astype(np.uint8)
     transposed = rows == columns and rng.random() < 0.5
@@ -59,16 +59,21 @@ def random_symmetry(rng: np.random.Generator, *, size: int) -> Symmetry:
 
 
 def _lines(rng: np.random.Generator, size: int, together: int) -> np.ndarray:
-    """[N]: rows (or columns) in a new order; bands of `together` change places, and lines within each."""
+    """Returns a random order [N] of rows (or columns): permutes bands of `together` lines, and lines within each."""
     bands = rng.permutation(size // together)
     return np.concatenate([band * together + rng.permutation(together) for band in bands])
 
 
 def generate(rng: np.random.Generator, *, size: int, clues: tuple[int, int] | None = None) -> Puzzle:
-    """A puzzle with exactly one solution.
+    """Generates a puzzle with exactly one solution.
 
-    A solved grid loses clues in random order, each time only where the solution stays the only one, until a number of
-    clues drawn evenly from `clues` is left, or nothing more can go (then it has more clues, up to any number).
+    Clues are removed from a solved grid in random order, keeping those without which there would be a second solution.
+    This stops at a number of clues drawn uniformly from `clues`, or above it if no other clue can be removed.
+
+    Args:
+      rng: source of randomness.
+      size: N.
+      clues: minimum and maximum number of clues; None: `CLUES[size]`.
     """
     solution = _solved(rng, size)
     low, high = clues or CLUES[size]
@@ -85,7 +90,7 @@ def generate(rng: np.random.Generator, *, size: int, clues: tuple[int, int] | No
 
 
 def rate(grid: Sequence[int], *, size: int) -> int:
-    """The difficulty of a puzzle: backtracks of a search that fills singles and then tries candidates, to its end."""
+    """Returns the difficulty of a puzzle: the backtracks of a complete search (`sudoku_solver.solve`)."""
     return sudoku_solver.solve(grid, size=size)[1]
 
 
@@ -98,7 +103,7 @@ def _solved(rng: np.random.Generator, size: int) -> list[int]:
 
 
 def _may_go(grid: list[int], cell: int, size: int) -> bool:
-    """Whether a puzzle with one solution keeps it when a clue goes: no solution has another digit there."""
+    """Returns True if the solution stays unique without this clue: no solution has another digit in the cell."""
     of = sudoku_solver.shape(size)
     without = [*grid]
     without[cell] = 0
@@ -108,11 +113,11 @@ def _may_go(grid: list[int], cell: int, size: int) -> bool:
 
 
 def signatures(grids: np.ndarray, *, size: int) -> np.ndarray:
-    """[n] numbers, equal for puzzles that a symmetry turns into one another, from grids [n, C].
+    """Returns numbers [n] of grids [n, C] that are equal for symmetric copies.
 
-    Cells are coloured again and again by the colours around them (in row, column, box, and under the same digit), which
-    depends on no name and no order; the signature is the sum of the colours. Where boxes are square, row and column are
-    treated alike.
+    This is colour refinement: each round recomputes the colour of a cell from the sums of the colours in its row,
+    column and box and of the clues with its digit, which depend neither on the names of digits nor on any order. The
+    signature is the sum of all colours. If boxes are square, rows and columns are treated alike.
     """
     rows, columns = BOXES[size]
     given = grids.reshape(-1, size, size).astype(np.int64)  # [n, N, N]
@@ -129,7 +134,7 @@ def signatures(grids: np.ndarray, *, size: int) -> np.ndarray:
 
 
 def _sum_by_digit(colours: np.ndarray, given: np.ndarray) -> np.ndarray:
-    """[n, N, N]: at each clue the sum of the colours of all clues with its digit; 0 at blanks."""
+    """Returns, at each clue, the sum of the colours of all clues with its digit, [n, N, N]; 0 at blanks."""
     total = np.zeros_like(colours)
     for digit in range(1, colours.shape[1] + 1):
         here = given == digit
@@ -138,7 +143,7 @@ def _sum_by_digit(colours: np.ndarray, given: np.ndarray) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """A bijection of 64-bit numbers that leaves no pattern (Steele et al. 2014, splitmix64)."""
+    """Hashes 64-bit integers bijectively (splitmix64, Steele et al. 2014)."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,7 +1,7 @@
-"""A Sudoku dataset: generated, or the public benchmark's two CSV files.
+"""Builds a Sudoku dataset, generated or from the two CSV files of the public benchmark (Sudoku-Extreme).
 
-The one idea: the held-out puzzles come first, and no training puzzle may share a signature with one of them
-(`sudoku_puzzles.signatures`), so that no held-out puzzle is a symmetric copy of what the model trains on.
+The held-out puzzles are chosen first, and no training puzzle may have the same signature as one of them
+(`sudoku_puzzles.signatures`), so that no held-out puzzle is a symmetric copy of a training puzzle.
 
 Tokens: 0 padding (never used), 1 blank, digit + 1. Every puzzle has identifier 0.
 """
@@ -20,29 +20,29 @@ from tasks.puzzles import benchmarks, sudoku_puzzles, writing
 from tasks.puzzles.sudoku_puzzles import CLUES, Puzzle
 from tasks.puzzles.sudoku_solver import shape
 
-Report = Callable[[int, int | None], None]  # steps done, of how many: puzzles found, groups written, lines of a CSV
-_LINES_A_REPORT = 1000
-_DRAWS_IN_VAIN = 3  # for each puzzle found, before a generator gives up on finding another
+Report = Callable[[int, int | None], None]  # steps done and in all: puzzles found, groups written, or CSV lines read
+_LINES_PER_REPORT = 1000
+_FAILED_DRAWS = 3  # consecutive failed draws, per puzzle found, after which the generator gives up
 _SIGNED_AT_ONCE = 4096
 _TEST, _TRAIN, _AUGMENT = range(3)  # streams of random numbers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SudokuSet:
-    """What to build.
+    """The parameters of a Sudoku dataset.
 
     Attributes:
       size: 4, 6 or 9.
       num_train: training puzzles, each a group.
-      num_test: held-out puzzles; None: all of the CSV.
-      num_aug: symmetric copies of each training puzzle beside itself.
-      clues: fewest and most of a generated puzzle.
+      num_test: held-out puzzles; None: all of the CSV file.
+      num_aug: symmetric copies added to each training puzzle.
+      clues: minimum and maximum number of clues of a generated puzzle; None: depends on the size.
       csv: folder with train.csv and test.csv (columns source, question, answer, rating); empty: generate.
-      min_rating: puzzles below it are left out.
-      seed: of everything random.
+      min_rating: puzzles with a lower rating are left out.
+      seed: of the generator.
 
     Raises:
-      ValueError: a number out of range.
+      UserError: a number is out of range.
     """
 
     size: int
@@ -74,24 +74,28 @@ class SudokuSet:
 
     @property
     def vocab_size(self) -> int:
-        """Padding, blank and the digits."""
+        """Number of tokens: padding, blank and the digits."""
         return self.size + 2
 
     @property
     def seq_len(self) -> int:
-        """Cells."""
+        """Number of cells, size * size."""
         return self.size**2
 
     def about(self) -> dict[str, Any]:
-        """What was asked for, as JSON."""
+        """Returns the parameters as JSON."""
         clues = None if self.csv else list(self.clues or CLUES[self.size])
         return {"kind": "sudoku", **dataclasses.asdict(self), "clues": clues}
 
     def build(self, directory: str, *, report: Report = lambda done, total: None) -> Mapping[str, Any]:
-        """Writes the dataset and returns what build.json says of it.
+        """Writes the dataset and returns the content of build.json.
+
+        Args:
+          directory: local or gs://; must be empty or not exist.
+          report: called with the number of steps done and in all.
 
         Raises:
-          ValueError: the directory is taken, a file is wrong, or there are not as many different puzzles.
+          UserError: the directory is not empty, a CSV file is invalid, or there are not enough different puzzles.
         """
         with writing.dataset(directory, vocab_size=self.vocab_size, seq_len=self.seq_len, about=self.about()) as out:
             found = 0 if self.csv else self.num_test + self.num_train
@@ -107,7 +111,7 @@ class SudokuSet:
         return out.extra[writing.BUILD]
 
     def draw(self, tokens: np.ndarray) -> str:
-        """A grid as text."""
+        """Renders tokens [C] as text."""
         rows, columns = shape(self.size).box
         lines = []
         for y, row in enumerate(np.asarray(tokens).reshape(self.size, self.size).tolist()):
@@ -120,7 +124,7 @@ class SudokuSet:
         return np.random.default_rng((self.seed, *key))
 
     def _group(self, puzzle: Puzzle, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Puzzle and copies, [1 + num_aug, C] each."""
+        """Returns the grids and the solutions of a puzzle and its copies, [1 + num_aug, C] each."""
         rng = self._rng(_AUGMENT, number)
         copies = [sudoku_puzzles.random_symmetry(rng, size=self.size) for _ in range(self.num_aug)]
         grids = [puzzle.grid, *(symmetry(puzzle.grid) for symmetry in copies)]
@@ -139,40 +143,43 @@ class SudokuSet:
     def _generated(
         self, rng: np.random.Generator, count: int, *, taken: set[int], report: Callable[[int], None]
     ) -> list[Puzzle]:
-        """`count` different grids whose signatures are not `taken`; held-out ones differ in signature too."""
+        """Returns `count` different puzzles with signatures not in `taken`; held-out ones also differ in signature."""
         found: dict[Any, Puzzle] = {}
-        is_test, in_vain = not taken, 0
-        while in_vain < _DRAWS_IN_VAIN * (100 + len(found)):
+        is_test, failed = not taken, 0
+        while failed < _FAILED_DRAWS * (100 + len(found)):
             puzzle = sudoku_puzzles.generate(rng, size=self.size, clues=self.clues)
             signature = int(sudoku_puzzles.signatures(puzzle.grid[None], size=self.size)[0])
             key = signature if is_test else puzzle.grid.tobytes()
             if puzzle.rating < self.min_rating or signature in taken or key in found:
-                in_vain += 1
+                failed += 1
                 continue
-            found[key], in_vain = puzzle, 0
+            found[key], failed = puzzle, 0
             report(len(found))
             if len(found) == count:
                 return list(found.values())
         what = (
-            "held-out puzzles that are no symmetric copies of one another"
+            "held-out puzzles that are not symmetric copies of one another"
             if is_test
-            else "training puzzles that are no copies of one another"
+            else "training puzzles that are not copies of one another"
         )
         raise UserError(
             f"sudoku: found {len(found):,} {what}{' or of held-out ones' * (not is_test)}, of "
-            f"{self.size} x {self.size} with a rating of at least {self.min_rating}, then {in_vain:,} draws gave no "
-            f"other; asked for {count:,}. Ask for fewer, other clues, or a lower rating"
+            f"{self.size} x {self.size} with a rating of at least {self.min_rating}, then {failed:,} draws gave no "
+            f"other; requested {count:,}. Request fewer, other clues, or a lower rating"
         )
 
     def _from_csv(
         self, split: str, count: int | None, *, taken: np.ndarray, report: Callable[[int], None]
     ) -> list[Puzzle]:
-        """`count` random puzzles of a file (all where None) whose signatures are not `taken`. It is read twice."""
+        """Returns `count` random puzzles (None: all) of a CSV file with signatures not in `taken`.
+
+        The file is read twice, to select lines by rating before parsing them.
+        """
         file = paths.resolve(self.csv) / f"{split}.csv"
 
         def lines() -> Iterator[tuple[int, benchmarks.Row]]:
             for number, row in benchmarks.rows(file):
-                if number % _LINES_A_REPORT == 0:
+                if number % _LINES_PER_REPORT == 0:
                     report(number)
                 yield number, row
 
@@ -185,8 +192,8 @@ class SudokuSet:
         chosen = [puzzle for puzzle, is_new in zip(puzzles, new, strict=True) if is_new][:count]
         if len(chosen) < (count or 1):
             raise UserError(
-                f"{file} has {len(chosen)} puzzles with a rating of at least {self.min_rating} that are no copies of "
-                f"held-out ones; asked for {count or 'all'}"
+                f"{file} has {len(chosen)} puzzles with a rating of at least {self.min_rating} that are not copies of "
+                f"held-out ones; requested {count or 'all'}"
             )
         return chosen
 
@@ -198,7 +205,7 @@ _HELD_OUT = {
 
 
 def _signed(puzzles: list[Puzzle], size: int) -> np.ndarray:
-    """[n] signatures."""
+    """Returns the signatures [n] of puzzles."""
     parts = [puzzles[i : i + _SIGNED_AT_ONCE] for i in range(0, len(puzzles), _SIGNED_AT_ONCE)]
     signed = [sudoku_puzzles.signatures(np.stack([p.grid for p in part]), size=size) for part in parts]
     return np.concatenate([np.zeros(0, np.uint64), *signed])
@@ -222,12 +229,12 @@ def _parsed(row: Mapping[str, str], file: paths.Path, number: int) -> Puzzle:
             raise UserError(f"{file}, line {number}: {name} is {text!r}, expected 81 digits ('.' or 0 for blank)")
     grid, solution = (np.frombuffer(text.encode(), np.uint8) - ord("0") for text in (question, answer))
     if not is_solved(solution, size=9) or np.any((grid > 0) & (grid != solution)):
-        raise UserError(f"{file}, line {number}: answer is no solution of question")
+        raise UserError(f"{file}, line {number}: answer is not a solution of question")
     return Puzzle(grid, solution, benchmarks.rating(row, file, number))
 
 
 def is_solved(grid: np.ndarray, *, size: int) -> bool:
-    """Whether every row, column and box of a grid [C] holds every digit once."""
+    """Returns True if every row, column and box of a grid [C] has every digit once."""
     cells = np.asarray(grid)
     units = ([c for c in range(size**2) if unit >> c & 1] for unit in shape(size).units)
     return all(sorted(cells[unit].tolist()) == list(range(1, size + 1)) for unit in units)

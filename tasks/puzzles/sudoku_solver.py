@@ -1,10 +1,10 @@
-"""Sudoku by bits: solving, proving that a solution is the only one, and counting what that took.
+"""Solves Sudoku with bit masks, and counts the backtracks of a search that proves the solution unique.
 
-The one idea: a grid is one integer per digit, whose bit c says that the digit may still stand in cell c. Filling all
-cells with one candidate, or all units with one place for a digit, is then a handful of operations on whole grids, so
-that plain Python proves a 6x6 puzzle in a fraction of a millisecond.
+The state of a grid is one integer per digit (`places`), whose bit c is set if the digit is still a candidate of cell c.
+Filling all cells that have one candidate, or all units with one place for a digit, is then a few operations on the
+whole grid, so plain Python proves a 6x6 puzzle in a fraction of a millisecond.
 
-N digits and rows, C = N * N cells, boxes of `box_rows` x `box_columns` cells with box_rows * box_columns = N.
+N: digits and rows. C = N * N: cells. A box has `box_rows` x `box_columns` cells, with box_rows * box_columns = N.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import numpy as np
 
 from core.errors import UserError
 
-BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # rows and columns of a box, by size
+BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # size: rows and columns of a box
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A size of Sudoku and what follows from it.
+    """The structure of a grid of one size.
 
     Attributes:
       size: N.
-      units: rows, columns and boxes, each as bits of its cells.
-      peers: by cell, the bits of the others in its units.
+      units: rows, columns and boxes, each as a bit mask of its cells.
+      peers: for each cell, the bit mask of the other cells in its units.
     """
 
     size: int
@@ -36,7 +36,7 @@ class Shape:
 
     @property
     def cells(self) -> int:
-        """C."""
+        """Number of cells, C."""
         return self.size**2
 
     @property
@@ -47,10 +47,10 @@ class Shape:
 
 @functools.cache
 def shape(size: int) -> Shape:
-    """The shape of a size.
+    """Returns the structure of grids of one size.
 
     Raises:
-      ValueError: another size than 4, 6 or 9.
+      UserError: the size is not 4, 6 or 9.
     """
     if size not in BOXES:
         raise UserError(f"sudoku: size is {size!r}, expected one of {', '.join(map(str, BOXES))}")
@@ -66,16 +66,16 @@ def shape(size: int) -> Shape:
 class Search:
     """A depth-first search for the solutions of one grid.
 
-    It fills cells that have one candidate and units that have one place for a digit; where nothing is left to fill, it
-    tries the candidates of a cell that has the fewest (the first such cell, digits ascending).
+    It fills cells that have one candidate and units that have one place for a digit. If neither exists, it tries the
+    candidates of a cell with the fewest (the first such cell, digits ascending).
 
     Attributes:
-      solutions: found so far, each with one integer per digit.
-      backtracks: candidates tried that led to no solution.
+      solutions: the solutions found, each with one bit mask per digit.
+      backtracks: number of candidates tried that led to no solution.
     """
 
     def __init__(self, of: Shape, *, at_most: int, shuffled: np.random.Generator | None = None):
-        """Stops after `at_most` solutions; where `shuffled`, tries candidates in random order."""
+        """Prepares a search that stops after `at_most` solutions; with `shuffled`, tries digits in random order."""
         self.solutions: list[list[int]] = []
         self.backtracks = 0
         self._shape, self._at_most = of, at_most
@@ -83,7 +83,15 @@ class Search:
         self._all = (1 << of.cells) - 1
 
     def run(self, places: list[int], placed: int = 0) -> bool:
-        """Searches below `places` (by digit: the cells it may stand in); whether there was a solution."""
+        """Searches for solutions within `places` (per digit, the bit mask of its candidate cells).
+
+        Args:
+          places: the candidates.
+          placed: bit mask of the cells that are already filled.
+
+        Returns:
+          Whether a solution was found.
+        """
         places = list(places)
         placed = self._fill(places, placed)
         if placed < 0:
@@ -107,7 +115,7 @@ class Search:
         return found
 
     def _fill(self, places: list[int], placed: int) -> int:
-        """Fills in place what is forced; the cells that are filled then, or -1 where there is no solution."""
+        """Fills all forced cells in place; returns the mask of filled cells, or -1 if there is no solution."""
         while True:
             once = twice = 0
             for p in places:
@@ -123,7 +131,11 @@ class Search:
             placed |= self._place(places, new)
 
     def _only_places(self, places: list[int], placed: int) -> int:
-        """Cells that are the only place of a digit in a unit, that digit left alone in each; -1: a digit has none."""
+        """Reduces each cell that is the only place of a digit in a unit to that digit.
+
+        Returns:
+          The mask of these cells; -1 if a digit has no place in a unit.
+        """
         new = 0
         for digit, p in enumerate(places):
             for unit in self._shape.units:
@@ -138,7 +150,7 @@ class Search:
         return new
 
     def _place(self, places: list[int], new: int) -> int:
-        """Takes the digits of the cells `new` from their peers."""
+        """Removes the digits of the cells `new` from the candidates of their peers."""
         for digit, p in enumerate(places):
             left = p & new
             while left:
@@ -148,8 +160,8 @@ class Search:
         return new
 
     def _narrowest(self, places: list[int], placed: int) -> int:
-        """The bit of the first of the open cells with the fewest candidates."""
-        at_least = [self._all & ~placed] + [0] * len(places)  # [k]: open cells with k candidates or more
+        """Returns the bit of the first unfilled cell with the fewest candidates."""
+        at_least = [self._all & ~placed] + [0] * len(places)  # [k]: unfilled cells with k candidates or more
         for p in places:
             for k in range(len(places), 0, -1):
                 at_least[k] |= at_least[k - 1] & p
@@ -158,7 +170,7 @@ class Search:
 
 
 def places_of(grid: Sequence[int], of: Shape) -> list[int]:
-    """By digit, the cells it may stand in, from a grid [C] of digits 1 to N and 0 for blank."""
+    """Returns, per digit, the bit mask of its candidate cells, from a grid [C] of digits 1 to N and 0 for blank."""
     every = (1 << of.cells) - 1
     given = [0] * of.size
     for cell, digit in enumerate(grid):
@@ -169,15 +181,15 @@ def places_of(grid: Sequence[int], of: Shape) -> list[int]:
 
 
 def grid_of(places: Sequence[int], of: Shape) -> list[int]:
-    """The grid [C] of a solution."""
+    """Converts the bit masks of a solution to a grid [C]."""
     return [next(d + 1 for d, p in enumerate(places) if p >> cell & 1) for cell in range(of.cells)]
 
 
 def solve(grid: Sequence[int], *, size: int, at_most: int = 2) -> tuple[list[list[int]], int]:
-    """Up to `at_most` solutions of a grid, and the backtracks that finding them took.
+    """Returns up to `at_most` solutions of a grid [C], and the number of backtracks.
 
-    With `at_most` of 2, one solution is a proof that there is no other, and the backtracks are the puzzle's rating: how
-    many candidates were tried in vain until the search was through.
+    With `at_most=2`, finding one solution proves that it is unique, and the backtracks are the puzzle's rating: the
+    number of candidates tried without success in the complete search.
     """
     search = Search(shape(size), at_most=at_most)
     search.run(places_of(grid, search._shape))

@@ -1,4 +1,4 @@
-"""The eight ways to turn and mirror a grid, numbered as TRM's data numbers them, and how to undo each."""
+"""Applies and inverts the eight rotations and reflections of a grid, numbered as in TRM's data."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _UNDONE_BY = (0, 3, 2, 1, 4, 5, 6, 7)
 
 
 def orient(grid: np.ndarray, orientation: int) -> np.ndarray:
-    """A grid [H, W] in another orientation.
+    """Returns a grid [H, W] in another orientation.
 
-    0 as it is; 1, 2, 3 turned that often by 90 degrees against the clock; 4 mirrored left to right; 5 upside down;
-    6 transposed; 7 turned once, then mirrored left to right.
+    0: unchanged. 1, 2, 3: rotated counterclockwise by 90, 180, 270 degrees. 4: flipped left to right. 5: flipped
+    upside down. 6: transposed. 7: rotated by 90 degrees, then flipped left to right.
     """
     turned = np.rot90(grid, orientation) if orientation < 4 else grid
     return {4: np.fliplr, 5: np.flipud, 6: np.transpose, 7: lambda g: np.fliplr(np.rot90(g))}.get(
@@ -21,11 +21,11 @@ def orient(grid: np.ndarray, orientation: int) -> np.ndarray:
 
 
 def restore(grid: np.ndarray, orientation: int) -> np.ndarray:
-    """What `orient` made this grid of."""
+    """Inverts `orient`."""
     return orient(grid, _UNDONE_BY[orientation])
 
 
 def smallest(grid: np.ndarray) -> bytes:
-    """The same for a grid in all its orientations, and different for all others."""
+    """Returns the canonical form: equal for all orientations of a grid, and different for other grids."""
     images = (np.ascontiguousarray(orient(grid, o)) for o in ORIENTATIONS)
     return min(bytes(image.shape) + image.tobytes() for image in images)

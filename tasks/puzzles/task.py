@@ -1,9 +1,9 @@
-"""Puzzles as a task: a dataset on disk, or one that the run builds first, in the batches that a trainer takes.
+"""The puzzle task: batches from a dataset on disk, or from one that the run builds before its first step.
 
-The one idea: the whole global batch is one stream (`tasks.streams`), a pure function of the dataset, the seed and a
-position, so every number of hosts sees the same batches, and host 0 alone saves the position.
+The whole global batch is one stream (`tasks.streams`), a pure function of the dataset, the seed and a position. Any
+number of hosts therefore reads the same batches, and only host 0 saves the position.
 
-B rows, S tokens of a puzzle.
+B: rows. S: tokens per puzzle.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from tasks.puzzles import arc_voting, files, order, random_grids, writing
 from tasks.puzzles.files import Split
 
 WHOLE = files.Cut()
-_EMPTY = "{!r} has a split without puzzles; build it anew"
+_EMPTY = "{!r} has a split without puzzles; build it again"
 
 
 class Recipe(Protocol):
-    """A dataset that can be built. Frozen dataclasses whose fields are JSON."""
+    """The parameters of a dataset that can be built: a frozen dataclass whose fields are JSON."""
 
     seq_len: int
     vocab_size: int
 
     def about(self) -> dict[str, Any]:
-        """What is asked for; two recipes with the same are the same, byte for byte."""
+        """Returns the parameters as JSON; equal parameters build the same bytes."""
 
     def build(self, directory: str) -> Mapping[str, Any]:
-        """Writes the dataset."""
+        """Writes the dataset and returns the content of its build.json."""
 
 
 class Stored:
-    """A dataset that is there."""
+    """An existing dataset in a folder, local or gs://."""
 
     def __init__(self, directory: str, *, cut: files.Cut = WHOLE):
         self.directory, self.asked = directory, cut
         self._splits: dict[str, Split] = {}
 
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
-        """Reads it, so that a damaged or empty one is refused before the first step. Raises ValueError."""
+        """Reads the dataset. Raises UserError before the first step if it is damaged or empty."""
         if not all(self.split(split).num_examples for split in files.SPLITS):
             raise UserError(_EMPTY.format(self.directory))
 
     def split(self, name: str) -> Split:
-        """One split, read once."""
+        """Returns one split, which is read at the first call."""
         if name not in self._splits:
             found = files.read_split(self.directory, name)
             if name == "train":
@@ -62,9 +62,9 @@ class Stored:
         return self._splits[name]
 
     def problems(self) -> list[str]:
-        """What is wrong with it that shows at once; one in a bucket is not looked for."""
+        """Returns the problems found from the metadata; a dataset on gs:// is not read."""
         if not self.directory:
-            return ["DATA is not set: bind it to a folder of puzzles, as launch/run build makes one"]
+            return ["DATA is not set: bind it to a folder of puzzles written by launch/run build"]
         if paths.is_remote(self.directory):
             return []
         try:
@@ -77,15 +77,15 @@ class Stored:
         return []
 
     def named_files(self) -> tuple[str, ...]:
-        """Folders that the user named."""
+        """Returns the folders that the user named."""
         return (self.directory,) if self.directory else ()
 
     def rehearsal(self) -> Stored | None:
-        """Itself, where it is there."""
+        """Returns the dataset itself if it can be read, otherwise None."""
         return None if self.problems() else self
 
     def describe(self) -> str:
-        """A few words."""
+        """Returns a short description for the run summary."""
         named = zip(("training puzzles", "copies of each"), self.asked, strict=True)
         part = "".join(f", {count:,} {what}" for what, count in named if count is not None)
         return f"puzzles of {self.directory or '(DATA is not set)'}{part}"
@@ -95,12 +95,12 @@ class Stored:
         return self.asked.of(split)
 
     def fingerprint(self) -> str:
-        """Of what is in it."""
+        """Returns a hash of the content."""
         return files.fingerprint(self.split(name) for name in files.SPLITS)
 
 
 class Built(Stored):
-    """A dataset that host 0 builds when it is not there, in a named folder or in the run directory."""
+    """A dataset that host 0 builds if it does not exist, in a named folder or in the run directory."""
 
     def __init__(self, recipe: Recipe, *, directory: str | None = None):
         super().__init__("")
@@ -108,10 +108,10 @@ class Built(Stored):
         self.asked = files.Cut(recipe.num_train, getattr(recipe, "num_aug", None))
 
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
-        """Builds on host 0 what is not there; every host reads it.
+        """Builds the dataset on host 0 if it does not exist; every host reads it.
 
         Raises:
-          ValueError: the folder holds other puzzles, or a host does not see what host 0 built.
+          UserError: the folder holds other puzzles, or this host cannot see the dataset that host 0 built.
         """
         self.directory = self._named or f"{run_dir}/puzzles"
         self._splits = {}
@@ -129,50 +129,52 @@ class Built(Stored):
         super().prepare(run_dir, is_host_zero=is_host_zero)
 
     def problems(self) -> list[str]:
-        """Of a named folder that holds other puzzles."""
+        """Returns a problem if a named local folder holds other puzzles."""
         if not self._named or paths.is_remote(self._named) or not files.is_dataset(self._named):
             return []
         different = self._differences()
         return [f"{self._named!r} holds other puzzles ({different}): name another directory"] if different else []
 
     def named_files(self) -> tuple[str, ...]:
-        """The folder, where the user named one."""
+        """Returns the folder if the user named one."""
         return (self._named,) if self._named else ()
 
     def rehearsal(self) -> Built:
-        """The same kind of puzzles, a few of them."""
+        """Returns a small dataset of the same kind: at most 8 puzzles per split."""
         few = {name: min(8, getattr(self.recipe, name)) for name in ("num_train", "num_test")}
         return Built(dataclasses.replace(self.recipe, **few))
 
     def describe(self) -> str:
-        """A few words."""
+        """Returns a short description for the run summary."""
         return "puzzles: " + ", ".join(f"{k} {v}" for k, v in self.recipe.about().items() if v not in (None, ""))
 
     def fingerprint(self) -> str:
-        """Of what is in it; of the recipe before it is built."""
+        """Returns a hash of the content; before it is built, the recipe's parameters."""
         return super().fingerprint() if self.directory else json.dumps(self.recipe.about(), sort_keys=True)
 
     def _part(self, split: Split) -> Split:
-        return split  # the recipe asked for it
+        return split  # the recipe builds exactly the requested part
 
     def _differences(self) -> str:
         file = paths.resolve(self.directory or self._named) / writing.BUILD
         saved = json.loads(file.read_text()) if file.exists() else {}
         now = json.loads(json.dumps(self.recipe.about()))
-        return ", ".join(f"{k}: there {saved.get(k)!r}, now {v!r}" for k, v in now.items() if saved.get(k) != v)
+        return ", ".join(f"{k}: saved {saved.get(k)!r}, now {v!r}" for k, v in now.items() if saved.get(k) != v)
 
 
 @dataclasses.dataclass(frozen=True)
 class PuzzleTask:
-    """`core.types.Task` over puzzles. A batch: `inputs`, `labels` [B, S] (-100 is not scored), `puzzle_ids` [B], int32.
+    """A `core.types.Task` of puzzles.
+
+    A batch has `inputs` and `labels` [B, S] (label -100 is not scored) and `puzzle_ids` [B], all int32.
 
     Attributes:
-      source: where the puzzles are.
+      source: the dataset.
       length: S.
-      vocab_size: tokens are below it.
+      vocab_size: tokens are 0 to vocab_size - 1.
       epochs_per_iteration: see `order.Shuffled`.
-      eval_puzzles: how many held-out examples an evaluation takes, drawn once with `eval_seed`; None: all.
-      eval_seed: of that draw.
+      eval_puzzles: number of held-out examples in an evaluation, drawn once with `eval_seed`; None: all.
+      eval_seed: selects the held-out examples.
     """
 
     source: Stored
@@ -184,38 +186,38 @@ class PuzzleTask:
 
     @property
     def num_streams(self) -> int:
-        """The global batch is one stream."""
+        """Always 1: the global batch is one stream."""
         return 1
 
     @property
     def vocabulary(self) -> vocabularies.Numbers:
-        """Tokens as numbers."""
+        """The vocabulary that writes tokens as decimal numbers."""
         return vocabularies.Numbers(self.vocab_size)
 
     @property
     def asked(self) -> files.Cut:
-        """Training puzzles and copies of each that are asked for; None: what there is."""
+        """The requested numbers of training puzzles and of copies of each; None: all."""
         return self.source.asked
 
     @property
     def num_puzzles(self) -> int:
-        """Rows that a model's table of puzzles needs. Raises ValueError before the dataset is there."""
+        """Rows that the model's puzzle embedding table needs. Raises UserError before the dataset exists."""
         return self.source.split("train").metadata.num_puzzle_identifiers
 
     def spec(self, batch_size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of a global batch."""
+        """Returns the shapes and dtypes of a global batch."""
         streams.rows_per_stream(batch_size, num_streams=1)
         tokens = jax.ShapeDtypeStruct((batch_size, self.length), np.int32)
         return {"inputs": tokens, "labels": tokens, "puzzle_ids": jax.ShapeDtypeStruct((batch_size,), np.int32)}
 
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
-        """Builds (on host 0) and reads the dataset. Raises ValueError for one that is damaged or not this task's."""
+        """Builds (on host 0) and reads the dataset. Raises UserError if it is damaged or does not fit the task."""
         self.source.prepare(run_dir, is_host_zero=is_host_zero)
         if problems := self._misfits({name: self.source.split(name).metadata for name in files.SPLITS}):
             raise UserError("\n".join(problems))
 
     def train(self, layout: DataLayout, *, seed: int) -> Batches:
-        """Endless batches. Raises ValueError for a dataset that is damaged or gives no whole batch."""
+        """Returns an endless iterator of batches. Raises UserError if the dataset has less than one batch."""
         split = self.source.split("train")
 
         def visits(rows: int) -> order.Shuffled:
@@ -224,7 +226,7 @@ class PuzzleTask:
         return self._batches(layout, split, visits, {"split": "train", "seed": seed})
 
     def evaluation(self, layout: DataLayout) -> Batches:
-        """Every held-out example once, or the fixed subset; the last batch is filled with rows that nobody scores."""
+        """Returns batches of every held-out example once, or of the fixed subset; filler rows are not scored."""
         split = self.source.split("test")
 
         def visits(rows: int) -> order.InOrder:
@@ -233,7 +235,11 @@ class PuzzleTask:
         return self._batches(layout, split, visits, {"split": "test", "seed": self.eval_seed})
 
     def evaluated_on(self, most: int | None = None) -> str:
-        """What an evaluation's score is of, where it takes `most` rows (EVAL_BATCHES x BATCH_SIZE); None: all."""
+        """Describes which held-out puzzles an evaluation scores.
+
+        Args:
+          most: the largest number of rows (EVAL_BATCHES x BATCH_SIZE); None: no limit.
+        """
         count = self.source.split("test").num_examples
         drawn = count if self.eval_puzzles is None else min(self.eval_puzzles, count)
         taken = drawn if most is None else min(most, drawn)
@@ -248,41 +254,41 @@ class PuzzleTask:
         return f"{drawn:,} of {count:,} held-out puzzles, drawn with seed {self.eval_seed}"
 
     def evaluating(self, rows: int | None) -> PuzzleTask:
-        """The same puzzles with evaluations of `rows` held-out examples, drawn once; None: of all."""
+        """Returns the same task with evaluations of `rows` held-out examples, drawn once; None: of all."""
         return dataclasses.replace(self, eval_puzzles=rows)
 
     def judge(self) -> arc_voting.Judge | None:
-        """What scores answers by voting, where the dataset, once there, is ARC's."""
+        """Returns the judge that scores answers by voting; None unless this is an existing ARC dataset."""
         return arc_voting.read_judge(self.source.directory) if self.source.directory else None
 
     def problems(self) -> list[str]:
-        """Everything wrong that can be known without reading the puzzles."""
+        """Returns the problems that can be found without reading the puzzles."""
         directory = self.source.directory
         if (found := self.source.problems()) or not directory or paths.is_remote(directory):
             return found
         return self._misfits({name: files.read_metadata(directory, name) for name in files.SPLITS})
 
     def named_files(self) -> tuple[str, ...]:
-        """Folders as the user named them."""
+        """Returns folders as the user named them."""
         return self.source.named_files()
 
     def rehearsal(self) -> PuzzleTask:
-        """A small task of the same shapes for --smoke; random grids where the puzzles are not there."""
+        """Returns a small task of the same shapes for --smoke, with random grids if there is no dataset."""
         source = self.source.rehearsal() or Built(
             random_grids.RandomGrids(seq_len=self.length, vocab_size=self.vocab_size)
         )
         return dataclasses.replace(self, source=source, eval_puzzles=8)
 
     def describe(self) -> str:
-        """One line for the card of a run."""
+        """Returns one line for the run summary."""
         return f"{self.source.describe()}; length {self.length}"
 
     def fingerprint(self) -> str:
-        """Equal on all hosts that read the same data."""
+        """Returns a hash, equal on all hosts that read the same data."""
         return self.source.fingerprint()
 
     def _misfits(self, of: Mapping[str, files.Metadata]) -> list[str]:
-        """Where the splits are not of this length and vocabulary."""
+        """Returns a problem for each split whose length or vocabulary size differs from the task's."""
         found = []
         for split, meta in of.items():
             wanted = (("seq_len", "length", meta.seq_len, self.length),)
@@ -306,7 +312,7 @@ class PuzzleTask:
 
 
 class PuzzleStream:
-    """`streams.Stream` of global batches."""
+    """`streams.Stream` of a puzzle dataset; each element is one global batch."""
 
     def __init__(self, split: Split, visits: order.Shuffled | order.InOrder):
         self._split, self._visits = split, visits

@@ -1,8 +1,8 @@
-"""Writes a dataset whole or not at all.
+"""Writes a puzzle dataset atomically.
 
-The one idea: everything is written to a folder beside the target (for a bucket: on the local disk) and appears at once
-by renaming; in a bucket, which renames nothing, the file that makes a folder a dataset is uploaded last. Arrays grow on
-disk group by group, so that a set may be larger than memory, and the same examples give the same bytes.
+Files are written to a temporary folder, which is renamed to the target when complete. A bucket has no atomic rename;
+there the file that marks a complete dataset is uploaded last. Arrays are appended on disk group by group, so a dataset
+may be larger than memory, and the same examples give the same bytes.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from core import paths
 from core.errors import UserError
 from tasks.puzzles import files
 
-BUILD = "build.json"  # what was asked for, and what came of it
-_HEADER_BYTES = 128  # always as long, so that it can be written once the number of rows is known
+BUILD = "build.json"  # the recipe's parameters, and statistics of the result
+_HEADER_BYTES = 128  # fixed, so that the header can be written last, when the number of rows is known
 
 
 class ArrayFile:
-    """A .npy file that grows by rows."""
+    """A .npy file to which rows are appended."""
 
     def __init__(self, path: pathlib.Path, *, row: tuple[int, ...], dtype: type):
         self._stream = path.open("wb")
@@ -35,14 +35,14 @@ class ArrayFile:
         self._stream.write(b"\0" * _HEADER_BYTES)
 
     def append(self, values: np.ndarray) -> None:
-        """Adds rows."""
+        """Appends rows."""
         values = np.ascontiguousarray(values, self._dtype)
         assert values.shape[1:] == self._row, (values.shape, self._row)
         self._stream.write(values.tobytes())
         self.rows += len(values)
 
     def close(self) -> None:
-        """Writes the header."""
+        """Writes the header and closes the file."""
         text = repr({"descr": self._dtype.str, "fortran_order": False, "shape": (self.rows, *self._row)}).encode()
         magic = np.lib.format.magic(1, 0)
         room = _HEADER_BYTES - len(magic) - 2
@@ -52,7 +52,7 @@ class ArrayFile:
 
 
 class SplitWriter:
-    """One split, group by group."""
+    """Writes one split, group by group."""
 
     def __init__(self, folder: pathlib.Path, *, seq_len: int):
         folder.mkdir()
@@ -81,8 +81,8 @@ class SplitWriter:
         Args:
           inputs: [E, S] tokens.
           labels: [E, S] tokens.
-          puzzle_sizes: examples of each puzzle; one each where not given.
-          identifiers: of each puzzle; 0 where not given.
+          puzzle_sizes: number of examples of each puzzle; default: 1 each.
+          identifiers: of each puzzle; default: 0.
         """
         sizes = np.ones(len(inputs), np.int64) if puzzle_sizes is None else np.asarray(puzzle_sizes)
         assert sizes.sum() == len(inputs) == len(labels)
@@ -95,7 +95,7 @@ class SplitWriter:
         self._arrays["group_indices"].append(np.asarray([self._arrays["puzzle_identifiers"].rows]))
 
     def close(self, *, vocab_size: int, seq_len: int, num_identifiers: int) -> None:
-        """Finishes the arrays and writes what they are."""
+        """Closes the arrays and writes dataset.json."""
         for array in self._arrays.values():
             array.close()
         examples, puzzles = self._arrays["inputs"].rows, self._arrays["puzzle_identifiers"].rows
@@ -111,12 +111,12 @@ class SplitWriter:
 
 
 class DatasetWriter:
-    """A dataset in the making.
+    """Writes the files of a dataset into a folder.
 
     Attributes:
-      train, test: the splits.
-      identifiers: names of puzzles by id; append to it.
-      extra: further JSON files by name.
+      train, test: the writers of the splits.
+      identifiers: names of puzzles by id; callers append to it.
+      extra: content of further JSON files by file name.
     """
 
     def __init__(self, folder: pathlib.Path, *, vocab_size: int, seq_len: int):
@@ -126,7 +126,7 @@ class DatasetWriter:
         self.extra: dict[str, Any] = {}
 
     def close(self) -> None:
-        """Finishes every file."""
+        """Closes every file; identifiers.json, which marks a complete dataset, is written last."""
         for split in (self.train, self.test):
             split.close(vocab_size=self._vocab_size, seq_len=self._seq_len, num_identifiers=len(self.identifiers))
         for name, value in self.extra.items():
@@ -135,7 +135,7 @@ class DatasetWriter:
 
 
 def check_free(directory: str) -> None:
-    """Raises ValueError where a dataset cannot be written: something is there, or nothing can be."""
+    """Raises UserError if the directory is not empty or cannot be written."""
     target = paths.resolve(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         what = "a dataset" if files.is_dataset(directory) else "something else"
@@ -145,16 +145,16 @@ def check_free(directory: str) -> None:
 
 @contextlib.contextmanager
 def dataset(directory: str, *, vocab_size: int, seq_len: int, about: Mapping[str, Any]) -> Iterator[DatasetWriter]:
-    """Gives a writer; what it wrote appears in `directory` when the block ends, and nothing where it raises.
+    """Yields a writer; its files appear in `directory` when the block ends, and none of them if the block raises.
 
     Args:
-      directory: local or gs://; must not hold anything.
-      vocab_size: tokens are below it.
-      seq_len: tokens of an example.
-      about: what was asked for; kept as build.json.
+      directory: local or gs://; must be empty or not exist.
+      vocab_size: tokens are 0 to vocab_size - 1.
+      seq_len: tokens per example.
+      about: the recipe's parameters, stored in build.json.
 
     Raises:
-      ValueError: the directory holds something, or cannot be written.
+      UserError: the directory is not empty, or cannot be written.
     """
     check_free(directory)
     target = paths.resolve(directory)
@@ -178,9 +178,11 @@ def dataset(directory: str, *, vocab_size: int, seq_len: int, about: Mapping[str
 
 def _appear(part: pathlib.Path, target: paths.Path) -> None:
     try:
-        part.rename(target)  # Onto an empty folder too.
+        part.rename(target)  # also replaces an empty folder
     except OSError as error:
-        raise UserError(f"{target} was free when building began and is not now ({error}): name another") from error
+        raise UserError(
+            f"{target} was empty when building began and is not now ({error}): name another directory"
+        ) from error
 
 
 def _upload(folder: pathlib.Path, target: paths.Path) -> None:

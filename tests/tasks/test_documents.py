@@ -12,12 +12,12 @@ GOOD = [json.dumps({"text": f"a line of words, number {i}"}) for i in range(40)]
 ROWS = DataLayout(2, (0, 1), (0, 1))
 BAD_LINES = {
     "broken": ('{"text": oh', "not JSON (Expecting value"),
-    "missing": ('{"body": "x"}', "no text in field 'text', it has ['body']; set text.files.field"),
-    "number": ('{"text": 3}', "no text in field 'text', it has 3 there"),
-    "null text": ('{"text": null}', "no text in field 'text', it has null there"),
-    "null": ("null", "no text in field 'text', it has null"),
+    "missing": ('{"body": "x"}', "no text in field 'text', found ['body']; set text.files.field"),
+    "number": ('{"text": 3}', "no text in field 'text', found 3"),
+    "null text": ('{"text": null}', "no text in field 'text', found null"),
+    "null": ("null", "no text in field 'text', found null"),
     "surrogate": ('{"text": "ab\\ud800"}', "half a surrogate pair ('\\ud800') at character 3, which is not text"),
-    "NUL": ('{"text": "a\\u0000b"}', "a NUL character at byte 1 of the text"),
+    "NUL": ('{"text": "a\\u0000b"}', "a NUL character at byte 1"),
 }
 
 
@@ -55,7 +55,7 @@ def test_the_pipeline_says_the_same_of_a_later_line(tmp_path, capfd):
     [
         ("na\xefve caf\xe9".encode("latin-1"), "not UTF-8 text (byte 0xef at 2); convert it"),
         (b"one\ntwo\xff\n", "not UTF-8 text (byte 0xff at 7, in line 2)"),
-        (b"a\0b", "a NUL character at byte 1 of the text: this is not text, or damaged"),
+        (b"a\0b", "a NUL character at byte 1: the file is not text, or is damaged"),
     ],
 )
 def test_a_file_that_is_no_text_is_named(tmp_path, content, says):
@@ -75,7 +75,7 @@ def test_white_space_alone_is_no_text(tmp_path):
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(" \n\t ")
     (problem,) = task(tmp_path / "*.txt").problems()
-    assert problem == "text.files.train: 2 files with white space alone, and no text"
+    assert problem == "text.files.train: 2 files with only white space and no text"
 
 
 def test_a_folder_is_called_one(tmp_path):

@@ -135,7 +135,7 @@ def plant(monkeypatch, texts):
 @pytest.mark.parametrize(
     ("bad", "says"),
     [
-        ("a\0b", "document 3 of train: a NUL character at byte 1 of the text: this is not text, or damaged"),
+        ("a\0b", "document 3 of train: a NUL character at byte 1: the file is not text, or is damaged"),
         ("ab\ud800", r"document 3 of train: half a surrogate pair \('\\ud800'\) at character 3, which is not text"),
     ],
 )
@@ -154,7 +154,7 @@ def test_documents_of_white_space_are_left_out_counted_and_reported(monkeypatch,
     assert list(task.corpus.sample_texts()) == ["words", "more words"]
     said = capsys.readouterr().err
     assert (
-        "owner/blank (train; validation validation), streamed: left out for holding only white space: 1 of 2 doc"
+        "owner/blank (train; validation validation), streamed: skipped because they contain only white space: 1 of 2"
         in said
     )
     batch = next(task.train(layout_of(1), seed=None))

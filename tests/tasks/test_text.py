@@ -209,7 +209,7 @@ def test_an_id_outside_the_vocabulary_is_an_error(text_folder):
         size = 100  # "a" is 97 + 3
 
     task = text.files(train=f"{text_folder}/*.txt", length=LENGTH, num_streams=1, vocabulary=Narrow())
-    with pytest.raises(ValueError, match=r"not below the size of the vocabulary, 100: .* \[1\] \[1\d\d\]"):
+    with pytest.raises(ValueError, match=r"not below the vocabulary size 100: .* \[1\] \[1\d\d\]"):
         next(task.train(layout_of(1), seed=0))
 
 
@@ -249,9 +249,9 @@ def test_lines_of_json_continue_exactly(lines):
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ('{"content": "a"}', r"bad.jsonl:1: no text in field 'text', it has \['content'\]; set text.files.field"),
+        ('{"content": "a"}', r"bad.jsonl:1: no text in field 'text', found \['content'\]; set text.files.field"),
         ('{"text": ', r"bad.jsonl:1: not JSON"),
-        ("[1]", r"bad.jsonl:1: no text in field 'text', it has list"),
+        ("[1]", r"bad.jsonl:1: no text in field 'text', found list"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, reason):
@@ -318,7 +318,7 @@ def test_a_prepared_dataset_of_the_catalogue(tmp_path, monkeypatch, capfd):
         assert_equal(next(restored), batch)
     decoded = [task.vocabulary.decode(t)[:3] for t, _, _ in segments(next(task.evaluation(layout_of(4))))]
     assert len({text for text in decoded if text.isdigit()} & {f"{i:03d}" for i in range(40, 50)}) >= 2
-    assert "left out for holding only white space: 1 of" in capfd.readouterr().err
+    assert "skipped because they contain only white space: 1 of" in capfd.readouterr().err
     with pytest.raises(ValueError, match="has no 'body', only"):
         text.tfds(name="tiny", field="body", data_dir=str(tmp_path), length=8, num_streams=1).train(
             layout_of(1), seed=0

@@ -104,5 +104,5 @@ def test_a_missing_model_is_a_problem_with_its_fix():
 
 def test_a_file_that_is_no_model_is_named(tmp_path):
     (tmp_path / "words.model").write_text("not a model")
-    with pytest.raises(ValueError, match=r"words\.model is no SentencePiece model: set VOCABULARY"):
+    with pytest.raises(ValueError, match=r"words\.model is not a SentencePiece model: set VOCABULARY"):
         _ = vocabularies.sentencepiece(str(tmp_path / "words.model")).size

@@ -61,13 +61,13 @@ def test_names_of_variants():
     assert Variant().name("007bbfb7") == "007bbfb7"
     assert Variant(3, (0, 7, 6, 8, 3, 1, 4, 9, 5, 2)).name("007bbfb7") == "007bbfb7|||t3|||0768314952"
     for wrong in ("a|||t8|||0123456789", "a|||t1|||0123456788", "a|||t1"):
-        with pytest.raises(ValueError, match="is no ARC identifier"):
+        with pytest.raises(ValueError, match="is not an ARC identifier"):
             arc_grids.parse(wrong)
 
 
 @pytest.mark.parametrize("grid", [[], [[1, 2], [3]], [[10]], [[-1]], [[0.5]], [[0] * 31], "text"])
 def test_what_is_no_grid_is_refused(grid):
-    with pytest.raises(ValueError, match="here is no grid"):
+    with pytest.raises(ValueError, match="here is not a grid"):
         arc_grids.check(grid, where="here")
 
 

@@ -138,7 +138,7 @@ def test_a_judge_names_rows_by_their_ids_and_leaves_out_those_that_fill_up(arc_s
 def test_only_a_set_with_puzzles_to_score_has_a_judge(arc_set, write_dataset):
     assert arc_voting.read_judge(write_dataset("no arc")) is None
     assert puzzles.sudoku().judge() is None  # not built yet
-    for text, message in (("{", "is no JSON"), ("{}", "names no puzzles")):
+    for text, message in (("{", "is not JSON"), ("{}", "names no puzzles")):
         (arc_set / "test_puzzles.json").write_text(text)
         with pytest.raises(ValueError, match=message):
             arc_voting.read_judge(str(arc_set))

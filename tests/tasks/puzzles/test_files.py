@@ -77,7 +77,7 @@ def test_in_a_bucket_the_file_that_makes_it_a_dataset_comes_last(monkeypatch, wr
     assert len(copied) == 2 * 6 + 2
     assert files.read_split(directory, "test").num_examples == 7  # through bytes, as from a bucket
     (tmp_path / "set/identifiers.json").unlink()
-    with pytest.raises(ValueError, match=r"identifiers\.json is missing, so it was not written to its end"):
+    with pytest.raises(ValueError, match=r"identifiers\.json is missing, so the dataset is incomplete"):
         files.read_metadata(directory, "train")
 
 
@@ -124,7 +124,7 @@ def at(place, value):
     [
         (truncate, r"all__labels.npy has 227 bytes, expected 228 for \(20, 5\) uint8: it is truncated"),
         (grow, "it is damaged"),
-        (garble, "is no .npy file"),
+        (garble, "is not a .npy file"),
         (lambda f: (f / "test/all__inputs.npy").rename(f / "moved"), "all__inputs.npy is missing"),
         (lambda f: (f / "train/dataset.json").write_text("{"), "cannot read .*dataset.json"),
         (edit_metadata(seq_len=7), r"shape \(20, 5\), expected \(20, 7\): dataset.json says seq_len 7"),
@@ -136,7 +136,7 @@ def at(place, value):
         (edit("labels", lambda a: a[:-1]), r"labels.npy has shape \(19, 5\), expected \(20, 5\)"),
         (edit("puzzle_identifiers", at(3, 5)), "has 5 at puzzle 3, expected ids below num_puzzle_identifiers 3"),
         (edit("puzzle_indices", lambda a: a[:-1]), r"puzzle_indices.npy runs from \[0\] to \[19\], expected .* 20"),
-        (edit("group_indices", at(3, 2)), "group_indices.npy does not rise at entry 3"),
+        (edit("group_indices", at(3, 2)), "group_indices.npy does not increase at entry 3"),
     ],
 )
 def test_damage_is_named(write_dataset, damage, message):
@@ -214,8 +214,8 @@ def test_a_part_larger_than_the_whole_is_refused(write_dataset):
     directory = write_dataset()
     task = puzzles.dataset(directory=directory, length=5, vocab_size=9, train_puzzles=21, train_copies=0)
     (problem,) = task.problems()
-    assert "has 20 training puzzles with at least 0 copies of each; asked for 21 with 0" in problem
-    with pytest.raises(ValueError, match="Build a larger one"):
+    assert "has 20 training puzzles with at least 0 copies of each; requested 21 with 0" in problem
+    with pytest.raises(ValueError, match="Build a larger dataset"):
         task.train(None, seed=0)
     one = puzzles.dataset(directory=directory, length=5, vocab_size=9, train_puzzles=3)
     assert one.problems() == []
@@ -247,7 +247,7 @@ def test_copies_are_counted_in_the_groups(tmp_path):
         assert task(*asked).problems() == []
         assert task(*asked).source.split("train").num_examples == examples
     for asked, copies in (((3, 2), 1), ((2, 3), 2), ((None, 2), 1), ((1, 4), 3)):
-        assert f"with at least {copies} copies of each; asked for" in task(*asked).problems()[0]
+        assert f"with at least {copies} copies of each; requested" in task(*asked).problems()[0]
         with pytest.raises(ValueError, match=f"with at least {copies} copies of each"):
             task(*asked).source.split("train")
 

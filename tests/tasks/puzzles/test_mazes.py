@@ -72,7 +72,7 @@ def test_some_mazes_have_several_ways():
 
 @pytest.mark.parametrize(
     ("lines", "message"),
-    [(("S S", " G "), "has 2 S and 1 G"), (("S#G",), "no way leads from S at"), (("   ",), "has 0 S and 0 G")],
+    [(("S S", " G "), "has 2 S and 1 G"), (("S#G",), "no path connects S at"), (("   ",), "has 0 S and 0 G")],
 )
 def test_what_is_no_maze_is_refused(lines, message):
     with pytest.raises(ValueError, match=message):
@@ -114,7 +114,7 @@ def test_impossible_sets_are_refused(change, message):
 
 
 def test_paths_longer_than_there_are_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"no new one with a shortest path above 40 steps: ask for fewer mazes"):
+    with pytest.raises(ValueError, match=r"no new one with a shortest path above 40 steps: request fewer mazes"):
         MazeSet(size=5, num_train=1, num_test=1, min_path=40).build(str(tmp_path / "set"))
 
 
@@ -158,7 +158,7 @@ def test_the_public_file_is_read_without_copies_of_held_out_mazes(csv_folder, tm
     assert [as_text(test.inputs[1]), as_text(test.labels[1])] == line[1:3]
     from_csv(csv_folder, num_train=2, num_test=1).build(str(tmp_path / "part"))
     assert files.read_split(str(tmp_path / "part"), "train").metadata.total_groups == 2
-    with pytest.raises(ValueError, match=r"has 4 mazes that are no copies .* asked for 5"):
+    with pytest.raises(ValueError, match=r"has 4 mazes that are not copies .* requested 5"):
         from_csv(csv_folder, num_train=5).build(str(tmp_path / "other"))
 
 

@@ -216,9 +216,9 @@ def test_impossible_sets_are_refused(change, message):
 
 
 def test_more_puzzles_than_there_are_are_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(sudoku_sets, "_DRAWS_IN_VAIN", 1)
+    monkeypatch.setattr(sudoku_sets, "_FAILED_DRAWS", 1)
     recipe = SudokuSet(size=4, num_train=1, num_test=40, num_aug=0, clues=(4, 4), seed=1)
-    with pytest.raises(ValueError, match=r"found \d+ held-out puzzles that are no symmetric copies"):
+    with pytest.raises(ValueError, match=r"found \d+ held-out puzzles that are not symmetric copies"):
         SudokuSet(**{**vars(recipe), "min_rating": 1}).build(str(tmp_path / "set"))
     assert not list(tmp_path.iterdir())
 
@@ -252,12 +252,12 @@ def test_the_public_file_is_read_without_copies_of_held_out_puzzles(csv_folder, 
     first = (csv_folder / "test.csv").read_text().splitlines()[1].split(",")
     np.testing.assert_array_equal(test.inputs[0] - 1, cells(first[1]))
     np.testing.assert_array_equal(test.labels[0] - 1, cells(first[2]))
-    with pytest.raises(ValueError, match=r"has 11 puzzles .* asked for 12"):
+    with pytest.raises(ValueError, match=r"has 11 puzzles .* requested 12"):
         from_csv(csv_folder, num_train=12).build(str(tmp_path / "other"))
 
 
 def test_reading_the_public_file_reports_its_lines(csv_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(sudoku_sets, "_LINES_A_REPORT", 4)
+    monkeypatch.setattr(sudoku_sets, "_LINES_PER_REPORT", 4)
     said = []
     recipe = from_csv(csv_folder, num_train=4)
     recipe.build(str(tmp_path / "set"), report=lambda done, total: said.append((done, total)))
@@ -301,7 +301,7 @@ def test_a_wrong_answer_of_the_public_file_is_named(csv_folder, tmp_path):
     source, question, answer, rating = lines[5].split(",")
     lines[5] = ",".join((source, question, answer[1:] + answer[0], rating))
     file.write_text("\n".join(lines))
-    with pytest.raises(ValueError, match="line 6: answer is no solution of question"):
+    with pytest.raises(ValueError, match="line 6: answer is not a solution of question"):
         from_csv(csv_folder).build(str(tmp_path / "set"))
     with pytest.raises(ValueError, match=r"train.csv and test.csv"):
         from_csv(tmp_path / "nowhere").build(str(tmp_path / "set"))

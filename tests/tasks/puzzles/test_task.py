@@ -80,7 +80,7 @@ def test_a_position_of_other_data_is_refused(task, write_dataset, host_layouts):
     with pytest.raises(ValueError, match="seed: saved 3, now 4"):
         task.train(layout, seed=4).restore(state)
     other = puzzles.dataset(directory=write_dataset("other", train=21), length=5, vocab_size=9)
-    with pytest.raises(ValueError, match="is of other data"):
+    with pytest.raises(ValueError, match="belongs to other data"):
         other.train(layout, seed=3).restore(state)
     with pytest.raises(ValueError, match="stream_00000"):
         task.train(layout, seed=3).restore({})
@@ -188,7 +188,7 @@ def test_a_named_folder_is_built_once_and_never_mistaken(tmp_path):
     task.prepare(str(tmp_path / "run"), is_host_zero=True)
     assert small(directory=folder).problems() == []
     other = small(directory=folder, num_train=13)
-    assert "num_train: there 12, now 13" in other.problems()[0]
+    assert "num_train: saved 12, now 13" in other.problems()[0]
     with pytest.raises(ValueError, match="holds other puzzles"):
         other.prepare(str(tmp_path / "run"), is_host_zero=True)
     shutil.rmtree(tmp_path / "puzzles/test")
