@@ -350,5 +350,5 @@ def test_an_attribute_that_an_instruction_lacks_is_named():
 
 def test_replica_groups_of_an_unknown_form_are_refused():
     summed = program.Instruction("r", "all-reduce", "f32[2]", "%x", "replica_groups=?", is_root=False)
-    with pytest.raises(ValueError, match=re.escape("replica groups of an unknown form: ?")):
+    with pytest.raises(ValueError, match=re.escape("replica groups in an unknown format: ?")):
         replica_groups.device_groups(summed, 2)
