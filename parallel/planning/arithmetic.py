@@ -292,6 +292,5 @@ def check_fits(found: Estimate, slice: Slice) -> None:
         said = ", ".join(f"{name} {count / GIB:.1f}" for name, count in largest)
         raise Refused(
             "too much HBM by arithmetic",
-            f"needs {found.peak_bytes / GIB:.1f} GiB of {have / GIB:.2f}, more than the {REFUSED_FROM:.0%} of it up to "
-            f"which the compiler decides ({said})",
+            f"needs {found.peak_bytes / GIB:.1f} GiB of {have / GIB:.2f}, over {REFUSED_FROM:.0%} of it ({said})",
         )
