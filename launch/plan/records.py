@@ -41,7 +41,7 @@ _UNRELATED_FILES = (
     "hbm_allocations.py",
     "lints.py",
     "model_trace.py",
-    "placed.py",
+    "sharded_state.py",
     "recording.py",
     "report.py",
     "roofline.py",

@@ -28,7 +28,7 @@ from parallel.planning import cost, model_trace
 from parallel.planning.cost import AxisTime, StepTime
 from parallel.planning.links import DCN_BYTES_PER_SECOND
 from parallel.planning.model_trace import Kept, ModelTrace, Work
-from parallel.planning.placed import Placed, Refused, Step, leaves, size_bytes, step_of
+from parallel.planning.sharded_state import Refused, ShardedState, Step, leaves, size_bytes, step_of
 from parallel.strategy import MESH_AXES
 
 LABEL = "arithmetic, not compiled"
@@ -60,30 +60,30 @@ class Estimate(NamedTuple):
         return sum(self.hbm.values())
 
 
-def estimate(placed: Placed, step: Step) -> Estimate:
+def estimate(sharded: ShardedState, step: Step) -> Estimate:
     """Estimates what a step costs a chip under a strategy's tables."""
-    work, schedule = _work(placed, step), placed.tables.pipeline
-    bubble = schedule.bubble(placed.shape["stage"]) if schedule else 0.0
-    return Estimate(_hbm(placed, step, work), _time(placed, step, work), bubble)
+    work, schedule = _work(sharded, step), sharded.tables.pipeline
+    bubble = schedule.bubble(sharded.shape["stage"]) if schedule else 0.0
+    return Estimate(_hbm(sharded, step, work), _time(sharded, step, work), bubble)
 
 
-def product_flops(placed: Placed, step: Step) -> float:
+def product_flops(sharded: ShardedState, step: Step) -> float:
     """FLOPs of a chip's matrix products in a step, with recomputation and a pipeline's bubbles, without kernels."""
-    return _work(placed, step).flops * _rows_computed(placed, step)
+    return _work(sharded, step).flops * _rows_computed(sharded, step)
 
 
-def place(program: Program) -> tuple[Placed, Step]:
+def place(program: Program) -> tuple[ShardedState, Step]:
     """Traces a bound program's model; returns what `estimate` and `product_flops` take."""
     step, bound = step_of(program), program.partitioner
     trace = model_trace.trace(
         program.model, program.optimizer, program.spec, slice=bound.slice, seed=program.seed, remats=[step.remat]
     )
-    return Placed(bound.strategy, trace), step
+    return ShardedState(bound.strategy, trace), step
 
 
-def _work(placed: Placed, step: Step) -> Work:
+def _work(sharded: ShardedState, step: Step) -> Work:
     """Returns the work of a step for one row. A pipeline recomputes every layer, whatever the model's `remat`."""
-    trace, schedule = placed.trace, placed.tables.pipeline
+    trace, schedule = sharded.trace, sharded.tables.pipeline
     if schedule is None:
         return trace.works[step.remat] if step.remat in trace.works else next(iter(trace.works.values()))
     full = _full(trace)
@@ -94,67 +94,70 @@ def _work(placed: Placed, step: Step) -> Work:
     )
 
 
-def _rows_computed(placed: Placed, step: Step) -> float:
+def _rows_computed(sharded: ShardedState, step: Step) -> float:
     """Returns a chip's share of the rows of a step, with what a pipeline's bubbles add to it."""
-    schedule = placed.tables.pipeline
-    turns = schedule.ticks(placed.shape["stage"]) / schedule.turns if schedule else 1.0
-    return step.batch_size / placed.trace.slice.chips * turns
+    schedule = sharded.tables.pipeline
+    turns = schedule.ticks(sharded.shape["stage"]) / schedule.turns if schedule else 1.0
+    return step.batch_size / sharded.trace.slice.chips * turns
 
 
-def _hbm(placed: Placed, step: Step, work: Work) -> dict[str, float]:
-    trace = placed.trace
+def _hbm(sharded: ShardedState, step: Step, work: Work) -> dict[str, float]:
+    trace = sharded.trace
     rows = step.batch_size / step.accum_steps
-    parts = dict(placed.state)
+    parts = dict(sharded.state)
     batch = [(leaf, rules.batch_axes(leaf.shape)) for leaf in trace.spec.values()]
     carry = leaves(trace.shapes.carry, trace.axes.carry)
-    parts["batch and carry"] = sum(_of_rows(placed, leaf, of, step.batch_size) for leaf, of in (*batch, *carry))
-    loops, others = _kept(placed, work, step, rows)
+    parts["batch and carry"] = sum(_of_rows(sharded, leaf, of, step.batch_size) for leaf, of in (*batch, *carry))
+    loops, others = _kept(sharded, work, step, rows)
     largest = max(others, default=0.0)
-    layer = _one_layer(placed, trace, rows / placed.microbatches)
-    gradients = placed.gradients * (2 if step.accum_steps > 1 else 1)
+    layer = _one_layer(sharded, trace, rows / sharded.microbatches)
+    gradients = sharded.gradients * (2 if step.accum_steps > 1 else 1)
     parts["saved activations"] = loops
-    at_loss = {"logits": sum(others) + largest, "gathered weights": placed.gathered if placed.tables.pipeline else 0.0}
-    at_layer = {"gradients": gradients, "gathered weights": placed.gathered, "one layer": layer}
+    at_loss = {
+        "logits": sum(others) + largest,
+        "gathered weights": sharded.gathered if sharded.tables.pipeline else 0.0,
+    }
+    at_layer = {"gradients": gradients, "gathered weights": sharded.gathered, "one layer": layer}
     return parts | max(at_loss, at_layer, key=lambda part: sum(part.values()))
 
 
-def _of_rows(placed: Placed, leaf: Any, of: Axes, rows: float) -> float:
+def _of_rows(sharded: ShardedState, leaf: Any, of: Axes, rows: float) -> float:
     """Bytes on a chip of an array of a batch or a carry with `rows` rows."""
     share = rows / leaf.shape[0] if leaf.shape else 1.0
-    return size_bytes(leaf) * share / placed.pieces(of, placed.tables.activation_rules)
+    return size_bytes(leaf) * share / sharded.array_shards(of, sharded.tables.activation_rules)
 
 
-def _kept(placed: Placed, work: Work, step: Step, rows: float) -> tuple[float, list[float]]:
+def _kept(sharded: ShardedState, work: Work, step: Step, rows: float) -> tuple[float, list[float]]:
     """Bytes kept for the backward pass: the total of arrays kept by loops, and each array outside of loops."""
-    schedule = placed.tables.pipeline
-    others = [_kept_bytes(placed, k, rows) for k in work.kept if k.copies == 1]
+    schedule = sharded.tables.pipeline
+    others = [_kept_bytes(sharded, k, rows) for k in work.kept if k.copies == 1]
     if schedule is None:
         again = work.gathers_again
-        return sum(_kept_bytes(placed, k, rows, gathers_again=again) for k in work.kept if k.copies > 1), others
-    stages = placed.shape["stage"]
+        return sum(_kept_bytes(sharded, k, rows, gathers_again=again) for k in work.kept if k.copies > 1), others
+    stages = sharded.shape["stage"]
     inputs = max(  # the largest: a stage may also keep a number for each position
-        (_kept_bytes(placed, k, rows) / stages for k in _full(placed.trace).kept if k.copies > 1 and k.has_rows),
+        (_kept_bytes(sharded, k, rows) / stages for k in _full(sharded.trace).kept if k.copies > 1 and k.has_rows),
         default=0.0,
     )
     share = schedule.kept(stages) / schedule.turns
     if schedule.save == "stage":
-        share /= max(1, _layers(placed.trace) // (stages * schedule.repeats))
+        share /= max(1, _layers(sharded.trace) // (stages * schedule.repeats))
     return inputs * share, others
 
 
-def _kept_bytes(placed: Placed, kept: Kept, rows: float, *, gathers_again: bool = True) -> float:
+def _kept_bytes(sharded: ShardedState, kept: Kept, rows: float, *, gathers_again: bool = True) -> float:
     """Bytes of a kept array on a chip; weights are cast, and laid out as stored if they are gathered again."""
     axes = Axes(tuple(None if name == "layers" else name for name in kept.axes.names))
-    tables = placed.tables
+    tables = sharded.tables
     as_computed = kept.has_rows or not gathers_again
-    pieces = placed.pieces(axes, tables.activation_rules if as_computed else tables.param_rules)
+    pieces = sharded.array_shards(axes, tables.activation_rules if as_computed else tables.param_rules)
     return kept.bytes * (rows if kept.has_rows else 1) / pieces
 
 
-def _one_layer(placed: Placed, trace: ModelTrace, rows: float) -> float:
+def _one_layer(sharded: ShardedState, trace: ModelTrace, rows: float) -> float:
     """Bytes of what one layer computes in its backward pass."""
     everything = max(trace.works.values(), key=lambda work: sum(k.bytes for k in work.kept if k.has_rows))
-    return sum(_kept_bytes(placed, k, rows) / k.copies for k in everything.kept if k.copies > 1 and k.has_rows)
+    return sum(_kept_bytes(sharded, k, rows) / k.copies for k in everything.kept if k.copies > 1 and k.has_rows)
 
 
 def _full(trace: ModelTrace) -> Work:
@@ -167,121 +170,121 @@ def _layers(trace: ModelTrace) -> int:
     return next((leaf.shape[0] for leaf, of in named if of.names[:1] == ("layers",)), 1)
 
 
-def _time(placed: Placed, step: Step, work: Work) -> StepTime:
-    chip, rows = placed.trace.slice.chip, _rows_computed(placed, step)
-    state = 2 * sum(placed.state.values()) / chip.hbm_bytes_per_second  # read and written once
+def _time(sharded: ShardedState, step: Step, work: Work) -> StepTime:
+    chip, rows = sharded.trace.slice.chip, _rows_computed(sharded, step)
+    state = 2 * sum(sharded.state.values()) / chip.hbm_bytes_per_second  # read and written once
     return StepTime(
         compute=work.flops * rows / (PRODUCT_SHARE_OF_PEAK * chip.peak_flops) + state,
         kernels=work.kernel_flops * rows / (cost.KERNEL_SHARE_OF_PEAK * chip.peak_flops),
-        traffic=_traffic(placed, step, work),
+        traffic=_traffic(sharded, step, work),
         unpriced=(),
     )
 
 
-def _traffic(placed: Placed, step: Step, work: Work) -> tuple[AxisTime, ...]:
+def _traffic(sharded: ShardedState, step: Step, work: Work) -> tuple[AxisTime, ...]:
     totals: dict[tuple[str, ...], float] = {}
-    sent = (*_of_weights(placed, step), *_of_activations(placed, step, work))
+    sent = (*_of_weights(sharded, step), *_of_activations(sharded, step, work))
     for axes, count in sent:
-        ordered = tuple(a for a in MESH_AXES if a in axes and placed.shape[a] > 1)
+        ordered = tuple(a for a in MESH_AXES if a in axes and sharded.shape[a] > 1)
         if ordered and count:
             totals[ordered] = totals.get(ordered, 0.0) + count
-    across = placed.tables.dcn_shape
-    chip = placed.trace.slice.chip
+    across = sharded.tables.dcn_shape
+    chip = sharded.trace.slice.chip
     found = []
     for axes, count in totals.items():
         is_dcn = any(across.get(a, 1) > 1 for a in axes)
-        rate = chip.link_bytes_per_second * placed.links.count(axes)
-        rate = DCN_BYTES_PER_SECOND[placed.trace.slice.generation] if is_dcn else rate
+        rate = chip.link_bytes_per_second * sharded.links.count(axes)
+        rate = DCN_BYTES_PER_SECOND[sharded.trace.slice.generation] if is_dcn else rate
         found.append(AxisTime(axes, "DCN" if is_dcn else "ICI", count / rate, 0.0, round(count)))
     return tuple(sorted(found, key=lambda row: (-row.seconds, row.axes)))
 
 
-def _of_weights(placed: Placed, step: Step) -> Iterator[tuple[tuple[str, ...], float]]:
+def _of_weights(sharded: ShardedState, step: Step) -> Iterator[tuple[tuple[str, ...], float]]:
     """Yields gathers of parameters and reductions of their gradients: mesh axes, and wire bytes of a chip."""
-    table, used = placed.tables.param_rules, placed.tables.activation_rules
-    named = leaves(placed.trace.shapes.params, placed.trace.axes.params)
+    table, used = sharded.tables.param_rules, sharded.tables.activation_rules
+    named = leaves(sharded.trace.shapes.params, sharded.trace.axes.params)
     is_tied = not any(of.names == _LOOKED_UP[::-1] for _, of in named)
     rows = {a for name in _ROW_AXES for a in logical.mesh_axes(used[name])}
-    once = placed.tables.pipeline is not None
+    once = sharded.tables.pipeline is not None
     for leaf, of in named:
         stored = {a for name in of.names if name for a in logical.mesh_axes(logical.row(table, name))}
         computed = {a for name in of.names if name for a in logical.mesh_axes(logical.row(used, name))}
         gathered = tuple(sorted(stored - computed))
-        payload = leaf.size * placed.trace.itemsize / placed.degree(tuple(computed))
-        n = placed.degree(gathered)
-        if of.names == _LOOKED_UP and _is_summed_in_pieces(placed, step):
-            yield from _of_lookups(placed, step, leaf)
+        payload = leaf.size * sharded.trace.itemsize / sharded.degree(tuple(computed))
+        n = sharded.degree(gathered)
+        if of.names == _LOOKED_UP and _is_summed_in_pieces(sharded, step):
+            yield from _of_lookups(sharded, step, leaf)
             if not is_tied:
                 yield gathered, (n - 1) / n * payload * step.accum_steps  # for the forward pass alone
                 continue
         # Once a step: one gather, gradients in float32. Otherwise both passes gather, and gradients keep their dtype.
-        wide = leaf.dtype.itemsize / placed.trace.itemsize if once or step.accum_steps > 1 else 1
+        wide = leaf.dtype.itemsize / sharded.trace.itemsize if once or step.accum_steps > 1 else 1
         # A weight outside the layers is last in one pass and first in the other: it is gathered for both at once.
         gathers, reduces = 2 if "layers" in of.names else 1, 1 if n <= _TRUE_SCATTER_CHIPS else 2
         passes = 1 + wide if once else step.accum_steps * (gathers + reduces)
         yield gathered, (n - 1) / n * payload * passes
         whole = tuple(sorted(rows - stored))
-        n = placed.degree(whole)
-        yield whole, 2 * (n - 1) / n * payload * wide / placed.degree(gathered)
+        n = sharded.degree(whole)
+        yield whole, 2 * (n - 1) / n * payload * wide / sharded.degree(gathered)
 
 
-def _is_summed_in_pieces(placed: Placed, step: Step) -> bool:
+def _is_summed_in_pieces(sharded: ShardedState, step: Step) -> bool:
     """Whether gradients of looked-up rows move to where the table is stored; else the whole table's is reduced."""
-    if placed.tables.pipeline is not None:
+    if sharded.tables.pipeline is not None:
         return False  # it reduces the gradient of the embedding with those of its stages
-    split = [any(placed.shape[a] > 1 for a in _stored(placed, name)) for name in _LOOKED_UP]
-    is_manual = bool(accumulation.manual_axes(placed.tables, placed.shape, gather_once=False))
+    split = [any(sharded.shape[a] > 1 for a in _stored(sharded, name)) for name in _LOOKED_UP]
+    is_manual = bool(accumulation.manual_axes(sharded.tables, sharded.shape, gather_once=False))
     return not (all(split) and step.accum_steps > 1 and is_manual)
 
 
-def _of_lookups(placed: Placed, step: Step, table: Any) -> Iterator[tuple[tuple[str, ...], float]]:
+def _of_lookups(sharded: ShardedState, step: Step, table: Any) -> Iterator[tuple[tuple[str, ...], float]]:
     """Gradients of the rows of an embedding (`models.derivatives.embedded`): mesh axes, and wire bytes of a chip.
 
     An all-to-all over each mesh axis that stores columns, a gather over those that store rows of the table and split
     the positions, and a sum of the stored pieces in float32 over what is left.
     """
-    used = placed.tables.activation_rules
+    used = sharded.tables.activation_rules
     split = {a for name in _LOOKUP_ROWS for a in logical.mesh_axes(used[name])}
-    vocab, columns = (_stored(placed, name) for name in _LOOKED_UP)
-    positions = step.batch_size * placed.trace.length
-    sent = positions * table.shape[1] * placed.trace.itemsize / placed.degree(tuple(split))
+    vocab, columns = (_stored(sharded, name) for name in _LOOKED_UP)
+    positions = step.batch_size * sharded.trace.length
+    sent = positions * table.shape[1] * sharded.trace.itemsize / sharded.degree(tuple(split))
     for axis in columns:
-        n = placed.shape[axis]
+        n = sharded.shape[axis]
         if axis in split:
             yield (axis,), (n - 1) / n * sent
         else:
             sent /= n
     gathered = tuple(a for a in vocab if a in split)
-    yield gathered, (placed.degree(gathered) - 1) * sent
+    yield gathered, (sharded.degree(gathered) - 1) * sent
     whole = tuple(sorted(split - {*vocab, *columns}))
-    n = placed.degree(whole)
-    yield whole, 2 * (n - 1) / n * size_bytes(table) / placed.degree((*vocab, *columns))
+    n = sharded.degree(whole)
+    yield whole, 2 * (n - 1) / n * size_bytes(table) / sharded.degree((*vocab, *columns))
 
 
-def _stored(placed: Placed, name: str) -> tuple[str, ...]:
+def _stored(sharded: ShardedState, name: str) -> tuple[str, ...]:
     """Mesh axes that a parameter's axis is split over."""
-    return logical.mesh_axes(logical.row(placed.tables.param_rules, name))
+    return logical.mesh_axes(logical.row(sharded.tables.param_rules, name))
 
 
-def _of_activations(placed: Placed, step: Step, work: Work) -> Iterator[tuple[tuple[str, ...], float]]:
+def _of_activations(sharded: ShardedState, step: Step, work: Work) -> Iterator[tuple[tuple[str, ...], float]]:
     """Sums over tensor parallel products, keys and values over sequence, rows over stages."""
-    used, trace, schedule = placed.tables.activation_rules, placed.trace, placed.tables.pipeline
-    rows = step.batch_size / placed.shards("batch", used) / placed.shape["stage"]
+    used, trace, schedule = sharded.tables.activation_rules, sharded.trace, sharded.tables.pipeline
+    rows = step.batch_size / sharded.axis_shards("batch", used) / sharded.shape["stage"]
     again = 0.5 if work.flops > 3.3 * work.forward_flops else 0.0  # computed again, but for the last product of a block
     again += 1.0 if schedule and schedule.save == "stage" else 0.0  # once more, whole
     for reduction in work.reductions:
         axes = logical.mesh_axes(used[reduction.axis])
-        n = placed.degree(axes)
-        pieces = placed.shards("length", used)
+        n = sharded.degree(axes)
+        pieces = sharded.axis_shards("length", used)
         yield axes, 2 * (n - 1) / n * reduction.bytes * rows / pieces * (2 + again)
-    n = placed.shards("length", used)
+    n = sharded.axis_shards("length", used)
     weights = [leaf for leaf, of in leaves(trace.shapes.params, trace.axes.params) if "kv_heads" in of.names]
     keys = sum(leaf.size / leaf.shape[1] for leaf in weights) * trace.length * trace.itemsize  # and values, of a row
     yield logical.mesh_axes(used["length"]), (n - 1) / n * keys * rows * (2 + 2 * again)
     if schedule:
         inputs = max((k.bytes / k.copies for k in _full(trace).kept if k.copies > 1 and k.has_rows), default=0.0)
-        turns = schedule.ticks(placed.shape["stage"]) / placed.microbatches
-        yield ("stage",), 2 * inputs * rows * placed.shape["stage"] * turns
+        turns = schedule.ticks(sharded.shape["stage"]) / sharded.microbatches
+        yield ("stage",), 2 * inputs * rows * sharded.shape["stage"] * turns
 
 
 def check_fits(found: Estimate, slice: Slice) -> None:

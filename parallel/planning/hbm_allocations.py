@@ -14,7 +14,7 @@ from core import logical
 from parallel import report
 from parallel.hlo.program import Array, Instruction, Module
 from parallel.partitioner import Program
-from parallel.planning import buffers, placed
+from parallel.planning import buffers, sharded_state
 from parallel.planning.buffers import Buffers
 
 KINDS = (
@@ -99,7 +99,7 @@ class _Kinds:
     def __init__(self, bound: Program):
         self._weights = report.Weights(bound)
         shape = bound.partitioner.shape
-        leaves = placed.leaves(bound.abstract_state.params, bound.axes.params)
+        leaves = sharded_state.leaves(bound.abstract_state.params, bound.axes.params)
         self._stored = {tuple(sorted(d for d in leaf.sharding.shard_shape(leaf.shape) if d > 1)) for leaf, _ in leaves}
         self._layers = {leaf.sharding.shard_shape(leaf.shape)[0] for leaf, of in leaves if of.names[:1] == ("layers",)}
         pieces = logical.shards(bound.partitioner.strategy.activation_rules["vocab"], shape)

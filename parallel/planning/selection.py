@@ -19,7 +19,7 @@ from parallel.planning import arithmetic
 from parallel.planning.arithmetic import Estimate
 from parallel.planning.candidates import Candidate, Layout
 from parallel.planning.model_trace import ModelTrace
-from parallel.planning.placed import Placed, Refused, Step, step_of
+from parallel.planning.sharded_state import Refused, ShardedState, Step, step_of
 from parallel.strategy import Strategy
 
 _BEYOND_FACTORS = (1.0, 1.05, 1.1)  # of a chip's HBM; arithmetic exceeds the compiler by 0 to 13 % of most layouts
@@ -61,37 +61,37 @@ class Judge:
           num_streams: of the data; must divide the rows.
         """
         self._trace, self._own, self._num_streams = trace, own, num_streams
-        self._placed: dict[Any, Placed | Refused] = {}
+        self._sharded: dict[Any, ShardedState | Refused] = {}
 
     def judge(self, candidate: Candidate) -> JudgedCandidate:
         """Returns the candidate with its estimate, or with the reason why it cannot work."""
-        placed = self._place(candidate.layout)
-        if isinstance(placed, Refused):
+        sharded = self._place(candidate.layout)
+        if isinstance(sharded, Refused):
             degrees = dict(candidate.layout.degrees) if candidate.layout else {}
             mesh = strategy.mesh_text({axis: n for axis, n in degrees.items() if n > 0}, single="")
-            return _refused(JudgedCandidate(candidate, candidate.name(mesh)), placed)
-        mesh = strategy.mesh_text(placed.shape, dcn_shape=placed.tables.dcn_shape)
+            return _refused(JudgedCandidate(candidate, candidate.name(mesh)), sharded)
+        mesh = strategy.mesh_text(sharded.shape, dcn_shape=sharded.tables.dcn_shape)
         judged = JudgedCandidate(candidate, candidate.name(mesh))
         step = Step(candidate.remat, candidate.batch_size, candidate.accum_steps)
         try:
-            placed.check(step, num_streams=self._num_streams)
-            estimate = arithmetic.estimate(placed, step)
+            sharded.check(step, num_streams=self._num_streams)
+            estimate = arithmetic.estimate(sharded, step)
             judged = dataclasses.replace(judged, estimate=estimate)
             arithmetic.check_fits(estimate, self._trace.slice)
         except Refused as refused:
             return _refused(judged, refused)
         return judged
 
-    def _place(self, layout: Layout | None) -> Placed | Refused:
+    def _place(self, layout: Layout | None) -> ShardedState | Refused:
         tables = layout.strategy() if layout else self._own
         mesh = layout and (layout.constructor, layout.degrees)
-        if mesh not in self._placed:
+        if mesh not in self._sharded:
             try:
-                self._placed[mesh] = Placed(tables, self._trace)
+                self._sharded[mesh] = ShardedState(tables, self._trace)
             except Refused as refused:
-                self._placed[mesh] = refused
-        placed = self._placed[mesh]
-        return placed.rescheduled(tables) if isinstance(placed, Placed) and tables.pipeline else placed
+                self._sharded[mesh] = refused
+        sharded = self._sharded[mesh]
+        return sharded.rescheduled(tables) if isinstance(sharded, ShardedState) and tables.pipeline else sharded
 
 
 def _refused(judged: JudgedCandidate, refused: Refused) -> JudgedCandidate:

@@ -10,7 +10,7 @@ from parallel import report, strategies
 from parallel.partitioner import Partitioner
 from parallel.pipeline import schedules
 from parallel.planning import arithmetic, model_trace
-from parallel.planning.placed import Placed, Refused, Step
+from parallel.planning.sharded_state import Refused, ShardedState, Step
 
 FULL = Step("full", 32, 1)
 
@@ -41,7 +41,7 @@ COMPILED = {
 @pytest.mark.parametrize("name", COMPILED)
 def test_hbm_and_traffic_of_7b_are_near_what_was_compiled(seven_b, name):
     tables, peak, wire, peak_ratio, wire_ratio = COMPILED[name]
-    found = arithmetic.estimate(Placed(tables, seven_b), PLANNED if tables.pipeline else FULL)
+    found = arithmetic.estimate(ShardedState(tables, seven_b), PLANNED if tables.pipeline else FULL)
     assert found.peak_bytes / GIB / peak == pytest.approx(peak_ratio, rel=0.02)
     sent = sum(axis.wire_bytes for axis in found.time.traffic) / GIB
     assert sent / wire == pytest.approx(wire_ratio, rel=0.02)
@@ -52,7 +52,7 @@ def test_hbm_and_traffic_of_7b_are_near_what_was_compiled(seven_b, name):
 def test_gradients_of_looked_up_rows_are_what_was_compiled(trace_of, slice_name, wire):
     """Two layers of the 7B, `fsdp`: a third of what is sent belongs to the embedding and the output matrix."""
     model = transformer.preset("7b", num_layers=2, remat="full")
-    found = arithmetic.estimate(Placed(strategies.fsdp(), trace_of(model, slice_name=slice_name)), FULL)
+    found = arithmetic.estimate(ShardedState(strategies.fsdp(), trace_of(model, slice_name=slice_name)), FULL)
     assert sum(axis.wire_bytes for axis in found.time.traffic) / GIB / wire == pytest.approx(1.0, rel=0.005)
 
 
@@ -61,7 +61,7 @@ def test_a_replica_s_share_of_the_embedding_is_summed_in_float32(trace_of):
     found = {}
     for vocab in (32000, 64000):
         known = trace_of(transformer.preset("7b", num_layers=2, remat="full", vocab_size=vocab))
-        traffic = arithmetic.estimate(Placed(strategies.hsdp(data=4), known), FULL).time.traffic
+        traffic = arithmetic.estimate(ShardedState(strategies.hsdp(data=4), known), FULL).time.traffic
         found[vocab] = {axis.axes: axis.wire_bytes for axis in traffic}
     more = {axes: found[64000][axes] - found[32000][axes] for axes in found[32000]}
     table = 32000 * 4096
@@ -72,7 +72,7 @@ def test_a_replica_s_share_of_the_embedding_is_summed_in_float32(trace_of):
 
 @pytest.mark.covers("X06")
 def test_seconds_of_7b_are_near_what_was_compiled(seven_b):
-    found = arithmetic.estimate(Placed(strategies.fsdp(), seven_b), FULL)
+    found = arithmetic.estimate(ShardedState(strategies.fsdp(), seven_b), FULL)
     assert found.time.compute == pytest.approx(981e6 / 1.05e9, rel=0.1)
     flops = transformer.preset("7b").flops_per_token(2048) * 2048
     assert seven_b.works["none"].flops + 6 * 32 * 2048**2 / 2 * 4096 * 2 == pytest.approx(flops, rel=0.05)
@@ -95,27 +95,29 @@ def test_state_is_exact(trace_of, tables, optimizer):
     program = Partitioner(tables, slice=slice_, devices=jax.devices()[:8]).program(
         model, optimizer, {k: jax.ShapeDtypeStruct((32, *s.shape[1:]), s.dtype) for k, s in known.spec.items()}, seed=0
     )
-    wanted, found = report.totals(program), Placed(tables, known).state
+    wanted, found = report.totals(program), ShardedState(tables, known).state
     assert (found["parameters"], found["optimizer"]) == (wanted.params, wanted.opt_state)
 
 
 @pytest.mark.covers("X04")
 def test_more_fsdp_is_less_hbm(seven_b):
-    peaks = [arithmetic.estimate(Placed(strategies.mesh3d(data=n), seven_b), FULL).peak_bytes for n in (16, 8, 4, 2, 1)]
+    peaks = [
+        arithmetic.estimate(ShardedState(strategies.mesh3d(data=n), seven_b), FULL).peak_bytes for n in (16, 8, 4, 2, 1)
+    ]
     assert peaks == sorted(peaks, reverse=True)
     assert len(set(peaks)) == len(peaks)
 
 
 def test_more_recomputation_is_less_hbm_and_more_time(seven_b):
-    placed = Placed(strategies.fsdp(), seven_b)
-    none, dots, full = (arithmetic.estimate(placed, Step(remat, 32, 1)) for remat in ("none", "dots", "full"))
+    sharded = ShardedState(strategies.fsdp(), seven_b)
+    none, dots, full = (arithmetic.estimate(sharded, Step(remat, 32, 1)) for remat in ("none", "dots", "full"))
     assert none.peak_bytes > dots.peak_bytes > full.peak_bytes
     assert none.time.busy < dots.time.busy < full.time.busy
 
 
 def test_accumulation_is_less_hbm_and_more_traffic(seven_b):
-    placed = Placed(strategies.fsdp(), seven_b)
-    one, two = (arithmetic.estimate(placed, Step("dots", 32, n)) for n in (1, 2))
+    sharded = ShardedState(strategies.fsdp(), seven_b)
+    one, two = (arithmetic.estimate(sharded, Step("dots", 32, n)) for n in (1, 2))
     assert one.peak_bytes > two.peak_bytes
     assert one.time.traffic_seconds < two.time.traffic_seconds
 
@@ -123,7 +125,7 @@ def test_accumulation_is_less_hbm_and_more_traffic(seven_b):
 def test_more_microbatches_are_a_smaller_bubble_and_less_time(seven_b):
     def at(microbatches):
         schedule = schedules.gpipe(num_microbatches=microbatches)
-        return arithmetic.estimate(Placed(strategies.pipeline_fsdp(stage=4, schedule=schedule), seven_b), FULL)
+        return arithmetic.estimate(ShardedState(strategies.pipeline_fsdp(stage=4, schedule=schedule), seven_b), FULL)
 
     few, many = at(4), at(8)
     assert few.bubble > many.bubble > 0
@@ -134,16 +136,16 @@ def test_more_microbatches_are_a_smaller_bubble_and_less_time(seven_b):
 def test_a_pipeline_computes_every_layer_again_whatever_the_model_s_remat(seven_b, save):
     """Its kernels are 2 products forward, 2 again, 7 backward; where a stage's inputs are made again too, 2 more."""
     schedule = schedules.gpipe(num_microbatches=8, save=save)
-    placed = Placed(piped(schedule), seven_b)
-    planned = arithmetic.estimate(placed, PLANNED)
-    assert all(arithmetic.estimate(placed, Step(remat, 32, 1)) == planned for remat in seven_b.works)
+    sharded = ShardedState(piped(schedule), seven_b)
+    planned = arithmetic.estimate(sharded, PLANNED)
+    assert all(arithmetic.estimate(sharded, Step(remat, 32, 1)) == planned for remat in seven_b.works)
     causal = 2 * 2048 * 2048 * 4096 / 2 * 32  # one product of all layers of a row
     products = 11 if save == "layers" else 13
     kernels = products * causal * 2 * (11 / 8) / (0.4 * 275e12)  # 2 rows a chip, 11 ticks for 8 microbatches
     assert planned.time.kernels == pytest.approx(kernels, rel=0.05)
     full = seven_b.works["full"]
     again = 0.0 if save == "layers" else full.forward_flops
-    assert arithmetic.product_flops(placed, PLANNED) == pytest.approx((full.flops + again) * 2 * 11 / 8)
+    assert arithmetic.product_flops(sharded, PLANNED) == pytest.approx((full.flops + again) * 2 * 11 / 8)
 
 
 def test_sums_over_tensor_happen_again_with_a_pipeline_s_layers(seven_b):
@@ -153,7 +155,7 @@ def test_sums_over_tensor_happen_again_with_a_pipeline_s_layers(seven_b):
         tables = strategies.pipeline_fsdp_tensor(
             stage=2, tensor=4, schedule=schedules.gpipe(num_microbatches=2, save=save)
         )
-        found = arithmetic.estimate(Placed(tables, seven_b), PLANNED)
+        found = arithmetic.estimate(ShardedState(tables, seven_b), PLANNED)
         return next(axis.wire_bytes for axis in found.time.traffic if axis.axes == ("tensor",))
 
     of_all_layers = 2 * 32 * 2048 * 4096 * 2  # two sums of bfloat16 rows
@@ -164,7 +166,7 @@ def test_sums_over_tensor_happen_again_with_a_pipeline_s_layers(seven_b):
 
 def test_what_is_a_little_too_large_by_arithmetic_is_left_to_the_compiler(seven_b):
     have = seven_b.slice.chip.usable_hbm_bytes
-    found = arithmetic.estimate(Placed(strategies.fsdp(), seven_b), FULL)
+    found = arithmetic.estimate(ShardedState(strategies.fsdp(), seven_b), FULL)
     for share in (0.99, 1.01, 1.14):
         arithmetic.check_fits(found._replace(hbm={"logits": share * have}), seven_b.slice)
     with pytest.raises(Refused, match=r"needs 35.7 GiB of 30.75, over 115% of it"):
@@ -187,9 +189,9 @@ def test_what_cannot_be_is_refused_with_its_reason(seven_b, tables, step, kind, 
         tables = strategies.pipeline(stage=16, schedule=schedules.circular(num_microbatches=16, repeats=4))
 
     def judge():
-        placed = Placed(tables, seven_b)
-        placed.check(step)
-        arithmetic.check_fits(arithmetic.estimate(placed, step), seven_b.slice)
+        sharded = ShardedState(tables, seven_b)
+        sharded.check(step)
+        arithmetic.check_fits(arithmetic.estimate(sharded, step), seven_b.slice)
 
     with pytest.raises(Refused, match=said) as refused:
         judge()
@@ -199,7 +201,7 @@ def test_what_cannot_be_is_refused_with_its_reason(seven_b, tables, step, kind, 
 def test_a_dimension_that_does_not_divide_is_refused(trace_of):
     known = trace_of(transformer.preset("tiny", vocab_size=512), rows=16, length=128)
     with pytest.raises(Refused, match="kv_heads = 2 does not divide over tensor = 4") as refused:
-        Placed(strategies.fsdp_tensor(tensor=4), known)
+        ShardedState(strategies.fsdp_tensor(tensor=4), known)
     assert refused.value.kind == "a dimension does not divide"
 
 
@@ -213,15 +215,15 @@ def test_a_model_without_a_stack_is_measured_too():
     known = model_trace.trace(
         experiment.model, experiment.optimizer, experiment.task.spec(experiment.batch_size), slice=slices.get("v4-64")
     )
-    placed = Placed(strategies.data_parallel(), known)
-    kept = {remat: arithmetic.estimate(placed, Step(remat, 6144, 1)) for remat in known.works}
+    sharded = ShardedState(strategies.data_parallel(), known)
+    kept = {remat: arithmetic.estimate(sharded, Step(remat, 6144, 1)) for remat in known.works}
     assert kept["none"].hbm["saved activations"] > kept["full"].hbm["saved activations"]
     assert all(found.time.compute > 0 for found in kept.values())
 
 
 def test_what_crosses_slices_goes_over_dcn(trace_of):
     known = trace_of(transformer.preset("tiny", vocab_size=512), slice_name="2xv4-8", rows=16, length=128)
-    found = arithmetic.estimate(Placed(strategies.multislice(slices=2), known), Step("none", 16, 1))
+    found = arithmetic.estimate(ShardedState(strategies.multislice(slices=2), known), Step("none", 16, 1))
     assert {axis.axes: axis.network for axis in found.time.traffic if len(axis.axes) == 1} == {
         ("data",): "DCN",
         ("fsdp",): "ICI",

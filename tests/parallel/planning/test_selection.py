@@ -14,8 +14,8 @@ from parallel.planning import selection
 from parallel.planning.arithmetic import Estimate
 from parallel.planning.candidates import Candidate, Choice, Layout
 from parallel.planning.cost import StepTime
-from parallel.planning.placed import Step, step_of
 from parallel.planning.selection import JudgedCandidate
+from parallel.planning.sharded_state import Step, step_of
 
 MODEL = transformer.Transformer(
     vocab_size=512, num_layers=4, embed_dim=64, mlp_dim=96, num_heads=2, num_kv_heads=2, remat="full"

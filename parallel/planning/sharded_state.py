@@ -54,7 +54,7 @@ def step_of(program: Program) -> Step:
     return Step(candidates.remat_of(program.model), rows, program.accum_steps)
 
 
-class Placed:
+class ShardedState:
     """The state of a program under the tables of a strategy.
 
     Attributes:
@@ -78,7 +78,7 @@ class Placed:
         """Microbatches of a pipeline; 1 without one."""
         return self.tables.pipeline.num_microbatches if self.tables.pipeline else 1
 
-    def rescheduled(self, tables: Strategy) -> Placed:
+    def rescheduled(self, tables: Strategy) -> ShardedState:
         """Returns the same layout with another schedule, reusing what does not depend on it."""
         _ = self.state, self.gradients, self.gathered, self.links
         other = copy.copy(self)
@@ -116,7 +116,7 @@ class Placed:
     def check(self, step: Step, *, num_streams: int = 1) -> None:
         """Raises Refused if layers do not divide into stages, or rows or positions of a batch over chips."""
         self._check_stages()
-        groups = self.shards("batch", self.tables.activation_rules)
+        groups = self.axis_shards("batch", self.tables.activation_rules)
         unit = groups * step.accum_steps * self.microbatches
         if step.batch_size % unit or step.batch_size % num_streams:
             nearest = logical.nearest_multiples(step.batch_size, math.lcm(unit, num_streams))
@@ -126,12 +126,12 @@ class Placed:
                 f"batch_size = {step.batch_size} does not divide over {units.counted(groups, 'group')} of chips{cuts}, "
                 f"or over {units.counted(num_streams, 'stream')}; nearest that do: {', '.join(map(str, nearest))}",
             )
-        pieces = self.shards("length", self.tables.activation_rules)
+        pieces = self.axis_shards("length", self.tables.activation_rules)
         if self.trace.length % pieces:
             raise Refused("positions do not divide", f"length = {self.trace.length} does not divide over {pieces}")
 
-    def shards(self, name: str, table: Rules) -> int:
-        """Returns how many pieces a logical axis is split into."""
+    def axis_shards(self, name: str, table: Rules) -> int:
+        """Returns the number of shards of a logical axis."""
         return logical.shards(logical.row(table, name), self.shape)
 
     def degree(self, axes: Sequence[str]) -> int:
@@ -148,10 +148,10 @@ class Placed:
         }
 
     def _bytes(self, shapes: Any, axes: Any, table: Rules) -> float:
-        return sum(size_bytes(leaf) / self.pieces(of, table) for leaf, of in leaves(shapes, axes))
+        return sum(size_bytes(leaf) / self.array_shards(of, table) for leaf, of in leaves(shapes, axes))
 
-    def pieces(self, axes: Axes, table: Rules, *, without: Sequence[str] = ()) -> int:
-        """Returns how many pieces an array is split into; a mesh axis counts once."""
+    def array_shards(self, axes: Axes, table: Rules, *, without: Sequence[str] = ()) -> int:
+        """Returns the number of shards of an array; a mesh axis counts once."""
         used = {a for name in axes.names if name for a in logical.mesh_axes(logical.row(table, name))} - set(without)
         return self.degree(tuple(used))
 
@@ -166,18 +166,18 @@ class Placed:
         """Bytes of all gradients on a chip."""
         table = self.tables.param_rules
         pairs = leaves(self.trace.shapes.params, self.trace.axes.params)
-        return sum(size_bytes(leaf) / self.pieces(of, table, without=self.gathered_once) for leaf, of in pairs)
+        return sum(size_bytes(leaf) / self.array_shards(of, table, without=self.gathered_once) for leaf, of in pairs)
 
     @functools.cached_property
     def gathered(self) -> float:
         """Bytes of the weights that are gathered at a time: of two layers, or of a pipeline's whole stage."""
         total = 0.0
         for leaf, of in leaves(self.trace.shapes.params, self.trace.axes.params):
-            stored = self.pieces(of, self.tables.param_rules)
+            stored = self.array_shards(of, self.tables.param_rules)
             if "layers" in of.names and not self.tables.pipeline:
-                whole = 2 * leaf.size / leaf.shape[0] / self.pieces(of, self.tables.activation_rules)
+                whole = 2 * leaf.size / leaf.shape[0] / self.array_shards(of, self.tables.activation_rules)
             else:
-                whole = leaf.size / self.pieces(of, self.tables.param_rules, without=self.gathered_once)
+                whole = leaf.size / self.array_shards(of, self.tables.param_rules, without=self.gathered_once)
             total += whole * self.trace.itemsize if stored > 1 or self.tables.pipeline else 0.0
         return total
 
