@@ -81,7 +81,7 @@ def test_a_run_in_a_bucket_is_reached_through_the_bucket(bucket, launch_command)
                 command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
             )
             assert done.returncode == 0, done.stdout + done.stderr
-            first, last = map(int, re.search(r"trace steps (\d+) to (\d+)", done.stdout).groups())
+            first, last = map(int, re.search(r"traces? steps (\d+) to (\d+)", done.stdout).groups())
             assert run.stdout.readline() == f"traced Window(first_step={first}, last_step={last})\n"
             assert f"profile     gs://bucket/run/tensorboard/plugins/profile/step_{first}\n" in done.stdout
             assert "/profile_request.json" not in bucket.list("gs://bucket/run")
