@@ -5,7 +5,6 @@ accuracy = a - b N^-c          N in millions; 0 <= a <= 1, b >= 0, 0.01 <= c <= 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -85,20 +84,11 @@ def fit(parameters: Sequence[float], accuracies: Sequence[float]) -> ScalingLaw:
 
 def _fit(n: np.ndarray, y: np.ndarray, exponent: float, bounds: tuple[list[float], list[float]]) -> np.ndarray:
     start = (min(max(float(y.max()), 0.01), 0.99), 0.1, exponent)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optimize.OptimizeWarning)  # no covariance where b is 0; it is not used
-        found, _ = optimize.curve_fit(
-            lambda n, a, b, c: a - b * n**-c,
-            n,
-            y,
-            start,
-            bounds=bounds,
-            xtol=1e-12,
-            ftol=1e-14,
-            gtol=1e-14,
-            max_nfev=5000,
-        )
-    return found
+    # Where b is 0 nothing determines c: the limit ends the search with a fit that is as good as any.
+    found = optimize.least_squares(
+        _errors, start, args=(n, y), bounds=bounds, xtol=1e-10, ftol=1e-12, gtol=1e-12, max_nfev=1000
+    )
+    return found.x
 
 
 def _errors(abc: np.ndarray, n: np.ndarray, y: np.ndarray) -> np.ndarray:
