@@ -26,8 +26,8 @@ from core.types import AnswerJudge, Evaluates, can
 from core.watch import phase
 from launch import terminal
 from launch.experiments.held_out import HeldOut
-from launch.prepared_run import Run
-from launch.progress import curves_apart
+from launch.runs.prepared_run import Run
+from launch.runs.progress import curves_apart
 from parallel.partitioner import Program
 
 FOLDER, CUMULATIVE = "evaluation", "cumulative.json"

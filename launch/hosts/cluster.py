@@ -39,7 +39,7 @@ def join(
 
     Args:
       slice_: whose hosts these are.
-      description: what this host would run (`launch.training.describe`), to be the same on all of them.
+      description: what this host would run (`launch.runs.prepared_run.run_signature`), to be the same on all of them.
       limits: how long a host may stay in one phase.
       before_devices: as for `distributed.initialize`.
 

@@ -25,8 +25,8 @@ import numpy as np
 
 from core.training.hooks import Hook
 from core.watch import phase
-from launch import training
-from launch.prepared_run import Run
+from launch.runs import training
+from launch.runs.prepared_run import Run
 from tests.lab import gcs_emulator, growth
 
 _POLL_SECONDS = 0.002

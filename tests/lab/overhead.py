@@ -21,9 +21,9 @@ from core.training import hooks
 from core.training.trainer import StepReport
 from core.types import Batch
 from core.watch import phase
-from launch import training
 from launch.experiment import Experiment
 from launch.host import Host
+from launch.runs import prepared_run, training
 from models.transformer import Transformer
 from parallel import strategies
 from parallel.partitioner import Program
@@ -85,7 +85,9 @@ def measure(timed: Experiment, *, turn_steps: int, run_dir: str, host: Host) -> 
       run_dir: for what a run writes.
       host: this process among its peers.
     """
-    run = training.ready(timed, config_text="", revision="", run_dir=run_dir, last_step=timed.total_steps, host=host)
+    run = prepared_run.prepare_run(
+        timed, config_text="", revision="", run_dir=run_dir, last_step=timed.total_steps, host=host
+    )
     layout = run.program.partitioner.data_layout(timed.batch_size)
     batch = run.program.put(next(timed.task.train(layout, seed=timed.seed)))
     turns = _Turns(run.program, batch, turn_steps=turn_steps)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from launch import configuration, environment, preflight
+from launch import configuration, environment
+from launch.check import preflight
 
 QUICKSTART = "gin/quickstart.gin"
 

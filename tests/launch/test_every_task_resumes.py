@@ -7,8 +7,9 @@ import pytest
 
 from core import paths
 from core.checkpoints import description
-from launch import configuration, training
+from launch import configuration
 from launch.host import Host
+from launch.runs import prepared_run, training
 
 COMMON = ("TOTAL_STEPS = 8", "CHECKPOINT_INTERVAL = 4", "EVAL_BATCHES = 0", "WARMUP_STEPS = 6", "BATCH_SIZE = 8")
 TOKENS = (
@@ -45,7 +46,7 @@ def ready(name, folder):
     bindings = [b.format_map(places) if b.startswith(("DATA", "VALIDATION")) else b for b in bindings]
     config = configuration.load(file, bindings=bindings, slice_name="v5e-4")
     straight = str(folder / "straight")
-    return training.ready(
+    return prepared_run.prepare_run(
         config.build(), config_text=config.text, revision="", run_dir=straight, last_step=8, host=Host(0, 1, True)
     )
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from core.training import non_finite
-from launch import configuration, training
+from launch import configuration
 from launch.host import Host
+from launch.runs import prepared_run, training
 from models.transformer import Transformer
 from parallel import strategies
 from parallel.pipeline import schedules
@@ -76,7 +77,7 @@ def losses(tmp_path, kept_programs, monkeypatch):
     def run(name, made):
         run_dir = tmp_path / name
         told = {"config_text": "", "revision": "", "run_dir": str(run_dir), "last_step": made.total_steps}
-        training.train(training.ready(made, host=Host(0, 1, True), **told))
+        training.train(prepared_run.prepare_run(made, host=Host(0, 1, True), **told))
         rows = map(json.loads, pathlib.Path(run_dir, "metrics.jsonl").read_text().splitlines())
         by_step = {}
         for row in rows:

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from core.checkpoints.store import Checkpoints
-from launch import configuration, training
+from launch import configuration
 from launch.host import Host
+from launch.runs import prepared_run, training
 
 SMALL = (
     "BATCH_SIZE = 16",
@@ -38,7 +39,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     data = f"puzzles.sudoku.directory = '{folder / 'data'}'"
     config = configuration.load("gin/trm/sudoku4.gin", bindings=(*SMALL, data), slice_name="v5e-1")
-    return training.ready(
+    return prepared_run.prepare_run(
         config.build(),
         config_text=config.text,
         revision="",

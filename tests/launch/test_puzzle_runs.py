@@ -3,7 +3,8 @@
 import pytest
 
 from core import slices
-from launch import configuration, smoke
+from launch import configuration
+from launch.runs import smoke
 from parallel import mesh
 
 TRM = (

@@ -10,7 +10,7 @@ import pytest
 
 from core import logical, optimizers, slices
 from core.stack import layer_stack
-from launch.agreement import MODEL, bind, random_batches
+from launch.verify.agreement import MODEL, bind, random_batches
 from models import attention, losses
 from parallel import accumulation, agreement, partitioner, strategies
 

@@ -10,7 +10,8 @@ import pytest
 
 from core import optimizers, slices
 from core.slices import GIB
-from launch import configuration, environment, smoke
+from launch import configuration, environment
+from launch.runs import smoke
 from models import transformer
 from parallel import compiled, partitioner, report, strategies
 from parallel.agreement import EXAMPLES

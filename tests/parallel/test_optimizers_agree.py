@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from core import optimizers, slices
-from launch import agreement as table
+from launch.verify import agreement as table
 from models import transformer
 from parallel import agreement, strategies
 from parallel.partitioner import Partitioner

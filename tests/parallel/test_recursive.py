@@ -9,7 +9,7 @@ import pytest
 
 from core import train_state
 from core.checkpoints.store import Checkpoints
-from launch.agreement import ONE_DEVICE, RECURSIVE, batches_for, bind
+from launch.verify.agreement import ONE_DEVICE, RECURSIVE, batches_for, bind
 from parallel import agreement, strategies
 from parallel.agreement import EXAMPLES, Example
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from core.checkpoints.store import Checkpoints
-from launch.agreement import EXAMPLES, MODELS, batches_for, bind
+from launch.verify.agreement import EXAMPLES, MODELS, batches_for, bind
 
 
 @pytest.mark.covers("C07")
@@ -54,7 +54,7 @@ from core import distributed
 distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS,
                        local_cpu_devices=16 // HOSTS, single_process=False)
 from core.checkpoints.store import Checkpoints
-from launch.agreement import EXAMPLES, MODELS, batches_for, bind
+from launch.verify.agreement import EXAMPLES, MODELS, batches_for, bind
 from parallel import agreement
 MODEL = MODELS[KIND]
 BATCHES = list(batches_for(MODEL, steps=2))

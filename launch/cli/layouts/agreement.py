@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     if args.into is None:
         os.environ["JAX_NUM_CPU_DEVICES"] = str(_devices(args))
     sys.path.append(str(Path.cwd()))
-    from launch import agreement
+    from launch.verify import agreement
 
     _check_flags(args)
     experiment = _experiment(args)

@@ -179,7 +179,8 @@ def _run_side(side: str, slice_: Slice, command: Sequence[str], *, into: Path) -
 
 def _require_memory(variant: Variant, experiment: Any, *, steps: int, run_dir: str) -> None:
     """Refuses sizes whose every step this machine could not keep."""
-    from launch import host_memory, preflight
+    from launch import host_memory
+    from launch.check import preflight
 
     checked = preflight.check(
         variant.config, bindings=variant.bindings, slice_name=experiment.slice, run_dir=run_dir, smoked=False
@@ -192,8 +193,9 @@ def _require_memory(variant: Variant, experiment: Any, *, steps: int, run_dir: s
 def _record(args: argparse.Namespace) -> int:
     """One host's process of one side."""
     from core import slices
-    from launch import bisect, smoke, training
     from launch.hosts import cluster
+    from launch.runs import prepared_run, smoke
+    from launch.verify import bisect
 
     variants = _variants(args)
     experiments = [_experiment(variant, args) for variant in variants]
@@ -204,7 +206,7 @@ def _record(args: argparse.Namespace) -> int:
     if not args.own_dtype:
         experiment = _in_float32(experiment)
     host = cluster.join(slices.get(experiment.slice), limits=experiment.limits)
-    run = training.ready(
+    run = prepared_run.prepare_run(
         experiment,
         config_text=" ".join(sys.argv),
         revision="",
@@ -230,7 +232,7 @@ def _in_float32(experiment: Any) -> Any:
 
 def _compare(args: argparse.Namespace, experiments: list[Any], folder: Path) -> int:
     from core.types import ChoosesDtype, can
-    from launch import bisect
+    from launch.verify import bisect
 
     ours, theirs = (dict(np.load(folder / f"{side}.npz")) for side in "AB")
     dtypes = [str(e.model.dtype) if can(e.model, ChoosesDtype) else "float32" for e in experiments]

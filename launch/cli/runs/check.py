@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the findings; 2 where one failed."""
     os.environ["JAX_PLATFORMS"] = "cpu"
-    from launch import preflight
+    from launch.check import preflight
 
     checked = preflight.check(
         args.experiment,

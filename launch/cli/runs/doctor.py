@@ -53,17 +53,19 @@ def run(args: argparse.Namespace) -> int:
 
 def _ahead(args: argparse.Namespace) -> int:
     """What shows without a device, into --json: a process of its own, which keeps libtpu's compiler off the chips."""
-    from launch.doctor import ahead, rows
+    from launch.check import findings, offline_checks
 
     where = "simulated" if args.simulate else "here"
-    found = ahead.look(args.experiment, bindings=args.gin, slice_name=args.slice, run_dir=args.run_dir, hosts=where)
-    Path(args.json).write_text(json.dumps(rows.to_json(found)))
+    found = offline_checks.look(
+        args.experiment, bindings=args.gin, slice_name=args.slice, run_dir=args.run_dir, hosts=where
+    )
+    Path(args.json).write_text(json.dumps(findings.to_json(found)))
     return 0
 
 
 def _rows_of(args: argparse.Namespace, part: str, file: Path, **variables: str) -> list:
     """Runs a part of this command and reads its rows; a row that says so where it did not come to its end."""
-    from launch.doctor import rows
+    from launch.check import findings
 
     command = _command(args, part, file)
     done = subprocess.run(
@@ -75,8 +77,8 @@ def _rows_of(args: argparse.Namespace, part: str, file: Path, **variables: str) 
         check=False,
     )
     if done.returncode or not file.exists():
-        return [rows.Row(part, False, f"exit code {done.returncode}: {done.stdout.strip()[-2000:]}")]
-    return rows.from_text(file.read_text())
+        return [findings.Row(part, False, f"exit code {done.returncode}: {done.stdout.strip()[-2000:]}")]
+    return findings.from_text(file.read_text())
 
 
 def _command(args: argparse.Namespace, part: str, file: Path) -> list[str]:
@@ -85,7 +87,7 @@ def _command(args: argparse.Namespace, part: str, file: Path) -> list[str]:
 
 
 def _simulated(args: argparse.Namespace, slice_: slices.Slice) -> list:
-    from launch.doctor import rows
+    from launch.check import findings
 
     with tempfile.TemporaryDirectory(prefix="renga-doctor-") as folder:
         found = _rows_of(args, "ahead", Path(folder) / "ahead.json", JAX_PLATFORMS="cpu")
@@ -95,15 +97,15 @@ def _simulated(args: argparse.Namespace, slice_: slices.Slice) -> list:
         code = simulate.run(slice_, command=_command(args, "host", file), log_directory=Path(folder) / "logs")
         if code or not file.exists():
             last = (Path(folder) / "logs/host_0.log").read_text().splitlines()[-5:]
-            return [*found, rows.Row("hosts", False, "\n".join([f"exit code {code}", *last]))]
-        return [*found, *rows.from_text(file.read_text())]
+            return [*found, findings.Row("hosts", False, "\n".join([f"exit code {code}", *last]))]
+        return [*found, *findings.from_text(file.read_text())]
 
 
 def _host(args: argparse.Namespace, slice_: slices.Slice) -> int:
     """This host's part; host 0 has the table of all."""
     from core import distributed
     from launch import configuration
-    from launch.doctor import machine, rows, together
+    from launch.check import cluster_checks, findings, machine
 
     simulated = bool(environment.read("RENGA_SIMULATE"))
     mine = [machine.versions(), *machine.variables(simulated=simulated), machine.chip_holders()]
@@ -113,22 +115,22 @@ def _host(args: argparse.Namespace, slice_: slices.Slice) -> int:
     if any(row.name in ("configuration", "ahead") and not row.ok for row in mine):
         return _end(args, mine)
     config = configuration.load(args.experiment, bindings=args.gin, slice_name=slice_.name)
-    host, joined = together.join(slice_)
+    host, joined = cluster_checks.join(slice_)
     if host is None:
         return _end(args, [*mine, joined])
-    every = together.examine(config.build(), host, [*mine, joined], config_text=config.text, run_dir=args.run_dir)
+    every = cluster_checks.examine(config.build(), host, [*mine, joined], config_text=config.text, run_dir=args.run_dir)
     distributed.shutdown()
     if args.part == "host":
         if host.is_zero:
-            Path(args.json).write_text(json.dumps(rows.to_json(every)))
+            Path(args.json).write_text(json.dumps(findings.to_json(every)))
         return 0
-    return _end(args, every) if host.is_zero else int(not rows.is_ready(every))
+    return _end(args, every) if host.is_zero else int(not findings.is_ready(every))
 
 
 def _end(args: argparse.Namespace, found: list) -> int:
-    from launch.doctor import rows
+    from launch.check import findings
 
-    print(rows.table(found), flush=True)
+    print(findings.table(found), flush=True)
     if args.json:
-        paths.write_text_atomically(paths.resolve(args.json), json.dumps(rows.to_json(found), indent=1) + "\n")
-    return exit_codes.DONE if rows.is_ready(found) else exit_codes.FAILED
+        paths.write_text_atomically(paths.resolve(args.json), json.dumps(findings.to_json(found), indent=1) + "\n")
+    return exit_codes.DONE if findings.is_ready(found) else exit_codes.FAILED

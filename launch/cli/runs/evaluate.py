@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from launch.experiments.saved_run import SavedRun
     from launch.experiments.scores import Scores
     from launch.host import Host
-    from launch.prepared_run import Run
+    from launch.runs.prepared_run import Run
 
 HELP = "score a run's checkpoints on held-out data: mean metrics, and ARC by voting"
 EXAMPLE = """launch/run evaluate runs/trm/sudoku4
@@ -140,12 +140,12 @@ def _simulate(args: argparse.Namespace, asked: HeldOut, *, run_dir: str) -> int:
 def _evaluate(args: argparse.Namespace, found: SavedRun, asked: HeldOut, host: Host) -> None:
     """Evaluates the same checkpoints on all hosts; host 0 prints the scores."""
     from core import distributed
-    from launch import training
     from launch.experiments import saved_run, scores
     from launch.hosts import tpu_host
+    from launch.runs import prepared_run
 
     revision = tpu_host.revision()
-    run = training.ready(
+    run = prepared_run.prepare_run(
         asked.experiment,
         config_text=found.config.text,
         revision=revision,

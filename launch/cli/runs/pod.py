@@ -23,7 +23,7 @@ from launch.cli.runs import validate
 from launch.hosts import alerts, gcloud, lifecycle, shipping, simulate, supervise, tpu_host, workstation
 
 if TYPE_CHECKING:
-    from launch import preflight
+    from launch.check import preflight
 
 HELP = "train an experiment on a slice: on this TPU host, from a workstation, or simulated here"
 EXAMPLE = """launch/pod.sh v4-16 gin/quickstart.gin --simulate
@@ -249,7 +249,7 @@ def _from_workstation(args: argparse.Namespace, slice_: slices.Slice, tpus: Sequ
 def _checked(args: argparse.Namespace, slice_: slices.Slice, *, run_directory: str, hosts: str) -> preflight.Checked:
     """What a check finds before anything starts. Raises ValueError with everything that failed."""
     os.environ["JAX_PLATFORMS"] = "cpu"
-    from launch import preflight
+    from launch.check import preflight
 
     checked = preflight.check(
         args.experiment,

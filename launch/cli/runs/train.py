@@ -45,10 +45,11 @@ def _run(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     from core import distributed, metrics
     from core.training import run_lock
     from core.training.hooks import PreemptedError
-    from launch import configuration, smoke, training
-    from launch.doctor import together
+    from launch import configuration
+    from launch.check import cluster_checks
     from launch.hosts import cluster
     from launch.hosts.tpu_host import revision
+    from launch.runs import prepared_run, smoke, training
 
     config = configuration.load(args.experiment, bindings=args.gin, slice_name=args.slice)
     experiment = config.build()
@@ -69,16 +70,16 @@ def _run(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
 
     host = cluster.join(
         slices.get(experiment.slice),
-        description=training.known_at_start(config.text, git_revision, run_dir=run_dir, last_step=last_step),
+        description=prepared_run.run_signature(config.text, git_revision, run_dir=run_dir, last_step=last_step),
         limits=experiment.limits,
         before_devices=lock,
     )
-    together.warn_at_start(host)
+    cluster_checks.warn_at_start(host)
     if host.is_zero:
         for note in config.notes:
             print(f"note: {note}")
     stack.enter_context(_waiting(host, experiment, config))
-    run = training.ready(
+    run = prepared_run.prepare_run(
         experiment,
         config_text=config.text,
         revision=git_revision,
@@ -101,7 +102,7 @@ def _waiting(host: Host, experiment: Experiment, config: LoadedConfig) -> contex
     from core.watch import phase
     from launch import program_identity
     from launch.plan import records
-    from launch.progress import Waiting
+    from launch.runs.progress import Waiting
 
     if not host.is_zero:
         return contextlib.nullcontext()

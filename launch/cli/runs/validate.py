@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Tries one part after the other; 0 where none failed, and RUN/validate.json either way."""
-    from launch.doctor import validation
+    from launch.check import validation
 
     slice_ = slices.get(args.slice)
     if args.attention:
@@ -79,7 +79,7 @@ def _attention(args: argparse.Namespace, slice_: slices.Slice) -> int:
     """The attention of this host's chip; with --simulate of this machine's CPU, once. Host 0 writes."""
     from core import distributed
     from core.watch import phase
-    from launch.doctor import attention
+    from launch.check import attention
     from launch.hosts import cluster
 
     if args.simulate:

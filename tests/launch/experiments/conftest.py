@@ -9,9 +9,10 @@ import pytest
 
 from core.checkpoints.store import Checkpoints
 from launch import __main__ as cli
-from launch import configuration, training
+from launch import configuration
 from launch.host import Host
 from launch.hosts import cluster
+from launch.runs import prepared_run
 from tasks.puzzles import arc_grids, writing
 
 HOST = Host(0, 1, True)
@@ -148,7 +149,9 @@ def framed(grid, variant=None):
 
 def save(config, run_dir):
     """A checkpoint for each turn of the parrot."""
-    run = training.ready(config.build(), config_text=config.text, revision="", run_dir=run_dir, last_step=2, host=HOST)
+    run = prepared_run.prepare_run(
+        config.build(), config_text=config.text, revision="", run_dir=run_dir, last_step=2, host=HOST
+    )
     checkpoints = Checkpoints(run.checkpoint_dir, keep=3)
     state = run.program.init()
     for turn in range(2):

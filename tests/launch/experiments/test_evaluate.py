@@ -7,9 +7,10 @@ import shutil
 import pytest
 
 from core import paths
-from launch import configuration, training
+from launch import configuration
 from launch.cli.runs import evaluate
 from launch.experiments import held_out, saved_run, scores
+from launch.runs import prepared_run
 
 FIRST = {"1": 0.25, "2": 0.75, "5": 0.75, "10": 0.75, "100": 0.75, "1000": 0.75}
 
@@ -102,7 +103,7 @@ def test_checkpoints_are_listed_again_after_the_data_is_read(command, parrot_run
     run_dir = tmp_path / "run"
     shutil.copytree(parrot_run, run_dir)
     (run_dir / "checkpoints" / "2").rename(tmp_path / "later")
-    ready, score = training.ready, scores.score
+    ready, score = prepared_run.prepare_run, scores.score
 
     def while_training(*args, **kwargs):
         found = ready(*args, **kwargs)
@@ -115,7 +116,7 @@ def test_checkpoints_are_listed_again_after_the_data_is_read(command, parrot_run
         return score(*args, **kwargs)
 
     with monkeypatch.context() as patched:
-        patched.setattr(training, "ready", while_training)
+        patched.setattr(prepared_run, "prepare_run", while_training)
         code, said = command("evaluate", run_dir)
     assert code == 0, said
     assert written(run_dir, "step_2.json")["step"] == 2
@@ -161,7 +162,7 @@ def test_a_model_that_answers_nothing_is_not_judged(command, parrot, parrot_run,
     ],
 )
 def test_what_cannot_be_had_is_said_before_anything_starts(command, monkeypatch, parrot_run, tmp_path, argv, message):
-    monkeypatch.setattr(training, "ready", None)  # not reached
+    monkeypatch.setattr(prepared_run, "prepare_run", None)  # not reached
     text = tmp_path / "text"
     (text / "checkpoints").mkdir(parents=True)
     shutil.copytree(parrot_run / "checkpoints", text / "checkpoints", dirs_exist_ok=True)

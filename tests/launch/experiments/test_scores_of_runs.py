@@ -8,8 +8,9 @@ import jax
 import pytest
 
 from core.checkpoints.store import Checkpoints
-from launch import configuration, training
+from launch import configuration
 from launch.host import Host
+from launch.runs import prepared_run, training
 
 TRM = """
 from __gin__ import dynamic_registration
@@ -63,7 +64,7 @@ def ready(run_dir, text, *, bindings=(), last_step=1):
     config = configuration.load(str(run_dir / "experiment.gin"), bindings=bindings)
     (run_dir / "config.gin").write_text(config.text)
     told = {"config_text": config.text, "revision": "", "run_dir": str(run_dir), "host": Host(0, 1, True)}
-    return training.ready(config.build(), last_step=last_step, **told)
+    return prepared_run.prepare_run(config.build(), last_step=last_step, **told)
 
 
 def fresh(run):

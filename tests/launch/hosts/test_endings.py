@@ -25,7 +25,8 @@ os.environ |= {{
 }}
 from core import optimizers, slices
 from core.training.trainer import Hook
-from launch import configuration, training
+from launch import configuration
+from launch.runs import prepared_run, training
 from launch.hosts import cluster
 from models.transformer import Transformer
 from tasks import synthetic
@@ -48,7 +49,7 @@ experiment = dataclasses.replace(
     step_limit_seconds=4.0, compile_limit_seconds=200.0, compare_interval=5, {fields}
 )
 host = cluster.join(slices.get("v4-16"), description="the same", limits=experiment.limits)
-run = training.ready(
+run = prepared_run.prepare_run(
     experiment, config_text="", revision="", run_dir={run_dir!r}, last_step=experiment.total_steps, host=host
 )
 training.train(run, also=[Fault()])

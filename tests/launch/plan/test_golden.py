@@ -4,9 +4,10 @@ import pytest
 
 from core import slices, versions
 from launch import __main__ as main
-from launch import configuration, environment, prediction, program_identity, smoke
+from launch import configuration, environment, prediction, program_identity
 from launch.cli.layouts import golden as command
 from launch.plan import golden, records
+from launch.runs import smoke
 from parallel.planning import calibration
 
 RECORDS = sorted(golden.files())

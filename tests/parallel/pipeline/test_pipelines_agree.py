@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from core import optimizers, slices
-from launch.agreement import random_batches
+from launch.verify.agreement import random_batches
 from models import transformer
 from parallel import partitioner, strategies
 from parallel.agreement import Example, difference

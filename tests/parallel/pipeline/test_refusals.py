@@ -11,7 +11,7 @@ import pytest
 from core import logical, optimizers, slices
 from core.stack import Tail, layer_stack
 from core.types import LossOutput
-from launch import agreement
+from launch.verify import agreement
 from models import transformer
 from parallel import partitioner, strategies
 from parallel.pipeline import schedules

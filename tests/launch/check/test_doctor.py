@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 from core.checkpoints import fit
 from core.checkpoints.store import Checkpoints
 from core.watch import exit_codes
-from launch.doctor import ahead, collectives, machine, regions, rows, together
-from launch.doctor.rows import Row
+from launch.check import cluster_checks, collectives, findings, machine, offline_checks, regions
+from launch.check.findings import Row
 from launch.hosts import cluster
 
 TINY = ["LENGTH = 64", "transformer.Transformer.num_layers = 1", "transformer.Transformer.embed_dim = 32"]
@@ -64,11 +64,11 @@ def test_a_look_that_does_not_end_ends_the_doctor(run_hosts):
     story = """
         import time
         from core.watch import judging, peers
-        from launch.doctor import together
+        from launch.check import cluster_checks
 
-        assert together.LIMITS.of(judging.Place(0, "clocks", 0.0)) == 120
+        assert cluster_checks.LIMITS.of(judging.Place(0, "clocks", 0.0)) == 120
         peers.start(None, limits=judging.Limits(0.5, 0.5))
-        together._attempt("collectives", lambda: time.sleep(30))
+        cluster_checks._attempt("collectives", lambda: time.sleep(30))
     """
     (result,) = run_hosts(story, hosts=1)
     assert result.returncode == exit_codes.HUNG, result.output
@@ -80,7 +80,7 @@ def test_no_look_ends_another(error):
     def look():
         raise error
 
-    (row,) = together._attempt("data on hosts", look)
+    (row,) = cluster_checks._attempt("data on hosts", look)
     assert (row.name, row.ok) == ("data on hosts", False)
     assert str(error) in row.detail
     assert isinstance(error, ValueError) or row.detail.startswith(f"{type(error).__name__}: ")
@@ -125,7 +125,7 @@ def test_versions_newer_than_tested_are_noted_by_the_doctor_and_at_the_start_of_
     assert row.detail.startswith("jax 0.10.2, jaxlib 0.10.2, libtpu 0.0.42.1, Python 3.")
     assert row.detail.endswith("; newer than tested: jax (tested with 0.10.1), libtpu (tested with 0.0.41)")
     monkeypatch.setattr(machine, "versions", lambda: row)
-    together.warn_at_start(cluster.Host(0, 1, simulated=True))
+    cluster_checks.warn_at_start(cluster.Host(0, 1, simulated=True))
     assert capsys.readouterr().out == f"host 0 of 1: note: versions: {row.detail}\n"
 
 
@@ -182,12 +182,12 @@ def test_clocks_that_are_apart_are_named(run_hosts):
         """
         import time
         from core import distributed
-        from launch.doctor import together
+        from launch.check import cluster_checks
         from launch.host import Host
 
         distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS)
         host = Host(PROCESS, HOSTS, True)
-        row = together.clocks(host, now=lambda: time.time() + 100 * PROCESS)
+        row = cluster_checks.clocks(host, now=lambda: time.time() + 100 * PROCESS)
         print(row.ok, row.detail, flush=True)
         distributed.shutdown()
         """,
@@ -221,13 +221,13 @@ def test_a_checkpoint_that_does_not_fit_is_a_list_of_leaves(tmp_path):
     class Program:
         abstract_state = wanted
 
-    row = ahead.checkpoint(Program, str(tmp_path))
+    row = offline_checks.checkpoint(Program, str(tmp_path))
     assert not row.ok
     assert "step 3 does not fit this model and optimizer:\n  params/w" in row.detail
     assert "config.gin" in row.fix
     about = tmp_path / "checkpoints/3/meta/metadata"
     about.write_text(about.read_text().replace("float32[8, 6]", "float32[8, 4]"))  # it would fit, if it were believed
-    row = ahead.checkpoint(Program, str(tmp_path))
+    row = offline_checks.checkpoint(Program, str(tmp_path))
     assert (row.is_note, "DamagedError: the description is not what was saved" in row.detail) == (True, True)
 
 
@@ -272,13 +272,13 @@ def test_of_a_place_that_is_not_known_nothing_is_claimed(location):
 
 def test_rows_of_all_hosts_become_one_table():
     same, bad = Row("a", True, "fine"), Row("b", False, "broken", "mend it")
-    merged = rows.merge([[same, Row("b", True, "fine")], [same, bad], [same, bad]])
+    merged = findings.merge([[same, Row("b", True, "fine")], [same, bad], [same, bad]])
     assert [row.detail for row in merged] == ["fine", "host 0: fine", "host 1, 2: broken"]
-    text = rows.table(merged)
+    text = findings.table(merged)
     assert "FAIL  b  host 1, 2: broken\n" in text
     assert "fix: mend it" in text
     assert text.endswith("NOT READY: 1 of 3 rows failed")
-    assert rows.from_text(json.dumps(rows.to_json(merged))) == merged
+    assert findings.from_text(json.dumps(findings.to_json(merged))) == merged
 
 
 def test_hbm_is_that_of_the_record(monkeypatch):
@@ -287,8 +287,8 @@ def test_hbm_is_that_of_the_record(monkeypatch):
     config = configuration.load("gin/valkyrie_7b.gin")
     experiment = config.build()
     need = prediction.find(experiment, config)["memory"]["peak_bytes"]
-    row = ahead.hbm(config.text, experiment, limit_bytes=need - 1)
+    row = offline_checks.hbm(config.text, experiment, limit_bytes=need - 1)
     assert not row.ok
-    assert ahead.hbm(config.text, experiment, limit_bytes=need).ok
+    assert offline_checks.hbm(config.text, experiment, limit_bytes=need).ok
     other = configuration.load("gin/valkyrie_7b.gin", bindings=["LENGTH = 1024"])
-    assert ahead.hbm(other.text, other.build(), limit_bytes=None).is_note
+    assert offline_checks.hbm(other.text, other.build(), limit_bytes=None).is_note

@@ -14,8 +14,9 @@ import pytest
 
 from core.training import compile_cache
 from core.watch import exit_codes, judging
-from launch import environment, training
+from launch import environment
 from launch.host import Host
+from launch.runs import prepared_run, training
 
 ROOT = environment.WORKSPACE
 
@@ -121,7 +122,7 @@ def test_a_host_has_an_hour_for_the_data_and_the_others_say_that_they_wait(monke
 
     monkeypatch.setattr(training.distributed, "barrier", lambda name, timeout_seconds: done.append(timeout_seconds))
     experiment = types.SimpleNamespace(task=types.SimpleNamespace(prepare=prepare))
-    training._prepare(experiment, "run", Host(index, 2, simulated=True))
+    prepared_run._prepare_data(experiment, "run", Host(index, 2, simulated=True))
     assert done == (["run True", 3600, 3600] if index == 0 else [3600, "run False", 3600])
     said = "host 1 of 2: waits for host 0 to build or read the data, 60 minutes at most\n"
     assert capsys.readouterr().out == (said if index else "")

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from launch import environment
-from launch.doctor import attention, validation
-from launch.doctor.validation import Part
+from launch.check import attention, validation
+from launch.check.validation import Part
 from tests.lab import status
 
 
@@ -58,7 +58,7 @@ def test_a_strategy_is_refused_where_its_layout_does_not_fit_and_for_nothing_els
 
 def test_what_was_measured_is_read_from_where_the_run_wrote_it(bucket):
     bucket.write("gs://bucket/v/run/metrics.jsonl", b'{"step": 1}\n{"step": 2, "step_seconds": 0.5, "loss": 3.0}\n')
-    ask = "from launch.doctor import validation; print(validation.measured('gs://bucket/v'))"
+    ask = "from launch.check import validation; print(validation.measured('gs://bucket/v'))"
     there = {"env": {**os.environ, **bucket.environment}, "cwd": environment.WORKSPACE}
     said = subprocess.run([sys.executable, "-c", ask], **there, stdout=subprocess.PIPE, text=True, check=True)
     assert said.stdout == "{'step': 2, 'step_seconds': 0.5}\n"

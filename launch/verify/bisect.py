@@ -18,7 +18,7 @@ import numpy as np
 from core.checkpoints.store import Checkpoints
 from core.errors import UserError
 from core.train_state import TrainState
-from launch.prepared_run import Run
+from launch.runs.prepared_run import Run
 from parallel import agreement
 from parallel.agreement import Batch
 from parallel.partitioner import Program
@@ -163,7 +163,7 @@ def run(
     """Records a run on this side's data, or on that of the other side's recording.
 
     Args:
-      ready: what `training.ready` made.
+      ready: what `prepare_run` made.
       steps: how many.
       checkpoint: run directory and step to take the state from; None starts afresh. Data starts at its beginning.
       data_of: a recording whose batches to train on.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from launch import terminal
-from launch.reach import Finding
+from launch.check.preflight_inputs import Finding
 
 
 class Row(NamedTuple):

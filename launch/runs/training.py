@@ -10,14 +10,11 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-
-from core import distributed, metrics, paths, versions
+from core import distributed, metrics, paths
 from core.checkpoints.store import Checkpoints
 from core.errors import UserError
 from core.train_state import TrainState
 from core.training import (
-    compile_cache,
     hooks,
     prefetch,
     recompile,
@@ -25,44 +22,20 @@ from core.training import (
     trainer,
 )
 from core.watch import phase
-from launch import array_table, card, config, environment, host_memory
-from launch.experiment import Experiment
-from launch.host import Host
-from launch.hosts import cluster
+from launch import array_table, config
 from launch.prediction import PredictionCheck
-from launch.prepared_run import Run
-from launch.progress import Progress
-from launch.under_way import beside
+from launch.runs import run_summary, training_hooks
+from launch.runs.prepared_run import Run
+from launch.runs.progress import Progress
 
 _A_DAY_SECONDS = 24 * 3600.0  # where a limit only reports
-DATA_SECONDS = 3600.0  # for one host's work on the data; a build that takes longer belongs into launch/run build
-
-
-def known_at_start(config_text: str, revision: str, *, run_dir: str, last_step: int) -> str:
-    """What a host would run, as far as it is known before the others are; to be the same on all of them."""
-    installed = versions.installed(versions.TRAINING)
-    about = {"git revision": revision, **installed, "run directory": run_dir, "last step": last_step}
-    about |= {name: environment.read(name) or "" for name in environment.COMPILED_BY}
-    return "\n".join([f"{name}: {value}" for name, value in about.items()] + [config_text])
-
-
-def describe(config_text: str, revision: str, experiment: Experiment) -> dict[str, Any]:
-    """What a run is, as JSON: kept beside every checkpoint, and equal on all hosts."""
-    return {
-        "config": config_text,
-        "git_revision": revision,
-        "versions": versions.installed(versions.TRAINING),
-        "seed": experiment.seed,
-        "data": experiment.task.fingerprint(),
-        "data_source": experiment.task.describe(),
-    }
 
 
 def train(run: Run, *, also: Sequence[hooks.Hook] = ()) -> dict[str, float]:
     """Trains to `run.last_step`, from the newest checkpoint where there is one.
 
     Args:
-      run: what `ready` made.
+      run: from `prepare_run`.
       also: hooks beside the usual ones.
 
     Returns:
@@ -88,7 +61,7 @@ def train(run: Run, *, also: Sequence[hooks.Hook] = ()) -> dict[str, float]:
         )
         stack.callback(writers.close)
         if run.host.is_zero:
-            card.show(
+            run_summary.show(
                 run.experiment,
                 run.program,
                 run_dir=run.run_dir,
@@ -98,8 +71,8 @@ def train(run: Run, *, also: Sequence[hooks.Hook] = ()) -> dict[str, float]:
                 measured=predictions.rows(),
             )
             _write_config(run, writers)
-        now = beside.UnderWay(run, first_step, progress, predictions, writers, stack)
-        evaluation = beside.evaluation(now)
+        now = training_hooks.UnderWay(run, first_step, progress, predictions, writers, stack)
+        evaluation = training_hooks.evaluation(now)
         batches = stack.enter_context(open_batches(run, position))
         state = rollback_loop.train(
             compile_together(run, first_step),
@@ -107,16 +80,17 @@ def train(run: Run, *, also: Sequence[hooks.Hook] = ()) -> dict[str, float]:
             state,
             restore=lambda: restore_or_init(run, checkpoints)[0],
             total_steps=run.last_step,
-            hooks=[*beside.hooks_of(now, evaluation, checkpoints, batches), *also],
+            hooks=[*training_hooks.hooks_of(now, evaluation, checkpoints, batches), *also],
         )
         if evaluation and first_step >= run.last_step:  # nothing was left to train; still say how good it is
             evaluation.at_boundary(first_step, state)
     with phase.enter(phase.SAVING):
         checkpoints.close()
     phase.at(phase.ENDING)
-    card.show_end(run.experiment, run.program, state, evaluation.latest if evaluation else {}, run_dir=run.run_dir)
+    validation = evaluation.latest if evaluation else {}
+    run_summary.show_end(run.experiment, run.program, state, validation, run_dir=run.run_dir)
     distributed.barrier("run/end")
-    return evaluation.latest if evaluation else {}
+    return validation
 
 
 def restore_or_init(
@@ -191,39 +165,6 @@ def _write_config(run: Run, writers: metrics.Writers) -> None:
     paths.write_text_atomically(paths.resolve(run.run_dir) / "config.gin", run.meta["config"])
     writers.text("config", run.meta["config"])
     writers.text("sharding", array_table.text(run.program))
-    if evaluated := card.evaluated_on(run.experiment):
+    if evaluated := run_summary.evaluated_on(run.experiment):
         writers.text(metrics.EVALUATED_ON, evaluated)
     writers.text("versions", "\n".join(f"- {k} {v}" for k, v in run.meta["versions"].items()))
-
-
-def _prepare(experiment: Experiment, run_dir: str, host: Host) -> None:
-    """Host 0 builds or reads the data, then the others read it; each waits as long as a large build may take."""
-    if host.is_zero:
-        experiment.task.prepare(run_dir, is_host_zero=True)
-    else:
-        limit = f"{DATA_SECONDS / 60:g} minutes"
-        print(f"{host.name}: waits for host 0 to build or read the data, {limit} at most", flush=True)
-    distributed.barrier("data/prepared by host 0", timeout_seconds=DATA_SECONDS)
-    if not host.is_zero:
-        experiment.task.prepare(run_dir, is_host_zero=False)
-    distributed.barrier("data/prepared by all", timeout_seconds=DATA_SECONDS)
-
-
-def ready(experiment: Experiment, *, config_text: str, revision: str, run_dir: str, last_step: int, host: Host) -> Run:
-    """Binds an experiment to the devices of the joined hosts, makes what its data needs, and looks that it fits.
-
-    Raises:
-      ValueError: hosts that differ, a run directory that is not shared, missing data, a layout that does not fit.
-    """
-    phase.at(phase.OPENING)
-    compile_cache.use(environment.read("JAX_COMPILATION_CACHE_DIR") or f"{run_dir}/compiled")
-    program = experiment.bind(jax.devices())
-    host_memory.require(experiment, program)
-    cluster.require_shared(run_dir, host)
-    with phase.enter(phase.PREPARING):
-        _prepare(experiment, run_dir, host)
-    if problems := experiment.data_problems(prepared=True):
-        raise UserError("\n".join(problems))
-    meta = describe(config_text, revision, experiment)
-    cluster.require_same("the configuration", "\n".join(f"{k}: {v}" for k, v in meta.items()))
-    return Run(experiment, program, host, run_dir, meta, last_step)

@@ -8,16 +8,18 @@ from core import listing, slices
 from core.checkpoints import fit
 from core.slices import GIB
 from core.types import NamesFiles, can
-from launch import config, environment, prediction, preflight, reach
-from launch.doctor import regions
-from launch.doctor.rows import Row, of_findings
+from launch import config, environment, prediction
+from launch.check import preflight, preflight_inputs, regions
+from launch.check.findings import Row, of_findings
 from launch.experiment import Experiment
 from launch.hosts import tpu_host
 
 _MOST_DIFFERENCES = 10
 
 
-def look(path: str, *, bindings: Sequence[str], slice_name: str, run_dir: str, hosts: reach.Hosts) -> list[Row]:
+def look(
+    path: str, *, bindings: Sequence[str], slice_name: str, run_dir: str, hosts: preflight_inputs.Hosts
+) -> list[Row]:
     """The rows of an experiment on a slice."""
     checked = preflight.check(path, bindings=bindings, slice_name=slice_name, run_dir=run_dir, hosts=hosts)
     rows = of_findings(checked.findings)

@@ -3,8 +3,8 @@
 import pytest
 
 from core.watch import phase
-from launch import progress
 from launch.host import Host
+from launch.runs import progress
 
 VALUES = {"loss": 2.5, "step_seconds": 30.0, "tokens_per_second": 100.0, "input_wait_seconds": 0.0}
 

@@ -15,7 +15,7 @@ from packaging.version import Version
 
 from core import units
 from launch import environment
-from launch.doctor.rows import Row
+from launch.check.findings import Row
 from launch.hosts import tpu_host
 
 _RUNTIME = ("jax", "jaxlib", "libtpu")

@@ -12,11 +12,11 @@ from launch import environment
 
 @pytest.mark.slow
 @pytest.mark.covers("E08")
-def test_by_hand_runs():
-    source = (environment.WORKSPACE / "launch" / "by_hand.py").read_text()
+def test_the_minimal_example_runs():
+    source = (environment.WORKSPACE / "launch" / "minimal_example.py").read_text()
     assert len(source.splitlines()) <= 80
     ran = subprocess.run(
-        [sys.executable, "-m", "launch.by_hand"],
+        [sys.executable, "-m", "launch.minimal_example"],
         cwd=environment.WORKSPACE,
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,

@@ -1,6 +1,6 @@
 """The library without the launcher: a mesh, a training step, an evaluation step, and honest timing. No gin.
 
-    JAX_PLATFORMS=cpu .venv/bin/python -m launch.by_hand
+    JAX_PLATFORMS=cpu .venv/bin/python -m launch.minimal_example
 
 This way four CPU devices play a v4-8; on a TPU leave JAX_PLATFORMS out and set SLICE. On several hosts start the same
 program on each, with `distributed.initialize()` alone: JAX finds the peers of a TPU slice by itself.

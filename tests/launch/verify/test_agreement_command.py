@@ -13,8 +13,9 @@ import pytest
 from core import slices
 from core.types import DataLayout
 from launch import __main__ as cli
-from launch import agreement, environment
+from launch import environment
 from launch.cli.layouts import agreement as command
+from launch.verify import agreement
 from parallel import strategies
 from parallel.agreement import Difference, Trajectory, exceeding
 

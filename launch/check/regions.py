@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 from core import paths
-from launch.doctor.rows import Row
+from launch.check.findings import Row
 
 _MULTI_REGIONS = ("us", "eu", "asia")  # the regions in one begin with its name
 _DUAL_REGIONS = {  # the predefined ones: https://cloud.google.com/storage/docs/locations

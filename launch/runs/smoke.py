@@ -17,9 +17,9 @@ from core.checkpoints.store import Checkpoints
 from core.errors import UserError
 from core.training import trainer
 from core.types import HasVocabulary, Rehearses, Shrinks, Task, can
-from launch import training
 from launch.experiment import Experiment
-from launch.prepared_run import Run
+from launch.runs import training
+from launch.runs.prepared_run import Run
 from parallel import strategy
 from tasks import synthetic
 

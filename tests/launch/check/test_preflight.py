@@ -6,7 +6,8 @@ import pytest
 
 from core import paths, slices
 from launch import __main__ as cli
-from launch import configuration, host_memory, preflight
+from launch import configuration, host_memory
+from launch.check import preflight
 from launch.hosts import shipping
 from parallel import mesh
 

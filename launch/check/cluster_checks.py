@@ -12,10 +12,9 @@ from jax.sharding import Mesh
 from core import distributed, slices, units
 from core.watch import phase
 from core.watch.judging import Limits
-from launch import reach
-from launch.doctor import ahead, collectives, machine
-from launch.doctor.rows import Row, merge, to_json
-from launch.doctor.rows import from_text as rows_from_text
+from launch.check import collectives, machine, offline_checks, preflight_inputs
+from launch.check.findings import Row, merge, to_json
+from launch.check.findings import from_text as rows_from_text
 from launch.experiment import Experiment
 from launch.host import Host
 from launch.hosts import cluster
@@ -45,7 +44,7 @@ def examine(experiment: Experiment, host: Host, mine: Sequence[Row], *, config_t
     rows += _attempt("run directory", lambda: _shared(run_dir, host))
     rows += _attempt("data on hosts", lambda: _data(experiment))
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    rows += _attempt("HBM", lambda: [ahead.hbm(config_text, experiment, limit_bytes=limit)])
+    rows += _attempt("HBM", lambda: [offline_checks.hbm(config_text, experiment, limit_bytes=limit)])
     program = None
     phase.at("layout")
     try:
@@ -109,7 +108,7 @@ def _shared(run_dir: str, host: Host) -> list[Row]:
 
 
 def _data(experiment: Experiment) -> list[Row]:
-    found = reach.data(experiment, smoked=False, hosts="here")
+    found = preflight_inputs.data(experiment, smoked=False, hosts="here")
     return [Row("data on hosts", f.ok, f.detail, "", f.is_note) for f in found]
 
 

@@ -3,7 +3,7 @@
 A slice is dear and a queue is long; a mistake found here costs seconds. Each finding has a name, a verdict and, where
 it fails, what is wrong and how to mend it. The chips that the layout is checked on are the compiler's description of
 the slice, so rows, shapes and degrees are those of the real thing. What cannot be judged from here is a note
-(`launch.reach`).
+(`launch.check.preflight_inputs`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from typing import NamedTuple
 
 from core import metrics, slices, units
 from core.slices import GIB
-from launch import configuration, host_memory, reach, smoke
+from launch import configuration, host_memory
+from launch.check import preflight_inputs
+from launch.check.preflight_inputs import Finding, Hosts
 from launch.experiment import Experiment, padding
-from launch.reach import Finding, Hosts
+from launch.runs import smoke
 from parallel import mesh, report, strategy
 from parallel.partitioner import Program
 
@@ -61,8 +63,8 @@ def check(
             _attempt("metrics", lambda: metrics.require_wandb(project), findings, say=lambda _: f"and in {project}")
         bound = _attempt("layout", lambda: _bind(experiment, smoked=smoked), findings, say=_layout_facts)
         meant, program = bound or (experiment, None)
-        findings += reach.data(experiment, smoked=smoked, hosts=hosts)
-    findings += reach.run_directory(run_dir, slices.get(experiment.slice) if experiment else None, hosts)
+        findings += preflight_inputs.data(experiment, smoked=smoked, hosts=hosts)
+    findings += preflight_inputs.run_directory(run_dir, slices.get(experiment.slice) if experiment else None, hosts)
     if program is None:
         return Checked(tuple(findings), 0, None, experiment)
     sizes = report.totals(program)

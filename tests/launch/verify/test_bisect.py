@@ -11,8 +11,8 @@ import pytest
 
 from core import logical, optimizers, slices, train_state
 from launch import __main__ as cli
-from launch import agreement, bisect
 from launch.cli.layouts import bisect as command
+from launch.verify import agreement, bisect
 from models import losses, transformer
 from parallel import accumulation, partitioner, recording, strategies
 from parallel.recording import key

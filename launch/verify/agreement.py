@@ -26,9 +26,9 @@ from core import optimizers, slices
 from core.errors import UserError
 from core.types import IGNORED, ChoosesDtype, Model, can
 from core.watch import phase
-from launch import smoke
 from launch.experiment import Experiment
 from launch.hosts import cluster, simulate
+from launch.runs import smoke
 from models import transformer, trm
 from parallel import agreement, strategies
 from parallel.agreement import EXAMPLES, Batch, Difference, Example, Trajectory

@@ -27,8 +27,8 @@ from core.training import (
 from core.watch import peers, replicas
 from launch import environment
 from launch.prediction import PredictionCheck
-from launch.prepared_run import Run
-from launch.progress import Progress
+from launch.runs.prepared_run import Run
+from launch.runs.progress import Progress
 
 
 class UnderWay(NamedTuple):

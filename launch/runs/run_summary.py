@@ -13,10 +13,11 @@ from core import slices, units
 from core.checkpoints import save_costs
 from core.train_state import TrainState
 from core.types import DescribesEvaluation, Generates, can
-from launch import progress, sampling, terminal
+from launch import terminal
 from launch.experiment import Experiment, padding
 from launch.host import Host
-from parallel import report, strategy
+from launch.runs import progress
+from parallel import report, sampling, strategy
 from parallel.partitioner import Program
 
 SAMPLE_IDS = 200

@@ -1,1 +1,0 @@
-"""Whether a run could start here and now: on every host at once, with the fix beside every fault."""

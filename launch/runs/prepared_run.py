@@ -1,0 +1,100 @@
+"""Prepares a run on this host: layout, memory, shared run directory, data, and that all hosts agree.
+
+`prepare_run` refuses whatever cannot work before an array exists; training and evaluation take the `Run` it returns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from core import distributed, versions
+from core.errors import UserError
+from core.training import compile_cache
+from core.watch import phase
+from launch import environment, host_memory
+from launch.experiment import Experiment
+from launch.host import Host
+from launch.hosts import cluster
+from parallel.partitioner import Program
+
+DATA_SECONDS = 3600.0  # limit for one host's work on the data; a longer build belongs in launch/run build
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run that is ready to start.
+
+    Attributes:
+      experiment: what to train.
+      program: its steps on this slice.
+      host: this process among its peers.
+      run_dir: shared by all hosts.
+      meta: kept beside every checkpoint; equal on all hosts.
+      last_step: where to stop.
+    """
+
+    experiment: Experiment
+    program: Program
+    host: Host
+    run_dir: str
+    meta: Mapping[str, Any]
+    last_step: int
+
+    @property
+    def checkpoint_dir(self) -> str:
+        """The folder of the checkpoints."""
+        return f"{self.run_dir}/checkpoints"
+
+
+def run_signature(config_text: str, revision: str, *, run_dir: str, last_step: int) -> str:
+    """Everything known about a run before the hosts join; hosts whose signatures differ refuse to start."""
+    installed = versions.installed(versions.TRAINING)
+    about = {"git revision": revision, **installed, "run directory": run_dir, "last step": last_step}
+    about |= {name: environment.read(name) or "" for name in environment.COMPILED_BY}
+    return "\n".join([f"{name}: {value}" for name, value in about.items()] + [config_text])
+
+
+def prepare_run(
+    experiment: Experiment, *, config_text: str, revision: str, run_dir: str, last_step: int, host: Host
+) -> Run:
+    """Binds an experiment to the devices of the joined hosts, builds or reads its data, and checks that all fits.
+
+    Raises:
+      UserError: the hosts differ, the run directory is not shared, data is missing, or the layout does not fit.
+    """
+    phase.at(phase.OPENING)
+    compile_cache.use(environment.read("JAX_COMPILATION_CACHE_DIR") or f"{run_dir}/compiled")
+    program = experiment.bind(jax.devices())
+    host_memory.require(experiment, program)
+    cluster.require_shared(run_dir, host)
+    with phase.enter(phase.PREPARING):
+        _prepare_data(experiment, run_dir, host)
+    if problems := experiment.data_problems(prepared=True):
+        raise UserError("\n".join(problems))
+    meta = {
+        "config": config_text,
+        "git_revision": revision,
+        "versions": versions.installed(versions.TRAINING),
+        "seed": experiment.seed,
+        "data": experiment.task.fingerprint(),
+        "data_source": experiment.task.describe(),
+    }
+    cluster.require_same("the configuration", "\n".join(f"{k}: {v}" for k, v in meta.items()))
+    return Run(experiment, program, host, run_dir, meta, last_step)
+
+
+def _prepare_data(experiment: Experiment, run_dir: str, host: Host) -> None:
+    """Host 0 builds or reads the data, then the others read it; each waits as long as a large build may take."""
+    if host.is_zero:
+        experiment.task.prepare(run_dir, is_host_zero=True)
+    else:
+        limit = f"{DATA_SECONDS / 60:g} minutes"
+        print(f"{host.name}: waits for host 0 to build or read the data, {limit} at most", flush=True)
+    distributed.barrier("data/prepared by host 0", timeout_seconds=DATA_SECONDS)
+    if not host.is_zero:
+        experiment.task.prepare(run_dir, is_host_zero=False)
+    distributed.barrier("data/prepared by all", timeout_seconds=DATA_SECONDS)
