@@ -1,6 +1,6 @@
-"""Writes that a run can do without: a full disk or a silent bucket delays them, and never ends the run.
+"""Retries non-essential reads and writes: a full disk or an unreachable bucket delays them but never ends the run.
 
-Standard library only: `launch.hosts.host_output` imports this where nothing else is installed.
+Uses the standard library only, because `launch.hosts.host_output` imports this where nothing else is installed.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 
 class Bookkeeping:
-    """Reports the first of several failed reads or writes in a row, and leaves the rest to the next attempt."""
+    """Turns failures of an action into a warning, printed for the first of several failures in a row."""
 
     def __init__(self, what: str, *, done: str = "written"):
-        """Args: what: the file, for the message; done: what is done with it, for the message."""
+        """Stores the words of the warning: `WHAT could not be DONE`."""
         self._what, self._done, self._is_failing = what, done, False
 
     def attempt(self, act: Callable[[], object]) -> bool:
@@ -35,10 +35,10 @@ class Bookkeeping:
 
 
 class Appender:
-    """A local file to append to. What cannot be written is kept, reported once, and written once that is possible.
+    """Appends to a local file. Content that cannot be written is kept, reported once, and written later.
 
-    A write that the disk takes only in part is completed later, so that no line is cut short. If the file ends with an
-    incomplete line, which a killed process leaves, that line is ended first.
+    A partial write is completed later, so that no line is truncated. If the file ends with an incomplete line, left by
+    a killed process, a newline is written first.
     """
 
     def __init__(self, path: pathlib.Path, *, most_bytes: int | None = None):
@@ -46,8 +46,8 @@ class Appender:
 
         Args:
           path: of the file.
-          most_bytes: how much to keep while nothing can be written. What is more is dropped, and a line in the file
-            says how much; None: everything is kept.
+          most_bytes: how much to keep while nothing can be written. The rest is dropped, and a line in the file says
+            how many bytes are missing; None: everything is kept.
         """
         self._path, self._most_bytes = path, most_bytes
         self._file: io.FileIO | None = None
@@ -65,7 +65,7 @@ class Appender:
             self._pending += content
 
     def flush(self) -> None:
-        """Writes what is kept, as far as the disk takes it. Never raises."""
+        """Writes the pending content, as far as possible. Never raises."""
         self._bookkeeping.attempt(self._push)
 
     def _push(self) -> None:

@@ -1,11 +1,11 @@
-"""Hosts as one program: joining, waiting for one another, and ending together.
+"""Runs hosts as one program: initialization, barriers, exchange of texts, preemption and shutdown.
 
-The one idea: there is no silent answer. A host either is part of the cluster that its arguments or its machine name,
-or it says `single_process=True`; a host that does not come, or would run something else, is named; an exception on one
-host ends that process at once, instead of blocking for minutes in a barrier that nobody else will reach.
+Nothing is guessed silently. A host belongs to the cluster that its arguments or its machine name, or it passes
+`single_process=True`. A host that is missing, or has another configuration, is named in an error. An uncaught exception
+ends its process at once, instead of blocking for minutes in a barrier that the other hosts never reach.
 
-The only home of `jax.distributed`. Everything here goes through its coordinator, never through the devices, so it
-works before the first array exists.
+This is the only module that uses `jax.distributed`. Everything here uses its coordination service and not the devices,
+so it works before the first array exists.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from core.errors import UserError
 from core.watch import exit_codes, peers
 from core.watch.judging import Limits
 
-HEARTBEAT_SECONDS = 60  # of JAX, at least: core.watch, which names who is silent, is to speak first
-_NEVER_SECONDS = 24 * 3600  # of JAX's heartbeat, where silence is to end nothing
+HEARTBEAT_SECONDS = 60  # minimum timeout of JAX's heartbeat: core.watch, which names the silent host, must report first
+_NEVER_SECONDS = 24 * 3600  # timeout of JAX's heartbeat if a silent host must not end the run
 SHUTDOWN_SECONDS = 30
 TIMEOUT_SECONDS = 300
 
-_MAX_TEXT_BYTES = 2**21  # The coordinator's messages end at 4 MiB.
+_MAX_TEXT_BYTES = 2**21  # the coordination service limits messages to 4 MiB
 
 
 _UNCONNECTED = "Gloo context initialization failed"
-_CONSEQUENCES = (jax.errors.JaxRuntimeError, TimeoutError)  # how a host sees that another one is gone
+_CONSEQUENCES = (jax.errors.JaxRuntimeError, TimeoutError)  # errors that the loss of another host can cause
 
 
 class Cluster(NamedTuple):
-    """The place of this process: `process_index` of `process_count`, met at `coordinator` ("" for a single process)."""
+    """This process's index, the number of processes, and the coordinator's address ("" for a single process)."""
 
     process_index: int
     process_count: int
@@ -53,9 +53,9 @@ class Cluster(NamedTuple):
 
 _ALONE = Cluster(0, 1, "")
 _joined: Cluster | None = None
-_told_to_stop = threading.Event()
+_sigterm_received = threading.Event()
 _calls: collections.Counter[str] = collections.Counter()
-_posted_alone: dict[str, str] = {}  # by a process that has no peers
+_posted_alone: dict[str, str] = {}  # texts posted in a single process
 
 
 def initialize(
@@ -71,26 +71,26 @@ def initialize(
     watch: Limits | None = None,
     before_devices: Callable[[Cluster], None] = lambda cluster: None,
 ) -> Cluster:
-    """Joins this process to the others; call it before anything touches a device. A second equal call does nothing.
+    """Connects this process to the others, before any device is initialized. A second identical call does nothing.
 
     Args:
-      coordinator: "HOST:PORT" of host 0. With all three None the cluster is the one that JAX detects (a TPU slice).
-      process_index: which host this is, 0 to process_count - 1.
-      process_count: how many hosts there are.
-      local_cpu_devices: how many CPU devices this process has (simulation).
-      timeout_seconds: how long to wait for the last host.
-      single_process: this process is alone; nothing is detected and nothing is waited for.
-      description: what this host would run; hosts with another one are refused, with what differs.
-      addresses: of all hosts by index, to name one that does not come.
-      watch: from here on the hosts watch one another (`core.watch.peers`), and each may stay so long where it is.
-      before_devices: called once all hosts are here and would run the same, before JAX's own runtime starts and any
-        device is touched; what it raises ends the start.
+      coordinator: "HOST:PORT" of host 0. If this and the next two are None, JAX detects the cluster (a TPU slice).
+      process_index: index of this host, 0 to process_count - 1.
+      process_count: number of hosts.
+      local_cpu_devices: number of CPU devices of this process (simulation).
+      timeout_seconds: how long to wait for all hosts.
+      single_process: whether this process runs alone, without detecting or waiting for others.
+      description: the configuration of this host; hosts with different ones are refused, with the difference.
+      addresses: addresses of all hosts by index, to name a missing one.
+      watch: limits with which the hosts monitor one another from here on (`core.watch.peers`); None: no monitoring.
+      before_devices: called when all hosts are present with equal descriptions, before JAX's runtime starts and any
+        device is initialized; an exception in it ends the start.
 
     Raises:
-      ValueError: arguments that do not go together, no cluster where one was expected, a second call that differs, or
-        hosts whose descriptions do.
-      RuntimeError: a device was already touched, so that this process can no longer join.
-      TimeoutError: some hosts did not come; names them.
+      UserError: the arguments contradict one another, no cluster was detected, a second call differs from the first,
+        or the descriptions of the hosts differ.
+      RuntimeError: a device was already initialized, so this process can no longer connect.
+      TimeoutError: some hosts are missing; names them.
     """
     global _joined
     wanted = _wanted(coordinator, process_index=process_index, process_count=process_count, alone=single_process)
@@ -99,8 +99,8 @@ def initialize(
         return _joined
     if jax_internals.backends_are_initialized():
         raise RuntimeError(
-            "distributed.initialize came after a device was touched (jax.devices(), an array, jax.random.key at import "
-            "time …); call it first in the program"
+            "distributed.initialize was called after a device was initialized (by jax.devices(), an array, "
+            "jax.random.key at import time …); call it first in the program"
         )
     if local_cpu_devices is not None:
         jax.config.update("jax_num_cpu_devices", local_cpu_devices)
@@ -121,7 +121,7 @@ def initialize(
 def _wanted(
     coordinator: str | None, *, process_index: int | None, process_count: int | None, alone: bool
 ) -> Cluster | None:
-    """The cluster that the arguments name, or None when it is to be detected."""
+    """Returns the cluster that the arguments describe, or None if it has to be detected."""
     given = {"coordinator": coordinator, "process_index": process_index, "process_count": process_count}
     missing = [name for name, value in given.items() if value is None]
     if alone:
@@ -156,7 +156,7 @@ def _detected(timeout_seconds: float) -> Cluster:
 def _meet(
     wanted: Cluster | None, timeout_seconds: float, *, description: str, addresses: Sequence[str], watch: Limits | None
 ) -> Cluster:
-    """The cluster, once all of its hosts are here and would run the same; from then on they may watch one another."""
+    """Waits for all hosts, compares their descriptions, starts monitoring if `watch` is set."""
     if wanted is None:
         wanted = _detected(timeout_seconds)
         addresses = addresses or _addresses_of_slice(wanted.process_count)
@@ -177,7 +177,7 @@ def _meet(
 
 
 def _addresses_of_slice(count: int) -> Sequence[str]:
-    """Of the hosts of a slice, in their order, as JAX finds them; none where a job has several slices."""
+    """Returns the addresses of the hosts of a slice, in order, as JAX finds them; empty for several slices."""
     addresses = jax_internals.addresses_of_slice()
     return addresses if len(addresses) == count else ()
 
@@ -204,22 +204,22 @@ def _join(cluster: Cluster, *, timeout_seconds: float, heartbeat_seconds: int) -
 
 
 def process_index() -> int:
-    """Which host this is; 0 before `initialize`. Touches no device."""
+    """Returns the index of this host; 0 before `initialize`. Does not initialize devices."""
     return jax_internals.process_index()
 
 
 def process_count() -> int:
-    """How many hosts there are; 1 before `initialize`. Touches no device."""
+    """Returns the number of hosts; 1 before `initialize`. Does not initialize devices."""
     return jax_internals.process_count()
 
 
 def is_host_zero() -> bool:
-    """Whether this is the host that alone writes shared files."""
+    """Returns True on host 0, the only host that writes shared files."""
     return process_index() == 0
 
 
 def barrier(name: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
-    """Returns when every host has called `barrier` with this name. Raises TimeoutError naming those that did not."""
+    """Waits until every host has called `barrier` with this name. Raises TimeoutError naming those that did not."""
     client = jax_internals.coordination_client()
     if client is None:
         return
@@ -230,7 +230,7 @@ def barrier(name: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
 
 
 def _barrier_message(name: str, reason: str, *, timeout_seconds: float) -> str:
-    """The runtime lists the tasks that did not come, one a line, after "timed out task names:"."""
+    """Extracts the missing hosts from JAX's message, which lists them one per line after "timed out task names:"."""
     listed = re.search(r"timed out task names:\s*((?:\S*\d+\s+)+)", reason + "\n")
     if listed is None:
         return f"barrier {name!r}: {reason}"
@@ -239,18 +239,18 @@ def _barrier_message(name: str, reason: str, *, timeout_seconds: float) -> str:
 
 
 def from_host_zero(text: str) -> str:
-    """Host 0's `text`, on every host. Every host calls it, in the same order."""
+    """Broadcasts host 0's `text` to every host. All hosts must call it, in the same order."""
     return _shared("from_host_zero", text if is_host_zero() else None, sources=[0])[0]
 
 
 def all_gather_text(name: str, text: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> list[str]:
-    """The `text` of every host, by process index. Raises TimeoutError naming the first host that gave none in time."""
+    """Gathers the `text` of every host, by process index. Raises TimeoutError naming the first host without one."""
     sources = list(range(process_count()))
     return _shared(f"gather/{name}", text, sources=sources, timeout_seconds=timeout_seconds)
 
 
 def _shared(name: str, text: str | None, *, sources: list[int], timeout_seconds: float = TIMEOUT_SECONDS) -> list[str]:
-    """What each of `sources` said the n-th time that `name` was called, n being the same on all hosts."""
+    """Returns the text of each of `sources` in this call of `name`; calls are numbered equally on all hosts."""
     client = jax_internals.coordination_client()
     if text is not None and len(text.encode()) > _MAX_TEXT_BYTES:
         raise UserError(f"{name}: a text of {len(text.encode())} bytes; hosts exchange at most {_MAX_TEXT_BYTES}")
@@ -273,7 +273,7 @@ def _shared(name: str, text: str | None, *, sources: list[int], timeout_seconds:
 
 
 def post(name: str, text: str) -> None:
-    """Puts up `text` under `name` for every host to read with `posted`, over what stood there; waits for nobody."""
+    """Stores `text` under `name`, replacing an earlier text, for all hosts to read with `posted`. Does not wait."""
     client = jax_internals.coordination_client()
     if client is None:
         _posted_alone[name] = text
@@ -282,7 +282,7 @@ def post(name: str, text: str) -> None:
 
 
 def posted(folder: str) -> dict[str, str]:
-    """What stands under `folder/` now, by the rest of its name; a message to host 0 and back, waiting for nobody."""
+    """Returns the texts stored under `folder/`, by the rest of their names. Does not wait for other hosts."""
     client = jax_internals.coordination_client()
     if client is None:
         found = [(name, text) for name, text in _posted_alone.items() if name.startswith(f"{folder}/")]
@@ -292,22 +292,22 @@ def posted(folder: str) -> dict[str, str]:
 
 
 def preempted(step: int) -> bool:
-    """Whether to stop behind `step`, because SIGTERM reached a host; every host gets the same answer.
+    """Returns True on all hosts if they should stop after `step` because one of them received SIGTERM.
 
-    Ask at every step, on every host: the hosts agree on a step that none of them has passed.
+    Must be called at every step on every host: the hosts agree on a step that none of them has passed.
     """
     if process_count() == 1:
-        return _told_to_stop.is_set()
+        return _sigterm_received.is_set()
     return multihost_utils.reached_preemption_sync_point(step)
 
 
 def _listen_for_stop() -> None:
-    """A process alone has nobody to agree with: JAX listens for SIGTERM only where there are several."""
-    signal.signal(signal.SIGTERM, lambda *_: _told_to_stop.set())
+    """Handles SIGTERM in a single process; JAX does so only if there are several."""
+    signal.signal(signal.SIGTERM, lambda *_: _sigterm_received.set())
 
 
 def shutdown() -> None:
-    """Leaves together with the others: waits until all have called it, at most `SHUTDOWN_SECONDS`."""
+    """Disconnects: waits until all hosts have called it, for at most `SHUTDOWN_SECONDS`."""
     global _joined
     peers.leave()
     if jax.distributed.is_initialized():
@@ -317,11 +317,11 @@ def shutdown() -> None:
 
 
 def exit_at_once(code: int, why: str = "") -> None:
-    """Ends this process without the barrier that JAX runs at exit; for a host that ends while others go on.
+    """Ends this process without JAX's barrier at exit, for a host that ends while others continue.
 
     Args:
       code: the exit code.
-      why: one line, which the others say.
+      why: one line, which the other hosts print.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -331,7 +331,7 @@ def exit_at_once(code: int, why: str = "") -> None:
 
 def _unconnected(error: BaseException) -> str:
     return (
-        "the processes that play the hosts did not connect for a collective within Gloo's 30 s: one of them has ended "
+        "the simulated hosts did not connect for a collective within Gloo's 30 s: one of them has ended "
         "(its log says why), or this machine is too busy to run all of them at once. Start the same command again when "
         f"it is less busy. ({str(error).splitlines()[0]})"
     )

@@ -1,11 +1,11 @@
-"""The error that a user can cause and mend."""
+"""The exception for errors that a user can cause and correct."""
 
 from __future__ import annotations
 
 
 class UserError(ValueError):
-    """A deliberate refusal: its message says what is wrong, where, what was expected and how to mend it.
+    """An error of the user's input; its message says what is wrong, where, what was expected and how to correct it.
 
-    A command prints the message alone and ends with exit code 2. Any other exception, a ValueError of a library or of a
-    user's own code among them, is printed with its traceback.
+    Commands print only the message and end with exit code 2. Any other exception, including a ValueError of a library
+    or of the user's own code, is printed with its traceback.
     """

@@ -1,9 +1,9 @@
-"""Messages of libraries that mean nothing to whoever trains: they stay in the logs and are left off the screen.
+"""Filters known harmless messages of libraries from the terminal; they stay in the log files.
 
-Each is recognized by its own words. Nothing is set aside by its level or its source, so that a message that is new, or
-one that says something else, is seen. Standard library only: `launch.hosts.host_output` imports this.
+Each message is recognized by its exact words, never by its level or source, so that new or different messages are
+shown. Uses the standard library only, because `launch.hosts.host_output` imports this.
 
-Importing this module changes nothing; `while_saving` filters only as long as its context is open.
+Importing this module has no effect; `while_saving` filters only while its context is open.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 
 _ABSL = rb"[IWE]\d{4} [\d:.]+ +\d+ "  # level, date, time, thread; then file:line]
 
-# What a line says, and why nobody misses it.
+# Pattern of a line, and why it can be hidden.
 LINES: tuple[tuple[bytes, str], ...] = (
     (
         rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. Expected number of connected peer ranks is : \d+",
-        "a line for each rank and communicator of CPU devices, all as expected",
+        "one line for each rank and communicator of CPU devices, all as expected",
     ),
     (
         rb"normalizer\.cc\(\d+\) LOG\(INFO\) precompiled_charsmap is empty\. use identity normalization\.",
@@ -34,11 +34,11 @@ LINES: tuple[tuple[bytes, str], ...] = (
     ),
     (
         rb"WARNING:absl:\[process=\d+\]\[thread=\w+\] Reached preemption sync point, step=\d+",
-        "Orbax's own word for the same",
+        "Orbax's message for the same event",
     ),
     (
         rb"WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR",
-        "of lines that TensorFlow writes while it is imported",
+        "introduces lines that TensorFlow writes while it is imported",
     ),
     (
         _ABSL + rb"port\.cc:\d+\] oneDNN custom operations are on\.[^\r\n]*",
@@ -60,14 +60,14 @@ LINES: tuple[tuple[bytes, str], ...] = (
     ),
     (
         rb"To enable the following instructions: [^\r\n]*, rebuild TensorFlow with the appropriate compiler flags\.",
-        "the second half of the same",
+        "the second line of the previous message",
     ),
 )
 _ANY = re.compile(rb"(?:" + rb"|".join(line for line, _ in LINES) + rb")(?:\r?\n|$)")
 
 
 def without(text: bytes) -> bytes:
-    """Returns the text without these lines, also where one stands behind the beginning of another line."""
+    """Removes the known lines from a text, including those that follow the beginning of another line."""
     return _ANY.sub(b"", text)
 
 
@@ -83,10 +83,10 @@ _open = 0
 
 @contextlib.contextmanager
 def while_saving() -> Iterator[None]:
-    """Inside, what libraries print of a save that fails is left out, for whoever saves raises the failure itself.
+    """Context in which duplicate messages of libraries about a failed save are hidden; the caller raises the error.
 
-    These are Orbax's records of the error that it also raises, and what asyncio says of TensorStore's writes that end
-    after the first one failed. Everything else is passed on. The last context to close restores what was there before.
+    Hidden are Orbax's log records of the error that it also raises, and asyncio's messages about TensorStore's writes
+    that end after the first one failed. The last context to close restores the previous state.
     """
     global _open, _unraisable
     with _lock:
@@ -107,12 +107,12 @@ def while_saving() -> Iterator[None]:
 
 
 def _is_other_record(record: logging.LogRecord) -> bool:
-    """Whether a record is none of those with which Orbax reports a failed save."""
+    """Returns False for the log records with which Orbax reports a failed save."""
     return not (record.exc_info and _FAILED_SAVE.match(str(record.msg)))
 
 
 class _Unraisable:
-    """`sys.unraisablehook` without TensorStore's calls into an event loop that is closed."""
+    """A `sys.unraisablehook` that ignores TensorStore's calls into a closed event loop."""
 
     def __init__(self, before: Callable[[Any], object]):
         self.before = before
@@ -126,7 +126,7 @@ _unraisable: _Unraisable | None = None
 
 
 def _is_late_write(unraisable: Any) -> bool:
-    """Whether C++ called `call_soon_threadsafe` of a closed loop: that frame is the outermost of Python's."""
+    """Returns True if C++ called `call_soon_threadsafe` of a closed loop: then that is the outermost Python frame."""
     error, trace = unraisable.exc_value, unraisable.exc_traceback
     if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed") or trace is None:
         return False

@@ -1,13 +1,13 @@
-"""Names for what an array dimension means, and the seam where a strategy turns meaning into layout.
+"""Logical axes: names for the meaning of array dimensions, which a strategy maps to mesh axes.
 
-A model says `param("wq", (D, H, K), ("embed", "heads", "head_dim"), init)` and `constrain(x, "batch", "length",
-"embed")`. It never says where an array lives. A strategy supplies two tables from these names to mesh axes: one for
-how parameters are stored, one for how computation is spread. The tables reach the model through a context variable
-while it is traced, so one model serves every layout, and none at all.
+A model calls `param("wq", (D, H, K), ("embed", "heads", "head_dim"), init)` and `constrain(x, "batch", "length",
+"embed")`, and never names mesh axes. A strategy supplies two tables from logical to mesh axes: one for stored
+parameters, one for activations. The tables reach the model through a context variable while it is traced, so the same
+model runs under every layout, or without one.
 
-Parameter axes are recorded while `init` is traced abstractly (`abstract_init`). A function that JAX has traced before
-is not traced again and would record nothing, hence the fresh closure there, and the check that every parameter was
-named.
+`abstract_init` records parameter axes while it traces `init` abstractly. JAX would not trace a function again that it
+has traced before, and nothing would be recorded; hence the new closure there, and the check that every parameter was
+recorded.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _declared: dict[str, str] = {}
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """The logical axis of every dimension of one array. Not a tuple, so that a tree of them has them as leaves."""
+    """The logical axis of each dimension of one array. Not a tuple, so that it is a leaf of a pytree."""
 
     names: tuple[str | None, ...]
 
@@ -66,7 +66,7 @@ class Axes:
 
 @dataclasses.dataclass(frozen=True)
 class _Tables:
-    """A strategy's tables, with the hash by value that a part of JAX's trace key needs."""
+    """A strategy's tables, hashed by value because they are part of JAX's trace key."""
 
     activations: Rules
     params: Rules
@@ -90,9 +90,9 @@ def _set(variable: contextvars.ContextVar, value) -> Iterator[Any]:
 
 
 def sharding_rules(activations: Rules, params: Rules) -> contextlib.AbstractContextManager:
-    """Context in which `constrain` and `lookup_specs` follow a strategy's tables; enter it inside `jax.set_mesh`.
+    """Context in which `constrain` and `lookup_specs` use a strategy's tables; enter it inside `jax.set_mesh`.
 
-    A jitted function is traced once for each pair of tables that it is called under.
+    A jitted function is traced once for each pair of tables under which it is called.
     """
     return _tables(_Tables(dict(activations), dict(params)))
 
@@ -103,14 +103,13 @@ def stacked(name: str):
 
 
 def declare(name: str, meaning: str) -> None:
-    """Adds a logical axis of a model or strategy that lives outside this workspace.
+    """Adds a logical axis for a model or strategy outside this workspace.
 
-    Call it at the top of the module that uses the axis. A table without a row for a declared axis replicates it; a
-    strategy of your own may have a row for it.
+    Call it at the top of the module that uses the axis. Tables without a row for a declared axis replicate it.
 
     Args:
-      name: such as `patches`.
-      meaning: what it counts, in a few words.
+      name: for example `patches`.
+      meaning: what the axis counts, in a few words.
 
     Raises:
       ValueError: not a lower-case identifier, no meaning, or an axis that already has another meaning.
@@ -124,12 +123,12 @@ def declare(name: str, meaning: str) -> None:
 
 
 def all_axes() -> Mapping[str, str]:
-    """The meaning of every logical axis by its name: those of this workspace, then those that were declared."""
+    """Returns the meaning of every logical axis by name: those of this workspace, then the declared ones."""
     return {**LOGICAL_AXES, **_declared}
 
 
 def row(rules: Rules, name: str) -> MeshAxes:
-    """What a table says of a logical axis; an axis that was declared and that the table does not mention is whole.
+    """Returns the mesh axes that a table assigns to a logical axis; a declared axis without a row is replicated.
 
     Raises:
       ValueError: the table lacks the name.
@@ -153,22 +152,22 @@ def check_names(names: Sequence[str | None], *, where: str) -> None:
 
 
 def mesh_axes(axes: MeshAxes) -> tuple[str, ...]:
-    """One entry of a table as a tuple: `None` is (), `"fsdp"` is ("fsdp",)."""
+    """Converts an entry of a table to a tuple: `None` is (), `"fsdp"` is ("fsdp",)."""
     return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
 
 
 def shards(axes: MeshAxes, sizes: Mapping[str, int]) -> int:
-    """How many pieces a dimension is split into by these mesh axes."""
+    """Returns the number of shards into which these mesh axes split a dimension."""
     return math.prod(sizes[axis] for axis in mesh_axes(axes))
 
 
 def partition_spec(axes: Axes, rules: Rules, *, keep: Callable[[str], bool] = lambda _: True) -> PartitionSpec:
-    """The `PartitionSpec` of an array with these logical axes.
+    """Returns the `PartitionSpec` of an array with these logical axes.
 
     Args:
       axes: logical axis of each dimension.
-      rules: the table to follow.
-      keep: which mesh axes to use; the others are left out.
+      rules: the table.
+      keep: selects the mesh axes to use; the others are left out.
 
     Raises:
       ValueError: the table lacks a name, or would use a mesh axis twice in this array.
@@ -192,10 +191,10 @@ def partition_spec(axes: Axes, rules: Rules, *, keep: Callable[[str], bool] = la
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
-    """`x`, laid out as the strategy's activation table says; `x` itself where no strategy is in force.
+    """Constrains the sharding of `x` by the strategy's activation table; returns `x` unchanged without a strategy.
 
-    The same call is right under jit, under `vmap(..., spmd_axis_name)` and inside a partly manual `shard_map`: only
-    mesh axes that are still automatic take part.
+    Works under jit, under `vmap(..., spmd_axis_name)` and inside a partly manual `shard_map`: only mesh axes that are
+    still automatic are used.
 
     Raises:
       ValueError: wrong rank, unknown name, or a dimension that does not divide.
@@ -213,28 +212,28 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 
 def _check_divides(shape: Sequence[int], axes: Axes, spec: PartitionSpec, sizes: Mapping[str, int]) -> None:
     for size, name, entry in zip(shape, axes.names, spec, strict=True):
-        pieces = shards(entry, sizes)
-        if size % pieces:
+        count = shards(entry, sizes)
+        if size % count:
             raise UserError(
-                f"activation {axes} of shape {tuple(shape)}: {name} = {size} does not divide over {entry} = {pieces}; "
-                f"nearest sizes that do: {', '.join(map(str, nearest_multiples(size, pieces)))}; "
-                f"or keep it whole: activation_rules={{{name!r}: None}}"
+                f"activation {axes} of shape {tuple(shape)}: {name} = {size} does not divide over {entry} = {count}; "
+                f"nearest sizes that do: {', '.join(map(str, nearest_multiples(size, count)))}; "
+                f"or replicate it: activation_rules={{{name!r}: None}}"
             )
 
 
 def nearest_multiples(size: int, unit: int) -> list[int]:
-    """The multiples of `unit` around `size`, the smallest being `unit` itself."""
+    """Returns the multiples of `unit` next to `size`, at least `unit` itself."""
     return sorted({max(size // unit, 1) * unit, (size // unit + 1) * unit})
 
 
 def automatic_axes() -> set[str]:
-    """The mesh axes that the partitioner still spreads arrays over; not those of an enclosing manual region."""
+    """Returns the mesh axes that the partitioner controls, without those of an enclosing manual region."""
     mesh = jax.sharding.get_abstract_mesh()
     return {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto}
 
 
 def activation_spec(*names: str | None) -> PartitionSpec | None:
-    """How the activation table in force spreads an array with these axes over automatic mesh axes; None outside."""
+    """Returns the spec of an activation with these axes over automatic mesh axes; None without a strategy."""
     tables, mesh = _tables.value, jax.sharding.get_abstract_mesh()
     if tables is None or mesh.empty:
         return None
@@ -242,13 +241,13 @@ def activation_spec(*names: str | None) -> PartitionSpec | None:
 
 
 class LookupSpecs(NamedTuple):
-    """Layouts for the gradient of a table of which rows were looked up.
+    """Layouts for computing the gradient of an embedding table from the gradients of the rows that were looked up.
 
     Attributes:
-      table: of the table, as the parameter is stored.
-      moves: of the gradients of the rows [..., columns]: mesh axes that store columns of the table leave the rows for
-        the columns one by one, which is an all-to-all each, and those that store rows of the table leave at the end. A
-        chip then has its columns of every row.
+      table: layout of the table, as the parameter is stored.
+      moves: successive layouts of the row gradients [..., columns]. Each mesh axis that stores columns of the table
+        moves in turn from the rows to the columns (an all-to-all each); axes that store rows of the table are removed
+        last. Then a chip has its columns of every row.
     """
 
     table: PartitionSpec
@@ -256,27 +255,27 @@ class LookupSpecs(NamedTuple):
 
     @property
     def ids(self) -> PartitionSpec:
-        """Layout of the indices, that of the rows at the end."""
+        """Layout of the indices: that of the rows after the last move."""
         return PartitionSpec(*self.moves[-1][:-1])
 
 
 def lookup_specs(table: tuple[str, str], rows: Sequence[str | None]) -> LookupSpecs | None:
-    """How to sum the gradient of a table [rows, columns] in the pieces that the parameter is stored in.
+    """Returns the layouts for summing the gradient of a table [rows, columns] directly into its stored shards.
 
     Args:
       table: logical axes of the table.
       rows: logical axes of the indices.
 
     Returns:
-      The layouts over automatic mesh axes; None where no strategy is in force, and for a table that is split both ways
-      inside a region that is manual over some mesh axes: XLA for TPU ends the process when it partitions that sum.
+      The layouts over automatic mesh axes. None without a strategy, and for a table that is sharded over both
+      dimensions inside a region that is manual over some mesh axes: XLA for TPU crashes when it partitions that sum.
     """
     tables, mesh = _tables.value, jax.sharding.get_abstract_mesh()
     if tables is None or mesh.empty:
         return None
     automatic = automatic_axes()
-    pieces = partition_spec(Axes(table), tables.params, keep=automatic.__contains__)
-    entries, columns = map(mesh_axes, pieces)
+    stored = partition_spec(Axes(table), tables.params, keep=automatic.__contains__)
+    entries, columns = map(mesh_axes, stored)
     if entries and columns and automatic != set(mesh.axis_names):
         return None
 
@@ -285,7 +284,7 @@ def lookup_specs(table: tuple[str, str], rows: Sequence[str | None]) -> LookupSp
         return PartitionSpec(*spec, tuple(axis for axis in columns if axis in moved) or None)
 
     moves = [without(columns[: i + 1]) for i in range(len(columns))]
-    return LookupSpecs(pieces, (*moves, without(columns + entries)))
+    return LookupSpecs(stored, (*moves, without(columns + entries)))
 
 
 def param(
@@ -298,16 +297,17 @@ def param(
     compute_dtype: jnp.dtype | None = None,
     as_stored: bool = False,
 ) -> jax.Array:
-    """A Haiku parameter whose axes have names.
+    """Creates a Haiku parameter with named axes.
 
     Args:
-      name: within the current module.
-      shape: of one layer's parameter; a stack adds its leading dimension by itself.
+      name: name within the current module.
+      shape: shape of one layer's parameter; a layer stack adds the leading dimension.
       axes: logical axis of each dimension.
       init: `init(shape, dtype)`.
-      dtype: as stored.
-      compute_dtype: as returned; the cast comes before any gather, so that what travels is the narrow form.
-      as_stored: return the parameter in its stored dtype and layout, for a caller that casts and constrains it.
+      dtype: stored dtype.
+      compute_dtype: returned dtype; default: the stored one. The cast comes before any all-gather, which then moves
+        the narrower dtype.
+      as_stored: whether to return the parameter in its stored dtype and layout, for callers that cast and constrain it.
 
     Returns:
       [*shape], laid out for computation by the activation table unless `as_stored`.
@@ -326,13 +326,13 @@ def param(
 
 
 def abstract_init(init: Callable, *args) -> tuple[Mapping, Mapping]:
-    """Shapes and axes of the parameters that `init(*args)` makes, without making them.
+    """Returns shapes and logical axes of the parameters that `init(*args)` would create, without creating them.
 
     Returns:
-      Two trees of one structure: `jax.ShapeDtypeStruct` leaves and `Axes` leaves.
+      Two trees of the same structure, with `jax.ShapeDtypeStruct` and `Axes` leaves.
 
     Raises:
-      ValueError: a parameter was made without `param`, so its axes have no names.
+      UserError: a parameter was created without `param`, so its axes have no names.
     """
     with _set(_record, {}) as record:
         shapes = jax.eval_shape(lambda *a: init(*a), *args)

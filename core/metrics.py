@@ -1,10 +1,9 @@
-"""Numbers of a run, where people and programs look for them: TensorBoard events and a JSON line for each step.
+"""Writes the metrics of a run as TensorBoard events, JSON lines and, optionally, to Weights & Biases.
 
-The one idea: a writer is told scalars and texts. Host 0 alone has those of the run; every host has one of its own, for
-what it measures of itself. Event files and JSON lines grow by
-appending, which a bucket cannot do; for a gs:// run directory they are written in a local folder, and the whole file is
-copied twice a minute and at `close`. The last seconds before a crash are then missing there, never a checkpoint; and a
-bucket that does not answer, or a full disk, delays what is written and never ends a run.
+Host 0 alone writes the metrics of the run; every host writes measurements of itself to a file of its own. Event files
+and JSON lines are appended to, which a bucket does not support: for a gs:// run directory they are written to a local
+folder, and whole files are copied every 30 s and at `close`. A crash may lose the last seconds of metrics in the
+bucket. A full disk or an unreachable bucket delays the writes and never ends a run.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from core.errors import UserError
 JSONL_NAME = "metrics.jsonl"
 OWN_FOLDER = "metrics"
 TENSORBOARD_NAME = "tensorboard"
-EVALUATED_ON = "validation/of"  # tag of the text that says which rows the validation metrics are of
+EVALUATED_ON = "validation/of"  # tag of the text that describes the rows of the validation metrics
 
-_SECONDS_BETWEEN_COPIES = 30.0  # A bucket is not written at every line of a fast run.
+_SECONDS_BETWEEN_COPIES = 30.0  # limits the rate of writes to a bucket
 
 
 class Writer(Protocol):
-    """Something that records a run."""
+    """Records the metrics and texts of a run."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Records named numbers of one step."""
@@ -49,7 +48,7 @@ class Writer(Protocol):
 
 
 class Writers:
-    """Several writers as one. An empty one records nothing: that of every host but the first."""
+    """Combines several writers. Hosts other than host 0 have an empty one, which records nothing."""
 
     def __init__(self, writers: Sequence[Writer] = ()):
         self._writers = tuple(writers)
@@ -76,14 +75,14 @@ class Writers:
 
 
 def open_writers(run_dir: str, *, is_host_zero: bool, first_step: int = 0, wandb_project: str = "") -> Writers:
-    """TensorBoard, JSON lines and, where it is wanted, Weights & Biases on host 0; nothing on the others.
+    """Opens TensorBoard, JSON lines and, if configured, Weights & Biases on host 0; nothing on the others.
 
     Args:
       run_dir: local or gs://.
       is_host_zero: whether this host writes.
-      first_step: where the run continues. What an earlier run recorded from there on is void: TensorBoard hides it; of
-        two JSON lines of one step, the later holds; Weights & Biases keeps the earlier.
-      wandb_project: a project of Weights & Biases; none where it is empty.
+      first_step: the step at which the run resumes. Earlier records of later steps are replaced: TensorBoard hides
+        them; of two JSON lines for one step the later one is valid; Weights & Biases keeps the earlier.
+      wandb_project: a project of Weights & Biases; empty: do not use it.
     """
     if not is_host_zero:
         return Writers()
@@ -98,7 +97,7 @@ def open_writers(run_dir: str, *, is_host_zero: bool, first_step: int = 0, wandb
 
 
 def open_own_lines(run_dir: str, *, process_index: int) -> Writers:
-    """JSON lines of what a host measures of itself, on every host: RUN/metrics/host_2.jsonl."""
+    """Opens a host's own JSON lines, for example RUN/metrics/host_2.jsonl, for measurements of that host."""
     return Writers([JsonLines(paths.resolve(run_dir) / OWN_FOLDER / f"host_{process_index}.jsonl")])
 
 
@@ -107,7 +106,7 @@ class TensorBoard:
 
     def __init__(self, directory: paths.Path, *, first_step: int = 0):
         """Opens a new event file in `directory`; events of earlier files from `first_step` on are hidden."""
-        import tensorboardX  # Takes a third of a second that other hosts need not spend.
+        import tensorboardX  # imported here because it takes 0.3 s, which other hosts need not spend
         from tensorboardX import record_writer
 
         self._mirror = Mirror(directory)
@@ -116,7 +115,7 @@ class TensorBoard:
             f"{_EventFiles.PREFIX}:{self._mirror.folder}",
             purge_step=first_step or None,
             flush_secs=30,
-            filename_suffix=f".{time.time_ns()}",  # Two starts within a second would share the file's name.
+            filename_suffix=f".{time.time_ns()}",  # otherwise two starts within a second would share a file
         )
         self._closed = False
 
@@ -126,7 +125,7 @@ class TensorBoard:
             self._events.add_scalar(name, float(value), global_step=step)
 
     def text(self, tag: str, text: str, *, step: int = 0) -> None:
-        """Records a text, shown as it is: TensorBoard reads Markdown, so it goes in as an indented block."""
+        """Records a text verbatim: as an indented block, because TensorBoard renders Markdown."""
         self._events.add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()), global_step=step)
 
     def flush(self) -> None:
@@ -143,7 +142,7 @@ class TensorBoard:
 
 
 class _EventFiles:
-    """How tensorboardX opens event files: its thread would die of a full disk, and training would wait for it."""
+    """Makes tensorboardX write through `Appender`: on a full disk its own thread would die and block training."""
 
     PREFIX = "appender"
 
@@ -157,7 +156,7 @@ class _EventFiles:
 
 
 class JsonLines:
-    """One JSON object a line: `{"step": 3, "time_seconds": …, "loss": …}`. JSON has no NaN: it becomes "nan"."""
+    """Writes one JSON object per line: `{"step": 3, "time_seconds": …, "loss": …}`; NaN becomes the string "nan"."""
 
     def __init__(self, path: paths.Path):
         """Appends to `path`."""
@@ -191,10 +190,10 @@ class JsonLines:
 
 
 def require_wandb(project: str) -> None:
-    """Looks that Weights & Biases is installed, if a project of it is named.
+    """Checks that Weights & Biases is installed if a project is named.
 
     Raises:
-      ValueError: it is not, with what to do.
+      UserError: it is not installed; says what to do.
     """
     if project and importlib.util.find_spec("wandb") is None:
         raise UserError(
@@ -204,14 +203,14 @@ def require_wandb(project: str) -> None:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases; one run directory is one run there, however often it is continued.
+    """Writes to Weights & Biases; a run directory is one run there, however often it is resumed.
 
-    Who is logged in, and whether anything is sent, is its own matter: WANDB_API_KEY, and WANDB_MODE=offline, with which
-    everything stays in RUN/wandb until `wandb sync`.
+    The library reads its own environment variables: WANDB_API_KEY for the login, and WANDB_MODE=offline to keep
+    everything in RUN/wandb until `wandb sync`.
     """
 
     def __init__(self, project: str, *, run_dir: str):
-        """Begins or continues the run of this run directory; raises ValueError when the package is not there."""
+        """Starts or resumes the run of this run directory. Raises UserError if the package is not installed."""
         require_wandb(project)
         import wandb
 
@@ -235,7 +234,7 @@ class WeightsAndBiases:
         self._run.config.update({tag: text}, allow_val_change=True)
 
     def flush(self) -> None:
-        """Does nothing: a thread of its own sends what is logged."""
+        """Does nothing: the library sends logged values from its own thread."""
 
     def close(self) -> None:
         """Sends the rest and releases; a second call does nothing."""
@@ -251,10 +250,10 @@ def _finite(value: float) -> float | str:
 
 
 class Mirror:
-    """A local folder to append in, for a destination that may be a bucket.
+    """A local folder for files that are appended to, copied to the destination if that is a bucket.
 
     Attributes:
-      folder: where to write: the destination itself when it is local.
+      folder: where to write: the destination itself if it is local.
     """
 
     def __init__(self, destination: paths.Path, *, fetch: str | None = None, copies: bool | None = None):
@@ -262,8 +261,8 @@ class Mirror:
 
         Args:
           destination: local or gs://.
-          fetch: the name of a file to continue, if it is there.
-          copies: whether to write elsewhere and copy; None: when the destination is in a bucket.
+          fetch: the name of a file to continue, if it exists.
+          copies: whether to write to a temporary folder and copy; None: if the destination is in a bucket.
         """
         self._destination = destination
         self._bookkeeping = bookkeeping.Bookkeeping(os.fspath(destination))

@@ -21,8 +21,8 @@ def named(model: Any, spec: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[None
     """Context in which a model is traced for batches of `spec`.
 
     Raises:
-      ValueError: in place of any other exception; says where it was raised and which fields a batch has. A ValueError
-        passes unchanged.
+      UserError: replaces any exception that is not a ValueError; says where it was raised and which fields a batch
+        has.
     """
     try:
         yield
@@ -38,7 +38,7 @@ def named(model: Any, spec: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[None
 
 
 def _place(error: Exception) -> str:
-    """`my_model.py:33, in _sums`: the innermost frame outside of libraries."""
+    """Returns the innermost frame outside of libraries: `my_model.py:33, in _sums`."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not f.filename.startswith(_LIBRARIES) and not f.filename.startswith("<")]
     frame = (own or frames)[-1]

@@ -1,8 +1,8 @@
-"""Parameters as an optimizer sees them: by pattern over their path, layer by layer, and as matrices.
+"""Selects parameters by patterns over their paths, and applies optimizer rules per layer or per matrix.
 
-A stack of layers stores one array [layers, ...] where the papers mean one matrix for each layer. The one idea: rules
-that look at a whole matrix (its root mean square, its rows and columns, its singular values) are applied to every layer
-by itself, so that training does not depend on how layers are stored.
+A layer stack stores one array [layers, ...] where papers describe one matrix per layer. Rules that use a whole matrix
+(its root mean square, its rows and columns, its singular values) are applied to each layer separately, so that training
+does not depend on how layers are stored.
 """
 
 from __future__ import annotations
@@ -22,50 +22,51 @@ from core.types import Params
 
 
 def path_name(path: Sequence[Any]) -> str:
-    """`layers/block/query` or `1/mu/layers/block/query` of a key path; Haiku's `~` is left out."""
+    """Formats a key path as `layers/block/query` or `1/mu/layers/block/query`, without Haiku's `~`."""
     return "/".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path).replace("~/", "")
 
 
 def names(params: Params) -> list[str]:
-    """The path of every parameter."""
+    """Returns the path of every parameter."""
     return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
 
 
 def matches(params: Params, patterns: Sequence[str], *, where: str = "patterns") -> Any:
-    """A tree of booleans: whether the path of each parameter matches one of the patterns.
+    """Returns a tree of booleans: whether the path of each parameter matches one of the patterns.
 
     Args:
-      params: whose paths.
+      params: the parameters.
       patterns: shell wildcards.
-      where: what the patterns are called, for the error.
+      where: name of the patterns, for the error.
 
     Raises:
-      ValueError: a pattern matches no parameter.
+      UserError: a pattern matches no parameter.
     """
     found = names(params)
-    idle = [p for p in patterns if not any(fnmatch.fnmatch(n, p) for n in found)]
-    if idle:
+    unused = [p for p in patterns if not any(fnmatch.fnmatch(n, p) for n in found)]
+    if unused:
         raise UserError(
-            f"{where} = {tuple(patterns)}: no parameter matches {', '.join(map(repr, idle))}; the parameters are "
+            f"{where} = {tuple(patterns)}: no parameter matches {', '.join(map(repr, unused))}; the parameters are "
             f"{', '.join(found)}"
         )
     return jax.tree_util.tree_map_with_path(lambda path, _: matches_any(path_name(path), patterns), params)
 
 
 def present(params: Params, patterns: Sequence[str]) -> list[str]:
-    """The patterns that match a parameter: for those of which a model may have none."""
+    """Returns the patterns that match at least one parameter, for patterns that are allowed to match none."""
     return [p for p in patterns if any(fnmatch.fnmatch(n, p) for n in names(params))]
 
 
 def by_layer(
     rule: optax.GradientTransformation, is_stacked: Callable[[str], bool], *, in_turn: bool = False
 ) -> optax.GradientTransformation:
-    """`rule` for every layer of a stack by itself, as if its layers were separate parameters.
+    """Applies `rule` to each layer of a stack separately, as if its layers were separate parameters.
 
     Args:
-      rule: what it keeps of a parameter [...], it keeps for a stacked one [layers, ...] with that leading dimension.
-      is_stacked: of the path of a parameter: whether its leading dimension is that of its layers.
-      in_turn: one layer after the other, for rules whose intermediate results are as large as the matrix.
+      rule: the transformation; its state for a stacked parameter [layers, ...] gains the same leading dimension.
+      is_stacked: from the path of a parameter, whether its leading dimension is the layers.
+      in_turn: whether to process one layer after the other, for rules whose intermediate results are as large as the
+        matrix; otherwise all layers are vectorised.
     """
     update = _in_turn(rule.update) if in_turn else jax.vmap(rule.update)
     each = optax.GradientTransformation(jax.vmap(rule.init), update)
@@ -85,12 +86,13 @@ def by_layer(
 def as_matrices(
     rule: optax.GradientTransformation, matrices: Mapping[str, str], *, strict: bool
 ) -> optax.GradientTransformation:
-    """`rule` with the parameters that match `matrices` reshaped to [rows, columns]; the others as they are.
+    """Applies `rule` with the parameters that match `matrices` reshaped to [rows, columns].
 
     Args:
-      rule: what it keeps of a matrix, it keeps of the reshaped one.
-      matrices: by pattern, a letter for each dimension: i (rows) or o (columns).
-      strict: whether a parameter with another number of dimensions than its letters is refused, or left as it is.
+      rule: the transformation; its state has the reshaped form.
+      matrices: for each pattern, one letter per dimension: i (rows) or o (columns).
+      strict: whether a parameter with another number of dimensions than letters is refused; otherwise it is not
+        reshaped.
     """
 
     def letters(path: Sequence[Any], a: jax.Array) -> str | None:
@@ -134,22 +136,22 @@ def _in_turn(update: Callable) -> Callable:
 
 
 def matches_any(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a path matches one of the patterns."""
+    """Returns True if a path matches one of the patterns."""
     return any(fnmatch.fnmatch(name, p) for p in patterns)
 
 
 def letters_of(name: str, matrices: Mapping[str, str]) -> str | None:
-    """The letters of the first pattern that the path matches."""
+    """Returns the letters of the first pattern that the path matches; None if none does."""
     return next((letters for pattern, letters in matrices.items() if fnmatch.fnmatch(name, pattern)), None)
 
 
 def of_one_layer(matrices: Mapping[str, str]) -> dict[str, str]:
-    """The letters of what `by_layer` hands over: without a leading l."""
+    """Returns the letters for a single layer, as `by_layer` passes it: without the leading l."""
     return {pattern: letters.removeprefix("l") for pattern, letters in matrices.items()}
 
 
 def check_letters(matrices: Mapping[str, str]) -> None:
-    """Raises ValueError for a pattern whose letters make no matrix."""
+    """Raises UserError for a pattern whose letters do not describe a matrix."""
     for pattern, letters in matrices.items():
         if not set("io") <= set(letters) <= set("lio"):
             raise UserError(
@@ -159,10 +161,10 @@ def check_letters(matrices: Mapping[str, str]) -> None:
 
 
 def matrix_labels(params: Params, matrices: Mapping[str, str]) -> Any:
-    """A tree of "matrix" and "other".
+    """Labels each parameter "matrix" or "other".
 
     Raises:
-      ValueError: no parameter is a matrix, or one has not as many dimensions as its letters.
+      UserError: no parameter is a matrix, or a parameter has another number of dimensions than letters.
     """
     labels = jax.tree_util.tree_map_with_path(
         lambda path, p: "other" if _letters(path, p, matrices) is None else "matrix", params
@@ -175,7 +177,7 @@ def matrix_labels(params: Params, matrices: Mapping[str, str]) -> Any:
 
 
 def dimension_numbers(params: Params, matrices: Mapping[str, str]) -> Any:
-    """Which dimensions of each parameter are the rows of its matrix, and which the columns; the others are a batch."""
+    """Returns which dimensions of each parameter are the rows and the columns of its matrix; others are batched."""
 
     def of(path, p) -> MuonDimensionNumbers:
         letters = _matrix_letters(path, p, matrices)
@@ -202,7 +204,7 @@ def _matrix_letters(path: Sequence[Any], p: jax.Array, matrices: Mapping[str, st
 
 
 def scale_to_rms(rms: float, matrices: Mapping[str, str]) -> optax.GradientTransformation:
-    """Gives an orthogonal update [rows, columns] entries of root mean square `rms`, whatever its shape."""
+    """Scales an orthogonal update [rows, columns] so that its entries have root mean square `rms` for any shape."""
 
     def scaled(path, update: jax.Array) -> jax.Array:
         sides = {"i": 1, "o": 1, "l": 1}

@@ -1,7 +1,7 @@
-"""Where files are: one way to name a local or gs:// place, and to write to it without leaving half a file.
+"""Resolves local and gs:// paths, and writes files atomically.
 
-The one idea: text from a user becomes an absolute path once, here, and everything after that speaks `Path`. gs:// goes
-through fsspec, so that a bucket needs no TensorFlow (which would cost five seconds at every start).
+`resolve` converts a user's text to an absolute `Path` once; all other code uses `Path`. gs:// uses fsspec and not
+TensorFlow, whose import takes five seconds.
 """
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ from typing import NamedTuple
 
 from core.errors import UserError
 
-os.environ["EPATH_USE_TF"] = "0"  # Before etils is imported.
+os.environ["EPATH_USE_TF"] = "0"  # must be set before etils is imported
 
 import fsspec
 from etils import epath
 
-# What other hosts write and remove is seen at once: listings of a bucket are asked for, never remembered.
+# Listings of a bucket are not cached, so that changes by other hosts are seen at once.
 for _protocol in ("gcs", "gs"):
     fsspec.config.conf.setdefault(_protocol, {})["use_listings_cache"] = False
 
 Path = epath.Path
 
-_PROBE_BYTES = 4096  # a full disk takes an empty file
+_PROBE_BYTES = 4096  # not 0, because an empty file can be created on a full disk
 _NO_ROOM = {number: os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
 MAKE_ROOM = "Make room, or raise the limit (quota, ulimit -f)"
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*):/")
 
 
 def resolve(text: str | os.PathLike[str]) -> epath.Path:
-    """An absolute path: gs:// as it is, anything else local, with `~` expanded and relative to the working directory.
+    """Converts text to an absolute path: gs:// unchanged, anything else local, with `~` expanded.
 
     Raises:
-      ValueError: empty, an unknown scheme, a bucket name missing, or relative in a working directory that is gone.
+      UserError: the text is empty, has an unknown scheme or no bucket name, or is relative to a working directory that
+        no longer exists.
     """
     text = os.fspath(text)
     if not text.strip():
@@ -67,12 +68,12 @@ def _resolve_remote(text: str, *, scheme: str) -> epath.Path:
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is in a bucket rather than on a disk."""
+    """Returns True if a path is in a bucket (gs://)."""
     return os.fspath(path).startswith("gs://")
 
 
 def bucket_location(bucket: str) -> str | None:
-    """The region of a bucket, `US-CENTRAL2`, or its multi-region, `US`; None where nobody can be asked."""
+    """Returns the region (`US-CENTRAL2`) or multi-region (`US`) of a bucket; None if it cannot be looked up."""
     try:
         import fsspec
 
@@ -82,10 +83,10 @@ def bucket_location(bucket: str) -> str | None:
 
 
 def require_writable(directory: str | os.PathLike[str]) -> epath.Path:
-    """Makes a folder if need be, writes a small file in it and removes it again.
+    """Creates a folder if necessary, and checks that it can be written by writing and removing a small file.
 
     Raises:
-      ValueError: it cannot be written, with the reason.
+      UserError: the folder cannot be written; gives the reason.
     """
     folder = resolve(directory)
 
@@ -98,10 +99,10 @@ def require_writable(directory: str | os.PathLike[str]) -> epath.Path:
 
 
 def check_writable(directory: str | os.PathLike[str]) -> epath.Path:
-    """As `require_writable`, but leaves nothing behind: of a missing folder it tries the nearest that exists above.
+    """Checks that a folder can be written without creating it: tries its nearest existing parent instead.
 
     Raises:
-      ValueError: it cannot be written, with the reason.
+      UserError: the folder cannot be written; gives the reason.
     """
     folder = resolve(directory)
     _probe(folder, lambda: folder if is_remote(folder) else _nearest(folder))
@@ -109,9 +110,10 @@ def check_writable(directory: str | os.PathLike[str]) -> epath.Path:
 
 
 def no_room(error: BaseException) -> str:
-    """`No space left on device` where an error of any type says that, also among other words; "" where it does not.
+    """Returns the system's words, such as `No space left on device`, if an error means that; otherwise "".
 
-    That is: no free blocks or inodes, a quota that is used up, or a limit on the size of a file.
+    That is: no free blocks or inodes, an exceeded quota, or a limit on the size of a file. Other exceptions are
+    recognized by their text.
     """
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
         return _NO_ROOM[error.errno]
@@ -119,7 +121,11 @@ def no_room(error: BaseException) -> str:
 
 
 def free_space(directory: str | os.PathLike[str]) -> str:
-    """`0.3 GiB and 1,200 inodes are free on this host's disk`; a quota may leave less. Raises OSError."""
+    """Describes the free space: `0.3 GiB and 1,200 inodes are free on this host's disk`; a quota may allow less.
+
+    Raises:
+      OSError: the file system cannot be read.
+    """
     found = os.statvfs(_nearest(resolve(directory)))
     inodes = f" and {found.f_favail:,} inodes" if found.f_files else ""  # some file systems count none
     return f"{found.f_bavail * found.f_frsize / 2**30:.3g} GiB{inodes} are free on this host's disk"
@@ -136,7 +142,7 @@ def _probe(directory: epath.Path, folder: Callable[[], epath.Path]) -> None:
             probe.write_text(" " * _PROBE_BYTES)
         finally:
             probe.unlink(missing_ok=True)
-    except Exception as error:  # A bucket fails with its client's own types.
+    except Exception as error:  # a bucket's client has exception types of its own
         fix = "check the credentials and the bucket's permissions" if is_remote(directory) else "choose another folder"
         if no_room(error):
             fix = f"{free_space(directory)}. {MAKE_ROOM}, then start again: nothing that was saved is lost"
@@ -144,11 +150,11 @@ def _probe(directory: epath.Path, folder: Callable[[], epath.Path]) -> None:
 
 
 def write_text_atomically(path: str | os.PathLike[str], text: str) -> None:
-    """Writes a file so that a reader sees the old text or the new, never a part; its folder is made if need be."""
+    """Writes a file atomically: a reader sees the old text or the new one. Creates its folder if necessary."""
     file = resolve(path)
     file.parent.mkdir(parents=True, exist_ok=True)
     if is_remote(file):
-        file.write_text(text)  # An object appears whole or not at all.
+        file.write_text(text)  # writing an object is atomic
         return
     part = file.parent / f".{file.name}.{uuid.uuid4().hex}"
     try:
@@ -159,11 +165,11 @@ def write_text_atomically(path: str | os.PathLike[str], text: str) -> None:
 
 
 class Versioned(NamedTuple):
-    """A small text file as it was at one moment.
+    """The content and version of a small text file.
 
     Attributes:
       text: its content.
-      version: changes with every write: the generation of an object, inode and modification time of a local file.
+      version: changes with every write: an object's generation, or a local file's inode and modification time.
     """
 
     text: str
@@ -171,7 +177,7 @@ class Versioned(NamedTuple):
 
 
 def read_versioned(path: epath.Path) -> Versioned | None:
-    """A file and its version, read together; None where there is no such file."""
+    """Reads a file and its version consistently; None if it does not exist."""
     try:
         if is_remote(path):
             bucket, key = _bucket_and_key(path)
@@ -185,15 +191,18 @@ def read_versioned(path: epath.Path) -> Versioned | None:
 
 
 def write_if_unchanged(path: epath.Path, text: str, *, version: str | None) -> bool:
-    """Writes a file whole unless somebody else has written, made or removed it meanwhile; whether it did.
+    """Writes a file atomically unless another process has written, created or removed it since it was read.
 
-    In a bucket this is one transaction. On a disk only making a file is; between looking at a version and replacing it
-    another process may do the same, so whoever replaces a file reads it again a moment later.
+    In a bucket this is one transaction. On a disk only creating a file is: two processes may replace the same version,
+    so a caller that replaces a file must read it again a moment later.
 
     Args:
-      path: its folder exists.
+      path: the file; its folder must exist.
       text: the content.
-      version: as it was read; None: there was no such file.
+      version: the version that was read; None: the file did not exist.
+
+    Returns:
+      Whether the file was written.
     """
     if is_remote(path):
         service, (bucket, key) = fsspec.filesystem("gcs"), _bucket_and_key(path)
@@ -221,7 +230,7 @@ def write_if_unchanged(path: epath.Path, text: str, *, version: str | None) -> b
 
 
 def remove_if_unchanged(path: epath.Path, *, version: str) -> None:
-    """Removes a file unless somebody else has written it since this version was read."""
+    """Removes a file unless another process has written it since this version was read."""
     if is_remote(path):
         with contextlib.suppress(FileNotFoundError, FileExistsError):  # gone, or another generation
             fsspec.filesystem("gcs").call("DELETE", "b/{}/o/{}", *_bucket_and_key(path), ifGenerationMatch=version)
@@ -235,7 +244,7 @@ def _bucket_and_key(path: epath.Path) -> tuple[str, str]:
 
 
 def sizes(folder: epath.Path) -> dict[str, int]:
-    """The bytes of every file in a folder and those below, by its path from there; a bucket is listed once."""
+    """Returns the size in bytes of every file below a folder, by relative path; a bucket is listed once."""
     if not is_remote(folder):
         files = [path for path in pathlib.Path(folder).rglob("*") if path.is_file()]
         return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
@@ -245,7 +254,7 @@ def sizes(folder: epath.Path) -> dict[str, int]:
 
 
 def copy_file(local: str | os.PathLike[str], *, to: epath.Path) -> epath.Path:
-    """Copies a local file to a path on a disk or in a bucket, whose folder is made if need be; appears whole."""
+    """Copies a local file atomically to a path on a disk or in a bucket, and creates its folder if necessary."""
     to.parent.mkdir(parents=True, exist_ok=True)
     if is_remote(to):
         to.write_bytes(pathlib.Path(local).read_bytes())

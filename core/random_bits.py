@@ -1,14 +1,14 @@
-"""Random bits that belong to rows of the global batch.
+"""Random keys for the rows of the global batch, independent of the layout.
 
-A model that draws (dropout, noise) must draw the same bits for a row wherever the row is computed: on one chip or
-sixteen, in one batch or in microbatches. The one idea: bits are keyed by (seed, step, layer, global row), never by the
-shape of what happens to be here.
+A model that uses randomness (dropout, noise) must draw the same bits for a row wherever the row is computed: on one
+chip or sixteen, in one batch or in microbatches. Bits are therefore keyed by (seed, step, layer, global row), and never
+depend on the shape of a local batch.
 
     keys = row_keys(hk.next_rng_key(), row_ids(batch))                                    # [B]
     kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.9, x.shape[1:]))(keys)        # [B, ...]
 
-Seed and step are in the key that the step hands to the model, the layer in the one that `layer_stack` hands to a block,
-and the rows in the batch: `core.step` puts `row_ids` there. A block gets them through its `side`.
+The step's key contains seed and step, and the key that `layer_stack` passes to a block contains the layer. `core.step`
+adds the rows to the batch as `row_ids`; a block gets them through its `side`.
 """
 
 from __future__ import annotations
@@ -26,36 +26,37 @@ from core.errors import UserError
 from core.types import Batch, Model, Params, Shapes
 
 ROW_IDS = "row_ids"
-_DRAWS = ("random_bits", "random_split", "random_gamma")  # primitives of JAX; gamma, beta, dirichlet, t have their own
+_DRAWS = ("random_bits", "random_split", "random_gamma")  # JAX primitives; gamma, beta, dirichlet and t use the last
 
 
 def with_row_ids(batch: Batch) -> Batch:
-    """The batch with `row_ids` [B], int32: 0, 1, … of a whole global batch."""
+    """Adds `row_ids` [B], int32, 0 to B - 1, to a global batch."""
     return {**batch, ROW_IDS: jnp.arange(_rows(batch), dtype=jnp.int32)}
 
 
 def row_ids(batch: Batch) -> jax.Array:
-    """[B], int32: the rows of the global batch that these are; those of a whole batch where no step numbered them."""
+    """Returns the global row of each row, [B], int32; 0 to B - 1 if the batch has no `row_ids`."""
     return batch[ROW_IDS] if ROW_IDS in batch else jnp.arange(_rows(batch), dtype=jnp.int32)
 
 
 def row_keys(key: jax.Array, rows: jax.Array) -> jax.Array:
-    """A key for each row, [B], from one key and the rows' ids [B]."""
+    """Returns a key for each row, [B], from one key and the row ids [B]."""
     return jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
 
 
 def refuse_shared_draws(model: Model, params: Params, batch: Shapes) -> None:
-    """Refuses a model that draws for all rows with one key, where a step runs microbatches.
+    """Refuses a model that draws random bits for all rows with one key, for steps with microbatches.
 
-    Each microbatch has the same key, so such a model (stock `hk.dropout`, say) would draw the same bits in all of them.
-    A draw is for all rows where its shape, or the number of draws, grows with the batch.
+    Each microbatch has the same key, so such a model (for example stock `hk.dropout`) would draw the same bits in all
+    of them. A draw is considered to be for all rows if its shape, or the number of draws, grows with the batch.
 
     Args:
-      model: its loss is traced with the batch and with one of twice as many rows.
-      params, batch: shapes and dtypes.
+      model: its loss is traced with the batch, and with a batch of twice as many rows.
+      params: shapes and dtypes of the parameters.
+      batch: shapes and dtypes of the batch.
 
     Raises:
-      ValueError: names the draws and says how to draw by row.
+      UserError: names the draws and says how to draw per row.
     """
     if not (found := Counter(_draws(model, params, batch))):
         return
@@ -73,7 +74,7 @@ def refuse_shared_draws(model: Model, params: Params, batch: Shapes) -> None:
         raise UserError(
             "random bits for all rows from one key: every microbatch (accum_steps above 1, or a pipeline) would draw "
             f"the same ones, and the result would depend on the layout:\n  {draws}\n"
-            "Draw by row instead, for dropout:\n"
+            "Draw per row instead, for dropout:\n"
             "  keys = core.random_bits.row_keys(hk.next_rng_key(), rows)  # rows: core.random_bits.row_ids(batch)\n"
             "  x = jax.vmap(lambda key, row: hk.dropout(key, rate, row))(keys, x)\n"
             "or use accum_steps = 1 and a strategy without a pipeline"
@@ -81,7 +82,7 @@ def refuse_shared_draws(model: Model, params: Params, batch: Shapes) -> None:
 
 
 def _draws(model: Model, params: Params, batch: Shapes) -> list[tuple[str, tuple[int, ...]]]:
-    """Source and shape of every draw of a training loss that takes a single key."""
+    """Returns the source and shape of every draw with a single key in a model's training loss."""
 
     def loss(params: Params, batch: Batch) -> Any:
         return model.loss(params, model.init_carry(batch), jax.random.key(0), with_row_ids(batch), is_training=True)

@@ -1,7 +1,7 @@
-"""The numbers that optimizers take, and which values each may have.
+"""Validates the hyperparameters of optimizers.
 
-The one idea: a name means the same everywhere, so its range is written once. What is out of it is refused where the
-configuration is read, not by a loss that is NaN at step 1.
+A name has the same meaning in all of them, so its range is defined once. Values out of range are refused when the
+configuration is read, before they could cause a NaN loss.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
         **dict.fromkeys(("peak", "value", "weight_decay"), (lambda v: 0 <= v < math.inf, "at least 0, and finite")),
         **dict.fromkeys(("b1", "b2", "momentum", "decay"), (lambda v: 0 <= v < 1, "from 0 to below 1")),
         **dict.fromkeys(("eps", "rms", "decay_rate", "clip_update"), (lambda v: 0 < v < math.inf, "above 0")),
-        "clip_norm": (lambda v: v is None or v > 0, "above 0, or None to leave the gradient alone"),
+        "clip_norm": (lambda v: v is None or v > 0, "above 0, or None for no clipping"),
         "min_factored": (lambda v: v >= 1, "at least 1"),
     }
 )
@@ -26,14 +26,14 @@ NAMES = frozenset(_RANGES)
 
 
 def check(where: str, **values: float | None) -> None:
-    """Looks at every number by its name.
+    """Validates each number against the range of its name.
 
     Args:
-      where: whose numbers, for the error.
+      where: the constructor that takes the numbers, for the error.
       **values: by the names of `_RANGES`; NaN is never allowed.
 
     Raises:
-      ValueError: one is out of its range.
+      UserError: a number is out of its range.
     """
     for name, value in values.items():
         allowed, expected = _RANGES[name]

@@ -1,10 +1,10 @@
-"""Who is here, and do all mean the same: a roll call over plain TCP, before the distributed runtime starts.
+"""Rendezvous of all hosts over TCP, before JAX's distributed runtime starts.
 
-JAX's own start ends the whole process from C++ when a host does not come, where no message of ours can be raised, and
-hosts with different configurations train on without a word. So the hosts first meet on the coordinator's port: each
-says which of how many it is and hands over a text that describes what it would run; host 0 waits for all of them,
-compares, and tells every one of them that all are here, which are missing, or how they differ. Only then is the port
-handed to JAX. The connections stay: over them the hosts watch one another (`core.watch.peers`).
+If a host is missing, JAX's own start-up ends the process from C++ without an exception, and it does not notice hosts
+with different configurations. Therefore the hosts first connect to host 0 on the coordinator's port. Each sends its
+index, the number of hosts that it expects and a description of its configuration. Host 0 waits for all of them,
+compares the descriptions, and tells every host that all are present, which are missing, or how they differ. Then it
+releases the port for JAX. The connections stay open for the heartbeat (`core.watch.peers`).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _PORT_SECONDS = 10.0
 
 
 class Roll(NamedTuple):
-    """All hosts of a job, and the way to them.
+    """The hosts of a job and the connections to them.
 
     Attributes:
-      index: which host this is.
-      count: how many there are.
-      addresses: of each host, as far as known.
-      connections: for host 0, one to each other host, by index; for the others, `{0: the one to host 0}`.
+      index: index of this host.
+      count: number of hosts.
+      addresses: address of each host; "" if unknown.
+      connections: on host 0, one to each other host, by index; on the others, `{0: the connection to host 0}`.
     """
 
     index: int  # type: ignore[assignment]  # hides tuple.index
@@ -41,13 +41,13 @@ class Roll(NamedTuple):
     connections: Mapping[int, socket.socket]
 
     def close(self) -> None:
-        """Hangs up."""
+        """Closes all connections."""
         for connection in self.connections.values():
             connection.close()
 
 
 class _Call(NamedTuple):
-    """What `answer` was asked, and until when."""
+    """The arguments of `answer`, and the deadline."""
 
     address: str
     index: int  # type: ignore[assignment]  # hides tuple.index
@@ -58,7 +58,7 @@ class _Call(NamedTuple):
     addresses: Sequence[str]
 
     def missing(self, hosts: Sequence[int]) -> str:
-        """The message that names them."""
+        """Returns the message that names the missing hosts."""
         names = ", ".join(f"{i} ({a})" if (a := _known(self.addresses, i)) else f"{i}" for i in hosts)
         return (
             f"waited {self.timeout_seconds:g} s at {self.address} for {units.counted(self.count, 'host')}; "
@@ -76,20 +76,20 @@ def answer(
     description: str = "",
     addresses: Sequence[str] = (),
 ) -> Roll:
-    """Returns when all hosts are here. Every host calls it: host 0 takes the roll, the others answer it.
+    """Waits until all hosts are connected. Every host calls it: host 0 listens, the others connect to it.
 
     Args:
       address: "HOST:PORT" of host 0, the same on every host.
-      index: which host this is, 0 to count - 1.
-      count: how many hosts the job has.
-      timeout_seconds: how long to wait for the last of them.
-      description: what this host would run, to be equal on all of them.
-      addresses: of all hosts by index, where they are known: to name one that does not come.
+      index: index of this host, 0 to count - 1.
+      count: number of hosts of the job.
+      timeout_seconds: how long to wait for all hosts.
+      description: configuration of this host, which must be equal on all of them.
+      addresses: addresses of all hosts by index, if known, to name a missing one.
 
     Raises:
-      TimeoutError: some hosts did not come; names them, or host 0's address when that is the one.
-      ValueError: the port is taken, another process has the same index, this host has another count, or the
-        descriptions differ (on all hosts, with what differs).
+      TimeoutError: some hosts are missing; names them, or host 0's address if host 0 is missing.
+      UserError: the port is in use, another process has the same index, this host has another count, or the
+        descriptions differ (raised on all hosts, with the difference).
     """
     deadline = time.monotonic() + timeout_seconds
     call = _Call(address, index, count, timeout_seconds, deadline, description, addresses)
@@ -97,7 +97,7 @@ def answer(
 
 
 def split(address: str) -> tuple[str, int]:
-    """The host and port of "HOST:PORT". Raises ValueError when it is not of that form."""
+    """Splits "HOST:PORT" into host and port. Raises UserError if it is malformed."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise UserError(f"the coordinator address is {address!r}; expected HOST:PORT, for example 10.0.0.2:8476")
@@ -144,7 +144,7 @@ def _take(call: _Call) -> Roll:
 
 def _differing_message(differing: str) -> str:
     return (
-        "the hosts would not run the same (a minus is what the others have):\n"
+        "the hosts have different configurations (a minus is what the others have):\n"
         f"{differing}\nStart the same command, from the same files, on every host."
     )
 
@@ -158,11 +158,11 @@ def _listening(address: str, *, deadline: float) -> Iterator[socket.socket]:
             listener = socket.create_server((bindable(host), port), backlog=4096)
             break
         except OSError as error:
-            if time.monotonic() < give_up:  # The port of a run that is just ending.
+            if time.monotonic() < give_up:  # the previous run may still be closing the port
                 time.sleep(_RETRY_SECONDS)
                 continue
             raise UserError(
-                f"host 0 cannot listen at {address}: {error}; is another run still alive on this host? "
+                f"host 0 cannot listen at {address}: {error}; is another run still active on this host? "
                 "Stop it, or choose another port."
             ) from error
     with listener:
@@ -170,7 +170,7 @@ def _listening(address: str, *, deadline: float) -> Iterator[socket.socket]:
 
 
 def bindable(host: str) -> str:
-    """`host` when it is an address of this machine, else "" (all interfaces: host 0 is behind another address)."""
+    """Returns `host` if it is an address of this machine, else "" (all interfaces: the address is translated)."""
     with socket.socket() as probe:
         try:
             probe.bind((host, 0))
@@ -190,18 +190,18 @@ def _admit(connection: socket.socket, address: str, *, present: dict[int, _Prese
         hello = {}
     index, their_count, description = (hello.get(key) for key in ("host", "of", "description"))
     if not (isinstance(index, int) and isinstance(their_count, int) and isinstance(description, str)):
-        connection.close()  # Something else that knocks at every port.
+        connection.close()  # not one of our hosts, for example a port scanner
         return
     if their_count != count or not 0 < index < count:
         frames.send(connection, {"refused": count}, seconds=_HELLO_SECONDS)
         return
-    if index in present:  # A host that was started again; unless it still lives, nobody hears this.
+    if index in present:  # the host was started again; if the earlier process still runs, it is told to end
         frames.send(present[index].connection, {"replaced": True}, seconds=_HELLO_SECONDS)
     present[index] = _Present(connection, address, description)
 
 
 def _say_to_all(present: Mapping[int, _Present], message: Mapping[str, Any]) -> None:
-    for there in present.values():  # Who hung up is missed by whoever watches the connections next.
+    for there in present.values():  # a closed connection is noticed by its next user
         frames.send(there.connection, message, seconds=_HELLO_SECONDS)
 
 
@@ -209,7 +209,7 @@ def _say_to_all(present: Mapping[int, _Present], message: Mapping[str, Any]) -> 
 
 
 def _ask(call: _Call) -> Roll:
-    """Tries again when a connection breaks, until the deadline."""
+    """Connects to host 0 and waits for its reply; retries until the deadline."""
     while time.monotonic() < call.deadline:
         if answered := _hello(call):
             connection, reply = answered
@@ -224,13 +224,13 @@ def _ask(call: _Call) -> Roll:
 
 
 def _hello(call: _Call) -> tuple[socket.socket, dict[str, Any]] | None:
-    """One attempt: an open connection and what host 0 says on it; None where it says nothing."""
+    """Makes one attempt; returns the connection and host 0's reply, or None without a reply."""
     with contextlib.ExitStack() as unless_all_is_well, contextlib.suppress(OSError, frames.Stranger):
         left = max(call.deadline - time.monotonic(), _RETRY_SECONDS)
         connection = unless_all_is_well.enter_context(socket.create_connection(split(call.address), timeout=left))
         hello = {"host": call.index, "of": call.count, "description": call.description}
         frames.send(connection, hello, seconds=left)
-        # Host 0 decides who is missing; wait a little longer than it does.
+        # Host 0 decides which hosts are missing; wait a little longer than it does.
         reply = frames.receive(connection, seconds=call.deadline - time.monotonic() + 2 * _HELLO_SECONDS)
         if reply is not None:
             unless_all_is_well.pop_all()
@@ -239,7 +239,7 @@ def _hello(call: _Call) -> tuple[socket.socket, dict[str, Any]] | None:
 
 
 def _read_reply(reply: Mapping[str, Any], call: _Call) -> tuple[str, ...]:
-    """The addresses of all; raises what host 0 has against this job."""
+    """Returns the addresses of all hosts, or raises the error that host 0 reports."""
     this = f"host {call.index} of {call.count}"
     match reply:
         case {"all here": addresses}:

@@ -1,8 +1,8 @@
-"""The table of TPU slices: what a name such as `v4-32` means in chips, hosts, links and bytes.
+"""The table of TPU slices: chips, hosts, links and memory of a name such as `v4-32`.
 
-Pure data that everybody may read. The one idea to hold on to: the number in a v4 or v5p name counts TensorCores, two to
-a chip, while JAX sees one device per chip ("megacore"); in v5e and v6e the number counts chips. So `v4-32` has 16
-devices on 4 hosts. `2xv4-32` is two such slices in one job, joined by the data-center network (DCN).
+The number in a v4 or v5p name counts TensorCores, two per chip, while JAX has one device per chip ("megacore"); in v5e
+and v6e names it counts chips. So `v4-32` has 16 devices on 4 hosts. `2xv4-32` is two such slices in one job, connected
+by the data-center network (DCN).
 
 Sources: Google's TPU system-architecture pages; the device lists that libtpu prints for each topology (which the tests
 compare with `Slice.chips_by_host`).
@@ -23,17 +23,17 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One chip, which is one JAX device.
+    """The properties of one chip, which is one JAX device.
 
     Attributes:
-      kinds: `device_kind` as JAX prints it, which depends on its version; first as libtpu describes a slice.
+      kinds: names that JAX versions give the chip as `device_kind`; the first is libtpu's.
       peak_flops: bfloat16 FLOP/s.
       hbm_bytes: memory of the chip.
-      usable_hbm_bytes: what XLA may allocate of it.
+      usable_hbm_bytes: the part of it that XLA may allocate.
       hbm_bytes_per_second: memory bandwidth.
-      link_bytes_per_second: one ICI link, one way.
-      host_memory_bytes: memory of a host, for each of its chips.
-      chips_per_name_unit: chips that one unit of the number in a slice's name stands for.
+      link_bytes_per_second: bandwidth of one ICI link in one direction.
+      host_memory_bytes: memory of a host divided by its number of chips.
+      chips_per_name_unit: chips per unit of the number in a slice's name.
     """
 
     kinds: tuple[str, ...]
@@ -83,14 +83,14 @@ _ALIASES = {"v5litepod": "v5e"}
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """A TPU slice, hosts joined by ICI; or several equal ones in one job, joined by DCN.
+    """A TPU slice, whose hosts are connected by ICI, or several equal slices in one job, connected by DCN.
 
     Attributes:
-      name: as the cloud names it, `v4-32`; `2xv4-32` for two.
+      name: Google Cloud's name, `v4-32`; `2xv4-32` for two slices.
       generation: `v4`, `v5p`, `v5e` or `v6e`.
       topology: chips along x, y (and z) of one slice.
-      host_bounds: the block of chips that one host drives.
-      num_slices: how many slices.
+      host_bounds: the block of chips of one host.
+      num_slices: number of slices.
     """
 
     name: str
@@ -101,50 +101,50 @@ class Slice:
 
     @property
     def chip(self) -> Chip:
-        """What one chip can do."""
+        """Properties of one chip."""
         return CHIPS[self.generation]
 
     @property
     def chips(self) -> int:
-        """Chips of the whole job, which is JAX devices."""
+        """Number of chips (JAX devices) of the whole job."""
         return self.num_slices * self.chips_per_slice
 
     @property
     def chips_per_slice(self) -> int:
-        """Chips that ICI joins."""
+        """Number of chips of one slice, which ICI connects."""
         return math.prod(self.topology)
 
     @property
     def chips_per_host(self) -> int:
-        """JAX devices of one process."""
+        """Number of chips (JAX devices) per host."""
         return math.prod(self.host_bounds)
 
     @property
     def single(self) -> Slice:
-        """One of the slices by itself."""
+        """The slice itself, or one of several."""
         return get(self.name.partition("x")[2]) if self.num_slices > 1 else self
 
     @property
     def hosts(self) -> int:
-        """Virtual machines, which is JAX processes."""
+        """Number of hosts (virtual machines, JAX processes)."""
         return self.chips // self.chips_per_host
 
     @property
     def wraparound(self) -> tuple[bool, ...]:
-        """By axis, whether links close it into a ring: v4 and v5p from a 4x4x4 cube up, v5e and v6e along a 16."""
+        """Whether links close each axis into a ring: v4 and v5p from 4x4x4 up, v5e and v6e along an axis of 16."""
         if len(self.topology) == 3:
             return (all(n % 4 == 0 for n in self.topology),) * 3
         return tuple(n == 16 for n in self.topology)
 
     def mfu(self, flops: float, *, seconds: float) -> float:
-        """Returns model FLOPs utilization: the share of the bfloat16 peak that the model's own FLOPs of a step take.
+        """Returns model FLOPs utilization: the model's FLOP/s as a fraction of the bfloat16 peak.
 
         Args:
-          flops: of one step on all chips, recomputation not counted.
-          seconds: of the step.
+          flops: FLOPs of one step on all chips, without recomputation.
+          seconds: duration of the step.
 
         Raises:
-          ValueError: the share exceeds 1.
+          UserError: the fraction exceeds 1.
         """
         share = flops / (seconds * self.peak_flops)
         if share > 1:
@@ -157,26 +157,26 @@ class Slice:
 
     @property
     def host_memory_bytes(self) -> int:
-        """Memory of one host, as its virtual machine is sold."""
+        """Memory of one host in bytes, as specified for its virtual machine."""
         return int(self.chips_per_host * self.chip.host_memory_bytes)
 
     @property
     def peak_flops(self) -> float:
-        """Bfloat16 FLOP/s of the whole slice."""
+        """Peak bfloat16 FLOP/s of the whole job."""
         return self.chips * self.chip.peak_flops
 
     @property
     def hbm_bytes(self) -> int:
-        """Memory of the whole slice."""
+        """HBM of the whole job in bytes."""
         return self.chips * self.chip.hbm_bytes
 
     @property
     def topology_name(self) -> str:
-        """`2x2x4`."""
+        """The topology as text, for example `2x2x4`."""
         return "x".join(map(str, self.topology))
 
     def chips_by_host(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """Coordinates of every chip of one slice, by host in process order, then by local device; x runs fastest."""
+        """Returns the coordinates of every chip of one slice, by host (process) and local device; x varies fastest."""
         blocks = [t // b for t, b in zip(self.topology, self.host_bounds, strict=True)]
         return tuple(
             tuple(
@@ -192,7 +192,7 @@ def _x_fastest(bounds) -> list[tuple[int, ...]]:
 
 
 def _host_bounds(topology: tuple[int, ...]) -> tuple[int, ...]:
-    """Four chips to a host (2x2), but one host drives the whole of a v5e or v6e slice of up to eight chips."""
+    """Returns the chips of one host: 2x2, but all of a v5e or v6e slice of at most eight chips."""
     if len(topology) == 3:
         return (2, 2, 1)
     return topology if math.prod(topology) <= 8 else (2, 2)
@@ -213,10 +213,10 @@ SLICES: Mapping[str, Slice] = _slices()
 
 
 def get(name: str) -> Slice:
-    """The slice called `name`; `v5litepod-16` is another name of `v5e-16`; `2xv4-32` is two of them in one job.
+    """Returns the slice called `name`; `v5litepod-16` is an alias of `v5e-16`, `2xv4-32` is two slices in one job.
 
     Raises:
-      ValueError: no such slice; names the nearest.
+      UserError: there is no such slice; names the nearest.
     """
     count, times, single = name.partition("x")
     if times and count.isdigit() and int(count) >= 1:

@@ -1,15 +1,16 @@
 """A stack of equal layers as one pure function over stacked parameters, executed by a runner.
 
-`layer_stack(block, num_layers)(x, side)` has one parameter tree whose leaves start with a `layers` dimension. How the
-layers are executed is not the model's affair: the default runner scans over them; a pipeline spreads them over chips
-and splits the rows into microbatches. For that a block may depend only on its parameters, on `x` and on `side`, the
-arrays that belong to the same rows (segment ids, positions). A block that reaches for any other array is refused,
-because a runner could not split it.
+`layer_stack(block, num_layers)(x, side)` has one parameter tree whose leaves start with a `layers` dimension. The model
+does not decide how layers are executed: the default runner scans over them; a pipeline distributes them over chips and
+splits the rows into microbatches. A block may therefore depend only on its parameters, on `x` and on `side`, arrays
+that belong to the same rows (segment ids, positions). A block that closes over another array is refused, because a
+runner could not split that array.
 
     x[0] = x;   x[l+1] = block(params[l], x[l], side);   result = tail(x[L], side)  or  x[L]
 
-With `tail=` the head and the loss of a microbatch run behind the last layer, which a schedule needs that starts a
-microbatch's backward before the next one's forward. A tail returns sums over rows, so that microbatches add up.
+With `tail=` the head and the loss of a microbatch run directly after the last layer, as needed by schedules that start
+the backward pass of one microbatch before the forward pass of the next. A tail returns sums over rows, which are added
+over microbatches.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ Side = Any  # pytree of [B, ...]
 
 
 class Layer(NamedTuple):
-    """What distinguishes one layer: its parameters and, where the model draws random bits, its key."""
+    """The parameters of one layer and, if the model uses randomness, its random key."""
 
     params: Any  # leaves [...]; stacked: [L, ...]
     key: jax.Array | None  # []; stacked: [L]
 
 
 class Tail(NamedTuple):
-    """What runs behind the last layer.
+    """The computation after the last layer: head and loss.
 
     Attributes:
       fn: `fn(params, x, side) -> sums over rows`.
-      params: arrays of the head. Passed, never closed over.
+      params: arrays of the head; passed as an argument, because `fn` may not close over arrays.
     """
 
     fn: Callable[[Any, jax.Array, Side], Any]
@@ -51,14 +52,14 @@ class Tail(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LayerFn:
-    """One layer as a pure function, and what a runner may want to know of its parameters.
+    """One layer as a pure function, with information about its parameters for runners.
 
     Attributes:
       call: `(layer, x, side) -> x`, with the rematerialisation that the model chose.
-      plain: the same without, for a runner that computes a layer again by itself.
-      axes: gives the tree of `Axes` of one layer's parameters. A function, for finding them takes a trace.
-      dtypes: tree of the dtypes that one layer computes with: that of its only cast where a parameter is cast before
-        anything else, so that a runner that moves weights can move the narrow form; else the stored one.
+      plain: the same without rematerialisation, for runners that recompute layers themselves.
+      axes: returns the tree of `Axes` of one layer's parameters; a function because this takes a trace.
+      dtypes: tree of the dtypes that one layer computes with: if the layer only uses a parameter cast to one dtype,
+        that dtype, so that a runner can transfer weights in it; otherwise the stored dtype.
     """
 
     call: Callable[[Layer, jax.Array, Side], jax.Array]
@@ -67,7 +68,7 @@ class LayerFn:
     dtypes: Any
 
     def __call__(self, layer: Layer, x: jax.Array, side: Side) -> jax.Array:
-        """The residual stream behind this layer."""
+        """Applies the layer to the residual stream `x`."""
         return self.call(layer, x, side)
 
 
@@ -81,9 +82,9 @@ REMAT_CHOICES = ("none", *REMAT_POLICIES)
 
 
 def scan_runner(fn: LayerFn, stacked: Layer, x: jax.Array, side: Side, tail: Tail | None) -> Any:
-    """One layer after the other on all rows at once.
+    """Scans over the layers, all rows at once.
 
-    Weights are cast before the loop, so that their gradients are stacked as narrow as a layer gives them.
+    Weights are cast before the loop, so that their stacked gradients have the computation dtype.
     """
     narrow = jax.tree.map(lambda a, dtype: a.astype(dtype), stacked.params, fn.dtypes)
     x, _ = jax.lax.scan(lambda x, layer: (fn(layer, x, side), None), x, stacked._replace(params=narrow))
@@ -96,7 +97,7 @@ _runner = jax.make_user_context(scan_runner)  # part of the key of every trace
 def use_runner(runner: Runner) -> contextlib.AbstractContextManager:
     """Context in which layer stacks are executed by `runner`.
 
-    A jitted function is traced once for each runner that it is called under: pass the same object every time.
+    A jitted function is traced once for each runner under which it is called: pass the same object every time.
     """
     return _runner(runner)
 
@@ -109,23 +110,23 @@ def layer_stack(
     remat: str | tuple[str, ...] = "none",
     tail: Tail | None = None,
 ) -> Callable[[jax.Array, Side], Any]:
-    """`num_layers` copies of a Haiku block, each with parameters of its own.
+    """Stacks `num_layers` copies of a Haiku block, each with its own parameters.
 
     Args:
       block: a Haiku function `(x [B, ...], side) -> [B, ...]` of the same shape. It may call `hk.next_rng_key()`: each
         layer then has its own key, equal under every runner.
       num_layers: L.
-      name: module name that the stacked parameters live under.
-      remat: what the backward pass recomputes: "none", "dots" (all but matrix products), "full"; or the names of what
-        is kept, as the block gives them with `jax.ad_checkpoint.checkpoint_name`: it recomputes all else.
-      tail: runs behind the last layer.
+      name: module name of the stacked parameters.
+      remat: what the backward pass recomputes: "none", "dots" (all but matrix products), "full"; or the names of the
+        values that are saved, given in the block with `jax.ad_checkpoint.checkpoint_name`; all others are recomputed.
+      tail: runs after the last layer.
 
     Returns:
       `(x, side) -> x [B, ...]`, or the tail's result. Call it inside `hk.transform`.
 
     Raises:
-      ValueError: unknown `remat`, a block that changes the shape, a block or a tail that closes over an array, a side
-        with an array that has other rows than x.
+      UserError: `remat` is unknown, the block changes the shape, the block or the tail closes over an array, or an
+        array of `side` has another number of rows than x.
     """
     if isinstance(remat, str) and remat not in REMAT_CHOICES:
         raise UserError(f"remat = {remat!r}: expected one of {', '.join(REMAT_CHOICES)}, or a tuple of names")
@@ -155,10 +156,10 @@ def layer_stack(
 
 
 def _rematerialized(fn: Callable, remat: str | tuple[str, ...]) -> Callable:
-    """A layer that keeps for its backward pass what `remat` says.
+    """Wraps a layer in `jax.checkpoint` with the policy that `remat` names.
 
-    Without `prevent_cse=False` every weight would be copied first. Layers run in a loop, forward in one and backward
-    in another, so there is nothing that the compiler could take for the same.
+    Without `prevent_cse=False` every weight would be copied first. It is safe because the forward and backward passes
+    of the layers run in different loops, so the compiler cannot merge the recomputation with the forward pass.
     """
     if remat == "none":
         return fn
@@ -185,7 +186,7 @@ def _layer_keys(num_layers: int) -> jax.Array | None:
 
 
 def _trace(fn: Callable, stacked: Layer, x: Any, side: Any) -> ClosedJaxpr:
-    """One layer's program; refuses one that a runner could not split or repeat."""
+    """Traces one layer; refuses a block that a runner could not split or repeat."""
     layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), stacked)
     traced, out = jax.make_jaxpr(fn, return_shape=True)(layer, x, side)
     _refuse_closure(traced, "block", "its parameters, x and side")
@@ -203,7 +204,7 @@ def _trace(fn: Callable, stacked: Layer, x: Any, side: Any) -> ClosedJaxpr:
 
 
 def _shapes(out: Any) -> str:
-    """`(float32[2, 3], None)`."""
+    """Formats shapes and dtypes, for example `a tuple, (float32[2, 3], None)`."""
     leaf = jax.tree.map(lambda a: f"{a.dtype}{list(a.shape)}", out)
     kind = "" if out is None else f"a {type(out).__name__}, "
     return f"{kind}{leaf}".replace("'", "")
@@ -237,7 +238,7 @@ def _computed_dtypes(traced: ClosedJaxpr, params: Any) -> Any:
 
 
 def _only_cast(jaxpr: Jaxpr, var: Any) -> Any:
-    """The dtype that everything which reads `var` casts it to; None where something reads it as it is."""
+    """Returns the dtype to which all uses of `var` cast it; None if one uses it without a cast."""
     readers = [equation for equation in jaxpr.eqns if any(v is var for v in equation.invars)]
     casts = {e.params["new_dtype"] if e.primitive.name == "convert_element_type" else None for e in readers}
     return casts.pop() if len(casts) == 1 else None

@@ -1,12 +1,12 @@
-"""One training step and one evaluation step, as pure functions of state and batch.
+"""The training step and the evaluation step, as pure functions of state and batch.
 
-The one idea: a microbatch contributes sums (of the loss, of its gradient, of its weight) and the division comes last,
-so that `accum_steps` microbatches with uneven padding equal one big batch.
+A microbatch contributes sums (of the loss, its gradient and its weight), which are divided at the end, so that
+`accum_steps` microbatches with uneven padding equal one large batch:
 
     g = sum_m grad(loss_sum_m) / sum_m weight_m
 
-Every microbatch has the same random key; what a model draws for a row is told apart by the batch's `row_ids`, the rows
-of the global batch that its rows are (`core.random_bits`).
+Every microbatch has the same random key; random bits of different rows differ by the batch's `row_ids`, the indices of
+the rows in the global batch (`core.random_bits`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from core.optimizers import Optimizer
 from core.train_state import TrainState
 from core.types import Batch, Evaluates, LossOutput, Model, Params, WeightedSum, can
 
-Metrics = Mapping[str, jax.Array | WeightedSum]  # name -> [], float32, or a mean that has not been taken yet
+Metrics = Mapping[str, jax.Array | WeightedSum]  # name -> [], float32, or a sum with its weight
 
 
 Grad = Callable[[Params, Batch], tuple[Params, LossOutput]]  # gradient of the loss sum, and the sums
@@ -32,7 +32,7 @@ SumGradients = Callable[[Grad, Params, Batch, int], tuple[Params, LossOutput]]
 
 
 def sum_gradients(grad: Grad, params: Params, batch: Batch, accum_steps: int) -> tuple[Params, LossOutput]:
-    """Gradients and sums added over `accum_steps` microbatches, one after the other."""
+    """Adds gradients and sums over `accum_steps` microbatches, one after the other."""
     if accum_steps == 1:
         return grad(params, batch)
     microbatches = jax.tree.map(lambda x: _split_rows(x, accum_steps), batch)
@@ -54,23 +54,23 @@ def train_step(
     sum_gradients: SumGradients = sum_gradients,
     skip_non_finite: bool = False,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """The function `(state, batch) -> (state, metrics)`.
+    """Returns the training step, `(state, batch) -> (state, metrics)`.
 
     Args:
-      model: what to train.
-      optimizer: how.
-      seed: random bits are keyed by (seed, step), and by global row where the model uses `row_ids`.
-      accum_steps: microbatches per step. Microbatch m takes rows m, m + accum_steps, …, so that every device keeps
-        the rows it has.
-      sum_gradients: how gradients are added over microbatches, where `accum_steps` is above 1.
-      skip_non_finite: where the loss or the gradient is no number, parameters, optimizer state and carry keep their
-        values, and the metric `skipped_updates` is 1. The step counts all the same, for its batch is spent; the
-        learning rate's schedule counts applied updates only.
+      model: the model.
+      optimizer: the optimizer.
+      seed: random bits are keyed by (seed, step), and by global row if the model uses `row_ids`.
+      accum_steps: microbatches per step. Microbatch m has rows m, m + accum_steps, …, so that rows do not move between
+        devices.
+      sum_gradients: adds gradients over microbatches if `accum_steps` is above 1.
+      skip_non_finite: whether a non-finite loss or gradient leaves parameters, optimizer state and carry unchanged and
+        sets the metric `skipped_updates` to 1. The step is counted, because its batch was used; the learning rate
+        schedule counts only applied updates.
 
     Returns:
-      A pure function; metrics are numbers of this step: loss (the mean), learning_rate (that of this update, or
-      the one that a skipped update would have had), gradient_norm (before clipping, over trained parameters), weight
-      (supervised items); and the model's own, as sums: a step may have nothing that one of them is a mean of.
+      A pure function. Its metrics are, for this step: loss (the mean), learning_rate (of this update, even if it is
+      skipped), gradient_norm (before clipping, over trained parameters), weight (number of supervised items); and the
+      model's own metrics as sums with weights, which may be 0.
     """
 
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -105,7 +105,7 @@ def train_step(
 
 
 def _unless_non_finite(before: TrainState, after: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
-    """The state behind a step that may have to leave its update out."""
+    """Keeps the previous state, apart from the step, if the loss or the gradient norm is not finite."""
     loss, norm = metrics["loss"], metrics["gradient_norm"]
     assert not isinstance(loss, WeightedSum)
     assert not isinstance(norm, WeightedSum)
@@ -117,10 +117,10 @@ def _unless_non_finite(before: TrainState, after: TrainState, metrics: Metrics) 
 def eval_step(
     model: Model, optimizer: Optimizer, *, seed: int
 ) -> Callable[[TrainState, Batch], Mapping[str, WeightedSum]]:
-    """The function `(state, batch) -> sums`, to be added up over batches and divided once.
+    """Returns the evaluation step, `(state, batch) -> sums`, to be added over batches and divided once.
 
-    It reads the parameters that the optimizer averages, where it does, and calls the model's own `evaluate`, where it
-    has one, or its `loss` with `is_training=False`.
+    It uses averaged parameters if the optimizer averages, and the model's `evaluate` if it has one, otherwise its
+    `loss` with `is_training=False`.
     """
     answer = answer_step(model, optimizer, seed=seed)
 
@@ -133,9 +133,9 @@ def eval_step(
 def answer_step(
     model: Model, optimizer: Optimizer, *, seed: int
 ) -> Callable[[TrainState, Batch], tuple[Mapping[str, WeightedSum], Mapping[str, jax.Array]]]:
-    """As `eval_step`, `(state, batch) -> (sums, answers)`: also what the model answers, `{name: [B, ...]}`.
+    """Returns an evaluation step `(state, batch) -> (sums, answers)`, with the model's answers `{name: [B, ...]}`.
 
-    Of a model without `evaluate`, no answers.
+    A model without `evaluate` gives no answers.
     """
 
     def run(state: TrainState, batch: Batch) -> tuple[Mapping[str, WeightedSum], Mapping[str, jax.Array]]:
@@ -155,11 +155,11 @@ def answer_step(
 
 def _without_carry(result: tuple[Params, tuple[Any, LossOutput]]) -> tuple[Params, LossOutput]:
     grads, (_, out) = result
-    return grads, out._replace(extras=())  # rows touched in one microbatch are no sum
+    return grads, out._replace(extras=())  # the rows used by a microbatch cannot be summed
 
 
 def refuse_carry(carry: Any, accum_steps: int) -> None:
-    """Raises ValueError for a carry, or its shapes, that cannot be cut into microbatches."""
+    """Raises UserError for a carry (or its shapes) with microbatches: a carry cannot be split."""
     if accum_steps > 1 and jax.tree.leaves(carry):
         raise UserError(
             f"accum_steps = {accum_steps}: a model whose carry belongs to the rows of a batch cannot accumulate; "
@@ -168,7 +168,7 @@ def refuse_carry(carry: Any, accum_steps: int) -> None:
 
 
 def _split_rows(x: jax.Array, accum_steps: int) -> jax.Array:
-    """[B, ...] -> [accum_steps, B / accum_steps, ...]; microbatch m holds rows m, m + accum_steps, …"""
+    """Reshapes [B, ...] to [accum_steps, B / accum_steps, ...]; microbatch m has rows m, m + accum_steps, …"""
     if x.shape[0] % accum_steps:
         raise UserError(f"batch_size = {x.shape[0]} does not divide into accum_steps = {accum_steps} microbatches")
     return x.reshape(x.shape[0] // accum_steps, accum_steps, *x.shape[1:]).swapaxes(0, 1)

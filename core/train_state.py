@@ -1,4 +1,4 @@
-"""Everything that a training step reads and writes, as one tree: what a checkpoint holds and what a step donates."""
+"""The training state: everything that a training step reads and writes and that a checkpoint stores."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from core.types import Batch, Carry, Model, Params
 
 
 class TrainState(NamedTuple):
-    """The state behind step `step - 1` and before step `step`.
+    """The state after `step` training steps.
 
     Attributes:
-      step: [], int32, steps done; in a tree of shapes or layouts, what describes it.
+      step: [], int32, number of steps done; in a tree of shapes or shardings, its shape or sharding.
       params: float32 parameters.
-      opt_state: the optimizer's.
-      carry: the model's, `()` for a language model.
+      opt_state: state of the optimizer.
+      carry: state of the model, `()` for a language model.
     """
 
     step: Any
@@ -28,10 +28,10 @@ class TrainState(NamedTuple):
 
 
 def create(model: Model, optimizer: Optimizer, params: Params, batch: Batch) -> TrainState:
-    """The state before the first step."""
+    """Returns the state before the first step, with the given parameters."""
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), model.init_carry(batch))
 
 
 def initialise(model: Model, optimizer: Optimizer, *, seed: int, batch: Batch) -> TrainState:
-    """Fresh parameters from `seed`, equal under every layout, and the state before the first step."""
+    """Returns the state before the first step, with parameters from `seed` that are equal under every layout."""
     return create(model, optimizer, model.init(jax.random.key(seed), batch), batch)

@@ -1,8 +1,8 @@
-"""What a trainer needs of a model, of data and of a layout, and nothing more.
+"""The interfaces between the trainer, models, data and layouts.
 
-Models, strategies and data never import one another; each satisfies a small interface here. The one idea: a loss is a
-pair of sums. Means are taken once, at the end, over everything that was summed, so that gradient accumulation, padding
-and several hosts average correctly without any of them knowing of the others.
+Models, strategies and data never import one another; each implements a small interface defined here. A loss is a pair
+of sums, and the mean is taken once at the end, so that results are correct under gradient accumulation, padding and
+several hosts.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Carry = Any
 Batch = Mapping[str, jax.Array]
 Shapes = Mapping[str, jax.ShapeDtypeStruct]  # of a batch
 
-IGNORED = -100  # a label that no loss and no metric looks at
+IGNORED = -100  # label that losses and metrics ignore
 
 
 class WeightedSum(NamedTuple):
-    """A mean that has not been taken yet; on the host, of numbers of numpy."""
+    """A weighted sum and its weight, whose quotient is a mean; on the host, numpy scalars."""
 
     total: jax.Array | np.floating  # [], float32
     weight: jax.Array | np.floating  # [], float32
@@ -35,8 +35,8 @@ class LossOutput(NamedTuple):
     Attributes:
       loss_sum: [], float32.
       weight_sum: [], float32, the number of supervised items.
-      metrics: further means to report, by name.
-      extras: what an optimizer needs beside gradients: `{path of a table: rows that were read [N], int32}` for
+      metrics: further metrics to report, by name.
+      extras: inputs of the optimizer besides gradients: `{path of a table: rows that were used [N], int32}` for
         `core.optimizers.with_table`. Not summed over microbatches.
     """
 
@@ -49,41 +49,39 @@ class LossOutput(NamedTuple):
 class Model(Protocol):
     """A pure model. `init` names the axes of every parameter through `core.logical`.
 
-    A batch is what the task's `spec` says. That of a text task: `inputs`, `targets`, `segment_ids`, `positions` [B, T],
-    int32 (documents of a row count from 1, 0 is padding; positions restart with each), and `weights` [B, T], float32 (0
-    leaves a position out of the loss). In `loss` there is also `row_ids` [B], for `core.random_bits`.
-
-    A puzzle's: `inputs`, `labels` [B, S] (`IGNORED` is not scored) and `puzzle_ids` [B], int32.
+    The task's `spec` describes its batches. A text task has `inputs`, `targets`, `segment_ids`, `positions` [B, T],
+    int32 (segments of a row are numbered from 1, 0 is padding; positions restart in each segment), and `weights`
+    [B, T], float32 (0 excludes a position from the loss). A puzzle task has `inputs`, `labels` [B, S] (`IGNORED` is not
+    scored) and `puzzle_ids` [B], int32. In `loss` a batch also has `row_ids` [B], int32, for `core.random_bits`.
 
     Optional abilities: `Evaluates`, `Generates`, `Shrinks`, `CountsFlops`, `CountsRunFlops`, `HasVocabulary`,
     `PadsVocabulary`, `HasPuzzles`, `HasLayers`, `ChoosesDtype`, `ChoosesRemat`, `ChoosesAttention`.
     """
 
     def init(self, rng: jax.Array, batch: Batch) -> Params:
-        """Parameters for batches of this shape; float32."""
+        """Returns float32 parameters for batches of this shape."""
 
     def init_carry(self, batch: Batch) -> Carry:
-        """State that travels from step to step beside the parameters; `()` for a language model."""
+        """Returns the initial carry: state that is passed from step to step; `()` for a language model."""
 
     def loss(
         self, params: Params, carry: Carry, rng: jax.Array, batch: Batch, *, is_training: bool
     ) -> tuple[Carry, LossOutput]:
-        """The next carry and the loss sums over the rows of `batch`.
+        """Returns the next carry and the loss sums over the rows of `batch`.
 
-        `is_training` is False in evaluation, where a model without `evaluate` is asked for its loss: what only training
-        does, such as dropout, is then left out.
+        `is_training` is False in the evaluation of models without `evaluate`, which disables dropout and the like.
         """
 
 
 class DataLayout(NamedTuple):
-    """The whole contract between a mesh and an input pipeline.
+    """The rows of the global batch that a host supplies: the interface between a mesh and an input pipeline.
 
     Attributes:
       batch_size: rows of the global batch.
-      rows: the rows that this host must supply, ascending, read from the sharding of the batch. On a real slice they
-        are often strided (v4-32 under fsdp 16: host 0 has rows 0, 4, 8, 12), and several hosts may need the same row.
-      owned_rows: those of `rows` that no lower-numbered host also has. A host saves the position of the streams
-        whose first row it owns, so each is written once.
+      rows: the rows that this host supplies, ascending, read from the sharding of the batch. On a real slice they are
+        often strided (v4-32 under fsdp 16: host 0 has rows 0, 4, 8, 12), and several hosts may need the same row.
+      owned_rows: those of `rows` that no lower-numbered host has. A host saves the position of the streams whose first
+        row it owns, so that each is written once.
     """
 
     batch_size: int
@@ -92,30 +90,30 @@ class DataLayout(NamedTuple):
 
 
 class Batches(Protocol):
-    """An endless or finite sequence of batches, as seen by one host."""
+    """An endless or finite iterator over one host's rows of the global batches."""
 
     @property
     def spec(self) -> Mapping[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the *global* batch."""
 
     def __next__(self) -> Mapping[str, np.ndarray]:
-        """The rows of the next global batch that this host supplies, in the order of `DataLayout.rows`."""
+        """Returns this host's rows of the next global batch, in the order of `DataLayout.rows`."""
 
     def state(self) -> Mapping[str, bytes]:
-        """The position of every stream whose first row this host owns, by stream name (equal on every host count)."""
+        """Returns the positions of the streams whose first row this host owns, by name (the same on any hosts)."""
 
     def restore(self, state: Mapping[str, bytes]) -> None:
-        """Continue from the union of what all hosts returned from `state`. Raises ValueError for a missing stream."""
+        """Moves to saved positions: the union of all hosts' `state`. Raises UserError for a missing stream."""
 
 
 class Task(Protocol):
-    """Data for one kind of model. Making one opens nothing.
+    """Data to train and evaluate a model on. Constructing a task opens no files.
 
     Attributes:
-      length: tokens of a row.
-      num_streams: streams of the input, whatever the number of hosts; divides the batch size.
+      length: tokens per row.
+      num_streams: number of data streams, independent of the number of hosts; divides the batch size.
       vocabulary: has `size`, `bos_id`, `encode(text) -> ids`, `decode(ids) -> text`, `describe()`; None for data that
-        is no text.
+        is not text.
 
     Optional abilities: `HasPuzzles`, `DescribesEvaluation`, `SizesEvaluation`, `Judges`, `Rehearses`, `NamesFiles`.
     """
@@ -125,37 +123,37 @@ class Task(Protocol):
     vocabulary: Any
 
     def spec(self, batch_size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of a global batch."""
+        """Returns the shapes and dtypes of a global batch."""
 
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
-        """What must exist before the data is read (a trained vocabulary): host 0 first, then the others."""
+        """Creates what the data needs, such as a vocabulary; called on host 0 first, then on the others."""
 
     def train(self, layout: DataLayout, *, seed: int) -> Batches:
-        """Endless batches."""
+        """Returns an endless iterator of training batches."""
 
     def evaluation(self, layout: DataLayout) -> Batches:
-        """Validation batches from their start, the same at every call and on every number of hosts; they may end."""
+        """Returns the validation batches, the same at every call and on any number of hosts; they may end."""
 
     def problems(self) -> list[str]:
-        """Everything wrong that can be known without opening the data, each with its fix."""
+        """Returns the problems that can be found without opening the data, each with its fix."""
 
     def describe(self) -> str:
-        """One line."""
+        """Returns one line for the run summary."""
 
     def fingerprint(self) -> str:
-        """Equal on all hosts that read the same data."""
+        """Returns a hash, equal on all hosts that read the same data."""
 
 
-# Optional abilities of models, asked for with `can`.
+# Optional abilities of models, tested with `can`.
 
 
 class Evaluates(Protocol):
-    """A model that is evaluated otherwise than it is trained."""
+    """A model whose evaluation differs from its training loss."""
 
     def evaluate(self, params: Params, rng: jax.Array, batch: Batch) -> LossOutput:
-        """Sums in place of those of `loss`.
+        """Returns sums, which replace those of `loss` in evaluation.
 
-        `extras` are what the model answers to each row, `{name: [B, ...]}`, for a task that judges answers.
+        `extras` has the model's answers to each row, `{name: [B, ...]}`, for a task that judges answers.
         """
 
 
@@ -163,50 +161,50 @@ class Generates(Protocol):
     """A model that can continue a prompt."""
 
     def logits(self, params: Params, batch: Batch) -> jax.Array:
-        """[B, T, V], float32, of the next token."""
+        """Returns the logits of the next token, [B, T, V], float32."""
 
 
 class Shrinks(Protocol):
     """A model that --smoke and the tests can make small."""
 
     def shrink(self, multiples: Mapping[str, int]) -> Model:
-        """The smallest model of this kind whose dimensions are multiples of `multiples`, by logical axis."""
+        """Returns the smallest model of this kind whose dimensions are multiples of `multiples`, by logical axis."""
 
 
 class CountsFlops(Protocol):
-    """A model whose share of the hardware's peak can be reported."""
+    """A model that can count its FLOPs, so that MFU can be reported."""
 
     def flops_per_token(self, length: int) -> float:
-        """FLOPs of training, without recomputation."""
+        """Returns the training FLOPs per token, without recomputation."""
 
 
 class CountsRunFlops(Protocol):
-    """A model whose FLOPs change while it trains."""
+    """A model whose FLOPs per step change during training."""
 
     def training_flops(self, length: int, *, rows: int, steps: int) -> float:
-        """FLOPs of the first `steps` steps of `rows` rows, without recomputation."""
+        """Returns the FLOPs of the first `steps` steps of `rows` rows, without recomputation."""
 
 
 class HasVocabulary(Protocol):
-    """A model of tokens, whose vocabulary is compared with the task's."""
+    """A model with a vocabulary, whose size is compared with the task's."""
 
     vocab_size: int
 
 
 class PadsVocabulary(HasVocabulary, Protocol):
-    """A model that rounds its vocabulary up, so that it divides."""
+    """A model that rounds its stored vocabulary up, so that it can be sharded."""
 
     stored_vocab_size: int
 
 
 class HasPuzzles(Protocol):
-    """A model with a table of puzzles, or a task with identifiers of puzzles; a task, once it is prepared."""
+    """A model with a puzzle embedding table, or a task with puzzle identifiers (known after `prepare`)."""
 
     num_puzzles: int
 
 
 class HasLayers(Protocol):
-    """A model whose depth is a number of layers."""
+    """A model with a configurable number of layers."""
 
     num_layers: int
 
@@ -218,19 +216,19 @@ class HasEffectiveDepth(Protocol):
 
 
 class ChoosesDtype(Protocol):
-    """A dataclass with a field for the dtype of its computation."""
+    """A dataclass with a field for its computation dtype."""
 
     dtype: str
 
 
 class ChoosesRemat(Protocol):
-    """A dataclass with a field for what its backward pass computes again."""
+    """A dataclass with a field for its rematerialisation policy."""
 
     remat: str
 
 
 class ChoosesAttention(Protocol):
-    """A dataclass with a field for its implementation of attention; "auto": by the accelerator."""
+    """A dataclass with a field for its attention implementation; "auto" depends on the accelerator."""
 
     attention: str
 
@@ -239,17 +237,17 @@ class ChoosesAttention(Protocol):
 
 
 class DescribesEvaluation(Protocol):
-    """A task that says what its scores are of."""
+    """A task that can describe the data of an evaluation."""
 
     def evaluated_on(self, most: int | None) -> str:
-        """What an evaluation of at most so many rows scores; None: of all."""
+        """Describes the rows that an evaluation of at most `most` rows scores; None: no limit."""
 
 
 class SizesEvaluation(Protocol):
-    """A task whose evaluation ends."""
+    """A task with a finite evaluation."""
 
     def evaluating(self, rows: int | None) -> Task:
-        """This task with evaluations of so many held-out rows, always the same ones; None: of all, once."""
+        """Returns this task with evaluations of `rows` held-out rows, always the same; None: of all, once."""
 
 
 class AnswerJudge(Protocol):
@@ -262,51 +260,51 @@ class AnswerJudge(Protocol):
     needed_answers: Sequence[str]
 
     def votes(self, batches: Iterable[Mapping[str, np.ndarray]]) -> Any:
-        """The votes of one evaluation, from answers by batch."""
+        """Counts the votes of one evaluation, from the answers of each batch."""
 
     def merged(self, *several: Any) -> Any:
-        """The votes of several evaluations together."""
+        """Adds the votes of several evaluations."""
 
     def scores(self, votes: Any) -> dict[str, Any]:
-        """Scores of the votes as JSON."""
+        """Returns the scores of the votes, as JSON."""
 
     def submission(self, votes: Any) -> Any:
-        """Attempts for every test as JSON, for a competition."""
+        """Returns the attempts for every test in the format of a competition, as JSON."""
 
 
 class Judges(Protocol):
     """A task that may score the answers of an evaluation."""
 
     def judge(self) -> AnswerJudge | None:
-        """The judge, or None if the data has none. The task must be prepared."""
+        """Returns the judge, or None if the data has none. The task must be prepared."""
 
 
 class Rehearses(Protocol):
-    """A task with a small stand-in for --smoke."""
+    """A task with a small replacement for --smoke."""
 
     def rehearsal(self) -> Task:
-        """A task of the same shapes that needs no files."""
+        """Returns a small task of the same shapes that needs no existing files."""
 
 
 class NamesFiles(Protocol):
     """A task that reads files."""
 
     def named_files(self) -> Sequence[str]:
-        """Patterns, files and folders as the user named them."""
+        """Returns patterns, files and folders as the user wrote them."""
 
 
 Ability = TypeVar("Ability")
 
 
 def can(value: object, ability: type[Ability]) -> TypeGuard[Ability]:
-    """Whether a model, a task or a vocabulary has an optional ability, a Protocol such as `Evaluates`."""
+    """Returns True if a model, task or vocabulary implements an optional Protocol such as `Evaluates`."""
     return not missing(value, ability)
 
 
 def missing(value: Any, protocol: type) -> list[str]:
-    """What `value` lacks of a protocol of this module: attributes, and methods as `init(rng, batch)`.
+    """Returns the attributes of a Protocol that `value` lacks, and the methods as `init(rng, batch)`.
 
-    A method that does not take a keyword of the protocol's counts as missing.
+    A method that does not accept all keyword arguments of the Protocol's counts as missing.
     """
     bases = [base for base in reversed(protocol.__mro__) if getattr(base, "_is_protocol", False)]
     attributes = [name for base in bases for name in inspect.get_annotations(base) if not hasattr(value, name)]
@@ -325,7 +323,7 @@ def _takes_keywords(found: Any, method: Callable) -> bool:
 
 
 def _parameters(method: Callable) -> str:
-    """`params, batch, *, is_training`."""
+    """Formats the parameters of a method: `params, batch, *, is_training`."""
     _, *parameters = inspect.signature(method).parameters.values()
     keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     positional = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]

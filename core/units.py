@@ -50,7 +50,7 @@ def clock(number: float) -> str:
 
 
 def _scaled(number: float, units: Sequence[tuple[float, str]], digits: int) -> str:
-    """The number in the largest unit of which it is at least one; in the smallest where it is less than all."""
+    """Formats a number in the largest unit that it reaches, or else in the smallest unit."""
     if number == 0:
         return "0 " + next(name for factor, name in units if factor == 1)
     factor, name = next((unit for unit in units if float(f"{number / unit[0]:.{digits}g}") >= 1), units[-1])

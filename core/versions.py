@@ -6,7 +6,7 @@ import functools
 import importlib.metadata
 from collections.abc import Iterable
 
-COMPILER = ("jax", "jaxlib", "libtpu")  # what turns a traced step into a program
+COMPILER = ("jax", "jaxlib", "libtpu")  # the packages that determine the compiled program
 TRAINING = (*COMPILER, "dm-haiku", "optax", "orbax-checkpoint", "tensorstore", "seqio", "gin-config")
 
 

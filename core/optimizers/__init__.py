@@ -1,9 +1,11 @@
-"""Optimizers from optax and of our own, with what training adds: clipping, decay masks, frozen groups, averages.
+"""Optimizers built on optax, with gradient clipping, weight decay masks, frozen parameters and parameter averages.
 
 schedules.py   learning rate by step
 rules.py       adamw, adafactor, lion, muon, adam_atan2
-base.py        `Optimizer`, and what all of them share: learning_rate, weight_decay, clip_norm, no_decay, frozen
-layout.py      named axes of the state
+base.py        `Optimizer`, and the shared arguments: learning_rate, weight_decay, clip_norm, no_decay, frozen
+average.py     exponential moving average of the parameters
+table.py       sign updates for the touched rows of an embedding table
+layout.py      logical axes of the state
 """
 
 from core.optimizers.average import averaged

@@ -1,9 +1,10 @@
-"""An exponential moving average of the parameters, kept with the optimizer's state and read in evaluation.
+"""Exponential moving average of the parameters, stored in the optimizer's state and used in evaluation.
 
-    average <- decay * average + (1 - decay) * parameters        after every step; it starts at the first parameters
+    average <- decay * average + (1 - decay) * parameters        after every step; starts at the initial parameters
 
-There is no correction of a bias: the average starts where training does. What is frozen, and what an optimizer calls
-`live` (a table of which each step touches a few rows), is not averaged; evaluation reads it as it is.
+No bias correction is needed, because the average starts at the initial parameters. Frozen parameters and those that an
+optimizer lists as `live` (a table of which each step changes a few rows) are not averaged; evaluation uses their
+current values.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from core.types import Params
 
 
 class AverageState(NamedTuple):
-    """The state of the optimizer that is averaged over, and the average."""
+    """The state of the inner optimizer, and the averaged parameters."""
 
     inner: Any
     average: Params
 
 
 def averaged(*, optimizer: Optimizer, decay: float = 0.999) -> Optimizer:
-    """`optimizer`, and an average of what it trains, which `Optimizer.evaluated` reads.
+    """Adds an average of the trained parameters to an optimizer, which `Optimizer.evaluated` returns.
 
     Args:
-      optimizer: trains.
-      decay: what a step keeps of the average.
+      optimizer: the optimizer that trains.
+      decay: weight of the previous average in each update.
 
     Raises:
-      ValueError: decay out of its range.
+      UserError: decay is out of range.
     """
     ranges.check("averaged", decay=decay)
     rule = optax.with_extra_args_support(optimizer.transformation)

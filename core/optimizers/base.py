@@ -1,10 +1,10 @@
-"""What an optimizer is to a training step, and what all of them share: a clip, decoupled decay, frozen groups.
+"""The `Optimizer` that a training step uses, and the steps that all rules share.
 
-Parameters are picked by pattern over their path, `layers/block/query` (shell wildcards: `*norm`, `layers/*`). A rule
-(`core.optimizers.rules`) says how a gradient becomes a direction; `trained_by` makes a constructor of it that takes,
-and documents once, what stands around every rule:
+Parameters are selected by patterns over their paths, such as `layers/block/query` (shell wildcards: `*norm`,
+`layers/*`). A rule (`core.optimizers.rules`) converts a gradient to an update direction. `trained_by` turns it into a
+constructor of an `Optimizer`, which adds and documents the shared steps:
 
-    clip of the global norm  ->  rule  ->  + weight_decay * parameter  ->  * -learning_rate
+    clip by global norm  ->  rule  ->  + weight_decay * parameter  ->  * -learning_rate
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from core import parameters, ranges
 from core.optimizers.schedules import Schedule
 from core.types import Params
 
-NORMS = ("*norm",)  # the default of `no_decay`, and the one choice of which a model may have none
-CONSTANTS = ("h_init", "l_init")  # full paths: what models.trm draws once and nothing trains, where a model has it
+NORMS = ("*norm",)  # the default of `no_decay`; unlike other patterns, it may match no parameter
+CONSTANTS = ("h_init", "l_init")  # full paths of the random constants of models.trm, which are never trained
 
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """An optax transformation and what the step must know of it.
+    """An optax transformation, with the information that a training step needs.
 
     Attributes:
-      transformation: from gradients to updates; its update may take `extras`, those of the step's `LossOutput`.
-      learning_rate: schedule, by the number of updates applied; for reporting (`rate`).
-      frozen: patterns of parameters that never change; they get no gradient and no state. So do `CONSTANTS`. What is
-        `live` is trained all the same: these are patterns of the rule for everything else.
-      live: patterns of trained parameters that an average over steps leaves out.
-      averages: the averaged parameters of a state, with `optax.MaskedNode` for those that have none.
+      transformation: converts gradients to updates; its update may take `extras` of the step's `LossOutput`.
+      learning_rate: schedule over the number of applied updates, for reporting (`rate`).
+      frozen: patterns of parameters that are not trained; they have no gradient and no state, like `CONSTANTS`. A
+        parameter that is also in `live` is trained.
+      live: patterns of trained parameters that are not averaged over steps.
+      averages: returns the averaged parameters of a state, with `optax.MaskedNode` for those without an average.
     """
 
     transformation: optax.GradientTransformation
@@ -48,46 +48,46 @@ class Optimizer:
     averages: Callable[[Any], Params] | None = None
 
     def init(self, params: Params) -> Any:
-        """The state for these parameters."""
+        """Returns the initial state for these parameters."""
         return self.transformation.init(params)
 
     def update(self, grads: Params, state: Any, params: Params, extras: Any = ()) -> tuple[Params, Any]:
-        """New parameters and state.
+        """Returns the new parameters and state.
 
         Args:
-          grads: of the mean loss.
-          state: of the step before.
-          params: of the step before.
-          extras: what the model's `LossOutput` holds beside sums.
+          grads: gradients of the mean loss.
+          state: the previous state.
+          params: the previous parameters.
+          extras: `extras` of the model's `LossOutput`.
         """
         transformation = optax.with_extra_args_support(self.transformation)
         updates, state = transformation.update(grads, state, params, extras=extras)
         return optax.apply_updates(params, updates), state
 
     def rate(self, state: Any, step: jax.Array) -> jax.Array:
-        """The learning rate of the next update: [], float32.
+        """Returns the learning rate of the next update, [], float32.
 
-        A schedule inside the transformation counts the updates that were applied, which falls behind the step where
-        updates are skipped. A transformation without a schedule inside is reported by `step`.
+        A schedule inside the transformation counts applied updates, fewer than the steps if updates were skipped. For
+        a transformation without a schedule inside, `step` is used.
 
         Args:
-          state: the optimizer's, before the update.
-          step: steps done, [], int32.
+          state: the optimizer's state before the update.
+          step: number of steps done, [], int32.
         """
         counted = [leaf.count for leaf in jax.tree.leaves(state, is_leaf=_is_schedule) if _is_schedule(leaf)]
         return jnp.asarray(self.learning_rate(counted[0] if counted else step), jnp.float32)
 
     def trainable(self, params: Params) -> Params:
-        """`params` with the gradient stopped at the frozen ones.
+        """Returns `params` with `stop_gradient` applied to the frozen ones.
 
         Raises:
-          ValueError: a pattern matches no parameter.
+          UserError: a pattern matches no parameter.
         """
         frozen = frozen_of(params, self.frozen, live=self.live)
         return jax.tree.map(lambda p, stop: jax.lax.stop_gradient(p) if stop else p, params, frozen)
 
     def evaluated(self, params: Params, state: Any) -> Params:
-        """The parameters to evaluate, sample from and export: the averaged ones where the optimizer averages."""
+        """Returns the parameters to evaluate, sample from and export: the averaged ones if the optimizer averages."""
         if self.averages is None:
             return params
         return jax.tree.map(lambda a, p: p if _is_masked(a) else a, self.averages(state), params, is_leaf=_is_masked)
@@ -102,20 +102,20 @@ def _is_masked(leaf: Any) -> bool:
 
 
 def trained_by(**defaults: Any) -> Callable[[Callable], Callable[..., Optimizer]]:
-    """Makes a constructor `(learning_rate, …) -> Optimizer` of a function that returns a rule.
+    """Turns a function that returns a rule into a constructor `(learning_rate, …) -> Optimizer`.
 
-    The constructor takes, beside the keyword arguments of the rule:
+    In addition to the keyword arguments of the rule, the constructor takes:
       learning_rate: schedule.
-      weight_decay: decoupled; multiplied by the learning rate.
-      clip_norm: largest global norm of the gradient; None leaves it alone.
-      no_decay: patterns of parameters that are not decayed.
+      weight_decay: decoupled weight decay, multiplied by the learning rate.
+      clip_norm: largest global norm of the gradient; None: no clipping.
+      no_decay: patterns of parameters without weight decay.
       frozen: patterns of parameters that are not trained.
 
-    It raises ValueError for a number out of its range (`core.ranges`), and at `init` for a pattern that matches no
+    It raises UserError for a number out of range (`core.ranges`), and at `init` for a pattern that matches no
     parameter.
 
     Args:
-      **defaults: of the shared arguments, for this rule; `weight_decay` has to be given.
+      **defaults: defaults of the shared arguments for this rule; `weight_decay` is required.
     """
 
     def decorate(rule: Callable[..., optax.GradientTransformation]) -> Callable[..., Optimizer]:
@@ -139,7 +139,7 @@ def trained_by(**defaults: Any) -> Callable[[Callable], Callable[..., Optimizer]
 
         vars(construct)["__signature__"] = complete
         construct.__annotations__ = typing.get_type_hints(_shared) | typing.get_type_hints(rule) | {"return": Optimizer}
-        del construct.__wrapped__  # gin would bind to the rule's own arguments alone
+        del construct.__wrapped__  # otherwise gin would see only the rule's own arguments
         return construct
 
     return decorate
@@ -153,7 +153,7 @@ def _shared(
     no_decay: Sequence[str] = NORMS,
     frozen: Sequence[str] = (),
 ) -> Callable[[optax.GradientTransformation], Optimizer]:
-    """What stands around a rule."""
+    """Adds clipping, weight decay, the learning rate and frozen parameters to a rule."""
 
     def around(rule: optax.GradientTransformation) -> Optimizer:
         chain = optax.chain(
@@ -175,15 +175,15 @@ def _shared(
 
 
 def _decayed(params: Params, no_decay: tuple[str, ...]) -> Any:
-    spared = parameters.matches(params, parameters.present(params, no_decay))  # of the trained ones: none may be left
+    spared = parameters.matches(params, parameters.present(params, no_decay))  # all matches may be frozen
     return jax.tree.map(lambda yes: not yes, spared)
 
 
 def frozen_of(params: Params, frozen: tuple[str, ...], *, live: tuple[str, ...] = ()) -> Any:
-    """A tree of booleans: what never changes; nothing of `live`.
+    """Returns a tree of booleans: True for parameters in `frozen` or `CONSTANTS` that are not in `live`.
 
     Raises:
-      ValueError: a pattern of `frozen` matches no parameter.
+      UserError: a pattern of `frozen` matches no parameter.
     """
     parameters.matches(params, frozen, where="frozen")
     stopped = parameters.matches(params, (*frozen, *parameters.present(params, CONSTANTS)))
@@ -191,7 +191,7 @@ def frozen_of(params: Params, frozen: tuple[str, ...], *, live: tuple[str, ...] 
 
 
 def only_trainable(rule: optax.GradientTransformation, frozen: tuple[str, ...]) -> optax.GradientTransformation:
-    """`rule` for what is trained; nothing, and no state, for what is frozen or a constant."""
+    """Applies `rule` to trained parameters; frozen ones and constants get no update and no state."""
 
     def of(params: Params) -> optax.GradientTransformationExtraArgs:
         labels = jax.tree.map(lambda f: "frozen" if f else "trained", frozen_of(params, frozen))

@@ -1,4 +1,4 @@
-"""Named axes for what an optimizer keeps, so that a strategy's tables decide where it lives."""
+"""Assigns logical axes to the optimizer's state, so that a strategy's tables determine its sharding."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from core.types import Params
 
 
 def state_axes(optimizer: Optimizer, shapes: Params, axes: Any) -> Any:
-    """Logical axes of every leaf of the optimizer's state.
+    """Returns the logical axes of every leaf of the optimizer's state.
 
-    A leaf that belongs to a parameter and has its shape has its axes; one that lacks a dimension (a factored moment)
-    has the axes that remain; a row or column moment over joined dimensions has the axis of the first, pieces of which
-    are pieces of all; everything else (counters) has no named axis, hence is replicated. A leaf belongs to the
-    parameter whose path its own path ends with. Of two equally long dimensions optax drops the later for a row moment
-    and the earlier for a column moment; should that change, a layout would, never a number.
+    A leaf belongs to the parameter whose path is the end of its own path. A leaf with the parameter's shape has the
+    parameter's axes. A leaf that lacks a dimension (a factored moment) has the remaining axes. A row or column moment
+    over joined dimensions has the axis of the first of them, whose shards are contiguous. All other leaves (counters)
+    have no named axis, and are replicated. Of two equally long dimensions optax drops the later for a row moment and
+    the earlier for a column moment; if that changed, the layout would change but not the results.
 
     Args:
-      optimizer: whose state.
-      shapes: tree of `jax.ShapeDtypeStruct`, the parameters.
+      optimizer: the optimizer.
+      shapes: tree of `jax.ShapeDtypeStruct` of the parameters.
       axes: tree of `Axes` of the same structure.
 
     Returns:
@@ -49,14 +49,15 @@ def state_axes(optimizer: Optimizer, shapes: Params, axes: Any) -> Any:
 def _surviving_axes(
     leaf: tuple[int, ...], param: tuple[int, ...], names: tuple[str | None, ...], *, first: bool
 ) -> tuple:
-    """The axes of a leaf that lacks a dimension: the last, or the `first`, without which the sizes are right.
+    """Returns the axes of a leaf from the shape and axes of its parameter.
 
-    Else those of one side of the parameter as a matrix, whose dimensions are joined to one with the axis of the first.
+    If the leaf lacks a dimension, it is the last one (or the first, if `first`) without which the sizes match.
+    Otherwise the leaf is one side of the parameter as a matrix, whose joined dimensions have the axis of the first.
     """
     if leaf == param:
         return names
     order = range(len(param)) if first else reversed(range(len(param)))
-    for dropped in sorted(order, key=lambda i: names[i] == "layers"):  # a layer of a stack keeps moments of its own
+    for dropped in sorted(order, key=lambda i: names[i] == "layers"):  # each layer has its own moments
         if leaf == param[:dropped] + param[dropped + 1 :]:
             return names[:dropped] + names[dropped + 1 :]
     if math.prod(leaf) == 1:  # a placeholder of the rule

@@ -1,4 +1,4 @@
-"""How a gradient becomes a direction. What stands around every rule, and its arguments: `core.optimizers.base`."""
+"""Optimizer rules, which convert gradients to update directions; `core.optimizers.base` has the shared arguments."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ MATRICES: Mapping[str, str] = MappingProxyType(  # of models.transformer; the le
 
 @trained_by(weight_decay=0.1)
 def adamw(*, b1: float = 0.9, b2: float = 0.95, eps: float = 1e-8) -> optax.GradientTransformation:
-    """AdamW (Loshchilov & Hutter 2019, algorithm 2) behind a clip of the global gradient norm.
+    """AdamW (Loshchilov & Hutter 2019, algorithm 2) with clipping of the global gradient norm.
 
     Args:
       b1: decay of the first moment.
       b2: decay of the second moment.
-      eps: added to the root of the second moment.
+      eps: added to the square root of the second moment.
     """
     return optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
 
@@ -49,23 +49,22 @@ def adafactor(
     stacked: Sequence[str] = ("layers/*",),
     matrices: Mapping[str, str] = MATRICES,
 ) -> optax.GradientTransformation:
-    """Adafactor (Shazeer & Stern 2018, algorithms 4 and 5) without momentum: a row and a column in place of a moment.
+    """Adafactor (Shazeer & Stern 2018, algorithms 4 and 5) without momentum, with factored second moments.
 
     Args:
-      decay_rate: the second moment of step t decays by 1 - t^-decay_rate.
+      decay_rate: the decay of the second moment at step t is 1 - t^-decay_rate.
       clip_update: largest root mean square of an update, before the learning rate.
-      relative: multiply an update by the root mean square of its parameter; the learning rate is then a fraction of
-        it, about 1e-2.
-      min_factored: the moment of a matrix with at least so many rows and columns is factored; that of a parameter that
-        is in no pattern of `matrices`, over its two largest dimensions where both are of at least this size.
-      stacked: patterns of parameters with a leading dimension of layers; each layer is a parameter of its own.
-      matrices: by pattern, which dimensions are rows and which columns, as for `muon`: attention weights are matrices
-        with their heads joined, however narrow a head is. Of these default names, a parameter of a model of your own
-        with another number of dimensions is in no pattern.
+      relative: whether to multiply updates by the root mean square of the parameter; the learning rate is then
+        relative, about 1e-2.
+      min_factored: the second moment of a matrix is factored if both dimensions are at least this large. A parameter
+        that matches no pattern of `matrices` is factored over its two largest dimensions by the same rule.
+      stacked: patterns of parameters with a leading layers dimension; each layer is a separate parameter.
+      matrices: for each pattern, which dimensions are rows and which columns, as for `muon`: heads of attention weights
+        are joined, so that narrow heads do not prevent factoring. With the default patterns, a parameter with another
+        number of dimensions is treated as matching none.
 
     Raises:
-      ValueError: letters that make no matrix; at `init`, a parameter with another number of dimensions than `matrices`
-        gives it.
+      UserError: letters do not describe a matrix; at `init`, a parameter has another number of dimensions than letters.
     """
     parameters.check_letters(matrices)
     rule = optax.chain(
@@ -79,7 +78,7 @@ def adafactor(
 
 @trained_by(weight_decay=1.0)
 def lion(*, b1: float = 0.9, b2: float = 0.99) -> optax.GradientTransformation:
-    """Lion (Chen et al. 2023, algorithm 2): the sign of an interpolated momentum; one moment in place of two.
+    """Lion (Chen et al. 2023, algorithm 2): updates by the sign of an interpolated momentum, with a single moment.
 
     The learning rate is three to ten times smaller than for `adamw`, the decay three to ten times larger.
 
@@ -100,21 +99,22 @@ def muon(
     eps: float = 1e-8,
     matrices: Mapping[str, str] = MATRICES,
 ) -> optax.GradientTransformation:
-    """Muon (Jordan 2024) for the matrices of the layers, each layer by itself; AdamW for everything else.
+    """Muon (Jordan 2024) for the matrices of each layer; AdamW for all other parameters.
 
-    The momentum of a matrix [rows, columns] is made nearly orthogonal by five Newton-Schulz steps, and scaled so that
-    learning rate and decay are those of AdamW (Liu et al. 2025, eq. 4).
+    The momentum of a matrix [rows, columns] is nearly orthogonalised by five Newton-Schulz steps, and scaled so that
+    the learning rate and weight decay of AdamW can be used (Liu et al. 2025, eq. 4).
 
     Args:
       momentum: decay of Muon's moment (Nesterov's form).
       rms: root mean square of an update before the learning rate.
       b1, b2, eps: of AdamW.
-      matrices: by pattern, a letter for each dimension: l (layer: a matrix each; layers take turns, so that one at a
-        time is gathered), i (inputs: rows), o (outputs: columns). Several i or o are one side together: query
+      matrices: for each pattern, one letter per dimension: l (layer: one matrix each; processed one after the other, so
+        that only one is gathered at a time), i (inputs: rows), o (outputs: columns). Several i or o are joined: query
         [l, i, o, o] is a matrix [embed, heads x head_dim].
 
     Raises:
-      ValueError: letters that make no matrix; at `init`, a parameter with another number of dimensions, or no matrix.
+      UserError: letters do not describe a matrix; at `init`, a parameter has another number of dimensions than letters,
+        or no parameter is a matrix.
     """
     parameters.check_letters(matrices)
     layer = parameters.of_one_layer(matrices)
@@ -134,7 +134,7 @@ def muon(
 
 
 class Atan2State(NamedTuple):
-    """What `adam_atan2` keeps."""
+    """The state of `adam_atan2`."""
 
     count: jax.Array  # type: ignore[assignment]  # [], int32, steps done; hides tuple.count
     mu: Params  # first moments
@@ -143,10 +143,11 @@ class Atan2State(NamedTuple):
 
 @trained_by(weight_decay=0.1, clip_norm=None, no_decay=())
 def adam_atan2(*, b1: float = 0.9, b2: float = 0.95) -> optax.GradientTransformation:
-    """Adam with an arctangent in place of the quotient (Everett et al. 2024): no epsilon, and no scale of the gradient.
+    """Adam with atan2 instead of division (Everett et al. 2024): no epsilon, and invariant to the gradient's scale.
 
-    The first moment's bias is corrected outside the arctangent, as in the adam-atan2 package that the Tiny Recursive
-    Model uses; there is no constant in it. A steady gradient gives pi/4, not 1. Everything is decayed, nothing clipped.
+    The bias of the first moment is corrected outside the arctangent, and there is no scale constant, as in the
+    adam-atan2 package that the Tiny Recursive Model uses. A constant gradient gives pi/4, not 1. By default all
+    parameters are decayed and gradients are not clipped.
 
         direction = atan2(m, sqrt(v / (1 - b2^t))) / (1 - b1^t)
 

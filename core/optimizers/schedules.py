@@ -1,4 +1,4 @@
-"""Learning rates by step, counted from 0: the step that is about to be made."""
+"""Learning rate schedules: functions of the number of steps done, which is 0 for the first update."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ Schedule = Callable[[jax.Array], jax.Array]  # step counted from 0 -> learning r
 
 
 def constant(value: float) -> Schedule:
-    """The same rate at every step."""
+    """Returns a constant learning rate."""
     ranges.check("constant", value=value)
     return lambda step: jnp.full((), value, jnp.float32) + 0 * step
 
 
 def warmup_linear(*, peak: float, warmup_steps: int, total_steps: int, final_fraction: float = 0.0) -> Schedule:
-    """Up to `peak` over the warm-up, then in a straight line to `peak * final_fraction` at the last step."""
+    """Linear warm-up to `peak`, then linear decay to `peak * final_fraction` at the last step."""
     return _warmup_then(lambda progress: 1 - progress, peak, warmup_steps, total_steps, final_fraction)
 
 
 def warmup_cosine(*, peak: float, warmup_steps: int, total_steps: int, final_fraction: float = 0.1) -> Schedule:
-    """Up to `peak` over the warm-up, then half a cosine to `peak * final_fraction`. Loshchilov & Hutter 2017, eq. 5."""
+    """Linear warm-up to `peak`, then cosine decay to `peak * final_fraction` (Loshchilov & Hutter 2017, eq. 5)."""
     return _warmup_then(_half_cosine, peak, warmup_steps, total_steps, final_fraction)
 
 
 def warmup_floor(*, peak: float, warmup_steps: int, total_steps: int, floor: float = 1.0) -> Schedule:
-    """Up to `peak` over the warm-up, and there it stays; or, with a floor below 1, half a cosine to `peak * floor`.
+    """Linear warm-up to `peak`, then constant or, with a floor below 1, cosine decay to `peak * floor`.
 
-    The cosine starts at the last step of the warm-up, one step before that of `warmup_cosine`, and a run may end before
-    its warm-up does: both as in the Tiny Recursive Model's reference.
+    As in the Tiny Recursive Model's reference, the cosine starts at the last step of the warm-up, one step earlier than
+    in `warmup_cosine`, and the run may end during the warm-up.
 
     Args:
       peak: the highest rate.
-      warmup_steps: of these, the first has the rate `peak / warmup_steps`.
-      total_steps: where the cosine ends.
-      floor: what is left of the peak there.
+      warmup_steps: steps of the warm-up; the first has the rate `peak / warmup_steps`.
+      total_steps: the step at which the cosine ends.
+      floor: the final rate as a fraction of the peak.
     """
     ranges.check("warmup_floor", peak=peak)
     if warmup_steps < 0:

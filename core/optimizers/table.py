@@ -1,13 +1,13 @@
-"""A table of which each batch touches a few rows: signs in place of moments, and decay for the touched rows alone.
+"""Sign updates for an embedding table of which each batch uses a few rows.
 
-An embedding per puzzle may have a million rows, of which a step reads a few hundred. Moments would triple it, and decay
-of every row at every step would wear away what no batch asked for. So a row changes only when the model says in
-`LossOutput.extras` that it was touched:
+An embedding per puzzle may have a million rows, of which a step uses a few hundred. Moments would triple its memory,
+and weight decay of every row at every step would erase rows that are rarely used. Therefore a row is updated only if
+the model lists it as used (touched) in `LossOutput.extras`, and without moments:
 
     E[i] <- E[i] * (1 - rate * decay) - rate * sign(sum of the gradients of row i)     for touched i
 
-Rows that occur several times in a batch, on whatever chips, are summed before the sign: they are by the time that the
-gradient of the table exists. The table itself may be split over chips by its rows.
+The gradient of the table already sums all uses of a row in a batch, on all chips, before the sign is taken. The table
+may be sharded over its rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from core.types import Params
 
 
 class SignState(NamedTuple):
-    """What the rule keeps: nothing of the table."""
+    """The state of the rule: only a step counter."""
 
     count: jax.Array  # type: ignore[assignment]  # [], int32, steps done; hides tuple.count
 
@@ -36,22 +36,22 @@ class SignState(NamedTuple):
 def with_table(
     *, dense: Optimizer, learning_rate: Schedule, weight_decay: float = 1.0, table: str = "puzzle_table"
 ) -> Optimizer:
-    """`dense` for everything but one table, which is updated by sign where it was touched.
+    """Uses sign updates for the touched rows of one table, and `dense` for all other parameters.
 
     Args:
-      dense: of all other parameters, and so are its `frozen`: with all of them frozen the table alone is trained. Its
-        learning rate is the one that is reported.
-      learning_rate: schedule, of the table.
+      dense: optimizer of all other parameters, to which its `frozen` applies; with all of them frozen, only the table
+        is trained. Its learning rate is the one that is reported.
+      learning_rate: schedule of the table.
       weight_decay: of touched rows; multiplied by the table's learning rate.
-      table: path of the table, [rows, width]. The model gives `extras = {table: rows that it read [N], int32}`.
+      table: path of the table, [rows, width]. The model must return `extras = {table: rows that it used [N], int32}`.
 
     Raises:
-      ValueError: decay out of range, or an average inside; at `init`, no parameter of that path; in a step, a model
-        that names no rows.
+      UserError: the decay is out of range, or `dense` averages; at `init`, no parameter has this path; in a step, the
+        model does not list the used rows.
     """
     ranges.check("with_table", weight_decay=weight_decay)
     if dense.averages is not None:
-        raise UserError("with_table: dense averages; put it the other way round, averaged(optimizer=with_table(…))")
+        raise UserError("with_table: `dense` averages; reverse the order: averaged(optimizer=with_table(…))")
     split = optax.partition(
         {"table": _by_sign(learning_rate, weight_decay), "dense": dense.transformation},
         lambda params: jax.tree.map(
@@ -73,7 +73,7 @@ def _by_sign(learning_rate: Schedule, weight_decay: float) -> optax.GradientTran
             rows = _rows(parameters.path_name(path), extras)
             touched = jnp.zeros(p.shape[0], bool).at[rows].set(True)
             changed = p * (1 - rate * weight_decay) - rate * jnp.sign(g)
-            # Added to p, this is `changed` up to a rounding of the larger of the two; untouched rows keep their bits.
+            # p + (changed - p) equals `changed` up to rounding; untouched rows keep their exact bits.
             return jnp.where(touched[:, None], changed - p, 0.0)
 
         return jax.tree_util.tree_map_with_path(one, params, grads), SignState(state.count + 1)
@@ -84,7 +84,7 @@ def _by_sign(learning_rate: Schedule, weight_decay: float) -> optax.GradientTran
 def _rows(name: str, extras: Any) -> jax.Array:
     if not isinstance(extras, Mapping) or name not in extras:
         raise UserError(
-            f"with_table: the model does not say which rows of {name!r} a step touched; give them in "
-            f"LossOutput.extras = {{{name!r}: rows [N], int32}}, or take the optimizer inside with_table alone"
+            f"with_table: the model does not list the rows of {name!r} that a step used; return them as "
+            f"LossOutput.extras = {{{name!r}: rows [N], int32}}, or use the inner optimizer without with_table"
         )
     return extras[name]

@@ -95,7 +95,7 @@ distributed.shutdown()
 @pytest.mark.covers("R04")
 def test_joining_after_a_device_was_touched_is_refused(run_hosts):
     (result,) = run_hosts(AFTER_A_DEVICE, hosts=1)
-    assert "early: distributed.initialize came after a device was touched" in result.output, result
+    assert "early: distributed.initialize was called after a device was initialized" in result.output, result
 
 
 @pytest.mark.covers("R05")
@@ -211,9 +211,7 @@ def test_hosts_that_do_not_connect_on_a_busy_machine_are_worth_another_start(run
     (result,) = run_hosts(UNCONNECTED, hosts=1)
     assert result.returncode == exit_codes.RAISED
     assert exit_codes.ending(result.returncode).restart
-    assert (
-        "error: the processes that play the hosts did not connect for a collective within Gloo's 30 s" in result.output
-    )
+    assert "error: the simulated hosts did not connect for a collective within Gloo's 30 s" in result.output
     assert "Traceback" not in result.output
 
 

@@ -168,9 +168,9 @@ def test_what_cannot_be_composed_is_refused():
     dense = optimizers.adamw(learning_rate=RATE)
     with pytest.raises(ValueError, match=r"averaged: decay = 1\.0: expected from 0 to below 1"):
         optimizers.averaged(optimizer=dense, decay=1.0)
-    with pytest.raises(ValueError, match="dense averages; put it the other way round"):
+    with pytest.raises(ValueError, match="`dense` averages; reverse the order"):
         optimizers.with_table(dense=optimizers.averaged(optimizer=dense), learning_rate=RATE)
     with pytest.raises(ValueError, match=r"table = .*: no parameter matches 'table'"):
         optimizers.with_table(dense=dense, learning_rate=RATE, table="table").init(PARAMS)
-    with pytest.raises(ValueError, match="does not say which rows of 'puzzle_table' a step touched"):
+    with pytest.raises(ValueError, match="does not list the rows of 'puzzle_table' that a step used"):
         steps_of(composed(), 1, extras=())

@@ -69,7 +69,7 @@ def test_the_host_that_would_run_something_else_is_named_by_all(address, odd):
     errors = finish(*(Host(address, index, 4, description=texts[index]) for index in range(4)))
     for error in errors:
         assert isinstance(error, ValueError)
-        assert "the hosts would not run the same (a minus is what the others have):" in str(error)
+        assert "the hosts have different configurations (a minus is what the others have):" in str(error)
         assert f"\nhost {odd}: -BATCH_SIZE = 16 +BATCH_SIZE = 32\n" in str(error)
         assert "Start the same command" in str(error)
 
@@ -126,7 +126,7 @@ def test_a_port_in_use_is_said(address):
     with socket.create_server(roll_call.split(address)):
         (error,) = finish(Host(address, 0, 2, seconds=0.3))
     assert f"host 0 cannot listen at {address}" in str(error)
-    assert "another run still alive" in str(error)
+    assert "another run still active" in str(error)
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1", ":80", "host:0", "host:x", ""])

@@ -129,7 +129,7 @@ def test_one_key_for_all_rows_is_refused_where_there_are_microbatches(tables, sl
     shape, source = ([ROWS], "test_random_bits.py") if draw == "split" else ([ROWS, LENGTH, WIDTH], "")
     assert f"\n  {shape} at " in str(error.value)
     assert source in str(error.value)
-    assert "Draw by row instead" in str(error.value)
+    assert "Draw per row instead" in str(error.value)
 
 
 @pytest.mark.parametrize(

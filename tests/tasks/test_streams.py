@@ -93,7 +93,7 @@ def test_streams_must_divide_the_batch(batch_size, num_streams, advice):
         task.spec(batch_size)
 
 
-SAYS = r"positions of 3 streams of data, and this run has NUM_STREAMS = 4 \(.*stream_00002\): resume with"
+SAYS = r"the checkpoint has positions of 3 streams of data, and this run has NUM_STREAMS = 4 \(.*stream_00002\): resume"
 
 
 def test_a_position_of_other_data_is_refused(host_layouts):
