@@ -15,6 +15,7 @@ ON_HOSTS += (
     "launch/terminal.py",
     "launch/environment.py",
     "core/bookkeeping.py",
+    "core/errors.py",
     "core/library_noise.py",
 )  # what acts there, of what is shipped
 SETUP = '#!/bin/bash\n[ -e "$HOME/no_setup" ] && { echo no python >&2; exit 1; }\nmkdir -p .venv; echo set up "$HOME"\n'
