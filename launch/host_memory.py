@@ -1,7 +1,7 @@
-"""Whether a host has the memory that a run needs: batches, evaluation, a checkpoint, and simulated chips.
+"""Checks that a host has enough memory for a run: batches, evaluation, a checkpoint, and simulated chips.
 
-Every amount counted here is needed for certain, so what exceeds a host's memory cannot run; what fits may still be
-too much, because the data pipeline, the compiler and the program itself are not counted.
+The estimate is a lower bound: a run that exceeds the memory cannot work, and one that fits may still fail, because the
+data pipeline, the compiler and the program itself are not counted.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from launch.experiment import Experiment
 from parallel import placement, report
 from parallel.partitioner import Program
 
-_ASSEMBLED = 2  # copies of a batch on the host: of its streams, and as one
+_ASSEMBLED = 2  # copies of a batch on the host: in its streams, and assembled
 _ROW_NUMBER_BYTES = 64  # of `DataLayout.rows`: a Python integer, its place in two tuples and in an array
 
 
 def available_bytes() -> int:
-    """Returns how much memory this machine can give out without swapping."""
+    """Returns the memory that this machine can allocate without swapping."""
     return psutil.virtual_memory().available
 
 
 def require_simulated(needed_bytes: int, *, slice_name: str) -> None:
-    """Refuses a simulation whose state does not fit into this machine's free memory, which all hosts share.
+    """Checks that the state of a simulated slice fits into this machine's free memory, which all hosts share.
 
     Raises:
-      ValueError: with both numbers, and the way out.
+      ValueError: it does not fit; gives both sizes and the fix.
     """
     available = available_bytes()
     if needed_bytes > available:
         raise UserError(
             f"simulating {slice_name} needs {units.size(needed_bytes)} for parameters, gradients and optimizer, and "
-            f"this machine has {units.size(available)} of free memory. --smoke shrinks the model, keeps slice, mesh "
-            "and strategy."
+            f"this machine has {units.size(available)} of free memory. --smoke uses a tiny model with the same slice, "
+            "mesh and strategy."
         )
 
 
 def per_host(experiment: Experiment, program: Program) -> dict[str, int]:
-    """Bytes that the host with the most rows must hold at once, by what they are."""
+    """Returns the bytes that the host with the most rows must hold at once, by purpose."""
     rows = _host_rows(program)
     row_bytes = _row_bytes(program)
-    held_out_rows_end = can(experiment.task, SizesEvaluation)  # then EVAL_BATCHES may be far more than there are
+    held_out_rows_end = can(experiment.task, SizesEvaluation)  # then EVAL_BATCHES may be far more than the task has
     return {
         "batches": _ASSEMBLED * rows * row_bytes,
         "row numbers": rows * _ROW_NUMBER_BYTES,
@@ -60,7 +60,7 @@ def per_host(experiment: Experiment, program: Program) -> dict[str, int]:
 
 
 def simulated(experiment: Experiment, program: Program) -> dict[str, int]:
-    """Bytes that all hosts and chips of a slice must hold at once where this machine plays them."""
+    """Returns the bytes that a simulation of all hosts and chips of a slice must hold at once, by purpose."""
     slice_, own = program.partitioner.slice, per_host(experiment, program)
     sizes = report.totals(program)
     batch = _batch_rows(program) * _row_bytes(program)
@@ -73,14 +73,14 @@ def simulated(experiment: Experiment, program: Program) -> dict[str, int]:
 
 
 def problem(need: Mapping[str, int], *, have_bytes: int, whose: str, experiment: Experiment, program: Program) -> str:
-    """What to say of a need that is larger than `have_bytes`; empty where it is not."""
+    """Returns the error if `need` exceeds `have_bytes`, with a fix; empty if it fits."""
     total = sum(need.values())
     if total <= have_bytes:
         return ""
     parts = ", ".join(f"{name} {_gib(count)}" for name, count in need.items() if 100 * count >= total)
     fixed = need.get("a checkpoint", 0) + need.get("state and gradients", 0)
     if fixed > have_bytes:
-        fix = "take more hosts or a smaller model; --smoke shrinks the model and keeps slice, mesh and strategy"
+        fix = "take more hosts or a smaller model; --smoke uses a tiny model with the same slice, mesh and strategy"
     else:
         rows = int(experiment.batch_size * (have_bytes - fixed) / (total - fixed))
         schedule = program.partitioner.pipeline
@@ -95,10 +95,10 @@ def problem(need: Mapping[str, int], *, have_bytes: int, whose: str, experiment:
 
 
 def require(experiment: Experiment, program: Program) -> None:
-    """Refuses what this machine's free memory cannot hold for one host.
+    """Checks that this machine's free memory suffices for one host of a run.
 
     Raises:
-      ValueError: with what is needed, what there is, and what to set.
+      ValueError: it does not; gives both sizes and the setting to change.
     """
     said = problem(
         per_host(experiment, program),

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Writes requirements.txt, every transitive version, from requirements.in. Usage: launch/lock.sh [uv pip compile flags]
+# Writes requirements.txt, with every transitive version, from requirements.in. Usage: launch/lock.sh [uv pip compile flags]
 #
-# Versions already in requirements.txt are kept while they fit; `launch/lock.sh --upgrade` takes the newest. uv lives
-# in a throwaway environment, and no index address is written to the file.
+# Versions in requirements.txt are kept if they satisfy requirements.in; `launch/lock.sh --upgrade` takes the newest. uv
+# is installed into a temporary environment, and no index address is written to the file.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # launch/pod.sh SLICE EXPERIMENT.gin [--gin "BINDING"]… [--run-dir DIR] [--steps N] [mode]
 #
-# Trains EXPERIMENT on the hosts of a TPU slice: this host of it, all of it from a workstation (--tpu NAME), or all of
-# it as processes on this machine (--simulate). `launch/pod.sh --help` says the rest.
+# Trains EXPERIMENT on a TPU slice: as one of its hosts (here), on all hosts from a workstation (--tpu NAME), or on
+# simulated hosts, which are processes on this machine (--simulate). See `launch/pod.sh --help`.
 set -euo pipefail
 exec "$(dirname "${BASH_SOURCE[0]}")/run" pod "$@"

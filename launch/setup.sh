@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Makes .venv from requirements.txt, once; a later call finds it current in well under a second and says nothing.
+# Creates .venv from requirements.txt. If it is already current, this takes well under a second and prints nothing.
 #
-# The stamp inside .venv (hash of requirements.txt and Python's version) is removed before anything is touched and
-# written last, so an interrupted set-up is completed by the next one and never taken for good. A lock lets two start
-# at once. Usage: launch/setup.sh. Variables: launch/README.md (RENGA_PYTHON, and pip's own such as PIP_INDEX_URL).
+# The stamp file inside .venv (hash of requirements.txt, and Python's version) is removed before anything is changed and
+# written last, so the next set-up completes an interrupted one. A lock file makes concurrent calls wait.
+# Usage: launch/setup.sh. Variables: launch/README.md (RENGA_PYTHON, and pip's own such as PIP_INDEX_URL).
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -17,7 +17,7 @@ progress_seconds=10
 say() { echo "set-up: $*" >&2; }
 fail() { say "$*"; exit 1; }
 
-# Full version of the Python $1 if it runs and is one that Renga supports; fails otherwise.
+# Prints the full version of the Python $1; fails if it does not run or Renga does not support it.
 supported_version() {
   "$1" -c 'import sys
 v = sys.version_info
@@ -53,7 +53,7 @@ as_root() {
   if [[ $(id -u) == 0 ]]; then "$@"; else sudo -n "$@"; fi
 }
 
-# Debian and Ubuntu keep ensurepip in a package of its own; it brings its Python with it.
+# Prints the Debian or Ubuntu package that has ensurepip; it depends on its Python.
 apt_package() {
   local candidate version
   for candidate in python3.12 python3.11 python3.13 python3; do
@@ -71,22 +71,22 @@ get_python_from_apt() {
   local package install
   package=$(apt_package)
   install=(env DEBIAN_FRONTEND=noninteractive apt-get -o "DPkg::Lock::Timeout=$apt_timeout_seconds" -qq -y install "$package")
-  say "no Python 3.11-3.13 with venv here: installing $package with apt-get"
+  say "no Python 3.11-3.13 with venv found: installing $package with apt-get"
   as_root "${install[@]}" >>"$log" 2>&1 && return
   as_root apt-get -o "DPkg::Lock::Timeout=$apt_timeout_seconds" -qq update >>"$log" 2>&1 || true
   as_root "${install[@]}" >>"$log" 2>&1 || { say "apt-get cannot install $package (see $log)"; return 1; }
 }
 
-# Prints a Python 3.11 that uv provides.
+# Installs Python 3.11 with uv and prints its path.
 get_python_from_uv() {
   local uv
   uv=$(command -v uv || echo "$HOME/.local/bin/uv")
   if [[ ! -x $uv ]]; then
-    say "no Python 3.11-3.13 with venv here: installing uv with pip to get one"
+    say "no Python 3.11-3.13 with venv found: installing uv with pip to get one"
     python3 -m pip install --user --quiet uv >>"$log" 2>&1 || return 1
   fi
   [[ -x $uv ]] || return 1
-  say "getting Python 3.11 with uv ($uv)"
+  say "installing Python 3.11 with uv ($uv)"
   "$uv" python install 3.11 >>"$log" 2>&1 || { say "uv cannot install Python 3.11 (see $log)"; return 1; }
   "$uv" python find 3.11 2>>"$log"
 }
@@ -98,7 +98,7 @@ choose_python() {
     command -v "$RENGA_PYTHON"
   elif ! find_python && ! { get_python_from_apt && find_python; } && ! get_python_from_uv; then
     fail "no Python 3.11-3.13 found (python3 is $(python3 --version 2>&1 || echo missing)), and neither apt-get nor uv" \
-      "could get one. Install python3.11 and python3.11-venv, or set RENGA_PYTHON=/path/to/python3.11"
+      "could install one. Install python3.11 and python3.11-venv, or set RENGA_PYTHON=/path/to/python3.11"
   fi
 }
 
@@ -111,7 +111,7 @@ make_venv() {
   fi
 }
 
-# Says every $progress_seconds how far pip is with $1 packages, as its log tells; ends with this script.
+# Prints pip's progress with $1 packages every $progress_seconds, from its log; ends with this script.
 report_progress() {
   local total=$1 found what
   SECONDS=0
@@ -133,9 +133,9 @@ install_requirements() {
     >>"$log" 2>&1 || code=$?
   kill $! 2>/dev/null || true
   if ((code)); then
-    say "pip could not install requirements.txt. Its last lines (all of them: $log):"
+    say "pip could not install requirements.txt. Last lines of its output (all of it: $log):"
     tail -n 15 "$log" >&2
-    fail "if the package index cannot be reached, set PIP_INDEX_URL or a pip.conf; then run this again: it continues"
+    fail "if the package index cannot be reached, set PIP_INDEX_URL or a pip.conf; then run this again; it resumes"
   fi
 }
 

@@ -1,6 +1,6 @@
-"""How commands write to a terminal: its width, no escape codes where there is none, wrapped errors, a closed pipe.
+"""Writing to a terminal: its width, escape codes only where they are wanted, wrapped errors, closed pipes.
 
-Standard library only, but for `console`: `launch.hosts.host_output` runs where nothing else is installed.
+Only the standard library, except in `console`: `launch.hosts.host_output` runs before anything else is installed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 ERROR_WIDTH = 120
-_NARROWEST = 40  # columns of what is wrapped, however narrow the terminal
-_UNPRINTABLE = ("Cc", "Cs")  # control characters; halves of a pair, which no encoding can write
+_NARROWEST = 40  # columns to wrap at, even if the terminal is narrower
+_UNPRINTABLE = ("Cc", "Cs")  # control characters; lone surrogates, which cannot be encoded
 
 
 def console(piped_width: int, *, file: IO[str] | None = None, stderr: bool = False, **options: Any) -> Console:
-    """Returns a rich console as wide as the terminal that it writes to, or `piped_width` where that is none.
+    """Returns a rich console with the width of its terminal, or `piped_width` if it does not write to a terminal.
 
-    Without a terminal, or with NO_COLOR set, it writes no escape code at all.
+    Without a terminal, or with NO_COLOR set, it writes no escape codes.
     """
     from rich.console import Console
 
@@ -43,7 +43,7 @@ def console(piped_width: int, *, file: IO[str] | None = None, stderr: bool = Fal
 
 
 def width(piped_width: int, stream: IO[str] | None = None) -> int:
-    """Returns the columns of the terminal behind `stream` (standard output), `piped_width` where it is none."""
+    """Returns the columns of the terminal of `stream` (default: standard output), or `piped_width` if it has none."""
     stream = stream or sys.stdout
     if not stream.isatty():
         return piped_width
@@ -56,10 +56,10 @@ def width(piped_width: int, stream: IO[str] | None = None) -> int:
 
 
 def wrapped(text: str, *, margin: int = 0) -> str:
-    """Breaks long lines of an error between words; what continues a line is indented by two more columns than the line.
+    """Breaks long lines of an error between words; continuation lines are indented by two more columns.
 
-    Lines end at ERROR_WIDTH or, where standard error is a narrower terminal, at its edge; COLUMNS says otherwise. The
-    caller indents all of it by `margin` columns.
+    Lines are at most ERROR_WIDTH wide, or as wide as the terminal of standard error if that is narrower; COLUMNS
+    overrides both. `margin` is the number of columns by which the caller indents the result.
     """
     told = environment.read("COLUMNS") or ""
     columns = int(told) if told.isdigit() and int(told) else min(ERROR_WIDTH, width(ERROR_WIDTH, sys.stderr))
@@ -67,7 +67,7 @@ def wrapped(text: str, *, margin: int = 0) -> str:
 
 
 def say(text: str) -> None:
-    """Prints sentences: broken between words at the edge of a terminal, in whole lines into a pipe."""
+    """Prints text, wrapped to the width of a terminal, unwrapped into a pipe."""
     print(_broken(text, width(0)) if sys.stdout.isatty() else text)
 
 
@@ -80,7 +80,7 @@ def printable(text: str) -> str:
 
 
 def flush() -> None:
-    """Writes what standard output still holds; where its reader is gone, drops that and all that follows."""
+    """Flushes standard output; if its reader has closed the pipe, discards this and all later output."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import jax
 from jax.sharding import Mesh
 
-from core import distributed, slices, units
+from core import distributed, host_checks, slices, units
 from core.watch import phase
 from core.watch.judging import Limits
 from launch.check import collectives, machine, offline_checks, preflight_inputs
@@ -103,7 +103,7 @@ def _slowest(trips: Sequence[collectives.Trip]) -> dict[str, float]:
 
 
 def _shared(run_dir: str, host: Host) -> list[Row]:
-    cluster.require_shared(run_dir, host)
+    host_checks.require_shared(run_dir, is_host_zero=host.is_zero)
     return [Row("run directory", True, f"{run_dir}: every host sees what host 0 writes")]
 
 

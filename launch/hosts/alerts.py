@@ -20,13 +20,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from core import paths
 from core.errors import UserError
-from core.watch import exit_codes, peers
+from core.watch import exit_codes, failure_notes
 from launch import environment
 
 SEND_SECONDS = 10.0
@@ -57,10 +57,9 @@ class Watch:
 
     def after(self, code: int) -> None:
         """Sends one alert if exit code `code` is a failure, and deletes the notes."""
-        notes = self._taken()
+        first = failure_notes.cause(failure_notes.collect(self._folder))
         if code in _SILENT or self._host:  # the process that started host 0 reports for the run
             return
-        first = _cause(notes)
         message = first["message"] or exit_codes.ending(code).meaning
         send(
             {
@@ -73,15 +72,6 @@ class Watch:
                 "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             }
         )
-
-    def _taken(self) -> list[dict[str, Any]]:
-        """Reads and deletes the notes, oldest first; malformed files are skipped."""
-        notes = []
-        for file in self._folder.glob("*.json"):
-            with contextlib.suppress(ValueError):
-                notes.append(json.loads(file.read_text()))
-            file.unlink()
-        return sorted(notes, key=lambda note: note["time"])
 
 
 @contextlib.contextmanager
@@ -108,20 +98,10 @@ def watching(run_dir: str, *, host: int | None = None) -> Iterator[Watch | None]
             del os.environ["RENGA_NOTES"]
 
 
-@contextlib.contextmanager
-def noting(host: int | None) -> Iterator[None]:
-    """For a process of a run: writes a note of the exception that ends it, or of the hosts' verdict."""
+def noting(host: int | None) -> contextlib.AbstractContextManager[None]:
+    """For a process of a run: notes the exception that ends it, or the hosts' verdict, for the process that sends."""
     folder = environment.read("RENGA_NOTES")
-    if folder is None:
-        yield
-        return
-    peers.on_verdict(lambda verdict: _note(folder, "verdict", host, min(verdict.hosts), verdict.says))
-    try:
-        yield
-    except Exception as error:
-        if getattr(error, "exit_code", exit_codes.RAISED) not in _SILENT:
-            _note(folder, "raised", host, host, f"{type(error).__name__}: {error}"[:2000])
-        raise
+    return failure_notes.noting(Path(folder), host, silent=_SILENT) if folder else contextlib.nullcontext()
 
 
 def kind(code: int, message: str) -> str:
@@ -148,23 +128,6 @@ def send(alert: Mapping[str, Any]) -> bool:
     how = f"could not be sent ({why})" if why else "was sent"
     print(f"alert ({alert['kind']}) {how}", file=sys.stderr, flush=True)
     return not why
-
-
-def _cause(notes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Chooses the exception of the host that the verdict names, else the verdict, else the first exception."""
-    verdicts = [note for note in notes if note["kind"] == "verdict"]
-    raised = [note for note in notes if note["kind"] == "raised"]
-    named = [note for note in raised if verdicts and note["host"] == verdicts[0]["host"]]
-    return next(iter([*named, *verdicts, *raised]), {"host": None, "message": ""})
-
-
-def _note(folder: str, kind: str, of: int | None, host: int | None, message: str) -> None:
-    """Writes a note by process `of` about a host."""
-    with contextlib.suppress(OSError):  # the process that would read it has ended
-        about = {"kind": kind, "host": host, "message": message, "time": time.time()}
-        part = Path(folder) / f".{kind}_{of}"
-        part.write_text(json.dumps(about))
-        part.replace(Path(folder) / f"{kind}_{of}.json")
 
 
 def _step(message: str, run_dir: str) -> int | None:

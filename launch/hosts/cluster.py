@@ -5,25 +5,18 @@ All checks run on all hosts before the first array is created.
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
-import secrets
-import time
 from collections.abc import Callable
 
 import jax
 
-from core import distributed, paths, units
+from core import distributed, units
 from core.errors import UserError
 from core.slices import Slice
-from core.watch import difference
 from core.watch.judging import USUAL_LIMITS, Limits
 from launch import environment
 from launch.host import Host
 from launch.hosts import tpu_host
-
-_NONCE_FILE = ".shared"
-_SHARED_FILE_SECONDS = 10.0  # network file systems may show a new file late
 
 
 def join(
@@ -100,46 +93,3 @@ def _require_chips(slice_: Slice, *, played: bool) -> None:
             "host of the slice, or name the slice this is"
             + ("; slices find one another through MEGASCALE_NUM_SLICES, …_SLICE_ID" if slice_.num_slices > 1 else "")
         )
-
-
-def require_same(what: str, text: str) -> None:
-    """Raises ValueError on all hosts, with the difference, if `text` differs between hosts."""
-    if differing := difference.between_hosts(distributed.all_gather_text(what, text)):
-        raise UserError(f"{what} differs between hosts (a minus is what the others have):\n{differing}")
-
-
-def require_shared(run_dir: str, host: Host) -> None:
-    """Raises ValueError on all hosts if host 0 cannot write into the run directory, or a host does not see the file."""
-    directory = paths.resolve(run_dir)
-    nonce = distributed.from_host_zero(secrets.token_hex(8))
-    if refused := distributed.from_host_zero(_written(directory, nonce) if host.is_zero else ""):
-        raise UserError(refused)
-    seen = _sees(directory / _NONCE_FILE, nonce)
-    answers = distributed.all_gather_text("run_dir/seen", "yes" if seen else "no")
-    blind = [str(i) for i, answer in enumerate(answers) if answer == "no"]
-    if blind:
-        raise UserError(
-            f"the run directory {directory} is not shared: {units.counted(len(blind), 'host')} "
-            f"({', '.join(blind)}) cannot see host 0's file there. "
-            "Checkpoints need one place that all hosts see: set --run-dir (or RENGA_RUN_ROOT) to gs://BUCKET/…"
-        )
-
-
-def _written(directory, nonce: str) -> str:
-    """Writes a file for the other hosts; returns the error, or nothing."""
-    try:
-        paths.require_writable(directory)
-        paths.write_text_atomically(directory / _NONCE_FILE, nonce)
-    except Exception as error:  # a bucket fails with its client's own types
-        return str(error) if isinstance(error, ValueError) else f"cannot write to {directory}: {error!r}"
-    return ""
-
-
-def _sees(file, nonce: str) -> bool:
-    deadline = time.monotonic() + _SHARED_FILE_SECONDS
-    while time.monotonic() < deadline:
-        with contextlib.suppress(Exception):  # whatever the error, this host cannot read the file
-            if file.read_text() == nonce:
-                return True
-        time.sleep(0.2)
-    return False

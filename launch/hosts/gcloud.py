@@ -20,8 +20,8 @@ from typing import NamedTuple
 from core.errors import UserError
 from launch import environment
 
-REMOTE_WORKSPACE = "renga"  # under the home directory of every host, as is what is copied there
-TENSORBOARD_PORT = 6006
+REMOTE_WORKSPACE = "renga"  # in the home directory of every host
+_ANSWER_SECONDS = 120.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +38,22 @@ class Step(NamedTuple):
 
     purpose: str
     argv: tuple[str, ...]
+
+
+class Description(NamedTuple):
+    """A TPU as gcloud describes it.
+
+    Attributes:
+      accelerator_type: such as `v4-32`.
+      state: such as `READY`; `NOT_FOUND` if there is no such TPU, empty if gcloud failed for another reason.
+      health: such as `HEALTHY`.
+      problem: what gcloud printed if it failed.
+    """
+
+    accelerator_type: str = ""
+    state: str = ""
+    health: str = ""
+    problem: str = ""
 
 
 def find_tpus(names: str | None, zone: str | None, project: str | None) -> tuple[Tpu, ...]:
@@ -65,34 +81,72 @@ def find_tpus(names: str | None, zone: str | None, project: str | None) -> tuple
                 "slices as A,B"
             )
     if len(set(parts)) < len(parts):
-        raise UserError(f"TPU {names!r}: each slice is a TPU of its own")
+        raise UserError(f"TPU {names!r}: the same TPU is named twice; every slice needs its own TPU")
     return tuple(Tpu(name, zone, project or environment.read("TPU_PROJECT")) for name in parts)
+
+
+def command(tpu: Tpu, verb: str, *flags: str, group: str = "tpu-vm", target: Sequence[str] = ()) -> tuple[str, ...]:
+    """Returns `gcloud compute tpus GROUP VERB TARGET … FLAGS`; the target is the name of the TPU unless given."""
+    where = (f"--zone={tpu.zone}", *((f"--project={tpu.project}",) if tpu.project else ()))
+    return ("gcloud", "compute", "tpus", group, verb, *(target or (tpu.name,)), *where, *flags)
+
+
+def scp(tpu: Tpu, source: Path, destination: str) -> tuple[str, ...]:
+    """Copies a local file to all hosts of a TPU."""
+    return command(tpu, "scp", "--worker=all", target=(os.fspath(source), f"{tpu.name}:{destination}"))
+
+
+def ssh(tpu: Tpu, text: str, *, worker: str = "all", ssh_flags: Sequence[str] = ()) -> tuple[str, ...]:
+    """Runs shell text on the hosts of a TPU."""
+    flags = [f"--ssh-flag={flag}" for flag in ssh_flags]
+    return command(tpu, "ssh", f"--worker={worker}", *flags, f"--command={text}")
+
+
+def on_host(action: str, *arguments: str, variables: Sequence[str] = ()) -> str:
+    """Returns shell text that runs an action of `on_host.sh`, with `variables` (NAME=VALUE) in its environment."""
+    script = f"{REMOTE_WORKSPACE}/launch/hosts/on_host.sh"
+    return shlex.join([*(("env", *variables) if variables else ()), "bash", script, action, *arguments])
 
 
 def describe_step(tpu: Tpu) -> Step:
     """Prints the TPU's type, state and health, separated by tabs."""
-    argv = ("gcloud", "compute", "tpus", "tpu-vm", "describe", tpu.name, *where(tpu))
-    return Step("look at the TPU", (*argv, "--format=value(acceleratorType,state,health)"))
+    argv = command(tpu, "describe", "--format=value(acceleratorType,state,health)")
+    return Step(f"describe {tpu.name}", argv)
 
 
 def address_step(tpu: Tpu) -> Step:
     """Prints the address of host 0 in the network of the TPU."""
-    argv = ("gcloud", "compute", "tpus", "tpu-vm", "describe", tpu.name, *where(tpu))
-    return Step("find the address of host 0", (*argv, "--format=value(networkEndpoints[0].ipAddress)"))
+    argv = command(tpu, "describe", "--format=value(networkEndpoints[0].ipAddress)")
+    return Step("find the address of host 0", argv)
 
 
-def action_step(tpu: Tpu, *, action: str) -> Step:
-    """One of ACTIONS on all hosts of a TPU."""
-    return Step(f"{action} on all hosts of {tpu.name}", ssh(tpu, on_host(action)))
+def describe(tpu: Tpu) -> Description:
+    """Asks gcloud for the state of a TPU."""
+    found = output(describe_step(tpu).argv)
+    if found.returncode:
+        return Description(state=missing(found), problem=found.stderr.strip())
+    return Description(*(found.stdout.rstrip("\n") + "\t\t").split("\t")[:3])
 
 
-def tensorboard_step(tpu: Tpu, *, log_directory: str | None) -> Step:
-    """TensorBoard on host 0, over `log_directory` or, for None, over the run directory of the run that is there."""
-    port = TENSORBOARD_PORT
-    tunnel = ("-tt", f"-L 127.0.0.1:{port}:127.0.0.1:{port}")  # with a terminal, so that it ends with the tunnel
-    command = on_host("tensorboard", str(port), *([log_directory] if log_directory else []))
-    purpose = f"TensorBoard of {log_directory or 'the run'} at http://127.0.0.1:{port} until Ctrl-C"
-    return Step(purpose, ssh(tpu, command, worker="0", ssh_flags=tunnel))
+def address(tpu: Tpu) -> str:
+    """Returns the address of host 0 in the network of the TPU. Raises ValueError if gcloud has none."""
+    found = output(address_step(tpu).argv)
+    if found.returncode or not found.stdout.strip():
+        raise UserError(f"gcloud has no address of host 0 of {tpu.name}: {found.stderr.strip() or 'no output'}")
+    return found.stdout.strip()
+
+
+def output(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Runs a command line and captures its output; one that does not end in time has failed."""
+    try:
+        return subprocess.run(resolved(argv), capture_output=True, text=True, check=False, timeout=_ANSWER_SECONDS)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(argv, 1, "", f"no answer within {_ANSWER_SECONDS:g} s")
+
+
+def missing(failed: subprocess.CompletedProcess[str]) -> str:
+    """Returns NOT_FOUND if gcloud failed because there is no such thing, else an empty text."""
+    return "NOT_FOUND" if "NOT_FOUND" in failed.stderr or "not found" in failed.stderr else ""
 
 
 def perform(steps: Sequence[Step], *, dry_run: bool, together: bool = False) -> int:
@@ -108,26 +162,16 @@ def perform(steps: Sequence[Step], *, dry_run: bool, together: bool = False) -> 
             print(shlex.join(step.argv))
             continue
         running.append((step, subprocess.Popen(resolved(step.argv))))
-        if not together and (code := _ended(*running.pop())):
+        if not together and (code := _wait(*running.pop())):
             return code
-    return next((code for code in [_ended(*started) for started in running] if code), 0)
+    return next((code for code in [_wait(*started) for started in running] if code), 0)
 
 
-def _ended(step: Step, process: subprocess.Popen) -> int:
+def _wait(step: Step, process: subprocess.Popen) -> int:
     code = process.wait()
     if code:
         print(f"failed (exit code {code}): {shlex.join(step.argv)}", flush=True)
     return code
-
-
-def address(tpu: Tpu) -> str:
-    """Returns the address of host 0 in the network of the TPU. Raises ValueError if gcloud has none."""
-    found = subprocess.run(resolved(address_step(tpu).argv), capture_output=True, text=True, check=False)
-    if found.returncode or not found.stdout.strip():
-        raise UserError(
-            f"gcloud has no address of host 0 of {tpu.name}: {found.stderr.strip() or 'it printed nothing'}"
-        )
-    return found.stdout.strip()
 
 
 def resolved(argv: Sequence[str]) -> list[str]:
@@ -136,26 +180,3 @@ def resolved(argv: Sequence[str]) -> list[str]:
     if program is None:
         raise UserError(f"{argv[0]} is not on PATH: install it (https://cloud.google.com/sdk), or use --dry-run")
     return [program, *argv[1:]]
-
-
-def on_host(action: str, *arguments: str, variables: Sequence[str] = ()) -> str:
-    """Returns shell text that runs an action of `on_host.sh`, with `variables` (NAME=VALUE) in its environment."""
-    script = f"{REMOTE_WORKSPACE}/launch/hosts/on_host.sh"
-    return shlex.join([*(("env", *variables) if variables else ()), "bash", script, action, *arguments])
-
-
-def where(tpu: Tpu) -> tuple[str, ...]:
-    """Returns the --zone and --project flags."""
-    return (f"--zone={tpu.zone}", *((f"--project={tpu.project}",) if tpu.project else ()))
-
-
-def scp(tpu: Tpu, source: Path, destination: str) -> tuple[str, ...]:
-    """Copies a local file to all hosts of a TPU."""
-    argv = ("gcloud", "compute", "tpus", "tpu-vm", "scp", os.fspath(source), f"{tpu.name}:{destination}")
-    return (*argv, "--worker=all", *where(tpu))
-
-
-def ssh(tpu: Tpu, command: str, *, worker: str = "all", ssh_flags: Sequence[str] = ()) -> tuple[str, ...]:
-    """Runs shell text on the hosts of a TPU."""
-    argv = ("gcloud", "compute", "tpus", "tpu-vm", "ssh", tpu.name, f"--worker={worker}", *where(tpu))
-    return (*argv, *(f"--ssh-flag={flag}" for flag in ssh_flags), f"--command={command}")

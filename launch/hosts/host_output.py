@@ -24,8 +24,9 @@ import sys
 import tempfile
 import termios
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from core import bookkeeping, library_noise
 from launch import terminal
@@ -59,6 +60,14 @@ class HostOutput:
             self._read_end, self.child_end = os.pipe()
         self._last = collections.deque(maxlen=_KEPT_LINES)
         self._thread: threading.Thread | None = None
+
+    def start(self, command: Sequence[str], *, title: str, env: Mapping[str, str], **options: Any) -> subprocess.Popen:
+        """Starts the process whose output this is; `title` is the first line in the log, `options` are of Popen."""
+        process = subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=self.child_end, stderr=self.child_end, **options
+        )
+        self.follow(title=f"--- {title}: {shlex.join(command)}")
+        return process
 
     def follow(self, *, title: str) -> None:
         """Closes this process's copy of `child_end` and starts copying; `title` is the first line in the log."""
@@ -143,14 +152,7 @@ def run(log_path: Path, name: str, command: Sequence[str]) -> int:
         step_file = Path(folder) / "step"
         prefix = log_prefix.LogPrefix(name, step_file=step_file)
         output = HostOutput(log_path, to_terminal=False, prefix=prefix)
-        process = subprocess.Popen(
-            command,
-            env={**os.environ, "RENGA_STEP_FILE": str(step_file)},
-            stdin=subprocess.DEVNULL,
-            stdout=output.child_end,
-            stderr=output.child_end,
-        )
-        output.follow(title=f"--- {name}: {shlex.join(command)}")
+        process = output.start(command, title=name, env={**os.environ, "RENGA_STEP_FILE": str(step_file)})
         returncode = process.wait()
         output.finish()
     return returncode if returncode >= 0 else 128 - returncode

@@ -25,8 +25,9 @@ ACCELERATORS = {
     "v5e": "tpu-v5-lite-podslice",
     "v6e": "tpu-v6e-slice",
 }
-PORTS = (8471, 8080)  # of libtpu between hosts, and of MEGASCALE
-GRACE_SECONDS = 60  # to save in, when a node is drained
+PORTS = (8471, 8080)  # of libtpu between hosts, and of Megascale between slices
+GRACE_SECONDS = 60  # to save a checkpoint when a node is drained
+_CONTAINER = "train"
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 
 
@@ -44,27 +45,30 @@ def manifest(
 
     Args:
       name: of the JobSet.
-      slice_: what the run is on; several slices are as many child jobs.
-      image: with the workspace as its working directory, set up.
+      slice_: of the run; each slice of several is a child job.
+      image: container image whose working directory is the workspace, set up.
       arguments: of `launch/pod.sh`.
-      restarts: of the whole set, all that there may be, with or without progress between them.
+      restarts: how many restarts of the whole set to allow in total.
       environment: of every pod.
       alert_secret: a Kubernetes secret whose key `alert` is RENGA_ALERT.
 
     Raises:
-      ValueError: a name that Kubernetes does not take.
+      ValueError: `name` is not allowed by Kubernetes.
     """
     if not _NAME.fullmatch(name):
-        raise UserError(f"--name {name!r}: expected up to 40 small letters, digits and dashes, a letter first")
-    template = _pods(slice_, image=image, arguments=arguments, environment=environment, alert_secret=alert_secret)
-    one = slice_.single
+        raise UserError(
+            f"--name {name!r}: expected up to 40 lower-case letters, digits and dashes, beginning with a letter"
+        )
+    final = sorted(code for code, end in exit_codes.ENDINGS.items() if not end.restart and code != exit_codes.DONE)
+    pod = _pod(slice_, image=image, arguments=arguments, environment=environment, alert_secret=alert_secret)
+    on_final = {"containerName": _CONTAINER, "operator": "In", "values": final}
     job = {
-        "backoffLimit": 0,  # one pod that fails fails its job; what then happens is the set's to say
+        "backoffLimit": 0,  # a failed pod fails its job, and the rules of the set say what happens then
         "completionMode": "Indexed",
-        "completions": one.hosts,
-        "parallelism": one.hosts,
-        "podFailurePolicy": {"rules": _rules()},
-        "template": template,
+        "completions": slice_.single.hosts,
+        "parallelism": slice_.single.hosts,
+        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": on_final}]},
+        "template": {"spec": pod},
     }
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -83,18 +87,7 @@ def manifest(
     }
 
 
-def _rules() -> list[dict[str, Any]]:
-    """Marks the exit codes that a restart cannot help; the JobSet fails on these and restarts on all others."""
-    final = sorted(code for code, said in exit_codes.ENDINGS.items() if not said.restart and code != exit_codes.DONE)
-    return [
-        {
-            "action": "FailJob",
-            "onExitCodes": {"containerName": "train", "operator": "In", "values": final},
-        }
-    ]
-
-
-def _pods(
+def _pod(
     slice_: Slice,
     *,
     image: str,
@@ -108,7 +101,7 @@ def _pods(
         variables.append({"name": "RENGA_ALERT", "valueFrom": {"secretKeyRef": key}})
     chips = {"google.com/tpu": slice_.chips_per_host}
     container = {
-        "name": "train",
+        "name": _CONTAINER,
         "image": image,
         "command": ["launch/pod.sh", *arguments],
         "ports": [{"containerPort": port} for port in PORTS],
@@ -116,13 +109,11 @@ def _pods(
         **({"env": variables} if variables else {}),
     }
     return {
-        "spec": {
-            "restartPolicy": "Never",
-            "terminationGracePeriodSeconds": GRACE_SECONDS,
-            "nodeSelector": {
-                "cloud.google.com/gke-tpu-accelerator": ACCELERATORS[slice_.generation],
-                "cloud.google.com/gke-tpu-topology": slice_.topology_name,
-            },
-            "containers": [container],
-        }
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": GRACE_SECONDS,
+        "nodeSelector": {
+            "cloud.google.com/gke-tpu-accelerator": ACCELERATORS[slice_.generation],
+            "cloud.google.com/gke-tpu-topology": slice_.topology_name,
+        },
+        "containers": [container],
     }

@@ -1,32 +1,34 @@
 #!/usr/bin/env bash
-# What `launch/pod.sh --tpu NAME` runs on each host of the slice, over ssh: install, start, logs, status, state,
-# stop, tensorboard. It lives in the workspace that was shipped, and keeps what it must remember in ~/.renga.
+# The actions that `launch/pod.sh --tpu NAME` runs on each host of the slice, over ssh: install, start, logs, status,
+# state, stop, tensorboard. This file is part of the shipped workspace. It keeps its state in ~/.renga.
 #
-# A run with --restarts survives a reboot of its host: `start` adds a line `@reboot` to the user's crontab, which starts
-# the same command again, and whatever ends the run for good (its own end, or `stop`) takes the line out.
+# A run with --restarts survives a reboot of its host: `start` adds an @reboot line to the user's crontab, which starts
+# the same command again. The line is removed when the run ends for good, by itself or by `stop`.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 state=$HOME/.renga
-process=$state/process # process id and start time of the run, and its command line
+process=$state/process # process id and start time of the run; its command line
 run_directory=$state/run_directory
 run_log=$state/run.log
-ended=$state/ended     # exit code of the run, once it ended
-command=$state/command # what started it, for after a reboot
+ended=$state/ended     # exit code of the run, once it has ended
+command=$state/command # shell commands that start the run again after a reboot
 settle_seconds=2
-stop_seconds=30 # to write a checkpoint in
+stop_seconds=30 # allowed for writing a checkpoint
 host=$(hostname)
 
-# Start time of process $1 in clock ticks, nothing once it is dead: with the id it names a process for good.
+# Prints the start time of process $1 in clock ticks, nothing if it is dead. Process ids are reused; with the start time
+# they are unique.
 start_time() { sed -n 's/.*) \([^ZX] .*\)/\1/p' "/proc/$1/stat" 2>/dev/null | cut -d' ' -f20; }
 
+# Prints the process id of the run; fails if there is none.
 running_pid() {
   local pid started
-  # An empty start time is that of a process that ended before it could be noted.
+  # The start time is empty if the process ended before it could be recorded.
   [[ -f $process ]] && read -r pid started <"$process" && [[ -n $started && $(start_time "$pid") == "$started" ]] && echo "$pid"
 }
 
-# That of the workspace, where it was set up.
+# Prints the workspace's own Python if it is set up, otherwise python3.
 python() { if [[ -x .venv/bin/python ]]; then echo .venv/bin/python; else echo python3; fi; }
 
 install_workspace() {
@@ -42,7 +44,8 @@ install_workspace() {
   exec launch/setup.sh
 }
 
-# start DIRECTORY ARGUMENTS…: launch/pod.sh with the arguments and this run directory, which `tensorboard` needs too.
+# start DIRECTORY ARGUMENTS…: runs launch/pod.sh with the arguments and this run directory, which is recorded for
+# `tensorboard`.
 start() {
   local pid directory=$1
   if pid=$(running_pid); then
@@ -58,7 +61,7 @@ start() {
   launch_detached "$@"
 }
 
-# The secret $1 from the file that was shipped, which goes.
+# Exports the secret $1 from its shipped file, and deletes the file.
 take_secret() {
   local file=$state/$1
   [[ -f $file ]] || return 0
@@ -66,6 +69,7 @@ take_secret() {
   rm "$file"
 }
 
+# Adds the @reboot line, and writes the file that it runs.
 survive_reboot() {
   local name
   : >"$command"
@@ -76,19 +80,20 @@ survive_reboot() {
   printf ' %q' "$@" >>"$command"
   echo >>"$command"
   if ! command -v crontab >/dev/null; then
-    echo "$host: no crontab here, so a reboot of this host ends the run; start it again yourself" >&2
+    echo "$host: there is no crontab, so a reboot of this host ends the run; if that happens, start it again" >&2
     return
   fi
   write_crontab "@reboot bash $(printf %q "$root/launch/hosts/on_host.sh") after_reboot"
 }
 
-# The user's crontab, with line $1 for ours, or without one.
+# Rewrites the user's crontab with $1 as our line; an empty $1 removes our line.
 write_crontab() {
   local others
   others=$(crontab -l 2>/dev/null | grep -vF "launch/hosts/on_host.sh" || true)
   printf '%s' "${others:+$others$'\n'}${1:+$1$'\n'}" | crontab -
 }
 
+# Removes the @reboot line.
 forget() {
   rm -f "$command"
   if command -v crontab >/dev/null && crontab -l 2>/dev/null | grep -qF "launch/hosts/on_host.sh"; then
@@ -96,7 +101,7 @@ forget() {
   fi
 }
 
-# The run, with its exit code left where the next command finds it. Told to stop, it waits for the run to.
+# Runs launch/pod.sh and records its exit code. After a signal it waits for launch/pod.sh, which gets the signal too.
 supervised() {
   local code=0 child
   trap : TERM INT HUP
@@ -106,7 +111,7 @@ supervised() {
     code=0
     wait "$child" || code=$?
   done
-  case $code in 130 | 143) ;; *) forget ;; esac # stopped: by a person, who says so, or by a machine that goes down
+  case $code in 130 | 143) ;; *) forget ;; esac # stopped by `stop`, which removes the line itself, or by a shutdown
   echo "$code" >"$ended"
   exit "$code"
 }
@@ -132,7 +137,7 @@ launch_detached() {
 logs() {
   local pid follow=()
   if pid=$(running_pid); then follow=(-F --pid="$pid"); fi
-  tail -n 100 "${follow[@]}" "$run_log" # whose lines say which host it is
+  tail -n 100 "${follow[@]}" "$run_log" # its lines begin with the name of the host
 }
 
 status() {
@@ -144,10 +149,10 @@ status() {
   fi
 }
 
-# What is known of how the run ended.
+# Prints how the run ended, if that is known.
 ending() { [[ ! -f $ended ]] || echo ", ended with exit code $(<"$ended")"; }
 
-# For a program: `running`, `ended CODE`, or `gone` where the machine that it ran on went down with it.
+# Prints, for programs: `running`, `ended CODE`, or `gone` if the run ended without an exit code, by a reboot.
 state() {
   if running_pid >/dev/null; then
     echo running
@@ -171,15 +176,15 @@ stop() {
     waited=$((waited + 1))
   done
   kill -KILL -- "-$pid" 2>/dev/null || true
-  echo 130 >"$ended" # by a person: nobody starts it again
+  echo 130 >"$ended" # as by Ctrl-C, which is never restarted
   echo "$host: stopped process $pid"
 }
 
-# TensorBoard at port $1 over $2, or over the directory of the run that was started last.
+# Runs TensorBoard on port $1 over directory $2; default: the directory of the run that was started last.
 open_tensorboard() {
   local directory=${2:-}
   if [[ -z $directory && ! -f $run_directory ]]; then
-    echo "$host: no run was started here: say which with launch/pod.sh tensorboard --run-dir DIR" >&2
+    echo "$host: no run was started here; name a directory: launch/pod.sh tensorboard --run-dir DIR" >&2
     exit 1
   fi
   directory=${directory:-$(<"$run_directory")}

@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import os
 import queue
-import shlex
 import signal
 import socket
 import subprocess
@@ -23,9 +22,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+import psutil
 
 from core import slices, units
 from core.errors import UserError
@@ -111,12 +112,10 @@ def run(
     return 0 if culprit is None else _report(culprit)
 
 
-def host_environment(
-    slice_: slices.Slice, *, index: int, port: int, home: Path, base: Mapping[str, str]
-) -> dict[str, str]:
+def _environment(slice_: slices.Slice, *, index: int, port: int, home: Path) -> dict[str, str]:
     """Returns the environment of host `index`; `home` becomes its HOME and has its cache and temporary files."""
     return {
-        **base,
+        **os.environ,
         "RENGA_SIMULATE": slice_.name,
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(slice_.chips_per_host),
@@ -125,15 +124,11 @@ def host_environment(
         "JAX_PROCESS_COUNT": str(slice_.hosts),
         "TPU_SKIP_MDS_QUERY": "1",
         "PYTHONUNBUFFERED": "1",
-        "RENGA_STEP_FILE": str(_step_file(home)),
+        "RENGA_STEP_FILE": str(home / "step"),
         "HOME": str(home),
         "TMPDIR": str(home / "tmp"),
         "XDG_CACHE_HOME": str(home / "cache"),
     }
-
-
-def _step_file(home: Path) -> Path:
-    return home / "step"
 
 
 def _start(slice_, *, command, log_directory, scratch, started) -> None:
@@ -143,18 +138,15 @@ def _start(slice_, *, command, log_directory, scratch, started) -> None:
         home = scratch / f"host_{index}"
         for folder in (home, home / "tmp", home / "cache"):
             folder.mkdir()
-        prefix = log_prefix.LogPrefix(f"host {index}", step_file=_step_file(home))
+        prefix = log_prefix.LogPrefix(f"host {index}", step_file=home / "step")
         output = host_output.HostOutput(log_directory / f"host_{index}.log", to_terminal=index == 0, prefix=prefix)
-        process = subprocess.Popen(
+        process = output.start(
             command,
-            env=host_environment(slice_, index=index, port=port, home=home, base=os.environ),
-            stdin=subprocess.DEVNULL,
-            stdout=output.child_end,
-            stderr=output.child_end,
+            title=f"host {index} of {slice_.name}",
+            env=_environment(slice_, index=index, port=port, home=home),
             start_new_session=True,
         )
         started(_Host(f"host_{index}", process, output))
-        output.follow(title=f"--- host {index} of {slice_.name}: {shlex.join(command)}")
 
 
 def _wait(hosts: Sequence[_Host], requested: Sequence[int], *, words_seconds: float) -> _Host | None:
@@ -196,10 +188,9 @@ def _stop(hosts: Sequence[_Host], *, grace_seconds: float, requested: Sequence[i
 
 def _is_frozen(process: subprocess.Popen) -> bool:
     """Returns whether the process is stopped (SIGSTOP) and so cannot handle SIGTERM."""
-    try:
-        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except OSError:  # it is gone
-        return False
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
+    return False
 
 
 def _signal_session(process: subprocess.Popen, number: int) -> None:

@@ -26,6 +26,7 @@ def supervise(
     restarts: int,
     newest_step: Callable[[], int | None],
     requested: Sequence[int],
+    ending: Callable[[int], exit_codes.Ending] = exit_codes.ending,
     first_pause_seconds: float = FIRST_PAUSE_SECONDS,
 ) -> int:
     """Calls `attempt`, and again as long as its exit code says that a restart can help.
@@ -35,6 +36,7 @@ def supervise(
       restarts: how many restarts without progress to allow; 0 for none.
       newest_step: returns the newest checkpointed step, or None.
       requested: gets an exit code when this process is asked to stop; nothing is started after that.
+      ending: returns the meaning of an exit code, and whether a restart can help.
       first_pause_seconds: before the first restart; doubles with each restart without progress.
 
     Returns:
@@ -43,16 +45,16 @@ def supervise(
     progress = Progress(newest_step) if restarts else None
     while True:
         code = attempt()
-        ending = exit_codes.ending(code)
-        if requested or progress is None or not ending.restart:
+        meaning, can_help = ending(code)
+        if requested or progress is None or not can_help:
             return code
         failures = progress.after_failure()
         if failures > restarts:
-            print(f"ended with exit code {code}: {ending.meaning}; given up, {restarts} restarts brought no checkpoint")
+            print(f"ended with exit code {code}: {meaning}; given up, {restarts} restarts brought no checkpoint")
             return code
         pause_seconds = min(first_pause_seconds * 2 ** (failures - 1), LONGEST_PAUSE_SECONDS)
         print(
-            f"ended with exit code {code}: {ending.meaning}. Starts again in {pause_seconds:g} s, {progress.goes_on} "
+            f"ended with exit code {code}: {meaning}. Starts again in {pause_seconds:g} s, {progress.goes_on} "
             f"(restart {failures} of at most {restarts} without a new checkpoint)",
             flush=True,
         )
@@ -72,15 +74,16 @@ class Progress:
     def __init__(self, newest_step: Callable[[], int | None]):
         """Lists the checkpoints for the first time."""
         self._newest_step = newest_step
-        self._is_known, self._furthest, self._failures = False, -1, 0
+        self._furthest: int | None = None  # -1: no checkpoint; None: not known yet
+        self._failures = 0
         self.goes_on = ""
         self._look()
 
     def after_failure(self) -> int:
-        """Looks again; how often the run failed since it last came further, with this time."""
-        was_known, before = self._is_known, self._furthest
+        """Lists the checkpoints again and returns how often the run failed since the last new one."""
+        before = self._furthest
         self._look()
-        is_further = was_known and self._furthest > before
+        is_further = before is not None and self._furthest > before
         self._failures = 1 if is_further else self._failures + 1
         return self._failures
 
@@ -88,11 +91,10 @@ class Progress:
         try:
             newest = self._newest_step()
         except Exception as error:  # a bucket fails with its client's own types
-            print(f"cannot look for checkpoints: {type(error).__name__}: {error}", flush=True)
+            print(f"cannot list checkpoints: {type(error).__name__}: {error}", flush=True)
             self.goes_on = "from its newest checkpoint"
             return
-        self._is_known = True
-        self._furthest = max(self._furthest, -1 if newest is None else newest)
+        self._furthest = max(-1 if self._furthest is None else self._furthest, -1 if newest is None else newest)
         self.goes_on = "from the start" if newest is None else f"from the checkpoint of step {newest}"
 
 
@@ -103,14 +105,11 @@ def run_child(command: Sequence[str], requested: Sequence[int]) -> int:
       Its exit code, or 128 + N if signal N ended it.
     """
     child = subprocess.Popen(command)
-    told = False
-    while child.poll() is None:
+    while child.poll() is None and not requested:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(_POLL_SECONDS)
-        if requested and not told:
-            told = True
-            child.send_signal(signal.SIGTERM)
-    return exit_codes.of_process(child.returncode)
+    child.terminate()  # nothing if it has ended
+    return exit_codes.of_process(child.wait())
 
 
 def newest_step(run_dir: str) -> int | None:
@@ -125,16 +124,16 @@ def is_finished(run_dir: str, *, last_step: int) -> bool:
     try:
         newest = newest_step(run_dir)
     except Exception as error:  # a bucket fails with its client's own types; the hosts look again
-        print(f"cannot look for checkpoints: {type(error).__name__}: {error}", flush=True)
+        print(f"cannot list checkpoints: {type(error).__name__}: {error}", flush=True)
         return False
     if newest is None or newest < last_step:
         return False
     print(
         f"nothing to train: {run_dir} has the checkpoint of step {newest:,}, and this run ends after step "
         f"{last_step:,}.\n"
-        "  train on     raise TOTAL_STEPS or --steps\n"
-        "  start anew   give another --run-dir\n"
-        f"  score it     launch/run evaluate {run_dir}"
+        "  train longer   raise TOTAL_STEPS or --steps\n"
+        "  start over     give another --run-dir\n"
+        f"  evaluate it    launch/run evaluate {run_dir}"
     )
     return True
 
@@ -143,12 +142,8 @@ def is_finished(run_dir: str, *, last_step: int) -> bool:
 def stop_requests() -> Iterator[list[int]]:
     """Inside, SIGINT, SIGTERM and SIGHUP append their exit code to the list that this yields, and do nothing else."""
     requested: list[int] = []
-
-    def note(number, frame):
-        requested.append(128 + number)
-
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, note) for number in numbers}
+    before = {number: signal.signal(number, lambda number, _: requested.append(128 + number)) for number in numbers}
     try:
         yield requested
     finally:

@@ -22,7 +22,7 @@ from launch import environment
 
 METADATA_URL = "http://metadata.google.internal/computeMetadata/v1/instance/attributes"
 METADATA_TIMEOUT_SECONDS = 0.5
-METADATA_RETRY_SECONDS = (2.0, 2.0, 2.0)  # with chips present, one slow answer must not decide
+METADATA_RETRY_SECONDS = (2.0, 2.0, 2.0)  # if chips are present, one slow answer must not decide
 _CHIPS = re.compile(r"/dev/(accel\d+|vfio/\d+)$")
 _LOCK = "/tmp/libtpu_lockfile"
 REVISION_FILE = ".revision"  # written when a workspace is shipped without its .git
@@ -122,7 +122,7 @@ def require_slice(slice_: slices.Slice, *, accelerator_type: str | None, where: 
     if actual != slice_.single:
         raise UserError(
             f"{where} is a {actual.name} ({_size(actual)}), but SLICE is {slice_.name} ({_size(slice_)}). "
-            f"Give {_several(actual, slice_.num_slices)} as the SLICE, or use another TPU."
+            f"Give {f'{slice_.num_slices}x' * (slice_.num_slices > 1)}{actual.name} as the SLICE, or use another TPU."
         )
 
 
@@ -184,10 +184,6 @@ def _metadata(url: str, timeouts: Sequence[float]) -> tuple[str | None, str]:
         except (OSError, http.client.HTTPException):  # URLError and timeouts are OSErrors
             continue
     return None, f"no answer to {units.counted(len(timeouts), 'question')}"
-
-
-def _several(one: slices.Slice, count: int) -> str:
-    return one.name if count == 1 else f"{count}x{one.name}"
 
 
 def _size(slice_: slices.Slice) -> str:

@@ -12,7 +12,6 @@ RENGA_ALERT are copied as files of mode 600, which the host deletes after readin
 
 from __future__ import annotations
 
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,8 +24,9 @@ from launch.hosts import gcloud, logs, shipping, tpu_host
 from launch.hosts.gcloud import Step, Tpu
 
 ACTIONS = ("logs", "status", "stop", "tensorboard")
-REMOTE_ARCHIVE = "renga.tar.gz"  # under the home directory of every host, as is the next
-REMOTE_STATE = ".renga"
+TENSORBOARD_PORT = 6006
+_ARCHIVE = "renga.tar.gz"  # in the home directory of every host, as is the next
+_STATE = ".renga"
 
 
 class Run(NamedTuple):
@@ -43,21 +43,14 @@ class Run(NamedTuple):
     variables: Sequence[str] = ()
 
 
-def start(
-    tpus: Sequence[Tpu],
-    *,
-    slice_: slices.Slice,
-    run: Run,
-    workspace: Path,
-    dry_run: bool,
-) -> int:
+def start(tpus: Sequence[Tpu], *, slice_: slices.Slice, run: Run, workspace: Path, dry_run: bool) -> int:
     """Ships the workspace to every host of `tpus`, sets up, and starts `run` on all of them, detached.
 
     Args:
       tpus: one for each slice; each must be READY and of the size of `slice_`.
       slice_: the SLICE argument.
       run: what to start; paths are relative to the workspace.
-      workspace: a git work tree; what git ignores stays here.
+      workspace: a git work tree; ignored files are not shipped.
       dry_run: prints the steps instead.
 
     Returns:
@@ -67,35 +60,33 @@ def start(
       ValueError: a TPU is of another size or not READY, there are more or fewer than slices, or the workspace is not
         under git.
     """
+    names = [tpu.name for tpu in tpus]
     if len(tpus) != slice_.num_slices:
         raise UserError(
             f"{slice_.name} is {units.counted(slice_.num_slices, 'slice')}, but "
-            f"{units.counted(len(tpus), 'TPU is', 'TPUs are')} named ({', '.join(tpu.name for tpu in tpus)}): "
+            f"{units.counted(len(tpus), 'TPU is', 'TPUs are')} named ({', '.join(names)}): "
             "give one for each, as --tpu A,B"
         )
     files = shipping.workspace_files(workspace)
+    secrets = {name: value for name in ("HF_TOKEN", "RENGA_ALERT") if (value := environment.read(name))}
     with tempfile.TemporaryDirectory(prefix="renga-ship-") as folder:
-        archive = Path(folder) / REMOTE_ARCHIVE
-        values = {"HF_TOKEN": environment.read("HF_TOKEN"), "RENGA_ALERT": environment.read("RENGA_ALERT")}
-        secrets = [Path(folder) / name for name, value in values.items() if value]
-        shipped = {"run": run, "archive": archive, "secrets": secrets}
         if dry_run:
             looks = [gcloud.describe_step(tpu) for tpu in tpus] + [gcloud.address_step(tpus[0])][: len(tpus) - 1]
-            steps = start_steps(tpus, **shipped, coordinator=f"ADDRESS_OF_{tpus[0].name}")
+            steps = _start_steps(tpus, run, Path(folder), list(secrets), coordinator=f"ADDRESS_OF_{names[0]}")
             return gcloud.perform([*looks, *steps], dry_run=True)
         for tpu in tpus:
             _require_ready(tpu, slice_)
-        steps = start_steps(tpus, **shipped, coordinator=gcloud.address(tpus[0]) if len(tpus) > 1 else "")
-        shipping.pack(files, workspace=workspace, archive=archive)
-        for file in secrets:
-            file.touch(mode=0o600)
-            file.write_text(values[file.name])
+        coordinator = gcloud.address(tpus[0]) if len(tpus) > 1 else ""
+        shipping.pack(files, workspace=workspace, archive=Path(folder) / _ARCHIVE)
+        for name, value in secrets.items():
+            (Path(folder) / name).touch(mode=0o600)
+            (Path(folder) / name).write_text(value)
+        steps = _start_steps(tpus, run, Path(folder), list(secrets), coordinator=coordinator)
         code = gcloud.perform(steps, dry_run=False)
     if code == 0:
-        names = ",".join(tpu.name for tpu in tpus)
         print(
             f"Started on {units.counted(slice_.hosts, 'host')}. "
-            f"Follow it: launch/pod.sh logs --tpu {names} --zone {tpus[0].zone}"
+            f"Follow it: launch/pod.sh logs --tpu {','.join(names)} --zone {tpus[0].zone}"
         )
     return code
 
@@ -103,49 +94,54 @@ def start(
 def act(tpus: Sequence[Tpu], *, action: str, log_directory: str | None = None, dry_run: bool) -> int:
     """Runs one of ACTIONS on all hosts at once; TensorBoard runs on host 0 alone, with a tunnel to 127.0.0.1."""
     if action == "tensorboard":
-        return gcloud.perform([gcloud.tensorboard_step(tpus[0], log_directory=log_directory)], dry_run=dry_run)
+        return gcloud.perform([tensorboard_step(tpus[0], log_directory)], dry_run=dry_run)
     if action == "status" and (code := gcloud.perform([gcloud.describe_step(tpu) for tpu in tpus], dry_run=dry_run)):
         return code
-    steps = [gcloud.action_step(tpu, action=action) for tpu in tpus]
+    steps = [action_step(tpu, action) for tpu in tpus]
     if action == "logs" and not dry_run:
         return logs.follow([gcloud.resolved(step.argv) for step in steps])
     return gcloud.perform(steps, dry_run=dry_run, together=True)
 
 
-def start_steps(
-    tpus: Sequence[Tpu], *, run: Run, archive: Path, secrets: Sequence[Path], coordinator: str
+def action_step(tpu: Tpu, action: str) -> Step:
+    """Runs an action of `on_host.sh` that takes no arguments on all hosts of a TPU."""
+    return Step(f"{action} on all hosts of {tpu.name}", gcloud.ssh(tpu, gcloud.on_host(action)))
+
+
+def tensorboard_step(tpu: Tpu, log_directory: str | None) -> Step:
+    """TensorBoard on host 0, over `log_directory` or, for None, over the run directory of the run that is there."""
+    port = TENSORBOARD_PORT
+    tunnel = ("-tt", f"-L 127.0.0.1:{port}:127.0.0.1:{port}")  # with a terminal, so that it ends with the tunnel
+    text = gcloud.on_host("tensorboard", str(port), *([log_directory] if log_directory else []))
+    purpose = f"TensorBoard of {log_directory or 'the run'} at http://127.0.0.1:{port} until Ctrl-C"
+    return Step(purpose, gcloud.ssh(tpu, text, worker="0", ssh_flags=tunnel))
+
+
+def _start_steps(
+    tpus: Sequence[Tpu], run: Run, folder: Path, secrets: Sequence[str], *, coordinator: str
 ) -> list[Step]:
-    """Returns the steps after the TPUs were checked; `coordinator` is the address of host 0 of the first TPU."""
+    """Returns the steps that ship the files in `folder` and start the run; each on all TPUs before the next."""
     into = gcloud.REMOTE_WORKSPACE
-    unpack = (
-        f"mkdir -p {into} && tar -xzf {REMOTE_ARCHIVE} -C {into} launch/hosts/on_host.sh && {gcloud.on_host('install')}"
-    )
-    of = {tpu: f" of {tpu.name}" if len(tpus) > 1 else "" for tpu in tpus}
-    steps = [Step(f"ship the workspace to all hosts{of[t]}", gcloud.scp(t, archive, REMOTE_ARCHIVE)) for t in tpus]
-    steps += [Step(f"unpack and set up on all hosts{of[t]}", gcloud.ssh(t, unpack)) for t in tpus]
-    for file in secrets:
-        purpose = f"ship {file.name}, in a file that each host deletes"
-        steps += [Step(f"{purpose}{of[t]}", gcloud.scp(t, file, f"{REMOTE_STATE}/{file.name}")) for t in tpus]
+    unpack = f"mkdir -p {into} && tar -xzf {_ARCHIVE} -C {into} launch/hosts/on_host.sh && {gcloud.on_host('install')}"
+    steps = [("ship the workspace to all hosts", tpu, gcloud.scp(tpu, folder / _ARCHIVE, _ARCHIVE)) for tpu in tpus]
+    steps += [("unpack and set up on all hosts", tpu, gcloud.ssh(tpu, unpack)) for tpu in tpus]
+    for name in secrets:
+        purpose = f"ship {name} in a file that each host deletes"
+        steps += [(purpose, tpu, gcloud.scp(tpu, folder / name, f"{_STATE}/{name}")) for tpu in tpus]
     for index, tpu in enumerate(tpus):
-        joined = _joined(index, len(tpus), coordinator) if len(tpus) > 1 else ()
-        command = gcloud.on_host("start", run.directory, *run.arguments, variables=(*joined, *run.variables))
-        steps.append(Step(f"start on all hosts{of[tpu]}, detached", gcloud.ssh(tpu, command)))
-    return steps
-
-
-def _joined(index: int, count: int, coordinator: str) -> tuple[str, ...]:
-    """Returns the variables by which JAX and libtpu join the slices of a job."""
-    values = {"NUM_SLICES": count, "SLICE_ID": index, "COORDINATOR_ADDRESS": coordinator}
-    return tuple(f"MEGASCALE_{name}={value}" for name, value in values.items())
+        megascale = {"NUM_SLICES": len(tpus), "SLICE_ID": index, "COORDINATOR_ADDRESS": coordinator}
+        joined = [f"MEGASCALE_{name}={value}" for name, value in megascale.items()] if len(tpus) > 1 else []
+        text = gcloud.on_host("start", run.directory, *run.arguments, variables=(*joined, *run.variables))
+        steps.append(("start on all hosts, detached", tpu, gcloud.ssh(tpu, text)))
+    several = len(tpus) > 1
+    return [Step(f"{tpu.name}: {purpose}" if several else purpose, argv) for purpose, tpu, argv in steps]
 
 
 def _require_ready(tpu: Tpu, slice_: slices.Slice) -> None:
-    described = subprocess.run(
-        gcloud.resolved(gcloud.describe_step(tpu).argv), capture_output=True, text=True, check=False
-    )
-    if described.returncode:
-        raise UserError(f"gcloud finds no TPU {tpu.name!r} in {tpu.zone}: {described.stderr.strip()}")
-    accelerator_type, state, health, *_ = (described.stdout.rstrip("\n") + "\t\t").split("\t")
-    if state != "READY":
-        raise UserError(f"TPU {tpu.name} is {state or 'in no known state'} (health {health or 'unknown'}), not READY")
-    tpu_host.require_slice(slice_, accelerator_type=accelerator_type or None, where=f"TPU {tpu.name}")
+    found = gcloud.describe(tpu)
+    if found.problem:
+        raise UserError(f"gcloud finds no TPU {tpu.name!r} in {tpu.zone}: {found.problem}")
+    if found.state != "READY":
+        state = found.state or "in an unknown state"
+        raise UserError(f"TPU {tpu.name} is {state} (health {found.health or 'unknown'}), not READY")
+    tpu_host.require_slice(slice_, accelerator_type=found.accelerator_type or None, where=f"TPU {tpu.name}")

@@ -11,14 +11,13 @@ from typing import Any
 
 import jax
 
-from core import distributed, versions
+from core import distributed, host_checks, versions
 from core.errors import UserError
 from core.training import compile_cache
 from core.watch import phase
 from launch import environment, host_memory
 from launch.experiment import Experiment
 from launch.host import Host
-from launch.hosts import cluster
 from parallel.partitioner import Program
 
 DATA_SECONDS = 3600.0  # limit for one host's work on the data; a longer build belongs in launch/run build
@@ -70,7 +69,7 @@ def prepare_run(
     compile_cache.use(environment.read("JAX_COMPILATION_CACHE_DIR") or f"{run_dir}/compiled")
     program = experiment.bind(jax.devices())
     host_memory.require(experiment, program)
-    cluster.require_shared(run_dir, host)
+    host_checks.require_shared(run_dir, is_host_zero=host.is_zero)
     with phase.enter(phase.PREPARING):
         _prepare_data(experiment, run_dir, host)
     if problems := experiment.data_problems(prepared=True):
@@ -83,7 +82,7 @@ def prepare_run(
         "data": experiment.task.fingerprint(),
         "data_source": experiment.task.describe(),
     }
-    cluster.require_same("the configuration", "\n".join(f"{k}: {v}" for k, v in meta.items()))
+    host_checks.require_same("the configuration", "\n".join(f"{k}: {v}" for k, v in meta.items()))
     return Run(experiment, program, host, run_dir, meta, last_step)
 
 

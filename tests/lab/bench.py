@@ -15,46 +15,44 @@ from rich.table import Table
 from core.errors import UserError
 from launch import terminal
 
-HELP = (
-    "time the trainer's steady step against the bare jitted step, taking turns in one process; or the recursive model"
-)
+HELP = "time the trainer's step against the bare jitted step, alternating in one process; or the recursive model"
 EXAMPLE = """tests/run.sh lab bench v4-8
   tests/run.sh lab bench --recursion"""
 GOAL = 1.03
 RECURSION_GOAL = 0.6
-# Options of the trainer's measurement, and their defaults.
+# Options that only the measurement of the trainer has, and their defaults.
 _OF_THE_TRAINER = {"length": 128, "batch_size": 16, "turns": 20, "turn_steps": 10, "run_dir": None}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the slice and the sizes."""
     parser.add_argument(
-        "slice", metavar="SLICE", nargs="?", help="on its hosts; elsewhere the CPU devices of one process play it"
+        "slice", metavar="SLICE", nargs="?", help="measured on its hosts; elsewhere simulated in one process"
     )
     parser.add_argument(
         "--recursion",
         action="store_true",
-        help="instead: the share of this machine's float32 peak that a step of the recursive model reaches, and where "
-        "its time goes",
+        help="measure instead how much of this machine's float32 peak a step of the recursive model reaches, and where "
+        "its time is spent",
     )
     parser.add_argument("--width", type=int, help="of the model (default: 128; with --recursion: 512)")
     parser.add_argument("--length", type=int, help="tokens of a row (default: 128)")
     parser.add_argument("--batch-size", type=int, help="rows of the global batch (default: 16)")
-    parser.add_argument("--turns", type=int, help="turns that count, at least 2 (default: 20)")
+    parser.add_argument("--turns", type=int, help="measured turns, at least 2 (default: 20)")
     parser.add_argument("--turn-steps", type=int, help="steps of a turn, at least 5 (default: 10)")
-    parser.add_argument("--run-dir", metavar="DIR", help="for what a run writes; several hosts need one they share")
+    parser.add_argument("--run-dir", metavar="DIR", help="for files of the run; several hosts need a shared one")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures and prints; always 0, because a shared machine is no judge."""
+    """Measures and prints. The exit code is always 0, because timings on a shared machine are unreliable."""
     if args.recursion == bool(args.slice):
-        raise UserError("expected either a SLICE, such as v4-8, or --recursion, which needs none")
+        raise UserError("expected either a SLICE, such as v4-8, or --recursion without a SLICE")
     if not args.recursion:
         return _overhead(args)
     idle = [f"--{name.replace('_', '-')}" for name in _OF_THE_TRAINER if getattr(args, name) is not None]
     if idle:
         raise UserError(
-            f"--recursion does not take {', '.join(idle)}: they are of the trainer's measurement; leave them out"
+            f"--recursion does not take {', '.join(idle)}, which apply to the trainer's measurement; leave them out"
         )
     return _recursion(512 if args.width is None else args.width)
 
@@ -66,14 +64,14 @@ def _recursion(width: int) -> int:
     if width < 16 or width % 16:
         raise UserError(f"--width {width}: expected a multiple of 16, for 8 heads of an even width")
     found = [recursion.measure(mixer, width=width) for mixer in ("mlp", "attention")]
-    table = Table("mixes by", "step", "GFLOP/s", "peak", "of peak", "of peak, CPU seconds", *found[0].profile, box=None)
+    table = Table("mixer", "step", "GFLOP/s", "peak", "of peak", "of peak, CPU seconds", *found[0].profile, box=None)
     for speed in found:
         cells = [f"{speed.step.clock:.3f} s", f"{speed.flops / speed.step.clock / 1e9:.0f}"]
         shares = [f"{share:.1%}" for share in (*speed.share, *speed.profile.values())]
         table.add_row(speed.mixer, *cells, f"{speed.peak.clock / 1e9:.0f}", *shares)
     terminal.console(140).print(table)
     print(
-        f"goal: {RECURSION_GOAL:.0%} of the float32 peak of a product of matrices; the last three: of a profiled step"
+        f"goal: {RECURSION_GOAL:.0%} of the float32 peak of a matrix product; last columns: shares of a profiled step"
     )
     return 0
 
@@ -112,13 +110,13 @@ def _overhead(args: argparse.Namespace) -> int:
 
 
 def _print(result) -> None:
-    table = Table("", "steps", "10 % below", "median", "10 % above", box=None)
+    table = Table("", "steps", "10th percentile", "median", "90th percentile", box=None)
     table.add_row("in the trainer", *_row(result.trainer))
     table.add_row("bare jitted step", *_row(result.bare))
     terminal.console(100).print(table)
     least, *_, most = by_turn = result.ratios_by_turn
     print(f"trainer / bare = {result.ratio:.3f} (goal: at most {GOAL})")
-    print(f"turn by turn: median {statistics.median(by_turn):.3f}, from {least:.3f} to {most:.3f}")
+    print(f"ratio of each turn: median {statistics.median(by_turn):.3f}, from {least:.3f} to {most:.3f}")
 
 
 def _row(turns: Sequence[Sequence[float]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Runs the lab's commands as a developer would, each in a process of its own."""
+"""Runs the lab's commands as a developer would, each in its own process."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from launch import environment
 
 @pytest.fixture
 def lab(tmp_path):
-    """`lab("failures", …, code=0)` gives what the command printed, and its errors if it is to fail."""
+    """`lab("failures", …, code=0)` returns the output of a command, with errors if a failure is expected."""
 
     def run(*arguments, code=0, timeout=300):
         command = [sys.executable, "-m", "tests.lab", *map(str, arguments)]

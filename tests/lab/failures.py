@@ -9,25 +9,25 @@ from pathlib import Path
 
 from core.errors import UserError
 
-HELP = "let simulated hosts fail in every known way, start again, and compare with an undisturbed run"
+HELP = "make simulated hosts fail in every known way, restart them, and compare with an undisturbed run"
 EXAMPLE = """tests/run.sh lab failures
   tests/run.sh lab failures --only "kill -9 of host 2" --kills 0 --flips 0
-  tests/run.sh lab failures --write                               all of it, into the table of tests/lab/README.md
-  tests/run.sh lab failures --only SIGTERM --kills 0 --flips 0 --write    two rows of it"""
+  tests/run.sh lab failures --write                               write all rows into the table of tests/lab/README.md
+  tests/run.sh lab failures --only SIGTERM --kills 0 --flips 0 --write    only two rows"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what is tried."""
-    parser.add_argument("--only", nargs="+", metavar="TEXT", help="failures whose name has one of these in it")
+    """Adds the selection of failures."""
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="only failures whose name contains one of these")
     parser.add_argument("--kills", type=int, default=20, metavar="N", help="random kills of one run; default 20")
     parser.add_argument("--flips", type=int, default=200, metavar="N", help="bits flipped in a checkpoint; default 200")
-    parser.add_argument("--seed", type=int, default=0, help="of the random kills and flips")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random kills and flips")
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep the runs there; default: a temporary folder")
     parser.add_argument("--write", action="store_true", help="write the rows into the table of tests/lab/README.md")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table: 0, or 1 where something did not end as it must."""
+    """Prints the table; returns 1 if a run did not end as expected, otherwise 0."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 
@@ -35,14 +35,14 @@ def run(args: argparse.Namespace) -> int:
     from tests.lab import harness, scenarios
 
     os.environ["RENGA_JOIN_SECONDS"] = str(scenarios.JOIN_SECONDS)
-    jax.config.update("jax_num_cpu_devices", slices.get(harness.SLICE).chips)  # for the checkpoints that are read here
+    jax.config.update("jax_num_cpu_devices", slices.get(harness.SLICE).chips)  # to restore checkpoints in this process
     for name in ("kills", "flips"):
         if getattr(args, name) < 0:
             raise UserError(f"--{name} {getattr(args, name)}: expected 0 or more")
     wanted = [s for s in scenarios.SCENARIOS if not args.only or any(text in s.name for text in args.only)]
     if args.only and not wanted:
         names = "\n  ".join(s.name for s in scenarios.SCENARIOS)
-        raise UserError(f"--only {' '.join(args.only)}: no failure has that in its name; there are:\n  {names}")
+        raise UserError(f"--only {' '.join(args.only)}: no failure has such a name; there are:\n  {names}")
     if args.out is not None:
         return _run(args, wanted, args.out.resolve())
     with tempfile.TemporaryDirectory(prefix="renga-failures-") as folder:
@@ -88,6 +88,6 @@ def _try_all(args: argparse.Namespace, wanted: list, folder: Path, requested: li
 
 def _say(outcome) -> None:
     print(
-        f"{'ok  ' if not outcome.problems else 'NOT '} {outcome.name}: {'; '.join(outcome.problems) or outcome.said}",
+        f"{'ok  ' if not outcome.problems else 'BAD '} {outcome.name}: {'; '.join(outcome.problems) or outcome.said}",
         flush=True,
     )

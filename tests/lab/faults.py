@@ -1,7 +1,7 @@
-"""Faults, and how a process plants one into itself.
+"""Faults, and how a process injects one into itself.
 
-The one idea: a run has no switch for failing. `tests.lab.faulty_host` starts one that is as it always is, but for what
-is planted here from outside: a thread that waits for its moment, or a hook beside the usual ones.
+The product has no option to fail. `tests.lab.faulty_host` starts an ordinary run and injects the fault from outside: a
+thread that waits for its moment, or an additional hook.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ from launch.runs.prepared_run import Run
 from tests.lab import gcs_emulator, growth
 
 _POLL_SECONDS = 0.002
-_SMALL_FILE_BYTES = 2**16  # what a full disk still takes
+_SMALL_FILE_BYTES = 2**16  # files up to this size can still be written to a "full" disk
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What is to happen.
+    """A fault to inject.
 
     Attributes:
       kind: `kill`, `config`, `missing`, or one of `KINDS`.
-      hosts: to whom.
-      step: before which step; for `kill`, not before it; for `soak`, how many from one sample to the next.
-      phase: for `kill`, what the host must be doing.
-      delay_seconds: for `kill`, after that; for `slow`, at every step; for `outage`, how long.
-      bindings: for `config`, what that host is told beside the others.
-      note: a file for the moment at which it happened, in seconds since the epoch.
+      hosts: indices of the affected hosts.
+      step: the step before which it happens; for `kill`, the earliest step; for `soak`, steps between samples.
+      phase: for `kill`, the phase in which the host must be.
+      delay_seconds: for `kill`, time after reaching step and phase; for `slow`, delay of every step; for `outage`, its
+        duration.
+      bindings: for `config`, additional gin bindings of these hosts.
+      note: file that gets the time at which it happened, in seconds since the epoch.
     """
 
     kind: str
@@ -56,21 +57,21 @@ class Fault:
     note: str = ""
 
     def as_json(self) -> str:
-        """For a command line."""
+        """Returns the fault as text for a command line."""
         return json.dumps(dataclasses.asdict(self))
 
 
 def from_json(text: str) -> Fault:
-    """What `Fault.as_json` gave."""
+    """Inverse of `Fault.as_json`."""
     plain = json.loads(text)
     return Fault(**{**plain, "hosts": tuple(plain["hosts"]), "bindings": tuple(plain["bindings"])})
 
 
 def plant(fault: Fault, *, process_index: int) -> list[str]:
-    """Plants a fault into this process, if it is among those to whom it happens.
+    """Injects a fault into this process if its host is affected.
 
     Returns:
-      What is to be added to the process's command line.
+      Words to append to the process's command line.
     """
     if process_index not in fault.hosts:
         return []
@@ -81,19 +82,19 @@ def plant(fault: Fault, *, process_index: int) -> list[str]:
         _note(fault)
         time.sleep(1e6)
     if fault.kind == "kill":
-        threading.Thread(target=_kill_when_it_is_time, args=(fault,), daemon=True).start()
+        threading.Thread(target=_kill_at_its_moment, args=(fault,), daemon=True).start()
         return []
     if fault.kind == "soak":
         note = Path(fault.note)
         file = note.with_name(f"{note.name}-host_{process_index}.jsonl")
-        _hang_on(lambda run: (run, growth.Sampler(file, every=fault.step)))
+        _add_hook(lambda run: (run, growth.Sampler(file, every=fault.step)))
     else:
-        _hang_on(lambda run: (_with_bad_data(run, fault), _AtStep(fault, run)))
+        _add_hook(lambda run: (_with_bad_data(run, fault), _AtStep(fault, run)))
     return []
 
 
-def _hang_on(prepare: Callable[[Run], tuple[Run, Hook]]) -> None:
-    """Changes the run that this process will train, and hangs a hook on it."""
+def _add_hook(prepare: Callable[[Run], tuple[Run, Hook]]) -> None:
+    """Changes the run that this process will train, and adds a hook to it."""
     train = training.train
 
     @functools.wraps(train)
@@ -114,7 +115,7 @@ def _note(fault: Fault) -> None:
     Path(fault.note).write_text(repr(time.time()))
 
 
-def _kill_when_it_is_time(fault: Fault) -> None:
+def _kill_at_its_moment(fault: Fault) -> None:
     while (at := phase.place()).phase != fault.phase or at.step < fault.step:
         time.sleep(_POLL_SECONDS)
     time.sleep(fault.delay_seconds)
@@ -168,7 +169,7 @@ def _fill_disk(fault: Fault, run: Run) -> None:
 
 
 def _take_another_branch(fault: Fault, run: Run) -> None:
-    """A program over all chips that this host alone runs."""
+    """Runs a program over all chips on this host alone."""
     mesh = run.program.partitioner.mesh
     over_all = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(mesh.axis_names))
     rows = np.ones(mesh.size, np.float32)
@@ -178,7 +179,7 @@ def _take_another_branch(fault: Fault, run: Run) -> None:
 
 
 def _refuse_all_requests(fault: Fault, run: Run) -> None:
-    """The stand-in of the buckets answers with errors alone, for a while."""
+    """Makes the bucket emulator refuse all requests for a while."""
     bucket = gcs_emulator.of_environment()
     bucket.errors(1.0)
     threading.Timer(fault.delay_seconds, bucket.errors, [0.0]).start()
@@ -198,12 +199,12 @@ KINDS: Mapping[str, Callable[[Fault, Run], None]] = {
     "full disk": _fill_disk,
     "branch": _take_another_branch,
     "outage": _refuse_all_requests,
-    "nan": _do_nothing,  # its data do it
+    "nan": _do_nothing,  # `_Task` injects it into the data
 }
 
 
 class _Task:
-    """A task whose weights are no numbers in one batch."""
+    """A task with NaN weights in one batch."""
 
     def __init__(self, run: Run, fault: Fault):
         self._task, self._fault = run.experiment.task, fault
@@ -216,7 +217,7 @@ class _Task:
 
 
 class _Batches:
-    """The batches of a task; those of the first start, the `at`-th with weights that are no numbers."""
+    """The batches of a task; the `at`-th batch has NaN weights."""
 
     def __init__(self, batches: Any, *, at: int):
         self._batches, self._left = batches, at
@@ -234,16 +235,16 @@ class _Batches:
 
 
 def random_kill(chance: random.Random, *, hosts: int, newest: int, within: int, note: str) -> Fault:
-    """A kill of some host at some moment: while it restores, in a step, or while it saves.
+    """Returns a kill of a random host at a random moment: while restoring, in a step, or while saving.
 
     Args:
-      chance: what is drawn from.
-      hosts: how many there are.
-      newest: the step that is saved; where it is 0, there is nothing to restore.
-      within: at most so many steps behind that one.
-      note: of the fault.
+      chance: random number generator.
+      hosts: number of hosts.
+      newest: the newest saved step; 0 if there is nothing to restore.
+      within: maximum number of steps after that one.
+      note: as `Fault.note`.
     """
-    longest = {phase.TRAINING: 1.0, phase.SAVING: 0.3, phase.RESTORING: 0.5}  # seconds into it
+    longest = {phase.TRAINING: 1.0, phase.SAVING: 0.3, phase.RESTORING: 0.5}  # seconds after the phase began
     doing = chance.choice([name for name in longest if newest or name != phase.RESTORING])
     step = 0 if doing == phase.RESTORING else newest + chance.randint(1, within)
     host, delay = chance.randrange(hosts), chance.uniform(0, longest[doing])

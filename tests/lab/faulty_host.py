@@ -1,6 +1,6 @@
-"""`python -m tests.lab.faulty_host FAULT -- COMMAND …`: one host, as `python -m launch COMMAND …`, but for a fault.
+"""`python -m tests.lab.faulty_host FAULT -- COMMAND …`: runs `python -m launch COMMAND …` with an injected fault.
 
-FAULT is what `faults.Fault.as_json` gives; who it happens to is told by JAX_PROCESS_INDEX.
+FAULT is the output of `faults.Fault.as_json`; JAX_PROCESS_INDEX tells whether this host is affected.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One bit flipped in a checkpoint's files, again and again: is anything restored that is not what was saved?"""
+"""Flips single bits in the files of a checkpoint and checks that nothing else than what was saved is restored."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from launch import configuration
 
 
 class Flips(NamedTuple):
-    """What came of flipping bits.
+    """Results of flipping bits.
 
     Attributes:
-      refused: how often the step was found to be damaged.
-      harmless: how often all was read as it was saved.
-      wrong: what must not be: files of which something else was read without a word, or that could not be read in a way
-        that proves no damage, so that no run would have fallen back.
+      refused: how often the damage was detected.
+      harmless: how often everything was restored as it was saved.
+      wrong: failures: files from which something else was restored silently, or that caused an error that is not
+        reported as damage, so that a run would not have fallen back to an earlier step.
     """
 
     refused: int
@@ -38,11 +38,11 @@ def flip(run_dir: Path, *, experiment: str, slice_name: str, bindings: Sequence[
 
     Args:
       run_dir: of a run that has ended.
-      experiment: its file.
-      slice_name: its slice, whose chips this process must have as devices.
+      experiment: experiment file of the run.
+      slice_name: slice of the run; this process must have as many devices.
       bindings: of the run.
-      count: how many bits.
-      seed: which ones.
+      count: number of flips.
+      seed: chooses the bits.
     """
     program = configuration.load(experiment, bindings=bindings, slice_name=slice_name).build().bind(jax.devices())
     checkpoints = Checkpoints(str(run_dir / "checkpoints"), keep=1, read_only=True)
@@ -53,14 +53,14 @@ def flip(run_dir: Path, *, experiment: str, slice_name: str, bindings: Sequence[
 
 
 def flip_newest(checkpoints: Checkpoints, folder: Path, abstract_state: Any, *, count: int, seed: int) -> Flips:
-    """As `flip`, of the newest step of checkpoints that are open; says nothing of each damage meanwhile.
+    """As `flip`, with open checkpoints; logging is off meanwhile.
 
     Args:
       checkpoints: of a run that has ended.
-      folder: where they are.
+      folder: of the checkpoints.
       abstract_state: what to restore.
-      count: how many bits.
-      seed: which ones.
+      count: number of flips.
+      seed: chooses the bits.
     """
     step = checkpoints.latest_step()
     saved = checkpoints.restore(step, abstract_state)
@@ -68,7 +68,7 @@ def flip_newest(checkpoints: Checkpoints, folder: Path, abstract_state: Any, *, 
     chance = random.Random(seed)
     refused, harmless, wrong = 0, 0, []
     disabled = logging.root.manager.disable
-    logging.disable()  # what reads in the background says of every damage
+    logging.disable()  # threads that read in the background log every damage
     try:
         for _ in range(count):
             file = chance.choice(files)
@@ -80,7 +80,7 @@ def flip_newest(checkpoints: Checkpoints, folder: Path, abstract_state: Any, *, 
                 harmless += same
                 wrong += [] if same else [f"{file.name}: byte {at}, bit {bit}"]
             except UnreadableError as error:
-                wrong.append(f"{file.name}: byte {at}, bit {bit}: not fallen back: {error}")
+                wrong.append(f"{file.name}: byte {at}, bit {bit}: no fall-back: {error}")
             except (DamagedError, Misfit, ValueError):
                 refused += 1
             finally:
@@ -91,7 +91,7 @@ def flip_newest(checkpoints: Checkpoints, folder: Path, abstract_state: Any, *, 
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Bit for bit: arrays, streams and description."""
+    """Returns whether arrays, streams and description are equal, bit for bit."""
     if one[1:] != other[1:]:
         return False
     pairs = zip(jax.tree.leaves(one[0]), jax.tree.leaves(other[0]), strict=True)

@@ -1,4 +1,4 @@
-"""Starts the stand-in for buckets, points processes at it, and looks into it from outside."""
+"""Starts the emulator of Google Cloud Storage, points processes to it, and accesses its buckets from outside."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _ADDRESS = "STORAGE_EMULATOR_HOST"
 
 
 class Bucket(NamedTuple):
-    """A process of `tests.lab.gcs_server`, which plays every bucket, at a port of this machine."""
+    """A process of `tests.lab.gcs_server`, which emulates all buckets, at a port of this machine."""
 
     port: int
 
     @property
     def environment(self) -> dict[str, str]:
-        """What makes a process of ours talk to it."""
+        """Environment variables with which a process uses the emulator."""
         address = f"http://127.0.0.1:{self.port}"
         return {
             "TENSORSTORE_GCS_HTTP_URL": address,
@@ -36,27 +36,27 @@ class Bucket(NamedTuple):
         }
 
     def errors(self, rate: float) -> dict[str, int]:
-        """From now on that share of requests is refused; how many were, of how many, so far."""
+        """Sets the share of requests to refuse; returns how many were refused and answered so far."""
         return json.loads(self._ask(f"/stand-in/errors?rate={rate}"))
 
     def list(self, prefix: str) -> dict[str, int]:
-        """Sizes by what follows `gs://BUCKET/PREFIX`."""
+        """Returns the sizes of all objects at gs://BUCKET/PREFIX, by the rest of their names."""
         bucket, _, folder = prefix.removeprefix("gs://").partition("/")
         answer = self._ask(f"/storage/v1/b/{bucket}/o?maxResults=100000&prefix={urllib.parse.quote(folder)}")
         return {item["name"].removeprefix(folder): int(item["size"]) for item in json.loads(answer).get("items", [])}
 
     def read(self, name: str) -> bytes:
-        """What is at gs://…"""
+        """Returns the content of the object gs://…"""
         return self._ask(f"/storage/v1/b/{self._object(name)}?alt=media")
 
     def write(self, name: str, content: bytes) -> None:
-        """Puts it at gs://…"""
+        """Writes the object gs://…"""
         bucket, _, key = name.removeprefix("gs://").partition("/")
         to = f"/upload/storage/v1/b/{bucket}/o?uploadType=media&name={urllib.parse.quote(key)}"
         self._ask(to, data=content, method="POST")
 
     def delete(self, name: str) -> None:
-        """Removes what is at gs://…"""
+        """Removes the object gs://…"""
         self._ask(f"/storage/v1/b/{self._object(name)}", method="DELETE")
 
     def _object(self, name: str) -> str:
@@ -80,7 +80,7 @@ class Bucket(NamedTuple):
 
 @contextlib.contextmanager
 def start() -> Iterator[Bucket]:
-    """A stand-in that starts empty, and answers without errors."""
+    """Runs an emulator that starts empty and answers without errors."""
     command = [sys.executable, "-m", "tests.lab.gcs_server"]
     server = subprocess.Popen(command, cwd=WORKSPACE, stdout=subprocess.PIPE, text=True)
     try:
@@ -91,5 +91,5 @@ def start() -> Iterator[Bucket]:
 
 
 def of_environment() -> Bucket:
-    """The one that this process talks to."""
+    """Returns the emulator that this process uses."""
     return Bucket(urllib.parse.urlsplit(os.environ[_ADDRESS]).port)

@@ -1,4 +1,4 @@
-"""A stand-in for Google Cloud Storage on 127.0.0.1: what its JSON API promises, in memory, with errors on demand.
+"""Emulates the JSON API of Google Cloud Storage on 127.0.0.1, in memory, with errors on demand.
 
 What matters is kept as the service has it: an object appears whole or not at all, a write or a removal may ask for the
 generation that it expects, a listing is in order and ends where it was told to, an upload may come in parts. Who may do
@@ -24,14 +24,14 @@ from typing import Any, NamedTuple
 
 
 class Object(NamedTuple):
-    """What is under a name; another write gives another generation."""
+    """An object; every write gives it a new generation."""
 
     content: bytes
     generation: int
 
 
 class Refused(Exception):
-    """An answer other than success."""
+    """A request that is answered with an error."""
 
     def __init__(self, code: int, reason: str):
         super().__init__(reason)
@@ -39,7 +39,7 @@ class Refused(Exception):
 
 
 class Store:
-    """The objects of all buckets. Every method is one transaction."""
+    """The objects of all buckets. Every method is a transaction."""
 
     def __init__(self):
         self._lock = threading.RLock()
@@ -49,7 +49,7 @@ class Store:
         self.rate, self.answered, self.refused = 0.0, 0, 0
 
     def put(self, bucket: str, name: str, content: bytes, query: dict[str, str]) -> dict[str, Any]:
-        """An object under that name, as it is described."""
+        """Writes an object and returns its metadata."""
         with self._lock:
             self._require(self._objects.get((bucket, name)), query)
             self._generation += 1
@@ -57,7 +57,7 @@ class Store:
             return about(bucket, name, self._objects[bucket, name])
 
     def get(self, bucket: str, name: str, query: dict[str, str]) -> Object:
-        """The object; Refused where there is none, or the query wants another generation."""
+        """Returns the object. Raises Refused if it does not exist or the query requires another generation."""
         with self._lock:
             found = self._objects.get((bucket, name))
             if found is None:
@@ -68,21 +68,21 @@ class Store:
             return found
 
     def delete(self, bucket: str, name: str, query: dict[str, str]) -> None:
-        """Removes it; Refused as in `get`."""
+        """Removes the object; raises as `get` does."""
         with self._lock:
             self.get(bucket, name, {})
             self._require(self._objects[bucket, name], query)
             del self._objects[bucket, name]
 
     def move(self, bucket: str, name: str, to_name: str) -> dict[str, Any]:
-        """Gives it another name, as it is described then."""
+        """Renames an object and returns its metadata."""
         with self._lock:
             moved = self.put(bucket, to_name, self.get(bucket, name, {}).content, {})
             self.delete(bucket, name, {})
             return moved
 
     def list(self, bucket: str, query: dict[str, str]) -> dict[str, Any]:
-        """A page of names behind a prefix, in order, with folders where a delimiter makes some."""
+        """Returns a page of names with a prefix, in order; with a delimiter, also folders."""
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter")
         begin, end = query.get("startOffset", ""), query.get("endOffset") or None
         after, most = query.get("pageToken", ""), int(query.get("maxResults", 1000))
@@ -103,14 +103,14 @@ class Store:
         return _listing(items, prefixes)
 
     def begin_upload(self, bucket: str, name: str, query: dict[str, str]) -> str:
-        """A key for an upload in parts."""
+        """Begins an upload in parts and returns its key."""
         with self._lock:
             upload = uuid.uuid4().hex
             self._uploads[upload] = (bucket, name, query, bytearray())
             return upload
 
     def upload(self, upload: str, content: bytes, content_range: str) -> dict[str, Any] | int:
-        """The object when it is whole, else how many bytes have come."""
+        """Adds a part of an upload; returns the object once complete, else how many bytes have arrived."""
         with self._lock:
             if upload not in self._uploads:
                 raise Refused(404, "noSuchUpload")
@@ -143,7 +143,7 @@ def _listing(items: list, prefixes: dict[str, None]) -> dict[str, Any]:
 
 
 def about(bucket: str, name: str, found: Object) -> dict[str, Any]:
-    """An object's metadata."""
+    """Returns the metadata of an object."""
     when = "2026-01-01T00:00:00.000Z"
     return {
         "kind": "storage#object",
@@ -162,23 +162,23 @@ def about(bucket: str, name: str, found: Object) -> dict[str, Any]:
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """One request after the other on a connection."""
+    """Handles the requests of one connection in turn."""
 
     protocol_version = "HTTP/1.1"
     store: Store
 
     def log_message(self, *_: Any) -> None:
-        """Nothing: errors are in the answers."""
+        """Logs nothing, because errors are in the answers."""
 
     def handle_one_request(self) -> None:
-        """As it was, but that a client may vanish."""
+        """Handles a request; a client may disconnect."""
         try:
             super().handle_one_request()
-        except ConnectionError:  # who was killed hears no answer
+        except ConnectionError:  # the client was killed
             self.close_connection = True
 
     def answer(self) -> None:
-        """Answers any request: from the stand-in, with a refusal, or from the store."""
+        """Answers a request: of the test itself, with an injected error, or from the store."""
         address = urllib.parse.urlsplit(self.path)
         query = dict(urllib.parse.parse_qsl(address.query, keep_blank_values=True))
         content = self._body()
@@ -235,11 +235,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self._object(found[1], urllib.parse.unquote(found[2]), query)
         elif found := re.fullmatch(r"/storage/v1/b/([^/]+)(/storageLayout)?", path):
             self._send(200, {"kind": "storage#bucket", "name": found[1], "location": "US", "locationType": "region"})
-        elif path.count("/") > 1 and self.command == "GET":  # the older address of an object
+        elif path.count("/") > 1 and self.command == "GET":  # the older form of an object's address
             bucket, name = path.removeprefix("/").split("/", 1)
             self._object(bucket, urllib.parse.unquote(name), {**query, "alt": "media"})
         else:
-            raise Refused(501, f"the stand-in knows no {self.command} {path}")
+            raise Refused(501, f"the emulator does not support {self.command} {path}")
 
     def _object(self, bucket: str, name: str, query: dict[str, str]) -> None:
         if self.command == "DELETE":
@@ -290,7 +290,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self._send(200, copied if how == "copy" else done)
 
     def _batch(self, content: bytes) -> None:
-        """Removals alone; each has an answer of its own, as the service gives it."""
+        """Answers a batch, which may only have removals; each gets its own answer, as from the service."""
         said = b"Content-Type: " + self.headers["Content-Type"].encode() + b"\r\n\r\n"
         answers = ""
         for part in email.message_from_bytes(said + content).get_payload():
@@ -299,7 +299,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             code = 204
             try:
                 if command != "DELETE":
-                    raise Refused(501, f"the stand-in knows no {command} in a batch")
+                    raise Refused(501, f"the emulator does not support {command} in a batch")
                 self.store.delete(found[1], urllib.parse.unquote(found[2]), {})
             except Refused as refused:
                 code = refused.code
@@ -310,7 +310,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 def _parts(content_type: str, content: bytes) -> tuple[bytes, bytes]:
-    """The description and the body of a multipart upload."""
+    """Returns the metadata and the content of a multipart upload."""
     boundary = b"--" + re.search(r"boundary=[\"']?([^\"';]+)", content_type)[1].encode()
     found = []
     for part in content.split(boundary)[1:3]:
@@ -321,7 +321,7 @@ def _parts(content_type: str, content: bytes) -> tuple[bytes, bytes]:
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Many clients at once."""
+    """Serves several clients at once."""
 
     daemon_threads = True
     request_queue_size = 256

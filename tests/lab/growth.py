@@ -1,4 +1,4 @@
-"""Thousands of steps of which nothing may grow: memory of every process, arrays on the devices, open files, threads.
+"""Samples memory, device arrays, open files and threads of every process of a soak, and finds growth.
 
 step   500  host 0  1.31 GiB  212 arrays of 3.1 MiB  41 files  38 threads
 …
@@ -21,24 +21,24 @@ from core.errors import UserError
 from core.training.hooks import Hook
 
 SAVES, SAMPLES = 200, 50  # of a run
-ENVIRONMENT = {"MALLOC_ARENA_MAX": "1"}  # freed memory scattered over an arena for every few threads looks like growth
-LEAST_SETTLED = 0.5  # of the steps, behind which a process has all that it needs
-ALLOWED_GROWTH = 0.01  # of memory, from the first third of what is left to the last; it swings by half of that
+ENVIRONMENT = {"MALLOC_ARENA_MAX": "1"}  # with several arenas, freed memory is spread out, which looks like growth
+LEAST_SETTLED = 0.5  # fraction of the steps after which a process has allocated all that it needs
+ALLOWED_GROWTH = 0.01  # of memory, from the first third of the remaining steps to the last; noise is half of that
 LEAKED_BYTES = 28 * 2**10  # by TensorStore 0.1.86 at each save of the 41 arrays here; 16 KiB are its own metrics
 WRITTEN_WITHIN_SECONDS = 300
 
 
 class Sample(NamedTuple):
-    """What a process holds behind a step.
+    """What a process holds after a step.
 
     Attributes:
-      step: its number.
-      memory_bytes: resident and its own (RssAnon): pages of files come and go as the system likes. Without what the C
-        library keeps of freed memory to give out again: that swings by more than is looked for.
-      arrays: alive, of this process's devices.
-      array_bytes: of those, all shards here.
-      files: open.
-      threads: of Python.
+      step: number of the step.
+      memory_bytes: private resident memory (RssAnon), because the system drops and reloads pages of files. Memory that
+        was freed but kept by the C library is not counted: it varies by more than the growth that is looked for.
+      arrays: live JAX arrays of this process.
+      array_bytes: of all their shards on this process's devices.
+      files: open files.
+      threads: Python threads.
     """
 
     step: int
@@ -50,18 +50,18 @@ class Sample(NamedTuple):
 
 
 def save_interval(total_steps: int) -> int:
-    """Steps from one checkpoint of a soak to the next."""
+    """Returns the number of steps between two checkpoints of a soak."""
     return total_steps // SAVES
 
 
 class Sampler(Hook):
-    """Writes a sample every so many steps, while no checkpoint is being written."""
+    """Writes a sample every `every` steps, while no checkpoint is being written."""
 
     def __init__(self, file: Path, *, every: int):
         self._file, self._every = file, every
 
     def before_step(self, step: int) -> None:
-        """Samples what is held before the next step."""
+        """Takes a sample after every `every`-th step, before the next."""
         if (step - 1) % self._every == 0 and step > 1:
             _wait_for_saves()
             with self._file.open("a") as file:
@@ -77,7 +77,7 @@ def _wait_for_saves() -> None:
 
 
 def sample(step: int) -> Sample:
-    """What this process holds now."""
+    """Returns what this process holds now."""
     alive = jax.live_arrays()
     held = sum(map(_bytes_here, alive))
     return Sample(
@@ -91,7 +91,7 @@ def sample(step: int) -> Sample:
 
 
 def _bytes_here(array: jax.Array) -> int:
-    """Of its shards on this process's devices; to look at a shard makes an array of it, which would be counted."""
+    """Bytes of the shards on this process's devices, without creating arrays (which would be counted)."""
     at = array.sharding
     return math.prod(at.shard_shape(array.shape)) * array.dtype.itemsize * len(at.addressable_devices)
 
@@ -104,26 +104,26 @@ def _own_memory_bytes() -> int:
 
 
 def read(file: Path) -> list[Sample]:
-    """The samples of one host."""
+    """Reads the samples of one host."""
     return [Sample(**json.loads(line)) for line in file.read_text().splitlines()]
 
 
 def grown(samples: Sequence[Sample], *, save_interval: float = math.inf) -> Mapping[str, float]:
-    """By how much something grew, by name, for what did: from the first third behind settling to the last.
+    """Returns the names of what grew, and by how much, from the first third after settling to the last third.
 
-    Something grew where its least and its most both did: what swings between two values does neither. What TensorStore
-    is known to leak does not count. In 5,000 steps of a process of 230 MiB some 1.5 KB a step beyond it are seen.
+    Something grew if both its minimum and its maximum did; a value that oscillates has not grown. TensorStore's known
+    leak does not count. In 5,000 steps of a process of 230 MiB, growth above 1.5 KB per step is detected.
 
     Args:
       samples: of one host.
-      save_interval: steps from one checkpoint to the next.
+      save_interval: steps between checkpoints.
 
     Raises:
-      UserError: too few samples to say so.
+      UserError: there are too few samples.
     """
     settled = [s for s in samples if s.step >= LEAST_SETTLED * samples[-1].step] if samples else []
     if len(settled) < 12:
-        raise UserError(f"a soak of {len(samples)} samples says nothing: run more steps")
+        raise UserError(f"a soak of {len(samples)} samples is too short: run more steps")
     third = len(settled) // 3
     saves = (settled[-third].step - settled[0].step) / save_interval
     found = {}

@@ -1,8 +1,7 @@
-"""Runs one failure after another on a simulated slice, starts each run again, and holds it against an undisturbed one.
+"""Injects failures into runs on a simulated slice, restarts each run, and compares it with an undisturbed run.
 
-The one idea: what counts is the end. A run that failed and was started again must have the losses and the checkpoint
-of a run that nothing happened to, bit for bit, and must not have begun from the start to get there; how long it took
-and how it was said is measured beside that.
+A run that failed and was restarted must have the same losses and the same last checkpoint as an undisturbed run, bit
+for bit, and must have resumed from the expected step. The time it took and the reported message are recorded too.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from tests.lab.scenarios import INTERVAL, LOST, STOPPED_AT, Scenario
 SLICE = "v4-32"
 EXPERIMENT = "gin/quickstart.gin"
 TOTAL_STEPS = 16
-SMALL = (  # nothing that takes long to import, to compile or to compute
+SMALL = (  # quick to import, to compile and to compute
     "TASK = @synthetic.random_tokens()",
     "VOCAB_SIZE = 256",
     "NUM_STREAMS = 16",
@@ -46,16 +45,16 @@ SMALL = (  # nothing that takes long to import, to compile or to compute
     "PROMPT = ''",
     "experiment.Experiment.compare_interval = 8",
 )
-LONG_STEPS = 160  # enough for every kill to find a run that is not done
+LONG_STEPS = 160  # enough that the run is not finished at any kill
 
 
 class Ended(NamedTuple):
     """How one start ended.
 
     Attributes:
-      code: of the launcher.
-      seconds: it took.
-      at: when, since the epoch.
+      code: exit code of the launcher.
+      seconds: duration.
+      at: when it ended, in seconds since the epoch.
     """
 
     code: int
@@ -69,14 +68,14 @@ class Outcome:
 
     Attributes:
       name: of the scenario.
-      codes: with which its starts ended, each once.
-      ended_seconds: from the event to the end of the last host, the launcher's part in it included; None where the run
-        did not end by it.
-      said: the line that says it.
-      lost_steps: made, and made again.
-      recovered_seconds: from the next start to its first step; None where none was started.
-      problems: what is not as it must be.
-      difference: what of the end differs from that of an undisturbed run; "" for nothing.
+      codes: exit codes of its starts, without repetitions.
+      ended_seconds: from the event to the end of the last host, with the launcher's part; None if the event did not end
+        the run.
+      said: the line of a log that reports the failure.
+      lost_steps: steps that were repeated.
+      recovered_seconds: from the restart to its first step; None if there was no restart.
+      problems: violated expectations.
+      difference: how the final state differs from that of an undisturbed run; empty if it does not.
     """
 
     name: str
@@ -90,10 +89,10 @@ class Outcome:
 
 
 class FaultHarness:
-    """Runs of one small experiment in a folder of their own."""
+    """Runs a small experiment with injected failures, in one folder."""
 
     def __init__(self, folder: Path, *, requested: list[int], total_steps: int = TOTAL_STEPS, slice_name: str = SLICE):
-        """`folder` gets a run directory for each scenario, and keeps them; `requested` is of `stop_requests`."""
+        """Keeps a run directory for each scenario in `folder`; `requested` is the list of `supervise.stop_requests`."""
         self._folder = folder
         self._requested = requested
         self._total_steps = total_steps
@@ -102,18 +101,18 @@ class FaultHarness:
 
     @property
     def undisturbed(self) -> Path:
-        """A run that nothing happened to; made when it is first asked for."""
+        """Run directory of an undisturbed run, which is made at the first access."""
         if self._undisturbed is None:
             run_dir = self._folder / f"undisturbed-{self._total_steps}"
             shutil.rmtree(run_dir, ignore_errors=True)
             ended = self._start(run_dir)
             if ended.code:
-                raise RuntimeError(f"the run that nothing happens to ended with {ended.code}: see {run_dir}/logs")
+                raise RuntimeError(f"the undisturbed run ended with exit code {ended.code}: see {run_dir}/logs")
             self._undisturbed = run_dir
         return self._undisturbed
 
     def try_out(self, scenario: Scenario) -> Outcome:
-        """Lets a run fail, starts it again, and compares."""
+        """Makes a run fail, restarts it, and compares it with the undisturbed run."""
         run_dir = self._fresh(scenario.name)
         if scenario.damage is not None:
             return self._damaged(scenario, run_dir)
@@ -122,10 +121,10 @@ class FaultHarness:
         return self._failing(scenario, run_dir)
 
     def soak(self) -> list[Path]:
-        """A long run without a fault, in which much is saved and evaluated; a file of samples for each host.
+        """Makes a long run without a fault, with many checkpoints and evaluations; returns a file of samples per host.
 
         Raises:
-          RuntimeError: it did not end well.
+          RuntimeError: the run failed.
         """
         run_dir = self._folder / "soak"
         shutil.rmtree(run_dir, ignore_errors=True)
@@ -138,11 +137,11 @@ class FaultHarness:
         with _environment(growth.ENVIRONMENT):
             ended = self._start(run_dir, fault=fault, bindings=(*bindings, "LOG_INTERVAL = 10"))
         if ended.code:
-            raise RuntimeError(f"the soak ended with {ended.code}: see {run_dir}/logs")
+            raise RuntimeError(f"the soak ended with exit code {ended.code}: see {run_dir}/logs")
         return [note.with_name(f"{note.name}-host_{host}.jsonl") for host in hosts]
 
     def kills(self, count: int, *, seed: int) -> Outcome:
-        """Kills some host at some moment, again and again, in one run; then lets it end."""
+        """Kills random hosts at random moments of one run, `count` times, then lets it finish."""
         chance = random.Random(seed)
         scenario = Scenario(f"kill -9 of a random host at {count} random moments", LOST, r"host \d .*was lost")
         run_dir = self._fresh(scenario.name)
@@ -154,11 +153,11 @@ class FaultHarness:
             ended = self._start(run_dir, fault=fault)
             event, after = evidence.event(run_dir), evidence.left(run_dir)
             if event is None:
-                raise RuntimeError(f"kill {number} did not come ({fault}); the run ended with {ended.code}")
+                raise RuntimeError(f"kill {number} did not happen ({fault}); the run ended with exit code {ended.code}")
             longest = max(longest, ended.at - event)
             codes[ended.code] += 1
             kinds[fault.phase] += 1
-            if after.starts > before.starts:  # it came as far as to say where it begins
+            if after.starts > before.starts:  # it got far enough to record the step at which it began
                 problems += _start_problems(run_dir, wanted=before.newest)
                 lost = max(lost, before.made - before.newest)
             print(
@@ -169,7 +168,7 @@ class FaultHarness:
         outcome = self._outcome(scenario, run_dir, tuple(codes), longest, before, again)
         how = ", ".join(f"{n} {phase}" for phase, n in sorted(kinds.items()))
         if not before.newest > INTERVAL * count / 4:
-            problems.append(f"only step {before.newest} was reached: most kills came before there was anything to lose")
+            problems.append(f"only step {before.newest} was reached: most kills happened before anything was saved")
         return dataclasses.replace(
             outcome,
             said=f"{how}, up to step {before.made}; {outcome.said}",
@@ -184,10 +183,10 @@ class FaultHarness:
         return run_dir
 
     def _stopped(self, run_dir: Path, **more) -> None:
-        """Makes the first steps."""
+        """Trains the first STOPPED_AT steps."""
         ended = self._start(run_dir, steps=STOPPED_AT, **more)
         if ended.code:
-            raise RuntimeError(f"the first {STOPPED_AT} steps ended with {ended.code}: see {run_dir}/logs")
+            raise RuntimeError(f"the first {STOPPED_AT} steps ended with exit code {ended.code}: see {run_dir}/logs")
 
     def _failing(self, scenario: Scenario, run_dir: Path) -> Outcome:
         if scenario.continues:
@@ -208,7 +207,7 @@ class FaultHarness:
         return self._outcome(scenario, run_dir, (again.code,), None, before, again)
 
     def _in_bucket(self, scenario: Scenario, run_dir: Path) -> Outcome:
-        """Stopped in the middle and started again; at the end all that is in the bucket is copied to `run_dir`."""
+        """Stops and restarts a run in a bucket; then copies the contents of the bucket to `run_dir`."""
         place = f"gs://bucket/{run_dir.name}"
         fault = scenario.fault and dataclasses.replace(scenario.fault, note=str(run_dir / "event"))
         with gcs_emulator.start() as bucket, _environment(bucket.environment):
@@ -236,17 +235,17 @@ class FaultHarness:
         *,
         said: str | None = None,
     ) -> Outcome:
-        """Holds what became of a run against what must; `before` is what was there before it was started `again`."""
+        """Compares the result of a run with what is expected; `before` is the state before the restart `again`."""
         said = evidence.said(run_dir, scenario.says) if said is None else said
-        said = said.replace(f"{self._folder}/", "")  # the same wherever it is run
+        said = said.replace(f"{self._folder}/", "")  # so that the text does not depend on the folder
         difference = evidence.difference(run_dir, self.undisturbed)
         problems = [
             f"exit code {code}, expected one of {scenario.codes}" for code in codes if code not in scenario.codes
         ]
         if scenario.fault and evidence.event(run_dir) is None:
-            problems.append("what was planted did not happen")
+            problems.append("the injected fault did not happen")
         if not said:
-            problems.append(f"no log says {scenario.says!r}")
+            problems.append(f"no log matches {scenario.says!r}")
         if (ended_seconds or 0.0) > scenario.ends_within_seconds:
             problems.append(
                 f"it took {ended_seconds:.0f} s to end, expected {scenario.ends_within_seconds:.0f} at most"
@@ -255,12 +254,12 @@ class FaultHarness:
             problems.append(difference)
         lost, recovered = 0, None
         if again is not None:
-            problems += [f"started again it ended with {again.code}"] if again.code else []
+            problems += [f"the restart ended with exit code {again.code}"] if again.code else []
             problems += _start_problems(run_dir, wanted=before.newest)
             resumed = evidence.last_session(run_dir).first_step
             lost = max(0, before.made - resumed)
             recovered = evidence.seconds_to_a_step(run_dir, behind=resumed, started=again.at - again.seconds)
-        if lost > 2 * INTERVAL:  # the newest may not have been written yet
+        if lost > 2 * INTERVAL:  # the newest checkpoint may not have been written yet
             problems.append(f"{lost} steps lost, with a checkpoint every {INTERVAL}")
         return Outcome(scenario.name, codes, ended_seconds, said, lost, recovered, tuple(problems), difference)
 
@@ -273,7 +272,7 @@ class FaultHarness:
         steps: int | None = None,
         place: str | None = None,
     ) -> Ended:
-        """Logs are written to `run_dir`; everything else too, but for a `place` in a bucket."""
+        """Starts the run and waits for its end. Logs go to `run_dir`, the rest to `place` in a bucket, if given."""
         words = ["train", EXPERIMENT, "--slice", self._slice.name, "--run-dir", place or str(run_dir)]
         for binding in (*SMALL, f"TOTAL_STEPS = {self._total_steps}", *bindings):
             words += ["--gin", binding]
@@ -281,7 +280,9 @@ class FaultHarness:
         module = ["tests.lab.faulty_host", fault.as_json(), "--"] if fault else ["launch"]
         if fault:
             Path(fault.note).unlink(missing_ok=True)
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(self._folder / "compiled")  # one start compiles for all
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(
+            self._folder / "compiled"
+        )  # shared, so that only the first start compiles
         start = time.time()
         with quiet(run_dir / "launcher.log"):
             code = simulate.run(
@@ -302,7 +303,7 @@ def _start_problems(run_dir: Path, *, wanted: int) -> list[str]:
 
 @contextlib.contextmanager
 def _environment(more: Mapping[str, str]) -> Iterator[None]:
-    """What processes started now find beside what they always do."""
+    """Adds environment variables for the processes that are started inside."""
     before = dict(os.environ)
     os.environ.update(more)
     try:
@@ -314,7 +315,7 @@ def _environment(more: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet(log: Path) -> Iterator[None]:
-    """What the launcher prints goes to a file."""
+    """Redirects the launcher's output to a file."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         yield

@@ -1,8 +1,8 @@
-"""What the trainer costs beside the step that it runs.
+"""Measures the overhead of the trainer over the bare jitted step.
 
-The same program takes turns in one process: some steps in the trainer, wired as every run is (prefetched batches, logs,
-TensorBoard, the guards), then as many bare calls of the jitted step on one batch that stays where it is. Taking turns,
-and comparing medians, keeps what else the machine does out of the ratio.
+Both alternate in one process: a turn of steps in the trainer, set up as in every run (prefetched batches, logs,
+TensorBoard, watchdog), then as many bare calls of the jitted step on one fixed batch. Alternating, and comparing
+medians, reduces the influence of other work on the machine.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from parallel import strategies
 from parallel.partitioner import Program
 from tasks import synthetic
 
-SETTLING_STEPS = 3  # of every turn, left out: the pipeline of batches and steps is filling
+SETTLING_STEPS = 3  # at the start of every turn, not counted: the pipeline of batches and steps is filling
 
 
 class Overhead(NamedTuple):
-    """Seconds of every steady step, turn by turn.
+    """Seconds of every counted step, by turn.
 
     Attributes:
-      trainer: in the trainer.
-      bare: of the jitted step alone.
+      trainer: steps in the trainer.
+      bare: bare jitted steps.
     """
 
     trainer: Sequence[Sequence[float]]
@@ -50,7 +50,7 @@ class Overhead(NamedTuple):
 
     @property
     def ratios_by_turn(self) -> list[float]:
-        """The same of each pair of turns, smallest first: how far the machine's other work moves the ratio."""
+        """The ratio of each pair of turns, smallest first; its spread shows the influence of other work."""
         pairs = zip(self.trainer, self.bare, strict=True)
         return sorted(statistics.median(trainer) / statistics.median(bare) for trainer, bare in pairs)
 
@@ -60,7 +60,7 @@ def _median(turns: Sequence[Sequence[float]]) -> float:
 
 
 def experiment(slice_name: str, *, width: int, length: int, batch_size: int, total_steps: int) -> Experiment:
-    """A decoder on random tokens, for timing: its step is long enough to be one, and short enough to repeat."""
+    """Returns a small decoder on random tokens, for timing."""
     return Experiment(
         slice=slice_name,
         strategy=strategies.fsdp(),
@@ -77,12 +77,12 @@ def experiment(slice_name: str, *, width: int, length: int, batch_size: int, tot
 
 
 def measure(timed: Experiment, *, turn_steps: int, run_dir: str, host: Host) -> Overhead:
-    """Trains to the end, and steps aside for the bare step behind every `turn_steps` steps.
+    """Trains to the end, and runs bare steps after every `turn_steps` steps.
 
     Args:
       timed: what to train.
       turn_steps: steps of a turn, more than SETTLING_STEPS.
-      run_dir: for what a run writes.
+      run_dir: run directory.
       host: this process among its peers.
     """
     run = prepared_run.prepare_run(
@@ -92,11 +92,11 @@ def measure(timed: Experiment, *, turn_steps: int, run_dir: str, host: Host) -> 
     batch = run.program.put(next(timed.task.train(layout, seed=timed.seed)))
     turns = _Turns(run.program, batch, turn_steps=turn_steps)
     training.train(run, also=[turns])
-    return Overhead(turns.trainer_turns[1:], turns.bare_turns[1:])  # the first pair compiled
+    return Overhead(turns.trainer_turns[1:], turns.bare_turns[1:])  # the first pair includes compilation
 
 
 class _Turns(hooks.Hook):
-    """Times the trainer's steps, and runs as many bare ones behind every turn."""
+    """Times the trainer's steps, and runs as many bare steps after every turn."""
 
     def __init__(self, program: Program, batch: Batch, *, turn_steps: int):
         self.trainer_turns: list[list[float]] = []
@@ -124,10 +124,10 @@ class _Turns(hooks.Hook):
 
 
 def bare_steps(program: Program, state: TrainState, batch: Batch, *, steps: int) -> tuple[TrainState, list[float]]:
-    """The jitted step over and over, one dispatched ahead: the least that this program can take.
+    """Repeats the jitted step, with one step dispatched ahead.
 
     Returns:
-      The state behind the last step, and the seconds from each finished step to the next.
+      The state after the last step, and the seconds between the ends of consecutive steps.
     """
     finished, before = [time.perf_counter()], None
     with program.partitioner.tracing():

@@ -1,7 +1,7 @@
-"""How much of this machine's peak a training step of the recursive model reaches, and where its time goes.
+"""Measures what share of the machine's peak a step of the recursive model reaches, and where its time is spent.
 
-The peak is that of a float32 product of two matrices, timed in the same run, before and behind the step. Both are taken
-by the clock, and by the CPU seconds of this process, which other work on the machine disturbs less.
+The peak is that of a float32 matrix product, timed in the same process before and after the step. Both are measured in
+wall-clock time, and in CPU seconds of this process, which other work on the machine affects less.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from core import optimizers, step, train_state
 from models.trm import TRM
 
 ROWS, CELLS = 8, 81
-_SIZE = 2048  # of the matrices
+_SIZE = 2048  # rows and columns of the matrices
 _PRODUCT, _MOVE = re.compile(r"(^|_)(ynn|dot)"), re.compile(r"copy|transpose")
-PRODUCTS, MOVES, REST = "products of matrices", "copies and transposes", "everything else"
+PRODUCTS, MOVES, REST = "matrix products", "copies and transposes", "everything else"
 
 
 class Seconds(NamedTuple):
-    """The least of several times."""
+    """Minimum of several measurements, by wall clock and by CPU time."""
 
     clock: float
     cpu: float
 
 
 class Speed(NamedTuple):
-    """One variant of the model.
+    """Measurements of one variant of the model.
 
     Attributes:
       mixer: "mlp" or "attention".
       flops: of a step, by formula.
-      step: seconds of it.
-      peak: FLOP/s of the product of matrices, by the clock and by CPU seconds.
-      profile: share of the time of a step's operations, by kind.
+      step: seconds per step.
+      peak: FLOP/s of a matrix product, by wall clock and by CPU seconds.
+      profile: share of a step's time, by kind of operation.
     """
 
     mixer: str
@@ -53,17 +53,17 @@ class Speed(NamedTuple):
 
     @property
     def share(self) -> Seconds:
-        """Of the peak, by the clock and by CPU seconds."""
+        """Share of the peak, by wall clock and by CPU seconds."""
         return Seconds(*(self.flops / s / peak for s, peak in zip(self.step, self.peak, strict=True)))
 
 
 def measure(mixer: str, *, width: int = 512, times: int = 8) -> Speed:
-    """A step of `ROWS` Sudoku of 9 x 9 in float32: 2 layers, 3 outer cycles of 6, one device.
+    """Measures a step on `ROWS` 9 x 9 Sudoku puzzles in float32: 2 layers, 3 outer cycles of 6, one device.
 
     Args:
       mixer: "mlp" or "attention".
       width: of the model.
-      times: the least of so many is taken.
+      times: number of measurements, of which the minimum is taken.
     """
     model = TRM(vocab_size=11, mixer=mixer, embed_dim=width, dtype="float32")
     state, batch, compiled = _compiled(model)
@@ -89,7 +89,7 @@ def _compiled(model: TRM):
 
 
 def _peak(times: int) -> Seconds:
-    """FLOP/s of a product of matrices, the highest of several."""
+    """FLOP/s of a matrix product, the maximum of several measurements."""
     a = jnp.ones((_SIZE, _SIZE), jnp.float32)
     product = jax.jit(jnp.matmul)
     least = _least(lambda: jax.block_until_ready(product(a, a)), times)
@@ -97,7 +97,7 @@ def _peak(times: int) -> Seconds:
 
 
 def _least(run: Callable[[], None], times: int) -> Seconds:
-    run()  # compiles, and fills what is allocated once
+    run()  # compiles, and makes allocations that happen once
     found = []
     for _ in range(times):
         clock, cpu = time.perf_counter(), time.process_time()
@@ -107,7 +107,7 @@ def _least(run: Callable[[], None], times: int) -> Seconds:
 
 
 def _profile(run: Callable[[], None], text: str) -> dict[str, float]:
-    """Shares of the traced time of a step's operations; a loop's own time is that of what it holds, and left out."""
+    """Returns the share of a profiled step's time by kind of operation; loops are left out, their bodies counted."""
     with tempfile.TemporaryDirectory(prefix="renga-bench-") as folder:
         with jax.profiler.trace(folder):
             run()

@@ -1,4 +1,4 @@
-"""What can go wrong, one row each: what is planted, how the run must end, and what somebody must be able to read."""
+"""The failures to try: the injected fault, how the run must end, and what its logs must say."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from core.watch.judging import USUAL_LIMITS
 from tests.lab.faults import Fault
 
 ALL = (0, 1, 2, 3)
-INTERVAL, STOPPED_AT = 4, 8  # steps between checkpoints, and where a run is stopped that is to be damaged
+INTERVAL, STOPPED_AT = 4, 8  # steps between checkpoints; step at which a run is stopped before it is damaged
 STEP_LIMIT_SECONDS = 15
 OUTAGE_SECONDS = 30
 JOIN_SECONDS = 20
-WORD_SECONDS = 30.0  # from what the hosts can know to the end of the last of them
+WORD_SECONDS = 30.0  # from when the hosts can detect the failure to the end of the last of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,18 +24,18 @@ class Scenario:
     """One way in which a run fails.
 
     Attributes:
-      name: a row of the table.
-      codes: exit codes of which the run must end with one.
-      says: a regular expression for what a host's log must have.
-      fault: what is planted; None where files are damaged instead.
-      bindings: of the run that fails.
-      damage: what is done to the checkpoints of a run that was stopped in the middle.
-      refused: for a run that keeps everything in a bucket and is stopped in the middle: the share of requests to that
-        bucket that is answered with an error.
-      goes_on_from: the newest step that is sound behind the damage.
-      continues: whether the fault comes to a start that goes on from a checkpoint.
-      ends_within_seconds: from the event to the end of the last host.
-      starts_again: whether the same command is then started without the fault, to the end of an undisturbed run.
+      name: row of the table.
+      codes: allowed exit codes.
+      says: regular expression that a host's log must match.
+      fault: the injected fault; None if files are damaged instead.
+      bindings: additional gin bindings of the run that fails.
+      damage: damages the checkpoints of a run that was stopped half-way.
+      refused: for a run in a bucket that is stopped half-way: the share of requests that the bucket answers with an
+        error.
+      goes_on_from: the newest intact step after the damage.
+      continues: whether the faulty start resumes from a checkpoint.
+      ends_within_seconds: longest time from the event to the end of the last host.
+      starts_again: whether the same command is then run again without the fault.
     """
 
     name: str
@@ -63,7 +63,7 @@ def _remove_from_newest(checkpoints: Path) -> None:
 
 
 def _half_delete_oldest(checkpoints: Path) -> None:
-    """As a removal leaves it that is interrupted, and an empty folder that looks like the newest step."""
+    """Imitates an interrupted removal, and adds an empty folder that looks like the newest step."""
     shutil.rmtree(min(_steps(checkpoints)) / "state")
     (checkpoints / "999").mkdir()
 

@@ -1,4 +1,4 @@
-"""`tests/run.sh lab soak`: thousands of small steps on simulated hosts, to see that nothing grows."""
+"""`tests/run.sh lab soak`: runs thousands of small steps on simulated hosts and checks that nothing grows."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SLICE = "v4-16"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds how long."""
+    """Adds the length, slice and folder."""
     parser.add_argument("--steps", type=int, default=5000, help=f"default 5000; at least {LEAST_STEPS}")
     parser.add_argument("--slice", default=SLICE, metavar="SLICE", help=f"default {SLICE}: two hosts of four chips")
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep the run there; default: a temporary folder")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what every host holds: 0, or 1 where something grew."""
+    """Prints what every host holds; returns 1 if something grew, otherwise 0."""
     if args.steps < LEAST_STEPS:
         raise UserError(f"--steps {args.steps}: expected at least {LEAST_STEPS}")
     if args.out is not None:

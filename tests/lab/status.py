@@ -1,8 +1,8 @@
-"""`tests/run.sh lab status`: what is shown to work, and how: STATUS.md, counted from the markers of the tests.
+"""`tests/run.sh lab status`: generates STATUS.md, the table of capabilities and their tests, from the tests' markers.
 
-The one idea: nobody writes down what works. A test names the rows of the checklist (tests/capabilities.toml) that it
-shows; this reads the names out of the tests' source, without running them. What has run on a TPU is a claim that only a
-report from a slice can make: `launch/pod.sh SLICE validate` writes one, and those kept in tests/validated/ are read.
+A test marks the rows of the checklist (tests/capabilities.toml) that it covers; the markers are read from the tests'
+source without running them. The column for TPUs is filled only from reports of `launch/pod.sh SLICE validate` that are
+kept in tests/validated/.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 from core.errors import UserError
 from launch.environment import WORKSPACE
 
-HELP = "print what is shown to work, and how; --write brings STATUS.md up to date"
+HELP = "print which capabilities the tests cover; --write updates STATUS.md"
 EXAMPLE = "tests/run.sh lab status --write"
 STATUS = WORKSPACE / "STATUS.md"
 TESTS = WORKSPACE / "tests"
@@ -31,9 +31,9 @@ class Marked(NamedTuple):
 
     Attributes:
       name: `tests/core/test_x.py::test_y`.
-      covers: rows of the checklist.
-      hosts: processes that it runs, 0 for none.
-      slices: what it compiles for.
+      covers: rows of the checklist that it covers.
+      hosts: number of simulated hosts, 0 for none.
+      slices: slices that it compiles for.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Marked(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds --write."""
-    parser.add_argument("--write", action="store_true", help="bring STATUS.md up to date")
+    parser.add_argument("--write", action="store_true", help="update STATUS.md")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,13 +58,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def capabilities(path: Path = CAPABILITIES) -> dict[str, str]:
-    """Name by row, in the order of the file."""
+    """Returns the names of the capabilities by row, in the order of the file."""
     groups = tomllib.loads(path.read_text())
     return {row: name for group in groups.values() for row, name in group.items()}
 
 
 def ran_on_tpu(folder: Path = VALIDATED) -> dict[str, str]:
-    """By row, `v4-32, 2026-05-01` of a report in which a part that covers it passed on a TPU; the newest holds."""
+    """Returns slice and date by row (`v4-32, 2026-05-01`) of the newest TPU report in which a part for it passed."""
     reports = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     ran = {}
     for report in sorted((r for r in reports if r["platform"] == "tpu"), key=lambda r: r["date"]):
@@ -74,7 +74,7 @@ def ran_on_tpu(folder: Path = VALIDATED) -> dict[str, str]:
 
 
 def marked_tests(folder: Path = TESTS) -> Iterator[Marked]:
-    """Every test below `folder` that covers a row; the markers of its class and module count."""
+    """Yields every test below `folder` that covers a row, by its own markers or those of its class or module."""
     for path in sorted(folder.rglob("test_*.py")):
         module = ast.parse(path.read_text())
         shared = _markers(_assigned(module, "pytestmark"))
@@ -98,7 +98,7 @@ def _tests(body: ast.Module | ast.ClassDef, inherited: Markers) -> Iterator[tupl
 
 
 def _assigned(module: ast.Module, name: str) -> list[ast.expr]:
-    """The expressions of a module-level `name = x` or `name = [x, …]`."""
+    """Returns the expressions of a module-level `name = x` or `name = [x, …]`."""
     for node in module.body:
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
             return node.value.elts if isinstance(node.value, ast.List) else [node.value]
@@ -106,7 +106,7 @@ def _assigned(module: ast.Module, name: str) -> list[ast.expr]:
 
 
 def _markers(expressions: Iterable[ast.expr]) -> Markers:
-    """Constant arguments of every `pytest.mark.NAME(…)`, by name."""
+    """Returns the constant arguments of every `pytest.mark.NAME(…)`, by name."""
     found: Markers = {}
     for call in expressions:
         if isinstance(call, ast.Call) and ast.unparse(call.func).startswith("pytest.mark."):
@@ -120,10 +120,10 @@ def _joined(first: Markers, second: Markers) -> Markers:
 
 
 def render(names: Mapping[str, str], tests: Iterable[Marked], ran: Mapping[str, str] | None = None) -> str:
-    """The page; `ran` says by row where it ran on a TPU.
+    """Returns the page; `ran` gives by row where it ran on a TPU.
 
     Raises:
-      UserError: a test covers a row that the checklist does not have.
+      UserError: a test covers a row that is not in the checklist.
     """
     by_row: dict[str, list[Marked]] = {row: [] for row in names}
     for test in tests:

@@ -1,4 +1,4 @@
-"""Whether two runs ended alike, from what real checkpoints, metrics and logs say."""
+"""Compares the final states of two runs, with real checkpoints, metrics and logs."""
 
 import json
 import re
@@ -19,7 +19,7 @@ LOG = "11-22 04:26:52.4 host 2 step 5 | host 2 (127.0.0.1) raised RuntimeError: 
 
 
 def make(run_dir, *, weight=1.0, loss=0.5, steps=(4, 8), first_steps=(0,)):
-    """A run as it is left behind: checkpoints, losses, a log, a line for each start."""
+    """Run directory of a finished run: checkpoints, losses, a log, a line for each start."""
     (run_dir / "logs").mkdir(parents=True)
     (run_dir / "logs" / "host_2.log").write_text(f"--- host 2: raised\n{LOG}\n")
     checkpoints = store.Checkpoints(str(run_dir / "checkpoints"), keep=3)
@@ -41,7 +41,7 @@ def undisturbed(tmp_path_factory):
 
 
 def truncate_newest(run_dir):
-    files = (run_dir / "checkpoints" / "8" / "state").glob("**/d/*")  # those with arrays in them
+    files = (run_dir / "checkpoints" / "8" / "state").glob("**/d/*")  # the files that contain arrays
     file = max(files, key=lambda p: p.stat().st_size)
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
@@ -50,14 +50,14 @@ def truncate_newest(run_dir):
     ("made", "damage", "said"),
     [
         ({}, None, ""),
-        ({"weight": 1.0 + 2**-23}, None, "arrays of its last checkpoint are others"),
-        ({"loss": 0.5 + 1e-16 * 2}, None, "its losses are others"),
+        ({"weight": 1.0 + 2**-23}, None, "arrays of its last checkpoint differ"),
+        ({"loss": 0.5 + 1e-16 * 2}, None, "its losses differ"),
         ({"steps": (4,)}, None, "its last checkpoint is step 4, expected 8"),
         ({}, truncate_newest, "its last checkpoint is damaged: "),
     ],
 )
 def test_what_differs_is_found(undisturbed, tmp_path, made, damage, said):
-    """The least that a number can differ by, a file that does not hold what its description says, and no difference."""
+    """Finds the smallest difference of a number, and a file that differs from its description."""
     run_dir = make(tmp_path / "run", **made)
     if damage:
         damage(run_dir)
@@ -76,7 +76,7 @@ def test_what_a_run_left(undisturbed):
 
 @pytest.fixture
 def harness(undisturbed, tmp_path, monkeypatch):
-    """Judges runs that are there already; starts none."""
+    """A harness for existing run directories; starts nothing."""
     monkeypatch.setattr(FaultHarness, "undisturbed", undisturbed)
     return FaultHarness(tmp_path, requested=[])
 
@@ -99,13 +99,13 @@ def test_a_run_that_went_on_as_it_must_has_no_problems(harness, tmp_path):
         ({"first_steps": (0, 0)}, {}, "it went on from step 0, and step 4 was there"),
         ({}, {"code": 0}, r"exit code 0, expected one of \(15, 137\)"),
         ({}, {"seconds": 31.0}, "it took 31 s to end, expected 30 at most"),
-        ({}, {"again": 13}, "started again it ended with 13"),
-        ({}, {"says": "silent"}, "no log says 'silent'"),
-        ({"weight": 2.0}, {}, "arrays of its last checkpoint are others"),
+        ({}, {"again": 13}, "the restart ended with exit code 13"),
+        ({}, {"says": "silent"}, "no log matches 'silent'"),
+        ({"weight": 2.0}, {}, "arrays of its last checkpoint differ"),
     ],
 )
 def test_what_is_not_as_it_must_be_is_a_problem(harness, tmp_path, made, asked, said):
-    """A run that threw its checkpoints away ends as an undisturbed one, and is caught by where it began."""
+    """A run that lost its checkpoints ends in the same state; the step at which it began reveals it."""
     run_dir = make(tmp_path / "run", **{"first_steps": (0, 4), **made})
     problems = judged(harness, run_dir, **asked).problems
     assert len(problems) == 1
@@ -117,4 +117,4 @@ def test_a_fault_that_never_came_is_a_problem(harness, tmp_path):
     scenario = Scenario("it fails", LOST, "raised", Fault("kill"))
     before = evidence.Left(made=6, newest=4, starts=1)
     outcome = harness._outcome(scenario, run_dir, (15,), 2.0, before, Ended(0, 3.0, 105.0))
-    assert outcome.problems == ("what was planted did not happen",)
+    assert outcome.problems == ("the injected fault did not happen",)

@@ -1,4 +1,4 @@
-"""Planted failures: what is told of them, what a table keeps, what counts as growth; and, slowly, the real thing."""
+"""Injected failures: their descriptions, the table of results, detection of growth; and slow tests that run them."""
 
 import dataclasses
 import gc
@@ -106,7 +106,7 @@ def test_the_table_that_is_kept_is_of_every_failure_and_all_ended_as_they_must()
 
 
 def samples(**at):
-    """Fifty samples; each name's value as a function of the step."""
+    """Returns fifty samples; the values are functions of the step, by name."""
     steady = {
         "memory_bytes": lambda n: 10**9 + n % 3 * 10**6,
         "arrays": lambda n: 100 + n % 2,
@@ -147,7 +147,7 @@ def test_what_tensorstore_leaks_at_every_save_does_not_count():
 
 @pytest.mark.slow
 def test_a_save_leaks_in_tensorstore_what_is_allowed_for(tmp_path):
-    """Where it leaks less, `growth.LEAKED_BYTES` is to shrink, or to go."""
+    """If it leaks less, reduce or remove `growth.LEAKED_BYTES`."""
     tree = {f"array_{n}": jax.device_put(np.ones((64, 32), np.float32)) for n in range(41)}
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
     with ocp.CheckpointManager(tmp_path / "checkpoints", options=options) as manager:
@@ -175,7 +175,7 @@ def test_a_soak_that_says_nothing_is_refused():
 
 
 def test_a_sample_is_of_what_this_process_holds(tmp_path):
-    """A device buffer, an open file and a thread more are one more each."""
+    """One more device buffer, open file and thread are counted as one more each."""
     gc.collect()
     before = growth.sample(1)
     held, file, over = jax.device_put(np.zeros((256, 4), np.float32)), (tmp_path / "file").open("w"), threading.Event()
@@ -191,7 +191,7 @@ def test_a_sample_is_of_what_this_process_holds(tmp_path):
 
 
 def test_memory_that_was_freed_is_not_held():
-    """Though the last block of many lies above all the others, so that the C library cannot return them by itself."""
+    """Even if the last of many blocks lies above the freed ones, so that the C library cannot return them by itself."""
     before = growth.sample(1).memory_bytes
     blocks = [bytearray(b"x" * 2**10) for _ in range(2**17)]
     during, last = growth.sample(1).memory_bytes, blocks.pop()
@@ -202,7 +202,7 @@ def test_memory_that_was_freed_is_not_held():
 
 
 def test_a_sampler_waits_for_what_is_being_saved(tmp_path):
-    """And for nothing else: another thread goes on."""
+    """It waits for no other thread."""
     over = threading.Event()
     saving = threading.Timer(0.2, lambda: None)
     other = threading.Thread(target=over.wait, daemon=True)
@@ -234,7 +234,7 @@ def test_a_sampler_writes_a_line_every_so_many_steps(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["failures", "--only", "earthquake"], "no failure has that in its name"),
+        (["failures", "--only", "earthquake"], "no failure has such a name"),
         (["failures", "--kills", "-1"], "--kills -1: expected 0 or more"),
         (["soak", "--steps", "3"], "--steps 3: expected at least 400"),
     ],
@@ -256,7 +256,7 @@ def test_a_run_that_failed_ends_as_one_that_did_not(lab, tmp_path):
 @pytest.mark.slow
 @pytest.mark.simulated(2)
 def test_a_soak_of_a_sound_run_finds_nothing(lab, tmp_path):
-    """With saving and evaluating at every sample, on two hosts of which both are sampled."""
+    """On two hosts, with a checkpoint and an evaluation at every sample."""
     said = lab("soak", "--steps", "400", "--out", tmp_path, timeout=900)
     assert "nothing grows in 400 steps on 2 hosts (simulated)" in said
     assert {line.split()[3] for line in said.splitlines() if line.startswith("step")} == {"0", "1"}

@@ -1,4 +1,4 @@
-"""Bits flipped in a checkpoint: each is refused, or harmless, or told with its file."""
+"""Bits flipped in a checkpoint are detected, harmless, or reported with their file."""
 
 import logging
 
@@ -49,7 +49,7 @@ def test_a_flip_that_no_run_falls_back_from_is_told_and_the_next_is_tried(checkp
     found = flips.flip_newest(checkpoints, tmp_path / "checkpoints", ABSTRACT, count=3, seed=0)
     assert len(calls) == 4
     (wrong,) = found.wrong
-    assert wrong.endswith("not fallen back: host 0: OSError: it says nothing")
+    assert wrong.endswith("no fall-back: host 0: OSError: it says nothing")
     assert "byte" in wrong
 
 

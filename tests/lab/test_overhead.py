@@ -1,4 +1,4 @@
-"""`tests/run.sh lab bench` measures what it says; how fast this machine is, is not a test's affair."""
+"""`tests/run.sh lab bench` measures the right steps; the speed of this machine is not tested."""
 
 import time
 
@@ -10,9 +10,7 @@ from tests.lab import bench, overhead
 
 def test_bench_counts_the_settled_steps_of_both_sides(tmp_path, monkeypatch, capsys):
     timed = overhead.experiment("v4-8", width=16, length=16, batch_size=4, total_steps=15)
-    monkeypatch.setattr(
-        hooks.Log, "after_step", lambda self, report: time.sleep(0.05)
-    )  # a trainer that holds things up
+    monkeypatch.setattr(hooks.Log, "after_step", lambda self, report: time.sleep(0.05))  # makes the trainer slower
     phases, at = [], phase.at
     monkeypatch.setattr(phase, "at", lambda word, **more: (phases.append(word), at(word, **more)))
     result = overhead.measure(timed, turn_steps=5, run_dir=str(tmp_path / "run"), host=Host(0, 1, True))
@@ -22,7 +20,7 @@ def test_bench_counts_the_settled_steps_of_both_sides(tmp_path, monkeypatch, cap
     assert result.ratios_by_turn == sorted(result.ratios_by_turn)
     assert result.ratio > 1
     before = [phase.OPENING, phase.PREPARING, phase.OPENING, phase.RESTORING, phase.OPENING, phase.BETWEEN]
-    assert phases[: len(before)] == before  # a run has a limit wherever it is, but for its data
+    assert phases[: len(before)] == before  # every phase has a limit, except preparing the data
     assert phases.count("bare steps") == 3
     bench._print(result)
     assert f"trainer / bare = {result.ratio:.3f}" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""`tests/run.sh lab bench --recursion` measures what it says; how fast this machine is, is not a test's affair."""
+"""`tests/run.sh lab bench --recursion` measures step, peak and profile; the speed of this machine is not tested."""
 
 import pytest
 

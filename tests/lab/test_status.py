@@ -1,4 +1,4 @@
-"""STATUS.md says what the tests say."""
+"""STATUS.md agrees with the markers of the tests."""
 
 import textwrap
 

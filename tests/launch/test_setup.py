@@ -181,7 +181,7 @@ def test_where_apt_cannot_uv_does(machine):
     machine.uv(machine.bin)
     code, said = machine.setup()
     assert "apt-get cannot install python3.11-venv" in said
-    assert "getting Python 3.11 with uv" in said
+    assert "installing Python 3.11 with uv" in said
     assert machine.calls("uv") == ["python install 3.11", "python find 3.11"]
     assert machine.version == "3.11.9"
     assert code == 1  # there is still no network for pip
@@ -200,7 +200,7 @@ def test_where_nothing_helps_it_says_what_was_tried(machine):
     machine.python("python3", "3.10.12")
     code, said = machine.setup()
     assert code == 1
-    assert "no Python 3.11-3.13 found (python3 is Python 3.10.12), and neither apt-get nor uv could get one" in said
+    assert "no Python 3.11-3.13 found (python3 is Python 3.10.12), and neither apt-get nor uv could install one" in said
 
 
 def test_a_failed_install_shows_pip_s_words_and_is_never_taken_as_good(machine):

@@ -321,10 +321,9 @@ def _make_or_delete(args: argparse.Namespace) -> int:
     needs = "SLICE --tpu NAME --zone ZONE" if args.target != "delete" else "--tpu NAME --zone ZONE"
     if not tpus or (args.experiment is None) != (args.target == "delete"):
         raise UserError(f"expected: launch/pod.sh {args.target} {needs} (or TPU_NAME and TPU_ZONE)")
-    order = None
-    if args.target != "delete":
-        order = lifecycle.Order(slices.get(args.experiment), args.spot, args.target == "queue")
-    return lifecycle.act(tpus, action=args.target, order=order, is_queued=args.queued, dry_run=args.dry_run)
+    slice_ = None if args.target == "delete" else slices.get(args.experiment)
+    order = lifecycle.Order(slice_, args.spot, args.queued if args.target == "delete" else args.target == "queue")
+    return lifecycle.act(tpus, action=args.target, order=order, dry_run=args.dry_run)
 
 
 def _options(args: argparse.Namespace, *, run_dir: bool = True) -> list[str]:

@@ -17,15 +17,16 @@ os.environ |= {
     "JAX_PROCESS_INDEX": str(PROCESS),
     "JAX_PROCESS_COUNT": str(HOSTS),
 }
-from core import distributed, slices
+from core import distributed, host_checks, slices
 from launch.hosts import cluster
-cluster._SHARED_FILE_SECONDS = 1.0
+host_checks._SHARED_FILE_SECONDS = 1.0
 host = cluster.join(slices.get("v4-16"))
 print(host.name, flush=True)
 
 def refuses(what, *args):
+    more = {"is_host_zero": host.is_zero} if what is host_checks.require_shared else {}
     try:
-        what(*args)
+        what(*args, **more)
         print("accepted", flush=True)
     except ValueError as error:
         print("refused:", error, flush=True)
@@ -86,12 +87,12 @@ def test_hosts_that_differ_all_refuse(run_hosts, tmp_path):
     (tmp_path / "ours").mkdir()
     (tmp_path / "file").touch()
     text = f"""
-refuses(cluster.require_same, "the configuration", "SEED = 1\\nLENGTH = 8")
-refuses(cluster.require_same, "the configuration", f"SEED = {{PROCESS}}\\nLENGTH = 8")
-refuses(cluster.require_shared, {str(tmp_path / "ours")!r}, host)
-refuses(cluster.require_shared, {str(tmp_path)!r} + f"/of_{{PROCESS}}", host)
+refuses(host_checks.require_same, "the configuration", "SEED = 1\\nLENGTH = 8")
+refuses(host_checks.require_same, "the configuration", f"SEED = {{PROCESS}}\\nLENGTH = 8")
+refuses(host_checks.require_shared, {str(tmp_path / "ours")!r})
+refuses(host_checks.require_shared, {str(tmp_path)!r} + f"/of_{{PROCESS}}")
 began = time.monotonic()
-refuses(cluster.require_shared, {str(tmp_path / "file/run")!r}, host)
+refuses(host_checks.require_shared, {str(tmp_path / "file/run")!r})
 assert time.monotonic() - began < 30
 distributed.shutdown()
 """

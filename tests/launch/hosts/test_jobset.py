@@ -103,7 +103,7 @@ def test_the_command_writes_it(tmp_path, capsys, monkeypatch):
     capsys.readouterr()
     for more, says in (
         (["--run-dir", "runs/x"], "would go with its pod"),
-        (["--run-dir", "gs://b/x", "--name", "First_Run"], "expected up to 40 small letters"),
+        (["--run-dir", "gs://b/x", "--name", "First_Run"], "expected up to 40 lower-case letters"),
     ):
         assert cli.main([*argv, *more]) == 2
         assert says in capsys.readouterr().err

@@ -48,15 +48,15 @@ def wait_until(what, seconds=30):
 def test_a_tpu_is_made_and_deleted_with_what_gcloud_takes(cloud, action, is_spot, capfd):
     tpu_is(cloud, state="ABSENT")
     order = lifecycle.Order(slices.get("v5e-16"), is_spot, action == "queue")
-    assert lifecycle.act([TPU], action=action, order=order, is_queued=False, dry_run=False) == 0
+    assert lifecycle.act([TPU], action=action, order=order, dry_run=False) == 0
     (made,) = calls(cloud)
     assert made[2:4] == ["queued-resources" if action == "queue" else "tpu-vm", "create"]
     assert "--accelerator-type=v5litepod-16" in made
     assert ("--spot" in made) == is_spot
-    assert lifecycle.look(TPU).state == "READY"
-    assert lifecycle.act([TPU], action="delete", order=None, is_queued=action == "queue", dry_run=False) == 0
-    assert lifecycle.look(TPU).state == "NOT_FOUND"
-    assert lifecycle.act([TPU], action=action, order=order, is_queued=False, dry_run=True) == 0
+    assert gcloud.describe(TPU).state == "READY"
+    assert lifecycle.act([TPU], action="delete", order=order._replace(slice_=None), dry_run=False) == 0
+    assert gcloud.describe(TPU).state == "NOT_FOUND"
+    assert lifecycle.act([TPU], action=action, order=order, dry_run=True) == 0
     assert shlex.split(capfd.readouterr().out.splitlines()[-1])[1:] == made
 
 
@@ -108,7 +108,8 @@ def test_a_slice_that_was_taken_away_is_made_again_and_the_run_ends_well(cloud, 
     assert kinds == ["delete", "create", "create"]  # the first found none to be had
     assert "--spot" in next(call for call in calls(cloud) if call[3] == "create")
     said = capfd.readouterr().out
-    assert "my-tpu is PREEMPTED: restart 1 of at most 1 without a new checkpoint" in said
+    assert "my-tpu is PREEMPTED\n" in said
+    assert "from the checkpoint of step 8 (restart 1 of at most 1 without a new checkpoint)" in said
     assert "the run ended with exit code 0: done" in said
 
 
@@ -119,12 +120,13 @@ def test_a_slice_that_was_taken_away_is_made_again_and_the_run_ends_well(cloud, 
         ("ended 13", "READY", 13, 0),  # its host tried all that it may
         ("ended 143", "READY", 143, 2),
         ("gone", "READY", 143, 2),
-        ("", "PREEMPTED", 1, 2),
+        ("", "PREEMPTED", 143, 2),
     ],
 )
 def test_what_a_watch_does_with_what_it_sees(monkeypatch, run_says, state, code, starts):
     started, made = [], []
-    monkeypatch.setattr(lifecycle, "look", lambda tpu: lifecycle.Watched("READY" if made else state, run_says))
+    monkeypatch.setattr(gcloud, "describe", lambda tpu: gcloud.Description(state="READY" if made else state))
+    monkeypatch.setattr(lifecycle, "run_state", lambda tpu: run_says)
     monkeypatch.setattr(gcloud, "perform", lambda steps, **_: made.append(steps[0].argv[4]) or 0)
 
     def start():
@@ -147,7 +149,7 @@ def test_a_start_that_fails_is_tried_again_and_is_no_restart_of_its_own(cloud, r
     starts = []
 
     def start():
-        starts.append(lifecycle.look(TPU).state)
+        starts.append(gcloud.describe(TPU).state)
         if len(starts) == 1:
             tpu_is(cloud, state="PREEMPTED")  # between the look and the start
         if len(starts) == 2:
@@ -183,7 +185,7 @@ def test_a_tpu_that_can_no_longer_come_is_asked_for_again(cloud, capfd, is_queue
     bounds = {"restarts": 1, "newest_step": lambda: None, "requested": requested, "poll_seconds": 0.01}
     order = lifecycle.Order(V4_16, True, is_queued)
     assert lifecycle.watch([TPU], order=order, start=lambda: requested.append(143) or 0, **bounds) == 143
-    assert lifecycle.look(TPU).state == "READY"
+    assert gcloud.describe(TPU).state == "READY"
     said = capfd.readouterr().out
     assert [text for text in says if text not in said] == []
     assert sum(call[3] == "create" for call in calls(cloud)) == (2 if is_queued else 3)

@@ -71,7 +71,7 @@ def test_ship_set_up_start_follow_and_stop(cloud, workspace, monkeypatch, capfd)
     assert all(f"w-{worker}: running, process" in status for worker in range(2))
 
     followed = []
-    argv = gcloud.action_step(TPU, action="logs").argv
+    argv = workstation.action_step(TPU, "logs").argv
     follower = threading.Thread(target=logs.follow, args=([argv],), kwargs={"write": followed.append})
     follower.start()
     assert act("stop") == 0
@@ -155,7 +155,7 @@ def test_a_tpu_that_cannot_be_used_is_refused_before_anything_is_shipped(cloud, 
 
 
 def test_tensorboard_is_tunnelled_on_loopback_from_host_0(cloud):
-    step = gcloud.tensorboard_step(TPU, log_directory="gs://b/runs")
+    step = workstation.tensorboard_step(TPU, "gs://b/runs")
     assert "--worker=0" in step.argv
     assert "--ssh-flag=-L 127.0.0.1:6006:127.0.0.1:6006" in step.argv
     assert step.argv[-1].endswith("on_host.sh tensorboard 6006 gs://b/runs")
@@ -180,7 +180,7 @@ def test_tensorboard_without_a_run_says_what_to_give(cloud, workspace, capfd):
     assert act("stop") == 0
     (cloud / "worker_0/.renga/run_directory").unlink()
     assert workstation.act([TPU], action="tensorboard", dry_run=False) == 1
-    assert "w-0: no run was started here: say which with launch/pod.sh tensorboard --run-dir DIR" in (
+    assert "w-0: no run was started here; name a directory: launch/pod.sh tensorboard --run-dir DIR" in (
         capfd.readouterr().err
     )
 
@@ -207,7 +207,7 @@ def test_the_tpu_comes_from_flags_then_environment(monkeypatch):
     for names in ("user@flag:", "a,,b", "a, b"):
         with pytest.raises(ValueError, match="expected letters, digits"):
             gcloud.find_tpus(names, "z", None)
-    with pytest.raises(ValueError, match="each slice is a TPU of its own"):
+    with pytest.raises(ValueError, match="every slice needs its own TPU"):
         gcloud.find_tpus("a,a", "z", None)
     monkeypatch.delenv("TPU_NAME")
     assert gcloud.find_tpus(None, "z", None) == ()

@@ -1,0 +1,62 @@
+"""Notes that the processes of a run leave in a folder when it fails: the exception that ends them, or the verdict.
+
+The process that started the run reads them after its end, because a killed process cannot report its own failure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from core.watch import exit_codes, peers
+
+_LONGEST = 2000
+
+
+@contextlib.contextmanager
+def noting(folder: Path, host: int | None, *, silent: Collection[int] = ()) -> Iterator[None]:
+    """Writes a note of the exception that leaves this context, or of the hosts' verdict on why the run ends.
+
+    Args:
+      folder: for the notes.
+      host: of this process; None if unknown.
+      silent: exit codes of exceptions that are not noted.
+    """
+    peers.on_verdict(lambda verdict: _write(folder, "verdict", host, min(verdict.hosts), verdict.says))
+    try:
+        yield
+    except Exception as error:
+        if getattr(error, "exit_code", exit_codes.RAISED) not in silent:
+            _write(folder, "raised", host, host, f"{type(error).__name__}: {error}"[:_LONGEST])
+        raise
+
+
+def collect(folder: Path) -> list[dict[str, Any]]:
+    """Reads and deletes the notes, oldest first; malformed files are skipped."""
+    notes = []
+    for file in folder.glob("*.json"):
+        with contextlib.suppress(ValueError):
+            notes.append(json.loads(file.read_text()))
+        file.unlink()
+    return sorted(notes, key=lambda note: note["time"])
+
+
+def cause(notes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Chooses the exception of the host that the verdict names, else the verdict, else the first exception."""
+    verdicts = [note for note in notes if note["kind"] == "verdict"]
+    raised = [note for note in notes if note["kind"] == "raised"]
+    named = [note for note in raised if verdicts and note["host"] == verdicts[0]["host"]]
+    return next(iter([*named, *verdicts, *raised]), {"host": None, "message": ""})
+
+
+def _write(folder: Path, kind: str, by: int | None, host: int | None, message: str) -> None:
+    """Writes a note by process `by` about a host."""
+    with contextlib.suppress(OSError):  # the process that would read it has ended
+        note = {"kind": kind, "host": host, "message": message, "time": time.time()}
+        part = folder / f".{kind}_{by}"
+        part.write_text(json.dumps(note))
+        part.replace(folder / f"{kind}_{by}.json")
