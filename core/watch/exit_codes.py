@@ -1,7 +1,6 @@
-"""How a process of a run ends, as a number: what a supervisor, a script or a person can act on.
+"""Exit codes of the processes of a run, with their meanings and whether a restart can help.
 
-The one idea: a code says whether starting again can help. A lost machine is worth another start; a mistake in the
-configuration, or a loss that is not a number, is the same mistake again.
+A restart can help after a lost machine; a mistake in the configuration or a loss that is not finite would only repeat.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ PEER_LOST = 15
 DIVERGED = 16
 NON_FINITE = 17
 RUN_DIRECTORY_LOST = 18
-INTERRUPTED = 130  # 128 + SIGINT, as shells say it; likewise the next
+INTERRUPTED = 130  # 128 + SIGINT, as in shells; likewise below
 JAX_ABORTED = 134
 PREEMPTED = 143
 
 
 class Ending(NamedTuple):
-    """What an exit code says.
+    """The meaning of an exit code.
 
     Attributes:
-      meaning: a sentence for whoever reads it.
+      meaning: a sentence.
       restart: whether starting the same command again can help.
     """
 
@@ -36,49 +35,45 @@ class Ending(NamedTuple):
 
 ENDINGS: dict[int, Ending] = {
     DONE: Ending("done", False),
-    FAILED: Ending("set-up failed, or a check did not pass; the message says which", False),
+    FAILED: Ending("set-up or a check failed; the message says which", False),
     USER_ERROR: Ending(
-        "something for the user to fix: the message says what, where and how (RENGA_TRACEBACK=1 shows where in the "
-        "code)",
-        False,
+        "user error: the message says what, where and how to fix it (RENGA_TRACEBACK=1 adds the traceback)", False
     ),
-    RAISED: Ending("this host raised; its traceback is in its log", True),
-    HUNG: Ending("this host made no step for longer than its limit; the stacks of its threads are in its log", True),
-    PEER_LOST: Ending("another host was lost or ended; the message names it, its last step and what it did", True),
-    DIVERGED: Ending("hosts that must hold the same numbers do not; the message names them", False),
-    NON_FINITE: Ending("the loss or the gradient is not a number", False),
+    RAISED: Ending("this host raised an exception; the traceback is in its log", True),
+    HUNG: Ending("this host made no progress within its limit; the stacks of its threads are in its log", True),
+    PEER_LOST: Ending("another host was lost or ended; the message names it, its last step and phase", True),
+    DIVERGED: Ending("hosts disagree about values that must be equal; the message names them", False),
+    NON_FINITE: Ending("the loss or the gradient is not finite", False),
     RUN_DIRECTORY_LOST: Ending(
-        "the run directory was deleted, or taken over by another launch, while the run went on; host 0 says which",
-        False,
+        "the run directory was deleted, or taken over by another launch, during the run; host 0 says which", False
     ),
     INTERRUPTED: Ending("stopped by Ctrl-C", False),
-    JAX_ABORTED: Ending("JAX ended this process because another was gone: read that host's log first", True),
+    JAX_ABORTED: Ending("JAX aborted this process because another one was lost; read that host's log first", True),
     PREEMPTED: Ending(
-        "told to stop (SIGTERM): saved what it had trained (before it joins the others a process just ends), and goes "
-        "on when started again",
+        "preempted (SIGTERM): saved a checkpoint, unless it had not joined the others yet; the same command resumes",
         True,
     ),
 }
-_BY_SIGNAL = Ending("ended by signal {} (9: killed, often for memory)", True)
+_BY_SIGNAL = Ending("ended by signal {} (9: killed, often for lack of memory)", True)
 
 
 def ending(code: int) -> Ending:
-    """What a code means; `128 + N` is signal N."""
+    """Returns the meaning of a code; `128 + N` is signal N."""
     if code in ENDINGS:
         return ENDINGS[code]
     if 128 < code < 128 + 65:
         return _BY_SIGNAL._replace(meaning=_BY_SIGNAL.meaning.format(code - 128))
-    return Ending(f"an exit code that no part of this project uses ({code})", False)
+    return Ending(f"unknown exit code {code}", False)
 
 
 def of_process(returncode: int) -> int:
-    """The code of a process that Python says ended with `returncode`, as shells say it: 128 + N by signal N."""
+    """Converts the `returncode` of a subprocess into an exit code as shells give it: 128 + N for signal N."""
     return returncode if returncode >= 0 else 128 - returncode
 
 
 def markdown_table() -> str:
-    """The table of launch/README.md."""
-    rows = ["| code | meaning | worth another start |", "|---|---|---|"]
+    """Returns the table of launch/README.md."""
+    rows = ["| code | meaning | can a restart help? |", "|---|---|---|"]
     rows += [f"| {code} | {said.meaning} | {'yes' if said.restart else 'no'} |" for code, said in ENDINGS.items()]
     rows.append(f"| 128 + N | {_BY_SIGNAL.meaning.format('N')} | yes |")
     return "\n".join(rows) + "\n"

@@ -32,7 +32,10 @@ def test_what_another_start_can_help_is_started_again(capsys):
     assert made[3] - made[2] > 2 * 0.01  # pauses grow
     said = capsys.readouterr().out
     assert "ended with exit code 15: another host was lost" in said
-    assert "ended with exit code 137: ended by signal 9 (9: killed, often for memory). Starts again in 0.02 s" in said
+    assert (
+        "ended with exit code 137: ended by signal 9 (9: killed, often for lack of memory). Starts again in 0.02 s"
+        in said
+    )
 
 
 @pytest.mark.parametrize(
