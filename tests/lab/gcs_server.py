@@ -1,13 +1,12 @@
 """Emulates the JSON API of Google Cloud Storage on 127.0.0.1, in memory, with errors on demand.
 
-What matters is kept as the service has it: an object appears whole or not at all, a write or a removal may ask for the
-generation that it expects, a listing is in order and ends where it was told to, an upload may come in parts. Who may do
-what is not looked at.
+As in the service, an object appears as a whole or not at all, a write or a removal may require a generation, a listing
+is sorted and paged, and an upload may come in parts. Permissions are not checked.
 
     python -m tests.lab.gcs_server   prints its port, then serves until it is killed
-    GET  /stand-in/errors?rate=0.05    from now on one request in twenty is answered with 503 (but those that have a
+    GET  /stand-in/errors?rate=0.05    from now on one request in twenty is answered with 503 (except those with the
                                        header Of-The-Stand-In)
-    GET  /stand-in/errors              {"answered": how many requests, "refused": how many with 503}
+    GET  /stand-in/errors              {"answered": number of requests, "refused": those answered with 503}
 """
 
 from __future__ import annotations
