@@ -26,12 +26,14 @@ from typing import NamedTuple
 import jax
 from jax.experimental import multihost_utils
 
-from core import jax_internals, roll_call
+from core import jax_internals, rendezvous
 from core.errors import UserError
-from core.watch import exit_codes, peers
-from core.watch.judging import Limits
+from core.health import exit_codes, heartbeat
+from core.health.failure_diagnosis import Limits
 
-HEARTBEAT_SECONDS = 60  # minimum timeout of JAX's heartbeat: core.watch, which names the silent host, must report first
+HEARTBEAT_SECONDS = (
+    60  # minimum timeout of JAX's heartbeat: core.health, which names the silent host, must report first
+)
 _NEVER_SECONDS = 24 * 3600  # timeout of JAX's heartbeat if a silent host must not end the run
 SHUTDOWN_SECONDS = 30
 TIMEOUT_SECONDS = 300
@@ -82,7 +84,7 @@ def initialize(
       single_process: whether this process runs alone, without detecting or waiting for others.
       description: the configuration of this host; hosts with different ones are refused, with the difference.
       addresses: addresses of all hosts by index, to name a missing one.
-      watch: limits with which the hosts monitor one another from here on (`core.watch.peers`); None: no monitoring.
+      watch: limits with which hosts monitor one another (`core.health.heartbeat`); None: no monitoring.
       before_devices: called when all hosts are present with equal descriptions, before JAX's runtime starts and any
         device is initialized; an exception in it ends the start.
 
@@ -107,7 +109,7 @@ def initialize(
     if single_process:
         _listen_for_stop()
         if watch:
-            peers.start(None, limits=watch)
+            heartbeat.start(None, limits=watch)
         cluster = _ALONE
         before_devices(cluster)
     else:
@@ -132,7 +134,7 @@ def _wanted(
         return None
     if coordinator is None or process_index is None or process_count is None:
         raise UserError(f"distributed.initialize needs {', '.join(missing)} too (got {given}); give all three or none")
-    roll_call.split(coordinator)
+    rendezvous.split(coordinator)
     if not 0 <= process_index < process_count:
         raise UserError(f"process_index is {process_index}; expected 0 to {process_count - 1} (process_count - 1)")
     return Cluster(process_index, process_count, coordinator)
@@ -161,7 +163,7 @@ def _meet(
         wanted = _detected(timeout_seconds)
         addresses = addresses or _addresses_of_slice(wanted.process_count)
     index, count, coordinator = wanted
-    roll = roll_call.answer(
+    roll = rendezvous.answer(
         coordinator,
         index=index,
         count=count,
@@ -170,7 +172,7 @@ def _meet(
         addresses=addresses,
     )
     if watch:
-        peers.start(roll, limits=watch)
+        heartbeat.start(roll, limits=watch)
     else:
         roll.close()
     return wanted
@@ -190,8 +192,8 @@ def _heartbeat_seconds(watch: Limits | None) -> int:
 
 def _join(cluster: Cluster, *, timeout_seconds: float, heartbeat_seconds: int) -> None:
     index, count, coordinator = cluster
-    host, port = roll_call.split(coordinator)
-    own_host = roll_call.bindable(host) if index == 0 else host
+    host, port = rendezvous.split(coordinator)
+    own_host = rendezvous.bindable(host) if index == 0 else host
     jax.distributed.initialize(
         coordinator,
         num_processes=count,
@@ -309,10 +311,10 @@ def _listen_for_stop() -> None:
 def shutdown() -> None:
     """Disconnects: waits until all hosts have called it, for at most `SHUTDOWN_SECONDS`."""
     global _joined
-    peers.leave()
+    heartbeat.leave()
     if jax.distributed.is_initialized():
         jax.distributed.shutdown()
-    peers.stop()
+    heartbeat.stop()
     _joined = None
 
 
@@ -325,7 +327,7 @@ def exit_at_once(code: int, why: str = "") -> None:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    peers.leave(code, why)
+    heartbeat.leave(code, why)
     os._exit(code)
 
 
@@ -359,7 +361,7 @@ def exit_at_once_on_exception() -> None:
             exit_at_once(exit_codes.INTERRUPTED, "stopped by Ctrl-C")
         code = getattr(error, "exit_code", exit_codes.RAISED)
         first_line = next(iter(str(error).splitlines()), "")
-        peers.raised(f"{kind.__name__}: {first_line}", code=code, is_consequence=isinstance(error, _CONSEQUENCES))
+        heartbeat.raised(f"{kind.__name__}: {first_line}", code=code, is_consequence=isinstance(error, _CONSEQUENCES))
         os._exit(code)
 
     sys.excepthook = end

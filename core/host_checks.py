@@ -8,7 +8,7 @@ import time
 
 from core import distributed, paths, units
 from core.errors import UserError
-from core.watch import difference
+from core.health import difference
 
 _NONCE_FILE = ".shared"
 _SHARED_FILE_SECONDS = 10.0  # network file systems may show a new file late

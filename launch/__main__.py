@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from core.errors import UserError
-from core.watch import exit_codes, peers
+from core.health import exit_codes, heartbeat
 from launch import environment, terminal
 
 COMMANDS = Path(__file__).parent / "cli"
@@ -89,7 +89,7 @@ def run_command(module: str, argv: Sequence[str], *, program: str) -> int:
         return command.run(args)
     except UserError as error:
         _print_user_error(error)
-        peers.leave(exit_codes.USER_ERROR, f"error: {next(iter(str(error).splitlines()), '')}")
+        heartbeat.leave(exit_codes.USER_ERROR, f"error: {next(iter(str(error).splitlines()), '')}")
         return exit_codes.USER_ERROR
     except KeyboardInterrupt:
         return exit_codes.INTERRUPTED
@@ -143,5 +143,5 @@ if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stderr.flush()
     if code:  # at once: on several hosts, leaving in order would wait for the others at JAX's exit barrier
-        peers.leave(code, exit_codes.ending(code).meaning)
+        heartbeat.leave(code, exit_codes.ending(code).meaning)
         os._exit(code)

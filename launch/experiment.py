@@ -15,10 +15,10 @@ import jax
 
 from core import logical, slices, units
 from core.errors import UserError
+from core.health.failure_diagnosis import ON_TPU, USUAL_LIMITS, Limits
 from core.optimizers import Optimizer
 from core.training import non_finite
 from core.types import CountsFlops, HasPuzzles, HasVocabulary, Model, PadsVocabulary, Task, can, missing
-from core.watch.judging import ON_TPU, USUAL_LIMITS, Limits
 from launch import environment
 from parallel import compiler_options
 from parallel.partitioner import Partitioner, Program

@@ -1,1 +1,1 @@
-"""Checkpoints of a run: written by all hosts, complete or not there, and known by their content."""
+"""Saves, restores, verifies, compares and prunes the checkpoints of a run."""

@@ -1,8 +1,8 @@
-"""The arrays of one saved step, read by a single machine that knows nothing of the model, a block at a time.
+"""Reads the arrays of a saved step block by block, on a single machine and without the model.
 
-The one idea: how many hosts wrote a step and over which mesh does not matter, nor does it matter whether this machine
-could hold it. A block is what one device wrote; a few of them are in memory at once, and no accelerator is touched, so
-a step can be looked at beside the job that writes the next.
+It works for any number of hosts and any mesh that wrote the step. A block is what one device wrote; only a few are in
+memory at once, so the step may be larger than the machine's memory. No accelerator is used, so a step can be read while
+a job runs.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import tensorstore
 from core import paths
 from core.checkpoints import fingerprint
 
-PART = "state"  # of a step's folder
-JOINED_BY = "."  # the names under which orbax stores arrays, where descriptions have "/"
-_KIND = ".zarray"  # the file of an array that says what it is
+PART = "state"  # subfolder of a step's folder
+JOINED_BY = "."  # separator in the names under which Orbax stores arrays; descriptions use "/"
+_KIND = ".zarray"  # the file with an array's dtype and shape
 _DIRECTORY_BYTES = 2**26
-_AHEAD_BYTES = 2**28  # so much is asked for before it is looked at
+_AHEAD_BYTES = 2**28  # limit on the bytes that are read ahead
 
 
 class Block(NamedTuple):
     """A part of an array.
 
     Attributes:
-      origin: where it begins, one index an axis.
-      values: what is there.
+      origin: index of its first element, one per axis.
+      values: its elements.
     """
 
     origin: tuple[int, ...]
@@ -39,12 +39,12 @@ class Block(NamedTuple):
 
 
 class Arrays:
-    """The arrays of one step by name, as `leaves.by_name` names them."""
+    """The arrays of one step, by the names of `leaves.by_name`."""
 
     def __init__(self, step_folder: paths.Path):
-        """Reads what arrays there are; errors are of many types, whatever files and formats make of a wrong byte."""
+        """Lists the arrays. Damaged files cause exceptions of many types."""
         self._files = {"driver": "ocdbt", "base": _store(step_folder / PART)}
-        # The directory of a bucket's files is asked for once, not once an array.
+        # The cache makes TensorStore read the directory of a bucket once, and not once per array.
         self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _DIRECTORY_BYTES}})
         keys = tensorstore.KvStore.open(self._files, context=self._context).result().list().result()
         ends = f"/{_KIND}".encode()
@@ -55,18 +55,18 @@ class Arrays:
         return _comparable(name) in self._stored
 
     def kind(self, name: str) -> str:
-        """`float32[8, 6]`."""
+        """Returns dtype and shape as text: `float32[8, 6]`."""
         opened = self._open(name)
         return f"{opened.dtype.name}{list(opened.shape)}"
 
     def number(self, name: str) -> int:
-        """What `fingerprint.of` says of the array."""
+        """Returns the fingerprint of the array, equal to that of `fingerprint.of`."""
         shape = self._open(name).shape
         numbers = (fingerprint.of_block(block.values, origin=block.origin, shape=shape) for block in self.blocks(name))
         return sum(numbers) % 2**32
 
     def blocks(self, name: str) -> Iterator[Block]:
-        """Every block, read ahead of use."""
+        """Yields every block; the next ones are read in the background."""
         opened = self._open(name)
         waiting: collections.deque[tuple[tuple[int, ...], Any]] = collections.deque()
         bytes_each = max(math.prod(_block_shape(opened)) * opened.dtype.numpy_dtype.itemsize, 1)
@@ -78,7 +78,7 @@ class Arrays:
             yield _finished(*waiting.popleft())
 
     def read(self, name: str, block: Block) -> np.ndarray:
-        """The part of `name` that stands where a block of another array of its shape does."""
+        """Reads the part of `name` at the same place as a block of another array of the same shape."""
         region = tuple(slice(o, o + n) for o, n in zip(block.origin, block.values.shape, strict=True))
         return self._open(name)[region].read().result()
 
@@ -94,7 +94,7 @@ class Arrays:
 
 
 def _comparable(name: str) -> str:
-    """Equal for the name that an array has in a description and the one that it is stored under."""
+    """Normalises a name, so that the one in a description equals the one under which the array is stored."""
     return name.replace("/", JOINED_BY)
 
 
@@ -106,7 +106,7 @@ def _store(folder: paths.Path) -> dict[str, str]:
 
 
 def _block_shape(opened: Any) -> tuple[int, ...]:
-    return tuple(opened.chunk_layout.read_chunk.shape or ())  # None where there are no axes
+    return tuple(opened.chunk_layout.read_chunk.shape or ())  # None for a scalar
 
 
 def _origins(opened: Any) -> Iterator[tuple[int, ...]]:

@@ -1,7 +1,7 @@
-"""Checkpoint metadata: the step, what its run was, the content of every array and stream, and a checksum over it all.
+"""Checkpoint metadata: step, run, fingerprints of all arrays and data positions, and a checksum of the metadata.
 
-The checksum is verified before anything else in the metadata is used. Arrays and positions in the data that belong to
-another step are found by comparing them with the metadata, even though each of them is intact by itself.
+The checksum is verified before the metadata is used. Comparison with the metadata also detects arrays and data
+positions of another step, which are intact by themselves.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Any, NamedTuple
 from core import listing, paths
 from core.checkpoints import streams
 
-PART = "meta"  # of a step's folder
+PART = "meta"  # subfolder of a step's folder
 _FILE = "metadata"
-_STEP, _CONTENT, _STREAMS, _CHECKSUM = "step", "content", "streams", "checksum"  # beside what the caller keeps there
+_STEP, _CONTENT, _STREAMS, _CHECKSUM = "step", "content", "streams", "checksum"  # keys added to the caller's
 
 
 class DamagedError(RuntimeError):
-    """What is in a checkpoint is not what was saved."""
+    """The content of a checkpoint differs from what was saved."""
 
 
 class Description(NamedTuple):
-    """Metadata whose checksum is right.
+    """Metadata with a verified checksum.
 
     Attributes:
-      meta: what the caller kept.
-      content: kind and number of every leaf, `{"params/w": ["float32[8, 6]", 2864434397]}`.
-      streams: the SHA-256 of each position in the data, of all hosts, by stream. None in checkpoints of earlier
-        revisions, which recorded the names alone.
+      meta: the caller's metadata.
+      content: dtype, shape and fingerprint of every leaf, `{"params/w": ["float32[8, 6]", 2864434397]}`.
+      streams: the SHA-256 of the data position of each stream, of all hosts. None in checkpoints of earlier revisions,
+        which recorded only the names.
     """
 
     meta: dict[str, Any]
@@ -39,15 +39,15 @@ class Description(NamedTuple):
 
     @property
     def seals_positions(self) -> bool:
-        """Whether a position of another step or stream would be noticed."""
+        """Whether the metadata has digests of the data positions, which detect those of another step or stream."""
         return None not in self.streams.values()
 
     def positions(self, found: Mapping[str, bytes]) -> dict[str, bytes]:
-        """The positions that were saved with this step, out of those that were found.
+        """Selects the data positions that were saved with this step from those that were found.
 
         Raises:
-          FileNotFoundError: some are missing.
-          DamagedError: some are of another step or stream.
+          FileNotFoundError: positions are missing.
+          DamagedError: positions belong to another step or stream.
         """
         if gone := sorted(self.streams.keys() - found.keys()):
             raise FileNotFoundError(f"of {len(self.streams)} positions in the data {', '.join(gone)} are missing")
@@ -64,30 +64,30 @@ class Description(NamedTuple):
 def sealed(
     meta: Mapping[str, Any], *, step: int, content: Mapping[str, list], streams: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Metadata with its own checksum, as it comes back from JSON.
+    """Returns metadata with its checksum, converted to JSON types.
 
     Args:
-      meta: what the caller keeps.
-      step: that is saved.
-      content: of every leaf.
-      streams: the digest of every host's positions, by stream.
+      meta: the caller's metadata.
+      step: the step that is saved.
+      content: dtype, shape and fingerprint of every leaf.
+      streams: digests of the data positions of all hosts, by stream.
     """
     plain = json.loads(json.dumps({**meta, _STEP: step, _CONTENT: dict(content), _STREAMS: dict(streams)}))
     return {**plain, _CHECKSUM: _checksum(plain)}
 
 
 def read(step_folder: paths.Path) -> Description:
-    """The metadata of a step, of this revision or an earlier one.
+    """Reads the metadata of a step, saved by this revision or an earlier one.
 
     Raises:
-      DamagedError: its checksum is wrong, or it is of another step than the folder is named after.
-      Exception: of many types, whatever a file that cannot be read makes.
+      DamagedError: the checksum is wrong, or the metadata belongs to another step than the folder's name.
+      Exception: of many types, if the file cannot be read.
     """
     meta = json.loads((step_folder / PART / _FILE).read_text())
     if meta.get(_CHECKSUM) != _checksum(meta) or not {_CONTENT, _STREAMS} <= meta.keys():
         raise DamagedError("the description is not what was saved")
     if str(step := meta.get(_STEP, step_folder.name)) != step_folder.name and step_folder.name.isdecimal():
-        raise DamagedError(f"the description is that of step {step}")
+        raise DamagedError(f"the description belongs to step {step}")
     own = {k: v for k, v in meta.items() if k not in (_STEP, _CONTENT, _STREAMS, _CHECKSUM)}
     said = meta[_STREAMS] if isinstance(meta[_STREAMS], dict) else dict.fromkeys(meta[_STREAMS])
     return Description(own, meta[_CONTENT], said)
@@ -99,6 +99,6 @@ def _checksum(meta: Mapping[str, Any]) -> str:
 
 
 def said(error: BaseException) -> str:
-    """The first line of what an error says, which may be hundreds long; of a long line where it begins and ends."""
+    """Returns type and first line of an error's message; of a long line the beginning and the end."""
     line = (str(error).strip() or "no reason given").splitlines()[0]
     return f"{type(error).__name__}: {line if len(line) < 500 else f'{line[:200]} … {line[-250:]}'}"

@@ -1,8 +1,8 @@
-"""A number that stands for what is in an array, the same however the array is spread over chips.
+"""Fingerprints of arrays: 32-bit hashes that do not depend on the sharding.
 
-Every element is mixed with its place in the whole array, and the results are summed modulo 2^32, whatever the order. An
-array that differs in one element, by one bit or more, always has another number, for the mixing is a bijection (the
-finalizer of MurmurHash3); of arrays that differ otherwise, one in 2^32 has the same.
+Each element is hashed together with its index in the global array, and the hashes are summed modulo 2^32 in any order.
+Arrays that differ in one element always have different fingerprints, because the hash is a bijection (the finalizer of
+MurmurHash3); other different arrays have equal fingerprints with probability 2^-32.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_SPREAD = 0x9E3779B9  # from one place to the next
+_SPREAD = 0x9E3779B9  # multiplier of the index
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 
 
@@ -23,21 +23,23 @@ def _all(leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def of(leaves: Mapping[str, jax.Array]) -> dict[str, int]:
-    """The number of each array, on every host.
+    """Returns the fingerprint of each array, on every host.
 
     Args:
-      leaves: arrays of any dtype and layout, all on the same devices.
+      leaves: arrays of any dtype and sharding, all on the same devices.
     """
     return {name: int(number) for name, number in jax.device_get(_all(dict(leaves))).items()}
 
 
 def of_block(values: np.ndarray, *, origin: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """What a part of an array adds to its number, which is the sum over all parts modulo 2^32; on the host alone.
+    """Returns the contribution of a block to an array's fingerprint: the sum over all blocks modulo 2^32.
+
+    It is computed with numpy on the host.
 
     Args:
-      values: the part.
-      origin: where in the array it begins, one index an axis.
-      shape: of the array.
+      values: the block.
+      origin: index of its first element in the array, one per axis.
+      shape: shape of the array.
     """
     words = _host_words(values)
     if words.ndim > values.ndim:  # of 8 bytes, two
@@ -59,7 +61,7 @@ def _host_words(values: np.ndarray) -> np.ndarray:
 
 
 def number(x: jax.Array) -> jax.Array:
-    """The number of one array, [] uint32; inside of a jitted function."""
+    """Returns the fingerprint of one array, [] uint32; for use inside jitted functions."""
     words = _words(x)
     place = jnp.zeros(words.shape, jnp.uint32)
     for axis, size in enumerate(words.shape):
@@ -68,7 +70,7 @@ def number(x: jax.Array) -> jax.Array:
 
 
 def _words(x: jax.Array) -> jax.Array:
-    """The bits of every element, as uint32; of 8 bytes, two."""
+    """Returns the bits of every element as uint32; elements of 8 bytes give two."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if x.dtype == jnp.bool_:

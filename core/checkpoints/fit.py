@@ -1,4 +1,4 @@
-"""Whether the newest checkpoint fits a model and optimizer, by its description alone: no array is read."""
+"""Checks that the newest checkpoint fits a model and optimizer, from its metadata alone."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from core.checkpoints import description, leaves, steps
 
 
 def newest(directory: str, abstract_state: Any) -> tuple[int | None, list[str]]:
-    """The newest complete step, None where there is none, and a line for each leaf that is not as expected.
+    """Returns the newest complete step (None if there is none) and one line for each leaf that does not fit.
 
     Args:
-      directory: of checkpoints, local or gs://.
-      abstract_state: what a restore would ask for.
+      directory: folder of checkpoints, local or gs://.
+      abstract_state: the state that a restore would request.
 
     Raises:
-      DamagedError: its description is not what was saved; and whatever a file that cannot be read makes.
+      DamagedError: the metadata differs from what was saved.
+      Exception: of many types, if the file cannot be read.
     """
     folder = paths.resolve(directory)
     if not (there := steps.complete(folder)):

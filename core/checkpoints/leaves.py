@@ -1,4 +1,4 @@
-"""The arrays of a state by name: what they are, whether two trees have the same, and what is in them."""
+"""Names, describes and compares the leaves of a state."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from core.errors import UserError
 
 
 class Misfit(UserError):
-    """The checkpoint is there, and does not fit what is asked of it."""
+    """A checkpoint does not fit the requested state."""
 
 
 def by_name(tree: Any, *, joined_by: str = "/") -> dict[str, Any]:
-    """Leaves by name, equal for a NamedTuple and the dict that orbax makes of it: "params/decoder/linear/w"."""
+    """Returns leaves by name, such as "params/decoder/linear/w"; equal for a NamedTuple and Orbax's dict of it."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {
         joined_by.join(str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path): leaf
@@ -26,24 +26,24 @@ def by_name(tree: Any, *, joined_by: str = "/") -> dict[str, Any]:
 
 
 def host_bytes(state: Any) -> int:
-    """Bytes of all arrays that this host holds, each part once, however many of its devices have a copy."""
+    """Returns the bytes of all arrays on this host, counting a shard once if several devices have it."""
     parts = ({str(s.index): s.data.nbytes for s in leaf.addressable_shards} for leaf in by_name(state).values())
     return sum(sum(by_place.values()) for by_place in parts)
 
 
 def require_arrays(state: Any) -> None:
-    """Raises ValueError where a leaf is no jax.Array."""
+    """Raises UserError if a leaf is not a jax.Array."""
     wrong = {name: type(leaf).__name__ for name, leaf in by_name(state).items() if not isinstance(leaf, jax.Array)}
     if wrong:
         raise UserError(f"a checkpoint holds jax.Arrays; these leaves are not: {wrong}; put them on the devices first")
 
 
 def differences(saved: Mapping[str, str], abstract_state: Any) -> list[str]:
-    """One line for each leaf that is missing, extra, or of another shape or dtype.
+    """Returns one line for each leaf that is missing, extra, or of another shape or dtype.
 
     Args:
-      saved: kinds by name.
-      abstract_state: what is wanted.
+      saved: dtypes and shapes by name, as `kind` formats them.
+      abstract_state: the requested state.
     """
     wanted = {name: kind(leaf) for name, leaf in by_name(abstract_state).items()}
     lines = [f"{name}: not in the checkpoint, expected {wanted[name]}" for name in wanted if name not in saved]
@@ -53,19 +53,19 @@ def differences(saved: Mapping[str, str], abstract_state: Any) -> list[str]:
 
 
 def kind(leaf: Any) -> str:
-    """`float32[8, 6]`."""
+    """Formats dtype and shape: `float32[8, 6]`."""
     return f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
 
 
 def require_shardings(abstract_state: Any) -> None:
-    """Raises Misfit where a leaf has none."""
+    """Raises Misfit if a leaf has no sharding."""
     without = [name for name, leaf in by_name(abstract_state).items() if getattr(leaf, "sharding", None) is None]
     if without:
         raise Misfit(f"restore needs the sharding of every leaf; missing: {', '.join(without[:20])}")
 
 
 def describe(state: Any) -> dict[str, list]:
-    """Kind and content of every leaf, as JSON: `{"params/w": ["float32[8, 6]", 2864434397]}`."""
+    """Returns dtype, shape and fingerprint of every leaf as JSON: `{"params/w": ["float32[8, 6]", 2864434397]}`."""
     leaves = by_name(state)
     contents = fingerprint.of(leaves)
     return {name: [kind(leaf), contents[name]] for name, leaf in leaves.items()}

@@ -1,4 +1,4 @@
-"""Chooses which checkpoints to delete; the newest intact one is always kept, however few are asked for."""
+"""Chooses which checkpoints to delete; the newest intact one is always kept."""
 
 from __future__ import annotations
 

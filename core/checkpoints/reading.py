@@ -1,9 +1,9 @@
-"""Reading a step on all hosts, and telling a step that is damaged from one that could not be read.
+"""Reads a step on all hosts, and distinguishes damaged checkpoints from failures to read them.
 
-The one idea: damage must be proven. A checksum that differs, a file that is missing or bytes that do not decode speak
-of the checkpoint; a full memory, a permission or a bucket that does not answer speak of the reader, and the same bytes
-may be read by the next one. Only the first sort may put a step aside, and only once an older one was read: what no step
-gives may be the fault of this revision or of its libraries.
+A wrong checksum, a missing file or bytes that cannot be decoded prove that the checkpoint is damaged. A lack of memory,
+a missing permission or an unreachable bucket do not: a later attempt may succeed. Only proven damage may set a step
+aside, and only after an older step was restored: if no step can be read, this revision or its libraries may be at
+fault.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from core.checkpoints import description
 from core.checkpoints.description import DamagedError
 from core.checkpoints.streams import DamagedStreamError
 
-SLOW_SECONDS = 3600  # for the slowest host: some have more to read than others, or a slower way to it
-RETRY_SECONDS = 5.0  # before the one other try of a read that may succeed where it failed
+SLOW_SECONDS = 3600  # timeout for the slowest host: hosts may read different amounts at different speeds
+RETRY_SECONDS = 5.0  # pause before the single retry of a read that may succeed later
 
-# What files and formats make of bytes that are wrong or missing: checksums, JSON, zarr, zstd.
+# Exceptions that wrong or missing bytes cause in checksums, JSON, zarr and zstd.
 _PROOFS = (
     DamagedError,
     DamagedStreamError,
@@ -35,24 +35,24 @@ _PROOFS = (
     EOFError,
     zlib.error,
 )
-# TensorStore raises ValueError for whatever befalls it, with its status in front. Local files that cannot be opened for
-# want of descriptors are RESOURCE_EXHAUSTED, a disk's input or output error is UNKNOWN.
+# TensorStore raises ValueError for every error, with the status first. Too many open files are RESOURCE_EXHAUSTED, an
+# input or output error of a disk is UNKNOWN.
 _OF_THE_READER = re.compile(
     r"\b(RESOURCE_EXHAUSTED|UNAVAILABLE|PERMISSION_DENIED|UNAUTHENTICATED|DEADLINE_EXCEEDED|ABORTED|CANCELLED|INTERNAL"
     r"|UNKNOWN)\b"
 )
 
 
-# A file that is not there: another host's may be listed later where a file system remembers what it listed before.
+# A missing file is retried: on file systems that cache listings, another host's file may appear later.
 _NOT_THERE = re.compile(r"\bNOT_FOUND\b")
 
 
 class UnreadableError(RuntimeError):
-    """A step could not be read, which says nothing of what is in it."""
+    """A step could not be read, for a reason that does not prove damage."""
 
 
 class _Try(NamedTuple):
-    """What came of a read: what was read, or what went wrong, whether that proves damage, and whether it lasts."""
+    """The result of a read, or its error; `is_lasting` if a retry is pointless."""
 
     found: Any
     says: str = ""
@@ -61,15 +61,18 @@ class _Try(NamedTuple):
 
 
 def on_all_hosts(read: Callable[[], Any]) -> tuple[Any, str]:
-    """What this host read, or, where the step is damaged, what the hosts that found it so say; alike on all hosts.
+    """Runs `read` on all hosts. All hosts must call it.
 
-    A read that fails for another reason is tried once more, and so is one that finds a file missing.
+    A read that fails without proof of damage, or because a file is missing, is retried once.
 
     Args:
-      read: reads this host's part; waits for no other host.
+      read: reads this host's part; must not wait for other hosts.
+
+    Returns:
+      This host's result, and a description of the damage, equal on all hosts; "" if no host found any.
 
     Raises:
-      UnreadableError: on all hosts, where on any it failed for a reason that is no proof of damage.
+      UnreadableError: raised on all hosts if the read failed on any of them for a reason that does not prove damage.
     """
     tried = _tried(read)
     if not tried.is_lasting:
@@ -86,7 +89,7 @@ def on_all_hosts(read: Callable[[], Any]) -> tuple[Any, str]:
 
 
 def agreed(says: str) -> str:
-    """What any host says is wrong, on every host; "" where none says anything. All hosts call it, in the same order."""
+    """Combines the problems that hosts report, on every host; "" if none does. All hosts must call it in order."""
     answers = distributed.all_gather_text("checkpoints/agreed", says, timeout_seconds=SLOW_SECONDS)
     if len(set(answers)) == 1:
         return says
@@ -98,7 +101,7 @@ def _together(says: dict[int, str]) -> str:
 
 
 def _tried(read: Callable[[], Any]) -> _Try:
-    """Keeps nothing of a failure but what it says."""
+    """Runs `read` and converts an exception to text, so that its traceback keeps nothing in memory."""
     try:
         return _Try(read())
     except Exception as error:  # of many types: whatever files, formats, buckets and devices make of it
@@ -109,14 +112,14 @@ def _tried(read: Callable[[], Any]) -> _Try:
 
 
 def _reason(error: BaseException) -> BaseException:
-    """The first of a chain: libraries wrap it."""
+    """Returns the first exception of a chain, because libraries wrap it."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def is_proof_of_damage(error: BaseException) -> bool:
-    """Whether an error speaks of the step, and not of whoever reads it."""
+    """Returns True if an error proves that the step is damaged, and not only that it could not be read."""
     if isinstance(error, (DamagedError, DamagedStreamError)):
         return True
     return isinstance(error, _PROOFS) and not _OF_THE_READER.search(str(error))

@@ -1,8 +1,8 @@
-"""The arrays of one saved step, read into the shardings that are asked for, by each host its part.
+"""Restores the arrays of a saved step into the requested shardings; each host reads its part.
 
-The one idea: a restore reads what `arrays` reads and nothing else, so that a step which is sound to one is sound to the
-other. What else orbax writes beside the arrays (its own account of the tree, of shards and of shardings) the sealed
-description says too; it serves other tools, and may be damaged or gone.
+A restore reads the same files as `arrays` and no others, so that both agree on whether a step is intact. Orbax's
+metadata of the tree and of shardings is not needed, because the checksummed description contains it; it may be damaged
+or missing.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import orbax.checkpoint as ocp
 
 from core.checkpoints import arrays, leaves
 
-_AHEAD_BYTES = 96 * 10**9  # of memory of one host: so much is read at once
+_AHEAD_BYTES = 96 * 10**9  # limit on the host memory used for arrays that are read at the same time
 
 
 def restore(step_folder: paths.Path, abstract_state: Any) -> Any:
-    """A tree like `abstract_state` of the arrays that the step has under the same names; waits for no other host.
+    """Returns a tree like `abstract_state` with the arrays of the same names; does not wait for other hosts.
 
     Args:
-      step_folder: of a step.
+      step_folder: folder of a step.
       abstract_state: a tree of jax.ShapeDtypeStruct, each with the sharding to restore into.
 
     Raises:
-      Exception: of many types, whatever files and formats make of a wrong byte.
+      Exception: of many types, if files are damaged.
     """
     handler = ocp.type_handlers.ArrayHandler(array_metadata_store=None)
     context = ocp.type_handlers.get_ts_context(use_ocdbt=True)
@@ -43,7 +43,7 @@ def restore(step_folder: paths.Path, abstract_state: Any) -> Any:
 
 
 def _together(wanted: Mapping[str, Any]) -> Iterator[list[str]]:
-    """The names in their order, in groups that a host has the memory for on the way to its devices."""
+    """Yields the names, in order, in groups that fit into a host's memory on the way to its devices."""
     group: list[str] = []
     group_bytes = 0
     for name, leaf in wanted.items():

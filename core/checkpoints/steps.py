@@ -1,4 +1,4 @@
-"""Which steps a folder of checkpoints has: complete ones, and how what is not is put aside."""
+"""Lists the complete steps of a folder of checkpoints, and sets incomplete and damaged ones aside."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _COMMITTED_MARK = "commit_success.txt"  # the last object that orbax writes into
 
 
 class Leftover(NamedTuple):
-    """A folder beside the steps that no restore takes.
+    """A folder among the checkpoints that is not a complete step.
 
     Attributes:
-      folder: where it is.
-      what: `damaged`, `incomplete` (put aside by a run), `unfinished` (a save that has not ended) or `empty` (a step
-        without all that a restore needs).
+      folder: its path.
+      what: `damaged` or `incomplete` (set aside by a run), `unfinished` (a save that has not ended), or `empty` (a step
+        that lacks parts).
     """
 
     folder: paths.Path
@@ -28,7 +28,7 @@ class Leftover(NamedTuple):
 
 
 def complete(directory: paths.Path) -> list[int]:
-    """Steps that hold everything a restore needs, ascending. An empty folder named 3 is not one."""
+    """Returns the steps that have all parts that a restore needs, ascending."""
     if not directory.exists():
         return []
     found = ocp.path.step.standard_name_format().find_all(directory)
@@ -40,9 +40,9 @@ def _is_complete(folder: paths.Path) -> bool:
 
 
 def set_incomplete_aside(directory: paths.Path) -> None:
-    """Renames step folders that cannot be restored: orbax would count them among the latest.
+    """Renames step folders that cannot be restored, because Orbax would count them among the latest.
 
-    In a bucket a step without its last object is a save that did not end: orbax removes it.
+    In a bucket a step without its last object is an interrupted save, which Orbax removes.
     """
     if not directory.exists():
         return
@@ -53,10 +53,10 @@ def set_incomplete_aside(directory: paths.Path) -> None:
 
 
 def set_damaged_aside(directory: paths.Path, step: int) -> paths.Path:
-    """Renames the folder of a step whose content cannot be trusted, so that the step can be saved again.
+    """Renames the folder of a damaged step, so that the step can be saved again.
 
     Returns:
-      Where it is now; nothing of it is lost.
+      The new path; no content is lost.
     """
     aside = directory / f"damaged-{step}-{time.time_ns()}"
     (directory / str(step)).rename(
@@ -66,7 +66,7 @@ def set_damaged_aside(directory: paths.Path, step: int) -> paths.Path:
 
 
 def leftovers(directory: paths.Path) -> Iterator[Leftover]:
-    """What is in a folder of checkpoints and is no complete step."""
+    """Yields the folders among the checkpoints that are not complete steps."""
     there = set(complete(directory))
     for folder in sorted(directory.iterdir()) if directory.exists() else ():
         put_aside = folder.name.split("-")[0]
@@ -79,12 +79,12 @@ def leftovers(directory: paths.Path) -> Iterator[Leftover]:
 
 
 def saved_at(step_folder: paths.Path) -> float:
-    """When a complete step was committed, in seconds since 1970."""
+    """Returns the time at which a complete step was committed, in seconds since 1970."""
     return json.loads((step_folder / _COMPLETE_MARK).read_text())["commit_timestamp_nsecs"] / 1e9
 
 
 def remove(folder: paths.Path) -> None:
-    """Removes a step or a leftover; what makes it a step goes first, so that half of one is never taken for a step."""
+    """Removes a step or a leftover; the file that marks it complete is removed first."""
     if (folder / _COMPLETE_MARK).exists():
         (folder / _COMPLETE_MARK).unlink()
     folder.rmtree()

@@ -1,15 +1,14 @@
-"""Checkpoints: the state, the position in the data and a description, complete or not there at all.
+"""Saves and restores checkpoints atomically: the state, the position in the data and metadata.
 
-One step is one folder with three parts, written by all hosts together and made visible in one go:
+One step is one folder with three parts, written by all hosts together and made visible at once:
 
     RUN/checkpoints/100/state   every array, sharded: each host writes its own shards (orbax)
                         data    one file per input stream, written by the host that owns the stream
-                        meta    JSON: config text, versions, git revision, seed …; and what is in every array and
+                        meta    JSON: config text, versions, git revision, seed …, and fingerprints of every array and
                                 stream of this step
 
-The one idea: nothing in a checkpoint depends on how many hosts or which mesh wrote it. The state is restored into
-whatever shardings the reader asks for, every reader gets the union of all streams, and the numbers that tell whether an
-array is what it was do not depend on its layout either.
+A checkpoint does not depend on the number of hosts or the mesh that wrote it. The state is restored into any requested
+shardings, every reader gets the union of all streams, and the fingerprints of arrays do not depend on their sharding.
 """
 
 from __future__ import annotations
@@ -32,26 +31,25 @@ from core.checkpoints.writing import Cost, WriteFailedError, Writing, limit_seco
 from core.errors import UserError
 
 OPEN_SECONDS = 300.0  # for the slowest host to open the folder
-_NEVER_SECONDS = 10**6  # orbax counts the seconds of a whole write; `Writing` knows how many there may be
+_NEVER_SECONDS = 10**6  # disables Orbax's own timeout; `Writing` enforces the limit
 
-REMOVAL_SECONDS = 10.0  # What somebody removes may look complete for so long after its first file is gone.
+REMOVAL_SECONDS = 10.0  # a step that is being removed may look complete for this long
 
 
 class Checkpoints:
-    """The checkpoints of one run. Every method is collective: all hosts call it, in the same order."""
+    """The checkpoints of one run. Methods are collective unless they say otherwise: all hosts call them in order."""
 
     def __init__(self, directory: str, *, keep: int, timeout_seconds: float | None = None, read_only: bool = False):
-        """Opens a folder of checkpoints; makes it, and clears what an interrupted save left, unless `read_only`.
+        """Opens a folder of checkpoints; unless `read_only`, creates it and removes the rest of interrupted saves.
 
         Args:
-          directory: local or gs://, the same for all hosts and shared by them.
-          keep: how many of the latest to keep.
-          timeout_seconds: how long a save may take; None: as long as the bytes of a host give it time
-            (`writing.limit_seconds`).
-          read_only: for a reader beside a running job: makes and removes nothing.
+          directory: local or gs://, shared by all hosts.
+          keep: number of latest steps to keep.
+          timeout_seconds: time limit of a save; None: depends on the bytes per host (`writing.limit_seconds`).
+          read_only: for reading while a job runs: creates and removes nothing.
 
         Raises:
-          ValueError: `keep` below 1, or nothing to read.
+          UserError: `keep` is below 1, or the folder to read does not exist.
         """
         if keep < 1:
             raise UserError(f"checkpoints: keep is {keep}; expected at least 1")
@@ -69,7 +67,7 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(
             self._directory,
             options=ocp.CheckpointManagerOptions(
-                # For a reader what orbax makes of them anyway, warning of each: it neither saves nor removes.
+                # For a reader, the values that Orbax would otherwise set with a warning: it neither saves nor removes.
                 max_to_keep=None if read_only else keep,
                 save_interval_steps=0 if read_only else 1,
                 create=not read_only,
@@ -85,17 +83,17 @@ class Checkpoints:
         )
 
     def save(self, step: int, *, state: Any, data: Mapping[str, bytes], meta: Mapping[str, Any]) -> None:
-        """Starts saving; returns once the arrays are copied off the devices, so the caller may donate them.
+        """Starts an asynchronous save; returns when the arrays are copied off the devices and may be donated.
 
         Args:
-          step: the step that `state` is the result of.
-          state: a pytree of jax.Arrays, sharded in any way.
-          data: the streams that this host owns, by name; no two hosts give the same name.
-          meta: anything JSON; host 0's is kept.
+          step: the step that produced `state`.
+          state: a pytree of jax.Arrays with any shardings.
+          data: the positions of the streams that this host owns, by name; names differ between hosts.
+          meta: JSON; host 0's is stored.
 
         Raises:
-          ValueError: the step is already saved, or a leaf is not a jax.Array.
-          RuntimeError: the save before this one failed, or this one could not start.
+          UserError: the step is already saved, or a leaf is not a jax.Array.
+          RuntimeError: the previous save failed, or this one could not start.
         """
         leaves.require_arrays(state)
         self.wait()
@@ -133,21 +131,21 @@ class Checkpoints:
         self._manager.check_for_errors()
 
     def latest_step(self) -> int | None:
-        """The latest complete step, as host 0 sees it, or None."""
+        """Returns the latest complete step that host 0 sees, or None."""
         return next(reversed(self._steps()), None)
 
     def restore(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, bytes], dict[str, Any]]:
-        """The state, the streams of all hosts, and the description, as they were saved.
+        """Restores a step: returns the state, the positions of the streams of all hosts, and the metadata.
 
         Args:
           step: a saved step.
           abstract_state: a tree like the saved one of jax.ShapeDtypeStruct, each with the sharding to restore into.
 
         Raises:
-          ValueError: no such complete step, a leaf without sharding, or a tree, shape or dtype that differs from what
-            was saved; names the leaves, before anything is read.
-          DamagedError: an array or the description is not what was saved.
-          UnreadableError: it could not be read, which says nothing of what is in it.
+          UserError: there is no such complete step, a leaf has no sharding, or the tree, a shape or a dtype
+            differs; names the leaves, before any array is read.
+          DamagedError: an array or the metadata differs from what was saved.
+          UnreadableError: the step could not be read, for a reason that does not prove damage.
         """
         if step not in (there := self._steps()):
             raise UserError(f"no complete checkpoint of step {step} in {self._directory}; there are {there or 'none'}")
@@ -157,15 +155,15 @@ class Checkpoints:
         return restored
 
     def restore_newest(self, abstract_state: Any) -> tuple[int, Any, dict[str, bytes], dict[str, Any]] | None:
-        """The newest step that is as it was saved, with its state, streams and description; None where there is none.
+        """Restores the newest intact step: returns it with its state, streams and metadata; None if there are no steps.
 
-        Steps that are proven to be damaged are renamed once an older one was restored, so that they can be trained and
-        saved again, and said on host 0.
+        Steps that are proven to be damaged are renamed after an older one was restored, so that they can be trained and
+        saved again; host 0 prints this.
 
         Raises:
-          Misfit: it does not fit `abstract_state`.
-          UnreadableError: it could not be read, which says nothing of what is in it; nothing is renamed.
-          RuntimeError: there are steps, and none of them can be restored; nothing is renamed.
+          Misfit: the step does not fit `abstract_state`.
+          UnreadableError: a step could not be read, for a reason that does not prove damage; nothing is renamed.
+          RuntimeError: there are steps, but none can be restored; nothing is renamed.
         """
         damaged: dict[int, str] = {}
         for step in reversed(self._steps()):
@@ -187,27 +185,27 @@ class Checkpoints:
         )
 
     def _steps(self) -> list[int]:
-        """The complete steps that host 0 sees, ascending, on every host."""
+        """Returns the complete steps that host 0 sees, ascending, on every host."""
         there = steps.complete(self._directory) if distributed.is_host_zero() else []
         return json.loads(distributed.from_host_zero(json.dumps(there)))
 
     def _set_aside(self, damaged: Mapping[int, str]) -> None:
-        """Renames steps, and says why."""
+        """Renames damaged steps, and prints why."""
         if not damaged:
             return
         if distributed.is_host_zero():
             for step, said in damaged.items():
-                if (self._directory / str(step)).exists():  # nobody removed it meanwhile
+                if (self._directory / str(step)).exists():  # it may have been removed meanwhile
                     aside = steps.set_damaged_aside(self._directory, step)
                     print(f"checkpoint {step} is damaged ({said}); it is {aside.name} now", flush=True)
         distributed.barrier(f"checkpoints/{max(damaged)} aside", timeout_seconds=reading.SLOW_SECONDS)
         self._manager.reload()
 
     def _attempt(self, step: int, abstract_state: Any) -> tuple[Any, str]:
-        """What was restored, or what is wrong with it, alike on all hosts; a misfit is no damage, and raises.
+        """Restores a step; returns the result and, if the step is damaged, a description of it, equal on all hosts.
 
-        So does a step that could not be read for a reason that does not prove damage (UnreadableError).
-        Not by orbax's manager: its hosts wait for one another behind every read, for minutes where one of them failed.
+        Raises Misfit, and UnreadableError if the step could not be read for a reason that does not prove damage. Does
+        not use Orbax's manager, whose hosts wait for one another after every read: for minutes if one of them failed.
         """
         leaves.require_shardings(abstract_state)
         folder = self._directory / str(step)
@@ -232,7 +230,7 @@ class Checkpoints:
             ) from error
 
     def restore_if_there(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, bytes], dict[str, Any]] | None:
-        """As `restore`; None, on every host, where a running job removed the step before, or while it was read."""
+        """Restores a step like `restore`; returns None on every host if a running job has removed the step."""
         if not self._is_there(step):
             return None
         try:
@@ -246,7 +244,7 @@ class Checkpoints:
         raise RuntimeError(f"the checkpoint of step {step} in {self._directory} cannot be read: {said}")
 
     def _is_there(self, step: int, *, after_seconds: float = 0.0) -> bool:
-        """Whether host 0 sees the step complete, still after so many seconds."""
+        """Returns True if host 0 sees the step complete, and still does after `after_seconds`."""
         is_there, end = False, time.monotonic() + after_seconds
         if distributed.is_host_zero():
             while (is_there := step in steps.complete(self._directory)) and time.monotonic() < end:
@@ -263,13 +261,13 @@ class Checkpoints:
             )
 
     def check(self) -> None:
-        """Raises RuntimeError where the save under way has failed on a host; waits for nobody. Not collective."""
+        """Raises RuntimeError if the current save has failed on a host. Does not wait; not collective."""
         with self._giving_up():
             if self._writing is not None and self._writing.is_done():
                 self._finished(self._writing)
 
     def wait(self) -> None:
-        """Returns when the last save is on disk. Raises RuntimeError soon after it failed on any host."""
+        """Waits until the last save is complete. Raises RuntimeError soon after it fails on any host."""
         with self._giving_up():
             if self._writing is not None:
                 self._writing.wait()
@@ -282,7 +280,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _giving_up(self) -> Iterator[None]:
-        """After a failure nothing waits for the library that writes: it would wait for other hosts."""
+        """Makes `close` skip waiting for Orbax after a failed save: it would wait for other hosts."""
         try:
             yield
         except WriteFailedError:
@@ -290,12 +288,12 @@ class Checkpoints:
             raise
 
     def costs(self) -> list[Cost]:
-        """What the saves cost that were completed since the last call."""
+        """Returns the costs of the saves that were completed since the last call. Not collective."""
         costs, self._costs = self._costs, []
         return costs
 
     def close(self) -> None:
-        """Waits for the last save and releases everything. Raises RuntimeError when that save failed."""
+        """Waits for the last save and releases all resources. Raises RuntimeError if that save failed."""
         with self._quiet:
             self.wait()
             if not self._given_up:
@@ -303,7 +301,7 @@ class Checkpoints:
 
 
 def _digests_of_all_hosts(data: Mapping[str, bytes]) -> dict[str, str]:
-    """The digest of every host's streams, by name."""
+    """Returns the digests of all hosts' streams, by name."""
     own = {name: streams.digest(position) for name, position in data.items()}
     said = distributed.all_gather_text("checkpoints/streams", json.dumps(own))
     return dict(sorted(pair for digests in said for pair in json.loads(digests).items()))
@@ -314,7 +312,7 @@ def _read_arrays_and_streams(folder: paths.Path, abstract_state: Any) -> tuple[A
 
 
 def _sealed(described: description.Description, state: Any, data: Mapping[str, bytes]) -> tuple[Any, dict[str, bytes]]:
-    """The same two. Raises as `Description.positions`."""
+    """Returns the state and its own data positions. Raises as `Description.positions`."""
     return state, described.positions(data)
 
 

@@ -1,4 +1,4 @@
-"""The position in the data as a part of a checkpoint: one file per input stream, written by the host that owns it.
+"""Saves the position of each data stream in a checkpoint: one file per stream, written by the host that owns it.
 
 Every file starts with the SHA-256 of the rest. The checkpoint's metadata records the same digest by stream
 (`core.checkpoints.description`), so that an intact file of another step or stream is refused too.
@@ -20,14 +20,14 @@ _DIGEST_BYTES = 32
 
 
 class DamagedStreamError(RuntimeError):
-    """What is read is not what was written."""
+    """The content of a stream's file differs from what was written."""
 
 
 class StreamsHandler(ocp.AsyncCheckpointHandler):
-    """Writes the streams of this host, one file each; reads those of all hosts."""
+    """An Orbax handler that writes the streams of this host, one file each, and reads those of all hosts."""
 
     async def async_save(self, directory: Any, args: StreamsSave) -> list[ocp.future.Future]:
-        """Starts writing; the folder is made by orbax, perhaps only after this returns."""
+        """Starts writing; Orbax may create the folder only after this returns."""
         return [ocp.future.CommitFutureAwaitingContractedSignals(self._write(directory, args.streams), name="streams")]
 
     async def _write(self, directory: Any, streams: Mapping[str, bytes]) -> None:
@@ -36,23 +36,23 @@ class StreamsHandler(ocp.AsyncCheckpointHandler):
             file.write_bytes(_digest(position) + position)
 
     def save(self, directory: Any, args: StreamsSave) -> None:
-        """Part of the interface of a handler; `Checkpoints` only saves in the background."""
+        """Is required by the interface but not used: `Checkpoints` always saves in the background."""
         raise NotImplementedError("streams are saved by async_save")
 
     def restore(self, directory: Any, args: StreamsRestore | None = None) -> dict[str, bytes]:
-        """All streams of the step, by name. Raises DamagedStreamError."""
+        """Returns all streams of the step, by name. Raises DamagedStreamError if one is damaged."""
         del args
         files = sorted(directory.glob(f"*{SUFFIX}")) if directory.exists() else []
         return {urllib.parse.unquote(file.name.removesuffix(SUFFIX)): _read(file) for file in files}
 
     def metadata(self, directory: Any) -> None:
-        """Streams have none."""
+        """Returns None: streams have no metadata of their own."""
 
 
 @ocp.args.register_with_handler(StreamsHandler, for_save=True)
 @dataclasses.dataclass
 class StreamsSave(ocp.args.CheckpointArgs):
-    """What this host writes: position by stream name."""
+    """The arguments of a save: the positions of this host's streams, by name."""
 
     streams: Mapping[str, bytes]
 
@@ -60,11 +60,11 @@ class StreamsSave(ocp.args.CheckpointArgs):
 @ocp.args.register_with_handler(StreamsHandler, for_restore=True)
 @dataclasses.dataclass
 class StreamsRestore(ocp.args.CheckpointArgs):
-    """Asks for the streams of all hosts; orbax wants both kinds of a handler known."""
+    """The arguments of a restore: none. Orbax requires both kinds to be registered."""
 
 
 def digest(position: bytes) -> str:
-    """What the metadata of a checkpoint records of a position."""
+    """Returns the digest of a position that the metadata of a checkpoint records."""
     return _digest(position).hex()
 
 

@@ -1,8 +1,7 @@
-"""One save while it is written in the background, watched so that a failure on one host is soon known to all.
+"""Runs a save in the background, and reports a failure on one host to all hosts quickly.
 
-The one idea: nobody waits inside the library that writes, for it waits minutes for a host whose disk is full. What
-fails here is said aloud through the coordinator the moment it fails (`telling`), and whoever asks hears of the first
-failure of any host.
+Orbax would wait minutes for a host whose disk is full, so training never waits inside Orbax. A host that fails posts
+its error through the coordination service at once (`telling`), and every host raises the first error that is posted.
 """
 
 from __future__ import annotations
@@ -15,22 +14,22 @@ from typing import Any, NamedTuple
 
 from core import distributed, paths
 from core.checkpoints.description import said
+from core.health import phase
 from core.slices import GIB
-from core.watch import phase
 
-THREAD = "checkpoint "  # the name of a thread that writes one begins so
-BASE_SECONDS, SECONDS_PER_GIB = 300.0, 20.0  # 55 MB/s of one host: a bucket takes several times that
-_LOOK_SECONDS = 0.5  # between looks at what other hosts say
+THREAD = "checkpoint "  # prefix of the name of the thread that writes a checkpoint
+BASE_SECONDS, SECONDS_PER_GIB = 300.0, 20.0  # 55 MB/s per host: a bucket accepts several times that
+_LOOK_SECONDS = 0.5  # interval at which errors of other hosts are read
 
 
 class Cost(NamedTuple):
-    """What one save cost.
+    """The cost of one save.
 
     Attributes:
-      step: that was saved.
-      blocked_seconds: how long training stood still for it.
-      write_seconds: from its start until it was complete.
-      bytes: of all its arrays, on all hosts together.
+      step: the saved step.
+      blocked_seconds: how long training waited for it.
+      write_seconds: time from its start until it was complete.
+      bytes: size of all its arrays, on all hosts together.
     """
 
     step: int
@@ -43,26 +42,26 @@ class WriteFailedError(RuntimeError):
     """A host could not write its part.
 
     Attributes:
-      says_all: its message has the cause, so that no traceback need be shown.
+      says_all: its message contains the cause, so no traceback is printed.
     """
 
     says_all = True
 
 
 class TooSlowError(TimeoutError):
-    """A save did not end within its limit."""
+    """A save exceeded its time limit."""
 
 
 def limit_seconds(host_bytes: int) -> float:
-    """How long a save of so many bytes of one host may take, where nobody set a limit.
+    """Returns the default time limit of a save, from its bytes per host.
 
-    `Writing` enforces the limit of a save and reports it with the phase, so that the watchdog waits as long.
+    `Writing` enforces the limit and reports it with the phase, so that the watchdog waits as long.
     """
     return BASE_SECONDS + SECONDS_PER_GIB * host_bytes / GIB
 
 
 class Writing:
-    """A save that has been started."""
+    """A save in progress."""
 
     def __init__(
         self,
@@ -77,12 +76,12 @@ class Writing:
         """Describes a save.
 
         Args:
-          step: that is saved.
-          directory: of all checkpoints.
-          size_bytes: on all hosts together.
-          host_bytes: on this one.
-          limit_seconds: from its start until it is complete.
-          blocked_seconds: how long training has stood still for it already.
+          step: the step to save.
+          directory: folder of all checkpoints.
+          size_bytes: size of the arrays on all hosts together.
+          host_bytes: size of the arrays on this host.
+          limit_seconds: time limit from its start until it is complete.
+          blocked_seconds: how long training has waited for it already.
         """
         self.step = step
         self._directory = directory
@@ -94,14 +93,14 @@ class Writing:
         self._thread: threading.Thread
 
     def start(self, begin: Callable[[], object], *, finish: Callable[[], None]) -> None:
-        """Begins, and goes on in the background.
+        """Starts the save and continues it in the background.
 
         Args:
-          begin: returns once the arrays are copied off the devices.
-          finish: returns when all hosts have written their parts, raises what went wrong on this one.
+          begin: returns when the arrays are copied off the devices.
+          finish: returns when all hosts have written their parts; raises an error of this host.
 
         Raises:
-          WriteFailedError: it could not begin.
+          WriteFailedError: the save could not start.
         """
         try:
             with phase.enter(phase.SAVING, limit_seconds=self._limit_seconds):
@@ -115,11 +114,11 @@ class Writing:
 
     @property
     def cost(self) -> Cost:
-        """What it cost, of one that is done."""
+        """The cost of a completed save."""
         return Cost(self.step, self._blocked_seconds, self._write_seconds, self._size_bytes)
 
     def is_done(self) -> bool:
-        """Whether it is written; waits for nobody. Raises WriteFailedError where a host is known to have failed."""
+        """Returns True if the save is complete; does not wait. Raises WriteFailedError if a host has failed."""
         self._raise_own()
         if not self._thread.is_alive():
             return True
@@ -130,7 +129,7 @@ class Writing:
         return False
 
     def wait(self) -> None:
-        """Returns when it is written by all. Raises WriteFailedError as soon as one host is known to have failed."""
+        """Waits until all hosts have written their parts. Raises WriteFailedError as soon as a host has failed."""
         began = time.monotonic()
         with phase.enter(phase.SAVING, limit_seconds=self._limit_seconds):
             while self._thread.is_alive() and self._error is None:
@@ -154,7 +153,7 @@ class Writing:
         self._write_seconds = time.monotonic() - self._began
 
     def fail(self, error: BaseException) -> None:
-        """Notes what this host could not do, and tells the others; any thread may call it, the first counts."""
+        """Records an error of this host and posts it to the others. Thread-safe; only the first error counts."""
         with self._lock:
             if self._error is None:
                 self._error = error
@@ -191,7 +190,7 @@ class Writing:
 
 
 class _Told:
-    """A write under way, as the library that writes knows it."""
+    """Wraps Orbax's future of a write, and reports its error."""
 
     def __init__(self, future: Any, tell: Callable[[BaseException], None]):
         self._future = future
@@ -209,7 +208,7 @@ class _Told:
 
 
 def telling(handler: Any, tell: Callable[[BaseException], None]) -> Any:
-    """The same handler of a part of a checkpoint, which calls `tell` with what it fails of before it raises it."""
+    """Modifies an Orbax handler so that it calls `tell` with an error before raising it, and returns it."""
     save, finalize = handler.async_save, handler.finalize
 
     async def async_save(*args: Any, **kwargs: Any) -> list[_Told]:
@@ -227,7 +226,7 @@ def telling(handler: Any, tell: Callable[[BaseException], None]) -> Any:
 
 
 def space(directory: paths.Path, *, needed_bytes: int) -> str:
-    """`a checkpoint takes 1.2 GiB, 0.3 GiB are free here; `; the first alone of a bucket, or a folder that is gone."""
+    """Describes the space that a checkpoint needs and, on a disk, what is free: `a checkpoint takes 1.2 GiB, …; `."""
     takes = f"a checkpoint takes {needed_bytes / GIB:.3g} GiB"
     with contextlib.suppress(OSError):
         if not paths.is_remote(directory) and directory.exists():

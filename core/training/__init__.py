@@ -1,1 +1,1 @@
-"""The training loop and what hangs on it: hooks, batches on the devices ahead of time, profiles, recompilations."""
+"""The training loop, its hooks, prefetching of batches, profiles, and detection of recompilations."""

@@ -1,7 +1,7 @@
-"""Compiled programs are kept in a folder, so that a run that starts again compiles nothing; what it took is counted.
+"""Enables JAX's persistent compilation cache, so that a restarted run need not compile, and counts compilations.
 
-JAX's own cache does the work: host 0 writes, all hosts read, on a disk or in a bucket. What a program is (its text, the
-compiler's version and options, the kind of chip) is its name there, so an old one is never taken for a new one.
+Host 0 writes the cache and all hosts read it, on a disk or in a bucket. Entries are keyed by the program, the
+compiler's version and options, and the kind of chip, so an outdated entry is never used.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _FOUND = "/jax/compilation_cache/cache_hits"
 
 
 class Totals(NamedTuple):
-    """What this process has compiled since it started.
+    """The compilations of this process since it started.
 
     Attributes:
-      programs: how many, found ones included.
-      found: how many of them were kept from before.
-      seconds: spent in the compiler and in reading what was kept.
+      programs: number of programs, including those found in the cache.
+      found: number of programs found in the cache.
+      seconds: time spent compiling and reading the cache.
     """
 
     programs: int = 0
@@ -52,10 +52,10 @@ jax.monitoring.register_event_listener(_count_found)
 
 
 def use(folder: str | None) -> None:
-    """Keeps every program compiled from now on in `folder` (local or gs://), and takes from there; None for neither.
+    """Caches compiled programs in `folder` (local or gs://) from now on; None disables the cache.
 
     Raises:
-      ValueError: `folder` is no path that can be.
+      UserError: `folder` is not a valid path.
     """
     compilation_cache.reset_cache()
     jax.config.update("jax_compilation_cache_dir", None if folder is None else str(paths.resolve(folder)))
@@ -64,5 +64,5 @@ def use(folder: str | None) -> None:
 
 
 def totals() -> Totals:
-    """What has been compiled so far."""
+    """Returns the compilations so far."""
     return _totals

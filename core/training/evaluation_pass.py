@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from core.health import phase
 from core.train_state import TrainState
 from core.training import trainer
 from core.types import Batch, WeightedSum
-from core.watch import phase
 
 
 class Program(Protocol):

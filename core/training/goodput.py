@@ -1,11 +1,10 @@
-"""Goodput: the share of the time since a run first started in which it made steps that count.
+"""Goodput: the fraction of the time since a run first started that was spent in useful steps.
 
-The one idea: it is kept over all starts of a run, in `RUN/sessions.jsonl`, a line for each start, which host 0 brings
-up to date while it trains, where it can; a process that is killed leaves its line as it was some seconds before. What
-does not count: being down, joining, compiling, waiting for data, evaluating, saving, and steps that a later start made
-again.
+It is measured over all starts (sessions) of a run. `RUN/sessions.jsonl` has one line per start, which host 0 updates
+every few seconds while it trains. Not useful are: down time, start-up, compiling, waiting for data, evaluating, saving,
+and steps that a later start repeated.
 
-Time between a start that reached its last step and the next one does not count for or against: nobody wanted it.
+The time between a start that reached its last step and the next start is not counted at all.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ class Session:
 
     Attributes:
       started: seconds since 1970.
-      seen: when this line was last brought up to date.
-      first_step: it began behind this one.
-      last_step: the last of its steps that count.
-      useful_seconds: in steps, without the first, which compiles, and without waiting for data.
-      lost_steps: made by it, and again later.
-      finished: it reached the step that it was to reach.
+      seen: when this line was last updated, in seconds since 1970.
+      first_step: the step after which it began.
+      last_step: its last step that was not repeated later.
+      useful_seconds: time in steps, without the first (which compiles) and without waiting for data.
+      lost_steps: number of its steps that were repeated later.
+      finished: whether it reached its last step.
     """
 
     started: float
@@ -50,7 +49,7 @@ class Session:
     finished: bool = False
 
     def lose(self, *, behind: int) -> None:
-        """Takes back what it made behind that step, each at the mean of its steps."""
+        """Marks the steps after `behind` as lost, at the mean time per step."""
         lost = self.last_step - max(self.first_step, behind)
         if lost > 0:
             self.useful_seconds *= 1 - lost / (self.last_step - self.first_step)
@@ -59,14 +58,14 @@ class Session:
 
 
 def share(sessions: Sequence[Session]) -> float:
-    """Useful seconds by all seconds, 0 to 1."""
+    """Returns the goodput: useful seconds divided by all seconds, 0 to 1."""
     idle = [later.started - s.seen for s, later in itertools.pairwise(sessions) if s.finished]
     seconds = sessions[-1].seen - sessions[0].started - sum(max(0.0, gap) for gap in idle)
     return sum(s.useful_seconds for s in sessions) / seconds if seconds > 0 else 0.0
 
 
 def read(run_dir: str) -> list[Session]:
-    """The sessions of a run; a line that is none is left out."""
+    """Reads the sessions of a run; malformed lines are skipped."""
     file = paths.resolve(run_dir) / FILE
     sessions = []
     for line in file.read_text().splitlines() if file.exists() else ():
@@ -78,14 +77,14 @@ def read(run_dir: str) -> list[Session]:
 
 
 def sentence(sessions: Sequence[Session]) -> str:
-    """What there is to say of the sessions so far."""
+    """Describes the goodput of the sessions so far."""
     lost, starts = sum(s.lost_steps for s in sessions), len(sessions)
     again = f"; {units.counted(lost, 'step was', 'steps were')} made again" if lost else ""
     return f"goodput {100 * share(sessions):.1f} % over {units.counted(starts, 'start')}{again}"
 
 
 class Goodput(Hook):
-    """Keeps the line of this start; host 0 alone has one."""
+    """A hook that updates the line of this start, on host 0 only."""
 
     def __init__(
         self,
@@ -97,15 +96,15 @@ class Goodput(Hook):
         write: Callable[[int, dict[str, float]], None],
         say: Callable[[str], None],
     ):
-        """Reads what earlier starts left, and says what of it is known.
+        """Reads the sessions of earlier starts and reports their goodput.
 
         Args:
           run_dir: local or gs://.
-          first_step: of the checkpoint that this start begins from; 0 for none.
-          last_step: where it is to end.
+          first_step: step of the restored checkpoint; 0 for none.
+          last_step: the step at which the run ends.
           every: steps between two reports.
-          write: gets the step and `goodput`.
-          say: gets a sentence, at a start after the first and at the end.
+          write: receives the step and `goodput`.
+          say: receives a sentence, at the end and at every start after the first.
         """
         self._run_dir = run_dir
         self._last_step, self._every = last_step, every
@@ -113,7 +112,7 @@ class Goodput(Hook):
         self._bookkeeping = bookkeeping.Bookkeeping(f"{run_dir}/{FILE}")
         self._pause_seconds = _SECONDS_BETWEEN_COPIES if paths.is_remote(run_dir) else _SECONDS_BETWEEN_WRITES
         self._sessions = read(run_dir)
-        for earlier in self._sessions:  # steps behind the checkpoint are made again, whoever made them
+        for earlier in self._sessions:  # steps after the checkpoint are repeated
             earlier.lose(behind=first_step)
         self._own = Session(process_started(), time.time(), first_step, first_step)
         self._sessions.append(self._own)
@@ -124,7 +123,7 @@ class Goodput(Hook):
 
     def after_step(self, report: StepReport) -> None:
         """Counts the step."""
-        self._own.lose(behind=report.step - 1)  # of a run that rolled back
+        self._own.lose(behind=report.step - 1)  # after a rollback
         self._own.first_step = min(self._own.first_step, report.step - 1)
         self._own.last_step = report.step
         if not self._is_first:
@@ -137,7 +136,7 @@ class Goodput(Hook):
             self._keep()
 
     def close(self) -> None:
-        """Brings the line up to date a last time."""
+        """Updates the line a last time."""
         self._own.finished = self._own.last_step >= self._last_step
         self._own.seen = time.time()
         self._keep()
@@ -151,20 +150,20 @@ class Goodput(Hook):
 
 
 def process_started() -> float:
-    """When this process started, in seconds since 1970."""
+    """Returns the time at which this process started, in seconds since 1970."""
     up_seconds = float(pathlib.Path("/proc/uptime").read_text().split()[0])
     return time.time() - (up_seconds - own_ticks() / os.sysconf("SC_CLK_TCK"))
 
 
 def own_ticks() -> int:
-    """When this process started, in clock ticks since boot."""
+    """Returns the time at which this process started, in clock ticks since boot."""
     ticks = start_ticks(os.getpid())
     assert ticks is not None, "this process runs"
     return ticks
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a process of this machine started, in clock ticks since boot; None where it does not run."""
+    """Returns the time at which a process started, in clock ticks since boot; None if it does not run."""
     try:
         state, *fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,6 +1,7 @@
-"""What hangs on the training loop: progress, evaluation, checkpoints, profiles; more in `non_finite`, `watch.replicas`.
+"""Hooks of the training loop: progress, evaluation, checkpoints, preemption, profiles.
 
-Each hook does one thing and is told of the run only through its constructor, so that a run is a list of hooks.
+Each hook does one thing and gets everything it needs through its constructor. More hooks are in `non_finite`,
+`goodput`, `run_lock` and `core.health.replicas`.
 """
 
 from __future__ import annotations
@@ -10,25 +11,25 @@ from typing import Any
 
 import jax
 
+from core.health import phase
 from core.train_state import TrainState
 from core.training import compile_cache, trainer
 from core.training.profile_requests import Window
 from core.training.trainer import Hook, StepReport
 from core.types import WeightedSum
-from core.watch import phase
 
 Scalars = Callable[[int, Mapping[str, float]], None]  # (step, name -> value)
 
 
 class Compiled(Hook):
-    """Says once, behind the first step, what had to be compiled to get there."""
+    """Reports once, after the first step, what has been compiled."""
 
     def __init__(self, write: Callable[[int, compile_cache.Totals], None]):
-        """`write(step, totals)` is called with what the process has compiled so far."""
+        """Takes `write(step, totals)`, which is called with the compilations of the process so far."""
         self._write: Callable[[int, compile_cache.Totals], None] | None = write
 
     def after_step(self, report: StepReport) -> None:
-        """Writes behind the first step."""
+        """Writes after the first step."""
         if self._write is not None:
             self._write(report.step, compile_cache.totals())
             self._write = None
@@ -38,11 +39,11 @@ class Log(Hook):
     """Writes the metrics of every `every`-th step.
 
     Loss, learning rate and gradient norm are those of the step. Rates and the model's own metrics are means over all
-    steps since the last line; a metric of which these steps had nothing (no row halted) is left out.
+    steps since the last line; a metric whose weight is 0 in these steps is left out.
     """
 
     def __init__(self, write: Scalars, *, every: int, items_per_step: int, last_step: int | None = None):
-        """`write(step, values)` gets the metrics, tokens_per_second, and step_seconds with what it consists of."""
+        """Takes `write(step, values)`: values are metrics, tokens_per_second, and step_seconds with its parts."""
         self._write = write
         self._every = every
         self._items_per_step = items_per_step
@@ -54,7 +55,7 @@ class Log(Hook):
         self._started = False
 
     def after_step(self, report: StepReport) -> None:
-        """Writes when it is time, and the first and the last step."""
+        """Writes at the first and the last step and at multiples of `every`."""
         self._seconds.append(report.seconds)
         self._waits.append(report.input_wait_seconds)
         self._on_devices.append(report.device_seconds)
@@ -98,10 +99,10 @@ def evaluate(eval_step: Callable, state: TrainState, batches: Any, *, num_batche
 
 
 class Evaluate(Hook):
-    """Every `every` steps, and behind the last: means over the validation batches."""
+    """Evaluates every `every` steps and after the last step."""
 
     def __init__(self, run: Callable[[TrainState], Mapping[str, float]], write: Scalars, *, every: int, last_step: int):
-        """`run(state)` evaluates; `write(step, values)` gets its means as `validation/<name>`."""
+        """Takes `run(state)`, which evaluates, and `write(step, values)`, which gets `validation/<name>`."""
         self._run = run
         self._write = write
         self._every = every
@@ -109,7 +110,7 @@ class Evaluate(Hook):
         self.latest: dict[str, float] = {}
 
     def needs_state(self, step: int) -> bool:
-        """At multiples of `every`, and at the end."""
+        """Returns True at multiples of `every` and at the last step."""
         return step % self._every == 0 or step == self._last_step
 
     def at_boundary(self, step: int, state: TrainState) -> None:
@@ -120,7 +121,7 @@ class Evaluate(Hook):
 
 
 class Save(Hook):
-    """Saves the state, the position in the data, and what the run is, whenever it is due."""
+    """Saves the state, the position in the data and the run's metadata at the steps that are due."""
 
     def __init__(
         self,
@@ -131,9 +132,9 @@ class Save(Hook):
         due: Callable[[int], bool],
         costs: Any,
     ):
-        """Takes a run's `Checkpoints`, the prefetcher's `position`, what to keep beside them, and when.
+        """Takes a run's `Checkpoints`, the prefetcher's `position`, the metadata to store, and when a save is due.
 
-        `costs.add(cost)` is told of each save that is complete, `costs.end()` that there will be no more.
+        `costs.add(cost)` is called for each completed save, `costs.end()` after the last.
         """
         self._checkpoints = checkpoints
         self._position = position
@@ -142,22 +143,22 @@ class Save(Hook):
         self._costs = costs
 
     def before_step(self, step: int) -> None:
-        """Raises soon after a save has failed on any host."""
+        """Raises an error soon after a save has failed on any host."""
         del step
         self._checkpoints.check()
         self._tell()
 
     def needs_state(self, step: int) -> bool:
-        """When it is due."""
+        """Returns True if a save is due."""
         return self._due(step)
 
     def at_boundary(self, step: int, state: TrainState) -> None:
-        """Starts an asynchronous save; the copy off the devices is done when this returns."""
+        """Starts an asynchronous save; the arrays are copied off the devices when this returns."""
         with phase.enter(phase.SAVING):
             self._checkpoints.save(step, state=state, data=self._position(), meta=self._meta)
 
     def close(self) -> None:
-        """Waits for the last save; its error surfaces here."""
+        """Waits for the last save, and raises its error."""
         with phase.enter(phase.SAVING):
             self._checkpoints.wait()
         self._tell()
@@ -169,23 +170,23 @@ class Save(Hook):
 
 
 class PreemptedError(RuntimeError):
-    """The machine is to be given back; the run can be continued."""
+    """The run was preempted after saving a checkpoint, and can be resumed."""
 
 
 class StopWhenPreempted(Hook):
-    """Ends the run at the step that all hosts agree on once one of them was told to stop; stands behind `Save`."""
+    """Ends the run at a step that all hosts agree on after one of them was preempted. Must follow `Save`."""
 
     def __init__(self, preempted: Callable[[int], bool]):
-        """`preempted(step)` is asked once a step, on every host, and answers alike on all."""
+        """Takes `preempted(step)`, which is called once per step on every host and returns the same on all."""
         self._preempted = preempted
         self._stopping = False
 
     def before_step(self, step: int) -> None:
-        """Asks."""
+        """Checks for a preemption."""
         self._stopping = self._stopping or self._preempted(step)
 
     def needs_state(self, step: int) -> bool:
-        """Whether this step is the last."""
+        """Returns True if this step is the last."""
         del step
         return self._stopping
 
@@ -196,7 +197,7 @@ class StopWhenPreempted(Hook):
 
 
 class Profile(Hook):
-    """Traces windows of steps, on every host into one session: those of the configuration, and those asked for."""
+    """Profiles windows of steps: those of the configuration and those requested while the run trains."""
 
     def __init__(
         self,
@@ -207,7 +208,7 @@ class Profile(Hook):
         asked: Callable[[int], Window | None] = lambda step: None,
         done: Callable[[Window], None] = lambda window: None,
     ):
-        """Windows of `num_steps` at the given steps, and whatever else is asked for.
+        """Profiles windows of `num_steps` at the given steps, and the requested ones.
 
         Args:
           start: `start(step)` begins the trace of the window that begins at `step`; what it returns has `stop()`.
@@ -224,7 +225,7 @@ class Profile(Hook):
         self._open: tuple[Any, Window, bool] | None = None
 
     def before_step(self, step: int) -> None:
-        """Opens a window."""
+        """Opens a window if one begins at this step."""
         if self._open is not None:
             return
         asked = self._asked(step)
@@ -233,19 +234,20 @@ class Profile(Hook):
             self._open = self._start(window.first_step), window, asked is not None
 
     def needs_state(self, step: int) -> bool:
-        """At the last step of a window, so that it is finished, and the window closed, before the next is dispatched.
+        """Returns True at the last step of a window, so that it finishes before the next step is dispatched.
 
-        A host that heard of a window late may answer differently from the others; it only reads that step earlier.
+        A host that learned of a window late may answer differently from the others; it then only reads that step's
+        metrics earlier.
         """
         return self._open is not None and step >= self._open[1].last_step
 
     def after_step(self, report: StepReport) -> None:
-        """Closes it once its last step has finished."""
+        """Closes the window after its last step."""
         if self._open is not None and report.step >= self._open[1].last_step:
             self.close()
 
     def close(self) -> None:
-        """Ends an open window."""
+        """Closes an open window."""
         if self._open is not None:
             trace, window, was_asked = self._open
             self._open = None
@@ -255,14 +257,14 @@ class Profile(Hook):
 
 
 class MemoryProfile(Hook):
-    """Writes what is in device memory behind the given steps."""
+    """Writes a profile of the device memory after the given steps."""
 
     def __init__(self, write: Callable[[int], None], *, at: Sequence[int]):
-        """`write(step)` writes it."""
+        """Takes `write(step)`, which writes the profile."""
         self._write = write
         self._at = frozenset(at)
 
     def after_step(self, report: StepReport) -> None:
-        """Writes when it is time; by then the next step has usually begun, so that its arrays are there too."""
+        """Writes at the given steps; the next step has usually begun by then, so its arrays are included."""
         if report.step in self._at:
             self._write(report.step)

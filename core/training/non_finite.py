@@ -1,10 +1,10 @@
-"""A loss or a gradient that is no number: what a run does about it, as hooks.
+"""Hooks that handle a non-finite loss or gradient.
 
-    Stop      ends the run, before such a state can be saved
-    Skip      the step has left its update out (`core.step`); counts, and ends the run where it happens again and again
-    RollBack  ends the loop; whoever runs it restores the newest checkpoint and goes on with the data after this
+    Stop      ends the run before such a state can be saved
+    Skip      counts skipped updates (`core.step` skips them), and ends the run after too many in a row
+    RollBack  ends the loop; `rollback_loop` restores the newest checkpoint and continues with the following data
 
-The one idea: the metrics of a step are the same on all hosts, so all of them decide alike without asking one another.
+The metrics of a step are the same on all hosts, so all hosts decide alike without communication.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from core.health import exit_codes
 from core.training.trainer import Hook, StepReport
-from core.watch import exit_codes
 
 POLICIES = ("stop", "skip", "roll_back")
 SKIPPED = "skipped_updates"  # a metric of every step of a run that skips: 1 where the update was left out
@@ -25,7 +25,7 @@ _CAUSES = "Usual causes: a learning rate that is too high, no warm-up, or a bad 
 
 
 class NonFiniteLossError(RuntimeError):
-    """The loss or the gradient is not a number."""
+    """The loss or the gradient is NaN or infinite."""
 
     exit_code = exit_codes.NON_FINITE
 
@@ -34,7 +34,7 @@ Say = Callable[[int, str, str], None]  # (step, name of the metric that becomes 
 
 
 def found(report: StepReport) -> str:
-    """`loss = nan`, or the like; empty where loss and gradient are numbers."""
+    """Describes non-finite values, for example `loss = nan`; empty if loss and gradient norm are finite."""
     looked_at = {name: report.metrics[name] for name in ("loss", "gradient_norm") if name in report.metrics}
     return ", ".join(f"{name} = {value}" for name, value in looked_at.items() if not math.isfinite(value))
 
@@ -43,7 +43,7 @@ class Stop(Hook):
     """Ends the run at the first step whose loss or gradient norm is not finite, before it can be saved."""
 
     def after_step(self, report: StepReport) -> None:
-        """Raises NonFiniteLossError."""
+        """Raises NonFiniteLossError if the loss or the gradient norm is not finite."""
         if bad := found(report):
             raise NonFiniteLossError(
                 f"step {report.step}: {bad}. The last checkpoint precedes this step. {_CAUSES}; start again from the "
@@ -52,15 +52,15 @@ class Stop(Hook):
 
 
 class Skip(Hook):
-    """Says of every update that was left out that it was."""
+    """Reports every skipped update, and ends the run after too many in a row."""
 
     def __init__(self, say: Say):
-        """Takes who is told of every such step."""
+        """Takes a function that is called for every skipped update."""
         self._say = say
         self._in_a_row = 0
 
     def after_step(self, report: StepReport) -> None:
-        """Raises NonFiniteLossError where too many updates in a row were left out."""
+        """Raises NonFiniteLossError if too many updates in a row were skipped."""
         if not report.metrics[SKIPPED]:
             self._in_a_row = 0
             return
@@ -74,16 +74,16 @@ class Skip(Hook):
 
 
 class RollBack(Hook):
-    """Ends the loop as `Stop` does, and knows how often it may go on from the newest checkpoint."""
+    """Ends the loop like `Stop`, and limits the number of rollbacks to the newest checkpoint."""
 
     def __init__(self, say: Say):
-        """Takes who is told of every return."""
+        """Takes a function that is called for every rollback."""
         self._say = say
         self._failed_at = 0
         self._in_vain = 0
 
     def after_step(self, report: StepReport) -> None:
-        """Raises NonFiniteLossError."""
+        """Raises NonFiniteLossError if the loss or the gradient norm is not finite."""
         if bad := found(report):
             self._failed_at = max(self._failed_at, report.step)
             raise NonFiniteLossError(f"step {report.step}: {bad}. {_CAUSES}.")
@@ -91,7 +91,7 @@ class RollBack(Hook):
             self._in_vain = 0
 
     def again(self, error: NonFiniteLossError) -> None:
-        """Before every return to a checkpoint. Raises NonFiniteLossError where several led no further."""
+        """Counts a rollback. Raises NonFiniteLossError if several in a row have made no progress."""
         self._in_vain += 1
         if self._in_vain > MOST_ROLLED_BACK:
             raise NonFiniteLossError(

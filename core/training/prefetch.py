@@ -1,4 +1,4 @@
-"""The next batches are on the devices before the step asks for them.
+"""Prefetches batches to the devices, and tracks the position of the data.
 
 A thread pulls batches from the host, puts them on the devices and keeps `depth` of them waiting. That thread is ahead
 of the step, so the position of the data source is not the position of the run. The one idea: a position is a snapshot
@@ -21,9 +21,9 @@ import numpy as np
 from core.errors import UserError
 from core.types import Batches
 
-_OFFSET = struct.Struct(">Q")  # Written before the snapshot of each stream: batches consumed since.
-DEPTH = 2  # batches that wait on the devices
-HELD = DEPTH + 2  # with the one that waits to be put into the queue, and the one that the step uses
+_OFFSET = struct.Struct(">Q")  # precedes the snapshot of each stream: number of batches consumed since
+DEPTH = 2  # prefetched batches on the devices
+HELD = DEPTH + 2  # batches on the devices, with the one that waits for the queue and the one that the step uses
 _JOIN_SECONDS = 10.0
 _POLL_SECONDS = 0.1
 
@@ -35,7 +35,7 @@ class _Position(NamedTuple):
 
 class _Ready(NamedTuple):
     batch: Any
-    position: _Position  # Once this batch is consumed.
+    position: _Position  # after this batch
 
 
 class _Failed(NamedTuple):
@@ -89,7 +89,7 @@ class Prefetch:
         return self
 
     def __next__(self) -> Any:
-        """The next device batch. Raises what the thread met, StopIteration too, after the batches before it."""
+        """Returns the next device batch. Raises an error of the thread after the batches before it."""
         if self._failed is None:
             began = time.monotonic()
             item = self._take()
@@ -101,12 +101,12 @@ class Prefetch:
         raise self._failed.error
 
     def position(self) -> dict[str, bytes]:
-        """Where the run is in this host's streams: after the batches returned so far, whatever the thread has read."""
+        """Returns the position of this host's streams after the batches returned so far, not after those read ahead."""
         offset = _OFFSET.pack(self._position.offset)
         return {name: offset + snapshot for name, snapshot in self._position.snapshot.items()}
 
     def close(self) -> None:
-        """Stops the thread and drops what was waiting."""
+        """Stops the thread and drops the prefetched batches."""
         self._closing.set()
         self._thread.join(_JOIN_SECONDS)
         if self._thread.is_alive():
@@ -135,7 +135,7 @@ class Prefetch:
                 if offset == self._interval:
                     snapshot, offset = self._batches.state(), 0
                 self._put(_Ready(batch, _Position(snapshot, offset)))
-        except BaseException as error:  # Belongs to whoever asks for the next batch.
+        except BaseException as error:  # raised in the thread that takes the next batch
             self._put(_Failed(error))
 
     def _put(self, item: _Ready | _Failed) -> None:
@@ -148,7 +148,7 @@ class Prefetch:
 
 
 def restore(batches: Batches, position: Mapping[str, bytes]) -> None:
-    """Puts `batches` where a run was: the snapshot, then the batches consumed since, which are read and dropped.
+    """Moves `batches` to a saved position: restores the snapshot, then reads and drops the batches consumed since.
 
     Args:
       batches: this host's batches, on any number of hosts.
@@ -159,9 +159,9 @@ def restore(batches: Batches, position: Mapping[str, bytes]) -> None:
     """
     offsets = {name: _OFFSET.unpack_from(value)[0] for name, value in position.items()}
     if not offsets:
-        raise UserError("the checkpoint holds no data position; start the data anew with another run_dir")
+        raise UserError("the checkpoint holds no data position; start with another run_dir")
     if len(set(offsets.values())) > 1:
-        raise UserError(f"the streams of the checkpoint are at different places: batches since snapshot {offsets}")
+        raise UserError(f"the streams of the checkpoint are at different positions: batches since snapshot {offsets}")
     batches.restore({name: value[_OFFSET.size :] for name, value in position.items()})
     for _ in range(next(iter(offsets.values()))):
         next(batches)

@@ -1,4 +1,4 @@
-"""Profiles that somebody asks for while a run is going: all its hosts trace the same steps.
+"""Handles requests for profiles while a run trains: all hosts trace the same steps.
 
     command ── RUN/profile_request.json ──> host 0 ── first and last step, posted ──> every host
        ^                                       │ <── "written" ─────────────────────────── │
@@ -25,8 +25,8 @@ REQUEST_NAME = "profile_request.json"
 ANSWER_NAME = "profile_answer.json"
 
 _FOLDER = "profile"
-_LOOK_SECONDS = 0.5  # at what is posted
-_LOCAL_SECONDS = 1.0  # at the request; a bucket is asked less often
+_LOOK_SECONDS = 0.5  # interval for reading posted texts
+_LOCAL_SECONDS = 1.0  # interval for reading the request; a bucket is read less often
 _BUCKET_SECONDS = 5.0
 _AHEAD_SECONDS = 2.0
 _AHEAD_STEPS = 3
@@ -41,11 +41,11 @@ class Window(NamedTuple):
 
 
 def window(steps: int | None, seconds: float | None, *, step: int, step_seconds: float, end: int) -> Window | None:
-    """The steps that a request is about, ahead of `step`; None where the run ends before.
+    """Returns the steps to trace for a request, after `step`; None if the run ends before them.
 
     Args:
-      steps: how many, or None for as many as take `seconds`.
-      seconds: how long, where `steps` is None.
+      steps: number of steps; None: as many as take `seconds`.
+      seconds: duration if `steps` is None.
       step: the one that host 0 is at.
       step_seconds: how long one takes.
       end: the run's last step.
@@ -57,13 +57,13 @@ def window(steps: int | None, seconds: float | None, *, step: int, step_seconds:
 
 
 class Requests:
-    """What is asked of the run in `run_dir`, on one of its hosts.
+    """The profile requests of the run in `run_dir`, as seen by one of its hosts.
 
-    A profile's first step, once known, is `asked` by the hook at every step; `done` says that its file is written.
+    The hook calls `asked` before every step to learn of a window that begins, and `done` when its file is written.
     """
 
     def __init__(self, run_dir: str, *, last_step: int):
-        """Starts to look, in a thread of its own. Host 0 looks for requests, every host for what they led to."""
+        """Starts a thread that polls: host 0 for requests, every host for the windows that it posts."""
         folder = paths.resolve(run_dir)
         self._request, self._answer = folder / REQUEST_NAME, folder / ANSWER_NAME
         self._request_seconds = _BUCKET_SECONDS if paths.is_remote(folder) else _LOCAL_SECONDS
@@ -72,14 +72,14 @@ class Requests:
         self._seen = ""
         self._late_by = 0
         self._waiting: Window | None = None
-        self._open: dict[str, Any] = {}  # host 0: what has been answered, until all have written
+        self._open: dict[str, Any] = {}  # host 0: the current request, until all hosts have written their profiles
         self._looked_at = -math.inf
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="profile requests", daemon=True)
         self._thread.start()
 
     def asked(self, step: int) -> Window | None:
-        """The window that `step` is in, the first time; costs nothing. Called before every step."""
+        """Returns the window that `step` belongs to, once. Called before every step; does not wait."""
         self._steps.append((step, time.monotonic()))
         found = self._waiting
         if found is None or step < found.first_step:
@@ -92,12 +92,12 @@ class Requests:
         return found
 
     def done(self, window: Window) -> None:
-        """This host's file is written."""
+        """Reports that this host has written its profile."""
         del window
         self._say_done(f"began {units.counted(self._late_by, 'step')} late" if self._late_by else "")
 
     def close(self) -> None:
-        """Ends the thread; host 0 waits a little for what others are still writing."""
+        """Ends the thread; host 0 waits briefly for profiles that other hosts are still writing."""
         self._closing.set()
         self._thread.join(_CLOSING_SECONDS + 1.0)
 
@@ -128,7 +128,7 @@ class Requests:
             self._answer_when_written(posted)
 
     def _look_for_request(self) -> None:
-        """Takes a request when there is one, and answers with the steps that all will trace."""
+        """Reads a request if there is one, and posts the steps that all hosts will trace."""
         if self._open or len(self._steps) < 2 or time.monotonic() - self._looked_at < self._request_seconds:
             return
         self._looked_at = time.monotonic()

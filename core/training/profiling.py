@@ -1,8 +1,8 @@
-"""Profiles of chosen steps, from every host, where TensorBoard looks for them.
+"""Writes profiles of chosen steps, from every host, to the folder that TensorBoard reads.
 
-The profiler names its file after the hostname, into a folder named after the local clock. Hosts would then land in
-different folders, and hosts that share a name would overwrite one another. The one idea: every host traces into a
-temporary folder under the same session name, and moves its file to a place that no other host has:
+JAX's profiler names its file after the hostname, in a folder named after the local time. Hosts would then write to
+different folders, and hosts with the same name would overwrite one another. Therefore every host traces into a
+temporary folder with the same session name, and copies its file to a path of its own:
 
     RUN/tensorboard/plugins/profile/step_100/<hostname>-p<process>.xplane.pb
 """
@@ -34,23 +34,23 @@ class Profile:
 
     @property
     def is_open(self) -> bool:
-        """Whether steps are being profiled."""
+        """Whether a window is open."""
         return self._session is not None
 
     def start(self, step: int) -> Profile:
-        """Begins a window with `step` as its first, and returns itself. Raises RuntimeError when one is open."""
+        """Opens a window whose first step is `step`, and returns itself. Raises RuntimeError if one is open."""
         if self._session is not None:
             raise RuntimeError(f"cannot profile from step {step}: the window {self._session} is still open")
         options = jax.profiler.ProfileOptions()
         options.session_id = f"step_{step}"
-        options.python_tracer_level = 0  # Python frames would hide the device's rows and slow the step.
+        options.python_tracer_level = 0  # Python frames would hide the device's rows and slow the step
         traced = tempfile.TemporaryDirectory(prefix="renga-profile-")
         jax.profiler.start_trace(traced.name, profiler_options=options)
         self._session, self._traced = options.session_id, traced
         return self
 
     def stop(self) -> list[paths.Path]:
-        """Ends the window and returns the files written; call it when the profiled steps have finished on the device.
+        """Closes the window and returns the written files; call it when the steps have finished on the devices.
 
         Raises:
           RuntimeError: no window is open.
@@ -71,7 +71,7 @@ class Profile:
 
 
 class MemoryProfiles:
-    """What is in the memory of this host's chips, in the format of `pprof`: RUN/memory/step_100-host_2.pprof."""
+    """Writes profiles of the memory of this host's chips for `pprof`: RUN/memory/step_100-host_2.pprof."""
 
     def __init__(self, run_dir: str, *, process_index: int | None = None):
         """Profiles go under `run_dir`; `process_index` is this host's unless given."""
@@ -79,12 +79,12 @@ class MemoryProfiles:
         self._process = distributed.process_index() if process_index is None else process_index
 
     def write(self, step: int) -> paths.Path:
-        """Writes what is there now, and says where."""
+        """Writes a profile of the current memory, and prints its path."""
         return self._write(f"step_{step}-host_{self._process}.pprof", why=f"step {step}")
 
     @contextlib.contextmanager
     def when_exhausted(self) -> Iterator[None]:
-        """Inside, an error that says that memory is exhausted leaves a profile of it behind, and goes on."""
+        """Context in which an out-of-memory error writes a memory profile before it propagates."""
         try:
             yield
         except jax.errors.JaxRuntimeError as error:

@@ -1,8 +1,7 @@
-"""Says which input changed when a step that should compile once compiles again.
+"""Detects that a step compiles again after its first call, and names the inputs that changed.
 
-A recompilation of a large model costs minutes on every host and usually comes from one array that changed its shape,
-dtype, weak type or layout. The one idea: count the compilations that happen on this thread, which costs nothing, and
-look at the inputs only when the count moved.
+Recompiling a large model takes minutes on every host. The usual cause is one array with another shape, dtype, weak type
+or sharding. Compilations on this thread are counted, which is free; inputs are compared only if the count changed.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class OnceCompiled:
     """A jitted function that may compile in its first call only.
 
     Attributes:
-      recompilations: how many later calls compiled.
+      recompilations: number of later calls that compiled.
     """
 
     def __init__(self, function: Callable[..., Any], *, on_recompile: Literal["raise", "warn"] = "raise"):

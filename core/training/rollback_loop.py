@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from core import metrics
+from core.health import phase
 from core.train_state import TrainState
 from core.training import non_finite, trainer
 from core.training.trainer import DeviceBatches, Hook, Program
-from core.watch import phase
 
 
 def train(

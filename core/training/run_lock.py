@@ -1,4 +1,4 @@
-"""One launch at a time in a run directory: a lock that names its owner, and that outlives no owner for long.
+"""A lock on the run directory, so that only one launch trains in it at a time.
 
 Host 0 of a run makes `RUN/lock.json` before it touches a device, renews it while the run goes on and removes it at the
 end. Whether the owner of a lock is alive is looked up where it is a process of this machine. An owner on another
@@ -36,7 +36,7 @@ _SETTLING_SECONDS = 0.5  # after a lock on a disk was taken over: see `paths.wri
 
 
 class Owner(NamedTuple):
-    """Who holds a lock.
+    """The process that holds a lock.
 
     Attributes:
       host: name of its machine.
@@ -60,7 +60,7 @@ class Owner(NamedTuple):
 
     @classmethod
     def this(cls) -> Owner:
-        """This process."""
+        """Returns this process as the owner."""
         ticks = goodput.own_ticks()
         return cls(
             socket.gethostname(), os.getpid(), goodput.process_started(), ticks, _machine(), token=uuid.uuid4().hex
@@ -68,7 +68,7 @@ class Owner(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Owner | None:
-        """The owner that a lock names; None where it names none."""
+        """Parses the content of a lock; None if it names no owner."""
         try:
             owner = cls(**json.loads(text))
         except (ValueError, TypeError):
@@ -76,14 +76,14 @@ class Owner(NamedTuple):
         return owner if isinstance(owner.pid, int) and isinstance(owner.started, float) else None
 
     def is_alive(self) -> bool | None:
-        """Whether its process runs; None where that cannot be looked up from here."""
+        """Returns whether the owner's process runs; None if that cannot be determined from this machine."""
         if not self.machine or self.machine != _machine():
             return None
         return goodput.start_ticks(self.pid) == self.ticks
 
 
 def _machine() -> str:
-    """Equal for processes that can look one another up by number; "" where the system does not say."""
+    """Returns an identifier equal for processes that share a boot and a pid namespace; "" if unknown."""
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"  # noqa: PTH115
@@ -92,18 +92,18 @@ def _machine() -> str:
 
 
 class LockLostError(RuntimeError):
-    """The lock of a run that goes on is gone or another's."""
+    """The lock of this run was removed or taken over by another process."""
 
 
 def holder(run_dir: str) -> Owner | None:
-    """The process of this machine that trains in a run directory now, as far as its lock tells."""
+    """Returns the live process of this machine that holds the lock of a run directory, or None."""
     found = paths.read_versioned(paths.resolve(run_dir) / FILE)
     owner = found and Owner.parse(found.text)
     return owner if owner and owner.is_alive() else None
 
 
 def in_use(run_dir: str, owner: Owner | None, *, renewed: bool = False) -> str:
-    """Why a launch is refused, and what to do.
+    """Returns the message that refuses a launch, with what to do.
 
     Args:
       run_dir: that both want.
@@ -123,7 +123,7 @@ class RunLock:
     """The lock of a run directory, held from `acquire` to `release`."""
 
     def __init__(self, run_dir: str, version: str, owner: Owner, *, made_directory: bool, clock: Callable[[], float]):
-        """Made by `acquire`."""
+        """Is called by `acquire`."""
         self._run_dir, self._file = run_dir, paths.resolve(run_dir) / FILE
         self._owner, self._version, self._made_directory = owner, version, made_directory
         self._lost = ""
@@ -145,7 +145,7 @@ class RunLock:
         look_seconds: float = _LOOK_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> RunLock:
-        """Takes the lock, that of a dead owner too; makes the run directory if need be.
+        """Acquires the lock, also that of a dead owner; creates the run directory if necessary.
 
         Args:
           run_dir: local or gs://.
@@ -175,9 +175,10 @@ class RunLock:
                 return cls(run_dir, now.version, own, made_directory=not was_there, clock=clock)
 
     def check(self) -> None:
-        """Raises LockLostError once the lock is gone or another's.
+        """Raises LockLostError if the lock was removed or taken over.
 
-        Reads the file at most once in a second, for a disk may be a network's; of a bucket, the last renewal tells.
+        Reads the file at most once per second, because it may be on a network file system; in a bucket, relies on the
+        last renewal.
         """
         if not paths.is_remote(self._file) and self._clock() - self._looked_at >= _LOOK_SECONDS:
             self._reads.attempt(self._look)
@@ -185,7 +186,7 @@ class RunLock:
             raise LockLostError(self._lost)
 
     def release(self) -> None:
-        """Removes the lock, if it is still this one, and a local directory that was made for it and is empty."""
+        """Removes the lock if it is still this one, and the local directory if `acquire` created it and it is empty."""
         self._ended.set()
         self._thread.join()
         if self._lost:
@@ -198,7 +199,7 @@ class RunLock:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """Inside, a failure that the loss of the lock explains becomes that loss, and so does an end without failure.
+        """Context that raises LockLostError, in place of any other error or none, if the lock was lost.
 
         Raises:
           LockLostError: the lock was lost.
@@ -222,10 +223,10 @@ class RunLock:
         if paths.is_remote(self._file):
             paths.write_if_unchanged(self._file, json.dumps(self._owner._asdict()), version=self._version)
         else:
-            os.utime(self._file)  # takes no space on a disk that may be full
+            os.utime(self._file)  # works on a full disk
 
     def _look(self) -> None:
-        """Notes the version of the lock, or that it is lost."""
+        """Reads the lock, and records its version or that it is lost."""
         with self._looking:
             self._looked_at = self._clock()
             found = paths.read_versioned(self._file)
@@ -245,14 +246,14 @@ class RunLock:
 
 
 class HoldsLock(Hook):
-    """Ends a run whose lock is lost, before the next step; stands on the host that holds the lock."""
+    """A hook that ends a run whose lock is lost, before the next step; used on the host that holds the lock."""
 
     def __init__(self, lock: RunLock):
-        """`lock`: of the run."""
+        """Takes the lock of the run."""
         self._lock = lock
 
     def before_step(self, step: int) -> None:
-        """Raises LockLostError."""
+        """Raises LockLostError if the lock is lost."""
         del step
         self._lock.check()
 
@@ -266,7 +267,7 @@ def _require_dead(
     silent_seconds: float,
     look_seconds: float,
 ) -> None:
-    """Returns when the owner of a lock is known to be dead. Raises ValueError where it is alive."""
+    """Waits until the owner of a lock is known to be dead. Raises UserError if it is alive."""
     is_alive = owner.is_alive() if owner else None
     if is_alive:
         raise UserError(in_use(run_dir, owner))

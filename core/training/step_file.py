@@ -1,6 +1,6 @@
-"""The step that this process is at, in a small file for whoever writes its log.
+"""Publishes the current step of this process in a small file, for the process that prefixes its log.
 
-The one idea: the file is mapped into memory, so that noting a step is a copy of 64 bytes and no call of the system.
+The file is memory-mapped, so that writing a step copies 64 bytes and needs no system call.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ _BYTES = 64
 
 
 class NoteStep(Hook):
-    """Notes `host 2 step 17` before each step."""
+    """A hook that writes `host 2 step 17` before each step."""
 
     def __init__(self, path: str, *, name: str, step: int):
-        """Makes the file, for the host of this name, which continues behind `step`."""
+        """Creates the file for the host of this name, which starts after `step`."""
         file = pathlib.Path(path)
         file.write_bytes(bytes(_BYTES))
         with file.open("r+b") as opened:
@@ -26,5 +26,5 @@ class NoteStep(Hook):
         self.before_step(step)
 
     def before_step(self, step: int) -> None:
-        """Notes it."""
+        """Writes the step."""
         self._map[:] = f"{self._name} step {step}".encode()[:_BYTES].ljust(_BYTES, b"\0")

@@ -1,13 +1,13 @@
-"""The training loop: one batch, one step, and what hangs on it.
+"""The training loop: runs the steps and calls the hooks.
 
-The one idea is that the device never waits for the host. The metrics of step n - 1 are read after step n has been
-dispatched, so that logging happens while the device works. Only where a hook needs the state itself (to evaluate it or
-to save it) is step n read before n + 1 starts; then a loss that is not finite is seen before it is saved.
+The devices do not wait for the host: the metrics of step n - 1 are read after step n has been dispatched, so that
+logging happens while the devices work. Only if a hook needs the state (to evaluate or save it) is step n read before
+n + 1 starts; a non-finite loss is then detected before it is saved.
 
     dispatch n   read metrics of n - 1   -> hook.after_step(n - 1)
     …            at a boundary: read n   -> hook.after_step(n), hook.at_boundary(n, state)
 
-Where the loop is at every moment stands in `core.watch.phase`, for the hosts that watch one another.
+Where the loop is at every moment stands in `core.health.phase`, for the hosts that watch one another.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import NamedTuple, Protocol
 import jax
 import numpy as np
 
+from core.health import phase
 from core.step import Metrics
 from core.train_state import TrainState
 from core.types import Batch, WeightedSum
-from core.watch import phase
 
-# What a profile calls the parts of a step on the host.
+# Names in profiles for the parts of a step on the host.
 STEP = "train"
 INPUT = "wait for the batch"
 WAITING = "wait for the step"
@@ -33,16 +33,16 @@ HOOKS = "hooks"
 
 
 class StepReport(NamedTuple):
-    """What is known of a finished step.
+    """The measurements of a finished step.
 
     Attributes:
       step: its number; the first is 1.
-      metrics: numbers of this step.
-      sums: of this step, what the model's metrics are means of; a weight may be 0.
-      seconds: since the previous step finished; for the first, since it was dispatched (compilation included).
-      input_wait_seconds: of these, how long the host waited for its batch.
-      device_seconds: of these, how long it was handing over the step and waiting for its result; the rest is its own
-        work.
+      metrics: scalar metrics of this step.
+      sums: the model's metrics of this step as sums with weights; a weight may be 0.
+      seconds: time since the previous step finished; for the first, since it was dispatched (including compilation).
+      input_wait_seconds: the part of it during which the host waited for its batch.
+      device_seconds: the part of it during which the host dispatched the step and waited for its result; the rest is
+        work of the host itself.
     """
 
     step: int
@@ -54,40 +54,40 @@ class StepReport(NamedTuple):
 
 
 class Hook:
-    """Something that happens beside training. Hooks run in order, on every host alike."""
+    """An extension of the training loop. Hooks run in order, on every host."""
 
     def before_step(self, step: int) -> None:
-        """Before step `step` is dispatched."""
+        """Is called before step `step` is dispatched."""
 
     def after_step(self, report: StepReport) -> None:
-        """Once the metrics of a step are known, usually while the next one runs."""
+        """Is called when the metrics of a step are known, usually while the next step runs."""
 
     def needs_state(self, step: int) -> bool:
-        """Whether `at_boundary` is to be called behind this step. Must be equal on all hosts."""
+        """Returns whether to call `at_boundary` after this step; must be equal on all hosts."""
         del step
         return False
 
     def at_boundary(self, step: int, state: TrainState) -> None:
-        """Behind step `step`, before the next is dispatched; `state` is valid during this call only."""
+        """Is called after step `step`, before the next is dispatched; `state` is valid only during this call."""
 
     def close(self) -> None:
-        """When training ends, also by an error."""
+        """Is called when training ends, also after an error."""
 
 
 class Program(Protocol):
-    """What the loop needs of a model bound to devices."""
+    """A model bound to devices, as the loop uses it."""
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """One step; consumes `state`."""
+        """Runs one step; donates `state`."""
 
 
 class DeviceBatches(Protocol):
-    """Batches that are on the devices already."""
+    """An iterator over batches on the devices."""
 
     input_wait_seconds: float
 
     def __next__(self) -> Batch:
-        """The next one."""
+        """Returns the next batch."""
 
 
 class _Dispatched(NamedTuple):
@@ -107,7 +107,7 @@ class _Reader:
 
     @contextlib.contextmanager
     def with_devices(self) -> Iterator[None]:
-        """Inside, the host hands something to the devices or waits for them."""
+        """Context in which the host dispatches work to the devices or waits for them, which is timed."""
         began = time.perf_counter()
         with phase.enter(self.phase):
             yield
@@ -133,7 +133,7 @@ class _Reader:
         for hook in self._hooks:
             if hook.needs_state(step):
                 hook.at_boundary(step, state)
-        self._finished_at = time.perf_counter()  # time at a boundary is nobody's step time
+        self._finished_at = time.perf_counter()  # time at a boundary is not part of a step
 
 
 def train(
@@ -143,13 +143,13 @@ def train(
 
     Args:
       program: the model bound to devices.
-      batches: at the position that belongs to `state`.
-      state: consumed.
-      total_steps: the last step's number.
+      batches: batches at the position that belongs to `state`.
+      state: the initial state; donated.
+      total_steps: number of the last step.
       hooks: called in this order.
 
     Returns:
-      The state behind the last step.
+      The state after the last step.
     """
     reader = _Reader(hooks)
     unread: _Dispatched | None = None
@@ -181,5 +181,5 @@ def add_sums(total: Mapping[str, WeightedSum], more: Mapping[str, WeightedSum]) 
 
 
 def means(sums: Mapping[str, WeightedSum]) -> dict[str, float]:
-    """What the sums are means of; no entry where the weight is 0, for a mean of nothing is no number."""
+    """Divides sums by their weights; sums with weight 0 are left out."""
     return {name: float(s.total / s.weight) for name, s in sums.items() if s.weight > 0}

@@ -10,8 +10,8 @@ import jax
 from jax.sharding import Mesh
 
 from core import distributed, host_checks, slices, units
-from core.watch import phase
-from core.watch.judging import Limits
+from core.health import phase
+from core.health.failure_diagnosis import Limits
 from launch.check import collectives, machine, offline_checks, preflight_inputs
 from launch.check.findings import Row, merge, to_json
 from launch.check.findings import from_text as rows_from_text

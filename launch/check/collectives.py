@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from core.watch import phase
+from core.health import phase
 
 REPEATS = 3
 

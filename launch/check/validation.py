@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from core import run_metrics
-from core.watch import exit_codes
+from core.health import exit_codes
 from launch import environment
 
 NAME = "validate.json"

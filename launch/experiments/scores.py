@@ -20,10 +20,10 @@ from rich.table import Table
 from core import paths
 from core.checkpoints.store import Checkpoints
 from core.errors import UserError
+from core.health import phase
 from core.training import trainer
 from core.training.evaluation_pass import EvaluationPass
 from core.types import AnswerJudge, Evaluates, can
-from core.watch import phase
 from launch import terminal
 from launch.experiments.held_out import HeldOut
 from launch.runs.prepared_run import Run

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from core import paths, run_metrics
-from core.watch import exit_codes
+from core.health import exit_codes
 from launch import config
 from launch.experiments import results, saved_run, suite_plan
 from launch.experiments.suite_plan import Entry

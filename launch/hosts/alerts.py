@@ -26,7 +26,7 @@ from typing import Any
 
 from core import paths
 from core.errors import UserError
-from core.watch import exit_codes, failure_notes
+from core.health import exit_codes, failure_notes
 from launch import environment
 
 SEND_SECONDS = 10.0

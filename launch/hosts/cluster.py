@@ -12,8 +12,8 @@ import jax
 
 from core import distributed, units
 from core.errors import UserError
+from core.health.failure_diagnosis import USUAL_LIMITS, Limits
 from core.slices import Slice
-from core.watch.judging import USUAL_LIMITS, Limits
 from launch import environment
 from launch.host import Host
 from launch.hosts import tpu_host

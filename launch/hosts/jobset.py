@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from core.errors import UserError
+from core.health import exit_codes
 from core.slices import Slice
-from core.watch import exit_codes
 
 # Node labels of GKE by generation.
 ACCELERATORS = {

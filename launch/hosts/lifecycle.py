@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from core import slices
 from core.errors import UserError
-from core.watch import exit_codes
+from core.health import exit_codes
 from launch.hosts import gcloud, supervise, workstation
 from launch.hosts.gcloud import Step, Tpu
 

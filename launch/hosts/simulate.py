@@ -30,7 +30,7 @@ import psutil
 
 from core import slices, units
 from core.errors import UserError
-from core.watch import exit_codes
+from core.health import exit_codes
 from launch.hosts import host_output, log_prefix, supervise
 
 LAST_LINES = 20

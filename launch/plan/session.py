@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from core import listing, paths, units
 from core.errors import UserError
-from core.watch import exit_codes
+from core.health import exit_codes
 from launch import terminal
 from launch.plan import candidate_bindings, compiling, records, search, table
 from launch.plan.compiling import Job

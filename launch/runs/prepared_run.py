@@ -13,8 +13,8 @@ import jax
 
 from core import distributed, host_checks, versions
 from core.errors import UserError
+from core.health import phase
 from core.training import compile_cache
-from core.watch import phase
 from launch import environment, host_memory
 from launch.experiment import Experiment
 from launch.host import Host

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable, Mapping
 
 from core import units
+from core.health import phase
 from core.training.compile_cache import Totals
-from core.training.host_figures import Slowest
-from core.watch import phase
+from core.training.host_metrics import Slowest
 from launch.host import Host
 
 WAITS = {  # phases that may take long, as a person reads them
@@ -93,7 +93,7 @@ class Progress:
 class Waiting:
     """Says on host 0, from a thread of its own, what a long wait is for: `compiling the training step, 0:20`.
 
-    It reads `core.watch.phase`, which the work itself keeps, so no step of the work has to report to it.
+    It reads `core.health.phase`, which the work itself keeps, so no step of the work has to report to it.
     """
 
     def __init__(

@@ -13,6 +13,7 @@ from typing import Any
 from core import distributed, metrics, paths
 from core.checkpoints.store import Checkpoints
 from core.errors import UserError
+from core.health import phase
 from core.train_state import TrainState
 from core.training import (
     hooks,
@@ -21,7 +22,6 @@ from core.training import (
     rollback_loop,
     trainer,
 )
-from core.watch import phase
 from launch import array_table, config
 from launch.prediction import PredictionCheck
 from launch.runs import run_summary, training_hooks

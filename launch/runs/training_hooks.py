@@ -12,19 +12,19 @@ import numpy as np
 from core import distributed, metrics
 from core.checkpoints.save_costs import SaveCosts
 from core.checkpoints.store import Checkpoints
+from core.health import heartbeat, replicas
 from core.train_state import TrainState
 from core.training import (
     compile_cache,
     goodput,
     hooks,
-    host_figures,
+    host_metrics,
     prefetch,
     profile_requests,
     profiling,
     rollback_loop,
     step_file,
 )
-from core.watch import peers, replicas
 from launch import environment
 from launch.prediction import PredictionCheck
 from launch.runs.prepared_run import Run
@@ -52,7 +52,7 @@ def hooks_of(
         rollback_loop.policy_hook(now.run.experiment.non_finite, warn=now.progress.warning, writers=now.writers),
         *_logging(now),
         *_goodput(now),
-        *([replicas.Compare(peers.compare, every=compare_every)] if compare_every else []),
+        *([replicas.Compare(heartbeat.compare, every=compare_every)] if compare_every else []),
         *([evaluation] if evaluation else []),
         _saving(now, checkpoints, batches, preemption),
         preemption,
@@ -64,7 +64,7 @@ def hooks_of(
 def _logging(now: UnderWay) -> list[hooks.Hook]:
     run, writers, progress, predictions = now.run, now.writers, now.progress, now.predictions
     every = run.experiment.log_interval
-    figures = host_figures.HostFigures()
+    figures = host_metrics.HostMetrics()
     own_lines = metrics.open_own_lines(run.run_dir, process_index=run.host.index)
     now.stack.callback(own_lines.close)
 

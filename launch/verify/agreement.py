@@ -24,8 +24,8 @@ import numpy as np
 
 from core import optimizers, slices
 from core.errors import UserError
+from core.health import phase
 from core.types import IGNORED, ChoosesDtype, Model, can
-from core.watch import phase
 from launch.experiment import Experiment
 from launch.hosts import cluster, simulate
 from launch.runs import smoke

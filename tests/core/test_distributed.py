@@ -3,7 +3,7 @@ import time
 import pytest
 
 from core import distributed
-from core.watch import exit_codes
+from core.health import exit_codes
 
 JOIN = """
 from core import distributed

@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from core.watch import exit_codes
+from core.health import exit_codes
 from launch import __main__ as cli
 
 COMMANDS = ("bench", "failures", "soak", "status")

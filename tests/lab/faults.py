@@ -23,8 +23,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from core.health import phase
 from core.training.hooks import Hook
-from core.watch import phase
 from launch.runs import training
 from launch.runs.prepared_run import Run
 from tests.lab import gcs_emulator, growth

@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 import jax
 
+from core.health import phase
 from core.optimizers import adamw, constant
 from core.train_state import TrainState
 from core.training import hooks
 from core.training.trainer import StepReport
 from core.types import Batch
-from core.watch import phase
 from launch.experiment import Experiment
 from launch.host import Host
 from launch.runs import prepared_run, training

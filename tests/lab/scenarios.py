@@ -7,8 +7,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from core.watch import exit_codes, phase
-from core.watch.judging import USUAL_LIMITS
+from core.health import exit_codes, phase
+from core.health.failure_diagnosis import USUAL_LIMITS
 from tests.lab.faults import Fault
 
 ALL = (0, 1, 2, 3)

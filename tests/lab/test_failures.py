@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from core.checkpoints import writing
-from core.watch import exit_codes, phase
+from core.health import exit_codes, phase
 from tests.lab import faults, growth, table
 from tests.lab.flips import Flips
 from tests.lab.growth import Sample

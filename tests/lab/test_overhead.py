@@ -2,8 +2,8 @@
 
 import time
 
+from core.health import phase
 from core.training import hooks
-from core.watch import phase
 from launch.host import Host
 from tests.lab import bench, overhead
 

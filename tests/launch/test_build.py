@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from core.watch import exit_codes
+from core.health import exit_codes
 from launch import __main__ as main
 from launch.cli.runs import build
 from tasks.puzzles import files

@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
+from core.health import exit_codes
 from core.training import run_lock
-from core.watch import exit_codes
 from launch import environment
 from launch.check import preflight_inputs
 

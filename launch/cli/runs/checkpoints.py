@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from core import units
 from core.errors import UserError
-from core.watch import exit_codes
+from core.health import exit_codes
 from launch.cli import flags
 
 if TYPE_CHECKING:

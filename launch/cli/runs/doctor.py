@@ -17,7 +17,7 @@ from pathlib import Path
 
 from core import paths, slices
 from core.errors import UserError
-from core.watch import exit_codes
+from core.health import exit_codes
 from launch import environment
 from launch.cli import flags
 from launch.hosts import simulate, tpu_host

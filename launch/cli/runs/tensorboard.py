@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from core import library_noise
-from core.watch import exit_codes
+from core.health import exit_codes
 from launch.cli import flags
 
 HELP = "open TensorBoard (scalars, config, profiles of every host) on a run directory"

@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from core import slices
-from core.watch import exit_codes
+from core.health import exit_codes
 from launch import environment
 from launch.cli import flags
 
@@ -99,7 +99,7 @@ def _waiting(host: Host, experiment: Experiment, config: LoadedConfig) -> contex
     """Says on host 0 what takes long, with the time that compiling took where this program was planned before."""
     import jax
 
-    from core.watch import phase
+    from core.health import phase
     from launch import program_identity
     from launch.plan import records
     from launch.runs.progress import Waiting

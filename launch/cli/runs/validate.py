@@ -12,7 +12,7 @@ from typing import Any
 
 from core import paths, slices
 from core.errors import UserError
-from core.watch import exit_codes
+from core.health import exit_codes
 from launch import environment
 from launch.cli import flags
 from launch.hosts import tpu_host
@@ -78,7 +78,7 @@ def default_directory(slice_: slices.Slice) -> str:
 def _attention(args: argparse.Namespace, slice_: slices.Slice) -> int:
     """The attention of this host's chip; with --simulate of this machine's CPU, once. Host 0 writes."""
     from core import distributed
-    from core.watch import phase
+    from core.health import phase
     from launch.check import attention
     from launch.hosts import cluster
 

@@ -126,7 +126,7 @@ def all_of_another_step(folder):
     [
         (of_another_step, "data: DamagedError: 2 of 2 positions in the data are of another step or stream: a, b"),
         (swapped, "data: DamagedError: 2 of 2 positions in the data are of another step or stream: a, b"),
-        (all_of_another_step, "meta: DamagedError: the description is that of step 3"),
+        (all_of_another_step, "meta: DamagedError: the description belongs to step 3"),
     ],
 )
 def test_a_position_of_another_step_or_stream_is_never_used(newest, saved, tmp_path, harm, says):

@@ -11,7 +11,7 @@ import pytest
 
 from core import distributed, paths
 from core.checkpoints import leaves, reading, steps, store, streams, verifying, writing
-from core.watch import phase
+from core.health import phase
 
 TWO_HOSTS = """
 import resource, time

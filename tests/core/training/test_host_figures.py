@@ -5,8 +5,8 @@ import re
 import pytest
 
 from core import distributed
-from core.training import host_figures
-from core.training.host_figures import HostFigures, Slowest
+from core.training import host_metrics
+from core.training.host_metrics import HostMetrics, Slowest
 
 
 def figures(*, wait=0.0, work=0.1, step=1.0, **memory):
@@ -15,7 +15,7 @@ def figures(*, wait=0.0, work=0.1, step=1.0, **memory):
 
 
 def test_the_slowest_host_is_the_one_that_keeps_the_devices_waiting():
-    seen = HostFigures()
+    seen = HostMetrics()
     found = seen._beside({0: figures(), 1: figures(), 2: figures(wait=0.3), 3: figures(work=0.2)})
     assert found["hosts/slowest"] == 2
     assert found["hosts/own_seconds/host_2"] == pytest.approx(0.4)
@@ -25,7 +25,7 @@ def test_the_slowest_host_is_the_one_that_keeps_the_devices_waiting():
 
 
 def test_hosts_that_are_alike_name_none():
-    seen = HostFigures()
+    seen = HostMetrics()
     seen._beside({0: figures(), 1: figures(work=0.15)})
     assert seen.slowest is None
 
@@ -33,7 +33,7 @@ def test_hosts_that_are_alike_name_none():
 @pytest.mark.covers("O08")
 def test_memory_of_every_chip_of_every_host_is_written_when_it_changes():
     memory = {"chip_0": 20.0, "chip_1": 21.5}
-    seen = HostFigures(hbm=lambda: memory)
+    seen = HostMetrics(hbm=lambda: memory)
     own = seen.own({**figures(), "loss": 3.0})
     assert own == figures(**memory)
     first = seen._beside({0: own, 1: figures(chip_4=19.0)})
@@ -48,13 +48,13 @@ def test_memory_of_every_chip_of_every_host_is_written_when_it_changes():
 
 
 def test_what_the_runtime_does_not_say_is_left_out():
-    assert host_figures.hbm_gib() == {}  # CPU devices
+    assert host_metrics.hbm_gib() == {}  # CPU devices
 
 
 @pytest.fixture
 def two_hosts(monkeypatch):
     """`says(host, step, seconds)`: what `exchange` gives that host, of two in one process."""
-    put_up, seen, at = {}, (HostFigures(), HostFigures()), {"host": 0}
+    put_up, seen, at = {}, (HostMetrics(), HostMetrics()), {"host": 0}
     monkeypatch.setattr(distributed, "process_count", lambda: 2)
     monkeypatch.setattr(distributed, "process_index", lambda: at["host"])
     monkeypatch.setattr(distributed, "post", lambda name, text: put_up.update({name.rpartition("/")[2]: text}))
@@ -93,8 +93,8 @@ EXCHANGE = """
 import time
 from core import distributed
 distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS, local_cpu_devices=1)
-from core.training.host_figures import HostFigures
-seen = HostFigures()
+from core.training.host_metrics import HostMetrics
+seen = HostMetrics()
 own = {"step_seconds": 1.0, "input_wait_seconds": 0.5 * PROCESS, "device_seconds": 0.1, "host_seconds": 0.1}
 if PROCESS == 0:
     print("EARLY", seen.exchange(5, own))  # waits for nobody

@@ -9,10 +9,10 @@ import optax
 import pytest
 
 from core import optimizers, step, train_state
+from core.health import exit_codes
 from core.training import non_finite
 from core.training.trainer import StepReport
 from core.types import LossOutput
-from core.watch import exit_codes
 
 
 def report(number, loss=1.0, skipped=0.0):

@@ -135,5 +135,5 @@ def test_what_cannot_work_is_refused():
     with pytest.raises(ValueError, match="no data position"):
         prefetch.restore(Counting(), {})
     at_one, at_two = (n.to_bytes(8, "big") + b"0" for n in (1, 2))
-    with pytest.raises(ValueError, match="different places"):
+    with pytest.raises(ValueError, match="different positions"):
         prefetch.restore(Counting(), {"stream_0": at_one, "stream_1": at_two})

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from core.checkpoints import fit
 from core.checkpoints.store import Checkpoints
-from core.watch import exit_codes
+from core.health import exit_codes
 from launch.check import cluster_checks, collectives, findings, machine, offline_checks, regions
 from launch.check.findings import Row
 from launch.hosts import cluster
@@ -63,11 +63,11 @@ def test_a_run_directory_that_cannot_be_written_ends_no_other_look(launch, tmp_p
 def test_a_look_that_does_not_end_ends_the_doctor(run_hosts):
     story = """
         import time
-        from core.watch import judging, peers
+        from core.health import failure_diagnosis, heartbeat
         from launch.check import cluster_checks
 
-        assert cluster_checks.LIMITS.of(judging.Place(0, "clocks", 0.0)) == 120
-        peers.start(None, limits=judging.Limits(0.5, 0.5))
+        assert cluster_checks.LIMITS.of(failure_diagnosis.Place(0, "clocks", 0.0)) == 120
+        heartbeat.start(None, limits=failure_diagnosis.Limits(0.5, 0.5))
         cluster_checks._attempt("collectives", lambda: time.sleep(30))
     """
     (result,) = run_hosts(story, hosts=1)

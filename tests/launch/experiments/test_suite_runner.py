@@ -9,7 +9,7 @@ import time
 import pytest
 
 from core import run_metrics
-from core.watch import exit_codes
+from core.health import exit_codes
 from launch import __main__ as main
 from launch.cli.runs import suite as command
 from launch.experiments import results, suite_plan, suite_runner

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from core.watch import exit_codes, judging, peers
+from core.health import exit_codes, failure_diagnosis, heartbeat
 from launch import environment
 from launch.hosts import alerts
 
@@ -81,10 +81,10 @@ def test_the_parent_of_another_host_leaves_it_to_that_of_host_0(told, tmp_path):
 # A process that the watch of the hosts ends: for a step that lasts, or for what it raised itself.
 STUCK = """
 import time
-from core.watch import judging, peers, phase
+from core.health import failure_diagnosis, heartbeat, phase
 from launch.hosts import alerts
 with alerts.noting(0):
-    peers.start(None, limits=judging.Limits(step_seconds=0.5, slow_seconds=0.5))
+    heartbeat.start(None, limits=failure_diagnosis.Limits(step_seconds=0.5, slow_seconds=0.5))
     phase.at(phase.TRAINING, step=17)
     time.sleep(60)
 """
@@ -111,7 +111,7 @@ def test_what_the_hosts_found_out_together_is_what_is_told(told, tmp_path):
 def test_of_the_host_that_a_verdict_names_its_own_words_are_told(told, tmp_path, raised_on, says):
     with alerts.watching(str(tmp_path)) as watch:
         fail(raised_on, KeyError("wide"))
-        peers._on_verdict(judging.Verdict((2,), "host 2 raised KeyError", exit_codes.RAISED))
+        heartbeat._on_verdict(failure_diagnosis.Verdict((2,), "host 2 raised KeyError", exit_codes.RAISED))
         watch.after(exit_codes.RAISED)
     (alert,) = told()
     assert (alert["host"], alert["message"]) == (2, says)

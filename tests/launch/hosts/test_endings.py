@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from core.watch import exit_codes
+from core.health import exit_codes
 from launch import environment
 
 # Trains until a hook of ours, on one host, at step 12, does what the test says.

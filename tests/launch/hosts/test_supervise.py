@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from core.watch import exit_codes
+from core.health import exit_codes
 from launch.hosts import supervise
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from core.watch import phase
+from core.health import phase
 from launch.host import Host
 from launch.runs import progress
 

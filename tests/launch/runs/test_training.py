@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from core.health import exit_codes, failure_diagnosis
 from core.training import compile_cache
-from core.watch import exit_codes, judging
 from launch import environment
 from launch.host import Host
 from launch.runs import prepared_run, training
@@ -136,7 +136,7 @@ def test_no_host_runs_a_step_before_all_have_compiled_it(monkeypatch, count, don
     monkeypatch.setattr(
         training.distributed, "barrier", lambda name, timeout_seconds: did.append((name, timeout_seconds))
     )
-    experiment = types.SimpleNamespace(compile_limit_seconds=50.0, limits=judging.USUAL_LIMITS)
+    experiment = types.SimpleNamespace(compile_limit_seconds=50.0, limits=failure_diagnosis.USUAL_LIMITS)
     run = types.SimpleNamespace(host=Host(0, count, True), program=program, experiment=experiment, last_step=9)
     training.compile_together(run, 8)
     training.compile_together(run, 9)  # nothing is left to train
@@ -149,7 +149,7 @@ def test_what_the_hosts_compile_together_is_not_compiled_again(monkeypatch):
     jitted = jax.jit(lambda state, batch: (state * batch, {}), compiler_options={"xla_embed_ir_in_executable": True})
     program = types.SimpleNamespace(lower_train_step=lambda: jitted.lower(x, x), train_step=jitted)
     monkeypatch.setattr(training.distributed, "barrier", lambda name, timeout_seconds: None)
-    experiment = types.SimpleNamespace(compile_limit_seconds=50.0, limits=judging.USUAL_LIMITS)
+    experiment = types.SimpleNamespace(compile_limit_seconds=50.0, limits=failure_diagnosis.USUAL_LIMITS)
     run = types.SimpleNamespace(host=Host(0, 2, True), program=program, experiment=experiment, last_step=9)
     before = compile_cache.totals().programs
     step = training.compile_together(run, 0)

@@ -2,7 +2,7 @@
 
 import pathlib
 
-from core.watch import exit_codes
+from core.health import exit_codes
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 

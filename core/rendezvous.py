@@ -4,7 +4,7 @@ If a host is missing, JAX's own start-up ends the process from C++ without an ex
 with different configurations. Therefore the hosts first connect to host 0 on the coordinator's port. Each sends its
 index, the number of hosts that it expects and a description of its configuration. Host 0 waits for all of them,
 compares the descriptions, and tells every host that all are present, which are missing, or how they differ. Then it
-releases the port for JAX. The connections stay open for the heartbeat (`core.watch.peers`).
+releases the port for JAX. The connections stay open for the heartbeat (`core.health.heartbeat`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from core import units
 from core.errors import UserError
-from core.watch import difference, frames
+from core.health import difference, wire_protocol
 
 _RETRY_SECONDS = 0.1
 _HELLO_SECONDS = 2.0
@@ -185,24 +185,24 @@ def bindable(host: str) -> str:
 
 def _admit(connection: socket.socket, address: str, *, present: dict[int, _Present], count: int) -> None:
     try:
-        hello = frames.receive(connection, seconds=_HELLO_SECONDS) or {}
-    except frames.Stranger:
+        hello = wire_protocol.receive(connection, seconds=_HELLO_SECONDS) or {}
+    except wire_protocol.Stranger:
         hello = {}
     index, their_count, description = (hello.get(key) for key in ("host", "of", "description"))
     if not (isinstance(index, int) and isinstance(their_count, int) and isinstance(description, str)):
         connection.close()  # not one of our hosts, for example a port scanner
         return
     if their_count != count or not 0 < index < count:
-        frames.send(connection, {"refused": count}, seconds=_HELLO_SECONDS)
+        wire_protocol.send(connection, {"refused": count}, seconds=_HELLO_SECONDS)
         return
     if index in present:  # the host was started again; if the earlier process still runs, it is told to end
-        frames.send(present[index].connection, {"replaced": True}, seconds=_HELLO_SECONDS)
+        wire_protocol.send(present[index].connection, {"replaced": True}, seconds=_HELLO_SECONDS)
     present[index] = _Present(connection, address, description)
 
 
 def _say_to_all(present: Mapping[int, _Present], message: Mapping[str, Any]) -> None:
     for there in present.values():  # a closed connection is noticed by its next user
-        frames.send(there.connection, message, seconds=_HELLO_SECONDS)
+        wire_protocol.send(there.connection, message, seconds=_HELLO_SECONDS)
 
 
 # The others
@@ -225,13 +225,13 @@ def _ask(call: _Call) -> Roll:
 
 def _hello(call: _Call) -> tuple[socket.socket, dict[str, Any]] | None:
     """Makes one attempt; returns the connection and host 0's reply, or None without a reply."""
-    with contextlib.ExitStack() as unless_all_is_well, contextlib.suppress(OSError, frames.Stranger):
+    with contextlib.ExitStack() as unless_all_is_well, contextlib.suppress(OSError, wire_protocol.Stranger):
         left = max(call.deadline - time.monotonic(), _RETRY_SECONDS)
         connection = unless_all_is_well.enter_context(socket.create_connection(split(call.address), timeout=left))
         hello = {"host": call.index, "of": call.count, "description": call.description}
-        frames.send(connection, hello, seconds=left)
+        wire_protocol.send(connection, hello, seconds=left)
         # Host 0 decides which hosts are missing; wait a little longer than it does.
-        reply = frames.receive(connection, seconds=call.deadline - time.monotonic() + 2 * _HELLO_SECONDS)
+        reply = wire_protocol.receive(connection, seconds=call.deadline - time.monotonic() + 2 * _HELLO_SECONDS)
         if reply is not None:
             unless_all_is_well.pop_all()
             return connection, reply

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from core.health import divergence, exit_codes, replicas
 from core.training.trainer import StepReport
-from core.watch import exit_codes, replicas, voting
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +47,12 @@ def test_copies_have_one_number_and_a_wrong_one_has_another(mesh):
 
 def test_the_majority_is_right_and_of_two_hosts_nobody_knows():
     same, other = {"w": [5, 5], "v": [1]}, {"w": [5, 6], "v": [1]}
-    assert voting.judge(8, {0: same, 1: same, 2: same}) is None
-    verdict = voting.judge(8, {0: same, 1: other, 2: same})
+    assert divergence.judge(8, {0: same, 1: same, 2: same}) is None
+    verdict = divergence.judge(8, {0: same, 1: other, 2: same})
     assert verdict.hosts == (1,)
     assert verdict.says == "behind step 8 host 1 held other numbers than most: w"
     assert (verdict.code, verdict.others) == (exit_codes.DIVERGED, exit_codes.DIVERGED)
-    verdict = voting.judge(8, {0: {"w": [5], "v": [1]}, 1: {"w": [6], "v": [2]}})
+    verdict = divergence.judge(8, {0: {"w": [5], "v": [1]}, 1: {"w": [6], "v": [2]}})
     assert verdict.hosts == (0, 1)
     assert verdict.says == "behind step 8 host 0, 1 hold different numbers, and none is in the majority: v, w"
 

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from core import roll_call
-from core.watch import frames
+from core import rendezvous
+from core.health import wire_protocol
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ class Host(threading.Thread):
 
     def run(self):
         try:
-            self.roll = roll_call.answer(self.address, **self.call)
+            self.roll = rendezvous.answer(self.address, **self.call)
         except (ValueError, TimeoutError) as error:
             self.error = error
 
@@ -43,7 +43,7 @@ def test_all_come_in_any_order_and_the_port_is_free_again(address):
     late = [Host(address, index, 4) for index in (3, 1)]
     time.sleep(0.2)
     assert finish(*late, Host(address, 0, 4), Host(address, 2, 4)) == [None] * 4
-    socket.create_server(roll_call.split(address)).close()
+    socket.create_server(rendezvous.split(address)).close()
 
 
 @pytest.mark.covers("R05")
@@ -77,13 +77,13 @@ def test_the_host_that_would_run_something_else_is_named_by_all(address, odd):
 def test_the_ways_to_the_others_stay_open_beside_whoever_has_the_port_next(address):
     hosts = [Host(address, index, 3) for index in range(3)]
     assert finish(*hosts) == [None] * 3
-    with socket.create_server(roll_call.split(address)):
+    with socket.create_server(rendezvous.split(address)):
         zero, one, two = (host.roll for host in hosts)
         assert zero.addresses == two.addresses == ("127.0.0.1",) * 3
-        assert frames.send(two.connections[0], {"word": "ü"}, seconds=1)
-        assert frames.receive(zero.connections[2], seconds=1) == {"word": "ü"}
-        assert frames.send(zero.connections[1], {"another": [1]}, seconds=1)
-        assert frames.receive(one.connections[0], seconds=1) == {"another": [1]}
+        assert wire_protocol.send(two.connections[0], {"word": "ü"}, seconds=1)
+        assert wire_protocol.receive(zero.connections[2], seconds=1) == {"word": "ü"}
+        assert wire_protocol.send(zero.connections[1], {"another": [1]}, seconds=1)
+        assert wire_protocol.receive(one.connections[0], seconds=1) == {"another": [1]}
     for host in hosts:
         host.roll.close()
 
@@ -115,7 +115,7 @@ def test_two_with_one_index_are_told(address):
 def test_strangers_at_the_port_are_ignored(address):
     zero = Host(address, 0, 2, seconds=5)
     time.sleep(0.2)
-    with socket.create_connection(roll_call.split(address)) as stranger:
+    with socket.create_connection(rendezvous.split(address)) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(100) == b""
@@ -123,7 +123,7 @@ def test_strangers_at_the_port_are_ignored(address):
 
 
 def test_a_port_in_use_is_said(address):
-    with socket.create_server(roll_call.split(address)):
+    with socket.create_server(rendezvous.split(address)):
         (error,) = finish(Host(address, 0, 2, seconds=0.3))
     assert f"host 0 cannot listen at {address}" in str(error)
     assert "another run still active" in str(error)
@@ -132,9 +132,9 @@ def test_a_port_in_use_is_said(address):
 @pytest.mark.parametrize("address", ["10.0.0.1", ":80", "host:0", "host:x", ""])
 def test_addresses_have_a_host_and_a_port(address):
     with pytest.raises(ValueError, match="expected HOST:PORT"):
-        roll_call.split(address)
+        rendezvous.split(address)
 
 
 def test_an_address_of_another_machine_means_all_interfaces():
-    assert roll_call.bindable("127.0.0.1") == "127.0.0.1"
-    assert roll_call.bindable("192.0.2.1") == ""  # Reserved for documentation: nobody's.
+    assert rendezvous.bindable("127.0.0.1") == "127.0.0.1"
+    assert rendezvous.bindable("192.0.2.1") == ""  # Reserved for documentation: nobody's.

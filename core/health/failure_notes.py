@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from core.watch import exit_codes, peers
+from core.health import exit_codes, heartbeat
 
 _LONGEST = 2000
 
@@ -26,7 +26,7 @@ def noting(folder: Path, host: int | None, *, silent: Collection[int] = ()) -> I
       host: of this process; None if unknown.
       silent: exit codes of exceptions that are not noted.
     """
-    peers.on_verdict(lambda verdict: _write(folder, "verdict", host, min(verdict.hosts), verdict.says))
+    heartbeat.on_verdict(lambda verdict: _write(folder, "verdict", host, min(verdict.hosts), verdict.says))
     try:
         yield
     except Exception as error:

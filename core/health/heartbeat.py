@@ -2,7 +2,7 @@
 
     host 1 ──┐  once a second, and at a new step (four times a       ┌── host 0: where it is itself;
     host 2 ──┼─ second at most): step, phase, seconds in it; ────────┤   the verdict, to all
-    host 3 ──┘  at once: what ends it                                └── (core.watch.judging)
+    host 3 ──┘  at once: what ends it                                └── (core.health.failure_diagnosis)
 
 The connections are those of the roll call, kept open. A process that is killed hangs up, and is missed at once; one
 that is frozen falls silent. The one idea: a thread of its own does all of it, because a host that has lost a peer sits
@@ -26,10 +26,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from core import listing
-from core.roll_call import Roll
-from core.watch import exit_codes, frames, judging, phase, stacks, voting
-from core.watch.judging import Limits, Seen, Verdict
-from core.watch.phase import Place
+from core.health import divergence, exit_codes, failure_diagnosis, phase, stacks, wire_protocol
+from core.health.failure_diagnosis import Limits, Seen, Verdict
+from core.health.phase import Place
+from core.rendezvous import Roll
 
 BEAT_SECONDS = 1.0
 _POLL_SECONDS = 0.25
@@ -37,7 +37,7 @@ _SEND_SECONDS = 1.0
 _STACKS_SECONDS = 3.0  # for a stuck host to say what its threads do
 _PARTING_SECONDS = 3.0  # host 0 ends last: with it goes JAX's coordinator, which would take the others along
 _MOST_CHARACTERS = 1000  # of what a host says of its end: a verdict names all of them in one message
-_ANSWER_SECONDS = judging.SETTLING_SECONDS + _STACKS_SECONDS + 2 * _SEND_SECONDS
+_ANSWER_SECONDS = failure_diagnosis.SETTLING_SECONDS + _STACKS_SECONDS + 2 * _SEND_SECONDS
 
 _watch: _Watch | None = None
 _on_verdict: Callable[[Verdict], None] | None = None
@@ -82,12 +82,13 @@ def leave(code: int = exit_codes.DONE, why: str = "") -> None:
     """Tells the others that this process ends of itself.
 
     With a code, for a reason: nothing is watched any more. Host 0 waits for the others to leave too, at most
-    `judging.LEAVING_SECONDS`. Without one it is watched until it is gone: at its exit JAX waits for the others, too.
+    `failure_diagnosis.LEAVING_SECONDS`. Without one it is monitored until it is gone, because JAX waits for the others
+    at exit, too.
     """
     if _watch is not None:
         passed_on = _watch.tell({"left": code, "why": why[:_MOST_CHARACTERS]}, own_code=code or None)
         if code:
-            _watch.join(_ANSWER_SECONDS + judging.LEAVING_SECONDS)
+            _watch.join(_ANSWER_SECONDS + failure_diagnosis.LEAVING_SECONDS)
         else:
             passed_on.wait(_SEND_SECONDS)
 
@@ -102,7 +103,7 @@ def stop() -> None:
         atexit.unregister(leave)
 
 
-def compare(step: int, numbers: voting.Numbers) -> None:
+def compare(step: int, numbers: divergence.Numbers) -> None:
     """Hands over what stands for what this host holds behind a step; hosts that differ end the run. Waits for none."""
     if _watch is not None:
         _watch.tell({"compared": step, "numbers": {name: list(held) for name, held in numbers.items()}})
@@ -116,12 +117,12 @@ class _Watch(threading.Thread):
         self._index, self._limits = roll.index, limits
         self._names = [f"host {i}" + f" ({there})" * bool(there) for i, there in enumerate(roll.addresses)]
         self._links = dict(roll.connections)
-        self._inboxes = {host: frames.Inbox() for host in self._links}
+        self._inboxes = {host: wire_protocol.Inbox() for host in self._links}
         self._heard_at = dict.fromkeys(self._links, time.monotonic())
         nowhere = Place(0, phase.JOINING, 0.0)
         self._seen = {i: Seen(self._names[i], nowhere) for i in sorted({self._index, *self._links})}
         self._stacks: dict[int, str] = {}
-        self._compared: dict[int, dict[int, voting.Numbers]] = {}
+        self._compared: dict[int, dict[int, divergence.Numbers]] = {}
         self._told: queue.SimpleQueue[tuple[dict[str, Any], threading.Event]] = queue.SimpleQueue()
         self._judged_at = time.monotonic()
         self._own_code: int | None = None
@@ -193,7 +194,7 @@ class _Watch(threading.Thread):
     def _send(self, message: Mapping[str, Any]) -> None:
         for host, link in self._links.items():
             if not self._seen[host].gone:
-                frames.send(link, message, seconds=_SEND_SECONDS)
+                wire_protocol.send(link, message, seconds=_SEND_SECONDS)
 
     def _pass_on(self, message: dict[str, Any]) -> None:
         if "stop" in message:
@@ -217,7 +218,7 @@ class _Watch(threading.Thread):
             link.settimeout(_SEND_SECONDS)
             piece = link.recv(1 << 16)
             messages = self._inboxes[host].add(piece)
-        except (OSError, frames.Stranger):
+        except (OSError, wire_protocol.Stranger):
             piece, messages = b"", []
         self._heard_at[host] = time.monotonic()
         for message in messages:
@@ -256,9 +257,9 @@ class _Watch(threading.Thread):
         for host, heard_at in self._heard_at.items():
             self._seen[host].heard_seconds = now - heard_at
         if self._index == 0:
-            return judging.judge(self._seen, limits=self._limits, now=now) or self._diverged()
+            return failure_diagnosis.judge(self._seen, limits=self._limits, now=now) or self._diverged()
         own = Seen(self._names[self._index], phase.place())
-        return judging.judge_host_zero(self._seen[0], own, limits=self._limits, now=now)
+        return failure_diagnosis.judge_host_zero(self._seen[0], own, limits=self._limits, now=now)
 
     def _report(self) -> None:
         """Names the hosts that are overdue, once for as long as they are the same, and ends nothing.
@@ -266,9 +267,9 @@ class _Watch(threading.Thread):
         Host 0 names any host. Each of the others names host 0, in its own log, when host 0 is silent.
         """
         if self._index == 0:
-            overdue = judging.overdue(self._seen, limits=self._limits)
+            overdue = failure_diagnosis.overdue(self._seen, limits=self._limits)
         else:
-            overdue = judging.host_zero_overdue(self._seen[0], limits=self._limits)
+            overdue = failure_diagnosis.host_zero_overdue(self._seen[0], limits=self._limits)
         hosts = overdue.hosts if overdue else None
         if overdue and hosts != self._reported:
             self._with_stacks(overdue)
@@ -280,7 +281,7 @@ class _Watch(threading.Thread):
 
     def _diverged(self) -> Verdict | None:
         complete = [step for step, by_host in self._compared.items() if len(by_host) == len(self._names)]
-        verdicts = [voting.judge(step, self._compared.pop(step)) for step in sorted(complete)]
+        verdicts = [divergence.judge(step, self._compared.pop(step)) for step in sorted(complete)]
         return next(filter(None, verdicts), None)
 
     def _with_stacks(self, verdict: Verdict) -> Verdict:
@@ -291,7 +292,7 @@ class _Watch(threading.Thread):
             self._stacks[self._index] = stacks.of_all_threads()
         asked = {host: self._links[host] for host in verdict.hosts if host in self._links}
         for link in asked.values():
-            frames.send(link, {"show stacks": True}, seconds=_SEND_SECONDS)
+            wire_protocol.send(link, {"show stacks": True}, seconds=_SEND_SECONDS)
         deadline = time.monotonic() + _STACKS_SECONDS
         while not self._stacks.keys() >= asked.keys() and time.monotonic() < deadline:
             self._listen(until=min(deadline, time.monotonic() + BEAT_SECONDS))

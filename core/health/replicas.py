@@ -3,7 +3,7 @@
 A host with another learning rate, other data or a chip that computes wrongly is seen by nobody: shapes and programs are
 the same, and the loss looks as ever. The one idea: every chip hashes the copies that it holds itself, in one program
 without communication, so the numbers are also right where the copies are not; comparing them is a message to host 0
-(`core.watch.peers`) that nobody waits for.
+(`core.health.heartbeat`) that nobody waits for.
 
 Compared are: every piece of the state that more than one chip holds (with FSDP over all chips the norms and the step,
 with data parallelism everything), and the metrics of the step. What it costs: one pass over those copies, and the loop
@@ -23,9 +23,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from core.checkpoints import fingerprint, leaves
+from core.health.divergence import Numbers
 from core.train_state import TrainState
 from core.training.trainer import Hook, StepReport
-from core.watch.voting import Numbers
 
 
 class _Common(NamedTuple):

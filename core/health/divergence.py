@@ -9,8 +9,8 @@ import collections
 from collections.abc import Mapping, Sequence
 
 from core import listing
-from core.watch import exit_codes
-from core.watch.judging import Verdict
+from core.health import exit_codes
+from core.health.failure_diagnosis import Verdict
 
 Numbers = Mapping[str, Sequence[int | str]]  # by name of what is held: one for every copy that a host has
 

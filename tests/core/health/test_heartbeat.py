@@ -7,18 +7,19 @@ import time
 
 import pytest
 
-from core.roll_call import Roll
-from core.watch import exit_codes, frames, judging, peers, phase, stacks
-from core.watch.phase import Place
+from core.health import exit_codes, failure_diagnosis, heartbeat, phase, stacks, wire_protocol
+from core.health.phase import Place
+from core.rendezvous import Roll
 
 # Host 0 waits for the story of the test to be told by the others; everybody ends through the watch.
 WATCHED = """
 import os, signal, sys, time
-from core import roll_call
-from core.watch import judging, peers, phase
-peers.BEAT_SECONDS, judging.EARLY_SECONDS = 0.2, 1.0
-roll = roll_call.answer(COORDINATOR, index=PROCESS, count=HOSTS, timeout_seconds=30)
-peers.start(roll, limits=judging.Limits(step_seconds=1.5, slow_seconds=30.0, silent_seconds=2.0, reports_only=False))
+from core import rendezvous
+from core.health import failure_diagnosis, heartbeat, phase
+heartbeat.BEAT_SECONDS, failure_diagnosis.EARLY_SECONDS = 0.2, 1.0
+roll = rendezvous.answer(COORDINATOR, index=PROCESS, count=HOSTS, timeout_seconds=30)
+limits = failure_diagnosis.Limits(step_seconds=1.5, slow_seconds=30.0, silent_seconds=2.0, reports_only=False)
+heartbeat.start(roll, limits=limits)
 phase.at(phase.TRAINING, step=17)
 time.sleep(0.7)  # until everybody has said where it is
 def works_on(seconds=20.0):
@@ -66,10 +67,10 @@ def test_an_exception_on_one_host_is_told_with_its_type(ends):
     story = """
 if PROCESS == 2:
     stop_the_clock()
-    peers.raised("OverflowError: only here", code=13, is_consequence=False)
+    heartbeat.raised("OverflowError: only here", code=13, is_consequence=False)
 if PROCESS == 1:
     time.sleep(0.2)
-    peers.raised("JaxRuntimeError: Gloo all-reduce failed", code=13, is_consequence=True)
+    heartbeat.raised("JaxRuntimeError: Gloo all-reduce failed", code=13, is_consequence=True)
 works_on()
 """
     results, seconds = ends(story)
@@ -79,7 +80,7 @@ works_on()
 
 
 def test_what_all_raise_is_everybody_s_own(ends):
-    story = "stop_the_clock(); peers.raised('NonFiniteLossError: loss = nan', code=17, is_consequence=False)"
+    story = "stop_the_clock(); heartbeat.raised('NonFiniteLossError: loss = nan', code=17, is_consequence=False)"
     results, seconds = ends(story)
     assert [r.returncode for r in results] == [17] * 3, results
     assert seconds < 6
@@ -89,7 +90,7 @@ def test_an_error_that_a_loss_causes_is_not_taken_for_the_cause(ends):
     story = """
 if PROCESS == 1:
     stop_the_clock()
-    peers.raised("JaxRuntimeError: Gloo all-reduce failed", code=13, is_consequence=True)
+    heartbeat.raised("JaxRuntimeError: Gloo all-reduce failed", code=13, is_consequence=True)
 if PROCESS == 2: time.sleep(0.3); os.kill(os.getpid(), signal.SIGKILL)
 works_on()
 """
@@ -111,10 +112,10 @@ def test_a_host_that_leaves_its_loop_is_named(ends, host):
 
 def test_a_host_that_ends_with_a_code_is_named(ends):
     story = """
-judging.LEAVING_SECONDS = 1.0
+failure_diagnosis.LEAVING_SECONDS = 1.0
 if PROCESS == 1:
     stop_the_clock()
-    peers.leave(2, "error: no such file")
+    heartbeat.leave(2, "error: no such file")
     os._exit(2)
 works_on()
 """
@@ -125,15 +126,17 @@ works_on()
 
 @pytest.mark.parametrize(("code", "others"), [(2, 2), (17, 17), (130, 130), (13, LOST), (137, LOST), (143, LOST)])
 def test_the_others_of_a_host_that_no_start_helps_are_not_started_again(code, others):
-    there = judging.Seen("host 1", Place(3, phase.TRAINING, 0.0))
+    there = failure_diagnosis.Seen("host 1", Place(3, phase.TRAINING, 0.0))
     seen = {0: there, 1: dataclasses.replace(there, left=(code, "why", 0.0))}
-    verdict = judging.judge(seen, limits=judging.USUAL_LIMITS, now=judging.LEAVING_SECONDS + 1)
+    verdict = failure_diagnosis.judge(
+        seen, limits=failure_diagnosis.USUAL_LIMITS, now=failure_diagnosis.LEAVING_SECONDS + 1
+    )
     assert (verdict.hosts, verdict.others) == ((1,), others)
 
 
 def test_all_that_leave_with_a_code_keep_it(ends):
     results, seconds = ends(
-        "stop_the_clock(); time.sleep(PROCESS / 5); peers.leave(143, 'told to stop'); os._exit(143)"
+        "stop_the_clock(); time.sleep(PROCESS / 5); heartbeat.leave(143, 'told to stop'); os._exit(143)"
     )
     assert [r.returncode for r in results] == [143] * 3, results
     assert not any("ends: " in r.output for r in results), results
@@ -207,9 +210,9 @@ def a_hook_that_takes_long():
 ends_at = time.monotonic() + 5.0
 if PROCESS == 1: a_hook_that_takes_long()
 works_on(ends_at - time.monotonic())
-peers.leave()
+heartbeat.leave()
 time.sleep(0.5)
-peers.stop()
+heartbeat.stop()
 """
     results, _ = ends(story, reports=True)
     assert [r.returncode for r in results] == [0, 0, 0], results
@@ -220,11 +223,11 @@ peers.stop()
 
 
 def test_a_host_zero_that_is_frozen_is_named_by_the_others_where_the_watchdog_only_reports(capfd):
-    limits = judging.Limits(step_seconds=60.0, slow_seconds=60.0, silent_seconds=0.6, reports_only=True)
+    limits = failure_diagnosis.Limits(step_seconds=60.0, slow_seconds=60.0, silent_seconds=0.6, reports_only=True)
     zero, one = socket.socketpair()
     with zero:
-        watch = peers._Watch(Roll(1, 2, ("10.0.0.3", "10.0.0.4"), {0: one}), limits)
-        frames.send(zero, {"at": list(Place(17, phase.TRAINING, 0.0))}, seconds=1.0)
+        watch = heartbeat._Watch(Roll(1, 2, ("10.0.0.3", "10.0.0.4"), {0: one}), limits)
+        wire_protocol.send(zero, {"at": list(Place(17, phase.TRAINING, 0.0))}, seconds=1.0)
         watch.start()
         time.sleep(1.6)
         watch.tell({"stop": True}).wait(5.0)  # from here on it listens no more
@@ -238,14 +241,14 @@ def test_a_host_zero_that_is_frozen_is_named_by_the_others_where_the_watchdog_on
 
 
 def test_a_save_has_as_long_as_its_own_limit_allows():
-    limits = judging.Limits(step_seconds=600.0, slow_seconds=3600.0)
+    limits = failure_diagnosis.Limits(step_seconds=600.0, slow_seconds=3600.0)
 
     def ends(seconds, own_limit):
-        seen = {0: judging.Seen("host 0", Place(4, phase.SAVING, seconds, own_limit))}
-        return judging.judge(seen, limits=limits, now=0.0) is not None
+        seen = {0: failure_diagnosis.Seen("host 0", Place(4, phase.SAVING, seconds, own_limit))}
+        return failure_diagnosis.judge(seen, limits=limits, now=0.0) is not None
 
     assert not ends(3700.0, 3700.0)
-    assert ends(3700.0 + judging.LATER_SECONDS + 1, 3700.0)
+    assert ends(3700.0 + failure_diagnosis.LATER_SECONDS + 1, 3700.0)
     assert (ends(3599.0, 300.0), ends(3601.0, 300.0)) == (False, True)
 
 
@@ -261,20 +264,22 @@ def test_a_save_has_as_long_as_its_own_limit_allows():
     ],
 )
 def test_a_tpu_has_more_time_than_a_rehearsal(places, silent, rehearsal, tpu):
-    seen = {i: judging.Seen(f"host {i}", place) for i, place in enumerate(places)}
+    seen = {i: failure_diagnosis.Seen(f"host {i}", place) for i, place in enumerate(places)}
     seen[1].heard_seconds = silent
-    for limits, ends in ((judging.USUAL_LIMITS, rehearsal), (judging.ON_TPU, tpu)):
-        assert bool(judging.judge(seen, limits=limits, now=0.0)) == ends
+    for limits, ends in ((failure_diagnosis.USUAL_LIMITS, rehearsal), (failure_diagnosis.ON_TPU, tpu)):
+        assert bool(failure_diagnosis.judge(seen, limits=limits, now=0.0)) == ends
         only = limits._replace(reports_only=True)
-        assert judging.judge(seen, limits=only, now=0.0) is None
-        assert judging.judge_host_zero(seen[1], seen[0], limits=only, now=0.0) is None
-        assert bool(judging.overdue(seen, limits=only)) == ends
+        assert failure_diagnosis.judge(seen, limits=only, now=0.0) is None
+        assert failure_diagnosis.judge_host_zero(seen[1], seen[0], limits=only, now=0.0) is None
+        assert bool(failure_diagnosis.overdue(seen, limits=only)) == ends
 
 
 def test_a_lost_host_ends_a_run_whose_watchdog_only_reports():
-    seen = {i: judging.Seen(f"host {i}", Place(4, phase.TRAINING, 1.0)) for i in range(2)}
+    seen = {i: failure_diagnosis.Seen(f"host {i}", Place(4, phase.TRAINING, 1.0)) for i in range(2)}
     seen[1].gone = True
-    assert judging.judge(seen, limits=judging.ON_TPU._replace(reports_only=True), now=0.0).hosts == (1,)
+    assert failure_diagnosis.judge(
+        seen, limits=failure_diagnosis.ON_TPU._replace(reports_only=True), now=0.0
+    ).hosts == (1,)
 
 
 def test_when_nobody_is_behind_everybody_shows_its_stacks(ends):
@@ -288,15 +293,15 @@ def test_when_nobody_is_behind_everybody_shows_its_stacks(ends):
 
 @pytest.mark.parametrize("hosts", [2, 4])
 def test_a_host_that_does_not_get_to_its_loop_is_named(hosts):
-    limits = judging.Limits(step_seconds=600.0, slow_seconds=3600.0)
+    limits = failure_diagnosis.Limits(step_seconds=600.0, slow_seconds=3600.0)
 
     def seen(after_seconds):
         places = {0: Place(0, phase.OPENING, after_seconds)}
         places |= {i: Place(1, phase.COMPILING, after_seconds - 5) for i in range(1, hosts)}
-        return {i: judging.Seen(f"host {i}", place) for i, place in places.items()}
+        return {i: failure_diagnosis.Seen(f"host {i}", place) for i, place in places.items()}
 
-    assert judging.judge(seen(3599.0), limits=limits, now=0.0) is None
-    verdict = judging.judge(seen(3606.0), limits=limits, now=0.0)
+    assert failure_diagnosis.judge(seen(3599.0), limits=limits, now=0.0) is None
+    verdict = failure_diagnosis.judge(seen(3606.0), limits=limits, now=0.0)
     assert (verdict.hosts, verdict.code, verdict.others) == ((0,), HUNG, LOST)
     assert "host 0 has been at step 0, opening for 3606 s (limit 3600 s)" in verdict.says
 
@@ -304,8 +309,8 @@ def test_a_host_that_does_not_get_to_its_loop_is_named(hosts):
 def test_only_preparing_data_has_no_limit():
     words = [word for name, word in vars(phase).items() if name.isupper() and isinstance(word, str)]
     assert phase.JOINING in words
-    limits = judging.Limits(step_seconds=5.0, slow_seconds=50.0)
-    unlimited = [word for word in words if limits.of(Place(0, word, 0.0)) > judging.JOINING_SECONDS]
+    limits = failure_diagnosis.Limits(step_seconds=5.0, slow_seconds=50.0)
+    unlimited = [word for word in words if limits.of(Place(0, word, 0.0)) > failure_diagnosis.JOINING_SECONDS]
     assert unlimited == [phase.PREPARING]
 
 
@@ -316,11 +321,13 @@ def test_the_stacks_of_a_thousand_hosts_fit_into_a_message():
     assert len(found) == 8
     assert found[0] == (list(range(990)), alike[0])
     assert found[1][0] == [990]
-    assert len(frames.pack({"stacks of": found})) < frames.MAX_BYTES
+    assert len(wire_protocol.pack({"stacks of": found})) < wire_protocol.MAX_BYTES
 
 
 def test_a_fault_of_the_watch_ends_the_process(run_hosts):
-    story = WATCHED.replace("peers.start(roll", "roll.close(); peers.start(None") + "peers._watch.tell(None)\n"
+    story = (
+        WATCHED.replace("heartbeat.start(roll", "roll.close(); heartbeat.start(None") + "heartbeat._watch.tell(None)\n"
+    )
     (result,) = run_hosts(story + "time.sleep(20)", hosts=1)
     assert result.returncode == exit_codes.RAISED, result.output
     assert re.search(r"the watch over the hosts failed:\nTraceback[^~]*TypeError", result.output)
@@ -329,28 +336,30 @@ def test_a_fault_of_the_watch_ends_the_process(run_hosts):
 def test_leaving_waits_until_it_is_passed_on_whatever_was_before(run_hosts):
     story = """
 noted = []
-def slowly(self, host, message, note=peers._Watch._note):
+def slowly(self, host, message, note=heartbeat._Watch._note):
     time.sleep(0.1)
     note(self, host, message)
     noted.append(list(message)[0])
-peers._Watch._note = slowly
-peers.compare(1, {})
+heartbeat._Watch._note = slowly
+heartbeat.compare(1, {})
 time.sleep(0.5)
-peers.compare(2, {})
-peers.compare(3, {})
-peers.leave()
+heartbeat.compare(2, {})
+heartbeat.compare(3, {})
+heartbeat.leave()
 print("NOTED", *noted)
 """
-    (result,) = run_hosts(WATCHED.replace("peers.start(roll", "roll.close(); peers.start(None") + story, hosts=1)
+    (result,) = run_hosts(
+        WATCHED.replace("heartbeat.start(roll", "roll.close(); heartbeat.start(None") + story, hosts=1
+    )
     assert "NOTED compared compared compared left\n" in result.output, result.output
 
 
 def test_nothing_follows_a_message_that_was_sent_in_part():
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        assert not frames.send(ours, {"at": "x" * 2**21}, seconds=0.2)
-        assert not frames.send(ours, {"at": 1}, seconds=0.2)
-        inbox = frames.Inbox()
+        assert not wire_protocol.send(ours, {"at": "x" * 2**21}, seconds=0.2)
+        assert not wire_protocol.send(ours, {"at": 1}, seconds=0.2)
+        inbox = wire_protocol.Inbox()
         while piece := theirs.recv(1 << 16):
             assert not inbox.add(piece)
         assert inbox.missing_bytes()
@@ -358,7 +367,7 @@ def test_nothing_follows_a_message_that_was_sent_in_part():
 
 
 def test_a_process_alone_is_watched_for_being_stuck(run_hosts):
-    story = WATCHED.replace("peers.start(roll", "roll.close(); peers.start(None") + "phase.at(phase.SAVING)\n"
+    story = WATCHED.replace("heartbeat.start(roll", "roll.close(); heartbeat.start(None") + "phase.at(phase.SAVING)\n"
     story = story.replace("slow_seconds=30.0", "slow_seconds=0.5")
     (result,) = run_hosts(story + "def writes_for_ever(): time.sleep(30)\nwrites_for_ever()", hosts=1)
     assert result.returncode == HUNG, result.output
@@ -369,8 +378,8 @@ def test_a_process_alone_is_watched_for_being_stuck(run_hosts):
 @pytest.mark.covers("X07")
 def test_hosts_with_other_numbers_are_named(ends):
     story = """
-peers.compare(20, {"params/w": [7, 7], "params/v": [9]})
-peers.compare(40, {"params/w": [7, 8 if PROCESS == 1 else 7], "params/v": [9]})
+heartbeat.compare(20, {"params/w": [7, 7], "params/v": [9]})
+heartbeat.compare(40, {"params/w": [7, 8 if PROCESS == 1 else 7], "params/v": [9]})
 stop_the_clock()
 works_on()
 """
@@ -391,6 +400,8 @@ print("done", flush=True)
 
 
 def test_the_limits_are_those_of_what_a_host_does():
-    limits = judging.Limits(step_seconds=1, slow_seconds=2)
-    found = {p: limits.of(judging.Place(3, p, 0.0)) for p in ("training", "between steps", "saving", "joining")}
-    assert found == {"training": 1, "between steps": 1, "saving": 2, "joining": judging.JOINING_SECONDS}
+    limits = failure_diagnosis.Limits(step_seconds=1, slow_seconds=2)
+    found = {
+        p: limits.of(failure_diagnosis.Place(3, p, 0.0)) for p in ("training", "between steps", "saving", "joining")
+    }
+    assert found == {"training": 1, "between steps": 1, "saving": 2, "joining": failure_diagnosis.JOINING_SECONDS}

@@ -37,7 +37,7 @@ def hbm_gib() -> dict[str, float]:
     return {name: count / GIB for name, count in used.items() if count is not None}
 
 
-class HostFigures:
+class HostMetrics:
     """What this host knows of itself and, on host 0, of all."""
 
     def __init__(self, *, hbm: Callable[[], Mapping[str, float]] = hbm_gib):

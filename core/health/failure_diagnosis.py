@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from core.watch import exit_codes, phase
-from core.watch.phase import Place
+from core.health import exit_codes, phase
+from core.health.phase import Place
 
 SETTLING_SECONDS = 1.5  # for hosts that fail together, or because of one another
 JOINING_SECONDS = 600.0  # for a large slice to come up
