@@ -1,1 +1,1 @@
-"""Hosts that watch one another: where each is, when one is lost or stuck, and how all of them end."""
+"""Monitoring between hosts: progress, lost and hung hosts, diverged replicas, exit codes."""

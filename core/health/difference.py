@@ -1,7 +1,7 @@
-"""What differs between texts that must be equal on all hosts, by host.
+"""Describes differences between texts that must be equal on all hosts.
 
-The one idea: the text that most hosts have is taken for the one that was meant, so that one host with another
-configuration is the one that is named, also where it is host 0.
+The text of the majority is taken as correct, so that a single host with another configuration is named even if it is
+host 0.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _MOST_LINES = 20
 
 
 def between_hosts(texts: Sequence[str]) -> str:
-    """One paragraph for each group of hosts that differs from the rest; empty where all are equal.
+    """Returns one paragraph for each group of hosts that differs from the majority; empty if all are equal.
 
-    `host 2: -BATCH_SIZE = 16 +BATCH_SIZE = 32`: what the others have after the minus, what host 2 has after the plus.
+    For example `host 2: -BATCH_SIZE = 16 +BATCH_SIZE = 32`: minus marks the others' line, plus that of host 2.
 
     Args:
-      texts: one for each host, in their order.
+      texts: one per host, in order.
     """
     counts = collections.Counter(texts)
     meant = max(texts, key=counts.__getitem__)  # the first of equally frequent ones: host 0's
@@ -33,7 +33,7 @@ def between_hosts(texts: Sequence[str]) -> str:
 
 
 def _changes(meant: str, text: str) -> str:
-    """`-a +b` on one line where that is all; else a line for each."""
+    """Formats a difference: `-a +b` on one line if one line changed, otherwise one line per change."""
     lines = [
         line
         for line in difflib.unified_diff(meant.splitlines(), text.splitlines(), lineterm="", n=0)

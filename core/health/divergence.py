@@ -1,6 +1,6 @@
-"""Which hosts hold other numbers than the rest, by the numbers that stand for what each of them holds.
+"""Finds the hosts whose copies of replicated arrays differ, by comparing fingerprints.
 
-The one idea: where several copies of the same array exist, most of them are right. Of two, nobody knows which.
+The majority of the copies is taken as correct; if there is no majority, all hosts are named.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from core import listing
 from core.health import exit_codes
 from core.health.failure_diagnosis import Verdict
 
-Numbers = Mapping[str, Sequence[int | str]]  # by name of what is held: one for every copy that a host has
+Numbers = Mapping[str, Sequence[int | str]]  # name -> one fingerprint for each copy on a host
 
 _MOST_NAMES = 3
 
 
 def judge(step: int, by_host: Mapping[int, Numbers]) -> Verdict | None:
-    """The verdict on hosts that have diverged; None where all copies of everything are equal.
+    """Returns the verdict on hosts that have diverged; None if all copies are equal.
 
     Args:
-      step: behind which the numbers were taken.
-      by_host: what each host says it holds.
+      step: the step after which the fingerprints were taken.
+      by_host: the fingerprints of each host.
     """
     wrong: dict[int, list[str]] = {}
     for name in sorted({name for numbers in by_host.values() for name in numbers}):
@@ -33,16 +33,16 @@ def judge(step: int, by_host: Mapping[int, Numbers]) -> Verdict | None:
     hosts = sorted(wrong)
     names = list(dict.fromkeys(name for host in hosts for name in wrong[host]))
     listed = ", ".join(listing.shortened(names, most=_MOST_NAMES))
-    whose = f"host {', '.join(map(str, hosts))}"
+    whose = f"host{'s' * (len(hosts) > 1)} {', '.join(map(str, hosts))}"
     if len(hosts) == len(by_host) > 1:
-        says = f"behind step {step} {whose} hold different numbers, and none is in the majority: {listed}"
+        says = f"after step {step}, {whose} disagree, and none is in the majority: {listed}"
     else:
-        says = f"behind step {step} {whose} held other numbers than most: {listed}"
+        says = f"after step {step}, {whose} disagree{'s' * (len(hosts) == 1)} with the majority: {listed}"
     return Verdict(tuple(hosts), says, exit_codes.DIVERGED, others=exit_codes.DIVERGED)
 
 
 def _minority(copies: Mapping[int, Sequence[int | str]]) -> list[int]:
-    """Hosts with a copy that is not what most copies are; all that hold one where no number is the most frequent."""
+    """Returns the hosts with a copy that differs from the most frequent one; all hosts if there is a tie."""
     counts = collections.Counter(number for held in copies.values() for number in held)
     if len(counts) < 2:
         return []

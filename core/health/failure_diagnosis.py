@@ -1,8 +1,8 @@
-"""What host 0 makes of all that it knows of the others: whose fault it is that the run must end, if it must.
+"""Decides on host 0 whether a run must end, and which host caused it.
 
-The one idea: a run ends once, for one cause, and the cause is decided in one place. A lost host makes the collectives
-of the others fail, and an exception on one host leaves the rest waiting; whoever only looks at itself would name the
-wrong one. So every host says what it knows, and host 0 judges. Nothing here touches a socket or a clock.
+A lost host makes the collectives of the others fail, and an exception on one host leaves the others waiting, so a host
+that only sees its own state would name the wrong cause. Therefore every host reports its state, and host 0 decides once
+for all. Nothing here uses sockets or clocks.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from typing import NamedTuple
 from core.health import exit_codes, phase
 from core.health.phase import Place
 
-SETTLING_SECONDS = 1.5  # for hosts that fail together, or because of one another
-JOINING_SECONDS = 600.0  # for a large slice to come up
-LATER_SECONDS = 60.0  # than a limit that the work itself sets: its own message, which names the cause, comes first
-LEAVING_SECONDS = 10.0  # for all hosts to leave, once one has left with an exit code
-EARLY_SECONDS = 3.0  # for those who are still in their loop when one has left
+SETTLING_SECONDS = 1.5  # wait for further errors after the first: hosts may fail together or because of one another
+JOINING_SECONDS = 600.0  # minimum limit for a large slice to start
+LATER_SECONDS = 60.0  # added to a limit that the work itself enforces, whose own message names the cause
+LEAVING_SECONDS = 10.0  # for all hosts to leave after one has left with an exit code
+EARLY_SECONDS = 3.0  # for other hosts to finish their loop after one has left
 
 
 class Limits(NamedTuple):
-    """How long a host may stay where it is.
+    """Time limits of the phases of a host.
 
     Attributes:
-      step_seconds: in a step, and between two.
-      slow_seconds: compiling, reading, opening, evaluating, saving and restoring; joining, once all are here, has
-        JOINING_SECONDS at least, and a save as long as its own limit (`core.checkpoints.writing`) allows.
-      silent_seconds: without a word of a host that has not hung up either; less than what JAX's own heartbeat waits.
-        For so long, too, one host may evaluate or end alone while others wait for it in a step.
-      apart_seconds: one host may save or restore alone while others wait for it in a step.
-      reports_only: hosts that are stuck, silent or apart are named with their stacks, and nothing is ended.
+      step_seconds: for a step, and between two steps.
+      slow_seconds: for compiling, reading, opening, evaluating, saving and restoring. Joining has at least
+        JOINING_SECONDS, and a save at least its own limit (`core.checkpoints.writing`).
+      silent_seconds: without a message from a host with an open connection; less than the timeout of JAX's heartbeat.
+        Also the limit for one host to evaluate or end while others wait for it in a step.
+      apart_seconds: for one host to save or restore while others wait for it in a step.
+      reports_only: whether hosts over a limit are only reported, with their stacks, and the run continues.
     """
 
     step_seconds: float
@@ -41,13 +41,13 @@ class Limits(NamedTuple):
     reports_only: bool = False
 
     def apart(self, place: Place) -> float | None:
-        """For something that all hosts do together and one does alone; None for what is not done together."""
+        """Returns how long one host may be in a collective phase without the others; None for other phases."""
         if place.phase in (phase.SAVING, phase.RESTORING):
             return self.apart_seconds
         return self.silent_seconds if place.phase in (phase.EVALUATING, phase.ENDING) else None
 
     def of(self, place: Place) -> float:
-        """For what a host does there; no limit where it prepares data, under limits of its own."""
+        """Returns the limit of a phase; infinite while data is prepared, which has limits of its own."""
         if place.phase in (phase.TRAINING, phase.BETWEEN):
             return self.step_seconds
         if place.phase == phase.JOINING:
@@ -57,22 +57,22 @@ class Limits(NamedTuple):
         return float("inf") if place.phase == phase.PREPARING else self.slow_seconds
 
 
-USUAL_LIMITS = Limits(600.0, 3600.0)  # of a rehearsal, whose hosts are processes of one machine
+USUAL_LIMITS = Limits(600.0, 3600.0)  # for rehearsals, whose hosts are processes on one machine
 ON_TPU = USUAL_LIMITS._replace(silent_seconds=120.0, apart_seconds=600.0)
 
 
 @dataclasses.dataclass
 class Seen:
-    """What is known of one host.
+    """The known state of one host.
 
     Attributes:
       name: `host 2 (10.0.0.4)`.
-      place: where it said it was.
-      heard_seconds: since when nothing came of it.
-      raised: the exception that ends it, and the moment at which it said so.
-      left: its exit code when it ends of itself (0: done), and the moment.
-      is_consequence: what it raised is what the loss of another host looks like.
-      gone: it has hung up.
+      place: the step and phase that it last reported.
+      heard_seconds: time since its last message.
+      raised: the exception that ends it, and when it was reported.
+      left: its exit code (0: done), the reason, and when it was reported, if it ends by itself.
+      is_consequence: whether its exception can be a consequence of the loss of another host.
+      gone: whether its connection is closed.
     """
 
     name: str
@@ -85,14 +85,14 @@ class Seen:
 
 
 class Verdict(NamedTuple):
-    """The end of a run.
+    """The reason to end a run.
 
     Attributes:
-      hosts: whose fault it is.
+      hosts: the hosts that caused it.
       says: one sentence.
-      code: the exit code of those hosts, where they have none of their own.
-      others: the exit code of the rest.
-      wants_stacks: what those hosts' threads were doing is worth showing.
+      code: the exit code of those hosts, unless they have one of their own.
+      others: the exit code of the other hosts.
+      wants_stacks: whether to show the stacks of those hosts' threads.
     """
 
     hosts: tuple[int, ...]
@@ -103,31 +103,31 @@ class Verdict(NamedTuple):
 
 
 def judge(seen: Mapping[int, Seen], *, limits: Limits, now: float) -> Verdict | None:
-    """The verdict, or None while there is nothing to end for, or not all is known that soon will be.
+    """Returns the verdict; None if there is no reason to end, or if further reports are expected soon.
 
     Args:
-      seen: all hosts, by index.
-      limits: how long a host may stay where it is.
-      now: the moment, on the clock of what `seen` remembers.
+      seen: the states of all hosts, by index.
+      limits: the time limits.
+      now: the current time, on the clock used in `seen`.
     """
     ended = _lost(seen) or _raised(seen, now) or _left(seen, now) or _left_early(seen, now)
     return ended or (None if limits.reports_only else overdue(seen, limits=limits))
 
 
 def overdue(seen: Mapping[int, Seen], *, limits: Limits) -> Verdict | None:
-    """The hosts that have been where they are for longer than they may: a matter of limits, and not yet an end."""
+    """Returns the hosts that exceed a time limit, as a verdict, or None."""
     return _apart(seen, limits) or _silent(seen, limits) or _hung(seen, limits)
 
 
 def judge_host_zero(zero: Seen, own: Seen, *, limits: Limits, now: float) -> Verdict | None:
-    """What another host makes of host 0, which can no longer say it: it is gone, silent, or through."""
+    """Returns another host's verdict on host 0, which cannot report that it is lost, silent or has left."""
     both = {0: zero, 1: own}
     silent = None if limits.reports_only else host_zero_overdue(zero, limits=limits)
     return _lost({0: zero}) or silent or _left(both, now) or _left_early(both, now)
 
 
 def host_zero_overdue(zero: Seen, *, limits: Limits) -> Verdict | None:
-    """As `overdue`, of host 0 as another host sees it: host 0 names all others, but cannot report its own silence."""
+    """Returns another host's verdict on the silence of host 0, which host 0 cannot report itself; or None."""
     return _silent({0: zero}, limits)
 
 
@@ -140,7 +140,7 @@ def _lost(seen: Mapping[int, Seen]) -> Verdict | None:
 
 
 def _raised(seen: Mapping[int, Seen], now: float) -> Verdict | None:
-    """Waits a little: the others may raise the same, or what was raised is but what a loss looks like."""
+    """Blames hosts that raised, after a short wait: others may raise too, or the error may be a consequence."""
     raised = {i: s.raised for i, s in seen.items() if s.raised}
     if not raised:
         return None
@@ -157,7 +157,7 @@ def _raised(seen: Mapping[int, Seen], now: float) -> Verdict | None:
 
 
 def _left(seen: Mapping[int, Seen], now: float) -> Verdict | None:
-    """A host that ends with an exit code, when the others do not."""
+    """Blames hosts that ended with an exit code other than 0 while others did not end."""
     left = _failed(seen)
     if not left or all(s.left for s in seen.values()):
         return None
@@ -167,12 +167,12 @@ def _left(seen: Mapping[int, Seen], now: float) -> Verdict | None:
 
 
 def _failed(seen: Mapping[int, Seen]) -> dict[int, tuple[int, str, float]]:
-    """The hosts that ended with an exit code other than 0: `Seen.left` of each."""
+    """Returns `Seen.left` of the hosts that ended with an exit code other than 0."""
     return {i: s.left for i, s in seen.items() if s.left and s.left[0]}
 
 
 def _ended(seen: Mapping[int, Seen], left: Mapping[int, tuple[int, str, float]]) -> Verdict:
-    """Where another start cannot help those who ended, it cannot help the others: they end with the same code."""
+    """Returns the verdict on hosts that ended; if a restart cannot help, the others end with the same code."""
     codes = [code for code, _, _ in left.values()]
     others = next((code for code in codes if not exit_codes.ending(code).restart), exit_codes.PEER_LOST)
     says = "; ".join(f"{seen[i].name} ended with exit code {code}: {why}" for i, (code, why, _) in left.items())
@@ -180,7 +180,7 @@ def _ended(seen: Mapping[int, Seen], left: Mapping[int, tuple[int, str, float]])
 
 
 def _left_early(seen: Mapping[int, Seen], now: float) -> Verdict | None:
-    """A host that has ended well while others are in their steps."""
+    """Blames hosts that ended with exit code 0 while others are still in their loop."""
     stepping = [i for i, s in seen.items() if s.place.phase in phase.STEPPING and not s.left]
     early = [i for i, s in seen.items() if s.left and s.left[0] == 0 and now - s.left[2] > EARLY_SECONDS]
     if not stepping or not early:
@@ -191,9 +191,9 @@ def _left_early(seen: Mapping[int, Seen], now: float) -> Verdict | None:
 
 
 def _apart(seen: Mapping[int, Seen], limits: Limits) -> Verdict | None:
-    """Some evaluate, save or are through, and others wait for them in a step: not all took the same branch."""
+    """Blames hosts that evaluate, save or end while others wait in a step: they took different branches."""
     if any(s.place.phase in phase.ALONE for s in seen.values()):
-        return None  # it holds up both
+        return None  # such a host delays all others
     waiting = [s.place.seconds for s in seen.values() if s.place.phase in (phase.COMPILING, phase.TRAINING)]
     patient = {i: limit for i, s in seen.items() if (limit := limits.apart(s.place)) is not None}
     elsewhere = {i: seen[i].place for i in patient}
@@ -221,7 +221,7 @@ def _silent(seen: Mapping[int, Seen], limits: Limits) -> Verdict | None:
 
 
 def _hung(seen: Mapping[int, Seen], limits: Limits) -> Verdict | None:
-    """Somebody is over its limit; those who hold the others up, once they are over theirs."""
+    """Blames the hosts that delay the others, once they are over their limits."""
     if any(s.raised or s.left for s in seen.values()):
         return None
     over = {i for i, s in seen.items() if s.place.seconds > limits.of(s.place)}
@@ -241,10 +241,10 @@ def _hung(seen: Mapping[int, Seen], limits: Limits) -> Verdict | None:
 
 
 def behind(places: Mapping[int, Place]) -> list[int]:
-    """The hosts that hold the others up; all of them where none can be told from the rest.
+    """Returns the hosts that delay the others; all of them if none stands out.
 
-    First who does something by itself while others wait for it; then who is in another collective than most; then who
-    is at an earlier step.
+    These are the hosts in a phase without collectives, or else those in another phase or step than the majority, or
+    else those at an earlier step.
     """
     alone = [i for i, p in places.items() if p.phase in phase.ALONE]
     if alone and len(alone) < len(places):
@@ -262,7 +262,7 @@ def behind(places: Mapping[int, Place]) -> list[int]:
 
 
 def _elsewhere(seen: Mapping[int, Seen], culprits: Sequence[int]) -> str:
-    """Where the others are, if that is elsewhere."""
+    """Describes where the other hosts are, if it differs."""
     there = {str(seen[i].place) for i in culprits}
     others = {str(s.place) for i, s in seen.items() if i not in culprits} - there
     return f"; the others at {' and '.join(sorted(others)[:3])}" if others else ""

@@ -1,13 +1,12 @@
-"""The hosts of a run watch one another, and end together, for the cause that one of them names.
+"""The heartbeat between the hosts of a run: they monitor one another, and end together for one named cause.
 
-    host 1 ──┐  once a second, and at a new step (four times a       ┌── host 0: where it is itself;
-    host 2 ──┼─ second at most): step, phase, seconds in it; ────────┤   the verdict, to all
-    host 3 ──┘  at once: what ends it                                └── (core.health.failure_diagnosis)
+    host 1 ──┐  every second, and at a new step (at most four        ┌── host 0: its own state;
+    host 2 ──┼─ times a second): step, phase, seconds in it; ────────┤   the verdict, to all
+    host 3 ──┘  immediately: the error that ends it                  └── (core.health.failure_diagnosis)
 
-The connections are those of the roll call, kept open. A process that is killed hangs up, and is missed at once; one
-that is frozen falls silent. The one idea: a thread of its own does all of it, because a host that has lost a peer sits
-in a collective, in C++, where no exception reaches it; that thread ends the process when it must. JAX's own heartbeat
-stays behind this as it was, for what this does not see.
+It uses the open connections of `core.rendezvous`. The connection of a killed process closes at once; a frozen process
+stops sending. All of this runs in a thread of its own, because a host that has lost a peer is blocked in a collective,
+in C++, where no exception reaches it; the thread ends the process. JAX's own heartbeat stays enabled as a fallback.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from core.rendezvous import Roll
 BEAT_SECONDS = 1.0
 _POLL_SECONDS = 0.25
 _SEND_SECONDS = 1.0
-_STACKS_SECONDS = 3.0  # for a stuck host to say what its threads do
-_PARTING_SECONDS = 3.0  # host 0 ends last: with it goes JAX's coordinator, which would take the others along
-_MOST_CHARACTERS = 1000  # of what a host says of its end: a verdict names all of them in one message
+_STACKS_SECONDS = 3.0  # timeout for a hung host to send its stacks
+_PARTING_SECONDS = 3.0  # host 0 ends last: it runs JAX's coordinator, without which the others would abort
+_MOST_CHARACTERS = 1000  # limit on a host's reason to end: a verdict lists those of all hosts in one message
 _ANSWER_SECONDS = failure_diagnosis.SETTLING_SECONDS + _STACKS_SECONDS + 2 * _SEND_SECONDS
 
 _watch: _Watch | None = None
@@ -44,34 +43,34 @@ _on_verdict: Callable[[Verdict], None] | None = None
 
 
 def start(roll: Roll | None, *, limits: Limits) -> None:
-    """Watches from now on, in a thread of its own.
+    """Starts monitoring, in a thread of its own.
 
     Args:
-      roll: all hosts and the connections to them, which belong to the thread from now on; None for a process alone,
-        which is watched for being stuck.
-      limits: how long a host may stay where it is; host 0's hold for all.
+      roll: all hosts and the connections to them, which the thread then owns; None for a single process, which is
+        monitored for hangs.
+      limits: the time limits; those of host 0 apply to all hosts.
     """
     global _watch
     assert _watch is None, "the hosts are watched already"
     _watch = _Watch(roll or Roll(0, 1, ("",), {}), limits)
-    phase.at(phase.JOINING)  # how long the others were waited for does not count
+    phase.at(phase.JOINING)  # restarts the time limit, because waiting for the others does not count
     _watch.start()
     atexit.register(leave)
 
 
 def on_verdict(act: Callable[[Verdict], None]) -> None:
-    """Has `act` called with the verdict that ends this process, in the thread that then ends it: it must be quick."""
+    """Registers a function that is called with the verdict that ends this process; it must return quickly."""
     global _on_verdict
     _on_verdict = act
 
 
 def raised(error: str, *, code: int, is_consequence: bool) -> None:
-    """Tells the others what ends this process, and waits until one verdict ends them all; returns if none comes.
+    """Reports the error that ends this process, and waits for the verdict that ends all; returns if none comes.
 
     Args:
       error: type and message.
-      code: the exit code of this process, if it is the cause.
-      is_consequence: it is what the loss of another host looks like from here.
+      code: exit code of this process, if it is the cause.
+      is_consequence: whether the loss of another host can have caused the error.
     """
     if _watch is not None:
         _watch.tell({"raised": error[:_MOST_CHARACTERS], "is_consequence": is_consequence}, own_code=code)
@@ -79,9 +78,9 @@ def raised(error: str, *, code: int, is_consequence: bool) -> None:
 
 
 def leave(code: int = exit_codes.DONE, why: str = "") -> None:
-    """Tells the others that this process ends of itself.
+    """Reports that this process ends by itself.
 
-    With a code, for a reason: nothing is watched any more. Host 0 waits for the others to leave too, at most
+    With a code other than 0, monitoring ends. Host 0 then waits for the others to leave, for at most
     `failure_diagnosis.LEAVING_SECONDS`. Without one it is monitored until it is gone, because JAX waits for the others
     at exit, too.
     """
@@ -94,7 +93,7 @@ def leave(code: int = exit_codes.DONE, why: str = "") -> None:
 
 
 def stop() -> None:
-    """Watches no more, after `leave`, in a process that goes on by itself."""
+    """Stops monitoring after `leave`, in a process that continues."""
     global _watch
     if _watch is not None:
         _watch.tell({"stop": True})
@@ -104,13 +103,13 @@ def stop() -> None:
 
 
 def compare(step: int, numbers: divergence.Numbers) -> None:
-    """Hands over what stands for what this host holds behind a step; hosts that differ end the run. Waits for none."""
+    """Reports fingerprints of this host's replicated arrays after a step; differences end the run. Does not wait."""
     if _watch is not None:
         _watch.tell({"compared": step, "numbers": {name: list(held) for name, held in numbers.items()}})
 
 
 class _Watch(threading.Thread):
-    """The thread. Everything it knows is its own; others only add to its queue and wake it."""
+    """The monitoring thread. Other threads only add to its queue and wake it."""
 
     def __init__(self, roll: Roll, limits: Limits):
         super().__init__(name="peers", daemon=True)
@@ -135,13 +134,13 @@ class _Watch(threading.Thread):
             self._selector.register(link, selectors.EVENT_READ, host)
 
     def tell(self, message: dict[str, Any], *, own_code: int | None = None) -> threading.Event:
-        """Has the thread pass `message` on, and the event set once it has.
+        """Makes the thread send `message`; returns an event that is set when it has.
 
-        Each message has an event of its own: one for all would be set by what was told before and still waits.
+        Each message has its own event, because a shared one could be set by an earlier message.
 
         Args:
-          message: for the thread.
-          own_code: what this process ends with, if it is the cause.
+          message: the message.
+          own_code: exit code of this process, if it is the cause.
         """
         self._own_code = self._own_code if own_code is None else own_code
         passed_on = threading.Event()
@@ -151,7 +150,7 @@ class _Watch(threading.Thread):
         return passed_on
 
     def run(self) -> None:
-        """Watches; a fault in this ends the process, for without the thread nobody would learn of anything."""
+        """Runs the monitoring; an error in it ends the process, because the others would not notice its absence."""
         try:
             self._watch_on()
         except Exception:
@@ -159,7 +158,7 @@ class _Watch(threading.Thread):
             os._exit(exit_codes.RAISED)
 
     def _watch_on(self) -> None:
-        """Beats, listens and judges, until this process leaves or must end."""
+        """Sends, receives and decides, until this process leaves or must end."""
         beat_at = time.monotonic()
         while not self._may_go():
             self._listen(until=min(beat_at, time.monotonic() + _POLL_SECONDS))
@@ -179,7 +178,7 @@ class _Watch(threading.Thread):
             _hang_up(link)
 
     def _may_go(self) -> bool:
-        """When this process has left for a reason; host 0 only once the others have too."""
+        """Returns True if monitoring may end: this process has left with an error; on host 0, all others have, too."""
         own = self._seen[self._index]
         others = [seen for host, seen in self._seen.items() if host != self._index]
         for_a_reason = own.left is not None and own.left[0] != 0
@@ -200,7 +199,7 @@ class _Watch(threading.Thread):
         if "stop" in message:
             self._stopped = True
             return
-        self._beat()  # where it happened
+        self._beat()  # so that the others know the current place
         self._note(self._index, message)
         if self._index != 0 or "left" in message:
             self._send(message)
@@ -229,7 +228,7 @@ class _Watch(threading.Thread):
             link.close()
 
     def _note(self, host: int, message: Mapping[str, Any]) -> None:
-        """Remembers what a host says; host 0's verdict ends this process."""
+        """Records a message of a host; a verdict of host 0 ends this process."""
         seen, now = self._seen[host], time.monotonic()
         match message:
             case {"at": [int(step), str(what), seconds, limit_seconds]}:
@@ -248,10 +247,10 @@ class _Watch(threading.Thread):
                 self._end(Verdict(*verdict), shown)
 
     def _judged(self) -> Verdict | None:
-        """Host 0's judgement of all; of the others, whether host 0 itself is lost."""
+        """Returns host 0's verdict on all hosts; on the other hosts, the verdict on host 0."""
         now, before = time.monotonic(), self._judged_at
         self._judged_at = now
-        if now - before > self._limits.silent_seconds / 2:  # this process slept: the silence was its own
+        if now - before > self._limits.silent_seconds / 2:  # this process was suspended, not the others
             self._heard_at = dict.fromkeys(self._heard_at, now)
             return None
         for host, heard_at in self._heard_at.items():
@@ -262,9 +261,9 @@ class _Watch(threading.Thread):
         return failure_diagnosis.judge_host_zero(self._seen[0], own, limits=self._limits, now=now)
 
     def _report(self) -> None:
-        """Names the hosts that are overdue, once for as long as they are the same, and ends nothing.
+        """Prints the hosts that exceed a limit, once while they stay the same, without ending the run.
 
-        Host 0 names any host. Each of the others names host 0, in its own log, when host 0 is silent.
+        Host 0 names any host. The others name host 0, in their own logs, if it is silent.
         """
         if self._index == 0:
             overdue = failure_diagnosis.overdue(self._seen, limits=self._limits)
@@ -285,7 +284,7 @@ class _Watch(threading.Thread):
         return next(filter(None, verdicts), None)
 
     def _with_stacks(self, verdict: Verdict) -> Verdict:
-        """Asks those who are at fault what their threads do, where that says something."""
+        """Collects the stacks of the blamed hosts if the verdict needs them."""
         if not verdict.wants_stacks:
             return verdict
         if self._index in verdict.hosts:
@@ -299,7 +298,7 @@ class _Watch(threading.Thread):
         return verdict
 
     def _end(self, verdict: Verdict, shown: Sequence[tuple[Sequence[int], str]]) -> None:
-        """Ends this process, with the stacks of some hosts; host 0 tells the others before, and waits for them."""
+        """Prints the verdict and ends this process; host 0 first sends the verdict to the others and waits for them."""
         own = f"{self._names[self._index]} of {len(self._names)}"
         lines = [f"{own} ends: {verdict.says}. {_advice(verdict, self._index)}"]
         for hosts, text in shown:
@@ -323,7 +322,7 @@ class _Watch(threading.Thread):
 
 
 def _hang_up(link: socket.socket) -> None:
-    """In order: closing with something unread would take back what was said last."""
+    """Closes a connection after reading the rest: closing with unread data would discard what was sent last."""
     with contextlib.suppress(OSError):
         link.shutdown(socket.SHUT_WR)
         link.settimeout(_SEND_SECONDS)
@@ -334,12 +333,12 @@ def _hang_up(link: socket.socket) -> None:
 
 def _advice(verdict: Verdict, index: int) -> str:
     if verdict.code == exit_codes.DIVERGED:
-        return "Checkpoints from before are sound; see launch/README.md, When a run ends."
+        return "Earlier checkpoints are intact; see launch/README.md, When a run ends."
     return "" if index in verdict.hosts else "Read the end of its log."
 
 
 def _print(text: str) -> None:
-    """To stderr without Python's buffers: the main thread may hold their locks."""
+    """Prints to stderr without Python's buffers, whose locks the main thread may hold."""
     flushing = threading.Thread(target=sys.stdout.flush, daemon=True)
     flushing.start()
     flushing.join(_SEND_SECONDS / 2)

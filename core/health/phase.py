@@ -1,7 +1,7 @@
-"""Where this process is: the step, what it does there, and since when.
+"""Records the current step and phase of this process, and since when.
 
-One record for the process, written by whoever does the work and read by the thread that tells the other hosts. The one
-idea: writing it costs a microsecond, so it can be kept at every turn of the loop, and is right when something stops.
+The working thread writes the record, and the heartbeat thread sends it to the other hosts. Writing it takes a
+microsecond, so the loop updates it at every phase, and it is accurate when the process hangs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 JOINING = "joining"
-OPENING = "opening"  # what a run needs: its program, its files, its data once they are there
+OPENING = "opening"  # building the program, opening files and data
 PREPARING = "preparing the data"
 RESTORING = "restoring"
 READING = "reading data"
@@ -23,18 +23,20 @@ EVALUATING = "evaluating"
 SAVING = "saving"
 ENDING = "ending"
 
-ALONE = frozenset({OPENING, BETWEEN, READING})  # what a host does by itself: it waits for no other
-STEPPING = frozenset({READING, COMPILING, TRAINING, BETWEEN})  # in the loop: the last step is not done
+ALONE = frozenset({OPENING, BETWEEN, READING})  # phases in which a host does not wait for others
+STEPPING = frozenset(
+    {READING, COMPILING, TRAINING, BETWEEN}
+)  # phases of the training loop before the last step is done
 
 
 class Place(NamedTuple):
-    """Where a process is.
+    """The step and phase of a process.
 
     Attributes:
-      step: the number of the step that it is at, 0 before the first.
-      phase: what it does, one of the words above.
-      seconds: how long it has done that.
-      limit_seconds: how long that may take by the work's own limit; 0 where it has none.
+      step: number of the current step; 0 before the first.
+      phase: one of the constants above.
+      seconds: time since the phase began.
+      limit_seconds: time limit that the work itself enforces; 0 if it has none.
     """
 
     step: int
@@ -57,20 +59,20 @@ _now = _Record(0, JOINING, time.monotonic())
 
 
 def place() -> Place:
-    """Where this process is now. Any thread may ask."""
+    """Returns the current place of this process. Thread-safe."""
     record = _now
     return Place(record.step, record.phase, time.monotonic() - record.since, record.limit_seconds)
 
 
 def at(phase: str, *, step: int | None = None, limit_seconds: float = 0.0) -> None:
-    """From now on: this phase, of this step where one is given, under a limit of its own where it has one."""
+    """Records the start of a phase, with its step (None: unchanged) and its own time limit (0: none)."""
     global _now
     _now = _Record(_now.step if step is None else step, phase, time.monotonic(), limit_seconds)
 
 
 @contextlib.contextmanager
 def enter(phase: str, *, limit_seconds: float = 0.0) -> Iterator[None]:
-    """This phase, and then the one before it again; an error leaves the record as it was when it happened."""
+    """Context in which the process is in a phase; restores the previous one at the end, but not after an error."""
     before = _now
     at(phase, limit_seconds=limit_seconds)
     yield

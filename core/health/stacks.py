@@ -1,4 +1,4 @@
-"""What the threads of this process are doing, as text: what somebody who finds it stuck wants to see first."""
+"""Stack traces of all threads of this process, to diagnose a hang."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MOST_DIFFERENT = 8
 
 
 def of_all_threads() -> str:
-    """The Python stack of every thread, innermost call first, also of those that sit in C++."""
+    """Returns the Python stack of every thread, innermost call first, including threads that run C++ code."""
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
@@ -20,7 +20,7 @@ def of_all_threads() -> str:
 
 
 def by_text(of_hosts: Mapping[int, str]) -> list[tuple[list[int], str]]:
-    """The hosts with each text that differs by more than addresses, and the text; the first few of many."""
+    """Groups hosts by stack, ignoring addresses; returns (hosts, text) of the first few groups."""
     hosts: dict[str, list[int]] = {}
     for host in sorted(of_hosts):
         hosts.setdefault(re.sub(r"0x[0-9a-f]+", "", of_hosts[host]), []).append(host)
@@ -28,13 +28,13 @@ def by_text(of_hosts: Mapping[int, str]) -> list[tuple[list[int], str]]:
 
 
 def print_unless_called_again(seconds: float) -> None:
-    """Prints the stacks where nobody calls this again in time: a thread in C keeps all of Python from running.
+    """Prints the stacks unless this is called again within `seconds`.
 
-    The waiting is done outside of Python, so it works then too. Costs 0.15 ms.
+    It waits outside of Python, so it also works while C code holds the interpreter lock. Takes 0.15 ms.
     """
     faulthandler.dump_traceback_later(seconds, exit=False)
 
 
 def print_no_more() -> None:
-    """Ends the waiting."""
+    """Cancels `print_unless_called_again`."""
     faulthandler.cancel_dump_traceback_later()

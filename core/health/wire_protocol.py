@@ -1,9 +1,8 @@
-"""Messages between hosts over plain TCP: one JSON object each, with its length in front.
+"""Messages between hosts over TCP: JSON objects with a header.
 
     b"renga" | length, 4 bytes | JSON
 
-The one idea: whoever knocks at the port and is not one of ours is recognised by the first five bytes, and nothing that
-a stranger sends is read any further, or run.
+Connections from other programs are recognized by the first five bytes and not read any further.
 """
 
 from __future__ import annotations
@@ -16,24 +15,24 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-MAX_BYTES = 2**22  # the description of a run is tens of KB
+MAX_BYTES = 2**22  # the largest messages, descriptions of a run, have tens of KB
 
 _MAGIC = b"renga"
 _HEAD = struct.Struct(f">{len(_MAGIC)}sI")
 
 
 class Stranger(ValueError):
-    """What came is no message of ours."""
+    """Received bytes that are not a message of this protocol."""
 
 
 class Inbox:
-    """The messages in a stream of bytes that arrives in pieces."""
+    """Decodes messages from a stream of bytes that arrives in parts."""
 
     def __init__(self):
         self._pending = bytearray()
 
     def add(self, piece: bytes) -> list[dict[str, Any]]:
-        """The messages that are complete with this piece. Raises Stranger."""
+        """Returns the messages that this part completes. Raises Stranger for other bytes."""
         self._pending += piece
         messages = []
         while (message := self._next()) is not None:
@@ -41,14 +40,14 @@ class Inbox:
         return messages
 
     def missing_bytes(self) -> int:
-        """How many more the message that has begun needs, as far as is known."""
+        """Returns how many bytes the current message still needs at least."""
         if len(self._pending) < _HEAD.size:
             return _HEAD.size - len(self._pending)
         return _HEAD.size + _length(self._pending) - len(self._pending)
 
     def _next(self) -> dict[str, Any] | None:
         if self._pending and not _MAGIC.startswith(self._pending[: len(_MAGIC)]):
-            raise Stranger("no message of ours")
+            raise Stranger("not a message of this protocol")
         if len(self._pending) < _HEAD.size:
             return None
         end = _HEAD.size + _length(self._pending)
@@ -59,23 +58,23 @@ class Inbox:
         try:
             message = json.loads(body)
         except ValueError as error:
-            raise Stranger("no JSON") from error
+            raise Stranger("not JSON") from error
         if not isinstance(message, dict):
-            raise Stranger("no object")
+            raise Stranger("not a JSON object")
         return message
 
 
 def pack(message: Mapping[str, Any]) -> bytes:
-    """The bytes of a message."""
+    """Encodes a message."""
     body = json.dumps(message).encode()
     assert len(body) <= MAX_BYTES, f"a message of {len(body)} bytes; at most {MAX_BYTES}"
     return _HEAD.pack(_MAGIC, len(body)) + body
 
 
 def send(connection: socket.socket, message: Mapping[str, Any], *, seconds: float) -> bool:
-    """Whether the message went out; a connection that is gone, or full for so long, is no error here.
+    """Sends a message; returns False if the connection is closed, or blocked for `seconds`.
 
-    Nothing more goes over it then: what was sent may be a part of a message, which the next would seem to go on with.
+    The connection is then shut down, because part of the message may have been sent.
     """
     packed = pack(message)
     try:
@@ -84,15 +83,15 @@ def send(connection: socket.socket, message: Mapping[str, Any], *, seconds: floa
         return True
     except OSError:
         with contextlib.suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)  # the reader on this side learns of it too
+            connection.shutdown(socket.SHUT_RDWR)  # also ends reads on this side
         return False
 
 
 def receive(connection: socket.socket, *, seconds: float) -> dict[str, Any] | None:
-    """The next message, and not a byte of the one after it; None when none came in time.
+    """Receives the next message, reading no bytes beyond it; None if none arrives in time.
 
     Raises:
-      Stranger: the other side is not one of ours.
+      Stranger: the other side does not use this protocol.
     """
     inbox, deadline = Inbox(), time.monotonic() + seconds
     with contextlib.suppress(OSError):

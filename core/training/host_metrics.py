@@ -1,9 +1,9 @@
-"""What every host measures of itself, on host 0: step times side by side, the slowest by name, memory of every chip.
+"""Collects measurements of all hosts on host 0: step times, the slowest host, and the memory of every chip.
 
-Hosts that train together have the same step time, since each waits for the slowest in the collectives. What tells them
-apart is what a host does while no device works for it: its own work and its wait for data. The one idea: every host
-puts up its latest figures where host 0 finds them, and nobody waits for anybody: what is compared is the latest line of
-the log that all of them have put up, usually the one before this.
+Hosts that train together have the same step time, because each waits for the slowest in the collectives. They differ in
+the time during which their devices are idle: the host's own work and its wait for data. Every host posts its latest
+measurements without waiting for others. Host 0 compares the latest log line that all hosts have posted, usually the
+previous one.
 """
 
 from __future__ import annotations
@@ -18,49 +18,51 @@ from core import distributed
 from core.slices import GIB
 
 SENT = ("step_seconds", "input_wait_seconds", "device_seconds", "host_seconds")
-WORTH_NAMING = 0.1  # of a step, that the slowest host makes the others wait
+WORTH_NAMING = 0.1  # fraction of a step that the slowest host must cost the others to be reported
 
 _FOLDER = "figures"
-_LINES = 3  # that a host leaves up: hosts are two steps apart at most
+_LINES = 3  # lines that a host keeps posted: hosts are at most two steps apart
 
 
 class Slowest(NamedTuple):
-    """The host that the others wait for, and how long in every step, against the fastest."""
+    """The slowest host, and the seconds per step that it is slower than the fastest."""
 
     host: int
     seconds: float
 
 
 def hbm_gib() -> dict[str, float]:
-    """What each chip of this host has used at most, by `chip_5`; empty where the runtime does not say (CPU)."""
+    """Returns the peak memory of each chip of this host in GiB, by `chip_5`; empty if not measured (CPU)."""
     used = {f"chip_{d.id}": (d.memory_stats() or {}).get("peak_bytes_in_use") for d in jax.local_devices()}
     return {name: count / GIB for name, count in used.items() if count is not None}
 
 
 class HostMetrics:
-    """What this host knows of itself and, on host 0, of all."""
+    """The measurements of this host and, on host 0, of all hosts."""
 
     def __init__(self, *, hbm: Callable[[], Mapping[str, float]] = hbm_gib):
-        """`hbm()` gives GiB by chip."""
+        """Takes `hbm()`, which returns GiB by chip."""
         self._hbm = hbm
-        self._written: dict[str, float] = {}  # memory that is known already: it grows once and stays
+        self._written: dict[str, float] = {}  # memory that was reported already, because it rarely changes
         self._latest: dict[int, Mapping[str, float]] = {}  # this host's last lines, by step
         self._compared = -1
         self._times_back = 0
         self.slowest: Slowest | None = None
 
     def own(self, values: Mapping[str, float]) -> dict[str, float]:
-        """This host's figures out of a line of the log, with the memory of its chips."""
+        """Selects this host's measurements from the values of a log line, and adds the memory of its chips."""
         memory = {f"hbm_gib/{chip}": gib for chip, gib in self._hbm().items()}
         return {name: values[name] for name in SENT if name in values} | memory
 
     def exchange(self, step: int, own: Mapping[str, float]) -> tuple[int, dict[str, float]]:
-        """Puts up this host's figures of a line; on host 0, the step of a line that all have put up, and all of it.
+        """Posts this host's measurements of a log line; on host 0, returns those of all hosts.
 
-        `hosts/step_seconds/host_2`, `hosts/own_seconds/host_2` (work and wait for data, without the devices), of these
-        the `…_spread` between hosts and the number of the slowest, and `hbm_gib/host_2/chip_5` where it has changed.
-        Nothing on other hosts, nor twice. Where the step is not behind the last one the run went back, on all hosts;
-        lines of before are then compared with none of after.
+        Returns:
+          On host 0, the step of the latest line that all hosts have posted, and its values:
+          `hosts/step_seconds/host_2`, `hosts/own_seconds/host_2` (work and wait for data, without the devices), for
+          both the `…_spread` between hosts and the slowest host, and `hbm_gib/host_2/chip_5` if it has changed. No
+          values on other hosts, or if there is no new line. A step that is not after the last one means that all hosts
+          have rolled back; lines from before and after a rollback are not compared.
         """
         if self._latest and step <= max(self._latest):
             self._latest, self._compared, self._times_back = {}, -1, self._times_back + 1

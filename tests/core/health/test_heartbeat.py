@@ -385,7 +385,7 @@ works_on()
 """
     results, seconds = ends(story)
     assert [r.returncode for r in results] == [exit_codes.DIVERGED] * 3, results
-    say(results, range(3), "behind step 40 host 1 held other numbers than most: params/w.")
+    say(results, range(3), "after step 40, host 1 disagrees with the majority: params/w.")
     assert seconds < 6
 
 

@@ -50,11 +50,11 @@ def test_the_majority_is_right_and_of_two_hosts_nobody_knows():
     assert divergence.judge(8, {0: same, 1: same, 2: same}) is None
     verdict = divergence.judge(8, {0: same, 1: other, 2: same})
     assert verdict.hosts == (1,)
-    assert verdict.says == "behind step 8 host 1 held other numbers than most: w"
+    assert verdict.says == "after step 8, host 1 disagrees with the majority: w"
     assert (verdict.code, verdict.others) == (exit_codes.DIVERGED, exit_codes.DIVERGED)
     verdict = divergence.judge(8, {0: {"w": [5], "v": [1]}, 1: {"w": [6], "v": [2]}})
     assert verdict.hosts == (0, 1)
-    assert verdict.says == "behind step 8 host 0, 1 hold different numbers, and none is in the majority: v, w"
+    assert verdict.says == "after step 8, hosts 0, 1 disagree, and none is in the majority: v, w"
 
 
 def test_the_hook_hands_over_one_step_later_and_the_last_at_the_end(mesh):

@@ -120,7 +120,7 @@ def test_a_host_that_learns_at_another_rate_is_named(ends):
     (zero, one), _ = ends("pass", fields=rate)
     assert (zero.returncode, one.returncode) == (exit_codes.DIVERGED,) * 2, zero.output[-3000:]
     for output in (zero.output, one.output):
-        assert "behind step 5 host 0, 1 hold different numbers, and none is in the majority:" in output
+        assert "after step 5, hosts 0, 1 disagree, and none is in the majority:" in output
         assert "params/" in output
 
 
