@@ -46,38 +46,61 @@ class Appender:
 
         Args:
           path: of the file.
-          most_bytes: how much to keep while nothing can be written. The rest is dropped, and a line in the file says
-            how many bytes are missing; None: everything is kept.
+          most_bytes: how much to keep of what could not be written, in whole lines, and more only of a line that was
+            begun. All after it is dropped until the file can be written again, and a line in the file says there how
+            many bytes are missing; None: everything is kept.
         """
         self._path, self._most_bytes = path, most_bytes
         self._file: io.FileIO | None = None
         self._pending = bytearray()
         self._dropped = 0
+        self._after_dropped = bytearray()  # pending too, after the line that says what is missing
+        self._is_within_a_line = False  # at the end of what was written
         self._is_closed = False
         self._bookkeeping = Bookkeeping(os.fspath(path))
         self.flush()
 
     def write(self, content: bytes) -> None:
         """Keeps `content` for the next `flush`."""
-        if self._most_bytes is not None and len(self._pending) + len(content) > self._most_bytes:
-            self._dropped += len(content)
+        if self._dropped:
+            self._after_dropped += content
         else:
             self._pending += content
 
     def flush(self) -> None:
         """Writes the pending content, as far as possible. Never raises."""
-        self._bookkeeping.attempt(self._push)
+        if not self._bookkeeping.attempt(self._push) and self._most_bytes is not None:
+            self._drop(self._most_bytes)
+
+    def _drop(self, most_bytes: int) -> None:
+        self._dropped += len(self._after_dropped)
+        self._after_dropped.clear()
+        if len(self._pending) > most_bytes:
+            begun_bytes = self._pending.find(b"\n") + 1 if self._is_within_a_line else 0  # the rest of a line
+            kept_bytes = max(begun_bytes, self._pending.rfind(b"\n", 0, most_bytes) + 1)
+            self._dropped += len(self._pending) - kept_bytes
+            del self._pending[kept_bytes:]
 
     def _push(self) -> None:
         if self._file is None:
             self._file = self._path.open("ab+", buffering=0)
             if self._file.seek(0, io.SEEK_END) and os.pread(self._file.fileno(), 1, self._file.tell() - 1) != b"\n":
                 self._pending[:0] = b"\n"
-        while self._pending or self._dropped:
-            if not self._pending:
-                self._pending += b"(%d bytes are missing here: the disk was full)\n" % self._dropped
-                self._dropped = 0
-            del self._pending[: self._file.write(self._pending)]
+        self._write_pending(self._file)
+        if self._dropped:
+            note = b"(%d bytes are missing here: the disk was full)\n" % self._dropped
+            written = self._file.write(note)
+            self._is_within_a_line = written < len(note)
+            self._pending += note[written:] + self._after_dropped
+            self._dropped = 0
+            self._after_dropped.clear()
+            self._write_pending(self._file)
+
+    def _write_pending(self, file: io.FileIO) -> None:
+        while self._pending:
+            written = file.write(self._pending)
+            self._is_within_a_line = self._pending[written - 1 : written] != b"\n"
+            del self._pending[:written]
 
     def close(self) -> None:
         """Flushes and releases; a second call does nothing."""

@@ -36,8 +36,38 @@ def test_what_is_kept_has_a_limit_and_the_file_says_what_is_missing(tmp_path):
         for line in (b"first\n", b"second\n", b"third\n"):
             log.write(line)
             log.flush()
+    for line in (b"fourth\n", b"fifth\n"):
+        log.write(line)
     log.close()
-    assert (tmp_path / "log").read_bytes() == b"first\nthird\n(7 bytes are missing here: the disk was full)\n"
+    note = b"(13 bytes are missing here: the disk was full)\n"
+    assert (tmp_path / "log").read_bytes() == b"first\n" + note + b"fourth\nfifth\n"
+
+
+def test_nothing_is_missing_of_what_can_be_written(tmp_path):
+    log = Appender(tmp_path / "log", most_bytes=12)
+    log.write(b"longer than 12 bytes\n")
+    log.flush()
+    for line in (b"first\n", b"second\n", b"third\n"):
+        log.write(line)
+    log.close()
+    assert (tmp_path / "log").read_bytes() == b"longer than 12 bytes\nfirst\nsecond\nthird\n"
+
+
+def test_a_line_that_was_begun_is_completed_whatever_the_limit_and_so_is_the_note(tmp_path):
+    log = Appender(tmp_path / "log", most_bytes=12)
+    line = b"longer than 12 bytes\n"
+    with room(3):
+        for more in (line, b"next\n"):
+            log.write(more)
+            log.flush()
+    with room(len(line) + 7):  # a part of the note
+        log.write(b"second but one\n")
+        log.flush()
+        log.write(b"last\n")
+    log.close()
+    note = b"(5 bytes are missing here: the disk was full)\n"
+    missing = b"(15 bytes are missing here: the disk was full)\n"
+    assert (tmp_path / "log").read_bytes() == line + note + missing + b"last\n"
 
 
 def test_a_line_that_a_killed_process_left_is_ended_first(tmp_path):
