@@ -13,7 +13,6 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from core import units
 from launch import environment
 from launch.check.findings import Row
 from launch.hosts import tpu_host
@@ -82,13 +81,12 @@ def variables(environ: Mapping[str, str] = os.environ, *, simulated: bool) -> li
 
 
 def chip_holders(**where: Any) -> Row:
-    """Reports processes that hold a chip of this host, or libtpu's lock; `where` as for `hosts.chip_holders`."""
+    """Reports processes that hold a chip of this host, or libtpu's lock; `where` as for `tpu_host.chip_holders`."""
     holders, unseen = tpu_host.chip_holders(**where)
     if holders:
         ids = " ".join(map(str, sorted(holders)))
         return Row("chips", False, "; ".join(holders.values()), f"end it (kill {ids}), or wait for its run to end")
-    note = f"; {units.counted(unseen, 'process', 'processes')} of other users could not be looked at" if unseen else ""
-    return Row("chips", True, f"held by no other process{note}")
+    return Row("chips", True, tpu_host.without_holders(unseen))
 
 
 def _of_jax() -> list[Requirement]:

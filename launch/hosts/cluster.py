@@ -78,8 +78,8 @@ def _require_chips(slice_: Slice, *, played: bool) -> None:
     devices = jax.devices()
     platform = devices[0].platform
     if not played and platform != "tpu":
-        holders, _ = tpu_host.chip_holders()
-        held = "; ".join(holders.values()) or "held by no other process"
+        holders, unseen = tpu_host.chip_holders()
+        held = "; ".join(holders.values()) or tpu_host.without_holders(unseen)
         raise UserError(
             f"{slice_.name} was asked for, but JAX found {units.counted(len(devices), f'{platform} device')} "
             "and no TPU. "

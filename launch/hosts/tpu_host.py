@@ -162,6 +162,12 @@ def chip_holders(
     return holders, unseen
 
 
+def without_holders(unseen: int) -> str:
+    """Describes chips without known holders; `unseen` is the number of processes that could not be looked at."""
+    note = f"; {units.counted(unseen, 'process', 'processes')} of other users could not be looked at" if unseen else ""
+    return f"held by no other process{note}"
+
+
 def _chips(devices: Path) -> list[str]:
     """TPU chips are /dev/accel0, 1, … or, bound to VFIO, /dev/vfio/0, 1, … (which other hardware may also be)."""
     found = [p for p in devices.glob("accel[0-9]*") if not p.is_dir()] + list(devices.glob("vfio/[0-9]*"))

@@ -7,7 +7,7 @@ import pytest
 
 from core import slices
 from launch import environment
-from launch.hosts import cluster
+from launch.hosts import cluster, tpu_host
 
 JOINED = """
 import os, time
@@ -43,6 +43,14 @@ def test_the_chips_must_be_as_many_as_the_slice_has():
 @pytest.mark.covers("R10")
 def test_cpus_are_no_tpu():
     says = r"v4-32 was asked for, but JAX found 16 cpu devices and no TPU.* rehearse, --simulate"
+    with pytest.raises(ValueError, match=says):
+        cluster._require_chips(slices.get("v4-32"), played=False)
+
+
+@pytest.mark.covers("R10")
+def test_processes_that_could_not_be_looked_at_are_counted(monkeypatch):
+    monkeypatch.setattr(tpu_host, "chip_holders", lambda: ({}, 2))
+    says = "Its chips: held by no other process; 2 processes of other users could not be looked at. Elsewhere"
     with pytest.raises(ValueError, match=says):
         cluster._require_chips(slices.get("v4-32"), played=False)
 
