@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from core import paths
 from core.errors import UserError
 from launch import environment
-from launch.config import LoadedConfig, loader
+from launch.config import ConfigError, LoadedConfig, loader, sources
 
 _SOURCE = "TPU_MESH_CONFIG"
 _HEADER = "from __gin__ import dynamic_registration\nfrom parallel import strategies\n"
@@ -24,7 +24,8 @@ def load(path: str, *, bindings: Sequence[str] = (), slice_name: str | None = No
     """Loads an experiment file, with the mesh that the environment asks for between the file and `bindings`.
 
     Args:
-      path: local, or gs://; what a file in a bucket includes is looked for in the workspace.
+      path: local, or gs://; the includes of a file in a bucket are looked for in the workspace, then in the working
+        directory.
       bindings: of the command line.
       slice_name: wins over all.
 
@@ -49,4 +50,7 @@ def _content(path: str) -> str:
     file = paths.resolve(path)
     if not file.exists():
         raise UserError(f"there is no file {path!r}; give the experiment's address, such as gs://BUCKET/first.gin")
-    return file.read_bytes().decode("utf-8-sig", errors="replace")
+    try:
+        return file.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(path, [sources.unreadable(path, error)]) from error

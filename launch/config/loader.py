@@ -119,7 +119,8 @@ def load(
 
     Args:
       path: from the working directory or the top of the workspace.
-      text: what the file says, where `path` only names it; what it includes is looked for in the workspace.
+      text: content of the file, if `path` only names it; its includes are looked for in the workspace, then in the
+        working directory.
       bindings: of the command line; each may use what the experiment imports and the public modules of this workspace.
       slice_name: value for the macro SLICE, whatever the file and `bindings` say.
       root: full name of the constructor that the configuration is for.

@@ -55,8 +55,7 @@ class Reader:
         try:
             text = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
-            what, fix = "the file cannot be read", "a gin file is UTF-8 text"
-            self.problems.append(ConfigProblem(name, 0, what, actual=str(error), fix=fix))
+            self.problems.append(unreadable(name, error))
             self.complete, text = False, ""
         self.text(text, name=name, folder=path.parent, ancestors=ancestors)
         return name
@@ -113,6 +112,11 @@ def missing_file(path: str, guess: Path | None) -> dict[str, str]:
     fix = "give the path from the top of the workspace, or from the folder of the file that includes it"
     expected = f"did you mean '{display(guess)}'?" if guess else ""
     return {"what": f"there is no file '{path}'", "expected": expected, "fix": "" if guess else fix}
+
+
+def unreadable(name: str, error: Exception) -> ConfigProblem:
+    """Returns the problem that reports a file that cannot be read."""
+    return ConfigProblem(name, 0, "the file cannot be read", actual=str(error), fix="a gin file is UTF-8 text")
 
 
 def display(path: Path) -> str:

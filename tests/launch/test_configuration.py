@@ -4,6 +4,7 @@ import pytest
 
 from launch import configuration, environment
 from launch.check import preflight
+from launch.config import ConfigError
 
 QUICKSTART = "gin/quickstart.gin"
 
@@ -126,4 +127,8 @@ def test_a_file_in_a_bucket_is_read_and_its_mistakes_bear_its_address(monkeypatc
     assert (config.experiment, config.build().seed) == (address, 5)
     copy.write_text("include 'gin/quickstart.gin'\nSED = 5\n")
     with pytest.raises(ValueError, match=r"gs://bucket/first\.gin:2: SED is not one of the macros"):
+        configuration.load(address)
+    copy.write_bytes("include 'gin/quickstart.gin'\nPROMPT = 'Füße'\n".encode("latin-1"))
+    says = r"(?s)gs://bucket/first\.gin: the file cannot be read.*can't decode byte 0xfc.*a gin file is UTF-8 text"
+    with pytest.raises(ConfigError, match=says):
         configuration.load(address)
