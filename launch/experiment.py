@@ -239,7 +239,7 @@ class Experiment:
 
 def padding(model: Model) -> str:
     """`; vocabulary 50,257 stored as 50,304` of a model that rounds it up, so that it divides; else nothing."""
-    if not can(model, PadsVocabulary) or model.stored_vocab_size == model.vocab_size:
+    if not can(model, PadsVocabulary) or model.stored_vocab_size in (None, model.vocab_size):
         return ""
     return f"; vocabulary {model.vocab_size:,} stored as {model.stored_vocab_size:,}"
 

@@ -5,6 +5,7 @@ One row for each belief. No device is looked at: asking JAX for one ends the tes
 
 import math
 import re
+import types
 
 import haiku as hk
 import jax
@@ -215,6 +216,7 @@ def test_a_vocabulary_of_50257_over_tensor_4_is_stored_rounded_up_and_says_so():
     assert shapes["params/embedding"] == (50304, 16)
     assert padding(bound.model) == "; vocabulary 50,257 stored as 50,304"
     assert padding(Transformer(**TINY, vocab_multiple=16)) == ""
+    assert padding(types.SimpleNamespace(vocab_size=64, stored_vocab_size=None)) == ""  # a model that need not pad
     text = refused(BY_FOUR, vocab_size=50257, vocab_multiple=1)
     assert "vocab = 50257 does not divide over tensor = 4. Degrees that do: 1; or store it rounded up to 50260" in text
 
