@@ -16,6 +16,7 @@ import itertools
 import math
 from collections.abc import Mapping
 
+from core import units
 from core.errors import UserError
 
 GIB = 2**30
@@ -128,6 +129,21 @@ class Slice:
     def hosts(self) -> int:
         """Number of hosts (virtual machines, JAX processes)."""
         return self.chips // self.chips_per_host
+
+    def shared_by(self, processes: int) -> Slice:
+        """Returns this slice with its chips divided evenly over `processes` hosts.
+
+        Raises:
+          ValueError: the chips do not divide; names the counts that do.
+        """
+        if processes < 1 or self.chips % processes:
+            counts = [n for n in range(1, self.chips + 1) if self.chips % n == 0]
+            raise UserError(
+                f"{units.counted(processes, 'process', 'processes')} cannot share the "
+                f"{units.counted(self.chips, 'chip')} of {self.name} evenly; expected one of "
+                f"{', '.join(map(str, counts))}"
+            )
+        return dataclasses.replace(self, host_bounds=(self.chips // processes,))
 
     @property
     def wraparound(self) -> tuple[bool, ...]:

@@ -9,9 +9,8 @@ import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from core import paths, units
+from core import paths, units, versions
 from core.errors import UserError
-from launch.hosts import tpu_host
 
 
 def workspace_files(workspace: Path) -> list[str]:
@@ -30,11 +29,11 @@ def workspace_files(workspace: Path) -> list[str]:
 def pack(files: Sequence[str], *, workspace: Path, archive: Path) -> None:
     """Writes `files` and their git revision into a gzipped tar archive."""
     note = archive.with_name("revision")
-    note.write_text(tpu_host.revision(workspace=workspace) + "\n")
+    note.write_text(versions.git_revision(workspace) + "\n")
     with tarfile.open(archive, "w:gz") as tar:
         for name in files:
             tar.add(workspace / name, arcname=name, recursive=False)
-        tar.add(note, arcname=tpu_host.REVISION_FILE)
+        tar.add(note, arcname=versions.REVISION_FILE)
     print(f"# packed {units.counted(len(files), 'file')}, {units.size(archive.stat().st_size)}", flush=True)
 
 

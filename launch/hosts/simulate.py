@@ -12,7 +12,6 @@ stopped; the exit code is that of the host that failed first. No process outlive
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import queue
 import signal
@@ -28,8 +27,7 @@ from typing import NamedTuple
 
 import psutil
 
-from core import slices, units
-from core.errors import UserError
+from core import slices
 from core.health import exit_codes
 from launch.hosts import host_output, log_prefix, supervise
 
@@ -49,22 +47,6 @@ class _Host(NamedTuple):
     name: str
     process: subprocess.Popen
     output: host_output.HostOutput
-
-
-def shared(slice_: slices.Slice, processes: int) -> slices.Slice:
-    """Returns the slice with its chips divided evenly over `processes` hosts, for `run`.
-
-    Raises:
-      ValueError: the chips do not divide; names the counts that do.
-    """
-    if processes < 1 or slice_.chips % processes:
-        counts = [n for n in range(1, slice_.chips + 1) if slice_.chips % n == 0]
-        raise UserError(
-            f"{units.counted(processes, 'process', 'processes')} cannot share the "
-            f"{units.counted(slice_.chips, 'chip')} of {slice_.name} evenly; expected one of "
-            f"{', '.join(map(str, counts))}"
-        )
-    return dataclasses.replace(slice_, host_bounds=(slice_.chips // processes,))
 
 
 def run(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import http.client
 import os
 import re
-import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,6 @@ METADATA_TIMEOUT_SECONDS = 0.5
 METADATA_RETRY_SECONDS = (2.0, 2.0, 2.0)  # if chips are present, one slow answer must not decide
 _CHIPS = re.compile(r"/dev/(accel\d+|vfio/\d+)$")
 _LOCK = "/tmp/libtpu_lockfile"
-REVISION_FILE = ".revision"  # written when a workspace is shipped without its .git
 
 
 class Place(NamedTuple):
@@ -100,11 +98,6 @@ def zone() -> str | None:
     return value.rpartition("/")[2] if value else None
 
 
-def on_tpu_host() -> bool:
-    """Returns whether this machine is a host of a TPU slice."""
-    return look().on_tpu_host
-
-
 def require_slice(slice_: slices.Slice, *, accelerator_type: str | None, where: str) -> None:
     """Refuses a SLICE that differs from the actual slice; an unknown one passes (its devices are counted later).
 
@@ -124,18 +117,6 @@ def require_slice(slice_: slices.Slice, *, accelerator_type: str | None, where: 
             f"{where} is a {actual.name} ({_size(actual)}), but SLICE is {slice_.name} ({_size(slice_)}). "
             f"Give {f'{slice_.num_slices}x' * (slice_.num_slices > 1)}{actual.name} as the SLICE, or use another TPU."
         )
-
-
-def revision(*, workspace: Path = environment.WORKSPACE) -> str:
-    """Returns the git revision of the workspace, with `-dirty` if it was edited; `unknown` outside git."""
-    shipped = workspace / REVISION_FILE
-    if shipped.exists():
-        return shipped.read_text().strip()
-    command = ["git", "-C", str(workspace), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
-    try:
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def chip_holders(

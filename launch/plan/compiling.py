@@ -25,7 +25,6 @@ from core import slices, versions
 from core.slices import GIB
 from launch import configuration, host_memory
 from launch.environment import WORKSPACE
-from launch.hosts import tpu_host
 from launch.plan import records
 from launch.plan.records import Record
 from parallel import analysis, compiled
@@ -169,7 +168,7 @@ def compile_one(experiment_file: str, *, slice_name: str, bindings: Sequence[str
     made = {
         **versions.installed(versions.COMPILER),
         "sources": records.sources_digest(),
-        "revision": tpu_host.revision(),
+        "revision": versions.git_revision(),
     }
     try:
         config = configuration.load(experiment_file, bindings=bindings, slice_name=slice_name)

@@ -293,7 +293,7 @@ def record(subject: Subject, examples: Mapping[str, Example], *, steps: int, int
 
 
 def _play(slice_name: str, processes: int, command: Sequence[str], folder: Path) -> None:
-    played = simulate.shared(slices.get(slice_name), processes)
+    played = slices.get(slice_name).shared_by(processes)
     if code := simulate.run(played, command=command, log_directory=folder / f"logs_{slice_name}"):
         raise UserError(f"{processes} processes of {slice_name} could not be run (exit code {code})")
 

@@ -66,3 +66,13 @@ def test_utilisation_by_hand_and_never_above_all_of_it():
     assert v4_32.mfu(flops, seconds=1.0) == pytest.approx(flops / (16 * 275e12))
     with pytest.raises(ValueError, match=r"are 123% of its peak.*expected at most 100 %"):
         v4_32.mfu(flops, seconds=0.5)
+
+
+def test_chips_are_shared_evenly_or_not_at_all():
+    v4_32 = slices.get("v4-32")
+    assert [slices.get("2xv4-16").shared_by(n).hosts for n in (1, 2, 16)] == [1, 2, 16]
+    assert v4_32.shared_by(2).chips_per_host == 8
+    for wrong in (0, 3, 32):
+        message = f"{wrong} processes cannot share the 16 chips of v4-32 evenly; expected one of 1, 2, 4, 8, 16"
+        with pytest.raises(ValueError, match=message):
+            v4_32.shared_by(wrong)

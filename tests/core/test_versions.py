@@ -1,6 +1,7 @@
-"""Versions are those of the installed packages."""
+"""Versions of the installed packages and of a workspace."""
 
 import importlib.metadata
+import subprocess
 
 import jax
 import pytest
@@ -18,3 +19,17 @@ def test_versions_are_those_of_the_installed_packages():
 def test_a_missing_package_is_named():
     with pytest.raises(importlib.metadata.PackageNotFoundError, match="no-such-package"):
         versions.installed(["no-such-package"])
+
+
+def test_the_revision_is_git_s_or_the_shipped_one(tmp_path):
+    assert versions.git_revision(tmp_path) == "unknown"
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@localhost"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    (tmp_path / "x").touch()
+    subprocess.run([*git, "add", "x"], check=True)
+    subprocess.run([*git, "commit", "-qm", "first"], check=True)
+    assert len(versions.git_revision(tmp_path)) == 40
+    (tmp_path / "x").write_text("edited")
+    assert versions.git_revision(tmp_path).endswith("-dirty")
+    (tmp_path / versions.REVISION_FILE).write_text("abc\n")
+    assert versions.git_revision(tmp_path) == "abc"

@@ -87,7 +87,7 @@ def _overhead(args: argparse.Namespace) -> int:
     if args.turns < 2 or args.turn_steps < overhead.SETTLING_STEPS + 2:
         raise UserError(f"--turns {args.turns} --turn-steps {args.turn_steps}: expected at least 2 and 5")
     slice_ = slices.get(args.slice)
-    if not tpu_host.on_tpu_host():
+    if not tpu_host.look().on_tpu_host:
         os.environ |= {"JAX_PLATFORMS": "cpu", "RENGA_SIMULATE": slice_.name}
     timed = overhead.experiment(
         slice_.name,

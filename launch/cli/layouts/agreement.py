@@ -145,11 +145,10 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace, examples: dict[str, Any]) -> None:
-    from launch.hosts import simulate
 
     for processes in args.processes:
         for slice_name in dict.fromkeys(e.slice for e in examples.values()):
-            simulate.shared(slices.get(slice_name), processes)
+            slices.get(slice_name).shared_by(processes)
 
 
 def _passed_on(args: argparse.Namespace) -> list[str]:

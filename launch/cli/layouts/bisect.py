@@ -144,11 +144,10 @@ def _slice(variant: Variant, experiment: Any) -> Slice:
       ValueError: they cannot share its chips; the state that they are to start from is not there.
     """
     from core import slices
-    from launch.hosts import simulate
 
     if variant.checkpoint:
         _require_checkpoint(*variant.checkpoint)
-    return simulate.shared(slices.get(experiment.slice), variant.hosts)
+    return slices.get(experiment.slice).shared_by(variant.hosts)
 
 
 def _require_checkpoint(run_dir: str, step: int) -> None:

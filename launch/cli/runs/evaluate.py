@@ -139,12 +139,11 @@ def _simulate(args: argparse.Namespace, asked: HeldOut, *, run_dir: str) -> int:
 
 def _evaluate(args: argparse.Namespace, found: SavedRun, asked: HeldOut, host: Host) -> None:
     """Evaluates the same checkpoints on all hosts; host 0 prints the scores."""
-    from core import distributed
+    from core import distributed, versions
     from launch.experiments import saved_run, scores
-    from launch.hosts import tpu_host
     from launch.runs import prepared_run
 
-    revision = tpu_host.revision()
+    revision = versions.git_revision()
     run = prepared_run.prepare_run(
         asked.experiment,
         config_text=found.config.text,

@@ -116,7 +116,7 @@ def _validate(args: argparse.Namespace, slice_: slices.Slice) -> int:
         raise UserError(f"{slice_.name} validate takes EXPERIMENT.gin, --run-dir and where to go, and no other flag")
     experiment = args.validated or "gin/quickstart.gin"
     tpus = () if args.simulate else gcloud.find_tpus(args.tpu, args.zone, args.project)
-    if not tpus or (tpu_host.on_tpu_host() and not args.tpu):
+    if not tpus or (tpu_host.look().on_tpu_host and not args.tpu):
         _refuse_dry_run(args, "this validates here")
         return _become(["validate", slice_.name, experiment, *flags.passed_on(args, "--run-dir", "--simulate")])
     directory = args.run_dir or _from_workspace(validate.default_directory(slice_))

@@ -102,7 +102,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError("--analyze reads the scores of runs, and smoke runs have none: remove --smoke")
     if args.simulate or args.analyze or args.list:
         return
-    if not tpu_host.on_tpu_host():
+    if not tpu_host.look().on_tpu_host:
         raise UserError(
             f"this is not a host of a TPU: run `launch/run suite {args.group} …` on every host, or add --simulate"
         )

@@ -42,13 +42,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
-    from core import distributed, metrics
+    from core import distributed, metrics, versions
     from core.training import run_lock
     from core.training.hooks import PreemptedError
     from launch import configuration
     from launch.check import cluster_checks
     from launch.hosts import cluster
-    from launch.hosts.tpu_host import revision
     from launch.runs import prepared_run, smoke, training
 
     config = configuration.load(args.experiment, bindings=args.gin, slice_name=args.slice)
@@ -56,7 +55,7 @@ def _run(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     if args.smoke:
         experiment = smoke.shrink(experiment)
     metrics.require_wandb(experiment.wandb_project)
-    git_revision = revision()
+    git_revision = versions.git_revision()
     run_dir = args.run_dir or environment.run_directory(args.experiment, smoke=args.smoke)
     last_step = min(args.steps or experiment.total_steps, experiment.total_steps)
     holding: list[run_lock.HoldsLock] = []

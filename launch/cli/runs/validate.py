@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from core import paths, slices
+from core import paths, slices, versions
 from core.errors import UserError
 from core.health import exit_codes
 from launch import environment
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         "platform": "simulated" if args.simulate else (attention or {}).get("platform", "unknown"),
         "date": time.strftime("%Y-%m-%d", time.gmtime(started)),
         "seconds": round(time.time() - started, 1),
-        "git_revision": tpu_host.revision(),
+        "git_revision": versions.git_revision(),
         "doctor": doctor,
         "attention": attention,
         "measured": validation.measured(run_dir),

@@ -80,17 +80,6 @@ def assert_all_gone(pids, homes):
         time.sleep(0.05)
 
 
-@pytest.mark.covers("L06")
-@pytest.mark.simulated(4)
-def test_chips_are_shared_evenly_or_not_at_all():
-    assert [simulate.shared(slices.get("2xv4-16"), n).hosts for n in (1, 2, 16)] == [1, 2, 16]
-    assert simulate.shared(slices.get("v4-32"), 2).chips_per_host == 8
-    for wrong in (0, 3, 32):
-        message = f"{wrong} processes cannot share the 16 chips of v4-32 evenly; expected one of 1, 2, 4, 8, 16"
-        with pytest.raises(ValueError, match=message):
-            simulate.shared(slices.get("v4-32"), wrong)
-
-
 def test_every_host_gets_its_own_environment(tmp_path, capfdbinary):
     names = ["RENGA_SIMULATE", "JAX_PLATFORMS", "JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_INDEX", "JAX_PROCESS_COUNT"]
     names += ["JAX_NUM_CPU_DEVICES", "TPU_SKIP_MDS_QUERY", "HOME", "TMPDIR", "XDG_CACHE_HOME"]

@@ -3,7 +3,6 @@
 import contextlib
 import http.server
 import itertools
-import subprocess
 import threading
 import time
 
@@ -139,17 +138,3 @@ def test_another_slice_is_refused_with_both_sizes():
         tpu_host.require_slice(v4_32, accelerator_type="v4-8", where="here")
     with pytest.raises(ValueError, match="here is a v2-8, which the slice table does not have"):
         tpu_host.require_slice(v4_32, accelerator_type="v2-8", where="here")
-
-
-def test_the_revision_is_git_s_or_the_shipped_one(tmp_path):
-    assert tpu_host.revision(workspace=tmp_path) == "unknown"
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@localhost"]
-    subprocess.run([*git, "init", "-q"], check=True)
-    (tmp_path / "x").touch()
-    subprocess.run([*git, "add", "x"], check=True)
-    subprocess.run([*git, "commit", "-qm", "first"], check=True)
-    assert len(tpu_host.revision(workspace=tmp_path)) == 40
-    (tmp_path / "x").write_text("edited")
-    assert tpu_host.revision(workspace=tmp_path).endswith("-dirty")
-    (tmp_path / tpu_host.REVISION_FILE).write_text("abc\n")
-    assert tpu_host.revision(workspace=tmp_path) == "abc"
