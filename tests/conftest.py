@@ -42,6 +42,28 @@ def _whole_errors(monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")
 
 
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch):
+    """Refuses at once what a test sends to other machines, whether there is a network or not; libraries would retry."""
+    look_up, connect = socket.getaddrinfo, socket.socket.connect
+
+    def is_here(host: object) -> bool:
+        name = host.decode() if isinstance(host, bytes) else host
+        return name in (None, "", "localhost", "::1", socket.gethostname()) or str(name).startswith("127.")
+
+    def guarded_look_up(host, *args, **kwargs):
+        assert is_here(host), f"a test looks up {host!r}; the fixture `bucket` stands in for Google Cloud Storage"
+        return look_up(host, *args, **kwargs)
+
+    def guarded_connect(self, address):
+        if self.family in (socket.AF_INET, socket.AF_INET6):
+            assert is_here(address[0]), f"a test connects to {address}; the fixture `bucket` stands in for gs://"
+        return connect(self, address)
+
+    monkeypatch.setattr(socket, "getaddrinfo", guarded_look_up)
+    monkeypatch.setattr(socket.socket, "connect", guarded_connect)
+
+
 @pytest.fixture
 def run_hosts(tmp_path):
     """Runs one Python text as several processes: `run_hosts(text, hosts=2, timeout=60) -> [HostResult]`.

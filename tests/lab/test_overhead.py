@@ -2,12 +2,15 @@
 
 import time
 
+import pytest
+
 from core.health import phase
 from core.training import hooks
 from launch.host import Host
 from tests.lab import bench, overhead
 
 
+@pytest.mark.slow
 def test_bench_counts_the_settled_steps_of_both_sides(tmp_path, monkeypatch, capsys):
     timed = overhead.experiment("v4-8", width=16, length=16, batch_size=4, total_steps=15)
     monkeypatch.setattr(hooks.Log, "after_step", lambda self, report: time.sleep(0.05))  # makes the trainer slower

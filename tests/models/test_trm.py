@@ -160,6 +160,7 @@ def test_rows_do_not_see_one_another():
     assert np.max(np.abs(one.z_h[3] - two.z_h[3])) > 0.1
 
 
+@pytest.mark.slow
 def test_a_vocabulary_stored_wider_changes_nothing():
     wide = dataclasses.replace(MODEL, vocab_multiple=8)
     params, data = lively(MODEL), batch()
@@ -372,6 +373,7 @@ def test_the_gradient_is_that_of_a_program_whose_early_cycles_are_constants():
     assert np.all(got["~"]["halt_head"][:, 0])
 
 
+@pytest.mark.slow
 def test_unrolled_calls_give_the_same_gradient():
     params, data = lively(MODEL), batch()
 

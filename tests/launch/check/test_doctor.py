@@ -50,6 +50,7 @@ def test_a_slice_on_which_nothing_is_wrong(simulated):
 
 
 @pytest.mark.simulated(2)
+@pytest.mark.slow
 def test_a_run_directory_that_cannot_be_written_ends_no_other_look(launch, tmp_path):
     (tmp_path / "file").write_text("")
     where = ["--simulate", "--run-dir", str(tmp_path / "file/run")]

@@ -79,6 +79,7 @@ def fresh(run):
 
 
 @pytest.mark.covers("T17")
+@pytest.mark.slow
 def test_the_means_are_those_of_training(command, dataset, one_host, tmp_path):
     run_dir = tmp_path / "run"
     run = ready(run_dir, TRM, bindings=[f"DATA = '{dataset[0]}'"], last_step=2)

@@ -185,6 +185,7 @@ def test_sigterm_saves_at_one_step_of_all_hosts_and_the_run_continues(launch, la
 
 
 @pytest.mark.covers("T10", "O07")
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_ends_the_run_and_what_was_measured_is_kept(launch, tmp_path):
     where = ["--slice", "v4-8", "--run-dir", str(tmp_path)]
     bindings = random_tokens("LEARNING_RATE = 1e38", "TOTAL_STEPS = 100", "CHECKPOINT_INTERVAL = 100")
