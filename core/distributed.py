@@ -340,12 +340,12 @@ def _unconnected(error: BaseException) -> str:
 
 
 def exit_at_once_on_exception() -> None:
-    """An exception that nobody catches prints its traceback and ends this process, with what is known of its cause.
+    """Makes an uncaught exception print its traceback and end this process at once.
 
-    An error whose `says_all` is true has a message that needs no traceback: that alone is printed.
+    Of an error whose `says_all` is true, only the message is printed.
 
-    The exit code is the error's own `exit_code`, if it has one, or else `exit_codes.RAISED`; where another host was
-    lost, of which the error is but the consequence, it is that of the verdict. Without this the process would wait for
+    The exit code is the error's own `exit_code` if it has one, otherwise `exit_codes.RAISED`; if the error is the
+    consequence of the loss of another host, it is that of the verdict. Without this hook, the process would wait for
     the others at exit, and they for its collectives. Ctrl-C ends with 130.
     """
 

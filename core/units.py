@@ -1,4 +1,4 @@
-"""Formats counts and quantities for people: `1 host`, `75.3 GiB`, `9.52 µs`, `20.9 GFLOP`, `4:05`."""
+"""Formats counts, quantities and long lists for people: `1 host`, `75.3 GiB`, `9.52 µs`, `20.9 GFLOP`, `4:05`."""
 
 from __future__ import annotations
 
@@ -47,6 +47,11 @@ def clock(number: float) -> str:
     minutes, rest = divmod(round(number), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def shortened(items: Sequence[str], *, most: int) -> list[str]:
+    """Returns the first `most` items of a list and, if there are more, `… and 3 more`."""
+    return [*items[:most], *([f"… and {len(items) - most} more"] if len(items) > most else [])]
 
 
 def _scaled(number: float, units: Sequence[tuple[float, str]], digits: int) -> str:

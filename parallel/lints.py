@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from core import listing, logical, units
+from core import logical, units
 from core.logical import Rules
 from core.types import ChoosesDtype, can
 from parallel import report
@@ -343,7 +343,7 @@ LINTS: tuple[Callable[[LintContext], Iterator[Finding]], ...] = (
 
 def _described(c: Collective) -> str:
     """Returns `all-reduce bf16[4096,11008] over fsdp, 32 times, at jvp()/while/body/.../dot_general`."""
-    arrays = ", ".join(listing.shortened([str(array) for array in c.arrays], most=2))
+    arrays = ", ".join(units.shortened([str(array) for array in c.arrays], most=2))
     times = f", {c.times} times" if c.times > 1 else ""
     where = "/".join(c.op_name.split("/")[-3:])
     return f"{c.kind} {arrays} over {' x '.join(c.axes) or 'nothing'}{times}" + (f", at {where}" if where else "")

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from core import listing
+from core import units
 from core.errors import UserError
 from core.types import DataLayout
 
@@ -132,7 +132,7 @@ class StreamBatches:
         """
         missing = [stream_name(index) for index in self._streams if stream_name(index) not in state]
         if missing:
-            now, named = self._identity["num_streams"], ", ".join(listing.shortened(missing, most=3))
+            now, named = self._identity["num_streams"], ", ".join(units.shortened(missing, most=3))
             raise UserError(
                 f"the checkpoint has positions of {len(state)} streams of data, and this run has NUM_STREAMS = {now} "
                 f"(no position for {named}): resume with NUM_STREAMS = {len(state)}, or start a new run with another "

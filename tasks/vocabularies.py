@@ -56,7 +56,7 @@ class Bytes:
         return builtins.bytes(kept).decode(errors="ignore")
 
     def prepare(self, run_dir: str, *, is_host_zero: bool, sample: Callable[[], Iterable[str]]) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def problems(self) -> list[str]:
         """See `Vocabulary`."""
@@ -101,7 +101,7 @@ class Numbers:
         return " ".join(map(str, ids))
 
     def prepare(self, run_dir: str, *, is_host_zero: bool, sample: Callable[[], Iterable[str]]) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def problems(self) -> list[str]:
         """See `Vocabulary`."""

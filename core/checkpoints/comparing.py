@@ -21,7 +21,7 @@ MOST_SHOWN = 20  # arrays whose differences are listed
 
 
 class ArrayDifference(NamedTuple):
-    """How much two arrays of the same shape and dtype differ.
+    """The difference between two arrays of the same shape and dtype.
 
     Attributes:
       name: of the array.

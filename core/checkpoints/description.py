@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from core import listing, paths
+from core import paths, units
 from core.checkpoints import streams
 
 PART = "meta"  # subfolder of a step's folder
@@ -54,7 +54,7 @@ class Description(NamedTuple):
         own = {name: found[name] for name in self.streams}
         wrong = [name for name, said in self.streams.items() if said not in (None, streams.digest(own[name]))]
         if wrong:
-            listed = ", ".join(listing.shortened(wrong, most=3))
+            listed = ", ".join(units.shortened(wrong, most=3))
             raise DamagedError(
                 f"{len(wrong)} of {len(self.streams)} positions in the data are of another step or stream: {listed}"
             )

@@ -70,7 +70,7 @@ def _step(folder: paths.Path, size_bytes: int) -> CheckpointFolder:
 
 
 def _saved(folder: paths.Path) -> str:
-    """Local time of the save; "" if its file, which no restore needs, cannot be read."""
+    """Returns the local time of the save; "" if its file, which no restore needs, cannot be read."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(steps.saved_at(folder)))
     return ""

@@ -11,7 +11,7 @@ from core.errors import UserError
 
 
 class PruningPlan(NamedTuple):
-    """What to keep and what to delete.
+    """The steps to keep and the folders to delete.
 
     Attributes:
       keep: steps, ascending.
@@ -26,7 +26,7 @@ def plan(folder: paths.Path, *, keep: int, set_aside: bool, say: Callable[[str],
     """Verifies steps from the newest backwards until one is intact, and keeps that one and the latest `keep`.
 
     Args:
-      folder: of checkpoints.
+      folder: the folder of checkpoints.
       keep: how many of the latest steps to keep.
       set_aside: whether to delete also the folders that a run renamed to damaged-* or incomplete-*.
       say: receives one line for each step that was verified.

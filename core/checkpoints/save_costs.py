@@ -1,4 +1,4 @@
-"""What checkpoints cost a run in time and disk space: estimated before training, measured during it."""
+"""Estimates and measures the time and disk space that the checkpoints of a run take."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SaveCosts:
     """Records the cost of every save of a run; reports the first when it is known, and the total at the end."""
 
     def __init__(self, *, say: Say, write: Scalars, clock: Callable[[], float] = time.monotonic):
-        """`say` receives lines for the terminal; `write(step, values)` records metrics. Training time starts here."""
+        """Starts the clock. `say` receives lines for the terminal; `write(step, values)` records metrics."""
         self._say = say
         self._write = write
         self._clock = clock

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from core import distributed, library_noise, listing, paths  # isort: skip (paths decides how etils reaches buckets, before orbax imports it)
+from core import distributed, library_noise, paths, units  # isort: skip (paths decides how etils reaches buckets, before orbax imports it)
 import orbax.checkpoint as ocp
 
 from core.checkpoints import description, leaves, reading, restoring, steps, streams
@@ -176,7 +176,7 @@ class Checkpoints:
                 print(f"checkpoint {step} cannot be restored; the one before it is tried, if there is one", flush=True)
         if not damaged:
             return None
-        reasons = "\n  ".join(listing.shortened([f"step {step}: {said}" for step, said in damaged.items()], most=5))
+        reasons = "\n  ".join(units.shortened([f"step {step}: {said}" for step, said in damaged.items()], most=5))
         raise RuntimeError(
             f"no checkpoint in {self._directory} can be restored, and none was renamed:\n  {reasons}\nEither all "
             "are damaged, or this revision of the code or its libraries cannot read them. `launch/run checkpoints ls` "
@@ -254,7 +254,7 @@ class Checkpoints:
     def _require_same_tree(self, step: int, content: Mapping[str, list], abstract_state: Any) -> None:
         differences = leaves.differences({name: kind for name, (kind, _) in content.items()}, abstract_state)
         if differences:
-            listed = "\n  ".join(listing.shortened(differences, most=20))
+            listed = "\n  ".join(units.shortened(differences, most=20))
             raise Misfit(
                 f"the checkpoint of step {step} in {self._directory} does not fit this model and optimizer "
                 f"({len(differences)} leaves):\n  {listed}\nUse the configuration saved with it, or another run_dir."
@@ -319,5 +319,5 @@ def _sealed(described: description.Description, state: Any, data: Mapping[str, b
 def _differing(content: Mapping[str, list], state: Any) -> str:
     found = leaves.describe(state)
     wrong = [name for name in content if found[name] != content[name]]
-    named = ", ".join(listing.shortened(wrong, most=3))
+    named = ", ".join(units.shortened(wrong, most=3))
     return f"{len(wrong)} of {len(content)} arrays are not what was saved: {named}" if wrong else ""

@@ -93,7 +93,7 @@ def _problem(arrays: Arrays, name: str, kind: str, number: int) -> str:
 
 
 def _bytes(kind: str) -> int:
-    """Size of an array described as `float32[8, 6]`."""
+    """Returns the size in bytes of an array described as `float32[8, 6]`."""
     dtype, shape = kind.removesuffix("]").split("[")
     bits = int((re.findall(r"\d+", dtype) or ["8"])[0])
     return math.prod(int(n) for n in shape.split(",") if n.strip()) * bits // 8

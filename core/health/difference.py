@@ -10,7 +10,7 @@ import collections
 import difflib
 from collections.abc import Sequence
 
-from core import listing
+from core import units
 
 _MOST_LINES = 20
 
@@ -42,6 +42,5 @@ def _changes(meant: str, text: str) -> str:
     if len(lines) == 2 and [line[0] for line in lines] == ["-", "+"]:
         return " ".join(lines)
     return (
-        "".join(f"\n  {line}" for line in listing.shortened(lines, most=_MOST_LINES))
-        or "the same lines, with other ends"
+        "".join(f"\n  {line}" for line in units.shortened(lines, most=_MOST_LINES)) or "the same lines, with other ends"
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Mapping, Sequence
 
-from core import listing
+from core import units
 from core.health import exit_codes
 from core.health.failure_diagnosis import Verdict
 
@@ -32,7 +32,7 @@ def judge(step: int, by_host: Mapping[int, Numbers]) -> Verdict | None:
         return None
     hosts = sorted(wrong)
     names = list(dict.fromkeys(name for host in hosts for name in wrong[host]))
-    listed = ", ".join(listing.shortened(names, most=_MOST_NAMES))
+    listed = ", ".join(units.shortened(names, most=_MOST_NAMES))
     whose = f"host{'s' * (len(hosts) > 1)} {', '.join(map(str, hosts))}"
     if len(hosts) == len(by_host) > 1:
         says = f"after step {step}, {whose} disagree, and none is in the majority: {listed}"

@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from core import listing
+from core import units
 from core.health import divergence, exit_codes, failure_diagnosis, phase, stacks, wire_protocol
 from core.health.failure_diagnosis import Limits, Seen, Verdict
 from core.health.phase import Place
@@ -318,7 +318,7 @@ class _Watch(threading.Thread):
         os._exit(code)
 
     def _named(self, hosts: Sequence[int]) -> str:
-        return ", ".join(listing.shortened([self._names[host] for host in hosts], most=3))
+        return ", ".join(units.shortened([self._names[host] for host in hosts], most=3))
 
 
 def _hang_up(link: socket.socket) -> None:

@@ -19,16 +19,16 @@ from core.types import Batch, WeightedSum
 
 
 class Program(Protocol):
-    """What an evaluation needs of a model bound to devices."""
+    """A model bound to devices, as an evaluation uses it."""
 
     def put(self, batch: Mapping[str, np.ndarray]) -> Batch:
         """Places this host's rows on its devices."""
 
     def eval_step(self, state: TrainState, batch: Batch) -> Mapping[str, WeightedSum]:
-        """Loss and metric sums of one batch."""
+        """Returns the loss and metric sums of one batch."""
 
     def answer_step(self, state: TrainState, batch: Batch) -> tuple[Mapping[str, WeightedSum], Mapping[str, Any]]:
-        """The same sums, and the model's answers to every row."""
+        """Returns the same sums, and the model's answers to every row."""
 
 
 class EvaluationPass:
@@ -41,12 +41,12 @@ class EvaluationPass:
     def __init__(
         self, program: Program, state: TrainState, batches: Iterable[Mapping[str, np.ndarray]], *, answering: bool
     ):
-        """`answering`: return the model's answers; otherwise they are empty."""
+        """Takes the batches; unless `answering`, the answers are empty."""
         self._program, self._state, self._batches, self._answering = program, state, batches, answering
         self.sums: dict[str, WeightedSum] = {}
 
     def answers(self) -> Iterator[Mapping[str, np.ndarray]]:
-        """Runs the pass and yields the answers batch by batch, one batch behind the devices."""
+        """Runs the pass and yields the answers batch by batch, one batch later than the devices."""
         dispatched = None
         for batch in self._batches:
             phase.at(phase.EVALUATING)

@@ -48,9 +48,9 @@ class Session:
     lost_steps: int = 0
     finished: bool = False
 
-    def lose(self, *, behind: int) -> None:
-        """Marks the steps after `behind` as lost, at the mean time per step."""
-        lost = self.last_step - max(self.first_step, behind)
+    def lose(self, *, after: int) -> None:
+        """Marks the steps after `after` as lost, at the mean time per step."""
+        lost = self.last_step - max(self.first_step, after)
         if lost > 0:
             self.useful_seconds *= 1 - lost / (self.last_step - self.first_step)
             self.last_step -= lost
@@ -113,7 +113,7 @@ class Goodput(Hook):
         self._pause_seconds = _SECONDS_BETWEEN_COPIES if paths.is_remote(run_dir) else _SECONDS_BETWEEN_WRITES
         self._sessions = read(run_dir)
         for earlier in self._sessions:  # steps after the checkpoint are repeated
-            earlier.lose(behind=first_step)
+            earlier.lose(after=first_step)
         self._own = Session(process_started(), time.time(), first_step, first_step)
         self._sessions.append(self._own)
         self._is_first, self._wrote_at = True, 0.0
@@ -123,7 +123,7 @@ class Goodput(Hook):
 
     def after_step(self, report: StepReport) -> None:
         """Counts the step."""
-        self._own.lose(behind=report.step - 1)  # after a rollback
+        self._own.lose(after=report.step - 1)  # after a rollback
         self._own.first_step = min(self._own.first_step, report.step - 1)
         self._own.last_step = report.step
         if not self._is_first:

@@ -193,7 +193,7 @@ class StopWhenPreempted(Hook):
     def at_boundary(self, step: int, state: TrainState) -> None:
         """Raises PreemptedError; the state has been saved."""
         del state
-        raise PreemptedError(f"told to stop (SIGTERM): saved step {step}; the same command continues from there")
+        raise PreemptedError(f"preempted (SIGTERM): saved a checkpoint at step {step}; run the same command to resume")
 
 
 class Profile(Hook):

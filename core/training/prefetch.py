@@ -1,9 +1,9 @@
 """Prefetches batches to the devices, and tracks the position of the data.
 
-A thread pulls batches from the host, puts them on the devices and keeps `depth` of them waiting. That thread is ahead
-of the step, so the position of the data source is not the position of the run. The one idea: a position is a snapshot
-of the source plus the number of batches consumed since, because a snapshot of a tf.data pipeline costs half a second
-and a counter costs nothing. Restoring replays that number of batches, at most `snapshot_interval` - 1.
+A thread takes batches from the host, puts them on the devices and keeps `depth` of them ready. It is ahead of the step,
+so the position of the data source is not the position of the run. A position is therefore a snapshot of the source plus
+the number of batches consumed since: a snapshot of a tf.data pipeline takes half a second, a counter takes no time.
+Restoring reads that number of batches again, at most `snapshot_interval` - 1.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def sessions(run_dir: str) -> list[str]:
 
 
 def _number(session: str) -> int:
-    """First step of a session named `step_100`; -1 for a name without a number."""
+    """Returns the first step of a session named `step_100`; -1 for a name without a number."""
     return int(found[0]) if (found := re.findall(r"\d+", session)) else -1
 
 
@@ -180,7 +180,7 @@ def merged_operations(hosts: Sequence[HostProfile]) -> list[Operation]:
 
 
 def _began(planes: Sequence[Any]) -> float:
-    """When the trace began, in seconds since 1970; 0 if not recorded."""
+    """Returns when the trace began, in seconds since 1970; 0 if not recorded."""
     stats = {key: value for plane in planes if plane.name == "Task Environment" for key, value in plane.stats}
     return stats.get("profile_start_time", 0) / 1e9
 
@@ -197,14 +197,14 @@ def _annotated(hosts: Sequence[Any]) -> Mapping[str, list[Any]]:
 
 
 def _steps_of_chips(chips: Sequence[Any]) -> dict[int, tuple[float, float]]:
-    """Start and end of each step on the chip, if recorded."""
+    """Returns start and end of each step on the chip, if recorded."""
     lines = [line for plane in chips for line in plane.lines if line.name == "Steps"]
     events = [event for line in lines for event in line.events if event.name.isdigit()]
     return {int(event.name): (event.start_ns, event.start_ns + event.duration_ns) for event in events}
 
 
 def _steps_of_the_loop(annotated: Mapping[str, list[Any]]) -> dict[int, tuple[float, float]]:
-    """When the training loop dispatched each step, and when it last finished waiting for one."""
+    """Returns when the training loop dispatched each step, and when it last finished waiting for one."""
     ends = [event.start_ns + event.duration_ns for event in (*annotated[trainer.STEP], *annotated[trainer.WAITING])]
     return {int(dict(event.stats)["step_num"]): (event.start_ns, max(ends)) for event in annotated[trainer.STEP]}
 

@@ -4,10 +4,10 @@
        ^                                       │ <── "written" ─────────────────────────── │
        └────── RUN/profile_answer.json <───────┘
 
-The one idea: nobody waits for an answer inside a step. A thread of each host looks now and then at what is posted, and
-host 0 chooses a first step that is far enough ahead for all of them to have looked. Hosts that train together are
-within two steps of one another, so it is ahead of all if it is ahead of one. A host that hears of it late begins late,
-and says so in the answer.
+No host waits for a request inside a step. A thread of each host polls the posted texts, and host 0 chooses a first step
+far enough ahead that all hosts have polled by then. Hosts that train together are within two steps of one another, so a
+step that is far enough ahead of host 0 is ahead of all. A host that learns of the window late begins late, and says so
+in the answer.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Requests:
             return None
         self._waiting = None
         if step > found.last_step:
-            self._say_done("heard of it behind its last step")
+            self._say_done("learned of it after its last step")
             return None
         self._late_by = step - found.first_step
         return found

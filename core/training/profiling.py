@@ -26,7 +26,7 @@ class Profile:
     """Windows of profiled steps. Every host starts and stops at the same steps."""
 
     def __init__(self, run_dir: str, *, process_index: int | None = None):
-        """Profiles go under `run_dir`; `process_index` is this host's unless given."""
+        """Writes profiles below `run_dir`; `process_index` defaults to that of this host."""
         self._directory = paths.resolve(run_dir) / "tensorboard" / "plugins" / "profile"
         self._process = distributed.process_index() if process_index is None else process_index
         self._session: str | None = None
@@ -74,7 +74,7 @@ class MemoryProfiles:
     """Writes profiles of the memory of this host's chips for `pprof`: RUN/memory/step_100-host_2.pprof."""
 
     def __init__(self, run_dir: str, *, process_index: int | None = None):
-        """Profiles go under `run_dir`; `process_index` is this host's unless given."""
+        """Writes profiles below `run_dir`; `process_index` defaults to that of this host."""
         self._directory = paths.resolve(run_dir) / "memory"
         self._process = distributed.process_index() if process_index is None else process_index
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import jax
 
-from core import listing
+from core import units
 from core.errors import UserError
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -66,7 +66,7 @@ class OnceCompiled:
         return output
 
     def _describe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, str]:
-        """What compilation depends on, of every input leaf; donated arrays still have all of it."""
+        """Returns the properties of every input leaf that compilation depends on; donated arrays still have them."""
         named = _bind(self._function, args, kwargs)
         leaves, _ = jax.tree_util.tree_flatten_with_path(named)
         return {path[0].key + jax.tree_util.keystr(path[1:]): _kind(leaf) for path, leaf in leaves}
@@ -74,7 +74,7 @@ class OnceCompiled:
     def _report(self, expected: Mapping[str, str], actual: Mapping[str, str]) -> None:
         self.recompilations += 1
         lines = _changes(expected, actual) or ["no input changed: a configuration value or the mesh in scope did"]
-        listed = "\n  ".join(listing.shortened(lines, most=20))
+        listed = "\n  ".join(units.shortened(lines, most=20))
         name = getattr(self._function, "__name__", "the step")
         message = f"{name} compiled again after its first call; what differs from the first call:\n  {listed}"
         if self._raises:

@@ -45,7 +45,7 @@ def train(
 
 
 def policy_hook(name: str, *, warn: Callable[[str], None], writers: metrics.Writers) -> Hook:
-    """The hook for one of `non_finite.POLICIES`; each skipped update or rollback is recorded and passed to `warn`."""
+    """Returns the hook of a policy of `non_finite.POLICIES`; it records skipped updates and rollbacks."""
 
     def say(step: int, metric: str, sentence: str) -> None:
         warn(sentence)

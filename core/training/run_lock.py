@@ -1,12 +1,10 @@
 """A lock on the run directory, so that only one launch trains in it at a time.
 
-Host 0 of a run makes `RUN/lock.json` before it touches a device, renews it while the run goes on and removes it at the
-end. Whether the owner of a lock is alive is looked up where it is a process of this machine. An owner on another
-machine is watched instead: a lock that is not renewed within SILENT_SECONDS is that of a dead owner. Only renewals are
-compared, never the clocks of two machines.
+Host 0 creates `RUN/lock.json` before it initializes devices, renews it during the run and removes it at the end. If the
+owner of an existing lock is a process of this machine, it is looked up. Otherwise its lock is observed: an owner that
+does not renew it within SILENT_SECONDS is dead. Clocks of different machines are never compared.
 
-An owner whose lock is gone knows that its run directory was deleted, or that somebody removed the lock to let another
-launch in; either way it must not go on.
+If the lock of a run disappears, the run directory was deleted or another launch was let in, and the run must end.
 """
 
 from __future__ import annotations
@@ -106,9 +104,9 @@ def in_use(run_dir: str, owner: Owner | None, *, renewed: bool = False) -> str:
     """Returns the message that refuses a launch, with what to do.
 
     Args:
-      run_dir: that both want.
-      owner: of the lock; None where it names none.
-      renewed: the owner was seen renewing it, and could not be looked up.
+      run_dir: the run directory.
+      owner: owner of the lock; None if the lock names none.
+      renewed: whether the owner was observed renewing it.
     """
     file = paths.resolve(run_dir) / FILE
     seen = ", which renewed its lock while this one watched" if renewed else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from core import listing, slices
+from core import slices, units
 from core.checkpoints import fit
 from core.slices import GIB
 from core.types import NamesFiles, can
@@ -41,7 +41,7 @@ def checkpoint(program, run_dir: str) -> Row:
     if step is None:
         return Row(name, True, "none: a fresh start")
     if differences:
-        listed = "\n  ".join(listing.shortened(differences, most=_MOST_DIFFERENCES))
+        listed = "\n  ".join(units.shortened(differences, most=_MOST_DIFFERENCES))
         fix = "use the configuration that was saved with it (RUN/config.gin), or another --run-dir"
         return Row(name, False, f"step {step} does not fit this model and optimizer:\n  {listed}", fix)
     return Row(name, True, f"step {step} fits; a start continues from it")

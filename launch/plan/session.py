@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from core import listing, paths, units
+from core import paths, units
 from core.errors import UserError
 from core.health import exit_codes
 from launch import terminal
@@ -251,7 +251,7 @@ def _compiler_warnings(found: search.Compiled) -> list[str]:
     for one, record in found:
         for warning in record.warnings:
             layouts.setdefault(warning, []).append(one.name)
-    named = {warning: ", ".join(listing.shortened(names, most=3)) for warning, names in layouts.items()}
+    named = {warning: ", ".join(units.shortened(names, most=3)) for warning, names in layouts.items()}
     return [f"compiler warning ({names}): {warning}" for warning, names in named.items()]
 
 

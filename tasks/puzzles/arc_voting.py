@@ -93,11 +93,11 @@ class Judge:
         }
 
     def merged(self, *several: Votes) -> Votes:
-        """The votes of several evaluations together."""
+        """Adds the votes of several evaluations."""
         return merged(*several)
 
     def submission(self, votes: Votes) -> dict[str, list[dict[str, list[list[int]]]]]:
-        """Two attempts for every test."""
+        """Returns two attempts for every test, in the competition's format."""
         return submission(votes, self.puzzles)
 
     def _answers(self, batch: Mapping[str, np.ndarray]) -> Iterator[Answer]:

@@ -29,7 +29,7 @@ class Puzzle(NamedTuple):
     Attributes:
       grid: [C], 0 for blank.
       solution: [C].
-      rating: difficulty: backtracks of `sudoku_solver.solve`, or the rating in a CSV file.
+      rating: difficulty, as backtracks of `sudoku_solver.solve`, or the rating in a CSV file.
     """
 
     grid: np.ndarray

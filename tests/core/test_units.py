@@ -48,3 +48,9 @@ def test_quantities_have_the_unit_that_suits_them(text, expected):
 )
 def test_large_numbers_have_all_their_digits(number, expected):
     assert units.significant(number) == expected
+
+
+def test_a_long_list_says_how_many_items_are_left_out():
+    assert units.shortened(["a", "b", "c"], most=3) == ["a", "b", "c"]
+    assert units.shortened(["a", "b", "c"], most=1) == ["a", "… and 2 more"]
+    assert units.shortened([], most=1) == []

@@ -129,7 +129,7 @@ def test_log_lines_carry_time_host_and_step_and_are_merged_by_time(lived, launch
     log = (lived.run_dir / "logs" / "host_1.log").read_text().splitlines()
     assert all(log_prefix.time_of(line) for line in log)
     assert log[0].split(" | ")[0].endswith(" host 1")
-    assert re.search(r" host 1 step \d+ \| host 1 of 2: told to stop", log[-1])
+    assert re.search(r" host 1 step \d+ \| host 1 of 2: preempted", log[-1])
     assert not any(log_prefix.time_of(line) for line in lived.said.splitlines())  # the terminal is as it was
     merged = launch("pod", "logs", str(lived.run_dir)).splitlines()
     times = [log_prefix.time_of(line) for line in merged]

@@ -174,11 +174,14 @@ def test_sigterm_saves_at_one_step_of_all_hosts_and_the_run_continues(launch, la
             break
     said = running.communicate(timeout=60)[0]
     assert running.returncode == 143, said
-    assert "host 0 of 2: told to stop (SIGTERM): saved step" in said
+    assert "host 0 of 2: preempted (SIGTERM): saved a checkpoint at step" in said
     assert "failed first" not in said
     (saved,) = (int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit())
     assert saved >= 20
-    assert f"host 1 of 2: told to stop (SIGTERM): saved step {saved}" in (tmp_path / "logs" / "host_1.log").read_text()
+    assert (
+        f"host 1 of 2: preempted (SIGTERM): saved a checkpoint at step {saved}"
+        in (tmp_path / "logs" / "host_1.log").read_text()
+    )
     assert max(scalars(tmp_path, "loss")) >= 20
     said = launch(*where, *endless, "--steps", str(saved + 2))
     assert f"resumed from {saved}" in said
