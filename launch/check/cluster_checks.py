@@ -1,9 +1,8 @@
-"""What only all hosts together can find: that they are all here, with their chips, clocks, files, and links."""
+"""Checks that need all hosts of a slice: chips, clocks, shared files, layout and collectives."""
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 
 import jax
@@ -12,35 +11,46 @@ from jax.sharding import Mesh
 from core import distributed, host_checks, slices, units
 from core.health import phase
 from core.health.failure_diagnosis import Limits
-from launch.check import collectives, machine, offline_checks, preflight_inputs
-from launch.check.findings import Row, merge, to_json
-from launch.check.findings import from_text as rows_from_text
+from launch.check import collectives, offline_checks, preflight_inputs
 from launch.experiment import Experiment
+from launch.findings import Finding, from_text, merge, to_json
 from launch.host import Host
-from launch.hosts import cluster
+from launch.hosts import cluster, start_checks
 
-SKEW_SECONDS = 5.0  # logs are merged by time, and credentials are refused by it
-LIMITS = Limits(120.0, 120.0)  # for each look: a link that is broken is waited for without an end
+LIMITS = Limits(120.0, 120.0)  # of each check: a broken link never answers
 _BYTES_PER_CHIP = {"tpu": 64 * 2**20, "cpu": 2**18}
 
 
-def join(slice_: slices.Slice) -> tuple[Host | None, Row]:
-    """Joins the others; a row where that fails."""
+def join(slice_: slices.Slice) -> tuple[Host | None, Finding]:
+    """Joins the other hosts; None with a failed finding if that is not possible."""
     try:
         host = cluster.join(slice_, limits=LIMITS)
     except (ValueError, TimeoutError, RuntimeError) as error:
-        return None, Row("hosts", False, str(error), "the same command on every host, at about the same time")
+        return None, Finding("hosts", False, str(error), "the same command on every host, at about the same time")
     devices = jax.devices()
     kind = "simulated chips" if host.simulated else devices[0].device_kind
-    return host, Row(
+    return host, Finding(
         "hosts", True, f"{units.counted(host.count, 'host')}, {len(devices)} {kind}, {jax.local_device_count()} on each"
     )
 
 
-def examine(experiment: Experiment, host: Host, mine: Sequence[Row], *, config_text: str, run_dir: str) -> list[Row]:
-    """The rows of all hosts, `mine` among them; every host gets the same. None of the looks may end another."""
+def examine(
+    experiment: Experiment, host: Host, mine: Sequence[Finding], *, config_text: str, run_dir: str
+) -> list[Finding]:
+    """Makes the checks that need all hosts; a check that fails does not stop the others.
+
+    Args:
+      experiment: that is to run.
+      host: this process among its peers.
+      mine: what this host found on its own.
+      config_text: the canonical configuration.
+      run_dir: that all hosts must see.
+
+    Returns:
+      The findings of all hosts, the same on every host.
+    """
     rows = list(mine)
-    rows += _attempt("clocks", lambda: [clocks(host)])
+    rows += _attempt("clocks", lambda: [start_checks.clocks(host)])
     rows += _attempt("run directory", lambda: _shared(run_dir, host))
     rows += _attempt("data on hosts", lambda: _data(experiment))
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
@@ -50,35 +60,20 @@ def examine(experiment: Experiment, host: Host, mine: Sequence[Row], *, config_t
     try:
         program = experiment.bind(jax.devices())
     except ValueError as error:
-        rows.append(Row("layout", False, str(error)))
+        rows.append(Finding("layout", False, str(error)))
     if program is not None:
         rows += _attempt("collectives", lambda: links(program.partitioner.mesh, host))
     phase.at("rows of all hosts")
     every = distributed.all_gather_text("doctor/rows", json.dumps(to_json(rows)))
-    return merge([rows_from_text(text) for text in every])
+    return merge([from_text(text) for text in every])
 
 
-def clocks(host: Host, *, now: Callable[[], float] = time.time) -> Row:
-    """How far the clocks of the hosts are apart, to within the time that asking took."""
-    distributed.barrier("doctor/clocks")
-    started, asked = now(), time.perf_counter()
-    every = [float(text) for text in distributed.all_gather_text("doctor/clocks", repr(started))]
-    within = max(float(t) for t in distributed.all_gather_text("doctor/asked", repr(time.perf_counter() - asked)))
-    apart = max(every) - min(every)
-    first, last = every.index(min(every)), every.index(max(every))
-    said = f"{apart:.3f} s apart (within {within:.3f} s)"
-    if apart - within <= SKEW_SECONDS:
-        return Row("clocks", True, said)
-    fix = f"set the clock of the one that is wrong: sudo systemctl restart chrony (at most {SKEW_SECONDS:g} s)"
-    return Row("clocks", False, f"{said}: host {last} is ahead of host {first}", fix)
-
-
-def links(mesh: Mesh, host: Host) -> list[Row]:
-    """Every collective on every axis of the mesh."""
+def links(mesh: Mesh, host: Host) -> list[Finding]:
+    """Runs every collective on every axis of the mesh."""
     platform = mesh.devices.flat[0].platform
     trips = collectives.trips(mesh, bytes_per_chip=_BYTES_PER_CHIP.get(platform, 2**20))
     if not trips:
-        return [Row("collectives", True, "one chip: none")]
+        return [Finding("collectives", True, "one chip: none")]
     rows = []
     for axis in dict.fromkeys(trip.axis for trip in trips):
         found = [trip for trip in trips if trip.axis == axis]
@@ -90,43 +85,35 @@ def links(mesh: Mesh, host: Host) -> list[Row]:
         if wrong:
             detail = f"wrong numbers from {', '.join(wrong)}; {detail}"
         rows.append(
-            Row(f"axis {axis}", not wrong, detail, "another slice: a chip or a link of this one gives wrong numbers")
+            Finding(
+                f"axis {axis}", not wrong, detail, "another slice: a chip or a link of this one gives wrong numbers"
+            )
         )
     return rows
 
 
 def _slowest(trips: Sequence[collectives.Trip]) -> dict[str, float]:
-    """By collective, as the slowest host saw it; the same on all hosts."""
+    """Bytes per second of each collective on the slowest host; the same on all hosts."""
     own = json.dumps({trip.collective: trip.bytes_per_second for trip in trips})
     every = [json.loads(text) for text in distributed.all_gather_text(f"doctor/axis {trips[0].axis}", own)]
     return {name: min(found[name] for found in every) for name in every[0]}
 
 
-def _shared(run_dir: str, host: Host) -> list[Row]:
+def _shared(run_dir: str, host: Host) -> list[Finding]:
     host_checks.require_shared(run_dir, is_host_zero=host.is_zero)
-    return [Row("run directory", True, f"{run_dir}: every host sees what host 0 writes")]
+    return [Finding("run directory", True, f"{run_dir}: every host sees what host 0 writes")]
 
 
-def _data(experiment: Experiment) -> list[Row]:
+def _data(experiment: Experiment) -> list[Finding]:
     found = preflight_inputs.data(experiment, smoked=False, hosts="here")
-    return [Row("data on hosts", f.ok, f.detail, "", f.is_note) for f in found]
+    return [finding._replace(name="data on hosts") for finding in found]
 
 
-def warn_at_start(host: Host) -> None:
-    """Prints what every run checks of its hosts: versions that clash or are newer than tested, clocks that differ."""
-    versions = machine.versions()
-    if versions.ok and versions.is_note:
-        print(f"{host.name}: note: {versions.name}: {versions.detail}", flush=True)
-    for row, is_mine in ((versions, True), (clocks(host), host.is_zero)):
-        if not row.ok and is_mine:
-            print(f"{host.name}: warning: {row.name}: {row.detail}. {row.fix}", flush=True)
-
-
-def _attempt(name: str, look: Callable[[], list[Row]]) -> list[Row]:
+def _attempt(name: str, look: Callable[[], list[Finding]]) -> list[Finding]:
     phase.at(name)
     try:
         return look()
     except (ValueError, TimeoutError, RuntimeError) as error:
-        return [Row(name, False, str(error))]
+        return [Finding(name, False, str(error))]
     except Exception as error:  # files, buckets and libraries fail with types of their own
-        return [Row(name, False, f"{type(error).__name__}: {error}")]
+        return [Finding(name, False, f"{type(error).__name__}: {error}")]

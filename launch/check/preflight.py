@@ -1,9 +1,7 @@
-"""Everything that can be known about a run without a device, found in one pass.
+"""Preflight: every check of a run that needs no device, in one pass of a few seconds.
 
-A slice is dear and a queue is long; a mistake found here costs seconds. Each finding has a name, a verdict and, where
-it fails, what is wrong and how to mend it. The chips that the layout is checked on are the compiler's description of
-the slice, so rows, shapes and degrees are those of the real thing. What cannot be judged from here is a note
-(`launch.check.preflight_inputs`).
+The layout is checked on the compiler's description of the slice, so rows, shapes and degrees are those of the real
+slice. What cannot be checked from here is a note (`launch.check.preflight_inputs`).
 """
 
 from __future__ import annotations
@@ -15,8 +13,9 @@ from core import metrics, slices, units
 from core.slices import GIB
 from launch import configuration, host_memory
 from launch.check import preflight_inputs
-from launch.check.preflight_inputs import Finding, Hosts
+from launch.check.preflight_inputs import Hosts
 from launch.experiment import Experiment, padding
+from launch.findings import Finding
 from launch.runs import smoke
 from parallel import mesh, report, strategy
 from parallel.partitioner import Program
@@ -25,13 +24,13 @@ _SURELY_TOO_MUCH = 2.0  # times what a chip has, by an estimate that the compile
 
 
 class Checked(NamedTuple):
-    """What was found, and, where the configuration holds together, what it would cost.
+    """The findings and, if the configuration is valid, what the run would cost.
 
     Attributes:
-      findings: in the order looked at.
-      training_bytes: state and gradients of all chips together, by arithmetic; 0 where the layout does not fit.
-      program: the experiment on the compiler's description of the slice; None where it does not fit.
-      experiment: as it was built; None where the configuration does not hold together.
+      findings: in the order of the checks.
+      training_bytes: state and gradients of all chips together, by arithmetic; 0 if the layout does not fit.
+      program: the experiment on the compiler's description of the slice; None if it does not fit.
+      experiment: as built; None if the configuration is not valid.
     """
 
     findings: tuple[Finding, ...]
@@ -41,7 +40,7 @@ class Checked(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether nothing failed."""
+        """Whether no check failed."""
         return all(f.ok for f in self.findings)
 
 
@@ -54,7 +53,7 @@ def check(
     smoked: bool = False,
     hosts: Hosts = "here",
 ) -> Checked:
-    """Looks at configuration, layout, data and run directory; never raises for what a user got wrong, makes nothing."""
+    """Checks configuration, layout, data, run directory and memory; raises for no user's mistake and writes nothing."""
     findings: list[Finding] = []
     experiment = _configuration(path, bindings, slice_name, findings)
     program = None
@@ -110,9 +109,9 @@ def _layout_facts(bound: tuple[Experiment, Program]) -> str:
 
 
 def _memory(program: Program, state_bytes: int, *, with_activations: bool) -> Finding:
-    """A chip's memory: its state, which is exact, and an estimate of what waits for the backward pass.
+    """A chip's memory: the state, which is exact, and an estimate of activations.
 
-    The estimate is up to 1.13 times what the compiler finds, so it alone refuses nothing below `_SURELY_TOO_MUCH`.
+    The estimate is up to 1.13 times the compiler's figure, so on its own it fails only above `_SURELY_TOO_MUCH`.
     """
     have = program.partitioner.slice.chip.usable_hbm_bytes
     state = f"state {state_bytes / GIB:.3g} GiB"
@@ -140,7 +139,7 @@ def _memory(program: Program, state_bytes: int, *, with_activations: bool) -> Fi
 
 
 def _host_memory(experiment: Experiment, program: Program, hosts: Hosts) -> Finding:
-    """What one host must hold, or this machine where it plays all of them."""
+    """Memory of one host, or of this machine if it simulates all hosts."""
     slice_ = program.partitioner.slice
     if hosts == "simulated":
         need, have, whose = host_memory.simulated(experiment, program), host_memory.available_bytes(), "this machine"

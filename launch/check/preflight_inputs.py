@@ -1,13 +1,13 @@
-"""What a check can see of data and run directory from where it runs, and what it cannot.
+"""Preflight checks of data and run directory.
 
-The one idea: a file is judged where it will be read. What the hosts have on their own disks, or what nobody asks the
-network for, is named in a note and never taken for right or wrong.
+A file is checked only if it is visible from here. Files on the hosts' own disks, and files that would need the network
+in a dry run, are listed in a note: they count neither as present nor as missing.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from core import paths
 from core.slices import Slice
@@ -15,27 +15,19 @@ from core.training import run_lock
 from core.types import HasVocabulary, NamesFiles, can
 from launch import environment
 from launch.experiment import Experiment
+from launch.findings import Finding
 from launch.hosts import shipping
 from tasks.ids import ReadsFile
 
-# Where the hosts will be: here or who knows; processes here; reached from this workstation, which for a dry run asks
-# nothing over the network.
+# Where the hosts will be: "here" (this machine, or unknown), processes of this machine, or reached from this
+# workstation, which in a dry run uses no network.
 Hosts = Literal["here", "simulated", "shipped to", "dry run"]
 _AWAY = ("shipped to", "dry run")
 _CUSTOMARY_SPARE_IDS = 256
 
 
-class Finding(NamedTuple):
-    """One thing looked at. `detail` is a fact where `ok`, else what is wrong; a note is what could not be judged."""
-
-    name: str
-    ok: bool
-    detail: str
-    is_note: bool = False
-
-
 def data(experiment: Experiment, *, smoked: bool, hosts: Hosts) -> list[Finding]:
-    """What shows of the task's files without reading documents."""
+    """Checks the task's files without reading documents."""
     task = experiment.task
     named = tuple(task.named_files()) if can(task, NamesFiles) else ()
     vocabulary = task.vocabulary.path if can(task.vocabulary, ReadsFile) else ""
@@ -47,7 +39,7 @@ def data(experiment: Experiment, *, smoked: bool, hosts: Hosts) -> list[Finding]
         if hosts in _AWAY:
             seen = [name for name in named if name not in unseen and not paths.is_remote(name)]
             problems += shipping.left_behind(seen, workspace=environment.WORKSPACE)
-        notes = [Finding("data", True, f"not looked at: {', '.join(unseen)}", is_note=True)] if unseen else []
+        notes = [Finding("data", True, f"not checked: {', '.join(unseen)}", is_note=True)] if unseen else []
         if vocabulary not in unseen and not problems:
             try:
                 problems = _without(unseen, experiment.data_problems(prepared=False))
@@ -65,7 +57,7 @@ def data(experiment: Experiment, *, smoked: bool, hosts: Hosts) -> list[Finding]
 
 
 def _unused_ids(experiment: Experiment) -> list[Finding]:
-    """A note where a model has many more rows than its data has ids; rounding up by some is customary."""
+    """A note if the model has many more rows than its data has ids; rounding up by some is customary."""
     vocabulary, model = experiment.task.vocabulary, experiment.model
     rows = model.vocab_size if can(model, HasVocabulary) else 0
     if vocabulary is None or rows <= vocabulary.size + _CUSTOMARY_SPARE_IDS:
@@ -79,7 +71,7 @@ def _unused_ids(experiment: Experiment) -> list[Finding]:
 
 
 def run_directory(run_dir: str, slice_: Slice | None, hosts: Hosts) -> list[Finding]:
-    """Whether the hosts of the slice can share and write it, as far as that shows from here. Nothing is made."""
+    """Checks whether the hosts of the slice can share and write the run directory, without creating anything."""
     name, remote = "run directory", paths.is_remote(run_dir)
     several = slice_ is not None and slice_.hosts > 1
     try:
@@ -87,7 +79,7 @@ def run_directory(run_dir: str, slice_: Slice | None, hosts: Hosts) -> list[Find
         if several and not remote and hosts in _AWAY:
             return [Finding(name, False, f"{run_dir}: {_not_shared(slice_)}")]
         if hosts == "dry run" or (hosts == "shipped to" and not remote):
-            return [Finding(name, True, f"{run_dir}: not looked at", is_note=True)]
+            return [Finding(name, True, f"{run_dir}: not checked", is_note=True)]
         found = [Finding(name, True, str(paths.check_writable(resolved)))]
         if not remote and (owner := run_lock.holder(run_dir)):
             return [Finding(name, False, run_lock.in_use(run_dir, owner))]
@@ -96,7 +88,8 @@ def run_directory(run_dir: str, slice_: Slice | None, hosts: Hosts) -> list[Find
         unproven = hosts == "shipped to" and not isinstance(error.__cause__, FileNotFoundError | None)
         return [Finding(name, unproven, str(error), is_note=unproven)]
     if several and not remote and hosts == "here":
-        found.append(Finding(name, True, f"unless this is a rehearsal (--simulate), {_not_shared(slice_)}", True))
+        said = f"unless this is a rehearsal (--simulate), {_not_shared(slice_)}"
+        found.append(Finding(name, True, said, is_note=True))
     return found
 
 
@@ -108,7 +101,7 @@ def _not_shared(slice_: Slice) -> str:
 
 
 def _is_unseen(name: str, hosts: Hosts, *, is_vocabulary: bool) -> bool:
-    """Data in a bucket is never looked for, a vocabulary there is read; absolute paths are those of the hosts."""
+    """Whether a file cannot be checked from here: data in buckets, and absolute paths of remote hosts."""
     if paths.is_remote(name):
         return hosts == "dry run" or not is_vocabulary
     return hosts in _AWAY and name.startswith(("/", "~"))

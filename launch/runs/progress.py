@@ -90,22 +90,23 @@ class Progress:
             print(text, flush=True)
 
 
-class Waiting:
-    """Says on host 0, from a thread of its own, what a long wait is for: `compiling the training step, 0:20`.
+def _print(line: str) -> None:
+    print(line, flush=True)
 
-    It reads `core.health.phase`, which the work itself keeps, so no step of the work has to report to it.
+
+class Waiting:
+    """Prints from a thread what a long wait is for: `compiling the training step, 0:20`.
+
+    It reads the phase that the run is in from `core.health.phase`.
     """
 
     def __init__(
         self,
-        say: Callable[[str], None],
+        say: Callable[[str], None] = _print,
         *,
-        recorded: Mapping[str, float],
         place: Callable[[], phase.Place] = phase.place,
     ):
-        """`say(line)` prints; `recorded` has the seconds that a phase took before, where that is known."""
         self._say = say
-        self._recorded = recorded
         self._place = place
         self._phase, self._due = "", _FIRST_SECONDS
         self._ended = threading.Event()
@@ -120,7 +121,7 @@ class Waiting:
         self._thread.join()
 
     def look(self) -> None:
-        """Says the phase and its time where that is due."""
+        """Prints the phase and its time if a line is due."""
         place = self._place()
         if place.phase != self._phase or place.seconds < _FIRST_SECONDS:
             self._phase, self._due = place.phase, _FIRST_SECONDS
@@ -128,9 +129,7 @@ class Waiting:
             return
         while self._due <= place.seconds:
             self._due += 10 if self._due < 60 else 60
-        before = self._recorded.get(place.phase)
-        known = f" (a plan compiled it in {units.clock(before)} on its machine)" if before else ""
-        self._say(f"{WAITS[place.phase]}, {units.clock(place.seconds)}{known}")
+        self._say(f"{WAITS[place.phase]}, {units.clock(place.seconds)}")
 
     def _watch(self) -> None:
         while not self._ended.wait(_LOOK_SECONDS):

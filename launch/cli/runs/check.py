@@ -6,7 +6,7 @@ import argparse
 import os
 
 from core import slices
-from launch import environment, terminal
+from launch import environment, findings
 from launch.cli import flags
 
 HELP = "find every mistake that shows without a device: configuration, layout, data, run directory"
@@ -34,9 +34,5 @@ def run(args: argparse.Namespace) -> int:
         smoked=args.smoke,
         hosts="simulated" if args.simulate else "shipped to" if args.ship else "here",
     )
-    for finding in checked.findings:
-        verdict = "FAIL" if not finding.ok else "note" if finding.is_note else "ok"
-        detail = terminal.wrapped(finding.detail, margin=21)
-        print(f"{verdict:<5} {finding.name:<14} {detail}".replace("\n", "\n" + 21 * " "))
-    print("READY" if checked.ok else "NOT READY")
+    print(findings.table(checked.findings))
     return 0 if checked.ok else 2

@@ -18,7 +18,7 @@ from pathlib import Path
 from core import paths, slices
 from core.errors import UserError
 from core.health import exit_codes
-from launch import environment
+from launch import environment, findings
 from launch.cli import flags
 from launch.hosts import simulate, tpu_host
 
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _ahead(args: argparse.Namespace) -> int:
     """What shows without a device, into --json: a process of its own, which keeps libtpu's compiler off the chips."""
-    from launch.check import findings, offline_checks
+    from launch.check import offline_checks
 
     where = "simulated" if args.simulate else "here"
     found = offline_checks.look(
@@ -65,8 +65,6 @@ def _ahead(args: argparse.Namespace) -> int:
 
 def _rows_of(args: argparse.Namespace, part: str, file: Path, **variables: str) -> list:
     """Runs a part of this command and reads its rows; a row that says so where it did not come to its end."""
-    from launch.check import findings
-
     command = _command(args, part, file)
     done = subprocess.run(
         command,
@@ -77,7 +75,7 @@ def _rows_of(args: argparse.Namespace, part: str, file: Path, **variables: str) 
         check=False,
     )
     if done.returncode or not file.exists():
-        return [findings.Row(part, False, f"exit code {done.returncode}: {done.stdout.strip()[-2000:]}")]
+        return [findings.Finding(part, False, f"exit code {done.returncode}: {done.stdout.strip()[-2000:]}")]
     return findings.from_text(file.read_text())
 
 
@@ -87,8 +85,6 @@ def _command(args: argparse.Namespace, part: str, file: Path) -> list[str]:
 
 
 def _simulated(args: argparse.Namespace, slice_: slices.Slice) -> list:
-    from launch.check import findings
-
     with tempfile.TemporaryDirectory(prefix="renga-doctor-") as folder:
         found = _rows_of(args, "ahead", Path(folder) / "ahead.json", JAX_PLATFORMS="cpu")
         if any(row.name == "configuration" and not row.ok for row in found):
@@ -97,7 +93,7 @@ def _simulated(args: argparse.Namespace, slice_: slices.Slice) -> list:
         code = simulate.run(slice_, command=_command(args, "host", file), log_directory=Path(folder) / "logs")
         if code or not file.exists():
             last = (Path(folder) / "logs/host_0.log").read_text().splitlines()[-5:]
-            return [*found, findings.Row("hosts", False, "\n".join([f"exit code {code}", *last]))]
+            return [*found, findings.Finding("hosts", False, "\n".join([f"exit code {code}", *last]))]
         return [*found, *findings.from_text(file.read_text())]
 
 
@@ -105,10 +101,11 @@ def _host(args: argparse.Namespace, slice_: slices.Slice) -> int:
     """This host's part; host 0 has the table of all."""
     from core import distributed
     from launch import configuration
-    from launch.check import cluster_checks, findings, machine
+    from launch.check import cluster_checks, machine
+    from launch.hosts import start_checks
 
     simulated = bool(environment.read("RENGA_SIMULATE"))
-    mine = [machine.versions(), *machine.variables(simulated=simulated), machine.chip_holders()]
+    mine = [start_checks.versions(), *machine.variables(simulated=simulated), machine.chip_holders()]
     if args.part != "host":  # else whoever started this process looked
         with tempfile.TemporaryDirectory(prefix="renga-doctor-") as folder:
             mine += _rows_of(args, "ahead", Path(folder) / "ahead.json", JAX_PLATFORMS="cpu")
@@ -128,8 +125,6 @@ def _host(args: argparse.Namespace, slice_: slices.Slice) -> int:
 
 
 def _end(args: argparse.Namespace, found: list) -> int:
-    from launch.check import findings
-
     print(findings.table(found), flush=True)
     if args.json:
         paths.write_text_atomically(paths.resolve(args.json), json.dumps(findings.to_json(found), indent=1) + "\n")

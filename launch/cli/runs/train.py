@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import sys
-from typing import TYPE_CHECKING
 
 from core import slices
 from core.health import exit_codes
 from launch import environment
 from launch.cli import flags
-
-if TYPE_CHECKING:
-    from launch.config import LoadedConfig
-    from launch.experiment import Experiment
-    from launch.host import Host
 
 HELP = "train on the devices of this host and its peers (launch/pod.sh starts it on every host)"
 EXAMPLE = "launch/run train gin/quickstart.gin --slice v4-8"
@@ -28,40 +21,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Joins the other hosts and trains; a note of what ends it is left for whoever started it."""
+    """Joins the other hosts and trains; notes what ended the run for the process that started it."""
     from core.training import run_lock
     from launch.hosts import alerts, tpu_host
 
     with alerts.noting(tpu_host.own_index(slices.get(args.slice) if args.slice else None)):
         try:
             with contextlib.ExitStack() as stack:
-                return _run(args, stack)
+                return _train(args, stack)
         except run_lock.LockLostError as lost:
             print(f"error: {lost}", file=sys.stderr, flush=True)
             return exit_codes.RUN_DIRECTORY_LOST
 
 
-def _run(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
+def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
+    """Loads the configuration, joins the hosts, prepares the run and trains, in this order."""
     from core import distributed, metrics, versions
     from core.training import run_lock
     from core.training.hooks import PreemptedError
     from launch import configuration
-    from launch.check import cluster_checks
-    from launch.hosts import cluster
-    from launch.runs import prepared_run, smoke, training
+    from launch.hosts import cluster, start_checks
+    from launch.runs import prepared_run, training
+    from launch.runs.progress import Waiting
 
     config = configuration.load(args.experiment, bindings=args.gin, slice_name=args.slice)
     experiment = config.build()
     if args.smoke:
+        from launch.runs import smoke
+
         experiment = smoke.shrink(experiment)
     metrics.require_wandb(experiment.wandb_project)
-    git_revision = versions.git_revision()
+    revision = versions.git_revision()
     run_dir = args.run_dir or environment.run_directory(args.experiment, smoke=args.smoke)
     last_step = min(args.steps or experiment.total_steps, experiment.total_steps)
     holding: list[run_lock.HoldsLock] = []
 
-    def lock(cluster: distributed.Cluster) -> None:
-        if cluster.process_index == 0 and not args.smoke:  # a smoke run has a folder of its own
+    def lock(joined: distributed.Cluster) -> None:
+        if joined.process_index == 0 and not args.smoke:  # a smoke run has a folder of its own
             taken = run_lock.RunLock.acquire(run_dir, say=lambda text: print(f"note: {text}", flush=True))
             stack.callback(taken.release)
             stack.enter_context(taken.explaining())
@@ -69,19 +65,19 @@ def _run(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
 
     host = cluster.join(
         slices.get(experiment.slice),
-        description=prepared_run.run_signature(config.text, git_revision, run_dir=run_dir, last_step=last_step),
+        description=prepared_run.run_signature(config.text, revision, run_dir=run_dir, last_step=last_step),
         limits=experiment.limits,
         before_devices=lock,
     )
-    cluster_checks.warn_at_start(host)
+    start_checks.warn_at_start(host)
     if host.is_zero:
         for note in config.notes:
             print(f"note: {note}")
-    stack.enter_context(_waiting(host, experiment, config))
+        stack.enter_context(Waiting())
     run = prepared_run.prepare_run(
         experiment,
         config_text=config.text,
-        revision=git_revision,
+        revision=revision,
         run_dir=smoke.attempt(run_dir) if args.smoke else run_dir,
         last_step=last_step,
         host=host,
@@ -91,22 +87,4 @@ def _run(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     except PreemptedError as stop:
         print(f"{host.name}: {stop}", flush=True)
         return exit_codes.PREEMPTED
-    return 0
-
-
-def _waiting(host: Host, experiment: Experiment, config: LoadedConfig) -> contextlib.AbstractContextManager:
-    """Says on host 0 what takes long, with the time that compiling took where this program was planned before."""
-    import jax
-
-    from core.health import phase
-    from launch import program_identity
-    from launch.plan import records
-    from launch.runs.progress import Waiting
-
-    if not host.is_zero:
-        return contextlib.nullcontext()
-    recorded = {}
-    if jax.devices()[0].platform == "tpu":  # records are of programs for TPUs
-        found = records.Store().find(program_identity.program_text(experiment, config))
-        recorded = {phase.COMPILING: found.compile_seconds} if found else {}
-    return Waiting(functools.partial(print, flush=True), recorded=recorded)
+    return exit_codes.DONE

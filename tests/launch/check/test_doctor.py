@@ -13,9 +13,10 @@ from jax.sharding import Mesh
 from core.checkpoints import fit
 from core.checkpoints.store import Checkpoints
 from core.health import exit_codes
-from launch.check import cluster_checks, collectives, findings, machine, offline_checks, regions
-from launch.check.findings import Row
-from launch.hosts import cluster
+from launch import findings
+from launch.check import cluster_checks, collectives, machine, offline_checks, regions
+from launch.findings import Finding
+from launch.hosts import cluster, start_checks
 
 TINY = ["LENGTH = 64", "transformer.Transformer.num_layers = 1", "transformer.Transformer.embed_dim = 32"]
 
@@ -94,7 +95,7 @@ def test_all_mistakes_are_found_at_once_and_no_host_is_started(launch, tmp_path,
     said = launch("doctor", "v4-16", "gin/quickstart.gin", *where, code=1)
     assert "did you mean 'LENGTH'" in said
     assert "cannot write to" in said
-    assert "NOT READY: 2 of 2 rows failed" in said
+    assert "NOT READY: 2 of 2 checks failed" in said
 
 
 def test_off_a_slice_it_says_so(launch, monkeypatch):
@@ -112,31 +113,31 @@ def test_off_a_slice_it_says_so(launch, monkeypatch):
 )
 def test_versions_that_do_not_go_together(changes, says):
     have = {"jax": "0.10.2", "jaxlib": "0.10.2", "libtpu": "0.0.42.1"} | changes
-    row = machine.versions(installed=have.__getitem__, pins="jax==0.10.2\njaxlib==0.10.2\nlibtpu==0.0.42.1 ; x\n")
+    row = start_checks.versions(installed=have.__getitem__, pins="jax==0.10.2\njaxlib==0.10.2\nlibtpu==0.0.42.1 ; x\n")
     assert not row.ok
     assert says in row.detail
-    assert machine.versions().ok
+    assert start_checks.versions().ok
 
 
 def test_versions_newer_than_tested_are_noted_by_the_doctor_and_at_the_start_of_a_run(monkeypatch, capsys):
     requirements = "jax==0.10.1\njaxlib==0.10.2\nlibtpu==0.0.41\n"
     have = {"jax": "0.10.2", "jaxlib": "0.10.2", "libtpu": "0.0.42.1"}
-    row = machine.versions(installed=have.__getitem__, pins=requirements)
+    row = start_checks.versions(installed=have.__getitem__, pins=requirements)
     assert (row.ok, row.is_note) == (True, True)
     assert row.detail.startswith("jax 0.10.2, jaxlib 0.10.2, libtpu 0.0.42.1, Python 3.")
     assert row.detail.endswith("; newer than tested: jax (tested with 0.10.1), libtpu (tested with 0.0.41)")
     monkeypatch.setattr(machine, "versions", lambda: row)
-    cluster_checks.warn_at_start(cluster.Host(0, 1, simulated=True))
+    start_checks.warn_at_start(cluster.Host(0, 1, simulated=True))
     assert capsys.readouterr().out == f"host 0 of 1: note: versions: {row.detail}\n"
 
 
 def test_a_library_that_is_missing_is_named():
     def installed(name):
         if name == "libtpu":
-            raise machine.importlib.metadata.PackageNotFoundError(name)
+            raise start_checks.importlib.metadata.PackageNotFoundError(name)
         return {"jax": "0.10.2", "jaxlib": "0.10.2"}[name]
 
-    row = machine.versions(installed=installed, pins="")
+    row = start_checks.versions(installed=installed, pins="")
     assert (row.ok, row.detail) == (False, "libtpu is not installed")
 
 
@@ -188,7 +189,7 @@ def test_clocks_that_are_apart_are_named(run_hosts):
 
         distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS)
         host = Host(PROCESS, HOSTS, True)
-        row = cluster_checks.clocks(host, now=lambda: time.time() + 100 * PROCESS)
+        row = start_checks.clocks(host, now=lambda: time.time() + 100 * PROCESS)
         print(row.ok, row.detail, flush=True)
         distributed.shutdown()
         """,
@@ -272,13 +273,13 @@ def test_of_a_place_that_is_not_known_nothing_is_claimed(location):
 
 
 def test_rows_of_all_hosts_become_one_table():
-    same, bad = Row("a", True, "fine"), Row("b", False, "broken", "mend it")
-    merged = findings.merge([[same, Row("b", True, "fine")], [same, bad], [same, bad]])
+    same, bad = Finding("a", True, "fine"), Finding("b", False, "broken", "mend it")
+    merged = findings.merge([[same, Finding("b", True, "fine")], [same, bad], [same, bad]])
     assert [row.detail for row in merged] == ["fine", "host 0: fine", "host 1, 2: broken"]
     text = findings.table(merged)
     assert "FAIL  b  host 1, 2: broken\n" in text
     assert "fix: mend it" in text
-    assert text.endswith("NOT READY: 1 of 3 rows failed")
+    assert text.endswith("NOT READY: 1 of 3 checks failed")
     assert findings.from_text(json.dumps(findings.to_json(merged))) == merged
 
 

@@ -65,7 +65,8 @@ def test_a_bucket_that_only_the_hosts_may_write_is_a_note(monkeypatch):
         monkeypatch.setattr(paths, "check_writable", check_writable)
         return check(run_dir="gs://bucket/x", slice_name="v4-16", hosts="shipped to")["run directory"]
 
-    assert fails_with(PermissionError("no credentials"))[1:] == (True, "cannot write to gs://bucket/x", True)
+    found = fails_with(PermissionError("no credentials"))
+    assert (found.ok, found.detail, found.is_note) == (True, "cannot write to gs://bucket/x", True)
     assert not fails_with(FileNotFoundError("no such bucket")).ok
     monkeypatch.undo()
     asked = []
@@ -79,7 +80,7 @@ def test_data_that_was_not_looked_at_is_named(tmp_path):
     facts, note = data_of(tmp_path, **there)
     assert facts.ok
     assert not facts.is_note
-    assert (note.is_note, note.detail) == (True, "not looked at: gs://bucket/*.txt, /data/words.model")
+    assert (note.is_note, note.detail) == (True, "not checked: gs://bucket/*.txt, /data/words.model")
     (missing,) = (f for f in data_of(tmp_path, VOCABULARY="/data/words.model") if not f.ok)
     assert "DATA is not set" in missing.detail
     (local,) = (f for f in data_of(tmp_path, DATA="no_such_folder/*.txt", VOCABULARY="/m.model") if not f.ok)
@@ -90,7 +91,7 @@ def test_a_bucket_of_data_is_noted_where_the_vocabulary_was_read(tmp_path):
     bindings = ["TASK = @text.files()", "text.files.train = 'gs://bucket/*.txt'"]
     bindings += ["text.files.length = %LENGTH", "text.files.num_streams = %NUM_STREAMS"]
     found = preflight.check(QUICKSTART, bindings=bindings, run_dir=str(tmp_path), hosts="simulated")
-    assert [f.detail for f in found.findings if f.is_note] == ["not looked at: gs://bucket/*.txt"]
+    assert [f.detail for f in found.findings if f.is_note] == ["not checked: gs://bucket/*.txt"]
 
 
 def test_a_vocabulary_that_cannot_be_read_is_no_traceback(tmp_path, monkeypatch):

@@ -1,0 +1,77 @@
+"""Findings of the checks of a run: one for each thing checked, merged over hosts and printed as one table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from launch import terminal
+
+
+class Finding(NamedTuple):
+    """The result of one check.
+
+    Attributes:
+      name: what was checked.
+      ok: False if a run could not start because of it.
+      detail: what was found.
+      fix: how to fix it, unless `detail` says so.
+      is_note: it could not be checked, or is only worth knowing.
+    """
+
+    name: str
+    ok: bool
+    detail: str
+    fix: str = ""
+    is_note: bool = False
+
+    @property
+    def verdict(self) -> str:
+        """FAIL, note or ok."""
+        return "FAIL" if not self.ok else "note" if self.is_note else "ok"
+
+
+def merge(by_host: Sequence[Sequence[Finding]]) -> list[Finding]:
+    """Merges the findings of all hosts: a finding that not all hosts share is prefixed with the hosts that have it."""
+    names = list(dict.fromkeys(finding.name for findings in by_host for finding in findings))
+    merged = []
+    for name in names:
+        said: dict[Finding, list[int]] = {}
+        for host, findings in enumerate(by_host):
+            for finding in findings:
+                if finding.name == name:
+                    said.setdefault(finding, []).append(host)
+        for finding, hosts in said.items():
+            whose = "" if len(hosts) == len(by_host) else f"host {', '.join(map(str, hosts))}: "
+            merged.append(finding._replace(detail=whose + finding.detail))
+    return merged
+
+
+def is_ready(findings: Iterable[Finding]) -> bool:
+    """Whether no check failed."""
+    return all(finding.ok for finding in findings)
+
+
+def table(findings: Sequence[Finding]) -> str:
+    """A table of the findings; its last line is READY or NOT READY."""
+    width = max((len(finding.name) for finding in findings), default=0)
+    indent = "\n" + " " * (width + 8)
+    lines = []
+    for finding in findings:
+        text = finding.detail + (f"\nfix: {finding.fix}" if finding.fix and (not finding.ok or finding.is_note) else "")
+        text = terminal.wrapped(text, margin=width + 8)
+        lines.append(f"{finding.verdict:<5} {finding.name:<{width}}  {text}".replace("\n", indent))
+    failed = sum(not finding.ok for finding in findings)
+    lines.append("READY" if not failed else f"NOT READY: {failed} of {len(findings)} checks failed")
+    return "\n".join(lines)
+
+
+def to_json(findings: Iterable[Finding]) -> list[dict[str, Any]]:
+    """The findings as JSON."""
+    return [finding._asdict() for finding in findings]
+
+
+def from_text(text: str) -> list[Finding]:
+    """The findings of a text written by `json.dumps(to_json(findings))`."""
+    return [Finding(**fields) for fields in json.loads(text)]
