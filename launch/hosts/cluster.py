@@ -56,7 +56,7 @@ def join(
             f"{units.counted(slice_.chips_per_host, 'chip')} each: set {slice_.hosts}, or on a TPU leave it unset: JAX "
             "finds the peers"
         )
-    faulthandler.enable()  # where C++ ends this process, its log has the stacks
+    faulthandler.enable()  # if C++ code aborts this process, its log has the stacks
     distributed.exit_at_once_on_exception()
     cluster = distributed.initialize(
         coordinator=layout.coordinator,

@@ -113,7 +113,7 @@ class HostOutput:
     def _read(self) -> bytes:
         try:
             return os.read(self._read_end, 1 << 16)
-        except OSError:  # how a pseudo-terminal says that the other side is closed
+        except OSError:  # a pseudo-terminal whose other side is closed
             return b""
 
     def _log_line(self, log: bookkeeping.Appender, raw: bytes) -> None:

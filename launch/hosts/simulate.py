@@ -182,7 +182,7 @@ def _signal_session(process: subprocess.Popen, number: int) -> None:
 
 def _report(host: _Host) -> int:
     returncode, code = host.process.returncode, exit_codes.of_process(host.process.returncode)
-    if returncode == exit_codes.PREEMPTED:  # it saved, with the others, and said so
+    if returncode == exit_codes.PREEMPTED:  # it has printed that it saved a checkpoint
         print(f"\nthe run was preempted (SIGTERM to {host.name} or another host): exit code {code}", file=sys.stderr)
         return code
     how = f"exit code {code}" if returncode > 0 else f"signal {signal.Signals(-returncode).name}"

@@ -29,7 +29,7 @@ def supervise(
     ending: Callable[[int], exit_codes.Ending] = exit_codes.ending,
     first_pause_seconds: float = FIRST_PAUSE_SECONDS,
 ) -> int:
-    """Calls `attempt`, and again as long as its exit code says that a restart can help.
+    """Calls `attempt`, and repeats it as long as its exit code says that a restart can help.
 
     Args:
       attempt: runs to the end and returns an exit code.
@@ -99,7 +99,7 @@ class Progress:
 
 
 def run_child(command: Sequence[str], requested: Sequence[int]) -> int:
-    """Runs `command` to its end, and passes a request to stop on to it.
+    """Runs `command` to its end, and sends it SIGTERM when a stop is requested.
 
     Returns:
       Its exit code, or 128 + N if signal N ended it.
