@@ -177,7 +177,7 @@ def partition_spec(axes: Axes, rules: Rules, *, keep: Callable[[str], bool] = la
     for name in axes.names:
         try:
             wanted = tuple(a for a in mesh_axes(row(rules, name) if name else None) if keep(a))
-        except ValueError as error:
+        except UserError as error:
             raise UserError(f"array {axes}: {error}") from error
         for axis in wanted:
             if axis in used:

@@ -21,12 +21,11 @@ def named(model: Any, spec: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[None
     """Context in which a model is traced for batches of `spec`.
 
     Raises:
-      UserError: replaces any exception that is not a ValueError; says where it was raised and which fields a batch
-        has.
+      UserError: replaces any exception that is not one; says where it was raised and which fields a batch has.
     """
     try:
         yield
-    except ValueError:
+    except UserError:
         raise
     except Exception as error:  # a model is anybody's code
         said = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"

@@ -2,7 +2,8 @@
 
 A command is a module with `HELP` (one line), `EXAMPLE` (one command line), `add_arguments(parser)` and
 `run(args) -> int`. A `core.errors.UserError` is printed as its message alone and the exit code is 2 (launch/README.md
-has all exit codes). Any other exception, a plain ValueError too, is printed with its traceback.
+has all exit codes). Any other exception, a plain ValueError too, is printed with its traceback and the exit code is 13:
+1 is an answer of some commands, such as "these checkpoints differ".
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import importlib
 import os
 import signal
 import sys
-import traceback
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from core.errors import UserError
 from core.health import exit_codes, heartbeat
-from launch import environment, terminal
+from launch import terminal
 
 COMMANDS = Path(__file__).parent / "cli"
 
@@ -51,10 +51,12 @@ def main(argv: Sequence[str]) -> int:
     """Runs one command line and returns the exit code: 141, as for SIGPIPE, where nobody reads its output any more."""
     try:
         code = _command(argv)
-    except BrokenPipeError:
-        if not terminal.is_reader_gone():
-            raise
-        code = 128 + signal.SIGPIPE
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and terminal.is_reader_gone():
+            code = 128 + signal.SIGPIPE
+        else:
+            sys.excepthook(type(error), error, error.__traceback__)  # does not return once the process has joined a run
+            code = exit_codes.RAISED
     terminal.flush()
     return code
 
@@ -81,7 +83,8 @@ def run_command(module: str, argv: Sequence[str], *, program: str) -> int:
       program: the name in its help.
 
     Returns:
-      The command's exit code; 2 after a UserError, whose message is printed, and 130 after Ctrl-C.
+      The command's exit code; 2 after a UserError, whose message is printed, and 130 after Ctrl-C. Other exceptions
+      are left to the caller.
     """
     try:
         command = importlib.import_module(module)
@@ -134,8 +137,7 @@ def _unknown(name: str) -> str:
 
 
 def _print_user_error(error: UserError) -> None:
-    if environment.read("RENGA_TRACEBACK"):
-        traceback.print_exception(error)
+    terminal.print_traceback(error)
     print(terminal.wrapped(f"error: {error}"), file=sys.stderr)
 
 

@@ -253,6 +253,6 @@ def _told(part: object) -> str:
 def _refusal(name: str, look: Callable[[], object]) -> list[str]:
     try:
         look()
-    except ValueError as error:
+    except UserError as error:
         return [f"{name}: {error}"]
     return []

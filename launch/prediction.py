@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from core import slices, units
+from core.errors import UserError
 from core.slices import GIB
 from launch import environment, program_identity
 from launch.config import Settings
@@ -109,22 +110,29 @@ class PredictionCheck:
         """Returns MFU, HBM and the predictions, if they are known; nothing without a TPU.
 
         Args:
-          values: metrics of the steps since the last report, with `step_seconds`.
-
-        Raises:
-          ValueError: the MFU exceeds 100 %.
+          values: metrics of the steps since the last report, with `step_seconds`. An MFU above 100 % is wrong: it is
+            left out, with one warning.
         """
         if not self._on_tpu:
             return {}
         found = {}
         if self._flops:
-            found["mfu"] = self._slice.mfu(self._flops, seconds=values["step_seconds"])
+            found |= self._mfu(self._flops, values["step_seconds"])
         if used := self._hbm_bytes():
             found["hbm_gib"] = used / GIB
         if self._record:
             found |= self._compare(self._record, values["step_seconds"], used)
         self._is_first = False
         return found
+
+    def _mfu(self, flops: float, seconds: float) -> dict[str, float]:
+        try:
+            return {"mfu": self._slice.mfu(flops, seconds=seconds)}
+        except UserError as error:  # a wrong figure must not end the run
+            if "mfu" not in self._warned:
+                self._warned.add("mfu")
+                self._warn(f"the MFU is not reported: {error}")
+            return {}
 
     def _compare(self, record: Prediction, seconds: float, used: int | None) -> dict[str, float]:
         time, peak = record["predicted"]["step_seconds"], record["memory"]["peak_bytes"]

@@ -9,6 +9,7 @@ import os
 import select
 import sys
 import textwrap
+import traceback
 import unicodedata
 from typing import IO, TYPE_CHECKING, Any
 
@@ -64,6 +65,12 @@ def wrapped(text: str, *, margin: int = 0) -> str:
     told = environment.read("COLUMNS") or ""
     columns = int(told) if told.isdigit() and int(told) else min(ERROR_WIDTH, width(ERROR_WIDTH, sys.stderr))
     return _broken(text, max(columns - margin, _NARROWEST))
+
+
+def print_traceback(error: BaseException) -> None:
+    """Prints the traceback and the causes of a user error, if RENGA_TRACEBACK is set."""
+    if environment.read("RENGA_TRACEBACK"):
+        traceback.print_exception(error)
 
 
 def say(text: str) -> None:

@@ -144,8 +144,8 @@ class Program:
             )
         # The checks are independent of each other, so all problems are reported together.
         independent = (self._check_rows, self._check_positions, self._check_microbatches, self._check_state)
-        if problems := [str(error) for check in independent if (error := self._error_of(check))]:
-            raise UserError("\n".join(problems))
+        if errors := [error for check in independent if (error := self._error_of(check))]:
+            raise UserError("\n".join(map(str, errors))) from ExceptionGroup("checks of the program", errors)
         with model_errors.named(self.model, self.spec):
             self._check_activations()
 
@@ -363,10 +363,10 @@ class Program:
         with self.partitioner.tracing():
             return self.jitted_train_step.lower(self.abstract_state, self.abstract_batch)
 
-    def _error_of(self, check: Callable[[], object]) -> ValueError | None:
+    def _error_of(self, check: Callable[[], object]) -> UserError | None:
         try:
             with model_errors.named(self.model, self.spec):
                 check()
-        except ValueError as error:
+        except UserError as error:
             return error
         return None

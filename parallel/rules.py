@@ -37,7 +37,7 @@ def specs(shapes: Any, axes: Any, rules: Rules, *, mesh_shape: Mapping[str, int]
         array = f"{parameters.path_name(path)}: shape {tuple(shape.shape)}, axes {named}"
         try:
             spec = logical.partition_spec(named, rules)
-        except ValueError as error:
+        except UserError as error:
             problems.setdefault(str(error), []).append(f"{parameters.path_name(path)}: shape {tuple(shape.shape)}")
             return PartitionSpec()
         for problem in _division_problems(shape.shape, named, spec, mesh_shape):

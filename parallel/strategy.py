@@ -96,7 +96,7 @@ def _table_problems(table: str, rules: Rules) -> list[str]:
     for name, axes in rules.items():
         try:
             logical.check_names([name], where=table)
-        except ValueError as error:
+        except UserError as error:
             problems.append(str(error))
         if isinstance(axes, PartitionSpec):
             problems.append(

@@ -33,7 +33,7 @@ class Intake:
     def __init__(self, source: str) -> None:
         self._source = source
         self._lock = threading.Lock()
-        self._refused = ""
+        self._refused: UserError | None = None
         self._read = self._blank = 0
 
     def take(self, read: Callable[..., bytes], *arguments: Any, **options: Any) -> bytes:
@@ -53,17 +53,17 @@ class Intake:
                 self._report()
         return text
 
-    def refuse(self, error: ValueError) -> None:
+    def refuse(self, error: UserError) -> None:
         """Keeps the first error for `raise_refused`, for callers that cannot raise it themselves."""
         with self._lock:
-            self._refused = self._refused or str(error)
+            self._refused = self._refused or error
 
     def raise_refused(self) -> None:
         """Raises UserError if a document was refused since the last call."""
         with self._lock:
-            refused, self._refused = self._refused, ""
+            refused, self._refused = self._refused, None
         if refused:
-            raise UserError(f"{self._source}: {refused}")
+            raise UserError(f"{self._source}: {refused}") from refused
 
     def _report(self) -> None:
         print(
@@ -156,7 +156,7 @@ def first_problems(files: Sequence[File], *, field: str | None, where: str) -> l
         try:
             for text in _first_texts(file, field):
                 has_text |= bool(text)
-        except ValueError as error:
+        except UserError as error:
             found.append(f"{where}: {error}")
         except OSError as error:
             found.append(f"{where}: cannot read {file.path}: {error.strerror}")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from core import library_noise
+from core.errors import UserError
 from tasks import documents
 from tasks.corpus import Corpus
 
@@ -64,7 +65,7 @@ def reader(corpus: Corpus, read: Callable[..., bytes]) -> Callable[..., Any]:
     def noted(*inputs: bytes) -> bytes:
         try:
             return intake.take(read, *inputs)
-        except ValueError as error:
+        except UserError as error:
             intake.refuse(error)
             return b"?"
 

@@ -35,11 +35,19 @@ class Ending(NamedTuple):
 
 ENDINGS: dict[int, Ending] = {
     DONE: Ending("done", False),
-    FAILED: Ending("set-up or a check failed; the message says which", False),
-    USER_ERROR: Ending(
-        "user error: the message says what, where and how to fix it (RENGA_TRACEBACK=1 adds the traceback)", False
+    FAILED: Ending(
+        "set-up failed, doctor or validate found a problem, a layout does not fit, or what was compared differs; the "
+        "message says which",
+        False,
     ),
-    RAISED: Ending("this host raised an exception; the traceback is in its log", True),
+    USER_ERROR: Ending(
+        "user error, or NOT READY from check or pod.sh --check: the message says what, where and how to fix it "
+        "(RENGA_TRACEBACK=1 adds the traceback)",
+        False,
+    ),
+    RAISED: Ending(
+        "unexpected error, of Renga or of your own code: the traceback is printed, on a pod into the host's log", True
+    ),
     HUNG: Ending("this host made no progress within its limit; the stacks of its threads are in its log", True),
     PEER_LOST: Ending("another host was lost or ended; the message names it, its last step and phase", True),
     DIVERGED: Ending("hosts disagree about values that must be equal; the message names them", False),

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from core import distributed, host_checks, slices, units
+from core.errors import UserError
 from core.health import phase
 from core.health.failure_diagnosis import Limits
 from launch.check import collectives, offline_checks, preflight_inputs
@@ -25,7 +26,7 @@ def join(slice_: slices.Slice) -> tuple[Host | None, Finding]:
     """Joins the other hosts; None with a failed finding if that is not possible."""
     try:
         host = cluster.join(slice_, limits=LIMITS)
-    except (ValueError, TimeoutError, RuntimeError) as error:
+    except (UserError, TimeoutError, RuntimeError) as error:
         return None, Finding("hosts", False, str(error), "the same command on every host, at about the same time")
     devices = jax.devices()
     kind = "simulated chips" if host.simulated else devices[0].device_kind
@@ -59,7 +60,7 @@ def examine(
     phase.at("layout")
     try:
         program = experiment.bind(jax.devices())
-    except ValueError as error:
+    except UserError as error:
         rows.append(Finding("layout", False, str(error)))
     if program is not None:
         rows += _attempt("collectives", lambda: links(program.partitioner.mesh, host))
@@ -113,7 +114,7 @@ def _attempt(name: str, look: Callable[[], list[Finding]]) -> list[Finding]:
     phase.at(name)
     try:
         return look()
-    except (ValueError, TimeoutError, RuntimeError) as error:
+    except (UserError, TimeoutError, RuntimeError) as error:
         return [Finding(name, False, str(error))]
     except Exception as error:  # files, buckets and libraries fail with types of their own
         return [Finding(name, False, f"{type(error).__name__}: {error}")]

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from core.errors import UserError
 from launch import environment
 from launch.findings import Finding
 from launch.hosts import tpu_host
@@ -20,7 +21,7 @@ def variables(environ: Mapping[str, str] = os.environ, *, simulated: bool) -> li
     for look in (environment.process_layout, environment.mesh_bindings):
         try:
             look(environ=environ)
-        except ValueError as error:
+        except UserError as error:
             problems.append(Finding("environment", False, str(error)))
     known = {variable.name for variable in environment.VARIABLES}
     for name in sorted(set(environ) - known):

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from core import metrics, slices, units
+from core.errors import UserError
 from core.slices import GIB
-from launch import configuration, host_memory
+from launch import configuration, host_memory, terminal
 from launch.check import preflight_inputs
 from launch.check.preflight_inputs import Hosts
 from launch.experiment import Experiment, padding
@@ -87,7 +88,8 @@ def _configuration(
 def _attempt(name: str, what: Callable, findings: list[Finding], *, say: Callable):
     try:
         result = what()
-    except ValueError as error:
+    except UserError as error:
+        terminal.print_traceback(error)
         findings.append(Finding(name, False, str(error)))
         return None
     findings.append(Finding(name, True, say(result)))

@@ -10,6 +10,7 @@ import contextlib
 from typing import Literal
 
 from core import paths
+from core.errors import UserError
 from core.slices import Slice
 from core.training import run_lock
 from core.types import HasVocabulary, NamesFiles, can
@@ -83,7 +84,7 @@ def run_directory(run_dir: str, slice_: Slice | None, hosts: Hosts) -> list[Find
         found = [Finding(name, True, str(paths.check_writable(resolved)))]
         if not remote and (owner := run_lock.holder(run_dir)):
             return [Finding(name, False, run_lock.in_use(run_dir, owner))]
-    except ValueError as error:
+    except UserError as error:
         # The hosts write as the TPU's service account, not as whoever is here; but what does not exist exists nowhere.
         unproven = hosts == "shipped to" and not isinstance(error.__cause__, FileNotFoundError | None)
         return [Finding(name, unproven, str(error), is_note=unproven)]

@@ -112,7 +112,7 @@ def _as_json(run_dir: str, step: int | None, every: bool) -> str:
     """The steps, or the message of the error, which the other hosts raise as well."""
     try:
         return json.dumps(select_steps(run_dir, step=step, every=every))
-    except ValueError as error:
+    except UserError as error:
         return json.dumps(str(error))
 
 

@@ -107,7 +107,7 @@ def of_groups(table: Sequence[ResultRow]) -> Mapping[str, ScalingLaw | str]:
         once = {row["run"]: row for row in done}.values()
         try:
             found[group] = fit([r["parameters"] for r in once], [r["exact_accuracy"] for r in once])
-        except ValueError as error:
+        except UserError as error:
             found[group] = str(error)
     return found
 

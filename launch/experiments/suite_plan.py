@@ -111,7 +111,7 @@ def load(
         for seed in range(seeds):
             try:
                 entries.append(_entry(path, seed, bindings=bindings, slice_name=slice_name, root=root, smoke=smoke))
-            except ValueError as error:
+            except UserError as error:
                 problems.append(str(error))
                 break
     if check_data and not smoke:

@@ -177,7 +177,7 @@ class _WatchedRun:
             try:
                 self._restart_once()
                 return True
-            except (ValueError, OSError) as error:
+            except (UserError, OSError) as error:
                 print(f"not started (try {tries + 1} of {_TRIES}): {error}", flush=True)
             self._pause(tries)
         return False

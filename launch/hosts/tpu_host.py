@@ -110,7 +110,7 @@ def require_slice(slice_: slices.Slice, *, accelerator_type: str | None, where: 
         return
     try:
         actual = slices.get(accelerator_type)
-    except ValueError as error:
+    except UserError as error:
         raise UserError(f"{where} is a {accelerator_type}, which the slice table does not have: {error}") from error
     if actual != slice_.single:
         raise UserError(

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from core import slices, versions
+from core.errors import UserError
 from core.slices import GIB
 from launch import configuration, host_memory
 from launch.environment import WORKSPACE
@@ -174,7 +175,7 @@ def compile_one(experiment_file: str, *, slice_name: str, bindings: Sequence[str
         config = configuration.load(experiment_file, bindings=bindings, slice_name=slice_name)
         experiment = config.build()
         bound = experiment.bind(compiled.devices_of(slices.get(experiment.slice)))
-    except ValueError as error:
+    except UserError as error:
         return Record(records.REFUSED, reason=" ".join(str(error).split()), made_with=made)
     made["program"] = compiled.trace_digest(bound)
     started = time.perf_counter()

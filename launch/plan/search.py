@@ -98,7 +98,7 @@ def _check_lengths(question: Question) -> None:
         try:
             bindings = [*question.bindings, *added]
             configuration.load(question.path, bindings=bindings, slice_name=question.slice.name).build()
-        except ValueError as error:
+        except UserError as error:
             raise UserError(f"--batch {size}, {question.steps(size)} steps for as many tokens: {error}") from error
 
 

@@ -147,7 +147,7 @@ def _require_writable(store: Store) -> None:
     """
     try:
         paths.require_writable(store.folder)
-    except ValueError as error:
+    except UserError as error:
         raise UserError(f"the cache of plans: {error} with XDG_CACHE_HOME") from error
 
 

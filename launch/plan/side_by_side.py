@@ -88,7 +88,7 @@ def _row(experiment: str, choice: str, bindings: Sequence[str], slice_name: str)
     try:
         built = configuration.load(experiment, bindings=bindings, slice_name=slice_name).build()
         program = built.bind(compiled.devices_of(slices.get(built.slice)))
-    except ValueError as error:
+    except UserError as error:
         return StrategyResult(choice, None, None, problem=" ".join(str(error).split()))
     try:
         with compiler_messages(pass_on=False):  # hundreds of lines if it does not fit

@@ -241,7 +241,7 @@ def _refusal(subject: Subject, example: Example, batch: Batch) -> str:
     """Why the strategy cannot hold the model; empty where it can."""
     try:
         subject.under(example, batch)
-    except ValueError as error:
+    except UserError as error:
         return str(error)
     return ""
 

@@ -187,7 +187,7 @@ def _what_it_is(tables: Strategy, slice: Slice) -> Any:
     """Returns a key that is equal for strategies that do the same on this slice; axes of one chip do not count."""
     try:
         shape = strategy.resolve(tables, slice)
-    except ValueError:
+    except UserError:
         return tables.name, tuple(tables.mesh_shape.items())
 
     def split(rules: Any) -> tuple:
@@ -218,7 +218,7 @@ def remats(model: Model) -> list[str | None]:
 def _accepts(model: Any, remat: str) -> bool:
     try:
         dataclasses.replace(model, remat=remat)
-    except ValueError:
+    except ValueError:  # a model outside the tree may refuse a value without knowing UserError
         return False
     return True
 
@@ -253,7 +253,7 @@ def candidates(
 def _rows_per_group(tables: Strategy, slice: Slice, batch_size: int) -> int:
     try:
         shape = strategy.resolve(tables, slice)
-    except ValueError:
+    except UserError:
         return 1
     rows, rest = divmod(batch_size, logical.shards(tables.activation_rules["batch"], shape))
     return 1 if rest else rows

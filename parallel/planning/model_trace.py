@@ -164,7 +164,7 @@ def _with_tpu_attention(model: Any, params: Any, example: Any) -> Any:
     kernel: Any = dataclasses.replace(model, attention="splash")
     try:
         jax.eval_shape(lambda p, b: kernel.loss(p, (), jax.random.key(0), b, is_training=True), params, example)
-    except ValueError:  # its tiles do not fit the length
+    except ValueError:  # from JAX's kernel: its tiles do not fit the length
         return model
     return kernel
 

@@ -67,7 +67,7 @@ class ShardedState:
         self.tables, self.trace = tables, trace
         try:
             self.shape = strategy.resolve(tables, trace.slice)
-        except ValueError as error:
+        except UserError as error:
             raise Refused("degrees do not make the slice", str(error)) from error
         if not checks.depths(trace.shapes.params, trace.axes.params):
             self._check_stages()  # without a stack of layers no schedule and no dimension can help
@@ -110,7 +110,7 @@ class ShardedState:
         for part in parts:
             try:
                 rules.specs(*part, mesh_shape=self.shape, where=where)
-            except ValueError as error:
+            except UserError as error:
                 raise Refused("a dimension does not divide", str(error)) from error
 
     def check(self, step: Step, *, num_streams: int = 1) -> None:

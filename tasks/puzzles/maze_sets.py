@@ -146,7 +146,7 @@ def _parsed(row: benchmarks.Row, where: str, size: int) -> Maze:
     grid, solved = grids
     try:
         steps = mazes.solve(grid)[1]
-    except ValueError as error:
+    except UserError as error:
         raise UserError(f"{where}: {error}") from None
     changed = grid != solved
     is_path = np.all(grid[changed] == OPEN) and np.all(solved[changed] == PATH)

@@ -72,7 +72,7 @@ class Stored:
                 return [_EMPTY.format(self.directory)]
             if self.asked != WHOLE:
                 self.asked.require(files.read_group_indices(self.directory, "train"), directory=self.directory)
-        except ValueError as error:
+        except UserError as error:
             return [str(error)]
         return []
 

@@ -48,12 +48,6 @@ def test_a_user_s_mistake_is_a_message_and_code_2(commands, capsys, monkeypatch)
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_value_error_that_is_no_refusal_is_a_fault_and_keeps_its_traceback(commands, capsys):
-    with pytest.raises(ValueError, match="invalid literal for int"):
-        cli.main(["wrong", "--n", "0"])
-    assert capsys.readouterr().err == ""
-
-
 def test_the_command_s_code_is_the_code(commands):
     assert cli.main(["wrong", "--n", "7"]) == 7
 

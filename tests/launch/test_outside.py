@@ -49,6 +49,15 @@ class Model:
         return losses.cross_entropy(x, batch["targets"], batch["weights"], vocab_size=260)
 
 
+class Unpacks(Model):
+    def _sums(self, batch):
+        a, b, c = (1, 2)
+
+
+def unpacks():
+    return Unpacks()
+
+
 class Half:
     def init(self, rng, batch):
         return {}
@@ -119,6 +128,12 @@ def test_a_model_with_an_axis_of_its_own_fits(folder):
             "model Model cannot be traced: KeyError: 'words' (outside_parts.py:28, in _sums). A batch of this task has "
             "inputs int32[32, 16], ",
         ),
+        (
+            "MODEL = @outside_parts.unpacks()",
+            "layout",
+            "model Unpacks cannot be traced: ValueError: not enough values to unpack (expected 3, got 2) "
+            "(outside_parts.py:34, in _sums). A batch of this task has inputs",
+        ),
         ("TASK = @outside_parts.Images()", "layout", "KeyError: 'inputs' (outside_parts.py:28, in _sums). A batch of"),
         (
             "MODEL = @outside_parts.nothing()",
@@ -180,3 +195,11 @@ def test_a_sample_begins_with_the_id_that_rows_begin_with(monkeypatch):
     )
     assert run_summary._sample(experiment, None, None) == "[5]"
     assert asked == [[7, 8, 9]]
+
+
+def test_the_cause_of_an_error_in_a_model_is_printed_on_request(folder, monkeypatch, capsys):
+    failed(folder, "MODEL = @outside_parts.unpacks()")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("RENGA_TRACEBACK", "1")
+    failed(folder, "MODEL = @outside_parts.unpacks()")
+    assert "a, b, c = (1, 2)" in capsys.readouterr().err

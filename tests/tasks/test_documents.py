@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from core.errors import UserError
 from core.types import DataLayout
 from tasks import documents, text
 
@@ -108,8 +109,10 @@ def test_documents_of_white_space_are_counted_and_reported_at_powers_of_ten(caps
 
 def test_the_intake_raises_the_first_refusal_once():
     intake = documents.Intake("a source")
-    intake.refuse(ValueError("one"))
-    intake.refuse(ValueError("two"))
-    with pytest.raises(ValueError, match="a source: one"):
+    first = UserError("one")
+    intake.refuse(first)
+    intake.refuse(UserError("two"))
+    with pytest.raises(UserError, match="a source: one") as raised:
         intake.raise_refused()
+    assert raised.value.__cause__ is first
     intake.raise_refused()

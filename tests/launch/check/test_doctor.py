@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from core.checkpoints import fit
 from core.checkpoints.store import Checkpoints
+from core.errors import UserError
 from core.health import exit_codes
 from launch import findings
 from launch.check import cluster_checks, collectives, machine, offline_checks, regions
@@ -77,7 +78,9 @@ def test_a_look_that_does_not_end_ends_the_doctor(run_hosts):
     assert "host 0 has been at step 0, collectives for" in result.output
 
 
-@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), KeyError("vocabulary"), ValueError("no")])
+@pytest.mark.parametrize(
+    "error", [PermissionError(13, "Permission denied"), KeyError("vocabulary"), ValueError("no"), UserError("no")]
+)
 def test_no_look_ends_another(error):
     def look():
         raise error
@@ -85,7 +88,7 @@ def test_no_look_ends_another(error):
     (row,) = cluster_checks._attempt("data on hosts", look)
     assert (row.name, row.ok) == ("data on hosts", False)
     assert str(error) in row.detail
-    assert isinstance(error, ValueError) or row.detail.startswith(f"{type(error).__name__}: ")
+    assert isinstance(error, UserError) or row.detail.startswith(f"{type(error).__name__}: ")
 
 
 def test_all_mistakes_are_found_at_once_and_no_host_is_started(launch, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import subprocess
 import pytest
 
 from core import paths, slices
+from core.errors import UserError
 from launch import __main__ as cli
 from launch import configuration, host_memory
 from launch.check import preflight
@@ -60,7 +61,7 @@ def test_a_disk_is_a_note_where_nobody_said_where_the_hosts_are(tmp_path, capsys
 def test_a_bucket_that_only_the_hosts_may_write_is_a_note(monkeypatch):
     def fails_with(error):
         def check_writable(directory):
-            raise ValueError(f"cannot write to {directory}") from error
+            raise UserError(f"cannot write to {directory}") from error
 
         monkeypatch.setattr(paths, "check_writable", check_writable)
         return check(run_dir="gs://bucket/x", slice_name="v4-16", hosts="shipped to")["run directory"]
