@@ -1,8 +1,8 @@
-"""Ten minutes on first contact with a slice: what this project says of itself, tried, as one report.
+"""Validates a new slice in about ten minutes: runs the doctor and short runs, and writes one report.
 
-The one idea: every part is a command that a user could type, in a process of its own, so that a part that fails, hangs
-or is killed leaves the others and the report. Each names the rows of the checklist that it shows; only a report whose
-platform is a TPU counts there (`tests/run.sh lab status`).
+Every part is a command that a user could type, run in a process of its own, so a part that fails, hangs or is killed
+does not affect the others or the report. Each part names the capabilities that it demonstrates; only a report of a TPU
+counts for them (`tests/run.sh lab status`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LAST_LINES = 15
 
 
 class Part(NamedTuple):
-    """One command and what it would show.
+    """One command and the capabilities that it demonstrates.
 
     Attributes:
       name: of the part.
@@ -44,7 +44,7 @@ class Part(NamedTuple):
 
 
 def parts(slice_name: str, experiment: str, *, run_dir: str, simulated: bool, folder: Path) -> list[Part]:
-    """What is tried, in this order."""
+    """The parts of a validation, in order."""
     played = ("--simulate",) if simulated else ()
     names = sorted(path.stem for path in STRATEGIES.glob("*.gin"))
     start = ("pod", slice_name, experiment, *played)
@@ -77,7 +77,7 @@ _COVERS: Mapping[str, tuple[str, ...]] = {
 
 
 def perform(part: Part) -> dict[str, Any]:
-    """Runs a part to its end, or for PART_SECONDS; one whose layout does not fit the slice is refused instead."""
+    """Runs a part for at most PART_SECONDS; `refused` if its layout does not fit the slice."""
     started = time.monotonic()
     code, said = _run(part.check) if part.check else (0, "")
     is_refused = code == exit_codes.USER_ERROR and _failed(said) == {"layout"}

@@ -1,4 +1,4 @@
-"""Progress on the terminal: a line per report, and what a long wait is for."""
+"""Prints progress: one line per report, and what a long wait is for."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ class Progress:
         self._has_reported = False
 
     def start(self, step: int) -> None:
-        """Every host says that it is there; host 0 also where there is nothing to do."""
+        """Prints where this host starts; host 0 also says if nothing is left to train."""
         if not self._host.is_zero:
             print(f"{self._host.name}: from step {step} to {self._last_step}", flush=True)
         if step >= self._last_step:
             self._print(
-                f"step {step} of {self._last_step} is done already: raise TOTAL_STEPS, or give another --run-dir"
+                f"step {step} of {self._last_step} is already done: raise TOTAL_STEPS, or use another --run-dir"
             )
 
     def compiled(self, totals: Totals) -> None:
-        """What was compiled for the first step, and what of it was kept from an earlier start."""
+        """How many programs were compiled for the first step, and how many came from the cache."""
         self._print(
             f"compiled {units.counted(totals.programs - totals.found, 'program')} and read {totals.found} "
             f"that were kept, in {units.seconds(totals.seconds)}"

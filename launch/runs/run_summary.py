@@ -1,4 +1,4 @@
-"""What a run shows when it starts and when it ends."""
+"""The summary that a run prints when it starts, and its results when it ends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def show(
     host: Host,
     measured: Mapping[str, str],
 ) -> None:
-    """One card with what the run is, and `measured` of it; printed on the host that calls it."""
+    """Prints a panel that describes the run, with the rows of `measured`."""
     grid = Table.grid(padding=(0, 2))
     card = rows(experiment, program, host=host)
     left = f"resumed from {resumed_from:,}" if resumed_from else "fresh"
@@ -58,7 +58,7 @@ def show(
 
 
 def rows(experiment: Experiment, program: Program, *, host: Host) -> dict[str, str]:
-    """What is run, on what, and what it costs a chip."""
+    """Rows of the summary: slice, strategy, model, data, batch, and memory per chip."""
     slice_ = slices.get(experiment.slice)
     sizes = report.totals(program)
     parameters = sum(math.prod(row.shape) for row in report.rows(program) if row.path.startswith("params/"))
@@ -91,7 +91,7 @@ def rows(experiment: Experiment, program: Program, *, host: Host) -> dict[str, s
 def show_end(
     experiment: Experiment, program: Program, state: TrainState, validation: Mapping[str, float], *, run_dir: str
 ) -> None:
-    """The result, a sample of what the model writes, and where everything is. All hosts call it; host 0 prints."""
+    """Prints the result, a sample of the model's text, and where the files are. All hosts call it; host 0 prints."""
     written = _sample(experiment, program, state)
     if jax.process_index() != 0:
         return
@@ -106,14 +106,14 @@ def show_end(
 
 
 def evaluated_on(experiment: Experiment) -> str:
-    """What the scores of its evaluations are of, its data being there; empty for a task that does not say."""
+    """What the evaluation is computed on; empty if the task does not say."""
     if not experiment.eval_batches or not can(experiment.task, DescribesEvaluation):
         return ""
     return experiment.task.evaluated_on(experiment.eval_batches * experiment.batch_size)
 
 
 def _validated(experiment: Experiment, validation: Mapping[str, float]) -> str:
-    """The loss of text; every mean of a task that says what its evaluation is of."""
+    """The validation loss, or every mean of a task that describes its evaluation."""
     if not (evaluated := evaluated_on(experiment)):
         return f"validation loss {validation['validation/loss']:.4f} nats per token"
     means = {name.removeprefix("validation/"): value for name, value in sorted(validation.items())}
@@ -125,7 +125,7 @@ def _validated(experiment: Experiment, validation: Mapping[str, float]) -> str:
 
 
 def _sample(experiment: Experiment, program: Program, state: TrainState) -> str:
-    """What the model writes after the prompt, which begins as a row of training does; empty where it cannot."""
+    """The model's continuation of the prompt, which starts like a training row; empty if it cannot generate."""
     if not experiment.prompt or not can(experiment.model, Generates):
         return ""
     vocabulary = experiment.task.vocabulary

@@ -1,7 +1,7 @@
-"""The smallest run that still exercises everything a real one does.
+"""The smoke run: the smallest run that exercises everything a real one does.
 
-Same slice, mesh, strategy, tables, task and code path; width, depth and batch shrink to the smallest sizes that keep
-every divisibility the mesh asks for. What it proves is that the configuration fits together, not that it trains well.
+Slice, mesh, strategy, tables, task and code path are the same; width, depth and batch shrink to the smallest sizes that
+the mesh divides. It shows that the configuration works, not that it trains well.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""One run on this host, from a configuration to a trained model.
-
-The stages stand in the order of what they need: the configuration, the other hosts, the layout, the data, the state.
-Everything that can refuse does so before the stage after it spends anything.
-"""
+"""Trains a prepared run on this host: restores or initializes the state, compiles, runs the loop, and ends the run."""
 
 from __future__ import annotations
 
@@ -32,14 +28,14 @@ _A_DAY_SECONDS = 24 * 3600.0  # where a limit only reports
 
 
 def train(run: Run, *, also: Sequence[hooks.Hook] = ()) -> dict[str, float]:
-    """Trains to `run.last_step`, from the newest checkpoint where there is one.
+    """Trains to `run.last_step`, from the newest checkpoint if there is one.
 
     Args:
       run: from `prepare_run`.
-      also: hooks beside the usual ones.
+      also: hooks to run after the usual ones.
 
     Returns:
-      The last validation means, `validation/loss` among them; empty where nothing is evaluated.
+      The last validation means, such as `validation/loss`; empty if nothing is evaluated.
     """
     with phase.enter(phase.RESTORING):
         checkpoints = Checkpoints(
@@ -82,7 +78,7 @@ def train(run: Run, *, also: Sequence[hooks.Hook] = ()) -> dict[str, float]:
             total_steps=run.last_step,
             hooks=[*training_hooks.hooks_of(now, evaluation, checkpoints, batches), *also],
         )
-        if evaluation and first_step >= run.last_step:  # nothing was left to train; still say how good it is
+        if evaluation and first_step >= run.last_step:  # nothing was left to train: evaluate once
             evaluation.at_boundary(first_step, state)
     with phase.enter(phase.SAVING):
         checkpoints.close()
@@ -96,7 +92,7 @@ def train(run: Run, *, also: Sequence[hooks.Hook] = ()) -> dict[str, float]:
 def restore_or_init(
     run: Run, checkpoints: Checkpoints, *, step: int | None = None
 ) -> tuple[TrainState, Mapping[str, bytes] | None, int | None]:
-    """The state and the position in the data of the newest sound checkpoint (or of `step`), or a fresh start.
+    """Restores the newest intact checkpoint (or that of `step`), or initializes a new state.
 
     Returns:
       State, position (None at the start), and the step it comes from (None for a fresh start).
@@ -110,15 +106,15 @@ def restore_or_init(
     step, state, position, meta = found
     if meta["data"] != run.meta["data"]:
         raise UserError(
-            f"the checkpoint of step {step} was trained on other data: its position means nothing here.\n"
+            f"the checkpoint of step {step} was trained on other data, so its position in the data does not apply.\n"
             f"  then: {meta.get('data_source', 'not recorded')}\n  now:  {run.meta['data_source']}\n"
-            "Files are told apart by name and size. Use another --run-dir, or the same data."
+            "Files are compared by name and size. Use another --run-dir, or the same data."
         )
     return state, position, step
 
 
 def open_batches(run: Run, position: Mapping[str, bytes] | None) -> prefetch.Prefetch:
-    """Training batches on the devices, from a position on."""
+    """Returns training batches on the devices, starting at a position."""
     layout = run.program.partitioner.data_layout(run.experiment.batch_size)
     batches = run.experiment.task.train(layout, seed=run.experiment.seed)
     if position is not None:
@@ -127,10 +123,10 @@ def open_batches(run: Run, position: Mapping[str, bytes] | None) -> prefetch.Pre
 
 
 def compile_together(run: Run, first_step: int) -> trainer.Program:
-    """The training step of a run: of several hosts compiled on every one before any runs it, if steps are left.
+    """Returns the training step; with several hosts, waits until all of them have compiled it.
 
-    In the first collective of a program the CPU devices of a rehearsal wait for one another for 30 s and no longer, and
-    on a busy machine hosts compile at speeds that differ by more.
+    Simulated hosts wait at most 30 s for one another in the first collective of a program, and on a busy machine
+    compile times differ by more.
 
     Raises:
       TimeoutError: a host did not compile within the run's limit for compiling; names it.

@@ -1,4 +1,4 @@
-"""What hangs on the loop of every run: metrics, evaluation, saving, profiles, and what looks out for trouble."""
+"""The hooks of every run: metrics, evaluation, checkpoints, profiles, and checks for failures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from launch.runs.progress import Progress
 
 
 class UnderWay(NamedTuple):
-    """A run under way: what its hooks say where, and what ends with it."""
+    """A run in progress: what its hooks share."""
 
     run: Run
     first_step: int
@@ -45,7 +45,7 @@ class UnderWay(NamedTuple):
 def hooks_of(
     now: UnderWay, evaluation: hooks.Evaluate | None, checkpoints: Checkpoints, batches: prefetch.Prefetch
 ) -> list[hooks.Hook]:
-    """What hangs on every run, in this order: what refuses a step stands before what writes and saves it."""
+    """Returns the hooks of a run. Those that may reject a step come before those that log and save it."""
     preemption = hooks.StopWhenPreempted(distributed.preempted)
     compare_every = now.run.experiment.compare_interval
     return [
@@ -89,7 +89,7 @@ def _logging(now: UnderWay) -> list[hooks.Hook]:
 
 
 def _profiles(now: UnderWay) -> list[hooks.Hook]:
-    """Of steps and of memory: those of the configuration, those that are asked for, and of memory that is exhausted."""
+    """Profiles of steps and memory: configured, requested while running, and when memory is exhausted."""
     run, stack = now.run, now.stack
     requests = profile_requests.Requests(run.run_dir, last_step=run.last_step)
     stack.callback(requests.close)
@@ -103,13 +103,13 @@ def _profiles(now: UnderWay) -> list[hooks.Hook]:
 
 
 def _noting(now: UnderWay) -> list[hooks.Hook]:
-    """For the log of this host, where somebody writes one."""
+    """Notes the step for this host's log, if RENGA_STEP_FILE is set."""
     file = environment.read("RENGA_STEP_FILE")
     return [step_file.NoteStep(file, name=f"host {now.run.host.index}", step=now.first_step)] if file else []
 
 
 def _goodput(now: UnderWay) -> list[hooks.Hook]:
-    """Host 0's account of the time; it ends with the loop, whatever ends that."""
+    """Accounts for time on host 0 (goodput), until the loop ends for any reason."""
     run = now.run
     if not run.host.is_zero:
         return []
@@ -118,7 +118,7 @@ def _goodput(now: UnderWay) -> list[hooks.Hook]:
 
 
 def evaluation(now: UnderWay) -> hooks.Evaluate | None:
-    """Evaluates now and then; None where the experiment has no validation batches."""
+    """Evaluates every `eval_interval` steps; None if the experiment has no validation batches."""
     run, writers, progress = now.run, now.writers, now.progress
     if not run.experiment.eval_batches:
         return None

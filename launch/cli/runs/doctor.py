@@ -1,8 +1,7 @@
 """`launch/run doctor`: whether a run could start on this slice, here and now; everything at once, each with its fix.
 
-The one idea: what shows without a device is looked at first and by itself, so that a slice that cannot be joined still
-gives the rest of the table. Then the hosts join, each with what it found of itself, and look at what only they together
-can see. On a TPU it is run on every host, as a run is.
+The checks that need no device run first, in a process of their own, so their findings are printed even if the hosts
+cannot join. Then the hosts join and make the checks that need all of them. On a TPU, run it on every host, like a run.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table; 0 where a run could start, 1 where not."""
+    """Prints the findings; 0 if a run could start, otherwise 1."""
     slice_ = slices.get(args.slice)
     args.run_dir = os.fspath(paths.resolve(args.run_dir or environment.run_directory(args.experiment)))
     if args.part == "ahead":
@@ -52,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ahead(args: argparse.Namespace) -> int:
-    """What shows without a device, into --json: a process of its own, which keeps libtpu's compiler off the chips."""
+    """Writes the findings that need no device to --json; a process of its own, so that its compiler takes no chip."""
     from launch.check import offline_checks
 
     where = "simulated" if args.simulate else "here"
@@ -64,7 +63,7 @@ def _ahead(args: argparse.Namespace) -> int:
 
 
 def _rows_of(args: argparse.Namespace, part: str, file: Path, **variables: str) -> list:
-    """Runs a part of this command and reads its rows; a row that says so where it did not come to its end."""
+    """Runs a part of this command and reads its findings; one failed finding if it did not finish."""
     command = _command(args, part, file)
     done = subprocess.run(
         command,
@@ -98,7 +97,7 @@ def _simulated(args: argparse.Namespace, slice_: slices.Slice) -> list:
 
 
 def _host(args: argparse.Namespace, slice_: slices.Slice) -> int:
-    """This host's part; host 0 has the table of all."""
+    """Runs this host's part; host 0 prints the findings of all hosts."""
     from core import distributed
     from launch import configuration
     from launch.check import cluster_checks, machine

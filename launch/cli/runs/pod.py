@@ -1,8 +1,8 @@
 """`launch/pod.sh`: trains an experiment on a slice, wherever that slice is.
 
-The one idea: one command line, three places. On a host of a TPU slice it becomes this host's process; from a
-workstation it reaches all hosts through gcloud; with --simulate it plays them here. Where none fits, it says what it
-looked at and never falls back.
+The same command line works in three places. On a host of a TPU slice it becomes this host's process; from a workstation
+it reaches all hosts through gcloud; with --simulate it simulates them on this machine. If none applies, it says what it
+looked for; it never falls back to another place.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ EXAMPLE = """launch/pod.sh v4-16 gin/quickstart.gin --simulate
   launch/pod.sh v4-32 gin/valkyrie_7b.gin --tpu my-tpu --zone us-central2-b
   launch/pod.sh 2xv4-32 gin/valkyrie_7b.gin --gin "include 'gin/strategies/multislice.gin'" --tpu first,second
   launch/pod.sh logs --tpu my-tpu --zone us-central2-b      (and status, stop, tensorboard)
-  launch/pod.sh profile RUN --seconds 5                     (of all hosts of a run that is going; RUN: its directory)
-  launch/pod.sh logs RUN                                    (of a simulated run, all hosts by time)
-  launch/pod.sh tensorboard RUN                             (of a run directory that this machine can read)
+  launch/pod.sh profile RUN --seconds 5                     (all hosts of a running run; RUN: its directory)
+  launch/pod.sh logs RUN                                    (a simulated run: all hosts, ordered by time)
+  launch/pod.sh tensorboard RUN                             (a run directory that this machine can read)
   launch/pod.sh v4-32 validate --tpu my-tpu --zone us-central2-b --run-dir gs://bucket/first
   launch/pod.sh create v4-32 --tpu my-tpu --zone us-central2-b --spot      (and queue, delete)"""
 
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Chooses the place and goes there."""
+    """Runs an action of pod.sh, or trains in the place that the flags and this machine select."""
     if args.target == "profile" or (args.target in ("logs", "tensorboard") and args.experiment):
         return _of_a_run(args)
     if args.target in workstation.ACTIONS:
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _of_a_run(args: argparse.Namespace) -> int:
-    """What needs a run directory alone, wherever its hosts are."""
+    """Actions that need only a run directory: profile, logs and tensorboard."""
     from launch.hosts import logs
     from launch.profile import request
 
@@ -111,7 +111,7 @@ def _of_a_run(args: argparse.Namespace) -> int:
 
 
 def _validate(args: argparse.Namespace, slice_: slices.Slice) -> int:
-    """Tries the slice: here, or shipped to it as a run is."""
+    """Validates the slice from here, or ships the validation to its hosts."""
     if args.gin or args.steps or args.smoke or args.check or args.restarts:
         raise UserError(f"{slice_.name} validate takes EXPERIMENT.gin, --run-dir and where to go, and no other flag")
     experiment = args.validated or "gin/quickstart.gin"
@@ -157,7 +157,7 @@ def _simulate(args: argparse.Namespace, slice_: slices.Slice) -> int:
 
 
 def _train_here(args: argparse.Namespace, slice_: slices.Slice) -> int:
-    """This host's part of the run: this process itself or, where somebody is to outlive it, a child of it."""
+    """Trains on this host: in this process, or in a child if this process must restart it or send alerts."""
     run_directory = args.run_dir or _run_directory(args)
     if args.restarts and slice_.hosts > 1 and _is_on_own_disk(run_directory):
         raise UserError(
@@ -177,7 +177,7 @@ def _train_here(args: argparse.Namespace, slice_: slices.Slice) -> int:
 
 
 def _is_on_own_disk(run_directory: str) -> bool:
-    """Whether it is on the file system of this machine's root; a mounted one may be shared, which hosts try."""
+    """Whether a directory is on this machine's root file system; a mounted one may be shared, which hosts check."""
     if paths.is_remote(run_directory):
         return False
     folder = Path(os.fspath(paths.resolve(run_directory)))
@@ -188,7 +188,7 @@ def _is_on_own_disk(run_directory: str) -> bool:
 def _supervised(
     attempt: Callable[[list[int]], int], *, run_directory: str, restarts: int, host: int | None = None
 ) -> int:
-    """Runs `attempt(stop requests)`, of `host` alone or of all, again where that can help; tells of every failure."""
+    """Runs `attempt(stop_requests)` for `host` or all hosts; restarts it where useful and alerts on each failure."""
     with alerts.watching(run_directory, host=host) as watch, supervise.stop_requests() as requested:
 
         def told() -> int:
@@ -234,7 +234,7 @@ def _from_workstation(args: argparse.Namespace, slice_: slices.Slice, tpus: Sequ
     code = start()
     if code or args.dry_run or not args.restarts:
         return code
-    print("Watches the TPU, and makes it again if it is taken away; Ctrl-C ends the watch alone.", flush=True)
+    print("Watching the TPU, and creating it again if it is preempted; Ctrl-C stops only the watching.", flush=True)
     with supervise.stop_requests() as requested:
         return lifecycle.watch(
             tpus,
@@ -247,7 +247,7 @@ def _from_workstation(args: argparse.Namespace, slice_: slices.Slice, tpus: Sequ
 
 
 def _checked(args: argparse.Namespace, slice_: slices.Slice, *, run_directory: str, hosts: str) -> preflight.Checked:
-    """What a check finds before anything starts. Raises ValueError with everything that failed."""
+    """Runs the preflight before anything starts; raises UserError listing every failed check."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     from launch.check import preflight
 
@@ -265,7 +265,7 @@ def _checked(args: argparse.Namespace, slice_: slices.Slice, *, run_directory: s
 
 
 def _is_finished(args: argparse.Namespace, checked: preflight.Checked, run_directory: str) -> bool:
-    """Whether nothing is left to train, which is printed; a smoke run never continues an earlier one."""
+    """Whether nothing is left to train (then says so); a smoke run never resumes an earlier one."""
     total = checked.experiment.total_steps
     return not args.smoke and supervise.is_finished(run_directory, last_step=min(args.steps or total, total))
 
@@ -281,7 +281,7 @@ def _from_workspace(directory: str) -> str:
 
 
 def _require_one_mode(args: argparse.Namespace) -> None:
-    """Raises ValueError for two modes of which one would be ignored."""
+    """Raises UserError for two modes that exclude each other."""
     for one, other, why in (
         ("simulate", "tpu", "the hosts are processes here, or those of a TPU"),
         ("simulate", "dry_run", "a simulation sends nothing to gcloud that could be printed"),
@@ -292,7 +292,7 @@ def _require_one_mode(args: argparse.Namespace) -> None:
 
 
 def _require_restartable(args: argparse.Namespace) -> None:
-    """Raises ValueError where --restarts could not do what it says."""
+    """Raises UserError for --restarts together with --smoke."""
     if args.restarts and args.smoke:
         raise UserError("--restarts and --smoke exclude each other: a smoke run never continues one. Give one of them")
 
@@ -327,13 +327,13 @@ def _make_or_delete(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace, *, run_dir: bool = True) -> list[str]:
-    """The flags that every place passes on as they are."""
+    """The flags that are passed on unchanged to the hosts."""
     names = ["--gin", *(["--run-dir"] if run_dir else []), *([] if args.check else ["--steps"]), "--smoke"]
     return flags.passed_on(args, *names)
 
 
 def _become(arguments: list[str]) -> int:
-    """Replaces this process by another command, so that signals and the exit code are its own."""
+    """Replaces this process with another command, which then receives signals and sets the exit code."""
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "launch", *arguments])
 

@@ -129,7 +129,7 @@ def test_versions_newer_than_tested_are_noted_by_the_doctor_and_at_the_start_of_
     assert (row.ok, row.is_note) == (True, True)
     assert row.detail.startswith("jax 0.10.2, jaxlib 0.10.2, libtpu 0.0.42.1, Python 3.")
     assert row.detail.endswith("; newer than tested: jax (tested with 0.10.1), libtpu (tested with 0.0.41)")
-    monkeypatch.setattr(machine, "versions", lambda: row)
+    monkeypatch.setattr(start_checks, "versions", lambda: row)
     start_checks.warn_at_start(cluster.Host(0, 1, simulated=True))
     assert capsys.readouterr().out == f"host 0 of 1: note: versions: {row.detail}\n"
 
@@ -187,8 +187,8 @@ def test_clocks_that_are_apart_are_named(run_hosts):
         """
         import time
         from core import distributed
-        from launch.check import cluster_checks
         from launch.host import Host
+        from launch.hosts import start_checks
 
         distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS)
         host = Host(PROCESS, HOSTS, True)

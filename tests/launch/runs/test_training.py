@@ -216,7 +216,7 @@ def test_every_start_looks_whether_data_and_model_fit(launch, tmp_path, binding,
 def test_a_finished_run_says_how_good_it_is(launch, undisturbed):
     where = ["--slice", "v4-16", "--run-dir", str(undisturbed[0])]
     said = launch("train", "gin/quickstart.gin", *where, *small(), slice_name="v4-16")
-    assert "step 12 of 12 is done already" in said
+    assert "step 12 of 12 is already done" in said
     assert "validation loss" in said
 
 
