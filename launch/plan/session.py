@@ -110,8 +110,11 @@ class _Session:
         for one, record in known:
             if record is not None:
                 self._take(one, record)
-        seen = {one.text for one, _ in self.found}
-        self._missing = [one for one in near if one.text not in seen]
+        seen, missing = {one.text for one, _ in self.found}, dict[str, Option]()
+        for one in near:
+            if one.text not in seen:
+                missing.setdefault(one.text, one)
+        self._missing = list(missing.values())
         if compiles and self._missing:
             layouts = units.counted(len(self._missing), "candidate")
             print(f"compiling {layouts} a little too large by arithmetic too, to see where HBM ends")
