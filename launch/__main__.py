@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -47,10 +47,15 @@ def _files() -> dict[str, Path]:
     return {path.stem: path for path in COMMANDS.glob("*/*.py") if path.stem != "__init__"}
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs one command line and returns the exit code: 141, as for SIGPIPE, where nobody reads its output any more."""
+def main(argv: Sequence[str], *, command: Callable[[Sequence[str]], int] | None = None) -> int:
+    """Runs one command line and returns the exit code: 141, as for SIGPIPE, if nobody reads its output any more.
+
+    Args:
+      argv: the command line, without the program.
+      command: runs it and returns its exit code; None: finds the command in launch/cli/.
+    """
     try:
-        code = _command(argv)
+        code = (command or _command)(argv)
     except Exception as error:
         if isinstance(error, BrokenPipeError) and terminal.is_reader_gone():
             code = 128 + signal.SIGPIPE
@@ -141,9 +146,13 @@ def _print_user_error(error: UserError) -> None:
     print(terminal.wrapped(f"error: {error}"), file=sys.stderr)
 
 
-if __name__ == "__main__":
-    code = main(sys.argv[1:])
+def end_process(code: int) -> None:
+    """Ends this process with the exit code of its command; returns for 0, so that the interpreter ends it in order."""
     sys.stderr.flush()
     if code:  # at once: on several hosts, leaving in order would wait for the others at JAX's exit barrier
         heartbeat.leave(code, exit_codes.ending(code).meaning)
         os._exit(code)
+
+
+if __name__ == "__main__":
+    end_process(main(sys.argv[1:]))

@@ -13,7 +13,11 @@ COMMANDS = ("bench", "failures", "soak", "status")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs one command line and returns its exit code."""
+    """Runs one command line and returns its exit code, as `launch.__main__.main` does."""
+    return cli.main(argv, command=_command)
+
+
+def _command(argv: Sequence[str]) -> int:
     if not argv or argv[0] not in COMMANDS:
         print("\n".join(["tests/run.sh lab COMMAND …", *map(_overview, COMMANDS)]))
         return exit_codes.USER_ERROR if argv else exit_codes.DONE
@@ -26,4 +30,4 @@ def _overview(name: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    cli.end_process(main(sys.argv[1:]))
