@@ -27,15 +27,14 @@ def plan(folder: paths.Path, *, keep: int, set_aside: bool, say: Callable[[str],
 
     Args:
       folder: the folder of checkpoints.
-      keep: how many of the latest steps to keep.
+      keep: how many of the latest steps to keep, at least 1.
       set_aside: whether to delete also the folders that a run renamed to damaged-* or incomplete-*.
       say: receives one line for each step that was verified.
 
     Raises:
-      ValueError: `keep` is below 1, or steps would be deleted and none is intact.
+      ValueError: steps would be deleted and none is intact.
     """
-    if keep < 1:
-        raise UserError(f"--keep {keep}: expected at least 1")
+    assert keep > 0
     present = steps.complete(folder)
     kept = set(present[-keep:])
     if len(kept) < len(present):

@@ -5,6 +5,8 @@ import ast
 
 import pytest
 
+from core.health import exit_codes
+from launch import __main__ as cli
 from launch import environment
 from launch.cli import flags
 
@@ -33,6 +35,22 @@ def test_steps_are_counted_from_one(text, capsys):
     with pytest.raises(SystemExit, match="2"):
         parsed("--steps", text)
     assert f"argument --steps: {text}: expected a whole number, at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "flag"),
+    [
+        ("suite exp01 --seeds 0", "--seeds"),
+        ("suite exp01 --steps 0", "--steps"),
+        ("draw gpipe --microbatches 8 --stages 0", "--stages"),
+        ("agreement --processes 0", "--processes"),
+        ("checkpoints prune runs/first --keep 0", "--keep"),
+        ("plan v4-8 gin/quickstart.gin --compile 0", "--compile"),
+    ],
+)
+def test_what_is_counted_is_counted_from_one_in_every_command(line, flag, capsys):
+    assert cli.main(line.split()) == exit_codes.USER_ERROR
+    assert capsys.readouterr().err.startswith(f"error: {flag}: 0: expected a whole number, at least 1")
 
 
 def declared(path):

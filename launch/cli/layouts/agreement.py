@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--float32-only", action="store_true", help="leave the bfloat16 column out")
     parser.add_argument(
         "--processes",
-        type=int,
+        type=flags.at_least(1),
         nargs="+",
         default=[],
         metavar="N",

@@ -6,6 +6,7 @@ import argparse
 import pathlib
 
 from core.errors import UserError
+from launch.cli import flags
 
 HELP = "draw what each stage of a pipeline does at each tick"
 EXAMPLE = """launch/run draw gpipe --stages 4 --microbatches 8
@@ -16,7 +17,7 @@ EXAMPLE = """launch/run draw gpipe --stages 4 --microbatches 8
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
     parser.add_argument("schedule", choices=("gpipe", "circular", "one_f_one_b"))
-    parser.add_argument("--stages", type=int, required=True)
+    parser.add_argument("--stages", type=flags.at_least(1), required=True)
     parser.add_argument("--microbatches", type=int, required=True)
     parser.add_argument(
         "--repeats", type=int, help="how often the layers go around the stages; only for circular, which needs it"
@@ -32,8 +33,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--repeats is for circular alone, and circular needs it")
     more = {} if args.repeats is None else {"repeats": args.repeats}
     schedule = getattr(schedules, args.schedule)(num_microbatches=args.microbatches, **more)
-    problems = schedule.problems(args.stages) if args.stages > 0 else [f"--stages {args.stages}: expected at least 1"]
-    if problems:
+    if problems := schedule.problems(args.stages):
         raise UserError("; ".join(problems))
     if args.png and not (parent := pathlib.Path(args.png).absolute().parent).is_dir():
         raise UserError(f"--png {args.png}: there is no folder {parent}; create it first")

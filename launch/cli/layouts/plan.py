@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", metavar="ROWS", type=int, nargs="+", default=[], help="batch sizes to try")
     parser.add_argument("--only", metavar="STRATEGY", nargs="+", default=[], help="try only these strategies")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--compile", metavar="N", type=int, help="compile until N fit (default 16)")
+    how.add_argument("--compile", metavar="N", type=flags.at_least(1), help="compile until N fit (default 16)")
     how.add_argument("--quick", action="store_true", help="compile until 10 fit")
     how.add_argument("--arithmetic", action="store_true", help="compile nothing: rough estimates in seconds")
     how.add_argument("--cached", action="store_true", help="compile nothing: show only what was compiled before")
@@ -71,8 +71,6 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError("--record keeps what was compiled, and --arithmetic compiles nothing: give one of them")
     if args.cached and args.fresh:
         raise UserError("--fresh compiles everything again, and --cached compiles nothing: give one of them")
-    if args.compile is not None and args.compile < 1:
-        raise UserError(f"--compile {args.compile}: expected at least 1; --arithmetic compiles nothing")
     if args.price is not None:
         args.price = _price(args.price)
     for flag in _ENDINGS:

@@ -44,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     own["diff"].add_argument("first", metavar="RUN_A[@STEP]", help="without @STEP: the latest step")
     own["diff"].add_argument("second", metavar="RUN_B[@STEP]")
     own["diff"].add_argument("--no-values", action="store_true", help="do not read arrays to measure how they differ")
-    own["prune"].add_argument("--keep", metavar="N", type=int, required=True, help="number of latest steps to keep")
+    own["prune"].add_argument(
+        "--keep", metavar="N", type=flags.at_least(1), required=True, help="number of latest steps to keep"
+    )
     own["prune"].add_argument(
         "--set-aside", action="store_true", help="also remove folders that a run set aside: damaged-*, incomplete-*"
     )

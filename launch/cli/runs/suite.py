@@ -44,7 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--analyze", action="store_true", help="run nothing: collect existing results")
     parser.add_argument("--list", action="store_true", help="run nothing: list the experiments and duplicates")
     parser.add_argument(
-        "--seeds", metavar="N", type=int, default=1, help="runs of each experiment, with different seeds (default: 1)"
+        "--seeds",
+        metavar="N",
+        type=flags.at_least(1),
+        default=1,
+        help="runs of each experiment, with different seeds (default: 1)",
     )
     flags.add(parser, "--steps", help="stop each experiment after step N")
     parser.add_argument(
@@ -94,8 +98,6 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     from launch.hosts import tpu_host
 
-    if args.seeds < 1 or (args.steps is not None and args.steps < 1):
-        raise UserError(f"--seeds {args.seeds} --steps {args.steps}: expected at least 1")
     if args.out and paths.is_remote(args.out):
         raise UserError(f"--out {args.out}: expected a local folder (run directories may be in a bucket: --run-root)")
     if args.analyze and args.smoke:
