@@ -255,7 +255,7 @@ def _shared(name: str, text: str | None, *, sources: list[int], timeout_seconds:
     """Returns the text of each of `sources` in this call of `name`; calls are numbered equally on all hosts."""
     client = jax_internals.coordination_client()
     if text is not None and len(text.encode()) > _MAX_TEXT_BYTES:
-        raise UserError(f"{name}: a text of {len(text.encode())} bytes; hosts exchange at most {_MAX_TEXT_BYTES}")
+        raise RuntimeError(f"{name}: a text of {len(text.encode())} bytes; hosts exchange at most {_MAX_TEXT_BYTES}")
     if client is None:  # this process is the only source
         return [text or ""]
     folder = f"renga/{name}/{_calls[name]}"

@@ -42,7 +42,7 @@ def _written(directory, nonce: str) -> str:
         paths.require_writable(directory)
         paths.write_text_atomically(directory / _NONCE_FILE, nonce)
     except Exception as error:  # a bucket fails with its client's own types
-        return str(error) if isinstance(error, ValueError) else f"cannot write to {directory}: {error!r}"
+        return str(error) if isinstance(error, UserError) else f"cannot write to {directory}: {error!r}"
     return ""
 
 

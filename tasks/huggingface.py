@@ -21,7 +21,7 @@ import numpy as np
 from core.errors import UserError
 from tasks import documents, packing
 from tasks.corpus import StreamSpec
-from tasks.streams import BATCH_DTYPES, Stream
+from tasks.streams import BATCH_DTYPES, Stream, read_position
 
 WINDOW_IDS = 2**18
 
@@ -91,7 +91,7 @@ class HuggingFaceStream:
 
     def restore(self, state: bytes) -> None:
         """See `streams.Stream`."""
-        position = json.loads(state)
+        position = read_position(state, epoch=int, documents=int, window=int, row=int, library=dict)
         self._epoch, self._documents, self._window = (position[k] for k in ("epoch", "documents", "window"))
         self._open()
         self._dataset.load_state_dict(position["library"])

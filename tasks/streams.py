@@ -27,6 +27,7 @@ BATCH_DTYPES = {
     "segment_ids": np.int32,
     "positions": np.int32,
 }
+_NO_POSITION = "is not a data position: the checkpoint is damaged or was written by another program"
 
 
 def batch_spec(batch_size: int, *, length: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -142,6 +143,26 @@ class StreamBatches:
             stream.restore(_unseal(state[stream_name(index)], self._identity))
 
 
+def read_position(state: bytes, **kinds: type) -> dict[str, Any]:
+    """Parses a position that a stream wrote as a JSON object.
+
+    Args:
+      state: the bytes.
+      kinds: the type of each required key.
+
+    Raises:
+      UserError: the bytes are not such an object.
+    """
+    try:
+        found = json.loads(state)
+    except ValueError as error:
+        raise UserError(f"{state[:40]!r}... {_NO_POSITION}") from error
+    if not isinstance(found, dict) or any(not isinstance(found.get(key), kind) for key, kind in kinds.items()):
+        expected = ", ".join(f"{key} ({kind.__name__})" for key, kind in kinds.items())
+        raise UserError(f"{state[:40]!r}... {_NO_POSITION}; expected {expected}")
+    return found
+
+
 def _takes(rows: tuple[int, ...], per_stream: int) -> dict[int, tuple[np.ndarray, np.ndarray]]:
     """Maps each stream to the places it fills in the host's batch and the rows of the stream that go there."""
     rows_array = np.asarray(rows)
@@ -180,9 +201,7 @@ def _unseal(sealed: bytes, identity: Mapping[str, Any]) -> bytes:
     except ValueError:
         saved = None
     if not isinstance(saved, dict):
-        raise UserError(
-            f"{sealed[:40]!r}... is not a data position: the checkpoint is damaged or was written by another program"
-        )
+        raise UserError(f"{sealed[:40]!r}... {_NO_POSITION}")
     wrong = [_differs(key, saved.get(key), value) for key, value in identity.items() if saved.get(key) != value]
     if wrong:
         raise UserError(

@@ -45,7 +45,7 @@ class RandomStream:
 
     def restore(self, state: bytes) -> None:
         """See `streams.Stream`."""
-        self._index = int(json.loads(state)["rows"])
+        self._index = streams.read_position(state, rows=int)["rows"]
 
     def _row(self, index: int) -> np.ndarray:
         generator = np.random.default_rng(np.random.SeedSequence((*self._key, index)))

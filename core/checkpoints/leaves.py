@@ -32,10 +32,10 @@ def host_bytes(state: Any) -> int:
 
 
 def require_arrays(state: Any) -> None:
-    """Raises UserError if a leaf is not a jax.Array."""
+    """Raises TypeError if a leaf is not a jax.Array."""
     wrong = {name: type(leaf).__name__ for name, leaf in by_name(state).items() if not isinstance(leaf, jax.Array)}
     if wrong:
-        raise UserError(f"a checkpoint holds jax.Arrays; these leaves are not: {wrong}; put them on the devices first")
+        raise TypeError(f"a checkpoint holds jax.Arrays; these leaves are not: {wrong}; put them on the devices first")
 
 
 def differences(saved: Mapping[str, str], abstract_state: Any) -> list[str]:

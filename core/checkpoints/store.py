@@ -92,14 +92,14 @@ class Checkpoints:
           meta: JSON; host 0's is stored.
 
         Raises:
-          UserError: the step is already saved, or a leaf is not a jax.Array.
-          RuntimeError: the previous save failed, or this one could not start.
+          TypeError: a leaf is not a jax.Array.
+          RuntimeError: the step is already saved, the previous save failed, or this one could not start.
         """
         leaves.require_arrays(state)
         self.wait()
         began = time.monotonic()
         if step in self._manager.all_steps():
-            raise UserError(f"step {step} is already saved in {self._directory}; a save never overwrites")
+            raise RuntimeError(f"step {step} is already saved in {self._directory}; a save never overwrites")
         parts = ocp.args.Composite(
             state=ocp.args.StandardSave(state),
             data=StreamsSave(dict(data)),

@@ -15,7 +15,6 @@ from typing import Any, Literal
 import jax
 
 from core import units
-from core.errors import UserError
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -42,13 +41,8 @@ class OnceCompiled:
     """
 
     def __init__(self, function: Callable[..., Any], *, on_recompile: Literal["raise", "warn"] = "raise"):
-        """Wraps `function`, whose arguments may be donated.
-
-        Raises:
-          ValueError: `on_recompile` is neither "raise" nor "warn".
-        """
-        if on_recompile not in ("raise", "warn"):
-            raise UserError(f"on_recompile is {on_recompile!r}; expected 'raise' or 'warn'")
+        """Wraps `function`, whose arguments may be donated."""
+        assert on_recompile in ("raise", "warn"), on_recompile
         self.recompilations = 0
         self._function = function
         self._raises = on_recompile == "raise"

@@ -143,7 +143,7 @@ def _written_temporaries(folder: Path) -> list[Allocation]:
     """Returns the temporaries that the compiler had assigned before it gave up; none if it gave up earlier."""
     try:
         return hbm_allocations.of_temporaries(buffers.read(folder))
-    except ValueError:
+    except FileNotFoundError:
         return []
 
 

@@ -13,8 +13,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from core.errors import UserError
-
 _BITS = {"pred": 8, "bf16": 16, "token": 0, "opaque": 0}
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.S)
 _HEADER = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) (?:\(.*\) -> .*)?\{", re.S)
@@ -99,10 +97,10 @@ class Instruction(NamedTuple):
         """Returns an attribute that instructions of this kind always have.
 
         Raises:
-          ValueError: it is missing.
+          RuntimeError: it is missing.
         """
         if (found := self.attribute(name)) is None:
-            raise UserError(f"the program's %{self.name} = {self.opcode}(...) has no attribute {name}")
+            raise RuntimeError(f"the program's %{self.name} = {self.opcode}(...) has no attribute {name}")
         return found
 
     def called(self) -> list[str]:
@@ -136,7 +134,7 @@ def parse(text: str) -> Module:
     """Parses the result of `compiled.as_text()`.
 
     Raises:
-      ValueError: the text ends inside an instruction, or no computation is marked ENTRY.
+      RuntimeError: the text ends inside an instruction, or no computation is marked ENTRY.
     """
     computations: dict[str, dict[str, Instruction]] = {}
     entry, current = None, None
@@ -150,7 +148,7 @@ def parse(text: str) -> Module:
             instruction = _instruction(named)
             current[instruction.name] = instruction
     if entry is None:
-        raise UserError("HLO text without an ENTRY computation; expected what compiled.as_text() returns")
+        raise RuntimeError("HLO text without an ENTRY computation; expected what compiled.as_text() returns")
     return Module(computations, entry)
 
 
@@ -168,7 +166,7 @@ def _statements(text: str) -> Iterator[str]:
             yield whole
             pending = []
     if pending:
-        raise UserError(f"HLO text ends inside: {pending[0].strip()[:100]}")
+        raise RuntimeError(f"HLO text ends inside: {pending[0].strip()[:100]}")
 
 
 def _is_closed(text: str) -> bool:
@@ -207,7 +205,7 @@ def _closing(text: str, opening: int) -> int:
             if depth == 0:
                 return i
         i += 1
-    raise UserError(f"HLO text with an open bracket: {text[opening : opening + 100]}")
+    raise RuntimeError(f"HLO text with an open bracket: {text[opening : opening + 100]}")
 
 
 def _split(text: str) -> Iterator[str]:

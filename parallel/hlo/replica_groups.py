@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from core.errors import UserError
 from parallel.hlo.program import Instruction
 
 
@@ -51,7 +50,7 @@ def device_groups(at: Instruction, chips: int) -> list[list[int]]:
 def _beginning(pattern: str, text: str) -> str:
     found = re.match(pattern, text)
     if found is None:
-        raise UserError(f"replica groups in an unknown format: {text[:100]}")
+        raise RuntimeError(f"replica groups in an unknown format: {text[:100]}")
     return found[0]
 
 
@@ -66,7 +65,7 @@ def _iota(text: str) -> np.ndarray:
 def _mesh_groups(text: str) -> list[list[int]]:
     found = re.match(r"mesh\[(?P<axes>[^\]]*)\](?:, device_ids=\((?P<ids>.*?)\))? \{(?P<over>[^}]*)\}", text, re.S)
     if found is None:
-        raise UserError(f"replica groups in an unknown format: {text[:100]}")
+        raise RuntimeError(f"replica groups in an unknown format: {text[:100]}")
     sizes = {name: int(size) for name, size in re.findall(r"'?(\w+)'?=(\d+)", found["axes"])}
     order = np.arange(math.prod(sizes.values()))
     if found["ids"]:

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from core.errors import UserError
 from parallel.hlo import program
 from parallel.hlo.program import Array
 
@@ -87,7 +86,7 @@ def read(folder: Path) -> Buffers:
     """Reads the files that the compiler wrote to `xla_dump_to` for one program.
 
     Raises:
-      ValueError: the files are missing.
+      FileNotFoundError: the compiler did not write them.
     """
     assignment = _one(folder, "after_optimizations-buffer-assignment.txt")
     lives = _one(folder, "after_optimizations-live-range.txt")
@@ -97,7 +96,7 @@ def read(folder: Path) -> Buffers:
 def _one(folder: Path, ending: str) -> Path:
     found = [path for path in sorted(folder.glob(f"*{ending}")) if path.stat().st_size]
     if not found:
-        raise UserError(f"the compiler left no …{ending} in {folder}")
+        raise FileNotFoundError(f"the compiler left no …{ending} in {folder}")
     return max(found, key=lambda path: path.stat().st_size)
 
 

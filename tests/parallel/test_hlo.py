@@ -216,9 +216,9 @@ y"}}
 
 
 def test_text_that_ends_too_early_is_refused():
-    with pytest.raises(ValueError, match="ends inside: %a"):
+    with pytest.raises(RuntimeError, match="ends inside: %a"):
         program.parse("ENTRY %main () -> f32[] {\n  %a = f32[] add(%b,\n")
-    with pytest.raises(ValueError, match="without an ENTRY"):
+    with pytest.raises(RuntimeError, match="without an ENTRY"):
         program.parse("%main () -> f32[] {\n  ROOT %a = f32[] constant(1)\n}\n")
 
 
@@ -344,11 +344,11 @@ def test_a_scanned_and_an_unrolled_model_cost_the_same():
 def test_an_attribute_that_an_instruction_lacks_is_named():
     loop = program.Instruction("w.1", "while", "(s32[])", "%state", "condition=%cond", is_root=False)
     assert loop.required("condition") == "cond"
-    with pytest.raises(ValueError, match=re.escape("the program's %w.1 = while(...) has no attribute body")):
+    with pytest.raises(RuntimeError, match=re.escape("the program's %w.1 = while(...) has no attribute body")):
         loop.required("body")
 
 
 def test_replica_groups_of_an_unknown_form_are_refused():
     summed = program.Instruction("r", "all-reduce", "f32[2]", "%x", "replica_groups=?", is_root=False)
-    with pytest.raises(ValueError, match=re.escape("replica groups in an unknown format: ?")):
+    with pytest.raises(RuntimeError, match=re.escape("replica groups in an unknown format: ?")):
         replica_groups.device_groups(summed, 2)

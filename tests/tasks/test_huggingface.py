@@ -7,8 +7,10 @@ import types
 import numpy as np
 import pytest
 
+from core.errors import UserError
 from core.types import DataLayout
-from tasks import huggingface, text
+from tasks import huggingface, text, vocabularies
+from tasks.corpus import StreamSpec
 
 
 class FakeIterable:
@@ -84,6 +86,18 @@ def test_continues_exactly_and_on_other_hosts(fake, num_streams, host_layouts, g
         for key in batch:
             np.testing.assert_array_equal(got[key], batch[key], err_msg=key)
     assert max(map(len, state.values())) < 1000
+
+
+def test_bytes_that_are_not_a_position_are_refused_and_change_nothing(fake):
+    stream = huggingface.HuggingFaceStream(
+        huggingface.HuggingFace("owner/some:en", "train", "validation", field="text", streaming=True),
+        StreamSpec("train", 0, 1, rows=2, length=16, seed=4, vocabulary=vocabularies.Bytes()),
+    )
+    before = stream.state()
+    for state in (b"garbage", b"{}", b'{"epoch": 1, "documents": 2, "window": 3, "row": 4}'):
+        with pytest.raises(UserError, match="is not a data position"):
+            stream.restore(state)
+    assert stream.state() == before
 
 
 @pytest.mark.parametrize("num_streams", [2, 8])

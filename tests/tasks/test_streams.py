@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from core.errors import UserError
 from core.types import DataLayout
 from tasks import streams, synthetic
 
@@ -107,6 +108,13 @@ def test_a_position_of_other_data_is_refused(host_layouts):
         TASK.train(layout, seed=3).restore({name: b"garbage" for name in state})
     with pytest.raises(ValueError, match=SAYS):
         TASK.train(layout, seed=3).restore({name: value for name, value in state.items() if not name.endswith("2")})
+
+
+@pytest.mark.parametrize("state", [b"garbage", b"\xff", b"[3]", b"{}", b'{"rows": "3"}'])
+def test_bytes_that_are_not_a_position_are_refused(state):
+    stream = synthetic.RandomStream((0,), vocab_size=50, length=7, rows=2)
+    with pytest.raises(UserError, match=r"is not a data position: the checkpoint is damaged"):
+        stream.restore(state)
 
 
 def test_a_layout_outside_the_batch_is_refused():

@@ -100,7 +100,7 @@ def test_the_latest_are_kept_and_found(opened, state, tmp_path):
     checkpoints.wait()
     assert checkpoints.latest_step() == 10
     assert sum(folder.name.isdigit() for folder in (tmp_path / "checkpoints").iterdir()) == 2
-    with pytest.raises(ValueError, match="step 10 is already saved"):
+    with pytest.raises(RuntimeError, match="step 10 is already saved"):
         checkpoints.save(10, state=state, data={}, meta={})
     with pytest.raises(ValueError, match=r"no complete checkpoint of step 1 .*there are \[9, 10\]"):
         checkpoints.restore(1, abstract(state))
@@ -202,7 +202,7 @@ def test_what_cannot_be_saved_or_opened_is_refused(opened, state, tmp_path):
         opened(keep=0)
     with pytest.raises(ValueError, match="no such folder"):
         opened(tmp_path / "nowhere", read_only=True)
-    with pytest.raises(ValueError, match="'step': 'int'"):
+    with pytest.raises(TypeError, match="'step': 'int'"):
         opened().save(1, state=state._replace(step=3), data={}, meta={})
 
 
