@@ -15,13 +15,13 @@ _SHARED_FILE_SECONDS = 10.0  # network file systems may show a new file late
 
 
 def require_same(what: str, text: str) -> None:
-    """Raises ValueError on all hosts, with the difference, if `text` differs between hosts."""
+    """Raises UserError on all hosts, with the difference, if `text` differs between hosts."""
     if differing := difference.between_hosts(distributed.all_gather_text(what, text)):
         raise UserError(f"{what} differs between hosts (a minus is what the others have):\n{differing}")
 
 
 def require_shared(run_dir: str, *, is_host_zero: bool) -> None:
-    """Raises ValueError on all hosts if host 0 cannot write into the run directory, or a host does not see the file."""
+    """Raises UserError on all hosts if host 0 cannot write into the run directory, or a host does not see the file."""
     directory = paths.resolve(run_dir)
     nonce = distributed.from_host_zero(secrets.token_hex(8))
     if refused := distributed.from_host_zero(_written(directory, nonce) if is_host_zero else ""):

@@ -112,7 +112,7 @@ def declare(name: str, meaning: str) -> None:
       meaning: what the axis counts, in a few words.
 
     Raises:
-      ValueError: not a lower-case identifier, no meaning, or an axis that already has another meaning.
+      UserError: not a lower-case identifier, no meaning, or an axis that already has another meaning.
     """
     if not (name.isidentifier() and name.islower() and meaning):
         raise UserError(f"logical.declare({name!r}, {meaning!r}): expected a lower-case identifier and its meaning")
@@ -131,7 +131,7 @@ def row(rules: Rules, name: str) -> MeshAxes:
     """Returns the mesh axes that a table assigns to a logical axis; a declared axis without a row is replicated.
 
     Raises:
-      ValueError: the table lacks the name.
+      UserError: the table lacks the name.
     """
     if name not in rules and name not in _declared:
         raise UserError(f"the table has no row for logical axis {name!r}; add one (None: replicated)")
@@ -139,7 +139,7 @@ def row(rules: Rules, name: str) -> MeshAxes:
 
 
 def check_names(names: Sequence[str | None], *, where: str) -> None:
-    """Raises ValueError for a name that is not a logical axis."""
+    """Raises UserError for a name that is not a logical axis."""
     known = all_axes()
     for name in names:
         if name is not None and name not in known:
@@ -170,7 +170,7 @@ def partition_spec(axes: Axes, rules: Rules, *, keep: Callable[[str], bool] = la
       keep: selects the mesh axes to use; the others are left out.
 
     Raises:
-      ValueError: the table lacks a name, or would use a mesh axis twice in this array.
+      UserError: the table lacks a name, or would use a mesh axis twice in this array.
     """
     entries: list[str | tuple[str, ...] | None] = []
     used: dict[str, str | None] = {}
@@ -197,7 +197,7 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     still automatic are used.
 
     Raises:
-      ValueError: wrong rank, unknown name, or a dimension that does not divide.
+      UserError: wrong rank, unknown name, or a dimension that does not divide.
     """
     if len(names) != x.ndim:
         raise UserError(f"constrain: {len(names)} names {names} for an array of shape {x.shape}")

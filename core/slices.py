@@ -134,7 +134,7 @@ class Slice:
         """Returns this slice with its chips divided evenly over `processes` hosts.
 
         Raises:
-          ValueError: the chips do not divide; names the counts that do.
+          UserError: the chips do not divide; names the counts that do.
         """
         if processes < 1 or self.chips % processes:
             counts = [n for n in range(1, self.chips + 1) if self.chips % n == 0]

@@ -30,7 +30,7 @@ def load(path: str, *, bindings: Sequence[str] = (), slice_name: str | None = No
       slice_name: wins over all.
 
     Raises:
-      ValueError: a variable that makes no sense; every mistake in the configuration.
+      UserError: a variable that makes no sense; every mistake in the configuration.
     """
     text = _content(path) if paths.is_remote(path) else None
     mesh = environment.mesh_bindings()

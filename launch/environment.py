@@ -118,7 +118,7 @@ def process_layout(*, environ: Mapping[str, str] | None = None) -> ProcessLayout
     """Reads JAX_COORDINATOR_ADDRESS, JAX_PROCESS_INDEX and JAX_PROCESS_COUNT (JAX itself ignores the last two).
 
     Raises:
-      ValueError: a value is malformed or out of range, or only some of the three are set.
+      UserError: a value is malformed or out of range, or only some of the three are set.
     """
     coordinator = read("JAX_COORDINATOR_ADDRESS", environ=environ)
     index = _integer("JAX_PROCESS_INDEX", minimum=0, environ=environ)
@@ -148,7 +148,7 @@ def mesh_bindings(*, environ: Mapping[str, str] | None = None) -> tuple[str, ...
     """Returns TPU_MESH_CONFIG and TPU_AXIS_NAMES as gin bindings; none if unset. An unnamed axis has degree 1.
 
     Raises:
-      ValueError: one is set without the other, or their values are wrong; lists all problems.
+      UserError: one is set without the other, or their values are wrong; lists all problems.
     """
     config, axes = read("TPU_MESH_CONFIG", environ=environ), read("TPU_AXIS_NAMES", environ=environ)
     if config is None and axes is None:
@@ -212,7 +212,7 @@ def _are(names: list[str]) -> str:
 
 
 def join_seconds(*, environ: Mapping[str, str] | None = None) -> int:
-    """Returns how long hosts wait for one another (RENGA_JOIN_SECONDS). Raises ValueError if it is malformed."""
+    """Returns how long hosts wait for one another (RENGA_JOIN_SECONDS). Raises UserError if it is malformed."""
     return _integer("RENGA_JOIN_SECONDS", minimum=1, environ=environ) or JOIN_SECONDS
 
 

@@ -64,7 +64,7 @@ class Experiment:
       compare_interval: steps between comparisons of what hosts hold in common; 0 for none.
 
     Raises:
-      ValueError: numbers out of range.
+      UserError: numbers out of range.
     """
 
     slice: str
@@ -205,7 +205,7 @@ class Experiment:
         """The experiment's steps on these devices.
 
         Raises:
-          ValueError: model, batch, strategy and slice do not fit; every mismatch at once.
+          UserError: model, batch, strategy and slice do not fit; every mismatch at once.
         """
         partitioner = Partitioner(self.strategy, slice=slices.get(self.slice), devices=devices)
         self._check_rows(partitioner)

@@ -35,7 +35,7 @@ def require_simulated(needed_bytes: int, *, slice_name: str) -> None:
     """Checks that the state of a simulated slice fits into this machine's free memory, which all hosts share.
 
     Raises:
-      ValueError: it does not fit; gives both sizes and the fix.
+      UserError: it does not fit; gives both sizes and the fix.
     """
     available = available_bytes()
     if needed_bytes > available:
@@ -98,7 +98,7 @@ def require(experiment: Experiment, program: Program) -> None:
     """Checks that this machine's free memory suffices for one host of a run.
 
     Raises:
-      ValueError: it does not; gives both sizes and the setting to change.
+      UserError: it does not; gives both sizes and the setting to change.
     """
     said = problem(
         per_host(experiment, program),

@@ -76,7 +76,7 @@ class Transformer:
       vocab_multiple: part of the model and independent of the mesh, so that parameters do not depend on the strategy.
 
     Raises:
-      ValueError: sizes that do not fit together.
+      UserError: sizes that do not fit together.
     """
 
     vocab_size: int = 32000
@@ -299,7 +299,8 @@ def preset(name: str, **changes) -> Transformer:
     """Returns the decoder called `name` ("tiny", "125m", "1b", "7b"), with fields replaced by `changes`.
 
     Raises:
-      ValueError: unknown name or field.
+      UserError: unknown name.
+      TypeError: unknown field.
     """
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.3) or list(PRESETS)

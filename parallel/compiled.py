@@ -61,7 +61,7 @@ def compile_for_slice(program: Program, *, dump_to: str | None = None) -> Compil
 
     Raises:
       OutOfHbmError: the step does not fit; the message gives the needed and the available HBM.
-      ValueError: the compiler does not know one of the options.
+      UserError: the compiler does not know one of the options.
     """
     start = time.perf_counter()
     lowered = program.lower_train_step()

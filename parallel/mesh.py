@@ -57,7 +57,7 @@ def make_mesh(
       devices: all devices of all hosts; CPU devices may be more than `slice.chips`.
 
     Raises:
-      ValueError: the number or kind of devices does not match the slice.
+      UserError: the number or kind of devices does not match the slice.
     """
     devices = sorted(devices, key=lambda d: (d.process_index, d.id))
     simulated = devices[0].platform == "cpu"

@@ -41,7 +41,7 @@ class Partitioner:
     """
 
     def __init__(self, tables: strategy.Strategy, *, slice: Slice, devices: Sequence[jax.Device]):
-        """Raises ValueError if mesh, slice and devices do not fit."""
+        """Raises UserError if mesh, slice and devices do not fit."""
         self.strategy = tables
         self.slice = slice
         self.shape = strategy.resolve(tables, slice)
@@ -76,7 +76,7 @@ class Partitioner:
         """Returns the sharding of every array of a batch.
 
         Raises:
-          ValueError: a dimension does not divide.
+          UserError: a dimension does not divide.
         """
         axes = {k: rules.batch_axes(s.shape) for k, s in spec.items()}
         where = f"batch under strategy {self.strategy.name!r} on {self.slice.name}"
@@ -112,7 +112,7 @@ class Partitioner:
           compiler_overrides: options of `parallel.compiler_options` to change, by name.
 
         Raises:
-          ValueError: lists every mismatch between the model, the batch and the tables.
+          UserError: lists every mismatch between the model, the batch and the tables.
         """
         flags = (accum_steps, gather_once, skip_non_finite, compiler_overrides or {})
         return Program(self, model, optimizer, dict(spec), seed, *flags)
@@ -346,7 +346,7 @@ class Program:
           batch: arrays [rows of this host, ...], in the order of `data_layout(...).rows`.
 
         Raises:
-          ValueError: features, rows, shapes or dtypes differ from what this host must supply.
+          UserError: features, rows, shapes or dtypes differ from what this host must supply.
         """
         return placement.put(batch, self.spec, self.batch_shardings, rows=self._host_rows)
 

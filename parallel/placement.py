@@ -67,7 +67,7 @@ def put(
       Global arrays.
 
     Raises:
-      ValueError: lists every feature whose presence, rows, shape or dtype is wrong.
+      UserError: lists every feature whose presence, rows, shape or dtype is wrong.
     """
     _check_batch(batch, spec, len(rows))
     first = np.asarray(rows)

@@ -29,7 +29,7 @@ def specs(shapes: Any, axes: Any, rules: Rules, *, mesh_shape: Mapping[str, int]
       where: name of the table for messages: "strategy 'fsdp', param_rules".
 
     Raises:
-      ValueError: lists every array that the table does not fit.
+      UserError: lists every array that the table does not fit.
     """
     problems: dict[str, list[str]] = {}  # problem -> arrays
 

@@ -46,7 +46,7 @@ class Strategy:
       pipeline: the schedule over `stage`; None without a pipeline.
 
     Raises:
-      ValueError: lists every unknown or missing name in the tables.
+      UserError: lists every unknown or missing name in the tables.
     """
 
     name: str
@@ -166,7 +166,7 @@ def resolve(strategy: Strategy, slice: Slice) -> dict[str, int]:
     """Returns the degree of every mesh axis over all slices, in the order of MESH_AXES.
 
     Raises:
-      ValueError: the product of the degrees inside a slice is not its number of chips, or that of the degrees across
+      UserError: the product of the degrees inside a slice is not its number of chips, or that of the degrees across
         slices is not the number of slices; the message names the nearest degrees that fit.
     """
     across = {axis: strategy.dcn_shape.get(axis, 1) for axis in MESH_AXES}

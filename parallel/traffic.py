@@ -135,7 +135,7 @@ def collectives(module: Module, run: Sequence[Executed], grid: Grid) -> list[Col
       grid: of the mesh it was compiled for.
 
     Raises:
-      ValueError: a group contains a chip that is not in the mesh.
+      UserError: a group contains a chip that is not in the mesh.
     """
     found = []
     starts = [e for e in run if dataflow.is_start(e)]
@@ -291,7 +291,7 @@ def varying_axes(groups: Sequence[Sequence[int]], grid: Grid) -> tuple[str, ...]
     """Returns the mesh axes whose coordinate differs between chips of one group.
 
     Raises:
-      ValueError: a chip outside the mesh.
+      UserError: a chip outside the mesh.
     """
     shape = tuple(grid.shape.values())
     largest = max(itertools.chain(*groups), default=0)

@@ -32,7 +32,7 @@ def plan(folder: paths.Path, *, keep: int, set_aside: bool, say: Callable[[str],
       say: receives one line for each step that was verified.
 
     Raises:
-      ValueError: steps would be deleted and none is intact.
+      UserError: steps would be deleted and none is intact.
     """
     assert keep > 0
     present = steps.complete(folder)

@@ -69,7 +69,7 @@ class Prefetch:
             replays nothing.
 
         Raises:
-          ValueError: `depth` or `snapshot_interval` below 1.
+          UserError: `depth` or `snapshot_interval` below 1.
         """
         for name, value in (("depth", depth), ("snapshot_interval", snapshot_interval)):
             if value < 1:
@@ -155,7 +155,7 @@ def restore(batches: Batches, position: Mapping[str, bytes]) -> None:
       position: the union of what `Prefetch.position` returned on all hosts.
 
     Raises:
-      ValueError: no stream, or streams that were saved at different places.
+      UserError: no stream, or streams that were saved at different places.
     """
     offsets = {name: _OFFSET.unpack_from(value)[0] for name, value in position.items()}
     if not offsets:

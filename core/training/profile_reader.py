@@ -79,7 +79,7 @@ def sessions(run_dir: str) -> list[str]:
     """Returns the names of the profiles of a run, in order of their steps.
 
     Raises:
-      ValueError: there are none.
+      UserError: there are none.
     """
     folder = paths.resolve(run_dir).joinpath(*PROFILES)
     names = [session.name for session in folder.iterdir() if session.is_dir()] if folder.exists() else []
@@ -100,7 +100,7 @@ def read_session(run_dir: str, session: str | None = None) -> tuple[str, list[Ho
     """Returns the name of a session, the latest by default, and the profiles of its hosts, ordered by process.
 
     Raises:
-      ValueError: there is no such session, or it is empty.
+      UserError: there is no such session, or it is empty.
     """
     names = sessions(run_dir)
     chosen = session or names[-1]

@@ -153,7 +153,7 @@ class RunLock:
           clock: by which `check` looks at most once in a second.
 
         Raises:
-          ValueError: another launch holds it, or the directory cannot be written.
+          UserError: another launch holds it, or the directory cannot be written.
         """
         was_there = paths.resolve(run_dir).exists()
         file, own = paths.require_writable(run_dir) / FILE, Owner.this()

@@ -83,7 +83,7 @@ def watching(run_dir: str, *, host: int | None = None) -> Iterator[Watch | None]
       host: the host whose process is started; only host 0 reports. None: all hosts, or unknown.
 
     Raises:
-      ValueError: RENGA_ALERT cannot be used.
+      UserError: RENGA_ALERT cannot be used.
     """
     if not (target := environment.read("RENGA_ALERT")):
         yield None

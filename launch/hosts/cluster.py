@@ -37,7 +37,7 @@ def join(
       before_devices: as for `distributed.initialize`.
 
     Raises:
-      ValueError: the environment contradicts itself or the slice; the hosts would not run the same; JAX found another
+      UserError: the environment contradicts itself or the slice; the hosts would not run the same; JAX found another
         accelerator than was asked for.
     """
     layout = environment.process_layout()

@@ -65,7 +65,7 @@ def find_tpus(names: str | None, zone: str | None, project: str | None) -> tuple
       project: of all.
 
     Raises:
-      ValueError: a TPU without a zone, a malformed name, or the same name twice.
+      UserError: a TPU without a zone, a malformed name, or the same name twice.
     """
     names = names or environment.read("TPU_NAME")
     if not names:
@@ -129,7 +129,7 @@ def describe(tpu: Tpu) -> Description:
 
 
 def address(tpu: Tpu) -> str:
-    """Returns the address of host 0 in the network of the TPU. Raises ValueError if gcloud has none."""
+    """Returns the address of host 0 in the network of the TPU. Raises UserError if gcloud has none."""
     found = output(address_step(tpu).argv)
     if found.returncode or not found.stdout.strip():
         raise UserError(f"gcloud has no address of host 0 of {tpu.name}: {found.stderr.strip() or 'no output'}")
@@ -175,7 +175,7 @@ def _wait(step: Step, process: subprocess.Popen) -> int:
 
 
 def resolved(argv: Sequence[str]) -> list[str]:
-    """Returns the command line with the full path of its program. Raises ValueError if it is not installed."""
+    """Returns the command line with the full path of its program. Raises UserError if it is not installed."""
     program = shutil.which(argv[0])
     if program is None:
         raise UserError(f"{argv[0]} is not on PATH: install it (https://cloud.google.com/sdk), or use --dry-run")

@@ -53,7 +53,7 @@ def manifest(
       alert_secret: a Kubernetes secret whose key `alert` is RENGA_ALERT.
 
     Raises:
-      ValueError: `name` is not allowed by Kubernetes.
+      UserError: `name` is not allowed by Kubernetes.
     """
     if not _NAME.fullmatch(name):
         raise UserError(

@@ -107,7 +107,7 @@ def watch(
       tpus: of the run.
       order: how to recreate a lost TPU.
       restarts: how many restarts to allow without a new checkpoint.
-      start: ships and starts the run on all TPUs; returns an exit code, or raises ValueError if they are not ready.
+      start: ships and starts the run on all TPUs; returns an exit code, or raises UserError if they are not ready.
       newest_step: returns the newest checkpointed step; may raise if the bucket does not answer.
       requested: gets an exit code when this process is asked to stop, which does not stop the run.
       poll_seconds: between two polls.
@@ -183,7 +183,7 @@ class _WatchedRun:
         return False
 
     def _restart_once(self) -> None:
-        """Recreates lost TPUs, stops what is left of the run, and starts it. Raises ValueError if that failed."""
+        """Recreates lost TPUs, stops what is left of the run, and starts it. Raises UserError if that failed."""
         states = {tpu: self._state(tpu) for tpu in self.tpus}
         for tpu in [tpu for tpu, state in states.items() if state in GONE]:
             if self.order.is_queued or states[tpu] != "NOT_FOUND":
@@ -198,7 +198,7 @@ class _WatchedRun:
             raise UserError(f"a step of the start failed (exit code {code})")
 
     def _wait_until_ready(self, tpu: Tpu) -> None:
-        """Waits until a TPU is READY. Raises ValueError if it never will be."""
+        """Waits until a TPU is READY. Raises UserError if it never will be."""
         deadline, before = time.monotonic() + READY_SECONDS, "READY"
         while time.monotonic() < deadline:
             state = self._state(tpu)

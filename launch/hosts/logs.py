@@ -26,7 +26,7 @@ def show(run_dir: str) -> int:
     """Prints the merged logs of all hosts from a run directory.
 
     Raises:
-      ValueError: it has none.
+      UserError: it has none.
     """
     folder = paths.resolve(run_dir) / "logs"
     files = sorted(folder.glob("host_*.log")) if folder.exists() else []

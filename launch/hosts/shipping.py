@@ -17,7 +17,7 @@ def workspace_files(workspace: Path) -> list[str]:
     """Returns the paths, relative to `workspace`, of files that git tracks or would track.
 
     Raises:
-      ValueError: not a git work tree.
+      UserError: not a git work tree.
     """
     command = ["git", "-C", str(workspace), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -41,7 +41,7 @@ def shipped_path(path: str, *, workspace: Path) -> str:
     """Returns `path` relative to the workspace, as the hosts see it; gs:// paths are unchanged.
 
     Raises:
-      ValueError: the file does not exist, or is not among what is shipped.
+      UserError: the file does not exist, or is not among what is shipped.
     """
     if paths.is_remote(path):
         return path

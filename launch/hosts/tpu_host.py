@@ -104,7 +104,7 @@ def require_slice(slice_: slices.Slice, *, accelerator_type: str | None, where: 
     In a job of several slices, `accelerator_type` is that of one.
 
     Raises:
-      ValueError: names both slices with their devices and hosts.
+      UserError: names both slices with their devices and hosts.
     """
     if accelerator_type is None:
         return

@@ -57,7 +57,7 @@ def start(tpus: Sequence[Tpu], *, slice_: slices.Slice, run: Run, workspace: Pat
       The exit code of the first step that failed, or 0.
 
     Raises:
-      ValueError: a TPU is of another size or not READY, there are more or fewer than slices, or the workspace is not
+      UserError: a TPU is of another size or not READY, there are more or fewer than slices, or the workspace is not
         under git.
     """
     names = [tpu.name for tpu in tpus]

@@ -37,7 +37,7 @@ def explain(path: str, choice: str, *, slice_name: str, bindings: Sequence[str])
     """Compiles one layout and prints what limits it; returns 1 if it does not fit.
 
     Raises:
-      ValueError: no such file, a mistake in the configuration, a layout that the slice cannot have.
+      UserError: no such file, a mistake in the configuration, a layout that the slice cannot have.
     """
     if "=" not in choice and not choice.endswith(".gin"):
         raise UserError(

@@ -78,7 +78,7 @@ def predicted(time: StepTime, experiment: Experiment) -> dict[str, Any]:
     """Returns seconds and shares of the peak, rounded to four digits.
 
     Raises:
-      ValueError: an MFU above 100 %: the model of time or the count of FLOPs is wrong.
+      UserError: an MFU above 100 %: the model of time or the count of FLOPs is wrong.
     """
     slice_, flops = slices.get(experiment.slice), experiment.flops_per_step
     bounds = {"hidden": time.hidden, "scheduled": time.scheduled, "exposed": time.exposed}

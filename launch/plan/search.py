@@ -75,7 +75,7 @@ def ask(path: str, *, slice_name: str, bindings: Sequence[str] = (), batch_sizes
     """Loads the experiment that a plan is for.
 
     Raises:
-      ValueError: an unknown slice, a mistake in the configuration, a batch size below 1 or too large.
+      UserError: an unknown slice, a mistake in the configuration, a batch size below 1 or too large.
     """
     slice_ = slices.get(slice_name)
     config = configuration.load(path, bindings=bindings, slice_name=slice_name)
@@ -90,7 +90,7 @@ def ask(path: str, *, slice_name: str, bindings: Sequence[str] = (), batch_sizes
 
 
 def _check_lengths(question: Question) -> None:
-    """Raises ValueError for a batch size that leaves so few steps that the experiment refuses them."""
+    """Raises UserError for a batch size that leaves so few steps that the experiment refuses them."""
     own = question.experiment
     writer = candidate_bindings.Writer(question.config, own)
     for size in set(question.batch_sizes) - {own.batch_size}:
@@ -110,7 +110,7 @@ def options(question: Question, *, only: Sequence[str] = ()) -> list[Option]:
       only: strategies to try; empty for all and the experiment's own.
 
     Raises:
-      ValueError: an unknown strategy.
+      UserError: an unknown strategy.
     """
     experiment = question.experiment
     spec = experiment.task.spec(experiment.batch_size)

@@ -146,7 +146,7 @@ def _require_writable(store: Store) -> None:
     """Checks the cache before anything is compiled.
 
     Raises:
-      ValueError: it cannot be written.
+      UserError: it cannot be written.
     """
     try:
         paths.require_writable(store.folder)

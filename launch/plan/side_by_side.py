@@ -60,7 +60,7 @@ def rows(
       slice_name: to compile for.
 
     Raises:
-      ValueError: a mistake in the experiment, or no such file.
+      UserError: a mistake in the experiment, or no such file.
     """
     configuration.load(experiment, bindings=bindings, slice_name=slice_name).build()
     for choice in choices:
@@ -75,7 +75,7 @@ def bindings_of(choice: str, *, flag: str = "--strategies") -> list[str]:
       flag: where the choice was given, for the error.
 
     Raises:
-      ValueError: there is no such gin file.
+      UserError: there is no such gin file.
     """
     if not choice.endswith(".gin"):
         return [part.strip() for part in choice.split(";")]

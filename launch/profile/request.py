@@ -35,7 +35,7 @@ def request(
       taken_seconds: how long to wait until the run accepts the request.
 
     Raises:
-      ValueError: no run is there, it does not answer, or it ends too soon.
+      UserError: no run is there, it does not answer, or it ends too soon.
     """
     if (steps is None) == (seconds is None):
         raise UserError("profile: give either --seconds S or --steps N (such as --seconds 5)")

@@ -36,7 +36,7 @@ def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = (), partly:
       partly: keep the size of a model or a task that cannot be made smaller, instead of refusing it.
 
     Raises:
-      ValueError: the model cannot shrink (it has no `shrink(multiples)`), the task cannot, or the mesh does not fit the
+      UserError: the model cannot shrink (it has no `shrink(multiples)`), the task cannot, or the mesh does not fit the
         slice.
     """
     shrinks = can(experiment.model, Shrinks)

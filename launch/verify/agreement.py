@@ -125,7 +125,7 @@ def sized(experiment: Experiment, examples: Mapping[str, Example]) -> Experiment
     """Shrinks the experiment to sizes that all examples can split; a model or task that cannot shrink is kept.
 
     Raises:
-      ValueError: a strategy's mesh does not fit its slice.
+      UserError: a strategy's mesh does not fit its slice.
     """
     first, *others = [dataclasses.replace(experiment, slice=e.slice, strategy=e.strategy) for e in examples.values()]
     return smoke.shrink(first, beside=others, partly=True)
@@ -135,7 +135,7 @@ def own_batches(experiment: Experiment, *, steps: int) -> list[Batch]:
     """The first training batches of the experiment's own task, in the shapes of its spec.
 
     Raises:
-      ValueError: the data is missing, does not fit the model, or differs from the task's spec.
+      UserError: the data is missing, does not fit the model, or differs from the task's spec.
     """
     layout = {"slice": ONE_DEVICE.slice, "strategy": ONE_DEVICE.strategy, "accum_steps": 1, "gather_once": False}
     alone = dataclasses.replace(experiment, **layout)
@@ -262,7 +262,7 @@ def measure_played(
       command: argv that makes a process call `record`; `--into FOLDER --record NAME …` is added.
 
     Raises:
-      ValueError: the processes could not be run.
+      UserError: the processes could not be run.
     """
     want = agreement.run(subject.alone(data[0], dtype="float32"), data)
     found = {}

@@ -169,7 +169,7 @@ def run(
       data_of: a recording whose batches to train on.
 
     Raises:
-      ValueError: no such checkpoint, or one that does not fit; batches of other shapes than `data_of` has.
+      UserError: no such checkpoint, or one that does not fit; batches of other shapes than `data_of` has.
     """
     program = ready.program
     own = agreement.batches_of(ready.experiment.task, program, steps=steps)

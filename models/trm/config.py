@@ -45,7 +45,7 @@ class Config:
       vocab_multiple, puzzle_multiple: part of the model and independent of the mesh.
 
     Raises:
-      ValueError: sizes or choices that do not fit together.
+      UserError: sizes or choices that do not fit together.
     """
 
     vocab_size: int

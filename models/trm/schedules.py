@@ -31,7 +31,7 @@ class Linear:
       share: fraction of the run during which the value changes.
 
     Raises:
-      ValueError: no steps, or a share outside of (0, 1].
+      UserError: no steps, or a share outside of (0, 1].
     """
 
     start: float
@@ -59,7 +59,7 @@ class Curriculum:
       share: fraction of the run after which all cycles are used.
 
     Raises:
-      ValueError: no cycles, no steps, or a share outside of (0, 1].
+      UserError: no cycles, no steps, or a share outside of (0, 1].
     """
 
     h_cycles: int = 1

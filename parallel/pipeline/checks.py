@@ -61,7 +61,7 @@ def check_rows(rows: int, *, groups: int, accum_steps: int, schedule: Schedule |
       where: strategy and slice, for the message.
 
     Raises:
-      ValueError: it does not divide; names the nearest sizes that do.
+      UserError: it does not divide; names the nearest sizes that do.
     """
     unit = groups * accum_steps * (schedule.num_microbatches if schedule else 1)
     if rows % unit == 0:

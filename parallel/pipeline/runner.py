@@ -101,7 +101,7 @@ def _gives_loss(tail: Tail, x: jax.Array, side: Side) -> bool:
     """Returns whether the tail returns a LossOutput.
 
     Raises:
-      ValueError: it cannot be summed over microbatches, or its parameters cannot be differentiated.
+      UserError: it cannot be summed over microbatches, or its parameters cannot be differentiated.
     """
     out = jax.eval_shape(tail.fn, tail.params, x, side)
     if not isinstance(out, LossOutput):
@@ -157,7 +157,7 @@ def _values(args: tuple) -> tuple:
     """Returns the arguments of a derivative rule as arrays.
 
     Raises:
-      ValueError: the side, which is the last argument, depends on parameters.
+      UserError: the side, which is the last argument, depends on parameters.
     """
     leaves = jax.tree_util.tree_leaves_with_path(args[-1])
     found = [jax.tree_util.keystr(path) for path, leaf in leaves if leaf.perturbed]

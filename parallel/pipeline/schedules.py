@@ -48,7 +48,7 @@ class Schedule:
         it; tests show that with NaN. None: whatever is there.
 
     Raises:
-      ValueError: numbers out of range.
+      UserError: numbers out of range.
     """
 
     num_microbatches: int

@@ -107,7 +107,7 @@ def layouts(slice: Slice, *, only: Sequence[str] = ()) -> list[Layout]:
       only: names of constructors; empty for all.
 
     Raises:
-      ValueError: a name that is not a strategy.
+      UserError: a name that is not a strategy.
     """
     known = sorted(
         constructors(), key=lambda name: len(_parameters(name) or ())

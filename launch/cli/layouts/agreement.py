@@ -117,7 +117,7 @@ def _require_devices(examples: dict[str, Any]) -> None:
     """Makes enough CPU devices where the experiment's file names a larger slice than the command line does.
 
     Raises:
-      ValueError: a module of the experiment has used a device already, which fixes their number.
+      UserError: a module of the experiment has used a device already, which fixes their number.
     """
     import jax
 

@@ -93,7 +93,7 @@ def parse(text: str, *, experiment: str) -> Variant:
     """What the text of a side says.
 
     Raises:
-      ValueError: a number or a checkpoint that cannot be read; a setting given twice.
+      UserError: a number or a checkpoint that cannot be read; a setting given twice.
     """
     settings: dict[str, str] = {}
     bindings = []
@@ -141,7 +141,7 @@ def _slice(variant: Variant, experiment: Any) -> Slice:
     """The slice as this side's processes play it.
 
     Raises:
-      ValueError: they cannot share its chips; the state that they are to start from is not there.
+      UserError: they cannot share its chips; the state that they are to start from is not there.
     """
     from core import slices
 
@@ -165,7 +165,7 @@ def _run_side(side: str, slice_: Slice, command: Sequence[str], *, into: Path) -
     """Plays the hosts of one side; 0, or the code that a signal gives.
 
     Raises:
-      ValueError: it could not be run.
+      UserError: it could not be run.
     """
     from launch.hosts import simulate
 

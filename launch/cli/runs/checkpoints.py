@@ -117,7 +117,7 @@ def _prune(args: argparse.Namespace) -> int:
 
 
 def _directory(run: str) -> paths.Path:
-    """The checkpoint folder of a run. Raises ValueError if there is none."""
+    """The checkpoint folder of a run. Raises UserError if there is none."""
     from core import paths
 
     folder = paths.resolve(run)
@@ -132,7 +132,7 @@ def _directory(run: str) -> paths.Path:
 
 
 def _require_step(directory: paths.Path, step: int) -> paths.Path:
-    """The folder of a complete step. Raises ValueError, listing the steps that exist, if it is not there."""
+    """The folder of a complete step. Raises UserError, listing the steps that exist, if it is not there."""
     from core.checkpoints import steps
 
     present = steps.complete(directory)
@@ -143,7 +143,7 @@ def _require_step(directory: paths.Path, step: int) -> paths.Path:
 
 
 def _step_folder(text: str) -> paths.Path:
-    """The folder of the step named by RUN@STEP, or of the latest step of RUN. Raises ValueError if it is missing."""
+    """The folder of the step named by RUN@STEP, or of the latest step of RUN. Raises UserError if it is missing."""
     from core.checkpoints import steps
 
     run, mark, step = text.rpartition("@")
