@@ -22,6 +22,7 @@ from launch.experiment import Experiment
 from parallel.planning import calibration
 
 FOLDER = environment.WORKSPACE / "tests" / "golden"
+PLANS = environment.WORKSPACE / "launch" / "plan" / "compiled"
 TOLERANCE = 0.25
 SIMULATED = "simulated: CPU devices play the chips, so step time, HBM and MFU are not measured"
 FOLLOWS = "step time, HBM and MFU follow with every report"
@@ -48,6 +49,13 @@ def find(experiment: Experiment, settings: Settings) -> dict[str, Any] | None:
     wanted = program_identity.fingerprint(experiment, settings)
     recorded = (json.loads(file.read_text()) for file in sorted(FOLDER.glob("*.json")))
     return next((record for record in recorded if record["fingerprint"] == wanted), None)
+
+
+def compile_seconds(experiment: Experiment, settings: Settings) -> float | None:
+    """Returns how long a committed plan took to compile this program; None if no plan has it."""
+    name = program_identity.record_key(program_identity.program_text(experiment, settings))
+    plans = (json.loads(file.read_text())["records"] for file in sorted(PLANS.glob("*.json")))
+    return next((records[name]["compile_seconds"] for records in plans if name in records), None)
 
 
 def line(record: Prediction) -> str:

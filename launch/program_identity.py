@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import json
 import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from core import slices
+from core import slices, versions
 from core.optimizers import schedules
 from launch.config import DEFAULTS, Binding, Macro, Reference, Settings, leaves, parse
 from launch.environment import WORKSPACE
@@ -25,6 +26,7 @@ from parallel import compiler_options
 # Schedules of `core.optimizers`: they give a step its learning rate and do not change its program.
 _SCHEDULES = frozenset(name for name, value in vars(schedules).items() if inspect.isfunction(value) and name[0] != "_")
 _OURS = tuple(WORKSPACE / name for name in ("core", "launch", "models", "parallel", "tasks"))
+RECORD_FORMAT = 2  # of a compiled program's record; another number makes all existing records unknown
 _INSTALLED = {"site-packages", "dist-packages"}
 
 
@@ -41,6 +43,17 @@ def program_text(experiment: Experiment, settings: Settings) -> str:
     if own := _own_modules(experiment, settings):
         parts["own modules"] = own
     return "\n".join(f"{name}: {value!r}" for name, value in parts.items())
+
+
+def record_key(text: str, *, sources: str = "") -> str:
+    """Returns the name of the record of a compiled program.
+
+    Args:
+      text: `program_text`.
+      sources: the digest of Renga's sources, in a user's cache; empty for committed records.
+    """
+    installed = json.dumps(versions.installed(versions.COMPILER), sort_keys=True)
+    return hashlib.sha256("\n".join([str(RECORD_FORMAT), text, installed, sources]).encode()).hexdigest()[:24]
 
 
 def fingerprint(experiment: Experiment, settings: Settings) -> str:

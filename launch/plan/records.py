@@ -21,13 +21,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from core import paths, versions
+from core import paths
 from core.slices import GIB
-from launch import environment
+from launch import environment, program_identity
 from launch.environment import WORKSPACE
 from parallel.planning.cost import AxisTime, StepTime
 
-FORMAT = 2  # of a record; another number makes all existing records unknown
 COMMITTED = WORKSPACE / "launch" / "plan" / "compiled"
 _SOURCE_FOLDERS = ("core", "models", "parallel")
 # Folders and files that only read programs, choose among them, or run beside one.
@@ -119,17 +118,6 @@ def sources_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def key(text: str, *, sources: str = "") -> str:
-    """Returns the name of a record.
-
-    Args:
-      text: `program_identity.program_text`.
-      sources: `sources_digest()` in a user's cache; empty for committed records.
-    """
-    installed = json.dumps(versions.installed(versions.COMPILER), sort_keys=True)
-    return hashlib.sha256("\n".join([str(FORMAT), text, installed, sources]).encode()).hexdigest()[:24]
-
-
 class Store:
     """Looks up records: first those of this user, then the committed ones.
 
@@ -147,12 +135,12 @@ class Store:
         mine = self._read(self.path(text))
         if mine is not None:
             return mine
-        plain = self._committed_records.get(key(text))
+        plain = self._committed_records.get(program_identity.record_key(text))
         return from_json(plain, is_committed=True) if plain else None
 
     def path(self, text: str) -> Path:
         """Returns the file of a program's record in the user's cache."""
-        return self.folder / f"{key(text, sources=sources_digest())}.json"
+        return self.folder / f"{program_identity.record_key(text, sources=sources_digest())}.json"
 
     def _read(self, file: Path) -> Record | None:
         """Reads a record of the user's cache; warns once about an unreadable one, and treats it as missing."""
@@ -191,7 +179,14 @@ def write(path: Path, plain: Mapping[str, Any]) -> None:
 
 def commit(path: Path, found: Iterable[tuple[str, Record]]) -> None:
     """Writes the records of a plan by key, to be committed; records of failed processes are left out."""
-    write(path, {"records": {key(text): record.as_json() for text, record in found if record.status != FAILED}})
+    write(
+        path,
+        {
+            "records": {
+                program_identity.record_key(text): record.as_json() for text, record in found if record.status != FAILED
+            }
+        },
+    )
 
 
 def bytes_of(written: str) -> float:

@@ -105,9 +105,12 @@ class Waiting:
         say: Callable[[str], None] = _print,
         *,
         place: Callable[[], phase.Place] = phase.place,
+        compile_seconds: float | None = None,
     ):
+        """Prints with `say`; `compile_seconds` is how long a plan took to compile the training step."""
         self._say = say
         self._place = place
+        self._compile_seconds = compile_seconds
         self._phase, self._due = "", _FIRST_SECONDS
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
@@ -129,7 +132,9 @@ class Waiting:
             return
         while self._due <= place.seconds:
             self._due += 10 if self._due < 60 else 60
-        self._say(f"{WAITS[place.phase]}, {units.clock(place.seconds)}")
+        planned = self._compile_seconds if place.phase == phase.COMPILING else None
+        known = f" (compiled in {units.clock(planned)} for the recorded plan)" if planned else ""
+        self._say(f"{WAITS[place.phase]}, {units.clock(place.seconds)}{known}")
 
     def _watch(self) -> None:
         while not self._ended.wait(_LOOK_SECONDS):

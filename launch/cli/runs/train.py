@@ -36,10 +36,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     """Loads the configuration, joins the hosts, prepares the run and trains, in this order."""
+    import jax
+
     from core import distributed, metrics, versions
     from core.training import run_lock
     from core.training.hooks import PreemptedError
-    from launch import configuration
+    from launch import configuration, prediction
     from launch.hosts import cluster, start_checks
     from launch.runs import prepared_run, training
     from launch.runs.progress import Waiting
@@ -73,7 +75,9 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     if host.is_zero:
         for note in config.notes:
             print(f"note: {note}")
-        stack.enter_context(Waiting())
+        on_tpu = jax.devices()[0].platform == "tpu"  # plans are of programs for TPUs
+        seconds = prediction.compile_seconds(experiment, config) if on_tpu else None
+        stack.enter_context(Waiting(compile_seconds=seconds))
     run = prepared_run.prepare_run(
         experiment,
         config_text=config.text,

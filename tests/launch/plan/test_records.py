@@ -173,7 +173,7 @@ def test_what_failed_is_not_shipped(tmp_path, options, compiled_as):
     first, second = [one for one in options if not one.reason][:2]
     failed = records.Record(records.FAILED, reason="no luck")
     records.commit(tmp_path / "x.json", iter([(first.text, compiled_as(first)), (second.text, failed)]))
-    assert list(json.loads((tmp_path / "x.json").read_text())["records"]) == [records.key(first.text)]
+    assert list(json.loads((tmp_path / "x.json").read_text())["records"]) == [program_identity.record_key(first.text)]
 
 
 def test_another_slice_is_another_program(question):

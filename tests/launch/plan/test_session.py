@@ -177,8 +177,8 @@ def test_a_record_shows_where_hbm_ends(arguments, filled, options, compiled_as, 
     assert "compiling 3 candidates a little too large by arithmetic too" in said
     assert f"written: {file}" in said
     kept = json.loads(file.read_text())["records"]
-    assert {records.key(one.text) for one in refused[:3]} <= set(kept)
-    assert kept[records.key(refused[1].text)]["status"] == records.TOO_MUCH
+    assert {program_identity.record_key(one.text) for one in refused[:3]} <= set(kept)
+    assert kept[program_identity.record_key(refused[1].text)]["status"] == records.TOO_MUCH
     assert sum(record["status"] == records.COMPILED for record in kept.values()) == 4  # one against arithmetic
     assert len([line for line in said.splitlines() if re.match(r"\|\s+\d+ \|", line)]) == 4
 
