@@ -1,5 +1,7 @@
 """What is logged beside a running step, and when it warns."""
 
+import json
+
 import pytest
 
 from core.slices import GIB
@@ -96,3 +98,11 @@ def test_a_program_without_a_record_says_so(monkeypatch):
     rows = measured(on_tpu=False)[0].rows()
     assert rows["predicted"].startswith("nothing: this program is not recorded; launch/run report v4-32 ")
     assert rows["measured"] == SIMULATED
+
+
+def test_the_compile_time_of_a_program_is_that_of_its_committed_plan():
+    plans = (json.loads(file.read_text())["records"] for file in prediction.PLANS.glob("valkyrie_7b_v4_32.json"))
+    seconds = {record["compile_seconds"] for records in plans for record in records.values()}
+    assert prediction.compile_seconds(EXPERIMENT, CONFIG) in seconds
+    other = configuration.load("gin/valkyrie_7b.gin", bindings=["BATCH_SIZE = 16", "NUM_STREAMS = 16"])
+    assert prediction.compile_seconds(other.build(), other) is None
