@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,9 +27,16 @@ def by_name(tree: Any, *, joined_by: str = "/") -> dict[str, Any]:
 
 
 def host_bytes(state: Any) -> int:
-    """Returns the bytes of all arrays on this host, counting a shard once if several devices have it."""
-    parts = ({str(s.index): s.data.nbytes for s in leaf.addressable_shards} for leaf in by_name(state).values())
-    return sum(sum(by_place.values()) for by_place in parts)
+    """Returns the bytes of all arrays on this host, counting a shard once if several devices have it.
+
+    Args:
+      state: a tree of jax.Array, or of jax.ShapeDtypeStruct with shardings.
+    """
+    total = 0
+    for leaf in by_name(state).values():
+        places = {str(place) for place in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()}
+        total += len(places) * math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    return total
 
 
 def require_arrays(state: Any) -> None:

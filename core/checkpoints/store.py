@@ -29,6 +29,7 @@ from core.checkpoints.reading import UnreadableError
 from core.checkpoints.streams import StreamsHandler, StreamsSave
 from core.checkpoints.writing import Cost, WriteFailedError, Writing, limit_seconds, telling
 from core.errors import UserError
+from core.health import phase
 
 OPEN_SECONDS = 300.0  # for the slowest host to open the folder
 _NEVER_SECONDS = 10**6  # disables Orbax's own timeout; `Writing` enforces the limit
@@ -45,7 +46,8 @@ class Checkpoints:
         Args:
           directory: local or gs://, shared by all hosts.
           keep: number of latest steps to keep.
-          timeout_seconds: time limit of a save; None: depends on the bytes per host (`writing.limit_seconds`).
+          timeout_seconds: time limit of a save, and of a restore before the watchdog ends the run; None: depends on
+            the bytes per host (`writing.limit_seconds`).
           read_only: for reading while a job runs: creates and removes nothing.
 
         Raises:
@@ -115,7 +117,7 @@ class Checkpoints:
             self._directory,
             size_bytes=size_bytes,
             host_bytes=host_bytes,
-            limit_seconds=self._timeout_seconds or limit_seconds(host_bytes),
+            limit_seconds=self._limit_seconds(host_bytes),
             blocked_seconds=described_seconds,
         )
         self._quiet.enter_context(library_noise.while_saving())
@@ -213,12 +215,20 @@ class Checkpoints:
         if said:
             return None, said
         self._require_same_tree(step, described.content, abstract_state)
-        parts, said = self._read(step, lambda: _sealed(described, *_read_arrays_and_streams(folder, abstract_state)))
+        seconds = self._limit_seconds(leaves.host_bytes(abstract_state))
+        with phase.enter(phase.RESTORING, limit_seconds=seconds):
+            parts, said = self._read(
+                step, lambda: _sealed(described, *_read_arrays_and_streams(folder, abstract_state))
+            )
         if said:
             return None, said
         state, data = parts
         said = reading.agreed(_differing(described.content, state))
         return (None, said) if said else ((state, data, described.meta), "")
+
+    def _limit_seconds(self, host_bytes: int) -> float:
+        """Returns the time limit of a save or a restore."""
+        return self._timeout_seconds or limit_seconds(host_bytes)
 
     def _read(self, step: int, read: Callable[[], Any]) -> tuple[Any, str]:
         try:

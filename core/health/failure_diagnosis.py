@@ -27,7 +27,7 @@ class Limits(NamedTuple):
     Attributes:
       step_seconds: for a step, and between two steps.
       slow_seconds: for compiling, reading, opening, evaluating, saving and restoring. Joining has at least
-        JOINING_SECONDS, and a save at least its own limit (`core.checkpoints.writing`).
+        JOINING_SECONDS, saving and restoring at least their own limit (`core.checkpoints.writing.limit_seconds`).
       silent_seconds: without a message from a host with an open connection; less than the timeout of JAX's heartbeat.
         Also the limit for one host to evaluate or end while others wait for it in a step.
       apart_seconds: for one host to save or restore while others wait for it in a step.

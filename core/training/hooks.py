@@ -131,16 +131,19 @@ class Save(Hook):
         *,
         due: Callable[[int], bool],
         costs: Any,
+        check: Callable[[], None] = lambda: None,
     ):
         """Takes a run's `Checkpoints`, the prefetcher's `position`, the metadata to store, and when a save is due.
 
-        `costs.add(cost)` is called for each completed save, `costs.end()` after the last.
+        `costs.add(cost)` is called for each completed save, `costs.end()` after the last. `check()` is called before
+        anything is written, and raises an error if nothing must be.
         """
         self._checkpoints = checkpoints
         self._position = position
         self._meta = meta
         self._due = due
         self._costs = costs
+        self._check = check
 
     def before_step(self, step: int) -> None:
         """Raises an error soon after a save has failed on any host."""
@@ -155,6 +158,8 @@ class Save(Hook):
     def at_boundary(self, step: int, state: TrainState) -> None:
         """Starts an asynchronous save; the arrays are copied off the devices when this returns."""
         with phase.enter(phase.SAVING):
+            self._checkpoints.wait()  # the save before this one may take minutes
+            self._check()
             self._checkpoints.save(step, state=state, data=self._position(), meta=self._meta)
 
     def close(self) -> None:

@@ -172,13 +172,14 @@ class RunLock:
                     say(f"took over the lock of {run_dir} from {before or 'an owner without a name'}, which is gone")
                 return cls(run_dir, now.version, own, made_directory=not was_there, clock=clock)
 
-    def check(self) -> None:
+    def check(self, *, now: bool = False) -> None:
         """Raises LockLostError if the lock was removed or taken over.
 
         Reads the file at most once per second, because it may be on a network file system; in a bucket, relies on the
-        last renewal.
+        last renewal. With `now`, reads it in any case.
         """
-        if not paths.is_remote(self._file) and self._clock() - self._looked_at >= _LOOK_SECONDS:
+        due = not paths.is_remote(self._file) and self._clock() - self._looked_at >= _LOOK_SECONDS
+        if now or due:
             self._reads.attempt(self._look)
         if self._lost:
             raise LockLostError(self._lost)
@@ -244,7 +245,11 @@ class RunLock:
 
 
 class HoldsLock(Hook):
-    """A hook that ends a run whose lock is lost, before the next step; used on the host that holds the lock."""
+    """A hook that ends a run whose lock is lost, soon after that is noticed; used on the host that holds the lock.
+
+    On a disk, the lock is read before a step, at most once per second; in a bucket, every 15 s. `hooks.Save` is given
+    `RunLock.check` too, so that nothing is saved after another launch has taken over.
+    """
 
     def __init__(self, lock: RunLock):
         """Takes the lock of the run."""

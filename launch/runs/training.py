@@ -16,6 +16,7 @@ from core.training import (
     prefetch,
     recompile,
     rollback_loop,
+    run_lock,
     trainer,
 )
 from launch import array_table, config
@@ -27,11 +28,12 @@ from launch.runs.progress import Progress
 _A_DAY_SECONDS = 24 * 3600.0  # where a limit only reports
 
 
-def train(run: Run, *, also: Sequence[hooks.Hook] = ()) -> dict[str, float]:
+def train(run: Run, *, lock: run_lock.RunLock | None = None, also: Sequence[hooks.Hook] = ()) -> dict[str, float]:
     """Trains to `run.last_step`, from the newest checkpoint if there is one.
 
     Args:
       run: from `prepare_run`.
+      lock: of the run directory, on the host that holds it.
       also: hooks to run after the usual ones.
 
     Returns:
@@ -67,7 +69,7 @@ def train(run: Run, *, also: Sequence[hooks.Hook] = ()) -> dict[str, float]:
                 measured=predictions.rows(),
             )
             _write_config(run, writers)
-        now = training_hooks.UnderWay(run, first_step, progress, predictions, writers, stack)
+        now = training_hooks.UnderWay(run, first_step, progress, predictions, writers, stack, lock)
         evaluation = training_hooks.evaluation(now)
         batches = stack.enter_context(open_batches(run, position))
         state = rollback_loop.train(

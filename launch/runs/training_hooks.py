@@ -23,6 +23,7 @@ from core.training import (
     profile_requests,
     profiling,
     rollback_loop,
+    run_lock,
     step_file,
 )
 from launch import environment
@@ -32,7 +33,7 @@ from launch.runs.progress import Progress
 
 
 class UnderWay(NamedTuple):
-    """A run in progress: what its hooks share."""
+    """A run in progress: what its hooks share; `lock` is that of the run directory, on the host that holds it."""
 
     run: Run
     first_step: int
@@ -40,6 +41,7 @@ class UnderWay(NamedTuple):
     predictions: PredictionCheck
     writers: metrics.Writers
     stack: contextlib.ExitStack
+    lock: run_lock.RunLock | None = None
 
 
 def hooks_of(
@@ -58,6 +60,7 @@ def hooks_of(
         preemption,
         *_profiles(now),
         *_noting(now),
+        *([run_lock.HoldsLock(now.lock)] if now.lock else []),
     ]
 
 
@@ -142,10 +145,14 @@ def evaluation(now: UnderWay) -> hooks.Evaluate | None:
 def _saving(
     now: UnderWay, checkpoints: Checkpoints, batches: prefetch.Prefetch, preemption: hooks.StopWhenPreempted
 ) -> hooks.Save:
-    run, costs = now.run, SaveCosts(say=now.progress.note, write=now.writers.scalars)
+    run, lock, costs = now.run, now.lock, SaveCosts(say=now.progress.note, write=now.writers.scalars)
 
     def due(step: int) -> bool:
         last = step == run.last_step or preemption.needs_state(step)
         return step % run.experiment.checkpoint_interval == 0 or last
 
-    return hooks.Save(checkpoints, batches.position, run.meta, due=due, costs=costs)
+    def check() -> None:
+        if lock is not None:
+            lock.check(now=True)
+
+    return hooks.Save(checkpoints, batches.position, run.meta, due=due, costs=costs, check=check)

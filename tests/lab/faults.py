@@ -98,9 +98,9 @@ def _add_hook(prepare: Callable[[Run], tuple[Run, Hook]]) -> None:
     train = training.train
 
     @functools.wraps(train)
-    def planted(run: Run, *, also: Sequence[Hook] = ()) -> dict[str, float]:
+    def planted(run: Run, *, also: Sequence[Hook] = (), **more: Any) -> dict[str, float]:
         run, hook = prepare(run)
-        return train(run, also=(*also, hook))
+        return train(run, also=(*also, hook), **more)
 
     training.train = planted
 

@@ -56,14 +56,14 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     revision = versions.git_revision()
     run_dir = args.run_dir or environment.run_directory(args.experiment, smoke=args.smoke)
     last_step = min(args.steps or experiment.total_steps, experiment.total_steps)
-    holding: list[run_lock.HoldsLock] = []
+    held: list[run_lock.RunLock] = []
 
     def lock(joined: distributed.Cluster) -> None:
         if joined.process_index == 0 and not args.smoke:  # a smoke run has a folder of its own
             taken = run_lock.RunLock.acquire(run_dir, say=lambda text: print(f"note: {text}", flush=True))
             stack.callback(taken.release)
             stack.enter_context(taken.explaining())
-            holding.append(run_lock.HoldsLock(taken))
+            held.append(taken)
 
     host = cluster.join(
         slices.get(experiment.slice),
@@ -87,7 +87,7 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
         host=host,
     )
     try:
-        smoke.rehearse(run) if args.smoke else training.train(run, also=holding)
+        smoke.rehearse(run) if args.smoke else training.train(run, lock=next(iter(held), None))
     except PreemptedError as stop:
         print(f"{host.name}: {stop}", flush=True)
         return exit_codes.PREEMPTED

@@ -9,7 +9,9 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from core.checkpoints import reading, store, streams
+from core.checkpoints import leaves, reading, store, streams
+from core.health import phase
+from core.health.failure_diagnosis import Limits
 
 
 class State(NamedTuple):
@@ -59,6 +61,33 @@ def opened(tmp_path):
     yield open_at
     for checkpoints in made:
         checkpoints.close()
+
+
+def test_the_watchdog_waits_for_a_restore_as_long_as_for_a_save_of_the_same_bytes(opened, state, monkeypatch):
+    limits = Limits(step_seconds=1.0, slow_seconds=10.0)
+    seen, read = [], store.restoring.restore
+
+    def restore(*args):
+        seen.append((phase.place().phase, limits.of(phase.place())))
+        return read(*args)
+
+    monkeypatch.setattr(store.restoring, "restore", restore)
+    writer = opened()
+    writer.save(5, state=state, data={}, meta={})
+    writer.wait()
+    writer.restore(5, abstract(state))
+    monkeypatch.setattr(store.leaves, "host_bytes", lambda state: 400 * 2**30)
+    writer.restore(5, abstract(state))
+    opened(timeout_seconds=20000.0).restore_newest(abstract(state))
+    assert [what for what, _ in seen] == [phase.RESTORING] * 3
+    assert [seconds for _, seconds in seen] == pytest.approx([360.0, 300.0 + 400 * 20.0 + 60.0, 20060.0])
+
+
+def test_bytes_of_a_host_are_the_same_before_and_after_a_restore(state):
+    """A shard that several devices have counts once."""
+    held = [{str(s.index): s.data.nbytes for s in leaf.addressable_shards} for leaf in jax.tree.leaves(state)]
+    assert leaves.host_bytes(state) == sum(sum(shards.values()) for shards in held) > 0
+    assert leaves.host_bytes(abstract(state)) == leaves.host_bytes(state)
 
 
 @pytest.mark.covers("C07")

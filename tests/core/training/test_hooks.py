@@ -6,7 +6,7 @@ import types
 import numpy as np
 import pytest
 
-from core.training import hooks, non_finite, trainer
+from core.training import hooks, non_finite, run_lock, trainer
 from core.training.profile_requests import Window
 from core.training.trainer import StepReport
 from core.types import WeightedSum
@@ -129,12 +129,33 @@ def test_save_takes_the_position_at_that_moment():
         (5, "state 5", {"stream 0": b"1"}, {"seed": 7}),
         (10, "state 10", {"stream 0": b"2"}, {"seed": 7}),
     ]
-    checkpoints.finished.append("the first")
+    checkpoints.finished[:], costs.told[:] = ["the first"], []
     save.before_step(11)
     assert (checkpoints.checked, costs.told) == (1, ["the first"])
     save.close()
-    assert checkpoints.waited == 1
+    assert checkpoints.waited == 3
     assert costs.told == ["the first", "the last", "end"]
+
+
+@pytest.mark.covers("C04")
+def test_nothing_is_saved_after_the_lock_of_the_run_was_taken_over(tmp_path):
+    """Though the lock was read less than a second before, and is taken over while the save before is awaited."""
+    lock = run_lock.RunLock.acquire(str(tmp_path / "run"), say=print, clock=lambda: 0.0)
+    checkpoints = Checkpoints()
+    save = hooks.Save(checkpoints, dict, {}, due=bool, costs=Costs(), check=lambda: lock.check(now=True))
+    save.at_boundary(5, "state 5")
+    wait = checkpoints.wait
+
+    def taken_over_meanwhile():
+        wait()
+        (tmp_path / "run" / run_lock.FILE).write_text("{}")
+
+    checkpoints.wait = taken_over_meanwhile
+    lock.check()
+    with pytest.raises(run_lock.LockLostError, match="was taken over"):
+        save.at_boundary(10, "state 10")
+    assert [step for step, *_ in checkpoints.saved] == [5]
+    lock.release()
 
 
 @pytest.mark.covers("O01")
