@@ -16,9 +16,9 @@ from core.training import (
     prefetch,
     recompile,
     rollback_loop,
-    run_lock,
     trainer,
 )
+from core.training.run_lock import RunLock
 from launch import array_table, config
 from launch.prediction import PredictionCheck
 from launch.runs import run_summary, training_hooks
@@ -28,7 +28,7 @@ from launch.runs.progress import Progress
 _A_DAY_SECONDS = 24 * 3600.0  # where a limit only reports
 
 
-def train(run: Run, *, lock: run_lock.RunLock | None = None, also: Sequence[hooks.Hook] = ()) -> dict[str, float]:
+def train(run: Run, *, lock: RunLock | None = None, also: Sequence[hooks.Hook] = ()) -> dict[str, float]:
     """Trains to `run.last_step`, from the newest checkpoint if there is one.
 
     Args:
@@ -40,11 +40,7 @@ def train(run: Run, *, lock: run_lock.RunLock | None = None, also: Sequence[hook
       The last validation means, such as `validation/loss`; empty if nothing is evaluated.
     """
     with phase.enter(phase.RESTORING):
-        checkpoints = Checkpoints(
-            run.checkpoint_dir,
-            keep=run.experiment.keep_checkpoints,
-            timeout_seconds=run.experiment.save_limit_seconds,
-        )
+        checkpoints = _open_checkpoints(run)
         state, position, resumed = restore_or_init(run, checkpoints)
     first_step = int(state.step)
     progress = Progress(run.last_step, host=run.host)
@@ -89,6 +85,11 @@ def train(run: Run, *, lock: run_lock.RunLock | None = None, also: Sequence[hook
     run_summary.show_end(run.experiment, run.program, state, validation, run_dir=run.run_dir)
     distributed.barrier("run/end")
     return validation
+
+
+def _open_checkpoints(run: Run) -> Checkpoints:
+    own = run.experiment
+    return Checkpoints(run.checkpoint_dir, keep=own.keep_checkpoints, timeout_seconds=own.save_limit_seconds)
 
 
 def restore_or_init(
