@@ -95,8 +95,8 @@ SCENARIOS: tuple[Scenario, ...] = (
         Fault("kill", hosts=(1,), phase=phase.RESTORING, step=0),
         continues=True,
     ),
-    Scenario("SIGTERM to one host", (exit_codes.PREEMPTED,), r"saved step \d+", Fault("terminate")),
-    Scenario("SIGTERM to all hosts", (exit_codes.PREEMPTED,), r"saved step \d+", Fault("terminate", hosts=ALL)),
+    Scenario("SIGTERM to one host", (exit_codes.PREEMPTED,), r"saved a checkpoint at step \d+", Fault("terminate")),
+    Scenario("SIGTERM to all hosts", (exit_codes.PREEMPTED,), r"saved a checkpoint at step \d+", Fault("terminate", hosts=ALL)),
     Scenario(
         "a host hangs in Python",
         (exit_codes.HUNG,),
