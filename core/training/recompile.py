@@ -40,11 +40,23 @@ class OnceCompiled:
       recompilations: number of later calls that compiled.
     """
 
-    def __init__(self, function: Callable[..., Any], *, on_recompile: Literal["raise", "warn"] = "raise"):
-        """Wraps `function`, whose arguments may be donated."""
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        on_recompile: Literal["raise", "warn"] = "raise",
+        named_by: Callable[..., Any] | None = None,
+    ):
+        """Wraps `function`, whose arguments may be donated.
+
+        Args:
+          function: jitted, or compiled from a jitted function.
+          on_recompile: what to do after a call that compiled. An input that a compiled function refuses always raises.
+          named_by: the function whose parameters name the inputs; None: `function`.
+        """
         assert on_recompile in ("raise", "warn"), on_recompile
         self.recompilations = 0
-        self._function = function
+        self._function, self._named_by = function, named_by or function
         self._raises = on_recompile == "raise"
         self._expected: Mapping[str, str] | None = None
 
@@ -54,26 +66,35 @@ class OnceCompiled:
             self._expected = self._describe(args, kwargs)
             return self._function(*args, **kwargs)
         before = getattr(_compilations, "count", 0)
-        output = self._function(*args, **kwargs)
+        try:
+            output = self._function(*args, **kwargs)
+        except (TypeError, ValueError) as error:  # how a compiled function refuses other inputs
+            changes = _changes(self._expected, self._describe(args, kwargs))
+            if not isinstance(self._function, jax.stages.Compiled) or not changes:
+                raise
+            raise RecompilationError(self._message("would have to be compiled again", changes)) from error
         if getattr(_compilations, "count", 0) != before:
             self._report(self._expected, self._describe(args, kwargs))
         return output
 
     def _describe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, str]:
         """Returns the properties of every input leaf that compilation depends on; donated arrays still have them."""
-        named = _bind(self._function, args, kwargs)
+        named = _bind(self._named_by, args, kwargs)
         leaves, _ = jax.tree_util.tree_flatten_with_path(named)
         return {path[0].key + jax.tree_util.keystr(path[1:]): _kind(leaf) for path, leaf in leaves}
 
     def _report(self, expected: Mapping[str, str], actual: Mapping[str, str]) -> None:
         self.recompilations += 1
         lines = _changes(expected, actual) or ["no input changed: a configuration value or the mesh in scope did"]
-        listed = "\n  ".join(units.shortened(lines, most=20))
-        name = getattr(self._function, "__name__", "the step")
-        message = f"{name} compiled again after its first call; what differs from the first call:\n  {listed}"
+        message = self._message("compiled again after its first call", lines)
         if self._raises:
             raise RecompilationError(message)
         warnings.warn(message, stacklevel=3)
+
+    def _message(self, what: str, changes: list[str]) -> str:
+        listed = "\n  ".join(units.shortened(changes, most=20))
+        name = getattr(self._named_by, "__name__", "the step")
+        return f"{name} {what}; what differs from the first call:\n  {listed}"
 
 
 def _bind(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -140,14 +140,16 @@ def compile_together(run: Run, first_step: int) -> trainer.Program:
         compiled = run.program.lower_train_step().compile()
         seconds = _A_DAY_SECONDS if run.experiment.limits.reports_only else run.experiment.compile_limit_seconds
         distributed.barrier("run/compiled", timeout_seconds=seconds)
-    return _OnceCompiledProgram(compiled)  # calling the jitted function would compile it once more
+    return _OnceCompiledProgram(
+        compiled, named_by=run.program.train_step
+    )  # calling the jitted function would compile it once more
 
 
 class _OnceCompiledProgram:
     """The program with a training step that may be compiled once."""
 
-    def __init__(self, step: Callable[..., Any]):
-        self._step = recompile.OnceCompiled(step)
+    def __init__(self, step: Callable[..., Any], *, named_by: Callable[..., Any] | None = None):
+        self._step = recompile.OnceCompiled(step, named_by=named_by)
 
     def train_step(self, state, batch):
         return self._step(state, batch)
