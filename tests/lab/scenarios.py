@@ -96,7 +96,12 @@ SCENARIOS: tuple[Scenario, ...] = (
         continues=True,
     ),
     Scenario("SIGTERM to one host", (exit_codes.PREEMPTED,), r"saved a checkpoint at step \d+", Fault("terminate")),
-    Scenario("SIGTERM to all hosts", (exit_codes.PREEMPTED,), r"saved a checkpoint at step \d+", Fault("terminate", hosts=ALL)),
+    Scenario(
+        "SIGTERM to all hosts",
+        (exit_codes.PREEMPTED,),
+        r"saved a checkpoint at step \d+",
+        Fault("terminate", hosts=ALL),
+    ),
     Scenario(
         "a host hangs in Python",
         (exit_codes.HUNG,),
