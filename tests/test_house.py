@@ -2,7 +2,6 @@
 
 import ast
 import fnmatch
-import graphlib
 import pathlib
 import re
 
@@ -16,7 +15,6 @@ OURS = {  # folder: the folders of ours that it may import
     "tasks": {"core", "tasks"},
     "launch": {"core", "parallel", "models", "tasks", "launch"},
 }
-WITHOUT_CYCLES = ("core", "parallel", "models", "tasks")
 HOMES = {  # library: path prefixes that may import it; () is nowhere
     "torch": (),
     "gin": ("launch/config/",),
@@ -213,13 +211,32 @@ def import_cycles(graph):
     return {tuple(sorted(f for f in reach[file] if file in reach.get(f, ()))) for file in graph if file in reach[file]}
 
 
-def test_no_two_files_import_each_other():
+def imported_files():
+    """{file of the product: the files of the product that it imports}; a package imports nothing for its own files."""
     graph = {}
     for path in PRODUCT:
-        if name(path).split("/")[0] in WITHOUT_CYCLES:
-            files = map(file_of, modules_imported(ast.parse(path.read_text())))
-            graph[name(path)] = {name(file) for file in files if file}
-    assert not import_cycles(graph)
+        files = {file for file in map(file_of, modules_imported(ast.parse(path.read_text()))) if file}
+        graph[name(path)] = {name(file) for file in files if file.name != "__init__.py" or file.parent != path.parent}
+    return graph
+
+
+def folder_graph(graph):
+    """{folder: folders that its files import from}, without those that contain one another."""
+    folders = {}
+    for file, imported in graph.items():
+        own = pathlib.PurePath(file).parent
+        others = {pathlib.PurePath(other).parent for other in imported}
+        apart = {other for other in others if own != other and own not in other.parents and other not in own.parents}
+        folders.setdefault(str(own), set()).update(map(str, apart))
+    return folders
+
+
+def test_no_two_files_import_each_other():
+    assert not import_cycles(imported_files())
+
+
+def test_no_two_folders_import_each_other():
+    assert not import_cycles(folder_graph(imported_files()))
 
 
 def test_cycles_of_imports_are_found():
@@ -251,17 +268,6 @@ def test_the_arrows_catch(file, module, inside):
 def test_a_deliberate_refusal_is_a_user_error():
     raised = re.compile(r"\b(raise|return) ValueError\(")
     assert not [name(path) for path in PRODUCT if raised.search(path.read_text())]
-
-
-@pytest.mark.parametrize("folder", ["core", "parallel", "launch"])
-def test_no_files_import_one_another_in_a_circle(folder):
-    """Also not inside a function, nor for a type alone."""
-    files = [path for path in PRODUCT if name(path).startswith(f"{folder}/")]
-    modules = {name(path).removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in files}
-    graph = {own: {module for module, *_ in imports(path)} & modules.keys() - {own} for own, path in modules.items()}
-    for own, used in graph.items():  # `from a import b` needs the file of a package only where b is no file of its own
-        used -= {module for module in used if any(more.startswith(f"{module}.") for more in used | {own})}
-    graphlib.TopologicalSorter(graph).prepare()
 
 
 def test_only_product_folders_are_packages():

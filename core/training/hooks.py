@@ -1,7 +1,7 @@
 """Hooks of the training loop: progress, evaluation, checkpoints, preemption, profiles.
 
 Each hook does one thing and gets everything it needs through its constructor. More hooks are in `non_finite`,
-`goodput`, `run_lock` and `core.health.replicas`.
+`goodput`, `run_lock` and `core.training.replicas`.
 """
 
 from __future__ import annotations

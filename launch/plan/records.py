@@ -30,21 +30,29 @@ from parallel.planning.cost import AxisTime, StepTime
 COMMITTED = WORKSPACE / "launch" / "plan" / "compiled"
 _SOURCE_FOLDERS = ("core", "models", "parallel")
 # Folders and files that only read programs, choose among them, or run beside one.
-_UNRELATED_FOLDERS = ("checkpoints", "metrics", "training", "watch")
+_UNRELATED_FOLDERS = ("checkpoints", "health", "training")
 _UNRELATED_FILES = (
     "agreement.py",
     "arithmetic.py",
+    "bookkeeping.py",
     "calibration.py",
     "candidate_metrics.py",
     "candidates.py",
+    "errors.py",
     "hbm_allocations.py",
+    "host_checks.py",
+    "library_noise.py",
     "lints.py",
+    "metrics.py",
     "model_trace.py",
-    "sharded_state.py",
     "recording.py",
+    "rendezvous.py",
     "report.py",
     "roofline.py",
+    "run_metrics.py",
+    "sampling.py",
     "selection.py",
+    "sharded_state.py",
     "units.py",
     "versions.py",
 )

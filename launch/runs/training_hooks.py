@@ -12,7 +12,7 @@ import numpy as np
 from core import distributed, metrics
 from core.checkpoints.save_costs import SaveCosts
 from core.checkpoints.store import Checkpoints
-from core.health import heartbeat, replicas
+from core.health import heartbeat
 from core.train_state import TrainState
 from core.training import (
     compile_cache,
@@ -22,6 +22,7 @@ from core.training import (
     prefetch,
     profile_requests,
     profiling,
+    replicas,
     rollback_loop,
     run_lock,
     step_file,

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from core.health import divergence, exit_codes, replicas
+from core.health import divergence, exit_codes
+from core.training import replicas
 from core.training.trainer import StepReport
 
 
