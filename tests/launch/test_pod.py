@@ -17,8 +17,8 @@ NOWHERE = tpu_host.Place(False, None, ("environment: TPU_WORKER_ID is not set",)
 TPU_HOST = tpu_host.Place(True, "v4-32", ())
 
 
-class Became(Exception):
-    pass
+class Became(BaseException):
+    """Ends the command where `os.execv` would replace the process."""
 
 
 @pytest.fixture

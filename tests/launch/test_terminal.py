@@ -10,6 +10,7 @@ import sys
 import pytest
 from rich.table import Table
 
+from core.health import exit_codes
 from launch import __main__ as cli
 from launch import environment, terminal
 
@@ -130,10 +131,10 @@ def test_a_table_whose_reader_goes_away_ends_quietly(tmp_path):
     assert run_until_the_reader_has_enough(tmp_path, program=str(script)) == (141, "")
 
 
-def test_a_broken_pipe_that_is_not_standard_output_is_an_error(monkeypatch):
+def test_a_broken_pipe_that_is_not_standard_output_is_an_error(monkeypatch, capfd):
     def breaks(argv):
         raise BrokenPipeError("a socket")
 
     monkeypatch.setattr(cli, "_command", breaks)
-    with pytest.raises(BrokenPipeError, match="a socket"):
-        cli.main([])
+    assert cli.main([]) == exit_codes.RAISED
+    assert "BrokenPipeError: a socket" in capfd.readouterr().err

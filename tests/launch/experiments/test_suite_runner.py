@@ -213,7 +213,7 @@ def test_wrong_arguments_are_refused(launch, folder):
 
 
 def test_mistakes_that_fail_on_every_host_are_reported_before_anything_starts(folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tpu_host, "on_tpu_host", lambda: True)
+    monkeypatch.setattr(tpu_host, "look", lambda: tpu_host.Place(True, "v4-64", ()))
     started = []
     monkeypatch.setattr(suite_runner.Suite, "run", lambda suite, show: started.append(suite) or 0)
 

@@ -28,7 +28,10 @@ def test_a_request_that_no_run_accepts_is_withdrawn(tmp_path):
 def test_a_length_of_zero_or_less_is_refused(tmp_path, capsys, flag, length):
     (tmp_path / "config.gin").touch()
     assert cli.main(["pod", "profile", str(tmp_path), flag, length]) == 2
-    assert f"error: profile: {flag} {length}" in capsys.readouterr().err
+    error = f"--steps: {length}: expected a whole number, at least 1"
+    if flag == "--seconds":
+        error = f"profile: --seconds {length}"
+    assert f"error: {error}" in capsys.readouterr().err
     assert [file.name for file in tmp_path.iterdir()] == ["config.gin"]
 
 
