@@ -30,7 +30,7 @@ WATCHDOGS = ("end", "report")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """What to train, on what, how, and how long.
+    """An experiment: model, data, strategy, optimizer and duration.
 
     Attributes:
       slice: the TPU slice it is meant for; the SLICE argument of a command wins over it.
@@ -127,7 +127,7 @@ class Experiment:
             raise UserError("Experiment: " + "; ".join(problems))
 
     def _check_survival(self) -> None:
-        """What is bound of a run that meets numbers that are none, stuck hosts, or hosts that differ."""
+        """Validates the settings for non-finite numbers, stuck hosts and differing hosts."""
         if self.non_finite not in non_finite.POLICIES:
             expected = ", ".join(map(repr, non_finite.POLICIES))
             raise UserError(f"Experiment: non_finite = {self.non_finite!r}: expected one of {expected}")
@@ -149,7 +149,7 @@ class Experiment:
 
     @property
     def limits(self) -> Limits:
-        """How long a host may stay where it is."""
+        """The time limits of the health checks."""
         usual = USUAL_LIMITS if environment.read("RENGA_SIMULATE") else ON_TPU
         return Limits(
             step_seconds=self.step_limit_seconds,

@@ -49,7 +49,7 @@ def merge(by_host: Sequence[Sequence[Finding]]) -> list[Finding]:
 
 
 def is_ready(findings: Iterable[Finding]) -> bool:
-    """Whether no check failed."""
+    """Returns whether no check failed."""
     return all(finding.ok for finding in findings)
 
 

@@ -14,7 +14,7 @@ class Host(NamedTuple):
 
     @property
     def is_zero(self) -> bool:
-        """Whether this host writes what is written once."""
+        """Returns whether this host writes what is written once."""
         return self.index == 0
 
     @property

@@ -1,4 +1,4 @@
-"""What is predicted of a run, from the records in tests/golden, and how a running step compares with it.
+"""Finds the prediction for a run in tests/golden, and compares its measured steps with it.
 
 A prediction is a range, from all traffic hidden to none. On a TPU, a measurement outside of it by more than a quarter
 is worth one warning: the model of time, the machine or the configuration is not what somebody thinks.

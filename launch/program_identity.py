@@ -66,7 +66,7 @@ def fingerprint(experiment: Experiment, settings: Settings) -> str:
 
 
 def _is_rate(binding: Binding) -> bool:
-    """Whether a binding is a learning rate or an argument of a schedule: neither changes what a step costs."""
+    """Returns whether a binding is a learning rate or an argument of a schedule: neither changes what a step costs."""
     is_of_a_schedule = binding.selector.rpartition(".")[2] in _SCHEDULES
     return not binding.scope and (binding.parameter == "learning_rate" or is_of_a_schedule)
 
@@ -145,6 +145,6 @@ def _own_modules(experiment: Experiment, settings: Settings) -> dict[str, str]:
 
 
 def _is_versioned(file: Path) -> bool:
-    """Whether a source file is ours or belongs to an installed package: their versions are recorded otherwise."""
+    """Returns whether a file is ours or an installed package's, whose versions are recorded separately."""
     installed = _INSTALLED & set(file.parts) or file.is_relative_to(sysconfig.get_path("stdlib"))
     return bool(installed) or any(file.is_relative_to(folder) for folder in _OURS)

@@ -1,4 +1,4 @@
-"""What the trained model writes: a short continuation, to see that it learned something.
+"""Samples a short continuation from the trained model, to see that it learned something.
 
 Plain and slow on purpose: each id runs the whole window again, in the layout of training, so that it works wherever
 training did.

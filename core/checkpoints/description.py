@@ -39,7 +39,7 @@ class Description(NamedTuple):
 
     @property
     def seals_positions(self) -> bool:
-        """Whether the metadata has digests of the data positions, which detect those of another step or stream."""
+        """Returns whether the metadata has digests of data positions, which detect those of another step or stream."""
         return None not in self.streams.values()
 
     def positions(self, found: Mapping[str, bytes]) -> dict[str, bytes]:

@@ -70,7 +70,7 @@ class Seen:
       place: the step and phase that it last reported.
       heard_seconds: time since its last message.
       raised: the exception that ends it, and when it was reported.
-      left: its exit code (0: done), the reason, and when it was reported, if it ends by itself.
+      left: its exit code (0: done), the reason, and when it was reported, if the process reported its exit.
       is_consequence: whether its exception can be a consequence of the loss of another host.
       gone: whether its connection is closed.
     """

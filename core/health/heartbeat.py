@@ -78,7 +78,7 @@ def raised(error: str, *, code: int, is_consequence: bool) -> None:
 
 
 def leave(code: int = exit_codes.DONE, why: str = "") -> None:
-    """Reports that this process ends by itself.
+    """Reports that this process is about to exit, and why.
 
     With a code other than 0, monitoring ends. Host 0 then waits for the others to leave, for at most
     `failure_diagnosis.LEAVING_SECONDS`. Without one it is monitored until it is gone, because JAX waits for the others

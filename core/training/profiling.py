@@ -34,7 +34,7 @@ class Profile:
 
     @property
     def is_open(self) -> bool:
-        """Whether a window is open."""
+        """Returns whether a window is open."""
         return self._session is not None
 
     def start(self, step: int) -> Profile:

@@ -43,7 +43,7 @@ class Trip(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """What runs, what chip p of n must hold then (rows x chunks), and how much of its array a chip sends."""
+    """A collective, what chip p of n must hold after it (rows x chunks), and the share of its array a chip sends."""
 
     run: Callable
     want: Callable[[int, int], np.ndarray]

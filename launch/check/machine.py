@@ -16,7 +16,7 @@ _ALIKE = 0.92  # of two names, to take one for a slip of the other
 
 
 def variables(environ: Mapping[str, str] = os.environ, *, simulated: bool) -> list[Finding]:
-    """What is wrong with the environment: values that contradict one another, and names that nobody reads."""
+    """Returns problems of the environment: contradictory values, and names that nothing reads."""
     problems = []
     for look in (environment.process_layout, environment.mesh_bindings):
         try:

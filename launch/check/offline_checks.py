@@ -1,4 +1,4 @@
-"""What a doctor finds before any host is joined: the checks without a device, the checkpoint, and the HBM of a chip."""
+"""The doctor's checks before hosts are joined: those without a device, the checkpoint, and the HBM of a chip."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def look(
 
 
 def checkpoint(program, run_dir: str) -> Finding:
-    """Whether the newest checkpoint of the run fits the program."""
+    """Returns whether the newest checkpoint of the run fits the program."""
     name = "checkpoint"
     try:
         step, differences = fit.newest(f"{run_dir}/checkpoints", program.abstract_state)
@@ -48,7 +48,7 @@ def checkpoint(program, run_dir: str) -> Finding:
 
 
 def hbm(config_text: str, experiment: Experiment, *, limit_bytes: int | None) -> Finding:
-    """What a chip needs by the record of this experiment, against what it has: `limit_bytes`, if its runtime says."""
+    """Compares the recorded HBM need of this experiment with what a chip has (`limit_bytes`, if known)."""
     chip = slices.get(experiment.slice).chip
     have, whose = (limit_bytes, "says the runtime") if limit_bytes else (chip.usable_hbm_bytes, "by the slice table")
     there = f"{have / GIB:.4g} GiB a chip ({whose})"
@@ -62,5 +62,5 @@ def hbm(config_text: str, experiment: Experiment, *, limit_bytes: int | None) ->
 
 
 def region(named: Sequence[str], *, zone: str | None) -> list[Finding]:
-    """Whether buckets are where the TPU is, as far as anybody can be asked."""
+    """Returns whether buckets are where the TPU is, as far as anybody can be asked."""
     return [row for bucket in regions.buckets(named) if (row := regions.judge(bucket, zone=zone)) is not None]

@@ -41,7 +41,7 @@ class Checked(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether no check failed."""
+        """Returns whether no check failed."""
         return all(f.ok for f in self.findings)
 
 

@@ -102,7 +102,7 @@ def _not_shared(slice_: Slice) -> str:
 
 
 def _is_unseen(name: str, hosts: Hosts, *, is_vocabulary: bool) -> bool:
-    """Whether a file cannot be checked from here: data in buckets, and absolute paths of remote hosts."""
+    """Returns whether a file cannot be checked from here: data in buckets, and absolute paths of remote hosts."""
     if paths.is_remote(name):
         return hosts == "dry run" or not is_vocabulary
     return hosts in _AWAY and name.startswith(("/", "~"))

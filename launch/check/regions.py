@@ -1,4 +1,4 @@
-"""Where buckets are and where the TPU is: traffic between regions is slow, and costs money."""
+"""Compares the regions of buckets and TPU: traffic between regions is slow and costs money."""
 
 from __future__ import annotations
 

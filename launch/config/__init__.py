@@ -2,7 +2,7 @@
 
 The only folder that imports gin. A configuration is read into statements with their places (sources, parsing), names
 are looked up in the code (names, constructors), what is reachable from the root is visited (graph), and values are
-checked against signatures (types, checks). What stands is given to gin, which builds the object (loader).
+checked against signatures (types, checks). Valid statements are passed to gin, which builds the object (loader).
 """
 
 from launch.config.loader import DEFAULTS, ROOT, LoadedConfig, Settings, load, parse

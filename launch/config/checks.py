@@ -131,7 +131,7 @@ def _types(config: Configuration, bindings: Iterable[Binding]) -> Iterator[Confi
 
 
 def _is_default(value: Any, binding: Binding) -> bool:
-    """Whether the constructor itself has this value, whatever it says of its type (`x: int = None`)."""
+    """Returns whether the constructor itself has this value, whatever it says of its type (`x: int = None`)."""
     parameter = binding.target.parameters.get(binding.parameter)
     return parameter is not None and type(value) is type(parameter.default) and value == parameter.default
 

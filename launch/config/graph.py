@@ -168,7 +168,7 @@ class Walk:
                 self._expand(leaf.name, binding, scope, path)
 
     def _is_new(self, node: Any, scope: Scope, *, called: bool = True) -> bool:
-        """Whether the node was not visited in that scope before; notes that it is now."""
+        """Returns whether the node was not visited in that scope before; notes that it is now."""
         is_new = (node, scope, called) not in self._visited
         self._visited.add((node, scope, called))
         self._scopes[node].add(scope)

@@ -49,7 +49,7 @@ class _Delegate(config_parser.ParserDelegate):
 
 
 class Parsed(NamedTuple):
-    """What could be read of a text.
+    """The result of parsing a text, with its mistakes.
 
     Attributes:
       problems: statements that gin's grammar does not allow.
@@ -123,7 +123,7 @@ def _problem(error: Exception, piece: str, *, text: str, file: str, line: int) -
 
 
 def _explanation(error: Exception, piece: str) -> tuple[str, str]:
-    """What is wrong, in words of the file rather than of its parser, and what to write instead."""
+    """Describes a syntax error in terms of the file, not of its parser, and what to write instead."""
     message = str(error.args[0]) if error.args else str(error)
     if token := re.search(r"Failed to parse token '(.*)'", message, re.DOTALL):
         fix = "text goes in quotes, a constructor is written @module.name(), a macro %NAME"
@@ -139,6 +139,6 @@ def _explanation(error: Exception, piece: str) -> tuple[str, str]:
 
 
 def _stops_at_a_quote(error: Exception) -> bool:
-    """Whether Python 3.11's tokenizer stopped at an unclosed string; later ones say so."""
+    """Returns whether Python 3.11's tokenizer stopped at an unclosed string; later ones say so."""
     text, column = getattr(error, "text", None) or "", getattr(error, "offset", None) or 0
     return text[column : column + 1] in ("'", '"')

@@ -129,7 +129,7 @@ def display(path: Path) -> str:
 
 
 def _is_a_slip(path: str, guess: Path) -> bool:
-    """Whether only the name of the file is misspelt, by little."""
+    """Returns whether only the name of the file is misspelt, by little."""
     alike = difflib.SequenceMatcher(None, Path(path).stem, guess.stem).ratio() > 0.8
     return alike and guess.as_posix().endswith(Path(path).with_name(guess.name).as_posix())
 

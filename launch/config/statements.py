@@ -120,7 +120,7 @@ class Binding:
 
     @property
     def is_macro(self) -> bool:
-        """Whether this gives a macro its value."""
+        """Returns whether this gives a macro its value."""
         return not self.parameter
 
     @property

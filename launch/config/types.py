@@ -157,7 +157,7 @@ def _result_fits(result: Any, hint: Any) -> bool:
 
 
 def _result(reference: Reference, hint: Any) -> str:
-    """What a reference gives, and the methods of a protocol that it lacks."""
+    """Returns the type that a reference gives, and the methods of a protocol that it lacks."""
     if not reference.evaluate or reference.target is None:
         return "" if reference.evaluate else ", the constructor itself"
     given, protocol = _plain(reference.target.returns), typing.get_origin(hint) or hint
@@ -174,7 +174,7 @@ def _lacking(actual: type, protocol: type) -> list[str]:
 
 
 def _reads_as(text: str, hint: Any) -> bool:
-    """Whether the string would fit without its quotes."""
+    """Returns whether the string would fit without its quotes."""
     for kind in (int, float):
         try:
             return misfit(kind(text), hint) is None

@@ -56,7 +56,7 @@ def config(run_dir: str) -> str | None:
 
 
 def is_complete(run_dir: str, *, text: str, last_step: int) -> bool:
-    """Whether the run with this configuration text reached `last_step` in this directory."""
+    """Returns whether the run with this configuration text reached `last_step` in this directory."""
     return config(run_dir) == text and run_metrics.read(run_dir).step >= last_step
 
 

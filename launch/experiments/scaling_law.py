@@ -113,5 +113,5 @@ def of_groups(table: Sequence[ResultRow]) -> Mapping[str, ScalingLaw | str]:
 
 
 def _fixed(row: ResultRow) -> tuple:
-    """What must be equal in a group that varies only the size."""
+    """Returns what must be equal in a group that varies only the size."""
     return tuple(row[name] for name in ("depth", "puzzles", "copies", "batch", "total_steps"))

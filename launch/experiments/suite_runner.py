@@ -30,7 +30,7 @@ _GRACE_SECONDS = 30.0
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """How experiments are run.
+    """The options with which experiments are run.
 
     Attributes:
       simulate: simulate the hosts as processes on this machine.
@@ -122,7 +122,7 @@ class Suite:
         return int(any(self.failed(entry) for entry in self.entries))
 
     def failed(self, entry: Entry) -> bool:
-        """Whether the experiment, or the one run instead of it, is not done."""
+        """Returns whether the experiment, or the one run instead of it, is not done."""
         status = self.status.get(entry.same_as) or self.status[entry.id]
         return not status.startswith(DONE)
 

@@ -46,7 +46,7 @@ RUNTIMES = {
 
 
 class Order(NamedTuple):
-    """How to request a TPU.
+    """The options of a request for a TPU.
 
     Attributes:
       slice_: the slice of one TPU; None to delete one.

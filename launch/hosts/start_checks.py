@@ -31,7 +31,7 @@ def warn_at_start(host: Host) -> None:
 
 
 def versions(*, installed: Callable[[str], str] = importlib.metadata.version, pins: str | None = None) -> Finding:
-    """Whether jax, jaxlib and libtpu go together, as jax itself says, and are the tested ones of requirements.txt.
+    """Compares jax, jaxlib and libtpu with one another, as jax requires, and with the tested versions.
 
     Older versions are a problem; newer ones may work as well and are noted.
     """
@@ -64,7 +64,7 @@ def versions(*, installed: Callable[[str], str] = importlib.metadata.version, pi
 
 
 def clocks(host: Host, *, now: Callable[[], float] = time.time) -> Finding:
-    """How far the clocks of the hosts are apart, to within the time that the exchange took."""
+    """Measures how far the clocks of the hosts are apart, to within the time that the exchange took."""
     distributed.barrier("start/clocks")
     started, asked = now(), time.perf_counter()
     every = [float(text) for text in distributed.all_gather_text("start/clocks", repr(started))]

@@ -27,7 +27,7 @@ _LOCK = "/tmp/libtpu_lockfile"
 
 
 class Place(NamedTuple):
-    """What this machine is.
+    """The kind of machine that this process runs on.
 
     Attributes:
       on_tpu_host: whether it is a host of a TPU slice.

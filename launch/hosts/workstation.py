@@ -30,7 +30,7 @@ _STATE = ".renga"
 
 
 class Run(NamedTuple):
-    """What every host starts.
+    """The command that every host starts.
 
     Attributes:
       arguments: of `launch/pod.sh`, without --run-dir.

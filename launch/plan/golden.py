@@ -44,7 +44,7 @@ def difference(name: str, before: Prediction, after: Prediction) -> str:
 
 
 def is_current(name: str) -> bool:
-    """Whether an experiment has a record of its present configuration and compiler."""
+    """Returns whether an experiment has a record of its present configuration and compiler."""
     record = prediction.read(name)
     if record is None or record["versions"] != versions.installed(versions.COMPILER):
         return False

@@ -21,7 +21,7 @@ from parallel.planning.selection import JudgedCandidate
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """What a plan is asked.
+    """The question that a plan answers.
 
     Attributes:
       path: of the experiment file.
@@ -45,7 +45,7 @@ class Question:
 
     @property
     def workload(self) -> Workload:
-        """What metrics of a candidate depend on beside the candidate."""
+        """The quantities, besides the candidate, that its metrics depend on."""
         experiment = self.experiment
         flops = experiment.flops_per_step
         return Workload(self.slice, experiment.task.length, flops / experiment.batch_size if flops else None)

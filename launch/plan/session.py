@@ -73,7 +73,7 @@ class _Session:
 
     @property
     def fitting(self) -> int:
-        """How many candidates were compiled and fit."""
+        """The number of candidates that were compiled and fit."""
         return sum(record.time is not None for _, record in self.found)
 
     def _still_wanted(self) -> int:

@@ -48,7 +48,7 @@ class Progress:
             )
 
     def compiled(self, totals: Totals) -> None:
-        """How many programs were compiled for the first step, and how many came from the cache."""
+        """Prints how many programs were compiled for the first step, and how many came from the cache."""
         self._print(
             f"compiled {units.counted(totals.programs - totals.found, 'program')} and read {totals.found} "
             f"that were kept, in {units.seconds(totals.seconds)}"

@@ -106,7 +106,7 @@ def show_end(
 
 
 def evaluated_on(experiment: Experiment) -> str:
-    """What the evaluation is computed on; empty if the task does not say."""
+    """Returns what the evaluation is computed on; empty if the task does not say."""
     if not experiment.eval_batches or not can(experiment.task, DescribesEvaluation):
         return ""
     return experiment.task.evaluated_on(experiment.eval_batches * experiment.batch_size)

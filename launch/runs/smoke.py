@@ -114,7 +114,7 @@ def _microbatches(experiment: Experiment) -> int:
 
 
 def _shards(experiment: Experiment, name: str) -> int:
-    """What a dimension of this meaning must be a multiple of, in every table."""
+    """Returns the number of which a dimension with this axis must be a multiple, for all tables."""
     tables = experiment.strategy
     shape = strategy.resolve(tables, slices.get(experiment.slice))
     rules = (tables.param_rules, tables.activation_rules, tables.stored_optimizer_rules)

@@ -188,7 +188,7 @@ Apart = Mapping[str, Difference]  # by part of the trajectory
 
 
 class Row(NamedTuple):
-    """How far one strategy is from one device; `float32` and `bfloat16` in one process, `played` by processes.
+    """The differences of one strategy from one device: in one process, and in several (`played`).
 
     Where the strategy cannot hold the model, `refused` says why, and the rest is empty.
     """
@@ -202,7 +202,7 @@ class Row(NamedTuple):
 
     @property
     def beyond(self) -> list[str]:
-        """What is further from one device than the strategy's tolerance, in words."""
+        """Describes the leaves that differ from one device by more than the strategy's tolerance."""
         every = {self.slice: self.float32, **{f"{n} processes": apart for n, apart in self.played.items()}}
         limits = agreement.tolerance(self.name)
         return [
@@ -238,7 +238,7 @@ def measure(subject: Subject, examples: Mapping[str, Example], data: Sequence[Ba
 
 
 def _refusal(subject: Subject, example: Example, batch: Batch) -> str:
-    """Why the strategy cannot hold the model; empty where it can."""
+    """Returns why the strategy refuses the model; empty if it does not."""
     try:
         subject.under(example, batch)
     except UserError as error:

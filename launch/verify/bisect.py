@@ -1,10 +1,10 @@
-"""Where two runs of one experiment part: the first step, place and tensor whose numbers differ.
+"""Finds where two runs of one experiment diverge: the first step, place and tensor that differ.
 
 Two recordings (`parallel.recording`) are walked together in causal order, and the first difference that rounding does
 not explain is the one to look at: all later ones may follow from it.
 
 Differences are in float32 spacings at the largest entry of their tensor ("ulp"), as in `parallel.agreement` but without
-its floor for tensors that are nothing but rounding; a tensor of a layer is measured by itself.
+its floor for tensors that are nothing but rounding; a tensor of a layer is measured on its own.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Compared(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What a comparison found.
+    """The result of a comparison.
 
     Attributes:
       first: the tensor to look at, or None where the runs are equal.
@@ -99,11 +99,11 @@ class Verdict(NamedTuple):
         return max(self.rows, key=lambda row: row.ulp / self.allowed(row) if row.ulp else 0.0)
 
     def allowed(self, row: Compared) -> float:
-        """How far this tensor may be apart, in ulp."""
+        """The tolerance of this tensor, in ulp."""
         return self.tolerance[row.place if row.phase == "update" else row.phase][row.step > 1]
 
     def differs(self, row: Compared) -> bool:
-        """Whether this tensor is further apart than rounding explains."""
+        """Returns whether this tensor is further apart than rounding explains."""
         return row.ulp > self.allowed(row)
 
 
@@ -132,7 +132,7 @@ def compare(ours: Recording, theirs: Recording) -> Iterator[Compared]:
 
 
 def apart(a: np.ndarray | None, b: np.ndarray | None, *, mean: bool = False) -> tuple[float, float, str]:
-    """How far two arrays are from each other: ulp, absolute, and a remark where that cannot be said.
+    """Returns the difference of two arrays in ulp, its absolute value, and a remark if they cannot be compared.
 
     The largest difference of any two entries, or with `mean` the root mean square of all.
     """

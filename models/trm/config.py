@@ -145,7 +145,7 @@ class Config:
 
     @property
     def anneals(self) -> bool:
-        """Whether the exploration probability changes during training."""
+        """Returns whether the exploration probability changes during training."""
         return isinstance(self.exploration, Linear)
 
     @property

@@ -42,7 +42,7 @@ _LOOKED_UP, _LOOKUP_ROWS = ("vocab", "embed"), ("batch", "residual_length")  # a
 
 
 class Estimate(NamedTuple):
-    """What a step costs a chip, estimated.
+    """The estimated cost of a step, per chip.
 
     Attributes:
       hbm: bytes at the peak, by kind.
@@ -229,7 +229,7 @@ def _of_weights(sharded: ShardedState, step: Step) -> Iterator[tuple[tuple[str, 
 
 
 def _is_summed_in_pieces(sharded: ShardedState, step: Step) -> bool:
-    """Whether gradients of looked-up rows move to where the table is stored; else the whole table's is reduced."""
+    """Returns whether gradients are sent per looked-up row; otherwise the gradient of the whole table is reduced."""
     if sharded.tables.pipeline is not None:
         return False  # it reduces the gradient of the embedding with those of its stages
     split = [any(sharded.shape[a] > 1 for a in _stored(sharded, name)) for name in _LOOKED_UP]

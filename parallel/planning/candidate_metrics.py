@@ -15,7 +15,7 @@ Range = tuple[float, float]
 
 
 class Workload(NamedTuple):
-    """What is trained, whatever the layout.
+    """The quantities of a training run that do not depend on its layout.
 
     Attributes:
       slice: to train on.

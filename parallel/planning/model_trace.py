@@ -1,4 +1,4 @@
-"""What planning needs to know about a model, read from traces of its loss: no formula here knows any model.
+"""Reads what planning needs from traces of a model's loss; no formula here depends on a particular model.
 
 `trace` collects the shapes of a training state and, for each choice of `remat`, the work of one step. Tracing the loss
 of a few rows takes a fraction of a second and shows the matrix products (forward, and with what the backward pass
@@ -47,7 +47,7 @@ class Kept(NamedTuple):
 
     @property
     def has_rows(self) -> bool:
-        """Whether its size grows with the number of rows."""
+        """Returns whether its size grows with the number of rows."""
         return "batch" in self.axes.names
 
     @property
@@ -92,7 +92,7 @@ class Work(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ModelTrace:
-    """What is known of a training program before a layout is chosen.
+    """The properties of a training program that do not depend on its layout.
 
     Attributes:
       slice: to compile for.
@@ -238,7 +238,7 @@ def _products(jaxpr: Jaxpr, times: float, in_kernel: bool) -> Iterator[_Product]
 
 
 def _computes_again(jaxpr: Jaxpr) -> bool:
-    """Whether any part is rematerialized: weights that such a region closes over stay laid out as stored."""
+    """Returns whether any part is rematerialized: weights that such a region closes over stay laid out as stored."""
     return any(
         equation.primitive.name in ("checkpoint", "remat", "remat2")
         or any(_computes_again(inner) for inner in _inner(equation.params))

@@ -38,7 +38,7 @@ class Roofline(NamedTuple):
 
     @property
     def binds(self) -> str:
-        """What limits the step: "ICI" or "DCN", "HBM", or "computation".
+        """The limit of the step: "ICI" or "DCN", "HBM", or "computation".
 
         The compiler's seconds of computation include its waits for HBM, so they decide only whether traffic or the chip
         is slower. HBM binds when its bytes, at most as slow as the computation that they are part of, take longer than

@@ -41,7 +41,7 @@ class Refused(UserError):
 
 
 class Step(NamedTuple):
-    """What a candidate chooses besides its strategy."""
+    """The choices of a candidate besides its strategy."""
 
     remat: str | None
     batch_size: int

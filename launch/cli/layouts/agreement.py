@@ -225,7 +225,7 @@ def _model(name: str, agreement: Any) -> Any:
 
 
 def _made(name: str, *, flag: str) -> Any:
-    """What a function of the user's returns."""
+    """Returns the result of the user's function MODULE:FUNCTION, which must need no arguments."""
     module, colon, attribute = name.partition(":")
     if not colon:
         raise UserError(f"{flag} {name!r}: expected MODULE:FUNCTION, such as mine:build")

@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def parse(text: str, *, experiment: str) -> Variant:
-    """What the text of a side says.
+    """A parsed variant.
 
     Raises:
       UserError: a number or a checkpoint that cannot be read; a setting given twice.
@@ -126,7 +126,7 @@ def _variants(args: argparse.Namespace) -> list[Variant]:
 
 
 def _passed_on(args: argparse.Namespace) -> list[str]:
-    """What a host's process must be told: the same, in words that do not depend on its HOME."""
+    """Returns the text of this side for a host's process, with paths that do not depend on its HOME."""
     options = flags.passed_on(args, "--steps", "--slice", "--full", "--own-dtype")
     return [args.experiment, *map(str, _variants(args)), *options]
 

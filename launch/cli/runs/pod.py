@@ -177,7 +177,7 @@ def _train_here(args: argparse.Namespace, slice_: slices.Slice) -> int:
 
 
 def _is_on_own_disk(run_directory: str) -> bool:
-    """Whether a directory is on this machine's root file system; a mounted one may be shared, which hosts check."""
+    """Returns whether a directory is on this machine's root file system. A mounted one may be shared; hosts check."""
     if paths.is_remote(run_directory):
         return False
     folder = Path(os.fspath(paths.resolve(run_directory)))
@@ -265,7 +265,7 @@ def _checked(args: argparse.Namespace, slice_: slices.Slice, *, run_directory: s
 
 
 def _is_finished(args: argparse.Namespace, checked: preflight.Checked, run_directory: str) -> bool:
-    """Whether nothing is left to train (then says so); a smoke run never resumes an earlier one."""
+    """Returns whether nothing is left to train, and prints it; a smoke run never resumes an earlier one."""
     total = checked.experiment.total_steps
     return not args.smoke and supervise.is_finished(run_directory, last_step=min(args.steps or total, total))
 

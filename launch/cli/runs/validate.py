@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def default_directory(slice_: slices.Slice) -> str:
-    """Where a validation of this slice goes when no --run-dir says otherwise: $RENGA_RUN_ROOT/validate/SLICE."""
+    """Returns the default run directory of a validation: $RENGA_RUN_ROOT/validate/SLICE."""
     return environment.run_directory(environment.WORKSPACE / "validate" / slice_.name)
 
 

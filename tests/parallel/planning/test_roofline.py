@@ -1,5 +1,7 @@
 """What limits a step, and what it reads and writes of HBM."""
 
+import pathlib
+
 import pytest
 
 from parallel.hlo import executions, program
@@ -30,42 +32,7 @@ def test_what_binds(time, products, hbm, binds):
     assert Roofline(time, products, 1.0, hbm).binds == binds
 
 
-CYCLES = 'backend_config={"estimated_cycles":"10"}'
-TEXT = f"""
-%fused (a: bf16[8,16]) -> bf16[8,16] {{
-  %a = bf16[8,16]{{1,0}} parameter(0)
-  ROOT %twice = bf16[8,16]{{1,0}} add(%a, %a), {CYCLES}
-}}
-
-%cond (state: (s32[], bf16[4,8,16])) -> pred[] {{
-  %state = (s32[], bf16[4,8,16]{{2,1,0}}) parameter(0)
-  %i = s32[] get-tuple-element(%state), index=0
-  %limit = s32[] constant(4)
-  ROOT %go = pred[] compare(%i, %limit), direction=LT
-}}
-
-%body (state: (s32[], bf16[4,8,16])) -> (s32[], bf16[4,8,16]) {{
-  %state = (s32[], bf16[4,8,16]{{2,1,0}}) parameter(0)
-  %i = s32[] get-tuple-element(%state), index=0
-  %stack = bf16[4,8,16]{{2,1,0:T(8,128)(2,1)}} get-tuple-element(%state), index=1
-  %one = s32[] constant(1)
-  %next = s32[] add(%i, %one)
-  %layer = bf16[8,16]{{1,0}} fusion(%stack), kind=kLoop, calls=%fused, {CYCLES}
-  %near = bf16[8,16]{{1,0:T(8,128)S(1)}} fusion(%layer), kind=kLoop, calls=%fused, {CYCLES}
-  ROOT %out = (s32[], bf16[4,8,16]{{2,1,0}}) tuple(%next, %stack)
-}}
-
-ENTRY %main (x: bf16[4,8,16]) -> bf16[4,8,16] {{
-  %x = bf16[4,8,16]{{2,1,0}} parameter(0)
-  %copied = (bf16[4,8,16]{{2,1,0:S(1)}}, bf16[4,8,16]{{2,1,0}}, u32[]{{:S(2)}}) copy-start(%x)
-  %sliced = ((bf16[4,8,16]{{2,1,0}}), bf16[1,8,16]{{2,1,0:S(1)}}, s32[]) slice-start(%x), slice={{[0:1], [0:8], [0:16]}}
-  %free = bf16[4,8,16]{{2,1,0}} bitcast(%x)
-  %zero = s32[] constant(0)
-  %first = (s32[], bf16[4,8,16]{{2,1,0}}) tuple(%zero, %x)
-  %loop = (s32[], bf16[4,8,16]{{2,1,0}}) while(%first), condition=%cond, body=%body
-  ROOT %result = bf16[4,8,16]{{2,1,0}} get-tuple-element(%loop), index=1
-}}
-"""
+TEXT = (pathlib.Path(__file__).parents[2] / "parallel/fixtures/loop_over_layers.hlo").read_text()
 LAYER = 2 * 8 * 16
 
 
