@@ -17,10 +17,10 @@ import numpy as np
 import tensorstore
 
 from core import paths
-from core.checkpoints import fingerprint
+from core.checkpoints import leaves
+from core.checkpoints.leaves import JOINED_BY
 
 PART = "state"  # subfolder of a step's folder
-JOINED_BY = "."  # separator in the names under which Orbax stores arrays; descriptions use "/"
 _KIND = ".zarray"  # the file with an array's dtype and shape
 _DIRECTORY_BYTES = 2**26
 _AHEAD_BYTES = 2**28  # limit on the bytes that are read ahead
@@ -60,9 +60,11 @@ class Arrays:
         return f"{opened.dtype.name}{list(opened.shape)}"
 
     def number(self, name: str) -> int:
-        """Returns the fingerprint of the array, equal to that of `fingerprint.of`."""
+        """Returns the fingerprint of the array, equal to that of `leaves.fingerprints`."""
         shape = self._open(name).shape
-        numbers = (fingerprint.of_block(block.values, origin=block.origin, shape=shape) for block in self.blocks(name))
+        numbers = (
+            leaves.fingerprint_of_block(block.values, origin=block.origin, shape=shape) for block in self.blocks(name)
+        )
         return sum(numbers) % 2**32
 
     def blocks(self, name: str) -> Iterator[Block]:

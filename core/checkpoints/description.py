@@ -1,22 +1,29 @@
-"""Checkpoint metadata: step, run, fingerprints of all arrays and data positions, and a checksum of the metadata.
+"""What a checkpoint has beside its arrays: metadata, and the position of every data stream. Both have checksums.
 
-The checksum is verified before the metadata is used. Comparison with the metadata also detects arrays and data
+    100/meta/metadata   JSON: the run's metadata, the step, the fingerprint of every array, the digest of every position
+        data/a.bin      the position of one stream, after its SHA-256; written by the host that owns the stream
+
+The checksum of the metadata is verified before it is used. Comparison with the metadata also detects arrays and
 positions of another step, which are intact by themselves.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import urllib.parse
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from core import paths, units
-from core.checkpoints import streams
+from core import paths, units  # isort: skip (paths decides how etils reaches buckets, before orbax imports it)
+import orbax.checkpoint as ocp
 
 PART = "meta"  # subfolder of a step's folder
-_FILE = "metadata"
+STREAMS_PART = "data"
+_FILE, _SUFFIX = "metadata", ".bin"
 _STEP, _CONTENT, _STREAMS, _CHECKSUM = "step", "content", "streams", "checksum"  # keys added to the caller's
+_DIGEST_BYTES = 32
 
 
 class DamagedError(RuntimeError):
@@ -38,6 +45,11 @@ class Description(NamedTuple):
     streams: dict[str, str | None]
 
     @property
+    def kinds(self) -> dict[str, str]:
+        """Dtype and shape of every leaf, by name."""
+        return {name: kind for name, (kind, _) in self.content.items()}
+
+    @property
     def seals_positions(self) -> bool:
         """Returns whether the metadata has digests of data positions, which detect those of another step or stream."""
         return None not in self.streams.values()
@@ -52,7 +64,7 @@ class Description(NamedTuple):
         if gone := sorted(self.streams.keys() - found.keys()):
             raise FileNotFoundError(f"of {len(self.streams)} positions in the data {', '.join(gone)} are missing")
         own = {name: found[name] for name in self.streams}
-        wrong = [name for name, said in self.streams.items() if said not in (None, streams.digest(own[name]))]
+        wrong = [name for name, said in self.streams.items() if said not in (None, digest(own[name]))]
         if wrong:
             listed = ", ".join(units.shortened(wrong, most=3))
             raise DamagedError(
@@ -64,14 +76,7 @@ class Description(NamedTuple):
 def sealed(
     meta: Mapping[str, Any], *, step: int, content: Mapping[str, list], streams: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Returns metadata with its checksum, converted to JSON types.
-
-    Args:
-      meta: the caller's metadata.
-      step: the step that is saved.
-      content: dtype, shape and fingerprint of every leaf.
-      streams: digests of the data positions of all hosts, by stream.
-    """
+    """Returns the caller's metadata with the fields of `Description` and a checksum, converted to JSON types."""
     plain = json.loads(json.dumps({**meta, _STEP: step, _CONTENT: dict(content), _STREAMS: dict(streams)}))
     return {**plain, _CHECKSUM: _checksum(plain)}
 
@@ -94,7 +99,7 @@ def read(step_folder: paths.Path) -> Description:
 
 
 def _checksum(meta: Mapping[str, Any]) -> str:
-    plain = {k: v for k, v in meta.items() if k != _CHECKSUM}
+    plain = {key: value for key, value in meta.items() if key != _CHECKSUM}
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
@@ -102,3 +107,52 @@ def said(error: BaseException) -> str:
     """Returns type and first line of an error's message; of a long line the beginning and the end."""
     line = (str(error).strip() or "no reason given").splitlines()[0]
     return f"{type(error).__name__}: {line if len(line) < 500 else f'{line[:200]} … {line[-250:]}'}"
+
+
+class StreamsHandler(ocp.AsyncCheckpointHandler):
+    """An Orbax handler that writes the positions of this host's streams."""
+
+    async def async_save(self, directory: Any, args: StreamsSave) -> list[ocp.future.Future]:
+        """Starts writing; Orbax may create the folder only after this returns."""
+        return [ocp.future.CommitFutureAwaitingContractedSignals(self._write(directory, args.streams), name="streams")]
+
+    async def _write(self, directory: Any, streams: Mapping[str, bytes]) -> None:
+        for name, position in streams.items():
+            file = directory / (urllib.parse.quote(name, safe="") + _SUFFIX)
+            file.write_bytes(hashlib.sha256(position).digest() + position)
+
+    def save(self, directory: Any, args: StreamsSave) -> None:
+        """Is required by the interface but not used: `Checkpoints` always saves in the background."""
+        raise NotImplementedError("streams are saved by async_save")
+
+    def restore(self, directory: Any, args: Any = None) -> dict[str, bytes]:
+        """Is required by the interface but not used: `read_streams` reads without Orbax."""
+        raise NotImplementedError("streams are read by read_streams")
+
+
+@ocp.args.register_with_handler(StreamsHandler, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class StreamsSave(ocp.args.CheckpointArgs):
+    """The positions of this host's streams, by name."""
+
+    streams: Mapping[str, bytes]
+
+
+def read_streams(step_folder: paths.Path) -> dict[str, bytes]:
+    """Reads the positions of all streams of a step, by name. Raises DamagedError if one is damaged."""
+    folder = step_folder / STREAMS_PART
+    files = sorted(folder.glob(f"*{_SUFFIX}")) if folder.exists() else []
+    return {urllib.parse.unquote(file.name.removesuffix(_SUFFIX)): _read_stream(file) for file in files}
+
+
+def digest(position: bytes) -> str:
+    """Returns the digest of a position that the metadata of a checkpoint records."""
+    return hashlib.sha256(position).hexdigest()
+
+
+def _read_stream(file: paths.Path) -> bytes:
+    content = file.read_bytes()
+    expected, position = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    if hashlib.sha256(position).digest() != expected:
+        raise DamagedError(f"the position in {file.name} is damaged: its content is not what was written")
+    return position

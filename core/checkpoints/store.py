@@ -22,11 +22,10 @@ from typing import Any
 from core import distributed, library_noise, paths, units  # isort: skip (paths decides how etils reaches buckets, before orbax imports it)
 import orbax.checkpoint as ocp
 
-from core.checkpoints import description, leaves, reading, restoring, steps, streams
-from core.checkpoints.description import DamagedError
+from core.checkpoints import description, leaves, reading, steps
+from core.checkpoints.description import DamagedError, StreamsHandler, StreamsSave
 from core.checkpoints.leaves import Misfit
 from core.checkpoints.reading import UnreadableError
-from core.checkpoints.streams import StreamsHandler, StreamsSave
 from core.checkpoints.writing import Cost, WriteFailedError, Writing, limit_seconds, telling
 from core.errors import UserError
 from core.health import phase
@@ -214,7 +213,7 @@ class Checkpoints:
         described, said = self._read(step, lambda: description.read(folder))
         if said:
             return None, said
-        self._require_same_tree(step, described.content, abstract_state)
+        self._require_same_tree(step, described, abstract_state)
         seconds = self._limit_seconds(leaves.host_bytes(abstract_state))
         with phase.enter(phase.RESTORING, limit_seconds=seconds):
             parts, said = self._read(
@@ -261,8 +260,8 @@ class Checkpoints:
                 time.sleep(0.5)
         return distributed.from_host_zero("there" if is_there else "") == "there"
 
-    def _require_same_tree(self, step: int, content: Mapping[str, list], abstract_state: Any) -> None:
-        differences = leaves.differences({name: kind for name, (kind, _) in content.items()}, abstract_state)
+    def _require_same_tree(self, step: int, described: description.Description, abstract_state: Any) -> None:
+        differences = leaves.differences(described.kinds, abstract_state)
         if differences:
             listed = "\n  ".join(units.shortened(differences, most=20))
             raise Misfit(
@@ -312,13 +311,13 @@ class Checkpoints:
 
 def _digests_of_all_hosts(data: Mapping[str, bytes]) -> dict[str, str]:
     """Returns the digests of all hosts' streams, by name."""
-    own = {name: streams.digest(position) for name, position in data.items()}
+    own = {name: description.digest(position) for name, position in data.items()}
     said = distributed.all_gather_text("checkpoints/streams", json.dumps(own))
     return dict(sorted(pair for digests in said for pair in json.loads(digests).items()))
 
 
 def _read_arrays_and_streams(folder: paths.Path, abstract_state: Any) -> tuple[Any, dict[str, bytes]]:
-    return restoring.restore(folder, abstract_state), StreamsHandler().restore(folder / "data")
+    return reading.read_arrays(folder, abstract_state), description.read_streams(folder)
 
 
 def _sealed(described: description.Description, state: Any, data: Mapping[str, bytes]) -> tuple[Any, dict[str, bytes]]:

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from core.checkpoints import fingerprint, leaves
+from core.checkpoints import leaves
 from core.health.divergence import Numbers
 from core.train_state import TrainState
 from core.training.trainer import Hook, StepReport
@@ -52,7 +52,7 @@ class Replicas:
         self._copies = NamedSharding(here, PartitionSpec())  # the chips' copies may differ
         self._numbers = jax.jit(
             jax.shard_map(
-                lambda copies: jax.tree.map(lambda x: fingerprint.number(x)[None], copies),
+                lambda copies: jax.tree.map(lambda x: leaves.fingerprint(x)[None], copies),
                 mesh=here,
                 in_specs=PartitionSpec(),
                 out_specs=PartitionSpec("chip"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from core import slices, units
-from core.checkpoints import fit
+from core.checkpoints import inspection
 from core.slices import GIB
 from core.types import NamesFiles, can
 from launch import config, environment, prediction
@@ -34,7 +34,7 @@ def checkpoint(program, run_dir: str) -> Finding:
     """Returns whether the newest checkpoint of the run fits the program."""
     name = "checkpoint"
     try:
-        step, differences = fit.newest(f"{run_dir}/checkpoints", program.abstract_state)
+        step, differences = inspection.newest_misfits(f"{run_dir}/checkpoints", program.abstract_state)
     except Exception as error:  # of many types: whatever files, formats and buckets make of it
         said = f"cannot be read: {type(error).__name__}: {error}"
         return Finding(name, True, said, "a start falls back to the newest one that is sound", is_note=True)

@@ -10,7 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from core import slices, units
-from core.checkpoints import save_costs
+from core.checkpoints import writing
 from core.train_state import TrainState
 from core.types import DescribesEvaluation, Generates, can
 from launch import terminal
@@ -40,7 +40,7 @@ def show(
     early = f" of {experiment.total_steps:,}" if last_step < experiment.total_steps else ""
     if evaluated := evaluated_on(experiment):
         card["validation"] = f"on {evaluated}"
-    saves = save_costs.estimate(
+    saves = writing.estimate_saves(
         run_dir,
         interval=experiment.checkpoint_interval,
         keep=experiment.keep_checkpoints,

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from core import distributed, metrics
-from core.checkpoints.save_costs import SaveCosts
 from core.checkpoints.store import Checkpoints
+from core.checkpoints.writing import SaveCosts
 from core.health import heartbeat
 from core.train_state import TrainState
 from core.training import (

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from core import paths
-from core.checkpoints import description, steps, verifying
+from core.checkpoints import description, inspection, steps
 from core.training import goodput
 from core.training.goodput import Session
 
@@ -81,7 +81,7 @@ def difference(run_dir: Path, undisturbed: Path) -> str:
     if losses(run_dir) != losses(undisturbed):
         return "its losses differ"
     folders = [paths.resolve(folder / "checkpoints") / str(wanted) for folder in (run_dir, undisturbed)]
-    if damaged := verifying.verify(folders[0]).damaged:
+    if damaged := inspection.verify(folders[0]).damaged:
         return f"its last checkpoint is damaged: {damaged[0]}"
     first, second = (description.read(folder) for folder in folders)
     return "" if first.content == second.content else "arrays of its last checkpoint differ"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from core.checkpoints import arrays, comparing, fingerprint, store, verifying
+from core.checkpoints import arrays, comparing, inspection, leaves, store
 from core.health import exit_codes
 from launch import __main__ as main
 
@@ -95,7 +95,7 @@ def test_verify_names_what_is_damaged(run, command):
     shutil.rmtree(run / "checkpoints" / "9" / "state" / "d")
     said = command("verify", run, code=exit_codes.FAILED).out
     assert "step 7: DAMAGED" in said
-    assert "data: DamagedStreamError: the position in a.bin is damaged" in said
+    assert "data: DamagedError: the position in a.bin is damaged" in said
     assert "step 9: DAMAGED" in said
     assert "state: the list of arrays cannot be read" in said
     assert "step 3: intact" in said
@@ -109,7 +109,7 @@ def test_a_flipped_bit_in_an_array_is_found_by_name(tmp_path):
     folders = [tmp_path / "run" / "checkpoints" / str(step) for step in (3, 4)]
     shutil.rmtree(folders[0] / "state")
     shutil.copytree(folders[1] / "state", folders[0] / "state")
-    verdict = verifying.verify(store.paths.resolve(folders[0]))
+    verdict = inspection.verify(store.paths.resolve(folders[0]))
     changed = ["average/0", "params/block/mlp/up", "step"]
     assert sorted(verdict.damaged) == [f"{name}: its content differs from what was saved" for name in changed]
 
@@ -117,13 +117,13 @@ def test_a_flipped_bit_in_an_array_is_found_by_name(tmp_path):
 def test_fingerprints_of_blocks_equal_those_of_the_devices(saved):
     folder = store.paths.resolve(saved / "checkpoints" / "7")
     found = arrays.Arrays(folder)
-    want = fingerprint.of(store.leaves.by_name(state_of(7)))
+    want = leaves.fingerprints(leaves.by_name(state_of(7)))
     assert {name: found.number(name) for name in want} == want
     assert len(list(found.blocks("params/block/mlp/up"))) == 8  # one a device
     wide = np.random.default_rng(0).integers(0, 2**63, size=(5, 3))
     with jax.enable_x64(True):
-        want = fingerprint.of({"x": jax.device_put(wide)})["x"]
-    parts = [fingerprint.of_block(wide[i : i + 2], origin=(i, 0), shape=wide.shape) for i in (0, 2, 4)]
+        want = leaves.fingerprints({"x": jax.device_put(wide)})["x"]
+    parts = [leaves.fingerprint_of_block(wide[i : i + 2], origin=(i, 0), shape=wide.shape) for i in (0, 2, 4)]
     assert sum(parts) % 2**32 == want
 
 

@@ -60,20 +60,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ls(args: argparse.Namespace) -> int:
-    from core.checkpoints import inventory
+    from core.checkpoints import inspection
 
     directory = _directory(args.run_dir)
-    found = inventory.folders(directory)
-    print(f"{directory}: {units.counted(len(found), 'folder')}")
-    if found:
-        table = [inventory.HEADER, *(folder.cells() for folder in found)]
+    rows = inspection.table(directory)
+    print(f"{directory}: {units.counted(len(rows), 'folder')}")
+    if rows:
+        table = [inspection.HEADER, *rows]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         print("\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table))
     return exit_codes.DONE
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from core.checkpoints import steps, verifying
+    from core.checkpoints import inspection, steps
 
     directory = _directory(args.run_dir)
     if args.step is not None:
@@ -83,7 +83,7 @@ def _verify(args: argparse.Namespace) -> int:
         raise UserError(f"there is no complete checkpoint in {directory}")
     damaged = 0
     for step in chosen:
-        result = verifying.verify(directory / str(step))
+        result = inspection.verify(directory / str(step))
         damaged += bool(result.damaged)
         print(result.describe(), flush=True)
     return exit_codes.FAILED if damaged else exit_codes.DONE
@@ -104,12 +104,14 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _prune(args: argparse.Namespace) -> int:
-    from core.checkpoints import pruning, steps
+    from core.checkpoints import inspection, steps
 
     directory = _directory(args.run_dir)
-    plan = pruning.plan(directory, keep=args.keep, set_aside=args.set_aside, say=lambda line: print(line, flush=True))
-    print(f"keeps {', '.join(map(str, plan.keep)) or 'nothing'}")
-    for path in plan.remove:
+    kept, removed = inspection.plan_pruning(
+        directory, keep=args.keep, set_aside=args.set_aside, say=lambda line: print(line, flush=True)
+    )
+    print(f"keeps {', '.join(map(str, kept)) or 'nothing'}")
+    for path in removed:
         print(f"{'would remove' if args.dry_run else 'removes'} {path}", flush=True)
         if not args.dry_run:
             steps.remove(path)

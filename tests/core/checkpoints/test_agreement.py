@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from core import paths
-from core.checkpoints import reading, steps, store, verifying
+from core.checkpoints import inspection, reading, steps, store
 from core.checkpoints.description import DamagedError
 
 LAYOUT = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("fsdp",)), PartitionSpec("fsdp"))
@@ -39,7 +39,7 @@ def verdicts(saved, tmp_path, monkeypatch):
     def both():
         if steps.complete(paths.resolve(folder)) != [STEP]:
             return "no step", "no step"
-        verdict = verifying.verify(paths.resolve(folder) / str(STEP))
+        verdict = inspection.verify(paths.resolve(folder) / str(STEP))
         checkpoints = store.Checkpoints(str(folder), keep=3)
         try:
             state, data, meta = checkpoints.restore(STEP, ABSTRACT)

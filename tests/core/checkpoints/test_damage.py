@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from core import paths
-from core.checkpoints import reading, store, streams, verifying
+from core.checkpoints import description, inspection, reading, store
 from core.checkpoints.leaves import Misfit
 
 RNG = np.random.default_rng(1)
@@ -134,7 +134,7 @@ def test_a_position_of_another_step_or_stream_is_never_used(newest, saved, tmp_p
     assert step == 3
     (aside,) = (name for name in there if name.startswith("damaged-7-"))
     (tmp_path / "copy" / aside).rename(tmp_path / "7")
-    assert verifying.verify(paths.resolve(tmp_path / "7")).damaged == (says,)
+    assert inspection.verify(paths.resolve(tmp_path / "7")).damaged == (says,)
 
 
 def as_saved_by_an_earlier_revision(folder):
@@ -150,10 +150,10 @@ def as_saved_by_an_earlier_revision(folder):
 @pytest.mark.covers("C04")
 def test_a_checkpoint_of_an_earlier_revision_is_restored_and_verify_says_what_it_lacks(newest, tmp_path):
     assert newest(as_saved_by_an_earlier_revision) == (7, {"3", "7"})
-    verdict = verifying.verify(paths.resolve(tmp_path / "copy" / "7"))
+    verdict = inspection.verify(paths.resolve(tmp_path / "copy" / "7"))
     assert not verdict.damaged
     assert "its data positions are not tied to their step and stream" in verdict.describe()
-    assert "not tied" not in verifying.verify(paths.resolve(tmp_path / "copy" / "3")).describe()
+    assert "not tied" not in inspection.verify(paths.resolve(tmp_path / "copy" / "3")).describe()
 
 
 def test_a_missing_folder_is_no_step(newest):
@@ -296,13 +296,13 @@ def test_a_file_that_is_listed_late_is_no_damage(newest, error):
 
 
 def test_a_position_that_is_listed_late_is_no_damage(newest, monkeypatch):
-    found, tries = streams.StreamsHandler.restore, []
+    found, tries = description.read_streams, []
 
     def late(*asked):
         tries.append(1)
         return found(*asked) if len(tries) > 1 else {}
 
-    monkeypatch.setattr(streams.StreamsHandler, "restore", late)
+    monkeypatch.setattr(description, "read_streams", late)
     assert newest(lambda folder: None) == (7, {"3", "7"})
 
 
@@ -346,9 +346,9 @@ def test_hosts_agree_on_what_is_damaged(run_hosts, tmp_path):
     assert all("FOUND 1" in result.output for result in results), results
     assert "checkpoint 3 is damaged (host" in results[0].output
     folder = paths.resolve(tmp_path / "checkpoints")
-    assert not verifying.verify(folder / "1").damaged  # read by one process, without the model
+    assert not inspection.verify(folder / "1").damaged  # read by one process, without the model
     shutil.copytree(next(tmp_path.glob("checkpoints/damaged-2-*")), folder / "2")
-    assert verifying.verify(folder / "2").damaged
+    assert inspection.verify(folder / "2").damaged
 
 
 ONE_HOST_ALONE = """

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from core import distributed, paths
-from core.checkpoints import leaves, reading, steps, store, streams, verifying, writing
+from core.checkpoints import description, inspection, leaves, reading, steps, store, writing
 from core.health import phase
 
 TWO_HOSTS = """
@@ -65,7 +65,7 @@ def test_a_full_disk_on_one_host_ends_all_hosts_soon(run_hosts, tmp_path):
         assert "earlier checkpoints are intact" in ended[2]
     folder = paths.resolve(tmp_path / "checkpoints")
     assert steps.complete(folder) == [1]
-    assert not verifying.verify(folder / "1").damaged
+    assert not inspection.verify(folder / "1").damaged
 
 
 def test_a_disk_with_room_again_takes_the_next_save(tmp_path):
@@ -98,7 +98,7 @@ def test_what_cannot_begin_is_said_too(tmp_path, monkeypatch):
         raise PermissionError("read-only file system")
 
     with monkeypatch.context() as patched:
-        patched.setattr(streams.StreamsHandler, "async_save", refuse)
+        patched.setattr(description.StreamsHandler, "async_save", refuse)
         checkpoints = store.Checkpoints(str(tmp_path / "checkpoints"), keep=3)
         says = r"saving the checkpoint of step 1 to .* failed: PermissionError: read-only"
         with pytest.raises(writing.WriteFailedError, match=says):
@@ -152,13 +152,13 @@ def test_the_watchdog_is_told_how_long_a_save_may_take(tmp_path):
 
 
 def test_a_save_that_takes_too_long_fails_and_says_what_to_set(tmp_path, monkeypatch):
-    written = streams.StreamsHandler._write
+    written = description.StreamsHandler._write
 
     async def slowly(*args):
         time.sleep(2.0)
         await written(*args)
 
-    monkeypatch.setattr(streams.StreamsHandler, "_write", slowly)
+    monkeypatch.setattr(description.StreamsHandler, "_write", slowly)
     checkpoints = store.Checkpoints(str(tmp_path / "checkpoints"), keep=3, timeout_seconds=1.0)
     checkpoints.save(3, state={"w": jax.device_put(np.zeros(3))}, data={"a": b"1"}, meta={})
     says = r"step 3 to .*: TooSlowError: it was not written within 1 s .*set save_limit_seconds of the experiment to 2,"

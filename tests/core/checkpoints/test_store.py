@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from core.checkpoints import leaves, reading, store, streams
+from core.checkpoints import description, leaves, reading, store
 from core.health import phase
 from core.health.failure_diagnosis import Limits
 
@@ -65,13 +65,13 @@ def opened(tmp_path):
 
 def test_the_watchdog_waits_for_a_restore_as_long_as_for_a_save_of_the_same_bytes(opened, state, monkeypatch):
     limits = Limits(step_seconds=1.0, slow_seconds=10.0)
-    seen, read = [], store.restoring.restore
+    seen, read = [], store.reading.read_arrays
 
     def restore(*args):
         seen.append((phase.place().phase, limits.of(phase.place())))
         return read(*args)
 
-    monkeypatch.setattr(store.restoring, "restore", restore)
+    monkeypatch.setattr(store.reading, "read_arrays", restore)
     writer = opened()
     writer.save(5, state=state, data={}, meta={})
     writer.wait()
@@ -244,7 +244,7 @@ def test_a_failed_write_surfaces_and_leaves_the_earlier_step(opened, state, tmp_
     async def fail(*_):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(streams.StreamsHandler, "_write", fail)
+    monkeypatch.setattr(description.StreamsHandler, "_write", fail)
     checkpoints.save(2, state=state, data={"a": b"2"}, meta={})
     with pytest.raises(RuntimeError, match=r"step 2 to .* failed.*No space left"):
         checkpoints.save(3, state=state, data={"a": b"3"}, meta={})

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from core.checkpoints import fit
+from core.checkpoints import inspection
 from core.checkpoints.store import Checkpoints
 from core.errors import UserError
 from core.health import exit_codes
@@ -216,11 +216,11 @@ def test_a_chip_that_gives_wrong_numbers_is_found(monkeypatch):
 def test_a_checkpoint_that_does_not_fit_is_a_list_of_leaves(tmp_path):
     state = {"params": {"w": jax.numpy.zeros((8, 6))}, "step": jax.numpy.zeros((), "int32")}
     wanted = {"params": {"w": jax.ShapeDtypeStruct((8, 4), "float32")}, "step": jax.ShapeDtypeStruct((), "int32")}
-    assert fit.newest(str(tmp_path / "checkpoints"), wanted) == (None, [])
+    assert inspection.newest_misfits(str(tmp_path / "checkpoints"), wanted) == (None, [])
     checkpoints = Checkpoints(str(tmp_path / "checkpoints"), keep=1)
     checkpoints.save(3, state=state, data={}, meta={})
     checkpoints.close()
-    step, differences = fit.newest(str(tmp_path / "checkpoints"), wanted)
+    step, differences = inspection.newest_misfits(str(tmp_path / "checkpoints"), wanted)
     assert (step, differences) == (3, ["params/w: float32[8, 6] in the checkpoint, expected float32[8, 4]"])
 
     class Program:

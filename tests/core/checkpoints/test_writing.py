@@ -4,14 +4,14 @@ import types
 
 import pytest
 
-from core.checkpoints import save_costs
+from core.checkpoints import writing
 from core.checkpoints.writing import Cost
 
 
 @pytest.mark.covers("C14")
 def test_every_save_is_recorded_and_the_first_and_the_total_reported():
     said, written, now = [], [], iter([100.0, 137.0])
-    costs = save_costs.SaveCosts(
+    costs = writing.SaveCosts(
         say=said.append, write=lambda step, values: written.append((step, values)), clock=lambda: next(now)
     )
     for step, blocked in ((10, 0.5), (20, 0.4), (30, 0.9)):
@@ -31,15 +31,15 @@ def test_every_save_is_recorded_and_the_first_and_the_total_reported():
 
 def test_a_run_without_saves_reports_nothing():
     said = []
-    save_costs.SaveCosts(say=said.append, write=lambda *_: None).end()
+    writing.SaveCosts(say=said.append, write=lambda *_: None).end()
     assert said == []
 
 
 def test_the_estimate_compares_the_space_needed_with_the_free_space(tmp_path, monkeypatch):
-    monkeypatch.setattr(save_costs.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=3 * 2**30))
+    monkeypatch.setattr(writing.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=3 * 2**30))
     words = {"interval": 1000, "keep": 3, "size_bytes": 2**29}
     want = "every 1,000 steps, keeping the latest 3, 512 MiB each"
-    assert save_costs.estimate(str(tmp_path / "new" / "run"), **words) == f"{want}; 3 GiB of disk free"
-    short = save_costs.estimate(str(tmp_path), **words | {"keep": 9})
+    assert writing.estimate_saves(str(tmp_path / "new" / "run"), **words) == f"{want}; 3 GiB of disk free"
+    short = writing.estimate_saves(str(tmp_path), **words | {"keep": 9})
     assert short.endswith("3 GiB of disk free, but 5 GiB are needed: free some space, or lower KEEP_CHECKPOINTS")
-    assert save_costs.estimate("gs://bucket/run", **words) == want
+    assert writing.estimate_saves("gs://bucket/run", **words) == want

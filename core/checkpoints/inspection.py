@@ -1,0 +1,192 @@
+"""Lists, verifies and prunes checkpoints on one machine, without the model.
+
+The metadata, which has its own checksum, records the dtype, the shape and the fingerprint of every array as computed on
+the devices. Verifying a step computes the same fingerprints from its files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from core import paths, units
+from core.checkpoints import description, leaves, steps
+from core.checkpoints.arrays import Arrays
+from core.checkpoints.description import said
+from core.errors import UserError
+
+HEADER = ("step", "saved", "size", "arrays", "revision", "config", "")
+_LEFTOVERS = {
+    "damaged": "set aside: its content differs from what was saved",
+    "incomplete": "set aside: the save did not finish",
+    "unfinished": "a save in progress, or one that did not finish",
+    "empty": "not a checkpoint: parts are missing",
+}
+_UNSEALED = "saved by an earlier revision: its data positions are not tied to their step and stream"
+
+
+def table(directory: paths.Path) -> list[tuple[str, ...]]:
+    """Returns a row, in the order of HEADER, for every complete step, ascending, and then for every other folder.
+
+    The last cell is `complete` if the metadata is intact, otherwise it says what is wrong. `config` is the beginning of
+    a hash of the configuration. No array is read.
+    """
+    sizes: dict[str, int] = {}
+    for file, size_bytes in paths.sizes(directory).items():
+        folder = file.split("/")[0]
+        sizes[folder] = sizes.get(folder, 0) + size_bytes
+    rows = [_step_row(directory / str(step), units.size(sizes.get(str(step), 0))) for step in steps.complete(directory)]
+    for left in steps.leftovers(directory):
+        name = left.folder.name
+        rows.append((name, "", units.size(sizes.get(name, 0)), "", "", "", _LEFTOVERS[left.what]))
+    return rows
+
+
+def _step_row(folder: paths.Path, size: str) -> tuple[str, ...]:
+    try:
+        found = description.read(folder)
+    except Exception as error:  # a corrupt file can cause many types of error
+        return folder.name, "", size, "", "", "", f"DAMAGED metadata: {said(error)}"
+    config = hashlib.sha256(found.meta.get("config", "").encode()).hexdigest()[:8]
+    revision = str(found.meta.get("git_revision", ""))[:20]
+    saved = ""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # no restore needs this file
+        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(steps.saved_at(folder)))
+    return folder.name, saved, size, str(len(found.content)), revision, config, "complete"
+
+
+def newest_misfits(directory: str, abstract_state: Any) -> tuple[int | None, list[str]]:
+    """Returns the newest complete step (None if there is none) and one line for each leaf that does not fit.
+
+    Args:
+      directory: folder of checkpoints, local or gs://.
+      abstract_state: the state that a restore would request.
+
+    Raises:
+      DamagedError: the metadata differs from what was saved.
+      Exception: of many types, if the file cannot be read.
+    """
+    folder = paths.resolve(directory)
+    if not (there := steps.complete(folder)):
+        return None, []
+    return there[-1], leaves.differences(description.read(folder / str(there[-1])).kinds, abstract_state)
+
+
+class Verification(NamedTuple):
+    """The result of verifying one step.
+
+    Attributes:
+      step: its number.
+      damaged: one line for each part that differs from what was saved; empty if the step is intact.
+      arrays: how many arrays it has.
+      read_bytes: their size in memory.
+      seconds: how long reading took.
+      note: what could not be checked because an earlier revision did not record it; "" if nothing.
+    """
+
+    step: int
+    damaged: tuple[str, ...]
+    arrays: int
+    read_bytes: int
+    seconds: float
+    note: str = ""
+
+    def describe(self) -> str:
+        """Returns one line, and one more for each damaged part."""
+        read = f"{units.counted(self.arrays, 'array')}, {units.size(self.read_bytes)} in {units.seconds(self.seconds)}"
+        if not self.damaged:
+            return f"step {self.step}: intact ({read}{f'; {self.note}' if self.note else ''})"
+        return "\n  ".join((f"step {self.step}: DAMAGED ({read})", *self.damaged))
+
+
+def verify(step_folder: paths.Path) -> Verification:
+    """Verifies one step. Damage is reported in the result and never raised."""
+    began, kinds, described = time.monotonic(), {}, None
+    damaged: list[str] = []
+    try:
+        described = description.read(step_folder)
+    except Exception as error:  # a corrupt file can cause many types of error
+        damaged.append(f"{description.PART}: {said(error)}")
+    else:
+        kinds = described.kinds
+        damaged += _damaged_arrays(step_folder, described.content)
+    try:
+        found = description.read_streams(step_folder)
+        if described:
+            described.positions(found)
+    except Exception as error:
+        damaged.append(f"{description.STREAMS_PART}: {said(error)}")
+    note = "" if described is None or described.seals_positions else _UNSEALED
+    read_bytes = sum(map(_bytes, kinds.values()))
+    seconds = time.monotonic() - began
+    return Verification(int(step_folder.name), tuple(damaged), len(kinds), read_bytes, seconds, note)
+
+
+def _damaged_arrays(step_folder: paths.Path, content: dict[str, list]) -> Iterator[str]:
+    try:
+        arrays = Arrays(step_folder)
+    except Exception as error:
+        yield f"state: the list of arrays cannot be read: {said(error)}"
+        return
+    for name, (kind, number) in content.items():
+        try:
+            if problem := _problem(arrays, name, kind, number):
+                yield f"{name}: {problem}"
+        except Exception as error:
+            yield f"{name}: cannot be read: {said(error)}"
+
+
+def _problem(arrays: Arrays, name: str, kind: str, number: int) -> str:
+    if name not in arrays:
+        return "is missing"
+    if (found := arrays.kind(name)) != kind:
+        return f"is {found}, but was saved as {kind}"
+    return "" if arrays.number(name) == number else "its content differs from what was saved"
+
+
+def _bytes(kind: str) -> int:
+    """Returns the size in bytes of an array described as `float32[8, 6]`."""
+    dtype, shape = kind.removesuffix("]").split("[")
+    bits = int((re.findall(r"\d+", dtype) or ["8"])[0])
+    return math.prod(int(n) for n in shape.split(",") if n.strip()) * bits // 8
+
+
+def plan_pruning(
+    folder: paths.Path, *, keep: int, set_aside: bool, say: Callable[[str], None]
+) -> tuple[list[int], list[paths.Path]]:
+    """Returns the steps to keep, ascending, and the folders to delete.
+
+    Kept are the latest `keep` steps and the newest intact one, which is found by verifying steps from the newest
+    backwards.
+
+    Args:
+      folder: the folder of checkpoints.
+      keep: how many of the latest steps to keep, at least 1.
+      set_aside: whether to delete also the folders that a run renamed to damaged-* or incomplete-*.
+      say: receives one line for each step that was verified.
+
+    Raises:
+      UserError: steps would be deleted and none is intact.
+    """
+    assert keep > 0
+    present = steps.complete(folder)
+    kept = set(present[-keep:])
+    if len(kept) < len(present):
+        kept.add(_newest_intact(folder, present, say))
+    aside = [left.folder for left in steps.leftovers(folder) if left.what in ("damaged", "incomplete")]
+    gone = [folder / str(step) for step in present if step not in kept]
+    return sorted(kept), gone + (aside if set_aside else [])
+
+
+def _newest_intact(folder: paths.Path, present: list[int], say: Callable[[str], None]) -> int:
+    for step in reversed(present):
+        result = verify(folder / str(step))
+        say(result.describe())
+        if not result.damaged:
+            return step
+    raise UserError(f"no checkpoint in {folder} is intact: nothing is removed")
