@@ -15,17 +15,12 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from core.errors import UserError
-from core.types import DataLayout, DescribesEvaluation, SizesEvaluation, Task, can
+from core.types import DataLayout, DescribesEvaluation, SizesEvaluation, can
 from launch.experiment import Experiment
 
 
 class HeldOut(NamedTuple):
-    """The rows of an evaluation.
-
-    Attributes:
-      experiment: its task supplies the rows.
-      batches: how many; None: until the data ends.
-    """
+    """The rows of an evaluation: so many batches of the experiment's task; None: until the data ends."""
 
     experiment: Experiment
     batches: int | None
@@ -36,10 +31,9 @@ class HeldOut(NamedTuple):
 
     def describe(self) -> str:
         """Describes the rows; the task must be prepared."""
-        task: Task = self.experiment.task
         most = None if self.batches is None else self.batches * self.experiment.batch_size
-        if can(task, DescribesEvaluation):
-            return task.evaluated_on(most)
+        if can(self.experiment.task, DescribesEvaluation):
+            return self.experiment.task.evaluated_on(most)
         return "all held-out rows" if most is None else f"the first {most:,} rows of the validation data"
 
 
@@ -56,10 +50,10 @@ def select(experiment: Experiment, *, rows: int | Literal["all"] | None) -> Held
     """
     task, ends = experiment.task, can(experiment.task, SizesEvaluation)
     if rows is None:
-        if not experiment.eval_batches:
-            either = "--rows N or --rows all" if ends else "--rows N"
-            raise UserError(f"the run has no evaluations of its own (EVAL_BATCHES = 0): give {either}")
-        return HeldOut(experiment, experiment.eval_batches)
+        if experiment.eval_batches:
+            return HeldOut(experiment, experiment.eval_batches)
+        either = "--rows N or --rows all" if ends else "--rows N"
+        raise UserError(f"the run has no evaluations of its own (EVAL_BATCHES = 0): give {either}")
     if ends:
         return HeldOut(dataclasses.replace(experiment, task=task.evaluating(None if rows == "all" else rows)), None)
     if rows == "all":

@@ -21,6 +21,7 @@ from tasks.puzzles.task import PuzzleTask
 
 SCORE = "validation/exact_accuracy"
 GOAL = 0.8  # accuracy for which the first step that reaches it is reported
+_EXA = 1e18
 _INPUTS = ("inputs", "targets", "labels", "segment_ids", "positions")
 
 ResultRow = Mapping[str, Any]
@@ -34,51 +35,41 @@ def rows(entries: Sequence[Entry], *, status: Mapping[str, str], run_dirs: Mappi
       status: text, by entry id.
       run_dirs: where the run is, by entry id; for a duplicate that of the other entry.
     """
-    scores = {entry.id: scored(entry.experiment, run_metrics.read(run_dirs[entry.id])) for entry in entries}
-    return [
-        {
-            **described(entry),
-            "status": status[entry.id],
-            **scores[entry.id],
-            **_over_seeds([scores[e.id]["exact_accuracy"] for e in entries if e.path == entry.path]),
-            "run": run_dirs[entry.id],
-        }
-        for entry in entries
-    ]
+    found = [_row(entry, status[entry.id], run_dirs[entry.id]) for entry in entries]
+    for entry, row in zip(entries, found, strict=True):
+        seeds = [r["exact_accuracy"] for e, r in zip(entries, found, strict=True) if e.path == entry.path]
+        known = [accuracy for accuracy in seeds if accuracy is not None]
+        if len(known) > 1:
+            row |= {"mean_of_seeds": statistics.fmean(known), "spread_of_seeds": max(known) - min(known)}
+    return found
 
 
-def described(entry: Entry) -> ResultRow:
-    """Returns the columns that follow from the configuration alone."""
-    run = entry.experiment
+def _row(entry: Entry, status: str, run_dir: str) -> dict[str, Any]:
+    run, found = entry.experiment, run_metrics.read(run_dir)
     puzzles, copies = run.task.asked if isinstance(run.task, PuzzleTask) else (None, None)
+    best_step, best = found.best(SCORE) or (None, None)
+    exact, in_training = found.last(SCORE), found.last("exact_accuracy")
     return {
         "group": entry.group,
         "experiment": entry.name,
         "same_as": entry.same_as or "",
+        "status": status,
         "seed": run.seed,
         "parameters": trained_parameters(run.model, run.task.length),
         "depth": depth(run.model),
         "puzzles": puzzles,
         "copies": copies,
         "batch": run.batch_size,
-        "total_steps": run.total_steps,
-        "total_eflop": flops(run, run.total_steps, 1e18),
-        "evaluated": evaluated_on(run),
-    }
-
-
-def scored(run: Experiment, found: run_metrics.RunMetrics) -> ResultRow:
-    """Returns the columns that come from the recorded metrics."""
-    best = found.best(SCORE)
-    exact, in_training = found.last(SCORE), found.last("exact_accuracy")
-    recorded = found.texts.get(metrics.EVALUATED_ON)
-    return {
         "steps": found.step,
+        "total_steps": run.total_steps,
         "rows": found.step * run.batch_size,
-        "eflop": flops(run, found.step, 1e18),
+        "eflop": _eflop(run, found.step),
+        "total_eflop": _eflop(run, run.total_steps),
         "exact_accuracy": exact,
-        "best_exact_accuracy": best[1] if best else None,
-        "best_step": best[0] if best else None,
+        "mean_of_seeds": None,
+        "spread_of_seeds": None,
+        "best_exact_accuracy": best,
+        "best_step": best_step,
         "goal_step": found.first_at(SCORE, least=GOAL),
         "cell_accuracy": found.last("validation/accuracy"),
         "q_halt_accuracy": found.last("validation/q_halt_accuracy"),
@@ -87,17 +78,10 @@ def scored(run: Experiment, found: run_metrics.RunMetrics) -> ResultRow:
         "train_steps_per_puzzle": found.last("steps"),
         "validation_loss": found.last("validation/loss"),
         "step_seconds": found.median("step_seconds"),
+        "evaluated": found.texts.get(metrics.EVALUATED_ON, evaluated_on(run)),
         "curve": found.curve(SCORE),
-        **({"evaluated": recorded} if recorded else {}),
+        "run": run_dir,
     }
-
-
-def _over_seeds(accuracies: Sequence[float | None]) -> ResultRow:
-    """Mean and range over the seeds, if there are several."""
-    known = [a for a in accuracies if a is not None]
-    if len(known) < 2:
-        return {"mean_of_seeds": None, "spread_of_seeds": None}
-    return {"mean_of_seeds": statistics.fmean(known), "spread_of_seeds": max(known) - min(known)}
 
 
 @functools.cache
@@ -123,11 +107,11 @@ def depth(model: Model) -> int | None:
     return model.num_layers if can(model, HasLayers) else None
 
 
-def flops(run: Experiment, steps: int, unit: float) -> float | None:
-    """Training FLOPs up to a step, in `unit`, without rematerialisation and evaluation; None if the model has none."""
+def _eflop(run: Experiment, steps: int) -> float | None:
+    """Training EFLOP up to a step, without rematerialisation and evaluation; None if the model does not count them."""
     if can(run.model, CountsRunFlops):
-        return run.model.training_flops(run.task.length, rows=run.batch_size, steps=steps) / unit
-    return run.flops_per_step * steps / unit if run.flops_per_step else None
+        return run.model.training_flops(run.task.length, rows=run.batch_size, steps=steps) / _EXA
+    return run.flops_per_step * steps / _EXA if run.flops_per_step else None
 
 
 def evaluated_on(run: Experiment) -> str:
@@ -144,5 +128,5 @@ def as_csv(table: Sequence[ResultRow]) -> str:
     names = [name for name in table[0] if name != "curve"] if table else []
     writer = csv.DictWriter(out, names, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
-    writer.writerows({k: "" if v is None else v for k, v in row.items()} for row in table)
+    writer.writerows(table)  # None is written as an empty cell
     return out.getvalue()

@@ -20,12 +20,7 @@ CONFIG, CHECKPOINTS = "config.gin", "checkpoints"
 
 
 class SavedRun(NamedTuple):
-    """A run on disk.
-
-    Attributes:
-      run_dir: resolved.
-      config: its configuration, with the overrides applied.
-    """
+    """A run on disk: its resolved directory, and its configuration with the overrides applied."""
 
     run_dir: str
     config: LoadedConfig
@@ -44,9 +39,12 @@ def read(run_dir: str, *, bindings: Sequence[str] = (), slice_name: str | None =
     """
     folder = paths.resolve(run_dir)
     if not (folder / CONFIG).exists():
-        raise UserError(_no_run(run_dir, folder))
-    config = configuration.load(str(folder / CONFIG), bindings=bindings, slice_name=slice_name)
-    return SavedRun(str(folder), config)
+        if run_dir.endswith(".gin"):
+            own = environment.run_directory(run_dir)
+            raise UserError(f"{run_dir!r} is an experiment file; give the directory of its run, such as {own}")
+        what = f"it has no {CONFIG}" if folder.exists() else "there is no such folder"
+        raise UserError(f"no run in {str(folder)!r}: {what}. Give the --run-dir that it was trained with")
+    return SavedRun(str(folder), configuration.load(str(folder / CONFIG), bindings=bindings, slice_name=slice_name))
 
 
 def config(run_dir: str) -> str | None:
@@ -68,11 +66,11 @@ def find_runs(root: str, texts: Iterable[str], *, key: Callable[[str], str] = st
       texts: canonical configuration texts.
       key: two texts are considered equal if their keys are; the result is by key.
     """
-    wanted, found = {key(text) for text in texts}, {}
+    found: dict[str, list[str]] = {key(text): [] for text in texts}
     folder = paths.resolve(root)
     for file in sorted(folder.glob(f"*/*/{CONFIG}")) if folder.exists() else ():
-        if (same := key(file.read_text())) in wanted:
-            found.setdefault(same, []).append(str(file.parent))
+        if (same := key(file.read_text())) in found:
+            found[same].append(str(file.parent))
     return found
 
 
@@ -101,24 +99,13 @@ def select_steps_together(run_dir: str, *, step: int | None, every: bool) -> lis
 
     Collective.
     """
-    own = _as_json(run_dir, step, every) if distributed.is_host_zero() else ""
-    answer = json.loads(distributed.from_host_zero(own))
+    own: list[int] | str = ""
+    if distributed.is_host_zero():
+        try:
+            own = select_steps(run_dir, step=step, every=every)
+        except UserError as error:
+            own = str(error)  # which the other hosts raise as well
+    answer = json.loads(distributed.from_host_zero(json.dumps(own)))
     if isinstance(answer, str):
         raise UserError(answer)
     return answer
-
-
-def _as_json(run_dir: str, step: int | None, every: bool) -> str:
-    """The steps, or the message of the error, which the other hosts raise as well."""
-    try:
-        return json.dumps(select_steps(run_dir, step=step, every=every))
-    except UserError as error:
-        return json.dumps(str(error))
-
-
-def _no_run(run_dir: str, folder: paths.Path) -> str:
-    if run_dir.endswith(".gin"):
-        own = environment.run_directory(run_dir)
-        return f"{run_dir!r} is an experiment file; give the directory of its run, such as {own}"
-    what = f"it has no {CONFIG}" if folder.exists() else "there is no such folder"
-    return f"no run in {str(folder)!r}: {what}. Give the --run-dir that it was trained with"

@@ -11,14 +11,15 @@ from typing import NamedTuple
 import numpy as np
 from scipy import optimize
 
-from core.errors import UserError
 from launch.experiments.results import ResultRow
 
 FEWEST_SIZES = 4  # three free parameters fit any three points
 MILLION = 1e6
 _EXPONENTS = (0.01, 10.0)
+_BOUNDS = ((0.0, 0.0, _EXPONENTS[0]), (1.0, np.inf, _EXPONENTS[1]))
 _STARTS = (0.03, 0.1, 0.3, 1.0, 3.0)  # the error has several local minima in c
 _FLAT = 1e-6  # a smaller rise over all sizes counts as none
+_SAME_IN_GROUP = ("depth", "puzzles", "copies", "batch", "total_steps")  # of a group that varies only the size
 
 
 class ScalingLaw(NamedTuple):
@@ -27,7 +28,6 @@ class ScalingLaw(NamedTuple):
     Attributes:
       a, b, c: its coefficients, for N in millions.
       residual: root mean square error of the points, as a fraction of 1.
-      worst: the largest error.
       points: number of points.
       sizes: the distinct N, ascending.
     """
@@ -36,7 +36,6 @@ class ScalingLaw(NamedTuple):
     b: float
     c: float
     residual: float
-    worst: float
     points: int
     sizes: tuple[float, ...]
 
@@ -58,42 +57,27 @@ class ScalingLaw(NamedTuple):
             law = f"accuracy = {self.a:.3f} - {self.b:.3g} N^-{self.c:.2f}, N in millions of parameters{note}"
         return (
             f"{law}; error of {self.points} points of {len(self.sizes)} sizes: {100 * self.residual:.2f} percentage "
-            f"points (root mean square), at most {100 * self.worst:.2f}"
+            "points (root mean square)"
         )
 
 
-def fit(parameters: Sequence[float], accuracies: Sequence[float]) -> ScalingLaw:
-    """Fits the law by least squares.
-
-    Args:
-      parameters: N of each point.
-      accuracies: of each point, as a fraction of 1.
-
-    Raises:
-      UserError: there are fewer than four distinct N.
-    """
+def fit(parameters: Sequence[float], accuracies: Sequence[float]) -> ScalingLaw | str:
+    """Fits the law to points (N, accuracy as a fraction of 1) by least squares, or returns why there are too few."""
     sizes = tuple(sorted(set(map(float, parameters))))
     if len(sizes) < FEWEST_SIZES:
-        raise UserError(f"no law a - b N^-c fitted: {len(sizes)} sizes are done, at least {FEWEST_SIZES} are needed")
+        return f"no law a - b N^-c fitted: {len(sizes)} sizes are done, at least {FEWEST_SIZES} are needed"
     n, y = np.asarray(parameters, float) / MILLION, np.asarray(accuracies, float)
-    bounds = ([0.0, 0.0, _EXPONENTS[0]], [1.0, np.inf, _EXPONENTS[1]])
-    best = min((_fit(n, y, start, bounds) for start in _STARTS), key=lambda abc: float(np.sum(_errors(abc, n, y) ** 2)))
-    errors = np.abs(_errors(best, n, y))
-    return ScalingLaw(*map(float, best), float(np.sqrt(np.mean(errors**2))), float(errors.max()), len(y), sizes)
 
+    def errors(abc: np.ndarray) -> np.ndarray:
+        return y - abc[0] + abc[1] * n ** -abc[2]
 
-def _fit(n: np.ndarray, y: np.ndarray, exponent: float, bounds: tuple[list[float], list[float]]) -> np.ndarray:
-    start = (min(max(float(y.max()), 0.01), 0.99), 0.1, exponent)
-    # Where b is 0 nothing determines c: the limit ends the search with a fit that is as good as any.
-    found = optimize.least_squares(
-        _errors, start, args=(n, y), bounds=bounds, xtol=1e-10, ftol=1e-12, gtol=1e-12, max_nfev=1000
-    )
-    return found.x
-
-
-def _errors(abc: np.ndarray, n: np.ndarray, y: np.ndarray) -> np.ndarray:
-    a, b, c = abc
-    return y - a + b * n**-c
+    highest = np.clip(y.max(), 0.01, 0.99)
+    # Where b is 0 nothing determines c: the limit of evaluations ends the search with a fit that is as good as any.
+    limits = {"xtol": 1e-10, "ftol": 1e-12, "gtol": 1e-12, "max_nfev": 1000}
+    fits = [optimize.least_squares(errors, (highest, 0.1, c), bounds=_BOUNDS, **limits) for c in _STARTS]
+    best = min(fits, key=lambda found: found.cost)
+    residual = float(np.sqrt(np.mean(best.fun**2)))
+    return ScalingLaw(*map(float, best.x), residual, len(y), sizes)
 
 
 def of_groups(table: Sequence[ResultRow]) -> Mapping[str, ScalingLaw | str]:
@@ -101,17 +85,10 @@ def of_groups(table: Sequence[ResultRow]) -> Mapping[str, ScalingLaw | str]:
     found: dict[str, ScalingLaw | str] = {}
     for group in dict.fromkeys(row["group"] for row in table):
         members = [row for row in table if row["group"] == group]
-        if len({row["parameters"] for row in members}) < 2 or len({_fixed(row) for row in members}) > 1:
+        fixed = {tuple(row[name] for name in _SAME_IN_GROUP) for row in members}
+        if len({row["parameters"] for row in members}) < 2 or len(fixed) > 1:
             continue
         done = [row for row in members if row["exact_accuracy"] is not None and row["steps"] == row["total_steps"]]
         once = {row["run"]: row for row in done}.values()
-        try:
-            found[group] = fit([r["parameters"] for r in once], [r["exact_accuracy"] for r in once])
-        except UserError as error:
-            found[group] = str(error)
+        found[group] = fit([row["parameters"] for row in once], [row["exact_accuracy"] for row in once])
     return found
-
-
-def _fixed(row: ResultRow) -> tuple:
-    """Returns what must be equal in a group that varies only the size."""
-    return tuple(row[name] for name in ("depth", "puzzles", "copies", "batch", "total_steps"))

@@ -7,11 +7,10 @@ checkpoint can be hundreds of thousands of grids.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich import box
 from rich.console import Group
@@ -37,24 +36,6 @@ _CONSTANT = ("steps", "halted")  # the same in every evaluation
 _WIDTH = 140  # without a terminal
 
 
-class CheckpointScore(NamedTuple):
-    """The result of evaluating one checkpoint.
-
-    Attributes:
-      step: of the checkpoint.
-      means: by metric.
-      scored: number of supervised items in the mean of the loss: puzzles, or tokens.
-      same_data: whether the checkpoint was trained on the data whose held-out rows are evaluated.
-      votes: of the answers; None without a judge, and on hosts other than host 0.
-    """
-
-    step: int
-    means: Mapping[str, float]
-    scored: int
-    same_data: bool
-    votes: Any
-
-
 def require_answers(program: Program, judge: AnswerJudge) -> None:
     """Checks, without using a device, that the model returns the answers that a judge needs.
 
@@ -72,37 +53,6 @@ def require_answers(program: Program, judge: AnswerJudge) -> None:
         )
 
 
-def score(
-    run: Run, checkpoints: Checkpoints, step: int, *, held_out: HeldOut, judge: AnswerJudge | None
-) -> CheckpointScore | None:
-    """Evaluates the checkpoint of one step, with averaged weights if the optimizer keeps an average.
-
-    Returns:
-      The score; None, on every host, if a run that is training removed the checkpoint meanwhile.
-
-    Raises:
-      UserError: the checkpoint does not fit the model, or there are no held-out rows.
-    """
-    with phase.enter(phase.RESTORING):
-        restored = checkpoints.restore_if_there(step, run.program.abstract_state)
-    if restored is None:
-        return None
-    state, _, meta = restored
-    layout = run.program.partitioner.data_layout(run.experiment.batch_size)
-    evaluation = EvaluationPass(run.program, state, held_out.open(layout), answering=judge is not None)
-    answers = evaluation.answers()
-    if run.host.is_zero:
-        answers = _with_progress(answers, f"step {step}", rows=run.experiment.batch_size)
-    votes = judge.votes(answers) if judge and run.host.is_zero else None
-    for _ in answers:  # runs the pass where nobody counts votes
-        pass
-    if not evaluation.sums:
-        raise UserError("there are no held-out rows to evaluate")
-    same_data = meta.get("data") == run.meta["data"]
-    scored = round(float(evaluation.sums["loss"].weight))
-    return CheckpointScore(step, trainer.means(evaluation.sums), scored, same_data, votes)
-
-
 def _with_progress(batches: Iterator[Any], what: str, *, rows: int) -> Iterator[Any]:
     """The same batches; prints a line now and then."""
     began = last = time.monotonic()
@@ -114,113 +64,134 @@ def _with_progress(batches: Iterator[Any], what: str, *, rows: int) -> Iterator[
         yield batch
 
 
-@dataclasses.dataclass(frozen=True)
 class Scores:
-    """The scores of all checkpoints that one command evaluated.
+    """The scores of all checkpoints that one command evaluates; they are collected on host 0.
 
     Attributes:
-      run_dir: of the run; files are written into its folder `evaluation`.
-      about: entries of every file: `evaluated_on`, `slice`, `strategy`, `git_revision`.
-      judge: of the answers; None without one.
-      cumulative: whether to score also the votes of the first checkpoint, of the first two together, and so on.
       checkpoints: the content of each step_N.json, in the order evaluated.
-      ensembles: the content of cumulative.json.
-      votes: of all checkpoints together.
     """
 
-    run_dir: str
-    about: Mapping[str, Any]
-    judge: AnswerJudge | None
-    cumulative: bool
-    checkpoints: Sequence[Mapping[str, Any]] = ()
-    ensembles: Sequence[Mapping[str, Any]] = ()
-    votes: Any = None
+    def __init__(self, run_dir: str, about: Mapping[str, Any], judge: AnswerJudge | None, *, cumulative: bool):
+        """Starts without scores.
 
-    def with_checkpoint(self, found: CheckpointScore) -> Scores:
-        """Adds the score of a checkpoint and writes it at once: the next checkpoint may take hours."""
-        plain, curves = curves_apart(found.means)
-        content = {
-            "step": found.step,
-            **self.about,
-            "scored": found.scored,
-            "same_data_as_in_training": found.same_data,
-            "means": plain,
-            "by_step": curves,
-            **({"arc": self.judge.scores(found.votes)} if self.judge else {}),
+        Args:
+          run_dir: of the run; files are written into its folder `evaluation`.
+          about: entries of every file: `evaluated_on`, `slice`, `strategy`, `git_revision`.
+          judge: of the answers; None without one.
+          cumulative: whether to score also the votes of the first checkpoint, of the first two together, and so on.
+        """
+        self.checkpoints: list[Mapping[str, Any]] = []
+        self._folder = paths.resolve(run_dir) / FOLDER
+        self._about, self._judge, self._cumulative = about, judge, cumulative
+        self._ensembles: list[Mapping[str, Any]] = []  # of cumulative.json
+        self._votes: Any = None  # of all checkpoints together
+
+    def evaluate(self, run: Run, checkpoints: Checkpoints, step: int, *, held_out: HeldOut) -> bool:
+        """Evaluates the checkpoint of one step, with averaged weights if the optimizer keeps an average.
+
+        Host 0 writes the score at once: the next checkpoint may take hours.
+
+        Returns:
+          False, on every host, if a run that is training removed the checkpoint meanwhile.
+
+        Raises:
+          UserError: the checkpoint does not fit the model, or there are no held-out rows.
+        """
+        with phase.enter(phase.RESTORING):
+            restored = checkpoints.restore_if_there(step, run.program.abstract_state)
+        if restored is None:
+            return False
+        state, _, meta = restored
+        rows, judge = run.experiment.batch_size, self._judge
+        data = held_out.open(run.program.partitioner.data_layout(rows))
+        evaluation = EvaluationPass(run.program, state, data, answering=judge is not None)
+        answers = evaluation.answers()
+        votes = None
+        if run.host.is_zero:
+            answers = _with_progress(answers, f"step {step}", rows=rows)
+            votes = judge.votes(answers) if judge else None
+        for _ in answers:  # runs the pass where nobody counts votes
+            pass
+        if not evaluation.sums:
+            raise UserError("there are no held-out rows to evaluate")
+        means, by_step = curves_apart(trainer.means(evaluation.sums))
+        score = {
+            "step": step,
+            **self._about,
+            "scored": round(float(evaluation.sums["loss"].weight)),  # puzzles, or tokens
+            "same_data_as_in_training": meta.get("data") == run.meta["data"],
+            "means": means,
+            "by_step": by_step,
         }
-        self._write(f"step_{found.step}.json", content)
-        more = dataclasses.replace(self, checkpoints=(*self.checkpoints, content))
-        if not self.judge:
-            return more
-        votes = found.votes if self.votes is None else self.judge.merged(self.votes, found.votes)
-        if not self.cumulative:
-            return dataclasses.replace(more, votes=votes)
-        ensembles = (*self.ensembles, {"steps": more.steps, **self.judge.scores(votes)})
-        self._write(CUMULATIVE, {**self.about, "cumulative": ensembles})
-        return dataclasses.replace(more, votes=votes, ensembles=ensembles)
+        if run.host.is_zero:
+            self._add(score, votes)
+        return True
+
+    def _add(self, score: dict[str, Any], votes: Any) -> None:
+        self.checkpoints.append(score)
+        if self._judge:
+            score["arc"] = self._judge.scores(votes)
+            self._votes = votes if self._votes is None else self._judge.merged(self._votes, votes)
+        self._write(f"step_{score['step']}.json", score)
+        if self._judge and self._cumulative:
+            self._ensembles.append({"steps": self._steps, **self._judge.scores(self._votes)})
+            self._write(CUMULATIVE, {**self._about, "cumulative": self._ensembles})
+
+    def _write(self, name: str, value: Mapping[str, Any]) -> None:
+        paths.write_text_atomically(self._folder / name, json.dumps(value, indent=1) + "\n")
 
     def submission(self) -> str:
         """Returns two attempts for every test as JSON, from the votes of all checkpoints together."""
-        return json.dumps(self.judge.submission(self.votes)) + "\n"
+        return json.dumps(self._judge.submission(self._votes)) + "\n"
 
     @property
-    def steps(self) -> list[int]:
-        """The steps of the checkpoints."""
+    def _steps(self) -> list[int]:
         return [found["step"] for found in self.checkpoints]
 
     @property
     def of(self) -> str:
         """The checkpoints as text."""
-        steps = ", ".join(f"{step:,}" for step in self.steps)
-        return f"step {steps}" if len(self.steps) == 1 else f"steps {steps} together"
+        steps = ", ".join(f"{step:,}" for step in self._steps)
+        return f"step {steps}" if len(self.checkpoints) == 1 else f"steps {steps} together"
 
     @property
     def files(self) -> list[str]:
         """The files that were written."""
-        names = [f"step_{step}.json" for step in self.steps] + [CUMULATIVE] * bool(self.ensembles)
-        return [str(paths.resolve(self.run_dir) / FOLDER / name) for name in names]
+        names = [f"step_{step}.json" for step in self._steps] + [CUMULATIVE] * bool(self._ensembles)
+        return [str(self._folder / name) for name in names]
 
     def show(self) -> None:
         """Prints the tables."""
         console = terminal.console(_WIDTH)
-        first = self.checkpoints[0]
-        print(f"\n{self.about['evaluated_on']}; {first['scored']:,} scored")
+        first, labels = self.checkpoints[0], [f"step {step:,}" for step in self._steps]
+        print(f"\n{self._about['evaluated_on']}; {first['scored']:,} scored")
         means = [found["means"] for found in self.checkpoints]
         names = [n for n in FIRST if n in means[0]] + sorted(set(means[0]) - {*FIRST, *_CONSTANT})
-        console.print(_table(names, [[m[name] for name in names] for m in means], labels=self._labels()))
-        for name in first["by_step"]:
+        console.print(_table(names, [[m[name] for name in names] for m in means], labels))
+        for name, curve in first["by_step"].items():
             rows = [found["by_step"][name] for found in self.checkpoints]
-            headings = [str(step) for step in range(1, len(rows[0]) + 1)]
-            table = _table(headings, rows, labels=self._labels(), digits=3)
+            table = _table([str(step) for step in range(1, len(curve) + 1)], rows, labels, digits=3)
             console.print(Group(f"{name} after each recursion step", table))
-        if self.judge:
-            console.print(self._pass_at_k())
+        if self._judge:
+            found = [checkpoint["arc"] for checkpoint in self.checkpoints]
+            if len(self._ensembles) > 1:
+                found, labels = [*found, self._ensembles[-1]], [*labels, f"{self.of} (cumulative)"]
+            console.print(_pass_at_k(found, labels))
 
-    def _pass_at_k(self) -> Group:
-        found, labels = [checkpoint["arc"] for checkpoint in self.checkpoints], self._labels()
-        if len(self.ensembles) > 1:
-            found, labels = [*found, self.ensembles[-1]], [*labels, f"{self.of} (cumulative)"]
-        first = found[0]
-        return Group(
-            f"pass@k of {first['puzzles']:,} puzzles; {first['tests_with_votes']:,} of their {first['tests']:,} tests "
-            f"have votes, {first['votes']:,} votes from the first checkpoint",
-            _table(
-                [f"pass@{k}" for k in first["pass_at"]], [list(f["pass_at"].values()) for f in found], labels=labels
-            ),
-        )
 
-    def _labels(self) -> list[str]:
-        return [f"step {step:,}" for step in self.steps]
-
-    def _write(self, name: str, value: Mapping[str, Any]) -> None:
-        paths.write_text_atomically(paths.resolve(self.run_dir) / FOLDER / name, json.dumps(value, indent=1) + "\n")
+def _pass_at_k(found: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> Group:
+    first = found[0]
+    return Group(
+        f"pass@k of {first['puzzles']:,} puzzles; {first['tests_with_votes']:,} of their {first['tests']:,} tests "
+        f"have votes, {first['votes']:,} votes from the first checkpoint",
+        _table([f"pass@{k}" for k in first["pass_at"]], [list(f["pass_at"].values()) for f in found], labels),
+    )
 
 
 def _table(
-    headings: Sequence[str], rows: Sequence[Sequence[float]], *, labels: Sequence[str], digits: int = 4
+    headings: Sequence[str], rows: Sequence[Sequence[float]], labels: Sequence[str], *, digits: int = 4
 ) -> Table:
-    table = Table(box=box.SIMPLE)
-    table.add_column("")
+    table = Table("", box=box.SIMPLE)
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     for label, values in zip(labels, rows, strict=True):

@@ -52,34 +52,41 @@ class Entry:
         return f"{self.group}/{self.name}"
 
 
-def groups(home: Path = HOME) -> list[str]:
-    """Returns the names of all groups."""
-    names = [folder.name for folder in home.iterdir() if any(folder.glob("*.gin"))]
+def groups() -> list[str]:
+    """Returns the names of all groups of `gin/trm`."""
+    names = [folder.name for folder in HOME.iterdir() if any(folder.glob("*.gin"))]
     return sorted(names, key=lambda name: (not name.startswith("exp"), name))
 
 
-def files(group: str, *, home: Path = HOME) -> list[Path]:
+def files(group: str) -> list[Path]:
     """Returns the experiment files of one or several groups, or of a folder.
 
     Args:
-      group: the name of a folder in `home`, the common prefix of several (`exp02`), `all` for the numbered groups, or
-        the path of any folder with experiment files.
-      home: the folder that contains the groups.
+      group: the name of a group, the common prefix of several (`exp02`), `all` for the numbered groups, or the path of
+        any folder with experiment files.
 
     Raises:
       UserError: there is no such group, or the folder contains no experiment.
     """
     if "/" in group or Path(group).is_dir():
         return _of_folder(Path(group))
-    known = groups(home)
-    chosen = [name for name in known if name == group] or [name for name in known if name.startswith(group)]
-    if group == "all":
-        chosen = [name for name in known if name.startswith(NUMBERED)]
+    known = groups()
+    prefix = NUMBERED if group == "all" else group
+    chosen = [group] if group in known else [name for name in known if name.startswith(prefix)]
     if not chosen:
         close = difflib.get_close_matches(group, known, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise UserError(f"there is no group {group!r}: {hint}Groups: {', '.join(known)}, all, or a folder's path")
-    return [file for name in chosen for file in _of_folder(home / name)]
+    return [file for name in chosen for file in _of_folder(HOME / name)]
+
+
+def _of_folder(folder: Path) -> list[Path]:
+    def natural(path: Path) -> list[int | str]:  # numbers by value: 250 before 1000
+        return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.stem)]
+
+    if found := sorted(folder.glob("*.gin"), key=natural):
+        return found
+    raise UserError(f"no experiment files (*.gin) in {folder}")
 
 
 def load(
@@ -106,69 +113,39 @@ def load(
     Raises:
       UserError: lists every mistake in every file.
     """
-    problems, entries = [], []
-    for path in paths:
+    environ = {"RENGA_RUN_ROOT": root} if root else None
+    problems: dict[str, list[str]] = {}  # each with the names of the experiments that have it; none in a mistake
+    first: dict[str, str] = {}
+    entries = []
+    for path in (path.resolve() for path in paths):
         for seed in range(seeds):
+            name = f"{path.stem}_seed{seed}" if seed else path.stem
+            given = (*bindings, f"SEED = {seed}") if seed else tuple(bindings)
             try:
-                entries.append(_entry(path, seed, bindings=bindings, slice_name=slice_name, root=root, smoke=smoke))
+                config = configuration.load(str(path), bindings=given, slice_name=slice_name)
+                experiment = config.build()
             except UserError as error:
-                problems.append(str(error))
+                problems[str(error)] = []
                 break
-    if check_data and not smoke:
-        problems += _data_problems(entries)
+            if check_data and not smoke:
+                for problem in experiment.data_problems(prepared=False):
+                    problems.setdefault(problem, []).append(name)
+            run_dir = environment.run_directory(path.with_name(name + ".gin"), smoke=smoke, environ=environ)
+            entry = Entry(path.parent.name, name, str(path), given, run_dir, config.text, experiment)
+            same = first.setdefault(entry.text, entry.id)
+            entries.append(entry if same == entry.id else dataclasses.replace(entry, same_as=same))
     if problems:
-        raise UserError("\n".join(dict.fromkeys(problems)))
-    first: dict[str, Entry] = {}
-    return [
-        entry if (same := first.setdefault(entry.text, entry)) is entry else dataclasses.replace(entry, same_as=same.id)
-        for entry in entries
-    ]
+        raise UserError("\n".join(_of_experiments(names) + problem for problem, names in problems.items()))
+    return entries
+
+
+def _of_experiments(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{names[0]}{more}: " if names else ""
 
 
 def as_run(entry: Entry, *, text: str) -> Entry:
     """Returns the entry with the experiment of another canonical text, that of a run."""
     if text == entry.text:
         return entry
-    config = loader.load(entry.path, text=text)
-    return dataclasses.replace(entry, text=text, experiment=config.build())
-
-
-def _data_problems(entries: Sequence[Entry]) -> list[str]:
-    """Each problem with the data once, with the experiments that have it."""
-    found: dict[str, list[str]] = {}
-    for entry in entries:
-        for problem in entry.experiment.data_problems(prepared=False):
-            found.setdefault(problem, []).append(entry.name)
-    return [
-        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {problem}"
-        for problem, names in found.items()
-    ]
-
-
-def _of_folder(folder: Path) -> list[Path]:
-    def natural(path: Path) -> list[tuple[bool, int | str]]:  # numbers by value: 250 before 1000
-        return [(part.isdigit(), int(part) if part.isdigit() else part) for part in re.split(r"(\d+)", path.stem)]
-
-    found = sorted(folder.glob("*.gin"), key=natural)
-    if not found:
-        raise UserError(f"no experiment files (*.gin) in {folder}")
-    return found
-
-
-def _entry(
-    path: Path, seed: int, *, bindings: Sequence[str], slice_name: str | None, root: str | None, smoke: bool
-) -> Entry:
-    path = path.resolve()
-    given = (*bindings, *([f"SEED = {seed}"] if seed else []))
-    config = configuration.load(str(path), bindings=given, slice_name=slice_name)
-    name = path.stem + (f"_seed{seed}" if seed else "")
-    environ = {"RENGA_RUN_ROOT": root} if root else None
-    return Entry(
-        group=path.parent.name,
-        name=name,
-        path=str(path),
-        bindings=given,
-        run_dir=environment.run_directory(path.with_name(name + ".gin"), smoke=smoke, environ=environ),
-        text=config.text,
-        experiment=config.build(),
-    )
+    return dataclasses.replace(entry, text=text, experiment=loader.load(entry.path, text=text).build())

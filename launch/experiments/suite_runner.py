@@ -72,15 +72,36 @@ class Suite:
         self.requested: list[int] = []
         self.run_dirs = {entry.id: entry.run_dir for entry in entries}
         self.logs = {entry.id: logs / entry.group / f"{entry.name}.log" for entry in entries}
-        self._elsewhere = {} if mode.smoke else saved_run.find_runs(root, {entry.text for entry in entries})
         self.status = {entry.id: f"same as {entry.same_as}" if entry.same_as else "waiting" for entry in entries}
 
     def find_done(self) -> None:
         """Finds experiments that are already done, here or in another group, and run directories in use by others."""
-        for entry in self.entries:
-            if not entry.same_as and not self.mode.smoke:
-                self._find_done(entry)
+        if not self.mode.smoke:
+            elsewhere = saved_run.find_runs(self._root, {entry.text for entry in self.entries})
+            for entry in self.entries:
+                if not entry.same_as:
+                    self._find_done(entry, elsewhere.get(entry.text, ()))
         self._share_results()
+
+    def _find_done(self, entry: Entry, elsewhere: Sequence[str]) -> None:
+        for run_dir in (entry.run_dir, *elsewhere):
+            if saved_run.is_complete(run_dir, text=entry.text, last_step=self.mode.last_step(entry)):
+                same = os.fspath(paths.resolve(run_dir)) == os.fspath(paths.resolve(entry.run_dir))
+                self.status[entry.id] = "already done" if same else f"already done in {run_dir}"
+                self.run_dirs[entry.id] = run_dir
+                return
+        existing = saved_run.config(entry.run_dir)
+        if existing not in (None, entry.text):
+            self.status[entry.id] = (
+                f"refused: {entry.run_dir} contains another experiment ({difference(existing, entry.text)}). "
+                "Give another --run-root, or remove that directory"
+            )
+
+    def _share_results(self) -> None:
+        """Duplicates use the results of the entry that is run instead."""
+        for entry in self.entries:
+            if entry.same_as:
+                self.run_dirs[entry.id] = self.run_dirs[entry.same_as]
 
     def gather(self) -> None:
         """Finds existing runs, on whatever slice and data location, and how far each got.
@@ -89,7 +110,9 @@ class Suite:
         """
         found = saved_run.find_runs(self._root, [e.text for e in self.entries], key=without_location)
         for number, entry in enumerate(self.entries):
-            run_dir = self._existing_run(entry, found.get(without_location(entry.text), ()))
+            equal = found.get(without_location(entry.text), ())
+            places = (entry.run_dir, self.run_dirs[entry.same_as or entry.id], *equal)
+            run_dir = next((place for place in places if saved_run.config(place) is not None), None)
             if run_dir is None:
                 self.status[entry.id] = "not run"
                 continue
@@ -112,14 +135,39 @@ class Suite:
           a signal that stopped the suite.
         """
         for entry in self.entries:
-            if self.status[entry.id] != "waiting":
-                continue
-            code = self._run(entry, show)
-            self._share_results()
-            show()
-            if self.requested or code == exit_codes.PREEMPTED:
-                return self.requested[0] if self.requested else exit_codes.PREEMPTED
+            if self.status[entry.id] == "waiting":
+                code = self._run(entry, show)
+                self._share_results()
+                show()
+                if self.requested or code == exit_codes.PREEMPTED:
+                    return self.requested[0] if self.requested else code
         return int(any(self.failed(entry) for entry in self.entries))
+
+    def _run(self, entry: Entry, show: Callable[[], None]) -> int:
+        self.status[entry.id] = "running"
+        show()
+        began = time.monotonic()
+        log = self.logs[entry.id]
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("w") as out:
+            process = subprocess.Popen(self.mode.command(entry), stdout=out, stderr=subprocess.STDOUT)
+            code = self._wait(process, show)
+        minutes = (time.monotonic() - began) / 60
+        ended = "done" if code == 0 else "stopped" if self.requested else f"failed with exit code {code}"
+        self.status[entry.id] = f"{ended} after {minutes:.1f} min"
+        return code
+
+    def _wait(self, process: subprocess.Popen, show: Callable[[], None]) -> int:
+        """Waits for a run to end. If the suite is asked to stop, the run is stopped too, with time to save."""
+        while process.poll() is None and not self.requested:
+            time.sleep(_POLL_SECONDS)
+            show()
+        if self.requested[:1] == [exit_codes.INTERRUPTED]:  # Ctrl-C reached the run too; a second signal skips saving
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE_SECONDS)
+        if process.poll() is None:
+            process.terminate()
+        return exit_codes.of_process(process.wait())
 
     def failed(self, entry: Entry) -> bool:
         """Returns whether the experiment, or the one run instead of it, is not done."""
@@ -135,60 +183,6 @@ class Suite:
         """Returns the end of the process's output."""
         log = self.logs[entry.id]
         return log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if log.exists() else []
-
-    def _find_done(self, entry: Entry) -> None:
-        last = self.mode.last_step(entry)
-        for run_dir in (entry.run_dir, *self._elsewhere.get(entry.text, ())):
-            if saved_run.is_complete(run_dir, text=entry.text, last_step=last):
-                same = os.fspath(paths.resolve(run_dir)) == os.fspath(paths.resolve(entry.run_dir))
-                self.status[entry.id] = "already done" if same else f"already done in {run_dir}"
-                self.run_dirs[entry.id] = run_dir
-                return
-        existing = saved_run.config(entry.run_dir)
-        if existing is not None and existing != entry.text:
-            self.status[entry.id] = (
-                f"refused: {entry.run_dir} contains another experiment ({difference(existing, entry.text)}). "
-                "Give another --run-root, or remove that directory"
-            )
-
-    def _existing_run(self, entry: Entry, equal: Sequence[str]) -> str | None:
-        """The directory of this entry's run, of the entry run instead of it, or of an equal run in another group."""
-        places = (entry.run_dir, self.run_dirs[entry.same_as or entry.id], *equal)
-        return next((place for place in places if saved_run.config(place) is not None), None)
-
-    def _wait(self, process: subprocess.Popen, show: Callable[[], None]) -> int:
-        """Waits for a run to end. If the suite is asked to stop, the run is stopped too, with time to save."""
-        while process.poll() is None and not self.requested:
-            time.sleep(_POLL_SECONDS)
-            show()
-        if process.poll() is None:
-            if self.requested[0] == exit_codes.INTERRUPTED:  # Ctrl-C reached the run too; a second signal skips saving
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(_GRACE_SECONDS)
-            if process.poll() is None:
-                process.terminate()
-            process.wait()
-        return exit_codes.of_process(process.returncode)
-
-    def _share_results(self) -> None:
-        """Duplicates use the results of the entry that is run instead."""
-        for entry in self.entries:
-            if entry.same_as:
-                self.run_dirs[entry.id] = self.run_dirs[entry.same_as]
-
-    def _run(self, entry: Entry, show: Callable[[], None]) -> int:
-        self.status[entry.id] = "running"
-        show()
-        began = time.monotonic()
-        log = self.logs[entry.id]
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("w") as out:
-            process = subprocess.Popen(self.mode.command(entry), stdout=out, stderr=subprocess.STDOUT)
-            code = self._wait(process, show)
-        minutes = (time.monotonic() - began) / 60
-        ended = "done" if code == 0 else "stopped" if self.requested else f"failed with exit code {code}"
-        self.status[entry.id] = f"{ended} after {minutes:.1f} min"
-        return code
 
 
 def without_location(text: str) -> str:

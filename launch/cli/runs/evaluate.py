@@ -160,26 +160,23 @@ def _evaluate(args: argparse.Namespace, found: SavedRun, asked: HeldOut, host: H
     steps = saved_run.select_steps_together(found.run_dir, step=args.step, every=args.all_steps)
     if host.is_zero:
         print(f"{found.run_dir}: checkpoint {', '.join(map(str, steps))} on {about['evaluated_on']}", flush=True)
-    empty = scores.Scores(found.run_dir, about, judge, cumulative=args.all_steps)
-    found_scores = _scored(run, steps, asked, empty)
+    results = scores.Scores(found.run_dir, about, judge, cumulative=args.all_steps)
+    _score(run, steps, asked, results)
     if host.is_zero:
-        _report(args, found_scores)
+        _report(args, results)
     distributed.barrier("evaluate/end")
 
 
-def _scored(run: Run, steps: Sequence[int], asked: HeldOut, results: Scores) -> Scores:
-    """Adds the score of each checkpoint, on host 0. Raises UserError if all were removed before they were read."""
+def _score(run: Run, steps: Sequence[int], asked: HeldOut, results: Scores) -> None:
+    """Adds the score of each checkpoint. Raises UserError if all were removed before they were read."""
     from core.checkpoints.store import Checkpoints
-    from launch.experiments import scores
 
     keep, read = run.experiment.keep_checkpoints, False
     checkpoints = Checkpoints(run.checkpoint_dir, keep=keep, read_only=True)
     for step in steps:
-        score = scores.score(run, checkpoints, step, held_out=asked, judge=results.judge)
-        read = read or score is not None
-        if score and run.host.is_zero:
-            results = results.with_checkpoint(score)
-        if score is None and run.host.is_zero:
+        if results.evaluate(run, checkpoints, step, held_out=asked):
+            read = True
+        elif run.host.is_zero:
             print(f"note: the checkpoint of step {step} was removed before it was read and is skipped", flush=True)
     checkpoints.close()
     if not read:
@@ -187,7 +184,6 @@ def _scored(run: Run, steps: Sequence[int], asked: HeldOut, results: Scores) -> 
             f"every checkpoint to evaluate ({', '.join(map(str, steps))}) was removed meanwhile: the run is still "
             f"training and keeps its latest {keep} (KEEP_CHECKPOINTS). Evaluate again, without --step"
         )
-    return results
 
 
 def _report(args: argparse.Namespace, results: Scores) -> None:

@@ -83,15 +83,15 @@ def test_a_part_is_as_large_as_the_runs_own_evaluations(command, parrot_run, one
 
 def test_a_checkpoint_removed_before_it_is_read_is_skipped(command, parrot_run, monkeypatch, tmp_path):
     shutil.copytree(parrot_run, tmp_path / "run")
-    original = scores.score
+    original = scores.Scores.evaluate
 
-    def removing(run, checkpoints, step, **kwargs):
-        found = original(run, checkpoints, step, **kwargs)
+    def removing(results, run, checkpoints, step, **kwargs):
+        found = original(results, run, checkpoints, step, **kwargs)
         if step == 1:
             shutil.rmtree(tmp_path / "run" / "checkpoints" / "2")
         return found
 
-    monkeypatch.setattr(scores, "score", removing)
+    monkeypatch.setattr(scores.Scores, "evaluate", removing)
     code, said = command("evaluate", tmp_path / "run", "--all-steps")
     assert code == 0, said
     assert "note: the checkpoint of step 2 was removed before it was read and is skipped" in said
@@ -103,7 +103,7 @@ def test_checkpoints_are_listed_again_after_the_data_is_read(command, parrot_run
     run_dir = tmp_path / "run"
     shutil.copytree(parrot_run, run_dir)
     (run_dir / "checkpoints" / "2").rename(tmp_path / "later")
-    ready, score = prepared_run.prepare_run, scores.score
+    ready, evaluate_one = prepared_run.prepare_run, scores.Scores.evaluate
 
     def while_training(*args, **kwargs):
         found = ready(*args, **kwargs)
@@ -113,14 +113,14 @@ def test_checkpoints_are_listed_again_after_the_data_is_read(command, parrot_run
 
     def too_late(*args, **kwargs):
         shutil.rmtree(run_dir / "checkpoints" / "2")
-        return score(*args, **kwargs)
+        return evaluate_one(*args, **kwargs)
 
     with monkeypatch.context() as patched:
         patched.setattr(prepared_run, "prepare_run", while_training)
         code, said = command("evaluate", run_dir)
     assert code == 0, said
     assert written(run_dir, "step_2.json")["step"] == 2
-    monkeypatch.setattr(scores, "score", too_late)
+    monkeypatch.setattr(scores.Scores, "evaluate", too_late)
     code, said = command("evaluate", run_dir)
     assert code == 2
     assert "every checkpoint to evaluate (2) was removed meanwhile" in said
@@ -139,7 +139,7 @@ def test_a_model_that_answers_nothing_is_not_judged(command, parrot, parrot_run,
     shutil.copytree(parrot_run, tmp_path / "run")
     config = tmp_path / "run" / "config.gin"
     config.write_text(config.read_text().replace("import parrot", f"import {name}").replace("parrot.P", f"{name}.P"))
-    monkeypatch.setattr(scores, "score", None)  # not reached
+    monkeypatch.setattr(scores.Scores, "evaluate", None)  # not reached
     code, said = command("evaluate", tmp_path / "run")
     assert code == 2, said
     assert f"but Parrot returns none: {lacks}. Expected inputs, predicted, puzzle_ids, q_halt" in said

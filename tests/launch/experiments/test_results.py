@@ -10,7 +10,7 @@ import pytest
 
 from core import metrics
 from core.training import hooks
-from launch.experiments import charts, results, results_page, suite_plan
+from launch.experiments import results, results_page, scaling_law, suite_plan
 
 SVG = "{http://www.w3.org/2000/svg}"
 PATHS = [suite_plan.HOME / "exp01" / f"exp01{i}.gin" for i in "abc"]
@@ -83,7 +83,7 @@ def test_the_page_contains_charts_and_table_and_loads_nothing(entries, tmp_path)
     assert "<script" not in text
     assert not re.search(r"""(src|href)=["']?http|url\(http|@import""", text.replace("http://www.w3.org", ""))
     assert "Suite &lt;exp01&gt;" in text
-    drawn = [chart for chart in results_page.drawn_charts(rows) if chart]
+    drawn = results_page.charts(rows)
     titles = ["Accuracy and parameters", "Accuracy and compute, with the Pareto frontier", "Accuracy by step"]
     assert [title for chart in drawn for title in titles if title in texts(chart)] == titles  # only what varies
     assert {"exp01a", "exp01b"} <= set(texts(drawn[0]))
@@ -94,17 +94,17 @@ def test_the_page_contains_charts_and_table_and_loads_nothing(entries, tmp_path)
 
 
 def test_the_frontier_contains_the_points_that_no_other_beats():
-    points = [charts.Point(x, y, f"{x}", "g") for x, y in ((1, 0.2), (2, 0.1), (2, 0.5), (3, 0.5), (4, 0.9), (5, 0.8))]
-    assert [(p.x, p.y) for p in charts.pareto(points)] == [(1, 0.2), (2, 0.5), (4, 0.9)]
+    points = ((1, 0.2), (2, 0.1), (2, 0.5), (3, 0.5), (4, 0.9), (5, 0.8))
+    assert results_page.pareto(points) == [(1, 0.2), (2, 0.5), (4, 0.9)]
 
 
 def test_a_chart_is_drawn_only_if_its_quantity_varies():
-    points = [charts.Point(10.0**i, 0.1 * i, f"p{i}", "g") for i in range(1, 5)]
-    assert {"p1", "p2", "p3", "p4", "g"} <= set(texts(charts.scatter(points, title="t", x_label="x", log=True)))
-    assert charts.scatter(points[:1], title="t", x_label="x") == ""
-    alike = [charts.Point(x, 0.5, "p", "g") for x in (2.1360, 2.1355)]  # steps rounded differently
-    assert charts.scatter(alike, title="t", x_label="x") == ""
-    assert charts.curves({"a": [(1, 0.5)]}, title="t", x_label="x") == ""
+    rows = [{"eflop": 10.0**i, "exact_accuracy": 0.1 * i, "experiment": f"p{i}", "group": "g"} for i in range(1, 5)]
+    drawn = results_page.scatter(rows, "eflop", "title", "x", log=True)
+    assert {"p1", "p2", "p3", "p4", "g", "title"} <= set(texts(drawn))
+    assert results_page.scatter(rows[:1], "eflop", "title", "x") == ""
+    alike = [rows[0] | {"eflop": x} for x in (2.1360, 2.1355)]  # steps rounded differently
+    assert results_page.scatter(alike, "eflop", "title", "x") == ""
 
 
 def test_a_law_is_drawn_and_described_with_its_error():
@@ -112,7 +112,7 @@ def test_a_law_is_drawn_and_described_with_its_error():
     column = {"status": "done", "same_as": "", "curve": [], "group": "wide", "depth": 42}
     sizes = (1e6, 2e6, 4e6, 8e6)
     rows = [
-        {**dict.fromkeys(name for name, *_ in results_page._COLUMNS), **column}
+        {**dict.fromkeys((*scaling_law._SAME_IN_GROUP, "steps", "eflop")), **column}
         | {"experiment": f"w{i}", "run": f"r{i}", "parameters": n, "exact_accuracy": 0.9 - 0.3 * (n / 1e6) ** -0.7}
         for i, n in enumerate(sizes)
     ]
@@ -120,7 +120,7 @@ def test_a_law_is_drawn_and_described_with_its_error():
     text = results_page.page(rows, title="t", note="")
     said = "wide: accuracy = 0.900 - 0.3 N^-0.70, N in millions of parameters; error of 4 points of 4 sizes: 0.00"
     assert said in text
-    (chart,) = (c for c in results_page.drawn_charts(rows) if c and "Accuracy and parameters" in texts(c))
+    (chart,) = (c for c in results_page.charts(rows) if "Accuracy and parameters" in texts(c))
     assert "law of wide" in texts(chart)
 
 
