@@ -51,11 +51,16 @@ def find(experiment: Experiment, settings: Settings) -> dict[str, Any] | None:
     return next((record for record in recorded if record["fingerprint"] == wanted), None)
 
 
+def records_of_plans(folder: Path = PLANS) -> dict[str, Any]:
+    """Returns the committed records of plans, by key (`program_identity.record_key`)."""
+    return {k: v for file in sorted(folder.glob("*.json")) for k, v in json.loads(file.read_text())["records"].items()}
+
+
 def compile_seconds(experiment: Experiment, settings: Settings) -> float | None:
     """Returns how long a committed plan took to compile this program; None if no plan has it."""
-    name = program_identity.record_key(program_identity.program_text(experiment, settings))
-    plans = (json.loads(file.read_text())["records"] for file in sorted(PLANS.glob("*.json")))
-    return next((records[name]["compile_seconds"] for records in plans if name in records), None)
+    key = program_identity.record_key(program_identity.program_text(experiment, settings))
+    record = records_of_plans().get(key)
+    return record and record["compile_seconds"]
 
 
 def line(record: Prediction) -> str:
@@ -137,9 +142,7 @@ class PredictionCheck:
         try:
             return {"mfu": self._slice.mfu(flops, seconds=seconds)}
         except UserError as error:  # a wrong figure must not end the run
-            if "mfu" not in self._warned:
-                self._warned.add("mfu")
-                self._warn(f"the MFU is not reported: {error}")
+            self._warn_once("mfu", f"the MFU is not reported: {error}")
             return {}
 
     def _compare(self, record: Prediction, seconds: float, used: int | None) -> dict[str, float]:
@@ -155,14 +158,19 @@ class PredictionCheck:
         }
 
     def _check(self, unit: str, value: float, low: float, high: float, about: str) -> None:
-        if low * (1 - TOLERANCE) <= value <= high * (1 + TOLERANCE) or unit in self._warned:
+        if low * (1 - TOLERANCE) <= value <= high * (1 + TOLERANCE):
             return
-        self._warned.add(unit)
         expected = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
-        self._warn(
+        self._warn_once(
+            unit,
             f"measured {value:.3g} {unit}, predicted {expected} ({about}): more than {TOLERANCE:.0%} apart. "
-            "`launch/run golden --check` says whether the program is still the recorded one"
+            "`launch/run golden --check` says whether the program is still the recorded one",
         )
+
+    def _warn_once(self, metric: str, sentence: str) -> None:
+        if metric not in self._warned:
+            self._warned.add(metric)
+            self._warn(sentence)
 
 
 def peak_hbm_bytes() -> int | None:

@@ -1,6 +1,7 @@
 """Writing to a terminal: its width, escape codes only where they are wanted, wrapped errors, closed pipes.
 
-Only the standard library, except in `console`: `launch.hosts.host_output` runs before anything else is installed.
+Only the standard library, except in `console` and `markdown`: `launch.hosts.host_output` runs before anything else is
+installed.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import sys
 import textwrap
 import traceback
 import unicodedata
+from collections.abc import Iterable, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 from launch import environment
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 ERROR_WIDTH = 120
 _NARROWEST = 40  # columns to wrap at, even if the terminal is narrower
@@ -41,6 +44,21 @@ def console(piped_width: int, *, file: IO[str] | None = None, stderr: bool = Fal
     )
     found.on_broken_pipe = _reraise  # rich would end the process
     return found
+
+
+def markdown(
+    headings: Sequence[str], rows: Iterable[Sequence[str]], *, text: Sequence[str] = (), title: str | None = None
+) -> Table:
+    """Returns a table as Markdown. Columns whose heading is in `text` are left-aligned and wrap where they are long."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.MARKDOWN, title=title, title_justify="left")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in text else "right", no_wrap=heading not in text)
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def width(piped_width: int, stream: IO[str] | None = None) -> int:

@@ -7,7 +7,6 @@ at once in the user's cache: an interruption costs only the compilations in prog
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import json
 import os
@@ -56,13 +55,6 @@ class Job(NamedTuple):
     record: Path
 
 
-class Done(NamedTuple):
-    """A finished job with its record. If the worker failed, the record says why and is not kept."""
-
-    job: Job
-    record: Record
-
-
 class _Running(NamedTuple):
     job: Job
     process: subprocess.Popen
@@ -81,43 +73,42 @@ def compile_all(
     wanted: Callable[[], int],
     on_start: Callable[[Job], None] = lambda job: None,
     command: Sequence[str] = WORKER,
-) -> Iterator[Done]:
-    """Compiles jobs in order, and yields each as it finishes.
+) -> Iterator[tuple[Job, Record]]:
+    """Compiles jobs in order, and yields each with its record as it finishes.
+
+    If a worker fails, its record says why and is not kept. If the iteration ends early, also by Ctrl-C, the workers are
+    stopped.
 
     Args:
       jobs: taken when a worker is free.
       wanted: returns how many more successful compilations are wanted; called before each start.
       on_start: called with each job that starts.
       command: of a worker; the job's file is added as its last argument.
-
-    If the iteration ends early, also by Ctrl-C, the workers are stopped.
     """
-    running: collections.deque[_Running] = collections.deque()
-    with tempfile.TemporaryDirectory(prefix="renga-plan-") as scratch, contextlib.ExitStack() as stack:
-        stack.callback(_stop, running)
-        number, left = 0, True
-        while left or running:
-            while left and len(running) < min(max_concurrent() if running else 1, wanted()):
-                job = next(jobs, None)
-                if job is None:
-                    left = False
-                    break
-                on_start(job)
-                running.append(_start(job, Path(scratch) / str(number), command))
-                number += 1
-            ended = [r for r in running if r.process.poll() is not None]
-            for one in ended:
-                running.remove(one)
-                yield Done(one.job, _record(one))
-            if not running and wanted() <= 0:
-                return
-            if not ended:
-                time.sleep(_POLL_SECONDS)
+    running: list[_Running] = []
+    with tempfile.TemporaryDirectory(prefix="renga-plan-") as scratch:
+        try:
+            while True:
+                while len(running) < min(max_concurrent() if running else 1, wanted()) and (job := next(jobs, None)):
+                    on_start(job)
+                    running.append(_start(job, Path(tempfile.mkdtemp(dir=scratch)), command))
+                if not running:
+                    return
+                ended = [one for one in running if one.process.poll() is not None]
+                for one in ended:
+                    running.remove(one)
+                    yield one.job, _record(one)
+                if not ended:
+                    time.sleep(_POLL_SECONDS)
+        finally:
+            for one in running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(one.process.pid, signal.SIGKILL)
+                one.process.wait()
 
 
 def _start(job: Job, folder: Path, command: Sequence[str]) -> _Running:
-    folder.mkdir()
-    plain = {**job._asdict(), "record": str(job.record), "bindings": list(job.bindings), "parent": os.getpid()}
+    plain = {**job._asdict(), "record": str(job.record), "parent": os.getpid()}
     (folder / "job.json").write_text(json.dumps(plain))
     env = os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     env |= messages.AUDIBLE_WARNINGS
@@ -140,14 +131,6 @@ def _record(ended: _Running) -> Record:
     lines = (ended.folder / "output").read_text(errors="replace").strip().splitlines()
     last = lines[-1] if lines else "no output"
     return Record(records.FAILED, reason=f"the compiler's process ended with {ended.process.returncode}: {last}")
-
-
-def _stop(running: collections.deque[_Running]) -> None:
-    for one in running:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(one.process.pid, signal.SIGKILL)
-    for one in running:
-        one.process.wait()
 
 
 def main(job_file: str) -> None:

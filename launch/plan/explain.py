@@ -5,17 +5,15 @@ For a layout that does not fit: by how much, the largest allocations, and the ne
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich import box
-from rich.table import Table
-
 from core.errors import UserError
 from core.slices import GIB
 from launch import terminal
-from launch.plan import compiled_step, records, search, side_by_side, table
+from launch.plan import compiled_report, records, search, table
 from launch.plan.search import Question
 from parallel import analysis, compiled, strategy
 from parallel.analysis import Analysis
@@ -44,7 +42,7 @@ def explain(path: str, choice: str, *, slice_name: str, bindings: Sequence[str])
             f"--explain {choice}: expected a gin file, such as gin/strategies/fsdp.gin, or bindings of STRATEGY, "
             'such as "STRATEGY = @strategies.fsdp()"'
         )
-    chosen = side_by_side.bindings_of(choice, flag="--explain")
+    chosen = compiled_report.bindings_of(choice, flag="--explain")
     question = search.ask(path, slice_name=slice_name, bindings=[*chosen, *bindings])
     bound = question.experiment.bind(compiled.devices_of(question.slice))
     mesh = strategy.mesh_text(bound.partitioner.shape)
@@ -65,7 +63,7 @@ def explain(path: str, choice: str, *, slice_name: str, bindings: Sequence[str])
     _print_traffic(time)
     flops = arithmetic.product_flops(*arithmetic.place(bound))
     _print_roofline(question, roofline(time, product_flops=flops, executed=executed, chip=question.slice.chip))
-    compiled_step.print_warnings(found.warnings)
+    compiled_report.print_warnings(found.warnings)
     print(f"\n{calibration.label()}.")
     return 0
 
@@ -129,7 +127,10 @@ def _print_misfit(question: Question, bound: Program, error: OutOfHbmError, fold
     needed, have = (records.bytes_of(text) for text in (error.needed, error.present))
     over = f"{_gib(needed - have)} GiB too much"
     print(f"\ndoes not fit: needs {error.needed} of {error.present} per chip, {over}")
-    if largest := hbm_allocations.of_message(str(error.__cause__)) or _written_temporaries(folder):
+    largest = hbm_allocations.of_message(str(error.__cause__))
+    with contextlib.suppress(FileNotFoundError):  # the compiler gave up before it wrote what it had assigned
+        largest = largest or hbm_allocations.of_temporaries(buffers.read(folder))
+    if largest:
         print("largest allocations, as listed by the compiler")
         _print(("GiB", "where", "what"), [(_gib(a.bytes), a.name, a.shape) for a in largest[:TOP_ALLOCATIONS]])
     parts = sorted(arithmetic.estimate(*arithmetic.place(bound)).hbm.items(), key=lambda part: -part[1])
@@ -139,22 +140,9 @@ def _print_misfit(question: Question, bound: Program, error: OutOfHbmError, fold
         print(f"  {one.name}: {_gib(one.estimate.peak_bytes)} GiB\n    " + "; ".join(one.bindings))
 
 
-def _written_temporaries(folder: Path) -> list[Allocation]:
-    """Returns the temporaries that the compiler had assigned before it gave up; none if it gave up earlier."""
-    try:
-        return hbm_allocations.of_temporaries(buffers.read(folder))
-    except FileNotFoundError:
-        return []
-
-
 def _gib(count: float) -> str:
     return f"{count / GIB:,.2f}"
 
 
 def _print(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    printed = Table(box=box.MARKDOWN)
-    for heading in headings:
-        printed.add_column(heading, justify="left" if heading in _TEXT else "right")
-    for row in rows:
-        printed.add_row(*row)
-    terminal.console(160).print(printed)
+    terminal.console(160).print(terminal.markdown(headings, rows, text=_TEXT))

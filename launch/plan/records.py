@@ -23,39 +23,17 @@ from typing import Any
 
 from core import paths
 from core.slices import GIB
-from launch import environment, program_identity
+from launch import environment, prediction, program_identity
 from launch.environment import WORKSPACE
-from parallel.planning.cost import AxisTime, StepTime
+from parallel.planning.cost import StepTime
 
-COMMITTED = WORKSPACE / "launch" / "plan" / "compiled"
+COMMITTED = prediction.PLANS
 _SOURCE_FOLDERS = ("core", "models", "parallel")
-# Folders and files that only read programs, choose among them, or run beside one.
-_UNRELATED_FOLDERS = ("checkpoints", "health", "training")
-_UNRELATED_FILES = (
-    "agreement.py",
-    "arithmetic.py",
-    "bookkeeping.py",
-    "calibration.py",
-    "candidate_metrics.py",
-    "candidates.py",
-    "errors.py",
-    "hbm_allocations.py",
-    "host_checks.py",
-    "library_noise.py",
-    "lints.py",
-    "metrics.py",
-    "model_trace.py",
-    "recording.py",
-    "rendezvous.py",
-    "report.py",
-    "roofline.py",
-    "run_metrics.py",
-    "sampling.py",
-    "selection.py",
-    "sharded_state.py",
-    "units.py",
-    "versions.py",
-)
+# Folders and modules that only read programs, choose among them, or run beside one.
+_UNRELATED = {"checkpoints", "health", "training", "agreement", "arithmetic", "bookkeeping", "calibration"}
+_UNRELATED |= {"candidate_metrics", "candidates", "errors", "hbm_allocations", "host_checks", "library_noise", "lints"}
+_UNRELATED |= {"metrics", "model_trace", "recording", "rendezvous", "report", "roofline", "run_metrics", "sampling"}
+_UNRELATED |= {"selection", "sharded_state", "units", "versions"}
 
 COMPILED, TOO_MUCH, REFUSED, FAILED = "compiled", "too much HBM", "refused", "failed"
 
@@ -100,19 +78,14 @@ class Record:
 
     def as_json(self) -> dict[str, Any]:
         """Returns the record as plain values."""
-        plain = dataclasses.asdict(dataclasses.replace(self, time=None))
+        plain = vars(self) | {"warnings": list(self.warnings), "time": self.time and self.time.as_json()}
         del plain["is_committed"]
-        if self.time:
-            plain["time"] = {**self.time._asdict(), "traffic": [axis._asdict() for axis in self.time.traffic]}
         return plain
 
 
 def from_json(plain: Mapping[str, Any], *, is_committed: bool = False) -> Record:
     """Returns the record that `Record.as_json` gave."""
-    time = plain["time"]
-    if time:
-        traffic = tuple(AxisTime(**{**axis, "axes": tuple(axis["axes"])}) for axis in time["traffic"])
-        time = StepTime(**{**time, "traffic": traffic, "unpriced": tuple(time["unpriced"])})
+    time = StepTime.from_json(plain["time"]) if plain["time"] else None
     return Record(**{**plain, "time": time, "warnings": tuple(plain["warnings"])}, is_committed=is_committed)
 
 
@@ -121,7 +94,7 @@ def sources_digest() -> str:
     """Returns a digest of every source file that a program or its record is made from."""
     digest = hashlib.sha256()
     for path in sorted(p for folder in _SOURCE_FOLDERS for p in (WORKSPACE / folder).rglob("*.py")):
-        if path.name not in _UNRELATED_FILES and path.parent.name not in _UNRELATED_FOLDERS:
+        if not _UNRELATED & {path.stem, path.parent.name}:
             digest.update(path.relative_to(WORKSPACE).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -130,12 +103,13 @@ class Store:
     """Looks up records: first those of this user, then the committed ones.
 
     Attributes:
-      folder: the user's cache.
+      folder: the user's cache, `$XDG_CACHE_HOME/renga/plans`.
     """
 
     def __init__(self, folder: Path | None = None, *, with_committed: bool = True):
-        self.folder = folder or user_folder()
-        self._committed = COMMITTED if with_committed else None
+        home = Path(environment.read("XDG_CACHE_HOME") or Path.home() / ".cache")
+        self.folder = folder or home / "renga" / "plans"
+        self._committed = prediction.records_of_plans(COMMITTED) if with_committed else {}
         self._unreadable: set[Path] = set()
 
     def find(self, text: str) -> Record | None:
@@ -143,7 +117,7 @@ class Store:
         mine = self._read(self.path(text))
         if mine is not None:
             return mine
-        plain = self._committed_records.get(program_identity.record_key(text))
+        plain = self._committed.get(program_identity.record_key(text))
         return from_json(plain, is_committed=True) if plain else None
 
     def path(self, text: str) -> Path:
@@ -163,17 +137,6 @@ class Store:
                 print(f"warning: {file} is not a valid record ({cause}); treated as missing", file=sys.stderr)
             return None
 
-    @functools.cached_property
-    def _committed_records(self) -> dict[str, Any]:
-        files = sorted(self._committed.glob("*.json")) if self._committed else []
-        return {k: plain for file in files for k, plain in json.loads(file.read_text())["records"].items()}
-
-
-def user_folder() -> Path:
-    """Returns the user's cache, `$XDG_CACHE_HOME/renga/plans`."""
-    root = environment.read("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "renga" / "plans"
-
 
 def text_of(plain: Mapping[str, Any]) -> str:
     """Returns the text of a record's file: sorted, one value per line."""
@@ -187,17 +150,10 @@ def write(path: Path, plain: Mapping[str, Any]) -> None:
 
 def commit(path: Path, found: Iterable[tuple[str, Record]]) -> None:
     """Writes the records of a plan by key, to be committed; records of failed processes are left out."""
-    write(
-        path,
-        {
-            "records": {
-                program_identity.record_key(text): record.as_json() for text, record in found if record.status != FAILED
-            }
-        },
-    )
+    kept = ((text, record) for text, record in found if record.status != FAILED)
+    write(path, {"records": {program_identity.record_key(text): record.as_json() for text, record in kept}})
 
 
 def bytes_of(written: str) -> float:
     """Returns the bytes of an amount in a compiler's message, such as `75.31GiB`."""
-    units = {"KiB": 2**10, "MiB": 2**20, "GiB": GIB}
-    return float(written[:-3]) * units[written[-3:]]
+    return float(written[:-3]) * {"KiB": 2**10, "MiB": 2**20, "GiB": GIB}[written[-3:]]

@@ -13,8 +13,8 @@ from launch.config import LoadedConfig
 from launch.experiment import Experiment
 from launch.plan import candidate_bindings
 from launch.plan.records import Record
-from parallel.planning import candidate_metrics, candidates, model_trace, selection
-from parallel.planning.candidate_metrics import CandidateMetrics, Workload
+from parallel.planning import candidates, model_trace, selection
+from parallel.planning.candidate_metrics import CandidateMetrics
 from parallel.planning.candidates import Candidate
 from parallel.planning.selection import JudgedCandidate
 
@@ -42,13 +42,6 @@ class Question:
     def total_tokens(self) -> int:
         """Tokens that the experiment trains on, whatever the batch size."""
         return self.experiment.total_steps * self.experiment.tokens_per_step
-
-    @property
-    def workload(self) -> Workload:
-        """The quantities, besides the candidate, that its metrics depend on."""
-        experiment = self.experiment
-        flops = experiment.flops_per_step
-        return Workload(self.slice, experiment.task.length, flops / experiment.batch_size if flops else None)
 
     def steps(self, batch_size: int) -> int:
         """Returns how many steps of `batch_size` rows train on all tokens."""
@@ -83,23 +76,16 @@ def ask(path: str, *, slice_name: str, bindings: Sequence[str] = (), batch_sizes
     for size in batch_sizes:
         if size < 1:
             raise UserError(f"--batch {size}: expected at least 1 row")
-    sizes = tuple(dict.fromkeys(batch_sizes)) or (experiment.batch_size,)
-    question = Question(path, config, experiment, tuple(bindings), slice_, sizes)
-    _check_lengths(question)
-    return question
-
-
-def _check_lengths(question: Question) -> None:
-    """Raises UserError for a batch size that leaves so few steps that the experiment refuses them."""
-    own = question.experiment
-    writer = candidate_bindings.Writer(question.config, own)
-    for size in set(question.batch_sizes) - {own.batch_size}:
-        added = writer.bindings(Candidate(None, None, own.accum_steps, size))
+    writer = candidate_bindings.Writer(config, experiment)
+    for size in set(batch_sizes) - {experiment.batch_size}:
+        added = writer.bindings(Candidate(None, None, experiment.accum_steps, size))
         try:
-            bindings = [*question.bindings, *added]
-            configuration.load(question.path, bindings=bindings, slice_name=question.slice.name).build()
-        except UserError as error:
-            raise UserError(f"--batch {size}, {question.steps(size)} steps for as many tokens: {error}") from error
+            configuration.load(path, bindings=[*bindings, *added], slice_name=slice_name).build()
+        except UserError as error:  # so few steps that the experiment refuses them
+            steps = candidate_bindings.total_steps(experiment, size)
+            raise UserError(f"--batch {size}, {steps} steps for as many tokens: {error}") from error
+    sizes = tuple(dict.fromkeys(batch_sizes)) or (experiment.batch_size,)
+    return Question(path, config, experiment, tuple(bindings), slice_, sizes)
 
 
 def options(question: Question, *, only: Sequence[str] = ()) -> list[Option]:
@@ -141,26 +127,24 @@ def _option(question: Question, writer: candidate_bindings.Writer, judged: Judge
     return dataclasses.replace(option, text=text, is_as_written=made == question.experiment)
 
 
-def winner(found: Compiled) -> tuple[Option, Record] | None:
-    """Returns the compiled candidate with the fewest seconds per row."""
-    return next(iter(ranked(found)), None)
-
-
 def ranked(found: Compiled) -> list[tuple[Option, Record]]:
     """Returns the candidates that compiled, by seconds per row, counting as hidden what the compiler overlapped."""
-    fit = [(record.time.scheduled / one.candidate.batch_size, one, record) for one, record in found if record.time]
-    return [(one, record) for _, one, record in sorted(fit, key=lambda item: item[0])]
+    fit = [(one, record) for one, record in found if record.time]
+    return sorted(fit, key=lambda pair: pair[1].time.scheduled / pair[0].candidate.batch_size)
 
 
 def metrics(question: Question, option: Option, record: Record | None = None) -> CandidateMetrics:
-    """Computes the metrics of a candidate from its record or, without one, from arithmetic."""
-    rows, estimate = option.candidate.batch_size, option.estimate
+    """Returns the metrics of a candidate from its record or, without one, from arithmetic."""
+    experiment, rows, estimate = question.experiment, option.candidate.batch_size, option.estimate
     assert estimate is not None, option.name
-    return candidate_metrics.metrics(
-        question.workload,
+    flops = experiment.flops_per_step
+    return CandidateMetrics(
+        slice=question.slice,
         name=option.name,
         rows=rows,
+        tokens=rows * experiment.task.length,
         steps=question.steps(rows),
+        flops=flops * rows / experiment.batch_size if flops else None,
         used_bytes=record.needed_bytes if record else estimate.peak_bytes,
         time=record.time if record and record.time else estimate.time,
         bubble=record.bubble if record else estimate.bubble,

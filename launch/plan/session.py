@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import dataclasses
 import datetime
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from core import paths, units
 from core.errors import UserError
@@ -47,8 +44,6 @@ def run(args: argparse.Namespace) -> int:
         session.look_up()
         if not args.cached:
             session.compile_missing()
-        if args.record:
-            session.look_beyond(compiles=not args.cached)
     except KeyboardInterrupt:
         print("\ninterrupted; finished compilations are kept, run the same command to resume", file=sys.stderr)
         _show(question, session, args, is_partial=True)
@@ -68,122 +63,66 @@ class _Session:
         self.found: list[tuple[Option, Record]] = []
         self._wanted, self._is_fresh = wanted, is_fresh
         self._usable = question.slice.chip.usable_hbm_bytes
-        self._order = list(selection.order(options, wanted=wanted, usable_bytes=self._usable))[: _TRIES * wanted]
-        self._missing: list[Option] = []
-
-    @property
-    def fitting(self) -> int:
-        """The number of candidates that were compiled and fit."""
-        return sum(record.time is not None for _, record in self.found)
+        ordered = selection.order(options, wanted=wanted, usable_bytes=self._usable)
+        programs: dict[str, Option] = {}
+        for one in ordered:
+            programs.setdefault(one.text, one)  # two ways to write one program are compiled once
+        self._left = list(programs.values())[: _TRIES * wanted]
 
     def _still_wanted(self) -> int:
-        return self._wanted - self.fitting
+        return self._wanted - sum(record.time is not None for _, record in self.found)
 
     def _take(self, one: Option, record: Record) -> None:
         self.found.append((one, record.within(self._usable)))
 
+    def _known(self, one: Option) -> Record | None:
+        return None if self._is_fresh else self.store.find(one.text)
+
     def look_up(self) -> None:
         """Takes existing records in order, until enough fit or would fit with those that must be compiled."""
-        missing = 0
-        for one in self._order:
-            if self._still_wanted() - missing <= 0:
-                break
-            record = None if self._is_fresh else self.store.find(one.text)
-            if record is None:
-                missing += 1
-                self._missing.append(one)
-            else:
+        missing: list[Option] = []
+        while self._left and self._still_wanted() > len(missing):
+            one = self._left.pop(0)
+            if record := self._known(one):
                 self._take(one, record)
-        seen = {id(one) for one, _ in self.found} | {id(one) for one in self._missing}
-        self._missing += [one for one in self._order if id(one) not in seen]
+            else:
+                missing.append(one)
+        self._left = [*missing, *self._left]
 
     def compile_missing(self) -> None:
         """Compiles until enough candidates fit, or none are left."""
-        if self._still_wanted() > 0 and self._missing:
-            self._compile(wanted=self._still_wanted)
+        if self._still_wanted() <= 0 or not self._left:
+            return
+        try:
+            paths.require_writable(self.store.folder)
+        except UserError as error:
+            raise UserError(f"the cache of plans: {error} with XDG_CACHE_HOME") from error
+        options = {self.store.path(one.text): one for one in self._left}
+        running: list[str] = []
+        console = terminal.console(120, stderr=True)
+        with console.status("") as status:  # on a terminal alone
 
-    def look_beyond(self, *, compiles: bool) -> None:
-        """Takes the records of candidates that arithmetic refuses, and compiles those a little too large."""
-        near = selection.beyond(self.options, usable_bytes=self._usable)
-        refused = [] if self._is_fresh else [one for one in self.options if one.estimate and one.reason]
-        known = [(one, self.store.find(one.text)) for one in refused]
-        for one, record in known:
-            if record is not None:
+            def started(job: Job) -> None:
+                running.append(job.name)
+                fitting = self._wanted - self._still_wanted()
+                status.update(f"{fitting} of {self._wanted} fit; compiling {' and '.join(running)}")
+
+            for job, record in compiling.compile_all(self._jobs(), wanted=self._still_wanted, on_start=started):
+                self._take(options[job.record], record)
+                running.remove(job.name)
+                result = f"{record.time.scheduled:.3g} s a step" if record.time else f"{record.status}: {record.reason}"
+                console.print(f"  {job.name}: {result}; {record.compile_seconds:.0f} s", soft_wrap=True, markup=False)
+
+    def _jobs(self) -> Iterator[Job]:
+        for one in self._left:
+            if self._still_wanted() <= 0:
+                return
+            if record := self._known(one):
                 self._take(one, record)
-        seen, missing = {one.text for one, _ in self.found}, dict[str, Option]()
-        for one in near:
-            if one.text not in seen:
-                missing.setdefault(one.text, one)
-        self._missing = list(missing.values())
-        if compiles and self._missing:
-            layouts = units.counted(len(self._missing), "candidate")
-            print(f"compiling {layouts} a little too large by arithmetic too, to see where HBM ends")
-            self._compile(wanted=lambda: len(near))
-
-    def _compile(self, *, wanted: Callable[[], int]) -> None:
-        """Compiles missing candidates as far as they are wanted."""
-        _require_writable(self.store)
-        options: dict[Path, Option] = {}
-        with _progress(self._wanted, self.fitting) as report:
-            jobs = self._jobs(options)
-            for done in compiling.compile_all(jobs, wanted=wanted, on_start=report.started):
-                self._take(options[done.job.record], done.record)
-                report.ended(done, fitting=self.fitting)
-
-    def _jobs(self, options: dict[Path, Option]) -> Iterator[Job]:
-        for one in self._missing:
-            path = self.store.path(one.text)
-            known = self.store.find(one.text) if path in options or not self._is_fresh else None
-            if known is not None:
-                self._take(one, known)
-                continue
-            options[path] = one
-            bindings = (*self.question.bindings, *one.bindings)
-            yield Job(one.name, self.question.path, self.question.slice.name, bindings, path)
-
-
-def _require_writable(store: Store) -> None:
-    """Checks the cache before anything is compiled.
-
-    Raises:
-      UserError: it cannot be written.
-    """
-    try:
-        paths.require_writable(store.folder)
-    except UserError as error:
-        raise UserError(f"the cache of plans: {error} with XDG_CACHE_HOME") from error
-
-
-class _Report:
-    """Shows what is being compiled: a bar on a terminal, otherwise one line for each finished candidate."""
-
-    def __init__(self, progress: Progress, wanted: int, fitting: int):
-        self._progress = progress
-        self._task = progress.add_task("", total=wanted, completed=fitting)
-        self._running: list[str] = []
-
-    def started(self, job: Job) -> None:
-        self._running.append(job.name)
-        self._update()
-
-    def ended(self, done: compiling.Done, *, fitting: int) -> None:
-        self._running.remove(done.job.name)
-        record = done.record
-        result = f"{record.time.scheduled:.3g} s a step" if record.time else f"{record.status}: {record.reason}"
-        line = f"  {done.job.name}: {result}; {record.compile_seconds:.0f} s"
-        self._progress.console.print(line, highlight=False, soft_wrap=True)
-        self._progress.update(self._task, completed=fitting)
-        self._update()
-
-    def _update(self) -> None:
-        self._progress.update(self._task, description="compiling " + " and ".join(self._running))
-
-
-@contextlib.contextmanager
-def _progress(wanted: int, fitting: int) -> Iterator[_Report]:
-    columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=terminal.console(120, stderr=True), transient=True) as progress:
-        yield _Report(progress, wanted, fitting)
+            else:
+                bindings = (*self.question.bindings, *one.bindings)
+                path = self.store.path(one.text)
+                yield Job(one.name, self.question.path, self.question.slice.name, bindings, path)
 
 
 def _by_arithmetic(question: Question, options: Sequence[Option], args: argparse.Namespace) -> int:
@@ -194,8 +133,12 @@ def _by_arithmetic(question: Question, options: Sequence[Option], args: argparse
     if rows:
         shown = f"the likely best {min(len(rows), _ARITHMETIC_ROWS)} of {len(rows)}"
         title = f"{question.config.experiment} on {question.slice.name}: {shown}"
-        ranked = f"{label}; ranked by tokens/s half-way between both"
-        table.show(rows[:_ARITHMETIC_ROWS], title=title, label=ranked, wide=args.wide)
+        table.show(
+            rows[:_ARITHMETIC_ROWS],
+            title=title,
+            label=f"{label}; ranked by tokens/s half-way between both",
+            wide=args.wide,
+        )
     table.rejected(options, [], every=args.rejected)
     if not rows:
         kind = selection.by_reason(options)[0][0]
@@ -289,7 +232,7 @@ def _finish(
         writer = candidate_bindings.Writer(question.config, question.experiment)
         texts[args.write] = writer.file(best.candidate, table.header(question, rows[0], label=label))
     if args.json:
-        texts[args.json] = json.dumps(table.as_json(rows), indent=1) + "\n"
+        texts[args.json] = json.dumps([row.as_json() for row in rows], indent=1) + "\n"
     if args.html:
         texts[args.html] = table.html(question, rows[:_ARITHMETIC_ROWS], label=label, price=args.price)
     for path, text in texts.items():

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import datetime
 import io
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -17,7 +16,7 @@ from core.slices import GIB
 from launch import terminal
 from launch.plan import records
 from launch.plan.search import Compiled, Option, Question
-from parallel.planning import candidate_metrics, selection
+from parallel.planning import selection
 from parallel.planning.candidate_metrics import CandidateMetrics, Range
 from parallel.planning.cost import AxisTime
 
@@ -25,7 +24,7 @@ PIPED_WIDTH = 190
 _LEAST_GIB_SENT = 0.005
 _HEADINGS = ("", "layout", "rows", "HBM GiB", "free", "step s", "scheduled", "tokens/s", "MFU %", "bubble")
 _HEADINGS += ("sent, GiB a chip and step", "hours", "compiled in s")
-_TEXT = ("layout", "sent, GiB a chip and step")  # left-aligned, and wrapped where they are long
+_TEXT = ("layout", "sent, GiB a chip and step")
 _NARROW = ("", "layout", "rows", "HBM GiB", "step s", "tokens/s")  # what fits into 80 columns
 _OF_COMPILED = ("scheduled", "compiled in s")
 _BAR_COLUMNS = 60
@@ -45,16 +44,11 @@ def show(rows: Sequence[CandidateMetrics], *, title: str, label: str, wide: bool
 
 
 def _table(rows: Sequence[CandidateMetrics], *, title: str, wide: bool) -> Table:
-    table = Table(box=box.MARKDOWN, title=title, title_justify="left")
     compiled = any(row.compile_seconds is not None for row in rows)
     wanted = _HEADINGS if wide else _NARROW
     shown = [heading in wanted and (compiled or heading not in _OF_COMPILED) for heading in _HEADINGS]
-    for heading in itertools.compress(_HEADINGS, shown):
-        is_text = heading in _TEXT
-        table.add_column(heading, justify="left" if is_text else "right", no_wrap=not is_text)
-    for number, row in enumerate(rows, 1):
-        table.add_row(*itertools.compress([str(number), *cells(row)], shown))
-    return table
+    lines = [itertools.compress([str(number), *cells(row)], shown) for number, row in enumerate(rows, 1)]
+    return terminal.markdown(list(itertools.compress(_HEADINGS, shown)), lines, text=_TEXT, title=title)
 
 
 def html(question: Question, rows: Sequence[CandidateMetrics], *, label: str, price: float | None) -> str:
@@ -68,24 +62,24 @@ def html(question: Question, rows: Sequence[CandidateMetrics], *, label: str, pr
     for line in (f"best: {rows[0].name}", *outlook(question, rows[0], price=price, now=datetime.datetime.now())):
         page.print(line)
     unit = units.counted(rows[0].rows, "row")
-    shares = [rows[0].rows / row.rows for row in rows]
-    times = [{k: v * share for k, v in _times(row).items()} for row, share in zip(rows, shares, strict=True)]
-    sent = [
-        {" ".join(axis.axes) or "-": axis.wire_bytes / GIB * share for axis in row.time.traffic}
-        for row, share in zip(rows, shares, strict=True)
-    ]
-    page.print(_bars(times, title=f"seconds for {unit} by kind, nothing hidden"))
-    page.print(_bars(sent, title=f"GiB that one chip sends for {unit}, by mesh axes"))
+    page.print(_bars([_times(row, rows[0].rows) for row in rows], title=f"seconds for {unit} by kind, nothing hidden"))
+    page.print(
+        _bars([_sent(row, rows[0].rows) for row in rows], title=f"GiB that one chip sends for {unit}, by mesh axes")
+    )
     return page.export_html(inline_styles=True)
 
 
-def _times(row: CandidateMetrics) -> dict[str, float]:
-    """Returns the seconds of a step by kind, traffic by network."""
-    parts = {"computation": row.time.compute, "kernels": row.time.kernels}
+def _times(row: CandidateMetrics, rows: int) -> Mapping[str, float]:
+    """Returns the seconds of so many rows by kind, traffic by network."""
+    parts = collections.Counter({"computation": row.time.compute, "kernels": row.time.kernels})
     for axis in row.time.traffic:
-        kind = f"traffic over {axis.network}"
-        parts[kind] = parts.get(kind, 0.0) + axis.seconds
-    return {kind: seconds for kind, seconds in parts.items() if seconds}
+        parts[f"traffic over {axis.network}"] += axis.seconds
+    return {kind: seconds * rows / row.rows for kind, seconds in parts.items() if seconds}
+
+
+def _sent(row: CandidateMetrics, rows: int) -> Mapping[str, float]:
+    """Returns the GiB that one chip sends for so many rows, by mesh axes."""
+    return {" ".join(axis.axes) or "-": axis.wire_bytes / GIB * rows / row.rows for axis in row.time.traffic}
 
 
 def _bars(rows: Sequence[Mapping[str, float]], *, title: str) -> Table:
@@ -100,14 +94,6 @@ def _bars(rows: Sequence[Mapping[str, float]], *, title: str) -> Table:
         parts = [("█" * round(_BAR_COLUMNS * size / largest), colours[kind]) for kind, size in row.items()]
         table.add_row(str(number), Text.assemble(*parts), f"{sum(row.values()):.3g}")
     return table
-
-
-def as_json(rows: Sequence[CandidateMetrics]) -> list[dict[str, Any]]:
-    """Returns all metrics as plain values; ranges are with all traffic hidden and with none."""
-    return [
-        {**row._asdict(), "time": {**row.time._asdict(), "traffic": [axis._asdict() for axis in row.time.traffic]}}
-        for row in rows
-    ]
 
 
 def cells(row: CandidateMetrics) -> list[str]:
@@ -169,22 +155,21 @@ def _with_rows(option: Option) -> str:
 def outlook(question: Question, best: CandidateMetrics, *, price: float | None, now: datetime.datetime) -> list[str]:
     """Returns what training costs with the winner: hours, chip-hours, the date it ends, US dollars."""
     tokens = question.total_tokens
-    total = candidate_metrics.chip_hours(best.hours, question.slice)
+    chip_hours = (best.hours[0] * question.slice.chips, best.hours[1] * question.slice.chips)
     ends = [(now + datetime.timedelta(hours=h)).strftime("%Y-%m-%d %H:%M") for h in best.hours]
     steps = f"{units.counted(question.steps(best.rows), 'step')} of {units.counted(best.rows, 'row')}"
-    spent = f"{between(best.hours, '{:,.1f}')} hours, {between(total, '{:,.0f}')} chip-hours"
+    spent = f"{between(best.hours, '{:,.1f}')} hours, {between(chip_hours, '{:,.0f}')} chip-hours"
     when = " – ".join(dict.fromkeys(ends))
     lines = [f"{units.significant(tokens / 1e9)}B tokens ({steps}): {spent}; started now it ends {when}"]
     if price is not None:
-        dollars = total[0] * price, total[1] * price
-        lines.append(f"at {price:g} USD per chip-hour: {between(dollars, '{:,.0f}')} USD")
+        lines.append(f"at {price:g} USD per chip-hour: {between(chip_hours, '{:,.0f}', price)} USD")
     return lines
 
 
 def header(question: Question, best: CandidateMetrics, *, label: str) -> list[str]:
     """Returns the header of the winner's gin file."""
     mfu = f", MFU {between(best.mfu, '{:.1f}', 100)} %" if best.mfu else ""
-    tokens = units.counted(question.workload.tokens_per_row, "token")
+    tokens = units.counted(best.tokens // best.rows, "token")
     return [
         f"{best.name}: the fastest of a plan for {question.slice.name}, for {question.config.experiment}.",
         f"{units.counted(best.rows, 'row')} x {tokens}: "

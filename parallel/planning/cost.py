@@ -14,7 +14,7 @@ used because they count the body of a loop once. Not modelled: latency, input, a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from core.slices import Slice
 from parallel.analysis import Analysis
@@ -90,6 +90,16 @@ class StepTime(NamedTuple):
         """The step with that traffic hidden which the compiler overlapped with computation."""
         beside = min(self.busy, sum(axis.beside for axis in self.traffic))
         return self.exposed - beside
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the time as plain values."""
+        return {**self._asdict(), "traffic": [axis._asdict() for axis in self.traffic]}
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> StepTime:
+        """Returns the time of which `as_json` gave the plain values."""
+        traffic = tuple(AxisTime(**{**axis, "axes": tuple(axis["axes"])}) for axis in plain["traffic"])
+        return cls(**{**plain, "traffic": traffic, "unpriced": tuple(plain["unpriced"])})
 
 
 def step_time(found: Analysis, bound: Program) -> StepTime:

@@ -22,7 +22,6 @@ from parallel.planning.model_trace import ModelTrace
 from parallel.planning.sharded_state import Refused, ShardedState, Step, step_of
 from parallel.strategy import Strategy
 
-_BEYOND_FACTORS = (1.0, 1.05, 1.1)  # of a chip's HBM; arithmetic exceeds the compiler by 0 to 13 % of most layouts
 _MESHES_IN_FIRST = 3  # of the first N candidates, one mesh has at most N / 3 while others are left
 
 
@@ -125,20 +124,6 @@ def order(judged: Sequence[AnyCandidate], *, wanted: int, usable_bytes: float) -
         else:
             later.append(one)
     yield from later
-
-
-def beyond(judged: Sequence[AnyCandidate], *, usable_bytes: float) -> list[AnyCandidate]:
-    """Returns the candidates that exceed a chip's HBM least by arithmetic, and those that exceed it by 5 and 10 %.
-
-    Compiling them shows where HBM ends, and how far arithmetic is off there.
-    """
-    sized = sorted(((one.estimate.peak_bytes, one) for one in judged if one.estimate), key=lambda pair: pair[0])
-    found: list[AnyCandidate] = []
-    for factor in _BEYOND_FACTORS:
-        one = next((one for peak, one in sized if peak > usable_bytes * factor), None)
-        if one is not None and one not in found:
-            found.append(one)
-    return found
 
 
 def by_reason(judged: Sequence[AnyCandidate]) -> list[tuple[str, list[AnyCandidate]]]:

@@ -15,7 +15,7 @@ from core.training.prefetch import Prefetch
 from launch import __main__ as cli
 from launch import configuration, environment
 from launch.check import preflight
-from launch.plan import compiling, side_by_side
+from launch.plan import compiled_report, compiling
 from launch.verify import agreement
 
 
@@ -124,7 +124,7 @@ def test_the_codes_are_the_same_once_a_run_has_joined(statement, code, says):
 VERDICTS = {
     "check": lambda: preflight._configuration("mine.gin", (), None, []),
     "plan --compile": lambda: compiling.compile_one("mine.gin", slice_name="v4-8", bindings=()),
-    "report --strategies": lambda: side_by_side._row("mine.gin", "fsdp", (), "v4-8"),
+    "report --strategies": lambda: compiled_report._compiled("mine.gin", "fsdp", (), "v4-8"),
 }
 
 

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 def _one_program(args: argparse.Namespace) -> Any:
     from core import slices
     from launch import array_table, configuration
-    from launch.plan import compiled_step
+    from launch.plan import compiled_report
     from parallel import analysis, compiled
 
     config = configuration.load(args.experiment, bindings=args.gin, slice_name=args.slice)
@@ -66,19 +66,20 @@ def _one_program(args: argparse.Namespace) -> Any:
     if not (args.compile or args.json):
         return None
     found = analysis.analyze(program)
-    compiled_step.show(found)
+    compiled_report.show(found)
     return analysis.as_json(program, found)
 
 
 def _every_strategy(args: argparse.Namespace) -> Any:
-    from launch.plan import side_by_side
+    from launch.plan import compiled_report
 
-    choices = args.strategies or side_by_side.files()
+    choices = args.strategies or compiled_report.strategy_files()
     for choice in choices:
-        side_by_side.bindings_of(choice)  # refuses a missing file before anything is compiled
+        compiled_report.bindings_of(choice)  # refuses a missing file before anything is compiled
     found = []
-    for row in side_by_side.rows(args.experiment, choices, bindings=args.gin, slice_name=args.slice):
+    where = {"bindings": args.gin, "slice_name": args.slice}
+    for row in compiled_report.compile_strategies(args.experiment, choices, **where):
         found.append(row)
-        print(f"{len(found)} of {len(choices)}: {' | '.join(side_by_side.cells(row))}", flush=True)
-    side_by_side.show(found, slice_name=args.slice)
-    return side_by_side.as_json(found)
+        print(f"{len(found)} of {len(choices)}: {' | '.join(row.cells())}", flush=True)
+    compiled_report.show_strategies(found, slice_name=args.slice)
+    return [row.as_json() for row in found]

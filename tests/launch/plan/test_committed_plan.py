@@ -79,7 +79,7 @@ def assert_it_is_the_winner(plan):
         if fitting == wanted:
             break
     assert fitting == wanted
-    best, record = search.winner([(one, record) for one, record in plan.fitting if not one.reason])
+    best, record = search.ranked([(one, record) for one, record in plan.fitting if not one.reason])[0]
     assert best.is_as_written
     assert record.needed_bytes < plan.usable
 
@@ -128,7 +128,7 @@ def test_what_did_not_fit_is_too_much_by_arithmetic_too(plan):
 def test_the_code_still_makes_the_winner_s_program(name, slice_name, tmp_path):
     """A record says which program it is of; where this fails, `launch/run plan … --fresh --record` compiles anew."""
     plan = asked(f"gin/{name}.gin", slice_name, tmp_path)
-    best, record = search.winner([(one, record) for one, record in plan.fitting if not one.reason])
+    best, record = search.ranked([(one, record) for one, record in plan.fitting if not one.reason])[0]
     assert best.is_as_written
     bound = plan.question.experiment.bind(compiled.devices_of(plan.question.slice))
     assert compiled.trace_digest(bound) == record.made_with["program"]

@@ -44,15 +44,15 @@ def jobs(tmp_path, *names):
 
 def test_every_job_gives_its_record(tmp_path, command):
     done = list(compiling.compile_all(jobs(tmp_path, "a", "b", "c"), wanted=lambda: 9, command=command))
-    assert sorted(d.record.reason for d in done) == ["a", "b", "c"]
-    assert all(d.job.name == d.record.reason for d in done)
+    assert sorted(record.reason for _, record in done) == ["a", "b", "c"]
+    assert all(job.name == record.reason for job, record in done)
 
 
 def test_a_crash_is_a_row_with_its_last_words_and_is_not_kept(tmp_path, command):
-    (done,) = compiling.compile_all(jobs(tmp_path, "crash"), wanted=lambda: 9, command=command)
-    assert done.record.status == records.FAILED
-    assert "ended with 3: out of luck" in done.record.reason
-    assert not done.job.record.exists()
+    ((job, record),) = compiling.compile_all(jobs(tmp_path, "crash"), wanted=lambda: 9, command=command)
+    assert record.status == records.FAILED
+    assert "ended with 3: out of luck" in record.reason
+    assert not job.record.exists()
 
 
 @pytest.mark.parametrize(("room", "begins"), [(1, "+-+-+-"), (2, "++")])
@@ -95,8 +95,8 @@ def test_ctrl_c_ends_the_workers_and_keeps_what_is_done(tmp_path, command):
     names = ["quick", "sleep {pid}"]
     jobs = iter([Job(n, "e.gin", "v4-8", (), folder / f"{{i}}.json") for i, n in enumerate(names)])
     try:
-        for done in compiling.compile_all(jobs, wanted=lambda: 9, command={command!r}):
-            print("done", done.record.reason, flush=True)
+        for _, record in compiling.compile_all(jobs, wanted=lambda: 9, command={command!r}):
+            print("done", record.reason, flush=True)
     except KeyboardInterrupt:
         sys.exit(130)
     """

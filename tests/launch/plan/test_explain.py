@@ -63,4 +63,6 @@ def test_what_does_not_fit_is_said_with_what_took_it_and_what_may_fit(question, 
     near = said.partition("nearest that may fit")[2].splitlines()[1:]
     assert len(near) == 2 * explain.NEAREST
     assert all(line.endswith(" GiB") for line in near[::2])
-    assert explain._written_temporaries(tmp_path) == []  # for a message without a list
+    error.__cause__ = RuntimeError("a message without a list")
+    explain._print_misfit(question, on_its_chips, error, tmp_path)  # nor has the compiler written any files
+    assert "largest allocations" not in capsys.readouterr().out

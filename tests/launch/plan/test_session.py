@@ -15,6 +15,7 @@ from launch import configuration, program_identity
 from launch.cli.layouts import plan
 from launch.plan import compiling, records, search, table
 from parallel.planning import selection
+from parallel.planning.cost import AxisTime, StepTime
 
 _CONSIDERED = {}
 
@@ -103,7 +104,7 @@ def test_a_plan_from_the_cache(arguments, filled, cache, capsys, tmp_path):
     assert re.search(r"chip-hours; started now it ends \d{4}-", said)
     assert "at 2 USD per chip-hour" in said
     built = configuration.load("gin/quickstart.gin", bindings=[f"include '{file}'"], slice_name="v4-8").build()
-    best, _ = search.winner([(one, cache.find(one.text)) for one in (filled[0], *filled[2:4])])
+    (best, _), *_ = search.ranked([(one, cache.find(one.text)) for one in (filled[0], *filled[2:4])])
     assert (built.strategy, built.model.remat) == (best.candidate.layout.strategy(), best.candidate.remat or "none")
     assert "uncalibrated" in file.read_text().split("from __gin__")[0]
     text = html.read_text()
@@ -145,42 +146,41 @@ def test_an_interrupted_plan_does_not_take_the_place_of_a_record(arguments, fill
 
 
 @pytest.mark.parametrize("fresh", [(), ("--fresh",)])
-def test_a_record_shows_where_hbm_ends(arguments, filled, options, compiled_as, capsys, monkeypatch, tmp_path, fresh):
-    """Some too large by arithmetic are compiled too: those that do not fit, and one of which arithmetic was wrong."""
-    peak = sorted(one.estimate.peak_bytes for one in options if one.estimate)[-20]
-    known = [one.text for one in filled]
-    small = [
-        dataclasses.replace(one, kind="much", reason="by far")
-        if not one.reason and one.estimate.peak_bytes > peak and one.text not in known
-        else one
-        for one in options
-    ]
-    refused = [one for one in small if one.estimate and one.reason == "by far"]
-    monkeypatch.setattr(search, "options", lambda question, *, only=(): small)
-    near = [*refused[:3], dataclasses.replace(refused[0], name="the first, written otherwise")]
-    monkeypatch.setattr(selection, "beyond", lambda options, *, usable_bytes: near)
+def test_a_program_written_in_two_ways_is_compiled_once(arguments, cache, options, compiled_as, monkeypatch, fresh):
+    """Also while the first of them is still compiling."""
+    first = next(one for one in options if one.is_as_written)
+    twin = dataclasses.replace(first, name="written otherwise", is_as_written=False)
+    monkeypatch.setattr(search, "options", lambda question, *, only=(): [first, twin])
+    compiled = []
 
     def fake(jobs, *, wanted, on_start):
-        for job in jobs:
-            if wanted() <= 0:
-                return
+        started = list(jobs)  # as many workers as jobs
+        for job in started:
             on_start(job)
-            one = next(t for t in options if t.name == job.name)
+            compiled.append(job.name)
+            yield job, compiled_as(first)
+
+    monkeypatch.setattr(compiling, "compile_all", fake)
+    assert plan.run(arguments("--compile", "2", *fresh)) == 0
+    assert compiled == [first.name]
+
+
+@pytest.mark.parametrize("fresh", [(), ("--fresh",)])
+def test_records_are_written_to_be_committed(arguments, filled, options, compiled_as, monkeypatch, tmp_path, fresh):
+    """Those that were known and those that were compiled, also of what does not fit."""
+
+    def fake(jobs, *, wanted, on_start):
+        for number, job in enumerate(itertools.takewhile(lambda _: wanted(), jobs)):
+            on_start(job)
             too_much = records.Record(records.TOO_MUCH, reason="needs 31.2GiB of 30.75GiB", needed_bytes=31.2 * 2**30)
-            fits = one.text not in [t.text for t in refused[1:]]
-            yield compiling.Done(job, compiled_as(one) if fits else too_much)
+            yield job, too_much if number == 1 else compiled_as(next(t for t in options if t.name == job.name))
 
     monkeypatch.setattr(compiling, "compile_all", fake)
     file = tmp_path / "x.json"
-    assert plan.run(arguments("--compile", "3", "--record", str(file), *fresh)) == 0
-    said = capsys.readouterr().out
-    assert "compiling 3 candidates a little too large by arithmetic too" in said
-    assert f"written: {file}" in said
-    kept = json.loads(file.read_text())["records"]
-    assert {program_identity.record_key(one.text) for one in refused[:3]} <= set(kept)
-    assert kept[program_identity.record_key(refused[1].text)]["status"] == records.TOO_MUCH
-    assert sum(record["status"] == records.COMPILED for record in kept.values()) == 4  # one against arithmetic
-    assert len([line for line in said.splitlines() if re.match(r"\|\s+\d+ \|", line)]) == 4
+    assert plan.run(arguments("--compile", "6", "--record", str(file), *fresh)) == 0
+    kept = [record["status"] for record in json.loads(file.read_text())["records"].values()]
+    assert kept.count(records.COMPILED) == 6
+    assert kept.count(records.TOO_MUCH) == (1 if fresh else 2)
 
 
 def test_rows_are_in_the_order_of_what_they_show(arguments, filled, capsys):
@@ -205,7 +205,7 @@ def test_what_is_missing_is_compiled_until_as_many_fit(arguments, filled, option
             started.append(job)
             one = next(t for t in options if t.name == job.name)
             record = compiled_as(one) if len(started) > 1 else records.Record(records.FAILED, reason="no luck")
-            yield compiling.Done(job, record)
+            yield job, record
 
     monkeypatch.setattr(compiling, "compile_all", fake)
     assert plan.run(arguments("--compile", "6")) == 0
@@ -238,9 +238,7 @@ def test_a_plan_of_which_nothing_fits_gives_up(arguments, cache, capsys, monkeyp
         for job in itertools.takewhile(lambda _: wanted(), jobs):
             on_start(job)
             compiled.append(job.name)
-            yield compiling.Done(
-                job, records.Record(records.TOO_MUCH, reason="needs 40GiB of 31GiB", needed_bytes=40 * 2**30)
-            )
+            yield job, records.Record(records.TOO_MUCH, reason="needs 40GiB of 31GiB", needed_bytes=40 * 2**30)
 
     monkeypatch.setattr(compiling, "compile_all", too_large)
     assert plan.run(arguments("--compile", "2")) == 1
@@ -329,10 +327,12 @@ def test_what_training_costs(question, options, compiled_as):
         question.experiment.flops_per_step / row.step_seconds[0] / question.slice.peak_flops
     )
     now = datetime.datetime(2030, 1, 1)
-    said = table.outlook(question, row._replace(hours=(1.0, 25.0)), price=3.0, now=now)
-    assert "4 – 100 chip-hours" in said[0]
-    assert "2030-01-01 01:00 – 2030-01-02 01:00" in said[0]
-    assert said[1].endswith("12 – 300 USD")
+    seconds = 20 * 3600 / 200
+    time = StepTime(seconds, 0.0, (AxisTime(("fsdp",), "ICI", seconds, 0.0, 1),), ())
+    said = table.outlook(question, dataclasses.replace(row, time=time), price=3.0, now=now)
+    assert "80 – 160 chip-hours" in said[0]
+    assert "2030-01-01 20:00 – 2030-01-02 16:00" in said[0]
+    assert said[1].endswith("240 – 480 USD")
     assert f"{tokens / 1e9:,.3g}B tokens (200 steps of 32 rows)" in said[0]
 
 
@@ -341,14 +341,15 @@ def test_what_training_costs(question, options, compiled_as):
 )
 def test_large_numbers_are_told_whole(question, options, compiled_as, number, said):
     one = next(t for t in options if not t.reason)
-    row = search.metrics(question, one, compiled_as(one))._replace(hours=(number, number))
+    row = search.metrics(question, one, compiled_as(one))
+    row = dataclasses.replace(row, time=StepTime(number * 3600 / row.steps, 0.0, (), ()))
     assert said in table.cells(row)
 
 
 def test_a_page_with_two_batch_sizes_compares_equal_work(question, options, compiled_as):
     possible = [t for t in options if not t.reason][:2]
     rows = [search.metrics(question, one, compiled_as(one)) for one in possible]
-    drawn = table.html(question, [rows[0], rows[1]._replace(rows=64)], label="x", price=None)
+    drawn = table.html(question, [rows[0], dataclasses.replace(rows[1], rows=64)], label="x", price=None)
     assert "seconds for 32 rows" in drawn
     assert f"{sum(rows[1].time[:2]) / 2 + rows[1].time.traffic_seconds / 2:.3g}" in drawn
 

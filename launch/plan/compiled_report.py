@@ -1,0 +1,213 @@
+"""Prints what the TPU compiler says about one training step, or about an experiment under several strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from core import slices, units
+from core.errors import UserError
+from core.slices import GIB
+from launch import configuration, terminal
+from parallel import analysis, compiled, report, strategy, traffic
+from parallel.analysis import Analysis
+from parallel.compiled import OutOfHbmError
+from parallel.hlo.costs import Costs
+from parallel.hlo.messages import compiler_messages
+from parallel.partitioner import Program
+from parallel.traffic import Collective
+
+FOLDER = "gin/strategies"
+_HEADINGS = ("strategy", "mesh", "state GiB", "peak GiB", "M cycles", "wire GiB", "by axis", "compile s")
+
+
+def show(found: Analysis) -> None:
+    """Prints memory, estimated cycles, traffic, findings and the compiler's warnings."""
+    result = found.compiled
+    print(
+        f"compiled for {result.slice.name} (not run): peak {units.size(result.peak_bytes, digits=4)} of "
+        f"{units.size(result.slice.chip.usable_hbm_bytes, digits=4)} per chip, "
+        f"of which state and batch {units.size(result.argument_bytes, digits=4)}; "
+        f"{result.compile_seconds:.0f} s to compile"
+    )
+    _print_cycles(found.costs)
+    _print_traffic(found.collectives)
+    print("\nfindings: " + ("" if found.findings else "none"))
+    for finding in found.findings:
+        print(f"* {finding.lint}: {finding.what}\n    fix: {finding.fix}")
+        if finding.reason:
+            print(f"    known: {finding.reason}")
+    print_warnings(found.warnings)
+
+
+def _print_cycles(costs: Costs) -> None:
+    kinds = ", ".join(f"{kind} {count / 1e6:,.2f}" for kind, count in costs.cycles.items() if count >= 1e4)
+    print(f"\nestimated by the compiler, per chip and step: {costs.total_cycles / 1e6:,.2f} million cycles ({kinds})")
+    loops = ", ".join(
+        f"{loop.op_name or loop.name} x {'?' if loop.trips is None else loop.trips}" for loop in costs.loops
+    )
+    print(f"  loops: {loops or 'none'}" + ("; ? depends on data, counted once" if "x ?" in loops else ""))
+    for kernel in costs.kernels:
+        name, shapes = kernel.op_name.split("/")[-2:][0] or kernel.name, ", ".join(dict.fromkeys(kernel.results))
+        print(f"  not included: Mosaic kernel {name} x {kernel.times} -> {shapes}")
+    print(f"  not included: {_counted(costs.unpriced) or 'nothing'} (executions that the compiler does not estimate)")
+    print(f"  custom calls: {_counted(costs.custom_calls) or 'none'}")
+    if costs.unknown:
+        print(f"  operations unknown to this report: {_counted(costs.unknown)}")
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} x {count}" for name, count in counts.items())
+
+
+def _print_traffic(collectives: Sequence[Collective]) -> None:
+    print("\ntraffic per chip and step (payload: whole arrays; wire: what a chip sends around a ring)")
+    table = Table("mesh axes", "network", "collective", "dtype", "where", "when", box=None)
+    for heading in ("in text", "executions", "payload MiB", "wire MiB"):
+        table.add_column(heading, justify="right")
+    for row in traffic.table(collectives):
+        where, when = "loop" if row.in_loop else "once", "overlapped" if row.is_overlapped else "exposed"
+        sizes = (f"{size / 2**20:,.1f}" for size in (row.payload_bytes, row.wire_bytes))
+        labels = (" ".join(row.axes) or "-", row.network, row.kind, row.dtype, where, when)
+        table.add_row(*labels, str(row.count), str(row.times), *sizes)
+    terminal.console(140).print(table)
+    totals = traffic.wire_bytes_by_axes(collectives).items()
+    sizes = ", ".join(f"{' '.join(axes) or '-'} {units.size(size, digits=4)}" for axes, size in totals)
+    print(f"wire by mesh axes: {sizes or 'none'}")
+
+
+def print_warnings(warnings: Sequence[str]) -> None:
+    """Prints the compiler's warnings, without those known to be harmless."""
+    print("\ncompiler warnings: " + ("" if warnings else "none"))
+    for warning in warnings:
+        print(f"* {warning}")
+
+
+class StrategyResult(NamedTuple):
+    """The result of compiling an experiment under one strategy.
+
+    Attributes:
+      choice: the gin file or bindings that chose the strategy.
+      program: None if it was refused before compiling.
+      found: None if there is no compiled step.
+      problem: why there is none; otherwise empty.
+      needed: HBM per chip as the compiler writes it, if it does not fit; otherwise empty.
+    """
+
+    choice: str
+    program: Program | None
+    found: Analysis | None
+    problem: str = ""
+    needed: str = ""
+
+    @property
+    def name(self) -> str:
+        """The strategy's name, or the choice if it was refused."""
+        if self.program:
+            return self.program.partitioner.strategy.name
+        return Path(self.choice).stem if self.choice.endswith(".gin") else self.choice
+
+    @property
+    def peak_bytes(self) -> float:
+        """HBM that it has or needs; infinite if it was refused."""
+        return self.found.compiled.peak_bytes if self.found else float(self.needed or "inf") * GIB
+
+    def cells(self) -> list[str]:
+        """Returns the cells of a row of the table."""
+        if self.program is None:
+            return [self.name, "refused", *["–"] * 6]
+        bound = self.program.partitioner
+        mesh = strategy.mesh_text(bound.shape, dcn_shape=bound.strategy.dcn_shape)
+        if self.found is None:
+            state = report.totals(self.program).everything
+            return [self.name, mesh, _short(state / GIB), f"{self.needed}, too much", *["–"] * 4]
+        by_axes = traffic.wire_bytes_by_axes(self.found.collectives)
+        shares = (f"{' '.join(axes) or '-'} {_short(size / GIB)}" for axes, size in by_axes.items() if size > 0)
+        memory = self.found.compiled
+        sizes = (memory.argument_bytes / GIB, memory.peak_bytes / GIB, self.found.costs.total_cycles / 1e6)
+        numbers = map(_short, (*sizes, sum(by_axes.values()) / GIB))
+        return [self.name, mesh, *numbers, ", ".join(shares) or "none", f"{memory.compile_seconds:.0f}"]
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns `analysis.as_json`, or the problem."""
+        if self.program and self.found:
+            return analysis.as_json(self.program, self.found)
+        return {"strategy": self.name, "problem": self.problem}
+
+
+def _short(number: float) -> str:
+    return f"{number:,.2f}" if number >= 1 else f"{number:.2g}"
+
+
+def strategy_files(folder: str = FOLDER) -> list[str]:
+    """Returns the gin files of all strategies, in alphabetical order."""
+    return sorted(map(str, Path(folder).glob("*.gin")))
+
+
+def bindings_of(choice: str, *, flag: str = "--strategies") -> list[str]:
+    """Returns the gin statements of a choice: an include of a gin file, or statements separated by semicolons.
+
+    Args:
+      choice: a gin file or statements.
+      flag: where the choice was given, for the error.
+
+    Raises:
+      UserError: there is no such gin file.
+    """
+    if not choice.endswith(".gin"):
+        return [part.strip() for part in choice.split(";")]
+    if not Path(choice).is_file():
+        raise UserError(f"{flag} {choice}: no such file; {FOLDER}/ has {', '.join(strategy_files()) or 'none'}")
+    return [f"include '{choice}'"]
+
+
+def compile_strategies(
+    experiment: str, choices: Iterable[str], *, bindings: Sequence[str], slice_name: str
+) -> Iterator[StrategyResult]:
+    """Compiles the experiment under each choice, yielding results one by one.
+
+    A layout that does not fit, or that the slice cannot have, is a result with its reason.
+
+    Args:
+      experiment: a gin file.
+      choices: gin files that bind STRATEGY, or bindings of it.
+      bindings: further bindings, which override the choice.
+      slice_name: to compile for.
+
+    Raises:
+      UserError: a mistake in the experiment, or no such file.
+    """
+    configuration.load(experiment, bindings=bindings, slice_name=slice_name).build()
+    for choice in choices:
+        yield _compiled(experiment, choice, [*bindings_of(choice), *bindings], slice_name)
+
+
+def _compiled(experiment: str, choice: str, bindings: Sequence[str], slice_name: str) -> StrategyResult:
+    try:
+        built = configuration.load(experiment, bindings=bindings, slice_name=slice_name).build()
+        program = built.bind(compiled.devices_of(slices.get(built.slice)))
+    except UserError as error:
+        return StrategyResult(choice, None, None, problem=" ".join(str(error).split()))
+    try:
+        with compiler_messages(pass_on=False):  # hundreds of lines if it does not fit
+            return StrategyResult(choice, program, analysis.analyze(program))
+    except OutOfHbmError as error:
+        problem = f"does not fit: needs {error.needed} of {error.present}"
+        return StrategyResult(choice, program, None, problem=problem, needed=error.needed.removesuffix("GiB"))
+
+
+def show_strategies(found: Sequence[StrategyResult], *, slice_name: str) -> None:
+    """Prints the table as Markdown, least memory first, then the problems and compiler warnings."""
+    print(f"\ncompiled for {slice_name} by libtpu on this machine's CPU (not run), per chip and step;")
+    usable = slices.get(slice_name).chip.usable_hbm_bytes / GIB
+    print(f"a chip has {usable:.2f} GiB; wire: what a chip sends, by mesh axis\n")
+    rows = [row.cells() for row in sorted(found, key=lambda row: row.peak_bytes)]
+    terminal.console(200).print(terminal.markdown(_HEADINGS, rows, text=("strategy", "mesh", "by axis")))
+    for row in found:
+        if row.problem:
+            print(f"{row.name}: {row.problem}")
+        for warning in row.found.warnings if row.found else ():
+            print(f"{row.name}: compiler warning: {warning}")
