@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import sysconfig
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-
+from core.batches import BatchSpec
 from core.errors import UserError
 
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
 
 
 @contextlib.contextmanager
-def named(model: Any, spec: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[None]:
+def named(model: Any, spec: BatchSpec) -> Iterator[None]:
     """Context in which a model is traced for batches of `spec`.
 
     Raises:

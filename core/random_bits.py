@@ -22,8 +22,9 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, jaxprs_in_params
 
 from core import jax_internals
+from core.batches import BatchSpec, batch_shapes, batch_size
 from core.errors import UserError
-from core.types import Batch, Model, Params, Shapes
+from core.types import Batch, Model, Params
 
 ROW_IDS = "row_ids"
 _DRAWS = ("random_bits", "random_split", "random_gamma")  # JAX primitives; gamma, beta, dirichlet and t use the last
@@ -31,12 +32,12 @@ _DRAWS = ("random_bits", "random_split", "random_gamma")  # JAX primitives; gamm
 
 def with_row_ids(batch: Batch) -> Batch:
     """Adds `row_ids` [B], int32, 0 to B - 1, to a global batch."""
-    return {**batch, ROW_IDS: jnp.arange(_rows(batch), dtype=jnp.int32)}
+    return {**batch, ROW_IDS: jnp.arange(batch_size(batch), dtype=jnp.int32)}
 
 
 def row_ids(batch: Batch) -> jax.Array:
     """Returns the global row of each row, [B], int32; 0 to B - 1 if the batch has no `row_ids`."""
-    return batch[ROW_IDS] if ROW_IDS in batch else jnp.arange(_rows(batch), dtype=jnp.int32)
+    return batch[ROW_IDS] if ROW_IDS in batch else jnp.arange(batch_size(batch), dtype=jnp.int32)
 
 
 def row_keys(key: jax.Array, rows: jax.Array) -> jax.Array:
@@ -44,7 +45,7 @@ def row_keys(key: jax.Array, rows: jax.Array) -> jax.Array:
     return jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
 
 
-def refuse_shared_draws(model: Model, params: Params, batch: Shapes) -> None:
+def refuse_shared_draws(model: Model, params: Params, spec: BatchSpec) -> None:
     """Refuses a model that draws random bits for all rows with one key, for steps with microbatches.
 
     Each microbatch has the same key, so such a model (for example stock `hk.dropout`) would draw the same bits in all
@@ -53,19 +54,19 @@ def refuse_shared_draws(model: Model, params: Params, batch: Shapes) -> None:
     Args:
       model: its loss is traced with the batch, and with a batch of twice as many rows.
       params: shapes and dtypes of the parameters.
-      batch: shapes and dtypes of the batch.
+      spec: of the batch.
 
     Raises:
       UserError: names the draws and says how to draw per row.
     """
-    if not (found := Counter(_draws(model, params, batch))):
+    rows = batch_size(spec)
+    if not (found := Counter(_draws(model, params, batch_shapes(spec)))):
         return
-    twice = {k: jax.ShapeDtypeStruct((2 * s.shape[0], *s.shape[1:]), s.dtype) for k, s in batch.items()}
-    wider = Counter(_draws(model, params, twice))
+    wider = Counter(_draws(model, params, batch_shapes(spec, rows=2 * rows)))
     larger, more = found - wider, wider - found
     listed = [f"{list(shape)} at {where}" for where, shape in larger]
     listed += [
-        f"{list(shape)} at {where}, {found[where, shape]} times for {_rows(batch)} rows"
+        f"{list(shape)} at {where}, {found[where, shape]} times for {rows} rows"
         for where, shape in more
         if found[where, shape]
     ]
@@ -81,13 +82,15 @@ def refuse_shared_draws(model: Model, params: Params, batch: Shapes) -> None:
         )
 
 
-def _draws(model: Model, params: Params, batch: Shapes) -> list[tuple[str, tuple[int, ...]]]:
+def _draws(
+    model: Model, params: Params, batch: Mapping[str, jax.ShapeDtypeStruct]
+) -> list[tuple[str, tuple[int, ...]]]:
     """Returns the source and shape of every draw with a single key in a model's training loss."""
 
     def loss(params: Params, batch: Batch) -> Any:
         return model.loss(params, model.init_carry(batch), jax.random.key(0), with_row_ids(batch), is_training=True)
 
-    bare = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (params, dict(batch)))
+    bare = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (params, batch))
     return list(_single_key_draws(jax.make_jaxpr(loss)(*bare).jaxpr))
 
 
@@ -101,7 +104,3 @@ def _single_key_draws(jaxpr: Jaxpr) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 def _shape(variable: Any) -> tuple[int, ...]:
     return tuple(variable.aval.shape)
-
-
-def _rows(batch: Mapping[str, Any]) -> int:
-    return next(iter(batch.values())).shape[0]

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar
 import jax
 import numpy as np
 
+from core.batches import BatchSpec
+
 Params = Mapping[str, Mapping[str, jax.Array]]
 Carry = Any
 Batch = Mapping[str, jax.Array]
-Shapes = Mapping[str, jax.ShapeDtypeStruct]  # of a batch
 
 IGNORED = -100  # label that losses and metrics ignore
 
@@ -51,8 +52,9 @@ class Model(Protocol):
 
     The task's `spec` describes its batches. A text task has `inputs`, `targets`, `segment_ids`, `positions` [B, T],
     int32 (segments of a row are numbered from 1, 0 is padding; positions restart in each segment), and `weights`
-    [B, T], float32 (0 excludes a position from the loss). A puzzle task has `inputs`, `labels` [B, S] (`IGNORED` is not
-    scored) and `puzzle_ids` [B], int32. In `loss` a batch also has `row_ids` [B], int32, for `core.random_bits`.
+    [B, T], float32 (0 excludes a position from the loss). Only `segment_ids` and `weights` tell what is padding: every
+    id may be a token. A puzzle task has `inputs`, `labels` [B, S] (`IGNORED` is not scored) and `puzzle_ids` [B],
+    int32. In `loss` a batch also has `row_ids` [B], int32, for `core.random_bits`.
 
     Optional abilities: `Evaluates`, `Generates`, `Shrinks`, `CountsFlops`, `CountsRunFlops`, `HasVocabulary`,
     `PadsVocabulary`, `HasPuzzles`, `HasLayers`, `ChoosesDtype`, `ChoosesRemat`, `ChoosesAttention`.
@@ -93,8 +95,8 @@ class Batches(Protocol):
     """An endless or finite iterator over one host's rows of the global batches."""
 
     @property
-    def spec(self) -> Mapping[str, jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of the *global* batch."""
+    def spec(self) -> BatchSpec:
+        """The fields of the *global* batch."""
 
     def __next__(self) -> Mapping[str, np.ndarray]:
         """Returns this host's rows of the next global batch, in the order of `DataLayout.rows`."""
@@ -110,7 +112,6 @@ class Task(Protocol):
     """Data to train and evaluate a model on. Constructing a task opens no files.
 
     Attributes:
-      length: tokens per row.
       num_streams: number of data streams, independent of the number of hosts; divides the batch size.
       vocabulary: has `size`, `bos_id`, `encode(text) -> ids`, `decode(ids) -> text`, `describe()`; None for data that
         is not text.
@@ -118,12 +119,11 @@ class Task(Protocol):
     Optional abilities: `HasPuzzles`, `DescribesEvaluation`, `SizesEvaluation`, `Judges`, `Rehearses`, `NamesFiles`.
     """
 
-    length: int
     num_streams: int
     vocabulary: Any
 
-    def spec(self, batch_size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
-        """Returns the shapes and dtypes of a global batch."""
+    def spec(self, batch_size: int) -> BatchSpec:
+        """Returns the fields of a global batch: shape, dtype and logical axes of each."""
 
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
         """Creates what the data needs, such as a vocabulary; called on host 0 first, then on the others."""

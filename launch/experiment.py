@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from core import logical, slices, units
+from core.batches import row_length
 from core.errors import UserError
 from core.health.failure_diagnosis import ON_TPU, USUAL_LIMITS, Limits
 from core.optimizers import Optimizer
@@ -160,16 +161,21 @@ class Experiment:
         )
 
     @property
+    def row_length(self) -> int:
+        """Tokens of a row: the size of the axis `length` in the task's spec; 1 for data without that axis."""
+        return row_length(self.task.spec(self.task.num_streams))
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens of a global batch."""
-        return self.batch_size * self.task.length
+        return self.batch_size * self.row_length
 
     @property
     def flops_per_step(self) -> float | None:
         """FLOPs of a training step, recomputation not counted; None for a model without `flops_per_token`."""
         if not can(self.model, CountsFlops):
             return None
-        return self.model.flops_per_token(self.task.length) * self.tokens_per_step
+        return self.model.flops_per_token(self.row_length) * self.tokens_per_step
 
     def data_problems(self, *, prepared: bool) -> list[str]:
         """Everything wrong between task and model that shows without reading the data, each with its fix.

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-import jax
 import jax.numpy as jnp
 import psutil
 
 from core import units
+from core.batches import Field, batch_size
 from core.errors import UserError
 from core.slices import GIB
 from core.training import prefetch
@@ -63,7 +63,7 @@ def simulated(experiment: Experiment, program: Program) -> dict[str, int]:
     """Returns the bytes that a simulation of all hosts and chips of a slice must hold at once, by purpose."""
     slice_, own = program.partitioner.slice, per_host(experiment, program)
     sizes = report.totals(program)
-    batch = _batch_rows(program) * _row_bytes(program)
+    batch = batch_size(program.spec) * _row_bytes(program)
     return {
         "batches": slice_.hosts * own["batches"] + prefetch.HELD * batch,
         "row numbers": slice_.hosts * own["row numbers"],
@@ -89,7 +89,7 @@ def problem(need: Mapping[str, int], *, have_bytes: int, whose: str, experiment:
         fix = f"set BATCH_SIZE to at most {max(rows // unit * unit, unit):,}"
         if need["evaluation"] > need["batches"]:
             fix += f", or EVAL_BATCHES (now {experiment.eval_batches}) lower"
-    batch = f"BATCH_SIZE = {_batch_rows(program):,} rows of {_row_bytes(program):,} bytes"
+    batch = f"BATCH_SIZE = {batch_size(program.spec):,} rows of {_row_bytes(program):,} bytes"
     batch = f"the state of {program.partitioner.slice.name}" if fixed > have_bytes else batch
     return f"{batch}: needs {_gib(total)} of host memory ({parts}), and {whose} has {_gib(have_bytes)}. Fix: {fix}"
 
@@ -113,12 +113,8 @@ def require(experiment: Experiment, program: Program) -> None:
 
 def _host_rows(program: Program) -> int:
     at = program.partitioner
-    few = at.batch_shardings({"rows": jax.ShapeDtypeStruct((at.row_shards,), jnp.int32)})["rows"]
-    return int(placement.largest_share(few, at.row_shards) * _batch_rows(program))
-
-
-def _batch_rows(program: Program) -> int:
-    return next(iter(program.spec.values())).shape[0]
+    few = at.batch_shardings({"rows": Field((at.row_shards,), jnp.int32, ("batch",))})["rows"]
+    return int(placement.largest_share(few, at.row_shards) * batch_size(program.spec))
 
 
 def _row_bytes(program: Program) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from core import slices, versions
+from core.batches import Field
 from core.optimizers import schedules
 from launch.config import DEFAULTS, Binding, Macro, Reference, Settings, leaves, parse
 from launch.environment import WORKSPACE
@@ -73,7 +74,7 @@ def _is_rate(binding: Binding) -> bool:
 
 def _parts(experiment: Experiment, optimizer: Sequence[Binding]) -> dict[str, Any]:
     """Returns what the program of a step depends on: parts of the experiment, and the optimizer's statements."""
-    spec = {k: (s.shape, str(s.dtype)) for k, s in sorted(experiment.task.spec(experiment.batch_size).items())}
+    spec = {k: _field(field) for k, field in sorted(experiment.task.spec(experiment.batch_size).items())}
     options = compiler_options.options(slices.get(experiment.slice).generation, experiment.compiler_options)
     parts = {
         "slice": experiment.slice,
@@ -88,6 +89,12 @@ def _parts(experiment: Experiment, optimizer: Sequence[Binding]) -> dict[str, An
     if experiment.non_finite == "skip":  # the only policy that is part of the program
         parts["non_finite"] = experiment.non_finite
     return parts
+
+
+def _field(field: Field) -> tuple[Any, ...]:
+    """Returns shape, dtype and, unless the field has one entry for each position or row, its axes."""
+    own = () if field.axes == ("batch", "length")[: len(field.shape)] else (field.axes,)
+    return (field.shape, str(field.dtype), *own)
 
 
 def _optimizer(settings: Settings) -> list[Binding]:

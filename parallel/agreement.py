@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from core.batches import batch_size
 from core.errors import UserError
 from core.optimizers import Optimizer
 from core.types import Task
@@ -170,8 +171,7 @@ def run(program: Program, batches: Iterable[Batch]) -> Trajectory:
 
 def batches_of(task: Task, program: Program, *, steps: int) -> list[Batch]:
     """Returns the first training batches of a prepared task, with all rows, on every host."""
-    rows = next(iter(program.spec.values())).shape[0]
-    stream = task.train(program.partitioner.data_layout(rows), seed=program.seed)
+    stream = task.train(program.partitioner.data_layout(batch_size(program.spec)), seed=program.seed)
     batches = []
     for step in range(steps):
         if (batch := next(stream, None)) is None:

@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from core import logical, model_errors, optimizers, random_bits, stack, step, train_state
+from core.batches import BatchSpec, Field, batch_shapes, batch_size
 from core.errors import UserError
 from core.optimizers import Optimizer
 from core.slices import Slice
@@ -27,7 +28,6 @@ from core.types import Batch, DataLayout, Model
 from parallel import accumulation, compiler_options, mesh, placement, rules, strategy
 from parallel.pipeline import checks, runner
 from parallel.pipeline.schedules import Schedule
-from parallel.placement import BatchSpec
 
 
 class Partitioner:
@@ -76,16 +76,16 @@ class Partitioner:
         """Returns the sharding of every array of a batch.
 
         Raises:
-          UserError: a dimension does not divide.
+          UserError: a dimension does not divide, or a field has an axis that does not exist.
         """
-        axes = {k: rules.batch_axes(s.shape) for k, s in spec.items()}
+        axes = rules.batch_axes(spec)
         where = f"batch under strategy {self.strategy.name!r} on {self.slice.name}"
         tree = rules.specs(dict(spec), axes, self.strategy.activation_rules, mesh_shape=self.shape, where=where)
         return rules.shardings(tree, self.mesh)
 
     def data_layout(self, batch_size: int) -> DataLayout:
         """Returns the rows of a global batch that this host supplies."""
-        rows = {"rows": jax.ShapeDtypeStruct((batch_size,), jnp.int32)}
+        rows = {"rows": Field((batch_size,), jnp.int32, ("batch",))}
         return placement.data_layout(self.batch_shardings(rows)["rows"], batch_size)
 
     def program(
@@ -105,7 +105,7 @@ class Partitioner:
         Args:
           model: the model.
           optimizer: the optimizer.
-          spec: shapes and dtypes of a global batch.
+          spec: fields of a global batch.
           seed: of initialization and training.
           accum_steps, gather_once: see `parallel.accumulation`.
           skip_non_finite: see `core.step`.
@@ -185,15 +185,14 @@ class Program:
     @property
     def abstract_batch(self) -> Mapping[str, jax.ShapeDtypeStruct]:
         """Shape, dtype and sharding of every array of a batch."""
-        return {
-            k: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self.batch_shardings[k]) for k, s in self.spec.items()
-        }
+        layouts = self.batch_shardings
+        return {k: s.update(sharding=layouts[k]) for k, s in batch_shapes(self.spec).items()}
 
     @functools.cached_property
     def _abstract(self) -> tuple[TrainState, TrainState]:
-        params, param_axes = logical.abstract_init(self.model.init, jax.random.key(self.seed), self._example())
+        params, param_axes = logical.abstract_init(self.model.init, jax.random.key(self.seed), batch_shapes(self.spec))
         opt_state = jax.eval_shape(self.optimizer.init, params)
-        carry = jax.eval_shape(self.model.init_carry, self._example())
+        carry = jax.eval_shape(self.model.init_carry, batch_shapes(self.spec))
         shapes = TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, opt_state, carry)
         axes = TrainState(
             logical.Axes(()),
@@ -202,9 +201,6 @@ class Program:
             jax.tree.map(lambda s: rules.row_axes(s.shape), carry),
         )
         return shapes, axes
-
-    def _example(self) -> dict[str, jax.ShapeDtypeStruct]:
-        return {k: jax.ShapeDtypeStruct(s.shape, s.dtype) for k, s in self.spec.items()}
 
     def _check_state(self) -> None:
         """Checks the pipeline before the tables, because its message is more specific."""
@@ -228,14 +224,15 @@ class Program:
         )
 
     def _check_positions(self) -> None:
+        """Checks all dimensions but the rows, which `_check_rows` does."""
         rows = self.partitioner.row_shards
-        others = {k: jax.ShapeDtypeStruct((rows, *s.shape[1:]), s.dtype) for k, s in self.spec.items()}
+        others = {k: dataclasses.replace(s, shape=(rows, *s.shape[1:])) for k, s in self.spec.items()}
         self.partitioner.batch_shardings(others)
 
     def _check_microbatches(self) -> None:
-        step.refuse_carry(jax.eval_shape(self.model.init_carry, self._example()), self.accum_steps)
+        step.refuse_carry(jax.eval_shape(self.model.init_carry, batch_shapes(self.spec)), self.accum_steps)
         if self.accum_steps > 1 or self.partitioner.pipeline:
-            random_bits.refuse_shared_draws(self.model, self._abstract[0].params, self._example())
+            random_bits.refuse_shared_draws(self.model, self._abstract[0].params, self.spec)
 
     def _check_activations(self) -> None:
         """Traces the loss, so that tables that do not fit the computation are reported before the first step.
@@ -247,7 +244,7 @@ class Program:
         with self.partitioner.tracing():
             try:
                 for fn in traced:
-                    jax.eval_shape(fn, self._abstract[0], self._example())
+                    jax.eval_shape(fn, self._abstract[0], batch_shapes(self.spec))
             except UserError as error:
                 tables, where = self.partitioner.strategy, self.partitioner.slice.name
                 raise UserError(f"strategy {tables.name!r} on {where}, computation: {error}") from error
@@ -356,7 +353,7 @@ class Program:
 
     @property
     def _num_rows(self) -> int:
-        return next(iter(self.spec.values())).shape[0]
+        return batch_size(self.spec)
 
     def lower_train_step(self) -> Any:
         """Lowers the training step from shapes alone; nothing is allocated, so the devices need not exist."""

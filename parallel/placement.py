@@ -14,10 +14,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from core.batches import BatchSpec, batch_size
 from core.errors import UserError
 from core.types import Batch, DataLayout
-
-BatchSpec = Mapping[str, jax.ShapeDtypeStruct]
 
 
 def data_layout(by_rows: NamedSharding, batch_size: int) -> DataLayout:
@@ -59,7 +58,7 @@ def put(
 
     Args:
       batch: arrays [rows of this host, ...], in the order of `rows`.
-      spec: shapes of the global batch.
+      spec: fields of the global batch.
       layouts: sharding of every array of the global batch.
       rows: the rows of this host (`data_layout(...).rows`).
 
@@ -72,8 +71,8 @@ def put(
     _check_batch(batch, spec, len(rows))
     first = np.asarray(rows)
 
-    def shard(local: np.ndarray, batch_size: int, index: tuple[slice, ...]) -> np.ndarray:
-        start, stop, _ = index[0].indices(batch_size)
+    def shard(local: np.ndarray, height: int, index: tuple[slice, ...]) -> np.ndarray:
+        start, stop, _ = index[0].indices(height)
         at = np.searchsorted(first, start)
         return local[(slice(at, at + stop - start), *index[1:])]
 
@@ -93,9 +92,8 @@ def _check_batch(batch: Mapping[str, np.ndarray], spec: BatchSpec, count: int) -
         if np.asarray(given).dtype != spec[name].dtype:
             problems.append(f"feature {name!r} is {np.asarray(given).dtype}, expected {spec[name].dtype}")
     if problems:
-        total = next(iter(spec.values())).shape[0]
         raise UserError(
-            f"host {jax.process_index()} must supply {count} of the {total} rows of a batch:\n  "
+            f"host {jax.process_index()} must supply {count} of the {batch_size(spec)} rows of a batch:\n  "
             + "\n  ".join(sorted(problems))
             + "\nSupply exactly the rows data_layout(batch_size).rows, in that order"
         )

@@ -24,6 +24,7 @@ import numpy as np
 from jax.extend.core import Var
 
 from core import parameters, stack
+from core.batches import batch_shapes, batch_size
 from core.train_state import TrainState
 from core.types import Generates, can
 from parallel import agreement
@@ -52,7 +53,7 @@ def record(program: Program, state: TrainState, batches: Sequence[Batch]) -> dic
       The recording, on every host; the state before step 1 is phase `START` of step 0.
     """
     recording = dataclasses.replace(program, optimizer=agreement.record_gradients(program.optimizer))
-    rows = np.asarray(program.partitioner.data_layout(len(next(iter(batches[0].values())))).rows)
+    rows = np.asarray(program.partitioner.data_layout(batch_size(batches[0])).rows)
     order, forward = _Order(program), _Forward(program)
     kept = {key(0, START, "parameters", name): a for name, a in _named(program, state.params)}
     kept |= {key(0, START, "optimizer state", name): a for name, a in _named(program, state.opt_state)}
@@ -143,7 +144,7 @@ class _Order:
 def _feeds_the_stack(program: Program) -> set[str]:
     """Returns the names of the parameters that the input of the first layer stack depends on."""
     state = program.abstract_state
-    batch = {k: jax.ShapeDtypeStruct(s.shape, s.dtype) for k, s in program.spec.items()}
+    batch = batch_shapes(program.spec)
 
     def entering(params, state, batch):
         seen, _ = residuals(program, params, state, batch)

@@ -14,6 +14,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from core import logical, parameters
+from core.batches import BatchSpec, check_spec
 from core.errors import UserError
 from core.logical import Axes, Rules
 
@@ -94,11 +95,18 @@ def shardings(spec_tree: Any, mesh: jax.sharding.Mesh) -> Any:
     return jax.tree.map(lambda s: NamedSharding(mesh, s), spec_tree, is_leaf=lambda s: isinstance(s, PartitionSpec))
 
 
-def batch_axes(shape: Sequence[int]) -> Axes:
-    """Returns the logical axes of an array of a batch: rows, then positions if there is a second dimension."""
-    return Axes((("batch", "length") + (None,) * len(shape))[: len(shape)])
+def batch_axes(spec: BatchSpec) -> dict[str, Axes]:
+    """Returns the logical axes of the fields of a batch.
+
+    Raises:
+      UserError: a field is not a `Field`, has another number of rows than the others, or an unknown axis.
+    """
+    check_spec(spec)
+    for name, field in spec.items():
+        logical.check_names(field.axes, where=f"field {name!r} of a batch")
+    return {name: Axes(field.axes) for name, field in spec.items()}
 
 
 def row_axes(shape: Sequence[int]) -> Axes:
-    """Returns the logical axes of an array of the carry: rows first; other dimensions, and scalars, are replicated."""
+    """Returns axes of an array of which only the rows, its first dimension, are sharded; a scalar has none."""
     return Axes((("batch",) + (None,) * len(shape))[: len(shape)])

@@ -13,10 +13,10 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-import jax
 import numpy as np
 
 from core import units
+from core.batches import BatchSpec, Field, row_length
 from core.errors import UserError
 from core.types import DataLayout
 
@@ -30,9 +30,9 @@ BATCH_DTYPES = {
 _NO_POSITION = "is not a data position: the checkpoint is damaged or was written by another program"
 
 
-def batch_spec(batch_size: int, *, length: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes and dtypes of a global batch."""
-    return {key: jax.ShapeDtypeStruct((batch_size, length), dtype) for key, dtype in BATCH_DTYPES.items()}
+def batch_spec(batch_size: int, *, length: int) -> dict[str, Field]:
+    """Returns the fields of a global batch of text."""
+    return {key: Field((batch_size, length), dtype, ("batch", "length")) for key, dtype in BATCH_DTYPES.items()}
 
 
 class Stream(Protocol):
@@ -76,7 +76,7 @@ class StreamBatches:
 
     Args:
       layout: the rows of this host.
-      spec: shapes and dtypes of the global batch, including `inputs` [B, T].
+      spec: fields of the global batch.
       num_streams: number of streams of the whole input, independent of the number of hosts.
       open_stream: opens one stream at its start.
       identity: what the data depends on (source, vocabulary, seed, ...); saved with a position, and `restore` refuses a
@@ -87,7 +87,7 @@ class StreamBatches:
         self,
         layout: DataLayout,
         *,
-        spec: Mapping[str, jax.ShapeDtypeStruct],
+        spec: BatchSpec,
         num_streams: int,
         open_stream: OpenStream,
         identity: Mapping[str, Any],
@@ -95,15 +95,14 @@ class StreamBatches:
         rows = rows_per_stream(layout.batch_size, num_streams=num_streams)
         _check_layout(layout)
         self._layout, self._spec = layout, spec
-        length = spec["inputs"].shape[1]
-        self._identity = {**identity, "length": length, "num_streams": num_streams, "rows_per_stream": rows}
+        self._identity = {**identity, "length": row_length(spec), "num_streams": num_streams, "rows_per_stream": rows}
         self._takes = _takes(layout.rows, rows)
         self._streams = {index: open_stream(index, rows) for index in self._takes}
         owned = set(layout.owned_rows)
         self._owned = [index for index in self._takes if index * rows in owned]
 
     @property
-    def spec(self) -> Mapping[str, jax.ShapeDtypeStruct]:
+    def spec(self) -> BatchSpec:
         """See `core.types.Batches`."""
         return self._spec
 

@@ -10,10 +10,10 @@ import dataclasses
 import json
 from collections.abc import Mapping
 
-import jax
 import numpy as np
 
 from core import units
+from core.batches import BatchSpec
 from core.types import Batches, DataLayout
 from tasks import streams, vocabularies
 from tasks.checks import check_integer
@@ -65,8 +65,8 @@ class SyntheticTask:
         """The vocabulary that writes ids as decimal numbers."""
         return vocabularies.Numbers(self.vocab_size)
 
-    def spec(self, batch_size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
-        """Returns the shapes and dtypes of a global batch. Raises UserError if the streams do not divide it."""
+    def spec(self, batch_size: int) -> BatchSpec:
+        """Returns the fields of a global batch. Raises UserError if the streams do not divide it."""
         streams.rows_per_stream(batch_size, num_streams=self.num_streams)
         return streams.batch_spec(batch_size, length=self.length)
 

@@ -10,12 +10,11 @@ T: tokens per row. S: number of streams.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
-
 from core import units
+from core.batches import BatchSpec
 from core.errors import UserError
 from core.types import Batches, DataLayout, can
 from tasks import streams, vocabularies
@@ -44,8 +43,8 @@ class TextTask:
     length: int
     num_streams: int
 
-    def spec(self, batch_size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
-        """Returns the shapes and dtypes of a global batch. Raises UserError if the streams do not divide it."""
+    def spec(self, batch_size: int) -> BatchSpec:
+        """Returns the fields of a global batch. Raises UserError if the streams do not divide it."""
         streams.rows_per_stream(batch_size, num_streams=self.num_streams)
         return streams.batch_spec(batch_size, length=self.length)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from core import metrics, slices, units
+from core.batches import batch_size
 from core.errors import UserError
 from core.slices import GIB
 from launch import configuration, host_memory, terminal
@@ -105,7 +106,7 @@ def _bind(experiment: Experiment, *, smoked: bool) -> tuple[Experiment, Program]
 def _layout_facts(bound: tuple[Experiment, Program]) -> str:
     _, program = bound
     shape = strategy.mesh_text(program.partitioner.shape)
-    rows = next(iter(program.spec.values())).shape[0]
+    rows = batch_size(program.spec)
     where = f"{program.partitioner.strategy.name} on {program.partitioner.slice.name}"
     return f"{where}: {shape}; {units.counted(rows, 'row')}{padding(program.model)}"
 
@@ -130,7 +131,7 @@ def _memory(program: Program, state_bytes: int, *, with_activations: bool) -> Fi
     except Exception as error:  # an estimate refuses nothing: it traces a model of any author
         why = f"{type(error).__name__}: {error}"
         return Finding("memory", True, f"{state} {of}; activations not estimated: {why})", is_note=True)
-    rows = next(iter(program.spec.values())).shape[0]
+    rows = batch_size(program.spec)
     said = f"{state}, {found.peak_bytes / GIB:,.2f} GiB with activations and gradients, {of}, not compiled)"
     advice = f"BATCH_SIZE = {rows:,}: lower it, raise ACCUM_STEPS, or let the model rematerialise more. {more_chips}"
     if found.peak_bytes <= have:

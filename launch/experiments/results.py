@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from core import logical, metrics, parameters, run_metrics
+from core.batches import Field, batch_shapes
 from core.optimizers import CONSTANTS
 from core.types import CountsRunFlops, HasEffectiveDepth, HasLayers, Model, can
 from launch.experiment import Experiment
@@ -22,7 +23,6 @@ from tasks.puzzles.task import PuzzleTask
 SCORE = "validation/exact_accuracy"
 GOAL = 0.8  # accuracy for which the first step that reaches it is reported
 _EXA = 1e18
-_INPUTS = ("inputs", "targets", "labels", "segment_ids", "positions")
 
 ResultRow = Mapping[str, Any]
 
@@ -55,7 +55,7 @@ def _row(entry: Entry, status: str, run_dir: str) -> dict[str, Any]:
         "same_as": entry.same_as or "",
         "status": status,
         "seed": run.seed,
-        "parameters": trained_parameters(run.model, run.task.length),
+        "parameters": trained_parameters(run),
         "depth": depth(run.model),
         "puzzles": puzzles,
         "copies": copies,
@@ -84,12 +84,14 @@ def _row(entry: Entry, status: str, run_dir: str) -> dict[str, Any]:
     }
 
 
-@functools.cache
-def trained_parameters(model: Model, length: int) -> int:
+def trained_parameters(run: Experiment) -> int:
     """Counts trained parameters, without constants and without tables that have a row per puzzle."""
-    spec = {name: jax.ShapeDtypeStruct((2, length), "int32") for name in _INPUTS}
-    spec |= {"puzzle_ids": jax.ShapeDtypeStruct((2,), "int32"), "weights": jax.ShapeDtypeStruct((2, length), "float32")}
-    shapes, axes = logical.abstract_init(model.init, jax.random.key(0), spec)
+    return _trained_parameters(run.model, tuple(run.task.spec(run.task.num_streams).items()))
+
+
+@functools.cache
+def _trained_parameters(model: Model, fields: tuple[tuple[str, Field], ...]) -> int:
+    shapes, axes = logical.abstract_init(model.init, jax.random.key(0), batch_shapes(dict(fields)))
     constant = parameters.matches(shapes, parameters.present(shapes, CONSTANTS))
     sizes = jax.tree.map(
         lambda shape, names, fixed: 0 if fixed or "puzzles" in names.names else math.prod(shape.shape),
@@ -110,7 +112,7 @@ def depth(model: Model) -> int | None:
 def _eflop(run: Experiment, steps: int) -> float | None:
     """Training EFLOP up to a step, without rematerialisation and evaluation; None if the model does not count them."""
     if can(run.model, CountsRunFlops):
-        return run.model.training_flops(run.task.length, rows=run.batch_size, steps=steps) / _EXA
+        return run.model.training_flops(run.row_length, rows=run.batch_size, steps=steps) / _EXA
     return run.flops_per_step * steps / _EXA if run.flops_per_step else None
 
 

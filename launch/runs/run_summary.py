@@ -69,9 +69,7 @@ def rows(experiment: Experiment, program: Program, *, host: Host) -> dict[str, s
         "strategy": f"{experiment.strategy.name}: {strategy.mesh_text(program.partitioner.shape)}",
         "model": f"{type(experiment.model).__name__}, {parameters:,} parameters" + padding(experiment.model),
         "data": experiment.task.describe(),
-        "batch": f"{units.counted(experiment.batch_size, 'row')} x {units.counted(experiment.task.length, 'token')} = "
-        f"{units.counted(experiment.tokens_per_step, 'token')}"
-        + (f", in {experiment.accum_steps} microbatches" if experiment.accum_steps > 1 else ""),
+        "batch": _batch(experiment),
         "state": f"{units.size(sizes.everything)} per chip (parameters {units.size(sizes.params)}, optimizer "
         f"{units.size(sizes.opt_state)}); {units.size(sizes.whole)} in all",
     }
@@ -86,6 +84,18 @@ def rows(experiment: Experiment, program: Program, *, host: Host) -> dict[str, s
             f"{units.flops(flops)} per step; {units.seconds(flops / slice_.peak_flops)} at the slice's bf16 peak"
         )
     return card
+
+
+def _batch(experiment: Experiment) -> str:
+    """Formats `8 rows x 128 tokens = 1,024 tokens, with images [64, 64, 3]`; the tokens only if rows have some."""
+    spec, text = experiment.task.spec(experiment.batch_size), units.counted(experiment.batch_size, "row")
+    if any("length" in field.axes for field in spec.values()):
+        tokens = units.counted(experiment.tokens_per_step, "token")
+        text += f" x {units.counted(experiment.row_length, 'token')} = {tokens}"
+    others = {name: field.shape[1:] for name, field in spec.items() if "length" not in field.axes}
+    more = [f"{name} {list(shape)}" for name, shape in others.items() if shape]
+    text += f", with {', '.join(more)}" if more else ""
+    return text + (f", in {experiment.accum_steps} microbatches" if experiment.accum_steps > 1 else "")
 
 
 def show_end(

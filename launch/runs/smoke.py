@@ -22,6 +22,7 @@ from launch.runs import training
 from launch.runs.prepared_run import Run
 from parallel import strategy
 from tasks import synthetic
+from tasks.streams import BATCH_DTYPES
 
 STEPS = 20
 LENGTH = 128  # the smallest that the splash kernel takes
@@ -48,7 +49,7 @@ def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = (), partly:
     every = (experiment, *beside)
     multiples = {name: math.lcm(*(_shards(e, name) for e in every)) for name in logical.all_axes()}
     rows = multiples["batch"] * math.lcm(*(e.accum_steps * _microbatches(e) for e in every))
-    length = math.lcm(LENGTH, multiples["length"]) if shrinks else experiment.task.length
+    length = math.lcm(LENGTH, multiples["length"]) if shrinks else experiment.row_length
     task = _small_task(experiment, streams=rows, length=length, partly=partly)
     return dataclasses.replace(
         experiment,
@@ -125,18 +126,22 @@ def _shards(experiment: Experiment, name: str) -> int:
 
 
 def _small_task(experiment: Experiment, *, streams: int, length: int, partly: bool) -> Task:
-    """The task with short rows, or as small as it says it can be; random tokens where the data was never named."""
+    """Returns the task with short rows and few streams, or its rehearsal; random tokens if text is not named yet."""
     if can(experiment.task, Rehearses):
         return experiment.task.rehearsal()
-    has_size = can(experiment.model, HasVocabulary)
-    if experiment.task.problems() and has_size:
+    spec = experiment.task.spec(experiment.task.num_streams)
+    is_text = can(experiment.model, HasVocabulary) and spec.keys() == BATCH_DTYPES.keys()
+    if experiment.task.problems() and is_text:
         return synthetic.random_tokens(vocab_size=experiment.model.vocab_size, length=length, num_streams=streams)
     fields = {f.name for f in dataclasses.fields(experiment.task)} if dataclasses.is_dataclass(experiment.task) else ()
-    if not {"length", "num_streams"} <= set(fields):
+    sizes = {"num_streams": streams}
+    if any("length" in field.axes for field in spec.values()):
+        sizes = {"length": length, **sizes}
+    if not sizes.keys() <= set(fields):
         if partly:
             return experiment.task
         raise UserError(
-            f"--smoke: {type(experiment.task).__name__} is no dataclass with length and num_streams, and has no method "
+            f"--smoke: {type(experiment.task).__name__} is no dataclass with {' and '.join(sizes)}, and has no method "
             "rehearsal() -> Task; add one that returns a small task of the same shapes that needs no files"
         )
-    return dataclasses.replace(experiment.task, length=length, num_streams=streams)
+    return dataclasses.replace(experiment.task, **sizes)

@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from core import optimizers, slices
+from core.batches import Field, batch_size
 from core.errors import UserError
 from core.health import phase
 from core.types import IGNORED, ChoosesDtype, Model, can
@@ -52,6 +53,8 @@ __all__ = [
 ]
 
 ROWS, LENGTH = 16, 24
+
+FieldAxes = Mapping[str, tuple[str | None, ...]]  # logical axes of the fields of a batch, by name
 
 # Grouped-query attention, and a vocabulary that no mesh divides before it is rounded up.
 MODEL = transformer.Transformer(
@@ -154,9 +157,21 @@ def rows_for(examples: Mapping[str, Example]) -> int:
     return math.lcm(ROWS, *(slices.get(example.slice).chips for example in examples.values()))
 
 
-def bind(model: Model, example: Example, batch: Batch, *, seed: int = 7, **options) -> Program:
-    """The model under a strategy, on CPU devices that play the example's slice."""
-    spec = {k: jax.ShapeDtypeStruct(a.shape, a.dtype) for k, a in batch.items()}
+def bind(
+    model: Model, example: Example, batch: Batch, *, axes: FieldAxes | None = None, seed: int = 7, **options
+) -> Program:
+    """The model under a strategy, on CPU devices that play the example's slice.
+
+    Args:
+      model: the model.
+      example: the strategy and its slice.
+      batch: gives the shapes and dtypes of the fields.
+      axes: logical axes of the fields; None: rows and positions, as in `batches_for`.
+      seed: of parameters and random bits.
+      **options: of `Partitioner.program`.
+    """
+    named = axes or {name: ("batch", "length")[: array.ndim] for name, array in batch.items()}
+    spec = {name: Field(array.shape, array.dtype, named[name]) for name, array in batch.items()}
     bound = Partitioner(example.strategy, slice=slices.get(example.slice), devices=jax.devices())
     optimizer = RECURSIVE_OPTIMIZER if isinstance(model, trm.TRM) else OPTIMIZER
     return bound.program(model, optimizer, spec, seed=seed, **options)
@@ -167,21 +182,23 @@ class Subject(NamedTuple):
 
     Attributes:
       model: a `core.types.Model`.
+      axes: logical axes of the fields of a batch; None: rows and positions.
       seed: seed of the parameters and of random bits.
       options: options of the program under a strategy, such as accum_steps; one device trains without them.
     """
 
     model: Any
+    axes: FieldAxes | None = None
     seed: int = 7
     options: Mapping[str, Any] = {}
 
     def under(self, example: Example, batch: Batch, *, dtype: str = "") -> Program:
         """The program under a strategy, computing in `dtype` where the model has a field for it."""
-        return bind(_computing_in(self.model, dtype), example, batch, seed=self.seed, **self.options)
+        return bind(_computing_in(self.model, dtype), example, batch, axes=self.axes, seed=self.seed, **self.options)
 
     def alone(self, batch: Batch, *, dtype: str) -> Program:
         """The program on one device."""
-        return bind(_computing_in(self.model, dtype), ONE_DEVICE, batch, seed=self.seed)
+        return bind(_computing_in(self.model, dtype), ONE_DEVICE, batch, axes=self.axes, seed=self.seed)
 
 
 Apart = Mapping[str, Difference]  # by part of the trajectory
@@ -286,7 +303,7 @@ def record(subject: Subject, examples: Mapping[str, Example], *, steps: int, int
     for name, example in examples.items():
         phase.at(name)
         program = subject.under(example, data[0], dtype="float32")
-        mine = list(program.partitioner.data_layout(len(next(iter(data[0].values())))).rows)
+        mine = list(program.partitioner.data_layout(batch_size(data[0])).rows)
         trajectory = agreement.run(program, [{k: a[mine] for k, a in batch.items()} for batch in data])
         if host.is_zero:
             np.savez(into / f"{name}.npz", *jax.tree.leaves(trajectory))

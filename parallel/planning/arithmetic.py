@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from core import logical
 from core.logical import Axes
 from core.slices import GIB, Slice
-from parallel import accumulation, rules
+from parallel import accumulation
 from parallel.partitioner import Program
 from parallel.planning import cost, model_trace
 from parallel.planning.cost import AxisTime, StepTime
@@ -105,7 +105,7 @@ def _hbm(sharded: ShardedState, step: Step, work: Work) -> dict[str, float]:
     trace = sharded.trace
     rows = step.batch_size / step.accum_steps
     parts = dict(sharded.state)
-    batch = [(leaf, rules.batch_axes(leaf.shape)) for leaf in trace.spec.values()]
+    batch = [(leaf, Axes(leaf.axes)) for leaf in trace.spec.values()]
     carry = leaves(trace.shapes.carry, trace.axes.carry)
     parts["batch and carry"] = sum(_of_rows(sharded, leaf, of, step.batch_size) for leaf, of in (*batch, *carry))
     loops, others = _kept(sharded, work, step, rows)

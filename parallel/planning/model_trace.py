@@ -18,13 +18,13 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from core import logical, optimizers
+from core.batches import BatchSpec, batch_shapes, row_length
 from core.logical import Axes
 from core.optimizers import Optimizer
 from core.slices import Slice
 from core.train_state import TrainState
 from core.types import ChoosesAttention, ChoosesDtype, Model, can
 from parallel import rules
-from parallel.placement import BatchSpec
 from parallel.planning import candidates
 
 _CANDIDATE_ROWS = (7, 11, 13, 17, 19, 23)
@@ -105,14 +105,14 @@ class ModelTrace:
     slice: Slice
     shapes: TrainState
     axes: TrainState
-    spec: Mapping[str, jax.ShapeDtypeStruct]
+    spec: BatchSpec
     works: Mapping[str | None, Work]
     itemsize: int
 
     @property
     def length(self) -> int:
         """Positions of a row."""
-        return max((s.shape[1] for s in self.spec.values() if len(s.shape) > 1), default=1)
+        return row_length(self.spec)
 
 
 def trace(
@@ -134,7 +134,7 @@ def trace(
       seed: of the parameters.
       remats: choices of `remat` to trace; None: all that the model offers.
     """
-    example = {k: jax.ShapeDtypeStruct(s.shape, s.dtype) for k, s in spec.items()}
+    example = batch_shapes(spec)
     params, axes = logical.abstract_init(model.init, jax.random.key(seed), example)
     carry = jax.eval_shape(model.init_carry, example)
     shapes = TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, jax.eval_shape(optimizer.init, params), carry)
@@ -179,7 +179,7 @@ def work(model: Model, spec: BatchSpec, params: Any, param_axes: Any) -> Work:
       param_axes: tree of `Axes` of the same structure.
     """
     sizes = _Sizes(params, param_axes, spec)
-    batch = {k: jax.ShapeDtypeStruct((sizes.rows, *s.shape[1:]), s.dtype) for k, s in spec.items()}
+    batch = batch_shapes(spec, rows=sizes.rows)
     carry = jax.eval_shape(model.init_carry, batch)
     rng = jax.eval_shape(lambda: jax.random.key(0))
 
@@ -277,8 +277,9 @@ class _Sizes:
         self._by_size = {size: name for size, name in sorted(sizes, key=_preference) if name not in (None, "layers")}
         self._params = {(leaf.shape, leaf.dtype) for leaf in leaves}
         self._weights = {leaf.shape: of for leaf, of in zip(leaves, named, strict=True)}
-        self._length = max((s.shape[1] for s in spec.values() if len(s.shape) > 1), default=0)
-        taken = {size for leaf in leaves for size in leaf.shape} | {self._length}
+        self._length = row_length(spec)
+        fields = [size for field in spec.values() for size in field.shape[1:]]
+        taken = {size for leaf in leaves for size in leaf.shape} | set(fields)
         self.rows = next(n for n in _CANDIDATE_ROWS if n not in taken)
 
     def kept(self, leaf: Any) -> Kept | None:
@@ -300,7 +301,7 @@ class _Sizes:
         at = shape.index(self.rows)
         before = ["layers" if size in self._layers else None for size in shape[:at]]
         after = [self._by_size.get(size) for size in shape[at + 1 :]]
-        places = [i for i, size in enumerate(shape[at + 1 :]) if size == self._length]
+        places = [i for i, size in enumerate(shape[at + 1 :]) if size == self._length > 1]
         if places:
             after[places[0]] = "residual_length" if after[places[0] + 1 :] == ["embed"] else "length"
         names = _once([*before, "batch", *after])

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from core import logical, units
+from core.batches import batch_size
 from core.errors import UserError
 from core.logical import Axes, Rules
 from core.slices import Slice
@@ -50,8 +51,7 @@ class Step(NamedTuple):
 
 def step_of(program: Program) -> Step:
     """Returns the step of a bound program."""
-    rows = next(iter(program.spec.values())).shape[0]
-    return Step(candidates.remat_of(program.model), rows, program.accum_steps)
+    return Step(candidates.remat_of(program.model), batch_size(program.spec), program.accum_steps)
 
 
 class ShardedState:

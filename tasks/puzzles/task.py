@@ -13,10 +13,10 @@ import json
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import jax
 import numpy as np
 
 from core import paths
+from core.batches import BatchSpec, Field
 from core.errors import UserError
 from core.types import IGNORED, Batches, DataLayout
 from tasks import streams, vocabularies
@@ -204,11 +204,11 @@ class PuzzleTask:
         """Rows that the model's puzzle embedding table needs. Raises UserError before the dataset exists."""
         return self.source.split("train").metadata.num_puzzle_identifiers
 
-    def spec(self, batch_size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
-        """Returns the shapes and dtypes of a global batch."""
+    def spec(self, batch_size: int) -> BatchSpec:
+        """Returns the fields of a global batch."""
         streams.rows_per_stream(batch_size, num_streams=1)
-        tokens = jax.ShapeDtypeStruct((batch_size, self.length), np.int32)
-        return {"inputs": tokens, "labels": tokens, "puzzle_ids": jax.ShapeDtypeStruct((batch_size,), np.int32)}
+        tokens = Field((batch_size, self.length), np.int32, ("batch", "length"))
+        return {"inputs": tokens, "labels": tokens, "puzzle_ids": Field((batch_size,), np.int32, ("batch",))}
 
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
         """Builds (on host 0) and reads the dataset. Raises UserError if it is damaged or does not fit the task."""

@@ -21,9 +21,9 @@ VOCAB_SIZE = 260
 PARTS = """
 import dataclasses
 import haiku as hk
-import jax
 import numpy as np
 from core import logical, optimizers, stack
+from core.batches import Field
 from models import losses
 
 logical.declare("letters", "letters of the alphabet")
@@ -85,10 +85,10 @@ def optimizer(*, rate: float = 1e-3):
 
 
 class Images:
-    length, num_streams, vocabulary = 8, 4, None
+    num_streams, vocabulary = 4, None
 
     def spec(self, batch_size):
-        return {"values": jax.ShapeDtypeStruct((batch_size, 8), np.float32)}
+        return {"values": Field((batch_size, 8), np.float32, ("batch", None))}
 
     def prepare(self, run_dir, *, is_host_zero): ...
     def train(self, layout, *, seed): ...
@@ -157,7 +157,11 @@ def test_a_model_with_an_axis_of_its_own_fits(folder):
             "configuration",
             "optimizer is None, expected core.optimizers.base.Optimizer",
         ),
-        ("TASK = @outside_parts.half()", "configuration", "task is of type Half, which lacks length, num_streams, voc"),
+        (
+            "TASK = @outside_parts.half()",
+            "configuration",
+            "task is of type Half, which lacks num_streams, voc",
+        ),
     ],
 )
 def test_what_does_not_fit_is_one_message(folder, binding, name, says):

@@ -150,7 +150,7 @@ def test_parameters_depth_and_compute(suite):
         return [value(entry) for entry in suite.values() if entry.group == group]
 
     def parameters(entry):
-        return results.trained_parameters(entry.experiment.model, 81)
+        return results.trained_parameters(entry.experiment)
 
     by_width = told("exp01", parameters)
     assert by_width[2] == 5_028_866
@@ -205,7 +205,7 @@ def test_controls_are_the_reference_code_and_originals_are_others(suite, beside)
     reference = configuration.load("gin/trm/sudoku.gin")
     assert beside["control/paper_mlp"].text == reference.text
     attention = beside["control/paper_attention"].experiment
-    assert results.trained_parameters(attention.model, 81) == 6_828_034
+    assert results.trained_parameters(attention) == 6_828_034
     assert (attention.batch_size, attention.model.l_cycles) == (768, 6)
     assert not {e.text for e in beside.values()} & {e.text for e in suite.values()}
     assert len({e.text for e in beside.values()}) == len(beside) == 14
@@ -217,7 +217,7 @@ def test_recipes_have_the_values_of_the_reference_code(recipes):
         assert run.optimizer.averages is not None
         assert float(run.optimizer.learning_rate(2000)) == pytest.approx(1e-4)
         assert (run.model.h_cycles, run.model.l_cycles) == ((3, 6) if name == "sudoku" else (3, 4))
-        assert results.trained_parameters(run.model, run.task.length) == {
+        assert results.trained_parameters(run) == {
             "sudoku": 5_028_866,
             "maze": 6_822_914,
         }.get(name, 6_829_058)
@@ -244,7 +244,7 @@ def test_what_is_run_here_leaves_out_one_thing_each():
     recipe = configuration.load("gin/trm/sudoku4.gin").build()
     assert (recipe.model, recipe.total_steps) == (whole.model, whole.total_steps)
     page = (TRM / RUN_HERE / "README.md").read_text()
-    assert f"{results.trained_parameters(whole.model, whole.task.length):,} parameters" in page
+    assert f"{results.trained_parameters(whole):,} parameters" in page
     assert f"launch/run suite {RUN_HERE} --simulate" in page
     assert all(f"]({name}.gin)" in page for name in runs)
 
@@ -258,7 +258,7 @@ def test_headers_are_right():
         found = HEADER.search(text)
         assert found, where
         parameters, _, steps, batch, per_row, exa = found.groups()
-        assert parameters == f"{results.trained_parameters(run.model, run.task.length):,}", where
+        assert parameters == f"{results.trained_parameters(run):,}", where
         assert (steps, batch) == (f"{run.total_steps:,}", f"{run.batch_size:,}"), where
         assert per_row == f"{total / run.total_steps / run.batch_size / 1e9:.1f}", where
         assert exa == f"{total / 1e18:.2f}", where

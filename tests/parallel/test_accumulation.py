@@ -3,19 +3,18 @@
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from core import optimizers, slices
+from core import batches, optimizers, slices
 from models import transformer
 from parallel import partitioner, strategies
 from parallel.pipeline import schedules
+from tasks import streams
 
 MODEL = transformer.preset("tiny", dtype="float32")
-SPEC = {k: jax.ShapeDtypeStruct((16, 8), jnp.int32) for k in ("inputs", "targets", "segment_ids", "positions")}
-SPEC["weights"] = jax.ShapeDtypeStruct((16, 8), jnp.float32)
+SPEC = streams.batch_spec(16, length=8)
 
 
 MICROBATCHES = 4  # not the layers of the model, so that a loop is known by its length
@@ -90,10 +89,10 @@ def manual_regions(jaxpr, around=()):
 )
 def test_nested_manual_regions_follow_the_order_of_the_mesh(tables, length, nested):
     """XLA ends the process where the axes of an inner region stand before those of an outer one."""
-    spec = {k: jax.ShapeDtypeStruct((16, length), s.dtype) for k, s in SPEC.items()}
+    spec = streams.batch_spec(16, length=length)
     bound = program(tables, spec=spec)
     with bound.partitioner.tracing():
-        traced = jax.make_jaxpr(bound.jitted_train_step)(bound.abstract_state, spec)
+        traced = jax.make_jaxpr(bound.jitted_train_step)(bound.abstract_state, batches.batch_shapes(spec))
     found = list(manual_regions(traced.jaxpr))
     order = bound.partitioner.mesh.axis_names.index
     assert nested in found
@@ -105,7 +104,7 @@ def test_nested_manual_regions_follow_the_order_of_the_mesh(tables, length, nest
 @pytest.mark.covers("T03")
 def test_replicas_reduce_once_and_behind_the_loop():
     bound = program(strategies.data_parallel())
-    batch = {k: jax.ShapeDtypeStruct(s.shape, s.dtype) for k, s in SPEC.items()}
+    batch = batches.batch_shapes(SPEC)
     with bound.partitioner.tracing():
         traced = jax.make_jaxpr(bound.jitted_train_step)(bound.abstract_state, batch)
     assert "psum" in str(traced)

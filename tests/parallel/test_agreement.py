@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from core import logical, optimizers, slices
+from core.batches import Field
 from core.stack import layer_stack
 from launch.verify.agreement import MODEL, bind, random_batches
 from models import attention, losses
@@ -179,7 +180,7 @@ def test_accumulation_equals_one_big_batch(tables, gather_once, one_device):
 def test_frozen_parameters_stay_and_have_no_state():
     optimizer = optimizers.adamw(learning_rate=optimizers.constant(1e-2), frozen=("layers/*", "embedding"))
     bound = partitioner.Partitioner(strategies.fsdp(), slice=slices.get("v4-32"), devices=jax.devices())
-    spec = {k: jax.ShapeDtypeStruct(a.shape, a.dtype) for k, a in next(batches()).items()}
+    spec = {k: Field(a.shape, a.dtype, ("batch", "length")[: a.ndim]) for k, a in next(batches()).items()}
     frozen = bound.program(dataclasses.replace(MODEL, num_layers=1), optimizer, spec, seed=7)
     state = frozen.init()
     before = jax.device_get(state.params)

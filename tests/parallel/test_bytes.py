@@ -7,13 +7,13 @@ read from tables, layouts or states.
 import math
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from core import optimizers, slices
 from models import transformer
 from parallel import agreement, report
 from parallel.partitioner import Partitioner
+from tasks import streams
 
 L, D, F, H, N, K, V = 4, 256, 512, 8, 4, 128, 384  # layers, embed, mlp, heads, kv_heads, head_dim, vocab as stored
 MODEL = transformer.Transformer(
@@ -88,9 +88,7 @@ KEPT = {  # optimizer: itself, the arrays it keeps, bytes of counters and consta
     "muon": (optimizers.muon(learning_rate=RATE), PARAMS + list(OTHERS.values()), (4 + 12) * L + 4 + 4),
 }
 QUICK = ("adamw", "muon")  # two moments of every number; one, and matrices that are held otherwise
-INTEGERS = ("inputs", "targets", "segment_ids", "positions")
-SPEC = {k: jax.ShapeDtypeStruct((16, 8), jnp.int32) for k in INTEGERS}
-SPEC["weights"] = jax.ShapeDtypeStruct((16, 8), jnp.float32)
+SPEC = streams.batch_spec(16, length=8)
 
 
 def bytes_of(arrays, pieces):

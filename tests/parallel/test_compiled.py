@@ -5,7 +5,6 @@ import math
 import re
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from core import optimizers, slices
@@ -15,15 +14,14 @@ from launch.runs import smoke
 from models import transformer
 from parallel import compiled, partitioner, report, strategies
 from parallel.agreement import EXAMPLES
+from tasks import streams
 
 GIN = environment.WORKSPACE / "gin"
 
 
 def program(model, tables, slice_name, *, rows, length, accum_steps=1):
     slice_ = slices.get(slice_name)
-    integers = ("inputs", "targets", "segment_ids", "positions")
-    whole = {k: jax.ShapeDtypeStruct((rows, length), jnp.int32) for k in integers}
-    spec = {**whole, "weights": jax.ShapeDtypeStruct((rows, length), jnp.float32)}
+    spec = streams.batch_spec(rows, length=length)
     bound = partitioner.Partitioner(tables, slice=slice_, devices=compiled.devices_of(slice_))
     optimizer = optimizers.adamw(learning_rate=optimizers.constant(1e-4))
     return bound.program(model, optimizer, spec, seed=0, accum_steps=accum_steps)

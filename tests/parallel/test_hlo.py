@@ -10,6 +10,7 @@ from models import transformer
 from parallel import analysis, compiled, partitioner, strategies, traffic
 from parallel.hlo import costs, executions, program, replica_groups
 from parallel.hlo.trip_counts import Scope, TripCounts
+from tasks import streams
 
 
 def loop_text(
@@ -306,8 +307,7 @@ def scanned_and_unrolled(shape, **sizes):
     model = transformer.Transformer(
         vocab_size=256, num_layers=4, num_heads=4, num_kv_heads=4, attention="none", remat="full", **sizes
     )
-    integers = {k: jax.ShapeDtypeStruct(shape, "int32") for k in ("inputs", "targets", "segment_ids", "positions")}
-    spec = {**integers, "weights": jax.ShapeDtypeStruct(shape, "float32")}
+    spec = streams.batch_spec(shape[0], length=shape[1])
     slice_ = slices.get("v4-8")
     bound = partitioner.Partitioner(strategies.fsdp(), slice=slice_, devices=compiled.devices_of(slice_))
     optimizer = optimizers.adamw(learning_rate=optimizers.constant(1e-4))

@@ -16,6 +16,7 @@ from core import optimizers, slices
 from models import transformer
 from parallel import analysis, compiled, lints, partitioner, strategies, traffic
 from parallel.hlo import executions, messages, program
+from tasks import streams
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODEL = transformer.Transformer(
@@ -27,8 +28,7 @@ MIB = 2**20
 
 def bind(tables, slice_name="v4-8", *, model=MODEL, **options):
     slice_ = slices.get(slice_name)
-    whole = {k: jax.ShapeDtypeStruct((16, 64), "int32") for k in ("inputs", "targets", "segment_ids", "positions")}
-    spec = {**whole, "weights": jax.ShapeDtypeStruct((16, 64), "float32")}
+    spec = streams.batch_spec(16, length=64)
     bound = partitioner.Partitioner(tables, slice=slice_, devices=compiled.devices_of(slice_))
     optimizer = optimizers.adamw(learning_rate=optimizers.constant(1e-4))
     return bound.program(model, optimizer, spec, seed=0, **options)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from core import optimizers, slices
+from core.batches import Field
 from launch.verify import agreement as table
 from models import transformer
 from parallel import agreement, strategies
@@ -37,7 +38,7 @@ BATCHES = list(table.random_batches(60, steps=3))
 
 
 def trajectory(optimizer, tables, slice_name):
-    spec = {k: jax.ShapeDtypeStruct(a.shape, a.dtype) for k, a in BATCHES[0].items()}
+    spec = {k: Field(a.shape, a.dtype, ("batch", "length")[: a.ndim]) for k, a in BATCHES[0].items()}
     bound = Partitioner(tables, slice=slices.get(slice_name), devices=jax.devices())
     return agreement.run(bound.program(MODEL, optimizer, spec, seed=7), BATCHES)
 

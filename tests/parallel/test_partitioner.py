@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
@@ -12,6 +11,7 @@ from core import optimizers, slices
 from models.transformer import Transformer, preset
 from parallel import strategies
 from parallel.partitioner import Partitioner
+from tasks import streams
 
 TINY = Transformer(
     vocab_size=64, num_layers=1, embed_dim=16, mlp_dim=16, num_heads=4, num_kv_heads=4, vocab_multiple=16
@@ -20,9 +20,7 @@ ADAMW = optimizers.adamw(learning_rate=optimizers.constant(1e-3))
 
 
 def batch_spec(rows, length=8):
-    integers = ("inputs", "targets", "segment_ids", "positions")
-    whole = {k: jax.ShapeDtypeStruct((rows, length), jnp.int32) for k in integers}
-    return whole | {"weights": jax.ShapeDtypeStruct((rows, length), jnp.float32)}
+    return streams.batch_spec(rows, length=length)
 
 
 def bind(tables, slice_name, devices=None):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from core import slices
+from core.batches import Field
 from parallel import placement, strategies
 from parallel.partitioner import Partitioner
 
@@ -21,7 +22,7 @@ def bind(tables, slice_name, devices=None):
 def test_put_gives_every_chip_its_rows_on_a_host_whose_rows_are_strided(tables, tpu_topology, monkeypatch):
     """The callback that fills a host's chips, for every host of a v4-32 in turn."""
     bound = bind(tables, "v4-32", tpu_topology("v4-32"))
-    spec = {"inputs": jax.ShapeDtypeStruct((32, 3), jnp.int32)}
+    spec = {"inputs": Field((32, 3), jnp.int32, ("batch", "length"))}
     whole = np.arange(96, dtype=np.int32).reshape(32, 3)
     filled = {}
 
@@ -43,7 +44,7 @@ def test_put_gives_every_chip_its_rows_on_a_host_whose_rows_are_strided(tables, 
 def test_put_places_rows_in_the_slices_own_order():
     bound = bind(FSDP, "v4-32")
     whole = np.arange(16 * 8, dtype=np.int32).reshape(16, 8)
-    spec = {"inputs": jax.ShapeDtypeStruct((16, 8), jnp.int32)}
+    spec = {"inputs": Field((16, 8), jnp.int32, ("batch", "length"))}
     layouts = bound.batch_shardings(spec)
     array = placement.put({"inputs": whole}, spec, layouts, rows=range(16))["inputs"]
     np.testing.assert_array_equal(array, whole)
@@ -51,7 +52,7 @@ def test_put_places_rows_in_the_slices_own_order():
     assert {by_device[i] for i in range(4)} == {0, 4, 8, 12}  # the four chips that play host 0
 
 
-SPEC = {"x": jax.ShapeDtypeStruct((16, 3), jnp.int32), "y": jax.ShapeDtypeStruct((16,), jnp.float32)}
+SPEC = {"x": Field((16, 3), jnp.int32, ("batch", "length")), "y": Field((16,), jnp.float32, ("batch",))}
 OWED = {"x": np.zeros((16, 3), np.int32), "y": np.zeros(16, np.float32)}
 
 

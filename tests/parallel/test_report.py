@@ -3,20 +3,17 @@
 import math
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from core import optimizers, slices
 from models import transformer
 from parallel import report, strategies
 from parallel.partitioner import Partitioner
+from tasks import streams
 
 ADAMW = optimizers.adamw(learning_rate=optimizers.constant(1e-3))
 TINY = transformer.preset("tiny")
-SPEC = {
-    k: jax.ShapeDtypeStruct((16, 8), jnp.float32 if k == "weights" else jnp.int32)
-    for k in ("inputs", "targets", "weights", "segment_ids", "positions")
-}
+SPEC = streams.batch_spec(16, length=8)
 
 
 def program(tables, slice_name, model=TINY, devices=None):

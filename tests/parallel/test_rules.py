@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
+from core.batches import Field
 from core.logical import Axes
 from parallel import rules
 from parallel.strategies import REPLICATED
@@ -65,7 +66,12 @@ def test_all_mismatches_come_at_once_and_nothing_is_quietly_replicated():
 
 
 def test_axes_of_batches_and_carries():
-    assert rules.batch_axes((8,)) == Axes(("batch",))
-    assert rules.batch_axes((8, 4, 2)) == Axes(("batch", "length", None))
+    field = Field((8, 4, 2), jnp.float32, ("batch", "length", None))
+    assert rules.batch_axes({"frames": field}) == {"frames": Axes(("batch", "length", None))}
+    misspelt = Field((8, 4), jnp.int32, ("batch", "lenght"))
+    with pytest.raises(
+        ValueError, match="field 'inputs' of a batch: unknown logical axis 'lenght'; did you mean length"
+    ):
+        rules.batch_axes({"inputs": misspelt})
     assert rules.row_axes((8, 4)) == Axes(("batch", None))
     assert rules.row_axes(()) == Axes(())

@@ -5,7 +5,6 @@ import math
 import pathlib
 import re
 
-import jax
 import pytest
 
 from core import logical, optimizers, slices
@@ -13,6 +12,7 @@ from models import transformer
 from parallel import analysis, compiled, partitioner, strategies, strategy, traffic
 from parallel.agreement import EXAMPLES
 from parallel.hlo import dataflow, executions, program, replica_groups
+from tasks import streams
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 GRID = traffic.Grid({"data": 2, "fsdp": 2, "tensor": 4}, (0,) * 16)
@@ -216,9 +216,7 @@ ROWS, LENGTH = 16, 64
 
 def analyze(tables, slice_name, **options):
     slice_ = slices.get(slice_name)
-    integers = ("inputs", "targets", "segment_ids", "positions")
-    spec = {k: jax.ShapeDtypeStruct((ROWS, LENGTH), "int32") for k in integers}
-    spec = {**spec, "weights": jax.ShapeDtypeStruct((ROWS, LENGTH), "float32")}
+    spec = streams.batch_spec(ROWS, length=LENGTH)
     bound = partitioner.Partitioner(tables, slice=slice_, devices=compiled.devices_of(slice_))
     optimizer = optimizers.adamw(learning_rate=optimizers.constant(1e-4))
     return analysis.analyze(bound.program(MODEL, optimizer, spec, seed=0, **options))

@@ -170,7 +170,8 @@ def _subject(args: argparse.Namespace, agreement: Any, experiment: Any) -> Any:
     if not experiment:
         return agreement.Subject(_model(args.model or "transformer", agreement))
     options = {"accum_steps": experiment.accum_steps, "gather_once": experiment.gather_once}
-    return agreement.Subject(experiment.model, experiment.seed, options)
+    axes = {name: field.axes for name, field in experiment.task.spec(experiment.batch_size).items()}
+    return agreement.Subject(experiment.model, axes, experiment.seed, options)
 
 
 def _examples(args: argparse.Namespace, agreement: Any, experiment: Any) -> dict[str, Any]:

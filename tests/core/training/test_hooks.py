@@ -244,6 +244,7 @@ import haiku as hk
 import jax.numpy as jnp
 import numpy as np
 from core import logical, optimizers, slices
+from core.batches import Field
 from core.training import hooks, non_finite, trainer
 from core.types import LossOutput
 from parallel import strategies
@@ -260,7 +261,7 @@ class MeanOfTargets:
         total = params["~"]["scale"] * jnp.sum(batch["targets"] * batch["weights"])
         return carry, LossOutput(total, jnp.sum(batch["weights"]), {})
 
-spec = {k: jax.ShapeDtypeStruct((4, 3), jnp.float32) for k in ("targets", "weights")}
+spec = {k: Field((4, 3), jnp.float32, ("batch", "length")) for k in ("targets", "weights")}
 bound = Partitioner(strategies.data_parallel(), slice=slices.get("v4-8"), devices=jax.devices())
 program = bound.program(MeanOfTargets(), optimizers.adamw(learning_rate=optimizers.constant(1e-3)), spec, seed=0)
 rows = np.array(bound.data_layout(4).rows)

@@ -78,6 +78,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from core import logical
+from core.batches import Field
 from core.types import LossOutput
 
 INIT = hk.initializers.RandomNormal(0.1)
@@ -126,14 +127,14 @@ class Stream:
 
 
 class Pictures:
-    length, num_streams, vocabulary = 12, 3, None
+    num_streams, vocabulary = 3, None
 
     def __init__(self, last: int = 100, folder: str = ""):
         self.last, self.folder = last, folder
 
     def spec(self, batch_size):
-        pixels = jax.ShapeDtypeStruct((batch_size, 12), np.float32)
-        return {"pixels": pixels, "label": jax.ShapeDtypeStruct((batch_size,), np.int32)}
+        pixels = Field((batch_size, 12), np.float32, ("batch", None))
+        return {"pixels": pixels, "label": Field((batch_size,), np.int32, ("batch",))}
 
     def prepare(self, run_dir, *, is_host_zero): ...
 

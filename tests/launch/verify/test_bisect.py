@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from core import logical, optimizers, slices, train_state
+from core.batches import Field
 from launch import __main__ as cli
 from launch.cli.layouts import bisect as command
 from launch.verify import agreement, bisect
@@ -239,7 +240,7 @@ def fresh(model):
 
 def recorded(tables, *, model=MODEL, learning_rate=1e-3, seed=0, **options):
     bound = partitioner.Partitioner(tables, slice=slices.get("v4-8"), devices=jax.devices())
-    spec = {k: jax.ShapeDtypeStruct(a.shape, a.dtype) for k, a in BATCHES[0].items()}
+    spec = {k: Field(a.shape, a.dtype, ("batch", "length")[: a.ndim]) for k, a in BATCHES[0].items()}
     optimizer = optimizers.adamw(learning_rate=optimizers.constant(learning_rate))
     program = bound.program(model, optimizer, spec, seed=seed, **options)
     params = jax.device_get(fresh(model)(jax.random.key(seed), BATCHES[0]))

@@ -10,13 +10,13 @@ from core import optimizers, slices
 from models import transformer
 from parallel import analysis, compiled, partitioner, strategies
 from parallel.pipeline import region, schedules
+from tasks import streams
 
 MODEL = transformer.Transformer(
     vocab_size=512, num_layers=16, embed_dim=128, mlp_dim=256, num_heads=4, num_kv_heads=4, head_dim=32,
     remat="full", attention="plain",
 )  # fmt: skip
 LENGTH = 512
-INTEGERS = ("inputs", "targets", "segment_ids", "positions")
 MAKE = {
     "gpipe": schedules.gpipe,
     "1F1B": schedules.one_f_one_b,
@@ -27,8 +27,7 @@ MAKE = {
 def compile_(name, microbatches, stages=4, **degrees):
     """For v4-32 with fsdp 4, a row of every chip in a microbatch."""
     rows = 4 * microbatches
-    spec = {k: jax.ShapeDtypeStruct((rows, LENGTH), "int32") for k in INTEGERS}
-    spec["weights"] = jax.ShapeDtypeStruct((rows, LENGTH), "float32")
+    spec = streams.batch_spec(rows, length=LENGTH)
     make = strategies.pipeline_fsdp_tensor if degrees else strategies.pipeline_fsdp
     tables = make(stage=stages, schedule=MAKE[name](num_microbatches=microbatches), **degrees)
     slice_ = slices.get("v4-32")

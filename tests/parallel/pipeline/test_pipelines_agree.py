@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from core import optimizers, slices
+from core.batches import Field
 from launch.verify.agreement import random_batches
 from models import transformer
 from parallel import partitioner, strategies
@@ -91,7 +92,7 @@ def batches(rows):
 def program_of(example, model, batch, **options):
     # eps: an update is a smooth function of gradients, else one that is nearly 0 would be of the size of the rate
     optimizer = optimizers.adamw(learning_rate=optimizers.constant(3e-3), eps=1e-3)
-    spec = {k: jax.ShapeDtypeStruct(a.shape, a.dtype) for k, a in batch.items()}
+    spec = {k: Field(a.shape, a.dtype, ("batch", "length")[: a.ndim]) for k, a in batch.items()}
     bound = partitioner.Partitioner(example.strategy, slice=slices.get(example.slice), devices=jax.devices())
     return bound.program(model, optimizer, spec, seed=7, **options)
 

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 
 from core import logical, optimizers, random_bits, slices
+from core.batches import Field
 from core.stack import Tail, layer_stack
 from models import losses
 from parallel import partitioner, strategies
 from parallel.pipeline import schedules
 
 ROWS, LENGTH, VOCAB, WIDTH = 8, 6, 24, 8
-SPEC = {k: jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32) for k in ("inputs", "targets")}
-SPEC["weights"] = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.float32)
+SPEC = {k: Field((ROWS, LENGTH), jnp.int32, ("batch", "length")) for k in ("inputs", "targets")}
+SPEC["weights"] = Field((ROWS, LENGTH), jnp.float32, ("batch", "length"))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from core import logical, optimizers, slices
+from core.batches import Field
 from core.stack import Tail, layer_stack
 from core.types import LossOutput
 from launch.verify import agreement
@@ -17,7 +18,7 @@ from parallel import partitioner, strategies
 from parallel.pipeline import schedules
 
 ROWS, WIDTH = 16, 8
-SPEC = {"x": jax.ShapeDtypeStruct((ROWS, 4, WIDTH), jnp.float32)}
+SPEC = {"x": Field((ROWS, 4, WIDTH), jnp.float32, ("batch", "length", None))}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ from parallel.hlo import program as hlo
 from parallel.hlo.costs import Costs, Kernel
 from parallel.hlo.executions import Loop
 from parallel.planning import cost, kernels
+from tasks import streams
 
 V4_32 = slices.get("v4-32")
 
@@ -59,9 +60,7 @@ SMALL = transformer.Transformer(
 
 def program(slice_name="v4-32", *, model=SMALL, strategy=None, rows=16, length=512):
     slice_ = slices.get(slice_name)
-    integers = ("inputs", "targets", "segment_ids", "positions")
-    spec = {k: jax.ShapeDtypeStruct((rows, length), jnp.int32) for k in integers}
-    spec["weights"] = jax.ShapeDtypeStruct((rows, length), jnp.float32)
+    spec = streams.batch_spec(rows, length=length)
     bound = partitioner.Partitioner(strategy or strategies.fsdp(), slice=slice_, devices=compiled.devices_of(slice_))
     return bound.program(model, optimizers.adamw(learning_rate=optimizers.constant(1e-4)), spec, seed=0)
 

@@ -1,7 +1,6 @@
 """HBM by name: what holds it is told apart by signature, shape and place, and the compiler's own list is read."""
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from core import optimizers, slices
@@ -11,6 +10,7 @@ from parallel.hlo import program
 from parallel.hlo.program import Array
 from parallel.partitioner import Partitioner
 from parallel.planning import buffers, hbm_allocations
+from tasks import streams
 
 # Layers 3, embed 64, hidden 96, vocabulary 512, 2 heads of 32; split over fsdp 4, rows 8 of 16.
 MODULE = """
@@ -91,8 +91,7 @@ def bound():
     model = transformer.Transformer(
         vocab_size=512, num_layers=3, embed_dim=64, mlp_dim=96, num_heads=2, num_kv_heads=2, remat="full"
     )
-    spec = {k: jax.ShapeDtypeStruct((8, 16), jnp.int32) for k in ("inputs", "targets", "segment_ids", "positions")}
-    spec["weights"] = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    spec = streams.batch_spec(8, length=16)
     played = Partitioner(strategies.fsdp(), slice=slices.get("v4-8"), devices=jax.devices()[:4])
     return played.program(model, optimizers.adamw(learning_rate=optimizers.constant(1e-4)), spec, seed=0)
 

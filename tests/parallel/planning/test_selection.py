@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from core import optimizers, slices
+from core.batches import Field
 from models import transformer
 from parallel import strategies
 from parallel.partitioner import Partitioner
@@ -16,6 +17,7 @@ from parallel.planning.candidates import Candidate, Choice, Layout
 from parallel.planning.cost import StepTime
 from parallel.planning.selection import JudgedCandidate
 from parallel.planning.sharded_state import Step, step_of
+from tasks import streams
 
 MODEL = transformer.Transformer(
     vocab_size=512, num_layers=4, embed_dim=64, mlp_dim=96, num_heads=2, num_kv_heads=2, remat="full"
@@ -24,8 +26,7 @@ MODEL = transformer.Transformer(
 
 def bound(tables, *, slice_name="v4-32"):
     slice_ = slices.get(slice_name)
-    spec = {k: jax.ShapeDtypeStruct((16, 16), jnp.int32) for k in ("inputs", "targets", "segment_ids", "positions")}
-    spec["weights"] = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    spec = streams.batch_spec(16, length=16)
     played = Partitioner(tables, slice=slice_, devices=jax.devices()[: slice_.chips])
     return played.program(MODEL, optimizers.adamw(learning_rate=optimizers.constant(1e-4)), spec, seed=0)
 
@@ -60,7 +61,7 @@ def test_a_degree_is_not_one_that_begins_with_its_digits():
     asked = types.SimpleNamespace(
         partitioner=types.SimpleNamespace(strategy=strategies.hsdp(data=256), slice=slices.get("v5p-1024")),
         model=MODEL,
-        spec={"inputs": jax.ShapeDtypeStruct((512, 16), jnp.int32)},
+        spec={"inputs": Field((512, 16), jnp.int32, ("batch", "length"))},
         accum_steps=1,
     )
     (far, near) = (

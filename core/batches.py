@@ -1,0 +1,95 @@
+"""The fields of a batch: shape, dtype and logical axes of each, as a task's `spec` states them.
+
+A batch is a mapping from names to arrays whose first dimension is the rows. Layouts, checks and counts of tokens are
+derived from the axes of its fields, so a task may have fields of any rank beside its tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from core.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """Describes one array of a batch.
+
+        Field((32, 128), np.int32, ("batch", "length"))              # a token for each position of 32 rows
+        Field((32, 64, 64, 3), np.uint8, ("batch", None, None, None))  # an image for each row
+
+    Attributes:
+      shape: shape of the array in the global batch.
+      dtype: its dtype.
+      axes: logical axis of each dimension: `batch`, then names of `core.logical.all_axes()`, or None for a dimension
+        that no strategy shards.
+
+    Raises:
+      UserError: the first axis is not `batch`, or there are not as many axes as dimensions.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    axes: tuple[str | None, ...]
+
+    def __post_init__(self):
+        object.__setattr__(self, "shape", tuple(self.shape))
+        object.__setattr__(self, "dtype", np.dtype(self.dtype))
+        object.__setattr__(self, "axes", tuple(self.axes))
+        if len(self.axes) != len(self.shape):
+            raise UserError(f"{self}: {len(self.axes)} axes for {len(self.shape)} dimensions; expected one for each")
+        if self.axes[:1] != ("batch",):
+            raise UserError(
+                f"{self}: the first axis of every field of a batch must be 'batch', its rows. Repeat what all rows "
+                "share for each row, or make it inside the model"
+            )
+
+    def __str__(self) -> str:
+        return f"Field({self.shape}, {self.dtype}, {self.axes})"
+
+    @property
+    def size(self) -> int:
+        """Number of entries."""
+        return math.prod(self.shape)
+
+
+BatchSpec = Mapping[str, Field]  # of a global batch
+
+
+def batch_size(batch: Mapping[str, Any]) -> int:
+    """Returns the number of rows of a batch, or of its spec."""
+    return next(iter(batch.values())).shape[0]
+
+
+def row_length(spec: BatchSpec) -> int:
+    """Returns the number of tokens of a row: the largest dimension with the axis `length`; 1 if there is none."""
+    check_spec(spec)
+    dimensions = (pair for field in spec.values() for pair in zip(field.shape, field.axes, strict=True))
+    return max((size for size, axis in dimensions if axis == "length"), default=1)
+
+
+def check_spec(spec: BatchSpec) -> None:
+    """Raises UserError unless every value of the spec of a batch is a `Field`, and all have the same number of rows."""
+    others = [f"{k!r} is of type {type(field).__name__}" for k, field in spec.items() if not isinstance(field, Field)]
+    if others:
+        raise UserError(
+            f"spec of a batch: {', '.join(others)}; expected core.batches.Field(shape, dtype, axes), with the logical "
+            "axis of each dimension, such as ('batch', 'length')"
+        )
+    if len({field.shape[0] for field in spec.values()}) > 1:
+        rows = ", ".join(f"{name!r} has {field.shape[0]}" for name, field in spec.items())
+        raise UserError(f"spec of a batch: its fields differ in their number of rows ({rows}); expected the batch size")
+
+
+def batch_shapes(spec: BatchSpec, *, rows: int | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes and dtypes of a batch, for abstract evaluation; with another number of rows if it is given."""
+    return {
+        name: jax.ShapeDtypeStruct((rows or field.shape[0], *field.shape[1:]), field.dtype)
+        for name, field in spec.items()
+    }
