@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from core import logical, model_errors, optimizers, random_bits, stack, step, train_state
-from core.batches import BatchSpec, Field, batch_shapes, batch_size
+from core.batches import BatchSpec, Field, batch_shapes, batch_size, check_spec
 from core.errors import UserError
 from core.optimizers import Optimizer
 from core.slices import Slice
@@ -142,6 +142,7 @@ class Program:
             raise UserError(
                 f"accum_steps = {self.accum_steps}, features {list(self.spec)}: expected at least 1 step and 1 feature"
             )
+        check_spec(self.spec)
         # The checks are independent of each other, so all problems are reported together.
         independent = (self._check_rows, self._check_positions, self._check_microbatches, self._check_state)
         if errors := [error for check in independent if (error := self._error_of(check))]:

@@ -14,7 +14,6 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from core import distributed, logical, optimizers, slices
-from core.batches import Field
 from core.logical import Axes
 from launch.experiment import padding
 from launch.hosts import cluster
@@ -22,6 +21,7 @@ from models.transformer import Transformer
 from parallel import mesh, report, rules, strategies, strategy
 from parallel.partitioner import Partitioner
 from parallel.strategies import REPLICATED, Strategy
+from tasks import streams
 
 SPLIT = {**REPLICATED, "batch": ("data", "fsdp"), "embed": "fsdp", "mlp": "tensor"}
 ADAMW = optimizers.adamw(learning_rate=optimizers.constant(1e-3))
@@ -175,9 +175,7 @@ TINY = {"vocab_size": 64, "num_layers": 1, "embed_dim": 16, "mlp_dim": 16, "num_
 
 def bind(tables, slice_name="v4-8", *, rows=4, accum_steps=1, **changes):
     model = Transformer(**{**TINY, "vocab_multiple": 16, **changes})
-    integers = ("inputs", "targets", "segment_ids", "positions")
-    spec = {k: Field((rows, 8), jnp.int32, ("batch", "length")) for k in integers}
-    spec["weights"] = jax.ShapeDtypeStruct((rows, 8), jnp.float32)
+    spec = streams.batch_spec(rows, length=8)
     slice_ = slices.get(slice_name)
     bound = Partitioner(tables, slice=slice_, devices=mesh.topology_devices(slice_))
     return bound.program(model, ADAMW, spec, seed=0, accum_steps=accum_steps)
