@@ -1,8 +1,8 @@
 """From gin files and flags to the root object of a run, with every mistake found at once.
 
-The only folder that imports gin. A configuration is read into statements with their places (sources, parsing), names
-are looked up in the code (names, constructors), what is reachable from the root is visited (graph), and values are
-checked against signatures (types, checks). Valid statements are passed to gin, which builds the object (loader).
+The only folder that imports gin. A configuration is read into statements with their places (sources), and names are
+looked up in the code (names, constructors). What is reachable from the root is visited, and values are checked against
+signatures (checks, types). Valid statements are passed to gin, which builds the object (loader).
 """
 
 from launch.config.loader import DEFAULTS, ROOT, LoadedConfig, Settings, load, parse

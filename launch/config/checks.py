@@ -1,30 +1,137 @@
 """Finds all mistakes of a configuration at once, and what is left of it when there is none.
 
-Each kind of mistake is a function from the whole configuration to problems. None waits for another: a misspelt name
-stands for what was probably meant, so that it is reported alone.
+A configuration is a graph: macros and constructors are nodes, the values bound to them edges. What cannot be reached
+from the root has no effect. The walk predicts, without constructing anything, what gin will call. No check waits for
+another; what seems missing or unused because of a misspelt name is not reported besides that name.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import difflib
+import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from launch.config.constructors import UNKNOWN
-from launch.config.graph import Configuration, Walk, key
+from launch.config.constructors import UNKNOWN, Constructor
+from launch.config.sources import Source
 from launch.config.statements import (
     REQUIRED,
     Binding,
     ConfigProblem,
     Macro,
+    Reference,
     did_you_mean,
+    expand,
+    is_flag,
     leaves,
     nearest,
     render,
     scoped,
 )
 from launch.config.types import hint_text, misfit
+
+Scope = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Configuration:
+    """Everything that was read, with all names resolved.
+
+    Attributes:
+      experiment: the file that was read first.
+      root: the constructor that everything is read into; None if it could not be imported.
+      defaults: the file that declares the macros.
+      known: the names that a macro may have: those declared, and those that the files both define and read.
+      bindings: in the order in which they apply.
+      unresolved: names of constructors that stand for nothing.
+      complete: nothing is missing from `bindings`; if not, nothing is reported as missing or unused.
+    """
+
+    experiment: str
+    root: Constructor | None
+    defaults: str
+    known: frozenset[str]
+    bindings: tuple[Binding, ...]
+    unresolved: tuple[str, ...]
+    sources: Mapping[str, Source]
+    complete: bool
+
+    @functools.cached_property
+    def by_name(self) -> Mapping[Any, list[Binding]]:
+        """Bindings by what they bind; of several with one name, the last one counts."""
+        return _grouped(self.bindings, _key)
+
+    @functools.cached_property
+    def final(self) -> list[Binding]:
+        """The binding that counts of each name."""
+        return sorted((found[-1] for found in self.by_name.values()), key=lambda b: b.order)
+
+    @functools.cached_property
+    def macros(self) -> dict[str, Binding]:
+        """The binding that counts of each macro."""
+        return {b.name: b for b in self.final if b.is_macro}
+
+    @functools.cached_property
+    def wrong(self) -> list[Binding]:
+        """Bindings of constructors that do not exist, and of macros that are neither declared nor read."""
+        return [b for b in self.bindings if (b.name not in self.known if b.is_macro else b.target is None)]
+
+    @functools.cached_property
+    def misspelt(self) -> tuple[str, ...]:
+        """Names that stand for nothing."""
+        mentioned = {x.name for b in self.bindings for x in leaves(b.value) if isinstance(x, Macro)} - {REQUIRED}
+        parameters = {f"{b.target}.{b.parameter}" for b in self.bindings if _is_no_parameter(b)}
+        return (*self.unresolved, *(b.name for b in self.wrong), *(mentioned - self.known), *parameters)
+
+    def may_be_misspelt(self, name: str) -> bool:
+        """Returns whether a name that seems missing or unused is like one that stands for nothing."""
+        return bool(difflib.get_close_matches(name, self.misspelt, n=1, cutoff=0.8))
+
+    def bound(self, node: Any, scope: Scope) -> dict[str, Binding]:
+        """Returns what gin passes to a constructor inside a scope: inner scopes win over outer ones."""
+        outer = ["/".join(scope[:depth]) for depth in range(len(scope) + 1)]
+        found = [b for b in self._by_node.get(node, ()) if b.scope in outer]
+        return {b.parameter: b for b in sorted(found, key=lambda b: outer.index(b.scope))}
+
+    def origin(self, binding: Binding) -> Binding:
+        """Returns where the value of a binding is written: itself, or the macro that it stands for."""
+        seen = {binding.name}
+        while isinstance(binding.value, Macro) and binding.value.name in self.macros.keys() - seen:
+            seen.add(binding.value.name)
+            binding = self.macros[binding.value.name]
+        return binding
+
+    def displacing(self, binding: Binding) -> Binding | None:
+        """Returns the choice in another source without which the binding might have had an effect.
+
+        A choice displaces what was bound earlier. It also takes macros away that an earlier or a later file sets, as
+        another optimizer does with a peak rate.
+        """
+        lost = [choice for choice, nodes in self._choices if _node(binding) in nodes]
+        later = [c for c in lost if c.order > binding.order and _layer(c) != _layer(binding)]
+        return next(iter(later or (lost if binding.is_macro else ())), None)
+
+    @functools.cached_property
+    def _by_node(self) -> Mapping[Any, list[Binding]]:
+        return _grouped(self.final, _node)
+
+    @functools.cached_property
+    def _choices(self) -> list[tuple[Binding, set[Any]]]:
+        """Bindings that took the place of others, and the macros and constructors that those others led to."""
+        edges = {node: _mentions(found) for node, found in _grouped(self.bindings, _node).items()}
+        choices = []
+        for *earlier, final in self.by_name.values():
+            led_to: set[Any] = set()
+            pending = _mentions(earlier)
+            while pending:
+                if (node := pending.pop()) not in led_to:
+                    led_to.add(node)
+                    pending += edges.get(node, ())
+            choices.append((final, led_to))
+        return choices
 
 
 class Verdict(NamedTuple):
@@ -34,32 +141,92 @@ class Verdict(NamedTuple):
       problems: all mistakes.
       notes: bindings left out because a later source chose otherwise.
       kept: the bindings that count: the last of each name, reachable from the root.
-      expanded: the same without macros, each of which is replaced by its value.
     """
 
     problems: list[ConfigProblem]
     notes: list[str]
     kept: list[Binding]
-    expanded: list[Binding]
 
 
 def check(config: Configuration) -> Verdict:
     """Returns every mistake in a configuration, and what is left of it if there is none."""
     problems = [*_unknown_macros(config), *_duplicates(config), *_too_early(config), *_parameters(config)]
     if config.root is None:
-        return Verdict(problems, [], [], [])
-    walk = Walk(config)
+        return Verdict(problems, [], [])
+    walk = _Walk(config)
     set_by_user = [b for b in config.bindings if b.file != config.defaults]  # nobody needs to use the defaults
     unused = [b for b in set_by_user if b not in config.wrong and not walk.uses(b)]
     displaced = {b.order: choice for b in unused if (choice := config.displacing(b))}
     if config.complete:
-        problems += [*walk.problems, *(_no_effect(b) for b in unused if b.order not in displaced)]
+        problems += [*walk.problems, *_no_effect(config, [b for b in unused if b.order not in displaced])]
     problems += _types(config, [b for b in config.final if b.order not in displaced])
     left_out = [(b, displaced[b.order]) for b in unused if b.order in displaced]
     notes = [f"{b.place}: {b} is left out, {choice.place} chose {choice}" for b, choice in left_out]
-    kept = [b for b in config.final if walk.uses(b)]
-    expanded = [dataclasses.replace(b, value=config.expand(b.value)) for b in kept if not b.is_macro]
-    return Verdict(list(dict.fromkeys(problems)), notes, kept, expanded)
+    return Verdict(list(dict.fromkeys(problems)), notes, [b for b in config.final if walk.uses(b)])
+
+
+class _Walk:
+    """Visits what is reachable from the root, as gin will call it.
+
+    gin calls `@scope/name()` in that scope, and `@name()` in the scope of whoever refers to it; a macro stands for its
+    value.
+
+    Attributes:
+      problems: values that something reachable lacks, and nodes that need themselves.
+    """
+
+    def __init__(self, config: Configuration):
+        self.problems: list[ConfigProblem] = []
+        self._config = config
+        self._visited: set[tuple[Any, Scope, bool]] = set()
+        self._scopes: dict[Any, set[Scope]] = collections.defaultdict(set)
+        self._visit(config.root, (), (), Binding(0, "", "", "", None, file=config.experiment))
+        for binding in config.wrong:  # what a wrong binding uses is not unused
+            self._values(binding, (), ())
+
+    def uses(self, binding: Binding) -> bool:
+        """Returns whether the binding has an effect."""
+        scope = tuple(binding.scope.split("/")) if binding.scope else ()
+        return any(found[: len(scope)] == scope for found in self._scopes.get(_node(binding), ()))
+
+    def _visit(self, node: Any, scope: Scope, path: tuple[Any, ...], at: Binding, *, is_called: bool = True) -> None:
+        """Visits a macro or a constructor that the binding `at` mentions; not called, its receiver calls it later."""
+        if (node, scope) in path:
+            what, fix = f"{node} itself is needed for its own value", "break the circle of references"
+            self.problems.append(at.problem(what, fix=fix))
+        elif (node, scope, is_called) not in self._visited:
+            self._visited.add((node, scope, is_called))
+            self._scopes[node].add(scope)
+            bound = self._config.bound(node, scope)
+            if is_called and isinstance(node, Constructor):
+                self.problems += _lacking(self._config, node, scope, bound, at)
+            for binding in bound.values():
+                self._values(binding, scope, (*path, (node, scope)))
+
+    def _values(self, binding: Binding, scope: Scope, path: tuple[Any, ...]) -> None:
+        for leaf in leaves(binding.value):
+            if isinstance(leaf, Macro):
+                self._visit(leaf.name, scope, path, binding)
+            elif isinstance(leaf, Reference) and leaf.target is not None:
+                inner = tuple(leaf.scope.split("/")) if leaf.scope else scope
+                self._visit(leaf.target, inner, path if leaf.evaluate else (), binding, is_called=leaf.evaluate)
+
+
+def _lacking(
+    config: Configuration, target: Constructor, scope: Scope, bound: Mapping[str, Binding], at: Binding
+) -> Iterator[ConfigProblem]:
+    """Parameters without a default that are not bound, and those bound to a macro that still has no value."""
+    for name, parameter in target.parameters.items():
+        is_missing = parameter.default is parameter.empty and name not in bound
+        if is_missing and not config.may_be_misspelt(f"{target}.{name}"):
+            fix = f"{scoped('/'.join(scope), str(target))}.{name} = …"
+            what = f"{target} has no value for '{name}'"
+            yield ConfigProblem(at.file, at.line, what, expected=_expected(target, name), fix=fix)
+    for name, binding in bound.items():
+        origin = config.origin(binding)
+        if Macro(REQUIRED) in leaves(expand(binding.value, config.macros)) and not config.may_be_misspelt(origin.name):
+            what, fix = f"{origin.name} has no value", f"{origin.name} = … in {config.experiment}"
+            yield ConfigProblem(origin.file, origin.line, what, expected=_expected(target, name), fix=fix)
 
 
 def _unknown_macros(config: Configuration) -> Iterator[ConfigProblem]:
@@ -86,7 +253,7 @@ def _duplicates(config: Configuration) -> Iterator[ConfigProblem]:
     """One name given two values in one file, of which only the last would count."""
     first: dict[Any, Binding] = {}
     for binding in config.bindings:
-        before = first.setdefault((binding.file, *key(binding)), binding)
+        before = first.setdefault((binding.file, *_key(binding)), binding)
         if before is not binding:
             actual = f"line {before.line}: {before}; line {binding.line}: {binding}"
             what = f"{binding.name} is given twice in this file, on lines {before.line} and {binding.line}"
@@ -105,40 +272,73 @@ def _too_early(config: Configuration) -> Iterator[ConfigProblem]:
 
 def _parameters(config: Configuration) -> Iterator[ConfigProblem]:
     """Parameters that the constructor does not have."""
-    for binding in config.bindings:
-        target = binding.target
-        if target is None or binding.guessed or target.takes_any or binding.parameter in target.parameters:
-            continue
-        close = nearest(binding.parameter, target.parameters)
+    for binding in filter(_is_no_parameter, config.bindings):
+        names = binding.target.parameters
+        close = nearest(binding.parameter, names)
         fix = f"{scoped(binding.scope, binding.selector)}.{close} = {render(binding.value)}" if close else ""
-        what = f"{target} has no parameter '{binding.parameter}'"
-        yield binding.problem(what, expected=did_you_mean(binding.parameter, target.parameters), fix=fix)
+        what = f"{binding.target} has no parameter '{binding.parameter}'"
+        yield binding.problem(what, expected=did_you_mean(binding.parameter, names), fix=fix)
 
 
 def _types(config: Configuration, bindings: Iterable[Binding]) -> Iterator[ConfigProblem]:
     """Values that the annotation of their parameter does not allow."""
     for binding in bindings:
-        if binding.target is None:
+        parameter = binding.target.parameters.get(binding.parameter) if binding.target else None
+        if parameter is None:
             continue
-        hint = binding.target.hints.get(binding.parameter, UNKNOWN)
-        value = config.expand(binding.value)
-        wrong = None if _is_default(value, binding) else misfit(value, hint)
-        if wrong:
+        hint, value = binding.target.hint(binding.parameter), expand(binding.value, config.macros)
+        is_default = type(value) is type(parameter.default) and value == parameter.default  # such as `x: int = None`
+        if not is_default and (wrong := misfit(value, hint)):
             origin = config.origin(binding)
             feeds = f", which {binding.target}.{binding.parameter} takes," if origin is not binding else ""
             what = f"{origin.name}{feeds} has the wrong type"
             yield origin.problem(what, actual=wrong.actual(), expected=hint_text(hint), fix=wrong.fix())
 
 
-def _is_default(value: Any, binding: Binding) -> bool:
-    """Returns whether the constructor itself has this value, whatever it says of its type (`x: int = None`)."""
-    parameter = binding.target.parameters.get(binding.parameter)
-    return parameter is not None and type(value) is type(parameter.default) and value == parameter.default
+def _no_effect(config: Configuration, unused: Iterable[Binding]) -> Iterator[ConfigProblem]:
+    for binding in unused:
+        if config.may_be_misspelt(binding.selector):
+            continue
+        name = binding.name if binding.is_macro else str(binding.target)
+        fix = f"remove it, or choose it: SOMETHING = @{scoped(binding.scope, binding.selector)}()"
+        if binding.is_macro:
+            fix = f"remove it, or choose something that takes %{binding.name}"
+        what = f"{binding.name} has no effect: nothing that the experiment uses reads {name}"
+        yield binding.problem(what, fix=fix)
 
 
-def _no_effect(binding: Binding) -> ConfigProblem:
-    name = binding.name if binding.is_macro else str(binding.target)
-    fix = f"remove it, or choose it: SOMETHING = @{scoped(binding.scope, binding.selector)}()"
-    if binding.is_macro:
-        fix = f"remove it, or choose something that takes %{binding.name}"
-    return binding.problem(f"{binding.name} has no effect: nothing that the experiment uses reads {name}", fix=fix)
+def _key(binding: Binding) -> tuple[Any, str, str]:
+    """What a binding binds: two bindings with one key are two values of one thing."""
+    return (binding.target or binding.selector, binding.scope, binding.parameter)
+
+
+def _node(binding: Binding) -> Any:
+    return binding.name if binding.is_macro else binding.target
+
+
+def _is_no_parameter(binding: Binding) -> bool:
+    target = binding.target
+    return target is not None and not target.takes_any and binding.parameter not in target.parameters
+
+
+def _expected(target: Constructor, parameter: str) -> str:
+    hint = target.hint(parameter)
+    return "" if hint is UNKNOWN else hint_text(hint)
+
+
+def _mentions(bindings: Iterable[Binding]) -> list[Any]:
+    """The macros and constructors that values refer to."""
+    found = [x.name if isinstance(x, Macro) else getattr(x, "target", None) for b in bindings for x in leaves(b.value)]
+    return [node for node in found if node is not None]
+
+
+def _grouped(bindings: Iterable[Binding], by: Callable[[Binding], Any]) -> Mapping[Any, list[Binding]]:
+    groups: dict[Any, list[Binding]] = {}
+    for binding in bindings:
+        groups.setdefault(by(binding), []).append(binding)
+    return groups
+
+
+def _layer(binding: Binding) -> str:
+    """The source of a binding; the flags of one command line are one source."""
+    return "--" if is_flag(binding.file) else binding.file

@@ -5,13 +5,13 @@ What cannot be read, such as an annotation that only a type checker can evaluate
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 UNKNOWN = Any
@@ -23,46 +23,53 @@ class Constructor:
 
     Attributes:
       module: where it was found: the module that a configuration imports, not always the one that defines it.
-      parameters: by name, those that can be given a value.
-      takes_any: it has `**kwargs`.
-      hints: the annotation of each parameter that has one that can be evaluated.
-      returns: what a call gives: the class itself, or the annotation of a function.
     """
 
     target: Callable[..., Any]
     module: str
     name: str
-    parameters: Mapping[str, inspect.Parameter]
-    takes_any: bool
-    hints: Mapping[str, Any]
-    returns: Any
 
     def __str__(self) -> str:
         return f"{self.module.rpartition('.')[2]}.{self.name}"
 
-    @property
-    def required(self) -> list[str]:
-        """The parameters without a default."""
-        return [name for name, parameter in self.parameters.items() if parameter.default is inspect.Parameter.empty]
+    @cached_property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """Those that can be given a value, by name."""
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        return {name: p for name, p in self._signature.parameters.items() if p.kind in kinds}
 
+    @cached_property
+    def takes_any(self) -> bool:
+        """Returns whether it has `**kwargs`."""
+        return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in self._signature.parameters.values())
 
-def constructor(target: Callable[..., Any], *, module: str, name: str) -> Constructor:
-    """Returns what the signature and the annotations of a function or class say."""
-    try:
-        signature = inspect.signature(target)
-    except (TypeError, ValueError):  # a builtin without a signature
-        return Constructor(target, module, name, parameters={}, takes_any=True, hints={}, returns=UNKNOWN)
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    hints = _hints(target)
-    return Constructor(
-        target,
-        module,
-        name,
-        parameters={key: p for key, p in signature.parameters.items() if p.kind in kinds},
-        takes_any=any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values()),
-        hints=hints,
-        returns=target if inspect.isclass(target) else hints.get("return", UNKNOWN),
-    )
+    def hint(self, parameter: str) -> Any:
+        """Returns the annotation of a parameter."""
+        return self._evaluated(self.parameters[parameter].annotation) if parameter in self.parameters else UNKNOWN
+
+    @cached_property
+    def returns(self) -> Any:
+        """What a call gives: the class itself, or the annotation of a function."""
+        return self.target if inspect.isclass(self.target) else self._evaluated(self._signature.return_annotation)
+
+    @cached_property
+    def _signature(self) -> inspect.Signature:
+        try:
+            return inspect.signature(self.target)
+        except (TypeError, ValueError):  # a builtin without a signature
+            return inspect.signature(lambda **anything: None)
+
+    def _evaluated(self, annotation: Any) -> Any:
+        """An annotation as a type; each by itself, so that one that cannot be evaluated does not cost the others."""
+        if annotation is inspect.Signature.empty:
+            return UNKNOWN
+        known = dict(getattr(inspect.unwrap(self.target), "__globals__", {}))
+        for home in reversed(inspect.getmro(self.target)) if inspect.isclass(self.target) else [self.target]:
+            known |= vars(sys.modules[home.__module__])
+        try:
+            return typing.get_type_hints(types.SimpleNamespace(__annotations__={"x": annotation}), globalns=known)["x"]
+        except Exception:  # an annotation may be any expression, and fail in any way
+            return UNKNOWN
 
 
 def why_not_a_constructor(target: Any) -> str:
@@ -74,20 +81,3 @@ def why_not_a_constructor(target: Any) -> str:
     if getattr(target, "_is_protocol", False) or inspect.isabstract(target):
         return "is an interface, which cannot be constructed"
     return ""
-
-
-def _hints(target: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations that can be evaluated; one that only a type checker can evaluate does not cost the others."""
-    written = target if dataclasses.is_dataclass(target) or not inspect.isclass(target) else target.__init__
-    try:
-        return typing.get_type_hints(written)
-    except Exception:  # an annotation may be any expression, and fail in any way
-        module = vars(sys.modules[target.__module__])
-        return {name: _hint(text, module) for name, text in getattr(written, "__annotations__", {}).items()}
-
-
-def _hint(annotation: Any, module: dict[str, Any]) -> Any:
-    try:
-        return typing.get_type_hints(types.SimpleNamespace(__annotations__={"x": annotation}), globalns=module)["x"]
-    except Exception:
-        return UNKNOWN

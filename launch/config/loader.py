@@ -3,7 +3,7 @@
 gin parses, and calls the constructors. The checks between the two refuse what gin lets pass: a misspelt macro, a value
 given twice, a number in quotes, a setting of a strategy that is not in use. What passes is written as one flat text, a
 line for each value, with every name written in one way. A run saves this text and hosts compare it. gin gets it with
-macros replaced by their values: gin would evaluate a macro in a scope of its own, and record what was used by that.
+macros replaced by their values, because it would evaluate a macro in a scope of its own.
 """
 
 from __future__ import annotations
@@ -13,19 +13,29 @@ import functools
 import importlib.util  # noqa: F401  gin forgets this import, and then fails in an obscure way on a missing file
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from gin.config_parser import ImportStatement
+
 import gin
 from gin import config as gin_engine
-from launch.config import checks, parsing, sources
+from launch.config import checks, sources
 from launch.config.constructors import Constructor
-from launch.config.graph import Configuration
 from launch.config.names import Names
-from launch.config.sources import DYNAMIC_REGISTRATION, Reader
-from launch.config.statements import Binding, ConfigError, ConfigProblem, Macro, Reference, leaves, transform
+from launch.config.statements import (
+    Binding,
+    ConfigError,
+    ConfigProblem,
+    Macro,
+    Reference,
+    expand,
+    import_line,
+    leaves,
+    transform,
+)
 
 ROOT = "launch.experiment.Experiment"
 DEFAULTS = "gin/defaults.gin"
@@ -46,16 +56,13 @@ class Settings:
     @functools.cached_property
     def text(self) -> str:
         """A gin text of all that counts: equal on two hosts exactly if both will build the same."""
-        header = [f"from {DYNAMIC_REGISTRATION.replace('.', ' import ')}"]
-        imports = [self.import_line(symbol) for symbol in self.imports]
+        imports = [import_line(sources.DYNAMIC_REGISTRATION), *map(self.import_line, self.imports)]
         macros, parameters = ([str(b) for b in self.bindings if b.is_macro is kind] for kind in (True, False))
-        return "\n".join([*header, *imports, "", *macros, "", *parameters]) + "\n"
+        return "\n".join([*imports, "", *macros, "", *parameters]) + "\n"
 
     def import_line(self, symbol: str) -> str:
         """Returns the statement that makes a symbol usable."""
-        package, _, name = self.imports[symbol].rpartition(".")
-        alias = f" as {symbol}" if symbol != name else ""
-        return f"from {package} import {name}{alias}" if package else f"import {name}{alias}"
+        return import_line(self.imports[symbol], symbol)
 
 
 @dataclass(frozen=True)
@@ -71,8 +78,7 @@ class LoadedConfig(Settings):
 
     experiment: str
     notes: tuple[str, ...]
-    _expanded: Settings = field(repr=False)
-    _root: Constructor = field(repr=False)
+    _root: Constructor
 
     def build(self) -> Any:
         """Returns the root object, made anew at every call.
@@ -80,17 +86,16 @@ class LoadedConfig(Settings):
         Raises:
           ConfigError: a constructor refused its values with a ValueError.
         """
-        _install(self._expanded)
-        bound = any(binding.target is self._root for binding in self.bindings)
+        macros = {b.name: b for b in self.bindings if b.is_macro}
+        flat = [dataclasses.replace(b, value=expand(b.value, macros)) for b in self.bindings if not b.is_macro]
+        gin.clear_config()
+        with gin_engine.interactive_mode():  # a module imported anew brings new constructors under known names
+            gin.parse_config(Settings(self.imports, tuple(flat)).text)
+        gin.finalize()
         try:
-            return gin.get_configurable(self._root.target)() if bound else self._root.target()
+            return gin.get_configurable(self._root.target)() if flat else self._root.target()
         except ValueError as error:
             raise ConfigError(self.experiment, [self._refusal(str(error))]) from error
-
-    def operative_text(self) -> str:
-        """Builds the root object; returns what gin used, with the defaults of the constructors that it called."""
-        self.build()
-        return gin.operative_config_str()
 
     def _refusal(self, message: str) -> ConfigProblem:
         """The innermost constructor that gin names in the message, and where its values come from."""
@@ -130,7 +135,7 @@ def load(
     Raises:
       ConfigError: lists every mistake found.
     """
-    reader = Reader()
+    reader = sources.Reader()
     experiment, folder = _read(reader, str(path), text)
     flags = {f"--gin #{number}": binding.strip() for number, binding in enumerate(bindings, start=1)}
     if slice_name is not None:
@@ -139,40 +144,34 @@ def load(
         reader.text(statements, name=name, folder=Path.cwd())
     declared_in, known = _known_macros(reader, defaults, folders=(Path.cwd(), sources.WORKSPACE, folder))
     names = Names(reader.sources, folders=(folder, Path.cwd()))
-    config = Configuration(
+    config = checks.Configuration(
         experiment=experiment,
         root=names.root(root, file=experiment),
         defaults=declared_in,
         known=known,
-        bindings=tuple(names.resolve(binding) for binding in reader.bindings),
+        bindings=tuple(map(names.resolve, reader.bindings)),
+        unresolved=tuple(names.unresolved),
         sources=reader.sources,
         complete=reader.complete,
     )
     verdict = checks.check(config)
-    position = {name: number for number, name in enumerate(config.sources)}
     if found := dict.fromkeys(reader.problems + names.problems + verdict.problems):
+        position = {name: number for number, name in enumerate(config.sources)}
         in_reading_order = sorted(found, key=lambda p: (position.get(p.file, len(position)), p.line))
         raise ConfigError(str(path), in_reading_order)
-    settings = _canonical(verdict.kept)
-    return LoadedConfig(
-        imports=settings.imports,
-        bindings=settings.bindings,
-        experiment=experiment,
-        notes=(*verdict.notes, *_replaced_slice(config, slice_name)),
-        _expanded=_canonical(verdict.expanded),
-        _root=config.root,
-    )
+    imports, kept = _canonical(verdict.kept)
+    notes = (*verdict.notes, *_replaced_slice(config, slice_name))
+    return LoadedConfig(imports, kept, experiment=experiment, notes=notes, _root=config.root)
 
 
 def parse(text: str) -> Settings:
     """Returns what a canonical text says, such as the config.gin of a run, without importing what it names."""
-    statements = parsing.parse(text).statements
-    imports = [s for s in statements if isinstance(s, parsing.ImportStatement) and s.module != DYNAMIC_REGISTRATION]
-    bindings = tuple(s for s in statements if isinstance(s, Binding))
-    return Settings({s.bound_name(): s.module for s in imports}, bindings)
+    statements = sources.parse(text).statements
+    imports = {s.bound_name(): s.module for s in statements if isinstance(s, ImportStatement)}
+    return Settings(imports, tuple(s for s in statements if isinstance(s, Binding)))
 
 
-def _read(reader: Reader, path: str, text: str | None) -> tuple[str, Path]:
+def _read(reader: sources.Reader, path: str, text: str | None) -> tuple[str, Path]:
     """Reads the experiment file; returns its name and its folder."""
     folders = (Path.cwd(), sources.WORKSPACE)
     if text is not None:
@@ -180,11 +179,10 @@ def _read(reader: Reader, path: str, text: str | None) -> tuple[str, Path]:
         return path, Path.cwd()
     if file := sources.find(path, folders=folders):
         return reader.file(file), file.parent
-    parts = sources.missing_file(path, sources.closest(path, folders=folders))
-    raise ConfigError(path, [ConfigProblem(path, 0, **parts)])
+    raise ConfigError(path, [sources.missing_file(path, sources.closest(path, folders=folders), file=path)])
 
 
-def _known_macros(reader: Reader, defaults: str, *, folders: Iterable[Path]) -> tuple[str, frozenset[str]]:
+def _known_macros(reader: sources.Reader, defaults: str, *, folders: Iterable[Path]) -> tuple[str, frozenset[str]]:
     """The name of the file that declares macros, and its macros with those that are both defined and read."""
     defined = {b.name for b in reader.bindings if b.is_macro}
     read = {leaf.name for b in reader.bindings for leaf in leaves(b.value) if isinstance(leaf, Macro)}
@@ -196,7 +194,7 @@ def _known_macros(reader: Reader, defaults: str, *, folders: Iterable[Path]) -> 
     return sources.display(file), frozenset(declared | (defined & read))
 
 
-def _replaced_slice(config: Configuration, slice_name: str | None) -> list[str]:
+def _replaced_slice(config: checks.Configuration, slice_name: str | None) -> list[str]:
     """A note for a --gin binding of SLICE where the SLICE argument is another slice."""
     bound = [b for b in config.bindings if b.is_macro and b.name == "SLICE" and b.file.startswith("--gin")]
     if slice_name is None or not bound or bound[-1].value == slice_name:
@@ -204,12 +202,12 @@ def _replaced_slice(config: Configuration, slice_name: str | None) -> list[str]:
     return [f"{bound[-1].place}: {bound[-1]} is left out, the SLICE argument chose {slice_name!r}"]
 
 
-def _canonical(bindings: Iterable[Binding]) -> Settings:
-    """The bindings in canonical order, with every name written from the module that has it."""
+def _canonical(bindings: Iterable[Binding]) -> tuple[dict[str, str], tuple[Binding, ...]]:
+    """The modules that the bindings name, by symbol, and the bindings in canonical order, with these symbols."""
     bindings = list(bindings)
-    mentioned = [leaf.target for b in bindings for leaf in leaves(b.value) if isinstance(leaf, Reference)]
+    named = [*bindings, *(leaf for b in bindings for leaf in leaves(b.value) if isinstance(leaf, Reference))]
     symbols: dict[str, str] = {}
-    for module in sorted({c.module for c in [*mentioned, *(b.target for b in bindings)] if c is not None}):
+    for module in sorted({x.target.module for x in named if x.target}):
         name = module.rpartition(".")[2]
         taken = {"gin", *symbols.values()}
         symbols[module] = next(s for s in (name, *(f"{name}{i}" for i in range(2, len(taken) + 3))) if s not in taken)
@@ -220,13 +218,5 @@ def _canonical(bindings: Iterable[Binding]) -> Settings:
         return dataclasses.replace(named, selector=f"{symbols[named.target.module]}.{named.target.name}")
 
     written = [dataclasses.replace(renamed(b), value=transform(b.value, renamed)) for b in bindings]
-    ordered = sorted(written, key=lambda b: (not b.is_macro, str(b)))
-    return Settings({symbol: module for module, symbol in symbols.items()}, tuple(ordered))
-
-
-def _install(settings: Settings) -> None:
-    """Makes the settings the configuration that gin holds, in place of any other."""
-    gin.clear_config()
-    with gin_engine.interactive_mode():  # a module imported anew brings new constructors under known names
-        gin.parse_config(settings.text)
-    gin.finalize()
+    ordered = tuple(sorted(written, key=lambda b: (not b.is_macro, str(b))))
+    return {symbol: module for module, symbol in symbols.items()}, ordered

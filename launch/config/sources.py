@@ -1,34 +1,65 @@
 """Reads an experiment file, the files that it includes and the bindings of the command line, in their order.
 
-Unlike gin, a file is read once, where it is first included: two files may include the same one, and the second
-inclusion does not undo what was set between them. An include is also looked for next to the file that has it.
+gin's own parser reads the statements. Reading goes on after one that does not parse: of such a statement the names on
+both sides of `=` are kept, so that nothing else seems missing or unused because of it. Unlike gin, a file is read once,
+where it is first included: two files may include the same one, and the second inclusion does not undo what was set
+between them. An include is also looked for next to the file that has it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
+import tokenize
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from launch.config.parsing import ImportStatement, IncludeStatement, Statement, parse
-from launch.config.statements import Binding, ConfigProblem, Reference, is_flag, leaves, nearest
+from gin.config_parser import ImportStatement, IncludeStatement
+
+from gin import config_parser
+from launch.config.statements import Binding, ConfigProblem, Macro, Reference, Unreadable, nearest
 from launch.environment import WORKSPACE
 
 DYNAMIC_REGISTRATION = "__gin__.dynamic_registration"
+Statement = Binding | ImportStatement | IncludeStatement
+
+_ERRORS = (SyntaxError, tokenize.TokenError, TypeError, ValueError)  # an unhashable key of a dictionary: TypeError
+_IMPORT = re.compile(r"(?:from\s+([\w.]+)\s+)?import\s+([\w.]+(?:\s*,\s*[\w.]+)*)")
+_ASSIGNMENT = re.compile(r"((?:\w+/)*(?:\w+\.)*\w+)\s*=")
+_MENTION = re.compile(r"'[^'\n]*'|\"[^\"\n]*\"|#.*|([@%])((?:\w+/)*[\w.]+)")  # strings and comments mention nothing
+_EXPLANATIONS = {
+    "Unable to parse value": (
+        "there is no value that gin can read",
+        "a value is a number, text in quotes, True, False, None, a list, tuple or dictionary, @module.name() or %NAME",
+    ),
+    "Expected newline": ("the statement goes on where it should end", "write one statement on a line"),
+    "Couldn't parse statement": (
+        "this is not a statement",
+        "a statement is module.constructor.parameter = value, or NAME = value",
+    ),
+}
+
+
+class Parsed(NamedTuple):
+    """The result of parsing a text, with its mistakes.
+
+    Attributes:
+      problems: statements that gin's grammar does not allow.
+      complete: of each of those, the left-hand side could be read.
+    """
+
+    statements: list[Statement]
+    problems: list[ConfigProblem]
+    complete: bool
 
 
 class Source(NamedTuple):
-    """One file, or one binding of the command line, as read.
+    """One file, or one binding of the command line; `ancestors` are the files whose includes led to it."""
 
-    Attributes:
-      imports: its import statements except dynamic registration.
-      ancestors: the files whose includes led here.
-    """
-
-    imports: Sequence[ImportStatement] = ()
-    ancestors: tuple[str, ...] = ()
+    imports: Sequence[ImportStatement]
+    ancestors: tuple[str, ...]
 
 
 class Reader:
@@ -50,43 +81,42 @@ class Reader:
     def file(self, path: Path, *, ancestors: tuple[str, ...] = ()) -> str:
         """Reads a file that exists, unless it was read before; returns its name."""
         name = display(path)
-        if name in self.sources:
-            return name
-        try:
-            text = path.read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            self.problems.append(unreadable(name, error))
-            self.complete, text = False, ""
-        self.text(text, name=name, folder=path.parent, ancestors=ancestors)
+        if name not in self.sources:
+            try:
+                text = path.read_text(encoding="utf-8-sig")
+            except (OSError, UnicodeDecodeError) as error:
+                self.problems.append(unreadable(name, error))
+                self.complete, text = False, ""
+            self.text(text, name=name, folder=path.parent, ancestors=ancestors)
         return name
 
     def text(self, text: str, *, name: str, folder: Path, ancestors: tuple[str, ...] = ()) -> None:
         """Reads statements; paths that they include are looked for in `folder` as well."""
         statements, problems, complete = parse(text, file=name)
-        self.problems += [*problems, *_without_dynamic_registration(statements, name)]
+        self.problems += problems
         self.complete &= complete
-        imports = [s for s in statements if isinstance(s, ImportStatement) and s.module != DYNAMIC_REGISTRATION]
-        self.sources[name] = Source(imports, ancestors)
+        self.sources[name] = Source([s for s in statements if isinstance(s, ImportStatement)], ancestors)
         for statement in statements:
             if isinstance(statement, IncludeStatement):
-                self._include(statement, name, folder)
+                self._include(statement, folder, reading=(*ancestors, name))
             elif isinstance(statement, Binding):
                 self.bindings.append(dataclasses.replace(statement, file=name, order=len(self.bindings)))
 
-    def _include(self, statement: IncludeStatement, file: str, folder: Path) -> None:
+    def _include(self, statement: IncludeStatement, folder: Path, *, reading: tuple[str, ...]) -> None:
         written, line = statement.filename, statement.location.line_num
         folders = (WORKSPACE, Path.cwd(), folder)
         path = find(written, folders=folders)
         if path is None:
             guess = closest(written, folders=folders)
-            self.problems.append(ConfigProblem(file, line, **missing_file(written, guess)))
-            path = guess if guess and _is_a_slip(written, guess) else None
-            self.complete &= path is not None
-        reading = (*self.sources[file].ancestors, file)
-        if path is not None and display(path) in reading:
+            self.problems.append(missing_file(written, guess, file=reading[-1], line=line))
+            is_slip = guess and difflib.SequenceMatcher(None, written, str(guess)[-len(written) :]).ratio() > 0.8
+            path = guess if is_slip else None
+        if path is None:
+            self.complete = False
+        elif display(path) in reading:
             what = f"the include of {display(path)} comes back to a file that is being read"
-            self.problems.append(ConfigProblem(file, line, what, fix="remove the include"))
-        elif path is not None:
+            self.problems.append(ConfigProblem(reading[-1], line, what, fix="remove the include"))
+        else:
             self.file(path, ancestors=reading)
 
 
@@ -95,7 +125,7 @@ def find(path: str, *, folders: Iterable[Path]) -> Path | None:
     return next((folder / path for folder in folders if (folder / path).is_file()), None)
 
 
-def closest(path: str, *, folders: Sequence[Path]) -> Path | None:
+def closest(path: str, *, folders: Iterable[Path]) -> Path | None:
     """Returns the gin file that was probably meant: one with a similar name, in a similar place."""
     near = dict.fromkeys(place for folder in folders for place in (folder, (folder / path).parent))
     files = [*sorted((WORKSPACE / "gin").rglob("*.gin")), *(file for f in near for file in sorted(f.glob("*.gin")))]
@@ -103,15 +133,16 @@ def closest(path: str, *, folders: Sequence[Path]) -> Path | None:
     return max(alike, key=lambda file: difflib.SequenceMatcher(None, path, display(file)).ratio(), default=None)
 
 
-def missing_file(path: str, guess: Path | None) -> dict[str, str]:
-    """Returns the parts of a problem that reports a missing file."""
+def missing_file(path: str, guess: Path | None, *, file: str, line: int = 0) -> ConfigProblem:
+    """Returns the problem that reports a missing file, with the one that was probably meant."""
     if any((folder / path).is_dir() for folder in (WORKSPACE, Path.cwd())):
-        example = f"{path.rstrip('/')}/first.gin"
-        fix = f"name a file in it, such as {example}"
-        return {"what": f"'{path}' is a folder", "expected": "a .gin file", "fix": fix}
+        fix = f"name a file in it, such as {path.rstrip('/')}/first.gin"
+        return ConfigProblem(file, line, f"'{path}' is a folder", expected="a .gin file", fix=fix)
+    what = f"there is no file '{path}'"
+    if guess:
+        return ConfigProblem(file, line, what, expected=f"did you mean '{display(guess)}'?")
     fix = "give the path from the top of the workspace, or from the folder of the file that includes it"
-    expected = f"did you mean '{display(guess)}'?" if guess else ""
-    return {"what": f"there is no file '{path}'", "expected": expected, "fix": "" if guess else fix}
+    return ConfigProblem(file, line, what, fix=fix)
 
 
 def unreadable(name: str, error: Exception) -> ConfigProblem:
@@ -128,24 +159,90 @@ def display(path: Path) -> str:
     return path.as_posix()
 
 
-def _is_a_slip(path: str, guess: Path) -> bool:
-    """Returns whether only the name of the file is misspelt, by little."""
-    alike = difflib.SequenceMatcher(None, Path(path).stem, guess.stem).ratio() > 0.8
-    return alike and guess.as_posix().endswith(Path(path).with_name(guess.name).as_posix())
+def parse(text: str, *, file: str = "") -> Parsed:
+    """Returns the statements of a text, and of those that do not parse a problem and what can be recovered."""
+    try:
+        return Parsed(_statements(text), [], True)
+    except _ERRORS as error:
+        whole = error
+    statements, problems, complete = [], [], True
+    for line, piece in _pieces(text):
+        try:
+            statements += _statements("\n" * (line - 1) + piece)
+        except _ERRORS as error:
+            remnants = _remnants(line, piece)
+            statements += remnants
+            problems.append(_problem(error, piece, text=text, file=file, line=line))
+            complete &= bool(remnants)
+    if not problems:  # each piece parses, and the whole does not
+        return Parsed(statements, [_problem(whole, text, text=text, file=file, line=1)], False)
+    return Parsed(statements, problems, complete)
 
 
-def _without_dynamic_registration(statements: Sequence[Statement], file: str) -> Iterator[ConfigProblem]:
-    """gin finds constructors through imports only where this is the first statement of each file."""
-    on = [s for s in statements if isinstance(s, ImportStatement) and s.module == DYNAMIC_REGISTRATION]
-    needing = on or [statement for statement in statements if _names_something(statement)]
-    if not is_flag(file) and needing and statements[:1] != on[:1]:
-        line = needing[0].line if isinstance(needing[0], Binding) else needing[0].location.line_num
-        what = "dynamic registration must be the first statement of the file"
-        fix = "begin the file with: from __gin__ import dynamic_registration"
-        yield ConfigProblem(file, line, what, fix=fix)
+class _Delegate(config_parser.ParserDelegate):
+    """Keeps names as names; `launch.config.names` resolves them later, all mistakes at once."""
+
+    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Reference:
+        return Reference(*config_parser.parse_scoped_selector(scoped_configurable_name), evaluate)
+
+    def macro(self, macro_name: str) -> Macro:
+        return Macro(macro_name)
 
 
-def _names_something(statement: Statement) -> bool:
-    if isinstance(statement, Binding):
-        return not statement.is_macro or any(isinstance(leaf, Reference) for leaf in leaves(statement.value))
-    return isinstance(statement, ImportStatement)
+def _statements(text: str) -> list[Statement]:
+    """The statements of a text that parses, without those that add nothing to the others."""
+    parsed = config_parser.ConfigParser(text, _Delegate())
+    found = [s for s in parsed if not isinstance(s, config_parser.BlockDeclaration)]
+    found = [s for s in found if getattr(s, "module", "") != DYNAMIC_REGISTRATION]
+    return [Binding(s[-1].line_num, *s[:-1]) if isinstance(s, config_parser.BindingStatement) else s for s in found]
+
+
+def _pieces(text: str) -> Iterator[tuple[int, str]]:
+    """Each statement with the number of its first line: it begins at the margin."""
+    lines = text.splitlines(keepends=True)
+    starts = sorted({0, *(i for i, line in enumerate(lines) if not re.match(r"[\s#)\]}]", line))})
+    for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
+        yield start + 1, "".join(lines[start:end])
+
+
+def _remnants(line: int, piece: str) -> list[Binding | ImportStatement]:
+    """What a statement that does not parse imports or binds, and what its value mentions."""
+    if imported := _IMPORT.match(piece):
+        package, names = imported.groups()
+        modules = [f"{package}.{name}" if package else name for name in re.split(r"\s*,\s*", names)]
+        location = config_parser.Location(None, line, None, piece)
+        return [ImportStatement(module, bool(package), None, location) for module in modules]
+    if not (assigned := _ASSIGNMENT.match(piece)):
+        return []
+    make = {"%": _Delegate().macro, "@": lambda name: _Delegate().configurable_reference(name, True)}
+    value = Unreadable(make[sign](name) for sign, name in _MENTION.findall(piece) if sign)
+    return [Binding(line, *config_parser.parse_binding_key(assigned[1]), value)]
+
+
+def _problem(error: Exception, piece: str, *, text: str, file: str, line: int) -> ConfigProblem:
+    """The problem at its line; an unclosed bracket is noticed only at the end, so there the statement's first line."""
+    what, fix = _explanation(error, piece)
+    line, lines = getattr(error, "lineno", None) or line, text.splitlines()
+    return ConfigProblem(file, line, what, actual=lines[min(line, len(lines)) - 1].strip(), fix=fix)
+
+
+def _explanation(error: Exception, piece: str) -> tuple[str, str]:
+    """Describes a syntax error in terms of the file, not of its parser, and what to write instead."""
+    message = str(error.args[0]) if error.args else str(error)
+    if token := re.search(r"Failed to parse token '(.*)'", message, re.DOTALL):
+        fix = "text goes in quotes, a constructor is written @module.name(), a macro %NAME"
+        is_constant = token[1].lower() in ("true", "false", "none")
+        return f"the value {token[1]} is not known", f"write {token[1].capitalize()}" if is_constant else fix
+    imported = _IMPORT.match(piece)
+    if imported and "," in imported[2]:
+        return "gin imports one module in a statement", "write an import for each"
+    if isinstance(error, tokenize.TokenError) or _stops_at_a_quote(error):
+        return "a bracket or a string is not closed", "close it"
+    other = f"gin cannot read this: {message[:1].lower()}{message[1:].rstrip('.')}", ""
+    return next((said for start, said in _EXPLANATIONS.items() if message.startswith(start)), other)
+
+
+def _stops_at_a_quote(error: Exception) -> bool:
+    """Returns whether Python 3.11's tokenizer stopped at an unclosed string; later ones say so."""
+    text, column = getattr(error, "text", None) or "", getattr(error, "offset", None) or 0
+    return text[column : column + 1] in ("'", '"')

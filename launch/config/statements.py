@@ -1,13 +1,12 @@
 """Bindings of a gin configuration with the file and line of each, and the mistakes found in them.
 
-Values are plain Python literals in which `@name` is a `Reference` and `%NAME` a `Macro`. A value that did not parse is
-`Unreadable`: it keeps the names that it mentions, so that one mistake is not reported as several.
+Values are plain Python literals in which `@name` is a `Reference` and `%NAME` a `Macro`.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -46,10 +45,12 @@ class ConfigProblem:
         return place(self.file, self.line)
 
     def __str__(self) -> str:
-        details = [
-            f"    {name}: {text.strip()}" for name in ("actual", "expected", "fix") if (text := getattr(self, name))
+        details = {"actual": self.actual, "expected": self.expected, "fix": self.fix}
+        lines = [
+            f"{self.place}: {self.what}",
+            *(f"    {name}: {text.strip()}" for name, text in details.items() if text),
         ]
-        return "\n".join(line.replace("\n", "\n        ") for line in [f"{self.place}: {self.what}", *details])
+        return "\n".join(line.replace("\n", "\n        ") for line in lines)
 
 
 class ConfigError(UserError):
@@ -62,10 +63,10 @@ class ConfigError(UserError):
     def __init__(self, experiment: str, problems: Sequence[ConfigProblem]):
         self.problems = tuple(problems)
         count = units.counted(len(problems), "mistake")
-        super().__init__("\n".join([f"{count} in the configuration {experiment}:"] + [str(p) for p in problems]))
+        super().__init__("\n".join([f"{count} in the configuration {experiment}:", *map(str, problems)]))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Reference:
     """`@scope/selector` or `@scope/selector()`; `target` is the constructor it names, once names are resolved."""
 
@@ -74,27 +75,26 @@ class Reference:
     evaluate: bool
     target: Constructor | None = field(default=None, compare=False)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"@{scoped(self.scope, self.selector)}{'()' if self.evaluate else ''}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Macro:
     """`%NAME`."""
 
     name: str
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"%{self.name}"
 
 
-@dataclass(frozen=True)
-class Unreadable:
-    """A value that did not parse or is not known; `parts` are the references and macros that it mentions."""
+class Unreadable(tuple):
+    """A value that did not parse: the references and macros that it mentions, which are in use nevertheless."""
 
-    parts: tuple[Reference | Macro, ...] = ()
+    __slots__ = ()
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return "…"
 
 
@@ -104,8 +104,7 @@ class Binding:
 
     Attributes:
       order: position among all bindings in the order in which they apply; the last one of a name wins.
-      target: the constructor that `selector` names, once names are resolved; None for a macro.
-      guessed: nothing has that name; `target` is the nearest one.
+      target: the constructor that `selector` names, once names are resolved; None for a macro, or if nothing has it.
     """
 
     line: int
@@ -116,7 +115,6 @@ class Binding:
     file: str = ""
     order: int = 0
     target: Constructor | None = field(default=None, compare=False)
-    guessed: bool = False
 
     @property
     def is_macro(self) -> bool:
@@ -156,14 +154,19 @@ def scoped(scope: str, name: str) -> str:
     return f"{scope}/{name}" if scope else name
 
 
+def import_line(module: str, symbol: str = "") -> str:
+    """Returns the statement that makes a module usable, under the symbol if one is given."""
+    package, _, name = module.rpartition(".")
+    alias = f" as {symbol}" if symbol and symbol != name else ""
+    return f"from {package} import {name}{alias}" if package else f"import {name}{alias}"
+
+
 def transform(value: Any, change: Callable[[Any], Any]) -> Any:
     """Returns the value with `change` applied to everything in it that is not a list, tuple or dictionary."""
     if isinstance(value, dict):
         return {transform(k, change): transform(v, change) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(transform(item, change) for item in value)
-    if isinstance(value, Unreadable):
-        return Unreadable(tuple(change(part) for part in value.parts))
     return change(value)
 
 
@@ -174,16 +177,27 @@ def leaves(value: Any) -> list[Any]:
     return found
 
 
+def expand(value: Any, macros: Mapping[str, Binding], *, inside: tuple[str, ...] = ()) -> Any:
+    """Returns the value with every macro replaced by its own; `%gin.REQUIRED` stays."""
+
+    def change(leaf: Any) -> Any:
+        if not isinstance(leaf, Macro) or leaf.name == REQUIRED:
+            return leaf
+        if leaf.name in inside or leaf.name not in macros:
+            return Unreadable()
+        return expand(macros[leaf.name].value, macros, inside=(*inside, leaf.name))
+
+    return transform(value, change)
+
+
 def render(value: Any) -> str:
     """Returns the value in gin's own syntax."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{render(key)}: {render(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        items = ", ".join(map(render, value))
-        return f"[{items}]" if isinstance(value, list) else f"({items}{',' if len(value) == 1 else ''})"
-    if isinstance(value, float):
-        return repr(value).replace("inf", "1e999")  # gin reads numbers, not names
-    return str(value) if isinstance(value, Reference | Macro | Unreadable) else repr(value)
+    return repr(transform(value, lambda leaf: _Number(leaf) if isinstance(leaf, float) else leaf))
+
+
+class _Number(float):
+    def __repr__(self) -> str:
+        return super().__repr__().replace("inf", "1e999")  # gin reads numbers, not names
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -8,6 +8,7 @@ sequence of strings.
 
 from __future__ import annotations
 
+import ast
 import collections.abc
 import inspect
 import re
@@ -175,9 +176,8 @@ def _lacking(actual: type, protocol: type) -> list[str]:
 
 def _reads_as(text: str, hint: Any) -> bool:
     """Returns whether the string would fit without its quotes."""
-    for kind in (int, float):
-        try:
-            return misfit(kind(text), hint) is None
-        except ValueError:
-            continue
-    return text in ("True", "False", "None") and misfit({"True": True, "False": False}.get(text), hint) is None
+    try:
+        value = ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return False
+    return not isinstance(value, str) and misfit(value, hint) is None
