@@ -10,6 +10,9 @@ from typing import NamedTuple
 from core import paths  # isort: skip (paths decides how etils reaches buckets, before orbax imports it)
 import orbax.checkpoint as ocp
 
+from core.errors import UserError
+
+FOLDER = "checkpoints"  # of a run directory
 _COMPLETE_MARK = "_CHECKPOINT_METADATA"
 _COMMITTED_MARK = "commit_success.txt"  # the last object that orbax writes into a bucket
 
@@ -37,6 +40,42 @@ def complete(directory: paths.Path) -> list[int]:
 
 def _is_complete(folder: paths.Path) -> bool:
     return all((folder / name).exists() for name in (_COMPLETE_MARK, "state", "meta"))
+
+
+def folder_of(run: str) -> paths.Path:
+    """Returns the folder of a run's checkpoints; `run` may also be that folder.
+
+    Raises:
+      UserError: there is none.
+    """
+    folder = paths.resolve(run)
+    folder = folder if folder.name == FOLDER else folder / FOLDER
+    if not folder.exists():
+        what = "has no checkpoints" if folder.parent.exists() else "does not exist"
+        raise UserError(
+            f"the run {run!r} {what} (expected {folder}); give the --run-dir that it was trained with, local or gs://"
+        )
+    return folder
+
+
+def find(text: str) -> paths.Path:
+    """Returns the folder of the step named by RUN@STEP, or of the latest complete step of RUN.
+
+    Raises:
+      UserError: there is no such run or step; lists the steps that exist.
+    """
+    run, mark, step = text.rpartition("@")
+    if mark and not (run and step.isdecimal()):
+        raise UserError(f"{text!r}: expected RUN or RUN@STEP with a step number, such as runs/first@1000")
+    folder = folder_of(run if mark else text)
+    existing = complete(folder)
+    chosen = int(step) if mark else max(existing, default=None)
+    if chosen not in existing:
+        listed = ", ".join(map(str, existing)) or "none"
+        raise UserError(
+            f"no complete checkpoint {f'of step {step} ' if mark else ''}in {folder}; existing steps: {listed}"
+        )
+    return folder / str(chosen)
 
 
 def set_incomplete_aside(directory: paths.Path) -> None:

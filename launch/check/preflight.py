@@ -7,7 +7,7 @@ slice. What cannot be checked from here is a note (`launch.check.preflight_input
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from core import metrics, slices, units
 from core.batches import batch_size
@@ -73,6 +73,18 @@ def check(
     findings.append(_memory(program, sizes.everything, with_activations=not smoked and hosts != "simulated"))
     findings.append(_host_memory(meant, program, hosts))
     return Checked(tuple(findings), (sizes.everything + sizes.params) * slice_.chips, program, experiment)
+
+
+def require(path: str, **options: Any) -> Checked:
+    """Calls `check` with the same arguments.
+
+    Raises:
+      UserError: a check failed; lists every one that did.
+    """
+    checked = check(path, **options)
+    if not checked.ok:
+        raise UserError("\n".join(f"{f.name}: {f.detail}" for f in checked.findings if not f.ok))
+    return checked
 
 
 def _configuration(

@@ -43,6 +43,7 @@ __all__ = [
     "Subject",
     "batches_for",
     "bind",
+    "computing_in",
     "measure",
     "measure_played",
     "own_batches",
@@ -194,11 +195,11 @@ class Subject(NamedTuple):
 
     def under(self, example: Example, batch: Batch, *, dtype: str = "") -> Program:
         """The program under a strategy, computing in `dtype` where the model has a field for it."""
-        return bind(_computing_in(self.model, dtype), example, batch, axes=self.axes, seed=self.seed, **self.options)
+        return bind(computing_in(self.model, dtype), example, batch, axes=self.axes, seed=self.seed, **self.options)
 
     def alone(self, batch: Batch, *, dtype: str) -> Program:
         """The program on one device."""
-        return bind(_computing_in(self.model, dtype), ONE_DEVICE, batch, axes=self.axes, seed=self.seed)
+        return bind(computing_in(self.model, dtype), ONE_DEVICE, batch, axes=self.axes, seed=self.seed)
 
 
 Apart = Mapping[str, Difference]  # by part of the trajectory
@@ -324,5 +325,6 @@ def _has_dtype(model: Any) -> bool:
     return dataclasses.is_dataclass(model) and can(model, ChoosesDtype)
 
 
-def _computing_in(model: Any, dtype: str) -> Any:
+def computing_in(model: Any, dtype: str) -> Any:
+    """Returns the model computing in a dtype; unchanged if it has no field for it, or `dtype` is empty."""
     return dataclasses.replace(model, dtype=dtype) if dtype and _has_dtype(model) else model

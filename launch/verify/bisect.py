@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from core import paths
 from core.checkpoints.store import Checkpoints
 from core.errors import UserError
 from core.train_state import TrainState
@@ -157,24 +158,22 @@ def apart(a: np.ndarray | None, b: np.ndarray | None, *, mean: bool = False) -> 
 # Recording a side.
 
 
-def run(
-    ready: Run, *, steps: int, checkpoint: tuple[str, int] | None, data_of: Recording | None
-) -> dict[str, np.ndarray]:
+def run(ready: Run, *, steps: int, checkpoint: paths.Path | None, data_of: Recording | None) -> dict[str, np.ndarray]:
     """Records a run on this side's data, or on that of the other side's recording.
 
     Args:
       ready: what `prepare_run` made.
       steps: how many.
-      checkpoint: run directory and step to take the state from; None starts afresh. Data starts at its beginning.
+      checkpoint: folder of the step to take the state from; None starts afresh. Data starts at its beginning.
       data_of: a recording whose batches to train on.
 
     Raises:
-      UserError: no such checkpoint, or one that does not fit; batches of other shapes than `data_of` has.
+      UserError: a checkpoint that does not fit; batches of other shapes than `data_of` has.
     """
     program = ready.program
     own = agreement.batches_of(ready.experiment.task, program, steps=steps)
     batches = own if data_of is None else _batches(data_of, own)
-    state = program.init() if checkpoint is None else _restored(program, *checkpoint)
+    state = program.init() if checkpoint is None else _restored(program, checkpoint)
     given = {key(step, DATA, "batch", name): a for step, batch in enumerate(own, 1) for name, a in batch.items()}
     return given | record(program, state, batches)
 
@@ -194,8 +193,8 @@ def _batches(recording: Recording, own: Sequence[Batch]) -> list[Batch]:
     return batches
 
 
-def _restored(program: Program, run_dir: str, step: int) -> TrainState:
-    checkpoints = Checkpoints(f"{run_dir}/checkpoints", keep=1, read_only=True)
-    state, _, _ = checkpoints.restore(step, program.abstract_state)
+def _restored(program: Program, folder: paths.Path) -> TrainState:
+    checkpoints = Checkpoints(str(folder.parent), keep=1, read_only=True)
+    state, _, _ = checkpoints.restore(int(folder.name), program.abstract_state)
     checkpoints.close()
     return state

@@ -1,15 +1,13 @@
 """Two variants of one experiment: equal ones are called equal, and of different ones the first difference is named."""
 
 import functools
-import types
-from pathlib import Path
 
 import haiku as hk
 import jax
 import numpy as np
 import pytest
 
-from core import logical, optimizers, slices, train_state
+from core import logical, optimizers, paths, slices, train_state
 from core.batches import Field
 from launch import __main__ as cli
 from launch.cli.layouts import bisect as command
@@ -182,35 +180,38 @@ def test_neighbours_are_shown_beside_the_first():
 # Variants
 
 
-def test_a_variant_s_text():
-    variant = command.parse("STRATEGY = @strategies.hsdp(); hosts=2; checkpoint=runs/a@b@30;x.y = 3;", experiment="e")
-    start = (str(Path.cwd() / "runs/a@b"), 30)
-    assert variant == ("e", ("STRATEGY = @strategies.hsdp()", "x.y = 3"), 2, start)
+def saved(run_dir, *steps):
+    """Makes folders that look like complete checkpoints."""
+    for step in steps:
+        (run_dir / f"checkpoints/{step}/state").mkdir(parents=True)
+        for part in ("meta", "_CHECKPOINT_METADATA"):
+            (run_dir / f"checkpoints/{step}/{part}").touch()
+    return run_dir
+
+
+def test_a_variant_s_text(tmp_path):
+    run_dir = saved(tmp_path / "a@b", 30)
+    variant = command.parse(f"STRATEGY = @strategies.hsdp(); hosts=2; checkpoint={run_dir}@30;x.y = 3;", experiment="e")
+    bindings = ("STRATEGY = @strategies.hsdp()", "x.y = 3")
+    assert variant == ("e", bindings, 2, paths.resolve(run_dir / "checkpoints/30"))
     assert command.parse("config = other.gin", experiment="e") == ("other.gin", (), 1, None)
     assert command.parse("", experiment="e") == ("e", (), 1, None)
 
 
-def test_a_variant_means_the_same_in_another_home(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/somebody")
+def test_a_variant_means_the_same_in_another_home(monkeypatch, tmp_path):
+    saved(tmp_path / "runs/x", 10)
+    monkeypatch.setenv("HOME", str(tmp_path))
     variant = command.parse("config=~/a.gin; checkpoint=~/runs/x@10; SEED = 1; hosts=2", experiment="e")
     monkeypatch.setenv("HOME", "/elsewhere")
-    assert variant.config == "/home/somebody/a.gin"
-    assert variant.checkpoint == ("/home/somebody/runs/x", 10)
+    assert variant.config == f"{tmp_path}/a.gin"
     assert command.parse(str(variant), experiment="another") == variant
 
 
-@pytest.mark.parametrize("steps", [(), (5,)])
-def test_a_checkpoint_that_is_not_there_is_said_before_anything_starts(capsys, tmp_path, steps):
-    for step in steps:
-        (tmp_path / f"checkpoints/{step}/state").mkdir(parents=True)
-        for part in ("meta", "_CHECKPOINT_METADATA"):
-            (tmp_path / f"checkpoints/{step}/{part}").touch()
+def test_a_checkpoint_that_is_not_there_is_said_before_anything_starts(capsys, tmp_path):
+    saved(tmp_path, 5)
     assert cli.main(["bisect", "gin/quickstart.gin", "", f"checkpoint={tmp_path}@10"]) == 2
     said = capsys.readouterr()
-    assert (
-        f"no complete checkpoint of step 10 in {tmp_path}/checkpoints; there are {steps[0] if steps else 'none'}"
-        in (said.err)
-    )
+    assert f"no complete checkpoint of step 10 in {tmp_path}/checkpoints; existing steps: 5" in said.err
     assert "play" not in said.out
 
 
@@ -218,8 +219,7 @@ def test_a_checkpoint_that_is_not_there_is_said_before_anything_starts(capsys, t
     ("text", "message"),
     [
         ("hosts=two", "hosts=two: expected a whole number"),
-        ("hosts=2; hosts=4", "hosts is given twice"),
-        ("checkpoint=runs/a", "expected RUN@STEP"),
+        ("checkpoint=runs/a@", "expected RUN or RUN@STEP"),
     ],
 )
 def test_a_variant_that_makes_no_sense(text, message):
@@ -407,12 +407,9 @@ def test_another_file_and_a_checkpoint(launch, experiment, tmp_path):
     assert "note: the runs start from different states" in said
 
 
-def test_processes_that_cannot_share_the_chips():
-    variant = command.parse("hosts=3", experiment="e")
-    with pytest.raises(
-        ValueError, match="3 processes cannot share the 4 chips of v4-8 evenly; expected one of 1, 2, 4"
-    ):
-        command._slice(variant, types.SimpleNamespace(slice="v4-8"))
+def test_processes_that_cannot_share_the_chips(capsys):
+    assert cli.main(["bisect", "gin/quickstart.gin", "", "hosts=3", "--slice", "v4-8"]) == 2
+    assert "3 processes cannot share the 4 chips of v4-8 evenly; expected one of 1, 2, 4" in capsys.readouterr().err
 
 
 @pytest.mark.slow
