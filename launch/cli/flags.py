@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 
@@ -16,6 +18,19 @@ def at_least(minimum: int) -> Any:
         return int(text)
 
     return number
+
+
+def output_file(text: str) -> Path:
+    """An argparse type: a file to write, in a folder that exists."""
+    path = Path(text)
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: this is a folder; name a file")
+    if not folder.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no folder {folder}; create it first")
+    if not os.access(folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text}: {folder} cannot be written to")
+    return path
 
 
 def _folder(text: str) -> str:
@@ -43,7 +58,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     },
     "--simulate": {"action": "store_true", "help": "simulate the hosts as processes and their chips as CPU devices"},
     "--smoke": {"action": "store_true", "help": "smoke run: same slice and layout, smallest sizes, 20 steps"},
-    "--json": {"metavar": "FILE", "help": "also write the result to FILE as JSON"},
+    "--json": {"metavar": "FILE", "type": output_file, "help": "also write the result to FILE as JSON"},
 }
 _POSITIONAL = {"SLICE": "slice", "EXPERIMENT.gin": "experiment", "RUN": "run_dir"}
 

@@ -185,7 +185,7 @@ def _show(question: Question, session: _Session, args: argparse.Namespace, *, is
     if args.record and is_partial:
         print(f"not written: {args.record}; a record is of a whole plan, and this one was interrupted")
     elif args.record:
-        records.commit(Path(args.record), ((one.text, record) for one, record in session.found))
+        records.commit(args.record, ((one.text, record) for one, record in session.found))
         print(f"written: {args.record}")
     _finish(question, ranked[0][0], rows, args, label=label)
     return 0
@@ -236,5 +236,5 @@ def _finish(
     if args.html:
         texts[args.html] = table.html(question, rows[:_ARITHMETIC_ROWS], label=label, price=args.price)
     for path, text in texts.items():
-        Path(path).write_text(text)
+        path.write_text(text)
         print(f"written: {path}")

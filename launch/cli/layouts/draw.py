@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import pathlib
 
 from core.errors import UserError
 from launch.cli import flags
+from parallel.pipeline import drawing, schedules
 
 HELP = "draw what each stage of a pipeline does at each tick"
 EXAMPLE = """launch/run draw gpipe --stages 4 --microbatches 8
@@ -19,25 +19,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("schedule", choices=("gpipe", "circular", "one_f_one_b"))
     parser.add_argument("--stages", type=flags.at_least(1), required=True)
     parser.add_argument("--microbatches", type=int, required=True)
-    parser.add_argument(
-        "--repeats", type=int, help="how often the layers go around the stages; only for circular, which needs it"
-    )
-    parser.add_argument("--png", metavar="FILE", help="also write an image: forward blue, backward red, bubbles grey")
+    parser.add_argument("--repeats", type=int, help="of circular: how often the layers go around the stages")
+    help_ = "also write an image: forward blue, backward red, bubbles grey"
+    parser.add_argument("--png", metavar="FILE", type=flags.output_file, help=help_)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the drawing."""
-    from parallel.pipeline import drawing, schedules
-
     if (args.repeats is not None) != (args.schedule == "circular"):
         raise UserError("--repeats is for circular alone, and circular needs it")
     more = {} if args.repeats is None else {"repeats": args.repeats}
     schedule = getattr(schedules, args.schedule)(num_microbatches=args.microbatches, **more)
     if problems := schedule.problems(args.stages):
         raise UserError("; ".join(problems))
-    if args.png and not (parent := pathlib.Path(args.png).absolute().parent).is_dir():
-        raise UserError(f"--png {args.png}: there is no folder {parent}; create it first")
     print(drawing.text(schedule, stages=args.stages))
     if args.png:
-        pathlib.Path(args.png).write_bytes(drawing.png(schedule, stages=args.stages))
+        args.png.write_bytes(drawing.png(schedule, stages=args.stages))
     return 0

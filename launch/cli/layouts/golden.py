@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
+from typing import Any
 
+from core import units
 from core.errors import UserError
+from launch import prediction
+from launch.plan import golden
+from parallel.compiled import OutOfHbmError
 
 HELP = "compile every experiment file for its slice, and record or check what it costs (tests/golden)"
 EXAMPLE = """launch/run golden                        list what is recorded and what is not; compiles nothing
   launch/run golden --check quickstart     compile and print what changed; exit code 1 if anything did
   launch/run golden --write                compile what is not recorded, one by one; run again to resume
   launch/run golden --write --again valkyrie_7b"""
-
-DIFFERENT = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,88 +30,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Lists, checks or writes records."""
-    os.environ["JAX_PLATFORMS"] = "cpu"
+    """Lists, checks or writes records. Returns 1 if some are missing or different, or could not be compiled."""
     if args.again and not args.write:
         raise UserError("--again needs --write: it says what --write compiles")
-    from launch.plan import golden
-    from parallel.hlo import messages
-
-    os.environ.update(messages.AUDIBLE_WARNINGS)
     files = golden.files()
     if unknown := sorted(set(args.names) - set(files)):
         raise UserError(f"no experiment {', '.join(unknown)}: there are {', '.join(files)}")
     names = args.names or list(files)
     if args.check:
         return _check(names)
-    if args.write:
-        return _write(names, again=args.again)
-    return _list(names)
+    return _write(names, again=args.again) if args.write else _list(names)
 
 
 def _list(names: list[str]) -> int:
-    from launch import prediction
-    from launch.plan import golden
-
-    missing = False
+    missing = [name for name in names if not golden.is_current(name)]
     for name in names:
-        record, current = prediction.read(name), golden.is_current(name)
-        missing |= not current
-        state = (
-            prediction.line(record)
-            if current
-            else "not recorded"
-            if record is None
-            else "recorded for another configuration or compiler"
-        )
-        print(f"{name:<24} {state}")
+        record = prediction.read(name)
+        outdated = "recorded for another configuration or compiler" if record else "not recorded"
+        print(f"{name:<24} {outdated if name in missing else prediction.line(record)}")
     if missing:
         print("launch/run golden --write compiles and records what is missing")
-    return DIFFERENT if missing else 0
+    return int(bool(missing))
 
 
 def _check(names: list[str]) -> int:
-    from core import units
-    from launch import prediction
-    from launch.plan import golden
-
     different = []
     for number, name in enumerate(names, start=1):
-        before = prediction.read(name)
         after = _compiled(name, f"{number}/{len(names)}")
-        if diff := golden.difference(name, before or {}, after):
+        if diff := golden.difference(name, prediction.read(name) or {}, after):
             different.append(name)
             print(diff, end="")
-    print(
-        f"different: {', '.join(different)}" if different else f"{units.counted(len(names), 'experiment')} as recorded"
-    )
-    return DIFFERENT if different else 0
+    as_recorded = f"{units.counted(len(names), 'experiment')} as recorded"
+    print(f"different: {', '.join(different)}" if different else as_recorded)
+    return int(bool(different))
 
 
 def _write(names: list[str], *, again: bool) -> int:
-    from launch import prediction
-    from launch.plan import golden
-    from parallel.compiled import OutOfHbmError
-
     due = [name for name in names if again or not golden.is_current(name)]
     print(f"{len(names) - len(due)} of {len(names)} already recorded", flush=True)
-    failed = 0
+    code = 0
     for number, name in enumerate(due, start=1):
         try:
             record = _compiled(name, f"{number}/{len(due)}")
         except OutOfHbmError as error:
-            failed += 1
+            code = 1
             print(f"{name}: {error}", file=sys.stderr, flush=True)
             continue
         golden.write(name, record)
         golden.write_published()
         print(f"  {prediction.line(record)}", flush=True)
-    return DIFFERENT if failed else 0
+    return code
 
 
-def _compiled(name: str, position: str) -> dict:
-    from launch.plan import golden
-
+def _compiled(name: str, position: str) -> dict[str, Any]:
     file, start = golden.files()[name], time.perf_counter()
     print(f"[{position}] compiling {file} …", end="", flush=True)
     record = golden.compile_record(file)

