@@ -262,7 +262,7 @@ def test_what_was_compiled_and_did_not_fit_is_not_proposed_by_arithmetic(argumen
         (("--explain", "fsdp"), "--explain fsdp: expected a gin file, such as gin/strategies/fsdp.gin, or bindings"),
         (
             ("--explain", "a.gin", "--html", "x.html", "--price", "3"),
-            "--price, --html: only for a plan; --explain analyses",
+            "--price, --html: only for a plan; --explain takes no option but --gin",
         ),
         (("--arithmetic", "--record", "x.json"), "--record keeps what was compiled"),
         (("--cached", "--fresh"), "--fresh compiles everything again, and --cached compiles nothing"),
