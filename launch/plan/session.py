@@ -10,7 +10,6 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from core import paths, units
 from core.errors import UserError
