@@ -21,6 +21,7 @@ import numpy as np
 from core.errors import UserError
 from tasks import documents, packing
 from tasks.corpus import StreamSpec
+from tasks.ids import lowest_id
 from tasks.streams import BATCH_DTYPES, Stream, read_position
 
 WINDOW_IDS = 2**18
@@ -129,9 +130,12 @@ class HuggingFaceStream:
         """Returns the ids of this stream's next document, with the end-of-document id."""
         vocabulary = self._spec.vocabulary
         ids = [*vocabulary.encode(self._next_text()), vocabulary.eos_id]
-        if min(ids) < 1 or max(ids) >= vocabulary.size:
+        lowest = lowest_id(vocabulary)
+        if min(ids) < lowest or max(ids) >= vocabulary.size:
+            reserved = " (id 0 is reserved for padding)" if lowest else ""
             raise UserError(
-                f"{self._corpus.describe()}: ids {min(ids)} to {max(ids)}, expected 1 to {vocabulary.size - 1}"
+                f"{self._corpus.describe()}: ids {min(ids)} to {max(ids)}, expected {lowest} to {vocabulary.size - 1}"
+                + reserved
             )
         return ids
 

@@ -8,14 +8,21 @@ from typing import Any, Protocol
 
 from core.errors import UserError
 
-PAD_ID = 0
+PAD_ID = 0  # of the vocabularies defined here
 
 
 class Vocabulary(Protocol):
-    """Converts text to ids and back. `size` counts all ids, including special ids."""
+    """Converts text to ids and back.
+
+    Attributes:
+      size: number of ids, including special ids.
+      pad_id: 0 if the vocabulary reserves id 0 for padding, so that no document may contain it; any other value or
+        None: id 0 is an ordinary token. Rows are padded with 0 in either case: `segment_ids` and `weights` tell what is
+        padding.
+    """
 
     size: int
-    pad_id: int
+    pad_id: int | None
 
     @property
     def eos_id(self) -> int:
@@ -23,7 +30,7 @@ class Vocabulary(Protocol):
 
     @property
     def bos_id(self) -> int:
-        """The begin-of-text id, the first input of every document; 0 if the vocabulary has none."""
+        """The begin-of-text id, the first input of every segment; 0 if the vocabulary has none."""
 
     @property
     def hash(self) -> str:
@@ -65,6 +72,11 @@ class ReadsFile(Protocol):
     """A vocabulary that is read from a file."""
 
     path: str | None
+
+
+def lowest_id(vocabulary: Vocabulary) -> int:
+    """Returns the lowest id that a document may contain: 1 if id 0 is reserved for padding, otherwise 0."""
+    return 1 if vocabulary.pad_id == 0 else 0
 
 
 def before_end(ids: Iterable[int], vocabulary: Vocabulary) -> list[int]:

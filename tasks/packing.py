@@ -29,7 +29,7 @@ def pack(chunks: Iterable[np.ndarray], *, length: int, bos_id: int) -> Mapping[s
       bos_id: the first input of every segment.
 
     Returns:
-      Every key of a batch, [N, T]; padding is 0 everywhere.
+      Every key of a batch, [N, T]; padding is 0 everywhere, and has segment 0 and weight 0.
     """
     rows: list[list[np.ndarray]] = []
     used = length

@@ -24,8 +24,6 @@ _LONGEST_SENTENCE_BYTES = 4096  # the trainer silently skips sentences above its
 class SentencePiece:
     """An existing SentencePiece model, local or gs://, read at first use."""
 
-    pad_id = PAD_ID
-
     def __init__(self, path: str) -> None:
         self.path = path
 
@@ -45,16 +43,19 @@ class SentencePiece:
             processor = sentencepiece.SentencePieceProcessor(model_proto=self._model)
         except RuntimeError as error:
             raise UserError(f"{self.path} is not a SentencePiece model: set VOCABULARY to a .model file") from error
-        if processor.eos_id() < 1:
-            raise UserError(
-                f"{self.path}: end-of-document id is {processor.eos_id()}, expected 1 or more; train with eos_id=1"
-            )
+        if processor.eos_id() < 0:
+            raise UserError(f"{self.path}: the model has no end-of-document id; train it with eos_id=1")
         return processor
 
     @property
     def size(self) -> int:
         """See `Vocabulary`. Reads the model."""
         return self._processor.get_piece_size()
+
+    @property
+    def pad_id(self) -> int | None:
+        """See `Vocabulary`. None for a model without padding, such as one that was trained with the defaults."""
+        return self._processor.pad_id() if self._processor.pad_id() >= 0 else None
 
     @property
     def eos_id(self) -> int:
@@ -64,7 +65,7 @@ class SentencePiece:
     @property
     def bos_id(self) -> int:
         """See `Vocabulary`."""
-        return max(self._processor.bos_id(), PAD_ID)
+        return max(self._processor.bos_id(), 0)
 
     @property
     def hash(self) -> str:
@@ -77,7 +78,7 @@ class SentencePiece:
 
     def decode(self, ids: Iterable[int]) -> str:
         """See `Vocabulary`."""
-        specials = {PAD_ID, self.bos_id}
+        specials = {self._processor.pad_id(), self._processor.bos_id()}
         return self._processor.decode([i for i in before_end(ids, self) if i not in specials])
 
     def prepare(self, run_dir: str, *, is_host_zero: bool, sample: Callable[[], Iterable[str]]) -> None:
@@ -109,6 +110,8 @@ class SentencePiece:
 
 class TrainedSentencePiece(SentencePiece):
     """A SentencePiece model that host 0 trains once on the task's own text and stores in the run directory."""
+
+    pad_id = PAD_ID
 
     def __init__(self, size: int) -> None:
         super().__init__(path="")

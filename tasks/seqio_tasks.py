@@ -25,6 +25,7 @@ import numpy as np
 from core.errors import UserError
 from tasks import documents
 from tasks.corpus import StreamSpec
+from tasks.ids import lowest_id
 from tasks.readers import modules, plain
 from tasks.streams import Stream
 
@@ -96,6 +97,7 @@ class SeqioStream:
         self._corpus = corpus
         self._where = f"{corpus.describe()}, {spec.split} stream {spec.index} of {spec.num_streams}"
         self._iterator = iter(rows(corpus, spec))
+        self._zero = spec.vocabulary.size
 
     def __next__(self) -> Mapping[str, np.ndarray]:
         """See `streams.Stream`.
@@ -108,7 +110,7 @@ class SeqioStream:
         except self._tf.errors.OpError as error:
             raise UserError(f"{self._where}: {_reason(error.message)}") from error
         raise_refused(self._corpus)
-        return batch_of(features)
+        return batch_of(features, zero=self._zero)
 
     def state(self) -> bytes:
         """See `streams.Stream`. The bytes are a zip of the files of a tf.train.Checkpoint."""
@@ -142,21 +144,39 @@ def raise_refused(corpus: SeqioCorpus) -> None:
         documents.intake_of(part).raise_refused()
 
 
-def batch_of(features: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
-    """Renames seqio's decoder features to the keys of a batch, with 0 as padding (seqio starts it with `bos_id`)."""
+def batch_of(features: Mapping[str, Any], *, zero: int) -> Mapping[str, np.ndarray]:
+    """Renames seqio's decoder features to the keys of a batch.
+
+    Args:
+      features: with `zero` in place of id 0, because seqio takes 0 for padding.
+      zero: the number of ids, which is no id.
+
+    Returns:
+      Arrays [R, T]; padding is 0 everywhere (seqio starts it with `bos_id`).
+    """
     batch = {key: features[name].numpy() for key, name in _NAMES.items()}
-    return {**batch, "inputs": batch["inputs"] * (batch["segment_ids"] > 0)}
+    tokens = {key: np.where(batch[key] == zero, 0, batch[key]) for key in ("inputs", "targets")}
+    return {**batch, **tokens, "inputs": tokens["inputs"] * (batch["segment_ids"] > 0)}
 
 
 @functools.lru_cache(maxsize=256)
 def rows(corpus: SeqioCorpus, spec: StreamSpec) -> Any:
-    """Returns the dataset of a stream: seqio's decoder features, each [R, T]. Cached because tracing takes 0.2 s."""
+    """Returns the dataset of a stream: seqio's decoder features, each [R, T]. Cached because tracing takes 0.2 s.
+
+    Ids have the vocabulary's size in place of 0, which seqio takes for padding; `batch_of` puts 0 back.
+    """
     tf, seqio = modules()
+    zero = spec.vocabulary.size
     _check_not_empty(corpus, spec._replace(index=0, num_streams=1, rows=1, seed=None))
     chunks = chunk_dataset(corpus, spec)
     converter = seqio.DecoderFeatureConverter(pack=True, bos_id=spec.vocabulary.bos_id)
     lengths = {"targets": spec.length}
-    groups = chunks.map(plain(lambda ids: tf.cast(ids, tf.int32))).padded_batch(GROUP_CHUNKS, [spec.length])  # [G, T]
+
+    def without_zero(ids: Any) -> Any:
+        ids = tf.cast(ids, tf.int32)
+        return tf.where(ids == 0, zero, ids)
+
+    groups = chunks.map(plain(without_zero)).padded_batch(GROUP_CHUNKS, [spec.length])  # [G, T]
     packed = groups.flat_map(  # with AutoGraph, which seqio's packing needs
         lambda group: converter(tf.data.Dataset.from_tensor_slices({"targets": group}), lengths)
     )
@@ -220,14 +240,15 @@ def _id_type(spec: StreamSpec) -> Any:
 
 
 def _tokenize(dataset: Any, *, spec: StreamSpec, encode: Callable[[Any], Any]) -> Any:
-    """Maps {"text"} to ids with an end-of-document id; fails for a padding id or an id outside the vocabulary."""
+    """Maps {"text"} to ids with an end-of-document id; fails for an id outside the vocabulary, or reserved padding."""
     tf, _ = modules()
-    size, eos_id = spec.vocabulary.size, spec.vocabulary.eos_id
-    message = f"an id in the data is 0 (padding) or not below the vocabulary size {size}: smallest and largest"
+    size, eos_id, lowest = spec.vocabulary.size, spec.vocabulary.eos_id, lowest_id(spec.vocabulary)
+    below = "0, which this vocabulary reserves for padding," if lowest else "below 0"
+    message = f"an id in the data is {below} or not below the vocabulary size {size}: smallest and largest"
 
     def tokenize(document: Mapping[str, Any]) -> Any:
         ids = tf.concat([tf.cast(encode(document["text"]), tf.int32), [eos_id]], 0)
-        inside = tf.reduce_all((ids > 0) & (ids < size))
+        inside = tf.reduce_all((ids >= lowest) & (ids < size))
         with tf.control_dependencies([tf.debugging.Assert(inside, [message, tf.reduce_min(ids), tf.reduce_max(ids)])]):
             return tf.cast(ids, _id_type(spec))
 

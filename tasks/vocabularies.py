@@ -1,9 +1,9 @@
 """Vocabularies: the constructors that a gin configuration names.
 
 A vocabulary knows its size, special ids and hash before any data is opened, so a model with too small a vocab_size, or
-a host with another model file, is refused at the start. Id 0 is padding in every vocabulary: an id of 0 inside a
-document is an error, and so is an id at or above the size. Ids are never clipped. TensorFlow is imported only by
-`seqio()`.
+a host with another model file, is refused at the start. Bytes, numbers and trained models reserve id 0 for padding, so
+an id of 0 inside a document is an error; for a vocabulary with another `pad_id`, or none, 0 is an ordinary token. An id
+at or above the size is always an error, never clipped. TensorFlow is imported only by `seqio()`.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def test_rows_equal_those_of_seqio():
         padded = np.stack([np.pad(piece, (0, LENGTH - len(piece))) for piece in group])
         dataset = tf.data.Dataset.from_tensor_slices({"targets": padded})
         converted = seqio.DecoderFeatureConverter(pack=True, bos_id=7)(dataset, {"targets": LENGTH})
-        theirs = [seqio_tasks.batch_of(row) for row in converted]
+        theirs = [seqio_tasks.batch_of(row, zero=50) for row in converted]
         ours = packing.pack(group, length=LENGTH, bos_id=7)
         for key, values in ours.items():
             np.testing.assert_array_equal(values, [row[key] for row in theirs], err_msg=key)
