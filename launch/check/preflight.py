@@ -1,49 +1,57 @@
 """Preflight: every check of a run that needs no device, in one pass of a few seconds.
 
 The layout is checked on the compiler's description of the slice, so rows, shapes and degrees are those of the real
-slice. What cannot be checked from here is a note (`launch.check.preflight_inputs`).
+slice. A file is checked only if it is visible from here. Files on the hosts' own disks, and files that would need the
+network in a dry run, are listed in a note: they count neither as present nor as missing.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
-from core import metrics, slices, units
+from core import metrics, paths, slices, units
 from core.batches import batch_size
 from core.errors import UserError
-from core.slices import GIB
-from launch import configuration, host_memory, terminal
-from launch.check import preflight_inputs
-from launch.check.preflight_inputs import Hosts
+from core.slices import GIB, Slice
+from core.training import run_lock
+from core.types import HasVocabulary, NamesFiles, can
+from launch import configuration, environment, host_memory, terminal
 from launch.experiment import Experiment, padding
-from launch.findings import Finding
+from launch.findings import Finding, is_ready
+from launch.hosts import workstation
 from launch.runs import smoke
 from parallel import mesh, report, strategy
 from parallel.partitioner import Program
+from tasks.ids import ReadsFile
 
+# Where the hosts will be: "here" (this machine, or unknown), processes of this machine, or reached from this
+# workstation, which in a dry run uses no network.
+Hosts = Literal["here", "simulated", "shipped to", "dry run"]
+_AWAY = ("shipped to", "dry run")
+_CUSTOMARY_SPARE_IDS = 256
 _SURELY_TOO_MUCH = 2.0  # times what a chip has, by an estimate that the compiler does not always confirm
+_T = TypeVar("_T")
 
 
 class Checked(NamedTuple):
-    """The findings and, if the configuration is valid, what the run would cost.
+    """The findings, in the order of the checks, and what was built on the way.
 
     Attributes:
-      findings: in the order of the checks.
-      training_bytes: state and gradients of all chips together, by arithmetic; 0 if the layout does not fit.
-      program: the experiment on the compiler's description of the slice; None if it does not fit.
+      findings: of all checks.
       experiment: as built; None if the configuration is not valid.
+      program: the experiment on the compiler's description of the slice; None if it does not fit.
     """
 
     findings: tuple[Finding, ...]
-    training_bytes: int
-    program: Program | None = None
-    experiment: Experiment | None = None
+    experiment: Experiment | None
+    program: Program | None
 
     @property
     def ok(self) -> bool:
         """Returns whether no check failed."""
-        return all(f.ok for f in self.findings)
+        return is_ready(self.findings)
 
 
 def check(
@@ -57,78 +65,61 @@ def check(
 ) -> Checked:
     """Checks configuration, layout, data, run directory and memory; raises for no user's mistake and writes nothing."""
     findings: list[Finding] = []
-    experiment = _configuration(path, bindings, slice_name, findings)
     program = None
+    experiment = _attempt("configuration", lambda: _build(path, bindings, slice_name), findings)
     if experiment is not None:
         if project := experiment.wandb_project:
-            _attempt("metrics", lambda: metrics.require_wandb(project), findings, say=lambda _: f"and in {project}")
-        bound = _attempt("layout", lambda: _bind(experiment, smoked=smoked), findings, say=_layout_facts)
-        meant, program = bound or (experiment, None)
-        findings += preflight_inputs.data(experiment, smoked=smoked, hosts=hosts)
-    findings += preflight_inputs.run_directory(run_dir, slices.get(experiment.slice) if experiment else None, hosts)
-    if program is None:
-        return Checked(tuple(findings), 0, None, experiment)
-    sizes = report.totals(program)
-    slice_ = program.partitioner.slice
-    findings.append(_memory(program, sizes.everything, with_activations=not smoked and hosts != "simulated"))
-    findings.append(_host_memory(meant, program, hosts))
-    return Checked(tuple(findings), (sizes.everything + sizes.params) * slice_.chips, program, experiment)
+            _attempt("metrics", lambda: (metrics.require_wandb(project), f"and in {project}"), findings)
+        meant, program = _attempt("layout", lambda: _bind(experiment, smoked=smoked), findings) or (experiment, None)
+        findings += data(experiment, smoked=smoked, hosts=hosts)
+    findings += run_directory(run_dir, slices.get(experiment.slice) if experiment else None, hosts)
+    if program is not None:
+        findings.append(_memory(program, with_activations=not smoked and hosts != "simulated"))
+        findings.append(_host_memory(meant, program, hosts))
+    return Checked(tuple(findings), experiment, program)
 
 
 def require(path: str, **options: Any) -> Checked:
-    """Calls `check` with the same arguments.
-
-    Raises:
-      UserError: a check failed; lists every one that did.
-    """
+    """Calls `check` with the same arguments. Raises UserError, with every failed check, if one failed."""
     checked = check(path, **options)
     if not checked.ok:
         raise UserError("\n".join(f"{f.name}: {f.detail}" for f in checked.findings if not f.ok))
     return checked
 
 
-def _configuration(
-    path: str, bindings: Sequence[str], slice_name: str | None, findings: list[Finding]
-) -> Experiment | None:
-    def build() -> tuple[Experiment, tuple[str, ...]]:
-        config = configuration.load(path, bindings=bindings, slice_name=slice_name)
-        return config.build(), config.notes
-
-    built = _attempt("configuration", build, findings, say=lambda b: "\n".join((path, *b[1])))
-    return built[0] if built else None
-
-
-def _attempt(name: str, what: Callable, findings: list[Finding], *, say: Callable):
+def _attempt(name: str, look: Callable[[], tuple[_T, str]], findings: list[Finding]) -> _T | None:
+    """Calls `look() -> (result, detail)` and adds the finding; returns the result, or None after a user error."""
     try:
-        result = what()
+        result, detail = look()
     except UserError as error:
         terminal.print_traceback(error)
         findings.append(Finding(name, False, str(error)))
         return None
-    findings.append(Finding(name, True, say(result)))
+    findings.append(Finding(name, True, detail))
     return result
 
 
-def _bind(experiment: Experiment, *, smoked: bool) -> tuple[Experiment, Program]:
-    """The experiment as it would run, and its program on the compiler's description of the slice."""
+def _build(path: str, bindings: Sequence[str], slice_name: str | None) -> tuple[Experiment, str]:
+    config = configuration.load(path, bindings=bindings, slice_name=slice_name)
+    return config.build(), "\n".join((path, *config.notes))
+
+
+def _bind(experiment: Experiment, *, smoked: bool) -> tuple[tuple[Experiment, Program], str]:
+    """Returns the experiment as it would run, and its program on the compiler's description of the slice."""
     experiment = smoke.shrink(experiment) if smoked else experiment
-    return experiment, experiment.bind(mesh.topology_devices(slices.get(experiment.slice)))
-
-
-def _layout_facts(bound: tuple[Experiment, Program]) -> str:
-    _, program = bound
-    shape = strategy.mesh_text(program.partitioner.shape)
-    rows = batch_size(program.spec)
+    program = experiment.bind(mesh.topology_devices(slices.get(experiment.slice)))
     where = f"{program.partitioner.strategy.name} on {program.partitioner.slice.name}"
-    return f"{where}: {shape}; {units.counted(rows, 'row')}{padding(program.model)}"
+    rows = units.counted(batch_size(program.spec), "row")
+    shape = strategy.mesh_text(program.partitioner.shape)
+    return (experiment, program), f"{where}: {shape}; {rows}{padding(program.model)}"
 
 
-def _memory(program: Program, state_bytes: int, *, with_activations: bool) -> Finding:
-    """A chip's memory: the state, which is exact, and an estimate of activations.
+def _memory(program: Program, *, with_activations: bool) -> Finding:
+    """Checks a chip's memory: the state, which is exact, and an estimate of activations.
 
     The estimate is up to 1.13 times the compiler's figure, so on its own it fails only above `_SURELY_TOO_MUCH`.
     """
-    have = program.partitioner.slice.chip.usable_hbm_bytes
+    have, state_bytes = program.partitioner.slice.chip.usable_hbm_bytes, report.totals(program).everything
     state = f"state {state_bytes / GIB:.3g} GiB"
     of = f"of {have / GIB:.4g} GiB per chip (arithmetic"
     more_chips = "Split it over more chips (fsdp, tensor) or take a larger slice."
@@ -136,32 +127,116 @@ def _memory(program: Program, state_bytes: int, *, with_activations: bool) -> Fi
         return Finding("memory", False, f"{state} {of}; activations not counted). {more_chips}")
     if not with_activations:
         return Finding("memory", True, f"{state} {of}; activations not counted)")
-    from parallel.planning import arithmetic  # a training process imports this module and never needs it
+    from parallel.planning import arithmetic  # slow to import, and only needed here
 
     try:
         found = arithmetic.estimate(*arithmetic.place(program))
     except Exception as error:  # an estimate refuses nothing: it traces a model of any author
         why = f"{type(error).__name__}: {error}"
         return Finding("memory", True, f"{state} {of}; activations not estimated: {why})", is_note=True)
-    rows = batch_size(program.spec)
     said = f"{state}, {found.peak_bytes / GIB:,.2f} GiB with activations and gradients, {of}, not compiled)"
-    advice = f"BATCH_SIZE = {rows:,}: lower it, raise ACCUM_STEPS, or let the model rematerialise more. {more_chips}"
     if found.peak_bytes <= have:
         return Finding("memory", True, said)
     if found.peak_bytes <= _SURELY_TOO_MUCH * have:
         return Finding("memory", True, f"{said}; launch/run report --compile decides whether it fits", is_note=True)
-    return Finding("memory", False, f"{said}. {advice}")
+    advice = (
+        f"BATCH_SIZE = {batch_size(program.spec):,}: lower it, raise ACCUM_STEPS, or let the model rematerialise more."
+    )
+    return Finding("memory", False, f"{said}. {advice} {more_chips}")
 
 
 def _host_memory(experiment: Experiment, program: Program, hosts: Hosts) -> Finding:
-    """Memory of one host, or of this machine if it simulates all hosts."""
+    """Checks the memory of one host, or of this machine if it simulates all hosts."""
     slice_ = program.partitioner.slice
     if hosts == "simulated":
         need, have, whose = host_memory.simulated(experiment, program), host_memory.available_bytes(), "this machine"
     else:
         need, have = host_memory.per_host(experiment, program), slice_.host_memory_bytes
         whose = f"a host of {slice_.name}"
-    said = host_memory.problem(need, have_bytes=have, whose=whose, experiment=experiment, program=program)
-    if said:
-        return Finding("host memory", False, said)
-    return Finding("host memory", True, f"{sum(need.values()) / GIB:.3g} GiB at least of {have / GIB:.4g} of {whose}")
+    problem = host_memory.problem(need, have_bytes=have, whose=whose, experiment=experiment, program=program)
+    said = f"{sum(need.values()) / GIB:.3g} GiB at least of {have / GIB:.4g} of {whose}"
+    return Finding("host memory", not problem, problem or said)
+
+
+def data(experiment: Experiment, *, smoked: bool, hosts: Hosts, name: str = "data") -> list[Finding]:
+    """Checks the task's files without reading documents."""
+    task = experiment.task
+    named = tuple(task.named_files()) if can(task, NamesFiles) else ()
+    vocabulary = task.vocabulary.path if can(task.vocabulary, ReadsFile) else ""
+    unseen = [file for file in named if _is_unseen(file, hosts, is_vocabulary=file == vocabulary)]
+
+    def seen(problems: Sequence[str]) -> list[str]:
+        """Returns the problems of files that are visible from here; a problem names its file."""
+        return [problem for problem in problems if not any(repr(file) in problem for file in unseen)]
+
+    with contextlib.chdir(environment.WORKSPACE) if hosts in _AWAY else contextlib.nullcontext():  # where hosts start
+        problems = seen(task.problems())
+        if problems and smoked:
+            return [Finding(name, True, f"random tokens in its place ({problems[0]})")]
+        if hosts in _AWAY:
+            shipped = [file for file in named if file not in unseen and not paths.is_remote(file)]
+            problems += workstation.left_behind(shipped, workspace=environment.WORKSPACE)
+        notes = [Finding(name, True, f"not checked: {', '.join(unseen)}", is_note=True)] if unseen else []
+        if vocabulary not in unseen and not problems:
+            try:
+                problems = seen(experiment.data_problems(prepared=False))
+            except Exception as error:  # a bucket fails with its client's own types
+                if not paths.is_remote(vocabulary) and not isinstance(error, OSError):
+                    raise
+                unread = f"cannot read {vocabulary or 'the data'} from here: {type(error).__name__}: {error}"
+                unproven = hosts in _AWAY and paths.is_remote(vocabulary)  # what is shipped is read from here
+                return [Finding(name, unproven, unread, is_note=unproven), *notes]
+        if problems:
+            return [*(Finding(name, False, problem) for problem in problems), *notes]
+        if vocabulary in unseen:
+            return [Finding(name, True, ", ".join(named)), *notes]
+        return [Finding(name, True, task.describe()), *_unused_ids(experiment), *notes]
+
+
+def _is_unseen(file: str, hosts: Hosts, *, is_vocabulary: bool) -> bool:
+    """Returns whether a file cannot be checked from here: data in buckets, and absolute paths of remote hosts."""
+    if paths.is_remote(file):
+        return hosts == "dry run" or not is_vocabulary
+    return hosts in _AWAY and file.startswith(("/", "~"))
+
+
+def _unused_ids(experiment: Experiment) -> list[Finding]:
+    """Returns a note if the model has many more rows than its data has ids; rounding up by some is customary."""
+    vocabulary, model = experiment.task.vocabulary, experiment.model
+    rows = model.vocab_size if can(model, HasVocabulary) else 0
+    if vocabulary is None or rows <= vocabulary.size + _CUSTOMARY_SPARE_IDS:
+        return []
+    said = (
+        f"the model has vocab_size {rows:,}, but {vocabulary.describe()} has {vocabulary.size:,} ids: "
+        f"{rows - vocabulary.size:,} rows are never trained. Set VOCAB_SIZE = {vocabulary.size}, or VOCABULARY to the "
+        "vocabulary that is meant"
+    )
+    return [Finding("vocabulary", True, said, is_note=True)]
+
+
+def run_directory(run_dir: str, slice_: Slice | None, hosts: Hosts) -> list[Finding]:
+    """Checks whether the hosts of the slice can share and write the run directory, without creating anything."""
+    name, remote = "run directory", paths.is_remote(run_dir)
+    not_shared = ""
+    if slice_ is not None and slice_.hosts > 1 and not remote:
+        not_shared = (
+            f"all {slice_.hosts} hosts of {slice_.name} must see one run directory, and this is on a disk: "
+            "give --run-dir gs://BUCKET/… or set RENGA_RUN_ROOT to gs://BUCKET/…"
+        )
+    try:
+        resolved = paths.resolve(run_dir)
+        if not_shared and hosts in _AWAY:
+            return [Finding(name, False, f"{run_dir}: {not_shared}")]
+        if hosts == "dry run" or (hosts == "shipped to" and not remote):
+            return [Finding(name, True, f"{run_dir}: not checked", is_note=True)]
+        found = [Finding(name, True, str(paths.check_writable(resolved)))]
+        if not remote and (owner := run_lock.holder(run_dir)):
+            return [Finding(name, False, run_lock.in_use(run_dir, owner))]
+    except UserError as error:
+        # The hosts write as the TPU's service account, not as whoever is here; but what does not exist exists nowhere.
+        unproven = hosts == "shipped to" and not isinstance(error.__cause__, FileNotFoundError | None)
+        return [Finding(name, unproven, str(error), is_note=unproven)]
+    if not_shared and hosts == "here":
+        said = f"unless this is a rehearsal (--simulate), {not_shared}"
+        found.append(Finding(name, True, said, is_note=True))
+    return found

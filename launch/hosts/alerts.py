@@ -20,11 +20,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from core import paths
+from core import paths, run_metrics
 from core.errors import UserError
 from core.health import exit_codes, failure_notes
 from launch import environment
@@ -37,6 +37,7 @@ _KINDS = {
     exit_codes.DIVERGED: "hosts differ",
     exit_codes.NON_FINITE: "loss not finite",
     exit_codes.RUN_DIRECTORY_LOST: "run directory lost",
+    exit_codes.JAX_ABORTED: "crash",
 }
 _OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|[Oo]ut of memory|MemoryError")
 # In a separate process, because resolving the name of the address may block for long.
@@ -45,38 +46,12 @@ import os, sys, urllib.request
 headers = {"Content-Type": "application/json"}
 urllib.request.urlopen(urllib.request.Request(os.environ["RENGA_ALERT"], sys.stdin.read().encode(), headers)).read()
 """
-_LOCAL = ("http://127.0.0.1:", "http://localhost:")
-
-
-class Watch:
-    """Collects the notes of a run's processes on this machine and sends alerts."""
-
-    def __init__(self, run_dir: str, folder: Path, host: int | None):
-        """Takes the run directory, the folder of notes, and the host of these processes; None: all, or unknown."""
-        self._run_dir, self._folder, self._host = run_dir, folder, host
-
-    def after(self, code: int) -> None:
-        """Sends one alert if exit code `code` is a failure, and deletes the notes."""
-        first = failure_notes.cause(failure_notes.collect(self._folder))
-        if code in _SILENT or self._host:  # the process that started host 0 reports for the run
-            return
-        message = first["message"] or exit_codes.ending(code).meaning
-        send(
-            {
-                "run": self._run_dir,
-                "host": first["host"],
-                "kind": kind(code, message),
-                "message": message,
-                "step": _step(message, self._run_dir),
-                "exit_code": code,
-                "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            }
-        )
+_ADDRESSES = ("https://", "http://127.0.0.1:", "http://localhost:")
 
 
 @contextlib.contextmanager
-def watching(run_dir: str, *, host: int | None = None) -> Iterator[Watch | None]:
-    """For the process that starts a run: a watch, or None if RENGA_ALERT is not set.
+def watching(run_dir: str, *, host: int | None = None) -> Iterator[Callable[[int], None]]:
+    """For the process that starts a run: yields a function that sends an alert if an exit code is a failure.
 
     Args:
       run_dir: of the run.
@@ -86,14 +61,20 @@ def watching(run_dir: str, *, host: int | None = None) -> Iterator[Watch | None]
       UserError: RENGA_ALERT cannot be used.
     """
     if not (target := environment.read("RENGA_ALERT")):
-        yield None
+        yield lambda code: None
         return
-    if re.match(r"[a-z]+://", target) and not target.startswith(("https://", *_LOCAL)):
+    if re.match(r"[a-z]+://", target) and not target.startswith(_ADDRESSES):
         raise UserError("RENGA_ALERT: expected a command, or a web address that starts with https:// (not shown here)")
+
+    def report(code: int) -> None:
+        first = failure_notes.cause(failure_notes.collect(Path(folder)))  # deletes the notes
+        if code not in _SILENT and not host:
+            _send(target, _alert(code, first, run_dir))
+
     with tempfile.TemporaryDirectory(prefix="renga-notes-") as folder:
         os.environ["RENGA_NOTES"] = folder  # for the processes that are started inside
         try:
-            yield Watch(run_dir, Path(folder), host)
+            yield report
         finally:
             del os.environ["RENGA_NOTES"]
 
@@ -104,38 +85,40 @@ def noting(host: int | None) -> contextlib.AbstractContextManager[None]:
     return failure_notes.noting(Path(folder), host, silent=_SILENT) if folder else contextlib.nullcontext()
 
 
-def kind(code: int, message: str) -> str:
-    """Classifies a failure, such as `out of memory`."""
-    if _OUT_OF_MEMORY.search(message):
-        return "out of memory"
-    return _KINDS.get(code, "killed" if code > 128 and code != exit_codes.JAX_ABORTED else "crash")
+def _alert(code: int, first: dict[str, Any], run_dir: str) -> dict[str, Any]:
+    message = first["message"] or exit_codes.ending(code).meaning
+    kind = _KINDS.get(code, "killed" if code > 128 else "crash")
+    return {
+        "run": run_dir,
+        "host": first["host"],
+        "kind": "out of memory" if _OUT_OF_MEMORY.search(message) else kind,
+        "message": message,
+        "step": _step(message, run_dir),
+        "exit_code": code,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
 
 
-def send(alert: Mapping[str, Any]) -> bool:
-    """Sends to RENGA_ALERT within SEND_SECONDS; returns whether that succeeded. Never raises or prints the address."""
-    target = environment.read("RENGA_ALERT") or ""
-    text = json.dumps(alert)
-    is_address = target.startswith(("https://", *_LOCAL))
-    command = [sys.executable, "-c", _POST] if is_address else ["bash", "-c", target]
+def _send(target: str, alert: dict[str, Any]) -> None:
+    """Sends within SEND_SECONDS, and prints whether that succeeded."""
+    command = [sys.executable, "-c", _POST] if target.startswith(_ADDRESSES) else ["bash", "-c", target]
     silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True, **silent)
     try:
-        process.communicate(text, timeout=SEND_SECONDS)
+        process.communicate(json.dumps(alert), timeout=SEND_SECONDS)
         why = f"exit code {process.returncode}" if process.returncode else ""
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         why = f"not within {SEND_SECONDS:g} s"
     how = f"could not be sent ({why})" if why else "was sent"
     print(f"alert ({alert['kind']}) {how}", file=sys.stderr, flush=True)
-    return not why
 
 
 def _step(message: str, run_dir: str) -> int | None:
     """Returns the step that a message names, or the last that was logged."""
     if named := re.search(r"\bstep (\d+)", message):
         return int(named[1])
-    if paths.is_remote(run_dir):
-        return None
-    with contextlib.suppress(OSError, ValueError, IndexError, KeyError):
-        return int(json.loads((Path(run_dir) / "metrics.jsonl").read_text().splitlines()[-1])["step"])
+    if not paths.is_remote(run_dir):
+        with contextlib.suppress(OSError):  # an alert without a step is better than none
+            return run_metrics.read(run_dir).step or None
     return None

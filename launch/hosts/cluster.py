@@ -1,22 +1,51 @@
 """Joins this process to the other hosts of the slice, and refuses to continue if anything differs from the request.
 
-All checks run on all hosts before the first array is created.
+All refusals come on all hosts before the first array is created. Once the hosts have joined, every run also warns if
+library versions are untested or clocks differ; the doctor makes the same two checks.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import importlib.metadata
+import platform
+import re
+import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from core import distributed, units
 from core.errors import UserError
 from core.health.failure_diagnosis import USUAL_LIMITS, Limits
 from core.slices import Slice
+from core.versions import COMPILER
 from launch import environment
-from launch.host import Host
+from launch.findings import Finding
 from launch.hosts import tpu_host
+
+SKEW_SECONDS = 5.0  # logs are merged by time, and credentials with a wrong time are refused
+
+
+class Host(NamedTuple):
+    """This process among its peers."""
+
+    index: int
+    count: int
+    simulated: bool
+
+    @property
+    def is_zero(self) -> bool:
+        """Returns whether this host writes what is written once."""
+        return self.index == 0
+
+    @property
+    def name(self) -> str:
+        """`host 2 of 4`."""
+        return f"host {self.index} of {self.count}"
 
 
 def join(
@@ -76,15 +105,12 @@ def join(
 
 def _require_chips(slice_: Slice, *, played: bool) -> None:
     devices = jax.devices()
-    platform = devices[0].platform
-    if not played and platform != "tpu":
-        holders, unseen = tpu_host.chip_holders()
-        held = "; ".join(holders.values()) or tpu_host.without_holders(unseen)
+    platform_ = devices[0].platform
+    if not played and platform_ != "tpu":
         raise UserError(
-            f"{slice_.name} was asked for, but JAX found {units.counted(len(devices), f'{platform} device')} "
-            "and no TPU. "
-            f"On a TPU host: is libtpu missing? Its chips: {held}. Elsewhere: rehearse, "
-            "--simulate"
+            f"{slice_.name} was asked for, but JAX found {units.counted(len(devices), f'{platform_} device')} "
+            f"and no TPU. On a TPU host: is libtpu missing? Its chips: {tpu_host.chip_holders().detail}. "
+            "Elsewhere: rehearse, --simulate"
         )
     if len(devices) != slice_.chips:
         raise UserError(
@@ -93,3 +119,62 @@ def _require_chips(slice_: Slice, *, played: bool) -> None:
             "host of the slice, or name the slice this is"
             + ("; slices find one another through MEGASCALE_NUM_SLICES, …_SLICE_ID" if slice_.num_slices > 1 else "")
         )
+
+
+def warn_at_start(host: Host) -> None:
+    """Prints a warning if versions do not go together or are newer than tested, or if the clocks differ."""
+    for finding, is_mine in ((check_versions(), True), (check_clocks(), host.is_zero)):
+        if is_mine and not finding.ok:
+            print(f"{host.name}: warning: {finding.name}: {finding.detail}. {finding.fix}", flush=True)
+        elif finding.is_note:
+            print(f"{host.name}: note: {finding.name}: {finding.detail}", flush=True)
+
+
+def check_versions(*, installed: Callable[[str], str] = importlib.metadata.version, pins: str | None = None) -> Finding:
+    """Compares jax, jaxlib and libtpu with one another, as jax requires, and with the tested versions.
+
+    Older versions are a problem; newer ones may work as well and are noted.
+    """
+    text = (environment.WORKSPACE / "requirements.txt").read_text() if pins is None else pins
+    pinned = dict(re.findall(r"(?m)^([A-Za-z0-9_.-]+)==([^\s;]+)", text))
+    have, problems, newer = {}, [], []
+    for name in COMPILER:
+        try:
+            have[name] = installed(name)
+        except importlib.metadata.PackageNotFoundError:
+            problems.append(f"{name} is not installed")
+    for requirement in map(Requirement, importlib.metadata.requires("jax") or ()):
+        version, marker = have.get(requirement.name), requirement.marker
+        applies = version and (marker is None or marker.evaluate({"extra": "tpu"}))
+        if applies and not requirement.specifier.contains(version, prereleases=True):
+            problems.append(
+                f"{requirement.name} {version} does not go with jax {have['jax']}, which needs {requirement}"
+            )
+    for name, version in have.items():
+        tested = pinned.get(name, version)
+        if Version(version) > Version(tested):
+            newer.append(f"{name} (tested with {tested})")
+        elif version != tested:
+            problems.append(f"{name} {version} is not the {tested} of requirements.txt")
+    if problems:
+        return Finding("versions", False, "; ".join(problems), "launch/setup.sh installs requirements.txt")
+    listed = ", ".join(f"{name} {version}" for name, version in have.items())
+    listed += f", Python {platform.python_version()}"
+    if newer:
+        listed += f"; newer than tested: {', '.join(newer)}"
+    return Finding("versions", True, listed, is_note=bool(newer))
+
+
+def check_clocks(*, now: Callable[[], float] = time.time) -> Finding:
+    """Measures how far the clocks of the hosts are apart, to within the time that the exchange took."""
+    distributed.barrier("start/clocks")
+    started, asked = now(), time.perf_counter()
+    every = [float(text) for text in distributed.all_gather_text("start/clocks", repr(started))]
+    within = max(float(t) for t in distributed.all_gather_text("start/asked", repr(time.perf_counter() - asked)))
+    apart = max(every) - min(every)
+    said = f"{apart:.3f} s apart (within {within:.3f} s)"
+    if apart - within <= SKEW_SECONDS:
+        return Finding("clocks", True, said)
+    first, last = every.index(min(every)), every.index(max(every))
+    fix = f"set the clock of the one that is wrong: sudo systemctl restart chrony (at most {SKEW_SECONDS:g} s)"
+    return Finding("clocks", False, f"{said}: host {last} is ahead of host {first}", fix)

@@ -8,7 +8,6 @@ Flags: https://cloud.google.com/sdk/gcloud/reference/compute/tpus/tpu-vm (ssh, s
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shlex
 import shutil
@@ -24,8 +23,7 @@ REMOTE_WORKSPACE = "renga"  # in the home directory of every host
 _ANSWER_SECONDS = 120.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Tpu:
+class Tpu(NamedTuple):
     """A TPU (one slice) as gcloud identifies it; project None is gcloud's default."""
 
     name: str
@@ -47,22 +45,21 @@ class Description(NamedTuple):
       accelerator_type: such as `v4-32`.
       state: such as `READY`; `NOT_FOUND` if there is no such TPU, empty if gcloud failed for another reason.
       health: such as `HEALTHY`.
+      address: of host 0 in the network of the TPU.
       problem: what gcloud printed if it failed.
     """
 
     accelerator_type: str = ""
     state: str = ""
     health: str = ""
+    address: str = ""
     problem: str = ""
 
 
 def find_tpus(names: str | None, zone: str | None, project: str | None) -> tuple[Tpu, ...]:
     """Returns the TPUs named by flags, or else by TPU_NAME, TPU_ZONE and TPU_PROJECT; empty if there are none.
 
-    Args:
-      names: one, or `A,B` with one for each slice of the job; the first runs the coordinator.
-      zone: of all.
-      project: of all.
+    `names` are one, or `A,B` with one for each slice of the job; the first runs the coordinator.
 
     Raises:
       UserError: a TPU without a zone, a malformed name, or the same name twice.
@@ -96,9 +93,8 @@ def scp(tpu: Tpu, source: Path, destination: str) -> tuple[str, ...]:
     return command(tpu, "scp", "--worker=all", target=(os.fspath(source), f"{tpu.name}:{destination}"))
 
 
-def ssh(tpu: Tpu, text: str, *, worker: str = "all", ssh_flags: Sequence[str] = ()) -> tuple[str, ...]:
+def ssh(tpu: Tpu, text: str, *flags: str, worker: str = "all") -> tuple[str, ...]:
     """Runs shell text on the hosts of a TPU."""
-    flags = [f"--ssh-flag={flag}" for flag in ssh_flags]
     return command(tpu, "ssh", f"--worker={worker}", *flags, f"--command={text}")
 
 
@@ -109,15 +105,9 @@ def on_host(action: str, *arguments: str, variables: Sequence[str] = ()) -> str:
 
 
 def describe_step(tpu: Tpu) -> Step:
-    """Prints the TPU's type, state and health, separated by tabs."""
-    argv = command(tpu, "describe", "--format=value(acceleratorType,state,health)")
-    return Step(f"describe {tpu.name}", argv)
-
-
-def address_step(tpu: Tpu) -> Step:
-    """Prints the address of host 0 in the network of the TPU."""
-    argv = command(tpu, "describe", "--format=value(networkEndpoints[0].ipAddress)")
-    return Step("find the address of host 0", argv)
+    """Prints the TPU's type, state, health and address, separated by tabs."""
+    form = "--format=value(acceleratorType,state,health,networkEndpoints[0].ipAddress)"
+    return Step(f"describe {tpu.name}", command(tpu, "describe", form))
 
 
 def describe(tpu: Tpu) -> Description:
@@ -125,15 +115,7 @@ def describe(tpu: Tpu) -> Description:
     found = output(describe_step(tpu).argv)
     if found.returncode:
         return Description(state=missing(found), problem=found.stderr.strip())
-    return Description(*(found.stdout.rstrip("\n") + "\t\t").split("\t")[:3])
-
-
-def address(tpu: Tpu) -> str:
-    """Returns the address of host 0 in the network of the TPU. Raises UserError if gcloud has none."""
-    found = output(address_step(tpu).argv)
-    if found.returncode or not found.stdout.strip():
-        raise UserError(f"gcloud has no address of host 0 of {tpu.name}: {found.stderr.strip() or 'no output'}")
-    return found.stdout.strip()
+    return Description(*(found.stdout.rstrip("\n") + "\t\t\t").split("\t")[:4])
 
 
 def output(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:

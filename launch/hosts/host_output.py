@@ -1,10 +1,16 @@
 """`python -m launch.hosts.host_output LOG HOSTNAME COMMAND …`: runs a command on a host and logs its output.
 
-Copies the output of one host's process to its log and, for host 0 of a simulation, to the terminal.
+Every line of a host's log begins with the time (UTC), the host and its step:
 
-If this process has a terminal, host 0 gets a pseudo-terminal, so that progress lines redraw in place. The log has the
-same text without escape sequences and without the overwritten versions of redrawn lines. Known noise of libraries
-(`core.library_noise`) goes to the log alone. Standard library only: on a host this runs before anything is installed.
+    11-22 00:12:31.4 host 2 step 17 | loss 2.31
+
+The prefix is added by the process that writes the log, not by the one that trains, so that lines from C++ code and the
+last lines of a killed process have one too. The training process notes its step in a small file (RENGA_STEP_FILE).
+
+In a simulation the output of host 0 is shown on the terminal too, without prefixes. If this process has a terminal,
+host 0 gets a pseudo-terminal, so that progress lines redraw in place. The log has the same text without escape
+sequences and without the overwritten versions of redrawn lines. Known noise of libraries (`core.library_noise`) goes to
+the log alone. Standard library only: on a host this runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -12,7 +18,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import datetime
-import fcntl
 import os
 import pty
 import re
@@ -24,71 +29,80 @@ import sys
 import tempfile
 import termios
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from core import bookkeeping, library_noise
 from launch import terminal
-from launch.hosts import log_prefix
 
-_KEPT_LINES = 200
+_KEPT_LINES = 20
 _ESCAPES = re.compile(rb"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07]*\x07|[@-Z\\-_])")
+_PREFIX = re.compile(r"^(\d\d-\d\d \d\d:\d\d:\d\d\.\d) [^|]* \| ")
 _JOIN_SECONDS = 2.0  # a grandchild may hold the pipe open after its host is gone
 _HOLD_SECONDS = 0.1  # an incomplete line is shown after this: a line of noise comes faster, a redrawn line is complete
 _KEPT_BYTES = 2**20  # of a log that cannot be written
 
 
-class HostOutput:
-    """Reads the output of one host's process.
+def time_of(line: str) -> str | None:
+    """Returns the time in a line's prefix, as text that sorts by time; None for a line without a prefix."""
+    found = _PREFIX.match(line)
+    return found[1] if found else None
+
+
+class HostProcess(subprocess.Popen):
+    """The process of one host, with a thread that copies its output.
 
     Attributes:
-      child_end: file descriptor for the process's stdout and stderr, until `follow`.
-      log_path: the log file.
+      log_path: the log, appended to.
+      last_lines: its last lines, without noise.
     """
 
-    def __init__(self, log_path: Path, *, to_terminal: bool, prefix: Callable[[], str] = lambda: ""):
-        """Opens a pipe, or a pseudo-terminal; `prefix()` begins every line of the log, and none on the terminal."""
-        self.log_path = log_path
-        self._prefix = prefix
-        self._to_terminal = to_terminal
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        log_path: Path,
+        name: str,
+        step_file: Path,
+        env: Mapping[str, str] = os.environ,
+        to_terminal: bool = False,
+        start_new_session: bool = False,
+    ):
+        """Starts `command`; `to_terminal` shows its output, too."""
+        self.log_path, self._name, self._step_file, self._to_terminal = log_path, name, step_file, to_terminal
+        self.last_lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
         if to_terminal and sys.stdout.isatty():
-            self._read_end, self.child_end = pty.openpty()
-            size = fcntl.ioctl(sys.stdout.fileno(), termios.TIOCGWINSZ, bytes(8))
-            fcntl.ioctl(self.child_end, termios.TIOCSWINSZ, size)
+            self._read_end, write_end = pty.openpty()
+            termios.tcsetwinsize(write_end, termios.tcgetwinsize(sys.stdout))
         else:
-            self._read_end, self.child_end = os.pipe()
-        self._last = collections.deque(maxlen=_KEPT_LINES)
-        self._thread: threading.Thread | None = None
-
-    def start(self, command: Sequence[str], *, title: str, env: Mapping[str, str], **options: Any) -> subprocess.Popen:
-        """Starts the process whose output this is; `title` is the first line in the log, `options` are of Popen."""
-        process = subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=self.child_end, stderr=self.child_end, **options
+            self._read_end, write_end = os.pipe()
+        super().__init__(
+            command,
+            env={**env, "RENGA_STEP_FILE": str(step_file)},
+            stdin=subprocess.DEVNULL,
+            stdout=write_end,
+            stderr=write_end,
+            start_new_session=start_new_session,
         )
-        self.follow(title=f"--- {title}: {shlex.join(command)}")
-        return process
-
-    def follow(self, *, title: str) -> None:
-        """Closes this process's copy of `child_end` and starts copying; `title` is the first line in the log."""
-        os.close(self.child_end)
-        self._thread = threading.Thread(target=self._copy, args=(title,), daemon=True)
-        self._thread.start()
+        os.close(write_end)
+        self._copier = threading.Thread(target=self._copy, daemon=True)
+        self._copier.start()
 
     def finish(self) -> None:
         """Waits until everything that the ended process wrote has been copied."""
-        assert self._thread is not None
-        self._thread.join(_JOIN_SECONDS)
+        self._copier.join(_JOIN_SECONDS)
 
-    def last_lines(self, count: int) -> list[str]:
-        """Returns the last lines of this process, without noise."""
-        return list(self._last)[-count:]
+    def _prefix(self) -> str:
+        """Returns the beginning of a line that is written now, with `name` until the process notes `host 2 step 17`."""
+        now = datetime.datetime.now(datetime.UTC)
+        noted = self._step_file.read_text(errors="replace").strip("\0 \n") if self._step_file.exists() else ""
+        return f"{now:%m-%d %H:%M:%S}.{now.microsecond // 100_000} {noted or self._name} | "
 
-    def _copy(self, title: str) -> None:
+    def _copy(self) -> None:
         pending = held = b""
+        began = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         with contextlib.closing(bookkeeping.Appender(self.log_path, most_bytes=_KEPT_BYTES)) as log:
-            began = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-            log.write(f"{self._prefix()}{title} ({began})\n".encode())
+            log.write(f"{self._prefix()}--- {self._name}: {shlex.join(self.args)} ({began})\n".encode())
             while chunk := self._read():
                 if self._to_terminal:
                     held = self._show(held + chunk)
@@ -103,7 +117,8 @@ class HostOutput:
 
     def _show(self, text: bytes) -> bytes:
         """Writes `text` to the terminal; returns its last line instead if the rest of that line is on its way."""
-        whole, rest = _split_lines(text)
+        end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
+        whole, rest = text[:end], text[end:]  # the rest may be the beginning of a line of noise
         _write_to_terminal(library_noise.without(whole))
         if rest and not select.select([self._read_end], [], [], _HOLD_SECONDS)[0]:
             _write_to_terminal(rest)
@@ -117,18 +132,12 @@ class HostOutput:
             return b""
 
     def _log_line(self, log: bookkeeping.Appender, raw: bytes) -> None:
-        redrawn = _ESCAPES.sub(b"", raw).rstrip(b"\r").split(b"\r")
-        told = library_noise.without(redrawn[-1])
-        if told or not redrawn[-1]:
-            self._last.append(told.decode(errors="replace"))
-        log.write(self._prefix().encode() + redrawn[-1] + b"\n")
+        line = _ESCAPES.sub(b"", raw).rstrip(b"\r").split(b"\r")[-1]  # the last version of a redrawn line
+        shown = library_noise.without(line)
+        if shown or not line:
+            self.last_lines.append(shown.decode(errors="replace"))
+        log.write(self._prefix().encode() + line + b"\n")
         log.flush()
-
-
-def _split_lines(text: bytes) -> tuple[bytes, bytes]:
-    """Splits `text` after its last line break or carriage return; the rest may be the beginning of a line of noise."""
-    end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
-    return text[:end], text[end:]
 
 
 def _write_to_terminal(chunk: bytes) -> None:
@@ -138,23 +147,17 @@ def _write_to_terminal(chunk: bytes) -> None:
 
 
 def run(log_path: Path, name: str, command: Sequence[str]) -> int:
-    """Runs `command` to its end on the host called `name` and logs its output.
+    """Runs `command` to its end on the host called `name`; returns its exit code, or 128 + N if signal N ended it.
 
     This process outlives the command, whatever ends that, because the last lines matter most: it ignores signals to the
     process group, which the command handles.
-
-    Returns:
-      The command's exit code, or 128 + N if signal N ended it.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which the command would inherit
     with tempfile.TemporaryDirectory(prefix="renga-step-") as folder:
-        step_file = Path(folder) / "step"
-        prefix = log_prefix.LogPrefix(name, step_file=step_file)
-        output = HostOutput(log_path, to_terminal=False, prefix=prefix)
-        process = output.start(command, title=name, env={**os.environ, "RENGA_STEP_FILE": str(step_file)})
-        returncode = process.wait()
-        output.finish()
+        host = HostProcess(command, log_path=log_path, name=name, step_file=Path(folder) / "step")
+        returncode = host.wait()
+        host.finish()
     return returncode if returncode >= 0 else 128 - returncode
 
 

@@ -1,6 +1,6 @@
 """Creates, queues for and deletes TPUs, and recreates a TPU that the cloud took away during a run.
 
-Everything that a run needs is in its bucket, so a lost slice can be replaced by a new one. `watch` polls the state of
+Everything that a run needs is in its bucket, so a lost slice can be replaced by a new one. `Watch` polls the state of
 the TPU and of the run on its host 0, and acts:
 
     READY, run in progress     wait
@@ -91,87 +91,74 @@ def run_state(tpu: Tpu) -> str:
     return asked.stdout.strip() if asked.returncode == 0 else ""
 
 
-def watch(
-    tpus: Sequence[Tpu],
-    *,
-    order: Order,
-    restarts: int,
-    start: Callable[[], int],
-    newest_step: Callable[[], int | None],
-    requested: Sequence[int],
-    poll_seconds: float = POLL_SECONDS,
-) -> int:
-    """Follows a started run to its end and recreates slices that are lost on the way.
-
-    Args:
-      tpus: of the run.
-      order: how to recreate a lost TPU.
-      restarts: how many restarts to allow without a new checkpoint.
-      start: ships and starts the run on all TPUs; returns an exit code, or raises UserError if they are not ready.
-      newest_step: returns the newest checkpointed step; may raise if the bucket does not answer.
-      requested: gets an exit code when this process is asked to stop, which does not stop the run.
-      poll_seconds: between two polls.
-
-    Returns:
-      The run's exit code, PREEMPTED if its slices were lost too often; FAILED if it could not be restarted.
-    """
-    run = _WatchedRun(tpus, order, start, requested, poll_seconds)
-    attempts = itertools.count()
-
-    def attempt() -> int:
-        try:
-            return run.follow() if next(attempts) == 0 or run.restart() else exit_codes.FAILED
-        except _StopRequested:
-            return requested[0]
-
-    return supervise.supervise(
-        attempt,
-        restarts=restarts,
-        newest_step=newest_step,
-        requested=requested,
-        ending=_ending,
-        first_pause_seconds=min(poll_seconds, supervise.FIRST_PAUSE_SECONDS),
-    )
-
-
-def _ending(code: int) -> exit_codes.Ending:
-    """Says that only lost slices are restarted: with other codes, hosts have already tried what helps."""
-    lost = code == exit_codes.PREEMPTED
-    return (
-        exit_codes.Ending("the run was preempted, or its TPU is gone", True)
-        if lost
-        else exit_codes.ending(code)._replace(restart=False)
-    )
-
-
 class _StopRequested(Exception):
     """This process was asked to stop."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _WatchedRun:
-    """A run on its TPUs; the fields are as for `watch`."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Watch:
+    """Follows a started run to its end and recreates slices that are lost on the way.
+
+    Attributes:
+      tpus: of the run.
+      order: how to recreate a lost TPU.
+      start: ships and starts the run on all TPUs; returns an exit code, or raises UserError if they are not ready.
+      requested: gets an exit code when this process is asked to stop, which does not stop the run.
+      poll_seconds: between two polls.
+    """
 
     tpus: Sequence[Tpu]
     order: Order
     start: Callable[[], int]
     requested: Sequence[int]
-    poll_seconds: float
+    poll_seconds: float = POLL_SECONDS
 
-    def follow(self) -> int:
+    def run(self, *, restarts: int, newest_step: Callable[[], int | None]) -> int:
+        """Watches, with the restarts of `supervise.supervise`.
+
+        Returns:
+          The run's exit code, PREEMPTED if its slices were lost too often; FAILED if it could not be restarted.
+        """
+        attempts = itertools.count()
+
+        def attempt() -> int:
+            try:
+                return self._follow() if next(attempts) == 0 or self._restart() else exit_codes.FAILED
+            except _StopRequested:
+                return self.requested[0]
+
+        def ending(code: int) -> exit_codes.Ending:
+            """Restarts only after lost slices: with other codes, hosts have already tried what helps."""
+            if code == exit_codes.PREEMPTED:
+                return exit_codes.Ending("the run was preempted, or its TPU is gone", True)
+            return exit_codes.ending(code)._replace(restart=False)
+
+        return supervise.supervise(
+            attempt,
+            restarts=restarts,
+            newest_step=newest_step,
+            requested=self.requested,
+            ending=ending,
+            first_pause_seconds=min(self.poll_seconds, supervise.FIRST_PAUSE_SECONDS),
+        )
+
+    def _follow(self) -> int:
         """Waits until the run ends or a TPU is lost, and returns its exit code, PREEMPTED for a lost TPU."""
         while True:
             states = {tpu: gcloud.describe(tpu).state for tpu in self.tpus}
             if lost := [f"{tpu.name} is {state}" for tpu, state in states.items() if state in GONE]:
                 print(", ".join(lost), flush=True)
                 return exit_codes.PREEMPTED
-            code = _exit_code([run_state(tpu) for tpu, state in states.items() if state == "READY"])
-            if code is not None:
+            runs = [run_state(tpu) for tpu, state in states.items() if state == "READY"]
+            codes = [int(run.split()[1]) for run in runs if run.startswith("ended ")]
+            codes += [exit_codes.PREEMPTED for run in runs if run == "gone"]  # its host went down
+            if codes:
+                code = next((code for code in codes if code != exit_codes.PREEMPTED), codes[0])
                 print(f"the run ended with exit code {code}: {exit_codes.ending(code).meaning}", flush=True)
                 return code
             self._pause()
 
-    def restart(self) -> bool:
+    def _restart(self) -> bool:
         """Starts the run on all TPUs again, with retries; returns whether that succeeded."""
         for tries in range(_TRIES):
             try:
@@ -179,19 +166,19 @@ class _WatchedRun:
                 return True
             except (UserError, OSError) as error:
                 print(f"not started (try {tries + 1} of {_TRIES}): {error}", flush=True)
-            self._pause(tries)
+            self._pause(min(2**tries, _LONGEST_PAUSE))
         return False
 
     def _restart_once(self) -> None:
         """Recreates lost TPUs, stops what is left of the run, and starts it. Raises UserError if that failed."""
-        states = {tpu: self._state(tpu) for tpu in self.tpus}
-        for tpu in [tpu for tpu, state in states.items() if state in GONE]:
-            if self.order.is_queued or states[tpu] != "NOT_FOUND":
-                gcloud.perform([delete_step(tpu, is_queued=self.order.is_queued)], dry_run=False)
-            if gcloud.perform([create_step(tpu, self.order)], dry_run=False):
-                raise UserError(f"{tpu.name} could not be created")
-        for tpu in [tpu for tpu, state in states.items() if state == "READY"]:  # its processes wait for lost hosts
-            gcloud.perform([workstation.action_step(tpu, "stop")], dry_run=False)
+        for tpu, state in {tpu: self._state(tpu) for tpu in self.tpus}.items():
+            if state in GONE:
+                if self.order.is_queued or state != "NOT_FOUND":
+                    gcloud.perform([delete_step(tpu, is_queued=self.order.is_queued)], dry_run=False)
+                if gcloud.perform([create_step(tpu, self.order)], dry_run=False):
+                    raise UserError(f"{tpu.name} could not be created")
+            elif state == "READY":  # its processes wait for lost hosts
+                gcloud.perform([workstation.action_step(tpu, "stop")], dry_run=False)
         for tpu in self.tpus:
             self._wait_until_ready(tpu)
         if code := self.start():
@@ -224,14 +211,6 @@ class _WatchedRun:
         asked = described.stdout.strip()
         return asked if asked in (*_QUEUED, *GONE) else "NOT_FOUND"
 
-    def _pause(self, failures: int = 0) -> None:
-        """Waits a poll, and longer with every failure before."""
-        if not supervise.waited(self.poll_seconds * min(2**failures, _LONGEST_PAUSE), self.requested):
+    def _pause(self, polls: int = 1) -> None:
+        if not supervise.waited(self.poll_seconds * polls, self.requested):
             raise _StopRequested
-
-
-def _exit_code(runs: Sequence[str]) -> int | None:
-    """Returns the run's exit code by `run_state` of its slices; None while it runs or if no host answered."""
-    codes = [int(run.split()[1]) for run in runs if run.startswith("ended ")]
-    codes += [exit_codes.PREEMPTED for run in runs if run == "gone"]  # its host went down
-    return next((code for code in codes if code != exit_codes.PREEMPTED), codes[0] if codes else None)

@@ -1,7 +1,8 @@
 """Restarts a run whose exit code says that a restart can help.
 
 Restarts are counted since the last new checkpoint: a run that makes progress is restarted without limit, one that keeps
-failing at the same step is given up after the allowed number, with growing pauses.
+failing at the same step is given up after the allowed number, with growing pauses. If checkpoints cannot be listed (a
+bucket that does not answer), that counts neither as progress nor as a loss of it.
 """
 
 from __future__ import annotations
@@ -42,19 +43,24 @@ def supervise(
     Returns:
       The exit code of the last attempt.
     """
-    progress = Progress(newest_step) if restarts else None
+    furthest, failures = _listed(newest_step) if restarts else None, 0
     while True:
         code = attempt()
         meaning, can_help = ending(code)
-        if requested or progress is None or not can_help:
+        if requested or not restarts or not can_help:
             return code
-        failures = progress.after_failure()
+        newest = _listed(newest_step)
+        is_further = furthest is not None and newest is not None and newest > furthest
+        furthest = max((step for step in (furthest, newest) if step is not None), default=None)
+        failures = 1 if is_further else failures + 1
         if failures > restarts:
             print(f"ended with exit code {code}: {meaning}; given up, {restarts} restarts brought no checkpoint")
             return code
         pause_seconds = min(first_pause_seconds * 2 ** (failures - 1), LONGEST_PAUSE_SECONDS)
+        resumes = {None: "from its newest checkpoint", -1: "from the start"}
         print(
-            f"ended with exit code {code}: {meaning}. Starts again in {pause_seconds:g} s, {progress.goes_on} "
+            f"ended with exit code {code}: {meaning}. Starts again in {pause_seconds:g} s, "
+            f"{resumes.get(newest, f'from the checkpoint of step {newest}')} "
             f"(restart {failures} of at most {restarts} without a new checkpoint)",
             flush=True,
         )
@@ -62,48 +68,18 @@ def supervise(
             return requested[0]
 
 
-class Progress:
-    """Tracks the newest checkpoint of a run, and how often it failed since that one.
-
-    If checkpoints cannot be listed (a bucket that does not answer), neither counts as changed.
-
-    Attributes:
-      goes_on: where a restart would resume, in words.
-    """
-
-    def __init__(self, newest_step: Callable[[], int | None]):
-        """Lists the checkpoints for the first time."""
-        self._newest_step = newest_step
-        self._furthest: int | None = None  # -1: no checkpoint; None: not known yet
-        self._failures = 0
-        self.goes_on = ""
-        self._look()
-
-    def after_failure(self) -> int:
-        """Lists the checkpoints again and returns how often the run failed since the last new one."""
-        before = self._furthest
-        self._look()
-        is_further = before is not None and self._furthest > before
-        self._failures = 1 if is_further else self._failures + 1
-        return self._failures
-
-    def _look(self) -> None:
-        try:
-            newest = self._newest_step()
-        except Exception as error:  # a bucket fails with its client's own types
-            print(f"cannot list checkpoints: {type(error).__name__}: {error}", flush=True)
-            self.goes_on = "from its newest checkpoint"
-            return
-        self._furthest = max(-1 if self._furthest is None else self._furthest, -1 if newest is None else newest)
-        self.goes_on = "from the start" if newest is None else f"from the checkpoint of step {newest}"
+def _listed(newest_step: Callable[[], int | None]) -> int | None:
+    """Returns the newest step, -1 if there is no checkpoint, and None, with a message, if they cannot be listed."""
+    try:
+        newest = newest_step()
+    except Exception as error:  # a bucket fails with its client's own types
+        print(f"cannot list checkpoints: {type(error).__name__}: {error}", flush=True)
+        return None
+    return -1 if newest is None else newest
 
 
 def run_child(command: Sequence[str], requested: Sequence[int]) -> int:
-    """Runs `command` to its end, and sends it SIGTERM when a stop is requested.
-
-    Returns:
-      Its exit code, or 128 + N if signal N ended it.
-    """
+    """Runs `command` to its end, and sends it SIGTERM when a stop is requested; returns its exit code."""
     child = subprocess.Popen(command)
     while child.poll() is None and not requested:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -121,12 +97,8 @@ def newest_step(run_dir: str) -> int | None:
 
 def is_finished(run_dir: str, *, last_step: int) -> bool:
     """Returns whether a run already has its last checkpoint; if so, prints what to do next."""
-    try:
-        newest = newest_step(run_dir)
-    except Exception as error:  # a bucket fails with its client's own types; the hosts look again
-        print(f"cannot list checkpoints: {type(error).__name__}: {error}", flush=True)
-        return False
-    if newest is None or newest < last_step:
+    newest = _listed(lambda: newest_step(run_dir))
+    if newest is None or newest < last_step:  # if checkpoints cannot be listed, the hosts try again
         return False
     print(
         f"nothing to train: {run_dir} has the checkpoint of step {newest:,}, and this run ends after step "

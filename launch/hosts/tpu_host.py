@@ -18,6 +18,7 @@ from typing import NamedTuple
 from core import slices, units
 from core.errors import UserError
 from launch import environment
+from launch.findings import Finding
 
 METADATA_URL = "http://metadata.google.internal/computeMetadata/v1/instance/attributes"
 METADATA_TIMEOUT_SECONDS = 0.5
@@ -45,15 +46,14 @@ def look(
 ) -> Place:
     """Reads the environment, the chips in `devices` and, if either suggests a TPU, the metadata server."""
     names = ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES")
-    values = {name: environment.read(name, environ=environ) for name in names}
-    looked_at = [f"environment: {name} {'is ' + value if value else 'is not set'}" for name, value in values.items()]
-    by_environment = bool(
-        values["TPU_ACCELERATOR_TYPE"] or (values["TPU_WORKER_ID"] and values["TPU_WORKER_HOSTNAMES"])
-    )
+    accelerator_type, worker, hosts = values = [environment.read(name, environ=environ) for name in names]
+    looked_at = [
+        f"environment: {name} {'is ' + value if value else 'is not set'}"
+        for name, value in zip(names, values, strict=True)
+    ]
+    by_environment = bool(accelerator_type or (worker and hosts))
     chips = _chips(devices)
     looked_at.append(f"{devices}: {len(chips)} TPU-like devices" + (f" ({', '.join(chips)})" if chips else ""))
-
-    accelerator_type = values["TPU_ACCELERATOR_TYPE"]
     if accelerator_type is None and (by_environment or chips):
         if environment.read("TPU_SKIP_MDS_QUERY", environ=environ):
             looked_at.append("metadata server: not asked (TPU_SKIP_MDS_QUERY is set)")
@@ -74,9 +74,7 @@ def own_index(
 ) -> int | None:
     """Returns this host's index in the job as JAX counts, before it has joined the others; None if unknown.
 
-    Args:
-      slice_: of the job; with several slices, the hosts of earlier slices count first.
-      environ, devices, metadata_url: as for `look`.
+    With several slices, the hosts of earlier slices of the job `slice_` count first.
     """
     played = environment.read("JAX_PROCESS_INDEX", environ=environ)
     worker = played or environment.read("TPU_WORKER_ID", environ=environ)
@@ -113,40 +111,36 @@ def require_slice(slice_: slices.Slice, *, accelerator_type: str | None, where: 
     except UserError as error:
         raise UserError(f"{where} is a {accelerator_type}, which the slice table does not have: {error}") from error
     if actual != slice_.single:
+        told, asked = (
+            f"{s.name} ({units.counted(s.chips, 'device')} on {units.counted(s.hosts, 'host')})"
+            for s in (actual, slice_)
+        )
         raise UserError(
-            f"{where} is a {actual.name} ({_size(actual)}), but SLICE is {slice_.name} ({_size(slice_)}). "
+            f"{where} is a {told}, but SLICE is {asked}. "
             f"Give {f'{slice_.num_slices}x' * (slice_.num_slices > 1)}{actual.name} as the SLICE, or use another TPU."
         )
 
 
-def chip_holders(
-    *, own: Sequence[int] = (), proc: Path = Path("/proc"), is_chip: re.Pattern = _CHIPS
-) -> tuple[dict[int, str], int]:
-    """Finds the processes other than `own` that have a chip of this host, or libtpu's lock file, open.
-
-    Returns:
-      What each of them holds, in words, by process id; and how many processes of other users could not be looked at.
-    """
+def chip_holders(is_chip: re.Pattern = _CHIPS) -> Finding:
+    """Checks that no other process has a chip of this host, or libtpu's lock file, open."""
     holders, unseen = {}, 0
-    for process in proc.glob("[0-9]*"):
-        if int(process.name) in (os.getpid(), os.getppid(), *own):
+    for process in Path("/proc").glob("[0-9]*"):
+        if int(process.name) in (os.getpid(), os.getppid()):
             continue
         try:
             opened = [os.readlink(file) for file in (process / "fd").iterdir()]  # noqa: PTH115 (a socket is no path)
             if held := sorted({name for name in opened if is_chip.search(name) or name == _LOCK}):
                 command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                holders[int(process.name)] = f"process {process.name} holds {', '.join(held)}: {command[:120]}"
+                holders[process.name] = f"process {process.name} holds {', '.join(held)}: {command[:120]}"
         except PermissionError:
             unseen += 1
         except OSError:  # it ended meanwhile
             continue
-    return holders, unseen
-
-
-def without_holders(unseen: int) -> str:
-    """Describes chips without known holders; `unseen` is the number of processes that could not be looked at."""
+    if holders:
+        fix = f"end it (kill {' '.join(sorted(holders, key=int))}), or wait for its run to end"
+        return Finding("chips", False, "; ".join(holders.values()), fix)
     note = f"; {units.counted(unseen, 'process', 'processes')} of other users could not be looked at" if unseen else ""
-    return f"held by no other process{note}"
+    return Finding("chips", True, f"held by no other process{note}")
 
 
 def _chips(devices: Path) -> list[str]:
@@ -171,7 +165,3 @@ def _metadata(url: str, timeouts: Sequence[float]) -> tuple[str | None, str]:
         except (OSError, http.client.HTTPException):  # URLError and timeouts are OSErrors
             continue
     return None, f"no answer to {units.counted(len(timeouts), 'question')}"
-
-
-def _size(slice_: slices.Slice) -> str:
-    return f"{units.counted(slice_.chips, 'device')} on {units.counted(slice_.hosts, 'host')}"

@@ -3,7 +3,7 @@
 `gcloud compute tpus tpu-vm scp/ssh --worker=all` copies files and runs `hosts/on_host.sh`, which is shipped with the
 workspace, on each host.
 
-    pack (git's files) → describe → scp archive → install (unpack, launch/setup.sh) → scp secrets → start, detached
+    describe → pack (git's files) → scp archive → install (unpack, launch/setup.sh) → scp secrets → start, detached
 
 Each step finishes on all hosts before the next begins, so nothing starts unless set-up succeeded on every host. A job
 of several slices has one TPU for each; MEGASCALE_… variables tell JAX and libtpu how to join them. HF_TOKEN and
@@ -12,15 +12,19 @@ RENGA_ALERT are copied as files of mode 600, which the host deletes after readin
 
 from __future__ import annotations
 
+import glob
+import os
+import subprocess
+import tarfile
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from core import slices, units
+from core import paths, slices, units, versions
 from core.errors import UserError
 from launch import environment
-from launch.hosts import gcloud, logs, shipping, tpu_host
+from launch.hosts import gcloud, logs, tpu_host
 from launch.hosts.gcloud import Step, Tpu
 
 ACTIONS = ("logs", "status", "stop", "tensorboard")
@@ -60,61 +64,45 @@ def start(tpus: Sequence[Tpu], *, slice_: slices.Slice, run: Run, workspace: Pat
       UserError: a TPU is of another size or not READY, there are more or fewer than slices, or the workspace is not
         under git.
     """
-    names = [tpu.name for tpu in tpus]
+    names = ", ".join(tpu.name for tpu in tpus)
     if len(tpus) != slice_.num_slices:
         raise UserError(
             f"{slice_.name} is {units.counted(slice_.num_slices, 'slice')}, but "
-            f"{units.counted(len(tpus), 'TPU is', 'TPUs are')} named ({', '.join(names)}): "
-            "give one for each, as --tpu A,B"
+            f"{units.counted(len(tpus), 'TPU is', 'TPUs are')} named ({names}): give one for each, as --tpu A,B"
         )
-    files = shipping.workspace_files(workspace)
+    files = workspace_files(workspace)
     secrets = {name: value for name in ("HF_TOKEN", "RENGA_ALERT") if (value := environment.read(name))}
-    with tempfile.TemporaryDirectory(prefix="renga-ship-") as folder:
+    with tempfile.TemporaryDirectory(prefix="renga-ship-") as temporary:
+        folder = Path(temporary)
         if dry_run:
-            looks = [gcloud.describe_step(tpu) for tpu in tpus] + [gcloud.address_step(tpus[0])][: len(tpus) - 1]
-            steps = _start_steps(tpus, run, Path(folder), list(secrets), coordinator=f"ADDRESS_OF_{names[0]}")
-            return gcloud.perform([*looks, *steps], dry_run=True)
-        for tpu in tpus:
-            _require_ready(tpu, slice_)
-        coordinator = gcloud.address(tpus[0]) if len(tpus) > 1 else ""
-        shipping.pack(files, workspace=workspace, archive=Path(folder) / _ARCHIVE)
-        for name, value in secrets.items():
-            (Path(folder) / name).touch(mode=0o600)
-            (Path(folder) / name).write_text(value)
-        steps = _start_steps(tpus, run, Path(folder), list(secrets), coordinator=coordinator)
-        code = gcloud.perform(steps, dry_run=False)
-    if code == 0:
+            coordinator = f"ADDRESS_OF_{tpus[0].name}"
+            gcloud.perform([gcloud.describe_step(tpu) for tpu in tpus], dry_run=True)
+        else:
+            coordinator, *_ = [_ready(tpu, slice_).address for tpu in tpus]
+            _pack(files, workspace=workspace, archive=folder / _ARCHIVE)
+            for name, value in secrets.items():
+                (folder / name).touch(mode=0o600)
+                (folder / name).write_text(value)
+        code = gcloud.perform(_start_steps(tpus, run, folder, secrets, coordinator=coordinator), dry_run=dry_run)
+    if code == 0 and not dry_run:
         print(
             f"Started on {units.counted(slice_.hosts, 'host')}. "
-            f"Follow it: launch/pod.sh logs --tpu {','.join(names)} --zone {tpus[0].zone}"
+            f"Follow it: launch/pod.sh logs --tpu {names.replace(' ', '')} --zone {tpus[0].zone}"
         )
     return code
 
 
-def act(tpus: Sequence[Tpu], *, action: str, log_directory: str | None = None, dry_run: bool) -> int:
-    """Runs one of ACTIONS on all hosts at once; TensorBoard runs on host 0 alone, with a tunnel to 127.0.0.1."""
-    if action == "tensorboard":
-        return gcloud.perform([tensorboard_step(tpus[0], log_directory)], dry_run=dry_run)
-    if action == "status" and (code := gcloud.perform([gcloud.describe_step(tpu) for tpu in tpus], dry_run=dry_run)):
-        return code
-    steps = [action_step(tpu, action) for tpu in tpus]
-    if action == "logs" and not dry_run:
-        return logs.follow([gcloud.resolved(step.argv) for step in steps])
-    return gcloud.perform(steps, dry_run=dry_run, together=True)
-
-
-def action_step(tpu: Tpu, action: str) -> Step:
-    """Runs an action of `on_host.sh` that takes no arguments on all hosts of a TPU."""
-    return Step(f"{action} on all hosts of {tpu.name}", gcloud.ssh(tpu, gcloud.on_host(action)))
-
-
-def tensorboard_step(tpu: Tpu, log_directory: str | None) -> Step:
-    """TensorBoard on host 0, over `log_directory` or, for None, over the run directory of the run that is there."""
-    port = TENSORBOARD_PORT
-    tunnel = ("-tt", f"-L 127.0.0.1:{port}:127.0.0.1:{port}")  # with a terminal, so that it ends with the tunnel
-    text = gcloud.on_host("tensorboard", str(port), *([log_directory] if log_directory else []))
-    purpose = f"TensorBoard of {log_directory or 'the run'} at http://127.0.0.1:{port} until Ctrl-C"
-    return Step(purpose, gcloud.ssh(tpu, text, worker="0", ssh_flags=tunnel))
+def _ready(tpu: Tpu, slice_: slices.Slice) -> gcloud.Description:
+    found = gcloud.describe(tpu)
+    if found.problem:
+        raise UserError(f"gcloud finds no TPU {tpu.name!r} in {tpu.zone}: {found.problem}")
+    if found.state != "READY":
+        state = found.state or "in an unknown state"
+        raise UserError(f"TPU {tpu.name} is {state} (health {found.health or 'unknown'}), not READY")
+    tpu_host.require_slice(slice_, accelerator_type=found.accelerator_type or None, where=f"TPU {tpu.name}")
+    if slice_.num_slices > 1 and not found.address:
+        raise UserError(f"gcloud has no address of host 0 of {tpu.name}, with which the slices would join")
+    return found
 
 
 def _start_steps(
@@ -137,11 +125,82 @@ def _start_steps(
     return [Step(f"{tpu.name}: {purpose}" if several else purpose, argv) for purpose, tpu, argv in steps]
 
 
-def _require_ready(tpu: Tpu, slice_: slices.Slice) -> None:
-    found = gcloud.describe(tpu)
-    if found.problem:
-        raise UserError(f"gcloud finds no TPU {tpu.name!r} in {tpu.zone}: {found.problem}")
-    if found.state != "READY":
-        state = found.state or "in an unknown state"
-        raise UserError(f"TPU {tpu.name} is {state} (health {found.health or 'unknown'}), not READY")
-    tpu_host.require_slice(slice_, accelerator_type=found.accelerator_type or None, where=f"TPU {tpu.name}")
+def act(tpus: Sequence[Tpu], *, action: str, log_directory: str | None = None, dry_run: bool) -> int:
+    """Runs one of ACTIONS on all hosts at once; TensorBoard runs on host 0 alone, with a tunnel to 127.0.0.1."""
+    if action == "tensorboard":
+        return gcloud.perform([tensorboard_step(tpus[0], log_directory)], dry_run=dry_run)
+    if action == "status" and (code := gcloud.perform([gcloud.describe_step(tpu) for tpu in tpus], dry_run=dry_run)):
+        return code
+    steps = [action_step(tpu, action) for tpu in tpus]
+    if action == "logs" and not dry_run:
+        return logs.follow([gcloud.resolved(step.argv) for step in steps])
+    return gcloud.perform(steps, dry_run=dry_run, together=True)
+
+
+def action_step(tpu: Tpu, action: str) -> Step:
+    """Runs an action of `on_host.sh` that takes no arguments on all hosts of a TPU."""
+    return Step(f"{action} on all hosts of {tpu.name}", gcloud.ssh(tpu, gcloud.on_host(action)))
+
+
+def tensorboard_step(tpu: Tpu, log_directory: str | None) -> Step:
+    """TensorBoard on host 0, over `log_directory` or, for None, over the run directory of the run that is there."""
+    port = TENSORBOARD_PORT
+    tunnel = ("--ssh-flag=-tt", f"--ssh-flag=-L 127.0.0.1:{port}:127.0.0.1:{port}")  # a terminal, to end with it
+    text = gcloud.on_host("tensorboard", str(port), *([log_directory] if log_directory else []))
+    purpose = f"TensorBoard of {log_directory or 'the run'} at http://127.0.0.1:{port} until Ctrl-C"
+    return Step(purpose, gcloud.ssh(tpu, text, *tunnel, worker="0"))
+
+
+def workspace_files(workspace: Path) -> list[str]:
+    """Returns the paths, relative to `workspace`, of files that git tracks or would track; only these are shipped.
+
+    Raises:
+      UserError: not a git work tree.
+    """
+    command = ["git", "-C", str(workspace), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        raise UserError(f"cannot list the files to ship: {workspace} is not a git work tree ({listed.stderr.strip()})")
+    return sorted(name for name in set(listed.stdout.split("\0")) if name and (workspace / name).exists())
+
+
+def _pack(files: Sequence[str], *, workspace: Path, archive: Path) -> None:
+    """Writes `files` and their git revision into a gzipped tar archive."""
+    note = archive.with_name("revision")
+    note.write_text(versions.git_revision(workspace) + "\n")
+    with tarfile.open(archive, "w:gz") as tar:
+        for name in files:
+            tar.add(workspace / name, arcname=name, recursive=False)
+        tar.add(note, arcname=versions.REVISION_FILE)
+    print(f"# packed {units.counted(len(files), 'file')}, {units.size(archive.stat().st_size)}", flush=True)
+
+
+def shipped_path(path: str, *, workspace: Path) -> str:
+    """Returns `path` relative to the workspace, as the hosts see it; gs:// paths are unchanged.
+
+    Raises:
+      UserError: the file does not exist, or is not among what is shipped.
+    """
+    if paths.is_remote(path):
+        return path
+    absolute = Path(path).resolve()
+    if not absolute.is_file():
+        raise UserError(f"no such experiment file: {path}")
+    if not absolute.is_relative_to(workspace) or str(absolute.relative_to(workspace)) not in workspace_files(workspace):
+        raise UserError(f"{path} would not reach the hosts: put it into {workspace}, where git does not ignore it")
+    return str(absolute.relative_to(workspace))
+
+
+def left_behind(patterns: Sequence[str], *, workspace: Path) -> list[str]:
+    """Returns an error for each pattern, relative to `workspace`, that matches files which would not be shipped."""
+    shipped = workspace_files(workspace) if patterns else []
+    found = []
+    for pattern in patterns:
+        here = sorted(map(os.path.normpath, glob.glob(pattern, root_dir=workspace, recursive=True)))  # noqa: PTH207 (as `tasks.listing`)
+        left = [path for path in here if not any(f == path or f.startswith(f"{path}/") for f in shipped)]
+        if left:
+            found.append(
+                f"{pattern!r} would not reach the hosts: git ignores {left[0]}, so it is not shipped. Give "
+                "gs://BUCKET/…, or the absolute path where the hosts have it"
+            )
+    return found

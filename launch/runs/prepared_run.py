@@ -17,7 +17,7 @@ from core.health import phase
 from core.training import compile_cache
 from launch import environment, host_memory
 from launch.experiment import Experiment
-from launch.host import Host
+from launch.hosts.cluster import Host
 from parallel.partitioner import Program
 
 DATA_SECONDS = 3600.0  # limit for one host's work on the data; a longer build belongs in launch/run build

@@ -10,7 +10,7 @@ from core import units
 from core.health import phase
 from core.training.compile_cache import Totals
 from core.training.host_metrics import Slowest
-from launch.host import Host
+from launch.hosts.cluster import Host
 
 WAITS = {  # phases that may take long, as a person reads them
     phase.OPENING: "setting up the run",

@@ -15,7 +15,7 @@ from core.train_state import TrainState
 from core.types import DescribesEvaluation, Generates, can
 from launch import terminal
 from launch.experiment import Experiment, padding
-from launch.host import Host
+from launch.hosts.cluster import Host
 from launch.runs import progress
 from parallel import report, sampling, strategy
 from parallel.partitioner import Program

@@ -22,7 +22,7 @@ from core.training import hooks
 from core.training.trainer import StepReport
 from core.types import Batch
 from launch.experiment import Experiment
-from launch.host import Host
+from launch.hosts.cluster import Host
 from launch.runs import prepared_run, training
 from models.transformer import Transformer
 from parallel import strategies

@@ -6,7 +6,7 @@ import pytest
 
 from core.health import phase
 from core.training import hooks
-from launch.host import Host
+from launch.hosts.cluster import Host
 from tests.lab import bench, overhead
 
 

@@ -8,7 +8,7 @@ import pytest
 from core import paths
 from core.checkpoints import description
 from launch import configuration
-from launch.host import Host
+from launch.hosts.cluster import Host
 from launch.runs import prepared_run, training
 
 COMMON = ("TOTAL_STEPS = 8", "CHECKPOINT_INTERVAL = 4", "EVAL_BATCHES = 0", "WARMUP_STEPS = 6", "BATCH_SIZE = 8")

@@ -12,7 +12,7 @@ import pytest
 
 from core.training import non_finite
 from launch import configuration
-from launch.host import Host
+from launch.hosts.cluster import Host
 from launch.runs import prepared_run, training
 from models.transformer import Transformer
 from parallel import strategies

@@ -10,7 +10,7 @@ import pytest
 from core import paths
 from launch import __main__ as cli
 from launch import environment
-from launch.hosts import gcloud, shipping, simulate, supervise, tpu_host, workstation
+from launch.hosts import gcloud, simulate, supervise, tpu_host, workstation
 
 ROOT = environment.WORKSPACE
 NOWHERE = tpu_host.Place(False, None, ("environment: TPU_WORKER_ID is not set",))
@@ -55,7 +55,7 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(simulate, "run", simulated)
     monkeypatch.setattr(workstation, "start", start)
-    monkeypatch.setattr(shipping, "shipped_path", lambda path, workspace: path)
+    monkeypatch.setattr(workstation, "shipped_path", lambda path, workspace: path)
     return made
 
 

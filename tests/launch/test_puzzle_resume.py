@@ -10,7 +10,7 @@ import pytest
 
 from core.checkpoints.store import Checkpoints
 from launch import configuration
-from launch.host import Host
+from launch.hosts.cluster import Host
 from launch.runs import prepared_run, training
 
 SMALL = (

@@ -9,7 +9,7 @@ import pytest
 from core.health import exit_codes
 from core.training import run_lock
 from launch import environment
-from launch.check import preflight_inputs
+from launch.check import preflight
 
 SMALL = [
     "TASK = @synthetic.random_tokens()",
@@ -56,11 +56,11 @@ def test_a_second_launch_is_refused_and_a_run_whose_directory_is_deleted_ends(go
 
 def test_a_check_says_that_a_run_is_training_there(tmp_path):
     lock = run_lock.RunLock.acquire(str(tmp_path), say=print)
-    (found,) = preflight_inputs.run_directory(str(tmp_path), None, "simulated")
+    (found,) = preflight.run_directory(str(tmp_path), None, "simulated")
     assert not found.ok
     assert "is in use by another launch: process" in found.detail
     lock.release()
-    assert preflight_inputs.run_directory(str(tmp_path), None, "simulated")[0].ok
+    assert preflight.run_directory(str(tmp_path), None, "simulated")[0].ok
 
 
 TWO_HOSTS = """

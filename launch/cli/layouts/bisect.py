@@ -86,7 +86,8 @@ def run(args: argparse.Namespace) -> int:
         for side in "AB" if args.full else "":  # every step of a side is kept in memory
             variant, name = variants[side], experiments[side].slice
             checked = preflight.require(variant.config, bindings=variant.bindings, slice_name=name, run_dir=folder)
-            host_memory.require_simulated(checked.training_bytes * (args.steps + 2), slice_name=name)
+            state_bytes = host_memory.simulated(checked.experiment, checked.program)["state and gradients"]
+            host_memory.require_simulated(state_bytes * (args.steps + 2), slice_name=name)
         options = flags.passed_on(args, "--steps", "--slice", "--full", "--own-dtype")
         command = [sys.executable, "-m", "launch", "bisect", args.experiment, *map(str, variants.values()), *options]
         for side, slice_ in played.items():

@@ -52,12 +52,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _ahead(args: argparse.Namespace) -> int:
     """Writes the findings that need no device to --json; a process of its own, so that its compiler takes no chip."""
-    from launch.check import offline_checks
+    from launch.check import doctor
 
     where = "simulated" if args.simulate else "here"
-    found = offline_checks.look(
-        args.experiment, bindings=args.gin, slice_name=args.slice, run_dir=args.run_dir, hosts=where
-    )
+    found = doctor.offline(args.experiment, bindings=args.gin, slice_name=args.slice, run_dir=args.run_dir, hosts=where)
     Path(args.json).write_text(json.dumps(findings.to_json(found)))
     return 0
 
@@ -100,21 +98,20 @@ def _host(args: argparse.Namespace, slice_: slices.Slice) -> int:
     """Runs this host's part; host 0 prints the findings of all hosts."""
     from core import distributed
     from launch import configuration
-    from launch.check import cluster_checks, machine
-    from launch.hosts import start_checks
+    from launch.check import doctor
 
     simulated = bool(environment.read("RENGA_SIMULATE"))
-    mine = [start_checks.versions(), *machine.variables(simulated=simulated), machine.chip_holders()]
+    own = doctor.own_host(simulated=simulated)
     if args.part != "host":  # else whoever started this process looked
         with tempfile.TemporaryDirectory(prefix="renga-doctor-") as folder:
-            mine += _rows_of(args, "ahead", Path(folder) / "ahead.json", JAX_PLATFORMS="cpu")
-    if any(row.name in ("configuration", "ahead") and not row.ok for row in mine):
-        return _end(args, mine)
+            own += _rows_of(args, "ahead", Path(folder) / "ahead.json", JAX_PLATFORMS="cpu")
+    if any(row.name in ("configuration", "ahead") and not row.ok for row in own):
+        return _end(args, own)
     config = configuration.load(args.experiment, bindings=args.gin, slice_name=slice_.name)
-    host, joined = cluster_checks.join(slice_)
+    host, joined = doctor.join(slice_)
     if host is None:
-        return _end(args, [*mine, joined])
-    every = cluster_checks.examine(config.build(), host, [*mine, joined], config_text=config.text, run_dir=args.run_dir)
+        return _end(args, [*own, joined])
+    every = doctor.all_hosts(config.build(), host, [*own, joined], config_text=config.text, run_dir=args.run_dir)
     distributed.shutdown()
     if args.part == "host":
         if host.is_zero:

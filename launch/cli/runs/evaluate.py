@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from launch.experiments.held_out import HeldOut
     from launch.experiments.saved_run import SavedRun
     from launch.experiments.scores import Scores
-    from launch.host import Host
+    from launch.hosts.cluster import Host
     from launch.runs.prepared_run import Run
 
 HELP = "score a run's checkpoints on held-out data: mean metrics, and ARC by voting"

@@ -20,7 +20,7 @@ from core.errors import UserError
 from launch import environment
 from launch.cli import flags
 from launch.cli.runs import validate
-from launch.hosts import alerts, gcloud, lifecycle, shipping, simulate, supervise, tpu_host, workstation
+from launch.hosts import alerts, gcloud, lifecycle, simulate, supervise, tpu_host, workstation
 
 if TYPE_CHECKING:
     from launch.check import preflight
@@ -125,7 +125,7 @@ def _validate(args: argparse.Namespace, slice_: slices.Slice) -> int:
             f"{units.counted(slice_.hosts, 'host')} need one place for checkpoints: give --run-dir gs://BUCKET/…"
         )
     workspace = environment.WORKSPACE
-    shipped = shipping.shipped_path(experiment, workspace=workspace)
+    shipped = workstation.shipped_path(experiment, workspace=workspace)
     return workstation.start(
         tpus,
         slice_=slice_,
@@ -189,12 +189,12 @@ def _supervised(
     attempt: Callable[[list[int]], int], *, run_directory: str, restarts: int, host: int | None = None
 ) -> int:
     """Runs `attempt(stop_requests)` for `host` or all hosts; restarts it where useful and alerts on each failure."""
-    with alerts.watching(run_directory, host=host) as watch, supervise.stop_requests() as requested:
+    with alerts.watching(run_directory, host=host) as report, supervise.stop_requests() as requested:
 
         def told() -> int:
             code = attempt(requested)
-            if watch and not requested:
-                watch.after(code)
+            if not requested:
+                report(code)
             return code
 
         return supervise.supervise(
@@ -209,7 +209,7 @@ def _from_workstation(args: argparse.Namespace, slice_: slices.Slice, tpus: Sequ
             f"--restarts with the run directory {args.run_dir or _run_directory(args)}: a TPU that is made again has "
             "empty disks, so there would be nothing to go on from. Give --run-dir gs://BUCKET/…"
         )
-    experiment = shipping.shipped_path(args.experiment, workspace=workspace)
+    experiment = workstation.shipped_path(args.experiment, workspace=workspace)
     where = "dry run" if args.dry_run else "shipped to"
     checked = _checked(args, slice_, run_directory=args.run_dir or _run_directory(args), hosts=where)
     for finding in checked.findings:
@@ -236,14 +236,9 @@ def _from_workstation(args: argparse.Namespace, slice_: slices.Slice, tpus: Sequ
         return code
     print("Watching the TPU, and creating it again if it is preempted; Ctrl-C stops only the watching.", flush=True)
     with supervise.stop_requests() as requested:
-        return lifecycle.watch(
-            tpus,
-            order=lifecycle.Order(slice_.single, args.spot, args.queued),
-            restarts=args.restarts,
-            start=start,
-            newest_step=lambda: supervise.newest_step(args.run_dir or _run_directory(args)),
-            requested=requested,
-        )
+        order = lifecycle.Order(slice_.single, args.spot, args.queued)
+        watch = lifecycle.Watch(tpus=tpus, order=order, start=start, requested=requested)
+        return watch.run(restarts=args.restarts, newest_step=lambda: supervise.newest_step(remote))
 
 
 def _checked(args: argparse.Namespace, slice_: slices.Slice, *, run_directory: str, hosts: str) -> preflight.Checked:
@@ -251,7 +246,7 @@ def _checked(args: argparse.Namespace, slice_: slices.Slice, *, run_directory: s
     os.environ["JAX_PLATFORMS"] = "cpu"
     from launch.check import preflight
 
-    checked = preflight.check(
+    return preflight.require(
         args.experiment,
         bindings=args.gin,
         slice_name=slice_.name,
@@ -259,9 +254,6 @@ def _checked(args: argparse.Namespace, slice_: slices.Slice, *, run_directory: s
         smoked=args.smoke,
         hosts=hosts,
     )
-    if not checked.ok:
-        raise UserError("\n".join(f"{f.name}: {f.detail}" for f in checked.findings if not f.ok))
-    return checked
 
 
 def _is_finished(args: argparse.Namespace, checked: preflight.Checked, run_directory: str) -> bool:

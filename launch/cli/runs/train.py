@@ -42,7 +42,7 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     from core.training import run_lock
     from core.training.hooks import PreemptedError
     from launch import configuration, prediction
-    from launch.hosts import cluster, start_checks
+    from launch.hosts import cluster
     from launch.runs import prepared_run, training
     from launch.runs.progress import Waiting
 
@@ -71,7 +71,7 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
         limits=experiment.limits,
         before_devices=lock,
     )
-    start_checks.warn_at_start(host)
+    cluster.warn_at_start(host)
     if host.is_zero:
         for note in config.notes:
             print(f"note: {note}")

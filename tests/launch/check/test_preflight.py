@@ -9,7 +9,7 @@ from core.errors import UserError
 from launch import __main__ as cli
 from launch import configuration, host_memory
 from launch.check import preflight
-from launch.hosts import shipping
+from launch.hosts import workstation
 from parallel import mesh
 
 QUICKSTART, VALKYRIE = "gin/quickstart.gin", "gin/valkyrie_7b.gin"
@@ -132,8 +132,8 @@ def test_what_git_ignores_does_not_reach_the_hosts(tmp_path):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "a.txt").write_text("x")
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
-    assert shipping.left_behind(["kept/*.txt", "kept", "./kept/a.txt", "absent/*"], workspace=tmp_path) == []
-    (problem,) = shipping.left_behind(["kept/*.txt", "*/*.txt"], workspace=tmp_path)
+    assert workstation.left_behind(["kept/*.txt", "kept", "./kept/a.txt", "absent/*"], workspace=tmp_path) == []
+    (problem,) = workstation.left_behind(["kept/*.txt", "*/*.txt"], workspace=tmp_path)
     assert "'*/*.txt' would not reach the hosts: git ignores ignored/a.txt" in problem
     assert "gs://BUCKET/" in problem
 

@@ -10,8 +10,8 @@ import pytest
 from core.checkpoints.store import Checkpoints
 from launch import __main__ as cli
 from launch import configuration
-from launch.host import Host
 from launch.hosts import cluster
+from launch.hosts.cluster import Host
 from launch.runs import prepared_run
 from tasks.puzzles import arc_grids, writing
 

@@ -10,7 +10,7 @@ import pytest
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent.parent
-ON_HOSTS = tuple(f"launch/hosts/{name}" for name in ("on_host.sh", "log_prefix.py", "host_output.py"))
+ON_HOSTS = tuple(f"launch/hosts/{name}" for name in ("on_host.sh", "host_output.py"))
 ON_HOSTS += (
     "launch/terminal.py",
     "launch/environment.py",

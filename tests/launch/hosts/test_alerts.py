@@ -31,10 +31,10 @@ def fail(host, error):
 
 
 def test_an_exception_is_told_with_its_message_host_and_step(told, tmp_path, capsys):
-    with alerts.watching(str(tmp_path)) as watch:
+    with alerts.watching(str(tmp_path)) as report:
         fail(2, RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 3 GiB in step 7"))
         fail(0, RuntimeError("Connection closed by peer"))
-        watch.after(exit_codes.RAISED)
+        report(exit_codes.RAISED)
     (alert,) = told()
     assert {k: alert[k] for k in ("run", "host", "kind", "step", "exit_code")} == {
         "run": str(tmp_path),
@@ -55,26 +55,26 @@ def test_an_exception_is_told_with_its_message_host_and_step(told, tmp_path, cap
 )
 def test_the_dead_are_told_of_too(told, tmp_path, code, kind):
     (tmp_path / "metrics.jsonl").write_text('{"step": 3}\n{"step": 41}\n')
-    with alerts.watching(str(tmp_path)) as watch:
-        watch.after(code)
+    with alerts.watching(str(tmp_path)) as report:
+        report(code)
     (alert,) = told()
     assert (alert["kind"], alert["step"], alert["message"]) == (kind, 41, exit_codes.ending(code).meaning)
 
 
 @pytest.mark.parametrize("code", [exit_codes.DONE, exit_codes.USER_ERROR, exit_codes.PREEMPTED, exit_codes.INTERRUPTED])
 def test_nobody_is_told_of_what_somebody_wanted_or_sees(told, tmp_path, code):
-    with alerts.watching(str(tmp_path)) as watch:
-        watch.after(code)
+    with alerts.watching(str(tmp_path)) as report:
+        report(code)
     assert told() == []
 
 
 def test_the_parent_of_another_host_leaves_it_to_that_of_host_0(told, tmp_path):
-    with alerts.watching(str(tmp_path), host=1) as watch:
+    with alerts.watching(str(tmp_path), host=1) as report:
         fail(1, RuntimeError("on host 1"))
-        watch.after(exit_codes.RAISED)
+        report(exit_codes.RAISED)
     assert told() == []
-    with alerts.watching(str(tmp_path), host=0) as watch:
-        watch.after(exit_codes.PEER_LOST)
+    with alerts.watching(str(tmp_path), host=0) as report:
+        report(exit_codes.PEER_LOST)
     assert [alert["kind"] for alert in told()] == ["host lost"]
 
 
@@ -91,12 +91,12 @@ with alerts.noting(0):
 
 
 def test_what_the_hosts_found_out_together_is_what_is_told(told, tmp_path):
-    with alerts.watching(str(tmp_path)) as watch:
+    with alerts.watching(str(tmp_path)) as report:
         done = subprocess.run([sys.executable, "-c", STUCK], cwd=environment.WORKSPACE, timeout=60, check=False)
         notes = list(pathlib.Path(environment.read("RENGA_NOTES")).iterdir())
         assert [note.name for note in notes] == ["verdict_0.json"]
         (notes[0].parent / "raised_3.json").write_text('{"host": 3, "mes')  # cut off, when its process was killed
-        watch.after(done.returncode)
+        report(done.returncode)
     (alert,) = told()
     assert {k: alert[k] for k in ("host", "kind", "step", "exit_code")} == {
         "host": 0,
@@ -109,10 +109,10 @@ def test_what_the_hosts_found_out_together_is_what_is_told(told, tmp_path):
 
 @pytest.mark.parametrize(("raised_on", "says"), [(2, "KeyError: 'wide'"), (0, "host 2 raised KeyError")])
 def test_of_the_host_that_a_verdict_names_its_own_words_are_told(told, tmp_path, raised_on, says):
-    with alerts.watching(str(tmp_path)) as watch:
+    with alerts.watching(str(tmp_path)) as report:
         fail(raised_on, KeyError("wide"))
         heartbeat._on_verdict(failure_diagnosis.Verdict((2,), "host 2 raised KeyError", exit_codes.RAISED))
-        watch.after(exit_codes.RAISED)
+        report(exit_codes.RAISED)
     (alert,) = told()
     assert (alert["host"], alert["message"]) == (2, says)
 
@@ -132,8 +132,8 @@ def test_a_web_address_gets_the_same(tmp_path, monkeypatch, capsys):
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("RENGA_ALERT", f"http://127.0.0.1:{server.server_port}/secret")
-        with alerts.watching(str(tmp_path)) as watch:
-            watch.after(exit_codes.HUNG)
+        with alerts.watching(str(tmp_path)) as report:
+            report(exit_codes.HUNG)
         server.shutdown()
     ((path, alert),) = got
     assert (path, alert["kind"]) == ("/secret", "stall")
@@ -144,13 +144,13 @@ def test_who_does_not_answer_holds_nobody_up(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(alerts, "SEND_SECONDS", 0.5)
     monkeypatch.setenv("RENGA_ALERT", "sleep 60")
     started = time.monotonic()
-    with alerts.watching(str(tmp_path)) as watch:
-        watch.after(exit_codes.HUNG)
+    with alerts.watching(str(tmp_path)) as report:
+        report(exit_codes.HUNG)
     assert time.monotonic() - started < 10
     assert "alert (stall) could not be sent (not within 0.5 s)" in capsys.readouterr().err
     monkeypatch.setenv("RENGA_ALERT", "exit 3")
-    with alerts.watching(str(tmp_path)) as watch:
-        watch.after(exit_codes.HUNG)
+    with alerts.watching(str(tmp_path)) as report:
+        report(exit_codes.HUNG)
     assert "could not be sent (exit code 3)" in capsys.readouterr().err
 
 
@@ -163,5 +163,6 @@ def test_an_address_that_anybody_could_read_is_refused(tmp_path, monkeypatch):
 
 def test_without_the_variable_nothing_is_watched(tmp_path, monkeypatch):
     monkeypatch.delenv("RENGA_ALERT", raising=False)
-    with alerts.watching(str(tmp_path)) as watch, alerts.noting(0):
-        assert watch is None
+    with alerts.watching(str(tmp_path)) as report, alerts.noting(0):
+        report(exit_codes.HUNG)
+    assert environment.read("RENGA_NOTES") is None

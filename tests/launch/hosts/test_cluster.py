@@ -7,6 +7,7 @@ import pytest
 
 from core import slices
 from launch import environment
+from launch.findings import Finding
 from launch.hosts import cluster, tpu_host
 
 JOINED = """
@@ -48,9 +49,9 @@ def test_cpus_are_no_tpu():
 
 
 @pytest.mark.covers("R10")
-def test_processes_that_could_not_be_looked_at_are_counted(monkeypatch):
-    monkeypatch.setattr(tpu_host, "chip_holders", lambda: ({}, 2))
-    says = "Its chips: held by no other process; 2 processes of other users could not be looked at. Elsewhere"
+def test_the_refusal_says_who_holds_the_chips(monkeypatch):
+    monkeypatch.setattr(tpu_host, "chip_holders", lambda: Finding("chips", True, "held by no other process; 2 unseen"))
+    says = "Its chips: held by no other process; 2 unseen. Elsewhere"
     with pytest.raises(ValueError, match=says):
         cluster._require_chips(slices.get("v4-32"), played=False)
 

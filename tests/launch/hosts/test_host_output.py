@@ -11,18 +11,19 @@ import pytest
 from launch.hosts import host_output
 
 
+def start(tmp_path, text, *, log):
+    options = {"name": "host 0", "step_file": tmp_path / "step", "to_terminal": True}
+    return host_output.HostProcess(["bash", "-c", text], log_path=log, **options)
+
+
 @pytest.mark.parametrize("where", ["full disk", "no folder"])
 def test_a_log_that_cannot_be_written_hides_nothing(tmp_path, capfd, where):
     log = tmp_path / "host_0.log" if where == "full disk" else tmp_path / "gone" / "host_0.log"
     if where == "full disk":
         log.symlink_to("/dev/full")
-    output = host_output.HostOutput(log, to_terminal=True)
-    writer = os.dup(output.child_end)
-    output.follow(title="--- host 0")
-    os.write(writer, b"step 1\nerror: no room\nlast words")
-    os.close(writer)
-    output.finish()
-    assert output.last_lines(9) == ["step 1", "error: no room", "last words"]
+    host = start(tmp_path, "printf 'step 1\\nerror: no room\\nlast words'", log=log)
+    host.finish()
+    assert list(host.last_lines) == ["step 1", "error: no room", "last words"]
     said = capfd.readouterr().out
     warned = re.findall(r"warning: \S*host_0.log could not be written \(.*\); the run goes on\n", said)
     assert len(warned) == 1
@@ -33,15 +34,14 @@ def test_a_redrawn_line_is_on_the_terminal_before_the_next_one(tmp_path, monkeyp
     """A progress bar ends nothing with a line break: each redraw begins with a carriage return."""
     ours, theirs = pty.openpty()
     monkeypatch.setattr(sys, "stdout", os.fdopen(theirs, "w"))
-    output = host_output.HostOutput(tmp_path / "host_0.log", to_terminal=True)
-    writer = os.dup(output.child_end)
-    output.follow(title="--- host 0")
+    os.mkfifo(tmp_path / "go")
+    host = start(tmp_path, f"printf '\\rstep 1'; cat {tmp_path}/go; printf '\\rstep 2'", log=tmp_path / "host_0.log")
     shown = b""
     for step in (b"\rstep 1", b"\rstep 2"):
-        os.write(writer, step)
         while not shown.endswith(step):
             assert select.select([ours], [], [], 5)[0], f"{step!r} is not on the terminal, only {shown!r}"
             shown += os.read(ours, 99)
-    os.close(writer)
-    output.finish()
+        if step == b"\rstep 1":
+            (tmp_path / "go").write_text("")
+    host.finish()
     assert (tmp_path / "host_0.log").read_text().endswith("step 2\n")

@@ -35,6 +35,11 @@ def calls(cloud):
     return [json.loads(line) for line in (cloud / "calls.jsonl").read_text().splitlines()]
 
 
+def watch(*, start, restarts=1, newest_step=lambda: None, **options):
+    watched = lifecycle.Watch(tpus=[TPU], start=start, **options)
+    return watched.run(restarts=restarts, newest_step=newest_step)
+
+
 def wait_until(what, seconds=30):
     deadline = time.monotonic() + seconds
     while not what():
@@ -85,10 +90,8 @@ def test_a_slice_that_was_taken_away_is_made_again_and_the_run_ends_well(cloud, 
     results, steps, requested = [], iter([4, 8, *[8] * 9]), []
     watching = threading.Thread(
         target=lambda: results.append(
-            lifecycle.watch(
-                [TPU],
+            watch(
                 order=lifecycle.Order(V4_16, True, False),
-                restarts=1,
                 start=run,
                 newest_step=lambda: next(steps),
                 requested=requested,
@@ -135,7 +138,7 @@ def test_what_a_watch_does_with_what_it_sees(monkeypatch, run_says, state, code,
         return 0
 
     same = {"newest_step": lambda: None, "requested": [], "poll_seconds": 0.01}
-    assert lifecycle.watch([TPU], order=ON_DEMAND, restarts=2, start=start, **same) == code
+    assert watch(order=ON_DEMAND, restarts=2, start=start, **same) == code
     assert len(started) == starts
     assert all(("create" in steps) == (state == "PREEMPTED") for steps in started)
 
@@ -159,7 +162,7 @@ def test_a_start_that_fails_is_tried_again_and_is_no_restart_of_its_own(cloud, r
         return code
 
     bounds = {"order": ON_DEMAND, "restarts": 1, "newest_step": lambda: None, "requested": [], "poll_seconds": 0.2}
-    assert lifecycle.watch([TPU], start=start, **bounds) == 0
+    assert watch(start=start, **bounds) == 0
     assert starts == ["READY"] * 3
     said = capfd.readouterr().out
     assert "not started (try 1 of 30): TPU my-tpu is PREEMPTED (health HEALTHY), not READY" in said
@@ -184,7 +187,7 @@ def test_a_tpu_that_can_no_longer_come_is_asked_for_again(cloud, capfd, is_queue
     requested = []
     bounds = {"restarts": 1, "newest_step": lambda: None, "requested": requested, "poll_seconds": 0.01}
     order = lifecycle.Order(V4_16, True, is_queued)
-    assert lifecycle.watch([TPU], order=order, start=lambda: requested.append(143) or 0, **bounds) == 143
+    assert watch(order=order, start=lambda: requested.append(143) or 0, **bounds) == 143
     assert gcloud.describe(TPU).state == "READY"
     said = capfd.readouterr().out
     assert [text for text in says if text not in said] == []

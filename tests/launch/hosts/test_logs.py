@@ -7,16 +7,19 @@ import sys
 import pytest
 
 from launch import environment
-from launch.hosts import log_prefix, logs
+from launch.hosts import host_output, logs
 
 
 def test_a_stamp_names_the_host_and_the_step_that_it_noted(tmp_path):
-    stamp = log_prefix.LogPrefix("t1v-w-2", step_file=tmp_path / "step")
-    assert stamp().endswith(" t1v-w-2 | ")
-    (tmp_path / "step").write_bytes(b"host 2 step 17".ljust(64, b"\0"))
-    assert stamp()[16:] == " host 2 step 17 | "
-    assert log_prefix.time_of(stamp() + "anything") == stamp()[:16]
-    assert log_prefix.time_of("anything | else") is None
+    log, step = tmp_path / "run.log", tmp_path / "step"
+    text = f"echo a; sleep 0.3; printf 'host 2 step 17\\0\\0' > {step}; sleep 0.2; echo b"
+    host = host_output.HostProcess(["bash", "-c", text], log_path=log, name="t1v-w-2", step_file=step)
+    host.finish()
+    _, first, second = log.read_text().splitlines()
+    assert first[16:] == " t1v-w-2 | a"
+    assert second[16:] == " host 2 step 17 | b"
+    assert host_output.time_of(second) == second[:16]
+    assert host_output.time_of("anything | else") is None
 
 
 @pytest.mark.covers("O11")

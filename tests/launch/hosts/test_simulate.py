@@ -12,7 +12,7 @@ import time
 import pytest
 
 from core import slices
-from launch.hosts import log_prefix, simulate
+from launch.hosts import host_output, simulate
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent.parent
 V4_16, V4_32 = slices.get("v4-16"), slices.get("v4-32")
@@ -48,7 +48,7 @@ def run(slice_, text, tmp_path, words_seconds=0.3, **kwargs):
 def log(tmp_path, index):
     """What a host said; every line of its log begins with the time and the host."""
     stamped = [line.split(" | ", 1) for line in (tmp_path / f"logs/host_{index}.log").read_text().splitlines()]
-    assert all(log_prefix.time_of(f"{stamp} | ") and stamp.endswith(f" host {index}") for stamp, _ in stamped)
+    assert all(host_output.time_of(f"{stamp} | ") and stamp.endswith(f" host {index}") for stamp, _ in stamped)
     return "".join(f"{said}\n" for _, said in stamped)
 
 
@@ -115,7 +115,7 @@ def test_every_host_is_logged_and_host_0_is_on_the_terminal(tmp_path, capfdbinar
     for index in range(2):
         lines = log(tmp_path, index).splitlines()
         assert len(lines) == 6  # appended
-        assert lines[0].startswith(f"--- host {index} of v4-16: ")
+        assert lines[0].startswith(f"--- host {index}: ")
         assert sorted(lines[1:3]) == [f"err of {index}", f"out of {index}"]
     shown = capfdbinary.readouterr().out
     assert shown.count(b"out of 0") == 2

@@ -1,10 +1,12 @@
 """A run that is started again: when, how often, and when not."""
 
 import os
+import re
 import signal
 import sys
 import threading
 import time
+from unittest.mock import ANY
 
 import pytest
 
@@ -21,7 +23,11 @@ def supervised(codes, *, restarts, steps=(), requested=()):
         made.append(time.monotonic())
         return next(codes)
 
-    look = {"newest_step": lambda: next(steps), "requested": requested, "first_pause_seconds": 0.01}
+    def newest_step():
+        found = next(steps)
+        return found() if callable(found) else found
+
+    look = {"newest_step": newest_step, "requested": requested, "first_pause_seconds": 0.01}
     return supervise.supervise(attempt, restarts=restarts, **look), made
 
 
@@ -58,7 +64,7 @@ def unreachable():
 
 
 @pytest.mark.parametrize(
-    ("looks", "failures", "goes_on"),
+    ("looks", "failures", "resumes"),
     [
         ([5, unreachable, 5], [1, 2], "from the checkpoint of step 5"),
         ([unreachable, 5, 5], [1, 2], "from the checkpoint of step 5"),
@@ -68,16 +74,12 @@ def unreachable():
         ([None, None, None], [1, 2], "from the start"),
     ],
 )
-def test_a_look_for_checkpoints_that_fails_is_no_progress(looks, failures, goes_on):
-    left = iter(looks)
-
-    def newest_step():
-        found = next(left)
-        return found() if callable(found) else found
-
-    progress = supervise.Progress(newest_step)
-    assert [progress.after_failure() for _ in failures] == failures
-    assert progress.goes_on == goes_on
+def test_a_look_for_checkpoints_that_fails_is_no_progress(capsys, looks, failures, resumes):
+    assert supervised([13, 13, 0], restarts=5, steps=looks) == (0, ANY)
+    said = capsys.readouterr().out
+    assert [int(n) for n in re.findall(r"restart (\d) of at most 5", said)] == failures
+    assert f"{resumes} (restart {failures[-1]} of" in said
+    assert ("cannot list checkpoints: OSError: 503" in said) == (unreachable in looks)
 
 
 def test_nothing_starts_once_somebody_asked_to_stop():

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from core import slices
-from launch.hosts import gcloud, log_prefix, logs, shipping, workstation
+from launch.hosts import gcloud, host_output, logs, workstation
 
 TPU = gcloud.Tpu("my-tpu", "us-central2-b", "proj")
 SECOND = gcloud.Tpu("second", "us-central2-b", "proj")
@@ -76,7 +76,7 @@ def test_ship_set_up_start_follow_and_stop(cloud, workspace, monkeypatch, capfd)
     follower.start()
     assert act("stop") == 0
     follower.join(timeout=20)  # ends by itself, since the run did
-    times = [log_prefix.time_of(line) for line in followed]
+    times = [host_output.time_of(line) for line in followed]
     assert times == sorted(times)
     for worker in range(2):
         assert any(f" w-{worker} | pod.sh got v4-16" in line for line in followed)
@@ -133,7 +133,7 @@ def test_dry_run_prints_commands_that_gcloud_takes_and_runs_none(cloud, workspac
     assert subprocess.run(["bash", "-c", printed[0]], check=False).returncode == 0
     assert calls(cloud) == [
         ["compute", "tpus", "tpu-vm", "describe", "my-tpu", "--zone=us-central2-b", "--project=proj"]
-        + ["--format=value(acceleratorType,state,health)"]
+        + ["--format=value(acceleratorType,state,health,networkEndpoints[0].ipAddress)"]
     ]
 
 
@@ -186,13 +186,13 @@ def test_tensorboard_without_a_run_says_what_to_give(cloud, workspace, capfd):
 
 
 def test_only_what_git_would_keep_can_be_an_experiment(workspace, tmp_path):
-    assert shipping.shipped_path(str(workspace / "gin/x.gin"), workspace=workspace) == "gin/x.gin"
+    assert workstation.shipped_path(str(workspace / "gin/x.gin"), workspace=workspace) == "gin/x.gin"
     with pytest.raises(ValueError, match="would not reach the hosts"):
-        shipping.shipped_path(str(workspace / "data/large.bin"), workspace=workspace)
+        workstation.shipped_path(str(workspace / "data/large.bin"), workspace=workspace)
     with pytest.raises(ValueError, match="no such experiment file"):
-        shipping.shipped_path(str(workspace / "gin/y.gin"), workspace=workspace)
+        workstation.shipped_path(str(workspace / "gin/y.gin"), workspace=workspace)
     with pytest.raises(ValueError, match="not a git work tree"):
-        shipping.workspace_files(tmp_path)
+        workstation.workspace_files(tmp_path)
 
 
 def test_the_tpu_comes_from_flags_then_environment(monkeypatch):
@@ -241,7 +241,7 @@ def test_two_tpus_are_one_job(two_slices, workspace, capfd):
     ]
     assert "--tpu my-tpu,second --zone us-central2-b" in capfd.readouterr().out
     kinds = [call[3] for call in calls(two_slices)]
-    assert kinds == ["describe"] * 3 + ["scp"] * 2 + ["ssh"] * 4  # each step reaches both before the next begins
+    assert kinds == ["describe"] * 2 + ["scp"] * 2 + ["ssh"] * 4  # each step reaches both before the next begins
     both = {"log_directory": "runs", "dry_run": False}
     assert workstation.act([TPU, SECOND], action="status", **both) == 0
     status = capfd.readouterr().out
@@ -263,7 +263,7 @@ def test_a_dry_run_of_two_slices_says_what_only_gcloud_knows(two_slices, workspa
     job = {"slice_": slices.get("2xv4-16"), "run": run, "workspace": workspace}
     assert workstation.start([TPU, SECOND], **job, dry_run=True) == 0
     printed = [line for line in capfd.readouterr().out.splitlines() if not line.startswith("#")]
-    assert len(printed) == 9
+    assert len(printed) == 8
     assert sum("MEGASCALE_COORDINATOR_ADDRESS=ADDRESS_OF_my-tpu" in line for line in printed) == 2
     assert not calls(two_slices)
 

@@ -11,7 +11,7 @@ import pytest
 
 from core.training import profile_reader
 from launch import environment
-from launch.hosts import log_prefix
+from launch.hosts import host_output
 
 TINY = [
     "TASK = @synthetic.random_tokens()",
@@ -127,12 +127,12 @@ def test_every_host_is_seen_in_the_figures_of_host_0_and_writes_its_own(lived):
 @pytest.mark.covers("X09", "O11")
 def test_log_lines_carry_time_host_and_step_and_are_merged_by_time(lived, launch):
     log = (lived.run_dir / "logs" / "host_1.log").read_text().splitlines()
-    assert all(log_prefix.time_of(line) for line in log)
+    assert all(host_output.time_of(line) for line in log)
     assert log[0].split(" | ")[0].endswith(" host 1")
     assert re.search(r" host 1 step \d+ \| host 1 of 2: preempted", log[-1])
-    assert not any(log_prefix.time_of(line) for line in lived.said.splitlines())  # the terminal is as it was
+    assert not any(host_output.time_of(line) for line in lived.said.splitlines())  # the terminal is as it was
     merged = launch("pod", "logs", str(lived.run_dir)).splitlines()
-    times = [log_prefix.time_of(line) for line in merged]
+    times = [host_output.time_of(line) for line in merged]
     assert times == sorted(times)
     assert {line.split()[3] for line in merged} == {"0", "1"}
 

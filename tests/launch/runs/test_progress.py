@@ -1,7 +1,7 @@
 """What somebody who waits reads: a line per report, and what a long wait is for."""
 
 from core.health import phase
-from launch.host import Host
+from launch.hosts.cluster import Host
 from launch.runs import progress
 
 VALUES = {"loss": 2.5, "step_seconds": 30.0, "tokens_per_second": 100.0, "input_wait_seconds": 0.0}

@@ -8,7 +8,7 @@ import pytest
 
 from core import slices, units
 from launch import configuration
-from launch.host import Host
+from launch.hosts.cluster import Host
 from launch.runs import run_summary, smoke
 from parallel import mesh
 

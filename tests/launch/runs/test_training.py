@@ -15,7 +15,7 @@ import pytest
 from core.health import exit_codes, failure_diagnosis
 from core.training import compile_cache
 from launch import environment
-from launch.host import Host
+from launch.hosts.cluster import Host
 from launch.runs import prepared_run, training
 
 ROOT = environment.WORKSPACE

@@ -1,0 +1,198 @@
+"""The doctor's checks: without a device (preflight and more), of each host on its own, and of all hosts together."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+from jax.sharding import Mesh
+
+from core import distributed, host_checks, paths, slices, units
+from core.checkpoints import inspection
+from core.errors import UserError
+from core.health import phase
+from core.health.failure_diagnosis import Limits
+from core.slices import GIB
+from core.types import NamesFiles, can
+from launch import config, environment, prediction
+from launch.check import collectives, preflight
+from launch.experiment import Experiment
+from launch.findings import Finding, from_text, merge, to_json
+from launch.hosts import cluster, tpu_host
+from launch.hosts.cluster import Host
+
+LIMITS = Limits(120.0, 120.0)  # of each check of all hosts: a broken link never answers
+_BYTES_PER_CHIP = {"tpu": 64 * 2**20, "cpu": 2**18}
+_MOST_DIFFERENCES = 10
+_ALIKE = 0.92  # of two names, to take one for a slip of the other
+
+
+def offline(
+    path: str, *, bindings: Sequence[str], slice_name: str, run_dir: str, hosts: preflight.Hosts
+) -> list[Finding]:
+    """Makes the checks that need no device: the preflight, the newest checkpoint, and the regions of buckets."""
+    checked = preflight.check(path, bindings=bindings, slice_name=slice_name, run_dir=run_dir, hosts=hosts)
+    found = list(checked.findings)
+    if checked.program is not None:
+        found.append(checkpoint(checked.program, run_dir))
+    task = checked.experiment.task if checked.experiment else None
+    named = [run_dir, *(task.named_files() if can(task, NamesFiles) else ())]
+    buckets = {name.removeprefix("gs://").split("/")[0]: None for name in named if paths.is_remote(name)}
+    zone = environment.read("TPU_ZONE") or (tpu_host.zone() if buckets else None)
+    return [*found, *(bucket_region(bucket, zone=zone, location=paths.bucket_location(bucket)) for bucket in buckets)]
+
+
+def checkpoint(program, run_dir: str) -> Finding:
+    """Checks that the newest checkpoint of the run fits the program."""
+    name = "checkpoint"
+    try:
+        step, differences = inspection.newest_misfits(f"{run_dir}/checkpoints", program.abstract_state)
+    except Exception as error:  # of many types: whatever files, formats and buckets make of it
+        said = f"cannot be read: {type(error).__name__}: {error}"
+        return Finding(name, True, said, "a start falls back to the newest one that is sound", is_note=True)
+    if step is None:
+        return Finding(name, True, "none: a fresh start")
+    if differences:
+        listed = "\n  ".join(units.shortened(differences, most=_MOST_DIFFERENCES))
+        fix = "use the configuration that was saved with it (RUN/config.gin), or another --run-dir"
+        return Finding(name, False, f"step {step} does not fit this model and optimizer:\n  {listed}", fix)
+    return Finding(name, True, f"step {step} fits; a start continues from it")
+
+
+def bucket_region(bucket: str, *, zone: str | None, location: str | None) -> Finding:
+    """Compares the regions of a bucket and of the TPU: traffic between regions is slow and costs money."""
+    name = "bucket region"
+    if zone is None or location is None:
+        unknown = "where this TPU is" if zone is None else f"where gs://{bucket} is"
+        fix = "set TPU_ZONE" if zone is None else ""
+        return Finding(name, True, f"it is not known here {unknown}", fix, is_note=True)
+    region, place = zone.rpartition("-")[0], location.lower()
+    said = f"gs://{bucket} is in {place}, the TPU in {region}"
+    if place not in ("us", "eu", "asia") and not re.fullmatch(r"[a-z]+-[a-z]+\d+", place):
+        return Finding(name, True, f"{said}: which regions {place} has is not known here", is_note=True)
+    is_near = place == region or ("-" not in place and region.startswith(place))  # regions of `us` begin with it
+    return Finding(name, is_near, said, f"copy what is read at every step into a bucket in {region}")
+
+
+def own_host(*, simulated: bool) -> list[Finding]:
+    """Makes the checks of one host: versions, environment, and which processes hold its chips."""
+    return [cluster.check_versions(), *variables(simulated=simulated), tpu_host.chip_holders()]
+
+
+def variables(environ: Mapping[str, str] = os.environ, *, simulated: bool) -> list[Finding]:
+    """Returns problems of the environment: contradictory values, and names that nothing reads."""
+    problems = []
+    for look in (environment.process_layout, environment.mesh_bindings):
+        try:
+            look(environ=environ)
+        except UserError as error:
+            problems.append(Finding("environment", False, str(error)))
+    known = {variable.name for variable in environment.VARIABLES}
+    for name in sorted(set(environ) - known):
+        is_ours = name.startswith("RENGA_")
+        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.6 if is_ours else _ALIKE)
+        if is_ours:
+            hint = f"did you mean {nearest[0]}?" if nearest else "launch/README.md lists what is read"
+            problems.append(Finding("environment", False, f"{name} is read by nobody; {hint}", f"unset {name}"))
+        elif nearest and name.lower() not in jax.config.values:
+            said = f"{name} is read by nobody here; did you mean {nearest[0]}?"
+            problems.append(Finding("environment", True, said, is_note=True))
+    platforms = environment.read("JAX_PLATFORMS", environ=environ)
+    if platforms and not simulated and "tpu" not in platforms.split(","):
+        said = f"JAX_PLATFORMS={platforms} hides the TPU from JAX"
+        problems.append(Finding("environment", False, said, "unset JAX_PLATFORMS"))
+    return problems or [Finding("environment", True, "no contradiction, no unknown RENGA_ variable")]
+
+
+def join(slice_: slices.Slice) -> tuple[Host | None, Finding]:
+    """Joins the other hosts; None with a failed finding if that is not possible."""
+    try:
+        host = cluster.join(slice_, limits=LIMITS)
+    except (UserError, TimeoutError, RuntimeError) as error:
+        return None, Finding("hosts", False, str(error), "the same command on every host, at about the same time")
+    devices = jax.devices()
+    kind = "simulated chips" if host.simulated else devices[0].device_kind
+    said = f"{units.counted(host.count, 'host')}, {len(devices)} {kind}, {jax.local_device_count()} on each"
+    return host, Finding("hosts", True, said)
+
+
+def all_hosts(
+    experiment: Experiment, host: Host, own: Sequence[Finding], *, config_text: str, run_dir: str
+) -> list[Finding]:
+    """Makes the checks that need all hosts; a check that fails does not stop the others.
+
+    Args:
+      experiment: that is to run.
+      host: this process among its peers.
+      own: what this host found on its own.
+      config_text: the canonical configuration.
+      run_dir: that all hosts must see.
+
+    Returns:
+      The findings of all hosts, the same on every host.
+    """
+
+    def shared() -> list[Finding]:
+        host_checks.require_shared(run_dir, is_host_zero=host.is_zero)
+        return [Finding("run directory", True, f"{run_dir}: every host sees what host 0 writes")]
+
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    checks: dict[str, Callable[[], list[Finding]]] = {
+        "clocks": lambda: [cluster.check_clocks()],
+        "run directory": shared,
+        "data on hosts": lambda: preflight.data(experiment, smoked=False, hosts="here", name="data on hosts"),
+        "HBM": lambda: [hbm(config_text, experiment, limit_bytes=limit)],
+        "collectives": lambda: links(experiment.bind(jax.devices()).partitioner.mesh, host),
+    }
+    found = [*own, *(finding for name, check in checks.items() for finding in _attempt(name, check))]
+    phase.at("findings of all hosts")
+    every = distributed.all_gather_text("doctor/findings", json.dumps(to_json(found)))
+    return merge([from_text(text) for text in every])
+
+
+def hbm(config_text: str, experiment: Experiment, *, limit_bytes: int | None) -> Finding:
+    """Compares the recorded HBM need of this experiment with what a chip has (`limit_bytes`, if known)."""
+    chip = slices.get(experiment.slice).chip
+    have, whose = (limit_bytes, "says the runtime") if limit_bytes else (chip.usable_hbm_bytes, "by the slice table")
+    there = f"{have / GIB:.4g} GiB a chip ({whose})"
+    record = prediction.find(experiment, config.parse(config_text))
+    if record is None:
+        fix = "launch/run report EXPERIMENT.gin compiles it and says"
+        return Finding("HBM", True, f"nobody compiled this experiment yet; there are {there}", fix, is_note=True)
+    need = record["memory"]["peak_bytes"]
+    fix = "more chips, fsdp or tensor, remat = 'full', or accum_steps: launch/run plan finds what fits"
+    return Finding("HBM", need <= have, f"{need / GIB:.3g} GiB needed (compiled) of {there}", fix)
+
+
+def links(mesh: Mesh, host: Host) -> list[Finding]:
+    """Runs every collective on every axis of the mesh; speeds are those of the slowest host."""
+    bytes_per_chip = _BYTES_PER_CHIP.get(mesh.devices.flat[0].platform, 2**20)
+    trips = collectives.trips(mesh, bytes_per_chip=bytes_per_chip)
+    found = []
+    for axis in dict.fromkeys(trip.axis for trip in trips):
+        along = [trip for trip in trips if trip.axis == axis]
+        speeds = json.dumps({trip.collective: trip.bytes_per_second for trip in along})
+        every = [json.loads(text) for text in distributed.all_gather_text(f"doctor/axis {axis}", speeds)]
+        slowest = {name: min(speeds[name] for speeds in every) for name in every[0]}
+        listed = ", ".join(f"{name} {speed / 1e9:.3g}" for name, speed in slowest.items())
+        said = f"{units.counted(mesh.shape[axis], 'chip')}: {listed} GB/s sent by a chip"
+        said += " (simulated)" if host.simulated else ""
+        if wrong := [trip.collective for trip in along if not trip.is_right]:
+            said = f"wrong numbers from {', '.join(wrong)}; {said}"
+        fix = "another slice: a chip or a link of this one gives wrong numbers"
+        found.append(Finding(f"axis {axis}", not wrong, said, fix))
+    return found or [Finding("collectives", True, "one chip: none")]
+
+
+def _attempt(name: str, look: Callable[[], list[Finding]]) -> list[Finding]:
+    phase.at(name)
+    try:
+        return look()
+    except (UserError, TimeoutError, RuntimeError) as error:
+        return [Finding(name, False, str(error))]
+    except Exception as error:  # files, buckets and libraries fail with types of their own
+        return [Finding(name, False, f"{type(error).__name__}: {error}")]
