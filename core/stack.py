@@ -1,23 +1,39 @@
-"""A stack of equal layers as one pure function over stacked parameters, executed by a runner.
+"""A stack of layers as one pure function over stacked parameters, executed by a runner.
 
-`layer_stack(block, num_layers)(x, side)` has one parameter tree whose leaves start with a `layers` dimension. The model
-does not decide how layers are executed: the default runner scans over them; a pipeline distributes them over chips and
-splits the rows into microbatches. A block may therefore depend only on its parameters, on `x` and on `side`, arrays
-that belong to the same rows (segment ids, positions). A block that closes over another array is refused, because a
-runner could not split that array.
+`layer_stack(block, num_layers)(x, side, layer_in)` has one parameter tree whose leaves start with a `layers` dimension,
+in model order. The model does not decide how layers are executed: the default runner scans over them; a pipeline
+distributes them over chips and splits the rows into microbatches.
 
-    x[0] = x;   x[l+1] = block(params[l], x[l], side);   result = tail(x[L], side)  or  x[L]
+    x[0] = x;   x[l+1], out[l] = block(x[l], side, layer_in[l]);   result = x[L]  or  tail(x[L], side, summed out)
+
+    x         tree of [B, ...]: the residual stream and whatever travels with it
+    side      tree of [B, ...]: belongs to rows and does not change (segment ids, positions)
+    layer_in  tree of [L, ...]: one entry per layer (a key-value cache, a flag); a block without one is `block(x, side)`
+    out       tree of outputs of a layer, each stacked [L, ...] (a cache, statistics) or summed over layers (auxiliary
+              losses); a block without outputs returns x alone
+
+A block may depend only on its parameters and these arguments. A block that closes over another array is refused,
+because a runner could not split that array.
+
+A summed output is a sum over rows, in float32: pipelines compute it per microbatch and add. What belongs to rows and
+adds up over layers, such as log-probabilities [B], is part of x. A product of means over the batch is not a sum over
+rows: compute balancing losses per row. Stacked outputs need the scan; pipelines refuse their gradient.
 
 With `tail=` the head and the loss of a microbatch run directly after the last layer, as needed by schedules that start
 the backward pass of one microbatch before the forward pass of the next. A tail returns sums over rows, which are added
 over microbatches.
+
+With `pattern=("local", "local", "global")` layer l has kind `pattern[l % 3]`, which the block gets as the static
+argument `kind=`. Kinds may differ in anything but the shapes of parameters. The scan runs over repetitions of the
+pattern and unrolls the remaining layers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -25,28 +41,44 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from core import logical, units
-from core.errors import UserError
+from core import logical, stack_checks
 
+Stream = Any  # pytree of [B, ...]: the x of a block
 Side = Any  # pytree of [B, ...]
+Kind = Any  # an entry of a pattern; None without a pattern
+Params = Any
 
 
 class Layer(NamedTuple):
-    """The parameters of one layer and, if the model uses randomness, its random key."""
+    """The arrays of one layer: parameters, random key (if the model uses randomness), and its entry of `layer_in`."""
 
     params: Any  # leaves [...]; stacked: [L, ...]
     key: jax.Array | None  # []; stacked: [L]
+    inputs: Any = ()  # leaves [...]; stacked: [L, ...]
+
+
+class Outputs(NamedTuple):
+    """What a layer returns besides x, or all layers together.
+
+    Attributes:
+      summed: tree of sums over rows, [...], float32; of a stack: summed over layers. None in place of stacked parts.
+      stacked: tree of [...]; of a stack: [L, ...]. None in place of summed parts.
+    """
+
+    summed: Any = ()
+    stacked: Any = ()
 
 
 class Tail(NamedTuple):
     """The computation after the last layer: head and loss.
 
     Attributes:
-      fn: `fn(params, x, side) -> sums over rows`.
+      fn: `fn(params, x, side) -> sums over rows`; with outputs of layers `fn(params, x, side, summed)`, where `summed`
+        is `Outputs.summed` of these rows and all layers.
       params: arrays of the head; passed as an argument, because `fn` may not close over arrays.
     """
 
-    fn: Callable[[Any, jax.Array, Side], Any]
+    fn: Callable[..., Any]
     params: Any
 
 
@@ -55,24 +87,51 @@ class LayerFn:
     """One layer as a pure function, with information about its parameters for runners.
 
     Attributes:
-      call: `(layer, x, side) -> x`, with the rematerialisation that the model chose.
-      plain: the same without rematerialisation, for runners that recompute layers themselves.
+      plain: `(layer, x, side, kind) -> (x, outputs)`, without rematerialisation, for runners that recompute layers
+        themselves.
+      remat: what the backward pass recomputes; see `layer_stack`.
+      kinds: of every layer.
+      outputs: shapes of the outputs of one layer.
       axes: returns the tree of `Axes` of one layer's parameters; a function because this takes a trace.
       dtypes: tree of the dtypes that one layer computes with: if the layer only uses a parameter cast to one dtype,
         that dtype, so that a runner can transfer weights in it; otherwise the stored dtype.
     """
 
-    call: Callable[[Layer, jax.Array, Side], jax.Array]
-    plain: Callable[[Layer, jax.Array, Side], jax.Array]
+    plain: Callable[[Layer, Stream, Side, Kind], tuple[Stream, Outputs]]
+    remat: str | tuple[str, ...]
+    kinds: tuple[Kind, ...]
+    outputs: Outputs
     axes: Callable[[], Any]
     dtypes: Any
+    _calls: dict[tuple[Kind, bool], Callable] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
-    def __call__(self, layer: Layer, x: jax.Array, side: Side) -> jax.Array:
-        """Applies the layer to the residual stream `x`."""
-        return self.call(layer, x, side)
+    def __call__(
+        self, layer: Layer, x: Stream, side: Side, kind: Kind = None, *, in_loop: bool = True
+    ) -> tuple[Stream, Outputs]:
+        """Applies a layer of this kind to the residual stream `x`, with the rematerialisation that the model chose.
+
+        Args:
+          layer, x, side: its arrays.
+          kind: one of `kinds`.
+          in_loop: whether the layer runs in a loop, which saves barriers; see `_rematerialized`.
+        """
+
+        if (kind, in_loop) not in self._calls:  # JAX traces the same function once
+
+            def one_layer(layer: Layer, x: Stream, side: Side) -> tuple[Stream, Outputs]:
+                return self.plain(layer, x, side, kind)
+
+            self._calls[kind, in_loop] = _rematerialized(one_layer, self.remat, in_loop=in_loop)
+        return self._calls[kind, in_loop](layer, x, side)
+
+    def zero_sums(self) -> Any:
+        """Returns zeros for the summed outputs."""
+        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.outputs.summed)
 
 
-Runner = Callable[[LayerFn, Layer, jax.Array, Side, Tail | None], Any]
+# (one layer, stacked layers, x, side, tail) -> (x or the result of the tail, outputs of all layers)
+# A runner calls `tail.fn(tail.params, x, side, summed)`, whatever the signature of the model's tail is.
+Runner = Callable[[LayerFn, Layer, Stream, Side, Tail | None], tuple[Any, Outputs]]
 
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -81,14 +140,64 @@ REMAT_POLICIES = {
 REMAT_CHOICES = ("none", *REMAT_POLICIES)
 
 
-def scan_runner(fn: LayerFn, stacked: Layer, x: jax.Array, side: Side, tail: Tail | None) -> Any:
+def scan_runner(fn: LayerFn, stacked: Layer, x: Stream, side: Side, tail: Tail | None) -> tuple[Any, Outputs]:
     """Scans over the layers, all rows at once.
 
     Weights are cast before the loop, so that their stacked gradients have the computation dtype.
     """
     narrow = jax.tree.map(lambda a, dtype: a.astype(dtype), stacked.params, fn.dtypes)
-    x, _ = jax.lax.scan(lambda x, layer: (fn(layer, x, side), None), x, stacked._replace(params=narrow))
-    return x if tail is None else tail.fn(tail.params, x, side)
+
+    def step(carry: tuple[Stream, Any], layer: Layer, kind: Kind, *, in_loop: bool) -> tuple[tuple, Any]:
+        x, sums = carry
+        x, out = fn(layer, x, side, kind, in_loop=in_loop)
+        return (x, jax.tree.map(jnp.add, sums, out.summed)), out.stacked
+
+    carry = (x, fn.zero_sums())
+    (x, sums), every = scan_layers(step, fn.kinds, carry, stacked._replace(params=narrow))
+    return x if tail is None else tail.fn(tail.params, x, side, sums), Outputs(sums, every)
+
+
+def scan_layers(step: Callable, kinds: Sequence[Kind], carry: Any, stacked: Any) -> tuple[Any, Any]:
+    """Runs `step(carry, layer, kind, in_loop=...) -> (carry, out)` for every layer.
+
+    Args:
+      step: one layer.
+      kinds: of the L layers.
+      carry: before the first layer.
+      stacked: leaves [L, ...].
+
+    Returns:
+      The carry after the last layer, and the outputs, leaves [L, ...].
+    """
+    period = _period(kinds)
+    if period == 1:
+        return jax.lax.scan(lambda carry, layer: step(carry, layer, kinds[0], in_loop=True), carry, stacked)
+    repetitions = len(kinds) // period
+    looped = repetitions * period if repetitions > 1 else 0  # the compiler unrolls a loop with one iteration
+
+    def unrolled(carry: Any, layers: Any, kinds: Sequence[Kind], *, in_loop: bool) -> tuple[Any, Any]:
+        outs = []
+        for i, kind in enumerate(kinds):
+            carry, out = step(carry, jax.tree.map(lambda a, i=i: a[i], layers), kind, in_loop=in_loop)
+            outs.append(out)
+        return carry, jax.tree.map(lambda *each: jnp.stack(each), *outs)
+
+    parts = []
+    if looped:
+        head = jax.tree.map(lambda a: a[:looped].reshape(repetitions, period, *a.shape[1:]), stacked)
+        one = functools.partial(unrolled, kinds=kinds[:period], in_loop=True)
+        carry, out = jax.lax.scan(one, carry, head)
+        parts.append(jax.tree.map(lambda a: a.reshape(looped, *a.shape[2:]), out))
+    if looped < len(kinds):
+        rest = jax.tree.map(lambda a: a[looped:], stacked)
+        carry, out = unrolled(carry, rest, kinds[looped:], in_loop=False)
+        parts.append(out)
+    return carry, jax.tree.map(lambda *each: jnp.concatenate(each), *parts)
+
+
+def _period(kinds: Sequence[Kind]) -> int:
+    """Returns the smallest p with kinds[l] == kinds[l % p] for all l."""
+    return next(p for p in range(1, len(kinds) + 1) if all(k == kinds[i % p] for i, k in enumerate(kinds)))
 
 
 _runner = jax.make_user_context(scan_runner)  # part of the key of every trace
@@ -102,82 +211,155 @@ def use_runner(runner: Runner) -> contextlib.AbstractContextManager:
     return _runner(runner)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Block:
+    """A model's block as pure functions, with the arguments and results that the model declares.
+
+    Attributes:
+      transformed: the Haiku function.
+      outputs: see `layer_stack`.
+      has_kind: whether the block has an argument `kind`.
+    """
+
+    transformed: hk.Transformed
+    outputs: Any
+    has_kind: bool
+
+    def init(self, kind: Kind) -> Callable[..., Params]:
+        """Returns `(key, x, side[, entry of layer_in]) -> parameters`."""
+        return functools.partial(self.transformed.init, **self._keywords(kind))
+
+    def apply(self, layer: Layer, x: Stream, side: Side, kind: Kind) -> tuple[Stream, Outputs]:
+        """Runs one layer."""
+        inputs = (layer.inputs,) if jax.tree.leaves(layer.inputs) else ()
+        out = self.transformed.apply(layer.params, layer.key, x, side, *inputs, **self._keywords(kind))
+        return (out, Outputs()) if self.outputs is None else _split(out, self.outputs)
+
+    def _keywords(self, kind: Kind) -> dict[str, Kind]:
+        return {"kind": kind} if self.has_kind else {}
+
+
 def layer_stack(
-    block: Callable[[jax.Array, Side], jax.Array],
+    block: Callable[..., Any],
     num_layers: int,
     *,
     name: str = "layers",
     remat: str | tuple[str, ...] = "none",
     tail: Tail | None = None,
-) -> Callable[[jax.Array, Side], Any]:
+    outputs: Any = None,
+    pattern: Sequence[Kind] | None = None,
+) -> Callable[..., Any]:
     """Stacks `num_layers` copies of a Haiku block, each with its own parameters.
 
     Args:
-      block: a Haiku function `(x [B, ...], side) -> [B, ...]` of the same shape. It may call `hk.next_rng_key()`: each
-        layer then has its own key, equal under every runner.
+      block: a Haiku function `(x, side) -> x` with leaves [B, ...] that keep their shapes. It has a third argument, its
+        entry of `layer_in`, if the stack is called with one; returns `(x, out)` if `outputs` is given; and has a
+        keyword argument `kind` if `pattern` is given. It may call `hk.next_rng_key()`: each layer then has its own
+        key, equal under every runner.
       num_layers: L.
       name: module name of the stacked parameters.
       remat: what the backward pass recomputes: "none", "dots" (all but matrix products), "full"; or the names of the
         values that are saved, given in the block with `jax.ad_checkpoint.checkpoint_name`; all others are recomputed.
       tail: runs after the last layer.
+      outputs: "stacked" or "summed" for all outputs of a layer, or a tree of these words for parts of it, such as
+        `{"cache": "stacked", "balance": "summed"}`; None if the block returns x alone.
+      pattern: static kinds, one for each layer of a group that is repeated; hashable. None: all layers are equal.
 
     Returns:
-      `(x, side) -> x [B, ...]`, or the tail's result. Call it inside `hk.transform`.
+      `(x, side, layer_in) -> x`, or the tail's result; with `outputs` a pair of that and the outputs. `side` and
+      `layer_in` default to (). Call it inside `hk.transform`.
 
     Raises:
-      UserError: `remat` is unknown, the block changes the shape, the block or the tail closes over an array, or an
-        array of `side` has another number of rows than x.
+      UserError: `remat`, `outputs` or `pattern` is malformed; the block changes a shape, returns something else than
+        these arguments say, or closes over an array, or the tail does; an array of `side` has another number of rows
+        than x; an array of `layer_in` does not have L entries; kinds have different parameters.
     """
-    if isinstance(remat, str) and remat not in REMAT_CHOICES:
-        raise UserError(f"remat = {remat!r}: expected one of {', '.join(REMAT_CHOICES)}, or a tuple of names")
-    pure = hk.transform(block)
+    stack_checks.check_arguments(remat, outputs, pattern, choices=REMAT_CHOICES)
+    kinds = tuple(pattern[i % len(pattern)] for i in range(num_layers)) if pattern else (None,) * num_layers
+    one = _Block(hk.transform(block), outputs, pattern is not None)
 
-    def one_layer(layer: Layer, x: jax.Array, side: Side) -> jax.Array:
-        return pure.apply(layer.params, layer.key, x, side)
-
-    def apply(x: jax.Array, side: Side = ()) -> Any:
-        _check_rows(x, side)
-        stacked = Layer(_stacked_params(pure.init, name, num_layers, x, side), _layer_keys(num_layers))
-        abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (x, side))
-        traced = _trace(one_layer, stacked, *abstract)
-        if tail is not None:
-            _refuse_closure(jax.make_jaxpr(tail.fn)(tail.params, *abstract), "tail", "tail.params, x and side")
+    def apply(x: Stream, side: Side = (), layer_in: Any = ()) -> Any:
+        stack_checks.check_shapes(x, side, layer_in, num_layers)
+        abstract, entry = _abstract((x, side)), _abstract(layer_in, of_one_layer=True)
+        arguments = (*abstract, entry) if jax.tree.leaves(entry) else abstract
+        params = _stacked_params(one.init, name, kinds, arguments)
+        stacked = Layer(params, _layer_keys(num_layers), layer_in)
+        traced, out = _trace(one.apply, _abstract(stacked, of_one_layer=True), *abstract, kinds)
         fn = LayerFn(
-            call=_rematerialized(one_layer, remat),
-            plain=one_layer,
-            axes=lambda: logical.abstract_init(pure.init, jax.random.key(0), *abstract)[1],
-            dtypes=_computed_dtypes(traced, stacked.params),
+            plain=one.apply,
+            remat=remat,
+            kinds=kinds,
+            outputs=out,
+            axes=lambda: logical.abstract_init(one.init(kinds[0]), jax.random.key(0), *arguments)[1],
+            dtypes=_computed_dtypes(traced, params),
         )
-        if hk.running_init():  # a runner may need a mesh; init has none
-            return scan_runner(fn, stacked, x, side, tail)
-        return _runner.value(fn, stacked, x, side, tail)
+        run = scan_runner if hk.running_init() else _runner.value  # a runner may need a mesh; init has none
+        result, out = run(fn, stacked, x, side, tail and _checked_tail(tail, *abstract, out.summed, outputs))
+        return result if outputs is None else (result, _join(out, outputs))
 
     return apply
 
 
-def _rematerialized(fn: Callable, remat: str | tuple[str, ...]) -> Callable:
+def _checked_tail(tail: Tail, x: Stream, side: Side, summed: Any, outputs: Any) -> Tail:
+    """Returns the tail with the signature that runners call."""
+    allowed, arguments = "tail.params, x and side", (tail.params, x, side)
+    if outputs is not None:
+        allowed, arguments = "tail.params, x, side and summed outputs", (*arguments, summed)
+    stack_checks.refuse_closure(jax.make_jaxpr(tail.fn)(*arguments), "tail", allowed)
+    return Tail(lambda *args: tail.fn(*args[: len(arguments)]), tail.params)
+
+
+def _rematerialized(fn: Callable, remat: str | tuple[str, ...], *, in_loop: bool) -> Callable:
     """Wraps a layer in `jax.checkpoint` with the policy that `remat` names.
 
-    Without `prevent_cse=False` every weight would be copied first. It is safe because the forward and backward passes
-    of the layers run in different loops, so the compiler cannot merge the recomputation with the forward pass.
+    With `prevent_cse` every weight would be copied first. In a loop it is not needed: the forward and backward passes
+    run in different loops, so the compiler cannot merge the recomputation with the forward pass.
     """
     if remat == "none":
         return fn
     policy = REMAT_POLICIES[remat] if isinstance(remat, str) else jax.checkpoint_policies.save_only_these_names(*remat)
-    return jax.checkpoint(fn, policy=policy, prevent_cse=False)
+    return jax.checkpoint(fn, policy=policy, prevent_cse=not in_loop)
 
 
-def _stacked_params(init: Callable, name: str, num_layers: int, x: jax.Array, side: Side) -> Any:
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (x, side))
+def _split(out: Any, outputs: Any) -> tuple[Stream, Outputs]:
+    """Splits the result of a block with outputs."""
+    x, results = stack_checks.pair(out, outputs)
 
+    def parts(wanted: str) -> Any:
+        return jax.tree.map(lambda word, part: part if word == wanted else None, outputs, results)
+
+    return x, Outputs(parts("summed"), parts("stacked"))
+
+
+def _join(out: Outputs, outputs: Any) -> Any:
+    return jax.tree.map(lambda word, *parts: parts[Outputs._fields.index(word)], outputs, *out)
+
+
+def _abstract(tree: Any, *, of_one_layer: bool = False) -> Any:
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[of_one_layer:], a.dtype), tree)
+
+
+def _stacked_params(init: Callable, name: str, kinds: Sequence[Kind], arguments: tuple) -> Params:
     def init_all(rng):
         if rng is None:  # hk.lift asks for shapes only
             return None
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), arguments)
+        keys = jax.random.split(rng, len(kinds))
         with logical.stacked(name):
-            return jax.vmap(lambda key: init(key, *zeros))(jax.random.split(rng, num_layers))
+            return _by_kind(lambda kind, keys: jax.vmap(lambda key: init(kind)(key, *zeros))(keys), kinds, keys)
 
     return hk.lift(init_all, name=name)(hk.next_rng_key() if hk.running_init() else None)
+
+
+def _by_kind(make: Callable[[Kind, jax.Array], Params], kinds: Sequence[Kind], keys: jax.Array) -> Params:
+    """Returns `make(kind, keys of the layers of this kind)` for all kinds, in model order."""
+    places = {kind: [i for i, k in enumerate(kinds) if k == kind] for kind in dict.fromkeys(kinds)}
+    if len(places) == 1:
+        return make(kinds[0], keys)
+    made = {kind: make(kind, keys[jnp.asarray(at)]) for kind, at in places.items()}
+    stack_checks.check_equal_parameters({k: _abstract(params, of_one_layer=True) for k, params in made.items()})
+    order = jnp.argsort(jnp.asarray([i for at in places.values() for i in at]))
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts)[order], *made.values())
 
 
 def _layer_keys(num_layers: int) -> jax.Array | None:
@@ -185,56 +367,27 @@ def _layer_keys(num_layers: int) -> jax.Array | None:
     return None if key is None else jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.arange(num_layers))
 
 
-def _trace(fn: Callable, stacked: Layer, x: Any, side: Any) -> ClosedJaxpr:
-    """Traces one layer; refuses a block that a runner could not split or repeat."""
-    layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), stacked)
-    traced, out = jax.make_jaxpr(fn, return_shape=True)(layer, x, side)
-    _refuse_closure(traced, "block", "its parameters, x and side")
-    if not isinstance(out, jax.ShapeDtypeStruct):
-        raise UserError(
-            f"layer_stack: the block returns {_shapes(out)}; a block returns one array, x of the next layer: "
-            f"{x.dtype}{list(x.shape)}. Other results of a layer have no place in a stack"
-        )
-    if (out.shape, out.dtype) != (x.shape, x.dtype):
-        raise UserError(
-            f"layer_stack: the block maps {x.dtype}{list(x.shape)} to {out.dtype}{list(out.shape)}; "
-            "a stack needs blocks that keep shape and dtype"
-        )
-    return traced
+def _trace(
+    fn: Callable, layer: Layer, x: Stream, side: Side, kinds: Sequence[Kind]
+) -> tuple[list[ClosedJaxpr], Outputs]:
+    """Traces one layer of each kind; refuses a block that a runner could not split or repeat."""
+    traced, results = [], []
+    for kind in dict.fromkeys(kinds):
+        one, (after, out) = jax.make_jaxpr(lambda *args, k=kind: fn(*args, k), return_shape=True)(layer, x, side)
+        stack_checks.refuse_closure(one, "block", "its parameters, x, side and layer_in")
+        stack_checks.check_stream(x, after)
+        stack_checks.check_summed(out.summed)
+        traced.append(one)
+        results.append(out)
+    stack_checks.check_equal_outputs(results)
+    return traced, results[0]
 
 
-def _shapes(out: Any) -> str:
-    """Formats shapes and dtypes, for example `a tuple, (float32[2, 3], None)`."""
-    leaf = jax.tree.map(lambda a: f"{a.dtype}{list(a.shape)}", out)
-    kind = "" if out is None else f"a {type(out).__name__}, "
-    return f"{kind}{leaf}".replace("'", "")
-
-
-def _check_rows(x: jax.Array, side: Side) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(side):
-        if leaf.shape[:1] != x.shape[:1]:
-            raise UserError(
-                f"layer_stack: side{jax.tree_util.keystr(path)} is {leaf.dtype}{list(leaf.shape)}, but x has "
-                f"{x.shape[0]} rows: a side belongs to rows, one entry for each. Make what all rows share inside the "
-                "block, or repeat it for each row"
-            )
-
-
-def _refuse_closure(traced: ClosedJaxpr, what: str, allowed: str) -> None:
-    foreign = [c for c in traced.consts if isinstance(c, jax.Array)]
-    if foreign:
-        found = ", ".join(f"{c.dtype}{list(c.shape)}" for c in foreign)
-        raise UserError(
-            f"layer_stack: the {what} closes over {units.counted(len(foreign), 'array')} ({found}). A {what} "
-            f"may use only {allowed}: "
-            f"pass arrays that belong to rows through side, and make constants inside the {what}."
-        )
-
-
-def _computed_dtypes(traced: ClosedJaxpr, params: Any) -> Any:
+def _computed_dtypes(traced: Sequence[ClosedJaxpr], params: Params) -> Any:
     leaves, structure = jax.tree.flatten(params)  # parameters come first among a layer's inputs
-    inputs = zip(traced.jaxpr.invars, leaves, strict=False)
-    return jax.tree.unflatten(structure, [_only_cast(traced.jaxpr, var) or a.dtype for var, a in inputs])
+    casts = [{_only_cast(one.jaxpr, one.jaxpr.invars[i]) for one in traced} for i in range(len(leaves))]
+    dtypes = [(len(to) == 1 and to.pop()) or a.dtype for to, a in zip(casts, leaves, strict=True)]
+    return jax.tree.unflatten(structure, dtypes)
 
 
 def _only_cast(jaxpr: Jaxpr, var: Any) -> Any:

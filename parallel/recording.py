@@ -93,13 +93,24 @@ class _Forward:
             except jax.errors.UnexpectedTracerError:  # the stack runs inside another transformation
                 return {}
         found: dict[tuple[str, str], np.ndarray] = {}
+        count = 0
         for before, layers in agreement.gather_to_hosts(self._program, seen):
-            found.setdefault(("embedding", "residual"), _storable(before))
-            first = len(found) - 1
-            found |= {(f"layer {first + i}", "residual"): _storable(x) for i, x in enumerate(layers)}
+            for path, x in jax.tree_util.tree_leaves_with_path(before):
+                found.setdefault(("embedding", _residual(path)), _storable(x))
+            streams = jax.tree_util.tree_leaves_with_path(layers)
+            for layer in zip(*(every for _, every in streams), strict=True):
+                found |= {
+                    (f"layer {count}", _residual(path)): _storable(x)
+                    for (path, _), x in zip(streams, layer, strict=True)
+                }
+                count += 1
         if logits is not None:
             found["head", "logits"] = _storable(agreement.gather_to_hosts(self._program, logits))
         return found
+
+
+def _residual(path: Sequence[Any]) -> str:
+    return "residual" + jax.tree_util.keystr(path)
 
 
 def residuals(program: Program, params: Any, state: TrainState, batch: Any) -> tuple[list, jax.Array | None]:
@@ -108,13 +119,14 @@ def residuals(program: Program, params: Any, state: TrainState, batch: Any) -> t
     rng = jax.random.fold_in(jax.random.key(program.seed), state.step)
 
     def runner(fn, stacked, x, side, tail):
-        def body(x, layer):
-            x = fn(layer, x, side)
-            return x, x
+        def recording(layer, x, side, kind):
+            after, out = fn.plain(layer, x, side, kind)
+            return after, out._replace(stacked=(out.stacked, after))
 
-        after, every = jax.lax.scan(body, x, stacked)
+        result, out = stack.scan_runner(dataclasses.replace(fn, plain=recording), stacked, x, side, tail)
+        outputs, every = out.stacked
         seen.append((x, every))
-        return after if tail is None else tail.fn(tail.params, after, side)
+        return result, out._replace(stacked=outputs)
 
     with stack.use_runner(runner):
         model.loss(params, state.carry, rng, batch, is_training=True)

@@ -17,7 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 from core import stack
 from core.errors import UserError
 from core.logical import Rules
-from core.stack import Layer, LayerFn, Side, Tail
+from core.stack import Layer, LayerFn, Outputs, Side, Tail
 from core.types import LossOutput
 from parallel.pipeline import region
 from parallel.pipeline.passes import Passes
@@ -32,12 +32,22 @@ def runner(schedule: Schedule, param_rules: Rules, activation_rules: Rules) -> s
       param_rules, activation_rules: the strategy's tables.
     """
 
-    def run(fn: LayerFn, stacked: Layer, x: jax.Array, side: Side, tail: Tail | None) -> Any:
+    def run(fn: LayerFn, stacked: Layer, x: Any, side: Side, tail: Tail | None) -> tuple[Any, Outputs]:
         sizes = jax.sharding.get_abstract_mesh().shape
         at = region.region(fn, param_rules, activation_rules)
         unit = math.prod(sizes[axis] for axis in at.rows) * schedule.num_microbatches
-        if x.shape[0] % unit:  # e.g. a prompt; the rows of a training step have been checked to divide
+        if jax.tree.leaves(x)[0].shape[0] % unit:  # e.g. a prompt; rows of a training step have been checked
             return _without_pipeline(fn, tail, unit)(stacked, () if tail is None else tail.params, x, side)
+        if len(jax.tree.leaves(x)) > 1 or jax.tree.leaves((stacked.inputs, fn.outputs)) or len({*fn.kinds}) > 1:
+            raise UserError(
+                "pipeline: layers with a tree as x, with layer_in, outputs or a pattern need a strategy without a "
+                "pipeline"
+            )
+        return whole(fn, stacked, x, side, tail and Tail(lambda *args: tail.fn(*args, ()), tail.params)), Outputs()
+
+    def whole(fn: LayerFn, stacked: Layer, x: jax.Array, side: Side, tail: Tail | None) -> Any:
+        sizes = jax.sharding.get_abstract_mesh().shape
+        at = region.region(fn, param_rules, activation_rules)
         passes = Passes(schedule, at, fn, sizes["stage"])
         if isinstance(schedule, OneFOneB):
             if tail is not None and _gives_loss(tail, x, side):

@@ -134,7 +134,7 @@ def forward(stage: Stage, at: Turn, x: jax.Array, kept: Any, place: jax.Array) -
         x, kept = carry
         if stage.save == "layers":
             kept = put(kept, x, i, place)
-        return (stage.fn(stage.layer(at, i), x, side), kept), None
+        return (stage.fn(stage.layer(at, i), x, side)[0], kept), None
 
     return jax.lax.scan(one, (x, kept), jnp.arange(stage.depth))[0]
 
@@ -174,9 +174,9 @@ def backward(
 
 
 def _layer_backward(stage: Stage, at: Turn, i: int, x: jax.Array, dy: jax.Array) -> tuple[Any, jax.Array]:
-    params, key = stage.layer(at, i)
+    params, key, _ = stage.layer(at, i)
     side = stage.side(at)
-    _, vjp = jax.vjp(lambda params, x: stage.fn.plain(Layer(params, key), x, side), params, x)
+    _, vjp = jax.vjp(lambda params, x: stage.fn.plain(Layer(params, key), x, side, None)[0], params, x)
     return vjp(dy)
 
 

@@ -43,9 +43,9 @@ def by_loop(fn, stacked, x, side, tail):
     for rows in (slice(0, 2), slice(2, 4)):
         part, part_side = x[rows], jax.tree.map(lambda a, r=rows: a[r], side)
         for i in range(LAYERS):
-            part = fn(jax.tree.map(lambda a, i=i: a[i], stacked), part, part_side)
-        halves.append(part if tail is None else tail.fn(tail.params, part, part_side))
-    return jnp.concatenate(halves) if tail is None else jax.tree.map(jnp.add, *halves)
+            part, _ = fn(jax.tree.map(lambda a, i=i: a[i], stacked), part, part_side)
+        halves.append(part if tail is None else tail.fn(tail.params, part, part_side, ()))
+    return (jnp.concatenate(halves) if tail is None else jax.tree.map(jnp.add, *halves)), stack.Outputs()
 
 
 def test_parameters_are_stacked_named_and_different():
@@ -133,8 +133,8 @@ def test_each_layer_has_a_key_of_its_own_equal_under_every_runner():
 
     def whole(fn, stacked, x, side, tail):  # the keys belong to layers, so a loop over layers draws the same bits
         for i in range(LAYERS):
-            x = fn(jax.tree.map(lambda a, i=i: a[i], stacked), x, side)
-        return x
+            x, out = fn(jax.tree.map(lambda a, i=i: a[i], stacked), x, side)
+        return x, out
 
     net = network(drops=True)
     params = net.init(KEY, X, SIDE)
@@ -169,8 +169,11 @@ def test_constants_made_inside_a_block_are_its_own():
     [
         (lambda x, side: x[:, :2], r"maps float32\[4, 3\] to float32\[4, 2\]; a stack needs blocks that keep shape"),
         (lambda x, side: x.astype(jnp.bfloat16), r"maps float32\[4, 3\] to bfloat16\[4, 3\]"),
-        (lambda x, side: (x, None), r"returns a tuple, \(float32\[4, 3\], None\); a block returns one array, x of the"),
-        (lambda x, side: None, r"the block returns None; a block returns one array, .* float32\[4, 3\]"),
+        (
+            lambda x, side: (x, None),
+            r"returns a tuple, \(float32\[4, 3\], None\); a block returns x of the next layer, .*outputs='stacked'",
+        ),
+        (lambda x, side: None, r"the block returns None; a block returns x of the next layer, here float32\[4, 3\]"),
     ],
 )
 def test_a_block_that_changes_the_shape_or_dtype_is_refused(block, message):
@@ -182,3 +185,168 @@ def test_a_block_that_changes_the_shape_or_dtype_is_refused(block, message):
 def test_unknown_remat_is_refused():
     with pytest.raises(ValueError, match="remat = 'all': expected one of none, dots, full"):
         stack.layer_stack(lambda x, side: x, 2, remat="all")
+
+
+# A stack whose layers have inputs, outputs and kinds; layers by hand are what it must equal.
+
+STREAM = {"hidden": X, "scores": jnp.zeros(4)}  # [B, D], [B]
+FLAGS = jnp.asarray([1.0, 0.5, -1.0, 2.0, 0.0])  # [L]
+
+
+def weighted(x, side, flag):
+    """A layer of a stream of two arrays that reads its flag, and returns its input and a sum over rows."""
+    w = logical.param("w", (3, 3), ("embed", None), hk.initializers.RandomNormal(0.3))
+    hidden = jnp.tanh(x["hidden"] @ w + flag * side["bias"])
+    after = {"hidden": hidden, "scores": x["scores"] + hidden[:, 0]}
+    return after, {"cache": x["hidden"], "loss": jnp.sum(hidden**2)}
+
+
+OUTPUTS = {"cache": "stacked", "loss": "summed"}
+
+
+def weighted_by_hand(params):
+    x, losses, cache = STREAM, 0.0, []
+    for w, flag in zip(params["layers/~"]["w"], FLAGS, strict=True):
+        cache.append(x["hidden"])
+        hidden = jnp.tanh(x["hidden"] @ w + flag * SIDE["bias"])
+        x, losses = {"hidden": hidden, "scores": x["scores"] + hidden[:, 0]}, losses + jnp.sum(hidden**2)
+    return x, {"cache": jnp.stack(cache), "loss": losses}
+
+
+def weighted_stack(**options):
+    return hk.without_apply_rng(
+        hk.transform(lambda: stack.layer_stack(weighted, LAYERS, outputs=OUTPUTS, **options)(STREAM, SIDE, FLAGS))
+    )
+
+
+def close(got, want):
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), got, want)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_a_layer_has_a_tree_as_stream_an_input_of_its_own_and_outputs_stacked_or_summed(remat):
+    net = weighted_stack(remat=remat)
+    params = net.init(KEY)
+    close(net.apply(params), weighted_by_hand(params))
+
+    def value(params, apply):
+        x, out = apply(params)
+        return jnp.sum(x["scores"]) + 3 * out["loss"] + jnp.sum(out["cache"] ** 2)
+
+    close(jax.grad(value)(params, net.apply), jax.grad(value)(params, weighted_by_hand))
+
+
+def test_the_tail_sees_the_summed_outputs():
+    tail = stack.Tail(lambda scale, x, side, out: jnp.sum(x["scores"]) + scale * out["loss"], jnp.float32(2.0))
+    net = weighted_stack(tail=tail)
+    params = net.init(KEY)
+    x, out = weighted_by_hand(params)
+    close(net.apply(params), (jnp.sum(x["scores"]) + 2 * out["loss"], out))
+
+
+def test_a_cache_is_read_and_written_layer_by_layer():
+    """A stack of running sums: what a layer returns is its input at the next call."""
+
+    def block(x, side, cache):
+        cache = cache + x
+        return x + cache, cache
+
+    layers = lambda cache: stack.layer_stack(block, LAYERS, outputs="stacked")(X, (), cache)  # noqa: E731
+    net = hk.without_apply_rng(hk.transform(layers))
+    want, cache = np.zeros((LAYERS, *X.shape)), jnp.zeros((LAYERS, *X.shape))
+    for _ in range(2):
+        got, cache = net.apply({}, cache)
+        x = np.asarray(X)
+        for i in range(LAYERS):
+            want[i] += x
+            x = x + want[i]
+        close((got, cache), (x, want))
+
+
+# Layers of unlike kinds.
+
+DEPTH, PATTERN = 8, ("local",) * 2 + ("global",)
+
+
+def of_a_kind(x, side, *, kind):
+    w = logical.param("w", (3, 3), ("embed", None), hk.initializers.RandomNormal({"local": 0.2, "global": 0.4}[kind]))
+    return (jnp.sin if kind == "local" else jnp.tanh)(x @ w) + x, {"seen": x, "sum": jnp.sum(x)}
+
+
+def patterned(pattern, remat="none"):
+    outputs = {"seen": "stacked", "sum": "summed"}
+    return hk.transform(lambda x: stack.layer_stack(of_a_kind, DEPTH, pattern=pattern, outputs=outputs, remat=remat)(x))
+
+
+def patterned_by_hand(params):
+    x, every = X, []
+    for i, w in enumerate(params["layers/~"]["w"]):
+        every.append(x)
+        x = (jnp.tanh if i % 3 == 2 else jnp.sin)(x @ w) + x
+    return x, {"seen": jnp.stack(every), "sum": sum(map(jnp.sum, every))}
+
+
+@pytest.mark.parametrize("pattern", [PATTERN, (PATTERN * 5)[:DEPTH]], ids=["a group", "every layer"])
+def test_layers_follow_a_pattern_with_a_remainder(pattern):
+    net = patterned(pattern, "full")
+    params = net.init(KEY, X)
+    assert params["layers/~"]["w"].shape == (DEPTH, 3, 3)
+    close(net.apply(params, None, X), patterned_by_hand(params))
+
+    def value(params, apply):
+        x, out = apply(params)
+        return jnp.sum(x) + out["sum"] + jnp.sum(out["seen"] ** 2)
+
+    got = jax.grad(value)(params, lambda params: net.apply(params, None, X))
+    np.testing.assert_allclose(
+        *jax.tree.leaves((got, jax.grad(value)(params, patterned_by_hand))), rtol=1e-4, atol=1e-4
+    )
+    (loop,) = (e for e in jax.make_jaxpr(net.apply)(params, None, X).eqns if e.primitive.name == "scan")
+    assert loop.params["length"] == DEPTH // 3  # groups; the two layers that are left over are unrolled
+
+
+def test_a_layer_is_initialized_by_its_own_kind_and_key():
+    both, local = (patterned(pattern).init(KEY, X)["layers/~"]["w"] for pattern in (PATTERN, ("local",)))
+    is_global = np.arange(DEPTH) % 3 == 2
+    np.testing.assert_array_equal(both[~is_global], local[~is_global])
+    np.testing.assert_allclose(both[is_global], 2 * local[is_global], rtol=1e-6)
+
+
+def typed(kind):
+    return logical.param("w", (3, 3) if kind == "a" else (3, 4), ("embed", None), jnp.ones)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: stack.layer_stack(weighted, 5, outputs="sum"), "outputs has 'sum'; expected 'stacked' or 'summed'"),
+        (lambda: stack.layer_stack(weighted, 5, pattern="local"), r"pattern = 'local'; expected a tuple of kinds"),
+        (
+            lambda: stack.layer_stack(lambda x, side: x, 5, outputs="summed")(X),
+            r"returns float32\[4, 3\]; with outputs = 'summed' a block returns a pair",
+        ),
+        (
+            lambda: stack.layer_stack(lambda x, side: (x, x), 5, outputs={"loss": "summed"})(X),
+            r"outputs = {'loss': 'summed'} is not a prefix of the outputs of the block, float32\[4, 3\]",
+        ),
+        (
+            lambda: stack.layer_stack(lambda x, side: (x, jnp.sum(x > 0)), 5, outputs="summed")(X),
+            r"summed output is int32\[\]; sums over rows and layers are float32",
+        ),
+        (
+            lambda: stack.layer_stack(weighted, 5, outputs=OUTPUTS)(STREAM, SIDE, FLAGS[:4]),
+            r"layer_in is float32\[4\], but the stack has 5 layers: layer_in has one entry for each",
+        ),
+        (
+            lambda: stack.layer_stack(lambda x, side: x, 5)({"a": X, "b": jnp.ones(3)}),
+            r"x\['b'\] is float32\[3\], but x has 4 rows",
+        ),
+        (
+            lambda: stack.layer_stack(lambda x, side, kind: x + typed(kind)[0, :3], 2, pattern=("a", "b"))(X),
+            r"kind 'a' has the parameters .*w: float32\[3, 3\].*, one of kind 'b' .*float32\[3, 4\]",
+        ),
+    ],
+)
+def test_malformed_inputs_and_outputs_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        hk.transform(call).init(KEY)
