@@ -6,7 +6,6 @@ compilations are found by `program_text`, records of predictions by `fingerprint
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import inspect
 import json
@@ -19,7 +18,7 @@ from typing import Any
 from core import slices, versions
 from core.batches import Field
 from core.optimizers import schedules
-from launch.config import DEFAULTS, Binding, Macro, Reference, Settings, leaves, parse
+from launch.config import Binding, Macro, Reference, Settings, declared_macros, leaves
 from launch.environment import WORKSPACE
 from launch.experiment import Experiment
 from parallel import compiler_options
@@ -118,20 +117,14 @@ def _optimizer(settings: Settings) -> list[Binding]:
 
 def _reached(settings: Settings, pending: Sequence[Binding]) -> set[str]:
     """Returns the constructors and the macros of the user's own that bindings refer to, directly or through others."""
-    found: set[str] = set()
+    found, shared = set(), declared_macros()
     while pending:
         named = [leaf for binding in pending for leaf in leaves(binding.value)]
         new = {leaf.selector for leaf in named if isinstance(leaf, Reference)} - found
-        new |= {leaf.name for leaf in named if isinstance(leaf, Macro)} - found - _shared_macros()
+        new |= {leaf.name for leaf in named if isinstance(leaf, Macro)} - found - shared
         found |= new
         pending = [b for b in settings.bindings if b.selector in new]
     return found
-
-
-@functools.cache
-def _shared_macros() -> frozenset[str]:
-    text = (WORKSPACE / DEFAULTS).read_text()
-    return frozenset(b.name for b in parse(text).bindings if b.is_macro)
 
 
 def _own_modules(experiment: Experiment, settings: Settings) -> dict[str, str]:

@@ -8,15 +8,15 @@ another; what seems missing or unused because of a misspelt name is not reported
 from __future__ import annotations
 
 import collections
-import dataclasses
 import difflib
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-from launch.config.constructors import UNKNOWN, Constructor
-from launch.config.sources import Source
+from launch.config.names import Names
+from launch.config.signatures import UNKNOWN, Constructor, hint_text, misfit
+from launch.config.sources import Reader
 from launch.config.statements import (
     REQUIRED,
     Binding,
@@ -31,64 +31,40 @@ from launch.config.statements import (
     render,
     scoped,
 )
-from launch.config.types import hint_text, misfit
 
 Scope = tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Configuration:
     """Everything that was read, with all names resolved.
 
     Attributes:
-      experiment: the file that was read first.
-      root: the constructor that everything is read into; None if it could not be imported.
-      defaults: the file that declares the macros.
+      root: the constructor that everything is read into.
+      defaults: the name of the file that declares the macros.
       known: the names that a macro may have: those declared, and those that the files both define and read.
       bindings: in the order in which they apply.
-      unresolved: names of constructors that stand for nothing.
-      complete: nothing is missing from `bindings`; if not, nothing is reported as missing or unused.
+      by_name: bindings by what they bind; of several with one name, the last one counts.
+      final: the binding that counts of each name.
+      macros: the binding that counts of each macro.
+      wrong: bindings of constructors that do not exist, and of macros that are neither declared nor read.
     """
 
-    experiment: str
-    root: Constructor | None
-    defaults: str
-    known: frozenset[str]
-    bindings: tuple[Binding, ...]
-    unresolved: tuple[str, ...]
-    sources: Mapping[str, Source]
-    complete: bool
-
-    @functools.cached_property
-    def by_name(self) -> Mapping[Any, list[Binding]]:
-        """Bindings by what they bind; of several with one name, the last one counts."""
-        return _grouped(self.bindings, _key)
-
-    @functools.cached_property
-    def final(self) -> list[Binding]:
-        """The binding that counts of each name."""
-        return sorted((found[-1] for found in self.by_name.values()), key=lambda b: b.order)
-
-    @functools.cached_property
-    def macros(self) -> dict[str, Binding]:
-        """The binding that counts of each macro."""
-        return {b.name: b for b in self.final if b.is_macro}
-
-    @functools.cached_property
-    def wrong(self) -> list[Binding]:
-        """Bindings of constructors that do not exist, and of macros that are neither declared nor read."""
-        return [b for b in self.bindings if (b.name not in self.known if b.is_macro else b.target is None)]
-
-    @functools.cached_property
-    def misspelt(self) -> tuple[str, ...]:
-        """Names that stand for nothing."""
-        mentioned = {x.name for b in self.bindings for x in leaves(b.value) if isinstance(x, Macro)} - {REQUIRED}
-        parameters = {f"{b.target}.{b.parameter}" for b in self.bindings if _is_no_parameter(b)}
-        return (*self.unresolved, *(b.name for b in self.wrong), *(mentioned - self.known), *parameters)
+    def __init__(self, reader: Reader, names: Names, *, root: str, defaults: str, declared: Iterable[str]):
+        self.reader, self.root, self.defaults = reader, names.root(root), defaults
+        self.bindings = [names.resolve(binding) for binding in reader.bindings]
+        self.by_name = _grouped(self.bindings, _key)
+        self.final = sorted((found[-1] for found in self.by_name.values()), key=lambda b: b.order)
+        self.macros = {b.name: b for b in self.final if b.is_macro}
+        read = {leaf.name for b in self.bindings for leaf in leaves(b.value) if isinstance(leaf, Macro)} - {REQUIRED}
+        self.known = {*declared, *(read & self.macros.keys())}
+        self.wrong = [b for b in self.bindings if (b.name not in self.known if b.is_macro else b.target is None)]
+        no_parameters = {f"{b.target}.{b.parameter}" for b in self.bindings if _is_no_parameter(b)}
+        self._misspelt = [*names.unresolved, *(b.name for b in self.wrong), *(read - self.known), *no_parameters]
+        self._by_node = _grouped(self.final, _node)
 
     def may_be_misspelt(self, name: str) -> bool:
         """Returns whether a name that seems missing or unused is like one that stands for nothing."""
-        return bool(difflib.get_close_matches(name, self.misspelt, n=1, cutoff=0.8))
+        return bool(difflib.get_close_matches(name, self._misspelt, n=1, cutoff=0.8))
 
     def bound(self, node: Any, scope: Scope) -> dict[str, Binding]:
         """Returns what gin passes to a constructor inside a scope: inner scopes win over outer ones."""
@@ -98,10 +74,9 @@ class Configuration:
 
     def origin(self, binding: Binding) -> Binding:
         """Returns where the value of a binding is written: itself, or the macro that it stands for."""
-        seen = {binding.name}
-        while isinstance(binding.value, Macro) and binding.value.name in self.macros.keys() - seen:
-            seen.add(binding.value.name)
-            binding = self.macros[binding.value.name]
+        for _ in self.macros:
+            if isinstance(binding.value, Macro):
+                binding = self.macros.get(binding.value.name, binding)
         return binding
 
     def displacing(self, binding: Binding) -> Binding | None:
@@ -113,10 +88,6 @@ class Configuration:
         lost = [choice for choice, nodes in self._choices if _node(binding) in nodes]
         later = [c for c in lost if c.order > binding.order and _layer(c) != _layer(binding)]
         return next(iter(later or (lost if binding.is_macro else ())), None)
-
-    @functools.cached_property
-    def _by_node(self) -> Mapping[Any, list[Binding]]:
-        return _grouped(self.final, _node)
 
     @functools.cached_property
     def _choices(self) -> list[tuple[Binding, set[Any]]]:
@@ -134,35 +105,22 @@ class Configuration:
         return choices
 
 
-class Verdict(NamedTuple):
-    """The result of the checks.
+def check(config: Configuration) -> tuple[list[ConfigProblem], list[str], list[Binding]]:
+    """Returns every mistake in a configuration, notes on bindings that a later choice displaced, and what counts.
 
-    Attributes:
-      problems: all mistakes.
-      notes: bindings left out because a later source chose otherwise.
-      kept: the bindings that count: the last of each name, reachable from the root.
+    What counts is the last binding of each name, if it is reachable from the root.
     """
-
-    problems: list[ConfigProblem]
-    notes: list[str]
-    kept: list[Binding]
-
-
-def check(config: Configuration) -> Verdict:
-    """Returns every mistake in a configuration, and what is left of it if there is none."""
     problems = [*_unknown_macros(config), *_duplicates(config), *_too_early(config), *_parameters(config)]
-    if config.root is None:
-        return Verdict(problems, [], [])
     walk = _Walk(config)
     set_by_user = [b for b in config.bindings if b.file != config.defaults]  # nobody needs to use the defaults
     unused = [b for b in set_by_user if b not in config.wrong and not walk.uses(b)]
     displaced = {b.order: choice for b in unused if (choice := config.displacing(b))}
-    if config.complete:
+    if config.reader.complete:
         problems += [*walk.problems, *_no_effect(config, [b for b in unused if b.order not in displaced])]
     problems += _types(config, [b for b in config.final if b.order not in displaced])
     left_out = [(b, displaced[b.order]) for b in unused if b.order in displaced]
     notes = [f"{b.place}: {b} is left out, {choice.place} chose {choice}" for b, choice in left_out]
-    return Verdict(list(dict.fromkeys(problems)), notes, [b for b in config.final if walk.uses(b)])
+    return problems, notes, [b for b in config.final if walk.uses(b)]
 
 
 class _Walk:
@@ -180,7 +138,7 @@ class _Walk:
         self._config = config
         self._visited: set[tuple[Any, Scope, bool]] = set()
         self._scopes: dict[Any, set[Scope]] = collections.defaultdict(set)
-        self._visit(config.root, (), (), Binding(0, "", "", "", None, file=config.experiment))
+        self._visit(config.root, (), (), Binding(0, "", "", "", None, file=config.reader.experiment))
         for binding in config.wrong:  # what a wrong binding uses is not unused
             self._values(binding, (), ())
 
@@ -225,7 +183,7 @@ def _lacking(
     for name, binding in bound.items():
         origin = config.origin(binding)
         if Macro(REQUIRED) in leaves(expand(binding.value, config.macros)) and not config.may_be_misspelt(origin.name):
-            what, fix = f"{origin.name} has no value", f"{origin.name} = … in {config.experiment}"
+            what, fix = f"{origin.name} has no value", f"{origin.name} = … in {config.reader.experiment}"
             yield ConfigProblem(origin.file, origin.line, what, expected=_expected(target, name), fix=fix)
 
 
@@ -244,7 +202,7 @@ def _unknown_macros(config: Configuration) -> Iterator[ConfigProblem]:
             if leaf.name not in config.known:
                 what = f"%{leaf.name} is not one of the macros that {config.defaults} declares"
                 yield binding.problem(what, expected=did_you_mean(leaf.name, config.known))
-            elif config.complete:
+            elif config.reader.complete:
                 fix = f"include '{config.defaults}', or {leaf.name} = …"
                 yield binding.problem(f"%{leaf.name} is not defined", fix=fix)
 
@@ -264,7 +222,7 @@ def _too_early(config: Configuration) -> Iterator[ConfigProblem]:
     """A value above an include that sets the same name: the included file would silently win."""
     for bindings in config.by_name.values():
         for before, after in itertools.pairwise(bindings):
-            if before.file in config.sources[after.file].ancestors:
+            if before.file in config.reader.sources[after.file].ancestors:
                 what = f"{before.name} has no effect: a file included below it sets it again"
                 actual = f"{before}; then {after.place}: {after}"
                 yield before.problem(what, actual=actual, fix="move it below the include")

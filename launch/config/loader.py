@@ -23,8 +23,8 @@ from gin.config_parser import ImportStatement
 import gin
 from gin import config as gin_engine
 from launch.config import checks, sources
-from launch.config.constructors import Constructor
 from launch.config.names import Names
+from launch.config.signatures import Constructor
 from launch.config.statements import (
     Binding,
     ConfigError,
@@ -136,70 +136,54 @@ def load(
       ConfigError: lists every mistake found.
     """
     reader = sources.Reader()
-    experiment, folder = _read(reader, str(path), text)
+    folder = _read(reader, str(path), text)
     flags = {f"--gin #{number}": binding.strip() for number, binding in enumerate(bindings, start=1)}
     if slice_name is not None:
         flags["--slice"] = f"SLICE = {slice_name!r}"
     for name, statements in {**between, **flags}.items():
         reader.text(statements, name=name, folder=Path.cwd())
-    declared_in, known = _known_macros(reader, defaults, folders=(Path.cwd(), sources.WORKSPACE, folder))
     names = Names(reader.sources, folders=(folder, Path.cwd()))
     config = checks.Configuration(
-        experiment=experiment,
-        root=names.root(root, file=experiment),
-        defaults=declared_in,
-        known=known,
-        bindings=tuple(map(names.resolve, reader.bindings)),
-        unresolved=tuple(names.unresolved),
-        sources=reader.sources,
-        complete=reader.complete,
+        reader,
+        names,
+        root=root,
+        defaults=sources.display(sources.WORKSPACE / defaults),
+        declared=declared_macros(defaults),
     )
-    verdict = checks.check(config)
-    if found := dict.fromkeys(reader.problems + names.problems + verdict.problems):
-        position = {name: number for number, name in enumerate(config.sources)}
+    problems, notes, kept = checks.check(config)
+    if found := dict.fromkeys(reader.problems + names.problems + problems):
+        position = {name: number for number, name in enumerate(reader.sources)}
         in_reading_order = sorted(found, key=lambda p: (position.get(p.file, len(position)), p.line))
         raise ConfigError(str(path), in_reading_order)
-    imports, kept = _canonical(verdict.kept)
-    notes = (*verdict.notes, *_replaced_slice(config, slice_name))
-    return LoadedConfig(imports, kept, experiment=experiment, notes=notes, _root=config.root)
+    for bound in reader.bindings:
+        if bound.name == "SLICE" and bound.file in flags and slice_name not in (None, bound.value):
+            notes.append(f"{bound.place}: {bound} is left out, the SLICE argument chose {slice_name!r}")
+    return LoadedConfig(*_canonical(kept), experiment=reader.experiment, notes=tuple(notes), _root=config.root)
+
+
+def declared_macros(defaults: str = DEFAULTS) -> frozenset[str]:
+    """Returns the macros that a file declares."""
+    text = (sources.WORKSPACE / defaults).read_text(encoding="utf-8")
+    return frozenset(b.name for b in parse(text).bindings if b.is_macro)
 
 
 def parse(text: str) -> Settings:
     """Returns what a canonical text says, such as the config.gin of a run, without importing what it names."""
-    statements = sources.parse(text).statements
+    statements, _, _ = sources.parse(text)
     imports = {s.bound_name(): s.module for s in statements if isinstance(s, ImportStatement)}
     return Settings(imports, tuple(s for s in statements if isinstance(s, Binding)))
 
 
-def _read(reader: sources.Reader, path: str, text: str | None) -> tuple[str, Path]:
-    """Reads the experiment file; returns its name and its folder."""
+def _read(reader: sources.Reader, path: str, text: str | None) -> Path:
+    """Reads the experiment file; returns its folder."""
     folders = (Path.cwd(), sources.WORKSPACE)
     if text is not None:
         reader.text(text, name=path, folder=Path.cwd())
-        return path, Path.cwd()
+        return Path.cwd()
     if file := sources.find(path, folders=folders):
-        return reader.file(file), file.parent
+        reader.file(file)
+        return file.parent
     raise ConfigError(path, [sources.missing_file(path, sources.closest(path, folders=folders), file=path)])
-
-
-def _known_macros(reader: sources.Reader, defaults: str, *, folders: Iterable[Path]) -> tuple[str, frozenset[str]]:
-    """The name of the file that declares macros, and its macros with those that are both defined and read."""
-    defined = {b.name for b in reader.bindings if b.is_macro}
-    read = {leaf.name for b in reader.bindings for leaf in leaves(b.value) if isinstance(leaf, Macro)}
-    file = sources.find(defaults, folders=folders)
-    if file is None:
-        reader.problems.append(ConfigProblem(defaults, 0, "the file that declares the macros is missing"))
-        return defaults, frozenset(defined | read)
-    declared = {b.name for b in parse(file.read_text(encoding="utf-8")).bindings if b.is_macro}
-    return sources.display(file), frozenset(declared | (defined & read))
-
-
-def _replaced_slice(config: checks.Configuration, slice_name: str | None) -> list[str]:
-    """A note for a --gin binding of SLICE where the SLICE argument is another slice."""
-    bound = [b for b in config.bindings if b.is_macro and b.name == "SLICE" and b.file.startswith("--gin")]
-    if slice_name is None or not bound or bound[-1].value == slice_name:
-        return []
-    return [f"{bound[-1].place}: {bound[-1]} is left out, the SLICE argument chose {slice_name!r}"]
 
 
 def _canonical(bindings: Iterable[Binding]) -> tuple[dict[str, str], tuple[Binding, ...]]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from gin.config_parser import ImportStatement, Location
 
-from launch.config.constructors import Constructor, why_not_a_constructor
+from launch.config.signatures import Constructor, why_not_a_constructor
 from launch.config.sources import Source
 from launch.config.statements import (
     Binding,
@@ -82,15 +82,10 @@ class Names:
         target = None if binding.is_macro else self._find(binding.selector, binding, written=binding.name)
         return dataclasses.replace(binding, target=target, value=transform(binding.value, change))
 
-    def root(self, path: str, *, file: str) -> Constructor | None:
-        """Returns the constructor of that full name; a problem of `file` where there is none."""
+    def root(self, path: str) -> Constructor:
+        """Returns the constructor of that full name."""
         module, _, name = path.rpartition(".")
-        try:
-            return self._member(importlib.import_module(module), [name], selector=path)
-        except Exception as error:
-            what = f"{path}, which the configuration is read into, cannot be imported"
-            self.problems.append(ConfigProblem(file, 0, what, actual=_where_it_failed(error)))
-            return None
+        return self._member(importlib.import_module(module), [name], selector=path)
 
     def _import(self, statement: ImportStatement, file: str) -> None:
         """Binds the symbol of an import in its file; of two imports of one symbol the first one counts."""

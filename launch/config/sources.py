@@ -42,19 +42,6 @@ _EXPLANATIONS = {
 }
 
 
-class Parsed(NamedTuple):
-    """The result of parsing a text, with its mistakes.
-
-    Attributes:
-      problems: statements that gin's grammar does not allow.
-      complete: of each of those, the left-hand side could be read.
-    """
-
-    statements: list[Statement]
-    problems: list[ConfigProblem]
-    complete: bool
-
-
 class Source(NamedTuple):
     """One file, or one binding of the command line; `ancestors` are the files whose includes led to it."""
 
@@ -78,8 +65,13 @@ class Reader:
         self.problems: list[ConfigProblem] = []
         self.complete = True
 
-    def file(self, path: Path, *, ancestors: tuple[str, ...] = ()) -> str:
-        """Reads a file that exists, unless it was read before; returns its name."""
+    @property
+    def experiment(self) -> str:
+        """The name of the source that was read first."""
+        return next(iter(self.sources))
+
+    def file(self, path: Path, *, ancestors: tuple[str, ...] = ()) -> None:
+        """Reads a file that exists, unless it was read before."""
         name = display(path)
         if name not in self.sources:
             try:
@@ -88,7 +80,6 @@ class Reader:
                 self.problems.append(unreadable(name, error))
                 self.complete, text = False, ""
             self.text(text, name=name, folder=path.parent, ancestors=ancestors)
-        return name
 
     def text(self, text: str, *, name: str, folder: Path, ancestors: tuple[str, ...] = ()) -> None:
         """Reads statements; paths that they include are looked for in `folder` as well."""
@@ -159,10 +150,13 @@ def display(path: Path) -> str:
     return path.as_posix()
 
 
-def parse(text: str, *, file: str = "") -> Parsed:
-    """Returns the statements of a text, and of those that do not parse a problem and what can be recovered."""
+def parse(text: str, *, file: str = "") -> tuple[list[Statement], list[ConfigProblem], bool]:
+    """Returns the statements of a text, a problem for each that does not parse, and whether none is lost.
+
+    Of a statement that does not parse, the first result has what could be recovered.
+    """
     try:
-        return Parsed(_statements(text), [], True)
+        return _statements(text), [], True
     except _ERRORS as error:
         whole = error
     statements, problems, complete = [], [], True
@@ -175,8 +169,8 @@ def parse(text: str, *, file: str = "") -> Parsed:
             problems.append(_problem(error, piece, text=text, file=file, line=line))
             complete &= bool(remnants)
     if not problems:  # each piece parses, and the whole does not
-        return Parsed(statements, [_problem(whole, text, text=text, file=file, line=1)], False)
-    return Parsed(statements, problems, complete)
+        return statements, [_problem(whole, text, text=text, file=file, line=1)], False
+    return statements, problems, complete
 
 
 class _Delegate(config_parser.ParserDelegate):

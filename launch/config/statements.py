@@ -8,13 +8,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from core import units
 from core.errors import UserError
-
-if TYPE_CHECKING:
-    from launch.config.constructors import Constructor
 
 REQUIRED = "gin.REQUIRED"  # `X = %gin.REQUIRED`: a name that an experiment has to give a value
 
@@ -68,12 +65,12 @@ class ConfigError(UserError):
 
 @dataclass(frozen=True, repr=False)
 class Reference:
-    """`@scope/selector` or `@scope/selector()`; `target` is the constructor it names, once names are resolved."""
+    """`@scope/selector` or `@scope/selector()`; `target` is the `signatures.Constructor` it names, once resolved."""
 
     scope: str
     selector: str
     evaluate: bool
-    target: Constructor | None = field(default=None, compare=False)
+    target: Any = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         return f"@{scoped(self.scope, self.selector)}{'()' if self.evaluate else ''}"
@@ -104,7 +101,7 @@ class Binding:
 
     Attributes:
       order: position among all bindings in the order in which they apply; the last one of a name wins.
-      target: the constructor that `selector` names, once names are resolved; None for a macro, or if nothing has it.
+      target: the `signatures.Constructor` that `selector` names, once resolved; None for a macro, or if nothing has it.
     """
 
     line: int
@@ -114,7 +111,7 @@ class Binding:
     value: Any
     file: str = ""
     order: int = 0
-    target: Constructor | None = field(default=None, compare=False)
+    target: Any = field(default=None, compare=False)
 
     @property
     def is_macro(self) -> bool:

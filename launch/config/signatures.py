@@ -1,9 +1,9 @@
-"""Whether a value of a gin file fits the annotation of its parameter; gin itself checks no types.
+"""Signatures of public functions and classes, and whether a value of a gin file fits an annotation.
 
-A value is refused only when it is surely wrong: what is not annotated, or cannot be judged without constructing
-something, fits. `@constructor()` is judged by what it returns, against a protocol by its methods. Libraries that check
-types at run time need the object itself, which only a run may construct, and take True for an int and 'ab' for a
-sequence of strings.
+gin itself checks no types. A value is refused only when it is surely wrong: what is not annotated, or cannot be judged
+without constructing something, fits. `@constructor()` is judged by what it returns, against a protocol by its methods.
+Libraries that check types at run time need the object itself, which only a run may construct, and take True for an int
+and 'ab' for a sequence of strings.
 """
 
 from __future__ import annotations
@@ -12,17 +12,88 @@ import ast
 import collections.abc
 import inspect
 import re
+import sys
 import types
 import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
-from launch.config.constructors import UNKNOWN
 from launch.config.statements import Macro, Reference, Unreadable, render
+
+UNKNOWN = Any  # of what has no annotation, or one that only a type checker can evaluate
 
 _UNIONS = (typing.Union, types.UnionType)
 _SEQUENCES = tuple(getattr(collections.abc, name) for name in ("Sequence", "Collection", "Iterable", "Reversible"))
 _MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 _LITERALS = {bool: bool, int: int, float: (int, float), complex: (int, float, complex), str: str, bytes: bytes}
+
+
+@dataclass(frozen=True, eq=False)
+class Constructor:
+    """A public function or class that gin may name.
+
+    Attributes:
+      module: where it was found: the module that a configuration imports, not always the one that defines it.
+    """
+
+    target: Callable[..., Any]
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module.rpartition('.')[2]}.{self.name}"
+
+    @cached_property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """Those that can be given a value, by name."""
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        return {name: p for name, p in self._signature.parameters.items() if p.kind in kinds}
+
+    @cached_property
+    def takes_any(self) -> bool:
+        """Returns whether it has `**kwargs`."""
+        return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in self._signature.parameters.values())
+
+    def hint(self, parameter: str) -> Any:
+        """Returns the annotation of a parameter."""
+        return self._evaluated(self.parameters[parameter].annotation) if parameter in self.parameters else UNKNOWN
+
+    @cached_property
+    def returns(self) -> Any:
+        """What a call gives: the class itself, or the annotation of a function."""
+        return self.target if inspect.isclass(self.target) else self._evaluated(self._signature.return_annotation)
+
+    @cached_property
+    def _signature(self) -> inspect.Signature:
+        try:
+            return inspect.signature(self.target)
+        except (TypeError, ValueError):  # a builtin without a signature
+            return inspect.signature(lambda **anything: None)
+
+    def _evaluated(self, annotation: Any) -> Any:
+        """An annotation as a type; each by itself, so that one that cannot be evaluated does not cost the others."""
+        if annotation is inspect.Signature.empty:
+            return UNKNOWN
+        known = dict(getattr(inspect.unwrap(self.target), "__globals__", {}))
+        for home in reversed(inspect.getmro(self.target)) if inspect.isclass(self.target) else [self.target]:
+            known |= vars(sys.modules[home.__module__])
+        try:
+            return typing.get_type_hints(types.SimpleNamespace(__annotations__={"x": annotation}), globalns=known)["x"]
+        except Exception:  # an annotation may be any expression, and fail in any way
+            return UNKNOWN
+
+
+def why_not_a_constructor(target: Any) -> str:
+    """Returns the reason why gin may not name this, or ''."""
+    if inspect.ismodule(target):
+        return "is a module, not a constructor"
+    if not inspect.isclass(target) and not inspect.isroutine(target):
+        return f"is a value ({type(target).__name__}), not a constructor"
+    if getattr(target, "_is_protocol", False) or inspect.isabstract(target):
+        return "is an interface, which cannot be constructed"
+    return ""
 
 
 class Misfit(NamedTuple):
@@ -65,7 +136,6 @@ class Misfit(NamedTuple):
 
 def misfit(value: Any, hint: Any) -> Misfit | None:
     """Returns the first thing in `value` that does not fit `hint`; None when all fits, or nobody can tell."""
-    hint = _plain(hint)
     origin, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
     wrong = Misfit("", value, hint)
     if hint in (Any, object) or isinstance(value, Unreadable | Macro) or isinstance(hint, str | typing.TypeVar):
@@ -100,26 +170,12 @@ def misfit(value: Any, hint: Any) -> Misfit | None:
 
 def hint_text(hint: Any) -> str:
     """Returns an annotation as one would write it, without the names of modules."""
-    hint = _plain(hint)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in _UNIONS:
         return " | ".join(map(hint_text, arguments))
     if origin is typing.Literal:
         return "one of " + ", ".join(map(repr, arguments))
     return "None" if hint is type(None) else re.sub(r"[\w.]+\.(?=\w)", "", inspect.formatannotation(hint))
-
-
-def _plain(hint: Any) -> Any:
-    """The annotation inside `Annotated`, `NewType` and type aliases."""
-    while True:
-        if typing.get_origin(hint) is typing.Annotated:
-            hint = typing.get_args(hint)[0]
-        elif isinstance(hint, typing.NewType):
-            hint = hint.__supertype__
-        elif type(hint).__name__ == "TypeAliasType":  # `type X = ...`, Python 3.12
-            hint = hint.__value__
-        else:
-            return type(None) if hint is None else hint
 
 
 def _scalar_fits(value: Any, kind: Any) -> bool:
@@ -144,7 +200,6 @@ def _reference_fits(reference: Reference, hint: Any) -> bool:
 
 
 def _result_fits(result: Any, hint: Any) -> bool:
-    result = _plain(result)
     actual, expected = typing.get_origin(result) or result, typing.get_origin(hint) or hint
     if actual in _UNIONS:
         return any(_result_fits(option, hint) for option in typing.get_args(result))
@@ -159,19 +214,19 @@ def _result_fits(result: Any, hint: Any) -> bool:
 
 def _result(reference: Reference, hint: Any) -> str:
     """Returns the type that a reference gives, and the methods of a protocol that it lacks."""
-    if not reference.evaluate or reference.target is None:
-        return "" if reference.evaluate else ", the constructor itself"
-    given, protocol = _plain(reference.target.returns), typing.get_origin(hint) or hint
-    lacks = inspect.isclass(given) and getattr(protocol, "_is_protocol", False) and _lacking(given, protocol)
+    if not reference.evaluate:
+        return ", the constructor itself"
+    given = reference.target.returns
+    lacks = _lacking(given, typing.get_origin(hint) or hint) if inspect.isclass(given) else []
     return f", which gives {hint_text(given)}" + (f", which lacks {', '.join(lacks)}" if lacks else "")
 
 
 def _lacking(actual: type, protocol: type) -> list[str]:
     """The methods of a protocol that a class lacks; attributes without a value may be set by its `__init__`."""
-    bases = [base for base in protocol.__mro__ if getattr(base, "_is_protocol", False) and base is not typing.Protocol]
-    members = [(name, member) for base in bases for name, member in vars(base).items() if inspect.isfunction(member)]
+    bases = [base for base in getattr(protocol, "__mro__", ()) if getattr(base, "_is_protocol", False)]
+    methods = [name for base in bases for name, member in vars(base).items() if inspect.isfunction(member)]
     called = ("__call__", "__next__", "__iter__")
-    return [n for n, _ in members if (not n.startswith("_") or n in called) and not hasattr(actual, n)]
+    return [name for name in methods if (name[0] != "_" or name in called) and not hasattr(actual, name)]
 
 
 def _reads_as(text: str, hint: Any) -> bool:
