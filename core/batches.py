@@ -74,6 +74,11 @@ def row_length(spec: BatchSpec) -> int:
     return max((size for size, axis in dimensions if axis == "length"), default=1)
 
 
+def has_tokens(spec: BatchSpec) -> bool:
+    """Returns whether a field has the axis `length`."""
+    return any("length" in field.axes for field in spec.values())
+
+
 def check_spec(spec: BatchSpec) -> None:
     """Raises UserError unless every value of the spec of a batch is a `Field`, and all have the same number of rows."""
     others = [f"{k!r} is of type {type(field).__name__}" for k, field in spec.items() if not isinstance(field, Field)]

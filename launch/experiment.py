@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from core import logical, slices, units
-from core.batches import row_length
+from core.batches import has_tokens, row_length
 from core.errors import UserError
 from core.health.failure_diagnosis import ON_TPU, USUAL_LIMITS, Limits
 from core.optimizers import Optimizer
@@ -166,6 +166,11 @@ class Experiment:
         return row_length(self.task.spec(self.task.num_streams))
 
     @property
+    def unit(self) -> str:
+        """What work is counted in: `token`, or `row` for data without the axis `length`."""
+        return "token" if has_tokens(self.task.spec(self.task.num_streams)) else "row"
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens of a global batch."""
         return self.batch_size * self.row_length
@@ -201,6 +206,11 @@ class Experiment:
         if self.prompt and vocabulary is None:
             problems.append(
                 f"PROMPT = {self.prompt!r}: {type(self.task).__name__} has no vocabulary to read it with; "
+                "set PROMPT = ''"
+            )
+        elif self.prompt and "inputs" not in self.task.spec(self.task.num_streams):
+            problems.append(
+                f"PROMPT = {self.prompt!r}: a batch of {type(self.task).__name__} has no field `inputs`; "
                 "set PROMPT = ''"
             )
         elif prepared and self.prompt:

@@ -33,8 +33,9 @@ class Progress:
     step   100/200  loss 2.1034  1.21 s/step  3,385 tokens/s  ETA 2:01
     """
 
-    def __init__(self, last_step: int, *, host: Host):
+    def __init__(self, last_step: int, *, host: Host, unit: str):
         self._last_step = last_step
+        self._unit = unit
         self._host = host
         self._has_reported = False
 
@@ -68,7 +69,7 @@ class Progress:
         mfu = f"  {100 * values['mfu']:.1f} % MFU" if "mfu" in values else ""
         self._print(
             f"step {step:>6}/{self._last_step}  loss {values['loss']:.4f}  {values['step_seconds']:.3g} s/step  "
-            f"{values['tokens_per_second']:,.0f} tokens/s{mfu}{eta}{starved}"
+            f"{values['tokens_per_second']:,.0f} {self._unit}s/s{mfu}{eta}{starved}"
         )
 
     def warning(self, text: str) -> None:

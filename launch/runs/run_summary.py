@@ -89,7 +89,7 @@ def rows(experiment: Experiment, program: Program, *, host: Host) -> dict[str, s
 def _batch(experiment: Experiment) -> str:
     """Formats `8 rows x 128 tokens = 1,024 tokens, with images [64, 64, 3]`; the tokens only if rows have some."""
     spec, text = experiment.task.spec(experiment.batch_size), units.counted(experiment.batch_size, "row")
-    if any("length" in field.axes for field in spec.values()):
+    if experiment.unit == "token":
         tokens = units.counted(experiment.tokens_per_step, "token")
         text += f" x {units.counted(experiment.row_length, 'token')} = {tokens}"
     others = {name: field.shape[1:] for name, field in spec.items() if "length" not in field.axes}
@@ -125,7 +125,7 @@ def evaluated_on(experiment: Experiment) -> str:
 def _validated(experiment: Experiment, validation: Mapping[str, float]) -> str:
     """The validation loss, or every mean of a task that describes its evaluation."""
     if not (evaluated := evaluated_on(experiment)):
-        return f"validation loss {validation['validation/loss']:.4f} nats per token"
+        return f"validation loss {validation['validation/loss']:.4f} nats per {experiment.unit}"
     means = {name.removeprefix("validation/"): value for name, value in sorted(validation.items())}
     plain, curves = progress.curves_apart(means)
     lines = ["  ".join(f"{name} {value:.4f}" for name, value in plain.items())]

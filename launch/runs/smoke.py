@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 
 from core import distributed, logical, slices, units
+from core.batches import has_tokens
 from core.checkpoints.store import Checkpoints
 from core.errors import UserError
 from core.training import trainer
@@ -135,7 +136,7 @@ def _small_task(experiment: Experiment, *, streams: int, length: int, partly: bo
         return synthetic.random_tokens(vocab_size=experiment.model.vocab_size, length=length, num_streams=streams)
     fields = {f.name for f in dataclasses.fields(experiment.task)} if dataclasses.is_dataclass(experiment.task) else ()
     sizes = {"num_streams": streams}
-    if any("length" in field.axes for field in spec.values()):
+    if has_tokens(spec):
         sizes = {"length": length, **sizes}
     if not sizes.keys() <= set(fields):
         if partly:

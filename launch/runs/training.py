@@ -43,7 +43,7 @@ def train(run: Run, *, lock: RunLock | None = None, also: Sequence[hooks.Hook] =
         checkpoints = _open_checkpoints(run)
         state, position, resumed = restore_or_init(run, checkpoints)
     first_step = int(state.step)
-    progress = Progress(run.last_step, host=run.host)
+    progress = Progress(run.last_step, host=run.host, unit=run.experiment.unit)
     progress.start(first_step)
     predictions = _prediction_check(run, progress)
     with contextlib.ExitStack() as stack:

@@ -9,7 +9,7 @@ VALUES = {"loss": 2.5, "step_seconds": 30.0, "tokens_per_second": 100.0, "input_
 
 def test_the_first_report_has_no_eta(capsys):
     """Its step time is mostly compilation."""
-    shown = progress.Progress(100, host=Host(0, 1, simulated=True))
+    shown = progress.Progress(100, host=Host(0, 1, simulated=True), unit="token")
     shown.line(41, VALUES)
     shown.line(50, {**VALUES, "step_seconds": 2.0})
     shown.line(100, {**VALUES, "step_seconds": 2.0})

@@ -20,7 +20,9 @@ def shown(**task):
 
 
 def of(*, eval_batches=3, **task):
-    return types.SimpleNamespace(task=types.SimpleNamespace(**task), eval_batches=eval_batches, batch_size=2)
+    return types.SimpleNamespace(
+        task=types.SimpleNamespace(**task), eval_batches=eval_batches, batch_size=2, unit="token"
+    )
 
 
 def test_text_has_its_loss():

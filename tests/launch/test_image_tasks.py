@@ -1,0 +1,118 @@
+"""Tasks with images, beside text or alone: a smoke run, counts of tokens and the summary ask the spec."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from core.batches import Field
+from launch import configuration, program_identity
+from launch.runs import run_summary, smoke
+from parallel import sampling
+from tasks import streams, vocabularies
+
+
+class Task:
+    """What these tasks have in common; no test opens data."""
+
+    vocabulary: Any = None
+
+    def prepare(self, run_dir, *, is_host_zero): ...
+
+    def train(self, layout, *, seed): ...
+
+    def evaluation(self, layout): ...
+
+    def problems(self):
+        return []
+
+    def describe(self):
+        return "images"
+
+    def fingerprint(self):
+        return "1"
+
+
+def images(rows):
+    return Field((rows, 5, 7, 3), np.uint8, ("batch", None, None, None))
+
+
+@dataclasses.dataclass(frozen=True)
+class Captions(Task):
+    length: int = 16
+    num_streams: int = 4
+
+    def spec(self, batch_size):
+        return {"images": images(batch_size), **streams.batch_spec(batch_size, length=self.length)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Classes(Task):
+    num_streams: int = 4
+    vocabulary: Any = None
+
+    def spec(self, batch_size):
+        return {"images": images(batch_size), "label": Field((batch_size,), np.int32, ("batch",))}
+
+
+@pytest.fixture
+def quickstart():
+    return configuration.load("gin/quickstart.gin", slice_name="v4-8").build()
+
+
+def test_images_beside_text(quickstart):
+    run = dataclasses.replace(quickstart, task=Captions(), batch_size=8)
+    assert (run.unit, run.row_length, run.tokens_per_step) == ("token", 16, 128)
+    assert run_summary._batch(run) == "8 rows x 16 tokens = 128 tokens, with images [5, 7, 3]"
+    small = smoke.shrink(run)
+    assert small.task == Captions(length=smoke.LENGTH, num_streams=small.batch_size)
+
+
+def test_images_alone_are_counted_in_rows(quickstart):
+    run = dataclasses.replace(quickstart, task=Classes(), batch_size=8)
+    assert (run.unit, run.tokens_per_step) == ("row", 8)
+    assert run_summary._batch(run) == "8 rows, with images [5, 7, 3]"
+    small = smoke.shrink(run)
+    assert small.task == Classes(num_streams=small.batch_size)
+
+
+def test_a_task_that_cannot_shrink_is_told_which_fields_it_lacks(quickstart):
+    class Plain(Task):
+        num_streams = 4
+        spec = Captions.spec
+        length = 16
+
+    run = dataclasses.replace(quickstart, task=Plain())
+    with pytest.raises(ValueError, match="Plain is no dataclass with length and num_streams, and has no method rehear"):
+        smoke.shrink(run)
+
+
+def test_missing_images_are_not_replaced_by_random_text(quickstart):
+    class Missing(Classes):
+        def problems(self):
+            return ["no folder /data/images"]
+
+    small = smoke.shrink(dataclasses.replace(quickstart, task=Missing(), batch_size=8))
+    assert isinstance(small.task, Missing)
+
+
+def test_a_prompt_needs_inputs(quickstart):
+    task = Classes(vocabulary=vocabularies.bytes())
+    run = dataclasses.replace(quickstart, task=task, prompt="abc")
+    assert "PROMPT = 'abc': a batch of Classes has no field `inputs`" in run.data_problems(prepared=False)[0]
+
+
+def test_axes_are_part_of_the_identity_of_a_program_if_they_are_not_rows_and_positions():
+    assert program_identity._field(Field((8, 16), np.int32, ("batch", "length"))) == ((8, 16), "int32")
+    assert program_identity._field(Field((8,), np.int32, ("batch",))) == ((8,), "int32")
+    assert program_identity._field(Field((8, 5), np.int32, ("batch", None))) == ((8, 5), "int32", ("batch", None))
+
+
+def test_a_sample_is_written_beside_blank_images():
+    batch = sampling._batch(Captions().spec(8), jnp.arange(16), rows=2)
+    assert batch["images"].shape == (2, 5, 7, 3)
+    assert not batch["images"].any()
+    assert batch["inputs"].tolist() == [list(range(16))] * 2
+    assert set(batch) == set(Captions().spec(8))
