@@ -22,13 +22,12 @@ from parallel.planning import calibration, cost
 from parallel.planning.cost import StepTime
 
 _GIN = environment.WORKSPACE / "gin"
-_NO_EXPERIMENTS = ("defaults.gin",)
 
 
 def files() -> dict[str, str]:
     """Returns the gin file of every recorded experiment, by the name of its record."""
-    found = [p for p in sorted(_GIN.glob("*.gin")) if p.name not in _NO_EXPERIMENTS]
-    found += [*sorted((_GIN / "published").glob("*.gin")), _GIN / "trm" / "suite.gin"]
+    found = [*sorted(_GIN.glob("*.gin")), *sorted((_GIN / "published").glob("*.gin")), _GIN / "trm" / "suite.gin"]
+    found.remove(_GIN / "defaults.gin")
     return {"-".join(p.relative_to(_GIN).with_suffix("").parts): f"gin/{p.relative_to(_GIN)}" for p in found}
 
 
@@ -81,7 +80,7 @@ def predicted(time: StepTime, experiment: Experiment) -> dict[str, Any]:
       UserError: an MFU above 100 %: the model of time or the count of FLOPs is wrong.
     """
     slice_, flops = slices.get(experiment.slice), experiment.flops_per_step
-    bounds = {"hidden": time.hidden, "scheduled": time.scheduled, "exposed": time.exposed}
+    bounds = {bound: getattr(time, bound) for bound in calibration.BOUNDS}
     return {
         "compute_seconds": _rounded(time.compute),
         "kernel_seconds": _rounded(time.kernels),
@@ -97,10 +96,8 @@ def predicted(time: StepTime, experiment: Experiment) -> dict[str, Any]:
 
 def write_published() -> None:
     """Writes the predictions of published runs to `planning.calibration`, then updates every header."""
-    published = calibration.rows()
-    recorded = {row["name"]: record for row in published if (record := prediction.read(row["name"]))}
-    speeds = {name: _speed(record) for name, record in recorded.items()}
-    calibration.write(calibration.with_predictions(published, speeds))
+    recorded = {row["name"]: prediction.read(row["name"]) for row in calibration.rows()}
+    calibration.write({name: _speed(record) for name, record in recorded.items() if record})
     write_headers()
 
 
@@ -108,9 +105,8 @@ def _speed(record: Prediction) -> dict[str, Any]:
     """Returns tokens per second per chip by bound, and the compiler's version."""
     per_chip = record["tokens_per_step"] / slices.get(record["slice"]).chips
     seconds: Mapping[str, float] = record["predicted"]["step_seconds"]
-    return {bound: _rounded(per_chip / seconds[bound]) for bound in calibration.BOUNDS} | {
-        "libtpu": record["versions"]["libtpu"]
-    }
+    speeds = {bound: _rounded(per_chip / seconds[bound]) for bound in calibration.BOUNDS}
+    return speeds | {"libtpu": record["versions"]["libtpu"]}
 
 
 def write_headers() -> None:

@@ -16,10 +16,9 @@ How far it is from the compiler's figures is in `launch/plan/README.md`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from core import logical
 from core.logical import Axes
 from core.slices import GIB, Slice
 from parallel import accumulation
@@ -27,8 +26,8 @@ from parallel.partitioner import Program
 from parallel.planning import cost, model_trace
 from parallel.planning.cost import AxisTime, StepTime
 from parallel.planning.links import DCN_BYTES_PER_SECOND
-from parallel.planning.model_trace import Kept, ModelTrace, Work
-from parallel.planning.sharded_state import Refused, ShardedState, Step, leaves, size_bytes, step_of
+from parallel.planning.model_trace import Kept, ModelTrace, Work, leaves
+from parallel.planning.sharded_state import Refused, ShardedState, Step, mesh_axes, size_bytes, step_of
 from parallel.strategy import MESH_AXES
 
 LABEL = "arithmetic, not compiled"
@@ -102,29 +101,25 @@ def _rows_computed(sharded: ShardedState, step: Step) -> float:
 
 
 def _hbm(sharded: ShardedState, step: Step, work: Work) -> dict[str, float]:
-    trace = sharded.trace
+    trace, used = sharded.trace, sharded.tables.activation_rules
     rows = step.batch_size / step.accum_steps
     parts = dict(sharded.state)
     batch = [(leaf, Axes(leaf.axes)) for leaf in trace.spec.values()]
-    carry = leaves(trace.shapes.carry, trace.axes.carry)
-    parts["batch and carry"] = sum(_of_rows(sharded, leaf, of, step.batch_size) for leaf, of in (*batch, *carry))
-    loops, others = _kept(sharded, work, step, rows)
-    largest = max(others, default=0.0)
-    layer = _one_layer(sharded, trace, rows / sharded.microbatches)
-    gradients = sharded.gradients * (2 if step.accum_steps > 1 else 1)
-    parts["saved activations"] = loops
+    parts["batch and carry"] = sum(  # traced with another number of rows
+        size_bytes(leaf) * (step.batch_size / leaf.shape[0] if leaf.shape else 1) / sharded.shards(of.names, used)
+        for leaf, of in (*batch, *leaves(trace.shapes.carry, trace.axes.carry))
+    )
+    parts["saved activations"], others = _kept(sharded, work, step, rows)
     at_loss = {
-        "logits": sum(others) + largest,
+        "logits": sum(others) + max(others, default=0.0),
         "gathered weights": sharded.gathered if sharded.tables.pipeline else 0.0,
     }
-    at_layer = {"gradients": gradients, "gathered weights": sharded.gathered, "one layer": layer}
+    at_layer = {
+        "gradients": sharded.gradients * (2 if step.accum_steps > 1 else 1),
+        "gathered weights": sharded.gathered,
+        "one layer": _one_layer(sharded, rows / sharded.microbatches),
+    }
     return parts | max(at_loss, at_layer, key=lambda part: sum(part.values()))
-
-
-def _of_rows(sharded: ShardedState, leaf: Any, of: Axes, rows: float) -> float:
-    """Bytes on a chip of an array of a batch or a carry with `rows` rows."""
-    share = rows / leaf.shape[0] if leaf.shape else 1.0
-    return size_bytes(leaf) * share / sharded.array_shards(of, sharded.tables.activation_rules)
 
 
 def _kept(sharded: ShardedState, work: Work, step: Step, rows: float) -> tuple[float, list[float]]:
@@ -135,39 +130,32 @@ def _kept(sharded: ShardedState, work: Work, step: Step, rows: float) -> tuple[f
         again = work.gathers_again
         return sum(_kept_bytes(sharded, k, rows, gathers_again=again) for k in work.kept if k.copies > 1), others
     stages = sharded.shape["stage"]
-    inputs = max(  # the largest: a stage may also keep a number for each position
-        (_kept_bytes(sharded, k, rows) / stages for k in _full(sharded.trace).kept if k.copies > 1 and k.has_rows),
-        default=0.0,
-    )
+    # The largest: a stage may also keep a number for each position.
+    inputs = max((_kept_bytes(sharded, k, rows) / stages for k in _full(sharded.trace).of_loops), default=0.0)
     share = schedule.kept(stages) / schedule.turns
     if schedule.save == "stage":
-        share /= max(1, _layers(sharded.trace) // (stages * schedule.repeats))
+        layers = next((leaf.shape[0] for leaf, of in sharded.params if of.names[:1] == ("layers",)), 1)
+        share /= max(1, layers // (stages * schedule.repeats))
     return inputs * share, others
 
 
 def _kept_bytes(sharded: ShardedState, kept: Kept, rows: float, *, gathers_again: bool = True) -> float:
     """Bytes of a kept array on a chip; weights are cast, and laid out as stored if they are gathered again."""
-    axes = Axes(tuple(None if name == "layers" else name for name in kept.axes.names))
-    tables = sharded.tables
     as_computed = kept.has_rows or not gathers_again
-    pieces = sharded.array_shards(axes, tables.activation_rules if as_computed else tables.param_rules)
+    table = sharded.tables.activation_rules if as_computed else sharded.tables.param_rules
+    pieces = sharded.shards([name for name in kept.axes.names if name != "layers"], table)
     return kept.bytes * (rows if kept.has_rows else 1) / pieces
 
 
-def _one_layer(sharded: ShardedState, trace: ModelTrace, rows: float) -> float:
+def _one_layer(sharded: ShardedState, rows: float) -> float:
     """Bytes of what one layer computes in its backward pass."""
-    everything = max(trace.works.values(), key=lambda work: sum(k.bytes for k in work.kept if k.has_rows))
-    return sum(_kept_bytes(sharded, k, rows) / k.copies for k in everything.kept if k.copies > 1 and k.has_rows)
+    everything = max(sharded.trace.works.values(), key=lambda work: work.row_bytes)
+    return sum(_kept_bytes(sharded, k, rows) / k.copies for k in everything.of_loops)
 
 
 def _full(trace: ModelTrace) -> Work:
     """Returns the work of the choice of `remat` that keeps least."""
-    return min(trace.works.values(), key=lambda work: sum(k.bytes for k in work.kept if k.has_rows))
-
-
-def _layers(trace: ModelTrace) -> int:
-    named = leaves(trace.shapes.params, trace.axes.params)
-    return next((leaf.shape[0] for leaf, of in named if of.names[:1] == ("layers",)), 1)
+    return min(trace.works.values(), key=lambda work: work.row_bytes)
 
 
 def _time(sharded: ShardedState, step: Step, work: Work) -> StepTime:
@@ -183,34 +171,35 @@ def _time(sharded: ShardedState, step: Step, work: Work) -> StepTime:
 
 def _traffic(sharded: ShardedState, step: Step, work: Work) -> tuple[AxisTime, ...]:
     totals: dict[tuple[str, ...], float] = {}
-    sent = (*_of_weights(sharded, step), *_of_activations(sharded, step, work))
-    for axes, count in sent:
+    for axes, count in (*_of_weights(sharded, step), *_of_activations(sharded, step, work)):
         ordered = tuple(a for a in MESH_AXES if a in axes and sharded.shape[a] > 1)
         if ordered and count:
             totals[ordered] = totals.get(ordered, 0.0) + count
-    across = sharded.tables.dcn_shape
-    chip = sharded.trace.slice.chip
+    slice_ = sharded.trace.slice
     found = []
     for axes, count in totals.items():
-        is_dcn = any(across.get(a, 1) > 1 for a in axes)
-        rate = chip.link_bytes_per_second * sharded.links.count(axes)
-        rate = DCN_BYTES_PER_SECOND[sharded.trace.slice.generation] if is_dcn else rate
-        found.append(AxisTime(axes, "DCN" if is_dcn else "ICI", count / rate, 0.0, round(count)))
+        if any(sharded.tables.dcn_shape.get(a, 1) > 1 for a in axes):
+            network, rate = "DCN", DCN_BYTES_PER_SECOND[slice_.generation]
+        else:
+            network, rate = "ICI", slice_.chip.link_bytes_per_second * sharded.links.count(axes)
+        found.append(AxisTime(axes, network, count / rate, 0.0, round(count)))
     return tuple(sorted(found, key=lambda row: (-row.seconds, row.axes)))
 
 
-def _of_weights(sharded: ShardedState, step: Step) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Yields gathers of parameters and reductions of their gradients: mesh axes, and wire bytes of a chip."""
+# Mesh axes of some traffic, and the bytes that a chip sends over them.
+_Sent = Iterator[tuple[Collection[str], float]]
+
+
+def _of_weights(sharded: ShardedState, step: Step) -> _Sent:
+    """Yields gathers of parameters and reductions of their gradients."""
     table, used = sharded.tables.param_rules, sharded.tables.activation_rules
-    named = leaves(sharded.trace.shapes.params, sharded.trace.axes.params)
-    is_tied = not any(of.names == _LOOKED_UP[::-1] for _, of in named)
-    rows = {a for name in _ROW_AXES for a in logical.mesh_axes(used[name])}
+    is_tied = not any(of.names == _LOOKED_UP[::-1] for _, of in sharded.params)
+    rows = mesh_axes(_ROW_AXES, used)
     once = sharded.tables.pipeline is not None
-    for leaf, of in named:
-        stored = {a for name in of.names if name for a in logical.mesh_axes(logical.row(table, name))}
-        computed = {a for name in of.names if name for a in logical.mesh_axes(logical.row(used, name))}
-        gathered = tuple(sorted(stored - computed))
-        payload = leaf.size * sharded.trace.itemsize / sharded.degree(tuple(computed))
+    for leaf, of in sharded.params:
+        stored, computed = mesh_axes(of.names, table), mesh_axes(of.names, used)
+        gathered = stored - computed
+        payload = leaf.size * sharded.trace.itemsize / sharded.degree(computed)
         n = sharded.degree(gathered)
         if of.names == _LOOKED_UP and _is_summed_in_pieces(sharded, step):
             yield from _of_lookups(sharded, step, leaf)
@@ -223,66 +212,60 @@ def _of_weights(sharded: ShardedState, step: Step) -> Iterator[tuple[tuple[str, 
         gathers, reduces = 2 if "layers" in of.names else 1, 1 if n <= _TRUE_SCATTER_CHIPS else 2
         passes = 1 + wide if once else step.accum_steps * (gathers + reduces)
         yield gathered, (n - 1) / n * payload * passes
-        whole = tuple(sorted(rows - stored))
-        n = sharded.degree(whole)
-        yield whole, 2 * (n - 1) / n * payload * wide / sharded.degree(gathered)
+        yield rows - stored, _all_reduce(sharded, rows - stored) * payload * wide / n
+
+
+def _all_reduce(sharded: ShardedState, axes: Collection[str]) -> float:
+    """Returns how many times its size an array crosses a chip's links to be summed over mesh axes."""
+    n = sharded.degree(axes)
+    return 2 * (n - 1) / n
 
 
 def _is_summed_in_pieces(sharded: ShardedState, step: Step) -> bool:
     """Returns whether gradients are sent per looked-up row; otherwise the gradient of the whole table is reduced."""
     if sharded.tables.pipeline is not None:
         return False  # it reduces the gradient of the embedding with those of its stages
-    split = [any(sharded.shape[a] > 1 for a in _stored(sharded, name)) for name in _LOOKED_UP]
+    split = [sharded.shards([name], sharded.tables.param_rules) > 1 for name in _LOOKED_UP]
     is_manual = bool(accumulation.manual_axes(sharded.tables, sharded.shape, gather_once=False))
     return not (all(split) and step.accum_steps > 1 and is_manual)
 
 
-def _of_lookups(sharded: ShardedState, step: Step, table: Any) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Gradients of the rows of an embedding (`models.derivatives.embedded`): mesh axes, and wire bytes of a chip.
+def _of_lookups(sharded: ShardedState, step: Step, table: Any) -> _Sent:
+    """Yields gradients of the rows of an embedding (`models.derivatives.embedded`).
 
     An all-to-all over each mesh axis that stores columns, a gather over those that store rows of the table and split
     the positions, and a sum of the stored pieces in float32 over what is left.
     """
-    used = sharded.tables.activation_rules
-    split = {a for name in _LOOKUP_ROWS for a in logical.mesh_axes(used[name])}
-    vocab, columns = (_stored(sharded, name) for name in _LOOKED_UP)
+    split = mesh_axes(_LOOKUP_ROWS, sharded.tables.activation_rules)
+    vocab, columns = (mesh_axes([name], sharded.tables.param_rules) for name in _LOOKED_UP)
     positions = step.batch_size * sharded.trace.length
-    sent = positions * table.shape[1] * sharded.trace.itemsize / sharded.degree(tuple(split))
-    for axis in columns:
+    sent = positions * table.shape[1] * sharded.trace.itemsize / sharded.degree(split)
+    for axis in sorted(columns):
         n = sharded.shape[axis]
         if axis in split:
             yield (axis,), (n - 1) / n * sent
         else:
             sent /= n
-    gathered = tuple(a for a in vocab if a in split)
-    yield gathered, (sharded.degree(gathered) - 1) * sent
-    whole = tuple(sorted(split - {*vocab, *columns}))
-    n = sharded.degree(whole)
-    yield whole, 2 * (n - 1) / n * size_bytes(table) / sharded.degree((*vocab, *columns))
+    yield vocab & split, (sharded.degree(vocab & split) - 1) * sent
+    whole = split - vocab - columns
+    yield whole, _all_reduce(sharded, whole) * size_bytes(table) / sharded.degree((*vocab, *columns))
 
 
-def _stored(sharded: ShardedState, name: str) -> tuple[str, ...]:
-    """Mesh axes that a parameter's axis is split over."""
-    return logical.mesh_axes(logical.row(sharded.tables.param_rules, name))
-
-
-def _of_activations(sharded: ShardedState, step: Step, work: Work) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Sums over tensor parallel products, keys and values over sequence, rows over stages."""
+def _of_activations(sharded: ShardedState, step: Step, work: Work) -> _Sent:
+    """Yields sums over tensor parallel products, keys and values over sequence, rows over stages."""
     used, trace, schedule = sharded.tables.activation_rules, sharded.trace, sharded.tables.pipeline
-    rows = step.batch_size / sharded.axis_shards("batch", used) / sharded.shape["stage"]
+    rows = step.batch_size / sharded.shards(["batch"], used) / sharded.shape["stage"]
+    pieces = sharded.shards(["length"], used)
     again = 0.5 if work.flops > 3.3 * work.forward_flops else 0.0  # computed again, but for the last product of a block
     again += 1.0 if schedule and schedule.save == "stage" else 0.0  # once more, whole
     for reduction in work.reductions:
-        axes = logical.mesh_axes(used[reduction.axis])
-        n = sharded.degree(axes)
-        pieces = sharded.axis_shards("length", used)
-        yield axes, 2 * (n - 1) / n * reduction.bytes * rows / pieces * (2 + again)
-    n = sharded.axis_shards("length", used)
-    weights = [leaf for leaf, of in leaves(trace.shapes.params, trace.axes.params) if "kv_heads" in of.names]
+        axes = mesh_axes([reduction.axis], used)
+        yield axes, _all_reduce(sharded, axes) * reduction.bytes * rows / pieces * (2 + again)
+    weights = [leaf for leaf, of in sharded.params if "kv_heads" in of.names]
     keys = sum(leaf.size / leaf.shape[1] for leaf in weights) * trace.length * trace.itemsize  # and values, of a row
-    yield logical.mesh_axes(used["length"]), (n - 1) / n * keys * rows * (2 + 2 * again)
+    yield mesh_axes(["length"], used), (pieces - 1) / pieces * keys * rows * (2 + 2 * again)
     if schedule:
-        inputs = max((k.bytes / k.copies for k in _full(trace).kept if k.copies > 1 and k.has_rows), default=0.0)
+        inputs = max((k.bytes / k.copies for k in _full(trace).of_loops), default=0.0)
         turns = schedule.ticks(sharded.shape["stage"]) / sharded.microbatches
         yield ("stage",), 2 * inputs * rows * sharded.shape["stage"] * turns
 

@@ -25,7 +25,7 @@ _VALUE = re.compile(
     r"\s*value: <\d+ (?P<name>[\w.\-]+)(?P<index>\{[\d,]*\})? @\d+> "
     r"\(size=(?P<size>\d+),offset=(?P<offset>\d+)\): (?P<type>.*)"
 )
-_HBM_COLORS = ("0", "3")
+_HBM_COLORS = ("0", "3")  # of memory; 0 is the default
 _LIVES = re.compile(r"\s+(?P<name>[\w.\-]+)(?P<index>\{[\d,]*\}):(?P<first>\d+)-(?P<last>\d+)")
 
 
@@ -47,39 +47,11 @@ class Value(NamedTuple):
     last: int
 
 
-class Argument(NamedTuple):
-    """An argument of the program, which is live for the whole step.
-
-    Attributes:
-      number: of the entry parameter.
-      size: bytes.
-    """
-
-    number: int
-    size: int
-
-
 class Buffers(NamedTuple):
-    """The contents of HBM.
+    """The contents of HBM: bytes of the arguments, by entry parameter; and temporaries."""
 
-    Attributes:
-      arguments: state and batch.
-      values: temporaries.
-      temp_bytes: memory of temporaries, including gaps.
-      other_bytes: constants, and results that do not alias an argument.
-    """
-
-    arguments: list[Argument]
+    arguments: dict[int, int]
     values: list[Value]
-    temp_bytes: int
-    other_bytes: int
-
-
-class Held(NamedTuple):
-    """A value at the peak, with the bytes that are attributed to it."""
-
-    value: Value
-    bytes: int
 
 
 def read(folder: Path) -> Buffers:
@@ -88,16 +60,13 @@ def read(folder: Path) -> Buffers:
     Raises:
       FileNotFoundError: the compiler did not write them.
     """
-    assignment = _one(folder, "after_optimizations-buffer-assignment.txt")
-    lives = _one(folder, "after_optimizations-live-range.txt")
-    return parse(assignment.read_text(), lives.read_text())
-
-
-def _one(folder: Path, ending: str) -> Path:
-    found = [path for path in sorted(folder.glob(f"*{ending}")) if path.stat().st_size]
-    if not found:
-        raise FileNotFoundError(f"the compiler left no …{ending} in {folder}")
-    return max(found, key=lambda path: path.stat().st_size)
+    texts = []
+    for ending in ("after_optimizations-buffer-assignment.txt", "after_optimizations-live-range.txt"):
+        largest = max(folder.glob(f"*{ending}"), key=lambda path: path.stat().st_size, default=None)
+        if largest is None or not largest.stat().st_size:
+            raise FileNotFoundError(f"the compiler left no …{ending} in {folder}")
+        texts.append(largest.read_text())
+    return parse(*texts)
 
 
 def parse(assignment: str, live_ranges: str) -> Buffers:
@@ -107,47 +76,40 @@ def parse(assignment: str, live_ranges: str) -> Buffers:
         for line in live_ranges.partition("BufferLiveRange:")[2].partition("Live ranges at")[0].splitlines()
         if (found := _LIVES.fullmatch(line))
     }
-    arguments, values, temp, other, kind, base = [], [], 0, 0, "", 0
+    buffers, base, end, is_temporary = Buffers({}, []), 0, 0, False
     for line in assignment.splitlines():
         if allocation := _ALLOCATION.match(line):
             size, rest = int(allocation["size"]), allocation["rest"]
-            kind = _kind(rest)
-            if kind == "argument":
-                arguments.append(Argument(int(allocation["parameter"]), size))
-            base, temp = (temp, temp + size) if kind == "temporary" else (base, temp)
-            other += size if kind == "other" else 0
-        elif kind == "temporary" and (found := _VALUE.fullmatch(line)):
-            when = lives.get((found["name"], (found["index"] or "{}").strip("{}")))
+            color = re.search(r"color (\d+)", rest)
+            is_in_hbm = "thread-local" not in rest and (color is None or color[1] in _HBM_COLORS)
+            is_temporary = is_in_hbm and "preallocated-temp" in rest
+            if is_temporary:
+                base, end = end, end + size
+            elif is_in_hbm and allocation["parameter"]:
+                buffers.arguments[int(allocation["parameter"])] = size
+        elif is_temporary and (value := _VALUE.fullmatch(line)):
+            when = lives.get((value["name"], (value["index"] or "{}").strip("{}")))
             if when is not None:
-                arrays = program.arrays_of(found["type"]) if not found["type"].startswith("(") else [None]
-                array = arrays[0] if arrays else None
-                values.append(Value(found["name"], array, int(found["size"]), base + int(found["offset"]), *when))
-    return Buffers(arguments, values, temp, other)
+                array = next(iter(program.arrays_of(value["type"])), None) if value["type"][0] != "(" else None
+                buffers.values.append(
+                    Value(value["name"], array, int(value["size"]), base + int(value["offset"]), *when)
+                )
+    return buffers
 
 
-def _kind(rest: str) -> str:
-    """Returns the kind of an allocation; memory colors 0 (the default) and 3 are HBM."""
-    color = re.search(r"color (\d+)", rest)
-    if "thread-local" in rest or (color and color[1] not in _HBM_COLORS):
-        return "elsewhere"
-    if "parameter" in rest:
-        return "argument"
-    return "temporary" if "preallocated-temp" in rest else "other"
+def fullest(values: Sequence[Value]) -> list[tuple[Value, int]]:
+    """Returns the temporaries at the instruction with most bytes in use, and the bytes attributed to each.
 
-
-def fullest(buffers: Buffers) -> list[Held]:
-    """Returns the temporaries at the instruction with most bytes in use, largest first."""
-    if not buffers.values:
-        return []
-    births = sorted({value.first for value in buffers.values})
-    by_first = sorted(buffers.values, key=lambda value: value.first)
+    The largest is first.
+    """
+    by_first = sorted(values, key=lambda value: value.first)
     firsts = [value.first for value in by_first]
 
     def live(moment: int) -> list[Value]:
         return [value for value in by_first[: bisect.bisect_right(firsts, moment)] if value.last >= moment]
 
-    moment = max(births, key=lambda m: _in_use(live(m)))
-    return sorted(_attributed(live(moment)), key=lambda held: -held.bytes)
+    moment = max(sorted(set(firsts)), key=lambda m: _in_use(live(m)), default=0)
+    return sorted(_attributed(live(moment)), key=lambda pair: -pair[1])
 
 
 def _in_use(values: Sequence[Value]) -> int:
@@ -159,24 +121,18 @@ def _in_use(values: Sequence[Value]) -> int:
     return total
 
 
-def _attributed(values: Sequence[Value]) -> Iterator[Held]:
+def _attributed(values: Sequence[Value]) -> Iterator[tuple[Value, int]]:
     """Attributes each byte to the largest value that covers it; of equally large ones, to the first to be live."""
     taken: list[tuple[int, int]] = []
     for value in sorted(values, key=lambda v: (-v.size, v.first)):
-        free = _without((value.offset, value.offset + value.size), taken)
-        if own := sum(stop - start for start, stop in free):
-            yield Held(value, own)
+        free, start, stop = [], value.offset, value.offset + value.size
+        for low, high in taken:  # sorted and disjoint
+            if low < stop and high > start:
+                if low > start:
+                    free.append((start, low))
+                start = high
+        if start < stop:
+            free.append((start, stop))
+        if own := sum(high - low for low, high in free):
+            yield value, own
             taken = sorted([*taken, *free])
-
-
-def _without(place: tuple[int, int], taken: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns the parts of a range that do not overlap `taken`, which is sorted and disjoint."""
-    start, stop = place
-    free = []
-    for low, high in taken:
-        if high <= start or low >= stop:
-            continue
-        if low > start:
-            free.append((start, low))
-        start = max(start, high)
-    return [*free, (start, stop)] if start < stop else free

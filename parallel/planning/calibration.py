@@ -28,10 +28,9 @@ def label(*, libtpu: str | None = None) -> str:
     Args:
       libtpu: version that compiled the step; None for the installed one.
     """
-    version = libtpu or versions.version("libtpu")
     found = spread(rows())
     said = f"spread {found[0]:.2f} to {found[1]:.2f} of published" if found else "spread not known"
-    return f"compiled by libtpu {version}, uncalibrated, {said}"
+    return f"compiled by libtpu {libtpu or versions.version('libtpu')}, uncalibrated, {said}"
 
 
 def rows() -> list[dict[str, Any]]:
@@ -41,23 +40,13 @@ def rows() -> list[dict[str, Any]]:
 
 def spread(published: Sequence[PublishedRun]) -> tuple[float, float] | None:
     """Returns the least and the most of predicted over published speed, over all bounds; None without predictions."""
-    found = [ratios(row) for row in published if "predicted" in row]
-    return (min(r["exposed"] for r in found), max(r["hidden"] for r in found)) if found else None
+    found = [ratio for row in published if "predicted" in row for ratio in ratios(row)]
+    return (min(found), max(found)) if found else None
 
 
-def ratios(row: PublishedRun) -> dict[str, float]:
+def ratios(row: PublishedRun) -> list[float]:
     """Returns predicted over published tokens per second, by bound."""
-    return {b: row["predicted"][b] / row["tokens_per_second_per_chip"] for b in BOUNDS}
-
-
-def with_predictions(
-    published: Sequence[PublishedRun], predicted: Mapping[str, Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """Returns the runs with predictions, by name in tokens per second per chip, filled in."""
-    return [
-        {**row, "predicted": dict(predicted[row["name"]])} if row["name"] in predicted else dict(row)
-        for row in published
-    ]
+    return [row["predicted"][bound] / row["tokens_per_second_per_chip"] for bound in BOUNDS]
 
 
 def table(published: Sequence[PublishedRun]) -> str:
@@ -69,17 +58,18 @@ def table(published: Sequence[PublishedRun]) -> str:
     for row in published:
         cells = [row["of"], row["slice"], row["printed"], f"{row['tokens_per_second_per_chip']:,}"]
         if "predicted" in row:
-            cells += [f"{row['predicted'][b]:,.0f}" for b in BOUNDS]
-            cells.append(" / ".join(f"{ratio:.2f}" for ratio in ratios(row).values()))
+            cells += [f"{row['predicted'][bound]:,.0f}" for bound in BOUNDS]
+            cells.append(" / ".join(f"{ratio:.2f}" for ratio in ratios(row)))
         else:
             cells += ["–"] * 4
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def write(published: Sequence[PublishedRun]) -> None:
-    """Writes the runs to published.json, and their table to README.md."""
-    FILE.write_text(json.dumps(list(published), indent=1) + "\n")
+def write(predicted: Mapping[str, Mapping[str, Any]]) -> None:
+    """Writes predictions, by name in tokens per second per chip, to published.json and the table of README.md."""
+    published = [row | {"predicted": predicted[row["name"]]} if row["name"] in predicted else row for row in rows()]
+    FILE.write_text(json.dumps(published, indent=1) + "\n")
     before, _, rest = README.read_text().partition(_BEGIN)
     _, _, after = rest.partition(_END)
     README.write_text(f"{before}{_BEGIN}\n\n{table(published)}\n\n{label()}\n\n{_END}{after}")

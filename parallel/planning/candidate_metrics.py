@@ -69,9 +69,8 @@ class CandidateMetrics:
         """Share of the chips' peak; None if the model does not say its FLOPs."""
         if not self.flops:
             return None
-        return self.slice.mfu(self.flops, seconds=self.time.hidden), self.slice.mfu(
-            self.flops, seconds=self.time.exposed
-        )
+        hidden, exposed = (self.slice.mfu(self.flops, seconds=seconds) for seconds in self.step_seconds)
+        return hidden, exposed
 
     @property
     def hours(self) -> Range:
@@ -80,6 +79,8 @@ class CandidateMetrics:
 
     def as_json(self) -> dict[str, Any]:
         """Returns all metrics as plain values."""
-        names = ("name", "rows", "used_bytes", "free_bytes", "step_seconds", "scheduled_seconds", "tokens_per_second")
-        names += ("mfu", "hours", "bubble", "compile_seconds", "is_as_written")
+        names = (
+            *("name", "rows", "used_bytes", "free_bytes", "step_seconds", "scheduled_seconds", "tokens_per_second"),
+            *("mfu", "hours", "bubble", "compile_seconds", "is_as_written"),
+        )
         return {name: getattr(self, name) for name in names} | {"time": self.time.as_json()}

@@ -13,14 +13,14 @@ used because they count the body of a loop once. Not modelled: latency, input, a
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from core.slices import Slice
 from parallel.analysis import Analysis
-from parallel.hlo.costs import Costs
+from parallel.hlo.costs import Kernel
 from parallel.partitioner import Program
-from parallel.planning import kernels
 from parallel.planning.links import Links
 from parallel.traffic import Collective
 
@@ -30,6 +30,11 @@ from parallel.traffic import Collective
 CLOCK_HZ: Mapping[str, float] = {"v4": 1.05e9, "v5p": 1.75e9, "v5e": 1.5e9, "v6e": 1.75e9}
 # Of peak, in a splash kernel. Assumed; published rates of causal flash attention on TPUs are 30 to 60 %.
 KERNEL_SHARE_OF_PEAK = 0.4
+# Number of matrix products of [B, H, Q, S] x K in each splash kernel, by JAX's name for it. Forward: scores and values.
+# dq: scores, dP and dQ. dkv: scores, dP, dK and dV; also dQ where the backward pass is a single kernel.
+_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
+_FUSED_BACKWARD = 5
+_FUSED_RESULT_RANK = 5  # it returns dQ in one part per block of keys: [B, blocks, H, Q, K]
 
 
 class AxisTime(NamedTuple):
@@ -110,26 +115,40 @@ def step_time(found: Analysis, bound: Program) -> StepTime:
       bound: the program, bound to the chips of its slice.
     """
     slice_ = bound.partitioner.slice
-    seconds, unknown = _kernels(found.costs, slice_)
-    links = Links(bound.partitioner.mesh, slice_)
+    priced = [(kernel, kernel_flops(kernel)) for kernel in found.costs.kernels]
+    unknown = [f"kernel {kernel.name} x {kernel.times}" for kernel, flops in priced if flops is None]
+    open_loops = [loop for loop in found.costs.loops if loop.trips is None]
     return StepTime(
         compute=found.costs.total_cycles / CLOCK_HZ[slice_.generation],
-        kernels=seconds,
-        traffic=traffic_times(found.collectives, links),
-        unpriced=(*unknown, *_open_loops(found.costs)),
+        kernels=sum(flops or 0.0 for _, flops in priced) / (KERNEL_SHARE_OF_PEAK * slice_.chip.peak_flops),
+        traffic=traffic_times(found.collectives, Links(bound.partitioner.mesh, slice_)),
+        unpriced=(*unknown, *(f"loop {loop.op_name or loop.name}, counted once" for loop in open_loops)),
     )
 
 
-def _kernels(costs: Costs, slice_: Slice) -> tuple[float, list[str]]:
-    """Returns the seconds of known kernels, and the names of the others."""
-    priced = [(kernel, kernels.flops(kernel)) for kernel in costs.kernels]
-    total = sum(flops for _, flops in priced if flops is not None)
-    unknown = [f"kernel {kernel.name} x {kernel.times}" for kernel, flops in priced if flops is None]
-    return total / (KERNEL_SHARE_OF_PEAK * slice_.chip.peak_flops), unknown
+def kernel_flops(kernel: Kernel) -> float | None:
+    """Returns the FLOPs of all executions of a kernel on one chip, from its shapes, or None for an unknown kernel.
+
+    The compiler does not estimate Mosaic kernels. B rows, H query heads, Q query and S key positions, K head_dim.
+    """
+    name = next((n for n in _PRODUCTS if kernel.name.startswith(n) or f"/{n}" in kernel.op_name), None)
+    if name is None:
+        return None
+    arrays = [dims for operand in kernel.operands if len(dims := _floating(operand)) >= 3]
+    (*_, queries, _), (*_, keys, _) = arrays[:2]  # positions
+    products = _PRODUCTS[name]
+    if name == "splash_mha_dkv" and any(len(_floating(r)) >= _FUSED_RESULT_RANK for r in kernel.results):
+        products = _FUSED_BACKWARD
+    # Of the scores, those at or before the query, on the chip with the last queries, which takes longest: 1/2 where a
+    # chip has all queries, close to 1 where it has only the last eighth of them.
+    causal_share = 1 - queries / (2 * keys)
+    return 2.0 * products * math.prod(arrays[0]) * keys * causal_share * kernel.times
 
 
-def _open_loops(costs: Costs) -> list[str]:
-    return [f"loop {loop.op_name or loop.name}, counted once" for loop in costs.loops if loop.trips is None]
+def _floating(array: str) -> Sequence[int]:
+    """Returns the dimensions of an array such as `bf16[2,32,2048,128]`; () for integers and scalars."""
+    found = re.fullmatch(r"(?:bf16|f32)\[([\d,]+)\]", array)
+    return tuple(int(n) for n in found[1].split(",")) if found else ()
 
 
 def traffic_times(collectives: Sequence[Collective], links: Links) -> tuple[AxisTime, ...]:

@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 from core import logical
 from parallel import report
+from parallel.hlo import program
 from parallel.hlo.program import Array, Instruction, Module
 from parallel.partitioner import Program
-from parallel.planning import buffers, sharded_state
+from parallel.planning import buffers, model_trace
 from parallel.planning.buffers import Buffers
 
 KINDS = (
@@ -53,13 +54,12 @@ def allocations(bound: Program, module: Module, found: Buffers) -> list[Allocati
     parameters = {int(at.argument): at for at in entry.values() if at.opcode == "parameter"}
     by_name = {at.name: at for computation in module.computations.values() for at in computation.values()}
     kinds = _Kinds(bound)
-    named = [_argument(parameters.get(argument.number), argument.size) for argument in found.arguments]
-    for held in buffers.fullest(found):
-        at = by_name.get(held.value.name)
+    named = [_argument(parameters.get(number), size) for number, size in found.arguments.items()]
+    for temporary in of_temporaries(found):
+        at = by_name.get(temporary.name)
         op_name = at.op_name if at else ""
-        kind = kinds.of(held.value.array, op_name)
-        shape = str(held.value.array) if held.value.array else "pointers"
-        named.append(Allocation(kind, place(op_name) or held.value.name, shape, held.bytes))
+        array = next(iter(program.arrays_of(temporary.shape)), None)
+        named.append(temporary._replace(kind=kinds.of(array, op_name), name=place(op_name) or temporary.name))
     return sorted(_merged(named), key=lambda one: -one.bytes)
 
 
@@ -99,7 +99,7 @@ class _Kinds:
     def __init__(self, bound: Program):
         self._weights = report.Weights(bound)
         shape = bound.partitioner.shape
-        leaves = sharded_state.leaves(bound.abstract_state.params, bound.axes.params)
+        leaves = model_trace.leaves(bound.abstract_state.params, bound.axes.params)
         self._stored = {tuple(sorted(d for d in leaf.sharding.shard_shape(leaf.shape) if d > 1)) for leaf, _ in leaves}
         self._layers = {leaf.sharding.shard_shape(leaf.shape)[0] for leaf, of in leaves if of.names[:1] == ("layers",)}
         pieces = logical.shards(bound.partitioner.strategy.activation_rules["vocab"], shape)
@@ -167,8 +167,7 @@ def of_message(message: str) -> list[Allocation]:
 
 def of_temporaries(found: Buffers) -> list[Allocation]:
     """Returns the temporaries in HBM when most of it is in use, largest first, without their kinds."""
-    held = buffers.fullest(found)
-    return [Allocation("", h.value.name, str(h.value.array or "pointers"), h.bytes) for h in held]
+    return [Allocation("", value.name, str(value.array or "pointers"), n) for value, n in buffers.fullest(found.values)]
 
 
 def _field(text: str, name: str) -> str:

@@ -13,7 +13,6 @@ one direction, from the table "ICI BW/link (one-way)" in the latter.
 
 from __future__ import annotations
 
-import collections
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -56,8 +55,7 @@ class Links:
         """Takes a mesh over the chips of `slice`, or over CPU devices that simulate them."""
         self.slice = slice
         self._shape = dict(mesh.shape)
-        self._coordinates, self._slice_of = chip_coordinates(mesh, slice)
-        self._loads: dict[tuple[str, ...], int] = {}
+        self._coordinates = _chip_coordinates(mesh, slice)
 
     def extents(self, axes: Sequence[str]) -> tuple[Extent, ...]:
         """Returns the extent of the first chip's group along each dimension of the slice that it spans.
@@ -85,39 +83,13 @@ class Links:
             return total
         return min(total, max(1, int(math.log2(group_size))))
 
-    def permute_load(self, axes: tuple[str, ...]) -> int:
+    def permute_load(self, axes: Sequence[str]) -> float:
         """Returns the messages on the busiest link when every chip sends to the next one along `axes`.
 
-        Routes go along x, then y, then z. A shift along a line has load 1, including the way back from the end, which
-        runs in the opposite direction.
+        That is the number of interleaved groups that share it: a shift along a line has load 1, including the way back
+        from the end, which runs in the opposite direction.
         """
-        if axes not in self._loads:
-            self._loads[axes] = self._permute_load(axes)
-        return self._loads[axes]
-
-    def _permute_load(self, axes: Sequence[str]) -> int:
-        sizes = tuple(self._shape.values())
-        varying = [i for i, axis in enumerate(self._shape) if axis in axes]
-        numbers = np.moveaxis(np.arange(math.prod(sizes)).reshape(sizes), varying, range(len(varying)))
-        numbers = numbers.reshape(math.prod(sizes[i] for i in varying), -1)  # [chips of a group, groups]
-        flat = self._coordinates.reshape(-1, self._coordinates.shape[-1])
-        load: collections.Counter = collections.Counter()
-        for source, target in zip(numbers.flat, np.roll(numbers, -1, axis=0).flat, strict=True):
-            load.update((self._slice_of[source], *link) for link in self._route(flat[source], flat[target]))
-        return max(load.values(), default=1)
-
-    def _route(self, source: np.ndarray, target: np.ndarray) -> list[tuple]:
-        """Returns the links (chip, dimension, direction) between two chips."""
-        at, links = [int(c) for c in source], []
-        for i, (size, wraps) in enumerate(zip(self.slice.topology, self.slice.wraparound, strict=True)):
-            distance = int(target[i]) - at[i]
-            if wraps and abs(distance) > size // 2:
-                distance -= size if distance > 0 else -size
-            step = int(math.copysign(1, distance))
-            for _ in range(int(abs(distance))):
-                links.append((*at, i, step))
-                at[i] = (at[i] + step) % size
-        return links
+        return max((extent.stride for extent in self.extents(axes)), default=1.0)
 
     def seconds(self, collective: Collective) -> float:
         """Returns the time of one execution of a collective that has the links to itself, without latency."""
@@ -134,13 +106,8 @@ class Links:
         return collective.wire_bytes / (rate * self.count(axes, group_size=collective.group_size))
 
 
-def chip_coordinates(mesh: jax.sharding.Mesh, slice: Slice) -> tuple[np.ndarray, list[int]]:
-    """Returns the position of each chip of a mesh.
-
-    Returns:
-      Coordinates inside the slice, [*mesh shape, dimensions of the topology]; and the slice index of each chip, in mesh
-      order.
-    """
+def _chip_coordinates(mesh: jax.sharding.Mesh, slice: Slice) -> np.ndarray:
+    """Returns the position of each chip of a mesh inside its slice, [*mesh shape, dimensions of the topology]."""
     chips = list(mesh.devices.flat)
     if chips[0].platform == "cpu":
         simulated = meshes.simulated_chips(sorted(chips, key=lambda d: (d.process_index, d.id)), slice)
@@ -148,7 +115,7 @@ def chip_coordinates(mesh: jax.sharding.Mesh, slice: Slice) -> tuple[np.ndarray,
         chips = [by_device[device] for device in chips]
     dimensions = len(slice.topology)
     coordinates = np.array([chip.coords[:dimensions] for chip in chips])
-    return coordinates.reshape(*mesh.devices.shape, dimensions), [getattr(c, "slice_index", 0) or 0 for c in chips]
+    return coordinates.reshape(*mesh.devices.shape, dimensions)
 
 
 def _extent(places: np.ndarray, size: int, wraps: bool) -> Extent:

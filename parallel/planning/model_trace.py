@@ -89,6 +89,16 @@ class Work(NamedTuple):
     reductions: tuple[Reduction, ...]
     gathers_again: bool = True
 
+    @property
+    def row_bytes(self) -> float:
+        """Bytes that are kept for one row."""
+        return sum(kept.bytes for kept in self.kept if kept.has_rows)
+
+    @property
+    def of_loops(self) -> list[Kept]:
+        """What loops keep for one row."""
+        return [kept for kept in self.kept if kept.copies > 1 and kept.has_rows]
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelTrace:
@@ -144,16 +154,14 @@ def trace(
         optimizers.state_axes(optimizer, params, axes),
         jax.tree.map(lambda s: rules.row_axes(s.shape), carry),
     )
-    works = {
-        remat: work(_with_tpu_attention(_with_remat(model, remat), params, example), spec, params, axes)
-        for remat in (candidates.remats(model) if remats is None else remats)
-    }
+    works = {}
+    for remat in candidates.remats(model) if remats is None else remats:
+        changed: Any = model
+        if remat not in (None, candidates.remat_of(model)):
+            changed = dataclasses.replace(changed, remat=remat)
+        works[remat] = work(_with_tpu_attention(changed, params, example), spec, params, axes)
     itemsize = jnp.dtype(model.dtype if can(model, ChoosesDtype) else jnp.float32).itemsize
     return ModelTrace(slice, shapes, named, dict(spec), works, itemsize)
-
-
-def _with_remat(model: Any, remat: str | None) -> Any:
-    return model if remat in (None, candidates.remat_of(model)) else dataclasses.replace(model, remat=remat)
 
 
 def _with_tpu_attention(model: Any, params: Any, example: Any) -> Any:
@@ -192,16 +200,19 @@ def work(model: Model, spec: BatchSpec, params: Any, param_axes: Any) -> Work:
 
     inputs = params, carry, rng, batch
     traced, (_, kept) = jax.make_jaxpr(forward, return_shape=True)(*inputs)
-    products = _flops(traced)
     backward = jax.make_jaxpr(jax.grad(loss))(*inputs)
-    both = _flops(backward)
+    ahead, both = list(_products(traced.jaxpr)), list(_products(backward.jaxpr))
+
+    def flops(products: Sequence[_Product], *, in_kernel: bool) -> float:
+        return sum(p.flops for p in products if p.in_kernel == in_kernel) / sizes.rows
+
     return Work(
-        forward_flops=sum(p.flops for p in products if not p.in_kernel) / sizes.rows,
-        flops=sum(p.flops for p in both if not p.in_kernel) / sizes.rows,
-        kernel_flops=sum(p.flops for p in both if p.in_kernel) / sizes.rows,
-        forward_kernel_flops=sum(p.flops for p in products if p.in_kernel) / sizes.rows,
+        forward_flops=flops(ahead, in_kernel=False),
+        flops=flops(both, in_kernel=False),
+        kernel_flops=flops(both, in_kernel=True),
+        forward_kernel_flops=flops(ahead, in_kernel=True),
         kept=tuple(_distinct(k for leaf in jax.tree.leaves(kept) if (k := sizes.kept(leaf)))),
-        reductions=tuple(r for p in products if not p.in_kernel and (r := sizes.reduction(p))),
+        reductions=tuple(r for p in ahead if not p.in_kernel and (r := sizes.reduction(p))),
         gathers_again=_computes_again(backward.jaxpr),
     )
 
@@ -215,22 +226,24 @@ class _Product(NamedTuple):
     in_kernel: bool
 
 
-def _flops(traced: ClosedJaxpr) -> list[_Product]:
-    return list(_products(traced.jaxpr, 1.0, False))
-
-
-def _products(jaxpr: Jaxpr, times: float, in_kernel: bool) -> Iterator[_Product]:
+def _products(jaxpr: Jaxpr, times: float = 1.0, in_kernel: bool = False) -> Iterator[_Product]:
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
         if name == "dot_general":
-            yield _product(equation, times, in_kernel)
+            left: Any = equation.invars[0].aval
+            result: Any = equation.outvars[0].aval
+            (contracting, _), _ = params["dimension_numbers"]
+            contracted = tuple(left.shape[i] for i in contracting)
+            flops = 2.0 * result.size * math.prod(contracted) * times
+            yield _Product(flops, contracted, result.size * result.dtype.itemsize * times, in_kernel)
         elif name == "cond":
             runs = [list(_products(branch.jaxpr, times, in_kernel)) for branch in params["branches"]]
             yield from max(runs, key=lambda run: sum(p.flops for p in run))
         elif name == "pallas_call":
             # The grid counts every block; under a causal mask half of them are skipped.
             grid = math.prod(n for n in params["grid_mapping"].grid if isinstance(n, int))
-            yield from _products(_bare(params["jaxpr"]), times * grid / 2, True)
+            for inner in _inner({"jaxpr": params["jaxpr"]}):
+                yield from _products(inner, times * grid / 2, True)
         else:
             turns = params["length"] if name == "scan" else 1
             for inner in _inner(params):
@@ -250,36 +263,27 @@ def _inner(params: Mapping[str, Any]) -> Iterator[Jaxpr]:
     for value in params.values():
         for one in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(one, (Jaxpr, ClosedJaxpr)):
-                yield _bare(one)
+                yield one.jaxpr if isinstance(one, ClosedJaxpr) else one
 
 
-def _bare(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
-    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
-
-
-def _product(equation: Any, times: float, in_kernel: bool) -> _Product:
-    left, result = equation.invars[0].aval, equation.outvars[0].aval
-    (contracting, _), _ = equation.params["dimension_numbers"]
-    contracted = tuple(left.shape[i] for i in contracting)
-    flops = 2.0 * result.size * math.prod(contracted) * times
-    return _Product(flops, contracted, result.size * result.dtype.itemsize * times, in_kernel)
+def leaves(shapes: Any, axes: Any) -> list[tuple[Any, Axes]]:
+    """Returns every array with its axes."""
+    named = jax.tree.leaves(axes, is_leaf=lambda a: isinstance(a, Axes))
+    return list(zip(jax.tree.leaves(shapes), named, strict=True))
 
 
 class _Sizes:
     """Recognizes logical axes by the sizes of dimensions."""
 
     def __init__(self, params: Any, param_axes: Any, spec: BatchSpec):
-        leaves = jax.tree.leaves(params)
-        named = jax.tree.leaves(param_axes, is_leaf=lambda a: isinstance(a, Axes))
-        pairs = zip(leaves, named, strict=True)
+        pairs = leaves(params, param_axes)
         sizes = {pair for leaf, of in pairs for pair in zip(leaf.shape, of.names, strict=True)}
         self._layers = {size for size, name in sizes if name == "layers"}
         self._by_size = {size: name for size, name in sorted(sizes, key=_preference) if name not in (None, "layers")}
-        self._params = {(leaf.shape, leaf.dtype) for leaf in leaves}
-        self._weights = {leaf.shape: of for leaf, of in zip(leaves, named, strict=True)}
+        self._params = {(leaf.shape, leaf.dtype) for leaf, _ in pairs}
+        self._weights = {leaf.shape: of for leaf, of in pairs}
         self._length = row_length(spec)
-        fields = [size for field in spec.values() for size in field.shape[1:]]
-        taken = {size for leaf in leaves for size in leaf.shape} | set(fields)
+        taken = {size for size, _ in sizes} | {size for field in spec.values() for size in field.shape[1:]}
         self.rows = next(n for n in _CANDIDATE_ROWS if n not in taken)
 
     def kept(self, leaf: Any) -> Kept | None:
@@ -304,8 +308,8 @@ class _Sizes:
         places = [i for i, size in enumerate(shape[at + 1 :]) if size == self._length > 1]
         if places:
             after[places[0]] = "residual_length" if after[places[0] + 1 :] == ["embed"] else "length"
-        names = _once([*before, "batch", *after])
-        return Axes(tuple(names))
+        names = [*before, "batch", *after]
+        return Axes(tuple(name if name not in names[:i] else None for i, name in enumerate(names)))  # each axis once
 
     def reduction(self, product: _Product) -> Reduction | None:
         """Returns the reduction after a product over hidden units or heads; None for other products."""
@@ -319,11 +323,6 @@ def _preference(of: tuple[int, str | None]) -> tuple[int, str]:
     """Sort key of (size, axis): a size that several axes share is taken for the last, which strategies split."""
     order = (None, "norm", "head_dim", "puzzles", "vocab", "embed", "kv_heads", "heads", "mlp")
     return (order.index(of[1]) if of[1] in order else 0, str(of[1]))
-
-
-def _once(names: list[str | None]) -> list[str | None]:
-    """Replaces repeated axes by None: an array may use each axis once."""
-    return [name if name not in names[:i] else None for i, name in enumerate(names)]
 
 
 def _distinct(kept: Iterator[Kept]) -> Iterator[Kept]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,14 +18,14 @@ import jax.numpy as jnp
 from core import logical, units
 from core.batches import batch_size
 from core.errors import UserError
-from core.logical import Axes, Rules
+from core.logical import Rules
 from core.slices import Slice
 from parallel import mesh, rules, strategy
 from parallel.partitioner import Program
 from parallel.pipeline import checks
 from parallel.planning import candidates
 from parallel.planning.links import Links
-from parallel.planning.model_trace import ModelTrace
+from parallel.planning.model_trace import ModelTrace, leaves
 from parallel.strategy import Strategy
 
 
@@ -60,23 +60,31 @@ class ShardedState:
     Attributes:
       tables: the strategy.
       shape: degree by mesh axis.
+      params: every parameter with its axes.
     """
 
     def __init__(self, tables: Strategy, trace: ModelTrace):
         """Raises Refused if slice, model and tables do not fit together."""
         self.tables, self.trace = tables, trace
+        self.params = leaves(trace.shapes.params, trace.axes.params)
         try:
             self.shape = strategy.resolve(tables, trace.slice)
         except UserError as error:
             raise Refused("degrees do not make the slice", str(error)) from error
         if not checks.depths(trace.shapes.params, trace.axes.params):
             self._check_stages()  # without a stack of layers no schedule and no dimension can help
-        self._check_arrays()
-
-    @property
-    def microbatches(self) -> int:
-        """Microbatches of a pipeline; 1 without one."""
-        return self.tables.pipeline.num_microbatches if self.tables.pipeline else 1
+        shapes, axes = trace.shapes, trace.axes
+        parts = (
+            (shapes.params, axes.params, tables.param_rules),
+            (shapes.params, axes.params, tables.activation_rules),
+            (shapes.opt_state, axes.opt_state, tables.stored_optimizer_rules),
+        )
+        where = f"strategy {tables.name!r} on {trace.slice.name}"
+        try:
+            for part in parts:
+                rules.specs(*part, mesh_shape=self.shape, where=where)
+        except UserError as error:
+            raise Refused("a dimension does not divide", str(error)) from error
 
     def rescheduled(self, tables: Strategy) -> ShardedState:
         """Returns the same layout with another schedule, reusing what does not depend on it."""
@@ -86,37 +94,15 @@ class ShardedState:
         return other
 
     def _check_stages(self) -> None:
-        schedule = self.tables.pipeline
-        if schedule is None:
-            return
-        found = checks.problems(
-            schedule,
-            self.trace.shapes.params,
-            self.trace.axes.params,
-            stages=self.shape["stage"],
-            chips=self.trace.slice.chips,
-        )
-        if found:
+        schedule, shapes, axes = self.tables.pipeline, self.trace.shapes.params, self.trace.axes.params
+        stages, chips = self.shape["stage"], self.trace.slice.chips
+        if schedule and (found := checks.problems(schedule, shapes, axes, stages=stages, chips=chips)):
             raise Refused("layers do not divide into stages", f"strategy {self.tables.name!r}: " + "; ".join(found))
-
-    def _check_arrays(self) -> None:
-        shapes, axes, tables = self.trace.shapes, self.trace.axes, self.tables
-        where = f"strategy {tables.name!r} on {self.trace.slice.name}"
-        parts = (
-            (shapes.params, axes.params, tables.param_rules),
-            (shapes.params, axes.params, tables.activation_rules),
-            (shapes.opt_state, axes.opt_state, tables.stored_optimizer_rules),
-        )
-        for part in parts:
-            try:
-                rules.specs(*part, mesh_shape=self.shape, where=where)
-            except UserError as error:
-                raise Refused("a dimension does not divide", str(error)) from error
 
     def check(self, step: Step, *, num_streams: int = 1) -> None:
         """Raises Refused if layers do not divide into stages, or rows or positions of a batch over chips."""
         self._check_stages()
-        groups = self.axis_shards("batch", self.tables.activation_rules)
+        groups = self.shards(["batch"], self.tables.activation_rules)
         unit = groups * step.accum_steps * self.microbatches
         if step.batch_size % unit or step.batch_size % num_streams:
             nearest = logical.nearest_multiples(step.batch_size, math.lcm(unit, num_streams))
@@ -126,17 +112,25 @@ class ShardedState:
                 f"batch_size = {step.batch_size} does not divide over {units.counted(groups, 'group')} of chips{cuts}, "
                 f"or over {units.counted(num_streams, 'stream')}; nearest that do: {', '.join(map(str, nearest))}",
             )
-        pieces = self.axis_shards("length", self.tables.activation_rules)
+        pieces = self.shards(["length"], self.tables.activation_rules)
         if self.trace.length % pieces:
             raise Refused("positions do not divide", f"length = {self.trace.length} does not divide over {pieces}")
 
-    def axis_shards(self, name: str, table: Rules) -> int:
-        """Returns the number of shards of a logical axis."""
-        return logical.shards(logical.row(table, name), self.shape)
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a pipeline; 1 without one."""
+        return self.tables.pipeline.num_microbatches if self.tables.pipeline else 1
 
-    def degree(self, axes: Sequence[str]) -> int:
+    def degree(self, axes: Iterable[str]) -> int:
         """Returns the chips of a group over mesh axes."""
-        return math.prod(self.shape[a] for a in axes)
+        return math.prod(self.shape[axis] for axis in axes)
+
+    def shards(self, names: Sequence[str | None], table: Rules, *, without: Sequence[str] = ()) -> int:
+        """Returns the number of shards of an array with these logical axes, without those over some mesh axes."""
+        return self.degree(mesh_axes(names, table) - set(without))
+
+    def _bytes(self, shapes: Any, axes: Any, table: Rules) -> float:
+        return sum(size_bytes(leaf) / self.shards(of.names, table) for leaf, of in leaves(shapes, axes))
 
     @functools.cached_property
     def state(self) -> dict[str, float]:
@@ -146,14 +140,6 @@ class ShardedState:
             "parameters": self._bytes(shapes.params, axes.params, tables.param_rules),
             "optimizer": self._bytes(shapes.opt_state, axes.opt_state, tables.stored_optimizer_rules),
         }
-
-    def _bytes(self, shapes: Any, axes: Any, table: Rules) -> float:
-        return sum(size_bytes(leaf) / self.array_shards(of, table) for leaf, of in leaves(shapes, axes))
-
-    def array_shards(self, axes: Axes, table: Rules, *, without: Sequence[str] = ()) -> int:
-        """Returns the number of shards of an array; a mesh axis counts once."""
-        used = {a for name in axes.names if name for a in logical.mesh_axes(logical.row(table, name))} - set(without)
-        return self.degree(tuple(used))
 
     @functools.cached_property
     def gathered_once(self) -> tuple[str, ...]:
@@ -165,20 +151,22 @@ class ShardedState:
     def gradients(self) -> float:
         """Bytes of all gradients on a chip."""
         table = self.tables.param_rules
-        pairs = leaves(self.trace.shapes.params, self.trace.axes.params)
-        return sum(size_bytes(leaf) / self.array_shards(of, table, without=self.gathered_once) for leaf, of in pairs)
+        return sum(
+            size_bytes(leaf) / self.shards(of.names, table, without=self.gathered_once) for leaf, of in self.params
+        )
 
     @functools.cached_property
     def gathered(self) -> float:
         """Bytes of the weights that are gathered at a time: of two layers, or of a pipeline's whole stage."""
         total = 0.0
-        for leaf, of in leaves(self.trace.shapes.params, self.trace.axes.params):
-            stored = self.array_shards(of, self.tables.param_rules)
+        stored, used = self.tables.param_rules, self.tables.activation_rules
+        for leaf, of in self.params:
             if "layers" in of.names and not self.tables.pipeline:
-                whole = 2 * leaf.size / leaf.shape[0] / self.array_shards(of, self.tables.activation_rules)
+                whole = 2 * leaf.size / leaf.shape[0] / self.shards(of.names, used)
             else:
-                whole = leaf.size / self.array_shards(of, self.tables.param_rules, without=self.gathered_once)
-            total += whole * self.trace.itemsize if stored > 1 or self.tables.pipeline else 0.0
+                whole = leaf.size / self.shards(of.names, stored, without=self.gathered_once)
+            if self.tables.pipeline or self.shards(of.names, stored) > 1:
+                total += whole * self.trace.itemsize
         return total
 
     @functools.cached_property
@@ -194,10 +182,9 @@ def _chips(slice: Slice) -> list[jax.Device]:
     return mesh.topology_devices(slice)
 
 
-def leaves(shapes: Any, axes: Any) -> list[tuple[Any, Axes]]:
-    """Returns every array with its axes."""
-    named = jax.tree.leaves(axes, is_leaf=lambda a: isinstance(a, Axes))
-    return list(zip(jax.tree.leaves(shapes), named, strict=True))
+def mesh_axes(names: Sequence[str | None], table: Rules) -> set[str]:
+    """Returns the mesh axes over which an array with these logical axes is split."""
+    return {axis for name in names if name for axis in logical.mesh_axes(logical.row(table, name))}
 
 
 def size_bytes(leaf: Any) -> int:

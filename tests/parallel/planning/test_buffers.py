@@ -36,17 +36,16 @@ LIVE = """HloLiveRange (max 9):
 
 def test_the_fullest_moment():
     found = buffers.parse(ASSIGNMENT, LIVE)
-    assert [(a.number, a.size) for a in found.arguments] == [(7, 4000)]
-    assert (found.temp_bytes, found.other_bytes) == (1200, 64)
-    held = {h.value.name: h.bytes for h in buffers.fullest(found)}
+    assert found.arguments == {7: 4000}
+    held = {value.name: count for value, count in buffers.fullest(found.values)}
     assert held == {"late": 500, "beside": 300, "pair": 100, "other": 200}
 
 
 def test_a_place_goes_to_the_larger_of_two():
     live = LIVE.replace("early{}:0-2", "early{}:0-6")
-    held = {h.value.name: h.bytes for h in buffers.fullest(buffers.parse(ASSIGNMENT, live))}
+    held = {value.name: count for value, count in buffers.fullest(buffers.parse(ASSIGNMENT, live).values)}
     assert held == {"early": 600, "beside": 200, "pair": 100, "other": 200}
 
 
 def test_nothing_lives():
-    assert buffers.fullest(buffers.parse("BufferAssignment:\n", "")) == []
+    assert buffers.fullest(buffers.parse("BufferAssignment:\n", "").values) == []

@@ -26,23 +26,23 @@ def kept(monkeypatch, tmp_path):
 
 
 def test_the_spread_is_from_the_least_to_the_most_that_was_ever_predicted():
-    rows = calibration.with_predictions(ROWS, PREDICTED)
-    assert calibration.ratios(rows[0]) == {"hidden": 1.2, "scheduled": 1.1, "exposed": 0.9}
+    rows = [row | {"predicted": PREDICTED[row["name"]]} for row in ROWS]
+    assert calibration.ratios(rows[0]) == [1.2, 1.1, 0.9]
     assert calibration.spread(rows) == (0.7, 1.2)
     assert calibration.spread(ROWS) is None
-    assert calibration.spread(calibration.with_predictions(ROWS, {"a": PREDICTED["a"]})) == (0.9, 1.2)
+    assert calibration.spread([rows[0], ROWS[1]]) == (0.9, 1.2)
 
 
 def test_the_label_names_the_compiler_and_the_spread(kept):
     assert calibration.label(libtpu="9.9") == "compiled by libtpu 9.9, uncalibrated, spread not known"
-    calibration.write(calibration.with_predictions(ROWS, PREDICTED))
+    calibration.write(PREDICTED)
     installed = versions.version("libtpu")
     assert calibration.label() == f"compiled by libtpu {installed}, uncalibrated, spread 0.70 to 1.20 of published"
 
 
 def test_the_table_is_written_between_its_marks_and_nothing_else_is(kept):
-    calibration.write(calibration.with_predictions(ROWS, {"a": PREDICTED["a"]}))
-    calibration.write(calibration.rows())
+    calibration.write({"a": PREDICTED["a"]})
+    calibration.write({})
     text = calibration.README.read_text()
     assert text.startswith("# Title\n")
     assert text.endswith("\n\nafter\n")

@@ -14,7 +14,7 @@ from parallel.hlo import costs, executions
 from parallel.hlo import program as hlo
 from parallel.hlo.costs import Costs, Kernel
 from parallel.hlo.executions import Loop
-from parallel.planning import cost, kernels
+from parallel.planning import cost
 from tasks import streams
 
 V4_32 = slices.get("v4-32")
@@ -34,18 +34,17 @@ PRODUCT = 2 * (2 * 32) * 2048 * 2048 * 128 / 2  # of one matrix product of 2 x 3
 
 @pytest.mark.parametrize(("which", "products"), [(FORWARD, 2), (DQ, 3), (DKV, 4), (FUSED, 5)])
 def test_flops_of_attention_kernels(which, products):
-    assert kernels.flops(which) == products * PRODUCT * 32
+    assert cost.kernel_flops(which) == products * PRODUCT * 32
 
 
 def test_the_chip_with_the_last_queries_sees_most_keys():
     queries, keys = "bf16[1,8,512,64]", "bf16[1,2,2048,64]"
     split = kernel("splash_mha_fwd.1", ["s8[1,1,4]", queries, keys, keys], [queries])
-    assert kernels.flops(split) == 2 * 2 * 8 * 512 * 2048 * 64 * 0.875
-    assert kernels.causal_share(2048, 2048) == 0.5
+    assert cost.kernel_flops(split) == 2 * 2 * 8 * 512 * 2048 * 64 * 0.875
 
 
 def test_a_kernel_that_is_not_known_has_no_price():
-    assert kernels.flops(kernel("ragged_gather.3", [HEADS], [HEADS])) is None
+    assert cost.kernel_flops(kernel("ragged_gather.3", [HEADS], [HEADS])) is None
 
 
 def analysis_of(*, cycles=0, found_kernels=(), loops=(), collectives=()):
@@ -103,7 +102,7 @@ def test_what_has_no_price_is_named():
     found = analysis_of(found_kernels=[FORWARD, unknown], loops=[Loop("while.1", "jit(run)/while", None)])
     time = cost.step_time(found, program())
     assert time.unpriced == ("kernel ragged_gather.3 x 7", "loop jit(run)/while, counted once")
-    assert time.kernels == pytest.approx(kernels.flops(FORWARD) / (0.4 * 275e12))
+    assert time.kernels == pytest.approx(cost.kernel_flops(FORWARD) / (0.4 * 275e12))
 
 
 @pytest.mark.parametrize(("slice_name", "least"), [("v4-8", 0.85), ("v5p-8", 0.85), ("v5e-4", 0.85), ("v6e-4", 0.65)])
