@@ -5,9 +5,9 @@ A model calls `param("wq", (D, H, K), ("embed", "heads", "head_dim"), init)` and
 parameters, one for activations. The tables reach the model through a context variable while it is traced, so the same
 model runs under every layout, or without one.
 
-`abstract_init` records parameter axes while it traces `init` abstractly. JAX would not trace a function again that it
-has traced before, and nothing would be recorded; hence the new closure there, and the check that every parameter was
-recorded.
+`abstract_init` records a `ParamSpec` for each parameter while it traces `init` abstractly. JAX would not trace a
+function again that it has traced before, and nothing would be recorded; hence the new closure there, and the check that
+every parameter was recorded.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from core.errors import UserError
+from core.param_spec import ParamSpec, Specs
 
 if not __debug__:
     raise UserError(
@@ -76,7 +77,7 @@ class _Tables:
 
 
 _tables = jax.make_user_context(None)  # a _Tables or None; part of the key of every trace
-_record: contextvars.ContextVar[dict[str, dict[str, Axes]] | None] = contextvars.ContextVar("record", default=None)
+_record: contextvars.ContextVar[dict[str, dict[str, ParamSpec]] | None] = contextvars.ContextVar("record", default=None)
 _stack: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("stack", default=())
 
 
@@ -293,6 +294,10 @@ def param(
     axes: Sequence[str | None],
     init: Callable,
     *,
+    kind: str = "",
+    in_dims: int = 1,
+    stacked: int = 0,
+    trainable: bool = True,
     dtype: jnp.dtype = jnp.float32,
     compute_dtype: jnp.dtype | None = None,
     as_stored: bool = False,
@@ -304,6 +309,8 @@ def param(
       shape: shape of one layer's parameter; a layer stack adds the leading dimension.
       axes: logical axis of each dimension.
       init: `init(shape, dtype)`.
+      kind, in_dims, stacked, trainable: what optimizers need to know; see `core.param_spec.ParamSpec`. A layer stack
+        adds its layers to `stacked`.
       dtype: stored dtype.
       compute_dtype: returned dtype; default: the stored one. The cast comes before any all-gather, which then moves
         the narrower dtype.
@@ -317,19 +324,23 @@ def param(
     if len(names) != len(shape):
         raise UserError(f"{where}: {len(names)} axes {names} for shape {tuple(shape)}")
     check_names(names, where=where)
+    try:
+        spec = ParamSpec(names, kind, in_dims, stacked, trainable, jnp.dtype(dtype).name)
+    except UserError as error:
+        raise UserError(f"{where}, shape {tuple(shape)}, axes {Axes(names)}: {error}") from error
     record = _record.get()
     if record is not None and hk.running_init():
         path = "/".join((*_stack.get(), hk.experimental.current_name()))
-        record.setdefault(path, {})[name] = Axes(("layers",) * len(_stack.get()) + names)
+        record.setdefault(path, {})[name] = spec.in_stack(*("layers",) * len(_stack.get()))
     stored = hk.get_parameter(name, shape, dtype, init)
     return stored if as_stored else constrain(stored.astype(compute_dtype or dtype), *names)
 
 
-def abstract_init(init: Callable, *args) -> tuple[Mapping, Mapping]:
-    """Returns shapes and logical axes of the parameters that `init(*args)` would create, without creating them.
+def abstract_init(init: Callable, *args) -> tuple[Mapping, Specs]:
+    """Returns shapes and specs of the parameters that `init(*args)` would create, without creating them.
 
     Returns:
-      Two trees of the same structure, with `jax.ShapeDtypeStruct` and `Axes` leaves.
+      Two trees of the same structure, with `jax.ShapeDtypeStruct` and `ParamSpec` leaves.
 
     Raises:
       UserError: a parameter was created without `param`, so its axes have no names.
@@ -341,8 +352,13 @@ def abstract_init(init: Callable, *args) -> tuple[Mapping, Mapping]:
     ]
     if unnamed:
         raise UserError(f"parameters without named axes: {', '.join(unnamed)}; make them with logical.param(...)")
-    axes = {module: {name: record[module][name] for name in leaves} for module, leaves in shapes.items()}
+    specs = {module: {name: record[module][name] for name in leaves} for module, leaves in shapes.items()}
     for module, leaves in shapes.items():
         for name, leaf in leaves.items():
-            assert len(axes[module][name].names) == len(leaf.shape), (module, name, leaf.shape, axes[module][name])
-    return shapes, axes
+            assert len(specs[module][name].axes) == len(leaf.shape), (module, name, leaf.shape, specs[module][name])
+    return shapes, specs
+
+
+def axes_of(specs: Specs) -> Any:
+    """Returns the tree of `Axes` of these parameters."""
+    return jax.tree.map(lambda spec: Axes(spec.axes), specs)

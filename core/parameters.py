@@ -1,15 +1,14 @@
-"""Selects parameters by patterns over their paths, and applies optimizer rules per layer or per matrix.
+"""Selects parameters by path or by `ParamSpec`, and applies optimizer rules per layer or per matrix.
 
 A layer stack stores one array [layers, ...] where papers describe one matrix per layer. Rules that use a whole matrix
 (its root mean square, its rows and columns, its singular values) are applied to each layer separately, so that training
-does not depend on how layers are stored.
+does not depend on how layers are stored. The same holds for other stacked dimensions, such as experts.
 """
 
 from __future__ import annotations
 
 import fnmatch
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers
 
 from core.errors import UserError
+from core.param_spec import ParamSpec, Specs
 from core.types import Params
 
 
@@ -26,56 +26,94 @@ def path_name(path: Sequence[Any]) -> str:
     return "/".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path).replace("~/", "")
 
 
-def names(params: Params) -> list[str]:
+def names(params: Params | Specs) -> list[str]:
     """Returns the path of every parameter."""
     return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
 
 
-def matches(params: Params, patterns: Sequence[str], *, where: str = "patterns") -> Any:
+def matches(params: Params | Specs, patterns: Sequence[str], *, where: str = "patterns") -> Any:
     """Returns a tree of booleans: whether the path of each parameter matches one of the patterns.
 
     Args:
-      params: the parameters.
+      params: the parameters, or their specs.
       patterns: shell wildcards.
       where: name of the patterns, for the error.
 
     Raises:
       UserError: a pattern matches no parameter.
     """
-    found = names(params)
-    unused = [p for p in patterns if not any(fnmatch.fnmatch(n, p) for n in found)]
+    unused = [p for p in patterns if not any_matches(params, p)]
     if unused:
         raise UserError(
             f"{where} = {tuple(patterns)}: no parameter matches {', '.join(map(repr, unused))}; the parameters are "
-            f"{', '.join(found)}"
+            f"{', '.join(names(params))}"
         )
-    return jax.tree_util.tree_map_with_path(lambda path, _: matches_any(path_name(path), patterns), params)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: any(fnmatch.fnmatch(path_name(path), p) for p in patterns), params
+    )
 
 
-def present(params: Params, patterns: Sequence[str]) -> list[str]:
-    """Returns the patterns that match at least one parameter, for patterns that are allowed to match none."""
-    return [p for p in patterns if any(fnmatch.fnmatch(n, p) for n in names(params))]
+def any_matches(params: Params | Specs, pattern: str) -> bool:
+    """Returns True if a pattern matches the path of at least one parameter."""
+    return any(fnmatch.fnmatch(name, pattern) for name in names(params))
+
+
+def with_kinds(specs: Specs) -> str:
+    """Lists parameters with their kinds, for messages."""
+    return ", ".join(f"{path_name(path)} ({spec.kind})" for path, spec in jax.tree_util.tree_leaves_with_path(specs))
+
+
+def lookup(tree: Any) -> Callable[[Sequence[Any]], Any]:
+    """Returns a function from the path of a parameter to the leaf of `tree` (such as its spec) at that path.
+
+    It serves trees that lack some of the parameters, as optax passes them to masked transformations.
+    """
+    leaves = dict(jax.tree_util.tree_leaves_with_path(tree))
+
+    def at(path: Sequence[Any]) -> Any:
+        if tuple(path) not in leaves:
+            raise UserError(
+                f"the optimizer is bound to the parameters of another model: {path_name(path)} is not among "
+                f"{', '.join(names(tree))}"
+            )
+        return leaves[tuple(path)]
+
+    return at
+
+
+def labelled(tree: Any) -> Callable[[Params], Any]:
+    """Returns a function that maps parameters, or some of them, to the leaves of `tree` at their paths."""
+    at = lookup(tree)
+    return lambda params: jax.tree_util.tree_map_with_path(lambda path, _: at(path), params)
 
 
 def by_layer(
-    rule: optax.GradientTransformation, is_stacked: Callable[[str], bool], *, in_turn: bool = False
+    rule: optax.GradientTransformation, specs: Specs, *, in_turn: bool = False
 ) -> optax.GradientTransformation:
     """Applies `rule` to each layer of a stack separately, as if its layers were separate parameters.
 
     Args:
-      rule: the transformation; its state for a stacked parameter [layers, ...] gains the same leading dimension.
-      is_stacked: from the path of a parameter, whether its leading dimension is the layers.
+      rule: the transformation; its state for a stacked parameter [layers, ...] gains the same leading dimensions.
+      specs: of the parameters; `ParamSpec.stacked` dimensions count layers, or other independent parameters.
       in_turn: whether to process one layer after the other, for rules whose intermediate results are as large as the
-        matrix; otherwise all layers are vectorised.
+        matrix; otherwise, and over declared axes such as experts, all are vectorised.
     """
-    update = _in_turn(rule.update) if in_turn else jax.vmap(rule.update)
-    each = optax.GradientTransformation(jax.vmap(rule.init), update)
+    spec_at = lookup(specs)
+
+    def stack_of(path: Sequence[Any], p: jax.Array) -> str:
+        stacked = spec_at(path).axes[: spec_at(path).stacked]
+        return " x ".join(f"{n} {axis or 'layers'}" for n, axis in zip(p.shape, stacked, strict=False)) or "whole"
+
+    def each(stack: str) -> optax.GradientTransformation:
+        init, update = rule.init, rule.update
+        for dimension in reversed(stack.split(" x ")):
+            one_by_one = in_turn and dimension.endswith(" layers")
+            init, update = jax.vmap(init), _in_turn(update) if one_by_one else jax.vmap(update)
+        return optax.GradientTransformation(init, update)
 
     def grouped(params: Params) -> optax.GradientTransformation:
-        labels = jax.tree_util.tree_map_with_path(
-            lambda path, p: f"{p.shape[0]} layers" if is_stacked(path_name(path)) else "whole", params
-        )
-        return optax.partition({n: rule if n == "whole" else each for n in set(jax.tree.leaves(labels))}, labels)
+        labels = jax.tree_util.tree_map_with_path(stack_of, params)
+        return optax.partition({n: rule if n == "whole" else each(n) for n in set(jax.tree.leaves(labels))}, labels)
 
     return optax.GradientTransformation(
         lambda params: grouped(params).init(params),
@@ -83,133 +121,47 @@ def by_layer(
     )
 
 
-def as_matrices(
-    rule: optax.GradientTransformation, matrices: Mapping[str, str], *, strict: bool
-) -> optax.GradientTransformation:
-    """Applies `rule` with the parameters that match `matrices` reshaped to [rows, columns].
-
-    Args:
-      rule: the transformation; its state has the reshaped form.
-      matrices: for each pattern, one letter per dimension: i (rows) or o (columns).
-      strict: whether a parameter with another number of dimensions than letters is refused; otherwise it is not
-        reshaped.
-    """
-
-    def letters(path: Sequence[Any], a: jax.Array) -> str | None:
-        found = letters_of(path_name(path), matrices)
-        return _letters(path, a, matrices) if strict or found is None or len(found) == len(a.shape) else None
-
-    def joined(tree: Params) -> Params:
-        return jax.tree_util.tree_map_with_path(lambda path, a: _matrix(a, letters(path, a)), tree)
-
-    def apart(tree: Params, like: Params) -> Params:
-        return jax.tree_util.tree_map_with_path(lambda path, a, of: _from_matrix(a, of, letters(path, of)), tree, like)
-
-    def update(updates: Params, state: Any, params: Params) -> tuple[Params, Any]:
-        found, state = rule.update(joined(updates), state, joined(params))
-        return apart(found, updates), state
-
-    return optax.GradientTransformation(lambda params: rule.init(joined(params)), update)
-
-
-def _rows_first(letters: str) -> list[int]:
-    return sorted(range(len(letters)), key=lambda i: letters[i])  # i before o, each side in order
-
-
-def _matrix(a: jax.Array, letters: str | None) -> jax.Array:
-    if letters is None:
-        return a
-    rows = math.prod(size for size, letter in zip(a.shape, letters, strict=True) if letter == "i")
-    return a.transpose(_rows_first(letters)).reshape(rows, -1)
-
-
-def _from_matrix(a: jax.Array, like: jax.Array, letters: str | None) -> jax.Array:
-    if letters is None:
-        return a
-    order = _rows_first(letters)
-    turned = a.reshape([like.shape[i] for i in order])
-    return turned.transpose([order.index(i) for i in range(len(order))])
-
-
 def _in_turn(update: Callable) -> Callable:
     return lambda *trees: jax.lax.map(lambda layer: update(*layer), trees)
 
 
-def matches_any(name: str, patterns: Sequence[str]) -> bool:
-    """Returns True if a path matches one of the patterns."""
-    return any(fnmatch.fnmatch(name, p) for p in patterns)
+def as_matrices(rule: optax.GradientTransformation, specs: Specs) -> optax.GradientTransformation:
+    """Applies `rule` with every matrix reshaped to [rows, columns]; for use within `by_layer`.
 
-
-def letters_of(name: str, matrices: Mapping[str, str]) -> str | None:
-    """Returns the letters of the first pattern that the path matches; None if none does."""
-    return next((letters for pattern, letters in matrices.items() if fnmatch.fnmatch(name, pattern)), None)
-
-
-def of_one_layer(matrices: Mapping[str, str]) -> dict[str, str]:
-    """Returns the letters for a single layer, as `by_layer` passes it: without the leading l."""
-    return {pattern: letters.removeprefix("l") for pattern, letters in matrices.items()}
-
-
-def check_letters(matrices: Mapping[str, str]) -> None:
-    """Raises UserError for a pattern whose letters do not describe a matrix."""
-    for pattern, letters in matrices.items():
-        if not set("io") <= set(letters) <= set("lio"):
-            raise UserError(
-                f"matrices[{pattern!r}] = {letters!r}: expected a letter for each dimension, l (layer), i (input) or "
-                "o (output), with at least one i and one o, such as 'lio'"
-            )
-
-
-def matrix_labels(params: Params, matrices: Mapping[str, str]) -> Any:
-    """Labels each parameter "matrix" or "other".
-
-    Raises:
-      UserError: no parameter is a matrix, or a parameter has another number of dimensions than letters.
+    The state of the rule has the reshaped form. Other parameters keep their shape.
     """
-    labels = jax.tree_util.tree_map_with_path(
-        lambda path, p: "other" if _letters(path, p, matrices) is None else "matrix", params
-    )
-    if "matrix" not in jax.tree.leaves(labels):
-        raise UserError(
-            f"matrices = {dict(matrices)}: no parameter matches; the parameters are {', '.join(names(params))}"
-        )
-    return labels
+    spec_at = lookup(specs)
+
+    def joined(tree: Params) -> Params:
+        def one(path, a: jax.Array) -> jax.Array:
+            spec: ParamSpec = spec_at(path)
+            return a.reshape(spec.sides(a.shape)) if spec.kind == "matrix" else a
+
+        return jax.tree_util.tree_map_with_path(one, tree)
+
+    def update(updates: Params, state: Any, params: Params) -> tuple[Params, Any]:
+        found, state = rule.update(joined(updates), state, joined(params))
+        return jax.tree.map(lambda a, like: a.reshape(like.shape), found, updates), state
+
+    return optax.GradientTransformation(lambda params: rule.init(joined(params)), update)
 
 
-def dimension_numbers(params: Params, matrices: Mapping[str, str]) -> Any:
-    """Returns which dimensions of each parameter are the rows and the columns of its matrix; others are batched."""
+def dimension_numbers(specs: Specs) -> Callable[[Params], Any]:
+    """Returns a function from matrices (within `by_layer`) to the dimensions of their rows and columns."""
+    spec_at = lookup(specs)
 
-    def of(path, p) -> MuonDimensionNumbers:
-        letters = _matrix_letters(path, p, matrices)
-        rows, columns = ([i for i, letter in enumerate(letters) if letter == which] for which in "io")
-        return MuonDimensionNumbers(tuple(rows), tuple(columns))
+    def of(path, p: jax.Array) -> MuonDimensionNumbers:
+        dims = tuple(range(len(p.shape)))
+        return MuonDimensionNumbers(dims[: spec_at(path).in_dims], dims[spec_at(path).in_dims :])
 
-    return jax.tree_util.tree_map_with_path(of, params)
-
-
-def _letters(path: Sequence[Any], p: jax.Array, matrices: Mapping[str, str]) -> str | None:
-    letters = letters_of(path_name(path), matrices)
-    if letters is not None and len(letters) != len(p.shape):
-        raise UserError(
-            f"matrices: {path_name(path)} has shape {tuple(p.shape)}, and {letters!r} names {len(letters)} dimensions; "
-            "give one letter for each: l (layer), i (input), o (output)"
-        )
-    return letters
+    return lambda params: jax.tree_util.tree_map_with_path(of, params)
 
 
-def _matrix_letters(path: Sequence[Any], p: jax.Array, matrices: Mapping[str, str]) -> str:
-    letters = _letters(path, p, matrices)
-    assert letters is not None, f"{path_name(path)} is no matrix"
-    return letters
-
-
-def scale_to_rms(rms: float, matrices: Mapping[str, str]) -> optax.GradientTransformation:
-    """Scales an orthogonal update [rows, columns] so that its entries have root mean square `rms` for any shape."""
+def scale_to_rms(rms: float, specs: Specs) -> optax.GradientTransformation:
+    """Scales orthogonal updates, within `by_layer`, so that their entries have root mean square `rms` in any shape."""
+    spec_at = lookup(specs)
 
     def scaled(path, update: jax.Array) -> jax.Array:
-        sides = {"i": 1, "o": 1, "l": 1}
-        for letter, size in zip(_matrix_letters(path, update, matrices), update.shape, strict=True):
-            sides[letter] *= size
-        return update * (rms * jnp.sqrt(max(sides["i"], sides["o"])))
+        return update * (rms * jnp.sqrt(max(spec_at(path).sides(update.shape))))
 
     return optax.stateless(lambda updates, _: jax.tree_util.tree_map_with_path(scaled, updates))

@@ -257,9 +257,11 @@ class Block(hk.Module):
     def _norm(self, name: str, x: jax.Array) -> jax.Array:
         return derivatives.rms_norm(x, logical.param(name, x.shape[-1:], ("norm",), jnp.ones), self.config.norm_eps)
 
-    def _weight(self, name: str, shape: tuple[int, ...], axes: tuple[str, ...], *, fan_in: int) -> jax.Array:
+    def _weight(
+        self, name: str, shape: tuple[int, ...], axes: tuple[str, ...], *, fan_in: int, in_dims: int = 1
+    ) -> jax.Array:
         init = hk.initializers.TruncatedNormal(1.0 / math.sqrt(fan_in))
-        return logical.param(name, shape, axes, init, compute_dtype=self.config.dtype)
+        return logical.param(name, shape, axes, init, in_dims=in_dims, compute_dtype=self.config.dtype)
 
     def _attention(self, x: jax.Array, side: Side) -> jax.Array:
         c = self.config
@@ -267,7 +269,8 @@ class Block(hk.Module):
         wq = self._weight("query", (d, h, k), ("embed", "heads", "head_dim"), fan_in=d)
         wk = self._weight("key", (d, n, k), ("embed", "kv_heads", "head_dim"), fan_in=d)
         wv = self._weight("value", (d, n, k), ("embed", "kv_heads", "head_dim"), fan_in=d)
-        wo = self._weight("output", (h, k, d), ("heads", "head_dim", "embed"), fan_in=2 * c.num_layers * h * k)
+        fan_in = 2 * c.num_layers * h * k
+        wo = self._weight("output", (h, k, d), ("heads", "head_dim", "embed"), fan_in=fan_in, in_dims=2)
         q = rotary_heads(jnp.einsum("btd,dhk->bthk", x, wq), side, "heads")
         key = rotary_heads(jnp.einsum("btd,dnk->btnk", x, wk), side, "kv_heads")
         value = logical.constrain(jnp.einsum("btd,dnk->btnk", x, wv), "batch", "length", "kv_heads", "head_dim")

@@ -25,6 +25,7 @@ import numpy as np
 from core.batches import batch_size
 from core.errors import UserError
 from core.optimizers import Optimizer
+from core.param_spec import Specs
 from core.types import Task
 from parallel import strategies
 from parallel.partitioner import Program
@@ -134,20 +135,21 @@ class RecordedGradients(NamedTuple):
 
 def record_gradients(optimizer: Optimizer) -> Optimizer:
     """Returns the optimizer with the gradients of its last update stored in its state."""
-    inner, averages = optimizer.transformation, optimizer.averages
+    averages = optimizer.averages
 
-    def init(params):
-        return RecordedGradients(inner.init(params), jax.tree.map(jnp.zeros_like, params))
+    def recording(specs: Specs):
+        inner = optimizer.bound(specs).transformation
 
-    def update(gradients, state, params=None, **extras):
-        updates, after = inner.update(gradients, state.inner, params, **extras)
-        return updates, RecordedGradients(after, gradients)
+        def init(params):
+            return RecordedGradients(inner.init(params), jax.tree.map(jnp.zeros_like, params))
 
-    return dataclasses.replace(
-        optimizer,
-        transformation=inner._replace(init=init, update=update),
-        averages=averages and (lambda state: averages(state.inner)),
-    )
+        def update(gradients, state, params=None, **extras):
+            updates, after = inner.update(gradients, state.inner, params, **extras)
+            return updates, RecordedGradients(after, gradients)
+
+        return inner._replace(init=init, update=update)
+
+    return dataclasses.replace(optimizer, rule=recording, averages=averages and (lambda state: averages(state.inner)))
 
 
 def run(program: Program, batches: Iterable[Batch]) -> Trajectory:

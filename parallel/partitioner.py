@@ -22,6 +22,7 @@ from core import logical, model_errors, optimizers, random_bits, stack, step, tr
 from core.batches import BatchSpec, Field, batch_shapes, batch_size, check_spec
 from core.errors import UserError
 from core.optimizers import Optimizer
+from core.param_spec import Specs
 from core.slices import Slice
 from core.train_state import TrainState
 from core.types import Batch, DataLayout, Model
@@ -191,17 +192,30 @@ class Program:
 
     @functools.cached_property
     def _abstract(self) -> tuple[TrainState, TrainState]:
-        params, param_axes = logical.abstract_init(self.model.init, jax.random.key(self.seed), batch_shapes(self.spec))
-        opt_state = jax.eval_shape(self.optimizer.init, params)
+        params, _ = self._params
+        opt_state = jax.eval_shape(self._bound_optimizer.init, params)
         carry = jax.eval_shape(self.model.init_carry, batch_shapes(self.spec))
         shapes = TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, opt_state, carry)
         axes = TrainState(
             logical.Axes(()),
-            param_axes,
-            optimizers.state_axes(self.optimizer, params, param_axes),
+            logical.axes_of(self.param_specs),
+            optimizers.state_axes(self._bound_optimizer, params),
             jax.tree.map(lambda s: rules.row_axes(s.shape), carry),
         )
         return shapes, axes
+
+    @property
+    def param_specs(self) -> Specs:
+        """Axes, kind and trainability of every parameter."""
+        return self._params[1]
+
+    @functools.cached_property
+    def _params(self) -> tuple[Any, Specs]:
+        return logical.abstract_init(self.model.init, jax.random.key(self.seed), batch_shapes(self.spec))
+
+    @functools.cached_property
+    def _bound_optimizer(self) -> Optimizer:
+        return self.optimizer.bound(self.param_specs)
 
     def _check_state(self) -> None:
         """Checks the pipeline before the tables, because its message is more specific."""
@@ -240,7 +254,7 @@ class Program:
 
         For a pipeline the gradient is traced too, because its derivative rules reject what they cannot differentiate.
         """
-        traced = [step.eval_step(self.model, self.optimizer, seed=self.seed)]
+        traced = [step.eval_step(self.model, self._bound_optimizer, seed=self.seed)]
         traced += [self._pure_train_step] if self.partitioner.pipeline else []
         with self.partitioner.tracing():
             try:
@@ -260,7 +274,7 @@ class Program:
 
         def fresh() -> TrainState:
             zeros = {k: jnp.zeros(s.shape, s.dtype) for k, s in self.spec.items()}
-            return train_state.initialise(self.model, self.optimizer, seed=self.seed, batch=zeros)
+            return train_state.initialise(self.model, self._bound_optimizer, seed=self.seed, batch=zeros)
 
         return jax.jit(fresh, out_shardings=self.state_shardings)
 
@@ -293,7 +307,7 @@ class Program:
         add = accumulation.sum_gradients(self.manual_axes, self.axes.params, self.partitioner.strategy)
         return step.train_step(
             self.model,
-            self.optimizer,
+            self._bound_optimizer,
             seed=self.seed,
             accum_steps=self.accum_steps,
             skip_non_finite=self.skip_non_finite,
@@ -303,12 +317,16 @@ class Program:
     @functools.cached_property
     def jitted_eval_step(self) -> Any:
         """The jitted evaluation step; trace it inside `partitioner.tracing()`."""
-        return self._jit(step.eval_step(self.model, self.optimizer, seed=self.seed), out_shardings=self._replicated)
+        return self._jit(
+            step.eval_step(self.model, self._bound_optimizer, seed=self.seed), out_shardings=self._replicated
+        )
 
     @functools.cached_property
     def jitted_answer_step(self) -> Any:
         """The jitted evaluation step that also returns answers; trace it inside `partitioner.tracing()`."""
-        return self._jit(step.answer_step(self.model, self.optimizer, seed=self.seed), out_shardings=self._replicated)
+        return self._jit(
+            step.answer_step(self.model, self._bound_optimizer, seed=self.seed), out_shardings=self._replicated
+        )
 
     def _jit(self, fn: Callable, **options) -> Any:
         on_tpu = self.partitioner.mesh.devices.flat[0].platform == "tpu"

@@ -1,4 +1,4 @@
-"""Optimizers built on optax, with gradient clipping, weight decay masks, frozen parameters and parameter averages.
+"""Optimizers built on optax, with gradient clipping, weight decay, frozen parameters and parameter averages.
 
 schedules.py   learning rate by step
 rules.py       adamw, adafactor, lion, muon, adam_atan2
@@ -9,17 +9,15 @@ layout.py      logical axes of the state
 """
 
 from core.optimizers.average import averaged
-from core.optimizers.base import CONSTANTS, NORMS, Optimizer
+from core.optimizers.base import Optimizer, Rule
 from core.optimizers.layout import state_axes
-from core.optimizers.rules import MATRICES, adafactor, adam_atan2, adamw, lion, muon
+from core.optimizers.rules import adafactor, adam_atan2, adamw, lion, muon
 from core.optimizers.schedules import Schedule, constant, warmup_cosine, warmup_floor, warmup_linear
 from core.optimizers.table import with_table
 
 __all__ = [
-    "CONSTANTS",
-    "MATRICES",
-    "NORMS",
     "Optimizer",
+    "Rule",
     "Schedule",
     "adafactor",
     "adam_atan2",

@@ -2,9 +2,9 @@
 
     average <- decay * average + (1 - decay) * parameters        after every step; starts at the initial parameters
 
-No bias correction is needed, because the average starts at the initial parameters. Frozen parameters and those that an
-optimizer lists as `live` (a table of which each step changes a few rows) are not averaged; evaluation uses their
-current values.
+No bias correction is needed, because the average starts at the initial parameters. Frozen parameters and those of a
+kind that an optimizer lists as `live` (a table of which each step changes a few rows) are not averaged; evaluation uses
+their current values.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import optax
 
 from core import parameters, ranges
 from core.optimizers.base import Optimizer, frozen_of
+from core.param_spec import Specs
 from core.types import Params
 
 
@@ -38,24 +39,26 @@ def averaged(*, optimizer: Optimizer, decay: float = 0.999) -> Optimizer:
       UserError: decay is out of range.
     """
     ranges.check("averaged", decay=decay)
-    rule = optax.with_extra_args_support(optimizer.transformation)
 
-    def kept(params: Params) -> Params:
-        live = parameters.matches(params, optimizer.live, where="live")
-        left_out = jax.tree.map(lambda a, b: a or b, live, frozen_of(params, optimizer.frozen))
-        return jax.tree.map(lambda out, p: optax.MaskedNode() if out else p, left_out, params)
+    def complete(specs: Specs) -> optax.GradientTransformationExtraArgs:
+        rule = optax.with_extra_args_support(optimizer.rule(specs))
+        stopped = frozen_of(specs, optimizer.frozen)
+        left_out = parameters.labelled(
+            jax.tree.map(lambda spec, stop: stop or spec.kind in optimizer.live, specs, stopped)
+        )
 
-    def init(params: Params) -> AverageState:
-        return AverageState(rule.init(params), kept(params))
+        def kept(params: Params) -> Params:
+            return jax.tree.map(lambda out, p: optax.MaskedNode() if out else p, left_out(params), params)
 
-    def update(grads: Params, state: AverageState, params: Params, **extra: Any) -> tuple[Params, AverageState]:
-        updates, inner = rule.update(grads, state.inner, params, **extra)
-        changed = kept(optax.apply_updates(params, updates))
-        average = jax.tree.map(lambda a, p: decay * a + (1 - decay) * p, state.average, changed)
-        return updates, AverageState(inner, average)
+        def init(params: Params) -> AverageState:
+            return AverageState(rule.init(params), kept(params))
 
-    return dataclasses.replace(
-        optimizer,
-        transformation=optax.GradientTransformationExtraArgs(init, update),
-        averages=lambda state: state.average,
-    )
+        def update(grads: Params, state: AverageState, params: Params, **extra: Any) -> tuple[Params, AverageState]:
+            updates, inner = rule.update(grads, state.inner, params, **extra)
+            changed = kept(optax.apply_updates(params, updates))
+            average = jax.tree.map(lambda a, p: decay * a + (1 - decay) * p, state.average, changed)
+            return updates, AverageState(inner, average)
+
+        return optax.GradientTransformationExtraArgs(init, update)
+
+    return dataclasses.replace(optimizer, rule=complete, averages=lambda state: state.average)

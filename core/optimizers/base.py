@@ -1,8 +1,12 @@
 """The `Optimizer` that a training step uses, and the steps that all rules share.
 
-Parameters are selected by patterns over their paths, such as `layers/block/query` (shell wildcards: `*norm`,
-`layers/*`). A rule (`core.optimizers.rules`) converts a gradient to an update direction. `trained_by` turns it into a
-constructor of an `Optimizer`, which adds and documents the shared steps:
+What an optimizer does to a parameter depends on its `ParamSpec`: norms and biases have no weight decay, parameters that
+are not trainable have no state. So it is first bound to the parameters of a model:
+
+    optimizer = adamw(learning_rate=constant(1e-3)).for_model(model, batch)
+
+`parallel.partitioner.Program` does this itself. A rule (`core.optimizers.rules`) converts a gradient to an update
+direction. `trained_by` turns it into a constructor of an `Optimizer`, which adds and documents the shared steps:
 
     clip by global norm  ->  rule  ->  + weight_decay * parameter  ->  * -learning_rate
 """
@@ -20,32 +24,67 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from core import parameters, ranges
+from core import logical, parameters, ranges
+from core.errors import UserError
 from core.optimizers.schedules import Schedule
-from core.types import Params
+from core.param_spec import KINDS, Specs
+from core.types import Batch, Model, Params, Shapes
 
-NORMS = ("*norm",)  # the default of `no_decay`; unlike other patterns, it may match no parameter
-CONSTANTS = ("h_init", "l_init")  # full paths of the random constants of models.trm, which are never trained
+Rule = Callable[[Specs], optax.GradientTransformation]  # made for the parameters of a model
 
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """An optax transformation, with the information that a training step needs.
+    """A rule that makes an optax transformation, with the information that a training step needs.
 
     Attributes:
-      transformation: converts gradients to updates; its update may take `extras` of the step's `LossOutput`.
+      rule: returns the transformation for the parameters of a model: it converts gradients to updates, and its update
+        may take `extras` of the step's `LossOutput`. `lambda specs: optax.sgd(0.1)` if it treats all alike.
       learning_rate: schedule over the number of applied updates, for reporting (`rate`).
-      frozen: patterns of parameters that are not trained; they have no gradient and no state, like `CONSTANTS`. A
-        parameter that is also in `live` is trained.
-      live: patterns of trained parameters that are not averaged over steps.
+      frozen: patterns over paths (`layers/block/query`; shell wildcards) of parameters that are not trained, besides
+        those whose spec says so; they have no gradient and no state. A parameter of a kind in `live` is trained.
+      live: kinds of trained parameters that are not averaged over steps.
       averages: returns the averaged parameters of a state, with `optax.MaskedNode` for those without an average.
+      specs: of the parameters that it is bound to; None before `bound`.
     """
 
-    transformation: optax.GradientTransformation
+    rule: Rule
     learning_rate: Schedule
     frozen: tuple[str, ...] = ()
     live: tuple[str, ...] = ()
     averages: Callable[[Any], Params] | None = None
+    specs: Specs | None = None
+
+    def bound(self, specs: Specs) -> Optimizer:
+        """Returns the optimizer for parameters with these specs.
+
+        Raises:
+          UserError: a pattern matches no parameter, or a rule finds no parameter of the kind that it is for.
+        """
+        bound = dataclasses.replace(self, specs=specs)
+        _ = bound.transformation, bound._frozen
+        return bound
+
+    def for_model(self, model: Model, batch: Batch | Shapes) -> Optimizer:
+        """Returns the optimizer for the parameters of a model, as `bound` does; traces `init`, computes nothing."""
+        return self.bound(logical.abstract_init(model.init, jax.random.key(0), batch)[1])
+
+    @functools.cached_property
+    def transformation(self) -> optax.GradientTransformationExtraArgs:
+        """The transformation for the parameters that the optimizer is bound to."""
+        return optax.with_extra_args_support(self.rule(self._specs))
+
+    @functools.cached_property
+    def _frozen(self) -> Callable[[Params], Any]:
+        return parameters.labelled(frozen_of(self._specs, self.frozen, live=self.live))
+
+    @property
+    def _specs(self) -> Specs:
+        if self.specs is None:
+            raise UserError(
+                "the optimizer is not bound to the parameters of a model: use optimizer.for_model(model, batch)"
+            )
+        return self.specs
 
     def init(self, params: Params) -> Any:
         """Returns the initial state for these parameters."""
@@ -60,8 +99,7 @@ class Optimizer:
           params: the previous parameters.
           extras: `extras` of the model's `LossOutput`.
         """
-        transformation = optax.with_extra_args_support(self.transformation)
-        updates, state = transformation.update(grads, state, params, extras=extras)
+        updates, state = self.transformation.update(grads, state, params, extras=extras)
         return optax.apply_updates(params, updates), state
 
     def rate(self, state: Any, step: jax.Array) -> jax.Array:
@@ -78,13 +116,8 @@ class Optimizer:
         return jnp.asarray(self.learning_rate(counted[0] if counted else step), jnp.float32)
 
     def trainable(self, params: Params) -> Params:
-        """Returns `params` with `stop_gradient` applied to the frozen ones.
-
-        Raises:
-          UserError: a pattern matches no parameter.
-        """
-        frozen = frozen_of(params, self.frozen, live=self.live)
-        return jax.tree.map(lambda p, stop: jax.lax.stop_gradient(p) if stop else p, params, frozen)
+        """Returns `params` with `stop_gradient` applied to the frozen ones."""
+        return jax.tree.map(lambda p, stop: jax.lax.stop_gradient(p) if stop else p, params, self._frozen(params))
 
     def evaluated(self, params: Params, state: Any) -> Params:
         """Returns the parameters to evaluate, sample from and export: the averaged ones if the optimizer averages."""
@@ -101,24 +134,24 @@ def _is_masked(leaf: Any) -> bool:
     return isinstance(leaf, optax.MaskedNode)
 
 
-def trained_by(**defaults: Any) -> Callable[[Callable], Callable[..., Optimizer]]:
+def trained_by(**defaults: Any) -> Callable[[Callable[..., Rule]], Callable[..., Optimizer]]:
     """Turns a function that returns a rule into a constructor `(learning_rate, …) -> Optimizer`.
 
     In addition to the keyword arguments of the rule, the constructor takes:
       learning_rate: schedule.
       weight_decay: decoupled weight decay, multiplied by the learning rate.
       clip_norm: largest global norm of the gradient; None: no clipping.
-      no_decay: patterns of parameters without weight decay.
-      frozen: patterns of parameters that are not trained.
+      no_decay: kinds (`core.param_spec.KINDS`) or patterns over paths of parameters without weight decay.
+      frozen: patterns over paths of parameters that are not trained.
 
-    It raises UserError for a number out of range (`core.ranges`), and at `init` for a pattern that matches no
+    It raises UserError for a number out of range (`core.ranges`), and when bound for a pattern that matches no
     parameter.
 
     Args:
       **defaults: defaults of the shared arguments for this rule; `weight_decay` is required.
     """
 
-    def decorate(rule: Callable[..., optax.GradientTransformation]) -> Callable[..., Optimizer]:
+    def decorate(rule: Callable[..., Rule]) -> Callable[..., Optimizer]:
         signature = inspect.signature(rule)
         shared = [
             p if p.name not in defaults else p.replace(default=defaults[p.name])
@@ -150,56 +183,49 @@ def _shared(
     learning_rate: Schedule,
     weight_decay: float,
     clip_norm: float | None = 1.0,
-    no_decay: Sequence[str] = NORMS,
+    no_decay: Sequence[str] = ("norm", "bias"),
     frozen: Sequence[str] = (),
-) -> Callable[[optax.GradientTransformation], Optimizer]:
+) -> Callable[[Rule], Optimizer]:
     """Adds clipping, weight decay, the learning rate and frozen parameters to a rule."""
 
-    def around(rule: optax.GradientTransformation) -> Optimizer:
-        chain = optax.chain(
-            optax.clip_by_global_norm(clip_norm) if clip_norm is not None else optax.identity(),
-            rule,
-            optax.add_decayed_weights(weight_decay, mask=lambda p: _decayed(p, tuple(no_decay))),
-            optax.scale_by_learning_rate(learning_rate),
-        )
-        trained = only_trainable(chain, tuple(frozen))
+    def around(rule: Rule) -> Optimizer:
+        def complete(specs: Specs) -> optax.GradientTransformation:
+            chain = optax.chain(
+                optax.clip_by_global_norm(clip_norm) if clip_norm is not None else optax.identity(),
+                rule(specs),
+                optax.add_decayed_weights(weight_decay, mask=parameters.labelled(_decayed(specs, no_decay))),
+                optax.scale_by_learning_rate(learning_rate),
+            )
+            return only_trainable(chain, frozen_of(specs, tuple(frozen)))
 
-        def init(params: Params) -> Any:
-            if tuple(no_decay) != NORMS:
-                parameters.matches(params, no_decay, where="no_decay")
-            return trained.init(params)
-
-        return Optimizer(optax.GradientTransformationExtraArgs(init, trained.update), learning_rate, tuple(frozen))
+        return Optimizer(complete, learning_rate, tuple(frozen))
 
     return around
 
 
-def _decayed(params: Params, no_decay: tuple[str, ...]) -> Any:
-    spared = parameters.matches(params, parameters.present(params, no_decay))  # all matches may be frozen
-    return jax.tree.map(lambda yes: not yes, spared)
+def _decayed(specs: Specs, no_decay: Sequence[str]) -> Any:
+    if unknown := [entry for entry in no_decay if entry not in KINDS and not parameters.any_matches(specs, entry)]:
+        raise UserError(
+            f"no_decay = {tuple(no_decay)}: no parameter matches {', '.join(map(repr, unknown))}; expected kinds "
+            f"({', '.join(KINDS)}) or patterns over paths; the parameters are {', '.join(parameters.names(specs))}"
+        )
+    named = parameters.matches(specs, [entry for entry in no_decay if entry not in KINDS])
+    return jax.tree.map(lambda spec, spared: not (spared or spec.kind in no_decay), specs, named)
 
 
-def frozen_of(params: Params, frozen: tuple[str, ...], *, live: tuple[str, ...] = ()) -> Any:
-    """Returns a tree of booleans: True for parameters in `frozen` or `CONSTANTS` that are not in `live`.
+def frozen_of(specs: Specs, frozen: tuple[str, ...], *, live: tuple[str, ...] = ()) -> Any:
+    """Returns a tree of booleans: True for parameters that are not trainable or in `frozen`, unless their kind is live.
 
     Raises:
       UserError: a pattern of `frozen` matches no parameter.
     """
-    parameters.matches(params, frozen, where="frozen")
-    stopped = parameters.matches(params, (*frozen, *parameters.present(params, CONSTANTS)))
-    return jax.tree.map(lambda stop, keep: stop and not keep, stopped, parameters.matches(params, live, where="live"))
+    stopped = parameters.matches(specs, frozen, where="frozen")
+    return jax.tree.map(lambda spec, stop: (stop or not spec.trainable) and spec.kind not in live, specs, stopped)
 
 
-def only_trainable(rule: optax.GradientTransformation, frozen: tuple[str, ...]) -> optax.GradientTransformation:
-    """Applies `rule` to trained parameters; frozen ones and constants get no update and no state."""
-
-    def of(params: Params) -> optax.GradientTransformationExtraArgs:
-        labels = jax.tree.map(lambda f: "frozen" if f else "trained", frozen_of(params, frozen))
-        if "frozen" not in jax.tree.leaves(labels):
-            return optax.with_extra_args_support(rule)
-        return optax.partition({"trained": rule, "frozen": optax.set_to_zero()}, labels)
-
-    return optax.GradientTransformationExtraArgs(
-        lambda params: of(params).init(params),
-        lambda updates, state, params=None, **extra: of(updates).update(updates, state, params, **extra),
-    )
+def only_trainable(rule: optax.GradientTransformation, frozen: Any) -> optax.GradientTransformation:
+    """Applies `rule` to trained parameters; those that the tree `frozen` marks get no update and no state."""
+    labels = jax.tree.map(lambda f: "frozen" if f else "trained", frozen)
+    if "frozen" not in jax.tree.leaves(labels):
+        return rule
+    return optax.partition({"trained": rule, "frozen": optax.set_to_zero()}, parameters.labelled(labels))

@@ -7,12 +7,14 @@ from typing import Any
 
 import jax
 
+from core import parameters
 from core.logical import Axes
 from core.optimizers.base import Optimizer
+from core.param_spec import ParamSpec
 from core.types import Params
 
 
-def state_axes(optimizer: Optimizer, shapes: Params, axes: Any) -> Any:
+def state_axes(optimizer: Optimizer, shapes: Params) -> Any:
     """Returns the logical axes of every leaf of the optimizer's state.
 
     A leaf belongs to the parameter whose path is the end of its own path. A leaf with the parameter's shape has the
@@ -22,21 +24,14 @@ def state_axes(optimizer: Optimizer, shapes: Params, axes: Any) -> Any:
     the earlier for a column moment; if that changed, the layout would change but not the results.
 
     Args:
-      optimizer: the optimizer.
+      optimizer: bound to the parameters.
       shapes: tree of `jax.ShapeDtypeStruct` of the parameters.
-      axes: tree of `Axes` of the same structure.
 
     Returns:
       A tree like `optimizer.init(params)` with `Axes` leaves.
     """
-    by_path = {
-        tuple(path): (leaf.shape, named.names)
-        for (path, leaf), named in zip(
-            jax.tree_util.tree_leaves_with_path(shapes),
-            jax.tree.leaves(axes, is_leaf=lambda a: isinstance(a, Axes)),
-            strict=True,
-        )
-    }
+    spec_at = parameters.lookup(optimizer.specs)
+    by_path = {tuple(path): (leaf.shape, spec_at(path)) for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)}
 
     def of_leaf(path, leaf) -> Axes:
         owner = next((by_path[path[i:]] for i in range(len(path)) if path[i:] in by_path), None)
@@ -47,25 +42,25 @@ def state_axes(optimizer: Optimizer, shapes: Params, axes: Any) -> Any:
 
 
 def _surviving_axes(
-    leaf: tuple[int, ...], param: tuple[int, ...], names: tuple[str | None, ...], *, first: bool
-) -> tuple:
-    """Returns the axes of a leaf from the shape and axes of its parameter.
+    leaf: tuple[int, ...], param: tuple[int, ...], spec: ParamSpec, *, first: bool
+) -> tuple[str | None, ...]:
+    """Returns the axes of a leaf from the shape and spec of its parameter.
 
     If the leaf lacks a dimension, it is the last one (or the first, if `first`) without which the sizes match.
     Otherwise the leaf is one side of the parameter as a matrix, whose joined dimensions have the axis of the first.
     """
+    names, stacked = spec.axes, spec.stacked
     if leaf == param:
         return names
     order = range(len(param)) if first else reversed(range(len(param)))
-    for dropped in sorted(order, key=lambda i: names[i] == "layers"):  # each layer has its own moments
+    for dropped in sorted(order, key=lambda i: i < stacked):  # each layer has its own moments
         if leaf == param[:dropped] + param[dropped + 1 :]:
             return names[:dropped] + names[dropped + 1 :]
     if math.prod(leaf) == 1:  # a placeholder of the rule
         return (None,) * len(leaf)
-    layers = 1 if names[:1] == ("layers",) else 0
-    cuts = range(layers + 1, len(param))
-    sides = [side for cut in cuts for side in ((cut, len(param)), (layers, cut))[:: 1 if first else -1]]
+    cuts = range(stacked + 1, len(param))
+    sides = [side for cut in cuts for side in ((cut, len(param)), (stacked, cut))[:: 1 if first else -1]]
     for start, end in sides:
-        if leaf == (*param[:layers], math.prod(param[start:end])):
-            return (*names[:layers], names[start])
+        if leaf == (*param[:stacked], math.prod(param[start:end])):
+            return (*names[:stacked], names[start])
     return (None,) * len(leaf)

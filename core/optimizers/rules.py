@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -11,24 +9,14 @@ import jax.numpy as jnp
 import optax
 
 from core import parameters
-from core.optimizers.base import trained_by
+from core.errors import UserError
+from core.optimizers.base import Rule, trained_by
+from core.param_spec import Specs
 from core.types import Params
-
-MATRICES: Mapping[str, str] = MappingProxyType(  # of models.transformer; the letters: see `muon`
-    {
-        "layers/*/query": "lioo",
-        "layers/*/key": "lioo",
-        "layers/*/value": "lioo",
-        "layers/*/output": "liio",
-        "layers/*/gate": "lio",
-        "layers/*/up": "lio",
-        "layers/*/down": "lio",
-    }
-)
 
 
 @trained_by(weight_decay=0.1)
-def adamw(*, b1: float = 0.9, b2: float = 0.95, eps: float = 1e-8) -> optax.GradientTransformation:
+def adamw(*, b1: float = 0.9, b2: float = 0.95, eps: float = 1e-8) -> Rule:
     """AdamW (Loshchilov & Hutter 2019, algorithm 2) with clipping of the global gradient norm.
 
     Args:
@@ -36,7 +24,7 @@ def adamw(*, b1: float = 0.9, b2: float = 0.95, eps: float = 1e-8) -> optax.Grad
       b2: decay of the second moment.
       eps: added to the square root of the second moment.
     """
-    return optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
+    return lambda _: optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
 
 
 @trained_by(weight_decay=0.0)
@@ -46,38 +34,30 @@ def adafactor(
     clip_update: float = 1.0,
     relative: bool = True,
     min_factored: int = 128,
-    stacked: Sequence[str] = ("layers/*",),
-    matrices: Mapping[str, str] = MATRICES,
-) -> optax.GradientTransformation:
+) -> Rule:
     """Adafactor (Shazeer & Stern 2018, algorithms 4 and 5) without momentum, with factored second moments.
+
+    Each layer of a stack is a parameter of its own. Input dimensions of a matrix are joined, and so are its output
+    dimensions, so that narrow heads do not prevent factoring.
 
     Args:
       decay_rate: the decay of the second moment at step t is 1 - t^-decay_rate.
       clip_update: largest root mean square of an update, before the learning rate.
       relative: whether to multiply updates by the root mean square of the parameter; the learning rate is then
         relative, about 1e-2.
-      min_factored: the second moment of a matrix is factored if both dimensions are at least this large. A parameter
-        that matches no pattern of `matrices` is factored over its two largest dimensions by the same rule.
-      stacked: patterns of parameters with a leading layers dimension; each layer is a separate parameter.
-      matrices: for each pattern, which dimensions are rows and which columns, as for `muon`: heads of attention weights
-        are joined, so that narrow heads do not prevent factoring. With the default patterns, a parameter with another
-        number of dimensions is treated as matching none.
-
-    Raises:
-      UserError: letters do not describe a matrix; at `init`, a parameter has another number of dimensions than letters.
+      min_factored: the second moment of a matrix is factored if both sides are at least this large. A parameter of
+        another kind is factored over its two largest dimensions by the same rule.
     """
-    parameters.check_letters(matrices)
     rule = optax.chain(
         optax.scale_by_factored_rms(decay_rate=decay_rate, min_dim_size_to_factor=min_factored),
         optax.clip_by_block_rms(clip_update),
         optax.scale_by_param_block_rms() if relative else optax.identity(),
     )
-    joined = parameters.as_matrices(rule, parameters.of_one_layer(matrices), strict=matrices is not MATRICES)
-    return parameters.by_layer(joined, lambda name: parameters.matches_any(name, tuple(stacked)))
+    return lambda specs: parameters.by_layer(parameters.as_matrices(rule, specs), specs)
 
 
 @trained_by(weight_decay=1.0)
-def lion(*, b1: float = 0.9, b2: float = 0.99) -> optax.GradientTransformation:
+def lion(*, b1: float = 0.9, b2: float = 0.99) -> Rule:
     """Lion (Chen et al. 2023, algorithm 2): updates by the sign of an interpolated momentum, with a single moment.
 
     The learning rate is three to ten times smaller than for `adamw`, the decay three to ten times larger.
@@ -86,7 +66,7 @@ def lion(*, b1: float = 0.9, b2: float = 0.99) -> optax.GradientTransformation:
       b1: weight of the momentum in the update.
       b2: decay of the momentum.
     """
-    return optax.scale_by_lion(b1=b1, b2=b2)
+    return lambda _: optax.scale_by_lion(b1=b1, b2=b2)
 
 
 @trained_by(weight_decay=0.1)
@@ -97,40 +77,39 @@ def muon(
     b1: float = 0.9,
     b2: float = 0.95,
     eps: float = 1e-8,
-    matrices: Mapping[str, str] = MATRICES,
-) -> optax.GradientTransformation:
-    """Muon (Jordan 2024) for the matrices of each layer; AdamW for all other parameters.
+) -> Rule:
+    """Muon (Jordan 2024) for matrices; AdamW for parameters of all other kinds.
 
     The momentum of a matrix [rows, columns] is nearly orthogonalised by five Newton-Schulz steps, and scaled so that
-    the learning rate and weight decay of AdamW can be used (Liu et al. 2025, eq. 4).
+    the learning rate and weight decay of AdamW can be used (Liu et al. 2025, eq. 4). Layers of a stack are processed
+    one after the other, so that only one is gathered at a time. Several input or output dimensions are joined: a query
+    weight [embed, heads, head_dim] is a matrix [embed, heads x head_dim] (`core.param_spec.ParamSpec.in_dims`).
 
     Args:
       momentum: decay of Muon's moment (Nesterov's form).
       rms: root mean square of an update before the learning rate.
       b1, b2, eps: of AdamW.
-      matrices: for each pattern, one letter per dimension: l (layer: one matrix each; processed one after the other, so
-        that only one is gathered at a time), i (inputs: rows), o (outputs: columns). Several i or o are joined: query
-        [l, i, o, o] is a matrix [embed, heads x head_dim].
 
-    Raises:
-      UserError: letters do not describe a matrix; at `init`, a parameter has another number of dimensions than letters,
-        or no parameter is a matrix.
+    When bound, it raises UserError for a model without matrices.
     """
-    parameters.check_letters(matrices)
-    layer = parameters.of_one_layer(matrices)
-    of_layer = optax.chain(
-        optax.contrib.scale_by_muon(
-            beta=momentum, weight_dimension_numbers=lambda p: parameters.dimension_numbers(p, layer)
-        ),
-        parameters.scale_to_rms(rms, layer),
-    )
-    orthogonal = parameters.by_layer(
-        of_layer, lambda name: (parameters.letters_of(name, matrices) or "").startswith("l"), in_turn=True
-    )
-    return optax.partition(
-        {"matrix": orthogonal, "other": optax.scale_by_adam(b1=b1, b2=b2, eps=eps)},
-        lambda params: parameters.matrix_labels(params, matrices),
-    )
+
+    def rule(specs: Specs) -> optax.GradientTransformation:
+        labels = jax.tree.map(lambda spec: "matrix" if spec.kind == "matrix" else "other", specs)
+        if "matrix" not in jax.tree.leaves(labels):
+            raise UserError(f"muon: no parameter is a matrix; the parameters are {parameters.with_kinds(specs)}")
+        of_layer = optax.chain(
+            optax.contrib.scale_by_muon(beta=momentum, weight_dimension_numbers=parameters.dimension_numbers(specs)),
+            parameters.scale_to_rms(rms, specs),
+        )
+        return optax.partition(
+            {
+                "matrix": parameters.by_layer(of_layer, specs, in_turn=True),
+                "other": optax.scale_by_adam(b1=b1, b2=b2, eps=eps),
+            },
+            parameters.labelled(labels),
+        )
+
+    return rule
 
 
 class Atan2State(NamedTuple):
@@ -142,7 +121,7 @@ class Atan2State(NamedTuple):
 
 
 @trained_by(weight_decay=0.1, clip_norm=None, no_decay=())
-def adam_atan2(*, b1: float = 0.9, b2: float = 0.95) -> optax.GradientTransformation:
+def adam_atan2(*, b1: float = 0.9, b2: float = 0.95) -> Rule:
     """Adam with atan2 instead of division (Everett et al. 2024): no epsilon, and invariant to the gradient's scale.
 
     The bias of the first moment is corrected outside the arctangent, and there is no scale constant, as in the
@@ -169,4 +148,4 @@ def adam_atan2(*, b1: float = 0.9, b2: float = 0.95) -> optax.GradientTransforma
         direction = jax.tree.map(lambda m, v: jnp.arctan2(m, jnp.sqrt(v) / corrected) / (1 - b1**count), mu, nu)
         return direction, Atan2State(count, mu, nu)
 
-    return optax.GradientTransformation(init, update)
+    return lambda _: optax.GradientTransformation(init, update)

@@ -1,4 +1,4 @@
-"""Sign updates for an embedding table of which each batch uses a few rows.
+"""Sign updates for embedding tables of which each batch uses a few rows.
 
 An embedding per puzzle may have a million rows, of which a step uses a few hundred. Moments would triple its memory,
 and weight decay of every row at every step would erase rows that are rarely used. Therefore a row is updated only if
@@ -24,6 +24,7 @@ from core import parameters, ranges
 from core.errors import UserError
 from core.optimizers.base import Optimizer
 from core.optimizers.schedules import Schedule
+from core.param_spec import Specs
 from core.types import Params
 
 
@@ -33,32 +34,37 @@ class SignState(NamedTuple):
     count: jax.Array  # type: ignore[assignment]  # [], int32, steps done; hides tuple.count
 
 
-def with_table(
-    *, dense: Optimizer, learning_rate: Schedule, weight_decay: float = 1.0, table: str = "puzzle_table"
-) -> Optimizer:
-    """Uses sign updates for the touched rows of one table, and `dense` for all other parameters.
+def with_table(*, dense: Optimizer, learning_rate: Schedule, weight_decay: float = 1.0) -> Optimizer:
+    """Uses sign updates for the touched rows of parameters of kind "table", and `dense` for all others.
+
+    The model must return `LossOutput.extras = {path of the table: rows that it used [N], int32}`.
 
     Args:
-      dense: optimizer of all other parameters, to which its `frozen` applies; with all of them frozen, only the table
-        is trained. Its learning rate is the one that is reported.
-      learning_rate: schedule of the table.
-      weight_decay: of touched rows; multiplied by the table's learning rate.
-      table: path of the table, [rows, width]. The model must return `extras = {table: rows that it used [N], int32}`.
+      dense: optimizer of all other parameters, to which its `frozen` applies; with all of them frozen, only tables are
+        trained. Its learning rate is the one that is reported.
+      learning_rate: schedule of tables.
+      weight_decay: of touched rows; multiplied by the learning rate of tables.
 
     Raises:
-      UserError: the decay is out of range, or `dense` averages; at `init`, no parameter has this path; in a step, the
+      UserError: the decay is out of range, or `dense` averages; when bound, no parameter is a table; in a step, the
         model does not list the used rows.
     """
     ranges.check("with_table", weight_decay=weight_decay)
     if dense.averages is not None:
         raise UserError("with_table: `dense` averages; reverse the order: averaged(optimizer=with_table(…))")
-    split = optax.partition(
-        {"table": _by_sign(learning_rate, weight_decay), "dense": dense.transformation},
-        lambda params: jax.tree.map(
-            lambda found: "table" if found else "dense", parameters.matches(params, (table,), where="table")
-        ),
-    )
-    return dataclasses.replace(dense, transformation=split, live=(*dense.live, table))
+
+    def split(specs: Specs) -> optax.GradientTransformationExtraArgs:
+        labels = jax.tree.map(lambda spec: "table" if spec.kind == "table" else "dense", specs)
+        if "table" not in jax.tree.leaves(labels):
+            raise UserError(
+                "with_table: no parameter is a table (an axis `puzzles`, or kind='table'); the parameters are "
+                f"{', '.join(parameters.names(specs))}. Use the inner optimizer without with_table"
+            )
+        others = {module: {n: s for n, s in leaves.items() if s.kind != "table"} for module, leaves in specs.items()}
+        rules = {"table": _by_sign(learning_rate, weight_decay), "dense": dense.rule(others)}
+        return optax.partition(rules, parameters.labelled(labels))
+
+    return dataclasses.replace(dense, rule=split, live=(*dense.live, "table"))
 
 
 def _by_sign(learning_rate: Schedule, weight_decay: float) -> optax.GradientTransformationExtraArgs:

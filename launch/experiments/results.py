@@ -12,9 +12,8 @@ from typing import Any
 
 import jax
 
-from core import logical, metrics, parameters, run_metrics
+from core import logical, metrics, run_metrics
 from core.batches import Field, batch_shapes
-from core.optimizers import CONSTANTS
 from core.types import CountsRunFlops, HasEffectiveDepth, HasLayers, Model, can
 from launch.experiment import Experiment
 from launch.experiments.suite_plan import Entry
@@ -85,21 +84,15 @@ def _row(entry: Entry, status: str, run_dir: str) -> dict[str, Any]:
 
 
 def trained_parameters(run: Experiment) -> int:
-    """Counts trained parameters, without constants and without tables that have a row per puzzle."""
+    """Counts trained parameters, without constants and without tables of which a step uses a few rows."""
     return _trained_parameters(run.model, tuple(run.task.spec(run.task.num_streams).items()))
 
 
 @functools.cache
 def _trained_parameters(model: Model, fields: tuple[tuple[str, Field], ...]) -> int:
-    shapes, axes = logical.abstract_init(model.init, jax.random.key(0), batch_shapes(dict(fields)))
-    constant = parameters.matches(shapes, parameters.present(shapes, CONSTANTS))
-    sizes = jax.tree.map(
-        lambda shape, names, fixed: 0 if fixed or "puzzles" in names.names else math.prod(shape.shape),
-        shapes,
-        axes,
-        constant,
-    )
-    return sum(jax.tree.leaves(sizes))
+    shapes, specs = logical.abstract_init(model.init, jax.random.key(0), batch_shapes(dict(fields)))
+    counted = jax.tree.map(lambda s: s.trainable and s.kind != "table", specs)
+    return sum(jax.tree.leaves(jax.tree.map(lambda shape, yes: yes * math.prod(shape.shape), shapes, counted)))
 
 
 def depth(model: Model) -> int | None:

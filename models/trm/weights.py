@@ -1,12 +1,13 @@
 """The parameters of the Tiny Recursive Model: shapes, logical axes and initialization.
 
 There are no norm scales and no biases except in the halting head. The initial values of answer and latents are
-parameters that are not trained (`core.optimizers.CONSTANTS`); the puzzle table starts at zero. All others are drawn
+parameters that are not trained; the puzzle table starts at zero. All others are drawn
 from a normal distribution truncated at two standard deviations and scaled to variance 1 / fan_in.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -71,10 +72,11 @@ def _entries(model: Config, *, axis: int):
 def _starts(model: Config) -> States:
     """Returns the initial states of every puzzle, which are not trained."""
     d, count, dtype = model.embed_dim, model.num_latents, model.dtype
-    z_h = logical.param("h_init", (d,), ("embed",), truncated_normal(1), compute_dtype=dtype)
+    fixed = functools.partial(logical.param, init=truncated_normal(1), trainable=False, compute_dtype=dtype)
+    z_h = fixed("h_init", (d,), ("embed",))
     if not count:
         return States(jax.lax.stop_gradient(z_h)[None, None], ())
-    z_l = logical.param("l_init", (count, d), (None, "embed"), truncated_normal(1), compute_dtype=dtype)
+    z_l = fixed("l_init", (count, d), (None, "embed"))
     z_h, z_l = jax.lax.stop_gradient((z_h, z_l))
     return States(z_h[None, None], tuple(z_l[i][None, None] for i in range(count)))
 
@@ -82,8 +84,10 @@ def _starts(model: Config) -> States:
 def _positions(model: Config, length: int) -> jax.Array | None:
     if model.positions != "learned":
         return None
-    d = model.embed_dim
-    return logical.param("positions", (length, d), (None, "embed"), truncated_normal(d), compute_dtype=model.dtype)
+    d, axes = model.embed_dim, (None, "embed")
+    return logical.param(
+        "positions", (length, d), axes, truncated_normal(d), kind="embedding", compute_dtype=model.dtype
+    )
 
 
 def _puzzle_table(model: Config) -> jax.Array | None:
@@ -96,9 +100,10 @@ def _puzzle_table(model: Config) -> jax.Array | None:
 def _layers(model: Config, length: int) -> tuple[Mapping[str, jax.Array], ...]:
     d, f, h, num = model.embed_dim, model.mlp_width(model.embed_dim), model.num_heads, model.num_layers
 
-    def matrix(name: str, shape: tuple, axes: tuple, *, fan_in: int) -> jax.Array:
+    def matrix(name: str, shape: tuple, axes: tuple, *, fan_in: int, in_dims: int = 1) -> jax.Array:
         # The axis is not named `layers`: the same blocks run repeatedly, so a pipeline cannot split them into stages.
-        return logical.param(name, (num, *shape), (None, *axes), truncated_normal(fan_in), compute_dtype=model.dtype)
+        make = functools.partial(logical.param, in_dims=in_dims, stacked=1, compute_dtype=model.dtype)
+        return make(name, (num, *shape), (None, *axes), truncated_normal(fan_in))
 
     with hk.name_scope("layers"), hk.name_scope("block"):
         stacked = {
@@ -108,7 +113,7 @@ def _layers(model: Config, length: int) -> tuple[Mapping[str, jax.Array], ...]:
         if model.mixer == "attention":
             k = d // h
             stacked["qkv"] = matrix("qkv", (d, 3, h, k), ("embed", None, "heads", "head_dim"), fan_in=d)
-            stacked["output"] = matrix("output", (h, k, d), ("heads", "head_dim", "embed"), fan_in=d)
+            stacked["output"] = matrix("output", (h, k, d), ("heads", "head_dim", "embed"), fan_in=d, in_dims=2)
         else:
             ft = model.mlp_width(length)
             stacked["token_gate_up"] = matrix("token_gate_up", (length, 2, ft), (None, None, "mlp"), fan_in=length)

@@ -145,13 +145,14 @@ def trace(
       remats: choices of `remat` to trace; None: all that the model offers.
     """
     example = batch_shapes(spec)
-    params, axes = logical.abstract_init(model.init, jax.random.key(seed), example)
+    params, specs = logical.abstract_init(model.init, jax.random.key(seed), example)
+    axes, optimizer = logical.axes_of(specs), optimizer.bound(specs)
     carry = jax.eval_shape(model.init_carry, example)
     shapes = TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, jax.eval_shape(optimizer.init, params), carry)
     named = TrainState(
         Axes(()),
         axes,
-        optimizers.state_axes(optimizer, params, axes),
+        optimizers.state_axes(optimizer, params),
         jax.tree.map(lambda s: rules.row_axes(s.shape), carry),
     )
     works = {}

@@ -9,6 +9,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from core import logical
 from core.logical import Axes
+from core.param_spec import ParamSpec
 
 RULES = {**dict.fromkeys(logical.LOGICAL_AXES), "batch": ("data", "fsdp"), "mlp": "tensor", "embed": "fsdp"}
 
@@ -125,9 +126,10 @@ class Dense(hk.Module):
 def test_axes_are_recorded_at_every_trace_and_equal_the_shapes():
     init = initialise(lambda: Dense(name="ffn")())
     for _ in range(2):  # a cached trace would record nothing the second time
-        shapes, axes = logical.abstract_init(init, KEY)
+        shapes, specs = logical.abstract_init(init, KEY)
         assert {k: v.shape for k, v in shapes["ffn"].items()} == {"w": (3, 5), "b": (5,)}
-        assert axes == {"ffn": {"w": Axes(("embed", "mlp")), "b": Axes(("mlp",))}}
+        assert specs == {"ffn": {"w": ParamSpec(("embed", "mlp")), "b": ParamSpec(("mlp",))}}
+        assert logical.axes_of(specs) == {"ffn": {"w": Axes(("embed", "mlp")), "b": Axes(("mlp",))}}
     assert str(Axes(("embed", None))) == "(embed, -)"
 
 

@@ -6,17 +6,22 @@ import numpy as np
 import optax
 import pytest
 
-from core import optimizers
+from core import logical, optimizers
 from core.logical import Axes
+from core.param_spec import ParamSpec
 
 PARAMS = {
     "~": {"embedding": jnp.ones((6, 4)), "final_norm": jnp.ones((4,))},
     "layers/block": {"query": jnp.ones((3, 4, 2)), "attention_norm": jnp.ones((3, 4))},
 }
-AXES = {
-    "~": {"embedding": Axes(("vocab", "embed")), "final_norm": Axes(("norm",))},
-    "layers/block": {"query": Axes(("layers", "embed", "heads")), "attention_norm": Axes(("layers", "norm"))},
+SPECS = {
+    "~": {"embedding": ParamSpec(("vocab", "embed")), "final_norm": ParamSpec(("norm",))},
+    "layers/block": {
+        "query": ParamSpec(("layers", "embed", "heads"), stacked=1),
+        "attention_norm": ParamSpec(("layers", "norm"), stacked=1),
+    },
 }
+AXES = logical.axes_of(SPECS)
 SHAPES = jax.eval_shape(lambda: PARAMS)
 
 
@@ -80,6 +85,7 @@ def test_numbers_out_of_range_are_refused(make, name, values, expected):
 
 
 def update(optimizer, grads):
+    optimizer = optimizer.bound(SPECS)
     state = optimizer.init(PARAMS)
     return optimizer.transformation.update(grads, state, PARAMS)[0]
 
@@ -98,13 +104,15 @@ def test_decay_spares_norms_wherever_they_are():
 @pytest.mark.covers("T07")
 @pytest.mark.parametrize("make", ["adamw", "adafactor", "lion"])
 def test_a_no_decay_pattern_that_matches_nothing_is_refused_unless_it_is_the_default(make):
-    def init(params=PARAMS, **options):
-        return getattr(optimizers, make)(learning_rate=optimizers.constant(1.0), **options).init(params)
+    def bind(specs=SPECS, **options):
+        return getattr(optimizers, make)(learning_rate=optimizers.constant(1.0), **options).bound(specs)
 
-    with pytest.raises(ValueError, match=r"no_decay = \('\*nrom', '\*ing'\): no parameter matches '\*nrom'; the para"):
-        init(no_decay=("*nrom", "*ing"))
-    init({"~": {"w": jnp.ones((4, 4))}})  # a model without norms
-    init(no_decay=("embedding",), frozen=("embedding",))  # matches, and is not trained
+    with pytest.raises(
+        ValueError, match=r"no_decay = \('\*nrom', '\*ing'\): no parameter matches '\*nrom'; .*the para"
+    ):
+        bind(no_decay=("*nrom", "*ing"))
+    bind({"~": {"w": ParamSpec(("embed", "mlp"))}})  # a model without norms
+    bind(no_decay=("embedd*",), frozen=("embedding",))  # matches, and is not trained
 
 
 @pytest.mark.covers("T05")
@@ -114,6 +122,7 @@ def test_the_gradient_is_clipped_by_its_global_norm():
 
     def moments(clip_norm):
         optimizer = optimizers.adamw(learning_rate=optimizers.constant(1.0), clip_norm=clip_norm, b1=0.9)
+        optimizer = optimizer.bound(SPECS)
         _, state = optimizer.transformation.update(grads, optimizer.init(PARAMS), PARAMS)
         return float(state[1].mu["~"]["embedding"][0, 0])
 
@@ -123,7 +132,7 @@ def test_the_gradient_is_clipped_by_its_global_norm():
 
 @pytest.mark.covers("T07")
 def test_frozen_groups_get_no_gradient_and_no_update():
-    optimizer = optimizers.adamw(learning_rate=optimizers.constant(1.0), frozen=("layers/*",))
+    optimizer = optimizers.adamw(learning_rate=optimizers.constant(1.0), frozen=("layers/*",)).bound(SPECS)
     grads = jax.grad(lambda p: sum(jnp.sum(a**2) for a in jax.tree.leaves(optimizer.trainable(p))))(PARAMS)
     assert not np.any(grads["layers/block"]["query"])
     assert np.all(grads["~"]["embedding"])
@@ -132,15 +141,24 @@ def test_frozen_groups_get_no_gradient_and_no_update():
     assert np.all(updates["~"]["embedding"])
 
 
-@pytest.mark.parametrize("use", [lambda o: o.trainable(PARAMS), lambda o: o.init(PARAMS)])
-def test_a_frozen_pattern_that_matches_nothing_is_refused(use):
+def test_a_frozen_pattern_that_matches_nothing_is_refused():
     optimizer = optimizers.adamw(learning_rate=optimizers.constant(1.0), frozen=("layer/*",))
     with pytest.raises(ValueError, match=r"no parameter matches 'layer/\*'; the parameters are .*layers/block/query"):
+        optimizer.bound(SPECS)
+
+
+@pytest.mark.parametrize("use", [lambda o: o.trainable(PARAMS), lambda o: o.init(PARAMS)])
+def test_an_optimizer_is_bound_before_it_is_used(use):
+    optimizer = optimizers.adamw(learning_rate=optimizers.constant(1.0))
+    with pytest.raises(ValueError, match=r"not bound to the parameters of a model: use optimizer\.for_model"):
         use(optimizer)
+    with pytest.raises(ValueError, match=r"bound to the parameters of another model: .* is not among other/w"):
+        use(optimizer.bound({"other": {"w": ParamSpec(("embed", "mlp"))}}))
 
 
 def axes_by_shape(optimizer):
-    axes = optimizers.state_axes(optimizer, SHAPES, AXES)
+    optimizer = optimizer.bound(SPECS)
+    axes = optimizers.state_axes(optimizer, SHAPES)
     state = jax.eval_shape(optimizer.init, SHAPES)
     assert jax.tree.structure(axes, is_leaf=lambda a: isinstance(a, Axes)) == jax.tree.structure(state)
     return axes, state
@@ -161,7 +179,7 @@ def test_frozen_leaves_have_no_state_to_name():
 
 def test_factored_moments_keep_the_axes_that_remain():
     rule = optax.adafactor(1e-3, min_dim_size_to_factor=2)
-    axes, state = axes_by_shape(optimizers.Optimizer(rule, optimizers.constant(1e-3)))
+    axes, state = axes_by_shape(optimizers.Optimizer(lambda _: rule, optimizers.constant(1e-3)))
     factored = next(s for s in jax.tree.leaves(state, is_leaf=lambda s: hasattr(s, "v_row")) if hasattr(s, "v_row"))
     named = next(s for s in jax.tree.leaves(axes, is_leaf=lambda s: hasattr(s, "v_row")) if hasattr(s, "v_row"))
     assert factored.v_row["~"]["embedding"].shape in ((4,), (6,))
@@ -177,8 +195,8 @@ def test_factored_moments_keep_the_axes_that_remain():
 def test_factored_moments_of_a_square_matrix_lie_along_its_axes():
     shapes = {"~": {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}}
     rule = optax.scale_by_factored_rms(min_dim_size_to_factor=2)
-    optimizer = optimizers.Optimizer(rule, optimizers.constant(1.0))
-    axes = optimizers.state_axes(optimizer, shapes, {"~": {"w": Axes(("embed", "mlp"))}})
+    optimizer = optimizers.Optimizer(lambda _: rule, optimizers.constant(1.0))
+    axes = optimizers.state_axes(optimizer.bound({"~": {"w": ParamSpec(("embed", "mlp"))}}), shapes)
     assert axes.v_row["~"]["w"] == Axes(("embed",))
     assert axes.v_col["~"]["w"] == Axes(("mlp",))
     grads = {"~": {"w": jnp.outer(jnp.arange(1.0, 9.0), jnp.ones(8))}}  # rows differ, columns do not
@@ -188,9 +206,9 @@ def test_factored_moments_of_a_square_matrix_lie_along_its_axes():
 
 
 def test_adafactor_takes_a_parameter_without_axes():
-    optimizer = optimizers.adafactor(learning_rate=optimizers.constant(0.1))
+    optimizer = optimizers.adafactor(learning_rate=optimizers.constant(0.1)).bound({"~": {"scale": ParamSpec(())}})
     shapes = {"~": {"scale": jax.ShapeDtypeStruct((), jnp.float32)}}
-    axes = optimizers.state_axes(optimizer, shapes, {"~": {"scale": Axes(())}})
+    axes = optimizers.state_axes(optimizer, shapes)
     state = jax.eval_shape(optimizer.init, shapes)
     same = jax.tree.map(lambda leaf, named: len(named.names) == len(leaf.shape), state, axes)
     assert jax.tree.leaves(state)

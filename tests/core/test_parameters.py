@@ -1,24 +1,35 @@
 """Adafactor, Lion and Muon: their formulas, each layer of a stack by itself, and the axes of what they keep."""
 
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from core import optimizers, parameters
+from core import logical, optimizers, parameters
 from core.logical import Axes
+from core.param_spec import ParamSpec
 
 LAYERS = 3
 SHAPES = {
-    "~": {"embedding": ((12, 8), ("vocab", "embed")), "final_norm": ((8,), ("norm",))},
+    "~": {"embedding": (12, 8), "final_norm": (8,)},
     "layers/block": {
-        "query": ((LAYERS, 8, 4, 2), ("layers", "embed", "heads", "head_dim")),
-        "output": ((LAYERS, 4, 2, 8), ("layers", "heads", "head_dim", "embed")),
-        "up": ((LAYERS, 8, 20), ("layers", "embed", "mlp")),
-        "mlp_norm": ((LAYERS, 8), ("layers", "norm")),
+        "query": (LAYERS, 8, 4, 2),
+        "output": (LAYERS, 4, 2, 8),
+        "up": (LAYERS, 8, 20),
+        "mlp_norm": (LAYERS, 8),
     },
 }
-AXES = {m: {n: Axes(axes) for n, (_, axes) in leaves.items()} for m, leaves in SHAPES.items()}
+OF_A_LAYER = {
+    "query": ParamSpec(("embed", "heads", "head_dim")),
+    "output": ParamSpec(("heads", "head_dim", "embed"), in_dims=2),
+    "up": ParamSpec(("embed", "mlp")),
+    "mlp_norm": ParamSpec(("norm",)),
+}
+SPECS = {
+    "~": {"embedding": ParamSpec(("vocab", "embed")), "final_norm": ParamSpec(("norm",))},
+    "layers/block": {name: spec.in_stack("layers") for name, spec in OF_A_LAYER.items()},
+}
 RATE = optimizers.constant(0.5)
 MAKE = {
     "adafactor": lambda **o: optimizers.adafactor(learning_rate=RATE, min_factored=4, **o),
@@ -30,12 +41,13 @@ MAKE = {
 def random_tree(seed):
     rng = np.random.default_rng(seed)
     return {
-        m: {n: rng.standard_normal(shape).astype(np.float32) for n, (shape, _) in leaves.items()}
+        m: {n: rng.standard_normal(shape).astype(np.float32) for n, shape in leaves.items()}
         for m, leaves in SHAPES.items()
     }
 
 
-def train(optimizer, params, grads):
+def train(optimizer, params, grads, specs):
+    optimizer = optimizer.bound(specs)
     state = optimizer.init(params)
     update = jax.jit(optimizer.transformation.update)
     for g in grads:
@@ -50,28 +62,37 @@ def unstacked(tree):
     return {"~": tree["~"]} | apart
 
 
-UNSTACKED = {p.replace("layers/*", "layer_*"): t[1:] for p, t in optimizers.MATRICES.items()}
-APART = {"adafactor": {"matrices": UNSTACKED}, "lion": {}, "muon": {"matrices": UNSTACKED}}  # for unstacked layers
-
-
 @pytest.mark.covers("T07")
 @pytest.mark.parametrize("name", MAKE)
 def test_a_layer_of_a_stack_is_trained_as_if_it_were_alone(name):
     params, grads = random_tree(0), [random_tree(seed) for seed in (1, 2, 3)]
-    stacked = train(MAKE[name](weight_decay=0.1), params, grads)
-    apart = train(MAKE[name](weight_decay=0.1, **APART[name]), unstacked(params), [unstacked(g) for g in grads])
+    optimizer = MAKE[name](weight_decay=0.1)
+    stacked = train(optimizer, params, grads, SPECS)
+    by_itself = {"~": SPECS["~"]} | {f"layer_{i}/block": OF_A_LAYER for i in range(LAYERS)}
+    apart = train(optimizer, unstacked(params), [unstacked(g) for g in grads], by_itself)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), unstacked(stacked), apart)
 
 
-def test_two_stacks_may_differ_in_depth():
-    optimizer = MAKE["adafactor"](stacked=("encoder/*", "decoder/*"))
-    params = {"encoder/block": {"w": jnp.ones((2, 8, 8))}, "decoder/block": {"w": jnp.ones((5, 8, 8))}}
-    state = optimizer.init(params)
-    updates, _ = optimizer.transformation.update(params, state, params)
-    assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_stacks_may_differ_in_depth_and_hold_experts(name):
+    """Each expert of each layer is trained as if it were alone; the axis of experts is not that of the layers."""
+    w, one = ParamSpec(("embed", "mlp")), np.random.default_rng(0).standard_normal((2, 5, 4, 6))
+    specs = {
+        "encoder": {"w": w.in_stack("layers"), "experts": w.in_stack("layers", "expert")},
+        "decoder": {"w": w.in_stack("layers"), "experts": w.in_stack("expert")},
+    }
+    params = {"encoder": {"w": one[:, 0], "experts": one}, "decoder": {"w": one[0], "experts": one[0]}}
+    params = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), params)
+    updates = one_update(MAKE[name](**PLAIN), params, params, specs)
+    alone = {f"{i}{j}": {"w": jnp.asarray(one[i, j], jnp.float32)} for i in range(2) for j in range(5)}
+    wanted = one_update(MAKE[name](**PLAIN), alone, alone, {module: {"w": w} for module in alone})
+    whole = np.stack([[wanted[f"{i}{j}"]["w"] for j in range(5)] for i in range(2)])
+    want = {"encoder": {"w": whole[:, 0], "experts": whole}, "decoder": {"w": whole[0], "experts": whole[0]}}
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5), updates, want)
 
 
-def one_update(optimizer, params, grads):
+def one_update(optimizer, params, grads, specs=SPECS):
+    optimizer = optimizer.bound(specs)
     return optimizer.transformation.update(grads, optimizer.init(params), params)[0]
 
 
@@ -111,8 +132,8 @@ def test_adafactor_factors_attention_weights_with_heads_joined(name, side):
         scaled = g / np.sqrt(joined * alone / joined.mean())
         scaled /= max(1.0, np.sqrt(np.mean(scaled**2)))
         np.testing.assert_allclose(update, -0.5 * scaled * np.sqrt(np.mean(p**2)), rtol=1e-4)
-    kept = [a.shape for a in jax.tree.leaves(optimizer.init(params))]
-    assert not [shape for shape in kept if sorted(shape) == sorted(SHAPES["layers/block"][name][0])]
+    kept = [a.shape for a in jax.tree.leaves(optimizer.bound(SPECS).init(params))]
+    assert not [shape for shape in kept if sorted(shape) == sorted(SHAPES["layers/block"][name])]
 
 
 def test_muon_makes_each_layers_matrix_nearly_orthogonal_and_leaves_the_rest_to_adam():
@@ -129,7 +150,7 @@ def test_muon_makes_each_layers_matrix_nearly_orthogonal_and_leaves_the_rest_to_
 @pytest.mark.parametrize("name", MAKE)
 def test_frozen_layers_get_no_state(name):
     params = random_tree(0)
-    optimizer = MAKE[name](frozen=("layers/block/up", "layers/*norm"))
+    optimizer = MAKE[name](frozen=("layers/block/up", "layers/*norm")).bound(SPECS)
     state = optimizer.init(params)
     assert not [a.shape for a in jax.tree.leaves(state) if 20 in a.shape]
     updates, _ = optimizer.transformation.update(random_tree(1), state, params)
@@ -140,11 +161,9 @@ def test_frozen_layers_get_no_state(name):
 @pytest.mark.parametrize("name", MAKE)
 def test_every_leaf_of_the_state_has_the_axes_of_its_dimensions(name):
     """Sizes are told apart by the axis: every named dimension of a leaf has the size of that axis in its parameter."""
-    shapes = {
-        m: {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, (s, _) in leaves.items()} for m, leaves in SHAPES.items()
-    }
-    optimizer = MAKE[name]()
-    named = optimizers.state_axes(optimizer, shapes, AXES)
+    shapes = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, random_tree(0)))
+    optimizer = MAKE[name]().bound(SPECS)
+    named = optimizers.state_axes(optimizer, shapes)
     sizes = {"layers": 3, "vocab": 12, "embed": 8, "norm": 8, "heads": 4, "head_dim": 2, "mlp": 20}
     state = jax.tree_util.tree_leaves_with_path(jax.eval_shape(optimizer.init, shapes))
     leaves = jax.tree.leaves(named, is_leaf=lambda a: isinstance(a, Axes))
@@ -158,40 +177,89 @@ def test_every_leaf_of_the_state_has_the_axes_of_its_dimensions(name):
 
 
 def test_moments_of_joined_heads_are_split_as_heads():
-    shapes = {
-        m: {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, (s, _) in leaves.items()} for m, leaves in SHAPES.items()
-    }
-    optimizer = MAKE["adafactor"]()
-    named = optimizers.state_axes(optimizer, shapes, AXES)
+    shapes = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, random_tree(0)))
+    named = optimizers.state_axes(MAKE["adafactor"]().bound(SPECS), shapes)
     leaves = jax.tree_util.tree_leaves_with_path(named, is_leaf=lambda a: isinstance(a, Axes))
     found = {parameters.path_name(path[-3:]): axes.names for path, axes in leaves}
     assert found["v_row/layers/block/query"] == found["v_col/layers/block/output"] == ("layers", "embed")
     assert found["v_col/layers/block/query"] == found["v_row/layers/block/output"] == ("layers", "heads")
 
 
+def test_muon_is_refused_for_a_model_without_matrices():
+    with pytest.raises(ValueError, match=r"no parameter is a matrix; .* embedding \(embedding\), final_norm \(norm\)"):
+        MAKE["muon"]().bound({"~": SPECS["~"]})
+
+
+class Foreign:
+    """A model with parameters of other names than ours."""
+
+    def init(self, rng, batch):
+        return hk.transform(self._params).init(rng)
+
+    def _params(self):
+        init = hk.initializers.RandomNormal(1.0)
+        logical.param("lookup", (12, 8), ("vocab", "embed"), init)
+        logical.param("kernel", (4, 2, 8), ("heads", "head_dim", "embed"), init, in_dims=2)
+        logical.param("gain", (8,), ("norm",), init)
+        logical.param("shift", (8,), ("embed",), init)
+        logical.param("rotation", (8, 8), ("embed", None), init, trainable=False)
+
+
+@pytest.mark.covers("T07")
+def test_parameters_of_any_name_are_treated_by_their_kind():
+    model = Foreign()
+    params = model.init(jax.random.key(0), {})
+    grads = jax.tree.map(jnp.zeros_like, params)
+    decays = optimizers.adamw(learning_rate=RATE, weight_decay=0.1).for_model(model, {})
+    ratios = jax.tree.map(lambda u, p: float(jnp.mean(u / p)), one_update(decays, params, grads, decays.specs), params)
+    want = {"lookup": -0.05, "kernel": -0.05, "gain": 0.0, "shift": 0.0, "rotation": 0.0}
+    assert ratios["~"] == pytest.approx(want)
+    muon = MAKE["muon"](**PLAIN).for_model(model, {})
+    updates = one_update(muon, params, params, muon.specs)["~"]
+    singular = np.linalg.svd(updates["kernel"].reshape(8, 8) / (0.5 * 0.2 * np.sqrt(8)), compute_uv=False)
+    assert 0.3 < singular.min() <= singular.max() < 1.3
+    np.testing.assert_allclose(np.abs(updates["lookup"]), 0.5, rtol=1e-5)  # Adam's first step is a sign
+    assert not np.any(updates["rotation"])
+    assert (8, 8) not in [a.shape for a in jax.tree.leaves(muon.init(params))]  # only that of the constant
+    gradient = jax.grad(lambda p: sum(jnp.sum(a) for a in jax.tree.leaves(muon.trainable(p))))(params)
+    assert not np.any(gradient["~"]["rotation"])
+
+
 @pytest.mark.parametrize(
-    ("matrices", "message"),
+    ("spec", "kind"),
     [
-        ({"layers/*/up": "lii"}, r"matrices\['layers/\*/up'\] = 'lii': expected a letter for each dimension"),
-        ({"layers/*/up": "bio"}, r"= 'bio': expected .* such as 'lio'"),
-        ({"layers/*/up": "io"}, r"layers/block/up has shape \(3, 8, 20\), and 'io' names 2 dimensions"),
-        ({"stack/*/up": "lio"}, r"no parameter matches; the parameters are .*layers/block/up"),
+        (ParamSpec(("vocab", "embed")), "embedding"),
+        (ParamSpec(("embed", "vocab")), "embedding"),
+        (ParamSpec(("vocab",)), "bias"),
+        (ParamSpec(("norm",)), "norm"),
+        (ParamSpec(("layers", "norm"), stacked=1), "norm"),
+        (ParamSpec(("layers", "mlp"), stacked=1), "bias"),
+        (ParamSpec(()), "bias"),
+        (ParamSpec(("puzzles", None)), "table"),
+        (ParamSpec(("embed", None), trainable=False), "constant"),
+        (ParamSpec(("embed", None), kind="matrix", trainable=False), "matrix"),
+        (ParamSpec((None, "embed", "heads", "head_dim"), stacked=1), "matrix"),
+    ],
+    ids=str,
+)
+def test_the_kind_follows_from_the_axes(spec, kind):
+    assert spec.kind == kind
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "matrx"}, "kind = 'matrx': expected one of matrix, embedding, norm, bias, table, constant"),
+        ({"kind": "constant"}, "kind = 'constant', but trainable = True: give trainable=False alone"),
+        ({"in_dims": 2}, "2 dimensions besides stacked = 0, in_dims = 2: expected in_dims from 1 to 1"),
+        ({"in_dims": 0}, "in_dims = 0: expected in_dims from 1 to 1"),
+        ({"stacked": 1, "kind": "matrix"}, "with 1 dimension besides stacked = 1, in_dims = 1: expected another kind"),
+        ({"stacked": 3}, "stacked = 3: expected from 0 to 2"),
     ],
 )
-def test_letters_that_make_no_matrix_are_refused(matrices, message):
+def test_a_spec_that_fits_no_parameter_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        MAKE["muon"](matrices=matrices).init(random_tree(0))
-
-
-def test_adafactor_takes_a_model_of_other_shapes_unless_its_matrices_are_given():
-    params = {"layers/block": {"query": jnp.ones((3, 8, 8))}}
-    MAKE["adafactor"]().init(params)
-    with pytest.raises(ValueError, match=r"query has shape \(8, 8\), and 'ioo' names 3 dimensions"):
-        MAKE["adafactor"](matrices={"layers/*/query": "lioo"}).init(params)
-
-
-def test_patterns_that_are_not_there_are_left_out():
-    assert parameters.present(random_tree(0), ("layers/*", "nothing")) == ["layers/*"]
+        ParamSpec(("embed", "mlp"), **options)
 
 
 def test_paths_of_any_tree_read_alike():

@@ -7,11 +7,16 @@ import pytest
 
 from core import optimizers
 from core.logical import Axes
+from core.param_spec import ParamSpec
 
 RATE = optimizers.warmup_floor(peak=1e-2, warmup_steps=10, total_steps=100, floor=0.1)
 PARAMS = {
     "~": {"h_init": jnp.full((4,), 0.7), "puzzle_table": jnp.arange(20.0).reshape(5, 4) / 7 - 1},
     "layers/block": {"w": jnp.linspace(-1, 1, 12).reshape(3, 4), "bias": jnp.full((2,), -5.0)},
+}
+SPECS = {
+    "~": {"h_init": ParamSpec(("embed",), trainable=False), "puzzle_table": ParamSpec(("puzzles", None))},
+    "layers/block": {"w": ParamSpec(("embed", "mlp")), "bias": ParamSpec((None,))},
 }
 TOUCHED = {"puzzle_table": jnp.array([1, 3, 3], jnp.int32)}
 
@@ -19,7 +24,7 @@ TOUCHED = {"puzzle_table": jnp.array([1, 3, 3], jnp.int32)}
 def composed(**options):
     dense = optimizers.adam_atan2(learning_rate=RATE, weight_decay=0.1)
     table = optimizers.with_table(dense=dense, learning_rate=optimizers.constant(0.05), **options)
-    return optimizers.averaged(optimizer=table, decay=0.9)
+    return optimizers.averaged(optimizer=table, decay=0.9).bound(SPECS)
 
 
 def grads_at(step):
@@ -28,6 +33,7 @@ def grads_at(step):
 
 
 def steps_of(optimizer, count, *, extras=TOUCHED, grads=grads_at):
+    optimizer = optimizer.bound(SPECS)
     state, params, seen = optimizer.init(PARAMS), PARAMS, []
     for step in range(count):
         params, state = optimizer.update(grads(step), state, params, extras)
@@ -51,7 +57,7 @@ def test_a_schedule_with_a_floor_counts_the_step_it_is_made_for():
 
 
 def test_adam_atan2_is_its_closed_form_for_100_steps():
-    optimizer = optimizers.adam_atan2(learning_rate=RATE, weight_decay=0.1)
+    optimizer = optimizers.adam_atan2(learning_rate=RATE, weight_decay=0.1).bound(SPECS)
     p = {"w": np.linspace(-1, 1, 12), "bias": np.full(2, -5.0)}
     m, v = ({k: np.zeros_like(a) for k, a in p.items()} for _ in range(2))
     state, params = optimizer.init(PARAMS), PARAMS
@@ -108,7 +114,7 @@ def test_an_average_starts_at_the_first_parameters_and_is_what_is_evaluated():
         np.testing.assert_allclose(evaluated["layers/block"]["w"], want, rtol=1e-5)
     np.testing.assert_array_equal(evaluated["~"]["puzzle_table"], params["~"]["puzzle_table"])
     np.testing.assert_array_equal(evaluated["~"]["h_init"], params["~"]["h_init"])
-    plain = optimizers.adamw(learning_rate=RATE)
+    plain = optimizers.adamw(learning_rate=RATE).bound(SPECS)
     assert plain.evaluated(PARAMS, plain.init(PARAMS)) is PARAMS
 
 
@@ -126,11 +132,7 @@ def test_any_rule_can_stand_beside_the_table(dense):
 
 
 def test_averages_are_laid_out_as_their_parameters_are():
-    axes = {
-        "~": {"h_init": Axes(("embed",)), "puzzle_table": Axes(("puzzles", None))},
-        "layers/block": {"w": Axes(("embed", "mlp")), "bias": Axes((None,))},
-    }
-    named = optimizers.state_axes(composed(), jax.eval_shape(lambda: PARAMS), axes)
+    named = optimizers.state_axes(composed(), jax.eval_shape(lambda: PARAMS))
     assert named.average["layers/block"]["w"] == Axes(("embed", "mlp"))
     assert sorted(map(str, jax.tree.leaves(named, is_leaf=lambda a: isinstance(a, Axes)))).count("(embed, mlp)") == 3
 
@@ -138,7 +140,7 @@ def test_averages_are_laid_out_as_their_parameters_are():
 @pytest.mark.parametrize("around", [lambda o: o, lambda o: optimizers.averaged(optimizer=o)], ids=["alone", "averaged"])
 def test_with_all_else_frozen_the_table_alone_is_trained(around):
     dense = optimizers.adam_atan2(learning_rate=RATE, weight_decay=0.1, frozen=("*",))
-    optimizer = around(optimizers.with_table(dense=dense, learning_rate=optimizers.constant(0.05)))
+    optimizer = around(optimizers.with_table(dense=dense, learning_rate=optimizers.constant(0.05))).bound(SPECS)
     grads = jax.grad(lambda p: sum(jnp.sum(a) for a in jax.tree.leaves(optimizer.trainable(p))))(PARAMS)
     assert np.all(grads["~"].pop("puzzle_table") == 1)
     assert not any(np.any(a) for a in jax.tree.leaves(grads))
@@ -153,15 +155,16 @@ def test_with_all_else_frozen_the_table_alone_is_trained(around):
 def test_the_table_is_not_the_dense_rules_to_freeze():
     dense = optimizers.adam_atan2(learning_rate=RATE, frozen=("puzzle_table",))
     with pytest.raises(ValueError, match=r"frozen = .*: no parameter matches 'puzzle_table'"):
-        optimizers.with_table(dense=dense, learning_rate=RATE).init(PARAMS)
+        optimizers.with_table(dense=dense, learning_rate=RATE).bound(SPECS)
 
 
-def test_constants_are_full_paths_so_that_another_models_first_state_is_trained():
-    params = {"~": {"h_init": jnp.ones(2), "w_init": jnp.ones(2)}, "rnn": {"h_init": jnp.ones(2)}}
-    optimizer = optimizers.adam_atan2(learning_rate=optimizers.constant(0.1))
-    after, _ = optimizer.update(jax.tree.map(jnp.ones_like, params), optimizer.init(params), params)
+def test_what_a_model_does_not_train_is_kept_whatever_its_name():
+    specs = {"~": {"w": ParamSpec(("embed", "mlp")), "fixed": ParamSpec(("embed", "mlp"), "matrix", trainable=False)}}
+    params = jax.tree.map(lambda _: jnp.ones((2, 2)), specs)
+    optimizer = optimizers.adam_atan2(learning_rate=optimizers.constant(0.1)).bound(specs)
+    after, _ = optimizer.update(params, optimizer.init(params), params)
     still = jax.tree.map(lambda a, b: bool(np.all(a == b)), after, params)
-    assert still == {"~": {"h_init": True, "w_init": False}, "rnn": {"h_init": False}}
+    assert still == {"~": {"w": False, "fixed": True}}
 
 
 def test_what_cannot_be_composed_is_refused():
@@ -170,7 +173,7 @@ def test_what_cannot_be_composed_is_refused():
         optimizers.averaged(optimizer=dense, decay=1.0)
     with pytest.raises(ValueError, match="`dense` averages; reverse the order"):
         optimizers.with_table(dense=optimizers.averaged(optimizer=dense), learning_rate=RATE)
-    with pytest.raises(ValueError, match=r"table = .*: no parameter matches 'table'"):
-        optimizers.with_table(dense=dense, learning_rate=RATE, table="table").init(PARAMS)
+    with pytest.raises(ValueError, match=r"no parameter is a table .* are layers/block/bias, layers/block/w\. Use the"):
+        optimizers.with_table(dense=dense, learning_rate=RATE).bound({"layers/block": SPECS["layers/block"]})
     with pytest.raises(ValueError, match="does not list the rows of 'puzzle_table' that a step used"):
         steps_of(composed(), 1, extras=())

@@ -10,6 +10,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from core import logical, stack
+from core.param_spec import ParamSpec
 
 # B batch 4, D width 3, L layers 5.
 KEY, LAYERS = jax.random.key(3), 5
@@ -55,8 +56,8 @@ def test_parameters_are_stacked_named_and_different():
     w = params["layers/layer"]["w"]
     assert w.shape == (LAYERS, 3, 3)
     assert len(np.unique(np.asarray(w))) == w.size
-    _, axes = logical.abstract_init(init, KEY, X, SIDE)
-    assert axes["layers/layer"]["w"] == logical.Axes(("layers", "embed", None))
+    _, specs = logical.abstract_init(init, KEY, X, SIDE)
+    assert specs["layers/layer"]["w"] == ParamSpec(("layers", "embed", None), kind="matrix", stacked=1)
 
 
 def test_scan_is_the_composition_of_the_layers():

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 from core import optimizers, step, train_state
+from core.param_spec import ParamSpec
 from core.types import LossOutput, WeightedSum
 
 
@@ -39,8 +40,11 @@ class Counting(Line):
         return carry + 1, super().loss(params, (), rng, batch, is_training=is_training)[1]
 
 
-def sgd(rate=0.1, **options):
-    return optimizers.Optimizer(optax.sgd(rate), optimizers.constant(rate), **options)
+SPECS = {"~": {"w": ParamSpec(()), "idle_norm": ParamSpec((), kind="norm")}}
+
+
+def sgd(rate=0.1):
+    return optimizers.Optimizer(lambda _: optax.sgd(rate), optimizers.constant(rate)).bound(SPECS)
 
 
 def batch(rows=4, weights=None):
@@ -153,7 +157,7 @@ def test_answers_come_with_the_same_sums(model, answers):
 
 
 def test_frozen_parameters_do_not_count_in_the_gradient_norm():
-    frozen = optimizers.adamw(learning_rate=optimizers.constant(0.1), frozen=("w",))
+    frozen = optimizers.adamw(learning_rate=optimizers.constant(0.1), frozen=("w",)).bound(SPECS)
     params = {"~": {"w": jnp.float32(2.0), "idle_norm": jnp.ones(())}}
     state = train_state.create(Line(), frozen, params, batch())
     after, metrics = step.train_step(Line(), frozen, seed=0)(state, batch())

@@ -83,7 +83,7 @@ def _compiled(model: TRM):
     batch = {**cells, "puzzle_ids": jnp.zeros(ROWS, jnp.int32)}
     rate = optimizers.constant(1e-4)
     table = optimizers.with_table(dense=optimizers.adam_atan2(learning_rate=rate), learning_rate=rate)
-    optimizer = optimizers.averaged(optimizer=table)
+    optimizer = optimizers.averaged(optimizer=table).for_model(model, batch)
     state = train_state.initialise(model, optimizer, seed=0, batch=batch)
     return state, batch, jax.jit(step.train_step(model, optimizer, seed=0)).lower(state, batch).compile()
 

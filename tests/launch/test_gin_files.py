@@ -96,4 +96,4 @@ def test_the_recursive_model_of_a_9x9_sudoku(model, parameters):
     trained = sum(a.size for leaves in state.params.values() for name, a in leaves.items() if name not in beside)
     assert trained == parameters
     assert sum(a.size for a in jax.tree.leaves(moments) if a.ndim) == 3 * parameters  # two moments and the average
-    assert experiment.optimizer.live == ("puzzle_table",)
+    assert experiment.optimizer.live == ("table",)

@@ -33,9 +33,8 @@ def test_64_puzzles_are_learnt_by_heart(mixer, steps, sixty_four):
         dtype="float32",
     )  # fmt: skip
     rate = optimizers.constant(1e-3)
-    optimizer = optimizers.averaged(
-        optimizer=optimizers.with_table(dense=optimizers.adam_atan2(learning_rate=rate), learning_rate=rate), decay=0.98
-    )
+    table = optimizers.with_table(dense=optimizers.adam_atan2(learning_rate=rate), learning_rate=rate)
+    optimizer = optimizers.averaged(optimizer=table, decay=0.98).for_model(model, sixty_four)
     state = train_state.initialise(model, optimizer, seed=0, batch=sixty_four)
     train = jax.jit(step.train_step(model, optimizer, seed=0))
     for _ in range(steps):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from core import slices
+from core.param_spec import ParamSpec
 from launch import configuration, environment
 from launch.experiments import results, suite_plan
 from parallel import mesh
@@ -28,6 +29,15 @@ HEADER = re.compile(
 PARAMS = {
     "~": {"puzzle_table": jnp.ones((4, 3)), "halt_bias": jnp.ones(2), "h_init": jnp.ones(3)},
     "layers/block": {"down": jnp.ones((2, 3))},
+}
+
+SPECS = {
+    "~": {
+        "puzzle_table": ParamSpec(("puzzles", None)),
+        "halt_bias": ParamSpec((None,)),
+        "h_init": ParamSpec(("embed",), trainable=False),
+    },
+    "layers/block": {"down": ParamSpec((None, "embed"), stacked=1)},
 }
 
 
@@ -49,6 +59,7 @@ def recipes():
 
 def update_of(optimizer):
     """The traced program of one update."""
+    optimizer = optimizer.bound(SPECS)
 
     def update(state, params):
         return optimizer.update(params, state, params, {"puzzle_table": jnp.array([1, 2])})
@@ -114,11 +125,13 @@ def test_optimizers_are_what_they_say(suite):
     assert "atan2" in names("exp09a")
     for name, b2 in (("exp09b", 0.95), ("exp09c", 0.99), ("exp09d", 0.999)):
         assert "atan2" not in names(name)
-        state = suite[name].experiment.optimizer.init(PARAMS)
-        _, new = suite[name].experiment.optimizer.update(PARAMS, state, PARAMS, {"puzzle_table": jnp.array([1])})
+        optimizer = suite[name].experiment.optimizer.bound(SPECS)
+        _, new = optimizer.update(PARAMS, optimizer.init(PARAMS), PARAMS, {"puzzle_table": jnp.array([1])})
         second = [leaf for leaf in jax.tree.leaves(new) if leaf.shape == (2, 3)]
         assert any(np.allclose(leaf, 1 - b2, rtol=1e-4) for leaf in second), name
-    lion, adam = (len(jax.tree.leaves(suite[n].experiment.optimizer.init(PARAMS))) for n in ("exp09e", "exp09b"))
+    lion, adam = (
+        len(jax.tree.leaves(suite[n].experiment.optimizer.bound(SPECS).init(PARAMS))) for n in ("exp09e", "exp09b")
+    )
     assert lion < adam  # one moment in place of two
     assert suite["exp08a"].experiment.optimizer.averages is None
     assert suite["exp08b"].experiment.optimizer.averages is not None

@@ -13,10 +13,10 @@ from models.trm import TRM
 MODEL = Transformer(
     vocab_size=48, num_layers=2, embed_dim=16, mlp_dim=24, num_heads=2, num_kv_heads=2, attention="plain"
 )
-OPTIMIZER = optimizers.adamw(learning_rate=optimizers.constant(1e-3))
 SPEC = {k: jax.ShapeDtypeStruct((2, 6), jnp.int32) for k in ("inputs", "targets", "segment_ids", "positions")}
 SPEC["weights"] = jax.ShapeDtypeStruct((2, 6), jnp.float32)
 DELICATE = {"exp", "log", "rsqrt", "sqrt", "logistic", "reduce_sum", "cos", "sin"}
+OPTIMIZER = optimizers.adamw(learning_rate=optimizers.constant(1e-3)).for_model(MODEL, SPEC)
 
 
 def equations(jaxpr):

@@ -120,7 +120,7 @@ class TestHuggingFaceParity:
     def test_six_adamw_steps(self, params):
         optimizer = optimizers.adamw(
             learning_rate=optimizers.constant(3e-3), b2=0.95, eps=1e-8, weight_decay=0.1, no_decay=(), clip_norm=1.0
-        )
+        ).for_model(MODEL, self.batch)
         state = train_state.create(MODEL, optimizer, params, self.batch)
         train = jax.jit(step.train_step(MODEL, optimizer, seed=0))
         for i in range(6):
@@ -230,7 +230,7 @@ def test_padded_vocabulary_is_inert():
     params = jax.jit(model.init)(jax.random.key(0), batch)
     assert params["~"]["embedding"].shape == (256, 64)
     assert np.all(params["~"]["embedding"][200:] == 0)
-    optimizer = optimizers.adamw(learning_rate=optimizers.constant(1e-2), weight_decay=0.1)
+    optimizer = optimizers.adamw(learning_rate=optimizers.constant(1e-2), weight_decay=0.1).for_model(model, batch)
     state = train_state.create(model, optimizer, params, batch)
     state, _ = jax.jit(step.train_step(model, optimizer, seed=0))(state, batch)
     assert np.all(state.params["~"]["embedding"][200:] == 0)

@@ -209,6 +209,7 @@ def compare_gradients(grads, ids, here, found):
 
 def train_steps(model, found, *, steps, chosen):
     """Whole training steps: sign of the table, AdamATan2, average."""
+    chosen = chosen.for_model(model, BATCHES["A"])
     state = train_state.create(model, chosen, to_ours(), BATCHES["A"])
     run = jax.jit(step.train_step(model, chosen, seed=0))
     for number in range(1, steps + 1):

@@ -132,7 +132,8 @@ def test_exploration_fades():
 
 
 def test_the_carry_counts_the_steps_of_training():
-    optimizer, model = optimizers.adamw(learning_rate=optimizers.constant(1e-3)), SMALL
+    model = SMALL
+    optimizer = optimizers.adamw(learning_rate=optimizers.constant(1e-3)).for_model(model, batch())
     state = train_state.initialise(model, optimizer, seed=0, batch=batch())
     run = jax.jit(step.train_step(model, optimizer, seed=0))
     for number in range(1, 4):

@@ -10,6 +10,7 @@ import pytest
 
 from core import optimizers, step, train_state
 from core.health import exit_codes
+from core.param_spec import ParamSpec
 from core.training import non_finite
 from core.training.trainer import StepReport
 from core.types import LossOutput
@@ -59,6 +60,9 @@ def test_roll_back_gives_up_where_it_gets_no_further():
     assert [words[:2] for words in said] == [(n, "rolled_back") for n in (7, 7, 7, 9, 9, 9)]
 
 
+SPECS = {"~": {"w": ParamSpec(())}}
+
+
 class Line:
     """y = w x; the carry counts steps."""
 
@@ -70,7 +74,7 @@ class Line:
 @pytest.mark.covers("T10")
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30])  # of the last, only the gradient overflows its square
 def test_a_skipped_step_keeps_everything_but_its_number(bad):
-    optimizer = optimizers.adamw(learning_rate=optimizers.constant(0.1), no_decay=())
+    optimizer = optimizers.adamw(learning_rate=optimizers.constant(0.1), no_decay=()).bound(SPECS)
     params = {"~": {"w": jnp.float32(2.0)}}
     before = train_state.TrainState(jnp.int32(4), params, optimizer.init(params), jnp.float32(0))
     run = jax.jit(step.train_step(Line(), optimizer, seed=0, skip_non_finite=True))
@@ -97,7 +101,8 @@ class Still:
 
 def test_the_reported_learning_rate_is_the_applied_one_after_skipped_updates():
     schedule = optimizers.warmup_linear(peak=0.5, warmup_steps=5, total_steps=100)
-    optimizer = optimizers.averaged(optimizer=optimizers.Optimizer(optax.sgd(schedule), schedule))
+    plain = optimizers.Optimizer(lambda _: optax.sgd(schedule), schedule)
+    optimizer = optimizers.averaged(optimizer=plain).bound(SPECS)
     params = {"~": {"w": jnp.float32(2.0)}}
     state = train_state.TrainState(jnp.int32(0), params, optimizer.init(params), ())
     run = jax.jit(step.train_step(Still(), optimizer, seed=0, skip_non_finite=True))
@@ -112,7 +117,7 @@ def test_the_reported_learning_rate_is_the_applied_one_after_skipped_updates():
 
 
 def test_a_run_that_stops_has_the_step_that_it_always_had():
-    optimizer = optimizers.adamw(learning_rate=optimizers.constant(0.1), no_decay=())
+    optimizer = optimizers.adamw(learning_rate=optimizers.constant(0.1), no_decay=()).bound(SPECS)
     params = {"~": {"w": jnp.float32(2.0)}}
     state = train_state.TrainState(jnp.int32(4), params, optimizer.init(params), jnp.float32(0))
     text = {

@@ -93,7 +93,7 @@ class Mine(transformer.Transformer):
     pass
 
 def sgd(*, momentum: float = 0.9, inner: float = 0.0, learning_rate) -> optimizers.Optimizer:
-    return optimizers.Optimizer(optax.sgd(1e-3, momentum=momentum), learning_rate)
+    return optimizers.Optimizer(lambda specs: optax.sgd(1e-3, momentum=momentum), learning_rate)
 
 def factor(*, by: float = 1.0) -> float:
     return by

@@ -244,7 +244,7 @@ def recorded(tables, *, model=MODEL, learning_rate=1e-3, seed=0, **options):
     optimizer = optimizers.adamw(learning_rate=optimizers.constant(learning_rate))
     program = bound.program(model, optimizer, spec, seed=seed, **options)
     params = jax.device_get(fresh(model)(jax.random.key(seed), BATCHES[0]))
-    state = train_state.create(model, optimizer, params, BATCHES[0])
+    state = train_state.create(model, optimizer.for_model(model, BATCHES[0]), params, BATCHES[0])
     return recording.record(program, jax.device_put(state, program.state_shardings), BATCHES)
 
 
