@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ from core import logical, parameters, ranges
 from core.errors import UserError
 from core.optimizers.schedules import Schedule
 from core.param_spec import KINDS, Specs
-from core.types import Batch, Model, Params, Shapes
+from core.types import Model, Params
 
 Rule = Callable[[Specs], optax.GradientTransformation]  # made for the parameters of a model
 
@@ -65,9 +65,15 @@ class Optimizer:
         _ = bound.transformation, bound._frozen
         return bound
 
-    def for_model(self, model: Model, batch: Batch | Shapes) -> Optimizer:
-        """Returns the optimizer for the parameters of a model, as `bound` does; traces `init`, computes nothing."""
-        return self.bound(logical.abstract_init(model.init, jax.random.key(0), batch)[1])
+    def for_model(self, model: Model, batch: Mapping[str, Any]) -> Optimizer:
+        """Returns the optimizer for the parameters of a model, as `bound` does; computes nothing.
+
+        Args:
+          model: its `init` is traced.
+          batch: arrays, or a spec of them.
+        """
+        example = {name: jax.ShapeDtypeStruct(field.shape, field.dtype) for name, field in batch.items()}
+        return self.bound(logical.abstract_init(model.init, jax.random.key(0), example)[1])
 
     @functools.cached_property
     def transformation(self) -> optax.GradientTransformationExtraArgs:
