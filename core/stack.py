@@ -290,7 +290,7 @@ def layer_stack(
             remat=remat,
             kinds=kinds,
             outputs=out,
-            axes=lambda: _layer_axes(one.init(kinds[0]), *arguments),
+            axes=lambda: logical.axes_of(logical.abstract_init(one.init(kinds[0]), jax.random.key(0), *arguments)[1]),
             dtypes=_computed_dtypes(traced, params),
         )
         run = scan_runner if hk.running_init() else _runner.value  # a runner may need a mesh; init has none
@@ -337,10 +337,6 @@ def _join(out: Outputs, outputs: Any) -> Any:
 
 def _abstract(tree: Any, *, of_one_layer: bool = False) -> Any:
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[of_one_layer:], a.dtype), tree)
-
-
-def _layer_axes(init: Callable, *arguments: Any) -> Any:
-    return logical.axes_of(logical.abstract_init(init, jax.random.key(0), *arguments)[1])
 
 
 def _stacked_params(init: Callable, name: str, kinds: Sequence[Kind], arguments: tuple) -> Params:
