@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -90,18 +90,11 @@ COMPILED_BY = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # change a compiled program, be
 JOIN_SECONDS = 300
 SENT = ("TPU_MESH_CONFIG", "TPU_AXIS_NAMES")  # passed from a workstation to the hosts
 MESH_AXES = ("data", "fsdp", "tensor")  # of strategies.mesh3d
-_LAYOUT_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_INDEX", "JAX_PROCESS_COUNT")
 _NAMES = {variable.name for variable in VARIABLES}
 
 
 class ProcessLayout(NamedTuple):
-    """JAX_COORDINATOR_ADDRESS, JAX_PROCESS_INDEX and JAX_PROCESS_COUNT; None if unset.
-
-    Attributes:
-      coordinator: HOST:PORT.
-      index: of this process.
-      count: of all processes.
-    """
+    """JAX_COORDINATOR_ADDRESS (HOST:PORT), JAX_PROCESS_INDEX and JAX_PROCESS_COUNT; None if unset."""
 
     coordinator: str | None
     index: int | None
@@ -120,21 +113,17 @@ def process_layout(*, environ: Mapping[str, str] | None = None) -> ProcessLayout
     Raises:
       UserError: a value is malformed or out of range, or only some of the three are set.
     """
+    names = ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_INDEX", "JAX_PROCESS_COUNT")
+    if not _are_set(names, "all three, or none (on a TPU, JAX finds the hosts)", environ):
+        return ProcessLayout(None, None, None)
     coordinator = read("JAX_COORDINATOR_ADDRESS", environ=environ)
     index = _integer("JAX_PROCESS_INDEX", minimum=0, environ=environ)
     count = _integer("JAX_PROCESS_COUNT", minimum=1, environ=environ)
-    if None not in (index, count) and index >= count:
+    if index >= count:
         raise UserError(f"JAX_PROCESS_INDEX={index} but JAX_PROCESS_COUNT={count}: expected 0 to {count - 1}")
-    if coordinator is not None and not coordinator.rpartition(":")[2].isdigit():
+    if not coordinator.rpartition(":")[2].isdigit():
         raise UserError(f"JAX_COORDINATOR_ADDRESS={coordinator!r}: expected HOST:PORT, such as 10.0.0.2:8476")
-    layout = ProcessLayout(coordinator, index, count)
-    missing = [name for name, value in zip(_LAYOUT_VARIABLES, layout, strict=True) if value is None]
-    if 0 < len(missing) < len(layout):
-        present = [name for name in _LAYOUT_VARIABLES if name not in missing]
-        raise UserError(
-            f"{_are(present)} set and {_are(missing)} not: set all three, or none (on a TPU, JAX finds the hosts)"
-        )
-    return layout
+    return ProcessLayout(coordinator, index, count)
 
 
 def worker_addresses(*, environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
@@ -150,15 +139,10 @@ def mesh_bindings(*, environ: Mapping[str, str] | None = None) -> tuple[str, ...
     Raises:
       UserError: one is set without the other, or their values are wrong; lists all problems.
     """
-    config, axes = read("TPU_MESH_CONFIG", environ=environ), read("TPU_AXIS_NAMES", environ=environ)
-    if config is None and axes is None:
+    example = "TPU_MESH_CONFIG=4,2,2 TPU_AXIS_NAMES=data,fsdp,tensor"
+    if not _are_set(("TPU_MESH_CONFIG", "TPU_AXIS_NAMES"), f"both, such as {example}, or neither", environ):
         return ()
-    if config is None or axes is None:
-        present, missing = ("MESH_CONFIG", "AXIS_NAMES") if axes is None else ("AXIS_NAMES", "MESH_CONFIG")
-        raise UserError(
-            f"TPU_{present} is set and TPU_{missing} is not: set both, such as TPU_MESH_CONFIG=4,2,2 "
-            "TPU_AXIS_NAMES=data,fsdp,tensor, or neither"
-        )
+    config, axes = read("TPU_MESH_CONFIG", environ=environ), read("TPU_AXIS_NAMES", environ=environ)
     degrees, names = ([part.strip() for part in text.split(",")] for text in (config, axes))
     problems = _mesh_problems(degrees, names)
     if problems:
@@ -207,13 +191,19 @@ def markdown_table() -> str:
     return "\n".join(rows) + "\n"
 
 
-def _are(names: list[str]) -> str:
-    return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'}"
-
-
 def join_seconds(*, environ: Mapping[str, str] | None = None) -> int:
     """Returns how long hosts wait for one another (RENGA_JOIN_SECONDS). Raises UserError if it is malformed."""
     return _integer("RENGA_JOIN_SECONDS", minimum=1, environ=environ) or JOIN_SECONDS
+
+
+def _are_set(names: Sequence[str], which: str, environ: Mapping[str, str] | None) -> bool:
+    """Returns whether variables are set. Raises UserError, which says what to set, if only some are."""
+    present = [name for name in names if read(name, environ=environ) is not None]
+    missing = [name for name in names if name not in present]
+    if present and missing:
+        parts = [f"{' and '.join(some)} {'is' if len(some) == 1 else 'are'}" for some in (present, missing)]
+        raise UserError(f"{parts[0]} set and {parts[1]} not: set {which}")
+    return bool(present)
 
 
 def _integer(name: str, *, minimum: int, environ: Mapping[str, str] | None) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
@@ -99,54 +99,38 @@ class Experiment:
 
     def __post_init__(self):
         slices.get(self.slice)
-        self._check_parts()
-        counted = ("batch_size", "total_steps", "accum_steps", "log_interval", "eval_interval", "checkpoint_interval")
-        low = [f"{f} = {getattr(self, f)}" for f in (*counted, "keep_checkpoints") if getattr(self, f) < 1]
-        if self.eval_batches < 0:
-            low.append(f"eval_batches = {self.eval_batches} (0 for none)")
-        if low:
-            raise UserError(f"Experiment: {', '.join(low)}: expected at least 1")
-        if self.seed < 0:
-            raise UserError(f"Experiment: seed = {self.seed} (SEED): expected at least 0")
-        if wrong := compiler_options.problems(self.compiler_options):
-            raise UserError("Experiment: compiler_options: " + "; ".join(wrong))
-        self._check_survival()
-
-    def _check_parts(self) -> None:
-        """A constructor without annotations may give anything, which gin cannot tell before it calls it."""
-        problems = []
-        for name, kind in (("strategy", Strategy), ("optimizer", Optimizer)):
-            if not isinstance(part := getattr(self, name), kind):
-                problems.append(f"{name} is {_told(part)}, expected {kind.__module__}.{kind.__name__}")
-        for name, protocol in (("model", Model), ("task", Task)):
-            part = getattr(self, name)
-            if lacks := missing(part, protocol):
-                problems.append(
-                    f"{name} is {_told(part)}, which lacks {', '.join(lacks)}: see {protocol.__name__} in core/types.py"
-                )
-        if problems:
+        options = [f"compiler_options: {problem}" for problem in compiler_options.problems(self.compiler_options)]
+        if problems := [*self._wrong_parts(), *self._out_of_range(), *options]:
             raise UserError("Experiment: " + "; ".join(problems))
 
-    def _check_survival(self) -> None:
-        """Validates the settings for non-finite numbers, stuck hosts and differing hosts."""
-        if self.non_finite not in non_finite.POLICIES:
-            expected = ", ".join(map(repr, non_finite.POLICIES))
-            raise UserError(f"Experiment: non_finite = {self.non_finite!r}: expected one of {expected}")
-        if self.watchdog not in WATCHDOGS:
-            expected = ", ".join(map(repr, WATCHDOGS))
-            raise UserError(f"Experiment: watchdog = {self.watchdog!r}: expected one of {expected}")
-        names = ("step", "compile", "silent", "apart", "save")
-        limits = {f"{name}_limit_seconds": getattr(self, f"{name}_limit_seconds") for name in names}
-        bound = {name: value for name, value in limits.items() if value is not None}
-        if wrong := [f"{name} = {value}" for name, value in bound.items() if not 0 < value < math.inf]:
-            raise UserError(f"Experiment: {', '.join(wrong)}: expected a finite number above 0")
+    def _wrong_parts(self) -> Iterator[str]:
+        """A constructor without annotations may give anything, which gin cannot tell before it calls it."""
+        for name, kind in (("strategy", Strategy), ("optimizer", Optimizer)):
+            if not isinstance(part := getattr(self, name), kind):
+                yield f"{name} is {_told(part)}, expected {kind.__module__}.{kind.__name__}"
+        for name, protocol in (("model", Model), ("task", Task)):
+            part = getattr(self, name)
+            if lacks := ", ".join(missing(part, protocol)):
+                yield f"{name} is {_told(part)}, which lacks {lacks}: see {protocol.__name__} in core/types.py"
+
+    def _out_of_range(self) -> Iterator[str]:
+        intervals = ("log_interval", "eval_interval", "checkpoint_interval")
+        counted = ("batch_size", "total_steps", "accum_steps", *intervals, "keep_checkpoints")
+        for least, names in ((1, counted), (0, ("eval_batches", "seed", "compare_interval"))):
+            low = [name for name in names if getattr(self, name) < least]
+            yield from (f"{name} = {getattr(self, name)}: expected at least {least}" for name in low)
+        for name, choices in (("non_finite", non_finite.POLICIES), ("watchdog", WATCHDOGS)):
+            if getattr(self, name) not in choices:
+                yield f"{name} = {getattr(self, name)!r}: expected one of {', '.join(map(repr, choices))}"
+        for name in ("step", "compile", "silent", "apart", "save"):
+            value = getattr(self, f"{name}_limit_seconds")
+            if value is not None and not 0 < value < math.inf:
+                yield f"{name}_limit_seconds = {value}: expected a finite number above 0"
         if self.step_limit_seconds > self.compile_limit_seconds:
-            raise UserError(
-                f"Experiment: step_limit_seconds = {self.step_limit_seconds} is above compile_limit_seconds = "
+            yield (
+                f"step_limit_seconds = {self.step_limit_seconds} is above compile_limit_seconds = "
                 f"{self.compile_limit_seconds}: a step that compiles takes longer than one that does not"
             )
-        if self.compare_interval < 0:
-            raise UserError(f"Experiment: compare_interval = {self.compare_interval}: expected 0 (never) or more")
 
     @property
     def limits(self) -> Limits:

@@ -66,6 +66,9 @@ def test_secrets_are_not_printed(monkeypatch, capsys):
     assert re.search(r"TPU_NAME +shown", out)
 
 
+AT = {"coordinator_address": "h:1"}
+
+
 def layout(**values):
     return environment.process_layout(environ={f"JAX_{name.upper()}": value for name, value in values.items()})
 
@@ -83,10 +86,16 @@ def test_the_process_layout_is_read():
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"process_index": "abc", "process_count": "2"}, "JAX_PROCESS_INDEX='abc': expected a whole number from 0"),
-        ({"process_index": "-1", "process_count": "2"}, "JAX_PROCESS_INDEX='-1'"),
-        ({"process_index": "0", "process_count": "0"}, "JAX_PROCESS_COUNT='0': expected a whole number from 1"),
-        ({"process_index": "2", "process_count": "2"}, "JAX_PROCESS_INDEX=2 but JAX_PROCESS_COUNT=2: expected 0 to 1"),
+        (
+            {**AT, "process_index": "abc", "process_count": "2"},
+            "JAX_PROCESS_INDEX='abc': expected a whole number from 0",
+        ),
+        ({**AT, "process_index": "-1", "process_count": "2"}, "JAX_PROCESS_INDEX='-1'"),
+        ({**AT, "process_index": "0", "process_count": "0"}, "JAX_PROCESS_COUNT='0': expected a whole number from 1"),
+        (
+            {**AT, "process_index": "2", "process_count": "2"},
+            "JAX_PROCESS_INDEX=2 but JAX_PROCESS_COUNT=2: expected 0 to 1",
+        ),
         (
             {"process_index": "0", "coordinator_address": "h:1"},
             "JAX_COORDINATOR_ADDRESS and JAX_PROCESS_INDEX are set and JAX_PROCESS_COUNT is not: set all three",
@@ -96,7 +105,10 @@ def test_the_process_layout_is_read():
             "JAX_COORDINATOR_ADDRESS is set and JAX_PROCESS_INDEX and JAX_PROCESS_COUNT are not: set all three",
         ),
         ({"process_index": "0", "process_count": "2"}, "JAX_COORDINATOR_ADDRESS is not: set all three, or none"),
-        ({"coordinator_address": "10.0.0.2"}, "JAX_COORDINATOR_ADDRESS='10.0.0.2': expected HOST:PORT"),
+        (
+            {"coordinator_address": "10.0.0.2", "process_index": "0", "process_count": "1"},
+            "JAX_COORDINATOR_ADDRESS='10.0.0.2': expected HOST:PORT",
+        ),
     ],
 )
 def test_a_bad_process_layout_is_a_named_error(values, says):
