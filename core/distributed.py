@@ -11,9 +11,11 @@ so it works before the first array exists.
 from __future__ import annotations
 
 import collections
+import contextlib
 import math
 import os
 import re
+import secrets
 import signal
 import sys
 import threading
@@ -26,22 +28,26 @@ from typing import NamedTuple
 import jax
 from jax.experimental import multihost_utils
 
-from core import jax_internals, rendezvous
+from core import jax_internals, paths, rendezvous, units
 from core.errors import UserError
 from core.health import exit_codes, heartbeat
 from core.health.failure_diagnosis import Limits
 
-HEARTBEAT_SECONDS = (
-    60  # minimum timeout of JAX's heartbeat: core.health, which names the silent host, must report first
-)
+# Minimum timeout of JAX's heartbeat: core.health, which names the silent host, must report first.
+HEARTBEAT_SECONDS = 60
 _NEVER_SECONDS = 24 * 3600  # timeout of JAX's heartbeat if a silent host must not end the run
 SHUTDOWN_SECONDS = 30
 TIMEOUT_SECONDS = 300
 
 _MAX_TEXT_BYTES = 2**21  # the coordination service limits messages to 4 MiB
-
+_NONCE_FILE = ".shared"
+_SHARED_FILE_SECONDS = 10.0  # network file systems may show a new file late
 
 _UNCONNECTED = "Gloo context initialization failed"
+_UNCONNECTED_ADVICE = (
+    "the simulated hosts did not connect for a collective within Gloo's 30 s: one of them has ended (its log says why), "
+    "or this machine is too busy to run all of them at once. Start the same command again when it is less busy."
+)
 _CONSEQUENCES = (jax.errors.JaxRuntimeError, TimeoutError)  # errors that the loss of another host can cause
 
 
@@ -97,7 +103,8 @@ def initialize(
     global _joined
     wanted = _wanted(coordinator, process_index=process_index, process_count=process_count, alone=single_process)
     if _joined is not None:
-        _require_same(wanted)
+        if wanted not in (None, _joined):
+            raise UserError(f"this process has already joined as {_joined}; it cannot join again as {wanted}")
         return _joined
     if jax_internals.backends_are_initialized():
         raise RuntimeError(
@@ -107,7 +114,7 @@ def initialize(
     if local_cpu_devices is not None:
         jax.config.update("jax_num_cpu_devices", local_cpu_devices)
     if single_process:
-        _listen_for_stop()
+        signal.signal(signal.SIGTERM, lambda *_: _sigterm_received.set())  # JAX handles it only for several processes
         if watch:
             heartbeat.start(None, limits=watch)
         cluster = _ALONE
@@ -140,11 +147,6 @@ def _wanted(
     return Cluster(process_index, process_count, coordinator)
 
 
-def _require_same(wanted: Cluster | None) -> None:
-    if wanted is not None and wanted != _joined:
-        raise UserError(f"this process has already joined as {_joined}; it cannot join again as {wanted}")
-
-
 def _detected(timeout_seconds: float) -> Cluster:
     coordinator, process_count, process_index = jax_internals.detected_cluster(timeout_seconds)
     if coordinator is None or process_count is None or process_index is None:
@@ -161,7 +163,8 @@ def _meet(
     """Waits for all hosts, compares their descriptions, starts monitoring if `watch` is set."""
     if wanted is None:
         wanted = _detected(timeout_seconds)
-        addresses = addresses or _addresses_of_slice(wanted.process_count)
+        found = jax_internals.addresses_of_slice()  # empty for several slices
+        addresses = addresses or (found if len(found) == wanted.process_count else ())
     index, count, coordinator = wanted
     roll = rendezvous.answer(
         coordinator,
@@ -176,12 +179,6 @@ def _meet(
     else:
         roll.close()
     return wanted
-
-
-def _addresses_of_slice(count: int) -> Sequence[str]:
-    """Returns the addresses of the hosts of a slice, in order, as JAX finds them; empty for several slices."""
-    addresses = jax_internals.addresses_of_slice()
-    return addresses if len(addresses) == count else ()
 
 
 def _heartbeat_seconds(watch: Limits | None) -> int:
@@ -293,6 +290,49 @@ def posted(folder: str) -> dict[str, str]:
     return {key.removeprefix(prefix): text for key, text in client.key_value_dir_get(prefix)}
 
 
+def require_same(what: str, text: str) -> None:
+    """Raises UserError on all hosts, with the difference, if `text` differs between hosts."""
+    if differing := rendezvous.host_differences(all_gather_text(what, text)):
+        raise UserError(f"{what} differs between hosts (a minus is what the others have):\n{differing}")
+
+
+def require_shared(run_dir: str, *, is_host_zero: bool) -> None:
+    """Raises UserError on all hosts if host 0 cannot write into the run directory, or a host does not see the file."""
+    directory = paths.resolve(run_dir)
+    nonce = from_host_zero(secrets.token_hex(8))
+    if refused := from_host_zero(_written(directory, nonce) if is_host_zero else ""):
+        raise UserError(refused)
+    answers = all_gather_text("run_dir/seen", "yes" if _sees(directory / _NONCE_FILE, nonce) else "no")
+    blind = [str(i) for i, answer in enumerate(answers) if answer == "no"]
+    if blind:
+        raise UserError(
+            f"the run directory {directory} is not shared: {units.counted(len(blind), 'host')} "
+            f"({', '.join(blind)}) cannot see host 0's file there. "
+            "Checkpoints need one place that all hosts see: set --run-dir (or RENGA_RUN_ROOT) to gs://BUCKET/…"
+        )
+
+
+def _written(directory, nonce: str) -> str:
+    """Writes a file for the other hosts; returns the error, or nothing."""
+    try:
+        paths.require_writable(directory)
+        paths.write_text_atomically(directory / _NONCE_FILE, nonce)
+    except Exception as error:  # a bucket fails with its client's own types
+        return str(error) if isinstance(error, UserError) else f"cannot write to {directory}: {error!r}"
+    return ""
+
+
+def _sees(file, nonce: str) -> bool:
+    """Waits until `file` has the text that host 0 wrote; returns whether it does."""
+    deadline = time.monotonic() + _SHARED_FILE_SECONDS
+    while time.monotonic() < deadline:
+        with contextlib.suppress(Exception):  # whatever the error, this host cannot read the file
+            if file.read_text() == nonce:
+                return True
+        time.sleep(0.2)
+    return False
+
+
 def preempted(step: int) -> bool:
     """Returns True on all hosts if they should stop after `step` because one of them received SIGTERM.
 
@@ -301,11 +341,6 @@ def preempted(step: int) -> bool:
     if process_count() == 1:
         return _sigterm_received.is_set()
     return multihost_utils.reached_preemption_sync_point(step)
-
-
-def _listen_for_stop() -> None:
-    """Handles SIGTERM in a single process; JAX does so only if there are several."""
-    signal.signal(signal.SIGTERM, lambda *_: _sigterm_received.set())
 
 
 def shutdown() -> None:
@@ -331,14 +366,6 @@ def exit_at_once(code: int, why: str = "") -> None:
     os._exit(code)
 
 
-def _unconnected(error: BaseException) -> str:
-    return (
-        "the simulated hosts did not connect for a collective within Gloo's 30 s: one of them has ended "
-        "(its log says why), or this machine is too busy to run all of them at once. Start the same command again when "
-        f"it is less busy. ({str(error).splitlines()[0]})"
-    )
-
-
 def exit_at_once_on_exception() -> None:
     """Makes an uncaught exception print its traceback and end this process at once.
 
@@ -351,7 +378,7 @@ def exit_at_once_on_exception() -> None:
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if _UNCONNECTED in str(error):
-            print(f"error: {_unconnected(error)}", file=sys.stderr)
+            print(f"error: {_UNCONNECTED_ADVICE} ({str(error).splitlines()[0]})", file=sys.stderr)
         elif getattr(error, "says_all", False):
             print(f"error: {error}", file=sys.stderr)
         else:

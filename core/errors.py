@@ -1,6 +1,15 @@
-"""The exception for errors that a user can cause and correct."""
+"""The exception for errors that a user can cause and correct, and the conversion of a model's exceptions to it."""
 
 from __future__ import annotations
+
+import contextlib
+import sysconfig
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+_LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
 
 
 class UserError(ValueError):
@@ -9,3 +18,31 @@ class UserError(ValueError):
     Commands print only the message and end with exit code 2. Any other exception, including a ValueError of a library
     or of the user's own code, is printed with its traceback.
     """
+
+
+@contextlib.contextmanager
+def named_model(model: Any, spec: Mapping[str, Any]) -> Iterator[None]:
+    """Context in which a model is traced for batches of `spec`, whose fields have `shape` and `dtype`.
+
+    Raises:
+      UserError: replaces any exception that is not one; says where it was raised and which fields a batch has.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # a model is anybody's code
+        said = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+        fields = ", ".join(f"{name} {s.dtype}{list(s.shape)}" for name, s in spec.items())
+        raise UserError(
+            f"model {type(model).__name__} cannot be traced: {said} ({_place(error)}). "
+            f"A batch of this task has {fields}"
+        ) from error
+
+
+def _place(error: Exception) -> str:
+    """Returns the innermost frame outside of libraries: `my_model.py:33, in _sums`."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith(_LIBRARIES) and not f.filename.startswith("<")]
+    frame = (own or frames)[-1]
+    return f"{Path(frame.filename).name}:{frame.lineno}, in {frame.name}"

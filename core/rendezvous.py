@@ -9,7 +9,9 @@ releases the port for JAX. The connections stay open for the heartbeat (`core.he
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import difflib
 import errno
 import socket
 import time
@@ -18,11 +20,12 @@ from typing import Any, NamedTuple
 
 from core import units
 from core.errors import UserError
-from core.health import difference, wire_protocol
+from core.health import wire_protocol
 
 _RETRY_SECONDS = 0.1
 _HELLO_SECONDS = 2.0
 _PORT_SECONDS = 10.0
+_MOST_LINES = 20  # of a difference
 
 
 class Roll(NamedTuple):
@@ -104,6 +107,38 @@ def split(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def host_differences(texts: Sequence[str]) -> str:
+    """Returns one paragraph for each group of hosts whose text differs from the majority's; empty if all are equal.
+
+    The majority is taken as correct, so that a single host with another configuration is named even if it is host 0.
+    For example `host 2: -BATCH_SIZE = 16 +BATCH_SIZE = 32`: minus marks the others' line, plus that of host 2.
+
+    Args:
+      texts: one per host, in order.
+    """
+    counts = collections.Counter(texts)
+    meant = max(texts, key=counts.__getitem__)  # the first of equally frequent ones: host 0's
+    others: dict[str, list[int]] = {}
+    for host, text in enumerate(texts):
+        if text != meant:
+            others.setdefault(text, []).append(host)
+    return "\n".join(f"host {', '.join(map(str, who))}: {_changes(meant, text)}" for text, who in others.items())
+
+
+def _changes(meant: str, text: str) -> str:
+    """Formats a difference: `-a +b` on one line if one line changed, otherwise one line per change."""
+    lines = [
+        line
+        for line in difflib.unified_diff(meant.splitlines(), text.splitlines(), lineterm="", n=0)
+        if not line.startswith(("---", "+++", "@@"))
+    ]
+    if len(lines) == 2 and [line[0] for line in lines] == ["-", "+"]:
+        return " ".join(lines)
+    return (
+        "".join(f"\n  {line}" for line in units.shortened(lines, most=_MOST_LINES)) or "the same lines, with other ends"
+    )
+
+
 def _known(addresses: Sequence[str], index: int) -> str:
     return addresses[index] if index < len(addresses) else ""
 
@@ -132,7 +167,7 @@ def _take(call: _Call) -> Roll:
             _say_to_all(present, {"missing": call.missing(missing)})
             raise TimeoutError(call.missing(missing))
         texts = [call.description, *(present[index].description for index in range(1, call.count))]
-        if differing := difference.between_hosts(texts):
+        if differing := host_differences(texts):
             _say_to_all(present, {"differing": differing})
             raise UserError(_differing_message(differing))
         found = [split(call.address)[0], *(present[index].address for index in range(1, call.count))]

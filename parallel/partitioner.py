@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from core import logical, model_errors, optimizers, random_bits, stack, step, train_state
+from core import logical, optimizers, random_bits, stack, step, train_state
 from core.batches import BatchSpec, Field, batch_shapes, batch_size, check_spec
-from core.errors import UserError
+from core.errors import UserError, named_model
 from core.optimizers import Optimizer
 from core.param_spec import Specs
 from core.slices import Slice
@@ -148,7 +148,7 @@ class Program:
         independent = (self._check_rows, self._check_positions, self._check_microbatches, self._check_state)
         if errors := [error for check in independent if (error := self._error_of(check))]:
             raise UserError("\n".join(map(str, errors))) from ExceptionGroup("checks of the program", errors)
-        with model_errors.named(self.model, self.spec):
+        with named_model(self.model, self.spec):
             self._check_activations()
 
     @functools.cached_property
@@ -381,7 +381,7 @@ class Program:
 
     def _error_of(self, check: Callable[[], object]) -> UserError | None:
         try:
-            with model_errors.named(self.model, self.spec):
+            with named_model(self.model, self.spec):
                 check()
         except UserError as error:
             return error

@@ -7,10 +7,12 @@ for all. Nothing here uses sockets or clocks.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from core import units
 from core.health import exit_codes, phase
 from core.health.phase import Place
 
@@ -19,6 +21,9 @@ JOINING_SECONDS = 600.0  # minimum limit for a large slice to start
 LATER_SECONDS = 60.0  # added to a limit that the work itself enforces, whose own message names the cause
 LEAVING_SECONDS = 10.0  # for all hosts to leave after one has left with an exit code
 EARLY_SECONDS = 3.0  # for other hosts to finish their loop after one has left
+
+
+Numbers = Mapping[str, Sequence[int | str]]  # name of an array -> one fingerprint for each copy on a host
 
 
 class Limits(NamedTuple):
@@ -266,3 +271,40 @@ def _elsewhere(seen: Mapping[int, Seen], culprits: Sequence[int]) -> str:
     there = {str(seen[i].place) for i in culprits}
     others = {str(s.place) for i, s in seen.items() if i not in culprits} - there
     return f"; the others at {' and '.join(sorted(others)[:3])}" if others else ""
+
+
+def judge_copies(step: int, by_host: Mapping[int, Numbers]) -> Verdict | None:
+    """Returns the verdict on hosts whose copies of replicated arrays differ from the majority; None if all are equal.
+
+    If there is no majority, all hosts are named.
+
+    Args:
+      step: the step after which the fingerprints were taken.
+      by_host: the fingerprints of each host.
+    """
+    wrong: dict[int, list[str]] = {}
+    for name in sorted({name for numbers in by_host.values() for name in numbers}):
+        for host in _minority({host: numbers[name] for host, numbers in by_host.items() if name in numbers}):
+            wrong.setdefault(host, []).append(name)
+    if not wrong:
+        return None
+    hosts = sorted(wrong)
+    names = list(dict.fromkeys(name for host in hosts for name in wrong[host]))
+    listed = ", ".join(units.shortened(names, most=3))
+    whose = f"host{'s' * (len(hosts) > 1)} {', '.join(map(str, hosts))}"
+    if len(hosts) == len(by_host) > 1:
+        says = f"after step {step}, {whose} disagree, and none is in the majority: {listed}"
+    else:
+        says = f"after step {step}, {whose} disagree{'s' * (len(hosts) == 1)} with the majority: {listed}"
+    return Verdict(tuple(hosts), says, exit_codes.DIVERGED, others=exit_codes.DIVERGED)
+
+
+def _minority(copies: Mapping[int, Sequence[int | str]]) -> list[int]:
+    """Returns the hosts with a copy that differs from the most frequent one; all hosts if there is a tie."""
+    counts = collections.Counter(number for held in copies.values() for number in held)
+    if len(counts) < 2:
+        return []
+    (most, votes), (_, next_votes), *_ = counts.most_common()
+    if votes == next_votes:
+        return list(copies)
+    return [host for host, held in copies.items() if any(number != most for number in held)]

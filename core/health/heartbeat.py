@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import os
 import queue
+import re
 import selectors
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -25,8 +28,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from core import units
-from core.health import divergence, exit_codes, failure_diagnosis, phase, stacks, wire_protocol
-from core.health.failure_diagnosis import Limits, Seen, Verdict
+from core.health import exit_codes, failure_diagnosis, phase, wire_protocol
+from core.health.failure_diagnosis import Limits, Numbers, Seen, Verdict
 from core.health.phase import Place
 from core.rendezvous import Roll
 
@@ -36,6 +39,7 @@ _SEND_SECONDS = 1.0
 _STACKS_SECONDS = 3.0  # timeout for a hung host to send its stacks
 _PARTING_SECONDS = 3.0  # host 0 ends last: it runs JAX's coordinator, without which the others would abort
 _MOST_CHARACTERS = 1000  # limit on a host's reason to end: a verdict lists those of all hosts in one message
+_MOST_STACK_CHARACTERS, _MOST_STACKS = 16_000, 8
 _ANSWER_SECONDS = failure_diagnosis.SETTLING_SECONDS + _STACKS_SECONDS + 2 * _SEND_SECONDS
 
 _watch: _Watch | None = None
@@ -102,7 +106,7 @@ def stop() -> None:
         atexit.unregister(leave)
 
 
-def compare(step: int, numbers: divergence.Numbers) -> None:
+def compare(step: int, numbers: Numbers) -> None:
     """Reports fingerprints of this host's replicated arrays after a step; differences end the run. Does not wait."""
     if _watch is not None:
         _watch.tell({"compared": step, "numbers": {name: list(held) for name, held in numbers.items()}})
@@ -121,7 +125,7 @@ class _Watch(threading.Thread):
         nowhere = Place(0, phase.JOINING, 0.0)
         self._seen = {i: Seen(self._names[i], nowhere) for i in sorted({self._index, *self._links})}
         self._stacks: dict[int, str] = {}
-        self._compared: dict[int, dict[int, divergence.Numbers]] = {}
+        self._compared: dict[int, dict[int, Numbers]] = {}
         self._told: queue.SimpleQueue[tuple[dict[str, Any], threading.Event]] = queue.SimpleQueue()
         self._judged_at = time.monotonic()
         self._own_code: int | None = None
@@ -170,10 +174,10 @@ class _Watch(threading.Thread):
                 beat_at = time.monotonic() + BEAT_SECONDS
                 self._beat()
             if verdict := self._judged():
-                self._end(self._with_stacks(verdict), stacks.by_text(self._stacks))
+                self._end(self._with_stacks(verdict), grouped_by_text(self._stacks))
             if self._limits.reports_only:
                 self._report()
-        stacks.print_no_more()
+        faulthandler.cancel_dump_traceback_later()
         for link in self._links.values():
             _hang_up(link)
 
@@ -185,7 +189,8 @@ class _Watch(threading.Thread):
         return self._stopped or (for_a_reason and (self._index != 0 or all(s.gone for s in others)))
 
     def _beat(self) -> None:
-        stacks.print_unless_called_again(self._limits.silent_seconds)
+        # Prints the stacks unless called again in time, also while C code holds the interpreter lock; takes 0.15 ms.
+        faulthandler.dump_traceback_later(self._limits.silent_seconds, exit=False)
         here = phase.place()
         self._seen[self._index].place = here
         self._send({"at": list(here)})
@@ -242,7 +247,7 @@ class _Watch(threading.Thread):
             case {"stacks": text}:
                 self._stacks[host] = text
             case {"show stacks": _}:
-                self._send({"stacks": stacks.of_all_threads()})
+                self._send({"stacks": stacks_of_all_threads()})
             case {"verdict": verdict, "stacks of": shown}:
                 self._end(Verdict(*verdict), shown)
 
@@ -273,14 +278,14 @@ class _Watch(threading.Thread):
         if overdue and hosts != self._reported:
             self._with_stacks(overdue)
             lines = [f"watchdog: {overdue.says}. The run goes on: the watchdog only reports."]
-            lines += [f"The threads of {self._named(of)}:\n{text}" for of, text in stacks.by_text(self._stacks)]
+            lines += [f"The threads of {self._named(of)}:\n{text}" for of, text in grouped_by_text(self._stacks)]
             self._stacks.clear()
             _print("\n".join(lines))
         self._reported = hosts
 
     def _diverged(self) -> Verdict | None:
         complete = [step for step, by_host in self._compared.items() if len(by_host) == len(self._names)]
-        verdicts = [divergence.judge(step, self._compared.pop(step)) for step in sorted(complete)]
+        verdicts = [failure_diagnosis.judge_copies(step, self._compared.pop(step)) for step in sorted(complete)]
         return next(filter(None, verdicts), None)
 
     def _with_stacks(self, verdict: Verdict) -> Verdict:
@@ -288,7 +293,7 @@ class _Watch(threading.Thread):
         if not verdict.wants_stacks:
             return verdict
         if self._index in verdict.hosts:
-            self._stacks[self._index] = stacks.of_all_threads()
+            self._stacks[self._index] = stacks_of_all_threads()
         asked = {host: self._links[host] for host in verdict.hosts if host in self._links}
         for link in asked.values():
             wire_protocol.send(link, {"show stacks": True}, seconds=_SEND_SECONDS)
@@ -319,6 +324,22 @@ class _Watch(threading.Thread):
 
     def _named(self, hosts: Sequence[int]) -> str:
         return ", ".join(units.shortened([self._names[host] for host in hosts], most=3))
+
+
+def stacks_of_all_threads() -> str:
+    """Returns the Python stack of every thread, innermost call first, including threads that run C++ code."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read(_MOST_STACK_CHARACTERS)
+
+
+def grouped_by_text(of_hosts: Mapping[int, str]) -> list[tuple[list[int], str]]:
+    """Groups hosts by stack, ignoring addresses; returns (hosts, text) of the first few groups."""
+    hosts: dict[str, list[int]] = {}
+    for host in sorted(of_hosts):
+        hosts.setdefault(re.sub(r"0x[0-9a-f]+", "", of_hosts[host]), []).append(host)
+    return [(alike, of_hosts[alike[0]]) for alike in hosts.values()][:_MOST_STACKS]
 
 
 def _hang_up(link: socket.socket) -> None:

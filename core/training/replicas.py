@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from core.checkpoints import leaves
-from core.health.divergence import Numbers
+from core.health.failure_diagnosis import Numbers
 from core.train_state import TrainState
 from core.training.trainer import Hook, StepReport
 

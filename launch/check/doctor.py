@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 from jax.sharding import Mesh
 
-from core import distributed, host_checks, paths, slices, units
+from core import distributed, paths, slices, units
 from core.checkpoints import inspection
 from core.errors import UserError
 from core.health import phase
@@ -137,7 +137,7 @@ def all_hosts(
     """
 
     def shared() -> list[Finding]:
-        host_checks.require_shared(run_dir, is_host_zero=host.is_zero)
+        distributed.require_shared(run_dir, is_host_zero=host.is_zero)
         return [Finding("run directory", True, f"{run_dir}: every host sees what host 0 writes")]
 
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")

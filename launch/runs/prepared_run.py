@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from core import distributed, host_checks, versions
+from core import distributed, versions
 from core.errors import UserError
 from core.health import phase
 from core.training import compile_cache
@@ -69,7 +69,7 @@ def prepare_run(
     compile_cache.use(environment.read("JAX_COMPILATION_CACHE_DIR") or f"{run_dir}/compiled")
     program = experiment.bind(jax.devices())
     host_memory.require(experiment, program)
-    host_checks.require_shared(run_dir, is_host_zero=host.is_zero)
+    distributed.require_shared(run_dir, is_host_zero=host.is_zero)
     with phase.enter(phase.PREPARING):
         _prepare_data(experiment, run_dir, host)
     if problems := experiment.data_problems(prepared=True):
@@ -82,7 +82,7 @@ def prepare_run(
         "data": experiment.task.fingerprint(),
         "data_source": experiment.task.describe(),
     }
-    host_checks.require_same("the configuration", "\n".join(f"{k}: {v}" for k, v in meta.items()))
+    distributed.require_same("the configuration", "\n".join(f"{k}: {v}" for k, v in meta.items()))
     return Run(experiment, program, host, run_dir, meta, last_step)
 
 

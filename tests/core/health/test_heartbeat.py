@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from core.health import exit_codes, failure_diagnosis, heartbeat, phase, stacks, wire_protocol
+from core.health import exit_codes, failure_diagnosis, heartbeat, phase, wire_protocol
 from core.health.phase import Place
 from core.rendezvous import Roll
 
@@ -317,7 +317,7 @@ def test_only_preparing_data_has_no_limit():
 def test_the_stacks_of_a_thousand_hosts_fit_into_a_message():
     long = "x" * 15_000
     alike = {host: f"Thread 0x{host:x} {long}" for host in range(990)}
-    found = stacks.by_text(alike | {host: f"{host} {long}" for host in range(990, 1000)})
+    found = heartbeat.grouped_by_text(alike | {host: f"{host} {long}" for host in range(990, 1000)})
     assert len(found) == 8
     assert found[0] == (list(range(990)), alike[0])
     assert found[1][0] == [990]

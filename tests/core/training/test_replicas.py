@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from core.health import divergence, exit_codes
+from core.health import exit_codes, failure_diagnosis
 from core.training import replicas
 from core.training.trainer import StepReport
 
@@ -48,12 +48,12 @@ def test_copies_have_one_number_and_a_wrong_one_has_another(mesh):
 
 def test_the_majority_is_right_and_of_two_hosts_nobody_knows():
     same, other = {"w": [5, 5], "v": [1]}, {"w": [5, 6], "v": [1]}
-    assert divergence.judge(8, {0: same, 1: same, 2: same}) is None
-    verdict = divergence.judge(8, {0: same, 1: other, 2: same})
+    assert failure_diagnosis.judge_copies(8, {0: same, 1: same, 2: same}) is None
+    verdict = failure_diagnosis.judge_copies(8, {0: same, 1: other, 2: same})
     assert verdict.hosts == (1,)
     assert verdict.says == "after step 8, host 1 disagrees with the majority: w"
     assert (verdict.code, verdict.others) == (exit_codes.DIVERGED, exit_codes.DIVERGED)
-    verdict = divergence.judge(8, {0: {"w": [5], "v": [1]}, 1: {"w": [6], "v": [2]}})
+    verdict = failure_diagnosis.judge_copies(8, {0: {"w": [5], "v": [1]}, 1: {"w": [6], "v": [2]}})
     assert verdict.hosts == (0, 1)
     assert verdict.says == "after step 8, hosts 0, 1 disagree, and none is in the majority: v, w"
 

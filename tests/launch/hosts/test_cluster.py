@@ -18,14 +18,14 @@ os.environ |= {
     "JAX_PROCESS_INDEX": str(PROCESS),
     "JAX_PROCESS_COUNT": str(HOSTS),
 }
-from core import distributed, host_checks, slices
+from core import distributed, slices
 from launch.hosts import cluster
-host_checks._SHARED_FILE_SECONDS = 1.0
+distributed._SHARED_FILE_SECONDS = 1.0
 host = cluster.join(slices.get("v4-16"))
 print(host.name, flush=True)
 
 def refuses(what, *args):
-    more = {"is_host_zero": host.is_zero} if what is host_checks.require_shared else {}
+    more = {"is_host_zero": host.is_zero} if what is distributed.require_shared else {}
     try:
         what(*args, **more)
         print("accepted", flush=True)
@@ -96,12 +96,12 @@ def test_hosts_that_differ_all_refuse(run_hosts, tmp_path):
     (tmp_path / "ours").mkdir()
     (tmp_path / "file").touch()
     text = f"""
-refuses(host_checks.require_same, "the configuration", "SEED = 1\\nLENGTH = 8")
-refuses(host_checks.require_same, "the configuration", f"SEED = {{PROCESS}}\\nLENGTH = 8")
-refuses(host_checks.require_shared, {str(tmp_path / "ours")!r})
-refuses(host_checks.require_shared, {str(tmp_path)!r} + f"/of_{{PROCESS}}")
+refuses(distributed.require_same, "the configuration", "SEED = 1\\nLENGTH = 8")
+refuses(distributed.require_same, "the configuration", f"SEED = {{PROCESS}}\\nLENGTH = 8")
+refuses(distributed.require_shared, {str(tmp_path / "ours")!r})
+refuses(distributed.require_shared, {str(tmp_path)!r} + f"/of_{{PROCESS}}")
 began = time.monotonic()
-refuses(host_checks.require_shared, {str(tmp_path / "file/run")!r})
+refuses(distributed.require_shared, {str(tmp_path / "file/run")!r})
 assert time.monotonic() - began < 30
 distributed.shutdown()
 """
