@@ -45,8 +45,8 @@ _SHARED_FILE_SECONDS = 10.0  # network file systems may show a new file late
 
 _UNCONNECTED = "Gloo context initialization failed"
 _UNCONNECTED_ADVICE = (
-    "the simulated hosts did not connect for a collective within Gloo's 30 s: one of them has ended (its log says why), "
-    "or this machine is too busy to run all of them at once. Start the same command again when it is less busy."
+    "the simulated hosts did not connect for a collective within Gloo's 30 s: one of them has ended (its log says "
+    "why), or this machine is too busy to run all of them at once. Start the same command again when it is less busy."
 )
 _CONSEQUENCES = (jax.errors.JaxRuntimeError, TimeoutError)  # errors that the loss of another host can cause
 

@@ -8,6 +8,7 @@ program on each, with `distributed.initialize()` alone: JAX finds the peers of a
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 
@@ -15,7 +16,7 @@ import jax
 
 from core import distributed, slices
 from core.optimizers import adamw, warmup_cosine
-from core.training import hooks
+from core.training import evaluation
 from models.transformer import Transformer
 from parallel import strategies
 from parallel.partitioner import Partitioner
@@ -61,8 +62,8 @@ def main() -> dict[str, float]:
     print(f"first step {seconds[0]:.2f} s, then {steady:.4f} s: {BATCH_SIZE * LENGTH / steady:,.0f} tokens/s")
 
     # 6. Evaluation: sums over batches and hosts, divided once.
-    held_out = map(program.put, task.evaluation(layout))
-    means = hooks.evaluate(program.eval_step, state, held_out, num_batches=2)
+    held_out = itertools.islice(task.evaluation(layout), 2)
+    means = evaluation.evaluate(program, state, held_out)
     print("validation: " + ", ".join(f"{name} {value:.4f}" for name, value in means.items()))
     return means
 

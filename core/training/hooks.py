@@ -1,22 +1,23 @@
-"""Hooks of the training loop: progress, evaluation, checkpoints, preemption, profiles.
+"""Hooks of the training loop: logs, checkpoints and preemption.
 
-Each hook does one thing and gets everything it needs through its constructor. More hooks are in `non_finite`,
-`goodput`, `run_lock` and `core.training.replicas`.
+Each hook does one thing and gets everything it needs through its constructor. More hooks are in `evaluation`,
+`goodput`, `non_finite`, `profiling`, `replicas` and `run_lock`.
 """
 
 from __future__ import annotations
 
+import mmap
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-
 from core.health import phase
 from core.train_state import TrainState
-from core.training import compile_cache, trainer
-from core.training.profile_requests import Window
+from core.training import compilation, trainer
 from core.training.trainer import Hook, StepReport
 from core.types import WeightedSum
+
+_STEP_FILE_BYTES = 64
 
 Scalars = Callable[[int, Mapping[str, float]], None]  # (step, name -> value)
 
@@ -24,14 +25,14 @@ Scalars = Callable[[int, Mapping[str, float]], None]  # (step, name -> value)
 class Compiled(Hook):
     """Reports once, after the first step, what has been compiled."""
 
-    def __init__(self, write: Callable[[int, compile_cache.Totals], None]):
+    def __init__(self, write: Callable[[int, compilation.Totals], None]):
         """Takes `write(step, totals)`, which is called with the compilations of the process so far."""
-        self._write: Callable[[int, compile_cache.Totals], None] | None = write
+        self._write: Callable[[int, compilation.Totals], None] | None = write
 
     def after_step(self, report: StepReport) -> None:
         """Writes after the first step."""
         if self._write is not None:
-            self._write(report.step, compile_cache.totals())
+            self._write(report.step, compilation.totals())
             self._write = None
 
 
@@ -78,46 +79,6 @@ class Log(Hook):
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
-
-
-def evaluate(eval_step: Callable, state: TrainState, batches: Any, *, num_batches: int) -> dict[str, float]:
-    """Means over `num_batches` batches; every host runs the same number.
-
-    Args:
-      eval_step: `(state, batch) -> sums`.
-      state: what to evaluate; not consumed.
-      batches: iterator of device batches.
-      num_batches: how many.
-
-    Returns:
-      The model's metrics by name, as `loss`, `accuracy`, …; without those of which the batches had nothing.
-    """
-    total: dict[str, WeightedSum] = {}
-    for _ in range(num_batches):
-        total = trainer.add_sums(total, jax.device_get(eval_step(state, next(batches))))
-    return trainer.means(total)
-
-
-class Evaluate(Hook):
-    """Evaluates every `every` steps and after the last step."""
-
-    def __init__(self, run: Callable[[TrainState], Mapping[str, float]], write: Scalars, *, every: int, last_step: int):
-        """Takes `run(state)`, which evaluates, and `write(step, values)`, which gets `validation/<name>`."""
-        self._run = run
-        self._write = write
-        self._every = every
-        self._last_step = last_step
-        self.latest: dict[str, float] = {}
-
-    def needs_state(self, step: int) -> bool:
-        """Returns True at multiples of `every` and at the last step."""
-        return step % self._every == 0 or step == self._last_step
-
-    def at_boundary(self, step: int, state: TrainState) -> None:
-        """Evaluates and writes."""
-        with phase.enter(phase.EVALUATING):
-            self.latest = {f"validation/{k}": v for k, v in self._run(state).items()}
-        self._write(step, self.latest)
 
 
 class Save(Hook):
@@ -201,75 +162,21 @@ class StopWhenPreempted(Hook):
         raise PreemptedError(f"preempted (SIGTERM): saved a checkpoint at step {step}; run the same command to resume")
 
 
-class Profile(Hook):
-    """Profiles windows of steps: those of the configuration and those requested while the run trains."""
+class NoteStep(Hook):
+    """Writes `host 2 step 17` before each step, for the process that prefixes this host's log.
 
-    def __init__(
-        self,
-        start: Callable[[int], Any],
-        *,
-        at: Sequence[int],
-        num_steps: int = 3,
-        asked: Callable[[int], Window | None] = lambda step: None,
-        done: Callable[[Window], None] = lambda window: None,
-    ):
-        """Profiles windows of `num_steps` at the given steps, and the requested ones.
+    The file is memory-mapped, so that writing copies 64 bytes and needs no system call.
+    """
 
-        Args:
-          start: `start(step)` begins the trace of the window that begins at `step`; what it returns has `stop()`.
-          at: steps at which a window begins.
-          num_steps: of each of these.
-          asked: the window that somebody wants and that `step` is in; no window is given twice.
-          done: is told of a window that was asked for, once it is written.
-        """
-        self._start = start
-        self._at = frozenset(at)
-        self._num_steps = num_steps
-        self._asked = asked
-        self._done = done
-        self._open: tuple[Any, Window, bool] | None = None
+    def __init__(self, path: str, *, name: str, step: int):
+        """Creates the file for the host of this name, which starts after `step`."""
+        file = pathlib.Path(path)
+        file.write_bytes(bytes(_STEP_FILE_BYTES))
+        with file.open("r+b") as opened:
+            self._map = mmap.mmap(opened.fileno(), _STEP_FILE_BYTES)
+        self._name = name
+        self.before_step(step)
 
     def before_step(self, step: int) -> None:
-        """Opens a window if one begins at this step."""
-        if self._open is not None:
-            return
-        asked = self._asked(step)
-        planned = Window(step, step + self._num_steps - 1) if step in self._at else None
-        if window := asked or planned:
-            self._open = self._start(window.first_step), window, asked is not None
-
-    def needs_state(self, step: int) -> bool:
-        """Returns True at the last step of a window, so that it finishes before the next step is dispatched.
-
-        A host that learned of a window late may answer differently from the others; it then only reads that step's
-        metrics earlier.
-        """
-        return self._open is not None and step >= self._open[1].last_step
-
-    def after_step(self, report: StepReport) -> None:
-        """Closes the window after its last step."""
-        if self._open is not None and report.step >= self._open[1].last_step:
-            self.close()
-
-    def close(self) -> None:
-        """Closes an open window."""
-        if self._open is not None:
-            trace, window, was_asked = self._open
-            self._open = None
-            trace.stop()
-            if was_asked:
-                self._done(window)
-
-
-class MemoryProfile(Hook):
-    """Writes a profile of the device memory after the given steps."""
-
-    def __init__(self, write: Callable[[int], None], *, at: Sequence[int]):
-        """Takes `write(step)`, which writes the profile."""
-        self._write = write
-        self._at = frozenset(at)
-
-    def after_step(self, report: StepReport) -> None:
-        """Writes at the given steps; the next step has usually begun by then, so its arrays are included."""
-        if report.step in self._at:
-            self._write(report.step)
+        """Writes the step."""
+        self._map[:] = f"{self._name} step {step}".encode()[:_STEP_FILE_BYTES].ljust(_STEP_FILE_BYTES, b"\0")

@@ -1,8 +1,8 @@
-"""Hooks that handle a non-finite loss or gradient.
+"""Handles a non-finite loss or gradient: hooks by policy, and the training loop that can roll back.
 
     Stop      ends the run before such a state can be saved
     Skip      counts skipped updates (`core.step` skips them), and ends the run after too many in a row
-    RollBack  ends the loop; `rollback_loop` restores the newest checkpoint and continues with the following data
+    RollBack  ends the loop; `train` restores the newest checkpoint and continues with the following data
 
 The metrics of a step are the same on all hosts, so all hosts decide alike without communication.
 """
@@ -10,10 +10,13 @@ The metrics of a step are the same on all hosts, so all hosts decide alike witho
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from core.health import exit_codes
-from core.training.trainer import Hook, StepReport
+from core import metrics
+from core.health import exit_codes, phase
+from core.train_state import TrainState
+from core.training import trainer
+from core.training.trainer import DeviceBatches, Hook, StepReport, TrainStep
 
 POLICIES = ("stop", "skip", "roll_back")
 SKIPPED = "skipped_updates"  # a metric of every step of a run that skips: 1 where the update was left out
@@ -98,3 +101,52 @@ class RollBack(Hook):
                 f"{error} Rolled back {MOST_ROLLED_BACK} times and got no further than step {self._failed_at}."
             ) from error
         self._say(self._failed_at, ROLLED_BACK, f"{error} Back to the newest checkpoint, with the data after this.")
+
+
+def train(
+    train_step: TrainStep,
+    batches: DeviceBatches,
+    state: TrainState,
+    *,
+    restore: Callable[[], TrainState],
+    total_steps: int,
+    hooks: Sequence[Hook],
+) -> TrainState:
+    """Runs `trainer.train`; a `RollBack` hook that ends the loop makes it continue from the newest checkpoint.
+
+    The data is never rewound: the batch with the non-finite loss and the one after it, already dispatched by then, are
+    dropped, and later checkpoints store the position that the data has reached.
+
+    Args:
+      train_step, batches, state, total_steps, hooks: as in `trainer.train`.
+      restore: returns the state of the newest checkpoint, or a fresh one if there is none.
+
+    Raises:
+      NonFiniteLossError: without a `RollBack` hook, or when rolling back repeatedly made no progress.
+    """
+    roll_back = next((hook for hook in hooks if isinstance(hook, RollBack)), None)
+    while True:
+        try:
+            return trainer.train(train_step, batches, state, total_steps=total_steps, hooks=hooks)
+        except NonFiniteLossError as error:
+            if roll_back is None:
+                raise
+            roll_back.again(error)
+            with phase.enter(phase.RESTORING):
+                state = restore()
+
+
+def policy_hook(name: str, *, warn: Callable[[str], None], writers: metrics.Writers) -> Hook:
+    """Returns the hook of one of POLICIES; it records skipped updates and rollbacks."""
+
+    def say(step: int, metric: str, sentence: str) -> None:
+        warn(sentence)
+        writers.scalars(step, {metric: 1.0})
+        writers.flush()
+
+    match name:
+        case "skip":
+            return Skip(say)
+        case "roll_back":
+            return RollBack(say)
+    return Stop()

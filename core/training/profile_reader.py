@@ -20,9 +20,7 @@ import jax
 from core import paths
 from core.errors import UserError
 from core.training import trainer
-
-PROFILES = ("tensorboard", "plugins", "profile")
-SUFFIX = ".xplane.pb"
+from core.training.profiling import PROFILES, SUFFIX
 
 _CHIP = re.compile(r"^/device:TPU:\d+$")
 _CONTAINERS = ("while", "conditional", "call")  # the operations inside them have their own events

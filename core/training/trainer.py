@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import jax
@@ -24,6 +24,8 @@ from core.health import phase
 from core.step import Metrics
 from core.train_state import TrainState
 from core.types import Batch, WeightedSum
+
+TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]  # runs one step; may donate the state
 
 # Names in profiles for the parts of a step on the host.
 STEP = "train"
@@ -72,13 +74,6 @@ class Hook:
 
     def close(self) -> None:
         """Is called when training ends, also after an error."""
-
-
-class Program(Protocol):
-    """A model bound to devices, as the loop uses it."""
-
-    def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Runs one step; donates `state`."""
 
 
 class DeviceBatches(Protocol):
@@ -137,12 +132,12 @@ class _Reader:
 
 
 def train(
-    program: Program, batches: DeviceBatches, state: TrainState, *, total_steps: int, hooks: Sequence[Hook]
+    train_step: TrainStep, batches: DeviceBatches, state: TrainState, *, total_steps: int, hooks: Sequence[Hook]
 ) -> TrainState:
     """Trains from `state.step` to `total_steps`.
 
     Args:
-      program: the model bound to devices.
+      train_step: runs one step; donates the state.
       batches: batches at the position that belongs to `state`.
       state: the initial state; donated.
       total_steps: number of the last step.
@@ -163,7 +158,7 @@ def train(
             with phase.enter(phase.READING), jax.profiler.TraceAnnotation(INPUT):
                 batch = next(batches)
             with reader.with_devices(), jax.profiler.StepTraceAnnotation(STEP, step_num=step):
-                state, metrics = program.train_step(state, batch)
+                state, metrics = train_step(state, batch)
             if unread is not None:
                 reader.read(unread)
             unread = _Dispatched(step, metrics, batches.input_wait_seconds)

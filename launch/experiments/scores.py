@@ -21,7 +21,7 @@ from core.checkpoints.store import Checkpoints
 from core.errors import UserError
 from core.health import phase
 from core.training import trainer
-from core.training.evaluation_pass import EvaluationPass
+from core.training.evaluation import EvaluationPass
 from core.types import AnswerJudge, Evaluates, can
 from launch import terminal
 from launch.experiments.held_out import HeldOut

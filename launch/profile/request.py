@@ -1,6 +1,6 @@
 """`launch/pod.sh profile RUN`: requests a profile from a run that is training, and waits until all hosts wrote it.
 
-The request and the answer are small files in the run directory (`core.training.profile_requests`), so this works from
+The request and the answer are small files in the run directory (`core.training.profiling`), so this works from
 any machine that can write there: a local folder, a shared disk or a bucket.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from core import paths, units
 from core.errors import UserError
-from core.training.profile_requests import ANSWER_NAME, REQUEST_NAME
+from core.training.profiling import ANSWER_NAME, REQUEST_NAME
 
 TAKEN_SECONDS = 60.0
 _POLL_SECONDS = 0.3

@@ -14,7 +14,7 @@ import jax
 from core import distributed, versions
 from core.errors import UserError
 from core.health import phase
-from core.training import compile_cache
+from core.training import compilation
 from launch import environment, host_memory
 from launch.experiment import Experiment
 from launch.hosts.cluster import Host
@@ -66,7 +66,7 @@ def prepare_run(
       UserError: the hosts differ, the run directory is not shared, data is missing, or the layout does not fit.
     """
     phase.at(phase.OPENING)
-    compile_cache.use(environment.read("JAX_COMPILATION_CACHE_DIR") or f"{run_dir}/compiled")
+    compilation.use_cache(environment.read("JAX_COMPILATION_CACHE_DIR") or f"{run_dir}/compiled")
     program = experiment.bind(jax.devices())
     host_memory.require(experiment, program)
     distributed.require_shared(run_dir, is_host_zero=host.is_zero)

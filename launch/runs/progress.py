@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from core import units
 from core.health import phase
-from core.training.compile_cache import Totals
+from core.training.compilation import Totals
 from core.training.host_metrics import Slowest
 from launch.hosts.cluster import Host
 

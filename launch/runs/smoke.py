@@ -96,7 +96,7 @@ def rehearse(run: Run) -> None:
     checkpoints = Checkpoints(run.checkpoint_dir, keep=run.experiment.keep_checkpoints)
     state, position, step = training.restore_or_init(run, checkpoints, step=STEPS // 2)
     with training.open_batches(run, position) as batches:
-        trainer.train(run.program, batches, state, total_steps=STEPS, hooks=[again])
+        trainer.train(run.program.train_step, batches, state, total_steps=STEPS, hooks=[again])
     checkpoints.close()
     for number, loss in again.by_step.items():
         if loss != first.by_step[number]:

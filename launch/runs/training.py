@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from core import distributed, metrics, paths
 from core.checkpoints.store import Checkpoints
 from core.errors import UserError
 from core.health import phase
 from core.train_state import TrainState
-from core.training import (
-    hooks,
-    prefetch,
-    recompile,
-    rollback_loop,
-    trainer,
-)
+from core.training import compilation, non_finite, prefetch
 from core.training.run_lock import RunLock
+from core.training.trainer import Hook, TrainStep
 from launch import array_table, config
 from launch.prediction import PredictionCheck
 from launch.runs import run_summary, training_hooks
@@ -28,7 +22,7 @@ from launch.runs.progress import Progress
 _A_DAY_SECONDS = 24 * 3600.0  # where a limit only reports
 
 
-def train(run: Run, *, lock: RunLock | None = None, also: Sequence[hooks.Hook] = ()) -> dict[str, float]:
+def train(run: Run, *, lock: RunLock | None = None, also: Sequence[Hook] = ()) -> dict[str, float]:
     """Trains to `run.last_step`, from the newest checkpoint if there is one.
 
     Args:
@@ -40,7 +34,8 @@ def train(run: Run, *, lock: RunLock | None = None, also: Sequence[hooks.Hook] =
       The last validation means, such as `validation/loss`; empty if nothing is evaluated.
     """
     with phase.enter(phase.RESTORING):
-        checkpoints = _open_checkpoints(run)
+        limits = {"keep": run.experiment.keep_checkpoints, "timeout_seconds": run.experiment.save_limit_seconds}
+        checkpoints = Checkpoints(run.checkpoint_dir, **limits)
         state, position, resumed = restore_or_init(run, checkpoints)
     first_step = int(state.step)
     progress = Progress(run.last_step, host=run.host, unit=run.experiment.unit)
@@ -66,9 +61,9 @@ def train(run: Run, *, lock: RunLock | None = None, also: Sequence[hooks.Hook] =
             )
             _write_config(run, writers)
         now = training_hooks.UnderWay(run, first_step, progress, predictions, writers, stack, lock)
-        evaluation = training_hooks.evaluation(now)
+        evaluation = training_hooks.evaluation_hook(now)
         batches = stack.enter_context(open_batches(run, position))
-        state = rollback_loop.train(
+        state = non_finite.train(
             compile_together(run, first_step),
             batches,
             state,
@@ -85,11 +80,6 @@ def train(run: Run, *, lock: RunLock | None = None, also: Sequence[hooks.Hook] =
     run_summary.show_end(run.experiment, run.program, state, validation, run_dir=run.run_dir)
     distributed.barrier("run/end")
     return validation
-
-
-def _open_checkpoints(run: Run) -> Checkpoints:
-    own = run.experiment
-    return Checkpoints(run.checkpoint_dir, keep=own.keep_checkpoints, timeout_seconds=own.save_limit_seconds)
 
 
 def restore_or_init(
@@ -125,7 +115,7 @@ def open_batches(run: Run, position: Mapping[str, bytes] | None) -> prefetch.Pre
     return prefetch.Prefetch(batches, to_device=run.program.put, snapshot_interval=run.experiment.checkpoint_interval)
 
 
-def compile_together(run: Run, first_step: int) -> trainer.Program:
+def compile_together(run: Run, first_step: int) -> TrainStep:
     """Returns the training step; with several hosts, waits until all of them have compiled it.
 
     Simulated hosts wait at most 30 s for one another in the first collective of a program, and on a busy machine
@@ -135,24 +125,13 @@ def compile_together(run: Run, first_step: int) -> trainer.Program:
       TimeoutError: a host did not compile within the run's limit for compiling; names it.
     """
     if run.host.count == 1 or first_step >= run.last_step:
-        return _OnceCompiledProgram(run.program.train_step)
+        return compilation.OnceCompiled(run.program.train_step)
     with phase.enter(phase.COMPILING):
         compiled = run.program.lower_train_step().compile()
         seconds = _A_DAY_SECONDS if run.experiment.limits.reports_only else run.experiment.compile_limit_seconds
         distributed.barrier("run/compiled", timeout_seconds=seconds)
-    return _OnceCompiledProgram(
-        compiled, named_by=run.program.train_step
-    )  # calling the jitted function would compile it once more
-
-
-class _OnceCompiledProgram:
-    """The program with a training step that may be compiled once."""
-
-    def __init__(self, step: Callable[..., Any], *, named_by: Callable[..., Any] | None = None):
-        self._step = recompile.OnceCompiled(step, named_by=named_by)
-
-    def train_step(self, state, batch):
-        return self._step(state, batch)
+    # Calling the jitted function would compile it once more.
+    return compilation.OnceCompiled(compiled, named_by=run.program.train_step)
 
 
 def _prediction_check(run: Run, progress: Progress) -> PredictionCheck:

@@ -1,13 +1,11 @@
 """Each hook alone, with what it is told of the run replaced by a list."""
 
 import math
-import types
 
 import numpy as np
 import pytest
 
-from core.training import hooks, non_finite, run_lock, trainer
-from core.training.profile_requests import Window
+from core.training import hooks, non_finite, run_lock
 from core.training.trainer import StepReport
 from core.types import WeightedSum
 
@@ -55,32 +53,6 @@ def test_stop_looks_at_loss_and_gradient_and_nothing_else():
     stop.after_step(report(1, gradient_norm=1.0, entropy=math.nan))
     with pytest.raises(non_finite.NonFiniteLossError, match="step 2: gradient_norm = inf"):
         stop.after_step(report(2, gradient_norm=math.inf))
-
-
-@pytest.mark.covers("T17")
-def test_evaluate_divides_once_over_all_batches():
-    sums = iter([(6.0, 3.0), (1.0, 1.0)])  # the mean of the means would be 1.5
-
-    def eval_step(state, batch):
-        total, weight = next(sums)
-        assert (state, batch) == ("state", "batch")
-        return {"loss": WeightedSum(np.float32(total), np.float32(weight))}
-
-    means = hooks.evaluate(eval_step, "state", iter(["batch", "batch"]), num_batches=2)
-    assert means == {"loss": 7.0 / 4.0}
-    nothing = hooks.evaluate(
-        lambda *_: {"loss": WeightedSum(np.float32(0), np.float32(0))}, None, iter([0]), num_batches=1
-    )
-    assert nothing == {}
-
-
-def test_evaluate_is_due_at_multiples_and_at_the_end():
-    written = []
-    hook = hooks.Evaluate(lambda state: {"loss": state}, lambda *w: written.append(w), every=4, last_step=10)
-    assert [s for s in range(1, 11) if hook.needs_state(s)] == [4, 8, 10]
-    hook.at_boundary(8, 1.5)
-    assert written == [(8, {"validation/loss": 1.5})]
-    assert hook.latest == {"validation/loss": 1.5}
 
 
 class Checkpoints:
@@ -156,128 +128,3 @@ def test_nothing_is_saved_after_the_lock_of_the_run_was_taken_over(tmp_path):
         save.at_boundary(10, "state 10")
     assert [step for step, *_ in checkpoints.saved] == [5]
     lock.release()
-
-
-@pytest.mark.covers("O01")
-def test_profile_windows_open_and_close_with_their_steps():
-    events = []
-
-    class Window:
-        def __init__(self, step):
-            events.append(f"start {step}")
-
-        def stop(self):
-            events.append("stop")
-
-    profile = hooks.Profile(Window, at=(2, 9), num_steps=3)
-    for step in range(1, 11):
-        profile.before_step(step)
-        events.append(f"dispatch {step}")
-        if step > 1:
-            profile.after_step(report(step - 1))  # read one step late, as the trainer does
-    assert events.index("start 2") < events.index("dispatch 2")
-    assert events.index("stop") == events.index("dispatch 5") + 1  # step 4 has finished
-    profile.close()  # the run ends inside the second window
-    assert [e for e in events if not e.startswith("dispatch")] == ["start 2", "stop", "start 9", "stop"]
-    profile.close()
-    assert events[-1] == "stop"
-
-
-def test_a_window_has_its_steps_and_no_other():
-    """Run by the training loop itself: the step behind the window is dispatched when the trace has ended."""
-    events = []
-
-    class Trace:
-        def __init__(self, step):
-            events.append(f"start {step}")
-
-        def stop(self):
-            events.append("stop")
-
-    class Program:
-        def train_step(self, state, batch):
-            events.append(f"dispatch {int(state.step) + 1}")
-            return types.SimpleNamespace(step=state.step + 1), {}
-
-    class Batches:
-        input_wait_seconds = 0.0
-
-        def __next__(self):
-            return {}
-
-    profile = hooks.Profile(Trace, at=(3,), num_steps=2)
-    trainer.train(Program(), Batches(), types.SimpleNamespace(step=0), total_steps=6, hooks=[profile])
-    steps = [f"dispatch {n}" for n in range(1, 7)]
-    assert events == [*steps[:2], "start 3", *steps[2:4], "stop", *steps[4:]]
-
-
-def test_a_window_that_is_asked_for_is_traced_like_a_planned_one():
-    events = []
-
-    class Trace:
-        def __init__(self, step):
-            events.append(f"start {step}")
-
-        def stop(self):
-            events.append("stop")
-
-    wanted = [Window(5, 6)]
-    profile = hooks.Profile(
-        Trace,
-        at=(5, 9),
-        num_steps=1,
-        asked=lambda step: wanted.pop() if wanted and step >= wanted[0].first_step else None,
-        done=lambda window: events.append(f"done {window.first_step}"),
-    )
-    for step in range(1, 12):
-        profile.before_step(step)
-        if step > 1:
-            profile.after_step(report(step - 1))
-    assert events == ["start 5", "stop", "done 5", "start 9", "stop"]
-
-
-SUMS_OVER_HOSTS = """
-import jax
-from core import distributed
-distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS, local_cpu_devices=2)
-import haiku as hk
-import jax.numpy as jnp
-import numpy as np
-from core import logical, optimizers, slices
-from core.batches import Field
-from core.training import hooks, non_finite, trainer
-from core.types import LossOutput
-from parallel import strategies
-from parallel.partitioner import Partitioner
-
-class MeanOfTargets:
-    def init(self, rng, batch):
-        return hk.transform(lambda: logical.param("scale", (), (), jnp.ones)).init(rng)
-
-    def init_carry(self, batch):
-        return ()
-
-    def loss(self, params, carry, rng, batch, *, is_training):
-        total = params["~"]["scale"] * jnp.sum(batch["targets"] * batch["weights"])
-        return carry, LossOutput(total, jnp.sum(batch["weights"]), {})
-
-spec = {k: Field((4, 3), jnp.float32, ("batch", "length")) for k in ("targets", "weights")}
-bound = Partitioner(strategies.data_parallel(), slice=slices.get("v4-8"), devices=jax.devices())
-program = bound.program(MeanOfTargets(), optimizers.adamw(learning_rate=optimizers.constant(1e-3)), spec, seed=0)
-rows = np.array(bound.data_layout(4).rows)
-assert len(rows) == 2
-targets = (rows[:, None] + np.arange(3)).astype(np.float32)  # [2, 3]
-weights = np.repeat(rows[:, None] % 3, 3, axis=1).astype(np.float32)  # rows 0 and 3 do not count: uneven over hosts
-batch = program.put({"targets": targets, "weights": weights})
-print("RESULT", hooks.evaluate(program.eval_step, program.init(), iter([batch] * 2), num_batches=2)["loss"])
-"""
-
-
-@pytest.mark.covers("T11")
-@pytest.mark.simulated(2)
-def test_evaluation_sums_over_hosts(run_hosts):
-    ran = run_hosts(SUMS_OVER_HOSTS, hosts=2, timeout=120)
-    assert all(r.returncode == 0 for r in ran), [r.output[-2000:] for r in ran]
-    means = [float(line.split()[1]) for r in ran for line in r.output.splitlines() if line.startswith("RESULT")]
-    want = (1 * (1 + 2 + 3) + 2 * (2 + 3 + 4)) / (3 * 1 + 3 * 2)
-    assert means == [pytest.approx(want, abs=1e-6)] * 2

@@ -1,63 +1,55 @@
+"""Profiles of steps and memory: where every host writes, which steps, and what one process makes of a request."""
+
 import gzip
+import json
+import time
+import types
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from core.training import profiling
+from core.training import profiling, trainer
+from core.training.profiling import Requests, Window, window_of
 
 PLANES = "tensorboard/plugins/profile"
 
 
-def profile_one(profile, step):
-    assert profile.start(step) is profile
+def profile_one(run_dir, step, **more):
+    trace = profiling.Trace(str(run_dir), step, **more)
     with jax.profiler.StepTraceAnnotation("train", step_num=step):
         jax.jit(lambda x: x @ x)(jnp.ones((32, 32))).block_until_ready()
-    return profile.stop()
+    return trace.stop()
 
 
 @pytest.mark.covers("O01")
 def test_a_window_is_one_readable_file_where_tensorboard_looks(tmp_path):
-    profile = profiling.Profile(str(tmp_path))
-    assert not profile.is_open
-    (file,) = profile_one(profile, 100)
+    (file,) = profile_one(tmp_path, 100)
     assert str(file.parent) == str(tmp_path / PLANES / "step_100")
     assert file.name.endswith("-p0.xplane.pb")
     data = jax.profiler.ProfileData.from_file(str(file))
     names = {event.name for plane in data.planes for line in plane.lines for event in line.events}
     assert any("train" in name for name in names)
-    (second,) = profile_one(profile, 200)
+    (second,) = profile_one(tmp_path, 200)
     assert second.parent.name == "step_200"
 
 
 @pytest.mark.covers("O01")
 def test_hosts_that_share_a_hostname_do_not_overwrite_each_other(tmp_path):
-    written = [profile_one(profiling.Profile(str(tmp_path), process_index=index), 7)[0] for index in (0, 1)]
+    written = [profile_one(tmp_path, 7, process_index=index)[0] for index in (0, 1)]
     assert [file.name.rsplit("-", 1)[1] for file in written] == ["p0.xplane.pb", "p1.xplane.pb"]
     assert len(list((tmp_path / PLANES / "step_7").iterdir())) == 2
-
-
-def test_windows_do_not_overlap(tmp_path):
-    profile = profiling.Profile(str(tmp_path))
-    with pytest.raises(RuntimeError, match="no profile window is open"):
-        profile.stop()
-    profile.start(3)
-    try:
-        with pytest.raises(RuntimeError, match="from step 4: the window step_3 is still open"):
-            profile.start(4)
-    finally:
-        profile.stop()
 
 
 TWO_HOSTS_PROFILE = """
 import jax, jax.numpy as jnp
 from core import distributed
-from core.training import profiling
+from core.training import profiling, trainer
+from core.training.profiling import Requests, Window, window_of
 distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS, local_cpu_devices=1)
-profile = profiling.Profile("run")
-profile.start(10)
+trace = profiling.Trace("run", 10)
 jnp.ones(8).sum().block_until_ready()
-profile.stop()
+trace.stop()
 distributed.shutdown()
 """
 
@@ -73,7 +65,7 @@ def test_every_host_writes_into_one_session(run_hosts, tmp_path):
 
 @pytest.mark.covers("O02")
 def test_memory_that_is_exhausted_leaves_a_profile_of_it(tmp_path, capsys):
-    memory = profiling.MemoryProfiles(str(tmp_path), process_index=2)
+    memory = profiling.MemoryProfile(str(tmp_path), process_index=2)
     kept = jnp.ones((256, 1024))
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"), memory.when_exhausted():
         jnp.zeros((2**46,), jnp.float32).block_until_ready()
@@ -85,6 +77,187 @@ def test_memory_that_is_exhausted_leaves_a_profile_of_it(tmp_path, capsys):
 
 
 def test_other_errors_leave_none(tmp_path):
-    with pytest.raises(ValueError, match="other"), profiling.MemoryProfiles(str(tmp_path)).when_exhausted():
+    with pytest.raises(ValueError, match="other"), profiling.MemoryProfile(str(tmp_path)).when_exhausted():
         raise ValueError("other")
     assert not list(tmp_path.iterdir())
+
+
+class NoRequests:
+    def asked(self, step):
+        return None
+
+
+def report(step):
+    return trainer.StepReport(step, {"loss": 2.0}, {}, 0.5, 0.1)
+
+
+@pytest.mark.covers("O01")
+def test_profile_windows_open_and_close_with_their_steps():
+    events = []
+
+    class Recorded:
+        def __init__(self, step):
+            events.append(f"start {step}")
+
+        def stop(self):
+            events.append("stop")
+
+    profile = profiling.Profile(Recorded, NoRequests(), at=(2, 9), num_steps=3)
+    for step in range(1, 11):
+        profile.before_step(step)
+        events.append(f"dispatch {step}")
+        if step > 1:
+            profile.after_step(report(step - 1))  # read one step late, as the trainer does
+    assert events.index("start 2") < events.index("dispatch 2")
+    assert events.index("stop") == events.index("dispatch 5") + 1  # step 4 has finished
+    profile.close()  # the run ends inside the second window
+    assert [e for e in events if not e.startswith("dispatch")] == ["start 2", "stop", "start 9", "stop"]
+    profile.close()
+    assert events[-1] == "stop"
+
+
+def test_a_window_has_its_steps_and_no_other():
+    """Run by the training loop itself: the step behind the window is dispatched when the trace has ended."""
+    events = []
+
+    class Trace:
+        def __init__(self, step):
+            events.append(f"start {step}")
+
+        def stop(self):
+            events.append("stop")
+
+    class Program:
+        def train_step(self, state, batch):
+            events.append(f"dispatch {int(state.step) + 1}")
+            return types.SimpleNamespace(step=state.step + 1), {}
+
+    class Batches:
+        input_wait_seconds = 0.0
+
+        def __next__(self):
+            return {}
+
+    profile = profiling.Profile(Trace, NoRequests(), at=(3,), num_steps=2)
+    trainer.train(Program().train_step, Batches(), types.SimpleNamespace(step=0), total_steps=6, hooks=[profile])
+    steps = [f"dispatch {n}" for n in range(1, 7)]
+    assert events == [*steps[:2], "start 3", *steps[2:4], "stop", *steps[4:]]
+
+
+def test_a_window_that_is_asked_for_is_traced_like_a_planned_one():
+    events = []
+
+    class Trace:
+        def __init__(self, step):
+            events.append(f"start {step}")
+
+        def stop(self):
+            events.append("stop")
+
+    wanted = [profiling.Window(5, 6)]
+    requests = types.SimpleNamespace(
+        asked=lambda step: wanted.pop() if wanted and step >= wanted[0].first_step else None,
+        done=lambda: events.append("done"),
+    )
+    profile = profiling.Profile(Trace, requests, at=(5, 9), num_steps=1)
+    for step in range(1, 12):
+        profile.before_step(step)
+        if step > 1:
+            profile.after_step(report(step - 1))
+    assert events == ["start 5", "stop", "done", "start 9", "stop"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "step_seconds", "expected"),
+    [
+        ({"steps": 4, "seconds": None}, 10.0, Window(13, 16)),  # three steps ahead, where a step is long
+        ({"steps": 4, "seconds": None}, 0.1, Window(30, 33)),  # two seconds ahead, where it is short
+        ({"steps": None, "seconds": 5.0}, 0.5, Window(14, 23)),
+        ({"steps": None, "seconds": 5.0}, 60.0, Window(13, 13)),
+        ({"steps": 40, "seconds": None}, 1.0, Window(13, 50)),  # the run ends
+        ({"steps": 1, "seconds": None}, 0.01, None),  # the run ends before
+    ],
+)
+def test_the_window_is_ahead_of_all_hosts_and_inside_the_run(asked, step_seconds, expected):
+    assert window_of(**asked, step=10, step_seconds=step_seconds, end=50) == expected
+
+
+class Loop:
+    """A training loop of one process: steps of 20 ms, with the requests as the only hook."""
+
+    def __init__(self, run_dir, *, last_step=100_000):
+        self.requests = Requests(str(run_dir), last_step=last_step)
+        self.step = 0
+
+    def until(self, condition):
+        deadline = time.monotonic() + 20
+        while not (found := condition(self.turn())):
+            assert time.monotonic() < deadline
+        return found
+
+    def turn(self):
+        self.step += 1
+        time.sleep(0.02)
+        return self.requests.asked(self.step)
+
+
+def answer(run_dir):
+    path = run_dir / "profile_answer.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def request(run_dir, name, **length):
+    (run_dir / "profile_request.json").write_text(json.dumps({"id": name, **length}))
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(profiling, "_AHEAD_SECONDS", 1.0)
+    monkeypatch.setattr(profiling, "_LOCAL_SECONDS", 0.1)
+    monkeypatch.setattr(profiling, "_LOOK_SECONDS", 0.05)
+
+
+@pytest.mark.covers("O01")
+def test_a_request_is_taken_traced_once_and_answered(tmp_path, quick):
+    loop = Loop(tmp_path)
+    assert not any(loop.turn() for _ in range(5))
+    request(tmp_path, "one", steps=3)
+    found = loop.until(lambda asked: asked)
+    assert loop.step == found.first_step
+    assert found.last_step == found.first_step + 2
+    said = answer(tmp_path)
+    assert (said["state"], said["id"], said["hosts"]) == ("planned", "one", 1)
+    assert not (tmp_path / "profile_request.json").exists()
+    assert not any(loop.turn() for _ in range(5))
+    loop.requests.done()
+    loop.until(lambda _: answer(tmp_path)["state"] == "written")
+    assert answer(tmp_path)["session"] == f"step_{found.first_step}"
+    assert answer(tmp_path)["remarks"] == {}
+    request(tmp_path, "two", seconds=0.2)  # and another
+    again = loop.until(lambda asked: asked)
+    assert again.first_step > found.last_step
+    loop.requests.done()
+    loop.requests.close()
+    assert (answer(tmp_path)["id"], answer(tmp_path)["state"]) == ("two", "written")
+
+
+def test_a_host_that_hears_of_it_late_says_so(tmp_path, quick):
+    loop = Loop(tmp_path)
+    request(tmp_path, "late", steps=50)
+    loop.until(lambda _: answer(tmp_path))
+    time.sleep(0.2)  # the thread knows the window; the loop was held up, and jumps
+    loop.step = answer(tmp_path)["first_step"] + 4
+    found = loop.turn()
+    assert found.first_step == answer(tmp_path)["first_step"]
+    loop.requests.done()
+    loop.requests.close()
+    assert answer(tmp_path)["remarks"] == {"0": "began 5 steps late"}
+
+
+def test_a_run_that_ends_too_soon_says_so(tmp_path, quick):
+    loop = Loop(tmp_path, last_step=12)
+    request(tmp_path, "over", steps=1)
+    loop.until(lambda _: answer(tmp_path))
+    loop.requests.close()
+    said = answer(tmp_path)
+    assert (said["state"], said["last_step"]) == ("over", 12)

@@ -71,7 +71,7 @@ def state_at(step):
 def run(events, *, start=0, total=4, boundaries=(), losses=None, also=()):
     recorder = Recorder(events, boundaries)
     state = trainer.train(
-        Program(events, losses),
+        Program(events, losses).train_step,
         Batches(start + 1),
         state_at(start),
         total_steps=total,
@@ -140,7 +140,7 @@ def test_hooks_are_closed_when_the_data_ends():
 
     events = []
     with pytest.raises(StopIteration):
-        trainer.train(Program(events), Short(), state_at(0), total_steps=5, hooks=[Recorder(events)])
+        trainer.train(Program(events).train_step, Short(), state_at(0), total_steps=5, hooks=[Recorder(events)])
     assert events[-1] == "close"
 
 

@@ -4,12 +4,14 @@ import csv
 import io
 import json
 import re
+import types
 import xml.etree.ElementTree
 
 import pytest
 
 from core import metrics
-from core.training import hooks
+from core.training import evaluation
+from core.types import WeightedSum
 from launch.experiments import results, results_page, scaling_law, suite_plan
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -33,10 +35,11 @@ def score(step, value, **more):
 
 def test_the_name_of_the_score_is_the_one_that_runs_write(tmp_path):
     written = {}
-    evaluate = hooks.Evaluate(
-        lambda state: {"exact_accuracy": 0.5}, lambda step, values: written.update(values), every=1, last_step=1
+    program = types.SimpleNamespace(
+        put=lambda batch: batch, eval_step=lambda state, batch: {"exact_accuracy": WeightedSum(1.0, 2.0)}
     )
-    evaluate.at_boundary(1, None)
+    hook = evaluation.Evaluate(program, lambda: [{}], lambda step, values: written.update(values), every=1, last_step=1)
+    hook.at_boundary(1, None)
     assert list(written) == [results.SCORE]
 
 

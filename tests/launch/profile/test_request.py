@@ -59,9 +59,9 @@ def test_the_request_is_written_as_json(tmp_path, monkeypatch):
 
 LOOP = """
 import time
-from core.training import profile_requests
-profile_requests._BUCKET_SECONDS = 0.5  # between looks, so that the test is quick
-requests = profile_requests.Requests("gs://bucket/run", last_step=100_000)
+from core.training import profiling
+profiling._BUCKET_SECONDS = 0.5  # between looks, so that the test is quick
+requests = profiling.Requests("gs://bucket/run", last_step=100_000)
 for step in range(100_000):
     time.sleep(0.02)
     if window := requests.asked(step):

@@ -22,9 +22,9 @@ from launch import environment
 def served(tmp_path):
     """`served(path)` is what TensorBoard answers, over a run with four hosts' profiles of one session."""
     for process in range(4):
-        profile = profiling.Profile(str(tmp_path), process_index=process).start(20)
+        trace = profiling.Trace(str(tmp_path), 20, process_index=process)
         jax.jit(lambda x: x @ x)(jnp.ones((32, 32))).block_until_ready()
-        profile.stop()
+        trace.stop()
     writers = metrics.open_writers(str(tmp_path), is_host_zero=True)
     writers.scalars(1, {"hosts/step_seconds/host_3": 0.5})
     writers.close()

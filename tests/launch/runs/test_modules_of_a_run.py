@@ -56,6 +56,6 @@ def test_a_run_imports_nothing_but_what_it_needs(tmp_path):
     loaded = json.loads((tmp_path / "modules.json").read_text())
     ours = [name for name in loaded if name.split(".")[0] in ("core", "parallel", "models", "tasks", "launch", "tests")]
     assert not [name for name in ours if name.startswith(NOT_FOR_TRAINING)]
-    assert "core.training.rollback_loop" in ours
+    assert "core.training.trainer" in ours
     assert len(ours) <= MOST_MODULES, "\n".join(ours)
     assert len([name for name in ours if name.startswith("launch")]) <= MOST_OF_LAUNCH, "\n".join(ours)

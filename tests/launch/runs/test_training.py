@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from core.health import exit_codes, failure_diagnosis
-from core.training import compile_cache
+from core.training import compilation
 from launch import environment
 from launch.hosts.cluster import Host
 from launch.runs import prepared_run, training
@@ -151,10 +151,10 @@ def test_what_the_hosts_compile_together_is_not_compiled_again(monkeypatch):
     monkeypatch.setattr(training.distributed, "barrier", lambda name, timeout_seconds: None)
     experiment = types.SimpleNamespace(compile_limit_seconds=50.0, limits=failure_diagnosis.USUAL_LIMITS)
     run = types.SimpleNamespace(host=Host(0, 2, True), program=program, experiment=experiment, last_step=9)
-    before = compile_cache.totals().programs
+    before = compilation.totals().programs
     step = training.compile_together(run, 0)
-    np.testing.assert_array_equal(step.train_step(x, x)[0], [0.0, 1.0, 4.0])
-    assert compile_cache.totals().programs == before + 1
+    np.testing.assert_array_equal(step(x, x)[0], [0.0, 1.0, 4.0])
+    assert compilation.totals().programs == before + 1
 
 
 def random_tokens(*more):

@@ -1,4 +1,7 @@
-"""Detects that a step compiles again after its first call, and names the inputs that changed.
+"""Counts compilations, keeps compiled programs for the next start, and detects a step that compiles again.
+
+JAX's persistent cache is written by host 0 and read by all hosts, on a disk or in a bucket. Entries are keyed by the
+program, the compiler's version and options, and the kind of chip, so an outdated entry is never used.
 
 Recompiling a large model takes minutes on every host. The usual cause is one array with another shape, dtype, weak type
 or sharding. Compilations on this thread are counted, which is free; inputs are compared only if the count changed.
@@ -8,25 +11,68 @@ from __future__ import annotations
 
 import inspect
 import threading
-import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
-from core import units
+from core import paths, units
 
-_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-
-_compilations = threading.local()
-
-
-def _count(event: str, duration_secs: float, **_: Any) -> None:
-    if event == _COMPILE_EVENT:
-        _compilations.count = getattr(_compilations, "count", 0) + 1
+_COMPILED = "/jax/core/compile/backend_compile_duration"  # reading from the cache included
+_FOUND = "/jax/compilation_cache/cache_hits"
 
 
-jax.monitoring.register_event_duration_secs_listener(_count)
+class Totals(NamedTuple):
+    """The compilations of this process since it started.
+
+    Attributes:
+      programs: number of programs, including those found in the cache.
+      found: number of programs found in the cache.
+      seconds: time spent compiling and reading the cache.
+    """
+
+    programs: int = 0
+    found: int = 0
+    seconds: float = 0.0
+
+
+_totals = Totals()
+_of_thread = threading.local()
+
+
+def _count_compiled(event: str, duration_secs: float, **_: Any) -> None:
+    global _totals
+    if event == _COMPILED:
+        _of_thread.compilations = getattr(_of_thread, "compilations", 0) + 1
+        _totals = _totals._replace(programs=_totals.programs + 1, seconds=_totals.seconds + duration_secs)
+
+
+def _count_found(event: str, **_: Any) -> None:
+    global _totals
+    if event == _FOUND:
+        _totals = _totals._replace(found=_totals.found + 1)
+
+
+jax.monitoring.register_event_duration_secs_listener(_count_compiled)
+jax.monitoring.register_event_listener(_count_found)
+
+
+def totals() -> Totals:
+    """Returns the compilations of this process so far."""
+    return _totals
+
+
+def use_cache(folder: str) -> None:
+    """Caches compiled programs in `folder` (local or gs://) from now on.
+
+    Raises:
+      UserError: `folder` is not a valid path.
+    """
+    compilation_cache.reset_cache()
+    jax.config.update("jax_compilation_cache_dir", str(paths.resolve(folder)))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
 class RecompilationError(RuntimeError):
@@ -34,38 +80,24 @@ class RecompilationError(RuntimeError):
 
 
 class OnceCompiled:
-    """A jitted function that may compile in its first call only.
+    """A jitted function that may compile in its first call only."""
 
-    Attributes:
-      recompilations: number of later calls that compiled.
-    """
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        *,
-        on_recompile: Literal["raise", "warn"] = "raise",
-        named_by: Callable[..., Any] | None = None,
-    ):
+    def __init__(self, function: Callable[..., Any], *, named_by: Callable[..., Any] | None = None):
         """Wraps `function`, whose arguments may be donated.
 
         Args:
           function: jitted, or compiled from a jitted function.
-          on_recompile: what to do after a call that compiled. An input that a compiled function refuses always raises.
           named_by: the function whose parameters name the inputs; None: `function`.
         """
-        assert on_recompile in ("raise", "warn"), on_recompile
-        self.recompilations = 0
         self._function, self._named_by = function, named_by or function
-        self._raises = on_recompile == "raise"
         self._expected: Mapping[str, str] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function. Raises RecompilationError, or warns, when it compiled again."""
+        """Calls the function. Raises RecompilationError if it compiled, or would have to compile, again."""
         if self._expected is None:
             self._expected = self._describe(args, kwargs)
             return self._function(*args, **kwargs)
-        before = getattr(_compilations, "count", 0)
+        before = getattr(_of_thread, "compilations", 0)
         try:
             output = self._function(*args, **kwargs)
         except (TypeError, ValueError) as error:  # how a compiled function refuses other inputs
@@ -73,8 +105,10 @@ class OnceCompiled:
             if not isinstance(self._function, jax.stages.Compiled) or not changes:
                 raise
             raise RecompilationError(self._message("would have to be compiled again", changes)) from error
-        if getattr(_compilations, "count", 0) != before:
-            self._report(self._expected, self._describe(args, kwargs))
+        if getattr(_of_thread, "compilations", 0) != before:
+            changes = _changes(self._expected, self._describe(args, kwargs))
+            changes = changes or ["no input changed: a configuration value or the mesh in scope did"]
+            raise RecompilationError(self._message("compiled again after its first call", changes))
         return output
 
     def _describe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, str]:
@@ -82,14 +116,6 @@ class OnceCompiled:
         named = _bind(self._named_by, args, kwargs)
         leaves, _ = jax.tree_util.tree_flatten_with_path(named)
         return {path[0].key + jax.tree_util.keystr(path[1:]): _kind(leaf) for path, leaf in leaves}
-
-    def _report(self, expected: Mapping[str, str], actual: Mapping[str, str]) -> None:
-        self.recompilations += 1
-        lines = _changes(expected, actual) or ["no input changed: a configuration value or the mesh in scope did"]
-        message = self._message("compiled again after its first call", lines)
-        if self._raises:
-            raise RecompilationError(message)
-        warnings.warn(message, stacklevel=3)
 
     def _message(self, what: str, changes: list[str]) -> str:
         listed = "\n  ".join(units.shortened(changes, most=20))

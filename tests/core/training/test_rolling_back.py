@@ -7,7 +7,7 @@ import pytest
 
 from core import metrics
 from core.train_state import TrainState
-from core.training import non_finite, rollback_loop
+from core.training import non_finite
 
 
 class Program:
@@ -39,8 +39,10 @@ def state(step):
 
 def train(policy, program):
     warnings = []
-    hook = rollback_loop.policy_hook(policy, warn=warnings.append, writers=metrics.Writers())
-    end = rollback_loop.train(program, Batches(), state(0), restore=lambda: state(2), total_steps=4, hooks=[hook])
+    hook = non_finite.policy_hook(policy, warn=warnings.append, writers=metrics.Writers())
+    end = non_finite.train(
+        program.train_step, Batches(), state(0), restore=lambda: state(2), total_steps=4, hooks=[hook]
+    )
     return int(end.step), warnings
 
 

@@ -1,4 +1,4 @@
-"""One pass over evaluation batches that also returns the model's answers.
+"""Evaluation: one pass over batches, which also returns the model's answers if wanted, and the hook of a run.
 
 The answers of one batch are read while the devices compute the next, and none are kept: the variants of ARC puzzles are
 hundreds of thousands of grids.
@@ -6,7 +6,8 @@ hundreds of thousands of grids.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import collections
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -15,7 +16,10 @@ import numpy as np
 from core.health import phase
 from core.train_state import TrainState
 from core.training import trainer
+from core.training.trainer import Hook
 from core.types import Batch, WeightedSum
+
+HostBatches = Iterable[Mapping[str, np.ndarray]]
 
 
 class Program(Protocol):
@@ -38,9 +42,7 @@ class EvaluationPass:
       sums: of loss and metrics, over the batches whose answers have been returned.
     """
 
-    def __init__(
-        self, program: Program, state: TrainState, batches: Iterable[Mapping[str, np.ndarray]], *, answering: bool
-    ):
+    def __init__(self, program: Program, state: TrainState, batches: HostBatches, *, answering: bool = False):
         """Takes the batches; unless `answering`, the answers are empty."""
         self._program, self._state, self._batches, self._answering = program, state, batches, answering
         self.sums: dict[str, WeightedSum] = {}
@@ -66,3 +68,49 @@ class EvaluationPass:
         sums, answers = jax.device_get(dispatched)
         self.sums = trainer.add_sums(self.sums, sums)
         return answers
+
+
+def evaluate(program: Program, state: TrainState, batches: HostBatches) -> dict[str, float]:
+    """Returns the means of the model's metrics over all batches; every host must have the same number of batches.
+
+    A metric of which the batches had nothing is left out.
+    """
+    evaluation = EvaluationPass(program, state, batches)
+    collections.deque(evaluation.answers(), maxlen=0)  # runs the pass
+    return trainer.means(evaluation.sums)
+
+
+class Evaluate(Hook):
+    """Evaluates every `every` steps and after the last step, on the same batches each time.
+
+    Attributes:
+      latest: the means of the last evaluation, as `validation/<name>`.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        open_batches: Callable[[], HostBatches],
+        write: Callable[[int, Mapping[str, float]], None],
+        *,
+        every: int,
+        last_step: int,
+    ):
+        """Takes `open_batches()`, which is called once, and `write(step, values)`, which gets `latest`."""
+        self._program, self._open_batches, self._write = program, open_batches, write
+        self._every, self._last_step = every, last_step
+        self._batches: HostBatches | None = None
+        self.latest: dict[str, float] = {}
+
+    def needs_state(self, step: int) -> bool:
+        """Returns True at multiples of `every` and at the last step."""
+        return step % self._every == 0 or step == self._last_step
+
+    def at_boundary(self, step: int, state: TrainState) -> None:
+        """Evaluates and writes."""
+        with phase.enter(phase.EVALUATING):
+            if self._batches is None:  # opening the streams takes seconds
+                self._batches = list(self._open_batches())
+            means = evaluate(self._program, state, self._batches)
+        self.latest = {f"validation/{name}": value for name, value in means.items()}
+        self._write(step, self.latest)
