@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from launch import terminal
 
@@ -67,11 +67,11 @@ def table(findings: Sequence[Finding]) -> str:
     return "\n".join(lines)
 
 
-def to_json(findings: Iterable[Finding]) -> list[dict[str, Any]]:
-    """The findings as JSON."""
-    return [finding._asdict() for finding in findings]
+def to_json(findings: Iterable[Finding]) -> str:
+    """Returns the findings as JSON text, which `from_json` reads."""
+    return json.dumps([finding._asdict() for finding in findings], indent=1)
 
 
-def from_text(text: str) -> list[Finding]:
-    """The findings of a text written by `json.dumps(to_json(findings))`."""
+def from_json(text: str) -> list[Finding]:
+    """Returns the findings of a text by `to_json`."""
     return [Finding(**fields) for fields in json.loads(text)]

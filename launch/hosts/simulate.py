@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from core import slices
+from core import slices, units
 from core.health import exit_codes
 from launch.hosts import supervise
 from launch.hosts.host_output import HostProcess
@@ -38,6 +38,12 @@ while read -r line; do [ "$line" = over ] && exit; sessions+=("$line"); done
 for session in "${sessions[@]}"; do kill -KILL -- "-$session"; done
 rm -rf "$1"
 """
+
+
+def announce(slice_: slices.Slice, log_directory: Path) -> None:
+    """Prints what is about to be simulated."""
+    hosts, chips = units.counted(slice_.hosts, "host"), units.counted(slice_.chips_per_host, "chip")
+    print(f"Simulating {slice_.name}: {hosts} x {chips}; logs in {log_directory}", flush=True)
 
 
 def run(

@@ -112,9 +112,13 @@ def is_finished(run_dir: str, *, last_step: int) -> bool:
 
 @contextlib.contextmanager
 def stop_requests() -> Iterator[list[int]]:
-    """Inside, SIGINT, SIGTERM and SIGHUP append their exit code to the list that this yields, and do nothing else."""
+    """Inside, SIGINT, SIGTERM and SIGHUP append their exit code to the list that this yields, and do nothing else.
+
+    A SIGHUP that is ignored, as under nohup, stays ignored.
+    """
     requested: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    numbers += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
     before = {number: signal.signal(number, lambda number, _: requested.append(128 + number)) for number in numbers}
     try:
         yield requested

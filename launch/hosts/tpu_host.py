@@ -121,6 +121,22 @@ def require_slice(slice_: slices.Slice, *, accelerator_type: str | None, where: 
         )
 
 
+def require_here(slice_: slices.Slice) -> None:
+    """Refuses a machine that is not a host of this slice.
+
+    Raises:
+      UserError: lists what was examined, or names both slices.
+    """
+    place = look()
+    if not place.on_tpu_host:
+        examined = "\n  ".join(place.looked_at)
+        raise UserError(
+            "this is no host of a TPU slice: run the same command on every host of one, or add --simulate:\n"
+            f"  {examined}"
+        )
+    require_slice(slice_, accelerator_type=place.accelerator_type, where="this host's TPU")
+
+
 def chip_holders(is_chip: re.Pattern = _CHIPS) -> Finding:
     """Checks that no other process has a chip of this host, or libtpu's lock file, open."""
     holders, unseen = {}, 0

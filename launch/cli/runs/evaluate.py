@@ -9,22 +9,24 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from core import paths, slices, units
+import jax
+
+from core import distributed, paths, slices, units, versions
+from core.checkpoints.store import Checkpoints
 from core.errors import UserError
-from launch import environment
+from core.types import AnswerJudge, Judges, can
+from launch import environment, host_memory
 from launch.cli import flags
-
-if TYPE_CHECKING:
-    from core.types import AnswerJudge
-    from launch.experiments.held_out import HeldOut
-    from launch.experiments.saved_run import SavedRun
-    from launch.experiments.scores import Scores
-    from launch.hosts.cluster import Host
-    from launch.runs.prepared_run import Run
+from launch.experiments import held_out, saved_run, scores
+from launch.experiments.held_out import HeldOut
+from launch.experiments.saved_run import SavedRun
+from launch.experiments.scores import Scores
+from launch.hosts import cluster, simulate, tpu_host
+from launch.hosts.cluster import Host
+from launch.runs import prepared_run
+from parallel import mesh, report
 
 HELP = "score a run's checkpoints on held-out data: mean metrics, and ARC by voting"
 EXAMPLE = """launch/run evaluate runs/trm/sudoku4
@@ -44,40 +46,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rows", metavar="all|N", type=_rows, help="held-out rows (default: the rows of the run's own evaluations)"
     )
-    parser.add_argument(
-        "--submission", metavar="FILE", help="ARC: write two attempts per test, from the votes of all checkpoints"
-    )
+    submission = "ARC: write two attempts per test, from the votes of all checkpoints"
+    parser.add_argument("--submission", metavar="FILE", help=submission)
     flags.add(parser, "--simulate", "--slice", "--gin")
 
 
 def _rows(text: str) -> int | str:
-    if text == "all" or (text.isdecimal() and int(text) > 0):
-        return text if text == "all" else int(text)
-    raise argparse.ArgumentTypeError(f"{text!r}: expected all, or a number from 1 up")
+    return text if text == "all" else flags.at_least(1)(text)
 
 
 def run(args: argparse.Namespace) -> int:
     """Reads the run, checks the arguments and evaluates."""
-    from launch.hosts import tpu_host
-
     played = environment.read("RENGA_SIMULATE")
     place = tpu_host.look()
     alone = not (args.simulate or played or place.on_tpu_host or environment.process_layout().count)
     if alone or args.simulate:
-        os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported
-    from launch.experiments import held_out, saved_run
-    from launch.hosts import cluster
-
+        jax.config.update("jax_platforms", "cpu")
     found = saved_run.read(args.run_dir, bindings=args.gin, slice_name=args.slice)
     asked = held_out.select(found.config.build(), rows=args.rows)
     if problems := asked.experiment.data_problems(prepared=False):
         raise UserError("\n".join(problems))
     if args.submission:
-        _check_submission(args.submission, asked)
+        if _judge(asked) is None:
+            raise UserError(
+                f"--submission {args.submission}: this run's task has no attempts to submit; expected an ARC dataset "
+                "(a folder with test_puzzles.json, as made by launch/run build arc)"
+            )
+        args.submission = os.fspath(paths.resolve(args.submission))
+        paths.check_writable(paths.resolve(args.submission).parent)
     slice_ = slices.get(asked.experiment.slice)
     if args.simulate:
-        saved_run.select_steps(found.run_dir, step=args.step, every=args.all_steps)  # one error, not one per host
-        return _simulate(args, asked, run_dir=found.run_dir)
+        return _simulate(args, found, asked, slice_)
     if place.on_tpu_host and not played:
         tpu_host.require_slice(slice_, accelerator_type=place.accelerator_type, where="this host's TPU")
     if alone:
@@ -88,61 +87,33 @@ def run(args: argparse.Namespace) -> int:
         for note in found.config.notes:
             print(f"note: {note}")
         if alone:
-            print(
-                f"no TPU here: the CPU simulates the {units.counted(slice_.chips, 'chip')} of {slice_.name}",
-                flush=True,
-            )
+            chips = units.counted(slice_.chips, "chip")
+            print(f"no TPU here: the CPU simulates the {chips} of {slice_.name}", flush=True)
     _evaluate(args, found, asked, host)
     return 0
 
 
-def _check_submission(file: str, asked: HeldOut) -> None:
-    """Raises UserError if the task has nothing to submit, or the file cannot be written."""
-    if _judge(asked) is None:
-        raise UserError(
-            f"--submission {file}: this run's task has no attempts to submit; expected an ARC dataset "
-            "(a folder with test_puzzles.json, as made by launch/run build arc)"
-        )
-    paths.check_writable(paths.resolve(file).parent)
-
-
 def _judge(asked: HeldOut) -> AnswerJudge | None:
-    from core.types import Judges, can
-
     task = asked.experiment.task
     return task.judge() if can(task, Judges) else None
 
 
-def _simulate(args: argparse.Namespace, asked: HeldOut, *, run_dir: str) -> int:
-    from launch import host_memory
-    from launch.hosts import simulate
-    from parallel import mesh, report
-
-    slice_ = slices.get(asked.experiment.slice)
-    program = asked.experiment.bind(mesh.topology_devices(slice_))  # one error for a wrong layout, not one per host
+def _simulate(args: argparse.Namespace, found: SavedRun, asked: HeldOut, slice_: slices.Slice) -> int:
+    # One error, not one per host, for a missing checkpoint and a wrong layout.
+    saved_run.select_steps(found.run_dir, step=args.step, every=args.all_steps)
+    program = asked.experiment.bind(mesh.topology_devices(slice_))
     host_memory.require_simulated(report.totals(program).everything * slice_.chips, slice_name=slice_.name)
     # run_dir is resolved: simulated hosts have another home directory
-    command = [sys.executable, "-m", "launch", "evaluate", run_dir, "--slice", slice_.name]
-    command += flags.passed_on(args, "--gin")
-    command += ["--step", str(args.step)] * (args.step is not None) + ["--all-steps"] * args.all_steps
-    command += ["--rows", str(args.rows)] * (args.rows is not None)
-    command += ["--submission", os.fspath(paths.resolve(args.submission))] if args.submission else []
-    logs = Path(run_dir) if not paths.is_remote(run_dir) else environment.WORKSPACE / "runs" / Path(run_dir).name
-    print(
-        f"Simulating {slice_.name}: {units.counted(slice_.hosts, 'host')} x "
-        f"{units.counted(slice_.chips_per_host, 'chip')}; "
-        f"logs in {logs}/logs"
-    )
-    sys.stdout.flush()
-    return simulate.run(slice_, command=command, log_directory=logs / "logs")
+    command = [sys.executable, "-m", "launch", "evaluate", found.run_dir, "--slice", slice_.name]
+    command += flags.passed_on(args, "--gin", "--step", "--all-steps", "--rows", "--submission")
+    folder = Path(found.run_dir)
+    logs = (environment.WORKSPACE / "runs" / folder.name if paths.is_remote(found.run_dir) else folder) / "logs"
+    simulate.announce(slice_, logs)
+    return simulate.run(slice_, command=command, log_directory=logs)
 
 
 def _evaluate(args: argparse.Namespace, found: SavedRun, asked: HeldOut, host: Host) -> None:
     """Evaluates the same checkpoints on all hosts; host 0 prints the scores."""
-    from core import distributed, versions
-    from launch.experiments import saved_run, scores
-    from launch.runs import prepared_run
-
     revision = versions.git_revision()
     run = prepared_run.prepare_run(
         asked.experiment,
@@ -160,33 +131,24 @@ def _evaluate(args: argparse.Namespace, found: SavedRun, asked: HeldOut, host: H
     steps = saved_run.select_steps_together(found.run_dir, step=args.step, every=args.all_steps)
     if host.is_zero:
         print(f"{found.run_dir}: checkpoint {', '.join(map(str, steps))} on {about['evaluated_on']}", flush=True)
-    results = scores.Scores(found.run_dir, about, judge, cumulative=args.all_steps)
-    _score(run, steps, asked, results)
-    if host.is_zero:
-        _report(args, results)
-    distributed.barrier("evaluate/end")
-
-
-def _score(run: Run, steps: Sequence[int], asked: HeldOut, results: Scores) -> None:
-    """Adds the score of each checkpoint. Raises UserError if all were removed before they were read."""
-    from core.checkpoints.store import Checkpoints
-
-    keep, read = run.experiment.keep_checkpoints, False
+    results = Scores(found.run_dir, about, judge, cumulative=args.all_steps)
+    keep = run.experiment.keep_checkpoints
     checkpoints = Checkpoints(run.checkpoint_dir, keep=keep, read_only=True)
-    for step in steps:
-        if results.evaluate(run, checkpoints, step, held_out=asked):
-            read = True
-        elif run.host.is_zero:
-            print(f"note: the checkpoint of step {step} was removed before it was read and is skipped", flush=True)
+    removed = [step for step in steps if not results.evaluate(run, checkpoints, step, held_out=asked)]
     checkpoints.close()
-    if not read:
+    if removed == steps:
         raise UserError(
             f"every checkpoint to evaluate ({', '.join(map(str, steps))}) was removed meanwhile: the run is still "
             f"training and keeps its latest {keep} (KEEP_CHECKPOINTS). Evaluate again, without --step"
         )
+    if host.is_zero:
+        _show(args, results, removed)
+    distributed.barrier("evaluate/end")
 
 
-def _report(args: argparse.Namespace, results: Scores) -> None:
+def _show(args: argparse.Namespace, results: Scores, removed: list[int]) -> None:
+    for step in removed:
+        print(f"note: the checkpoint of step {step} was removed before it was read and is skipped")
     results.show()
     if not all(found["same_data_as_in_training"] for found in results.checkpoints):
         print("note: the run was trained on other data than the data whose held-out rows were evaluated")

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import jax
 from rich import box
-from rich.live import Live
 from rich.table import Table
 
 from core import paths, slices, units
 from core.errors import UserError
 from launch import environment, terminal
 from launch.cli import flags
-
-if TYPE_CHECKING:
-    from launch.experiments.suite_plan import Entry
-    from launch.experiments.suite_runner import Suite
+from launch.experiments import results, results_page, suite_plan, suite_runner
+from launch.experiments.suite_plan import Entry
+from launch.experiments.suite_runner import Suite
+from launch.hosts import supervise, tpu_host
 
 HELP = "run a group of experiments one after another, and collect their results in one table"
 EXAMPLE = """launch/run suite exp01 --run-root gs://BUCKET/runs --gin "DATA = 'gs://BUCKET/sudoku-extreme'"
@@ -30,9 +27,6 @@ EXAMPLE = """launch/run suite exp01 --run-root gs://BUCKET/runs --gin "DATA = 'g
   launch/run suite all --smoke --simulate --slice v4-8
   launch/run suite exp02 --seeds 3 --run-root gs://BUCKET/runs --gin "DATA = 'gs://BUCKET/sudoku-extreme'"
   launch/run suite exp02 --analyze --run-root gs://BUCKET/runs --gin "DATA = 'gs://BUCKET/sudoku-extreme'\""""
-_SECONDS_BETWEEN_LOOKS = 3.0
-_WIDTH = 140  # without a terminal
-_AROUND = 6  # lines of a table that are not rows
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,12 +53,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Loads the experiments, runs them and writes the results. Returns 1 if an experiment failed."""
-    import jax
-
-    from launch.experiments import suite_plan, suite_runner
-
     jax.config.update("jax_platforms", "cpu")  # in this process; the runs that it starts use the chips
-    _check(args)
+    runs = not (args.analyze or args.list)
+    if args.out and paths.is_remote(args.out):
+        raise UserError(f"--out {args.out}: expected a local folder (run directories may be in a bucket: --run-root)")
+    if args.analyze and args.smoke:
+        raise UserError("--analyze reads the scores of runs, and smoke runs have none: remove --smoke")
+    if runs and not args.simulate and not tpu_host.look().on_tpu_host:
+        raise UserError(
+            f"this is not a host of a TPU: run `launch/run suite {args.group} …` on every host, or add --simulate"
+        )
     root = args.run_root or environment.read("RENGA_RUN_ROOT") or str(environment.WORKSPACE / "runs")
     root = os.fspath(paths.resolve(root))
     entries = suite_plan.load(
@@ -74,40 +72,25 @@ def run(args: argparse.Namespace) -> int:
         seeds=args.seeds,
         root=root,
         smoke=args.smoke,
-        check_data=not (args.analyze or args.list),
+        check_data=runs,
     )
-    if not (args.simulate or args.analyze or args.list):
+    if runs and not args.simulate:
         _check_places(entries, root)
     name = Path(args.group).name
     out = Path(args.out) if args.out else environment.WORKSPACE / "runs" / "suites" / name
     mode = suite_runner.Mode(simulate=args.simulate, smoke=args.smoke, steps=args.steps)
-    suite = suite_runner.Suite(entries, mode=mode, root=root, logs=out / "logs")
+    suite = Suite(entries, mode=mode, root=root, logs=out / "logs")
     suite.gather() if args.analyze else suite.find_done()
-    if args.list:
-        terminal.console(_WIDTH).print(_table(suite))
-        return 0
-    code = 0 if args.analyze else _run(suite)
-    terminal.console(_WIDTH).print(_table(suite))
-    if not args.analyze:
+    code = 0
+    if runs:
+        with supervise.stop_requests() as suite.requested:
+            code = suite.run(_Changes(suite))
+    terminal.console(140).print(_table(suite))
+    if runs:
         _print_failures(suite)
-    if not args.smoke:
+    if not (args.list or args.smoke):
         _write(suite, name=name, out=out)
     return code
-
-
-def _check(args: argparse.Namespace) -> None:
-    from launch.hosts import tpu_host
-
-    if args.out and paths.is_remote(args.out):
-        raise UserError(f"--out {args.out}: expected a local folder (run directories may be in a bucket: --run-root)")
-    if args.analyze and args.smoke:
-        raise UserError("--analyze reads the scores of runs, and smoke runs have none: remove --smoke")
-    if args.simulate or args.analyze or args.list:
-        return
-    if not tpu_host.look().on_tpu_host:
-        raise UserError(
-            f"this is not a host of a TPU: run `launch/run suite {args.group} …` on every host, or add --simulate"
-        )
 
 
 def _check_places(entries: Sequence[Entry], root: str) -> None:
@@ -126,51 +109,21 @@ def _check_places(entries: Sequence[Entry], root: str) -> None:
         )
 
 
-def _run(suite: Suite) -> int:
-    """Runs the suite; shows a live table on a terminal, otherwise a line for each change."""
-    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
-    before = {n: signal.signal(n, lambda n, frame: suite.requested.append(128 + n)) for n in numbers}
-    console = terminal.console(_WIDTH)
-    try:
-        if not console.is_terminal:
-            return suite.run(_Lines(suite))
-        with Live(console=console, auto_refresh=False, transient=True) as live:
-            return suite.run(
-                _Throttled(lambda: live.update(_table(suite, most=console.height - _AROUND), refresh=True))
-            )
-    finally:
-        for number, action in before.items():
-            signal.signal(number, action)
-
-
-class _Throttled:
-    """Calls a function at most every few seconds: drawing the table reads files."""
-
-    def __init__(self, look):
-        self._look, self._last = look, 0.0
-
-    def __call__(self) -> None:
-        if time.monotonic() - self._last >= _SECONDS_BETWEEN_LOOKS:
-            self._last = time.monotonic()
-            self._look()
-
-
-class _Lines:
+class _Changes:
     """Prints a line whenever an experiment's status changes."""
 
     def __init__(self, suite: Suite):
-        self._suite, self._said = suite, {}
+        self._suite, self._printed = suite, dict.fromkeys(suite.status, "waiting")
 
     def __call__(self) -> None:
         for number, entry in enumerate(self._suite.entries, 1):
             status = self._suite.status[entry.id]
-            if self._said.get(entry.id) != status and status != "waiting":
+            if self._printed[entry.id] != status:
                 print(f"{number:>3}/{len(self._suite.entries)}  {entry.id:<36} {status}", flush=True)
-            self._said[entry.id] = status
+            self._printed[entry.id] = status
 
 
-def _table(suite: Suite, *, most: int | None = None) -> Table:
-    """Returns a table of all experiments, or of `most` around the running one."""
+def _table(suite: Suite) -> Table:
     done = sum(not suite.failed(entry) for entry in suite.entries)
     distinct = sum(not entry.same_as for entry in suite.entries)
     title = f"{units.counted(len(suite.entries), 'experiment')}, {distinct} of them distinct; {done} done"
@@ -178,21 +131,13 @@ def _table(suite: Suite, *, most: int | None = None) -> Table:
     for heading in ("experiment", "step", "of", "exact"):
         table.add_column(heading, no_wrap=True, justify="left" if heading == "experiment" else "right")
     table.add_column("status", overflow="fold")
-    for entry in suite.entries[_window(suite, most)]:
-        has_steps = not (entry.same_as or suite.mode.smoke)
-        step, score = suite.progress(entry) if has_steps else (0, None)
-        shown = (f"{step:,}", f"{suite.mode.last_step(entry):,}") if has_steps else ("", "")
-        table.add_row(entry.name, *shown, "" if score is None else f"{score:.2%}", suite.status[entry.id])
+    for entry in suite.entries:
+        cells = ("", "", "")
+        if not (entry.same_as or suite.mode.smoke):
+            step, score = suite.progress(entry)
+            cells = (f"{step:,}", f"{suite.mode.last_step(entry):,}", "" if score is None else f"{score:.2%}")
+        table.add_row(entry.name, *cells, suite.status[entry.id])
     return table
-
-
-def _window(suite: Suite, most: int | None) -> slice:
-    if most is None or len(suite.entries) <= most:
-        return slice(None)
-    statuses = [suite.status[entry.id] for entry in suite.entries]
-    at = statuses.index("running") if "running" in statuses else 0
-    first = max(0, min(at - most // 2, len(statuses) - most))
-    return slice(first, first + max(most, 1))
 
 
 def _print_failures(suite: Suite) -> None:
@@ -206,8 +151,6 @@ def _print_failures(suite: Suite) -> None:
 
 def _write(suite: Suite, *, name: str, out: Path) -> None:
     """Writes the results as CSV and as an HTML page."""
-    from launch.experiments import results, results_page
-
     table = results.rows(suite.entries, status=suite.status, run_dirs=suite.run_dirs)
     distinct = sum(not row["same_as"] for row in table)
     note = f"{units.counted(len(table), 'experiment')}, {distinct} distinct. Scores are from the last step."

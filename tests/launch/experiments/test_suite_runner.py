@@ -159,16 +159,6 @@ def test_the_command_of_an_experiment(suite):
     assert mode.last_step(entry) == 4
 
 
-def test_a_table_that_is_too_long_shows_the_running_experiment(tmp_path):
-    entries = suite_plan.load(suite_plan.files("all"), check_data=False, root=str(tmp_path))
-    long = suite_runner.Suite(entries, mode=suite_runner.Mode(), root=str(tmp_path), logs=tmp_path)
-    for number, shown in ((0, 0), (30, 20), (66, 47)):
-        long.status = {entry.id: "running" if i == number else "waiting" for i, entry in enumerate(entries)}
-        assert command._table(long, most=20).row_count == 20
-        assert command._window(long, 20).start == shown
-    assert command._table(long).row_count == 67
-
-
 def test_a_difference_is_named():
     assert suite_runner.difference("A = 1\nB = 2", "A = 1\nB = 3") == "B: 2 there, 3 now"
     assert suite_runner.difference("A = 1", "A = 1\nC = 3") == "C: not set there, 3 now"
