@@ -21,7 +21,7 @@ from core.types import NamesFiles, can
 from launch import config, environment, prediction
 from launch.check import collectives, preflight
 from launch.experiment import Experiment
-from launch.findings import Finding, from_text, merge, to_json
+from launch.findings import Finding, from_json, merge, to_json
 from launch.hosts import cluster, tpu_host
 from launch.hosts.cluster import Host
 
@@ -150,8 +150,8 @@ def all_hosts(
     }
     found = [*own, *(finding for name, check in checks.items() for finding in _attempt(name, check))]
     phase.at("findings of all hosts")
-    every = distributed.all_gather_text("doctor/findings", json.dumps(to_json(found)))
-    return merge([from_text(text) for text in every])
+    every = distributed.all_gather_text("doctor/findings", to_json(found))
+    return merge([from_json(text) for text in every])
 
 
 def hbm(config_text: str, experiment: Experiment, *, limit_bytes: int | None) -> Finding:

@@ -310,11 +310,11 @@ def test_a_dry_run_needs_somebody_to_send_to(place, calls, capsys):
         (["v4-32"], "no experiment given"),
         (["v4-32", "x.gin", "--simulate", "--steps", "0"], "--steps: 0: expected a whole number, at least 1"),
         (["v4-32", "x.gin", "--tpu", "t"], "TPU 't' has no zone"),
-        (["v4-32", "x.gin", "--simulate", "--tpu", "t"], "--simulate and --tpu exclude each other: the hosts are"),
+        (["v4-32", "x.gin", "--simulate", "--tpu", "t"], "--simulate and --tpu exclude each other"),
         (["v4-32", "x.gin", "--simulate", "--dry-run"], "--simulate and --dry-run exclude each other"),
         (["v4-32", "x.gin", "--check", "--dry-run"], "--check and --dry-run exclude each other"),
-        (["logs"], "logs on which TPU?"),
-        (["stop", "x.gin", "--tpu", "t", "--zone", "z"], "stop takes no 'x.gin'"),
+        (["logs"], "expected: launch/pod.sh logs --tpu NAME --zone ZONE"),
+        (["stop", "x.gin", "--tpu", "t", "--zone", "z"], "expected: launch/pod.sh stop --tpu NAME"),
     ],
 )
 def test_mistakes_are_named(place, calls, capsys, argv, says):

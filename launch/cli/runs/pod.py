@@ -8,14 +8,13 @@ looked for; it never falls back to another place.
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core import paths, slices, units
+from core import paths, slices
 from core.errors import UserError
 from launch import environment
 from launch.cli import flags
@@ -64,36 +63,46 @@ def run(args: argparse.Namespace) -> int:
     """Runs an action of pod.sh, or trains in the place that the flags and this machine select."""
     if args.target == "profile" or (args.target in ("logs", "tensorboard") and args.experiment):
         return _of_a_run(args)
-    if args.target in workstation.ACTIONS:
-        return _act(args)
-    if args.target in lifecycle.ACTIONS:
-        return _make_or_delete(args)
+    if args.target in (*workstation.ACTIONS, *lifecycle.ACTIONS):
+        return _of_a_tpu(args)
     slice_ = slices.get(args.target)
     if args.experiment is None:
         raise UserError(f"no experiment given: launch/pod.sh {args.target} EXPERIMENT.gin (gin/ has some)")
-    if args.experiment == "validate":
-        return _validate(args, slice_)
-    if args.validated is not None:
-        raise UserError(f"{args.validated!r} is one word too many: launch/pod.sh {args.target} {args.experiment} …")
-    _require_restartable(args)
-    _require_one_mode(args)
+    _require_compatible(args)
     if args.check:
         where = ["--simulate"] if args.simulate else ["--ship"] if args.tpu else []
-        return _become(["check", slice_.name, args.experiment, *_options(args), *where])
+        options = flags.passed_on(args, "--gin", "--run-dir", "--smoke")
+        return _become(["check", slice_.name, args.experiment, *options, *where])
+    place = tpu_host.look()
+    is_here = place.on_tpu_host and not args.tpu
+    tpus = () if args.simulate or is_here else gcloud.find_tpus(args.tpu, args.zone, args.project)
+    if args.dry_run and not tpus:
+        why = "this is a host of a TPU slice" if is_here else "no TPU is named"
+        raise UserError(
+            f"--dry-run prints what a workstation would send to a TPU, and {why}: "
+            "give --tpu NAME --zone ZONE, or set TPU_NAME and TPU_ZONE"
+        )
+    if args.experiment == "validate":
+        return _validate(args, slice_, tpus)
     if args.simulate:
         return _simulate(args, slice_)
-    if args.tpu:
-        return _from_workstation(args, slice_, gcloud.find_tpus(args.tpu, args.zone, args.project))
-    place = tpu_host.look()
-    if place.on_tpu_host:
-        _refuse_dry_run(args, "this is a host of a TPU slice, which sends nothing")
-        tpu_host.require_slice(slice_, accelerator_type=place.accelerator_type, where="this host's TPU")
-        return _train_here(args, slice_)
-    tpus = gcloud.find_tpus(None, args.zone, args.project)
     if tpus:
         return _from_workstation(args, slice_, tpus)
-    _refuse_dry_run(args, "no TPU is named")
-    raise UserError(_no_place(slice_, args.experiment, place))
+    if not is_here:
+        raise UserError(_no_place(slice_, args.experiment, place))
+    tpu_host.require_slice(slice_, accelerator_type=place.accelerator_type, where="this host's TPU")
+    return _train_here(args, slice_)
+
+
+def _require_compatible(args: argparse.Namespace) -> None:
+    """Raises UserError for flags that exclude each other, and words that mean nothing here."""
+    for one, other in (("simulate", "tpu"), ("simulate", "dry_run"), ("check", "dry_run"), ("restarts", "smoke")):
+        if getattr(args, one) and getattr(args, other):
+            raise UserError(f"--{one} and --{other.replace('_', '-')} exclude each other: give one of them")
+    if args.experiment != "validate" and args.validated is not None:
+        raise UserError(f"{args.validated!r} is one word too many: launch/pod.sh {args.target} {args.experiment} …")
+    if args.experiment == "validate" and (args.gin or args.steps or args.smoke or args.check or args.restarts):
+        raise UserError(f"{args.target} validate takes EXPERIMENT.gin, --run-dir and where to go, and no other flag")
 
 
 def _of_a_run(args: argparse.Namespace) -> int:
@@ -110,45 +119,45 @@ def _of_a_run(args: argparse.Namespace) -> int:
     return request.request(args.experiment, steps=args.steps, seconds=args.seconds)
 
 
-def _validate(args: argparse.Namespace, slice_: slices.Slice) -> int:
+def _of_a_tpu(args: argparse.Namespace) -> int:
+    """Actions on the TPU that --tpu names, or on the run on it."""
+    needs_slice = args.target in ("create", "queue")
+    tpus = gcloud.find_tpus(args.tpu, args.zone, args.project)
+    if not tpus or (args.experiment is not None) != needs_slice:
+        words = f"{args.target} SLICE" if needs_slice else args.target
+        raise UserError(f"expected: launch/pod.sh {words} --tpu NAME --zone ZONE (or TPU_NAME and TPU_ZONE)")
+    if args.target in workstation.ACTIONS:
+        return workstation.act(tpus, action=args.target, log_directory=args.run_dir, dry_run=args.dry_run)
+    is_queued = args.queued if args.target == "delete" else args.target == "queue"
+    order = lifecycle.Order(slices.get(args.experiment) if needs_slice else None, args.spot, is_queued)
+    return lifecycle.act(tpus, action=args.target, order=order, dry_run=args.dry_run)
+
+
+def _validate(args: argparse.Namespace, slice_: slices.Slice, tpus: Sequence[gcloud.Tpu]) -> int:
     """Validates the slice from here, or ships the validation to its hosts."""
-    if args.gin or args.steps or args.smoke or args.check or args.restarts:
-        raise UserError(f"{slice_.name} validate takes EXPERIMENT.gin, --run-dir and where to go, and no other flag")
     experiment = args.validated or "gin/quickstart.gin"
-    tpus = () if args.simulate else gcloud.find_tpus(args.tpu, args.zone, args.project)
-    if not tpus or (tpu_host.look().on_tpu_host and not args.tpu):
-        _refuse_dry_run(args, "this validates here")
+    if not tpus:
         return _become(["validate", slice_.name, experiment, *flags.passed_on(args, "--run-dir", "--simulate")])
     directory = args.run_dir or _from_workspace(validate.default_directory(slice_))
     if slice_.hosts > 1 and not paths.is_remote(directory):
-        raise UserError(
-            f"{units.counted(slice_.hosts, 'host')} need one place for checkpoints: give --run-dir gs://BUCKET/…"
-        )
-    workspace = environment.WORKSPACE
-    shipped = workstation.shipped_path(experiment, workspace=workspace)
-    return workstation.start(
-        tpus,
-        slice_=slice_,
-        run=workstation.Run([slice_.name, "validate", shipped], directory),
-        workspace=workspace,
-        dry_run=args.dry_run,
-    )
+        raise UserError(f"{slice_.hosts} hosts need one place for checkpoints: give --run-dir gs://BUCKET/…")
+    shipped = workstation.shipped_path(experiment, workspace=environment.WORKSPACE)
+    job = workstation.Run([slice_.name, "validate", shipped], directory)
+    return workstation.start(tpus, slice_=slice_, run=job, workspace=environment.WORKSPACE, dry_run=args.dry_run)
 
 
 def _simulate(args: argparse.Namespace, slice_: slices.Slice) -> int:
-    run_directory = os.fspath(paths.resolve(args.run_dir or _run_directory(args)))  # the hosts have another ~
-    here = _run_directory(args, environ={}) if paths.is_remote(run_directory) else run_directory
+    run_directory = os.fspath(paths.resolve(_run_directory(args)))  # the hosts have another ~
     checked = _checked(args, slice_, run_directory=run_directory, hosts="simulated")
     if _is_finished(args, checked, run_directory):
         return 0
-    options = ["--run-dir", run_directory, *_options(args, run_dir=False)]
+    options = ["--run-dir", run_directory, *flags.passed_on(args, "--gin", "--steps", "--smoke")]
     command = [sys.executable, "-m", "launch", "train", args.experiment, "--slice", slice_.name, *options]
-    print(
-        f"Simulating {slice_.name}: {units.counted(slice_.hosts, 'host')} x "
-        f"{units.counted(slice_.chips_per_host, 'chip')}; logs in {here}/logs",
-        flush=True,
-    )
+    here = run_directory
+    if paths.is_remote(run_directory):
+        here = environment.run_directory(args.experiment, smoke=args.smoke, environ={})
     logs = Path(here) / "logs"
+    simulate.announce(slice_, logs)
     return _supervised(
         lambda requested: simulate.run(slice_, command=command, log_directory=logs, requested=requested),
         run_directory=run_directory,
@@ -158,14 +167,15 @@ def _simulate(args: argparse.Namespace, slice_: slices.Slice) -> int:
 
 def _train_here(args: argparse.Namespace, slice_: slices.Slice) -> int:
     """Trains on this host: in this process, or in a child if this process must restart it or send alerts."""
-    run_directory = args.run_dir or _run_directory(args)
+    run_directory = _run_directory(args)
     if args.restarts and slice_.hosts > 1 and _is_on_own_disk(run_directory):
         raise UserError(
             f"--restarts with the run directory {run_directory}, which is on a disk of this host alone: the "
             f"{slice_.hosts} hosts of {slice_.name} need one that all see, and a restart on another machine would find "
             "nothing to go on from. Give --run-dir gs://BUCKET/… (or a folder of a file system that all of them mount)"
         )
-    arguments = ["train", args.experiment, "--slice", slice_.name, *_options(args)]
+    options = flags.passed_on(args, "--gin", "--run-dir", "--steps", "--smoke")
+    arguments = ["train", args.experiment, "--slice", slice_.name, *options]
     if not args.restarts and not environment.read("RENGA_ALERT"):
         return _become(arguments)
     return _supervised(
@@ -203,34 +213,30 @@ def _supervised(
 
 
 def _from_workstation(args: argparse.Namespace, slice_: slices.Slice, tpus: Sequence[gcloud.Tpu]) -> int:
-    workspace = environment.WORKSPACE
-    if args.restarts and not paths.is_remote(args.run_dir or _run_directory(args)):
+    run_directory = _run_directory(args)
+    if args.restarts and not paths.is_remote(run_directory):
         raise UserError(
-            f"--restarts with the run directory {args.run_dir or _run_directory(args)}: a TPU that is made again has "
-            "empty disks, so there would be nothing to go on from. Give --run-dir gs://BUCKET/…"
+            f"--restarts with the run directory {run_directory}: a TPU that is made again has empty disks, so there "
+            "would be nothing to go on from. Give --run-dir gs://BUCKET/…"
         )
-    experiment = workstation.shipped_path(args.experiment, workspace=workspace)
+    experiment = workstation.shipped_path(args.experiment, workspace=environment.WORKSPACE)
     where = "dry run" if args.dry_run else "shipped to"
-    checked = _checked(args, slice_, run_directory=args.run_dir or _run_directory(args), hosts=where)
+    checked = _checked(args, slice_, run_directory=run_directory, hosts=where)
     for finding in checked.findings:
         if finding.is_note:
             print(f"# {finding.name}: {finding.detail}")
-    remote = args.run_dir or _run_directory(args)  # a local directory of this name here is not that of the hosts
-    if not args.dry_run and paths.is_remote(remote) and _is_finished(args, checked, remote):
+    # A local directory of this name is not that of the hosts.
+    if not args.dry_run and paths.is_remote(run_directory) and _is_finished(args, checked, run_directory):
         return 0
-    again = ["--restarts", str(args.restarts)] if args.restarts else []
-    start = functools.partial(
-        workstation.start,
-        tpus,
-        slice_=slice_,
-        run=workstation.Run(
-            [slice_.name, experiment, *_options(args, run_dir=False), *again],
-            args.run_dir or _from_workspace(_run_directory(args)),
-            [f"{name}={value}" for name in environment.SENT if (value := environment.read(name))],
-        ),
-        workspace=workspace,
-        dry_run=args.dry_run,
+    options = flags.passed_on(args, "--gin", "--steps", "--smoke", *(["--restarts"] if args.restarts else []))
+    variables = [f"{name}={value}" for name in environment.SENT if (value := environment.read(name))]
+    job = workstation.Run(
+        [slice_.name, experiment, *options], args.run_dir or _from_workspace(run_directory), variables
     )
+
+    def start() -> int:
+        return workstation.start(tpus, slice_=slice_, run=job, workspace=environment.WORKSPACE, dry_run=args.dry_run)
+
     code = start()
     if code or args.dry_run or not args.restarts:
         return code
@@ -238,7 +244,7 @@ def _from_workstation(args: argparse.Namespace, slice_: slices.Slice, tpus: Sequ
     with supervise.stop_requests() as requested:
         order = lifecycle.Order(slice_.single, args.spot, args.queued)
         watch = lifecycle.Watch(tpus=tpus, order=order, start=start, requested=requested)
-        return watch.run(restarts=args.restarts, newest_step=lambda: supervise.newest_step(remote))
+        return watch.run(restarts=args.restarts, newest_step=lambda: supervise.newest_step(run_directory))
 
 
 def _checked(args: argparse.Namespace, slice_: slices.Slice, *, run_directory: str, hosts: str) -> preflight.Checked:
@@ -262,66 +268,14 @@ def _is_finished(args: argparse.Namespace, checked: preflight.Checked, run_direc
     return not args.smoke and supervise.is_finished(run_directory, last_step=min(args.steps or total, total))
 
 
-def _run_directory(args: argparse.Namespace, *, environ: Mapping[str, str] | None = None) -> str:
-    return environment.run_directory(args.experiment, smoke=args.smoke, environ=environ)
+def _run_directory(args: argparse.Namespace) -> str:
+    return args.run_dir or environment.run_directory(args.experiment, smoke=args.smoke)
 
 
 def _from_workspace(directory: str) -> str:
-    """`directory` relative to the workspace if it is inside: the workspace of the hosts has another place."""
+    """Returns `directory` relative to the workspace if it is inside: that of the hosts has another place."""
     path = Path(directory)
     return str(path.relative_to(environment.WORKSPACE)) if path.is_relative_to(environment.WORKSPACE) else directory
-
-
-def _require_one_mode(args: argparse.Namespace) -> None:
-    """Raises UserError for two modes that exclude each other."""
-    for one, other, why in (
-        ("simulate", "tpu", "the hosts are processes here, or those of a TPU"),
-        ("simulate", "dry_run", "a simulation sends nothing to gcloud that could be printed"),
-        ("check", "dry_run", "a check sends nothing to gcloud that could be printed"),
-    ):
-        if getattr(args, one) and getattr(args, other):
-            raise UserError(f"--{one} and --{other.replace('_', '-')} exclude each other: {why}. Give one of them")
-
-
-def _require_restartable(args: argparse.Namespace) -> None:
-    """Raises UserError for --restarts together with --smoke."""
-    if args.restarts and args.smoke:
-        raise UserError("--restarts and --smoke exclude each other: a smoke run never continues one. Give one of them")
-
-
-def _refuse_dry_run(args: argparse.Namespace, why: str) -> None:
-    if args.dry_run:
-        raise UserError(
-            f"--dry-run prints what a workstation would send to a TPU, and {why}: "
-            "give --tpu NAME --zone ZONE, or set TPU_NAME and TPU_ZONE"
-        )
-
-
-def _act(args: argparse.Namespace) -> int:
-    if args.experiment is not None:
-        raise UserError(
-            f"{args.target} takes no {args.experiment!r}: launch/pod.sh {args.target} --tpu NAME --zone ZONE"
-        )
-    tpus = gcloud.find_tpus(args.tpu, args.zone, args.project)
-    if not tpus:
-        raise UserError(f"{args.target} on which TPU? Give --tpu NAME --zone ZONE, or set TPU_NAME and TPU_ZONE")
-    return workstation.act(tpus, action=args.target, log_directory=args.run_dir, dry_run=args.dry_run)
-
-
-def _make_or_delete(args: argparse.Namespace) -> int:
-    tpus = gcloud.find_tpus(args.tpu, args.zone, args.project)
-    needs = "SLICE --tpu NAME --zone ZONE" if args.target != "delete" else "--tpu NAME --zone ZONE"
-    if not tpus or (args.experiment is None) != (args.target == "delete"):
-        raise UserError(f"expected: launch/pod.sh {args.target} {needs} (or TPU_NAME and TPU_ZONE)")
-    slice_ = None if args.target == "delete" else slices.get(args.experiment)
-    order = lifecycle.Order(slice_, args.spot, args.queued if args.target == "delete" else args.target == "queue")
-    return lifecycle.act(tpus, action=args.target, order=order, dry_run=args.dry_run)
-
-
-def _options(args: argparse.Namespace, *, run_dir: bool = True) -> list[str]:
-    """The flags that are passed on unchanged to the hosts."""
-    names = ["--gin", *(["--run-dir"] if run_dir else []), *([] if args.check else ["--steps"]), "--smoke"]
-    return flags.passed_on(args, *names)
 
 
 def _become(arguments: list[str]) -> int:

@@ -8,10 +8,8 @@ import os
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 from core import paths, slices, versions
-from core.errors import UserError
 from core.health import exit_codes
 from launch import environment
 from launch.cli import flags
@@ -31,43 +29,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tries one part after the other; 0 where none failed, and RUN/validate.json either way."""
+    """Tries one part after the other; 0 where none failed. Host 0 writes RUN/validate.json either way."""
     from launch.check import validation
 
     slice_ = slices.get(args.slice)
     if args.attention:
         return _attention(args, slice_)
+    if not args.simulate:
+        tpu_host.require_here(slice_)
     run_dir = os.fspath(paths.resolve(args.run_dir or default_directory(slice_)))
-    if not args.simulate and not tpu_host.look().on_tpu_host:
-        raise UserError(
-            f"this is no host of a TPU slice: launch/pod.sh {slice_.name} validate --tpu NAME, or --simulate"
-        )
     started = time.time()
-    with tempfile.TemporaryDirectory(prefix="renga-validate-") as folder:
-        tried = validation.parts(
-            slice_.name, args.experiment, run_dir=run_dir, simulated=args.simulate, folder=Path(folder)
-        )
-        done = [validation.perform(part) for part in tried]
-        doctor, attention = (_read(Path(folder) / f"{name}.json") for name in ("doctor", "attention"))
+    with tempfile.TemporaryDirectory(prefix="renga-validate-") as name:
+        folder = Path(name)
+        parts = validation.parts(slice_.name, args.experiment, run_dir=run_dir, simulated=args.simulate, folder=folder)
+        done = [validation.perform(part) for part in parts]
+        files = {what: folder / f"{what}.json" for what in ("doctor", "attention")}
+        found = {what: json.loads(file.read_text()) if file.exists() else None for what, file in files.items()}
     index = 0 if args.simulate else tpu_host.own_index(slice_)
-    if index or (index is None and attention is None):
-        return int(any(part["verdict"] == "failed" for part in done))  # host 0 writes the report
+    if index or (index is None and found["attention"] is None):
+        return int(any(part["verdict"] == "failed" for part in done))
     about = {
         "slice": slice_.name,
         "experiment": args.experiment,
-        "platform": "simulated" if args.simulate else (attention or {}).get("platform", "unknown"),
+        "platform": "simulated" if args.simulate else (found["attention"] or {}).get("platform", "unknown"),
         "date": time.strftime("%Y-%m-%d", time.gmtime(started)),
         "seconds": round(time.time() - started, 1),
         "git_revision": versions.git_revision(),
-        "doctor": doctor,
-        "attention": attention,
+        **found,
         "measured": validation.measured(run_dir),
     }
-    found = validation.report(done, about=about)
+    report = validation.report(done, about=about)
     file = paths.resolve(run_dir) / validation.NAME
-    paths.write_text_atomically(file, json.dumps(found, indent=1) + "\n")
-    print(f"{'PASS' if found['ok'] else 'FAIL'}  {file}", flush=True)
-    return exit_codes.DONE if found["ok"] else exit_codes.FAILED
+    paths.write_text_atomically(file, json.dumps(report, indent=1) + "\n")
+    print(f"{'PASS' if report['ok'] else 'FAIL'}  {file}", flush=True)
+    return exit_codes.DONE if report["ok"] else exit_codes.FAILED
 
 
 def default_directory(slice_: slices.Slice) -> str:
@@ -76,7 +71,7 @@ def default_directory(slice_: slices.Slice) -> str:
 
 
 def _attention(args: argparse.Namespace, slice_: slices.Slice) -> int:
-    """The attention of this host's chip; with --simulate of this machine's CPU, once. Host 0 writes."""
+    """Compares attention on this host's chip or, with --simulate, on this machine's CPU. Host 0 writes."""
     from core import distributed
     from core.health import phase
     from launch.check import attention
@@ -84,9 +79,7 @@ def _attention(args: argparse.Namespace, slice_: slices.Slice) -> int:
 
     if args.simulate:
         os.environ["JAX_PLATFORMS"] = "cpu"
-        index = 0
-    else:
-        index = cluster.join(slice_).index
+    index = 0 if args.simulate else cluster.join(slice_).index
     phase.at("attention")
     found = attention.look()
     print(json.dumps(found))
@@ -94,7 +87,3 @@ def _attention(args: argparse.Namespace, slice_: slices.Slice) -> int:
         Path(args.attention).write_text(json.dumps(found))
     distributed.shutdown()
     return exit_codes.DONE if found["ok"] else exit_codes.FAILED
-
-
-def _read(file: Path) -> Any:
-    return json.loads(file.read_text()) if file.exists() else None

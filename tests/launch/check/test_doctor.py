@@ -259,7 +259,7 @@ def test_rows_of_all_hosts_become_one_table():
     assert "FAIL  b  host 1, 2: broken\n" in text
     assert "fix: mend it" in text
     assert text.endswith("NOT READY: 1 of 3 checks failed")
-    assert findings.from_text(json.dumps(findings.to_json(merged))) == merged
+    assert findings.from_json(findings.to_json(merged)) == merged
 
 
 def test_hbm_is_that_of_the_record(monkeypatch):
