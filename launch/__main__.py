@@ -13,6 +13,7 @@ import ast
 import difflib
 import importlib
 import os
+import re
 import signal
 import sys
 import types
@@ -34,12 +35,7 @@ def command_names() -> list[str]:
 
 def command_help(name: str) -> str:
     """The HELP line of a command, read without importing it."""
-    file = _files()[name]
-    for node in ast.parse(file.read_text()).body:
-        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-        if isinstance(target, ast.Name) and target.id == "HELP":
-            return ast.literal_eval(node.value)
-    raise AssertionError(f"{file} has no HELP")
+    return ast.literal_eval(re.search(r"(?m)^HELP = (.+)$", _files()[name].read_text())[1])
 
 
 def _files() -> dict[str, Path]:
@@ -96,7 +92,8 @@ def run_command(module: str, argv: Sequence[str], *, program: str) -> int:
         args = _parser(command, program).parse_args(argv)
         return command.run(args)
     except UserError as error:
-        _print_user_error(error)
+        terminal.print_traceback(error)
+        print(terminal.wrapped(f"error: {error}"), file=sys.stderr)
         heartbeat.leave(exit_codes.USER_ERROR, f"error: {next(iter(str(error).splitlines()), '')}")
         return exit_codes.USER_ERROR
     except KeyboardInterrupt:
@@ -139,11 +136,6 @@ def _unknown(name: str) -> str:
     nearest = difflib.get_close_matches(name, command_names(), n=1)
     hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are: {', '.join(command_names())}"
     return f"unknown command {name!r}: {hint}"
-
-
-def _print_user_error(error: UserError) -> None:
-    terminal.print_traceback(error)
-    print(terminal.wrapped(f"error: {error}"), file=sys.stderr)
 
 
 def end_process(code: int) -> None:

@@ -33,6 +33,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def updated(text: str) -> str:
-    """The text of the README with the table as it is now."""
+    """Returns the text of the README with the table as it is now."""
     before, _, rest = text.partition(BEGIN)
     return before + BEGIN + environment.markdown_table() + END + rest.partition(END)[2]

@@ -10,6 +10,7 @@ from core import paths, slices
 from core.errors import UserError
 from launch import environment
 from launch.cli import flags
+from launch.hosts import jobset
 
 HELP = "write the JobSet with which GKE runs an experiment on a slice"
 EXAMPLE = "launch/run jobset v4-32 gin/valkyrie_7b.gin --image IMAGE --run-dir gs://bucket/first --out job.json"
@@ -23,16 +24,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     restarts = "restarts of the whole set, with a new checkpoint or without (default: 1000)"
     flags.add(parser, "--restarts", default=1000, help=restarts)
     parser.add_argument("--name", help="name of the JobSet (default: the experiment's)")
-    parser.add_argument(
-        "--alert-secret", metavar="NAME", help="a Kubernetes secret whose key `alert` holds RENGA_ALERT"
-    )
-    parser.add_argument("--out", metavar="FILE", help="file to write (default: standard output)")
+    secret = "a Kubernetes secret whose key `alert` holds RENGA_ALERT"
+    parser.add_argument("--alert-secret", metavar="NAME", help=secret)
+    out = "file to write (default: standard output)"
+    parser.add_argument("--out", metavar="FILE", type=flags.output_file, help=out)
 
 
 def run(args: argparse.Namespace) -> int:
     """Writes the manifest, as JSON, which kubectl takes as it does YAML."""
-    from launch.hosts import jobset
-
     slice_ = slices.get(args.slice)
     if not Path(args.experiment).is_file():
         raise UserError(f"no such experiment file: {args.experiment}")
@@ -52,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         indent=2,
     )
     if args.out:
-        Path(args.out).write_text(text + "\n")
+        args.out.write_text(text + "\n")
         print(f"kubectl apply -f {args.out}")
     else:
         print(text)

@@ -107,8 +107,8 @@ def _require_compatible(args: argparse.Namespace) -> None:
 
 def _of_a_run(args: argparse.Namespace) -> int:
     """Actions that need only a run directory: profile, logs and tensorboard."""
+    from launch import profile_request
     from launch.hosts import logs
-    from launch.profile import request
 
     if args.experiment is None:
         raise UserError("profile of which run? launch/pod.sh profile RUN --seconds 5 (its run directory)")
@@ -116,7 +116,7 @@ def _of_a_run(args: argparse.Namespace) -> int:
         return logs.show(args.experiment)
     if args.target == "tensorboard":
         return _become(["tensorboard", args.experiment])
-    return request.request(args.experiment, steps=args.steps, seconds=args.seconds)
+    return profile_request.request(args.experiment, steps=args.steps, seconds=args.seconds)
 
 
 def _of_a_tpu(args: argparse.Namespace) -> int:

@@ -6,10 +6,17 @@ import argparse
 import contextlib
 import sys
 
-from core import slices
+import jax
+
+from core import distributed, metrics, slices, versions
 from core.health import exit_codes
-from launch import environment
+from core.training.hooks import PreemptedError
+from core.training.run_lock import LockLostError, RunLock
+from launch import configuration, environment, prediction
 from launch.cli import flags
+from launch.hosts import alerts, cluster, tpu_host
+from launch.runs import prepared_run, training
+from launch.runs.progress import Waiting
 
 HELP = "train on the devices of this host and its peers (launch/pod.sh starts it on every host)"
 EXAMPLE = "launch/run train gin/quickstart.gin --slice v4-8"
@@ -22,30 +29,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Joins the other hosts and trains; notes what ended the run for the process that started it."""
-    from core.training import run_lock
-    from launch.hosts import alerts, tpu_host
-
     with alerts.noting(tpu_host.own_index(slices.get(args.slice) if args.slice else None)):
         try:
             with contextlib.ExitStack() as stack:
                 return _train(args, stack)
-        except run_lock.LockLostError as lost:
+        except LockLostError as lost:
             print(f"error: {lost}", file=sys.stderr, flush=True)
             return exit_codes.RUN_DIRECTORY_LOST
 
 
 def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     """Loads the configuration, joins the hosts, prepares the run and trains, in this order."""
-    import jax
-
-    from core import distributed, metrics, versions
-    from core.training import run_lock
-    from core.training.hooks import PreemptedError
-    from launch import configuration, prediction
-    from launch.hosts import cluster
-    from launch.runs import prepared_run, training
-    from launch.runs.progress import Waiting
-
     config = configuration.load(args.experiment, bindings=args.gin, slice_name=args.slice)
     experiment = config.build()
     if args.smoke:
@@ -56,11 +50,11 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     revision = versions.git_revision()
     run_dir = args.run_dir or environment.run_directory(args.experiment, smoke=args.smoke)
     last_step = min(args.steps or experiment.total_steps, experiment.total_steps)
-    held: list[run_lock.RunLock] = []
+    held: list[RunLock] = []
 
     def lock(joined: distributed.Cluster) -> None:
         if joined.process_index == 0 and not args.smoke:  # a smoke run has a folder of its own
-            taken = run_lock.RunLock.acquire(run_dir, say=lambda text: print(f"note: {text}", flush=True))
+            taken = RunLock.acquire(run_dir, say=lambda text: print(f"note: {text}", flush=True))
             stack.callback(taken.release)
             stack.enter_context(taken.explaining())
             held.append(taken)

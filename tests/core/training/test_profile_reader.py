@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from core.training import profile_reader
-from launch.profile import report
+from launch import __main__ as cli
 
 MILLISECOND = 10**9  # picoseconds
 
@@ -84,10 +84,10 @@ def test_a_single_step_has_its_own_time(tmp_path):
 def test_skew_is_the_time_between_the_first_and_the_last_host(tmp_path, capsys):
     for process, late in ((0, 0), (1, 4), (3, 30)):
         write(tmp_path, f"t1v-w-{process}-p{process}", trace(late_milliseconds=late))
-    session, hosts = profile_reader.read_session(str(tmp_path))
+    _, hosts = profile_reader.read_session(str(tmp_path))
     seconds, last = profile_reader.skew_seconds(hosts)
     assert (seconds, last.process) == (pytest.approx(0.03), 3)
-    report.show(session, hosts, top=1)
+    assert cli.main(["profile", str(tmp_path), "--top", "1"]) == 0
     said = capsys.readouterr().out
     assert "step_7: steps 7 to 9 on 3 hosts" in said
     assert "skew: the last host starts a step 30 ms after the first, mostly t1v-w-3-p3" in said

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from launch import __main__ as cli
+from launch import profile_request as request
 from launch.environment import WORKSPACE as ROOT
-from launch.profile import request
 
 
 def test_a_request_that_no_run_accepts_is_withdrawn(tmp_path):

@@ -14,7 +14,7 @@ NOT_FOR_TRAINING = (
     "launch.check",
     "launch.experiments",
     "launch.plan",
-    "launch.profile",
+    "launch.profile_request",
     "launch.verify",
     "parallel.agreement",
     "parallel.hlo",
