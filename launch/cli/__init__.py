@@ -1,1 +1,1 @@
-"""One command per file, in folders by family; each offers `add_arguments(parser)` and `run(args) -> exit code`."""
+"""One command per file, in folders by family: `add_arguments(parser)` adds its flags, `run(args)` runs it."""

@@ -30,7 +30,6 @@ PARTS = ("gradients", "losses", "params", "opt_state")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what is compared."""
     flags.add(parser, "--steps", default=3, help="steps to train (default: 3); tolerances were measured through 20")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=EXAMPLES, help="some of the shipped strategies")
     subject = parser.add_mutually_exclusive_group()

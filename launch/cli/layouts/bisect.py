@@ -62,7 +62,6 @@ class Variant(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what is compared, and how closely."""
     flags.add(parser, "EXPERIMENT.gin")
     parser.add_argument("a", metavar="A", help='the first variant, such as "STRATEGY = @strategies.fsdp()"')
     parser.add_argument("b", metavar="B", help='the second, such as "hosts=2"')

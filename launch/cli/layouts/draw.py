@@ -15,7 +15,6 @@ EXAMPLE = """launch/run draw gpipe --stages 4 --microbatches 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
     parser.add_argument("schedule", choices=("gpipe", "circular", "one_f_one_b"))
     parser.add_argument("--stages", type=flags.at_least(1), required=True)
     parser.add_argument("--microbatches", type=int, required=True)

@@ -21,7 +21,6 @@ EXAMPLE = """launch/run golden                        list what is recorded and 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
     parser.add_argument("names", metavar="NAME", nargs="*", help="experiments, as `launch/run golden` lists them")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="compile and print how the records differ; writes nothing")

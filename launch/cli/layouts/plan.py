@@ -20,7 +20,6 @@ _PLAN_ONLY = ("batch", "only", "price", "rejected", "wide", "write", "overwrite"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
     flags.add(parser, "SLICE", "EXPERIMENT.gin", "--gin")
     parser.add_argument("--batch", metavar="ROWS", type=int, nargs="+", default=[], help="batch sizes to try")
     parser.add_argument("--only", metavar="STRATEGY", nargs="+", default=[], help="try only these strategies")

@@ -20,7 +20,6 @@ EXAMPLE = """launch/run report v4-32 gin/valkyrie_7b.gin --compile --json report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
     flags.add(parser, "SLICE", "EXPERIMENT.gin", "--gin")
     parser.add_argument(
         "--compile",

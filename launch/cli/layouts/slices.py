@@ -15,7 +15,6 @@ EXAMPLE = "launch/run slices v4"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
     parser.add_argument("name", nargs="?", default="", help="a generation or a slice, such as v5p or v4-32")
 
 

@@ -14,7 +14,6 @@ EXAMPLE = "launch/run check v4-32 gin/valkyrie_7b.gin"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
     flags.add(parser, "SLICE", "EXPERIMENT.gin", "--gin", "--run-dir", "--smoke")
     hosts = parser.add_mutually_exclusive_group()
     flags.add(hosts, "--simulate")

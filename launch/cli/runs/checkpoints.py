@@ -21,7 +21,6 @@ EXAMPLE = """launch/run checkpoints ls     runs/gin/quickstart
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the four subcommands with their arguments."""
     actions = parser.add_subparsers(required=True, metavar="ls|verify|diff|prune")
 
     def add(run: Callable[[argparse.Namespace], int], description: str) -> argparse.ArgumentParser:

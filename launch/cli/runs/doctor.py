@@ -25,7 +25,6 @@ EXAMPLE = "launch/run doctor v4-16 gin/quickstart.gin --simulate"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
     flags.add(parser, "SLICE", "EXPERIMENT.gin", "--gin", "--run-dir", "--simulate", "--json")
     parser.add_argument("--part", choices=("ahead", "host"), help=argparse.SUPPRESS)  # of this command's own processes
 

@@ -16,7 +16,6 @@ BEGIN, END = "<!-- environment: begin (launch/run environment --write) -->\n", "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds --write."""
     parser.add_argument("--write", action="store_true", help="bring the table of launch/README.md up to date")
 
 

@@ -36,7 +36,6 @@ EXAMPLE = """launch/run evaluate runs/trm/sudoku4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the run, the checkpoints, the rows and where to evaluate."""
     flags.add(parser, "RUN")
     steps = parser.add_mutually_exclusive_group()
     steps.add_argument("--step", metavar="N", type=int, help="evaluate this checkpoint (default: the latest)")

@@ -17,7 +17,6 @@ EXAMPLE = "launch/run jobset v4-32 gin/valkyrie_7b.gin --image IMAGE --run-dir g
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
     flags.add(parser, "SLICE", "EXPERIMENT.gin", "--gin")
     flags.add(parser, "--run-dir", metavar="gs://…")
     parser.add_argument("--image", required=True, help="a container image whose working directory is this workspace")

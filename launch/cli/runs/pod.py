@@ -39,7 +39,6 @@ EXAMPLE = """launch/pod.sh v4-16 gin/quickstart.gin --simulate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
     actions = " | ".join((*workstation.ACTIONS, *lifecycle.ACTIONS, "profile"))
     parser.add_argument("target", metavar="SLICE", help=f"such as v4-32 (launch/run slices); or {actions}")
     named = "the experiment file; of profile, logs and tensorboard, the run; of create and queue, the SLICE"
@@ -167,32 +166,16 @@ def _simulate(args: argparse.Namespace, slice_: slices.Slice) -> int:
 
 def _train_here(args: argparse.Namespace, slice_: slices.Slice) -> int:
     """Trains on this host: in this process, or in a child if this process must restart it or send alerts."""
-    run_directory = _run_directory(args)
-    if args.restarts and slice_.hosts > 1 and _is_on_own_disk(run_directory):
-        raise UserError(
-            f"--restarts with the run directory {run_directory}, which is on a disk of this host alone: the "
-            f"{slice_.hosts} hosts of {slice_.name} need one that all see, and a restart on another machine would find "
-            "nothing to go on from. Give --run-dir gs://BUCKET/… (or a folder of a file system that all of them mount)"
-        )
     options = flags.passed_on(args, "--gin", "--run-dir", "--steps", "--smoke")
     arguments = ["train", args.experiment, "--slice", slice_.name, *options]
     if not args.restarts and not environment.read("RENGA_ALERT"):
         return _become(arguments)
     return _supervised(
         lambda requested: supervise.run_child([sys.executable, "-m", "launch", *arguments], requested),
-        run_directory=run_directory,
+        run_directory=_run_directory(args),
         restarts=args.restarts,
         host=tpu_host.own_index(slice_),
     )
-
-
-def _is_on_own_disk(run_directory: str) -> bool:
-    """Returns whether a directory is on this machine's root file system. A mounted one may be shared; hosts check."""
-    if paths.is_remote(run_directory):
-        return False
-    folder = Path(os.fspath(paths.resolve(run_directory)))
-    nearest = next(above for above in (folder, *folder.parents) if above.exists())
-    return nearest.stat().st_dev == Path("/").stat().st_dev
 
 
 def _supervised(

@@ -22,7 +22,6 @@ ABOUT_CPU = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the run directory, the session and the number of operations."""
     flags.add(parser, "RUN")
     parser.add_argument("--session", metavar="NAME", help="such as step_100 (default: the latest)")
     parser.add_argument("--top", metavar="N", type=int, default=12, help="number of operations to list (default: 12)")

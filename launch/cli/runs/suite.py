@@ -30,7 +30,6 @@ EXAMPLE = """launch/run suite exp01 --run-root gs://BUCKET/runs --gin "DATA = 'g
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the group and how to run it."""
     parser.add_argument(
         "group", metavar="GROUP", help="a group of gin/trm (exp01, exp02, …, all), or a folder of gin files"
     )

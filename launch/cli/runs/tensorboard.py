@@ -16,7 +16,6 @@ EXAMPLE = "launch/run tensorboard runs/gin/quickstart"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the run directory and the port."""
     flags.add(parser, "RUN", help="a run directory, or a folder that contains several")
     parser.add_argument("--port", type=int, default=6006, help="on 127.0.0.1 (default: 6006)")
 

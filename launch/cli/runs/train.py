@@ -23,7 +23,6 @@ EXAMPLE = "launch/run train gin/quickstart.gin --slice v4-8"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
     flags.add(parser, "EXPERIMENT.gin", "--slice", "--gin", "--run-dir", "--steps", "--smoke")
 
 

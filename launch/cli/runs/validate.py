@@ -20,7 +20,6 @@ EXAMPLE = "launch/run validate v4-16 gin/quickstart.gin --simulate"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
     flags.add(parser, "SLICE")
     parser.add_argument("experiment", metavar="EXPERIMENT.gin", nargs="?", default="gin/quickstart.gin")
     flags.add(parser, "--run-dir", help="default: $RENGA_RUN_ROOT/validate/SLICE")
