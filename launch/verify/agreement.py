@@ -32,26 +32,8 @@ from launch.hosts import cluster, simulate
 from launch.runs import smoke
 from models import transformer, trm
 from parallel import agreement, strategies
-from parallel.agreement import EXAMPLES, Batch, Difference, Example, Trajectory
+from parallel.agreement import Batch, Difference, Example
 from parallel.partitioner import Partitioner, Program
-
-__all__ = [
-    "EXAMPLES",
-    "MODEL",
-    "MODELS",
-    "Example",
-    "Subject",
-    "batches_for",
-    "bind",
-    "computing_in",
-    "measure",
-    "measure_played",
-    "own_batches",
-    "random_batches",
-    "record",
-    "rows_for",
-    "sized",
-]
 
 ROWS, LENGTH = 16, 24
 
@@ -108,21 +90,20 @@ def random_batches(vocab_size: int, *, steps: int, rows: int = ROWS) -> Iterator
 
 
 def batches_for(model: Model, *, steps: int, rows: int = ROWS) -> Iterator[Batch]:
-    """Batches of the kind that the model takes."""
-    if isinstance(model, trm.TRM):
-        return _puzzles(model, steps, rows)
-    return random_batches(model.vocab_size, steps=steps, rows=rows)
-
-
-def _puzzles(model: trm.TRM, steps: int, rows: int) -> Iterator[Batch]:
+    """Returns batches of the kind that the model takes: packed documents, or puzzles that recur."""
+    if not isinstance(model, trm.TRM):
+        return random_batches(model.vocab_size, steps=steps, rows=rows)
     rng = np.random.default_rng(0)
-    for _ in range(steps):
+
+    def puzzles() -> Batch:
         labels = rng.integers(1, model.vocab_size, (rows, LENGTH), dtype=np.int32)
-        yield {
+        return {
             "inputs": rng.integers(0, model.vocab_size, (rows, LENGTH), dtype=np.int32),
             "labels": np.where(rng.random((rows, LENGTH)) < 0.2, np.int32(IGNORED), labels),
             "puzzle_ids": rng.integers(0, model.num_puzzles, rows, dtype=np.int32),
         }
+
+    return (puzzles() for _ in range(steps))
 
 
 def sized(experiment: Experiment, examples: Mapping[str, Example]) -> Experiment:
@@ -231,7 +212,7 @@ class Row(NamedTuple):
 
 
 def measure(subject: Subject, examples: Mapping[str, Example], data: Sequence[Batch], *, bfloat16: bool) -> list[Row]:
-    """Every example against one device, on the CPU devices of this process.
+    """Compares every example with one device, on the CPU devices of this process.
 
     Args:
       subject: what is trained.
@@ -239,19 +220,16 @@ def measure(subject: Subject, examples: Mapping[str, Example], data: Sequence[Ba
       data: the global batch of every AdamW step.
       bfloat16: also compare the model computing in bfloat16 with itself on one device, where it has a field `dtype`.
     """
-    narrow = bfloat16 and _has_dtype(subject.model)
-    dtypes = ("float32", *(["bfloat16"] if narrow else []))
+    dtypes = ("float32", "bfloat16") if bfloat16 and _has_dtype(subject.model) else ("float32",)
     refused = {name: _refusal(subject, example, data[0]) for name, example in examples.items()}
     want = {d: agreement.run(subject.alone(data[0], dtype=d), data) for d in dtypes if not all(refused.values())}
     rows = []
     for name, example in examples.items():
-        if refused[name]:
-            rows.append(Row(name, example.slice, {}, None, {}, refused=refused[name]))
-            continue
-        found = {
-            d: agreement.compare(agreement.run(subject.under(example, data[0], dtype=d), data), want[d]) for d in dtypes
-        }
-        rows.append(Row(name, example.slice, found["float32"], found.get("bfloat16"), {}))
+        found: dict[str, Apart] = {}
+        for dtype in () if refused[name] else dtypes:
+            trajectory = agreement.run(subject.under(example, data[0], dtype=dtype), data)
+            found[dtype] = agreement.compare(trajectory, want[dtype])
+        rows.append(Row(name, example.slice, found.get("float32", {}), found.get("bfloat16"), {}, refused[name]))
     return rows
 
 
@@ -284,15 +262,20 @@ def measure_played(
     """
     want = agreement.run(subject.alone(data[0], dtype="float32"), data)
     found = {}
-    with tempfile.TemporaryDirectory(prefix="renga-agreement-") as folder:
+    with tempfile.TemporaryDirectory(prefix="renga-agreement-") as name:
+        folder = Path(name)
         for step, batch in enumerate(data):
-            np.savez(Path(folder) / f"batch_{step}.npz", **batch)
-        for slice_name in dict.fromkeys(e.slice for e in examples.values()):
+            np.savez(folder / f"batch_{step}.npz", **batch)
+        for slice_name in dict.fromkeys(example.slice for example in examples.values()):
             names = [name for name, example in examples.items() if example.slice == slice_name]
-            told = ["--into", folder, "--record", *names]
-            _play(slice_name, processes, [*command, *told], Path(folder))
+            argv = [*command, "--into", str(folder), "--record", *names]
+            played = slices.get(slice_name).shared_by(processes)
+            if code := simulate.run(played, command=argv, log_directory=folder / f"logs_{slice_name}"):
+                raise UserError(f"{processes} processes of {slice_name} could not be run (exit code {code})")
         for name in examples:
-            found[name] = agreement.compare(_load(Path(folder) / f"{name}.npz", like=want), want)
+            with np.load(folder / f"{name}.npz") as leaves:
+                played = jax.tree.unflatten(jax.tree.structure(want), [leaves[key] for key in leaves.files])
+            found[name] = agreement.compare(played, want)
     return found
 
 
@@ -308,17 +291,6 @@ def record(subject: Subject, examples: Mapping[str, Example], *, steps: int, int
         trajectory = agreement.run(program, [{k: a[mine] for k, a in batch.items()} for batch in data])
         if host.is_zero:
             np.savez(into / f"{name}.npz", *jax.tree.leaves(trajectory))
-
-
-def _play(slice_name: str, processes: int, command: Sequence[str], folder: Path) -> None:
-    played = slices.get(slice_name).shared_by(processes)
-    if code := simulate.run(played, command=command, log_directory=folder / f"logs_{slice_name}"):
-        raise UserError(f"{processes} processes of {slice_name} could not be run (exit code {code})")
-
-
-def _load(path: Path, *, like: Trajectory) -> Trajectory:
-    with np.load(path) as leaves:
-        return jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name in leaves.files])
 
 
 def _has_dtype(model: Any) -> bool:

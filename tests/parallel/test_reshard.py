@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from core.checkpoints.store import Checkpoints
-from launch.verify.agreement import EXAMPLES, MODELS, batches_for, bind
+from launch.verify.agreement import MODELS, batches_for, bind
+from parallel.agreement import EXAMPLES
 
 
 @pytest.mark.covers("C07")
@@ -54,8 +55,9 @@ from core import distributed
 distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS,
                        local_cpu_devices=16 // HOSTS, single_process=False)
 from core.checkpoints.store import Checkpoints
-from launch.verify.agreement import EXAMPLES, MODELS, batches_for, bind
+from launch.verify.agreement import MODELS, batches_for, bind
 from parallel import agreement
+from parallel.agreement import EXAMPLES
 MODEL = MODELS[KIND]
 BATCHES = list(batches_for(MODEL, steps=2))
 SPREAD = {name: EXAMPLES[name] for name in NAMES}

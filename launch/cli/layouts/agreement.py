@@ -16,7 +16,8 @@ from core.errors import UserError
 from launch import configuration, terminal
 from launch.cli import flags
 from launch.verify import agreement
-from launch.verify.agreement import EXAMPLES, Example, Row, Subject
+from launch.verify.agreement import Row, Subject
+from parallel.agreement import EXAMPLES, Example
 
 HELP = "measure how far every strategy's numbers are from one device's"
 EXAMPLE = """launch/run agreement

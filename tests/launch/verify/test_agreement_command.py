@@ -13,7 +13,7 @@ from launch import environment
 from launch.cli.layouts import agreement as command
 from launch.verify import agreement
 from parallel import strategies
-from parallel.agreement import Difference, Trajectory, exceeding
+from parallel.agreement import EXAMPLES, Difference, Example, Trajectory, exceeding
 
 PICTURES = """
 import dataclasses
@@ -256,11 +256,11 @@ def test_a_strategy_that_cannot_hold_the_model_fails_before_anything_runs(in_pro
 
 def test_devices_for_the_largest_slice():
     assert jax.device_count() == 16  # initializes them
-    command._provide_devices(agreement.EXAMPLES.values())
-    examples = {"own": agreement.Example("v4-64", strategies.fsdp())}
+    command._provide_devices(EXAMPLES.values())
+    examples = {"own": Example("v4-64", strategies.fsdp())}
     with pytest.raises(ValueError, match=r"32 devices are needed, .*: set JAX_NUM_CPU_DEVICES=32"):
         command._provide_devices(examples.values())
-    assert agreement.rows_for(agreement.EXAMPLES) == 16
+    assert agreement.rows_for(EXAMPLES) == 16
     assert agreement.rows_for(examples) == 32
 
 
@@ -280,7 +280,7 @@ def test_the_exit_code_says_whether_all_agree(in_process, monkeypatch):
 
 
 def agree_when_played(names, *, steps, processes, model=agreement.MODEL, options=()):
-    examples = {name: agreement.EXAMPLES[name] for name in names}
+    examples = {name: EXAMPLES[name] for name in names}
     argv = [sys.executable, "-m", "launch", "agreement", "--steps", str(steps), *options]
     data = list(agreement.batches_for(model, steps=steps, rows=agreement.rows_for(examples)))
     found = agreement.measure_played(agreement.Subject(model), examples, data, processes=processes, command=argv)
@@ -290,7 +290,7 @@ def agree_when_played(names, *, steps, processes, model=agreement.MODEL, options
         assert apart["gradients"].ulp > 0, name  # it was another computation
 
 
-RECURSIVE = [name for name, example in agreement.EXAMPLES.items() if not example.strategy.pipeline]  # that can hold it
+RECURSIVE = [name for name, example in EXAMPLES.items() if not example.strategy.pipeline]  # that can hold it
 
 
 @pytest.mark.slow
@@ -308,4 +308,4 @@ def test_no_number_of_the_recursive_model_depends_on_the_number_of_processes(pro
 @pytest.mark.parametrize("processes", [2, 4])
 def test_no_number_depends_on_the_number_of_processes(processes):
     """As `launch/run agreement --processes`, for all that it shows."""
-    agree_when_played(list(agreement.EXAMPLES), steps=3, processes=processes)
+    agree_when_played(list(EXAMPLES), steps=3, processes=processes)
