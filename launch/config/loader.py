@@ -169,7 +169,7 @@ def declared_macros(defaults: str = DEFAULTS) -> frozenset[str]:
 
 def parse(text: str) -> Settings:
     """Returns what a canonical text says, such as the config.gin of a run, without importing what it names."""
-    statements, _, _ = sources.parse(text)
+    statements = sources.parse(text)
     imports = {s.bound_name(): s.module for s in statements if isinstance(s, ImportStatement)}
     return Settings(imports, tuple(s for s in statements if isinstance(s, Binding)))
 

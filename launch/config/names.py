@@ -13,7 +13,7 @@ import pkgutil
 import sys
 import traceback
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from launch.config.statements import (
 
 PUBLIC_PACKAGES = ("core", "parallel", "models", "tasks")
 
-_Symbols = dict[str, types.ModuleType | None]  # None: the import failed, which was reported
+_Symbols = MutableMapping[str, types.ModuleType | None]  # None: the import failed, which was reported
 
 
 class _UnresolvedError(Exception):
@@ -64,11 +64,10 @@ class Names:
         for name, source in sources.items():
             for statement in source.imports:
                 self._import(statement, name)
-        # Bindings of the command line may use what the files import, the experiment's own imports first.
         flags = [name for name in sources if is_flag(name)]
-        shared: _Symbols = {}
-        for name in [name for name in reversed(sources) if name not in flags] + flags:
-            shared.update(self._symbols[name])
+        files = [name for name in sources if name not in flags]
+        # Bindings of the command line may use what the files import, the experiment's own imports first.
+        shared = collections.ChainMap(*(self._symbols[name] for name in (*flags, *files)))
         self._symbols.update(dict.fromkeys(flags, shared))
 
     def resolve(self, binding: Binding) -> Binding:
@@ -194,9 +193,8 @@ def _public_members(module: types.ModuleType) -> list[str]:
 def _public_modules() -> dict[str, str]:
     """`strategies` -> `parallel.strategies`: the modules of this workspace that a name alone tells apart."""
     found = [f"{p}.{name}" for p in PUBLIC_PACKAGES if importlib.import_module(p) for name in _siblings(p)]
-    by_name = {module.rpartition(".")[2]: module for module in [*found, "launch.experiment"]}
-    counts = collections.Counter(module.rpartition(".")[2] for module in found)
-    return {name: module for name, module in by_name.items() if counts[name] <= 1}
+    names = [module.rpartition(".")[2] for module in (*found, "launch.experiment")]
+    return {name: m for name, m in zip(names, (*found, "launch.experiment"), strict=True) if names.count(name) == 1}
 
 
 def _siblings(package: str) -> list[str]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import re
 import tokenize
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ DYNAMIC_REGISTRATION = "__gin__.dynamic_registration"
 Statement = Binding | ImportStatement | IncludeStatement
 
 _ERRORS = (SyntaxError, tokenize.TokenError, TypeError, ValueError)  # an unhashable key of a dictionary: TypeError
-_IMPORT = re.compile(r"(?:from\s+([\w.]+)\s+)?import\s+([\w.]+(?:\s*,\s*[\w.]+)*)")
+_IMPORTS = re.compile(r"(?:from\s+[\w.]+\s+)?import\s+[\w.]+\s*,")
 _ASSIGNMENT = re.compile(r"((?:\w+/)*(?:\w+\.)*\w+)\s*=")
 _MENTION = re.compile(r"'[^'\n]*'|\"[^\"\n]*\"|#.*|([@%])((?:\w+/)*[\w.]+)")  # strings and comments mention nothing
 _EXPLANATIONS = {
@@ -83,15 +84,33 @@ class Reader:
 
     def text(self, text: str, *, name: str, folder: Path, ancestors: tuple[str, ...] = ()) -> None:
         """Reads statements; paths that they include are looked for in `folder` as well."""
-        statements, problems, complete = parse(text, file=name)
-        self.problems += problems
-        self.complete &= complete
+        statements = self._parsed(text, file=name)
         self.sources[name] = Source([s for s in statements if isinstance(s, ImportStatement)], ancestors)
         for statement in statements:
             if isinstance(statement, IncludeStatement):
                 self._include(statement, folder, reading=(*ancestors, name))
             elif isinstance(statement, Binding):
                 self.bindings.append(dataclasses.replace(statement, file=name, order=len(self.bindings)))
+
+    def _parsed(self, text: str, *, file: str) -> list[Statement]:
+        """The statements of a text; it is split where lines begin at the margin if one does not parse."""
+        try:
+            return parse(text)
+        except _ERRORS:
+            found, lines = [], text.splitlines(keepends=True)
+        starts = [i for i, line in enumerate(lines) if i == 0 or not re.match(r"[\s#)\]}]", line)]
+        for start, end in itertools.pairwise([*starts, len(lines)]):
+            piece = "".join(lines[start:end])
+            try:
+                found += parse("\n" * start + piece)
+            except _ERRORS as error:
+                remnants = _remnants(start + 1, piece)
+                found += remnants
+                self.complete &= bool(remnants)
+                what, fix = _explanation(error, piece)
+                line = min(getattr(error, "lineno", None) or start + 1, len(lines))
+                self.problems.append(ConfigProblem(file, line, what, actual=lines[line - 1].strip(), fix=fix))
+        return found
 
     def _include(self, statement: IncludeStatement, folder: Path, *, reading: tuple[str, ...]) -> None:
         written, line = statement.filename, statement.location.line_num
@@ -150,29 +169,6 @@ def display(path: Path) -> str:
     return path.as_posix()
 
 
-def parse(text: str, *, file: str = "") -> tuple[list[Statement], list[ConfigProblem], bool]:
-    """Returns the statements of a text, a problem for each that does not parse, and whether none is lost.
-
-    Of a statement that does not parse, the first result has what could be recovered.
-    """
-    try:
-        return _statements(text), [], True
-    except _ERRORS as error:
-        whole = error
-    statements, problems, complete = [], [], True
-    for line, piece in _pieces(text):
-        try:
-            statements += _statements("\n" * (line - 1) + piece)
-        except _ERRORS as error:
-            remnants = _remnants(line, piece)
-            statements += remnants
-            problems.append(_problem(error, piece, text=text, file=file, line=line))
-            complete &= bool(remnants)
-    if not problems:  # each piece parses, and the whole does not
-        return statements, [_problem(whole, text, text=text, file=file, line=1)], False
-    return statements, problems, complete
-
-
 class _Delegate(config_parser.ParserDelegate):
     """Keeps names as names; `launch.config.names` resolves them later, all mistakes at once."""
 
@@ -183,41 +179,21 @@ class _Delegate(config_parser.ParserDelegate):
         return Macro(macro_name)
 
 
-def _statements(text: str) -> list[Statement]:
-    """The statements of a text that parses, without those that add nothing to the others."""
+def parse(text: str) -> list[Statement]:
+    """Returns the statements of a text without mistakes, except those that add nothing to the others."""
     parsed = config_parser.ConfigParser(text, _Delegate())
     found = [s for s in parsed if not isinstance(s, config_parser.BlockDeclaration)]
     found = [s for s in found if getattr(s, "module", "") != DYNAMIC_REGISTRATION]
     return [Binding(s[-1].line_num, *s[:-1]) if isinstance(s, config_parser.BindingStatement) else s for s in found]
 
 
-def _pieces(text: str) -> Iterator[tuple[int, str]]:
-    """Each statement with the number of its first line: it begins at the margin."""
-    lines = text.splitlines(keepends=True)
-    starts = sorted({0, *(i for i, line in enumerate(lines) if not re.match(r"[\s#)\]}]", line))})
-    for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
-        yield start + 1, "".join(lines[start:end])
-
-
-def _remnants(line: int, piece: str) -> list[Binding | ImportStatement]:
-    """What a statement that does not parse imports or binds, and what its value mentions."""
-    if imported := _IMPORT.match(piece):
-        package, names = imported.groups()
-        modules = [f"{package}.{name}" if package else name for name in re.split(r"\s*,\s*", names)]
-        location = config_parser.Location(None, line, None, piece)
-        return [ImportStatement(module, bool(package), None, location) for module in modules]
+def _remnants(line: int, piece: str) -> list[Statement]:
+    """What a statement that does not parse binds, and what its value mentions."""
     if not (assigned := _ASSIGNMENT.match(piece)):
         return []
-    make = {"%": _Delegate().macro, "@": lambda name: _Delegate().configurable_reference(name, True)}
+    make = {"%": Macro, "@": lambda name: Reference(*config_parser.parse_scoped_selector(name), True)}
     value = Unreadable(make[sign](name) for sign, name in _MENTION.findall(piece) if sign)
     return [Binding(line, *config_parser.parse_binding_key(assigned[1]), value)]
-
-
-def _problem(error: Exception, piece: str, *, text: str, file: str, line: int) -> ConfigProblem:
-    """The problem at its line; an unclosed bracket is noticed only at the end, so there the statement's first line."""
-    what, fix = _explanation(error, piece)
-    line, lines = getattr(error, "lineno", None) or line, text.splitlines()
-    return ConfigProblem(file, line, what, actual=lines[min(line, len(lines)) - 1].strip(), fix=fix)
 
 
 def _explanation(error: Exception, piece: str) -> tuple[str, str]:
@@ -227,8 +203,7 @@ def _explanation(error: Exception, piece: str) -> tuple[str, str]:
         fix = "text goes in quotes, a constructor is written @module.name(), a macro %NAME"
         is_constant = token[1].lower() in ("true", "false", "none")
         return f"the value {token[1]} is not known", f"write {token[1].capitalize()}" if is_constant else fix
-    imported = _IMPORT.match(piece)
-    if imported and "," in imported[2]:
+    if _IMPORTS.match(piece):
         return "gin imports one module in a statement", "write an import for each"
     if isinstance(error, tokenize.TokenError) or _stops_at_a_quote(error):
         return "a bracket or a string is not closed", "close it"
