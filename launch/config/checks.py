@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import difflib
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -79,95 +78,90 @@ class Configuration:
                 binding = self.macros.get(binding.value.name, binding)
         return binding
 
-    def displacing(self, binding: Binding) -> Binding | None:
-        """Returns the choice in another source without which the binding might have had an effect.
-
-        A choice displaces what was bound earlier. It also takes macros away that an earlier or a later file sets, as
-        another optimizer does with a peak rate.
-        """
-        lost = [choice for choice, nodes in self._choices if _node(binding) in nodes]
-        later = [c for c in lost if c.order > binding.order and _layer(c) != _layer(binding)]
-        return next(iter(later or (lost if binding.is_macro else ())), None)
-
-    @functools.cached_property
-    def _choices(self) -> list[tuple[Binding, set[Any]]]:
-        """Bindings that took the place of others, and the macros and constructors that those others led to."""
-        edges = {node: _mentions(found) for node, found in _grouped(self.bindings, _node).items()}
-        choices = []
-        for *earlier, final in self.by_name.values():
-            led_to: set[Any] = set()
-            pending = _mentions(earlier)
-            while pending:
-                if (node := pending.pop()) not in led_to:
-                    led_to.add(node)
-                    pending += edges.get(node, ())
-            choices.append((final, led_to))
-        return choices
-
 
 def check(config: Configuration) -> tuple[list[ConfigProblem], list[str], list[Binding]]:
     """Returns every mistake in a configuration, notes on bindings that a later choice displaced, and what counts.
 
     What counts is the last binding of each name, if it is reachable from the root.
     """
-    problems = [*_unknown_macros(config), *_duplicates(config), *_too_early(config), *_parameters(config)]
-    walk = _Walk(config)
+    scopes, faults = _walk(config)
+
+    def is_used(binding: Binding) -> bool:
+        scope = tuple(binding.scope.split("/")) if binding.scope else ()
+        return any(found[: len(scope)] == scope for found in scopes.get(_node(binding), ()))
+
     set_by_user = [b for b in config.bindings if b.file != config.defaults]  # nobody needs to use the defaults
-    unused = [b for b in set_by_user if b not in config.wrong and not walk.uses(b)]
-    displaced = {b.order: choice for b in unused if (choice := config.displacing(b))}
+    unused = [b for b in set_by_user if b not in config.wrong and not is_used(b)]
+    displaced = {b.order: choice for b, choice in _displaced(config, unused)}
+    problems = [*_unknown_macros(config), *_duplicates(config), *_too_early(config), *_parameters(config)]
     if config.reader.complete:
-        problems += [*walk.problems, *_no_effect(config, [b for b in unused if b.order not in displaced])]
+        problems += [*faults, *_no_effect(config, [b for b in unused if b.order not in displaced])]
     problems += _types(config, [b for b in config.final if b.order not in displaced])
     left_out = [(b, displaced[b.order]) for b in unused if b.order in displaced]
     notes = [f"{b.place}: {b} is left out, {choice.place} chose {choice}" for b, choice in left_out]
-    return problems, notes, [b for b in config.final if walk.uses(b)]
+    return problems, notes, [b for b in config.final if is_used(b)]
 
 
-class _Walk:
+def _walk(config: Configuration) -> tuple[Mapping[Any, set[Scope]], list[ConfigProblem]]:
     """Visits what is reachable from the root, as gin will call it.
 
     gin calls `@scope/name()` in that scope, and `@name()` in the scope of whoever refers to it; a macro stands for its
     value.
 
-    Attributes:
-      problems: values that something reachable lacks, and nodes that need themselves.
+    Returns:
+      The scopes in which each macro and constructor is used; and what lacks a value, or needs itself.
     """
+    scopes: dict[Any, set[Scope]] = collections.defaultdict(set)
+    problems: list[ConfigProblem] = []
+    visited: set[tuple[Any, Scope, bool]] = set()
 
-    def __init__(self, config: Configuration):
-        self.problems: list[ConfigProblem] = []
-        self._config = config
-        self._visited: set[tuple[Any, Scope, bool]] = set()
-        self._scopes: dict[Any, set[Scope]] = collections.defaultdict(set)
-        self._visit(config.root, (), (), Binding(0, "", "", "", None, file=config.reader.experiment))
-        for binding in config.wrong:  # what a wrong binding uses is not unused
-            self._values(binding, (), ())
-
-    def uses(self, binding: Binding) -> bool:
-        """Returns whether the binding has an effect."""
-        scope = tuple(binding.scope.split("/")) if binding.scope else ()
-        return any(found[: len(scope)] == scope for found in self._scopes.get(_node(binding), ()))
-
-    def _visit(self, node: Any, scope: Scope, path: tuple[Any, ...], at: Binding, *, is_called: bool = True) -> None:
-        """Visits a macro or a constructor that the binding `at` mentions; not called, its receiver calls it later."""
+    def visit(node: Any, scope: Scope, path: tuple[Any, ...], at: Binding, *, is_called: bool = True) -> None:
         if (node, scope) in path:
-            what, fix = f"{node} itself is needed for its own value", "break the circle of references"
-            self.problems.append(at.problem(what, fix=fix))
-        elif (node, scope, is_called) not in self._visited:
-            self._visited.add((node, scope, is_called))
-            self._scopes[node].add(scope)
-            bound = self._config.bound(node, scope)
-            if is_called and isinstance(node, Constructor):
-                self.problems += _lacking(self._config, node, scope, bound, at)
+            what = f"{node} itself is needed for its own value"
+            problems.append(at.problem(what, fix="break the circle of references"))
+        elif (node, scope, is_called) not in visited:
+            visited.add((node, scope, is_called))
+            scopes[node].add(scope)
+            bound = config.bound(node, scope)
+            if is_called and isinstance(node, Constructor):  # otherwise its receiver calls it later
+                problems.extend(_lacking(config, node, scope, bound, at))
             for binding in bound.values():
-                self._values(binding, scope, (*path, (node, scope)))
+                follow(binding, scope, (*path, (node, scope)))
 
-    def _values(self, binding: Binding, scope: Scope, path: tuple[Any, ...]) -> None:
+    def follow(binding: Binding, scope: Scope, path: tuple[Any, ...]) -> None:
         for leaf in leaves(binding.value):
             if isinstance(leaf, Macro):
-                self._visit(leaf.name, scope, path, binding)
+                visit(leaf.name, scope, path, binding)
             elif isinstance(leaf, Reference) and leaf.target is not None:
                 inner = tuple(leaf.scope.split("/")) if leaf.scope else scope
-                self._visit(leaf.target, inner, path if leaf.evaluate else (), binding, is_called=leaf.evaluate)
+                visit(leaf.target, inner, path if leaf.evaluate else (), binding, is_called=leaf.evaluate)
+
+    visit(config.root, (), (), Binding(0, "", "", "", None, file=config.reader.experiment))
+    for binding in config.wrong:  # what a wrong binding uses is not unused
+        follow(binding, (), ())
+    return scopes, problems
+
+
+def _displaced(config: Configuration, unused: Iterable[Binding]) -> Iterator[tuple[Binding, Binding]]:
+    """Bindings without effect, each with the choice in another source without which it might have had one.
+
+    A choice displaces what was bound earlier. It also takes macros away that an earlier or a later file sets, as
+    another optimizer does with a peak rate.
+    """
+    edges = {node: _mentions(found) for node, found in _grouped(config.bindings, _node).items()}
+    choices = []  # bindings that took the place of others, and the nodes that those others led to
+    for *earlier, final in config.by_name.values():
+        led_to, pending = set(), _mentions(earlier)
+        while pending:
+            if (node := pending.pop()) not in led_to:
+                led_to.add(node)
+                pending += edges.get(node, ())
+        choices.append((final, led_to))
+    for binding in unused:
+        lost = [choice for choice, led_to in choices if _node(binding) in led_to]
+        later = [c for c in lost if c.order > binding.order and _layer(c) != _layer(binding)]
+        if found := later or (lost if binding.is_macro else []):
+            yield binding, found[0]
 
 
 def _lacking(
