@@ -260,7 +260,7 @@ class LookupSpecs(NamedTuple):
         return PartitionSpec(*self.moves[-1][:-1])
 
 
-def lookup_specs(table: tuple[str, str], rows: Sequence[str | None]) -> LookupSpecs | None:
+def lookup_specs(table: tuple[str | None, str], rows: Sequence[str | None]) -> LookupSpecs | None:
     """Returns the layouts for summing the gradient of a table [rows, columns] directly into its stored shards.
 
     Args:

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
@@ -27,74 +25,6 @@ CHOICES = ("auto", "plain", "splash", "none")
 MIXED = "mixed"  # checkpoint name of the kernel's output and of the other residuals of its derivative
 
 
-class RotaryTables(NamedTuple):
-    """Cosines and sines of the rotary angles, repeated for both halves of a head; [B, T, 1, K] float32 each."""
-
-    cos: jax.Array
-    sin: jax.Array
-
-
-def rotary_tables(positions: jax.Array, head_dim: int, *, theta: float, length: float = 1.0) -> RotaryTables:
-    """Returns the tables of the rotary embedding in the half-split form: dimension i is paired with dimension i + K/2.
-
-    Su et al. 2021 (RoFormer), eq. 34, with the pairing of Llama.
-
-    Args:
-      positions: [B, T], int32, position within the document.
-      head_dim: K.
-      theta: base of the geometric series of wavelengths.
-      length: factor by which the rotation scales vectors.
-    """
-    half = head_dim // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)  # [K/2]
-    angle = positions[:, :, None, None].astype(jnp.float32) * frequency  # [B, T, 1, K/2]
-    return RotaryTables(
-        *(length * jnp.concatenate([table, table], axis=-1) for table in (jnp.cos(angle), jnp.sin(angle)))
-    )
-
-
-def rotary(x: jax.Array, positions: jax.Array, *, theta: float) -> jax.Array:
-    """Rotates x [B, T, heads, K] by `positions` [B, T]; the result has the dtype of x."""
-    return apply_rotary(x, rotary_tables(positions, x.shape[-1], theta=theta))
-
-
-def apply_rotary(x: jax.Array, tables: RotaryTables) -> jax.Array:
-    """Rotates x [B, T, heads, K] by precomputed tables; the result has the dtype of x."""
-    return _turn(x, *tables)
-
-
-@jax.custom_vjp
-def _turn(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Returns x cos + (-b, a) sin, where (a, b) are the halves of x; tables [B, T, 1, K].
-
-    The halves are swapped by a matrix product with ones and zeros, which is exact. Half of 128 dimensions does not fill
-    a vector register: slicing and concatenating halves took a TPU a third of the time of the projection to queries.
-    """
-    half = x.shape[-1] // 2
-    places = np.eye(2 * half, k=half) - np.eye(2 * half, k=-half)  # (a, b) -> (-b, a)
-    swapped = jnp.einsum(
-        "bthk,kj->bthj",
-        x,
-        jnp.asarray(places, x.dtype),
-        precision=jax.lax.Precision.HIGHEST,  # keeps float32 inputs exact; bfloat16 is exact anyway
-        preferred_element_type=jnp.float32,
-    )
-    return (x.astype(jnp.float32) * cos + swapped * sin).astype(x.dtype)
-
-
-def _turn_forward(x: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, tuple]:
-    return _turn(x, cos, sin), (cos, sin)
-
-
-def _turn_back(tables: tuple, dy: jax.Array) -> tuple:
-    """Rotates back: the transpose of a rotation is the rotation by the opposite angle; positions have no gradient."""
-    cos, sin = tables
-    return _turn(dy, cos, -sin), jnp.zeros_like(cos), jnp.zeros_like(sin)
-
-
-_turn.defvjp(_turn_forward, _turn_back)
-
-
 def attend(
     q: jax.Array,
     k: jax.Array,
@@ -103,6 +33,8 @@ def attend(
     *,
     choice: str = "auto",
     scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Computes causal attention within segments.
 
@@ -114,6 +46,8 @@ def attend(
       choice: "plain"; "splash"; "auto": splash on TPUs if its tiles fit, plain otherwise; "none": no mixing over
         positions, each position keeps its own value (a control for experiments).
       scale: factor of the scores; None: 1 / sqrt(K).
+      window: a query attends to this many positions, of which its own is the last; None: to all before it.
+      softcap: scores s become softcap tanh(s / softcap) (Gemma 2); None: they are not bounded.
 
     Returns:
       [B, T, H, K].
@@ -121,7 +55,9 @@ def attend(
     if choice == "none":
         return _repeat_heads(v, q.shape[2])
     k, v = (logical.constrain(a, "batch", "kv_length", "kv_heads", "head_dim") for a in (k, v))
-    by_kernel, by_products = (functools.partial(form, scale=scale) for form in (splash_attention, plain))
+    by_kernel, by_products = (
+        functools.partial(form, scale=scale, window=window, softcap=softcap) for form in (splash_attention, plain)
+    )
     if choice == "plain" or (choice == "auto" and not _tiles(q.shape[1])):
         return by_products(q, k, v, segment_ids)
     if choice == "splash":
@@ -129,13 +65,25 @@ def attend(
     return jax.lax.platform_dependent(q, k, v, segment_ids, tpu=by_kernel, default=by_products)
 
 
-def plain(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, *, scale: float | None = None) -> jax.Array:
+def plain(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> jax.Array:
     """Reference implementation, with scores and softmax in float32; arguments and result as in `attend`."""
     batch, length, heads, head_dim = q.shape
     grouped = q.reshape(batch, length, k.shape[2], heads // k.shape[2], head_dim)  # [B, T, N, G, K]
     scores = jnp.einsum("btngk,bsnk->bngts", grouped, k, preferred_element_type=jnp.float32)
     scores *= 1 / math.sqrt(head_dim) if scale is None else scale
+    scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
     causal = jnp.arange(length)[:, None] >= jnp.arange(length)[None, :]  # [T, S]
+    if window is not None:
+        causal &= jnp.arange(length)[:, None] - jnp.arange(length)[None, :] < window
     visible = causal & (segment_ids[:, :, None] == segment_ids[:, None, :])  # [B, T, S]
     scores = jnp.where(visible[:, None, None], scores, -1e30)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)  # [B, N, G, T, S]
@@ -149,26 +97,28 @@ def splash_attention(
     segment_ids: jax.Array,
     *,
     scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Runs the splash kernel on each chip's rows, heads and query positions; shapes as in `attend`.
 
     Args:
-      q, k, v, segment_ids, scale: as in `attend`; a chip needs all positions of its keys and values.
+      q, k, v, segment_ids, scale, window, softcap: as in `attend`; a chip needs all positions of its keys and values.
       interpret: run the kernel in Pallas's interpreter, on any device.
     """
     q = scaled(q, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    make = functools.partial(_kernel, q.shape[1], q.shape[2], window=window, softcap=softcap, interpret=interpret)
     q_spec = logical.activation_spec("batch", "length", "heads", "head_dim")
     if q_spec is None:
-        kernel = _kernel(q.shape[1], q.shape[2], interpret=interpret)
-        return _attend_locally(kernel, q, k, v, segment_ids, segment_ids)
+        return _attend_locally(make(), q, k, v, segment_ids, segment_ids)
     kv_spec = logical.activation_spec("batch", "kv_length", "kv_heads", "head_dim")
     if kv_spec[2] != q_spec[2]:  # key heads are sharded differently from query heads: repeat them for every query head
         k, v = _repeat_heads(k, q.shape[2]), _repeat_heads(v, q.shape[2])
         kv_spec = PartitionSpec(*kv_spec[:2], *q_spec[2:])
     mesh = jax.sharding.get_abstract_mesh()
     length_shards, head_shards = (logical.shards(q_spec[i], mesh.shape) for i in (1, 2))
-    kernel = _kernel(q.shape[1], q.shape[2], length_shards=length_shards, head_shards=head_shards, interpret=interpret)
+    kernel = make(length_shards=length_shards, head_shards=head_shards)
     # Used only to compute the spec: inside a pipeline, axes of `mesh` may be manual.
     free = AbstractMesh(mesh.axis_sizes, mesh.axis_names)
     kernel_spec = kernel.manual_sharding_spec(NamedSharding(free, PartitionSpec(q_spec[2], q_spec[1])))
@@ -181,10 +131,25 @@ def splash_attention(
     )(kernel, q, k, v, segment_ids, segment_ids)
 
 
-def _kernel(length: int, heads: int, *, length_shards: int = 1, head_shards: int = 1, interpret: bool):
+def _kernel(
+    length: int,
+    heads: int,
+    *,
+    window: int | None,
+    softcap: float | None,
+    interpret: bool,
+    length_shards: int = 1,
+    head_shards: int = 1,
+):
     """Returns the kernel for all positions; over chips it is sharded like its queries."""
+    shape = (length, length)
+    if window is None:
+        mask = splash.CausalMask(shape, shard_count=length_shards)
+    else:
+        mask = splash.LocalMask(shape, (window - 1, 0), 0, shard_count=length_shards)
     return splash.make_splash_mha(
-        splash.MultiHeadMask([splash.CausalMask((length, length), shard_count=length_shards)] * heads),
+        splash.MultiHeadMask([mask] * heads),
+        attn_logits_soft_cap=softcap,
         block_sizes=_block_sizes(length // length_shards),
         head_shards=head_shards,
         q_seq_shards=length_shards,

@@ -10,6 +10,7 @@ B batch, T length, D embed, F mlp, V vocab.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +44,36 @@ def _rms_norm_back(eps: float, saved: tuple, dy: jax.Array) -> tuple[jax.Array, 
 rms_norm.defvjp(_rms_norm_forward, _rms_norm_back)
 
 
+def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
+    """Returns (x - mean) / sqrt(variance + eps) * scale + bias over the last dimension, in float32 (Ba et al. 2016)."""
+    wide = x.astype(jnp.float32)
+    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    per_length = checkpoint_name(jax.lax.rsqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + eps), "norm")
+    return (centred * per_length * scale + bias).astype(x.dtype)
+
+
+ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+
+
+def activated(x: jax.Array, activation: str) -> jax.Array:
+    """Applies an activation of `ACTIVATIONS`, computed in float32."""
+    return ACTIVATIONS[activation](checkpoint_name(x, "up").astype(jnp.float32)).astype(x.dtype)
+
+
+def gated(gate: jax.Array, up: jax.Array, activation: str = "silu") -> jax.Array:
+    """Returns activation(gate) up, computed in float32."""
+    if activation == "silu":
+        return _silu_gated(gate, up)
+    gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
+    return (ACTIVATIONS[activation](gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
+
+
 @jax.custom_vjp
-def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+def _silu_gated(gate: jax.Array, up: jax.Array) -> jax.Array:
     """Returns silu(gate) up. Its gradients are materialized once instead of in each product that reads them."""
     return _gated_forward(gate, up)[0]
 
@@ -68,11 +97,13 @@ def _sigmoid(x: jax.Array) -> jax.Array:
     return 0.5 + 0.5 * jnp.tanh(0.5 * x)
 
 
-gated.defvjp(_gated_forward, _gated_back)
+_silu_gated.defvjp(_gated_forward, _gated_back)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def embedded(table: jax.Array, ids: jax.Array, rows: tuple[str | None, ...], dtype: str) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def embedded(
+    table: jax.Array, ids: jax.Array, rows: tuple[str | None, ...], dtype: str, entries: str | None = "vocab"
+) -> jax.Array:
     """Returns the rows `ids` of an embedding table, in `dtype`; their gradients are summed in float32.
 
     A frequent token has thousands of gradients in a batch; in bfloat16 each would be rounded to the precision of their
@@ -80,22 +111,25 @@ def embedded(table: jax.Array, ids: jax.Array, rows: tuple[str | None, ...], dty
     gradients, which is less traffic than summing whole tables over chips.
 
     Args:
-      table: [V, D] with axes (vocab, embed), float32, as stored.
+      table: [V, D] with axes (entries, embed), float32, as stored.
       ids: [...], int32.
       rows: logical axes of `ids`.
       dtype: of the result [..., D].
+      entries: logical axis of the table's rows; its columns have the axis `embed`.
     """
     del rows
-    return logical.constrain(table.astype(dtype), "vocab", None)[ids]  # indexed by row: rows are not sharded
+    return logical.constrain(table.astype(dtype), entries, None)[ids]  # indexed by row: rows are not sharded
 
 
-def _embedded_back(rows: tuple[str | None, ...], dtype: str, saved: tuple, dy: jax.Array) -> tuple[jax.Array, None]:
+def _embedded_back(
+    rows: tuple[str | None, ...], dtype: str, entries: str | None, saved: tuple, dy: jax.Array
+) -> tuple[jax.Array, None]:
     del dtype
     table, ids = saved
     summed = jnp.zeros_like(table)
-    specs = logical.lookup_specs(("vocab", "embed"), rows)
+    specs = logical.lookup_specs((entries, "embed"), rows)
     if specs is None:
-        return logical.constrain(summed, "vocab", None).at[ids].add(dy.astype(jnp.float32)), None
+        return logical.constrain(summed, entries, None).at[ids].add(dy.astype(jnp.float32)), None
     split = jax.lax.with_sharding_constraint
     for move in specs.moves:  # sent in the compute dtype, converted to float32 where it is summed
         dy = split(dy, move)
@@ -103,7 +137,7 @@ def _embedded_back(rows: tuple[str | None, ...], dtype: str, saved: tuple, dy: j
     return split(summed, specs.table), None
 
 
-embedded.defvjp(lambda table, ids, rows, dtype: (embedded(table, ids, rows, dtype), (table, ids)), _embedded_back)
+embedded.defvjp(lambda table, ids, *static: (embedded(table, ids, *static), (table, ids)), _embedded_back)
 
 
 @jax.custom_vjp

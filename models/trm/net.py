@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from core import logical, stack
-from models import attention
+from models import attention, rotary
 from models.trm import operations
 
 Block = Mapping[str, jax.Array]  # weights of one layer
@@ -213,7 +213,7 @@ def _attend(weights: Block, x: jax.Array, *, theta: float | None) -> jax.Array:
     q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
     if theta is not None:
         positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
-        q, k = (attention.rotary(a, positions, theta=theta) for a in (q, k))
+        q, k = (rotary.rotate(a, positions, theta=theta) for a in (q, k))
     k, v = (logical.constrain(a, "batch", "kv_length", "heads", "head_dim") for a in (k, v))
     scores = jnp.einsum("bthk,bshk->bhts", q, k, preferred_element_type=jnp.float32) / math.sqrt(q.shape[-1])
     mixed = jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(scores, axis=-1).astype(v.dtype), v)

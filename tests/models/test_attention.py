@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from core import slices
-from models import attention
+from models import attention, rotary
 from parallel import partitioner, strategies
 
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 256, 4, 2, 32
@@ -88,12 +88,12 @@ def test_a_scale_takes_the_place_of_the_root_of_the_head_dimension(inputs, form)
 def test_rotary_turns_pairs_and_depends_on_distance_only():
     x = jax.random.normal(jax.random.key(1), (1, 8, 1, 6))
     positions = jnp.arange(8)[None]
-    turned = attention.rotary(x, positions, theta=100.0)
+    turned = rotary.rotate(x, positions, theta=100.0)
     angle = 3 * 100.0 ** (-1 / 3)
     a, b = x[0, 3, 0, 1], x[0, 3, 0, 4]
     np.testing.assert_allclose(turned[0, 3, 0, 1], a * np.cos(angle) - b * np.sin(angle), atol=1e-6)
     np.testing.assert_allclose(turned[0, 3, 0, 4], b * np.cos(angle) + a * np.sin(angle), atol=1e-6)
-    shifted = attention.rotary(x, positions + 5, theta=100.0)
+    shifted = rotary.rotate(x, positions + 5, theta=100.0)
     dots = jnp.einsum("btnk,bsnk->bts", turned, turned)
     np.testing.assert_allclose(jnp.einsum("btnk,bsnk->bts", shifted, shifted), dots, atol=1e-5)
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import attention, derivatives
+from models import derivatives, rotary
 
 KEYS = jax.random.split(jax.random.key(3), 8)
 X = 2.0 + 3.0 * jax.random.normal(KEYS[0], (2, 5, 6))
@@ -32,7 +32,7 @@ CASES = {
     "gated": (derivatives.gated, lambda gate, up: gate / (1 + jnp.exp(-gate)) * up, (X, X[::-1] - 1.0)),
     "unembedded": (derivatives.unembedded, lambda x, w: x @ w, (X, jax.random.normal(KEYS[3], (6, 11)))),
     "turned": (
-        lambda x: attention.apply_rotary(x, attention.rotary_tables(POSITIONS, 6, theta=20.0, length=0.7)),
+        lambda x: rotary.apply(x, rotary.tables(POSITIONS, 6, theta=20.0, length=0.7)),
         plain_turn,
         (jax.random.normal(KEYS[4], (2, 5, 3, 6)),),
     ),

@@ -16,7 +16,7 @@ import pytest
 
 from core import optimizers, step, train_state
 from core.types import IGNORED
-from models import attention, losses, trm
+from models import losses, rotary, trm
 from models.trm import halting, net
 
 FIXTURE = np.load(pathlib.Path(__file__).parent / "fixtures" / "trm_parity.npz")
@@ -274,7 +274,7 @@ def test_every_number_of_the_reference():
 def test_rotary_angles():
     at = np.array([0, 1, 16, 96])
     ones = jnp.concatenate([jnp.ones((1, 97, 1, 16)), jnp.zeros((1, 97, 1, 16))], axis=-1)
-    turned = attention.rotary(ones, jnp.arange(97)[None], theta=1e4)[0, at, 0]
+    turned = rotary.rotate(ones, jnp.arange(97)[None], theta=1e4)[0, at, 0]
     np.testing.assert_allclose(turned[:, :16], fixture("mid/rope_cos")[:, :16], atol=1e-5)
     np.testing.assert_allclose(turned[:, 16:], fixture("mid/rope_sin")[:, 16:], atol=1e-5)
 
@@ -315,11 +315,11 @@ def no_scale_of_the_embedding(monkeypatch):
 
 
 def interleaved_rotary(monkeypatch):
-    def rotary(x, positions, *, theta, original=attention.rotary):
+    def interleaved(x, positions, *, theta, original=rotary.rotate):
         order = np.arange(x.shape[-1]).reshape(-1, 2).T.ravel()
         return original(x[..., order], positions, theta=theta)[..., np.argsort(order)]
 
-    monkeypatch.setattr(attention, "rotary", rotary)
+    monkeypatch.setattr(rotary, "rotate", interleaved)
 
 
 def gate_and_up_swapped(monkeypatch):

@@ -1,0 +1,248 @@
+"""Reads the parameters of a model from a folder of safetensors, and writes them; only the needed parts are read.
+
+A parameter is found by its `Source`. All differences between the folder and the model are found before any tensor is
+read; then every chip's part is read straight from the file, so that a host needs memory for its own shards and one part
+at a time.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from core import parameters, paths
+from core.checkpoints import safetensors_files
+from core.checkpoints.tensor_map import Source
+from core.errors import UserError
+from core.logical import Axes
+
+_SHARD_BYTES = 2 * 10**9  # of an exported file, which is held in memory while it is written
+
+
+class _Parameter(NamedTuple):
+    """A parameter of the model: its source, and the length in the tensor of each axis but `layers`."""
+
+    source: Source
+    layers: int | None
+    shape: tuple[int, ...]  # of one layer
+    sizes: dict[str, int]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the tensors that hold it."""
+        return [self.source.name.format(i) for i in range(self.layers or 1)]
+
+
+def _described(
+    shapes: Any, axes: Any, sources: Mapping[str, Source], limits: Mapping[str, int]
+) -> dict[str, _Parameter]:
+    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    named = jax.tree.leaves(axes, is_leaf=lambda a: isinstance(a, Axes))
+    found = {}
+    for (path, leaf), axis in zip(leaves, named, strict=True):
+        name, names, shape = parameters.path_name(path), tuple(axis.names), tuple(leaf.shape)
+        layers = shape[0] if names[:1] == ("layers",) else None
+        if layers is not None:
+            names, shape = names[1:], shape[1:]
+        labels = [label or "_" for label in names]
+        sizes = {label: limits.get(label, size) for label, size in zip(labels, shape, strict=True)}
+        found[name] = _Parameter(sources[name], layers, shape, sizes)
+    return found
+
+
+class PublishedFolder:
+    """The parameters of a model in a folder of safetensors.
+
+    Attributes:
+      folder: where they are.
+    """
+
+    def __init__(
+        self,
+        folder: paths.Path,
+        sources: Mapping[str, Source],
+        *,
+        prefixes: Sequence[str] = ("",),
+        ignored: Sequence[str] = (),
+        limits: Mapping[str, int] | None = None,
+    ):
+        """Reads the headers of the files.
+
+        Args:
+          folder: local or remote.
+          sources: of each parameter, by path. A name that starts with "/" has no prefix.
+          prefixes: of the names of tensors; the first with which any source is found is used.
+          ignored: patterns of names of tensors that hold no parameter.
+          limits: length in the tensors of logical axes that the model stores longer, such as `{"vocab": 50257}`.
+        """
+        self.folder = folder
+        self._tensors = safetensors_files.tensors(folder)
+        plain = [source.name.format(0) for source in sources.values() if not source.name.startswith("/")]
+        prefix = next((p for p in prefixes if any(p + name in self._tensors for name in plain)), prefixes[0])
+        self._sources = {path: source.prefixed(prefix) for path, source in sources.items()}
+        self._ignored = tuple(ignored)
+        self._limits = dict(limits or {})
+
+    def problems(self, shapes: Any, axes: Any) -> list[str]:
+        """Returns the differences between the folder and a model: missing, of another shape, left over.
+
+        Args:
+          shapes, axes: of the model's parameters, trees of one structure.
+        """
+        expected: dict[str, tuple[int, ...]] = {}
+        for parameter in _described(shapes, axes, self._sources, self._limits).values():
+            expected |= dict.fromkeys(parameter.names, parameter.source.shape(parameter.sizes))
+        lines = [f"missing: {name} {list(shape)}" for name, shape in expected.items() if name not in self._tensors]
+        for name, tensor in self._tensors.items():
+            if name in expected and tensor.shape != expected[name]:
+                lines.append(f"{name}: shape {list(tensor.shape)}, the model needs {list(expected[name])}")
+            if name in expected and not _is_float(tensor.dtype):
+                lines.append(f"{name}: dtype {tensor.dtype}, the model needs floating-point numbers")
+        unused = [name for name in self._tensors if name not in expected]
+        left = [name for name in unused if not any(fnmatch.fnmatch(name, p) for p in self._ignored)]
+        return lines + [f"left over: {name} {list(self._tensors[name].shape)}" for name in left]
+
+    def load(self, abstract: Any, axes: Any, *, progress: Callable[[str, int, int], None] = lambda *_: None) -> Any:
+        """Reads the parameters.
+
+        Args:
+          abstract: tree of `jax.ShapeDtypeStruct` with shardings; this host reads its own shards.
+          axes: tree of logical axes of the same structure.
+          progress: called before each parameter with its path, its number from 1, and the number of parameters.
+
+        Returns:
+          A tree of arrays like `abstract`.
+
+        Raises:
+          UserError: the folder does not fit, with every difference.
+        """
+        if lines := self.problems(abstract, axes):
+            raise UserError(f"{self.folder} does not fit the model:\n  " + "\n  ".join(_shortened(lines)))
+        described = _described(abstract, axes, self._sources, self._limits)
+        leaves, structure = jax.tree.flatten(abstract)
+        arrays = []
+        for number, (path, leaf) in enumerate(zip(described, leaves, strict=True), start=1):
+            progress(path, number, len(leaves))
+            arrays.append(self._array(described[path], leaf))
+        return jax.tree.unflatten(structure, arrays)
+
+    def _array(self, parameter: _Parameter, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            ranges = [slice(*s.indices(size)[:2]) for s, size in zip(index, leaf.shape, strict=True)]
+            if parameter.layers is None:
+                return self._part(parameter, parameter.names[0], ranges, leaf.dtype)
+            layers = range(ranges[0].start, ranges[0].stop)
+            out = np.empty([s.stop - s.start for s in ranges], leaf.dtype)
+            for place, layer in enumerate(layers):
+                out[place] = self._part(parameter, parameter.names[layer], ranges[1:], leaf.dtype)
+            return out
+
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
+
+    def _part(self, parameter: _Parameter, name: str, ranges: Sequence[slice], dtype: Any) -> np.ndarray:
+        """Reads a part of the parameter of one layer; entries that the tensor does not have are 0."""
+        sizes = parameter.sizes
+        wanted = {
+            axis: slice(min(r.start, size), min(r.stop, size))
+            for (axis, size), r in zip(sizes.items(), ranges, strict=True)
+        }
+        lengths = [r.stop - r.start for r in ranges]
+        found = [r.stop - r.start for r in wanted.values()]
+        if 0 in found:
+            return np.zeros(lengths, dtype)
+        tensor = self._tensors[name]
+        values = parameter.source.read(lambda index: safetensors_files.read(tensor, index), sizes, wanted)
+        values = values.astype(dtype)
+        if found == lengths:
+            return values
+        return np.pad(values, [(0, length - n) for length, n in zip(lengths, found, strict=True)])
+
+
+def _is_float(dtype: np.dtype) -> bool:
+    return jax.numpy.issubdtype(dtype, jax.numpy.floating)
+
+
+def _shortened(lines: Sequence[str], most: int = 30) -> list[str]:
+    return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
+
+
+def tensors_of(
+    read: Callable[[str, int | None], np.ndarray],
+    shapes: Any,
+    axes: Any,
+    sources: Mapping[str, Source],
+    *,
+    limits: Mapping[str, int],
+    dtype: Any,
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the tensors of a model one after the other, as they are published.
+
+    Args:
+      read: returns a parameter by its path; of one layer, if a number is given.
+      shapes, axes: of the parameters.
+      sources: with complete names.
+      limits: as in `PublishedFolder`.
+      dtype: of the tensors.
+    """
+    parts: dict[str, list[tuple[str, int | None, _Parameter]]] = {}
+    for path, parameter in _described(shapes, axes, sources, limits).items():
+        for layer, name in enumerate(parameter.names):
+            parts.setdefault(name, []).append((path, None if parameter.layers is None else layer, parameter))
+    for name, found in parts.items():
+        tensor = np.zeros(found[0][2].source.shape(found[0][2].sizes), dtype)
+        for path, layer, parameter in found:
+            parameter.source.write(tensor, read(path, layer), parameter.sizes)
+        yield name, tensor
+
+
+def write(folder: paths.Path, tensors: Iterator[tuple[str, np.ndarray]], *, shard_bytes: int = _SHARD_BYTES) -> int:
+    """Writes tensors as one safetensors file, or as several with an index; returns their bytes.
+
+    The files have temporary names until all are written.
+
+    Args:
+      folder: exists and is local.
+      tensors: names and arrays.
+      shard_bytes: most bytes of a file, unless one tensor is larger.
+    """
+    from safetensors.numpy import save_file
+
+    shards: list[list[str]] = []
+    held: dict[str, np.ndarray] = {}
+    total = 0
+
+    def flush() -> None:
+        save_file(held, folder / f"shard-{len(shards)}.tmp", metadata={"format": "pt"})
+        shards.append(list(held))
+        held.clear()
+
+    for name, tensor in tensors:
+        if held and sum(a.nbytes for a in held.values()) + tensor.nbytes > shard_bytes:
+            flush()
+        held[name] = tensor
+        total += tensor.nbytes
+    flush()
+    names = ["model.safetensors"]
+    if len(shards) > 1:
+        names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+        weight_map = {tensor: file for file, listed in zip(names, shards, strict=True) for tensor in listed}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        paths.write_text_atomically(folder / safetensors_files.INDEX, json.dumps(index, indent=1) + "\n")
+    for i, name in enumerate(names):
+        (folder / f"shard-{i}.tmp").rename(folder / name)
+    return total
+
+
+def parameter_count(shapes: Any, axes: Any, limits: Mapping[str, int]) -> int:
+    """Returns the number of parameters as published, without the entries by which axes are stored longer."""
+    leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(axes, is_leaf=lambda a: isinstance(a, Axes)), strict=True)
+    return sum(
+        math.prod(limits.get(name or "_", size) for size, name in zip(leaf.shape, axis.names, strict=True))
+        for leaf, axis in leaves
+    )

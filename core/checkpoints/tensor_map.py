@@ -1,0 +1,117 @@
+"""Relates a parameter to the tensors of another library, whose dimensions are in another order, merged or split.
+
+A `Source` says how a tensor is made of the logical axes of a parameter, in the notation of einops:
+
+    Source("h.{}.attn.c_attn.weight", "embed (0/3 heads head_dim)")
+
+is a matrix whose rows are `embed`, and whose columns are the first of three blocks of `heads` x `head_dim`. `{}` is the
+number of the layer: a parameter with the axis `layers` comes from one tensor for each layer. `_` is a dimension without
+a name. An axis may be shorter in the tensor than in the parameter (a vocabulary that is stored rounded up): the rest is
+zero in the parameter, and not exported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+Slices = tuple[slice, ...]
+_TOKEN = re.compile(r"\(([^)]*)\)|(\S+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The tensor, or the tensors of all layers, that hold a parameter.
+
+    Attributes:
+      name: of the tensor, with `{}` for the number of the layer; with a leading "/" it takes no prefix.
+      dims: the tensor's dimensions in terms of the parameter's axes; see the module.
+    """
+
+    name: str
+    dims: str
+
+    def prefixed(self, prefix: str) -> Source:
+        """Returns the source with a prefix of its name."""
+        return Source(self.name[1:] if self.name.startswith("/") else prefix + self.name, self.dims)
+
+    @property
+    def _groups(self) -> list[list[str]]:
+        return [(merged or single).split() for merged, single in _TOKEN.findall(self.dims)]
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Returns the shape of the tensor, from the length in it of every axis."""
+        return tuple(math.prod(_size(token, sizes) for token in group) for group in self._groups)
+
+    def read(self, read: Callable[[Slices], np.ndarray], sizes: Mapping[str, int], wanted: Mapping[str, slice]):
+        """Returns a part of the parameter of one layer.
+
+        Args:
+          read: reads a part of the tensor.
+          sizes: length in the tensor of every axis, in the parameter's order.
+          wanted: part of every axis.
+
+        Returns:
+          An array with the axes of `sizes`.
+        """
+        covers = [[_slice(token, sizes, wanted) for token in group] for group in self._groups]
+        placed = [_covering(group, [_size(t, sizes) for t in tokens]) for group, tokens in zip(covers, self._groups)]
+        values = read(tuple(place for place, _, _ in placed))
+        values = values.reshape([size for _, shape, _ in placed for size in shape])
+        values = values[tuple(part for _, _, parts in placed for part in parts)]
+        tokens = [token for group in self._groups for token in group]
+        values = values.reshape([n for token, n in zip(tokens, values.shape) if _block(token) is None])
+        order = [token for token in tokens if _block(token) is None]
+        return values.transpose([order.index(axis) for axis in sizes])
+
+    def write(self, tensor: np.ndarray, values: np.ndarray, sizes: Mapping[str, int]) -> None:
+        """Writes the parameter of one layer into its place in `tensor`, an array of `shape(sizes)`.
+
+        Args:
+          tensor: filled in place.
+          values: the parameter; entries beyond `sizes` are left out.
+          sizes: as in `read`.
+        """
+        values = values[tuple(slice(0, size) for size in sizes.values())]
+        tokens = [token for group in self._groups for token in group]
+        order = [token for token in tokens if _block(token) is None]
+        values = values.transpose([list(sizes).index(axis) for axis in order])
+        split = tensor.reshape([_size(token, sizes) for token in tokens])
+        split[tuple(slice(None) if (b := _block(token)) is None else b[0] for token in tokens)] = values
+
+
+def _block(token: str) -> tuple[int, int] | None:
+    """Parses `0/3`, the first of three blocks; None for the name of an axis."""
+    number, slash, count = token.partition("/")
+    return (int(number), int(count)) if slash else None
+
+
+def _size(token: str, sizes: Mapping[str, int]) -> int:
+    block = _block(token)
+    return sizes[token] if block is None else block[1]
+
+
+def _slice(token: str, sizes: Mapping[str, int], wanted: Mapping[str, slice]) -> slice:
+    block = _block(token)
+    return wanted[token] if block is None else slice(block[0], block[0] + 1)
+
+
+def _covering(parts: Sequence[slice], sizes: Sequence[int]) -> tuple[slice, list[int], list[slice]]:
+    """Returns the shortest range of a merged dimension that contains these parts of its factors.
+
+    Returns:
+      The range, its shape as factors, and the parts inside of that shape.
+    """
+    lengths = [part.stop - part.start for part in parts]
+    varies = next((i for i, length in enumerate(lengths) if length > 1), len(parts) - 1)
+    inner = math.prod(sizes[varies + 1 :])
+    start = 0
+    for part, size in zip(parts[: varies + 1], sizes[: varies + 1], strict=True):
+        start = start * size + part.start
+    shape = [*lengths[: varies + 1], *sizes[varies + 1 :]]
+    inside = [*(slice(None) for _ in range(varies + 1)), *parts[varies + 1 :]]
+    return slice(start * inner, (start + lengths[varies]) * inner), shape, inside

@@ -1,0 +1,144 @@
+"""One layer of the decoder: attention and a feed-forward layer.
+
+B batch, T length, D embed, H query heads, N key/value heads, K head_dim, F mlp.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from core import logical
+from models import attention, derivatives, rotary
+from models.decoder_config import GLOBAL, LOCAL, DecoderConfig
+
+
+class Side(NamedTuple):
+    """Arrays that belong to rows and are the same for all layers.
+
+    Attributes:
+      segment_ids: [B, T], int32.
+      turns: rotary tables, by kind of layer where kinds differ, otherwise of GLOBAL; none for learned positions.
+    """
+
+    segment_ids: jax.Array
+    turns: dict[str, rotary.RotaryTables]
+
+
+class Block(hk.Module):
+    """One layer: attention and feed-forward, each on a normalized copy of the residual stream."""
+
+    def __init__(self, config: DecoderConfig, kind: str, name: str = "block"):
+        super().__init__(name)
+        self.config = config
+        self.kind = kind
+
+    def __call__(self, x: jax.Array, side: Side) -> jax.Array:
+        """Runs the layer, [B, T, D] -> [B, T, D]."""
+        x = logical.constrain(x, "batch", "residual_length", "embed")
+        x = x + self._output_norm("attention", self._attention(self._input_norm("attention", x), side))
+        x = checkpoint_name(logical.constrain(x, "batch", "residual_length", "embed"), "attended")
+        x = x + self._output_norm("mlp", self._mlp(self._input_norm("mlp", x)))
+        return logical.constrain(x, "batch", "residual_length", "embed")
+
+    def _input_norm(self, part: str, x: jax.Array) -> jax.Array:
+        return normalized(self.config, f"{part}_norm", x)
+
+    def _output_norm(self, part: str, x: jax.Array) -> jax.Array:
+        return normalized(self.config, f"{part}_post_norm", x) if self.config.post_norm else x
+
+    def _weight(
+        self, name: str, shape: tuple[int, ...], axes: tuple[str, ...], *, fan_in: int, in_dims: int = 1
+    ) -> jax.Array:
+        init = hk.initializers.TruncatedNormal(fan_in**-0.5)
+        return logical.param(name, shape, axes, init, in_dims=in_dims, compute_dtype=self.config.dtype)
+
+    def _biased(self, name: str, x: jax.Array, axes: tuple[str, ...], *, among: tuple[str, ...]) -> jax.Array:
+        """Adds a bias with these axes, the last ones of x, if the model has it."""
+        if self.config.bias not in among:
+            return x
+        shape = x.shape[-len(axes) :]
+        return x + logical.param(f"{name}_bias", shape, axes, jnp.zeros, kind="bias", compute_dtype=self.config.dtype)
+
+    def _attention(self, x: jax.Array, side: Side) -> jax.Array:
+        c = self.config
+        d, h, n, k = c.embed_dim, c.num_heads, c.num_kv_heads, c.head_width
+        wq = self._weight("query", (d, h, k), ("embed", "heads", "head_dim"), fan_in=d)
+        wk = self._weight("key", (d, n, k), ("embed", "kv_heads", "head_dim"), fan_in=d)
+        wv = self._weight("value", (d, n, k), ("embed", "kv_heads", "head_dim"), fan_in=d)
+        fan_in = 2 * c.num_layers * h * k
+        wo = self._weight("output", (h, k, d), ("heads", "head_dim", "embed"), fan_in=fan_in, in_dims=2)
+        q = self._heads("query", jnp.einsum("btd,dhk->bthk", x, wq), side, "heads")
+        key = self._heads("key", jnp.einsum("btd,dnk->btnk", x, wk), side, "kv_heads")
+        value = self._biased(
+            "value", jnp.einsum("btd,dnk->btnk", x, wv), ("kv_heads", "head_dim"), among=("qkv", "all")
+        )
+        value = logical.constrain(value, "batch", "length", "kv_heads", "head_dim")
+        q, key, value = map(checkpoint_name, (q, key, value), ("query", "key", "value"))
+        mixed = attention.attend(
+            q,
+            key,
+            value,
+            side.segment_ids,
+            choice=c.attention,
+            scale=1.0 if side.turns else c.score_scale,  # otherwise the rotary tables scale
+            window=c.window if self.kind == LOCAL else None,
+            softcap=c.attention_softcap,
+        )
+        mixed = logical.constrain(mixed, "batch", "length", "heads", "head_dim")
+        return self._biased("output", jnp.einsum("bthk,hkd->btd", mixed, wo), ("norm",), among=("all",))
+
+    def _heads(self, name: str, x: jax.Array, side: Side, heads: str) -> jax.Array:
+        """Adds the bias of heads [B, T, heads, K], normalizes and rotates them.
+
+        They have the sharding of the strategy before and after. The constraint after is for the gradient: where keys
+        are gathered over positions, it is scattered before it is rotated.
+        """
+        x = self._biased(name, x, (heads, "head_dim"), among=("qkv", "all"))
+        if self.config.qk_norm:
+            x = normalized(self.config, f"{name}_norm", x)
+        x = logical.constrain(x, "batch", "length", heads, "head_dim")
+        if not side.turns:
+            return x
+        return logical.constrain(
+            rotary.apply(x, side.turns.get(self.kind, side.turns[GLOBAL])), "batch", "length", heads, "head_dim"
+        )
+
+    def _mlp(self, x: jax.Array) -> jax.Array:
+        c = self.config
+        d, f = c.embed_dim, c.mlp_dim
+        gate = self._weight("gate", (d, f), ("embed", "mlp"), fan_in=d) if c.gated else None
+        up = self._weight("up", (d, f), ("embed", "mlp"), fan_in=d)
+        down = self._weight("down", (f, d), ("mlp", "embed"), fan_in=2 * c.num_layers * f)
+        if gate is None:
+            hidden = derivatives.activated(self._biased("up", x @ up, ("mlp",), among=("all",)), c.activation)
+        else:
+            gate = self._biased("gate", x @ gate, ("mlp",), among=("all",))
+            hidden = derivatives.gated(gate, self._biased("up", x @ up, ("mlp",), among=("all",)), c.activation)
+        hidden = logical.constrain(hidden, "batch", "length", "mlp")  # [B, T, F]
+        return self._biased("down", hidden @ down, ("norm",), among=("all",))
+
+
+def normalized(config: DecoderConfig, name: str, x: jax.Array) -> jax.Array:
+    """Normalizes the last dimension of x with the parameters `name`, by the model's norm."""
+    return normalize(config, x, *norm_params(config, name, x.shape[-1]))
+
+
+def norm_params(config: DecoderConfig, name: str, width: int) -> tuple[jax.Array, ...]:
+    """Returns the parameters of a norm: its scale [width], and the bias [width] of a LayerNorm."""
+    init = jnp.zeros if config.norm == "rms_offset" else jnp.ones
+    scale = logical.param(name, (width,), ("norm",), init)
+    if config.norm != "layer":
+        return (scale,)
+    return scale, logical.param(f"{name}_bias", (width,), ("norm",), jnp.zeros, kind="bias")
+
+
+def normalize(config: DecoderConfig, x: jax.Array, scale: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """Normalizes the last dimension of x, in float32."""
+    if bias is not None:
+        return derivatives.layer_norm(x, scale, bias, config.norm_eps)
+    return derivatives.rms_norm(x, 1.0 + scale if config.norm == "rms_offset" else scale, config.norm_eps)

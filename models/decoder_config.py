@@ -1,0 +1,183 @@
+"""The fields of the decoder: its sizes, the parts that differ between families of models, and what follows from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from core.errors import UserError
+from models import attention, derivatives, rotary
+
+# Checkpoint names of the arrays that each choice saves for the backward pass of a layer, in addition to its input. The
+# comments give the MiB saved per layer and row of 2048 tokens of the 7B, including the input, and the fraction of the
+# layer's matrix products that is recomputed.
+_ATTENTION = ("norm", "query", "key", "value", attention.MIXED)
+REMAT: Mapping[str, str | tuple[str, ...]] = {
+    "none": "none",  # no rematerialization: saves whatever the derivatives need
+    "projections": (*_ATTENTION, "attended", "gate", "up"),  # 182 MiB, 0: every product and the kernel's output
+    "attention_and_up": (*_ATTENTION, "attended", "up"),  # 139 MiB, 2/9: all but the gate
+    "attention": _ATTENTION,  # 80 MiB, 1/2: the kernel's inputs and output
+    "dots": "dots",  # as projections, but the kernel runs again
+    "halves": ("norm", "attended"),  # 32 MiB, 7/10: the inputs of attention and of the feed-forward layer
+    "full": ("norm",),  # 16 MiB, 7/9: the reciprocal root mean squares of the norms
+}
+LOCAL, GLOBAL = "local", "global"
+_CHOICES = {
+    "remat": REMAT,
+    "dtype": ("bfloat16", "float32"),
+    "attention": attention.CHOICES,
+    "norm": ("rms", "rms_offset", "layer"),
+    "bias": ("none", "qkv", "all"),
+    "activation": derivatives.ACTIVATIONS,
+    "positions": ("rotary", "learned"),
+}
+_COUNTS = ("vocab_size", "num_layers", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """The fields of `models.transformer.Transformer`; the defaults are Llama's.
+
+    Attributes:
+      vocab_size: entries of the vocabulary; stored rounded up to `vocab_multiple`.
+      num_layers, embed_dim, mlp_dim, num_heads, num_kv_heads, head_dim: sizes; head_dim defaults to embed/heads.
+      tied: use the embedding as the output matrix; its initial standard deviation is then 1 / sqrt(embed_dim) instead
+        of 1.
+      remat: what the backward pass saves and does not recompute: "none" (saves everything), "projections",
+        "attention_and_up", "attention", "dots", "halves", "full" (saves least); see `REMAT`. Pipelines always
+        use "full".
+      dtype: of computation, "bfloat16" or "float32"; parameters, norms, softmax and loss are float32.
+      attention: "auto", "plain", "splash" or "none"; see `models.attention.attend`.
+      norm: "rms" (x / rms * scale), "rms_offset" (x / rms * (1 + scale)) or "layer" (LayerNorm with a bias).
+      norm_eps: added to the mean square or variance.
+      post_norm: also normalize the output of attention and of the feed-forward layer, before it is added.
+      qk_norm: normalize queries and keys of every head by `norm`, before the rotation.
+      bias: "none"; "qkv": of queries, keys and values; "all": also of the output and of the feed-forward layer.
+      gated: multiply the activated projection by a second one; otherwise there is only one.
+      activation: "silu", "gelu" or "gelu_tanh" (the approximation by tanh).
+      positions: "rotary", or "learned": a vector for each of `max_positions` positions is added to the embedding.
+      max_positions: the largest number of positions; None: no limit.
+      rope_theta, rope_scaling: base of the rotary embedding, and an extension of `models.rotary`.
+      local_rope_theta: base in layers with a window, without scaling; None: as in the others.
+      window: positions to which a query of a local layer attends, including its own; None: all layers are global.
+      pattern: kinds of successive layers, "local" or "global", repeated as often as needed; (): all local if there is
+        a window.
+      query_scale: factor of attention scores; None: 1 / sqrt(head_dim).
+      attention_softcap, logit_softcap: bounds of scores and logits by softcap tanh(x / softcap); None: not bounded.
+      scaled_embedding: multiply embeddings by sqrt(embed_dim).
+      vocab_multiple: part of the model and independent of the mesh, so that parameters do not depend on the strategy.
+
+    Raises:
+      UserError: sizes that do not fit together.
+    """
+
+    vocab_size: int = 32000
+    num_layers: int
+    embed_dim: int
+    mlp_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int | None = None
+    tied: bool = False
+    remat: str = "none"
+    dtype: str = "bfloat16"
+    attention: str = "auto"
+    norm: str = "rms"
+    norm_eps: float = 1e-5
+    post_norm: bool = False
+    qk_norm: bool = False
+    bias: str = "none"
+    gated: bool = True
+    activation: str = "silu"
+    positions: str = "rotary"
+    max_positions: int | None = None
+    rope_theta: float = 10000.0
+    rope_scaling: rotary.Scaling | None = None
+    local_rope_theta: float | None = None
+    window: int | None = None
+    pattern: tuple[str, ...] = ()
+    query_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    scaled_embedding: bool = False
+    vocab_multiple: int = 128
+
+    def __post_init__(self):
+        for field in _COUNTS:
+            if getattr(self, field) < 1:
+                raise UserError(f"Transformer.{field} = {getattr(self, field)}: expected at least 1")
+        for field, choices in _CHOICES.items():
+            if getattr(self, field) not in choices:
+                raise UserError(f"Transformer.{field} = {getattr(self, field)!r}: expected one of {', '.join(choices)}")
+        if self.num_heads % self.num_kv_heads:
+            raise UserError(
+                f"Transformer: num_heads = {self.num_heads} is not a multiple of num_kv_heads = {self.num_kv_heads}"
+            )
+        if self.head_dim is None and self.embed_dim % self.num_heads:
+            raise UserError(
+                f"Transformer: embed_dim = {self.embed_dim} does not divide over num_heads = {self.num_heads}; "
+                "set head_dim, or choose sizes that divide"
+            )
+        if self.positions == "rotary" and self.head_width % 2:
+            raise UserError(f"Transformer: head_dim = {self.head_width} is odd; rotary embeddings need an even size")
+        if self.positions == "learned" and self.max_positions is None:
+            raise UserError("Transformer: learned positions need max_positions, the number of vectors to learn")
+        if unknown := set(self.pattern) - {LOCAL, GLOBAL}:
+            raise UserError(
+                f"Transformer.pattern: {sorted(unknown)}: expected kinds of layers, {LOCAL!r} or {GLOBAL!r}"
+            )
+        if (self.window is None) == (LOCAL in self.kinds):
+            raise UserError(
+                f"Transformer: window = {self.window} and pattern = {self.pattern}: local layers need a window, and a "
+                "window needs local layers"
+            )
+
+    @property
+    def head_width(self) -> int:
+        """K: the size of a head."""
+        return self.head_dim or self.embed_dim // self.num_heads
+
+    @property
+    def stored_vocab_size(self) -> int:
+        """V: the vocabulary rounded up to `vocab_multiple`."""
+        return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of layers that are repeated: `pattern`, or the only kind."""
+        return self.pattern or ((GLOBAL,) if self.window is None else (LOCAL,))
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of attention scores."""
+        return self.head_width**-0.5 if self.query_scale is None else self.query_scale
+
+    def flops_per_token(self, length: int) -> float:
+        """Returns training FLOPs per token without recomputation.
+
+        6 per parameter of a matrix product, and 6 L T H K for causal attention; in a local layer 12 W H K for a window
+        of W positions, if that is less.
+        """
+        inner = self.num_heads * self.head_width
+        kv = self.num_kv_heads * self.head_width
+        per_layer = self.embed_dim * (2 * inner + 2 * kv + (3 if self.gated else 2) * self.mlp_dim)
+        matmul = self.num_layers * per_layer + self.embed_dim * self.stored_vocab_size
+        spans = {GLOBAL: length, LOCAL: min(length, 2 * (self.window or length))}  # twice the mean number attended to
+        attended = sum(spans[self.kinds[i % len(self.kinds)]] for i in range(self.num_layers))
+        return 6.0 * matmul + 6.0 * attended * inner
+
+    def shrink(self, multiples: Mapping[str, int]) -> DecoderConfig:
+        """Returns the smallest decoder of this kind whose dimensions are multiples of `multiples`, by logical axis."""
+        kv_heads = multiples["kv_heads"]
+        group = 1 if self.num_heads == self.num_kv_heads else 2
+        layers = math.lcm(2, multiples["layers"])
+        return dataclasses.replace(
+            self,
+            num_layers=layers * math.ceil(len(self.kinds) / layers),
+            embed_dim=math.lcm(16, multiples["embed"]),
+            mlp_dim=math.lcm(16, multiples["mlp"]),
+            num_heads=math.lcm(multiples["heads"], kv_heads * group),
+            num_kv_heads=kv_heads,
+            head_dim=math.lcm(8, multiples["head_dim"]),
+        )

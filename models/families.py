@@ -1,0 +1,412 @@
+"""Published families of models: their `config.json`, and the names and layouts of their tensors.
+
+A family is a choice of fields of `models.transformer.Transformer`. `fields` reads a configuration in the format of
+published folders (transformers 4 and 5); `config` writes one, and `sources` says where each parameter is stored.
+
+| family | `model_type` | differs from Llama by |
+|---|---|---|
+| GPT-2 | gpt2 | LayerNorm, learned positions, biases, no gate, tied |
+| Llama 2, 3.x, SmolLM2 | llama | - |
+| Mistral | mistral | a window |
+| Qwen 2.5 | qwen2 | biases of queries, keys and values |
+| Qwen 3 | qwen3 | norms of queries and keys |
+| Gemma 2 | gemma2 | offset norms before and after, bounded scores and logits, alternating windows |
+| Gemma 3 | gemma3_text, gemma3 | as Gemma 2, with norms of queries and keys, two rotary bases, five windows to one |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from core.checkpoints.tensor_map import Source
+from core.errors import UserError
+from models import rotary
+from models.decoder_config import GLOBAL, LOCAL, DecoderConfig
+
+Config = Mapping[str, Any]
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+}
+PREFIXES = ("model.", "language_model.model.", "model.language_model.")
+GPT2_PREFIXES = ("transformer.", "")
+# Tensors that hold no parameter of the language model: buffers, a copy of a tied head, the vision part of Gemma 3.
+NOT_PARAMETERS = (
+    "*.attn.bias",
+    "*.attn.masked_bias",
+    "*.rotary_emb.inv_freq",
+    "*vision_tower.*",
+    "*multi_modal_projector.*",
+)
+
+
+def fields(config: Config) -> dict[str, Any]:
+    """Returns the fields of `Transformer` that a `config.json` describes.
+
+    Raises:
+      UserError: an unknown `model_type`, or a feature that the decoder does not have; all of them at once.
+    """
+    kind = config.get("model_type")
+    if kind not in _READERS:
+        raise UserError(f"config.json: model_type = {kind!r} is not known; known are {', '.join(_READERS)}")
+    unsupported = {
+        key: config[key] for key, neutral in _REFUSED.items() if config.get(key, neutral) not in (neutral, None)
+    }
+    if unsupported:
+        found = ", ".join(f"{key} = {value!r} (expected {_REFUSED[key]!r})" for key, value in unsupported.items())
+        raise UserError(f"config.json of {kind}: not supported: {found}")
+    return _READERS[kind](config)
+
+
+_REFUSED = {  # with the only supported value
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "use_bidirectional_attention": False,
+    "scale_attn_by_inverse_layer_idx": False,
+    "reorder_and_upcast_attn": False,
+    "scale_attn_weights": True,
+    "add_cross_attention": False,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+}
+
+
+def _gpt2(config: Config) -> dict[str, Any]:
+    embed = config["n_embd"]
+    return {
+        "vocab_size": config["vocab_size"],
+        "num_layers": config["n_layer"],
+        "embed_dim": embed,
+        "mlp_dim": config.get("n_inner") or 4 * embed,
+        "num_heads": config["n_head"],
+        "num_kv_heads": config["n_head"],
+        "norm": "layer",
+        "norm_eps": config.get("layer_norm_epsilon", 1e-5),
+        "bias": "all",
+        "gated": False,
+        "activation": _activation(config.get("activation_function", "gelu_new")),
+        "positions": "learned",
+        "max_positions": config.get("n_positions", 1024),
+        "tied": config.get("tie_word_embeddings", True),
+    }
+
+
+def _llama(config: Config, **other: Any) -> dict[str, Any]:
+    rope = _rope(config)
+    return {
+        "vocab_size": config["vocab_size"],
+        "num_layers": config["num_hidden_layers"],
+        "embed_dim": config["hidden_size"],
+        "mlp_dim": config["intermediate_size"],
+        "num_heads": config["num_attention_heads"],
+        "num_kv_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
+        "head_dim": config.get("head_dim"),
+        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "activation": _activation(config.get("hidden_activation") or config.get("hidden_act", "silu")),
+        "max_positions": config.get("max_position_embeddings"),
+        "rope_theta": float(rope.get("rope_theta", 10000.0)),
+        "rope_scaling": _scaling(rope),
+        "tied": config.get("tie_word_embeddings", False),
+        **other,
+    }
+
+
+def _mistral(config: Config) -> dict[str, Any]:
+    return _llama(config, window=config.get("sliding_window"))
+
+
+def _gemma(config: Config, *, period: int, **other: Any) -> dict[str, Any]:
+    kinds = config.get("layer_types")
+    kinds = [GLOBAL if kind == "full_attention" else LOCAL for kind in kinds] if kinds else None
+    pattern = _shortest(kinds) if kinds else (LOCAL,) * (period - 1) + (GLOBAL,)
+    return _llama(
+        config,
+        norm="rms_offset",
+        post_norm=True,
+        scaled_embedding=True,
+        query_scale=config["query_pre_attn_scalar"] ** -0.5,
+        window=config["sliding_window"],
+        pattern=pattern,
+        attention_softcap=config.get("attn_logit_softcapping"),
+        logit_softcap=config.get("final_logit_softcapping"),
+        **{"tied": config.get("tie_word_embeddings", True), "head_dim": config.get("head_dim", 256), **other},
+    )
+
+
+def _gemma3(config: Config) -> dict[str, Any]:
+    if "rope_parameters" in config:
+        local = config["rope_parameters"]["sliding_attention"]["rope_theta"]
+    else:
+        local = config.get("rope_local_base_freq", 10000.0)
+    full = {"rope_theta": 1e6, **config}
+    return _gemma(full, period=config.get("sliding_window_pattern", 6), qk_norm=True, local_rope_theta=float(local))
+
+
+def _gemma3_with_images(config: Config) -> dict[str, Any]:
+    defaults = {  # that published files leave out
+        "vocab_size": 262208,
+        "head_dim": 256,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "query_pre_attn_scalar": 256,
+        "max_position_embeddings": 131072,
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+    return _gemma3({**defaults, **config["text_config"]})
+
+
+_READERS: Mapping[str, Callable[[Config], dict[str, Any]]] = {
+    "gpt2": _gpt2,
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": lambda config: _llama(config, bias="qkv"),
+    "qwen3": lambda config: _llama(config, qk_norm=True),
+    "gemma2": lambda config: _gemma(config, period=2),
+    "gemma3_text": _gemma3,
+    "gemma3": _gemma3_with_images,
+}
+
+
+def _activation(name: str) -> str:
+    if name not in _ACTIVATIONS:
+        raise UserError(f"config.json: activation {name!r} is not known; known are {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def _shortest(kinds: list[str]) -> tuple[str, ...]:
+    """Returns the shortest pattern of which these kinds are repetitions, the last one possibly incomplete."""
+    length = next(n for n in range(1, len(kinds) + 1) if all(k == kinds[i % n] for i, k in enumerate(kinds)))
+    return tuple(kinds[:length])
+
+
+def _rope(config: Config) -> dict[str, Any]:
+    """Returns the settings of the rotary embedding of global layers."""
+    if "rope_parameters" in config:  # as transformers 5 writes them
+        return dict(config["rope_parameters"].get("full_attention", config["rope_parameters"]))
+    return {"rope_theta": config.get("rope_theta", 10000.0), **(config.get("rope_scaling") or {})}
+
+
+def _scaling(rope: Mapping[str, Any]) -> rotary.Scaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return rotary.Linear(factor=rope["factor"])
+    if kind == "llama3":
+        return rotary.Llama3(
+            factor=rope["factor"],
+            low_frequency_factor=rope["low_freq_factor"],
+            high_frequency_factor=rope["high_freq_factor"],
+            original_length=rope["original_max_position_embeddings"],
+        )
+    if kind == "yarn":
+        return rotary.Yarn(
+            factor=rope["factor"],
+            original_length=rope["original_max_position_embeddings"],
+            beta_fast=rope.get("beta_fast") or 32.0,
+            beta_slow=rope.get("beta_slow") or 1.0,
+            sharpening=rope.get("attention_factor"),
+            truncate=rope.get("truncate", True),
+        )
+    raise UserError(f"config.json: rope scaling {kind!r} is not known; known are default, linear, llama3, yarn")
+
+
+def family(model: DecoderConfig) -> str:
+    """Returns the `model_type` under which a decoder can be published.
+
+    Raises:
+      UserError: no family has these fields.
+    """
+    if model.positions == "learned":
+        found = "gpt2"
+    elif model.norm == "rms_offset":
+        found = "gemma3_text" if model.qk_norm else "gemma2"
+    elif model.bias == "qkv":
+        found = "qwen2"
+    elif model.qk_norm:
+        found = "qwen3"
+    else:
+        found = "llama" if model.window is None else "mistral"
+    again = fields(config(model, found))
+    wrong = {name: value for name, value in again.items() if getattr(model, name) != _as_field(name, value, model)}
+    if wrong:
+        raise UserError(
+            f"no published family has these fields; the nearest is {found}, which needs "
+            + ", ".join(f"{name} = {value!r} (here {getattr(model, name)!r})" for name, value in wrong.items())
+        )
+    return found
+
+
+def _as_field(name: str, value: Any, model: DecoderConfig) -> Any:
+    """Returns a default of the decoder in the form in which configurations spell it out."""
+    spelled = {"head_dim": model.head_width, "query_scale": model.score_scale, "pattern": model.kinds}
+    return getattr(model, name) if name in spelled and spelled[name] == value else value
+
+
+def config(model: DecoderConfig, kind: str) -> dict[str, Any]:
+    """Returns the `config.json` of a decoder as a model of type `kind`."""
+    if kind == "gpt2":
+        return _gpt2_config(model)
+    result = {
+        "model_type": kind,
+        "architectures": [_ARCHITECTURES[kind]],
+        "vocab_size": model.vocab_size,
+        "num_hidden_layers": model.num_layers,
+        "hidden_size": model.embed_dim,
+        "intermediate_size": model.mlp_dim,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_width,
+        "rms_norm_eps": model.norm_eps,
+        "hidden_act": _published(model.activation),
+        "rope_theta": model.rope_theta,
+        "rope_scaling": _published_scaling(model.rope_scaling),
+        "tie_word_embeddings": model.tied,
+    }
+    if model.max_positions is not None:
+        result["max_position_embeddings"] = model.max_positions
+    if kind == "mistral":
+        result["sliding_window"] = model.window
+    if kind.startswith("gemma"):
+        result |= {
+            "hidden_activation": _published(model.activation),
+            "query_pre_attn_scalar": _whole(model.score_scale**-2),
+            "sliding_window": model.window,
+            "layer_types": [_LAYER_TYPES[model.kinds[i % len(model.kinds)]] for i in range(model.num_layers)],
+            "attn_logit_softcapping": model.attention_softcap,
+            "final_logit_softcapping": model.logit_softcap,
+        }
+    if kind == "gemma3_text":
+        result["rope_local_base_freq"] = model.local_rope_theta
+    return result
+
+
+_LAYER_TYPES = {GLOBAL: "full_attention", LOCAL: "sliding_attention"}
+_ARCHITECTURES = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
+
+
+def _gpt2_config(model: DecoderConfig) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2",
+        "architectures": [_ARCHITECTURES["gpt2"]],
+        "vocab_size": model.vocab_size,
+        "n_layer": model.num_layers,
+        "n_embd": model.embed_dim,
+        "n_inner": model.mlp_dim,
+        "n_head": model.num_heads,
+        "n_positions": model.max_positions,
+        "layer_norm_epsilon": model.norm_eps,
+        "activation_function": _published(model.activation),
+        "tie_word_embeddings": model.tied,
+    }
+
+
+def _published(activation: str) -> str:
+    return {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}[activation]
+
+
+def _whole(value: float) -> int | float:
+    return round(value) if abs(value - round(value)) < 1e-9 * value else value
+
+
+def _published_scaling(scaling: rotary.Scaling | None) -> dict[str, Any] | None:
+    if isinstance(scaling, rotary.Linear):
+        return {"rope_type": "linear", "factor": scaling.factor}
+    if isinstance(scaling, rotary.Llama3):
+        return {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_frequency_factor,
+            "high_freq_factor": scaling.high_frequency_factor,
+            "original_max_position_embeddings": scaling.original_length,
+        }
+    if isinstance(scaling, rotary.Yarn):
+        return {
+            "rope_type": "yarn",
+            "factor": scaling.factor,
+            "original_max_position_embeddings": scaling.original_length,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "attention_factor": scaling.attention_factor,
+            "truncate": scaling.truncate,
+        }
+    return None
+
+
+def sources(model: DecoderConfig) -> dict[str, Source]:
+    """Returns where each parameter of a decoder is stored, by its path; without the prefix of tensor names."""
+    if model.positions == "learned":
+        return _gpt2_sources(model)
+    norms = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    if model.post_norm:
+        norms = {
+            "attention_norm": "input_layernorm",
+            "attention_post_norm": "post_attention_layernorm",
+            "mlp_norm": "pre_feedforward_layernorm",
+            "mlp_post_norm": "post_feedforward_layernorm",
+        }
+    block = {ours: Source(f"layers.{{}}.{theirs}.weight", "norm") for ours, theirs in norms.items()}
+    if model.qk_norm:
+        block |= {
+            f"{part}_norm": Source(f"layers.{{}}.self_attn.{part[0]}_norm.weight", "norm") for part in ("query", "key")
+        }
+    for ours, theirs, rows in (("query", "q", "heads"), ("key", "k", "kv_heads"), ("value", "v", "kv_heads")):
+        block[ours] = Source(f"layers.{{}}.self_attn.{theirs}_proj.weight", f"({rows} head_dim) embed")
+        if model.bias == "qkv":
+            block[f"{ours}_bias"] = Source(f"layers.{{}}.self_attn.{theirs}_proj.bias", f"({rows} head_dim)")
+    block["output"] = Source("layers.{}.self_attn.o_proj.weight", "embed (heads head_dim)")
+    block |= {part: Source(f"layers.{{}}.mlp.{part}_proj.weight", "mlp embed") for part in ("gate", "up")}
+    block["down"] = Source("layers.{}.mlp.down_proj.weight", "embed mlp")
+    result = {
+        "embedding": Source("embed_tokens.weight", "vocab embed"),
+        "final_norm": Source("norm.weight", "norm"),
+        **{f"layers/block/{ours}": source for ours, source in block.items()},
+    }
+    return result if model.tied else {**result, "unembedding": Source("/lm_head.weight", "vocab embed")}
+
+
+def _gpt2_sources(model: DecoderConfig) -> dict[str, Source]:
+    block = {
+        "output": Source("h.{}.attn.c_proj.weight", "(heads head_dim) embed"),
+        "output_bias": Source("h.{}.attn.c_proj.bias", "norm"),
+        "up": Source("h.{}.mlp.c_fc.weight", "embed mlp"),
+        "up_bias": Source("h.{}.mlp.c_fc.bias", "mlp"),
+        "down": Source("h.{}.mlp.c_proj.weight", "mlp embed"),
+        "down_bias": Source("h.{}.mlp.c_proj.bias", "norm"),
+    }
+    for ours, theirs in (("attention_norm", "ln_1"), ("mlp_norm", "ln_2")):
+        block |= {
+            ours: Source(f"h.{{}}.{theirs}.weight", "norm"),
+            f"{ours}_bias": Source(f"h.{{}}.{theirs}.bias", "norm"),
+        }
+    for i, (ours, heads) in enumerate((("query", "heads"), ("key", "kv_heads"), ("value", "kv_heads"))):
+        block[ours] = Source("h.{}.attn.c_attn.weight", f"embed ({i}/3 {heads} head_dim)")
+        block[f"{ours}_bias"] = Source("h.{}.attn.c_attn.bias", f"({i}/3 {heads} head_dim)")
+    result = {
+        "embedding": Source("wte.weight", "vocab embed"),
+        "position_embedding": Source("wpe.weight", "_ embed"),
+        "final_norm": Source("ln_f.weight", "norm"),
+        "final_norm_bias": Source("ln_f.bias", "norm"),
+        **{f"layers/block/{ours}": source for ours, source in block.items()},
+    }
+    return result if model.tied else {**result, "unembedding": Source("/lm_head.weight", "vocab embed")}
+
+
+def named_sources(model: DecoderConfig) -> dict[str, Source]:
+    """Returns `sources` with complete names of tensors, as they are exported."""
+    prefix = (GPT2_PREFIXES if model.positions == "learned" else PREFIXES)[0]
+    return {path: source.prefixed(prefix) for path, source in sources(model).items()}

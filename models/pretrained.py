@@ -1,0 +1,60 @@
+"""Decoders that are configured by a published folder, and their parameters in it.
+
+model = pretrained.model("gs://models/Llama-3.1-8B")     # from its config.json
+folder = pretrained.folder(model, "gs://models/Llama-3.1-8B")
+params = folder.load(abstract_params, axes)
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from core import paths
+from core.checkpoints.published import PublishedFolder
+from core.errors import UserError
+from models import families
+from models.decoder_config import DecoderConfig
+from models.transformer import Transformer
+
+CONFIG = "config.json"
+
+
+def model(folder: str, **changes: Any) -> Transformer:
+    """Returns the decoder that the `config.json` of a folder describes, with fields replaced by `changes`.
+
+    Args:
+      folder: local or remote.
+      **changes: fields of `Transformer`, such as `remat`.
+
+    Raises:
+      UserError: there is no such file, or the decoder cannot be what it describes.
+    """
+    return Transformer(**{**families.fields(read_config(paths.resolve(folder))), **changes})
+
+
+def read_config(folder: paths.Path) -> dict[str, Any]:
+    """Reads the `config.json` of a folder.
+
+    Raises:
+      UserError: it is missing or malformed.
+    """
+    if not (folder / CONFIG).exists():
+        raise UserError(
+            f"{folder} has no {CONFIG}: expected the folder of a published model, with {CONFIG} and *.safetensors"
+        )
+    try:
+        return json.loads((folder / CONFIG).read_text())
+    except ValueError as error:
+        raise UserError(f"{folder / CONFIG}: malformed JSON ({error})") from error
+
+
+def folder(decoder: DecoderConfig, at: str) -> PublishedFolder:
+    """Returns the parameters of a decoder in a published folder; nothing but the headers of its files is read."""
+    return PublishedFolder(
+        paths.resolve(at),
+        families.sources(decoder),
+        prefixes=families.GPT2_PREFIXES if decoder.positions == "learned" else families.PREFIXES,
+        ignored=(*families.NOT_PARAMETERS, *(("*lm_head.weight",) if decoder.tied else ())),
+        limits={"vocab": decoder.vocab_size},
+    )
