@@ -1,4 +1,4 @@
-"""The fields of the decoder: its sizes, the parts that differ between families of models, and what follows from them."""
+"""The fields of the decoder: its sizes, and the parts in which families of models differ."""
 
 from __future__ import annotations
 

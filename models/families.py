@@ -341,8 +341,8 @@ def _published_scaling(scaling: rotary.Scaling | None) -> dict[str, Any] | None:
             "original_max_position_embeddings": scaling.original_length,
             "beta_fast": scaling.beta_fast,
             "beta_slow": scaling.beta_slow,
-            "attention_factor": scaling.attention_factor,
             "truncate": scaling.truncate,
+            **({} if scaling.sharpening is None else {"attention_factor": scaling.sharpening}),
         }
     return None
 

@@ -15,14 +15,11 @@ import numpy as np
 
 
 class Scaling(Protocol):
-    """Changes the frequencies of a rotary embedding.
-
-    Attributes:
-      attention_factor: factor of the cosines and sines of queries and keys.
-    """
+    """Changes the frequencies of a rotary embedding."""
 
     @property
-    def attention_factor(self) -> float: ...
+    def attention_factor(self) -> float:
+        """Factor of the cosines and sines."""
 
     def __call__(self, frequency: jax.Array, theta: float) -> jax.Array:
         """Returns the scaled frequencies [K/2] of a series with the base `theta`."""

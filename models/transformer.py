@@ -1,8 +1,8 @@
 """A decoder-only language model, of which the families of published models are choices of fields.
 
-The dataclass is both configuration and model: it satisfies `core.types.Model`. Its defaults are Llama's: RMSNorm, rotary
-embedding, grouped-query attention, SwiGLU. It names the axes of its arrays and does
-not refer to a mesh. Packed rows attend within their segment, and positions restart in each segment.
+The dataclass is both configuration and model: it satisfies `core.types.Model`. Its defaults are Llama's: RMSNorm,
+rotary embedding, grouped-query attention, SwiGLU. It names the axes of its arrays and does not refer to a mesh. Packed
+rows attend within their segment, and positions restart in each segment.
 
     x = E[inputs];   x += Attention(norm(x));   x += MLP(norm(x));   logits = norm(x) U
 

@@ -1,8 +1,8 @@
 """Reads slices of the tensors in a folder of safetensors files, local or remote, without reading whole files.
 
 A file has the length of its header (8 bytes), a JSON header with dtype, shape and place of every tensor, and the
-tensors' bytes (https://github.com/huggingface/safetensors). Local files are mapped into memory; of remote ones the needed
-rows are read. Files are written with the safetensors library (`core.checkpoints.export`).
+tensors' bytes (https://github.com/huggingface/safetensors). Local files are mapped into memory; of remote ones the
+needed rows are read. `core.checkpoints.published` writes files, with the safetensors library.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def _files(folder: paths.Path) -> list[paths.Path]:
     pickles = [name for name in _PICKLES if (folder / name).exists()]
     if pickles:
         raise UserError(
-            f"{folder}: the weights are torch pickles ({', '.join(pickles)}), which can run any code when they are read, "
-            "and are not supported; save the model again with transformers: model.save_pretrained(folder)"
+            f"{folder}: the weights are torch pickles ({', '.join(pickles)}), which can run any code when they are "
+            "read, and are not supported; save the model again with transformers: model.save_pretrained(folder)"
         )
     raise UserError(f"{folder}: no *.safetensors files; expected model.safetensors or {INDEX} with its files")
 

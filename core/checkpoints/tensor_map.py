@@ -59,12 +59,13 @@ class Source:
           An array with the axes of `sizes`.
         """
         covers = [[_slice(token, sizes, wanted) for token in group] for group in self._groups]
-        placed = [_covering(group, [_size(t, sizes) for t in tokens]) for group, tokens in zip(covers, self._groups)]
+        lengths = [[_size(token, sizes) for token in group] for group in self._groups]
+        placed = [_covering(parts, full) for parts, full in zip(covers, lengths, strict=True)]
         values = read(tuple(place for place, _, _ in placed))
         values = values.reshape([size for _, shape, _ in placed for size in shape])
         values = values[tuple(part for _, _, parts in placed for part in parts)]
         tokens = [token for group in self._groups for token in group]
-        values = values.reshape([n for token, n in zip(tokens, values.shape) if _block(token) is None])
+        values = values.reshape([n for token, n in zip(tokens, values.shape, strict=True) if _block(token) is None])
         order = [token for token in tokens if _block(token) is None]
         return values.transpose([order.index(axis) for axis in sizes])
 

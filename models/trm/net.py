@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from core import logical, stack
-from models import attention, rotary
+from models import rotary
 from models.trm import operations
 
 Block = Mapping[str, jax.Array]  # weights of one layer

@@ -11,7 +11,7 @@ import pytest
 
 from core import logical, parameters
 from core.checkpoints import published
-from models import families, pretrained, rotary, transformer
+from models import families, presets, pretrained, transformer
 
 HERE = pathlib.Path(__file__).parent / "fixtures" / "families"
 FAMILIES = sorted(folder.name for folder in HERE.iterdir() if folder.is_dir())
@@ -72,3 +72,102 @@ def test_logits_loss_and_every_gradient_equal_those_of_transformers(name):
     assert {f"grad/{tensor}" for tensor in ours} == {key for key in reference if key.startswith("grad/")}
     for tensor, gradient in ours.items():
         assert relative_error(gradient, reference[f"grad/{tensor}"]) < 2e-5, tensor
+
+
+# A mutation of each feature of a family, by the field that it changes.
+MUTATIONS = {
+    "gpt2": [
+        {"norm_eps": 1e-2},
+        {"activation": "silu"},
+        {"activation": "gelu"},
+        {"query_scale": 0.3},
+    ],
+    "llama2": [{"rope_theta": 5e5}, {"norm_eps": 1e-3}, {"activation": "gelu"}],
+    "llama3": [{"rope_scaling": None}, {"rope_theta": 1e4}],
+    "mistral": [{"window": None}, {"window": 6}],
+    "qwen2": [{"rope_scaling": None}],
+    "qwen3": [{"norm_eps": 1e-3}],
+    "gemma2": [
+        {"attention_softcap": None},
+        {"logit_softcap": None},
+        {"query_scale": None},
+        {"scaled_embedding": False},
+        {"window": 6},
+        {"pattern": ("global", "local")},
+        {"norm": "rms"},
+        {"activation": "gelu"},
+    ],
+    "gemma3": [
+        {"local_rope_theta": None},
+        {"local_rope_theta": 1e4},
+        {"rope_scaling": None},
+        {"rope_theta": 1e4},
+        {"pattern": ("local", "global")},
+        {"query_scale": None},
+    ],
+}
+CASES = [(name, change) for name, changes in MUTATIONS.items() for change in changes]
+
+
+@pytest.mark.parametrize(("name", "change"), CASES, ids=[f"{n}-{'-'.join(c)}-{i}" for i, (n, c) in enumerate(CASES)])
+def test_the_reference_notices_a_change_of_each_feature(name, change):
+    model, params, _, reference = loaded(name)
+    ids = reference["input_ids"]
+    changed = dataclasses.replace(model, **change)
+    assert relative_error(jax.jit(changed.logits)(params, batch_of(ids)), reference["logits"]) > 1e-4
+
+
+# As published (transformers counts a tied head twice; here it is counted once).
+COUNTS = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama-2-7b": 6_738_415_616,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "mistral-7b-v0.1": 7_241_732_096,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-2-27b": 27_227_128_320,
+    "gemma-3-1b": 999_885_952,
+    "gemma-3-4b": 3_880_263_168,
+    "gemma-3-12b": 11_766_034_176,
+    "gemma-3-27b": 27_009_346_304,
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+    "smollm2-1.7b": 1_711_376_384,
+}
+
+
+def test_presets_have_the_published_numbers_of_parameters():
+    ids = np.zeros((1, 2), np.int32)
+    ours = {}
+    for name in COUNTS:
+        model = transformer.preset(name, vocab_multiple=1)
+        shapes = jax.eval_shape(model.init, jax.random.key(0), batch_of(ids))
+        ours[name] = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    assert ours == COUNTS
+    assert set(COUNTS) | {"tiny", "125m", "1b", "7b"} == set(presets.FIELDS)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_configuration_is_written_as_it_was_read(name):
+    model = pretrained.model(str(HERE / name), vocab_multiple=8)
+    kind = families.family(model)
+    assert kind == json.loads((HERE / name / "config.json").read_text())["model_type"]
+    assert transformer.Transformer(
+        **families.fields(families.config(model, kind)), vocab_multiple=8
+    ) == dataclasses.replace(model, head_dim=model.head_width, pattern=model.pattern)
