@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from core.errors import UserError
+from tasks.checks import check_text
 from tasks.ids import PAD_ID, Vocabulary, before_end, check_ids
 from tasks.sentencepieces import SentencePiece, TrainedSentencePiece
+from tasks.tokenizer_folders import FolderTokenizer
 
 
 def check_fits(vocabulary: Vocabulary, *, vocab_size: int) -> None:
@@ -133,6 +135,19 @@ def sentencepiece(path: str | None = None) -> SentencePiece:
     if path is not None and not isinstance(path, str):
         raise UserError(f"vocabularies.sentencepiece: path is {path!r}, expected the path of a .model file as a string")
     return SentencePiece(path or "")
+
+
+def tokenizer(folder: str) -> FolderTokenizer:
+    """Returns the tokenizer of a published model.
+
+    Args:
+      folder: local or gs://, with tokenizer.json and tokenizer_config.json.
+
+    Raises:
+      UserError: `folder` is not a string.
+    """
+    check_text(folder, where="vocabularies.tokenizer: folder")
+    return FolderTokenizer(folder)
 
 
 def trained_sentencepiece(size: int) -> TrainedSentencePiece:

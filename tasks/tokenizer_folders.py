@@ -1,0 +1,246 @@
+"""Vocabularies of published models: the `tokenizer.json` of a folder, its special tokens, and its chat template.
+
+Text is converted by the tokenizers library, which transformers uses too, so ids are the same.
+Id 0 is an ordinary token.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from core import paths
+from core.errors import UserError
+from tasks.ids import before_end
+
+TOKENIZER = "tokenizer.json"
+FILES = (
+    TOKENIZER,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
+Message = Mapping[str, str]  # {"role": "user", "content": "…"}
+
+
+class FolderTokenizer:
+    """The tokenizer of a published folder, local or remote, read at first use.
+
+    Attributes:
+      path: the folder.
+      pad_id: None, because no id is reserved: rows are padded with 0, and their weights tell what is padding.
+    """
+
+    pad_id = None
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    @functools.cached_property
+    def _text(self) -> str:
+        file = paths.resolve(self.path) / TOKENIZER
+        try:
+            return file.read_text()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise UserError(
+                f"no {TOKENIZER} in {self.path!r}: set VOCABULARY to the folder of a published model; older folders that "
+                "have only tokenizer.model are converted by transformers: AutoTokenizer.from_pretrained(…)"
+                ".save_pretrained(…)"
+            ) from error
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        import tokenizers
+
+        try:
+            return tokenizers.Tokenizer.from_str(self._text)
+        except Exception as error:  # the library raises Exception itself
+            raise UserError(f"{self.path}/{TOKENIZER} is malformed: {error}") from error
+
+    @functools.cached_property
+    def _settings(self) -> dict[str, Any]:
+        """The settings of the folder: the later of these files win."""
+        found: dict[str, Any] = {}
+        for name in ("config.json", "generation_config.json", "special_tokens_map.json", "tokenizer_config.json"):
+            file = paths.resolve(self.path) / name
+            if file.exists():
+                found |= {key: value for key, value in json.loads(file.read_text()).items() if value is not None}
+        return found
+
+    def token(self, role: str) -> str | None:
+        """Returns a special token such as "bos_token" as text; None if the folder names none."""
+        value = self._settings.get(role)
+        return value["content"] if isinstance(value, Mapping) else value
+
+    def _id(self, role: str) -> int | None:
+        """Returns the id of the special token `role` ("bos" or "eos"); None if the folder names none."""
+        text = self.token(f"{role}_token")
+        if text is not None:
+            return self._tokenizer.token_to_id(text)
+        ids = self._settings.get(f"{role}_token_id")
+        return ids[0] if isinstance(ids, Sequence) else ids
+
+    @functools.cached_property
+    def size(self) -> int:
+        """See `Vocabulary`. Includes added tokens."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    @functools.cached_property
+    def eos_id(self) -> int:
+        """See `Vocabulary`."""
+        found = self._id("eos")
+        if found is None:
+            raise UserError(f"{self.path}: neither tokenizer_config.json nor config.json names an eos_token")
+        return found
+
+    @functools.cached_property
+    def bos_id(self) -> int:
+        """See `Vocabulary`. Models without a begin-of-text token, such as Qwen's, begin with the end of a document."""
+        found = self._id("bos")
+        return self.eos_id if found is None else found
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids after which generation ends: the end of a document, and those of `generation_config.json`."""
+        ids = self._settings.get("eos_token_id", ())
+        return tuple(dict.fromkeys([self.eos_id, *([ids] if isinstance(ids, int) else ids)]))
+
+    @property
+    def begins_with_bos(self) -> bool:
+        """Whether a text that is encoded with special tokens begins with the begin-of-text id."""
+        return self._tokenizer.encode("a").ids[:1] == [self.bos_id]
+
+    @functools.cached_property
+    def hash(self) -> str:
+        """See `Vocabulary`."""
+        return hashlib.sha256(json.dumps([self._text, self.bos_id, self.eos_id]).encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """See `Vocabulary`. Adds no special tokens, but recognises those that are written in the text."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """See `Vocabulary`."""
+        return self._tokenizer.decode(before_end(ids, self), skip_special_tokens=True)
+
+    def chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        """Formats a conversation by the folder's chat template.
+
+        Args:
+          messages: each with a role ("system", "user", "assistant") and its content.
+          add_generation_prompt: whether the text ends where the assistant's answer begins.
+
+        Raises:
+          UserError: the folder has no chat template, or the template refuses the conversation.
+        """
+        import jinja2
+
+        environment = _environment()
+        try:
+            return environment.from_string(self._template).render(
+                messages=list(messages),
+                add_generation_prompt=add_generation_prompt,
+                **{name: self.token(name) or "" for name in ("bos_token", "eos_token", "pad_token", "unk_token")},
+            )
+        except jinja2.TemplateError as error:
+            raise UserError(f"{self.path}: the chat template refuses this conversation: {error}") from error
+
+    @property
+    def _template(self) -> str:
+        file = paths.resolve(self.path) / "chat_template.jinja"
+        template = file.read_text() if file.exists() else self._settings.get("chat_template")
+        if isinstance(template, list):  # several, by name
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        if template is None:
+            raise UserError(f"{self.path} has no chat template: it is not a model for chats; leave --chat out")
+        return template
+
+    def prepare(self, run_dir: str, *, is_host_zero: bool, sample: Callable[[], Iterable[str]]) -> None:
+        """Reads the tokenizer, so that an invalid one is refused before the first step."""
+        _ = self.eos_id, self._tokenizer
+
+    def problems(self) -> list[str]:
+        """See `Vocabulary`. Does not check that a remote folder exists."""
+        if not paths.is_remote(self.path) and not (paths.resolve(self.path) / TOKENIZER).is_file():
+            return [f"no {TOKENIZER} in {self.path!r}: set VOCABULARY to the folder of a published model"]
+        return []
+
+    def describe(self) -> str:
+        """See `Vocabulary`."""
+        if self.problems():
+            return f"tokenizer of {self.path} (absent)"
+        return f"tokenizer of {self.path} ({self.size} ids, sha256 {self.hash[:12]})"
+
+    def seqio(self) -> Any:
+        """See `Vocabulary`."""
+        import seqio
+        import tensorflow as tf
+
+        outer = self
+
+        class Wrapped(seqio.Vocabulary):
+            """The tokenizer as seqio calls it, also inside tf.data."""
+
+            @property
+            def bos_id(self) -> int:
+                return outer.bos_id
+
+            @property
+            def eos_id(self) -> int:
+                return outer.eos_id
+
+            @property
+            def unk_id(self) -> int | None:
+                return None
+
+            @property
+            def _base_vocab_size(self) -> int:
+                return outer.size
+
+            def _encode(self, s: str) -> list[int]:
+                return outer.encode(s)
+
+            def _decode(self, ids: Iterable[int]) -> str:
+                return outer.decode(ids)
+
+            def _encode_tf(self, s: Any) -> Any:
+                def encoded(text: Any) -> Any:
+                    return tf.constant(outer.encode(text.numpy().decode()), tf.int32)
+
+                ids = tf.py_function(encoded, [s], tf.int32)
+                ids.set_shape([None])
+                return ids
+
+            def _decode_tf(self, ids: Any) -> Any:
+                return tf.py_function(lambda i: outer.decode(i.numpy().tolist()), [ids], tf.string)
+
+        return Wrapped()
+
+
+def _environment() -> Any:
+    """Returns the environment in which chat templates run, as in transformers: sandboxed, without access to files."""
+    import datetime
+
+    import jinja2
+    import jinja2.ext
+    import jinja2.sandbox
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def strftime_now(text: str) -> str:
+        return datetime.datetime.now().astimezone().strftime(text)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    environment.globals |= {"raise_exception": refuse, "strftime_now": strftime_now}
+    return environment

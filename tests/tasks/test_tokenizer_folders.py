@@ -1,0 +1,71 @@
+"""Tokenizers of published folders against transformers, which `fixtures/tokenizers/make.py` ran."""
+
+import json
+import pathlib
+import shutil
+
+import pytest
+
+from core.errors import UserError
+from tasks import vocabularies
+
+HERE = pathlib.Path(__file__).parent / "fixtures" / "tokenizers"
+
+
+@pytest.fixture(params=["bpe", "unigram"])
+def folder(request):
+    return HERE / request.param
+
+
+def read(folder):
+    return json.loads((folder / "expected.json").read_text())
+
+
+@pytest.mark.covers("D09")
+def test_ids_texts_and_chats_equal_those_of_transformers(folder):
+    tokenizer, expected = vocabularies.tokenizer(str(folder)), read(folder)
+    assert [tokenizer.encode(text) for text in expected["texts"]] == expected["ids"]
+    until_end = [ids[: ids.index(tokenizer.eos_id)] if tokenizer.eos_id in ids else ids for ids in expected["ids"]]
+    assert [ids == cut for ids, cut in zip(expected["ids"], until_end, strict=True)].count(False) == 1
+    for ids, cut, text in zip(expected["ids"], until_end, expected["decoded"], strict=True):
+        assert text.startswith(tokenizer.decode(ids))
+        assert tokenizer.decode(ids) == text or ids != cut
+    assert (tokenizer.size, tokenizer.eos_id, tokenizer.bos_id) == tuple(
+        expected[key] for key in ("size", "eos_id", "bos_id")
+    )
+    assert [tokenizer.chat(chat) for chat in expected["chats"]] == expected["formatted"]
+
+
+def test_id_zero_is_an_ordinary_token_and_the_template_says_where_a_text_begins():
+    bpe, unigram = (vocabularies.tokenizer(str(HERE / name)) for name in ("bpe", "unigram"))
+    assert bpe.encode("<|endoftext|>") == [0]
+    assert bpe.pad_id is None
+    assert (bpe.begins_with_bos, unigram.begins_with_bos) == (False, True)
+    assert bpe.stop_ids == (2,)
+
+
+def test_tensorflow_gets_the_same_ids(folder):
+    tokenizer, expected = vocabularies.tokenizer(str(folder)), read(folder)
+    wrapped = tokenizer.seqio()
+    for text, ids in zip(expected["texts"][2:6], expected["ids"][2:6], strict=True):
+        assert wrapped.encode_tf(text).numpy().tolist() == ids
+
+
+def test_several_stop_tokens_come_from_the_generation_config(tmp_path):
+    shutil.copytree(HERE / "bpe", tmp_path / "bpe")
+    (tmp_path / "bpe" / "generation_config.json").write_text('{"eos_token_id": [0, 2]}')
+    assert vocabularies.tokenizer(str(tmp_path / "bpe")).stop_ids == (2, 0)
+
+
+def test_a_folder_without_a_tokenizer_or_template_is_refused(tmp_path):
+    absent = vocabularies.tokenizer(str(tmp_path))
+    assert "no tokenizer.json" in absent.problems()[0]
+    with pytest.raises(UserError, match=r"no tokenizer\.json in .*save_pretrained"):
+        absent.encode("a")
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match="is malformed"):
+        vocabularies.tokenizer(str(tmp_path)).encode("a")
+    with pytest.raises(UserError, match="has no chat template"):
+        vocabularies.tokenizer(str(HERE / "unigram")).chat([{"role": "user", "content": "a"}])
+    with pytest.raises(UserError, match="refuses this conversation: unknown role teacher"):
+        vocabularies.tokenizer(str(HERE / "bpe")).chat([{"role": "teacher", "content": "a"}])
