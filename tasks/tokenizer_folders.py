@@ -50,8 +50,8 @@ class FolderTokenizer:
             return file.read_text()
         except (FileNotFoundError, NotADirectoryError) as error:
             raise UserError(
-                f"no {TOKENIZER} in {self.path!r}: set VOCABULARY to the folder of a published model; older folders that "
-                "have only tokenizer.model are converted by transformers: AutoTokenizer.from_pretrained(…)"
+                f"no {TOKENIZER} in {self.path!r}: set VOCABULARY to the folder of a published model; older "
+                "folders that have only tokenizer.model are converted by transformers: AutoTokenizer.from_pretrained(…)"
                 ".save_pretrained(…)"
             ) from error
 
