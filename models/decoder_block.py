@@ -134,7 +134,7 @@ def norm_params(config: DecoderConfig, name: str, width: int) -> tuple[jax.Array
     scale = logical.param(name, (width,), ("norm",), init)
     if config.norm != "layer":
         return (scale,)
-    return scale, logical.param(f"{name}_bias", (width,), ("norm",), jnp.zeros, kind="bias")
+    return scale, logical.param(f"{name}_bias", (width,), ("norm",), jnp.zeros)
 
 
 def normalize(config: DecoderConfig, x: jax.Array, scale: jax.Array, bias: jax.Array | None = None) -> jax.Array:

@@ -100,7 +100,7 @@ class Transformer(DecoderConfig):
             x *= jnp.asarray(self.embed_dim**0.5, self.dtype)
         if self.positions == "learned":
             shape, init = (self.max_positions, self.embed_dim), hk.initializers.TruncatedNormal(0.02)
-            table = logical.param("position_embedding", shape, (None, "embed"), init, as_stored=True)
+            table = logical.param("position_embedding", shape, (None, "embed"), init, kind="embedding", as_stored=True)
             x += derivatives.embedded(table, batch["positions"], rows, self.dtype, None)
         return logical.constrain(x, *rows, "embed")
 

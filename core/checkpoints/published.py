@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from core import parameters, paths
 from core.checkpoints import safetensors_files
 from core.checkpoints.tensor_map import Source
 from core.errors import UserError
-from core.logical import Axes
+from core.logical import Specs
 
 _SHARD_BYTES = 2 * 10**9  # of an exported file, which is held in memory while it is written
 
@@ -40,13 +39,12 @@ class _Parameter(NamedTuple):
 
 
 def _described(
-    shapes: Any, axes: Any, sources: Mapping[str, Source], limits: Mapping[str, int]
+    shapes: Any, specs: Specs, sources: Mapping[str, Source], limits: Mapping[str, int]
 ) -> dict[str, _Parameter]:
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
-    named = jax.tree.leaves(axes, is_leaf=lambda a: isinstance(a, Axes))
     found = {}
-    for (path, leaf), axis in zip(leaves, named, strict=True):
-        name, names, shape = parameters.path_name(path), tuple(axis.names), tuple(leaf.shape)
+    for (path, leaf), spec in zip(leaves, jax.tree.leaves(specs), strict=True):
+        name, names, shape = parameters.path_name(path), spec.axes, tuple(leaf.shape)
         layers = shape[0] if names[:1] == ("layers",) else None
         if layers is not None:
             names, shape = names[1:], shape[1:]
@@ -89,14 +87,14 @@ class PublishedFolder:
         self._ignored = tuple(ignored)
         self._limits = dict(limits or {})
 
-    def problems(self, shapes: Any, axes: Any) -> list[str]:
+    def problems(self, shapes: Any, specs: Specs) -> list[str]:
         """Returns the differences between the folder and a model: missing, of another shape, left over.
 
         Args:
-          shapes, axes: of the model's parameters, trees of one structure.
+          shapes, specs: of the model's parameters, trees of one structure.
         """
         expected: dict[str, tuple[int, ...]] = {}
-        for parameter in _described(shapes, axes, self._sources, self._limits).values():
+        for parameter in _described(shapes, specs, self._sources, self._limits).values():
             expected |= dict.fromkeys(parameter.names, parameter.source.shape(parameter.sizes))
         lines = [f"missing: {name} {list(shape)}" for name, shape in expected.items() if name not in self._tensors]
         for name, tensor in self._tensors.items():
@@ -108,12 +106,12 @@ class PublishedFolder:
         left = [name for name in unused if not any(fnmatch.fnmatch(name, p) for p in self._ignored)]
         return lines + [f"left over: {name} {list(self._tensors[name].shape)}" for name in left]
 
-    def load(self, abstract: Any, axes: Any, *, progress: Callable[[str, int, int], None] = lambda *_: None) -> Any:
+    def load(self, abstract: Any, specs: Specs, *, progress: Callable[[str, int, int], None] = lambda *_: None) -> Any:
         """Reads the parameters.
 
         Args:
           abstract: tree of `jax.ShapeDtypeStruct` with shardings; this host reads its own shards.
-          axes: tree of logical axes of the same structure.
+          specs: of the parameters, a tree of the same structure.
           progress: called before each parameter with its path, its number from 1, and the number of parameters.
 
         Returns:
@@ -122,9 +120,9 @@ class PublishedFolder:
         Raises:
           UserError: the folder does not fit, with every difference.
         """
-        if lines := self.problems(abstract, axes):
+        if lines := self.problems(abstract, specs):
             raise UserError(f"{self.folder} does not fit the model:\n  " + "\n  ".join(_shortened(lines)))
-        described = _described(abstract, axes, self._sources, self._limits)
+        described = _described(abstract, specs, self._sources, self._limits)
         leaves, structure = jax.tree.flatten(abstract)
         arrays = []
         for number, (path, leaf) in enumerate(zip(described, leaves, strict=True), start=1):
@@ -175,7 +173,7 @@ def _shortened(lines: Sequence[str], most: int = 30) -> list[str]:
 def tensors_of(
     read: Callable[[str, int | None], np.ndarray],
     shapes: Any,
-    axes: Any,
+    specs: Specs,
     sources: Mapping[str, Source],
     *,
     limits: Mapping[str, int],
@@ -185,13 +183,13 @@ def tensors_of(
 
     Args:
       read: returns a parameter by its path; of one layer, if a number is given.
-      shapes, axes: of the parameters.
+      shapes, specs: of the parameters.
       sources: with complete names.
       limits: as in `PublishedFolder`.
       dtype: of the tensors.
     """
     parts: dict[str, list[tuple[str, int | None, _Parameter]]] = {}
-    for path, parameter in _described(shapes, axes, sources, limits).items():
+    for path, parameter in _described(shapes, specs, sources, limits).items():
         for layer, name in enumerate(parameter.names):
             parts.setdefault(name, []).append((path, None if parameter.layers is None else layer, parameter))
     for name, found in parts.items():
@@ -237,12 +235,3 @@ def write(folder: paths.Path, tensors: Iterator[tuple[str, np.ndarray]], *, shar
     for i, name in enumerate(names):
         (folder / f"shard-{i}.tmp").rename(folder / name)
     return total
-
-
-def parameter_count(shapes: Any, axes: Any, limits: Mapping[str, int]) -> int:
-    """Returns the number of parameters as published, without the entries by which axes are stored longer."""
-    leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(axes, is_leaf=lambda a: isinstance(a, Axes)), strict=True)
-    return sum(
-        math.prod(limits.get(name or "_", size) for size, name in zip(leaf.shape, axis.names, strict=True))
-        for leaf, axis in leaves
-    )
