@@ -1,7 +1,7 @@
 """Published families of models: their `config.json`, and the names and layouts of their tensors.
 
 A family is a choice of fields of `models.transformer.Transformer`. `fields` reads a configuration in the format of
-published folders (transformers 4 and 5); `config` writes one, and `sources` says where each parameter is stored.
+published folders (transformers 4 and 5), and `config` writes one. `models.family_tensors` says where parameters are.
 
 | family | `model_type` | differs from Llama by |
 |---|---|---|
@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from core.checkpoints.tensor_map import Source
 from core.errors import UserError
 from models import rotary
 from models.decoder_config import GLOBAL, LOCAL, DecoderConfig
@@ -33,16 +32,6 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
 }
-PREFIXES = ("model.", "language_model.model.", "model.language_model.")
-GPT2_PREFIXES = ("transformer.", "")
-# Tensors that hold no parameter of the language model: buffers, a copy of a tied head, the vision part of Gemma 3.
-NOT_PARAMETERS = (
-    "*.attn.bias",
-    "*.attn.masked_bias",
-    "*.rotary_emb.inv_freq",
-    "*vision_tower.*",
-    "*multi_modal_projector.*",
-)
 
 
 def fields(config: Config) -> dict[str, Any]:
@@ -345,68 +334,3 @@ def _published_scaling(scaling: rotary.Scaling | None) -> dict[str, Any] | None:
             **({} if scaling.sharpening is None else {"attention_factor": scaling.sharpening}),
         }
     return None
-
-
-def sources(model: DecoderConfig) -> dict[str, Source]:
-    """Returns where each parameter of a decoder is stored, by its path; without the prefix of tensor names."""
-    if model.positions == "learned":
-        return _gpt2_sources(model)
-    norms = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    if model.post_norm:
-        norms = {
-            "attention_norm": "input_layernorm",
-            "attention_post_norm": "post_attention_layernorm",
-            "mlp_norm": "pre_feedforward_layernorm",
-            "mlp_post_norm": "post_feedforward_layernorm",
-        }
-    block = {ours: Source(f"layers.{{}}.{theirs}.weight", "norm") for ours, theirs in norms.items()}
-    if model.qk_norm:
-        block |= {
-            f"{part}_norm": Source(f"layers.{{}}.self_attn.{part[0]}_norm.weight", "norm") for part in ("query", "key")
-        }
-    for ours, theirs, rows in (("query", "q", "heads"), ("key", "k", "kv_heads"), ("value", "v", "kv_heads")):
-        block[ours] = Source(f"layers.{{}}.self_attn.{theirs}_proj.weight", f"({rows} head_dim) embed")
-        if model.bias == "qkv":
-            block[f"{ours}_bias"] = Source(f"layers.{{}}.self_attn.{theirs}_proj.bias", f"({rows} head_dim)")
-    block["output"] = Source("layers.{}.self_attn.o_proj.weight", "embed (heads head_dim)")
-    block |= {part: Source(f"layers.{{}}.mlp.{part}_proj.weight", "mlp embed") for part in ("gate", "up")}
-    block["down"] = Source("layers.{}.mlp.down_proj.weight", "embed mlp")
-    result = {
-        "embedding": Source("embed_tokens.weight", "vocab embed"),
-        "final_norm": Source("norm.weight", "norm"),
-        **{f"layers/block/{ours}": source for ours, source in block.items()},
-    }
-    return result if model.tied else {**result, "unembedding": Source("/lm_head.weight", "vocab embed")}
-
-
-def _gpt2_sources(model: DecoderConfig) -> dict[str, Source]:
-    block = {
-        "output": Source("h.{}.attn.c_proj.weight", "(heads head_dim) embed"),
-        "output_bias": Source("h.{}.attn.c_proj.bias", "norm"),
-        "up": Source("h.{}.mlp.c_fc.weight", "embed mlp"),
-        "up_bias": Source("h.{}.mlp.c_fc.bias", "mlp"),
-        "down": Source("h.{}.mlp.c_proj.weight", "mlp embed"),
-        "down_bias": Source("h.{}.mlp.c_proj.bias", "norm"),
-    }
-    for ours, theirs in (("attention_norm", "ln_1"), ("mlp_norm", "ln_2")):
-        block |= {
-            ours: Source(f"h.{{}}.{theirs}.weight", "norm"),
-            f"{ours}_bias": Source(f"h.{{}}.{theirs}.bias", "norm"),
-        }
-    for i, (ours, heads) in enumerate((("query", "heads"), ("key", "kv_heads"), ("value", "kv_heads"))):
-        block[ours] = Source("h.{}.attn.c_attn.weight", f"embed ({i}/3 {heads} head_dim)")
-        block[f"{ours}_bias"] = Source("h.{}.attn.c_attn.bias", f"({i}/3 {heads} head_dim)")
-    result = {
-        "embedding": Source("wte.weight", "vocab embed"),
-        "position_embedding": Source("wpe.weight", "_ embed"),
-        "final_norm": Source("ln_f.weight", "norm"),
-        "final_norm_bias": Source("ln_f.bias", "norm"),
-        **{f"layers/block/{ours}": source for ours, source in block.items()},
-    }
-    return result if model.tied else {**result, "unembedding": Source("/lm_head.weight", "vocab embed")}
-
-
-def named_sources(model: DecoderConfig) -> dict[str, Source]:
-    """Returns `sources` with complete names of tensors, as they are exported."""
-    prefix = (GPT2_PREFIXES if model.positions == "learned" else PREFIXES)[0]
-    return {path: source.prefixed(prefix) for path, source in sources(model).items()}

@@ -13,7 +13,7 @@ from typing import Any
 from core import paths
 from core.checkpoints.published import PublishedFolder
 from core.errors import UserError
-from models import families
+from models import families, family_tensors
 from models.decoder_config import DecoderConfig
 from models.transformer import Transformer
 
@@ -53,8 +53,8 @@ def folder(decoder: DecoderConfig, at: str) -> PublishedFolder:
     """Returns the parameters of a decoder in a published folder; nothing but the headers of its files is read."""
     return PublishedFolder(
         paths.resolve(at),
-        families.sources(decoder),
-        prefixes=families.GPT2_PREFIXES if decoder.positions == "learned" else families.PREFIXES,
-        ignored=(*families.NOT_PARAMETERS, *(("*lm_head.weight",) if decoder.tied else ())),
+        family_tensors.sources(decoder),
+        prefixes=family_tensors.GPT2_PREFIXES if decoder.positions == "learned" else family_tensors.PREFIXES,
+        ignored=(*family_tensors.NOT_PARAMETERS, *(("*lm_head.weight",) if decoder.tied else ())),
         limits={"vocab": decoder.vocab_size},
     )

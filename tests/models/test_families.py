@@ -11,7 +11,7 @@ import pytest
 
 from core import logical, parameters
 from core.checkpoints import published
-from models import families, presets, pretrained, transformer
+from models import families, family_tensors, presets, pretrained, transformer
 
 HERE = pathlib.Path(__file__).parent / "fixtures" / "families"
 FAMILIES = sorted(folder.name for folder in HERE.iterdir() if folder.is_dir())
@@ -64,7 +64,7 @@ def test_logits_loss_and_every_gradient_equal_those_of_transformers(name):
         lambda path, layer: np.asarray(by_path[path] if layer is None else by_path[path][layer]),
         grads,
         axes,
-        families.named_sources(model),
+        family_tensors.named_sources(model),
         limits={"vocab": model.vocab_size},
         dtype=np.float32,
     )
