@@ -19,11 +19,12 @@ from core.health.failure_diagnosis import Limits
 from core.slices import GIB
 from core.types import NamesFiles, can
 from launch import config, environment, prediction
-from launch.check import collectives, preflight
+from launch.check import preflight
 from launch.experiment import Experiment
 from launch.findings import Finding, from_json, merge, to_json
 from launch.hosts import cluster, tpu_host
 from launch.hosts.cluster import Host
+from parallel import collectives
 
 LIMITS = Limits(120.0, 120.0)  # of each check of all hosts: a broken link never answers
 _BYTES_PER_CHIP = {"tpu": 64 * 2**20, "cpu": 2**18}

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
-from packaging.requirements import Requirement
 from packaging.version import Version
 
 from core import distributed, units
@@ -131,38 +130,25 @@ def warn_at_start(host: Host) -> None:
 
 
 def check_versions(*, installed: Callable[[str], str] = importlib.metadata.version, pins: str | None = None) -> Finding:
-    """Compares jax, jaxlib and libtpu with one another, as jax requires, and with the tested versions.
-
-    Older versions are a problem; newer ones may work as well and are noted.
-    """
+    """Compares jax, jaxlib and libtpu with the tested versions: older ones are a problem, newer ones are noted."""
     text = (environment.WORKSPACE / "requirements.txt").read_text() if pins is None else pins
     pinned = dict(re.findall(r"(?m)^([A-Za-z0-9_.-]+)==([^\s;]+)", text))
-    have, problems, newer = {}, [], []
+    have, older, newer = [f"Python {platform.python_version()}"], [], []
     for name in COMPILER:
         try:
-            have[name] = installed(name)
+            version = installed(name)
         except importlib.metadata.PackageNotFoundError:
-            problems.append(f"{name} is not installed")
-    for requirement in map(Requirement, importlib.metadata.requires("jax") or ()):
-        version, marker = have.get(requirement.name), requirement.marker
-        applies = version and (marker is None or marker.evaluate({"extra": "tpu"}))
-        if applies and not requirement.specifier.contains(version, prereleases=True):
-            problems.append(
-                f"{requirement.name} {version} does not go with jax {have['jax']}, which needs {requirement}"
-            )
-    for name, version in have.items():
-        tested = pinned.get(name, version)
-        if Version(version) > Version(tested):
-            newer.append(f"{name} (tested with {tested})")
-        elif version != tested:
-            problems.append(f"{name} {version} is not the {tested} of requirements.txt")
-    if problems:
-        return Finding("versions", False, "; ".join(problems), "launch/setup.sh installs requirements.txt")
-    listed = ", ".join(f"{name} {version}" for name, version in have.items())
-    listed += f", Python {platform.python_version()}"
-    if newer:
-        listed += f"; newer than tested: {', '.join(newer)}"
-    return Finding("versions", True, listed, is_note=bool(newer))
+            older.append(f"{name} is not installed")
+            continue
+        have.append(f"{name} {version}")
+        if Version(version) > Version(pinned[name]):
+            newer.append(f"{name} (tested with {pinned[name]})")
+        elif version != pinned[name]:
+            older.append(f"{name} {version} is older than the {pinned[name]} of requirements.txt")
+    if older:
+        return Finding("versions", False, "; ".join(older), "launch/setup.sh installs requirements.txt")
+    said = ", ".join(have) + (f"; newer than tested: {', '.join(newer)}" if newer else "")
+    return Finding("versions", True, said, is_note=bool(newer))
 
 
 def check_clocks(*, now: Callable[[], float] = time.time) -> Finding:

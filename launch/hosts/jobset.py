@@ -26,7 +26,6 @@ ACCELERATORS = {
     "v6e": "tpu-v6e-slice",
 }
 PORTS = (8471, 8080)  # of libtpu between hosts, and of Megascale between slices
-GRACE_SECONDS = 60  # to save a checkpoint when a node is drained
 _CONTAINER = "train"
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 
@@ -39,7 +38,6 @@ def manifest(
     arguments: Sequence[str],
     restarts: int,
     environment: Mapping[str, str],
-    alert_secret: str | None = None,
 ) -> dict[str, Any]:
     """Returns the JobSet of a run.
 
@@ -50,7 +48,6 @@ def manifest(
       arguments: of `launch/pod.sh`.
       restarts: how many restarts of the whole set to allow in total.
       environment: of every pod.
-      alert_secret: a Kubernetes secret whose key `alert` is RENGA_ALERT.
 
     Raises:
       UserError: `name` is not allowed by Kubernetes.
@@ -59,8 +56,25 @@ def manifest(
         raise UserError(
             f"--name {name!r}: expected up to 40 lower-case letters, digits and dashes, beginning with a letter"
         )
+    chips = {"google.com/tpu": slice_.chips_per_host}
+    container = {
+        "name": _CONTAINER,
+        "image": image,
+        "command": ["launch/pod.sh", *arguments],
+        "ports": [{"containerPort": port} for port in PORTS],
+        "resources": {"limits": chips, "requests": chips},
+        "env": [{"name": name, "value": value} for name, value in environment.items()],
+    }
+    pod = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": 60,  # to save a checkpoint when a node is drained
+        "nodeSelector": {
+            "cloud.google.com/gke-tpu-accelerator": ACCELERATORS[slice_.generation],
+            "cloud.google.com/gke-tpu-topology": slice_.topology_name,
+        },
+        "containers": [container],
+    }
     final = sorted(code for code, end in exit_codes.ENDINGS.items() if not end.restart and code != exit_codes.DONE)
-    pod = _pod(slice_, image=image, arguments=arguments, environment=environment, alert_secret=alert_secret)
     on_final = {"containerName": _CONTAINER, "operator": "In", "values": final}
     job = {
         "backoffLimit": 0,  # a failed pod fails its job, and the rules of the set say what happens then
@@ -70,6 +84,7 @@ def manifest(
         "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": on_final}]},
         "template": {"spec": pod},
     }
+    failed = {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -78,42 +93,7 @@ def manifest(
             "annotations": {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"},
         },
         "spec": {
-            "failurePolicy": {
-                "maxRestarts": restarts,
-                "rules": [{"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
-            },
+            "failurePolicy": {"maxRestarts": restarts, "rules": [failed]},
             "replicatedJobs": [{"name": "slice", "replicas": slice_.num_slices, "template": {"spec": job}}],
         },
-    }
-
-
-def _pod(
-    slice_: Slice,
-    *,
-    image: str,
-    arguments: Sequence[str],
-    environment: Mapping[str, str],
-    alert_secret: str | None,
-) -> dict[str, Any]:
-    variables: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in environment.items()]
-    if alert_secret:
-        key = {"name": alert_secret, "key": "alert"}
-        variables.append({"name": "RENGA_ALERT", "valueFrom": {"secretKeyRef": key}})
-    chips = {"google.com/tpu": slice_.chips_per_host}
-    container = {
-        "name": _CONTAINER,
-        "image": image,
-        "command": ["launch/pod.sh", *arguments],
-        "ports": [{"containerPort": port} for port in PORTS],
-        "resources": {"limits": chips, "requests": chips},
-        **({"env": variables} if variables else {}),
-    }
-    return {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": GRACE_SECONDS,
-        "nodeSelector": {
-            "cloud.google.com/gke-tpu-accelerator": ACCELERATORS[slice_.generation],
-            "cloud.google.com/gke-tpu-topology": slice_.topology_name,
-        },
-        "containers": [container],
     }

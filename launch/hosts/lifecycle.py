@@ -72,10 +72,10 @@ def create_step(tpu: Tpu, order: Order) -> Step:
 
 def delete_step(tpu: Tpu, *, is_queued: bool) -> Step:
     """Deletes a TPU, and the request if it was queued."""
-    if is_queued:
-        argv = gcloud.command(tpu, "delete", "--force", "--quiet", group="queued-resources")
-        return Step(f"delete {tpu.name} and its request", argv)
-    return Step(f"delete {tpu.name}", gcloud.command(tpu, "delete", "--quiet"))
+    if not is_queued:
+        return Step(f"delete {tpu.name}", gcloud.command(tpu, "delete", "--quiet"))
+    argv = gcloud.command(tpu, "delete", "--force", "--quiet", group="queued-resources")
+    return Step(f"delete {tpu.name} and its request", argv)
 
 
 def act(tpus: Sequence[Tpu], *, action: str, order: Order, dry_run: bool) -> int:

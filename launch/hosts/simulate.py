@@ -59,7 +59,7 @@ def run(
 
     Args:
       slice_: the slice to simulate.
-      command: argv of one host's process; the same for all.
+      command: of every host.
       log_directory: gets host_0.log, host_1.log, …, each appended to.
       grace_seconds: between asking a process to stop and killing it.
       words_seconds: between the first failure and asking the others to stop.

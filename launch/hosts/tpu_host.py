@@ -11,7 +11,6 @@ import os
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +19,8 @@ from core.errors import UserError
 from launch import environment
 from launch.findings import Finding
 
-METADATA_URL = "http://metadata.google.internal/computeMetadata/v1/instance/attributes"
+DEVICES = Path("/dev")
+METADATA_URL = "http://metadata.google.internal/computeMetadata/v1/instance"
 METADATA_TIMEOUT_SECONDS = 0.5
 METADATA_RETRY_SECONDS = (2.0, 2.0, 2.0)  # if chips are present, one slow answer must not decide
 _CHIPS = re.compile(r"/dev/(accel\d+|vfio/\d+)$")
@@ -41,58 +41,42 @@ class Place(NamedTuple):
     looked_at: tuple[str, ...]
 
 
-def look(
-    *, environ: Mapping[str, str] | None = None, devices: Path = Path("/dev"), metadata_url: str = METADATA_URL
-) -> Place:
-    """Reads the environment, the chips in `devices` and, if either suggests a TPU, the metadata server."""
+def look() -> Place:
+    """Reads the environment, the chips in DEVICES and, if either suggests a TPU, the metadata server."""
     names = ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES")
-    accelerator_type, worker, hosts = values = [environment.read(name, environ=environ) for name in names]
-    looked_at = [
-        f"environment: {name} {'is ' + value if value else 'is not set'}"
-        for name, value in zip(names, values, strict=True)
-    ]
+    values = {name: environment.read(name) for name in names}
+    looked_at = [f"environment: {name} {'is ' + value if value else 'is not set'}" for name, value in values.items()]
+    accelerator_type, worker, hosts = values.values()
     by_environment = bool(accelerator_type or (worker and hosts))
-    chips = _chips(devices)
-    looked_at.append(f"{devices}: {len(chips)} TPU-like devices" + (f" ({', '.join(chips)})" if chips else ""))
+    chips = _chips()
+    looked_at.append(f"{DEVICES}: {len(chips)} TPU-like devices" + (f" ({', '.join(chips)})" if chips else ""))
     if accelerator_type is None and (by_environment or chips):
-        if environment.read("TPU_SKIP_MDS_QUERY", environ=environ):
-            looked_at.append("metadata server: not asked (TPU_SKIP_MDS_QUERY is set)")
-        else:
-            timeouts = (METADATA_TIMEOUT_SECONDS, *(METADATA_RETRY_SECONDS if chips else ()))
-            accelerator_type, found = _metadata(f"{metadata_url}/accelerator-type", timeouts)
-            looked_at.append(f"metadata server: {found}")
+        accelerator_type, found = _metadata("attributes/accelerator-type", patient=bool(chips))
+        looked_at.append(f"metadata server: {found}")
     on_tpu_host = by_environment or (bool(chips) and accelerator_type is not None)
     return Place(on_tpu_host, accelerator_type, tuple(looked_at))
 
 
-def own_index(
-    slice_: slices.Slice | None = None,
-    *,
-    environ: Mapping[str, str] | None = None,
-    devices: Path = Path("/dev"),
-    metadata_url: str = METADATA_URL,
-) -> int | None:
+def own_index(slice_: slices.Slice | None = None) -> int | None:
     """Returns this host's index in the job as JAX counts, before it has joined the others; None if unknown.
 
     With several slices, the hosts of earlier slices of the job `slice_` count first.
     """
-    played = environment.read("JAX_PROCESS_INDEX", environ=environ)
-    worker = played or environment.read("TPU_WORKER_ID", environ=environ)
-    if worker is None and _chips(devices) and not environment.read("TPU_SKIP_MDS_QUERY", environ=environ):
-        worker, _ = _metadata(f"{metadata_url}/agent-worker-number", (METADATA_TIMEOUT_SECONDS,))
+    simulated = environment.read("JAX_PROCESS_INDEX")
+    worker = simulated or environment.read("TPU_WORKER_ID")
+    if worker is None and _chips():
+        worker, _ = _metadata("attributes/agent-worker-number")
     if worker is None or not worker.isdigit():
         return None
-    before = environment.read("MEGASCALE_SLICE_ID", environ=environ) or "0"
-    if played or slice_ is None or not before.isdigit():
+    before = environment.read("MEGASCALE_SLICE_ID") or "0"
+    if simulated or slice_ is None or not before.isdigit():
         return int(worker)
     return int(worker) + int(before) * slice_.single.hosts
 
 
 def zone() -> str | None:
     """Returns the zone from the metadata server, such as `us-central2-b`; None if this is no TPU host."""
-    if not look().on_tpu_host or environment.read("TPU_SKIP_MDS_QUERY"):
-        return None
-    value, _ = _metadata(f"{METADATA_URL.rpartition('/')[0]}/zone", (METADATA_TIMEOUT_SECONDS, *METADATA_RETRY_SECONDS))
+    value = _metadata("zone", patient=True)[0] if look().on_tpu_host else None
     return value.rpartition("/")[2] if value else None
 
 
@@ -159,17 +143,19 @@ def chip_holders(is_chip: re.Pattern = _CHIPS) -> Finding:
     return Finding("chips", True, f"held by no other process{note}")
 
 
-def _chips(devices: Path) -> list[str]:
+def _chips() -> list[str]:
     """TPU chips are /dev/accel0, 1, … or, bound to VFIO, /dev/vfio/0, 1, … (which other hardware may also be)."""
-    found = [p for p in devices.glob("accel[0-9]*") if not p.is_dir()] + list(devices.glob("vfio/[0-9]*"))
-    return sorted(str(p.relative_to(devices)) for p in found)
+    found = [p for p in DEVICES.glob("accel[0-9]*") if not p.is_dir()] + list(DEVICES.glob("vfio/[0-9]*"))
+    return sorted(str(p.relative_to(DEVICES)) for p in found)
 
 
-def _metadata(url: str, timeouts: Sequence[float]) -> tuple[str | None, str]:
-    """Returns the value at `url` or None, and the result in words. Without an answer, tries the next timeout."""
-    request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+def _metadata(path: str, *, patient: bool = False) -> tuple[str | None, str]:
+    """Asks the metadata server, again with longer timeouts if `patient`; returns the value or None, and the outcome."""
+    if environment.read("TPU_SKIP_MDS_QUERY"):
+        return None, "not asked (TPU_SKIP_MDS_QUERY is set)"
+    request = urllib.request.Request(f"{METADATA_URL}/{path}", headers={"Metadata-Flavor": "Google"})
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is local to the machine
-    key = url.rpartition("/")[2]
+    key, timeouts = path.rpartition("/")[2], (METADATA_TIMEOUT_SECONDS, *(METADATA_RETRY_SECONDS if patient else ()))
     for timeout in timeouts:
         try:
             with opener.open(request, timeout=timeout) as reply:

@@ -48,14 +48,9 @@ class Run(NamedTuple):
 
 
 def start(tpus: Sequence[Tpu], *, slice_: slices.Slice, run: Run, workspace: Path, dry_run: bool) -> int:
-    """Ships the workspace to every host of `tpus`, sets up, and starts `run` on all of them, detached.
+    """Ships the workspace to every host of `tpus` (one for each slice), sets up, and starts `run` on all, detached.
 
-    Args:
-      tpus: one for each slice; each must be READY and of the size of `slice_`.
-      slice_: the SLICE argument.
-      run: what to start; paths are relative to the workspace.
-      workspace: a git work tree; ignored files are not shipped.
-      dry_run: prints the steps instead.
+    With `dry_run` it only prints the steps.
 
     Returns:
       The exit code of the first step that failed, or 0.
@@ -152,11 +147,7 @@ def tensorboard_step(tpu: Tpu, log_directory: str | None) -> Step:
 
 
 def workspace_files(workspace: Path) -> list[str]:
-    """Returns the paths, relative to `workspace`, of files that git tracks or would track; only these are shipped.
-
-    Raises:
-      UserError: not a git work tree.
-    """
+    """Returns the files that are shipped: all that git does not ignore. Raises UserError outside a git work tree."""
     command = ["git", "-C", str(workspace), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, capture_output=True, text=True, check=False)
     if listed.returncode:
@@ -176,11 +167,7 @@ def _pack(files: Sequence[str], *, workspace: Path, archive: Path) -> None:
 
 
 def shipped_path(path: str, *, workspace: Path) -> str:
-    """Returns `path` relative to the workspace, as the hosts see it; gs:// paths are unchanged.
-
-    Raises:
-      UserError: the file does not exist, or is not among what is shipped.
-    """
+    """Returns `path` as the hosts see it. Raises UserError if it does not exist, or is not among what is shipped."""
     if paths.is_remote(path):
         return path
     absolute = Path(path).resolve()

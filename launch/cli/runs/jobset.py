@@ -23,8 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     restarts = "restarts of the whole set, with a new checkpoint or without (default: 1000)"
     flags.add(parser, "--restarts", default=1000, help=restarts)
     parser.add_argument("--name", help="name of the JobSet (default: the experiment's)")
-    secret = "a Kubernetes secret whose key `alert` holds RENGA_ALERT"
-    parser.add_argument("--alert-secret", metavar="NAME", help=secret)
     out = "file to write (default: standard output)"
     parser.add_argument("--out", metavar="FILE", type=flags.output_file, help=out)
 
@@ -45,7 +43,6 @@ def run(args: argparse.Namespace) -> int:
             arguments=[slice_.name, args.experiment, "--run-dir", run_dir, *flags.passed_on(args, "--gin")],
             restarts=args.restarts,
             environment={name: value for name in environment.SENT if (value := environment.read(name))},
-            alert_secret=args.alert_secret,
         ),
         indent=2,
     )

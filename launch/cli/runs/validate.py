@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         **found,
         "measured": validation.measured(run_dir),
     }
-    report = validation.report(done, about=about)
+    report = {**about, "parts": done, "ok": all(part["verdict"] != "failed" for part in done)}
     file = paths.resolve(run_dir) / validation.NAME
     paths.write_text_atomically(file, json.dumps(report, indent=1) + "\n")
     print(f"{'PASS' if report['ok'] else 'FAIL'}  {file}", flush=True)

@@ -6,16 +6,14 @@ import subprocess
 import sys
 
 import jax
-import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 from core.checkpoints import inspection
 from core.checkpoints.store import Checkpoints
 from core.errors import UserError
 from core.health import exit_codes
 from launch import findings
-from launch.check import collectives, doctor
+from launch.check import doctor
 from launch.findings import Finding
 from launch.hosts import cluster, tpu_host
 
@@ -109,9 +107,8 @@ def test_off_a_slice_it_says_so(launch, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"libtpu": "0.0.17"}, "libtpu 0.0.17 does not go with jax"),
-        ({"jaxlib": "0.4.30"}, "jaxlib 0.4.30 does not go with jax"),
-        ({"jax": "0.10.1"}, "jax 0.10.1 is not the 0.10.2 of requirements.txt"),
+        ({"libtpu": "0.0.17"}, "libtpu 0.0.17 is older than the 0.0.42.1 of requirements.txt"),
+        ({"jax": "0.10.1"}, "jax 0.10.1 is older than the 0.10.2 of requirements.txt"),
     ],
 )
 def test_versions_that_do_not_go_together(changes, says):
@@ -127,7 +124,7 @@ def test_versions_newer_than_tested_are_noted_by_the_doctor_and_at_the_start_of_
     have = {"jax": "0.10.2", "jaxlib": "0.10.2", "libtpu": "0.0.42.1"}
     row = cluster.check_versions(installed=have.__getitem__, pins=requirements)
     assert (row.ok, row.is_note) == (True, True)
-    assert row.detail.startswith("jax 0.10.2, jaxlib 0.10.2, libtpu 0.0.42.1, Python 3.")
+    assert ", jax 0.10.2, jaxlib 0.10.2, libtpu 0.0.42.1; newer" in row.detail
     assert row.detail.endswith("; newer than tested: jax (tested with 0.10.1), libtpu (tested with 0.0.41)")
     monkeypatch.setattr(cluster, "check_versions", lambda: row)
     cluster.warn_at_start(cluster.Host(0, 1, simulated=True))
@@ -140,7 +137,7 @@ def test_a_library_that_is_missing_is_named():
             raise cluster.importlib.metadata.PackageNotFoundError(name)
         return {"jax": "0.10.2", "jaxlib": "0.10.2"}[name]
 
-    row = cluster.check_versions(installed=installed, pins="")
+    row = cluster.check_versions(installed=installed, pins="jax==0.10.2\njaxlib==0.10.2\nlibtpu==0.0.42.1\n")
     assert (row.ok, row.detail) == (False, "libtpu is not installed")
 
 
@@ -198,17 +195,6 @@ def test_clocks_that_are_apart_are_named(run_hosts):
         timeout=120,
     )
     assert all(re.search(r"False (99|100)\.\d+ s apart .*: host 1 is ahead of host 0", r.output) for r in results)
-
-
-def test_a_chip_that_gives_wrong_numbers_is_found(monkeypatch):
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "fsdp"))
-    right = collectives.trips(mesh, bytes_per_chip=4096)
-    assert len(right) == 10
-    assert all(trip.is_right and trip.bytes_per_second > 0 for trip in right)
-    gather = jax.lax.all_gather
-    monkeypatch.setattr(jax.lax, "all_gather", lambda *args, **kwargs: gather(*args, **kwargs).at[0, 0].add(1))
-    wrong = [trip for trip in collectives.trips(mesh, bytes_per_chip=4096) if not trip.is_right]
-    assert {(trip.collective, trip.axis) for trip in wrong} == {("all-gather", "data"), ("all-gather", "fsdp")}
 
 
 def test_a_checkpoint_that_does_not_fit_is_a_list_of_leaves(tmp_path):

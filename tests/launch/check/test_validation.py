@@ -43,7 +43,6 @@ def test_a_part_that_fails_leaves_its_last_lines_and_the_others(part, verdict):
     assert found["verdict"] == verdict
     assert ("said" in found) == (verdict != "ok")
     assert verdict == "ok" or "unknown TPU slice 'v9-1'" in "".join(found["said"])
-    assert validation.report([found], about={})["ok"] == (verdict != "failed")
 
 
 def test_a_strategy_is_refused_where_its_layout_does_not_fit_and_for_nothing_else(tmp_path, monkeypatch):

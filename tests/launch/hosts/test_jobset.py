@@ -47,7 +47,7 @@ def of(slice_name, **more):
 @pytest.mark.parametrize("name", ["v4-8", "v4-32", "2xv4-32", "v5e-16", "v5p-64", "v6e-256"])
 def test_every_slice_is_a_job_of_its_hosts_with_their_chips(name):
     slice_ = slices.get(name)
-    found = of(name, environment={"TPU_MESH_CONFIG": "2,2"}, alert_secret="who")
+    found = of(name, environment={"TPU_MESH_CONFIG": "2,2"})
     assert problems(found) == []
     (jobs,) = found["spec"]["replicatedJobs"]
     job = jobs["template"]["spec"]
@@ -57,7 +57,7 @@ def test_every_slice_is_a_job_of_its_hosts_with_their_chips(name):
     (container,) = pod["containers"]
     assert container["resources"]["limits"]["google.com/tpu"] == slice_.chips_per_host
     assert pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == slice_.topology_name
-    assert {variable["name"] for variable in container["env"]} == {"TPU_MESH_CONFIG", "RENGA_ALERT"}
+    assert {variable["name"] for variable in container["env"]} == {"TPU_MESH_CONFIG"}
 
 
 def test_the_labels_are_those_of_gke():

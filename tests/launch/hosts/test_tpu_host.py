@@ -53,72 +53,95 @@ def chips(tmp_path):
     return tmp_path
 
 
-def test_a_plain_machine_is_no_tpu_host_and_nobody_is_asked(tmp_path):
+@pytest.fixture
+def here(monkeypatch, tmp_path):
+    """Where this machine is, by its environment, devices and metadata server."""
+    names = ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "TPU_SKIP_MDS_QUERY")
+    names += ("JAX_PROCESS_INDEX", "MEGASCALE_SLICE_ID")
+
+    def place(environ=(), *, devices=tmp_path, url="http://127.0.0.1:1"):
+        monkeypatch.setattr(tpu_host, "DEVICES", devices)
+        monkeypatch.setattr(tpu_host, "METADATA_URL", url)
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in dict(environ).items():
+            monkeypatch.setenv(name, value)
+
+    return place
+
+
+def test_a_plain_machine_is_no_tpu_host_and_nobody_is_asked(here, tmp_path):
     (tmp_path / "accel").mkdir()  # what other accelerators use
-    place = tpu_host.look(environ={}, devices=tmp_path, metadata_url="http://127.0.0.1:1")
+    here()
+    place = tpu_host.look()
     assert not place.on_tpu_host
     assert "environment: TPU_WORKER_ID is not set" in place.looked_at
     assert not any("metadata" in line for line in place.looked_at)
 
 
-def test_a_host_knows_its_index_before_it_joins(chips, metadata, tmp_path):
-    here = {"devices": chips, "metadata_url": metadata({"agent-worker-number": "3"})}
+def test_a_host_knows_its_index_before_it_joins(here, chips, metadata, tmp_path):
+    there = {"devices": chips, "url": metadata({"agent-worker-number": "3"})}
     of_two = {"MEGASCALE_SLICE_ID": "1"}
-    assert tpu_host.own_index(environ={}, **here) == 3
-    assert tpu_host.own_index(slices.get("2xv4-32"), environ=of_two, **here) == 7
-    assert tpu_host.own_index(slices.get("2xv4-32"), environ=of_two | {"TPU_WORKER_ID": "0"}, **here) == 4
-    assert tpu_host.own_index(slices.get("2xv4-32"), environ=of_two | {"JAX_PROCESS_INDEX": "5"}, **here) == 5
-    assert tpu_host.own_index(environ={}, devices=tmp_path / "none", metadata_url=here["metadata_url"]) is None
-    assert tpu_host.own_index(environ={}, devices=chips, metadata_url=metadata({})) is None
+    here(**there)
+    assert tpu_host.own_index() == 3
+    for environ, index in ((of_two, 7), (of_two | {"TPU_WORKER_ID": "0"}, 4), (of_two | {"JAX_PROCESS_INDEX": "5"}, 5)):
+        here(environ, **there)
+        assert tpu_host.own_index(slices.get("2xv4-32")) == index
+    here(**there | {"devices": tmp_path / "none"})
+    assert tpu_host.own_index() is None
+    here(devices=chips, url=metadata({}))
+    assert tpu_host.own_index() is None
 
 
 @pytest.mark.covers("R01")
-def test_chips_count_once_the_metadata_server_speaks_of_a_tpu(chips, metadata):
-    place = tpu_host.look(environ={}, devices=chips, metadata_url=metadata({"accelerator-type": "v4-32"}))
+def test_chips_count_once_the_metadata_server_speaks_of_a_tpu(here, chips, metadata):
+    here(devices=chips, url=metadata({"accelerator-type": "v4-32"}))
+    place = tpu_host.look()
     assert (place.on_tpu_host, place.accelerator_type) == (True, "v4-32")
-    elsewhere = tpu_host.look(environ={}, devices=chips, metadata_url=metadata({}))
+    here(devices=chips, url=metadata({}))
+    elsewhere = tpu_host.look()
     assert (elsewhere.on_tpu_host, elsewhere.accelerator_type) == (False, None)
     assert "metadata server: accelerator-type is not there" in elsewhere.looked_at
 
 
-def test_devices_bound_to_vfio_are_seen_but_not_its_control_file(tmp_path, metadata):
+def test_devices_bound_to_vfio_are_seen_but_not_its_control_file(here, tmp_path, metadata):
     (tmp_path / "vfio").mkdir()
     (tmp_path / "vfio/vfio").touch()
-    url = metadata({"accelerator-type": "v6e-8"})
-    assert not tpu_host.look(environ={}, devices=tmp_path, metadata_url=url).on_tpu_host
+    here(url=metadata({"accelerator-type": "v6e-8"}))
+    assert not tpu_host.look().on_tpu_host
     (tmp_path / "vfio/0").touch()
-    assert tpu_host.look(environ={}, devices=tmp_path, metadata_url=url).accelerator_type == "v6e-8"
+    assert tpu_host.look().accelerator_type == "v6e-8"
 
 
-def test_the_environment_is_enough_in_a_container(tmp_path):
-    place = tpu_host.look(
-        environ={"TPU_ACCELERATOR_TYPE": "v5p-64"}, devices=tmp_path, metadata_url="http://127.0.0.1:1"
-    )
+def test_the_environment_is_enough_in_a_container(here):
+    here({"TPU_ACCELERATOR_TYPE": "v5p-64"})
+    place = tpu_host.look()
     assert (place.on_tpu_host, place.accelerator_type) == (True, "v5p-64")
-    workers = {"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "a,b"}
-    place = tpu_host.look(environ=workers | {"TPU_SKIP_MDS_QUERY": "1"}, devices=tmp_path)
+    here({"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "a,b", "TPU_SKIP_MDS_QUERY": "1"})
+    place = tpu_host.look()
     assert (place.on_tpu_host, place.accelerator_type) == (True, None)
     assert "metadata server: not asked (TPU_SKIP_MDS_QUERY is set)" in place.looked_at
 
 
-def test_a_silent_metadata_server_costs_half_a_second_where_there_are_no_chips(tmp_path, metadata):
+def test_a_silent_metadata_server_costs_half_a_second_where_there_are_no_chips(here, metadata):
     url = metadata({"accelerator-type": "v4-32"}, delay_seconds=3)
-    workers = {"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "a,b"}
+    here({"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "a,b"}, url=url)
     started = time.monotonic()
-    place = tpu_host.look(environ=workers, devices=tmp_path, metadata_url=url)
+    place = tpu_host.look()
     assert time.monotonic() - started < 2
     assert place.accelerator_type is None
     assert "metadata server: no answer to 1 question" in place.looked_at
 
 
-def test_slow_answers_do_not_lose_a_host_that_has_chips(chips, metadata, monkeypatch):
+def test_slow_answers_do_not_lose_a_host_that_has_chips(here, chips, metadata, monkeypatch):
     monkeypatch.setattr(tpu_host, "METADATA_TIMEOUT_SECONDS", 0.1)
     monkeypatch.setattr(tpu_host, "METADATA_RETRY_SECONDS", (0.1, 0.1, 5.0))
-    url = metadata({"accelerator-type": "v4-32"}, delay_seconds=1, slow_answers=3)
-    place = tpu_host.look(environ={}, devices=chips, metadata_url=url)
+    here(devices=chips, url=metadata({"accelerator-type": "v4-32"}, delay_seconds=1, slow_answers=3))
+    place = tpu_host.look()
     assert (place.on_tpu_host, place.accelerator_type) == (True, "v4-32")
     monkeypatch.setattr(tpu_host, "METADATA_RETRY_SECONDS", (0.1, 0.1, 0.1))
-    silent = tpu_host.look(environ={}, devices=chips, metadata_url=metadata({}, delay_seconds=1))
+    here(devices=chips, url=metadata({}, delay_seconds=1))
+    silent = tpu_host.look()
     assert not silent.on_tpu_host
     assert "metadata server: no answer to 4 questions" in silent.looked_at
 
