@@ -39,31 +39,32 @@ def request(
     """
     if (steps is None) == (seconds is None):
         raise UserError("profile: give either --seconds S or --steps N (such as --seconds 5)")
-    length = steps if seconds is None else seconds
+    unit, length = ("seconds", seconds) if steps is None else ("steps", steps)
     if not 0 < length < math.inf:
-        flag = "--steps" if seconds is None else "--seconds"
-        raise UserError(f"profile: {flag} {length}: expected a number above 0 (such as --seconds 5)")
+        raise UserError(f"profile: --{unit} {length}: expected a number above 0 (such as --seconds 5)")
     folder = paths.resolve(run_dir)
     if not (folder / "config.gin").exists():
         raise UserError(f"{folder} is not a run directory: it has no config.gin (written when training starts)")
-    asked = {"id": uuid.uuid4().hex} | ({"steps": steps} if seconds is None else {"seconds": seconds})
-    paths.write_text_atomically(folder / REQUEST_NAME, json.dumps(asked) + "\n")
-    answer = None
+    name = uuid.uuid4().hex
+    paths.write_text_atomically(folder / REQUEST_NAME, json.dumps({"id": name, unit: length}) + "\n")
+    plan = None
     try:
-        answer = _answer(folder, asked["id"], {"planned", "written", "over"}, within_seconds=taken_seconds)
+        plan = _answer(folder, name, {"planned", "written", "over"}, within_seconds=taken_seconds)
     finally:
-        if answer is None:
-            _withdraw(folder / REQUEST_NAME, asked["id"])
-    if answer is None:
+        if plan is None:  # removed, so that no later run accepts it
+            with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # accepted at the last moment
+                if json.loads((folder / REQUEST_NAME).read_text())["id"] == name:
+                    (folder / REQUEST_NAME).unlink()
+    if plan is None:
         raise UserError(
             f"no run accepted the request within {taken_seconds:g} s: is the run of {folder} training now "
             "(launch/pod.sh status)? Requests are accepted between steps, from the second step on"
         )
-    if answer["state"] == "over":
+    if plan["state"] == "over":
         raise UserError(
-            f"the run is at step {answer['step']} of {answer['last_step']} and ends before the trace could start"
+            f"the run is at step {plan['step']} of {plan['last_step']} and ends before the trace could start"
         )
-    return _wait(folder, answer)
+    return _wait(folder, plan)
 
 
 def _wait(folder: paths.Path, plan: dict[str, Any]) -> int:
@@ -87,19 +88,10 @@ def _wait(folder: paths.Path, plan: dict[str, Any]) -> int:
 def _answer(folder: paths.Path, name: str, states: set[str], *, within_seconds: float) -> dict[str, Any] | None:
     """Waits for the run's answer to this request in one of `states`; None if it does not come in time."""
     deadline = time.monotonic() + within_seconds
-    poll_seconds = _BUCKET_POLL_SECONDS if paths.is_remote(folder) else _POLL_SECONDS
     while time.monotonic() < deadline:
-        path = folder / ANSWER_NAME
         with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # while the file is being replaced
-            answer = json.loads(path.read_text())
+            answer = json.loads((folder / ANSWER_NAME).read_text())
             if answer["id"] == name and answer["state"] in states:
                 return answer
-        time.sleep(poll_seconds)
+        time.sleep(_BUCKET_POLL_SECONDS if paths.is_remote(folder) else _POLL_SECONDS)
     return None
-
-
-def _withdraw(path: paths.Path, name: str) -> None:
-    """Removes a request that no run accepted, so that no later run does."""
-    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # accepted at the last moment
-        if json.loads(path.read_text())["id"] == name:
-            path.unlink()

@@ -65,6 +65,25 @@ def manifest(
         "resources": {"limits": chips, "requests": chips},
         "env": [{"name": name, "value": value} for name, value in environment.items()],
     }
+    failed = {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {
+            "name": name,
+            "annotations": {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"},
+        },
+        "spec": {
+            "failurePolicy": {"maxRestarts": restarts, "rules": [failed]},
+            "replicatedJobs": [
+                {"name": "slice", "replicas": slice_.num_slices, "template": {"spec": _job(slice_, container)}}
+            ],
+        },
+    }
+
+
+def _job(slice_: Slice, container: dict[str, Any]) -> dict[str, Any]:
+    """Returns the job of one slice: a pod with the container on each of its hosts."""
     pod = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": 60,  # to save a checkpoint when a node is drained
@@ -76,24 +95,11 @@ def manifest(
     }
     final = sorted(code for code, end in exit_codes.ENDINGS.items() if not end.restart and code != exit_codes.DONE)
     on_final = {"containerName": _CONTAINER, "operator": "In", "values": final}
-    job = {
+    return {
         "backoffLimit": 0,  # a failed pod fails its job, and the rules of the set say what happens then
         "completionMode": "Indexed",
         "completions": slice_.single.hosts,
         "parallelism": slice_.single.hosts,
         "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": on_final}]},
         "template": {"spec": pod},
-    }
-    failed = {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
-    return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": {
-            "name": name,
-            "annotations": {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"},
-        },
-        "spec": {
-            "failurePolicy": {"maxRestarts": restarts, "rules": [failed]},
-            "replicatedJobs": [{"name": "slice", "replicas": slice_.num_slices, "template": {"spec": job}}],
-        },
     }
