@@ -26,19 +26,12 @@ REPEATS = 3
 
 
 class Trip(NamedTuple):
-    """One collective on one axis.
-
-    Attributes:
-      collective: its name.
-      axis: of the mesh.
-      is_right: whether this host's chips got what they should.
-      bytes_per_second: that left each chip, by the least that the collective must send; the fastest of some.
-    """
+    """One collective on one axis."""
 
     collective: str
     axis: str
-    is_right: bool
-    bytes_per_second: float
+    is_right: bool  # whether this host's chips got what they should
+    bytes_per_second: float  # sent by each chip, if the collective sends as little as possible; the fastest of some
 
 
 class _Collective(NamedTuple):

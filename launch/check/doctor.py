@@ -18,8 +18,9 @@ from core.health import phase
 from core.health.failure_diagnosis import Limits
 from core.slices import GIB
 from core.types import NamesFiles, can
-from launch import config, environment, prediction
+from launch import environment, prediction
 from launch.check import preflight
+from launch.config import LoadedConfig
 from launch.experiment import Experiment
 from launch.findings import Finding, from_json, merge, to_json
 from launch.hosts import cluster, tpu_host
@@ -121,21 +122,13 @@ def join(slice_: slices.Slice) -> tuple[Host | None, Finding]:
     return host, Finding("hosts", True, said)
 
 
-def all_hosts(
-    experiment: Experiment, host: Host, own: Sequence[Finding], *, config_text: str, run_dir: str
-) -> list[Finding]:
+def all_hosts(config: LoadedConfig, host: Host, own: Sequence[Finding], *, run_dir: str) -> list[Finding]:
     """Makes the checks that need all hosts; a check that fails does not stop the others.
 
-    Args:
-      experiment: that is to run.
-      host: this process among its peers.
-      own: what this host found on its own.
-      config_text: the canonical configuration.
-      run_dir: that all hosts must see.
-
     Returns:
-      The findings of all hosts, the same on every host.
+      The findings of all hosts, the same on every host; `own` are those that this host made on its own.
     """
+    experiment = config.build()
 
     def shared() -> list[Finding]:
         distributed.require_shared(run_dir, is_host_zero=host.is_zero)
@@ -146,7 +139,7 @@ def all_hosts(
         "clocks": lambda: [cluster.check_clocks()],
         "run directory": shared,
         "data on hosts": lambda: preflight.data(experiment, smoked=False, hosts="here", name="data on hosts"),
-        "HBM": lambda: [hbm(config_text, experiment, limit_bytes=limit)],
+        "HBM": lambda: [hbm(config, experiment, limit_bytes=limit)],
         "collectives": lambda: links(experiment.bind(jax.devices()).partitioner.mesh, host),
     }
     found = [*own, *(finding for name, check in checks.items() for finding in _attempt(name, check))]
@@ -155,12 +148,12 @@ def all_hosts(
     return merge([from_json(text) for text in every])
 
 
-def hbm(config_text: str, experiment: Experiment, *, limit_bytes: int | None) -> Finding:
+def hbm(config: LoadedConfig, experiment: Experiment, *, limit_bytes: int | None) -> Finding:
     """Compares the recorded HBM need of this experiment with what a chip has (`limit_bytes`, if known)."""
     chip = slices.get(experiment.slice).chip
     have, whose = (limit_bytes, "says the runtime") if limit_bytes else (chip.usable_hbm_bytes, "by the slice table")
     there = f"{have / GIB:.4g} GiB a chip ({whose})"
-    record = prediction.find(experiment, config.parse(config_text))
+    record = prediction.find(experiment, config)
     if record is None:
         fix = "launch/run report EXPERIMENT.gin compiles it and says"
         return Finding("HBM", True, f"nobody compiled this experiment yet; there are {there}", fix, is_note=True)

@@ -72,12 +72,7 @@ def join(
     played = environment.read("RENGA_SIMULATE")
     if played and played != slice_.name:
         raise UserError(f"RENGA_SIMULATE={played} but SLICE is {slice_.name}: they must name the same slice")
-    processes = layout.count or 1
-    if played and slice_.chips % processes:
-        raise UserError(
-            f"{slice_.name} has {units.counted(slice_.chips, 'chip')}, which "
-            f"{units.counted(processes, 'process', 'processes')} cannot share evenly"
-        )
+    own_chips = slice_.shared_by(layout.count or 1).chips_per_host if played else None
     if not played and layout.count not in (None, slice_.hosts):
         raise UserError(
             f"JAX_PROCESS_COUNT={layout.count}, but {slice_.name} has {units.counted(slice_.hosts, 'host')} with "
@@ -90,7 +85,7 @@ def join(
         coordinator=layout.coordinator,
         process_index=layout.index,
         process_count=layout.count,
-        local_cpu_devices=slice_.chips // processes if played else None,
+        local_cpu_devices=own_chips,
         single_process=layout.count is None and (bool(played) or slice_.hosts == 1),
         description=description,
         addresses=environment.worker_addresses(),

@@ -39,14 +39,9 @@ class Step(NamedTuple):
 
 
 class Description(NamedTuple):
-    """A TPU as gcloud describes it.
+    """A TPU as gcloud describes it (`v4-32`, `READY`, `HEALTHY`, the address of host 0), or why it cannot.
 
-    Attributes:
-      accelerator_type: such as `v4-32`.
-      state: such as `READY`; `NOT_FOUND` if there is no such TPU, empty if gcloud failed for another reason.
-      health: such as `HEALTHY`.
-      address: of host 0 in the network of the TPU.
-      problem: what gcloud printed if it failed.
+    If gcloud failed, `problem` is what it printed, and `state` is `NOT_FOUND` if there is no such TPU, otherwise empty.
     """
 
     accelerator_type: str = ""

@@ -41,13 +41,7 @@ def manifest(
 ) -> dict[str, Any]:
     """Returns the JobSet of a run.
 
-    Args:
-      name: of the JobSet.
-      slice_: of the run; each slice of several is a child job.
-      image: container image whose working directory is the workspace, set up.
-      arguments: of `launch/pod.sh`.
-      restarts: how many restarts of the whole set to allow in total.
-      environment: of every pod.
+    Every pod runs `launch/pod.sh` with `arguments` in `image`, whose working directory is the workspace, set up.
 
     Raises:
       UserError: `name` is not allowed by Kubernetes.

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -33,7 +32,6 @@ ACTIONS = ("create", "queue", "delete")
 GONE = ("PREEMPTED", "SUSPENDED", "SUSPENDING", "TERMINATED", "STOPPED", "FAILED", "NOT_FOUND")
 _QUEUED = ("CREATING", "ACCEPTED", "WAITING_FOR_RESOURCES", "PROVISIONING")
 POLL_SECONDS = 60.0
-READY_SECONDS = 7 * 24 * 3600.0  # a queue may be long
 _TRIES = 30  # of a restart, in a row; capacity may be missing for some hours
 _LONGEST_PAUSE = 10  # polls
 # Of TPU VMs by generation: https://cloud.google.com/tpu/docs/runtimes
@@ -46,17 +44,11 @@ RUNTIMES = {
 
 
 class Order(NamedTuple):
-    """The options of a request for a TPU.
+    """The options of a request for a TPU."""
 
-    Attributes:
-      slice_: the slice of one TPU; None to delete one.
-      is_spot: whether to request spot capacity, which is cheaper and may be preempted.
-      is_queued: whether to request a queued resource, which waits until capacity is available.
-    """
-
-    slice_: slices.Slice | None
-    is_spot: bool
-    is_queued: bool
+    slice_: slices.Slice | None  # of one TPU; None to delete one
+    is_spot: bool  # cheaper, and may be preempted
+    is_queued: bool  # a queued resource, which waits until capacity is available
 
 
 def create_step(tpu: Tpu, order: Order) -> Step:
@@ -100,11 +92,9 @@ class Watch:
     """Follows a started run to its end and recreates slices that are lost on the way.
 
     Attributes:
-      tpus: of the run.
       order: how to recreate a lost TPU.
       start: ships and starts the run on all TPUs; returns an exit code, or raises UserError if they are not ready.
       requested: gets an exit code when this process is asked to stop, which does not stop the run.
-      poll_seconds: between two polls.
     """
 
     tpus: Sequence[Tpu]
@@ -186,8 +176,8 @@ class Watch:
 
     def _wait_until_ready(self, tpu: Tpu) -> None:
         """Waits until a TPU is READY. Raises UserError if it never will be."""
-        deadline, before = time.monotonic() + READY_SECONDS, "READY"
-        while time.monotonic() < deadline:
+        before = "READY"
+        while True:  # a queue may be long
             state = self._state(tpu)
             if state in GONE:
                 raise UserError(f"{tpu.name} is {state}, and will not be READY")
@@ -197,7 +187,6 @@ class Watch:
             if state == "READY":
                 return
             self._pause()
-        raise UserError(f"{tpu.name} is not READY after {READY_SECONDS / 3600:g} hours")
 
     def _state(self, tpu: Tpu) -> str:
         """Returns the state of a TPU, or of its request while it is queued; empty if gcloud did not answer."""

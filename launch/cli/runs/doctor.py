@@ -103,7 +103,7 @@ def _host(args: argparse.Namespace, slice_: slices.Slice) -> int:
     host, joined = doctor.join(slice_)
     if host is None:
         return _end(args, [*own, joined])
-    every = doctor.all_hosts(config.build(), host, [*own, joined], config_text=config.text, run_dir=args.run_dir)
+    every = doctor.all_hosts(config, host, [*own, joined], run_dir=args.run_dir)
     distributed.shutdown()
     if not host.is_zero:
         return int(args.part != "host" and not findings.is_ready(every))

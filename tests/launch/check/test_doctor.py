@@ -254,8 +254,8 @@ def test_hbm_is_that_of_the_record(monkeypatch):
     config = configuration.load("gin/valkyrie_7b.gin")
     experiment = config.build()
     need = prediction.find(experiment, config)["memory"]["peak_bytes"]
-    row = doctor.hbm(config.text, experiment, limit_bytes=need - 1)
+    row = doctor.hbm(config, experiment, limit_bytes=need - 1)
     assert not row.ok
-    assert doctor.hbm(config.text, experiment, limit_bytes=need).ok
+    assert doctor.hbm(config, experiment, limit_bytes=need).ok
     other = configuration.load("gin/valkyrie_7b.gin", bindings=["LENGTH = 1024"])
-    assert doctor.hbm(other.text, other.build(), limit_bytes=None).is_note
+    assert doctor.hbm(other, other.build(), limit_bytes=None).is_note
