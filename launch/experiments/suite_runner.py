@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from core import paths, run_metrics
@@ -63,13 +63,10 @@ class Suite:
       status: text for the table, by entry id.
       run_dirs: where the results are, by entry id.
       logs: file with the output of the process, by entry id.
-      requested: exit codes of received signals. Signal handlers only append to it: an exception while a process is
-        being started would leave that process running.
     """
 
     def __init__(self, entries: Sequence[Entry], *, mode: Mode, root: str, logs: Path):
         self.entries, self.mode, self._root = list(entries), mode, root
-        self.requested: list[int] = []
         self.run_dirs = {entry.id: entry.run_dir for entry in entries}
         self.logs = {entry.id: logs / entry.group / f"{entry.name}.log" for entry in entries}
         self.status = {entry.id: f"same as {entry.same_as}" if entry.same_as else "waiting" for entry in entries}
@@ -81,7 +78,9 @@ class Suite:
             for entry in self.entries:
                 if not entry.same_as:
                     self._find_done(entry, elsewhere.get(entry.text, ()))
-        self._share_results()
+        for entry in self.entries:
+            if entry.same_as:
+                self.run_dirs[entry.id] = self.run_dirs[entry.same_as]
 
     def _find_done(self, entry: Entry, elsewhere: Sequence[str]) -> None:
         for run_dir in (entry.run_dir, *elsewhere):
@@ -96,12 +95,6 @@ class Suite:
                 f"refused: {entry.run_dir} contains another experiment ({difference(existing, entry.text)}). "
                 "Give another --run-root, or remove that directory"
             )
-
-    def _share_results(self) -> None:
-        """Duplicates use the results of the entry that is run instead."""
-        for entry in self.entries:
-            if entry.same_as:
-                self.run_dirs[entry.id] = self.run_dirs[entry.same_as]
 
     def gather(self) -> None:
         """Finds existing runs, on whatever slice and data location, and how far each got.
@@ -124,50 +117,44 @@ class Suite:
                 status = f"step {step:,} of {last:,}"
             self.status[entry.id] = f"same as {entry.same_as}: {status}" if entry.same_as else status
 
-    def run(self, show: Callable[[], None]) -> int:
-        """Runs the experiments that are not done; continues after failures.
+    def run(self, requested: Sequence[int] = ()) -> int:
+        """Runs the experiments that are not done, printing a line for each change; continues after failures.
 
         Args:
-          show: called whenever something may have changed.
+          requested: exit codes of received signals. Signal handlers only append to it: an exception while a process is
+            being started would leave that process running.
 
         Returns:
           0 if all are done, 1 if any failed, 143 if a run was preempted (the rest is not started), or the exit code of
           a signal that stopped the suite.
         """
         for entry in self.entries:
-            if self.status[entry.id] == "waiting":
-                code = self._run(entry, show)
-                self._share_results()
-                show()
-                if self.requested or code == exit_codes.PREEMPTED:
-                    return self.requested[0] if self.requested else code
+            if self.status[entry.id] != "waiting":
+                self._print(entry)
+                continue
+            code = self._run(entry, requested)
+            if requested or code == exit_codes.PREEMPTED:
+                return requested[0] if requested else code
         return int(any(self.failed(entry) for entry in self.entries))
 
-    def _run(self, entry: Entry, show: Callable[[], None]) -> int:
+    def _print(self, entry: Entry) -> None:
+        position = f"{self.entries.index(entry) + 1:>3}/{len(self.entries)}"
+        print(f"{position}  {entry.id:<36} {self.status[entry.id]}", flush=True)
+
+    def _run(self, entry: Entry, requested: Sequence[int]) -> int:
         self.status[entry.id] = "running"
-        show()
+        self._print(entry)
         began = time.monotonic()
         log = self.logs[entry.id]
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as out:
             process = subprocess.Popen(self.mode.command(entry), stdout=out, stderr=subprocess.STDOUT)
-            code = self._wait(process, show)
+            code = _wait(process, requested)
         minutes = (time.monotonic() - began) / 60
-        ended = "done" if code == 0 else "stopped" if self.requested else f"failed with exit code {code}"
+        ended = "done" if code == 0 else "stopped" if requested else f"failed with exit code {code}"
         self.status[entry.id] = f"{ended} after {minutes:.1f} min"
+        self._print(entry)
         return code
-
-    def _wait(self, process: subprocess.Popen, show: Callable[[], None]) -> int:
-        """Waits for a run to end. If the suite is asked to stop, the run is stopped too, with time to save."""
-        while process.poll() is None and not self.requested:
-            time.sleep(_POLL_SECONDS)
-            show()
-        if self.requested[:1] == [exit_codes.INTERRUPTED]:  # Ctrl-C reached the run too; a second signal skips saving
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_GRACE_SECONDS)
-        if process.poll() is None:
-            process.terminate()
-        return exit_codes.of_process(process.wait())
 
     def failed(self, entry: Entry) -> bool:
         """Returns whether the experiment, or the one run instead of it, is not done."""
@@ -183,6 +170,18 @@ class Suite:
         """Returns the end of the process's output."""
         log = self.logs[entry.id]
         return log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if log.exists() else []
+
+
+def _wait(process: subprocess.Popen, requested: Sequence[int]) -> int:
+    """Waits for a run to end. If the suite is asked to stop, the run is stopped too, with time to save."""
+    while process.poll() is None and not requested:
+        time.sleep(_POLL_SECONDS)
+    if requested and requested[0] == exit_codes.INTERRUPTED:  # Ctrl-C reached the run too; a second one skips saving
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_SECONDS)
+    if process.poll() is None:
+        process.terminate()
+    return exit_codes.of_process(process.wait())
 
 
 def without_location(text: str) -> str:

@@ -82,8 +82,8 @@ def run(args: argparse.Namespace) -> int:
     suite.gather() if args.analyze else suite.find_done()
     code = 0
     if runs:
-        with supervise.stop_requests() as suite.requested:
-            code = suite.run(_Changes(suite))
+        with supervise.stop_requests() as requested:
+            code = suite.run(requested)
     terminal.console(140).print(_table(suite))
     if runs:
         _print_failures(suite)
@@ -106,20 +106,6 @@ def _check_places(entries: Sequence[Entry], root: str) -> None:
             f"runs would go to {root}, on a disk of this host, but all {slice_.hosts} hosts of {slice_.name} must see "
             "one run directory: give --run-root gs://BUCKET/runs (or set RENGA_RUN_ROOT)"
         )
-
-
-class _Changes:
-    """Prints a line whenever an experiment's status changes."""
-
-    def __init__(self, suite: Suite):
-        self._suite, self._printed = suite, dict.fromkeys(suite.status, "waiting")
-
-    def __call__(self) -> None:
-        for number, entry in enumerate(self._suite.entries, 1):
-            status = self._suite.status[entry.id]
-            if self._printed[entry.id] != status:
-                print(f"{number:>3}/{len(self._suite.entries)}  {entry.id:<36} {status}", flush=True)
-            self._printed[entry.id] = status
 
 
 def _table(suite: Suite) -> Table:

@@ -77,28 +77,27 @@ def suite(folder, tmp_path):
     return make
 
 
-def nothing():
-    pass
-
-
 @pytest.mark.covers("E03")
-def test_a_suite_continues_after_a_failure_and_resumes(suite):
+def test_a_suite_continues_after_a_failure_and_resumes(suite, capsys):
     first = suite(Fake(codes=(("a", 3),)))
-    assert first.run(nothing) == 1
+    assert first.run() == 1
     assert first.status["mine/a"].startswith("failed with exit code 3")
     assert first.status["mine/b"].startswith("done")
     assert first.status["mine/c"] == "same as mine/a"
     assert [first.failed(entry) for entry in first.entries] == [True, False, True]
     assert first.last_lines(first.entries[0]) == ["the last words"]
-    again, ran = suite(), []
+    again = suite()
     assert again.status == {"mine/a": "waiting", "mine/b": "already done", "mine/c": "same as mine/a"}
-    assert again.run(lambda: ran.extend(k for k, status in again.status.items() if status == "running")) == 0
-    assert set(ran) == {"mine/a"}
+    capsys.readouterr()
+    assert again.run() == 0
+    said = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
+    assert [(number, name) for number, name, status in said if status == "running"] == [("1/3", "mine/a")]
+    assert ["2/3", "mine/b", "already done"] in said
     assert again.run_dirs["mine/c"] == again.run_dirs["mine/a"]
 
 
 def test_an_experiment_done_in_another_group_is_not_repeated(suite, folder, tmp_path):
-    suite().run(nothing)
+    suite().run()
     other = tmp_path / "other"
     other.mkdir()
     (other / "z.gin").write_text((folder / "b.gin").read_text())
@@ -113,29 +112,29 @@ def test_an_experiment_done_in_another_group_is_not_repeated(suite, folder, tmp_
 
 def test_a_run_before_its_last_step_is_not_done(suite):
     short = suite(Fake(steps=3))
-    short.run(nothing)
+    short.run()
     assert suite(Fake(steps=3)).status["mine/a"] == "already done"
     assert suite().status["mine/a"] == "waiting"
 
 
 def test_a_directory_of_another_experiment_is_refused(suite):
-    suite().run(nothing)
+    suite().run()
     changed = suite(bindings=["EVAL_INTERVAL = 3"])
     assert (
         "contains another experiment (EVAL_INTERVAL: 2 there, 3 now). Give another --run-root"
         in changed.status["mine/b"]
     )
-    assert changed.run(nothing) == 1
+    assert changed.run() == 1
 
 
 def test_a_preempted_run_ends_the_suite(suite):
     stopped = suite(Fake(codes=(("a", exit_codes.PREEMPTED),)))
-    assert stopped.run(nothing) == exit_codes.PREEMPTED
+    assert stopped.run() == exit_codes.PREEMPTED
     assert stopped.status["mine/b"] == "waiting"
 
 
 def test_gathering_uses_the_configuration_of_the_runs(suite, folder):
-    suite(bindings=["EVAL_INTERVAL = 3"]).run(nothing)
+    suite(bindings=["EVAL_INTERVAL = 3"]).run()
     (folder / "d.gin").write_text(TINY.format(rate="5e-3"))
     found = suite(slice_name="v4-16")  # which the runs did not have
     found.gather()
@@ -205,7 +204,7 @@ def test_wrong_arguments_are_refused(launch, folder):
 def test_mistakes_that_fail_on_every_host_are_reported_before_anything_starts(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tpu_host, "look", lambda: tpu_host.Place(True, "v4-64", ()))
     started = []
-    monkeypatch.setattr(suite_runner.Suite, "run", lambda suite, show: started.append(suite) or 0)
+    monkeypatch.setattr(suite_runner.Suite, "run", lambda suite, requested: started.append(suite) or 0)
 
     def said(*more):
         code = main.main(["suite", *more, "--out", str(tmp_path / "out"), "--gin", "DATA = 'gs://bucket/set'"])
