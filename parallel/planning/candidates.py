@@ -12,7 +12,7 @@ import inspect
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -109,32 +109,28 @@ def layouts(slice: Slice, *, only: Sequence[str] = ()) -> list[Layout]:
     Raises:
       UserError: a name that is not a strategy.
     """
-    known = sorted(
-        constructors(), key=lambda name: len(_parameters(name) or ())
-    )  # of equal layouts the simplest is kept
+    known = {name: parameters for name in strategies.__all__ if (parameters := _parameters(name)) is not None}
     for name in only:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            raise UserError(
-                f"--only {name}: no such strategy; expected some of {', '.join(known)}"
-                + (f" (did you mean {near[0]}?)" if near else "")
-            )
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise UserError(f"--only {name}: no such strategy; expected some of {', '.join(sorted(known))}{hint}")
     found: dict[Any, Layout] = {}
-    for name in only or known:
-        for degrees in _degrees(getattr(strategies, name), slice):
+    for name in only or sorted(known, key=lambda name: len(known[name])):  # of equal layouts the simplest is kept
+        for degrees in _degrees(known[name], slice):
             for choice in _choices(name, dict(degrees), slice):
                 layout = Layout(name, degrees, choice)
                 found.setdefault(_what_it_is(layout.strategy(), slice), layout)
     return list(found.values())
 
 
-def constructors() -> list[str]:
-    """Returns the strategies whose only required parameters are degrees."""
-    return [name for name in strategies.__all__ if name not in _NOT_STRATEGIES and _parameters(name) is not None]
-
-
 def _parameters(name: str) -> dict[str, int | None] | None:
-    """Returns the default of each degree (None if it has none); None if another parameter is required."""
+    """Returns the default of each degree of a strategy, None if it has none.
+
+    None instead for what is not a strategy or requires another parameter.
+    """
+    if name in _NOT_STRATEGIES:
+        return None
     degrees: dict[str, int | None] = {}
     for parameter in inspect.signature(getattr(strategies, name)).parameters.values():
         required = parameter.default is inspect.Parameter.empty
@@ -145,42 +141,33 @@ def _parameters(name: str) -> dict[str, int | None] | None:
     return degrees
 
 
-def _degrees(constructor: Any, slice: Slice) -> Iterator[tuple[tuple[str, int], ...]]:
+def _degrees(defaults: Mapping[str, int | None], slice: Slice) -> Iterator[tuple[tuple[str, int], ...]]:
     """Yields degrees: the free axis takes the remaining chips, every other axis each divisor above 1."""
-    defaults = _parameters(constructor.__name__) or {}
     if defaults.get("slices", 1) is None and slice.num_slices == 1:
         return  # a strategy for several slices
     divisors = [n for n in range(2, slice.chips_per_slice + 1) if slice.chips_per_slice % n == 0]
-    options: dict[str, tuple[int, ...]] = {}
-    for name, default in defaults.items():
-        if name == "slices":
-            options[name] = (slice.num_slices,)
-        elif default == -1:
-            options[name] = (-1,)
-        elif "slices" in defaults and slice.num_slices > 1:
-            options[name] = (1, *divisors)  # stages across slices need no axis within a slice
-        else:
-            options[name] = tuple(divisors)
-    for values in itertools.product(*options.values()):
-        degrees = dict(zip(options, values, strict=True))
-        within = math.prod(degree for name, degree in degrees.items() if name != "slices" and degree > 0)
+    if "slices" in defaults and slice.num_slices > 1:
+        divisors.insert(0, 1)  # stages across slices need no axis within a slice
+    fixed = {"slices": [slice.num_slices]} | {name: [-1] for name, default in defaults.items() if default == -1}
+    options = [fixed.get(name, divisors) for name in defaults]
+    for values in itertools.product(*options):
+        degrees = tuple(zip(defaults, values, strict=True))
+        within = math.prod(degree for name, degree in degrees if name != "slices" and degree > 0)
         if slice.chips_per_slice % within == 0:
-            yield tuple(degrees.items())
+            yield degrees
 
 
-def _choices(name: str, degrees: dict[str, int], slice: Slice) -> list[Choice | None]:
+def _choices(name: str, degrees: Mapping[str, int], slice: Slice) -> Sequence[Choice | None]:
     if "schedule" not in inspect.signature(getattr(strategies, name)).parameters:
         return [None]
     stages = degrees.get("stage", 1) * (degrees.get("slices", 1) if slice.num_slices > 1 else 1)
-    found: list[Choice | None] = []
-    for microbatches in dict.fromkeys(n * stages for n in _MICROBATCHES_PER_STAGE):
-        common: dict[str, int | str] = {"num_microbatches": microbatches}
-        for save in schedules.SAVES:
-            found += [Choice(kind, tuple({**common, "save": save}.items())) for kind in ("gpipe", "one_f_one_b")]
-            found += [
-                Choice("circular", tuple({**common, "repeats": repeats, "save": save}.items())) for repeats in _REPEATS
-            ]
-    return found
+    microbatches = dict.fromkeys(n * stages for n in _MICROBATCHES_PER_STAGE)
+    kinds: list[tuple[str, dict[str, int]]] = [("gpipe", {}), ("one_f_one_b", {})]
+    kinds += [("circular", {"repeats": repeats}) for repeats in _REPEATS]
+    return [
+        Choice(kind, tuple({"num_microbatches": count, **more, "save": save}.items()))
+        for count, save, (kind, more) in itertools.product(microbatches, schedules.SAVES, kinds)
+    ]
 
 
 def _what_it_is(tables: Strategy, slice: Slice) -> Any:
@@ -246,14 +233,11 @@ def candidates(
         if tables.pipeline:  # it has its own rematerialization and microbatches
             yield Candidate(layout, None, 1, batch_size)
             continue
-        for accum_steps in accumulations(_rows_per_group(tables, slice, batch_size)):
+        try:
+            shape = strategy.resolve(tables, slice)
+        except UserError:  # the judge says why
+            rows, rest = 1, 0
+        else:
+            rows, rest = divmod(batch_size, logical.shards(tables.activation_rules["batch"], shape))
+        for accum_steps in accumulations(1 if rest else rows):
             yield from (Candidate(layout, remat, accum_steps, batch_size) for remat in offered)
-
-
-def _rows_per_group(tables: Strategy, slice: Slice, batch_size: int) -> int:
-    try:
-        shape = strategy.resolve(tables, slice)
-    except UserError:
-        return 1
-    rows, rest = divmod(batch_size, logical.shards(tables.activation_rules["batch"], shape))
-    return 1 if rest else rows
