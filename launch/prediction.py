@@ -87,15 +87,7 @@ def label(record: Prediction) -> str:
 class PredictionCheck:
     """Adds MFU, HBM and predictions to a step's metrics, and warns when measurements differ from predictions."""
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        *,
-        settings: Settings,
-        on_tpu: bool,
-        warn: Callable[[str], None],
-        hbm_bytes: Callable[[], int | None] | None = None,
-    ):
+    def __init__(self, experiment: Experiment, *, settings: Settings, on_tpu: bool, warn: Callable[[str], None]):
         """Looks up the prediction for an experiment.
 
         Args:
@@ -103,13 +95,11 @@ class PredictionCheck:
           settings: that it was built from.
           on_tpu: whether the devices are TPU chips; nothing is measured otherwise.
           warn: called with a sentence when a measurement differs from its prediction, once for each metric.
-          hbm_bytes: returns the peak HBM use of this host's first chip, or None if it is unknown.
         """
         self._flops = experiment.flops_per_step
         self._slice = slices.get(experiment.slice)
         self._on_tpu = on_tpu
         self._warn = warn
-        self._hbm_bytes = hbm_bytes or peak_hbm_bytes
         self._record = find(experiment, settings)
         self._is_first = True
         self._warned: set[str] = set()
@@ -128,34 +118,25 @@ class PredictionCheck:
         """
         if not self._on_tpu:
             return {}
-        found = {}
+        found, seconds, used = {}, values["step_seconds"], peak_hbm_bytes()
         if self._flops:
-            found |= self._mfu(self._flops, values["step_seconds"])
-        if used := self._hbm_bytes():
+            try:
+                found["mfu"] = self._slice.mfu(self._flops, seconds=seconds)
+            except UserError as error:  # a wrong figure must not end the run
+                self._warn_once("mfu", f"the MFU is not reported: {error}")
+        if used:
             found["hbm_gib"] = used / GIB
         if self._record:
-            found |= self._compare(self._record, values["step_seconds"], used)
+            time, peak = self._record["predicted"]["step_seconds"], self._record["memory"]["peak_bytes"] / GIB
+            found["predicted/step_seconds_hidden"] = time["hidden"]
+            found["predicted/step_seconds_exposed"] = time["exposed"]
+            found["predicted/hbm_gib"] = peak
+            if not self._is_first:  # the first report includes compilation
+                self._check("s per step", seconds, time["hidden"], time["exposed"], label(self._record))
+                if used:
+                    self._check("GiB of HBM", used / GIB, peak, peak, label(self._record))
         self._is_first = False
         return found
-
-    def _mfu(self, flops: float, seconds: float) -> dict[str, float]:
-        try:
-            return {"mfu": self._slice.mfu(flops, seconds=seconds)}
-        except UserError as error:  # a wrong figure must not end the run
-            self._warn_once("mfu", f"the MFU is not reported: {error}")
-            return {}
-
-    def _compare(self, record: Prediction, seconds: float, used: int | None) -> dict[str, float]:
-        time, peak = record["predicted"]["step_seconds"], record["memory"]["peak_bytes"]
-        if not self._is_first:  # the first report includes compilation
-            self._check("s per step", seconds, time["hidden"], time["exposed"], label(record))
-            if used:
-                self._check("GiB of HBM", used / GIB, peak / GIB, peak / GIB, label(record))
-        return {
-            "predicted/step_seconds_hidden": time["hidden"],
-            "predicted/step_seconds_exposed": time["exposed"],
-            "predicted/hbm_gib": peak / GIB,
-        }
 
     def _check(self, unit: str, value: float, low: float, high: float, about: str) -> None:
         if low * (1 - TOLERANCE) <= value <= high * (1 + TOLERANCE):

@@ -25,13 +25,17 @@ def recorded(monkeypatch):
     monkeypatch.setattr(prediction, "find", lambda experiment, text: RECORD)
 
 
-def measured(*, on_tpu=True, hbm=10 * GIB):
-    warnings = []
-    found = PredictionCheck(EXPERIMENT, settings=CONFIG, on_tpu=on_tpu, warn=warnings.append, hbm_bytes=lambda: hbm)
-    return found, warnings
+@pytest.fixture
+def measured(monkeypatch):
+    def make(*, on_tpu=True, hbm=10 * GIB):
+        monkeypatch.setattr(prediction, "peak_hbm_bytes", lambda: hbm)
+        warnings = []
+        return PredictionCheck(EXPERIMENT, settings=CONFIG, on_tpu=on_tpu, warn=warnings.append), warnings
+
+    return make
 
 
-def test_a_rehearsal_says_so_and_compares_nothing(recorded):
+def test_a_rehearsal_says_so_and_compares_nothing(recorded, measured):
     found, warnings = measured(on_tpu=False)
     assert found.rows()["predicted"].startswith("1 to 1.4 s per step, 44 to 61 % MFU, 10 GiB (compiled by libtpu")
     assert found.rows()["measured"] == SIMULATED
@@ -41,7 +45,7 @@ def test_a_rehearsal_says_so_and_compares_nothing(recorded):
 
 
 @pytest.mark.covers("O03", "O08")
-def test_a_tpu_logs_both(recorded):
+def test_a_tpu_logs_both(recorded, measured):
     found, warnings = measured()
     assert found.rows()["measured"] == "step time, HBM and MFU follow with every report"
     values = found.metrics({"step_seconds": 1.2})
@@ -66,7 +70,7 @@ def test_a_tpu_logs_both(recorded):
         (1.2, 7.4, "measured 7.4 GiB of HBM"),
     ],
 )
-def test_more_than_a_quarter_apart_is_a_warning_once(recorded, seconds, hbm, warned):
+def test_more_than_a_quarter_apart_is_a_warning_once(recorded, measured, seconds, hbm, warned):
     found, warnings = measured(hbm=hbm * GIB)
     found.metrics({"step_seconds": 60.0})  # compiles
     assert not warnings
@@ -76,7 +80,7 @@ def test_more_than_a_quarter_apart_is_a_warning_once(recorded, seconds, hbm, war
     assert all(w.startswith(warned) for w in warnings)
 
 
-def test_more_than_the_peak_is_left_out_with_one_warning(recorded):
+def test_more_than_the_peak_is_left_out_with_one_warning(recorded, measured):
     found, warnings = measured()
     for _ in range(3):
         assert "mfu" not in found.metrics({"step_seconds": 0.5})
@@ -86,14 +90,14 @@ def test_more_than_the_peak_is_left_out_with_one_warning(recorded):
     assert "mfu" in found.metrics({"step_seconds": 1.2})
 
 
-def test_without_a_record_nothing_is_compared(monkeypatch):
+def test_without_a_record_nothing_is_compared(measured, monkeypatch):
     monkeypatch.setattr(prediction, "find", lambda experiment, text: None)
     found, warnings = measured(hbm=None)
     assert set(found.metrics({"step_seconds": 50.0})) == {"mfu"}
     assert not warnings
 
 
-def test_a_program_without_a_record_says_so(monkeypatch):
+def test_a_program_without_a_record_says_so(measured, monkeypatch):
     monkeypatch.setattr(prediction, "find", lambda experiment, text: None)
     rows = measured(on_tpu=False)[0].rows()
     assert rows["predicted"].startswith("nothing: this program is not recorded; launch/run report v4-32 ")
