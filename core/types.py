@@ -171,6 +171,13 @@ class Shrinks(Protocol):
         """Returns the smallest model of this kind whose dimensions are multiples of `multiples`, by logical axis."""
 
 
+class ReadsPublished(Protocol):
+    """A model whose parameters can be read from the folder of a published model."""
+
+    def published(self, folder: str) -> Any:
+        """Returns the folder's parameters, a `core.checkpoints.warm_start.ParameterSource`."""
+
+
 class CountsFlops(Protocol):
     """A model that can count its FLOPs, so that MFU can be reported."""
 

@@ -45,6 +45,9 @@ class Experiment:
       gather_once: gather split parameters once per step instead of once per microbatch (`parallel.accumulation`).
       compiler_options: options of the TPU compiler to add or replace, by name; None removes one
         (`parallel.compiler_options`).
+      init_from: parameters to start from: a run (`runs/first`), a step of it (`runs/first@1000`), or the folder of a
+        published model; "" starts from `seed`.
+      init_patterns: the parameters that are taken from there, as shell wildcards over paths; others start from `seed`.
       seed: of parameters, data order and random bits.
       log_interval, eval_interval, checkpoint_interval: in steps.
       eval_batches: validation batches per evaluation; 0 for none.
@@ -78,6 +81,8 @@ class Experiment:
     accum_steps: int = 1
     gather_once: bool = False
     compiler_options: compiler_options.Overrides = dataclasses.field(default_factory=dict)
+    init_from: str = ""
+    init_patterns: Sequence[str] = ("*",)
     seed: int = 0
     log_interval: int = 10
     eval_interval: int = 1000

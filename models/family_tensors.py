@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from core import paths
+from core.checkpoints.published import PublishedFolder
 from core.checkpoints.tensor_map import Source
 from models.decoder_config import DecoderConfig
 
@@ -80,3 +82,14 @@ def named_sources(model: DecoderConfig) -> dict[str, Source]:
     """Returns `sources` with complete names of tensors, as they are exported."""
     prefix = (GPT2_PREFIXES if model.positions == "learned" else PREFIXES)[0]
     return {path: source.prefixed(prefix) for path, source in sources(model).items()}
+
+
+def published_folder(decoder: DecoderConfig, folder: str) -> PublishedFolder:
+    """Returns the parameters of a decoder in the folder of a published model; reads the headers of its files."""
+    return PublishedFolder(
+        paths.resolve(folder),
+        sources(decoder),
+        prefixes=GPT2_PREFIXES if decoder.positions == "learned" else PREFIXES,
+        ignored=(*NOT_PARAMETERS, *(("*lm_head.weight",) if decoder.tied else ())),
+        limits={"vocab": decoder.vocab_size},
+    )

@@ -11,10 +11,8 @@ import json
 from typing import Any
 
 from core import paths
-from core.checkpoints.published import PublishedFolder
 from core.errors import UserError
-from models import families, family_tensors
-from models.decoder_config import DecoderConfig
+from models import families
 from models.transformer import Transformer
 
 CONFIG = "config.json"
@@ -47,14 +45,3 @@ def read_config(folder: paths.Path) -> dict[str, Any]:
         return json.loads((folder / CONFIG).read_text())
     except ValueError as error:
         raise UserError(f"{folder / CONFIG}: malformed JSON ({error})") from error
-
-
-def folder(decoder: DecoderConfig, at: str) -> PublishedFolder:
-    """Returns the parameters of a decoder in a published folder; nothing but the headers of its files is read."""
-    return PublishedFolder(
-        paths.resolve(at),
-        family_tensors.sources(decoder),
-        prefixes=family_tensors.GPT2_PREFIXES if decoder.positions == "learned" else family_tensors.PREFIXES,
-        ignored=(*family_tensors.NOT_PARAMETERS, *(("*lm_head.weight",) if decoder.tied else ())),
-        limits={"vocab": decoder.vocab_size},
-    )

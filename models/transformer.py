@@ -23,9 +23,10 @@ import jax
 import jax.numpy as jnp
 
 from core import logical, stack
+from core.checkpoints.published import PublishedFolder
 from core.errors import UserError
 from core.types import Batch, LossOutput, Params
-from models import decoder_block, derivatives, losses, presets, rotary
+from models import decoder_block, derivatives, family_tensors, losses, presets, rotary
 from models.decoder_block import Block, Side
 from models.decoder_config import GLOBAL, LOCAL, REMAT, DecoderConfig
 
@@ -63,6 +64,10 @@ class Transformer(DecoderConfig):
     def logits(self, params: Params, batch: Batch) -> jax.Array:
         """Returns the logits, [B, T, vocab_size], float32."""
         return hk.transform(self._logits).apply(params, None, batch)[..., : self.vocab_size]
+
+    def published(self, folder: str) -> PublishedFolder:
+        """Returns the parameters of this decoder in the folder of a published model; reads headers only."""
+        return family_tensors.published_folder(self, folder)
 
     def residual(self, params: Params, batch: Batch) -> jax.Array:
         """Returns the residual stream after the last layer and before the final norm, [B, T, D]."""

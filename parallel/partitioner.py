@@ -25,7 +25,7 @@ from core.optimizers import Optimizer
 from core.param_spec import Specs
 from core.slices import Slice
 from core.train_state import TrainState
-from core.types import Batch, DataLayout, Model
+from core.types import Batch, DataLayout, Model, Params
 from parallel import accumulation, compiler_options, mesh, placement, rules, strategy
 from parallel.pipeline import checks, runner
 from parallel.pipeline.schedules import Schedule
@@ -282,6 +282,27 @@ class Program:
         """Initializes the state; its values do not depend on the strategy."""
         with self.partitioner.tracing():
             return self.jitted_init()
+
+    def init_params(self) -> Params:
+        """Initializes the parameters alone; equal to those of `init`."""
+
+        def fresh() -> Params:
+            return self.model.init(jax.random.key(self.seed), self._zeros())
+
+        with self.partitioner.tracing():
+            return jax.jit(fresh, out_shardings=self.state_shardings.params)()
+
+    def init_from(self, params: Params) -> TrainState:
+        """Returns the state before the first step with the given parameters, which are donated."""
+
+        def begun(params: Params) -> TrainState:
+            return train_state.create(self.model, self._bound_optimizer, params, self._zeros())
+
+        with self.partitioner.tracing():
+            return jax.jit(begun, donate_argnums=0, out_shardings=self.state_shardings)(params)
+
+    def _zeros(self) -> dict[str, jax.Array]:
+        return {k: jnp.zeros(s.shape, s.dtype) for k, s in self.spec.items()}
 
     @functools.cached_property
     def manual_axes(self) -> set[str]:

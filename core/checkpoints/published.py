@@ -87,6 +87,10 @@ class PublishedFolder:
         self._ignored = tuple(ignored)
         self._limits = dict(limits or {})
 
+    def describe(self) -> str:
+        """Returns where the parameters are."""
+        return f"the published folder {self.folder}"
+
     def problems(self, shapes: Any, specs: Specs) -> list[str]:
         """Returns the differences between the folder and a model: missing, of another shape, left over.
 
@@ -121,7 +125,7 @@ class PublishedFolder:
           UserError: the folder does not fit, with every difference.
         """
         if lines := self.problems(abstract, specs):
-            raise UserError(f"{self.folder} does not fit the model:\n  " + "\n  ".join(_shortened(lines)))
+            raise UserError(f"{self.folder} does not fit the model:\n  " + "\n  ".join(lines))
         described = _described(abstract, specs, self._sources, self._limits)
         leaves, structure = jax.tree.flatten(abstract)
         arrays = []
@@ -164,10 +168,6 @@ class PublishedFolder:
 
 def _is_float(dtype: np.dtype) -> bool:
     return jax.numpy.issubdtype(dtype, jax.numpy.floating)
-
-
-def _shortened(lines: Sequence[str], most: int = 30) -> list[str]:
-    return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
 
 
 def tensors_of(

@@ -18,6 +18,7 @@ from core.training import compilation
 from launch import environment, host_memory
 from launch.experiment import Experiment
 from launch.hosts.cluster import Host
+from launch.runs import warm_start
 from parallel.partitioner import Program
 
 DATA_SECONDS = 3600.0  # limit for one host's work on the data; a longer build belongs in launch/run build
@@ -69,6 +70,7 @@ def prepare_run(
     compilation.use_cache(environment.read("JAX_COMPILATION_CACHE_DIR") or f"{run_dir}/compiled")
     program = experiment.bind(jax.devices())
     host_memory.require(experiment, program)
+    started_from = warm_start.require_fit(experiment, program)
     distributed.require_shared(run_dir, is_host_zero=host.is_zero)
     with phase.enter(phase.PREPARING):
         _prepare_data(experiment, run_dir, host)
@@ -81,6 +83,7 @@ def prepare_run(
         "seed": experiment.seed,
         "data": experiment.task.fingerprint(),
         "data_source": experiment.task.describe(),
+        **({"init_from": started_from} if started_from else {}),
     }
     distributed.require_same("the configuration", "\n".join(f"{k}: {v}" for k, v in meta.items()))
     return Run(experiment, program, host, run_dir, meta, last_step)

@@ -37,6 +37,8 @@ def show(
     grid = Table.grid(padding=(0, 2))
     card = rows(experiment, program, host=host)
     left = f"resumed from {resumed_from:,}" if resumed_from else "fresh"
+    if experiment.init_from:
+        card["start"] = f"parameters of {experiment.init_from}"
     early = f" of {experiment.total_steps:,}" if last_step < experiment.total_steps else ""
     if evaluated := evaluated_on(experiment):
         card["validation"] = f"on {evaluated}"

@@ -15,7 +15,7 @@ from core.training.run_lock import RunLock
 from core.training.trainer import Hook, TrainStep
 from launch import array_table, config
 from launch.prediction import PredictionCheck
-from launch.runs import run_summary, training_hooks
+from launch.runs import run_summary, training_hooks, warm_start
 from launch.runs.prepared_run import Run
 from launch.runs.progress import Progress
 
@@ -95,7 +95,7 @@ def restore_or_init(
     else:
         found = step, *checkpoints.restore(step, run.program.abstract_state)
     if found is None:
-        return run.program.init(), None, None
+        return warm_start.first_state(run.experiment, run.program, is_host_zero=run.host.is_zero), None, None
     step, state, position, meta = found
     if meta["data"] != run.meta["data"]:
         raise UserError(

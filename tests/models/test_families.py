@@ -37,7 +37,7 @@ def loaded(name, **changes):
     shapes, axes = logical.abstract_init(model.init, jax.random.key(0), batch_of(reference["input_ids"]))
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), shapes)
-    return model, pretrained.folder(model, str(HERE / name)).load(abstract, axes), axes, reference
+    return model, model.published(str(HERE / name)).load(abstract, axes), axes, reference
 
 
 def relative_error(ours, want):

@@ -1,0 +1,141 @@
+"""Starts a run from parameters of another run, or of a published model: parameters only, under any strategy.
+
+All that is missing, left over or of another shape is listed before an array is read. Each host reads the shards of its
+own chips.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+
+from core import parameters, paths
+from core.checkpoints import description, leaves, reading
+from core.errors import UserError
+from core.param_spec import Specs
+
+Progress = Callable[[str, int, int], None]  # path of a parameter, its number from 1, how many there are
+MOST_LINES = 30
+
+
+class ParameterSource(Protocol):
+    """Parameters that a run can start from."""
+
+    def describe(self) -> str:
+        """Returns where they are, in one line."""
+
+    def problems(self, shapes: Any, specs: Specs) -> list[str]:
+        """Returns one line for each parameter that is missing or of another shape, and each that is left over."""
+
+    def load(self, abstract: Any, specs: Specs, *, progress: Progress) -> Any:
+        """Returns a tree like `abstract`, whose leaves have shardings, with the parameters that this host needs."""
+
+
+class SavedParameters:
+    """The parameters of a step that Renga saved.
+
+    Attributes:
+      folder: of the step.
+    """
+
+    def __init__(self, folder: paths.Path):
+        self.folder = folder
+        found = description.read(folder)
+        self._kinds = {
+            name.removeprefix("params/"): kind for name, kind in found.kinds.items() if name.startswith("params/")
+        }
+
+    def describe(self) -> str:
+        """See `ParameterSource`."""
+        return f"step {self.folder.name} of {self.folder.parent}"
+
+    def problems(self, shapes: Any, specs: Specs) -> list[str]:
+        """See `ParameterSource`."""
+        del specs
+        return leaves.differences(self._kinds, shapes)
+
+    def load(self, abstract: Any, specs: Specs, *, progress: Progress) -> Any:
+        """See `ParameterSource`."""
+        del specs
+        progress("all", 1, 1)
+        return reading.read_arrays(self.folder, {"params": abstract})["params"]
+
+
+def chosen(params: Any, patterns: Sequence[str]) -> Any:
+    """Returns the parameters whose paths match one of the patterns, as a smaller tree.
+
+    Args:
+      params: modules of parameters, `{module: {name: leaf}}`, or specs of the same form.
+      patterns: shell wildcards over paths such as `layers/block/query`.
+
+    Raises:
+      UserError: a pattern matches no parameter.
+    """
+    parameters.matches(params, patterns, where="INIT_PATTERNS")
+    selected = {
+        module: {
+            name: leaf
+            for name, leaf in entries.items()
+            if any(fnmatch.fnmatch(parameters.path_name(_keys(module, name)), p) for p in patterns)
+        }
+        for module, entries in params.items()
+    }
+    return {module: entries for module, entries in selected.items() if entries}
+
+
+def _keys(module: str, name: str) -> tuple:
+    return jax.tree_util.DictKey(module), jax.tree_util.DictKey(name)
+
+
+def require_fit(source: ParameterSource, shapes: Any, specs: Specs, patterns: Sequence[str]) -> None:
+    """Checks that a source has the parameters that match the patterns.
+
+    With patterns other than `*`, parameters that are left over in the source are allowed.
+
+    Raises:
+      UserError: lists every difference.
+    """
+    lines = source.problems(chosen(shapes, patterns), chosen(specs, patterns))
+    if tuple(patterns) != ("*",):
+        lines = [line for line in lines if not line.startswith("left over") and not line.endswith("not expected")]
+    if lines:
+        more = [f"and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
+        raise UserError(
+            f"INIT_FROM: {source.describe()} does not fit the model:\n  "
+            + "\n  ".join([*lines[:MOST_LINES], *more])
+            + "\nINIT_PATTERNS chooses the parameters to start from; all others are initialized"
+        )
+
+
+def load(
+    source: ParameterSource,
+    init: Callable[[], Any],
+    abstract: Any,
+    specs: Specs,
+    patterns: Sequence[str],
+    *,
+    progress: Progress = lambda *_: None,
+) -> Any:
+    """Returns parameters of which those that match the patterns come from `source`.
+
+    Args:
+      source: the parameters to start from.
+      init: initializes all parameters; called if the patterns leave any out.
+      abstract: their shapes and shardings.
+      specs: of the parameters.
+      patterns: as in `chosen`.
+      progress: called before a parameter is read.
+    """
+    wanted = chosen(abstract, patterns)
+    if jax.tree.structure(wanted) == jax.tree.structure(abstract):
+        return source.load(abstract, specs, progress=progress)
+    fresh = init()
+    jax.tree.map(lambda a: a.delete(), chosen(fresh, patterns))  # to make room
+    loaded: Mapping = source.load(wanted, chosen(specs, patterns), progress=progress)
+    return {
+        module: {name: loaded.get(module, {}).get(name, leaf) for name, leaf in entries.items()}
+        for module, entries in fresh.items()
+    }

@@ -1,0 +1,61 @@
+"""Reads INIT_FROM: the parameters that a new run starts from."""
+
+from __future__ import annotations
+
+from core import paths
+from core.checkpoints import steps, warm_start
+from core.errors import UserError
+from core.train_state import TrainState
+from core.types import ReadsPublished, can, missing
+from launch.experiment import Experiment
+from parallel.partitioner import Program
+
+
+def source(experiment: Experiment) -> warm_start.ParameterSource | None:
+    """Returns the parameters to start from; None if the run starts from its seed.
+
+    Raises:
+      UserError: there is no such run, step or folder, or the model cannot read published parameters.
+    """
+    text = experiment.init_from
+    if not text:
+        return None
+    folder = paths.resolve(text)
+    if (folder / "config.json").exists():
+        if not can(experiment.model, ReadsPublished):
+            lacks = ", ".join(missing(experiment.model, ReadsPublished))
+            raise UserError(
+                f"INIT_FROM = {text!r} is a published model, and {type(experiment.model).__name__} cannot read one: "
+                f"it lacks {lacks} (ReadsPublished in core/types.py)"
+            )
+        return experiment.model.published(text)
+    if not folder.exists() and "@" not in text:
+        raise UserError(
+            f"INIT_FROM = {text!r} does not exist; give a run (runs/first), a step of it (runs/first@1000), or the "
+            "folder of a published model, with config.json and *.safetensors"
+        )
+    return warm_start.SavedParameters(steps.find(text))
+
+
+def require_fit(experiment: Experiment, program: Program) -> str:
+    """Checks the parameters to start from against the model; returns what they are, "" without any."""
+    if (found := source(experiment)) is None:
+        return ""
+    warm_start.require_fit(found, program.abstract_state.params, program.param_specs, experiment.init_patterns)
+    return found.describe()
+
+
+def first_state(experiment: Experiment, program: Program, *, is_host_zero: bool) -> TrainState:
+    """Returns the state before the first step, from INIT_FROM or from the seed."""
+    if (found := source(experiment)) is None:
+        return program.init()
+
+    def progress(path: str, number: int, count: int) -> None:
+        if is_host_zero:
+            print(f"\rreads parameters of {found.describe()}: {number} of {count} ({path})\033[K", end="", flush=True)
+
+    abstract, specs = program.abstract_state.params, program.param_specs
+    params = warm_start.load(found, program.init_params, abstract, specs, experiment.init_patterns, progress=progress)
+    if is_host_zero:
+        print(flush=True)
+    return program.init_from(params)

@@ -1,0 +1,183 @@
+"""Folders of safetensors: what is read of them, under which layout, and what is refused."""
+
+import json
+import pathlib
+import shutil
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from core import logical, optimizers, parameters, slices
+from core.checkpoints import published, safetensors_files, warm_start
+from core.checkpoints.tensor_map import Source
+from core.errors import UserError
+from models import family_tensors, pretrained
+from parallel import strategies
+from parallel.partitioner import Partitioner
+from tasks import streams
+
+FAMILIES = pathlib.Path(__file__).parents[2] / "models" / "fixtures" / "families"
+ADAMW = optimizers.adamw(learning_rate=optimizers.constant(1e-3))
+
+
+def program_of(folder, tables, **changes):
+    model = pretrained.model(str(folder), dtype="float32", vocab_multiple=8, **changes)
+    at = Partitioner(tables, slice=slices.get("v4-16"), devices=jax.devices()[:8])
+    return at.program(model, ADAMW, streams.batch_spec(8, length=16), seed=0)
+
+
+def load(program, folder):
+    return program.model.published(str(folder)).load(program.abstract_state.params, program.param_specs)
+
+
+@pytest.fixture
+def llama(tmp_path):
+    shutil.copytree(FAMILIES / "llama2", tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+@pytest.mark.covers("C16")
+@pytest.mark.parametrize("family", ["gpt2", "qwen2"])
+def test_every_layout_reads_the_same_bits_and_only_the_needed_parts(family, monkeypatch):
+    read, largest = safetensors_files.read, []
+    monkeypatch.setattr(safetensors_files, "read", lambda *args: largest.append((found := read(*args)).size) or found)
+    found = {}
+    for name, tables in {
+        "replicated": strategies.data_parallel(),
+        "split": strategies.fsdp_tensor(tensor=2),
+        "stages": strategies.pipeline_fsdp(stage=1),
+    }.items():
+        largest.clear()
+        program = program_of(FAMILIES / family, tables)
+        params = load(program, FAMILIES / family)
+        assert jax.tree.map(lambda a: a.sharding, params) == program.state_shardings.params
+        found[name] = jax.device_get(params), max(largest)
+    whole = load_file(FAMILIES / family / "model.safetensors")
+    ours = found["replicated"][0]
+    embedding = whole["transformer.wte.weight" if family == "gpt2" else "model.embed_tokens.weight"]
+    np.testing.assert_array_equal(ours["~"]["embedding"][:83], embedding)
+    assert not ours["~"]["embedding"][83:].any()
+    for other in ("split", "stages"):
+        jax.tree.map(np.testing.assert_array_equal, found[other][0], ours)
+
+    assert found["split"][1] <= found["replicated"][1] / 4
+
+
+def test_a_source_reads_and_writes_any_part_of_a_merged_dimension():
+    rng = np.random.default_rng(0)
+    tensor = rng.standard_normal((5, 3 * 4 * 6)).astype(np.float32)
+    sizes = {"embed": 5, "heads": 4, "head_dim": 6}
+    for block in range(3):
+        source = Source("a", f"embed ({block}/3 heads head_dim)")
+        whole = tensor.reshape(5, 3, 4, 6)[:, block]
+        for parts in ([(0, 5), (0, 4), (0, 6)], [(1, 3), (2, 3), (0, 6)], [(4, 5), (1, 3), (2, 5)]):
+            wanted = {axis: slice(*part) for axis, part in zip(sizes, parts, strict=True)}
+            got = source.read(lambda index: tensor[index], sizes, wanted)
+            np.testing.assert_array_equal(got, whole[tuple(wanted.values())])
+        copy = np.zeros_like(tensor)
+        source.write(copy, whole, sizes)
+        np.testing.assert_array_equal(copy.reshape(5, 3, 4, 6)[:, block], whole)
+        assert np.count_nonzero(copy) == whole.size
+    turned = Source("b", "(heads head_dim) embed")
+    np.testing.assert_array_equal(
+        turned.read(lambda index: tensor[:, :24].T[index], sizes, {a: slice(0, n) for a, n in sizes.items()}),
+        tensor[:, :24].reshape(5, 4, 6),
+    )
+
+
+@pytest.mark.covers("C17")
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
+def test_what_is_written_is_read_again(tmp_path, dtype):
+    program = program_of(FAMILIES / "gemma3", strategies.fsdp())
+    params = jax.device_get(load(program, FAMILIES / "gemma3"))
+    by_path = {parameters.path_name(path): a for path, a in jax.tree_util.tree_leaves_with_path(params)}
+    tensors = published.tensors_of(
+        lambda path, layer: by_path[path] if layer is None else by_path[path][layer],
+        program.abstract_state.params,
+        program.param_specs,
+        family_tensors.named_sources(program.model),
+        limits={"vocab": 83},
+        dtype=dtype,
+    )
+    size = published.write(tmp_path, tensors, shard_bytes=20_000)
+    files = sorted(file.name for file in tmp_path.iterdir())
+    assert len(files) > 3
+    assert safetensors_files.INDEX in files
+    assert size == sum(a.nbytes for f in files if f.endswith("tensors") for a in load_file(tmp_path / f).values())
+    again = jax.device_get(load(program, tmp_path))
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype(dtype).astype(np.float32)), again, params)
+
+
+def test_all_differences_are_listed_at_once(llama):
+    tensors = load_file(llama / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:20]
+    tensors["model.layers.0.self_attn.q_proj.bias"] = np.zeros(24, np.float32)
+    save_file(tensors, llama / "model.safetensors")
+    program = program_of(llama, strategies.fsdp())
+    source = program.model.published(str(llama))
+    with pytest.raises(UserError) as caught:
+        warm_start.require_fit(source, program.abstract_state.params, program.param_specs, ("*",))
+    said = str(caught.value)
+    assert "missing: model.layers.1.mlp.up_proj.weight [44, 24]" in said
+    assert "model.norm.weight: shape [20], the model needs [24]" in said
+    assert "left over: model.layers.0.self_attn.q_proj.bias [24]" in said
+
+
+def test_a_model_of_another_size_is_refused_with_both_shapes(llama):
+    program = program_of(llama, strategies.fsdp(), vocab_size=96)
+    with pytest.raises(UserError, match=r"embed_tokens.weight: shape \[83, 24\], the model needs \[96, 24\]"):
+        load(program, llama)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]), "is truncated"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"no header"), "not a safetensors file"),
+        (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "torch pickles .*save_pretrained"),
+        (lambda f: (f / "model.safetensors").unlink(), "no .*safetensors files"),
+        (
+            lambda f: (f / safetensors_files.INDEX).write_text('{"weight_map": {"a": "model-1.safetensors"}}'),
+            "model-1.safetensors is missing",
+        ),
+    ],
+)
+def test_a_damaged_folder_is_refused_in_words(llama, damage, message):
+    damage(llama)
+    with pytest.raises(UserError, match=message):
+        pretrained.model(str(llama)).published(str(llama))
+
+
+def test_a_configuration_that_the_decoder_cannot_follow_is_refused(llama, tmp_path):
+    with pytest.raises(UserError, match=r"has no config\.json"):
+        pretrained.model(str(tmp_path))
+    config = json.loads((llama / "config.json").read_text())
+
+    def refused(**changes):
+        (llama / "config.json").write_text(json.dumps({**config, **changes}))
+        with pytest.raises(UserError) as caught:
+            pretrained.model(str(llama))
+        return str(caught.value)
+
+    assert "known are gpt2, llama, mistral, qwen2, qwen3, gemma2, gemma3_text, gemma3" in refused(model_type="bert")
+    assert "attention_bias = True (expected False), mlp_bias = True" in refused(attention_bias=True, mlp_bias=True)
+    assert "activation 'relu' is not known" in refused(hidden_act="relu")
+    assert "rope scaling 'dynamic' is not known" in refused(rope_scaling={"type": "dynamic", "factor": 2.0})
+    (llama / "config.json").write_text("{")
+    with pytest.raises(UserError, match="malformed JSON"):
+        pretrained.model(str(llama))
+
+
+def test_the_axes_of_a_parameter_say_how_it_is_stored():
+    model = pretrained.model(str(FAMILIES / "gpt2"))
+    shapes, specs = logical.abstract_init(
+        model.init, jax.random.key(0), program_of(FAMILIES / "gpt2", strategies.fsdp()).abstract_batch
+    )
+    assert {parameters.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)} == set(
+        family_tensors.sources(model)
+    )
+    assert specs["layers/block"]["query"].axes == ("layers", "embed", "heads", "head_dim")

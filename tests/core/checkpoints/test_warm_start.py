@@ -1,0 +1,83 @@
+"""Runs that start from the parameters of another run."""
+
+import jax
+import numpy as np
+import pytest
+
+from core import optimizers, slices
+from core.checkpoints import steps, warm_start
+from core.checkpoints.store import Checkpoints
+from core.errors import UserError
+from models.transformer import Transformer
+from parallel import strategies
+from parallel.partitioner import Partitioner
+from tasks import streams
+
+
+def program_of(tables, *, seed=0, optimizer=optimizers.adamw, **changes):
+    sizes = {"num_layers": 2, "embed_dim": 16, "mlp_dim": 16, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 64}
+    model = Transformer(**{**sizes, "vocab_multiple": 8, "dtype": "float32", **changes})
+    at = Partitioner(tables, slice=slices.get("v4-16"), devices=jax.devices()[:8])
+    rule = optimizer(learning_rate=optimizers.constant(1e-2))
+    return at.program(model, rule, streams.batch_spec(8, length=16), seed=seed)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run of one step under fsdp, and its folder."""
+    program = program_of(strategies.fsdp())
+    state = program.init()._replace(step=jax.device_put(np.int32(7), program.state_shardings.step))
+    run = tmp_path_factory.mktemp("run")
+    checkpoints = Checkpoints(run / "checkpoints", keep=1)
+    checkpoints.save(7, state=state, data={}, meta={})
+    checkpoints.close()
+    return jax.device_get(state.params), str(run)
+
+
+def started(program, run, patterns=("*",)):
+    source = warm_start.SavedParameters(steps.find(run))
+    abstract, specs = program.abstract_state.params, program.param_specs
+    warm_start.require_fit(source, abstract, specs, patterns)
+    return program.init_from(warm_start.load(source, program.init_params, abstract, specs, patterns))
+
+
+def test_another_strategy_and_optimizer_start_with_the_same_parameters(saved):
+    params, run = saved
+    program = program_of(strategies.fsdp_tensor(tensor=2), seed=5, optimizer=optimizers.lion)
+    state = started(program, run)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), params)
+    assert jax.tree.map(lambda a: a.sharding, state) == program.state_shardings
+    assert int(state.step) == 0
+    assert not any(np.any(a) for a in jax.tree.leaves(jax.device_get(state.opt_state)))
+
+
+def test_patterns_choose_what_is_taken_and_the_rest_starts_from_the_seed(saved):
+    params, run = saved
+    program = program_of(strategies.fsdp(), seed=5)
+    fresh, state = jax.device_get(program.init().params), jax.device_get(started(program, run, ("layers/*",)))
+    jax.tree.map(np.testing.assert_array_equal, state.params["layers/block"], params["layers/block"])
+    jax.tree.map(np.testing.assert_array_equal, state.params["~"], fresh["~"])
+
+
+def test_an_average_starts_with_the_parameters_that_were_taken(saved):
+    params, run = saved
+
+    def averaged(learning_rate):
+        return optimizers.averaged(optimizer=optimizers.adamw(learning_rate=learning_rate))
+
+    program = program_of(strategies.fsdp(), seed=5, optimizer=averaged)
+    state = started(program, run)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.opt_state.average), params)
+
+
+def test_parameters_that_do_not_fit_are_listed_before_any_is_read(saved):
+    _, run = saved
+    with pytest.raises(UserError) as caught:
+        started(program_of(strategies.fsdp(), embed_dim=32, tied=True), run)
+    said = str(caught.value)
+    assert "step 7 of" in said
+    assert "unembedding: float32[16, 64] in the checkpoint, not expected" in said
+    assert "block/query: float32[2, 16, 4, 4] in the checkpoint, expected float32[2, 32, 4, 8]" in said
+    assert "INIT_PATTERNS chooses" in said
+    with pytest.raises(UserError, match=r"INIT_PATTERNS = .*no parameter matches 'head/\*'"):
+        started(program_of(strategies.fsdp()), run, ("head/*",))
