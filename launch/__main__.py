@@ -69,7 +69,9 @@ def _command(argv: Sequence[str]) -> int:
     name, *rest = argv
     files = _files()
     if name not in files:
-        print(_unknown(name), file=sys.stderr)
+        nearest = difflib.get_close_matches(name, files, n=1)
+        hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are: {', '.join(command_names())}"
+        print(f"unknown command {name!r}: {hint}", file=sys.stderr)
         return exit_codes.USER_ERROR
     program = "launch/pod.sh" if name == "pod" else f"launch/run {name}"
     return run_command(f"launch.cli.{files[name].parent.name}.{name}", rest, program=program)
@@ -130,12 +132,6 @@ def _overview() -> str:
         lines += ["", about[family]]
         lines += [f"  {name:<{width}}  {command_help(name)}" for name in sorted(files) if files[name].parent == family]
     return "\n".join(lines)
-
-
-def _unknown(name: str) -> str:
-    nearest = difflib.get_close_matches(name, command_names(), n=1)
-    hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are: {', '.join(command_names())}"
-    return f"unknown command {name!r}: {hint}"
 
 
 def end_process(code: int) -> None:

@@ -80,8 +80,10 @@ def problem(need: Mapping[str, int], *, have_bytes: int, whose: str, experiment:
     parts = ", ".join(f"{name} {_gib(count)}" for name, count in need.items() if 100 * count >= total)
     fixed = need.get("a checkpoint", 0) + need.get("state and gradients", 0)
     if fixed > have_bytes:
+        what = f"the state of {program.partitioner.slice.name}"
         fix = "take more hosts or a smaller model; --smoke uses a tiny model with the same slice, mesh and strategy"
     else:
+        what = f"BATCH_SIZE = {batch_size(program.spec):,} rows of {_row_bytes(program):,} bytes"
         rows = int(experiment.batch_size * (have_bytes - fixed) / (total - fixed))
         schedule = program.partitioner.pipeline
         cuts = experiment.accum_steps * (schedule.num_microbatches if schedule else 1)
@@ -89,9 +91,7 @@ def problem(need: Mapping[str, int], *, have_bytes: int, whose: str, experiment:
         fix = f"set BATCH_SIZE to at most {max(rows // unit * unit, unit):,}"
         if need["evaluation"] > need["batches"]:
             fix += f", or EVAL_BATCHES (now {experiment.eval_batches}) lower"
-    batch = f"BATCH_SIZE = {batch_size(program.spec):,} rows of {_row_bytes(program):,} bytes"
-    batch = f"the state of {program.partitioner.slice.name}" if fixed > have_bytes else batch
-    return f"{batch}: needs {_gib(total)} of host memory ({parts}), and {whose} has {_gib(have_bytes)}. Fix: {fix}"
+    return f"{what}: needs {_gib(total)} of host memory ({parts}), and {whose} has {_gib(have_bytes)}. Fix: {fix}"
 
 
 def require(experiment: Experiment, program: Program) -> None:
@@ -100,14 +100,8 @@ def require(experiment: Experiment, program: Program) -> None:
     Raises:
       UserError: it does not; gives both sizes and the setting to change.
     """
-    said = problem(
-        per_host(experiment, program),
-        have_bytes=available_bytes(),
-        whose="this host",
-        experiment=experiment,
-        program=program,
-    )
-    if said:
+    need, have = per_host(experiment, program), available_bytes()
+    if said := problem(need, have_bytes=have, whose="this host", experiment=experiment, program=program):
         raise UserError(said)
 
 

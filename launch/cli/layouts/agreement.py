@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import jax
-from rich import box
-from rich.table import Table
 
 from core import slices
 from core.errors import UserError
@@ -110,8 +108,12 @@ def _provide_devices(examples: Iterable[Example]) -> None:
 
 
 def _show(rows: Sequence[Row], args: argparse.Namespace) -> int:
+    headings = ["strategy", "slice", *PARTS, *(f"params, {n} processes" for n in args.processes)]
+    headings += [] if args.float32_only else ["bfloat16 losses"]
+    title = f"largest difference from one device after {args.steps} steps, absolute (ulp of the leaf)"
     console = terminal.console(170, markup=False, soft_wrap=True)
-    console.print(_table([row for row in rows if not row.refused], args))
+    cells = [_cells(row, args) for row in rows if not row.refused]
+    console.print(terminal.markdown(headings, cells, text=("strategy", "slice"), title=title))
     refused = [row for row in rows if row.refused]
     for row in refused:
         console.print(f"{row.name} on {row.slice} is refused: {row.refused}")
@@ -121,13 +123,8 @@ def _show(rows: Sequence[Row], args: argparse.Namespace) -> int:
     return 1 if beyond or (refused and (args.only or args.experiment)) else 0
 
 
-def _table(rows: Sequence[Row], args: argparse.Namespace) -> Table:
-    title = f"largest difference from one device after {args.steps} steps, absolute (ulp of the leaf)"
-    headings = ["strategy", "slice", *PARTS, *(f"params, {n} processes" for n in args.processes)]
-    table = Table(*headings, *([] if args.float32_only else ["bfloat16 losses"]), title=title, box=box.MARKDOWN)
-    for row in rows:
-        found = [*(row.float32[part] for part in PARTS), *(apart["params"] for apart in row.played.values())]
-        cells = [f"{difference.absolute:.1e} ({difference.ulp:.0f})" for difference in found]
-        narrow = f"{row.bfloat16['losses'].absolute:.1e}" if row.bfloat16 else "–"
-        table.add_row(row.name, row.slice, *cells, *([] if args.float32_only else [narrow]))
-    return table
+def _cells(row: Row, args: argparse.Namespace) -> list[str]:
+    found = [*(row.float32[part] for part in PARTS), *(apart["params"] for apart in row.played.values())]
+    cells = [row.name, row.slice, *(f"{difference.absolute:.1e} ({difference.ulp:.0f})" for difference in found)]
+    narrow = f"{row.bfloat16['losses'].absolute:.1e}" if row.bfloat16 else "–"
+    return cells if args.float32_only else [*cells, narrow]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
+
+import jax
 
 from core import slices
 from launch import environment, findings
+from launch.check import preflight
 from launch.cli import flags
 
 HELP = "find every mistake that shows without a device: configuration, layout, data, run directory"
@@ -22,9 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the findings; 2 where one failed."""
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    from launch.check import preflight
-
+    jax.config.update("jax_platforms", "cpu")
     checked = preflight.check(
         args.experiment,
         bindings=args.gin,

@@ -6,9 +6,13 @@ Runs in one process, without an accelerator or the model, and may run while the 
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable
 
+import jax
+
+from core import units
+from core.checkpoints import comparing, inspection, steps
+from core.checkpoints.description import DamagedError
 from core.errors import UserError
 from core.health import exit_codes
 from launch.cli import flags
@@ -46,14 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs one of the four subcommands."""
-    os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported: the chips belong to the run
+    jax.config.update("jax_platforms", "cpu")  # the chips belong to the run
     return args.action(args)
 
 
 def _ls(args: argparse.Namespace) -> int:
-    from core import units
-    from core.checkpoints import inspection, steps
-
     folder = steps.folder_of(args.run_dir)
     rows = inspection.table(folder)
     print(f"{folder}: {units.counted(len(rows), 'folder')}")
@@ -65,25 +66,19 @@ def _ls(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from core.checkpoints import inspection, steps
-
-    if args.step is None:
-        folder = steps.find(args.run_dir).parent  # refuses a run without a complete step
-        chosen = [folder / str(step) for step in reversed(steps.complete(folder))]
-    else:
-        chosen = [steps.find(f"{args.run_dir}@{args.step}")]
+    folder = steps.folder_of(args.run_dir)
+    numbers = steps.complete(folder) if args.step is None else [args.step]
+    if not numbers:
+        raise UserError(f"there is no complete checkpoint in {folder}")
     damaged = False
-    for folder in chosen:
-        result = inspection.verify(folder)
+    for number in reversed(numbers):
+        result = inspection.verify(steps.find(f"{args.run_dir}@{number}"))
         damaged |= bool(result.damaged)
         print(result.describe(), flush=True)
     return exit_codes.FAILED if damaged else exit_codes.DONE
 
 
 def _diff(args: argparse.Namespace) -> int:
-    from core.checkpoints import comparing, steps
-    from core.checkpoints.description import DamagedError
-
     first, second = steps.find(args.first), steps.find(args.second)
     print(f"- {first}\n+ {second}")
     try:
@@ -95,8 +90,6 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _prune(args: argparse.Namespace) -> int:
-    from core.checkpoints import inspection, steps
-
     folder = steps.folder_of(args.run_dir)
     kept, removed = inspection.plan_pruning(
         folder, keep=args.keep, set_aside=args.set_aside, say=lambda line: print(line, flush=True)

@@ -29,26 +29,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes the manifest, as JSON, which kubectl takes as it does YAML."""
-    slice_ = slices.get(args.slice)
-    if not Path(args.experiment).is_file():
-        raise UserError(f"no such experiment file: {args.experiment}")
-    run_dir = args.run_dir or environment.run_directory(args.experiment)
+    slice_, experiment = slices.get(args.slice), Path(args.experiment)
+    if not experiment.is_file():
+        raise UserError(f"no such experiment file: {experiment}")
+    run_dir = args.run_dir or environment.run_directory(experiment)
     if not paths.is_remote(run_dir):
         raise UserError(f"the run directory {run_dir} would go with its pod: give --run-dir gs://BUCKET/…")
-    text = json.dumps(
-        jobset.manifest(
-            args.name or Path(args.experiment).stem.replace("_", "-").lower(),
-            slice_,
-            image=args.image,
-            arguments=[slice_.name, args.experiment, "--run-dir", run_dir, *flags.passed_on(args, "--gin")],
-            restarts=args.restarts,
-            environment={name: value for name in environment.SENT if (value := environment.read(name))},
-        ),
-        indent=2,
+    manifest = jobset.manifest(
+        args.name or experiment.stem.replace("_", "-").lower(),
+        slice_,
+        image=args.image,
+        arguments=[slice_.name, args.experiment, "--run-dir", run_dir, *flags.passed_on(args, "--gin")],
+        restarts=args.restarts,
+        environment={name: value for name in environment.SENT if (value := environment.read(name))},
     )
+    text = json.dumps(manifest, indent=2)
     if args.out:
         args.out.write_text(text + "\n")
-        print(f"kubectl apply -f {args.out}")
-    else:
-        print(text)
+    print(f"kubectl apply -f {args.out}" if args.out else text)
     return 0
