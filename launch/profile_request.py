@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import time
 import uuid
 from typing import Any
@@ -40,8 +39,6 @@ def request(
     if (steps is None) == (seconds is None):
         raise UserError("profile: give either --seconds S or --steps N (such as --seconds 5)")
     unit, length = ("seconds", seconds) if steps is None else ("steps", steps)
-    if not 0 < length < math.inf:
-        raise UserError(f"profile: --{unit} {length}: expected a number above 0 (such as --seconds 5)")
     folder = paths.resolve(run_dir)
     if not (folder / "config.gin").exists():
         raise UserError(f"{folder} is not a run directory: it has no config.gin (written when training starts)")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,6 +20,14 @@ def at_least(minimum: int) -> Any:
         return int(text)
 
     return number
+
+
+def positive(text: str) -> float:
+    """An argparse type: a finite number above 0."""
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text}: expected a number above 0")
 
 
 def output_file(text: str) -> Path:

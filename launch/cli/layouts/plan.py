@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import math
 
 from core.errors import UserError
 from launch.cli import flags
@@ -29,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--arithmetic", action="store_true", help="compile nothing: rough estimates in seconds")
     how.add_argument("--cached", action="store_true", help="compile nothing: show only what was compiled before")
     how.add_argument("--explain", metavar="CHOICE", help="analyse one layout: a gin file or bindings of STRATEGY")
-    parser.add_argument("--price", metavar="USD", type=_price, help="price of a chip-hour in US dollars")
+    parser.add_argument("--price", metavar="USD", type=flags.positive, help="price of a chip-hour in US dollars")
     parser.add_argument("--rejected", action="store_true", help="print every rejected candidate with its reason")
     parser.add_argument("--wide", action="store_true", help="print all columns of the table")
     parser.add_argument("--overwrite", action="store_true", help="--write, --html and --json may replace a file")
@@ -57,10 +55,3 @@ def run(args: argparse.Namespace) -> int:
         if path and path.exists() and not args.overwrite:
             raise UserError(f"{path}: the file exists; name another, or add --overwrite")
     return session.run(args)
-
-
-def _price(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 <= float(text) < math.inf:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text}: expected US dollars per chip-hour, such as 3.22")

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("validated", metavar="…", nargs="?", help="SLICE validate [EXPERIMENT.gin]: tries the slice")
     flags.add(parser, "--gin", "--run-dir", "--restarts")
     flags.add(parser, "--steps", help="stop after step N; with profile: number of steps to trace")
-    parser.add_argument("--seconds", metavar="S", type=float, help="with profile: how long to trace")
+    parser.add_argument("--seconds", metavar="S", type=flags.positive, help="with profile: how long to trace")
     modes = parser.add_argument_group("modes")
     flags.add(modes, "--simulate", "--smoke")
     modes.add_argument("--check", action="store_true", help="check what can be checked without a device; start nothing")

@@ -16,7 +16,7 @@ from core import paths, slices, units
 from core.errors import UserError
 from launch import environment, terminal
 from launch.cli import flags
-from launch.experiments import results, results_page, suite_plan, suite_runner
+from launch.experiments import results, suite_plan, suite_runner
 from launch.experiments.suite_plan import Entry
 from launch.experiments.suite_runner import Suite
 from launch.hosts import supervise, tpu_host
@@ -136,6 +136,8 @@ def _print_failures(suite: Suite) -> None:
 
 def _write(suite: Suite, *, name: str, out: Path) -> None:
     """Writes the results as CSV and as an HTML page."""
+    from launch.experiments import results_page  # matplotlib takes a second to import
+
     table = results.rows(suite.entries, status=suite.status, run_dirs=suite.run_dirs)
     distinct = sum(not row["same_as"] for row in table)
     note = f"{units.counted(len(table), 'experiment')}, {distinct} distinct. Scores are from the last step."

@@ -288,7 +288,7 @@ def test_committed_records_say_where_they_are_from(arguments, options, compiled_
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--price", "cheap"], "--price: cheap: expected US dollars"),
+        (["--price", "cheap"], "--price: cheap: expected a number above 0"),
         (["--price=-1"], "--price: -1: expected"),
         (["--batch", "0"], "--batch 0: expected at least 1 row"),
         (["--batch", "6400"], "--batch 6400, 1 steps for as many tokens: 1 mistake in the configuration"),

@@ -23,22 +23,15 @@ def test_a_request_that_no_run_accepts_is_withdrawn(tmp_path):
         request.request(str(tmp_path))
 
 
-@pytest.mark.parametrize("flag", ["--steps", "--seconds"])
-@pytest.mark.parametrize("length", ["0", "-1"])
+@pytest.mark.parametrize(
+    ("flag", "length"),
+    [("--steps", "0"), ("--steps", "-1"), *(("--seconds", text) for text in ("0", "-1", "nan", "inf"))],
+)
 def test_a_length_of_zero_or_less_is_refused(tmp_path, capsys, flag, length):
-    (tmp_path / "config.gin").touch()
-    assert cli.main(["pod", "profile", str(tmp_path), flag, length]) == 2
-    error = f"--steps: {length}: expected a whole number, at least 1"
-    if flag == "--seconds":
-        error = f"profile: --seconds {length}"
-    assert f"error: {error}" in capsys.readouterr().err
-    assert [file.name for file in tmp_path.iterdir()] == ["config.gin"]
-
-
-@pytest.mark.parametrize("seconds", [float("nan"), float("inf")])
-def test_a_length_that_is_not_finite_is_refused(tmp_path, seconds):
-    with pytest.raises(ValueError, match=r"--seconds (nan|inf): expected a number above 0"):
-        request.request(str(tmp_path), seconds=seconds)
+    assert cli.main(["pod", "profile", str(tmp_path), f"{flag}={length}"]) == 2
+    expected = "a whole number, at least 1" if flag == "--steps" else "a number above 0"
+    assert f"error: {flag}: {length}: expected {expected}" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_request_is_written_as_json(tmp_path, monkeypatch):
