@@ -56,8 +56,7 @@ class Model(Protocol):
     id may be a token. A puzzle task has `inputs`, `labels` [B, S] (`IGNORED` is not scored) and `puzzle_ids` [B],
     int32. In `loss` a batch also has `row_ids` [B], int32, for `core.random_bits`.
 
-    Optional abilities: `Evaluates`, `Generates`, `Shrinks`, `CountsFlops`, `CountsRunFlops`, `HasVocabulary`,
-    `PadsVocabulary`, `HasPuzzles`, `HasLayers`, `ChoosesDtype`, `ChoosesRemat`, `ChoosesAttention`.
+    Optional abilities are the Protocols below; WORKSPACE.md lists them.
     """
 
     def init(self, rng: jax.Array, batch: Batch) -> Params:
@@ -116,7 +115,7 @@ class Task(Protocol):
       vocabulary: has `size`, `bos_id`, `encode(text) -> ids`, `decode(ids) -> text`, `describe()`; None for data that
         is not text.
 
-    Optional abilities: `HasPuzzles`, `DescribesEvaluation`, `SizesEvaluation`, `Judges`, `Rehearses`, `NamesFiles`.
+    Optional abilities are the Protocols below; WORKSPACE.md lists them.
     """
 
     num_streams: int
@@ -148,7 +147,10 @@ class Task(Protocol):
 
 
 class Evaluates(Protocol):
-    """A model whose evaluation differs from its training loss."""
+    """A model whose evaluation differs from its training loss.
+
+    Enables: validation metrics of the model's own, and answers for a task that judges them (`launch/run evaluate`).
+    """
 
     def evaluate(self, params: Params, rng: jax.Array, batch: Batch) -> LossOutput:
         """Returns sums, which replace those of `loss` in evaluation.
@@ -158,14 +160,20 @@ class Evaluates(Protocol):
 
 
 class Generates(Protocol):
-    """A model that can continue a prompt."""
+    """A model that can continue a prompt.
+
+    Enables: a text sample at the end of a run (`PROMPT`); logits in `launch/run bisect`.
+    """
 
     def logits(self, params: Params, batch: Batch) -> jax.Array:
         """Returns the logits of the next token, [B, T, V], float32."""
 
 
 class Shrinks(Protocol):
-    """A model that --smoke and the tests can make small."""
+    """A model that --smoke and the tests can make small.
+
+    Enables: `--smoke`; small sizes in `launch/run agreement --experiment` and `bisect`.
+    """
 
     def shrink(self, multiples: Mapping[str, int]) -> Model:
         """Returns the smallest model of this kind whose dimensions are multiples of `multiples`, by logical axis."""
@@ -179,63 +187,93 @@ class ReadsPublished(Protocol):
 
 
 class CountsFlops(Protocol):
-    """A model that can count its FLOPs, so that MFU can be reported."""
+    """A model that can count its FLOPs, so that MFU can be reported.
+
+    Enables: MFU, FLOPs in the run summary and in plans.
+    """
 
     def flops_per_token(self, length: int) -> float:
         """Returns the training FLOPs per token, without recomputation."""
 
 
 class CountsRunFlops(Protocol):
-    """A model whose FLOPs per step change during training."""
+    """A model whose FLOPs per step change during training.
+
+    Enables: FLOPs of whole runs in the results of a suite.
+    """
 
     def training_flops(self, length: int, *, rows: int, steps: int) -> float:
         """Returns the FLOPs of the first `steps` steps of `rows` rows, without recomputation."""
 
 
 class HasVocabulary(Protocol):
-    """A model with a vocabulary, whose size is compared with the task's."""
+    """A model with a vocabulary, whose size is compared with the task's.
+
+    Enables: the check that the model has a row for every id of the data; `--smoke` before text is named.
+    """
 
     vocab_size: int
 
 
 class PadsVocabulary(HasVocabulary, Protocol):
-    """A model that rounds its stored vocabulary up, so that it can be sharded."""
+    """A model that rounds its stored vocabulary up, so that it can be sharded.
+
+    Enables: the stored size in checks and the run summary.
+    """
 
     stored_vocab_size: int
 
 
 class HasPuzzles(Protocol):
-    """A model with a puzzle embedding table, or a task with puzzle identifiers (known after `prepare`)."""
+    """A model with a puzzle embedding table, or a task with puzzle identifiers (known after `prepare`).
+
+    Enables: the check that the table has a row for every puzzle of the data.
+    """
 
     num_puzzles: int
 
 
 class HasLayers(Protocol):
-    """A model with a configurable number of layers."""
+    """A model with a configurable number of layers.
+
+    Enables: the depth in the results of a suite.
+    """
 
     num_layers: int
 
 
 class HasEffectiveDepth(Protocol):
-    """A model that applies its layers several times in a step."""
+    """A model that applies its layers several times in a step.
+
+    Enables: the depth in the results of a suite.
+    """
 
     effective_depth: int  # layers applied in sequence in one training step
 
 
 class ChoosesDtype(Protocol):
-    """A dataclass with a field for its computation dtype."""
+    """A dataclass with a field for its computation dtype.
+
+    Enables: `launch/run agreement` and `bisect` in float32; bytes of activations in plans.
+    """
 
     dtype: str
 
 
 class ChoosesRemat(Protocol):
-    """A dataclass with a field for its rematerialisation policy."""
+    """A dataclass with a field for its rematerialisation policy.
+
+    Enables: plans that try every policy.
+    """
 
     remat: str
 
 
 class ChoosesAttention(Protocol):
-    """A dataclass with a field for its attention implementation; "auto" depends on the accelerator."""
+    """A dataclass with a field for its attention implementation; "auto" depends on the accelerator.
+
+    Enables: plans that count the work of the TPU kernel.
+    """
 
     attention: str
 
@@ -244,14 +282,20 @@ class ChoosesAttention(Protocol):
 
 
 class DescribesEvaluation(Protocol):
-    """A task that can describe the data of an evaluation."""
+    """A task that can describe the data of an evaluation.
+
+    Enables: what scores are computed on, in the run summary and beside every score.
+    """
 
     def evaluated_on(self, most: int | None) -> str:
         """Describes the rows that an evaluation of at most `most` rows scores; None: no limit."""
 
 
 class SizesEvaluation(Protocol):
-    """A task with a finite evaluation."""
+    """A task with a finite evaluation.
+
+    Enables: `launch/run evaluate --rows all`, and exactly `--rows N` rows.
+    """
 
     def evaluating(self, rows: int | None) -> Task:
         """Returns this task with evaluations of `rows` held-out rows, always the same; None: of all, once."""
@@ -280,21 +324,30 @@ class AnswerJudge(Protocol):
 
 
 class Judges(Protocol):
-    """A task that may score the answers of an evaluation."""
+    """A task that may score the answers of an evaluation.
+
+    Enables: scores by votes in `launch/run evaluate`.
+    """
 
     def judge(self) -> AnswerJudge | None:
         """Returns the judge, or None if the data has none. The task must be prepared."""
 
 
 class Rehearses(Protocol):
-    """A task with a small replacement for --smoke."""
+    """A task with a small replacement for --smoke.
+
+    Enables: `--smoke` without the data.
+    """
 
     def rehearsal(self) -> Task:
         """Returns a small task of the same shapes that needs no existing files."""
 
 
 class NamesFiles(Protocol):
-    """A task that reads files."""
+    """A task that reads files.
+
+    Enables: checks of files before a run, also of those that hosts will read.
+    """
 
     def named_files(self) -> Sequence[str]:
         """Returns patterns, files and folders as the user wrote them."""
@@ -304,8 +357,16 @@ Ability = TypeVar("Ability")
 
 
 def can(value: object, ability: type[Ability]) -> TypeGuard[Ability]:
-    """Returns True if a model, task or vocabulary implements an optional Protocol such as `Evaluates`."""
+    """Returns True if a model, task or vocabulary implements an optional Protocol such as `Evaluates`.
+
+    An object that passes on attributes to another (`__getattr__`) has the abilities of both.
+    """
     return not missing(value, ability)
+
+
+def lacking(value: object, ability: type) -> str:
+    """Returns, for messages: `TokenModel lacks the ability Generates: add logits(params, batch)`."""
+    return f"{type(value).__name__} lacks the ability {ability.__name__}: add {', '.join(missing(value, ability))}"
 
 
 def missing(value: Any, protocol: type) -> list[str]:

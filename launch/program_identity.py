@@ -78,7 +78,7 @@ def _parts(experiment: Experiment, optimizer: Sequence[Binding]) -> dict[str, An
     parts = {
         "slice": experiment.slice,
         "strategy": experiment.strategy,
-        "model": experiment.model,
+        "model": _described(experiment.model),
         "batch": spec,
         "accum_steps": experiment.accum_steps,
         "gather_once": experiment.gather_once,
@@ -88,6 +88,14 @@ def _parts(experiment: Experiment, optimizer: Sequence[Binding]) -> dict[str, An
     if experiment.non_finite == "skip":  # the only policy that is part of the program
         parts["non_finite"] = experiment.non_finite
     return parts
+
+
+def _described(model: Any) -> Any:
+    """Returns a value whose `repr` tells models apart: a class without its own `repr` by its attributes."""
+    if type(model).__repr__ is not object.__repr__:
+        return model
+    parts = {name: _described(value) for name, value in sorted(getattr(model, "__dict__", {}).items())}
+    return (f"{type(model).__module__}.{type(model).__qualname__}", parts)
 
 
 def _field(field: Field) -> tuple[Any, ...]:

@@ -222,7 +222,9 @@ def _result(reference: Reference, hint: Any) -> str:
 
 
 def _lacking(actual: type, protocol: type) -> list[str]:
-    """The methods of a protocol that a class lacks; attributes without a value may be set by its `__init__`."""
+    """The methods of a protocol that a class lacks; its `__init__` or its `__getattr__` may supply attributes."""
+    if hasattr(actual, "__getattr__"):
+        return []
     bases = [base for base in getattr(protocol, "__mro__", ()) if getattr(base, "_is_protocol", False)]
     methods = [name for base in bases for name, member in vars(base).items() if inspect.isfunction(member)]
     called = ("__call__", "__next__", "__iter__")

@@ -22,7 +22,7 @@ from core.errors import UserError
 from core.health import phase
 from core.training import trainer
 from core.training.evaluation import EvaluationPass
-from core.types import AnswerJudge, Evaluates, can
+from core.types import AnswerJudge, Evaluates, can, lacking
 from launch import terminal
 from launch.experiments.held_out import HeldOut
 from launch.runs.prepared_run import Run
@@ -43,13 +43,12 @@ def require_answers(program: Program, judge: AnswerJudge) -> None:
       UserError: it does not.
     """
     answered = program.abstract_answers()
-    if missing := [name for name in judge.needed_answers if name not in answered]:
-        lacks = f"the extras of its `evaluate` lack {', '.join(missing)}"
+    if absent := [name for name in judge.needed_answers if name not in answered]:
+        lacks = f"the extras of {type(program.model).__name__}.evaluate lack {', '.join(absent)}"
         raise UserError(
             "the task is scored by votes of the model's answers, but "
-            f"{type(program.model).__name__} returns none: "
-            f"{lacks if can(program.model, Evaluates) else 'it has no `evaluate`'}. "
-            f"Expected {', '.join(judge.needed_answers)} by row in the extras of its `evaluate`, as in models/trm"
+            f"{lacks if can(program.model, Evaluates) else lacking(program.model, Evaluates)}. "
+            f"Expected {', '.join(judge.needed_answers)} by row in the extras of `evaluate`, as in models/trm"
         )
 
 

@@ -7,8 +7,9 @@ A candidate is nothing but bindings on the user's own experiment, so a run with 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
-from core.types import ChoosesRemat, can
+from core import wrappers
 from launch.config import LoadedConfig, Macro, Reference
 from launch.experiment import Experiment
 from parallel.planning import candidates
@@ -28,12 +29,24 @@ class Writer:
         home = next((s for s, module in config.imports.items() if module == Experiment.__module__), "")
         self._home = f"{home}.Experiment"
         self._values = {binding.name: binding.value for binding in config.bindings}
-        value = self._values.get(f"{self._home}.model")
-        while isinstance(value, Macro):
-            value = self._values.get(value.name)
-        is_called = isinstance(value, Reference) and value.evaluate and not value.scope
-        self.remat_home = value.selector if is_called and can(experiment.model, ChoosesRemat) else None
+        self.remat_home = self._constructor(self._values.get(f"{self._home}.model"), experiment.model)
         self._model_import = config.import_line(self.remat_home.partition(".")[0]) if self.remat_home else ""
+
+    def _constructor(self, value: Any, model: Any) -> str | None:
+        """Returns the constructor of the model that has `remat`, inside the wrappers that `value` refers to."""
+        path = wrappers.field_path(model, "remat")
+        for attribute in (*(path or ()), None):
+            while isinstance(value, Macro):
+                value = self._values.get(value.name)
+            if path is None or not (isinstance(value, Reference) and value.evaluate and not value.scope):
+                return None
+            if attribute is not None:
+                value = self._values.get(f"{value.selector}.{attribute}")
+        return value.selector
+
+    def can_write(self, candidate: Candidate) -> bool:
+        """Returns whether statements can express the candidate's choice of `remat`."""
+        return self.remat_home is not None or candidate.remat in (None, candidates.remat_of(self._experiment.model))
 
     def bindings(self, candidate: Candidate) -> list[str]:
         """Returns the statements that make the experiment the candidate; none if it already is."""
@@ -72,7 +85,7 @@ def apply(experiment: Experiment, candidate: Candidate) -> Experiment:
     """Returns the experiment that a candidate's bindings make."""
     model = experiment.model
     if candidate.remat not in (None, candidates.remat_of(model)):
-        model = dataclasses.replace(model, remat=candidate.remat)
+        model = wrappers.with_field(model, "remat", candidate.remat)
     return dataclasses.replace(
         experiment,
         model=model,

@@ -114,7 +114,8 @@ def options(question: Question, *, only: Sequence[str] = ()) -> list[Option]:
     )
     judge = selection.Judge(trace, experiment.strategy, num_streams=experiment.task.num_streams)
     writer = candidate_bindings.Writer(question.config, experiment)
-    return sorted((_option(question, writer, judge.judge(one)) for one in tried), key=selection.rank)
+    judged = (judge.judge(one) for one in tried if writer.can_write(one))
+    return sorted((_option(question, writer, one) for one in judged), key=selection.rank)
 
 
 def _option(question: Question, writer: candidate_bindings.Writer, judged: JudgedCandidate) -> Option:

@@ -12,7 +12,7 @@ from rich.table import Table
 from core import slices, units
 from core.checkpoints import writing
 from core.train_state import TrainState
-from core.types import DescribesEvaluation, Generates, can
+from core.types import CountsFlops, DescribesEvaluation, Generates, can, lacking
 from launch import terminal
 from launch.experiment import Experiment, padding
 from launch.hosts.cluster import Host
@@ -81,7 +81,9 @@ def rows(experiment: Experiment, program: Program, *, host: Host) -> dict[str, s
         card["gathered"] = (
             f"{units.size(program.gathered_bytes)} more per chip: parameters and gradients whole, once per step"
         )
-    if flops := experiment.flops_per_step:
+    if not can(experiment.model, CountsFlops):
+        card["compute"] = f"no FLOPs, no MFU: {lacking(experiment.model, CountsFlops)}"
+    elif flops := experiment.flops_per_step:
         card["compute"] = (
             f"{units.flops(flops)} per step; {units.seconds(flops / slice_.peak_flops)} at the slice's bf16 peak"
         )
@@ -112,8 +114,7 @@ def show_end(
     if written:
         print(f"\nThe model continues {experiment.prompt!r}:\n\n{terminal.printable(written)}\n")
     elif experiment.prompt and not can(experiment.model, Generates):
-        name = type(experiment.model).__name__
-        print(f"\nPROMPT = {experiment.prompt!r} is not continued: {name} has no method logits(params, batch)\n")
+        print(f"\nPROMPT = {experiment.prompt!r} is not continued: {lacking(experiment.model, Generates)}\n")
     print(f"run         {run_dir}\ntensorboard launch/run tensorboard {run_dir}", flush=True)
 
 

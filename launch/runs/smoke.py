@@ -12,12 +12,12 @@ import secrets
 import time
 from collections.abc import Sequence
 
-from core import distributed, logical, slices, units
+from core import distributed, logical, slices, units, wrappers
 from core.batches import has_tokens
 from core.checkpoints.store import Checkpoints
 from core.errors import UserError
 from core.training import trainer
-from core.types import HasVocabulary, Rehearses, Shrinks, Task, can
+from core.types import HasVocabulary, Rehearses, Shrinks, Task, can, lacking
 from launch.experiment import Experiment
 from launch.runs import training
 from launch.runs.prepared_run import Run
@@ -44,8 +44,8 @@ def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = (), partly:
     shrinks = can(experiment.model, Shrinks)
     if not (shrinks or partly):
         raise UserError(
-            f"--smoke: {type(experiment.model).__name__} has no method shrink(multiples) -> Model; add one that "
-            "returns the model with the smallest sizes that are multiples of these, by logical axis"
+            f"--smoke: {lacking(experiment.model, Shrinks)} -> Model, which returns the model with the smallest sizes "
+            "that are multiples of these, by logical axis"
         )
     every = (experiment, *beside)
     multiples = {name: math.lcm(*(_shards(e, name) for e in every)) for name in logical.all_axes()}
@@ -54,7 +54,7 @@ def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = (), partly:
     task = _small_task(experiment, streams=rows, length=length, partly=partly)
     return dataclasses.replace(
         experiment,
-        model=experiment.model.shrink(multiples) if shrinks else experiment.model,
+        model=wrappers.shrunk(experiment.model, multiples) if shrinks else experiment.model,
         task=task,
         batch_size=math.lcm(rows, task.num_streams) if partly else rows,
         total_steps=STEPS,
@@ -142,7 +142,7 @@ def _small_task(experiment: Experiment, *, streams: int, length: int, partly: bo
         if partly:
             return experiment.task
         raise UserError(
-            f"--smoke: {type(experiment.task).__name__} is no dataclass with {' and '.join(sizes)}, and has no method "
-            "rehearsal() -> Task; add one that returns a small task of the same shapes that needs no files"
+            f"--smoke: {lacking(experiment.task, Rehearses)} -> Task, which returns a small task of the same shapes "
+            f"that needs no files; or make it a dataclass with {' and '.join(sizes)}"
         )
     return dataclasses.replace(experiment.task, **sizes)

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from core import optimizers, slices
+from core import optimizers, slices, wrappers
 from core.batches import Field, batch_size
 from core.errors import UserError
 from core.health import phase
-from core.types import IGNORED, ChoosesDtype, Model, can
+from core.types import IGNORED, Model
 from launch.experiment import Experiment
 from launch.hosts import cluster, simulate
 from launch.runs import smoke
@@ -294,9 +294,9 @@ def record(subject: Subject, examples: Mapping[str, Example], *, steps: int, int
 
 
 def _has_dtype(model: Any) -> bool:
-    return dataclasses.is_dataclass(model) and can(model, ChoosesDtype)
+    return wrappers.field_path(model, "dtype") is not None
 
 
 def computing_in(model: Any, dtype: str) -> Any:
     """Returns the model computing in a dtype; unchanged if it has no field for it, or `dtype` is empty."""
-    return dataclasses.replace(model, dtype=dtype) if dtype and _has_dtype(model) else model
+    return wrappers.with_field(model, "dtype", dtype) if dtype and _has_dtype(model) else model

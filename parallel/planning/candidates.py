@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from core import logical
+from core import logical, wrappers
 from core.errors import UserError
 from core.slices import Slice
 from core.types import ChoosesRemat, Model, can
@@ -193,13 +193,13 @@ def remat_of(model: Model) -> str | None:
 
 def remats(model: Model) -> list[str | None]:
     """Returns the choices of `remat` that the model lists and accepts; [None] if it offers no choice."""
-    if not (dataclasses.is_dataclass(model) and can(model, ChoosesRemat)):
+    if (owner := wrappers.field_owner(model, "remat")) is None:
         return [None]
-    home = sys.modules[type(model).__module__]
+    home = sys.modules[type(owner).__module__]
     beside = [value for value in vars(home).values() if isinstance(value, ModuleType)]
-    lists = [getattr(place, table, ()) for place in (type(model), home, *beside) for table in _REMAT_LISTS]
+    lists = [getattr(place, table, ()) for place in (type(owner), home, *beside) for table in _REMAT_LISTS]
     names = [name for names in lists for name in names]
-    return [name for name in dict.fromkeys([*names, model.remat]) if _accepts(model, name)]
+    return [name for name in dict.fromkeys([*names, owner.remat]) if _accepts(owner, name)]
 
 
 def _accepts(model: Any, remat: str) -> bool:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from core import logical, optimizers
+from core import logical, optimizers, wrappers
 from core.batches import BatchSpec, batch_shapes, row_length
 from core.logical import Axes
 from core.optimizers import Optimizer
@@ -159,7 +159,7 @@ def trace(
     for remat in candidates.remats(model) if remats is None else remats:
         changed: Any = model
         if remat not in (None, candidates.remat_of(model)):
-            changed = dataclasses.replace(changed, remat=remat)
+            changed = wrappers.with_field(changed, "remat", remat)
         works[remat] = work(_with_tpu_attention(changed, params, example), spec, params, axes)
     itemsize = jnp.dtype(model.dtype if can(model, ChoosesDtype) else jnp.float32).itemsize
     return ModelTrace(slice, shapes, named, dict(spec), works, itemsize)
@@ -168,9 +168,9 @@ def trace(
 def _with_tpu_attention(model: Any, params: Any, example: Any) -> Any:
     """Replaces automatic attention by the kernel that a TPU would take: a trace of "auto" contains both."""
     chosen = model.attention if can(model, ChoosesAttention) else ""
-    if chosen != "auto":
+    if chosen != "auto" or wrappers.field_path(model, "attention") is None:
         return model
-    kernel: Any = dataclasses.replace(model, attention="splash")
+    kernel = wrappers.with_field(model, "attention", "splash")
     try:
         jax.eval_shape(lambda p, b: kernel.loss(p, (), jax.random.key(0), b, is_training=True), params, example)
     except ValueError:  # from JAX's kernel: its tiles do not fit the length

@@ -129,8 +129,8 @@ def test_checkpoints_are_listed_again_after_the_data_is_read(command, parrot_run
 @pytest.mark.parametrize(
     ("change", "lacks"),
     [
-        (("def evaluate(", "def other("), "it has no `evaluate`"),
-        (('("predicted", "q_halt")', '("predicted",)'), "the extras of its `evaluate` lack q_halt"),
+        (("def evaluate(", "def other("), "Parrot lacks the ability Evaluates: add evaluate(params, rng, batch)"),
+        (('("predicted", "q_halt")', '("predicted",)'), "the extras of Parrot.evaluate lack q_halt"),
     ],
 )
 def test_a_model_that_answers_nothing_is_not_judged(command, parrot, parrot_run, monkeypatch, tmp_path, change, lacks):
@@ -142,7 +142,7 @@ def test_a_model_that_answers_nothing_is_not_judged(command, parrot, parrot_run,
     monkeypatch.setattr(scores.Scores, "evaluate", None)  # not reached
     code, said = command("evaluate", tmp_path / "run")
     assert code == 2, said
-    assert f"but Parrot returns none: {lacks}. Expected inputs, predicted, puzzle_ids, q_halt" in said
+    assert f"the model's answers, but {lacks}. Expected inputs, predicted, puzzle_ids, q_halt" in said
 
 
 @pytest.mark.parametrize(

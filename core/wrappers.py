@@ -1,0 +1,67 @@
+"""Copies of a model with another field or size, also when the model is wrapped.
+
+A wrapper that passes on what it does not define (`__getattr__`) has the abilities of the model inside. A copy that
+computes in another dtype, or is smaller, is then a copy of the wrapper around a changed model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from core.types import Model, Shrinks
+
+Path = tuple[str, ...]  # attributes that lead from a wrapper to what it wraps
+
+
+def field_path(model: Any, name: str) -> Path | None:
+    """Returns the path to the dataclass that has a field, () for the model's own; None without such a field.
+
+    Fields are searched only in what passes on the name, so that a field of an unrelated part is not found.
+    """
+    return _path(model, name, lambda value: dataclasses.is_dataclass(value) and name in _fields(value))
+
+
+def field_owner(model: Any, name: str) -> Any:
+    """Returns the dataclass that has a field: the model or one inside it; None without such a field."""
+    path = field_path(model, name)
+    return None if path is None else functools.reduce(lambda value, attribute: vars(value)[attribute], path, model)
+
+
+def with_field(model: Any, name: str, value: Any) -> Any:
+    """Returns a copy with another value of a field for which `field_path` is not None."""
+    path = field_path(model, name)
+    assert path is not None, (type(model).__name__, name)
+    return _changed(model, path, lambda inner: dataclasses.replace(inner, **{name: value}))
+
+
+def shrunk(model: Shrinks, multiples: Mapping[str, int]) -> Model:
+    """Returns `model.shrink(multiples)`, inside the wrappers around the model that defines `shrink`."""
+    path = _path(model, "shrink", lambda value: hasattr(type(value), "shrink"))
+    return _changed(model, path or (), lambda inner: inner.shrink(multiples))
+
+
+def _path(value: Any, name: str, owns: Callable[[Any], bool]) -> Path | None:
+    if owns(value):
+        return ()
+    for attribute, part in getattr(value, "__dict__", {}).items():
+        if hasattr(part, name) and (rest := _path(part, name, owns)) is not None:
+            return (attribute, *rest)
+    return None
+
+
+def _changed(value: Any, path: Path, change: Callable[[Any], Any]) -> Any:
+    if not path:
+        return change(value)
+    inner = _changed(vars(value)[path[0]], path[1:], change)
+    if dataclasses.is_dataclass(value) and path[0] in _fields(value):
+        return dataclasses.replace(value, **{path[0]: inner})
+    copy = object.__new__(type(value))  # copy.copy would ask the wrapper's __getattr__ for its own attributes
+    vars(copy).update({**vars(value), path[0]: inner})
+    return copy
+
+
+def _fields(value: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(value) if field.init}
