@@ -90,12 +90,12 @@ def _parts(experiment: Experiment, optimizer: Sequence[Binding]) -> dict[str, An
     return parts
 
 
-def _described(model: Any) -> Any:
-    """Returns a value whose `repr` tells models apart: a class without its own `repr` by its attributes."""
-    if type(model).__repr__ is not object.__repr__:
-        return model
-    parts = {name: _described(value) for name, value in sorted(getattr(model, "__dict__", {}).items())}
-    return (f"{type(model).__module__}.{type(model).__qualname__}", parts)
+def _described(part: Any) -> Any:
+    """Returns a value whose `repr` tells models apart: an object without its own `repr` by its attributes."""
+    if type(part).__repr__ is not object.__repr__:
+        return part
+    attributes = {name: _described(value) for name, value in sorted(getattr(part, "__dict__", {}).items())}
+    return (f"{type(part).__module__}.{type(part).__qualname__}", attributes)
 
 
 def _field(field: Field) -> tuple[Any, ...]:
