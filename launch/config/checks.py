@@ -2,7 +2,8 @@
 
 A configuration is a graph: macros and constructors are nodes, the values bound to them edges. What cannot be reached
 from the root has no effect. The walk predicts, without constructing anything, what gin will call. No check waits for
-another; what seems missing or unused because of a misspelt name is not reported besides that name.
+another; what seems missing or unused because of a misspelt name, or of a statement that does not parse, is not reported
+besides.
 """
 
 from __future__ import annotations
@@ -45,7 +46,6 @@ class Configuration:
       by_name: bindings by what they bind; of several with one name, the last one counts.
       final: the binding that counts of each name.
       macros: the binding that counts of each macro.
-      wrong: bindings of constructors that do not exist, and of macros that are neither declared nor read.
     """
 
     def __init__(self, reader: Reader, names: Names, *, root: str, defaults: str, declared: Iterable[str]):
@@ -55,15 +55,16 @@ class Configuration:
         self.final = sorted((found[-1] for found in self.by_name.values()), key=lambda b: b.order)
         self.macros = {b.name: b for b in self.final if b.is_macro}
         read = {leaf.name for b in self.bindings for leaf in leaves(b.value) if isinstance(leaf, Macro)} - {REQUIRED}
-        self.known = {*declared, *(read & self.macros.keys())}
-        self.wrong = [b for b in self.bindings if (b.name not in self.known if b.is_macro else b.target is None)]
-        no_parameters = {f"{b.target}.{b.parameter}" for b in self.bindings if _is_no_parameter(b)}
-        self._misspelt = [*names.unresolved, *(b.name for b in self.wrong), *(read - self.known), *no_parameters]
+        defined, unclear = self.macros.keys(), reader.unclear
+        self.known = {*declared, *(read & defined), *((read | defined) & unclear)}
+        others = [b for b in self.bindings if not b.is_macro]
+        misspelt = [b.name for b in others if b.target is None or _is_no_parameter(b)]
+        self._doubtful = [*names.unresolved, *((read | defined) - self.known), *misspelt, *unclear]
         self._by_node = _grouped(self.final, _node)
 
-    def may_be_misspelt(self, name: str) -> bool:
-        """Returns whether a name that seems missing or unused is like one that stands for nothing."""
-        return bool(difflib.get_close_matches(name, self._misspelt, n=1, cutoff=0.8))
+    def is_doubtful(self, name: str) -> bool:
+        """Returns whether a name is like one that stands for nothing, or one in a statement that does not parse."""
+        return bool(difflib.get_close_matches(name, self._doubtful, n=1, cutoff=0.8))
 
     def bound(self, node: Any, scope: Scope) -> dict[str, Binding]:
         """Returns what gin passes to a constructor inside a scope: inner scopes win over outer ones."""
@@ -91,11 +92,11 @@ def check(config: Configuration) -> tuple[list[ConfigProblem], list[str], list[B
         return any(found[: len(scope)] == scope for found in scopes.get(_node(binding), ()))
 
     set_by_user = [b for b in config.bindings if b.file != config.defaults]  # nobody needs to use the defaults
-    unused = [b for b in set_by_user if b not in config.wrong and not is_used(b)]
+    unused = [b for b in set_by_user if not is_used(b) and not config.is_doubtful(b.selector)]
     displaced = {b.order: choice for b, choice in _displaced(config, unused)}
     problems = [*_unknown_macros(config), *_duplicates(config), *_too_early(config), *_parameters(config)]
     if config.reader.complete:
-        problems += [*faults, *_no_effect(config, [b for b in unused if b.order not in displaced])]
+        problems += [*faults, *(_no_effect(b) for b in unused if b.order not in displaced)]
     problems += _types(config, [b for b in config.final if b.order not in displaced])
     left_out = [(b, displaced[b.order]) for b in unused if b.order in displaced]
     notes = [f"{b.place}: {b} is left out, {choice.place} chose {choice}" for b, choice in left_out]
@@ -137,8 +138,9 @@ def _walk(config: Configuration) -> tuple[Mapping[Any, set[Scope]], list[ConfigP
                 visit(leaf.target, inner, path if leaf.evaluate else (), binding, is_called=leaf.evaluate)
 
     visit(config.root, (), (), Binding(0, "", "", "", None, file=config.reader.experiment))
-    for binding in config.wrong:  # what a wrong binding uses is not unused
-        follow(binding, (), ())
+    for binding in config.bindings:
+        if config.is_doubtful(binding.selector):  # what it uses is not unused
+            follow(binding, (), ())
     return scopes, problems
 
 
@@ -170,13 +172,13 @@ def _lacking(
     """Parameters without a default that are not bound, and those bound to a macro that still has no value."""
     for name, parameter in target.parameters.items():
         is_missing = parameter.default is parameter.empty and name not in bound
-        if is_missing and not config.may_be_misspelt(f"{target}.{name}"):
+        if is_missing and not config.is_doubtful(f"{target}.{name}"):
             fix = f"{scoped('/'.join(scope), str(target))}.{name} = …"
             what = f"{target} has no value for '{name}'"
             yield ConfigProblem(at.file, at.line, what, expected=_expected(target, name), fix=fix)
     for name, binding in bound.items():
         origin = config.origin(binding)
-        if Macro(REQUIRED) in leaves(expand(binding.value, config.macros)) and not config.may_be_misspelt(origin.name):
+        if Macro(REQUIRED) in leaves(expand(binding.value, config.macros)) and not config.is_doubtful(origin.name):
             what, fix = f"{origin.name} has no value", f"{origin.name} = … in {config.reader.experiment}"
             yield ConfigProblem(origin.file, origin.line, what, expected=_expected(target, name), fix=fix)
 
@@ -184,14 +186,14 @@ def _lacking(
 def _unknown_macros(config: Configuration) -> Iterator[ConfigProblem]:
     """Macros that are neither declared nor read, and macros that nothing defines."""
     for binding in config.bindings:
-        if binding.is_macro and binding in config.wrong:
+        if binding.is_macro and binding.name not in config.known:
             close = nearest(binding.name, config.known)
             fix = "bind a parameter: module.constructor.parameter = …"
             what = f"{binding.name} is not one of the macros that {config.defaults} declares, and nothing reads it"
             expected = did_you_mean(binding.name, config.known)
             yield binding.problem(what, expected=expected, fix=f"{close} = {render(binding.value)}" if close else fix)
         for leaf in leaves(binding.value):
-            if not isinstance(leaf, Macro) or leaf.name in config.macros or leaf.name == REQUIRED:
+            if not isinstance(leaf, Macro) or leaf.name in {REQUIRED, *config.macros, *config.reader.unclear}:
                 continue
             if leaf.name not in config.known:
                 what = f"%{leaf.name} is not one of the macros that {config.defaults} declares"
@@ -247,16 +249,12 @@ def _types(config: Configuration, bindings: Iterable[Binding]) -> Iterator[Confi
             yield origin.problem(what, actual=wrong.actual(), expected=hint_text(hint), fix=wrong.fix())
 
 
-def _no_effect(config: Configuration, unused: Iterable[Binding]) -> Iterator[ConfigProblem]:
-    for binding in unused:
-        if config.may_be_misspelt(binding.selector):
-            continue
-        name = binding.name if binding.is_macro else str(binding.target)
-        fix = f"remove it, or choose it: SOMETHING = @{scoped(binding.scope, binding.selector)}()"
-        if binding.is_macro:
-            fix = f"remove it, or choose something that takes %{binding.name}"
-        what = f"{binding.name} has no effect: nothing that the experiment uses reads {name}"
-        yield binding.problem(what, fix=fix)
+def _no_effect(binding: Binding) -> ConfigProblem:
+    name = binding.name if binding.is_macro else str(binding.target)
+    fix = f"remove it, or choose it: SOMETHING = @{scoped(binding.scope, binding.selector)}()"
+    if binding.is_macro:
+        fix = f"remove it, or choose something that takes %{binding.name}"
+    return binding.problem(f"{binding.name} has no effect: nothing that the experiment uses reads {name}", fix=fix)
 
 
 def _key(binding: Binding) -> tuple[Any, str, str]:

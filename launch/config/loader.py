@@ -142,7 +142,7 @@ def load(
         flags["--slice"] = f"SLICE = {slice_name!r}"
     for name, statements in {**between, **flags}.items():
         reader.text(statements, name=name, folder=Path.cwd())
-    names = Names(reader.sources, folders=(folder, Path.cwd()))
+    names = Names(reader, folders=(folder, Path.cwd()))
     config = checks.Configuration(
         reader,
         names,

@@ -13,14 +13,14 @@ import pkgutil
 import sys
 import traceback
 import types
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, MutableMapping
 from pathlib import Path
 from typing import Any
 
 from gin.config_parser import ImportStatement, Location
 
 from launch.config.signatures import Constructor, why_not_a_constructor
-from launch.config.sources import Source
+from launch.config.sources import Reader
 from launch.config.statements import (
     Binding,
     ConfigProblem,
@@ -53,9 +53,10 @@ class Names:
       unresolved: those names.
     """
 
-    def __init__(self, sources: Mapping[str, Source], *, folders: Iterable[Path]):
+    def __init__(self, reader: Reader, *, folders: Iterable[Path]):
         self.problems: list[ConfigProblem] = []
         self.unresolved: list[str] = []
+        self._unclear, sources = reader.unclear, reader.sources
         self._constructors: dict[Any, Constructor] = {}
         self._public = _public_modules()
         self._folders = [folder.resolve() for folder in folders]
@@ -129,7 +130,7 @@ class Names:
             return self._lookup(selector, binding.file)
         except _UnresolvedError as error:
             self.unresolved.append(selector)
-            if str(error):
+            if str(error) and selector.partition(".")[0] not in self._unclear:
                 self.problems.append(binding.problem(str(error), actual=written, **error.details))
             return None
 

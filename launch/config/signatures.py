@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from launch.config.statements import Macro, Reference, Unreadable, render
+from launch.config.statements import Macro, Reference, render
 
 UNKNOWN = Any  # of what has no annotation, or one that only a type checker can evaluate
 
@@ -138,7 +138,7 @@ def misfit(value: Any, hint: Any) -> Misfit | None:
     """Returns the first thing in `value` that does not fit `hint`; None when all fits, or nobody can tell."""
     origin, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
     wrong = Misfit("", value, hint)
-    if hint in (Any, object) or isinstance(value, Unreadable | Macro) or isinstance(hint, str | typing.TypeVar):
+    if hint in (Any, object) or isinstance(value, Macro) or isinstance(hint, str | typing.TypeVar):
         return None
     if origin in _UNIONS:
         if any(misfit(value, option) is None for option in arguments):

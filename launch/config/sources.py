@@ -1,9 +1,9 @@
 """Reads an experiment file, the files that it includes and the bindings of the command line, in their order.
 
-gin's own parser reads the statements. Reading goes on after one that does not parse: of such a statement the names on
-both sides of `=` are kept, so that nothing else seems missing or unused because of it. Unlike gin, a file is read once,
-where it is first included: two files may include the same one, and the second inclusion does not undo what was set
-between them. An include is also looked for next to the file that has it.
+gin's own parser reads the statements. Reading goes on after one that does not parse: the names in it are kept, so that
+nothing else seems missing or unused because of it. Unlike gin, a file is read once, where it is first included: two
+files may include the same one, and the second inclusion does not undo what was set between them. An include is also
+looked for next to the file that has it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 from gin.config_parser import ImportStatement, IncludeStatement
 
 from gin import config_parser
-from launch.config.statements import Binding, ConfigProblem, Macro, Reference, Unreadable, nearest
+from launch.config.statements import Binding, ConfigProblem, Macro, Reference, nearest
 from launch.environment import WORKSPACE
 
 DYNAMIC_REGISTRATION = "__gin__.dynamic_registration"
@@ -28,8 +28,6 @@ Statement = Binding | ImportStatement | IncludeStatement
 
 _ERRORS = (SyntaxError, tokenize.TokenError, TypeError, ValueError)  # an unhashable key of a dictionary: TypeError
 _IMPORTS = re.compile(r"(?:from\s+[\w.]+\s+)?import\s+[\w.]+\s*,")
-_ASSIGNMENT = re.compile(r"((?:\w+/)*(?:\w+\.)*\w+)\s*=")
-_MENTION = re.compile(r"'[^'\n]*'|\"[^\"\n]*\"|#.*|([@%])((?:\w+/)*[\w.]+)")  # strings and comments mention nothing
 _EXPLANATIONS = {
     "Unable to parse value": (
         "there is no value that gin can read",
@@ -57,13 +55,15 @@ class Reader:
       sources: by the name that messages use, in the order in which reading began.
       bindings: all of them, in the order in which they apply.
       problems: missing files, and statements that do not parse.
-      complete: no file and no statement is missing from what was read.
+      unclear: words of statements that do not parse, names among them.
+      complete: nothing is missing from what was read but values in `unclear`.
     """
 
     def __init__(self):
         self.sources: dict[str, Source] = {}
         self.bindings: list[Binding] = []
         self.problems: list[ConfigProblem] = []
+        self.unclear: set[str] = set()
         self.complete = True
 
     @property
@@ -104,9 +104,8 @@ class Reader:
             try:
                 found += parse("\n" * start + piece)
             except _ERRORS as error:
-                remnants = _remnants(start + 1, piece)
-                found += remnants
-                self.complete &= bool(remnants)
+                self.unclear |= set(re.findall(r"[\w.]+", piece))
+                self.complete &= bool(re.match(r"[\w./]+\s*=", piece))
                 what, fix = _explanation(error, piece)
                 line = min(getattr(error, "lineno", None) or start + 1, len(lines))
                 self.problems.append(ConfigProblem(file, line, what, actual=lines[line - 1].strip(), fix=fix))
@@ -185,15 +184,6 @@ def parse(text: str) -> list[Statement]:
     found = [s for s in parsed if not isinstance(s, config_parser.BlockDeclaration)]
     found = [s for s in found if getattr(s, "module", "") != DYNAMIC_REGISTRATION]
     return [Binding(s[-1].line_num, *s[:-1]) if isinstance(s, config_parser.BindingStatement) else s for s in found]
-
-
-def _remnants(line: int, piece: str) -> list[Statement]:
-    """What a statement that does not parse binds, and what its value mentions."""
-    if not (assigned := _ASSIGNMENT.match(piece)):
-        return []
-    make = {"%": Macro, "@": lambda name: Reference(*config_parser.parse_scoped_selector(name), True)}
-    value = Unreadable(make[sign](name) for sign, name in _MENTION.findall(piece) if sign)
-    return [Binding(line, *config_parser.parse_binding_key(assigned[1]), value)]
 
 
 def _explanation(error: Exception, piece: str) -> tuple[str, str]:

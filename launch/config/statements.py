@@ -86,15 +86,6 @@ class Macro:
         return f"%{self.name}"
 
 
-class Unreadable(tuple):
-    """A value that did not parse: the references and macros that it mentions, which are in use nevertheless."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return "…"
-
-
 @dataclass(frozen=True)
 class Binding:
     """`scope/selector.parameter = value`, or `NAME = value` when there is no parameter.
@@ -175,13 +166,11 @@ def leaves(value: Any) -> list[Any]:
 
 
 def expand(value: Any, macros: Mapping[str, Binding], *, inside: tuple[str, ...] = ()) -> Any:
-    """Returns the value with every macro replaced by its own; `%gin.REQUIRED` stays."""
+    """Returns the value with every macro replaced by its own; one without a value stays, such as `%gin.REQUIRED`."""
 
     def change(leaf: Any) -> Any:
-        if not isinstance(leaf, Macro) or leaf.name == REQUIRED:
+        if not isinstance(leaf, Macro) or leaf.name in inside or leaf.name not in macros:
             return leaf
-        if leaf.name in inside or leaf.name not in macros:
-            return Unreadable()
         return expand(macros[leaf.name].value, macros, inside=(*inside, leaf.name))
 
     return transform(value, change)
