@@ -60,6 +60,7 @@ class Field:
 
 
 BatchSpec = Mapping[str, Field]  # of a global batch
+ROW_IDS = "row_ids"  # added to every batch by `core.random_bits`
 
 
 def batch_size(batch: Mapping[str, Any]) -> int:
@@ -80,12 +81,20 @@ def has_tokens(spec: BatchSpec) -> bool:
 
 
 def check_spec(spec: BatchSpec) -> None:
-    """Raises UserError unless every value of the spec of a batch is a `Field`, and all have the same number of rows."""
+    """Checks that all values of a spec are `Field`s with the same number of rows.
+
+    Raises:
+      UserError: they are not, or a field has the reserved name `row_ids`.
+    """
     others = [f"{k!r} is of type {type(field).__name__}" for k, field in spec.items() if not isinstance(field, Field)]
     if others:
         raise UserError(
             f"spec of a batch: {', '.join(others)}; expected core.batches.Field(shape, dtype, axes), with the logical "
             "axis of each dimension, such as ('batch', 'length')"
+        )
+    if ROW_IDS in spec:
+        raise UserError(
+            f"spec of a batch: the name {ROW_IDS!r} is reserved for the rows of the global batch; rename it"
         )
     if len({field.shape[0] for field in spec.values()}) > 1:
         rows = ", ".join(f"{name!r} has {field.shape[0]}" for name, field in spec.items())

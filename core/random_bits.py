@@ -22,11 +22,10 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, jaxprs_in_params
 
 from core import jax_internals
-from core.batches import BatchSpec, batch_shapes, batch_size
+from core.batches import ROW_IDS, BatchSpec, batch_shapes, batch_size
 from core.errors import UserError
 from core.types import Batch, Model, Params
 
-ROW_IDS = "row_ids"
 _DRAWS = ("random_bits", "random_split", "random_gamma")  # JAX primitives; gamma, beta, dirichlet and t use the last
 
 

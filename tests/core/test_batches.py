@@ -42,6 +42,8 @@ def test_a_spec_has_fields_of_equal_height():
     bare = batches.batch_shapes({"inputs": TOKENS})
     with pytest.raises(ValueError, match=r"'inputs' is of type ShapeDtypeStruct; expected core\.batches\.Field\("):
         batches.check_spec(bare)
+    with pytest.raises(ValueError, match="the name 'row_ids' is reserved"):
+        batches.check_spec({"row_ids": Field((6,), np.int32, ("batch",))})
 
 
 def test_the_tokens_of_a_row_are_counted_along_the_axis_length():

@@ -21,6 +21,7 @@ VOCAB_SIZE = 260
 PARTS = """
 import dataclasses
 import haiku as hk
+import jax
 import numpy as np
 from core import logical, optimizers, stack
 from core.batches import Field
@@ -96,6 +97,21 @@ class Images:
     def problems(self): return []
     def describe(self): return "images"
     def fingerprint(self): return "1"
+
+
+class Bare(Images):
+    def spec(self, batch_size):
+        return {"values": jax.ShapeDtypeStruct((batch_size, 8), np.float32)}
+
+
+class Turned(Images):
+    def spec(self, batch_size):
+        return {"values": Field((8, batch_size), np.float32, (None, "batch"))}
+
+
+class Misspelt(Images):
+    def spec(self, batch_size):
+        return {"values": Field((batch_size, 8), np.float32, ("batch", "lenght"))}
 """
 
 
@@ -125,16 +141,27 @@ def test_a_model_with_an_axis_of_its_own_fits(folder):
         (
             "outside_parts.Model.reads = 'words'",
             "layout",
-            "model Model cannot be traced: KeyError: 'words' (outside_parts.py:28, in _sums). A batch of this task has "
+            "model Model cannot be traced: KeyError: 'words' (outside_parts.py:29, in _sums). A batch of this task has "
             "inputs int32[32, 16], ",
         ),
         (
             "MODEL = @outside_parts.unpacks()",
             "layout",
             "model Unpacks cannot be traced: ValueError: not enough values to unpack (expected 3, got 2) "
-            "(outside_parts.py:34, in _sums). A batch of this task has inputs",
+            "(outside_parts.py:35, in _sums). A batch of this task has inputs",
         ),
-        ("TASK = @outside_parts.Images()", "layout", "KeyError: 'inputs' (outside_parts.py:28, in _sums). A batch of"),
+        ("TASK = @outside_parts.Images()", "layout", "KeyError: 'inputs' (outside_parts.py:29, in _sums). A batch of"),
+        (
+            "TASK = @outside_parts.Bare()",
+            "layout",
+            "'values' is of type ShapeDtypeStruct; expected core.batches.Field(",
+        ),
+        ("TASK = @outside_parts.Turned()", "layout", "the first axis of every field of a batch must be 'batch'"),
+        (
+            "TASK = @outside_parts.Misspelt()",
+            "layout",
+            "field 'values' of a batch: unknown logical axis 'lenght'; did you",
+        ),
         (
             "MODEL = @outside_parts.nothing()",
             "configuration",
