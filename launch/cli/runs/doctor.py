@@ -26,15 +26,22 @@ EXAMPLE = "launch/run doctor v4-16 gin/quickstart.gin --simulate"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add(parser, "SLICE", "EXPERIMENT.gin", "--gin", "--run-dir", "--simulate", "--json")
-    parser.add_argument("--part", choices=("ahead", "host"), help=argparse.SUPPRESS)  # of this command's own processes
+    parser.add_argument("--part", choices=("offline", "host"), help=argparse.SUPPRESS)  # as one of its processes
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the findings; 0 if a run could start, otherwise 1."""
     slice_ = slices.get(args.slice)
     args.run_dir = os.fspath(paths.resolve(args.run_dir or environment.run_directory(args.experiment)))
-    if args.part == "ahead":
-        return _write_offline_checks(args)
+    if args.part == "offline":
+        from launch.check import doctor
+
+        where = "simulated" if args.simulate else "here"
+        found = doctor.offline(
+            args.experiment, bindings=args.gin, slice_name=args.slice, run_dir=args.run_dir, hosts=where
+        )
+        args.json.write_text(findings.to_json(found))
+        return 0
     if args.part == "host" or environment.read("RENGA_SIMULATE"):
         return _host(args, slice_)
     if args.simulate:
@@ -43,28 +50,13 @@ def run(args: argparse.Namespace) -> int:
     return _host(args, slice_)
 
 
-def _write_offline_checks(args: argparse.Namespace) -> int:
-    """Writes the findings that need no device; a process of its own, so that its compiler takes no chip."""
-    from launch.check import doctor
-
-    found = doctor.offline(
-        args.experiment,
-        bindings=args.gin,
-        slice_name=args.slice,
-        run_dir=args.run_dir,
-        hosts="simulated" if args.simulate else "here",
-    )
-    args.json.write_text(findings.to_json(found))
-    return 0
-
-
 def _offline_checks(args: argparse.Namespace, folder: Path) -> list[Finding]:
-    """Returns the findings of that process; one failed finding if it did not finish."""
-    file, variables = folder / "ahead.json", {**os.environ, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(_command(args, "ahead", file), env=variables, capture_output=True, text=True, check=False)
+    """Makes the checks that need no device in a process of their own, so that its compiler takes no chip."""
+    file, variables = folder / "offline.json", {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(_command(args, "offline", file), env=variables, capture_output=True, text=True, check=False)
     if done.returncode or not file.exists():
         output = (done.stdout + done.stderr).strip()[-2000:]
-        return [Finding("ahead", False, f"exit code {done.returncode}: {output}")]
+        return [Finding("offline", False, f"exit code {done.returncode}: {output}")]
     return findings.from_json(file.read_text())
 
 
@@ -97,7 +89,7 @@ def _host(args: argparse.Namespace, slice_: slices.Slice) -> int:
     if args.part != "host":  # otherwise the process that started this one made the offline checks
         with tempfile.TemporaryDirectory(prefix="renga-doctor-") as folder:
             own += _offline_checks(args, Path(folder))
-    if any(row.name in ("configuration", "ahead") and not row.ok for row in own):
+    if any(row.name in ("configuration", "offline") and not row.ok for row in own):
         return _end(args, own)
     config = configuration.load(args.experiment, bindings=args.gin, slice_name=slice_.name)
     host, joined = doctor.join(slice_)

@@ -44,10 +44,12 @@ def run(args: argparse.Namespace) -> int:
         done = [validation.perform(part) for part in parts]
         files = {what: folder / f"{what}.json" for what in ("doctor", "attention")}
         found = {what: json.loads(file.read_text()) if file.exists() else None for what, file in files.items()}
+    ok = all(part["verdict"] != "failed" for part in done)
+    code = exit_codes.DONE if ok else exit_codes.FAILED
     index = 0 if args.simulate else tpu_host.own_index(slice_)
     if index or (index is None and found["attention"] is None):
-        return int(any(part["verdict"] == "failed" for part in done))
-    about = {
+        return code
+    report = {
         "slice": slice_.name,
         "experiment": args.experiment,
         "platform": "simulated" if args.simulate else (found["attention"] or {}).get("platform", "unknown"),
@@ -56,12 +58,13 @@ def run(args: argparse.Namespace) -> int:
         "git_revision": versions.git_revision(),
         **found,
         "measured": validation.measured(run_dir),
+        "parts": done,
+        "ok": ok,
     }
-    report = {**about, "parts": done, "ok": all(part["verdict"] != "failed" for part in done)}
     file = paths.resolve(run_dir) / validation.NAME
     paths.write_text_atomically(file, json.dumps(report, indent=1) + "\n")
-    print(f"{'PASS' if report['ok'] else 'FAIL'}  {file}", flush=True)
-    return exit_codes.DONE if report["ok"] else exit_codes.FAILED
+    print(f"{'PASS' if ok else 'FAIL'}  {file}", flush=True)
+    return code
 
 
 def default_directory(slice_: slices.Slice) -> str:
