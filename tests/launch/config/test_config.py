@@ -633,6 +633,19 @@ def test_a_value_above_the_include_that_sets_it_again(bench):
     assert (problem.line, problem.fix) == (6, "move it below the include")
 
 
+def test_names_in_a_statement_that_does_not_parse_are_in_use(bench):
+    bench.write(
+        "toy.gin", EXPERIMENT.replace("fsdp()", "fsdp(").replace("toy import models", "toy import models, tasks")
+    )
+    bench.add("strategies.fsdp.data = 2\nDEPTH = 3\nmodels.Decoder.depth = %DEPTH 4\nTASK = @tasks.random()")
+    assert [p.line for p in bench.problems()] == [3, 7, 12]
+
+
+def test_a_file_need_not_enable_dynamic_registration(bench):
+    bench.write("toy.gin", EXPERIMENT.replace("from __gin__ import dynamic_registration", ""))
+    assert bench.load().build().strategy.name == "fsdp"
+
+
 def test_an_experiment_that_is_not_there(bench):
     problem = bench.problem(path="tyo.gin")
     assert (problem.file, problem.line) == ("tyo.gin", 0)
