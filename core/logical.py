@@ -16,6 +16,8 @@ import contextlib
 import contextvars
 import dataclasses
 import difflib
+import fnmatch
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -78,7 +80,9 @@ class _Tables:
 
 _tables = jax.make_user_context(None)  # a _Tables or None; part of the key of every trace
 _record: contextvars.ContextVar[dict[str, dict[str, ParamSpec]] | None] = contextvars.ContextVar("record", default=None)
-_stack: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("stack", default=())
+_num_stacks: contextvars.ContextVar[int] = contextvars.ContextVar("num_stacks", default=0)
+_lifted: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("lifted", default=())
+_in_param: contextvars.ContextVar[bool] = contextvars.ContextVar("in_param", default=False)
 
 
 @contextlib.contextmanager
@@ -98,9 +102,16 @@ def sharding_rules(activations: Rules, params: Rules) -> contextlib.AbstractCont
     return _tables(_Tables(dict(activations), dict(params)))
 
 
-def stacked(name: str):
-    """Context in which parameters belong to a layer stack called `name` and gain a leading `layers` axis."""
-    return _set(_stack, (*_stack.get(), name))
+@contextlib.contextmanager
+def lifted(name: str, *, layers: bool = False) -> Iterator[None]:
+    """Context in which parameters belong to a function that `hk.lift` calls `name`.
+
+    Args:
+      name: module name of the parameters.
+      layers: whether the function is a layer stack, whose parameters gain a leading `layers` axis.
+    """
+    with _set(_lifted, (*_lifted.get(), name)), _set(_num_stacks, _num_stacks.get() + layers):
+        yield
 
 
 def declare(name: str, meaning: str) -> None:
@@ -328,12 +339,108 @@ def param(
         spec = ParamSpec(names, kind, in_dims, stacked, trainable, jnp.dtype(dtype).name)
     except UserError as error:
         raise UserError(f"{where}, shape {tuple(shape)}, axes {Axes(names)}: {error}") from error
+    _remember(name, spec)
+    with _set(_in_param, True):
+        stored = hk.get_parameter(name, shape, dtype, init)
+    return stored if as_stored else constrain(stored.astype(compute_dtype or dtype), *names)
+
+
+def _remember(name: str, spec: ParamSpec) -> None:
+    """Records the spec of a parameter of the current module, if `abstract_init` is running."""
     record = _record.get()
     if record is not None and hk.running_init():
-        path = "/".join((*_stack.get(), hk.experimental.current_name()))
-        record.setdefault(path, {})[name] = spec.in_stack(*("layers",) * len(_stack.get()))
-    stored = hk.get_parameter(name, shape, dtype, init)
-    return stored if as_stored else constrain(stored.astype(compute_dtype or dtype), *names)
+        path = "/".join((*_lifted.get(), hk.experimental.current_name()))
+        record.setdefault(path, {})[name] = spec.in_stack(*("layers",) * _num_stacks.get())
+
+
+class _Names(NamedTuple):
+    """Specs of the parameters of stock modules, by pattern, and the names of the functions that contain the current."""
+
+    table: Mapping[str, ParamSpec]
+    within: tuple[str, ...]
+
+
+_names: contextvars.ContextVar[_Names | None] = contextvars.ContextVar("names", default=None)
+
+
+def named(fn: Callable, table: Mapping[str, Sequence[str | None] | ParamSpec]) -> Callable:
+    """Gives axes to the parameters of a Haiku function that is made of stock modules, such as `hk.Linear`.
+
+        NAMES = {"*/attn/linear/w": ("heads", "embed"), "*/attn/*/w": ("embed", "heads"), "*ln*": ("norm",), …}
+        net = hk.transform(logical.named(forward, NAMES))
+
+    Parameters are stored in float32, whatever dtype the module asks for, and returned in that dtype, laid out for
+    computation, as `param` returns its own. Parameters that are made by `param` are not affected. A layer stack inside
+    the function uses the same table for its blocks, with its own name as the first part of their paths.
+
+    Args:
+      fn: a Haiku function.
+      table: for each pattern over paths (`layers/block/attn/query/w`; shell wildcards; the first that matches counts)
+        the axes of the parameter, or its `ParamSpec`.
+
+    Raises:
+      UserError: an unknown axis; in `fn`, a parameter with another number of dimensions than axes, or Haiku state. A
+        parameter that no pattern matches is refused by `abstract_init`.
+    """
+    specs = {}
+    for pattern, entry in table.items():
+        axes = entry.axes if isinstance(entry, ParamSpec) else tuple(entry)
+        check_names(axes, where=f"logical.named, {pattern!r}")
+        specs[pattern] = entry if isinstance(entry, ParamSpec) else ParamSpec(axes)
+    return _with_names(fn, _Names(specs, ()))
+
+
+def named_within(fn: Callable, name: str) -> Callable:
+    """Returns a Haiku function that uses the names of the function that is being traced, if `named` gave it any.
+
+    Args:
+      fn: a function that is transformed by itself.
+      name: module name of its parameters in the outer function.
+    """
+    names = _names.get()
+    return fn if names is None else _with_names(fn, names._replace(within=(*names.within, name)))
+
+
+def _with_names(fn: Callable, names: _Names) -> Callable:
+    def spec_of(context: Any, shape: Sequence[int]) -> ParamSpec | None:
+        path = "/".join((*names.within, context.full_name)).replace("~/", "")
+        spec = next((spec for pattern, spec in names.table.items() if fnmatch.fnmatchcase(path, pattern)), None)
+        if spec is not None and len(spec.axes) != len(shape):
+            raise UserError(f"logical.named: {path} has shape {tuple(shape)}, but its axes are {Axes(spec.axes)}")
+        return spec
+
+    def create(following: Callable, shape: Sequence[int], dtype: Any, init: Callable, context: Any) -> jax.Array:
+        spec = None if _in_param.get() else spec_of(context, shape)
+        if spec is None:
+            return following(shape, dtype, init)
+        _remember(context.name, spec)
+        return following(shape, jnp.dtype(spec.dtype), init)
+
+    def get(following: Callable, value: jax.Array, context: Any) -> jax.Array:
+        spec = None if _in_param.get() else spec_of(context, value.shape)
+        if spec is not None:
+            value = constrain(value.astype(context.original_dtype), *spec.axes)
+        return following(value)
+
+    def refuse_state(following: Callable, shape: Sequence[int], dtype: Any, init: Callable, context: Any) -> Any:
+        raise UserError(
+            f"logical.named: {context.full_name} is Haiku state, such as the means of hk.BatchNorm. Means over a batch "
+            "depend on how it is divided into microbatches, and a pipeline cannot pass them from one to the next. "
+            "Normalise each row by itself (hk.LayerNorm, hk.RMSNorm, hk.GroupNorm); what passes from step to step is "
+            "the carry of the model (init_carry)"
+        )
+
+    @functools.wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with (
+            _set(_names, names),
+            hk.custom_creator(create),
+            hk.custom_creator(refuse_state, params=False, state=True),
+            hk.custom_getter(get),
+        ):
+            return fn(*args, **kwargs)
+
+    return run
 
 
 def abstract_init(init: Callable, *args) -> tuple[Mapping, Specs]:
@@ -343,15 +450,22 @@ def abstract_init(init: Callable, *args) -> tuple[Mapping, Specs]:
       Two trees of the same structure, with `jax.ShapeDtypeStruct` and `ParamSpec` leaves.
 
     Raises:
-      UserError: a parameter was created without `param`, so its axes have no names.
+      UserError: lists the parameters that were created without `param` and without an entry of `named`, so that their
+        axes have no names.
     """
     with _set(_record, {}) as record:
         shapes = jax.eval_shape(lambda *a: init(*a), *args)
     unnamed = [
-        f"{module}/{name}" for module, leaves in shapes.items() for name in leaves if name not in record.get(module, {})
+        f"{module}/{name} {list(leaf.shape)}".replace("~/", "")
+        for module, leaves in shapes.items()
+        for name, leaf in leaves.items()
+        if name not in record.get(module, {})
     ]
     if unnamed:
-        raise UserError(f"parameters without named axes: {', '.join(unnamed)}; make them with logical.param(...)")
+        raise UserError(
+            f"parameters without named axes: {', '.join(unnamed)}; make them with logical.param(...), or name the axes "
+            "of stock modules: hk.transform(logical.named(fn, {'*/linear/w': ('embed', 'mlp'), …}))"
+        )
     specs = {module: {name: record[module][name] for name in leaves} for module, leaves in shapes.items()}
     for module, leaves in shapes.items():
         for name, leaf in leaves.items():

@@ -4,8 +4,9 @@ A model that uses randomness (dropout, noise) must draw the same bits for a row 
 chip or sixteen, in one batch or in microbatches. Bits are therefore keyed by (seed, step, layer, global row), and never
 depend on the shape of a local batch.
 
-    keys = row_keys(hk.next_rng_key(), row_ids(batch))                                    # [B]
-    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.9, x.shape[1:]))(keys)        # [B, ...]
+    rows = row_ids(batch)                                                                 # [B]
+    x = dropout(hk.next_rng_key(), 0.1, x, rows)                                          # [B, ...]
+    keys = row_keys(hk.next_rng_key(), rows)                                              # [B], for other draws
 
 The step's key contains seed and step, and the key that `layer_stack` passes to a block contains the layer. `core.step`
 adds the rows to the batch as `row_ids`; a block gets them through its `side`.
@@ -44,6 +45,26 @@ def row_keys(key: jax.Array, rows: jax.Array) -> jax.Array:
     return jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
 
 
+def dropout(key: jax.Array, rate: float, x: jax.Array, rows: jax.Array) -> jax.Array:
+    """Sets entries of x to zero with probability `rate` and scales the others by 1 / (1 - rate), as `hk.dropout`.
+
+    Args:
+      key: for all rows.
+      rate: from 0 to below 1.
+      x: [B, ...].
+      rows: [B], the global row of each row of x.
+    """
+    if not 0 <= rate < 1:
+        raise UserError(f"random_bits.dropout: rate = {rate}: expected from 0 to below 1")
+    if rows.shape != x.shape[:1]:
+        raise UserError(
+            f"random_bits.dropout: rows of shape {rows.shape} for x of shape {x.shape}: expected one id for each row, "
+            "random_bits.row_ids(batch), passed to a block through side"
+        )
+    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:]))(row_keys(key, rows))
+    return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
+
+
 def refuse_shared_draws(model: Model, params: Params, spec: BatchSpec) -> None:
     """Refuses a model that draws random bits for all rows with one key, for steps with microbatches.
 
@@ -74,10 +95,10 @@ def refuse_shared_draws(model: Model, params: Params, spec: BatchSpec) -> None:
         raise UserError(
             "random bits for all rows from one key: every microbatch (accum_steps above 1, or a pipeline) would draw "
             f"the same ones, and the result would depend on the layout:\n  {draws}\n"
-            "Draw per row instead, for dropout:\n"
-            "  keys = core.random_bits.row_keys(hk.next_rng_key(), rows)  # rows: core.random_bits.row_ids(batch)\n"
-            "  x = jax.vmap(lambda key, row: hk.dropout(key, rate, row))(keys, x)\n"
-            "or use accum_steps = 1 and a strategy without a pipeline"
+            "Draw per row instead. In place of hk.dropout(key, rate, x):\n"
+            "  x = core.random_bits.dropout(key, rate, x, rows)  # rows: core.random_bits.row_ids(batch)\n"
+            "Other draws take a key for each row: core.random_bits.row_keys(key, rows). A block gets rows through its "
+            "side. Or use accum_steps = 1 and a strategy without a pipeline"
         )
 
 

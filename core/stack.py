@@ -82,6 +82,28 @@ class Tail(NamedTuple):
     params: Any
 
 
+def haiku_tail(fn: Callable[[Stream, Side], Any], x: Stream, side: Side = (), *, name: str = "tail") -> Tail:
+    """Makes a tail of a Haiku function with parameters of its own, such as the head and the loss of stock modules.
+
+    Args:
+      fn: `(x, side) -> sums over rows`.
+      x: of the shape that the stack returns; its values are not used.
+      side: of the stack.
+      name: module name of the parameters.
+    """
+    pure = hk.transform(logical.named_within(fn, name))
+    shapes = _abstract((x, side))
+
+    def init(rng):
+        if rng is None:  # hk.lift asks for shapes only
+            return None
+        with logical.lifted(name):
+            return pure.init(rng, *jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes))
+
+    params = hk.lift(init, name=name)(hk.next_rng_key() if hk.running_init() else None)
+    return Tail(lambda params, x, side: pure.apply(params, None, x, side), params)
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerFn:
     """One layer as a pure function, with information about its parameters for runners.
@@ -276,7 +298,7 @@ def layer_stack(
     """
     stack_checks.check_arguments(remat, outputs, pattern, choices=REMAT_CHOICES)
     kinds = tuple(pattern[i % len(pattern)] for i in range(num_layers)) if pattern else (None,) * num_layers
-    one = _Block(hk.transform(block), outputs, pattern is not None)
+    one = _Block(hk.transform(logical.named_within(block, name)), outputs, pattern is not None)
 
     def apply(x: Stream, side: Side = (), layer_in: Any = ()) -> Any:
         stack_checks.check_shapes(x, side, layer_in, num_layers)
@@ -345,7 +367,7 @@ def _stacked_params(init: Callable, name: str, kinds: Sequence[Kind], arguments:
             return None
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), arguments)
         keys = jax.random.split(rng, len(kinds))
-        with logical.stacked(name):
+        with logical.lifted(name, layers=True):
             return _by_kind(lambda kind, keys: jax.vmap(lambda key: init(kind)(key, *zeros))(keys), kinds, keys)
 
     return hk.lift(init_all, name=name)(hk.next_rng_key() if hk.running_init() else None)

@@ -86,7 +86,7 @@ def _fix(name: str, size: int, entry: str | tuple[str, ...], mesh_shape: Mapping
     padded = f"or store it rounded up to {math.ceil(size / shards) * shards} (vocab_multiple); " * (name == "vocab")
     return (
         f"Degrees {of}that do: {', '.join(degrees)}; {padded}or replicate it: "
-        f"strategies.override(param_rules={{{name!r}: None}}, activation_rules={{{name!r}: None}})"
+        f"strategies.override(strategy, {{{name!r}: None}})"
     )
 
 

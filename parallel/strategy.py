@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from jax.sharding import PartitionSpec
@@ -25,6 +25,7 @@ MESH_AXES: Mapping[str, str] = {  # slowest network first
     "stage": "groups of consecutive layers",
     "data": "replicas of the whole model, each with rows of its own",
     "fsdp": "rows, and shards of every parameter",
+    "expert": "shards of a mixture's experts",
     "sequence": "positions of a row",
     "tensor": "shards of heads, hidden units and vocabulary",
 }
@@ -44,6 +45,9 @@ class Strategy:
       optimizer_rules: sharding of optimizer state; None: as the parameters.
       dcn_shape: degree by mesh axis across slices; empty for one slice.
       pipeline: the schedule over `stage`; None without a pipeline.
+      own_mesh_axes: mesh axes that only this strategy has, and after which axis of `MESH_AXES` each comes in the order
+        of networks, slowest first: `{"ring": "fsdp"}`. Not in `repr`, so that strategies without any print as before
+        such axes existed, and records of their programs stay valid.
 
     Raises:
       UserError: lists every unknown or missing name in the tables.
@@ -56,17 +60,29 @@ class Strategy:
     optimizer_rules: Rules | None = None
     dcn_shape: Mapping[str, int] = dataclasses.field(default_factory=dict)
     pipeline: Schedule | None = None
+    own_mesh_axes: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
 
     def __post_init__(self):
-        problems = _mesh_problems("mesh_shape", self.mesh_shape) + _mesh_problems("dcn_shape", self.dcn_shape)
+        problems = _own_axes_problems(self.own_mesh_axes)
+        for table in ("mesh_shape", "dcn_shape"):
+            problems += _mesh_problems(table, getattr(self, table), self.mesh_axes)
         for table in ("param_rules", "activation_rules", "optimizer_rules"):
             rules = getattr(self, table)
             if rules is not None or table != "optimizer_rules":
-                problems += _table_problems(table, rules)
+                problems += _table_problems(table, rules, self.mesh_axes)
         problems = problems or _idle_axes(self)
         problems = problems or _pipeline_problems(self)
         if problems:
             raise UserError(f"strategy {self.name!r}:\n  " + "\n  ".join(problems))
+
+    @property
+    def mesh_axes(self) -> tuple[str, ...]:
+        """The names of all mesh axes, slowest network first."""
+        return tuple(
+            name
+            for axis in MESH_AXES
+            for name in (axis, *(own for own, at in self.own_mesh_axes.items() if at == axis))
+        )
 
     @property
     def stored_optimizer_rules(self) -> Rules:
@@ -74,11 +90,24 @@ class Strategy:
         return self.param_rules if self.optimizer_rules is None else self.optimizer_rules
 
 
-def _mesh_problems(table: str, mesh_shape: Mapping[str, int]) -> list[str]:
+def _own_axes_problems(own: Mapping[str, str]) -> list[str]:
+    problems = []
+    for name, after in own.items():
+        if name in MESH_AXES or not (name.isidentifier() and name.islower()):
+            problems.append(
+                f"own_mesh_axes: {name!r}; expected a lower-case identifier other than {', '.join(MESH_AXES)}"
+            )
+        if after not in MESH_AXES:
+            problems.append(f"own_mesh_axes: {name} after {after!r}; expected one of {', '.join(MESH_AXES)}")
+    return problems
+
+
+def _mesh_problems(table: str, mesh_shape: Mapping[str, int], known: Sequence[str]) -> list[str]:
     problems = []
     for axis, degree in mesh_shape.items():
-        if axis not in MESH_AXES:
-            hint = "call it 'tensor'" if axis in ("model", "mp") else f"expected one of {', '.join(MESH_AXES)}"
+        if axis not in known:
+            hint = f"expected one of {', '.join(known)}, or an axis of your own in own_mesh_axes"
+            hint = "call it 'tensor'" if axis in ("model", "mp") else hint
             problems.append(f"{table}: unknown mesh axis {axis!r}; {hint}")
         free = table == "mesh_shape"  # the number of slices is given, so -1 is not allowed in dcn_shape
         if isinstance(degree, bool) or not isinstance(degree, int) or not (degree >= 1 or (free and degree == -1)):
@@ -89,7 +118,7 @@ def _mesh_problems(table: str, mesh_shape: Mapping[str, int]) -> list[str]:
     return problems
 
 
-def _table_problems(table: str, rules: Rules) -> list[str]:
+def _table_problems(table: str, rules: Rules, known: Sequence[str]) -> list[str]:
     if not isinstance(rules, Mapping):
         return [f"{table} = {rules!r}; expected a table, such as REPLICATED | {{'embed': 'fsdp'}}"]
     problems = []
@@ -110,9 +139,9 @@ def _table_problems(table: str, rules: Rules) -> list[str]:
         if len(set(logical.mesh_axes(axes))) < len(logical.mesh_axes(axes)):
             problems.append(f"{table}: {name} -> {axes!r} names a mesh axis twice")
         problems += [
-            f"{table}: {name} -> unknown mesh axis {axis!r}; expected one of {', '.join(MESH_AXES)}"
+            f"{table}: {name} -> unknown mesh axis {axis!r}; expected one of {', '.join(known)}"
             for axis in logical.mesh_axes(axes)
-            if axis not in MESH_AXES
+            if axis not in known
         ]
     missing = [name for name in logical.LOGICAL_AXES if name not in rules]
     if missing:
@@ -130,7 +159,10 @@ def _idle_axes(strategy: Strategy) -> list[str]:
     return [
         f"mesh_shape: {axis} = {degree}, but no rule uses {axis!r}: its {degree} chips would do the same work"
         for axis, degree in (*strategy.mesh_shape.items(), *strategy.dcn_shape.items())
-        if axis in MESH_AXES and degree != 1 and axis not in used and not (axis == "stage" and strategy.pipeline)
+        if axis in strategy.mesh_axes
+        and degree != 1
+        and axis not in used
+        and not (axis == "stage" and strategy.pipeline)
     ]
 
 
@@ -150,26 +182,37 @@ def _pipeline_problems(strategy: Strategy) -> list[str]:
 
 def override(
     strategy: Strategy,
+    rules: Rules | None = None,
     *,
     param_rules: Rules | None = None,
     activation_rules: Rules | None = None,
 ) -> Strategy:
-    """Returns a strategy with rows of its tables replaced, e.g. 2 key heads on tensor 4: `{"kv_heads": None}`."""
+    """Returns a strategy with rows of its tables replaced.
+
+    Args:
+      strategy: for example `fsdp_tensor(tensor=4)`.
+      rules: rows of all tables: `{"kv_heads": None}` replicates two key heads over tensor 4, and `{"expert": "tensor"}`
+        shards a declared axis, which the tables of the library replicate.
+      param_rules: rows of the table of parameters alone, or other rows than in `rules`.
+      activation_rules: the same, of the table of activations.
+    """
+    both, state = dict(rules or {}), strategy.optimizer_rules
     return dataclasses.replace(
         strategy,
-        param_rules={**strategy.param_rules, **(param_rules or {})},
-        activation_rules={**strategy.activation_rules, **(activation_rules or {})},
+        param_rules={**strategy.param_rules, **both, **(param_rules or {})},
+        activation_rules={**strategy.activation_rules, **both, **(activation_rules or {})},
+        optimizer_rules=None if state is None else {**state, **both},
     )
 
 
 def resolve(strategy: Strategy, slice: Slice) -> dict[str, int]:
-    """Returns the degree of every mesh axis over all slices, in the order of MESH_AXES.
+    """Returns the degree of every mesh axis over all slices, in the order of `Strategy.mesh_axes`.
 
     Raises:
       UserError: the product of the degrees inside a slice is not its number of chips, or that of the degrees across
         slices is not the number of slices; the message names the nearest degrees that fit.
     """
-    across = {axis: strategy.dcn_shape.get(axis, 1) for axis in MESH_AXES}
+    across = {axis: strategy.dcn_shape.get(axis, 1) for axis in strategy.mesh_axes}
     slices = math.prod(across.values())
     if slices != slice.num_slices:
         fix = (
@@ -200,7 +243,7 @@ def mesh_text(shape: Mapping[str, int], *, dcn_shape: Mapping[str, int] | None =
 
 
 def _resolve_within(strategy: Strategy, devices: int, *, where: str) -> dict[str, int]:
-    shape = {axis: strategy.mesh_shape.get(axis, 1) for axis in MESH_AXES}
+    shape = {axis: strategy.mesh_shape.get(axis, 1) for axis in strategy.mesh_axes}
     fixed = math.prod(d for d in shape.values() if d != -1)
     free = [axis for axis, d in shape.items() if d == -1]
     if free and devices % fixed == 0:

@@ -28,7 +28,6 @@ from parallel.planning.cost import AxisTime, StepTime
 from parallel.planning.links import DCN_BYTES_PER_SECOND
 from parallel.planning.model_trace import Kept, ModelTrace, Work, leaves
 from parallel.planning.sharded_state import Refused, ShardedState, Step, mesh_axes, size_bytes, step_of
-from parallel.strategy import MESH_AXES
 
 LABEL = "arithmetic, not compiled"
 # A layout is refused when it needs this many times a chip's HBM: arithmetic gives up to 1.13 times the compiled peak of
@@ -172,7 +171,7 @@ def _time(sharded: ShardedState, step: Step, work: Work) -> StepTime:
 def _traffic(sharded: ShardedState, step: Step, work: Work) -> tuple[AxisTime, ...]:
     totals: dict[tuple[str, ...], float] = {}
     for axes, count in (*_of_weights(sharded, step), *_of_activations(sharded, step, work)):
-        ordered = tuple(a for a in MESH_AXES if a in axes and sharded.shape[a] > 1)
+        ordered = tuple(a for a in sharded.tables.mesh_axes if a in axes and sharded.shape[a] > 1)
         if ordered and count:
             totals[ordered] = totals.get(ordered, 0.0) + count
     slice_ = sharded.trace.slice

@@ -1,5 +1,7 @@
 """Axis names: what is recorded while a model is traced, what a table makes of it, and what is refused."""
 
+import re
+
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -155,9 +157,66 @@ def test_parameters_are_refused_by_name():
         logical.param("named", (2,), ("embed",), zeros)
         hk.Linear(4, name="head")(jnp.ones((1, 3)))
 
-    with pytest.raises(ValueError, match=r"without named axes: head/b, head/w; make them with logical.param") as error:
+    with pytest.raises(
+        ValueError, match=r"named axes: head/b \[4\], head/w \[3, 4\]; make them with logical.param"
+    ) as error:
         logical.abstract_init(initialise(unnamed), KEY)
-    assert "~/named" not in str(error.value)
+    assert "named [2]" not in str(error.value)
+
+
+NAMES = {"mlp/up/w": ("embed", "mlp"), "*/w": ("mlp", "embed"), "*b": ("embed",)}
+
+
+def test_stock_modules_get_the_axes_of_the_first_pattern_that_matches():
+    class MLP(hk.Module):
+        def __call__(self, x):
+            x = hk.Linear(6, with_bias=False, name="up")(x)
+            return hk.Linear(3, name="down")(x) + logical.param("shift", (3,), ("norm",), zeros).astype(x.dtype)
+
+    net = hk.transform(logical.named(lambda x: MLP(name="mlp")(x), NAMES))
+    x = jnp.ones((2, 3), jnp.bfloat16)
+    shapes, specs = logical.abstract_init(net.init, KEY, x)
+    assert specs == {
+        "mlp": {"shift": ParamSpec(("norm",))},
+        "mlp/up": {"w": ParamSpec(("embed", "mlp"))},
+        "mlp/down": {"w": ParamSpec(("mlp", "embed")), "b": ParamSpec(("embed",))},
+    }
+    assert {leaf.dtype for leaf in jax.tree.leaves(shapes)} == {jnp.dtype("float32")}
+    params = net.init(KEY, x)
+    assert net.apply(params, None, x).dtype == jnp.bfloat16
+
+
+def test_weights_of_stock_modules_are_cast_and_then_laid_out(mesh):
+    net = hk.without_apply_rng(
+        hk.transform(logical.named(lambda x: hk.Linear(6, name="up")(x), {"up/w": ("embed", "mlp"), "up/b": ("mlp",)}))
+    )
+    x = jnp.ones((4, 8), jnp.bfloat16)
+    params = net.init(KEY, x)
+    with jax.set_mesh(mesh), logical.sharding_rules({**RULES, "embed": None}, RULES):
+        text = str(jax.make_jaxpr(net.apply)(params, x))
+    assert re.search(r"bf16\[8,6\] = convert_element_type.*\n.*bf16\[8,6\] = sharding_constraint", text), text
+
+
+@pytest.mark.parametrize(
+    ("names", "module", "message"),
+    [
+        (
+            {"*/w": ("embed", "mpl")},
+            lambda x: hk.Linear(6)(x),
+            r"logical\.named, '\*/w': unknown logical axis 'mpl'; did you mean mlp",
+        ),
+        ({"*": ("mlp",)}, lambda x: hk.Linear(6)(x), r"linear/w has shape \(3, 6\), but its axes are \(mlp\)"),
+        (
+            {"*": ("norm",)},
+            lambda x: hk.BatchNorm(True, True, 0.9)(x, is_training=True),
+            r"batch_norm/.* is Haiku state, such as the means of .* Normalise each row by itself \(hk\.LayerNorm",
+        ),
+    ],
+    ids=["axis", "rank", "state"],
+)
+def test_stock_modules_are_refused_with_the_fix(names, module, message):
+    with pytest.raises(ValueError, match=message):
+        logical.abstract_init(hk.transform(logical.named(module, names)).init, KEY, jnp.ones((2, 3)))
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ def test_a_vocabulary_that_does_not_divide_is_reported_with_the_degrees_that_do(
         "block/embedding: shape (50257, 8), axes (vocab, embed): vocab = 50257 does not divide over tensor = 4" in text
     )
     assert "Degrees that do: 1; or store it rounded up to 50260 (vocab_multiple);" in text
-    assert "strategies.override(param_rules={'vocab': None}, activation_rules={'vocab': None})" in text
+    assert "strategies.override(strategy, {'vocab': None})" in text
     assert fit(embedding=((50304, 8), ("vocab", "embed")))["embedding"] == PartitionSpec("tensor", "fsdp")
 
 

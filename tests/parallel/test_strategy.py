@@ -3,10 +3,12 @@
 import dataclasses
 import math
 
+import jax
 import pytest
+from jax.sharding import PartitionSpec
 
-from core import slices
-from parallel import strategies, strategy
+from core import logical, slices
+from parallel import partitioner, strategies, strategy
 from parallel.agreement import EXAMPLES
 from parallel.strategies import REPLICATED, Strategy
 
@@ -43,7 +45,8 @@ def test_only_zero1_stores_optimizer_state_otherwise_than_parameters():
 def test_every_factorisation_of_a_slice_is_a_mesh():
     for data in (1, 2, 4, 8, 16):
         for fsdp in (d for d in (1, 2, 4, 8, 16) if 16 % (data * d) == 0):
-            want = {"stage": 1, "data": data, "fsdp": fsdp, "sequence": 1, "tensor": 16 // (data * fsdp)}
+            want = {"stage": 1, "data": data, "fsdp": fsdp, "expert": 1, "sequence": 1}
+            want["tensor"] = 16 // (data * fsdp)
             assert strategy.resolve(of(want), slices.get("v4-32")) == want
             assert strategy.resolve(of(want | {"tensor": -1}), slices.get("v4-32")) == want
 
@@ -54,8 +57,16 @@ def test_every_factorisation_of_a_slice_is_a_mesh():
     [
         (lambda: of({"model": 4}), "mesh_shape: unknown mesh axis 'model'; call it 'tensor'"),
         (
-            lambda: of({"expert": 4}),
-            "mesh_shape: unknown mesh axis 'expert'; expected one of stage, data, fsdp, sequence",
+            lambda: of({"ring": 4}),
+            "unknown mesh axis 'ring'; expected one of stage, data, fsdp, expert, sequence, tensor, or an axis of",
+        ),
+        (
+            lambda: of({}, own_mesh_axes={"fsdp": "data"}),
+            "own_mesh_axes: 'fsdp'; expected a lower-case identifier other",
+        ),
+        (
+            lambda: of({}, own_mesh_axes={"ring": "fdsp"}),
+            "own_mesh_axes: ring after 'fdsp'; expected one of stage, data",
         ),
         (lambda: of({"data": 0}), "mesh_shape: data = 0; expected a positive integer, or -1"),
         (lambda: of({"tensor": "4"}), "mesh_shape: tensor = '4'; expected a positive integer"),
@@ -96,6 +107,43 @@ def test_override_replaces_rows_and_checks_again():
     assert dataclasses.replace(whole, name="x").param_rules["heads"] == "tensor"
     with pytest.raises(ValueError, match="unknown mesh axis 'tensors'"):
         strategies.override(whole, activation_rules={"mlp": "tensors"})
+
+
+def test_one_mapping_replaces_rows_of_all_tables(monkeypatch):
+    """A declared axis is replicated by the tables of the library until one of them places it."""
+    monkeypatch.setattr(logical, "_declared", {})
+    with pytest.raises(
+        ValueError, match=r"unknown logical axis 'expert'; .*logical\.declare\('expert', 'what it counts'\)"
+    ):
+        strategies.override(strategies.fsdp(), {"expert": "tensor"})
+    logical.declare("expert", "experts of a mixture")
+    weights = logical.Axes(("expert", "embed", None))
+    for example in EXAMPLES.values():
+        for table in (example.strategy.param_rules, example.strategy.activation_rules):
+            assert logical.partition_spec(weights, table)[0] is None
+    placed = strategies.override(strategies.fsdp_tensor(tensor=2), {"expert": "tensor"}, activation_rules={"mlp": None})
+    assert logical.partition_spec(weights, placed.param_rules) == PartitionSpec("tensor", "fsdp", None)
+    assert logical.partition_spec(weights, placed.activation_rules) == PartitionSpec("tensor", None, None)
+    assert (placed.param_rules["mlp"], placed.activation_rules["mlp"]) == ("tensor", None)
+    sharded = strategies.override(strategies.zero1(), {"expert": "data"})
+    assert sharded.stored_optimizer_rules["expert"] == sharded.param_rules["expert"] == "data"
+    with pytest.raises(ValueError, match="unknown logical axis 'experts'; did you mean expert"):
+        strategies.override(placed, {"experts": "tensor"})
+    with pytest.raises(ValueError, match="mesh axis 'tensor' is used twice, by 'expert' and by 'mlp'"):
+        logical.partition_spec(logical.Axes(("expert", "embed", "mlp")), placed.param_rules)
+
+
+def test_experts_and_axes_of_ones_own_have_their_place_in_the_mesh():
+    rows = {"batch": ("fsdp", "ring", "expert")}
+    tables = of({"ring": 2, "expert": 2, "fsdp": -1}, activations=rows, own_mesh_axes={"ring": "fsdp"})
+    shape = {"stage": 1, "data": 1, "fsdp": 4, "ring": 2, "expert": 2, "sequence": 1, "tensor": 1}
+    bound = partitioner.Partitioner(tables, slice=slices.get("v4-32"), devices=jax.devices())
+    assert list(bound.shape.items()) == list(shape.items())
+    assert dict(bound.mesh.shape) == shape
+    assert bound.row_shards == 16
+    with pytest.raises(ValueError, match="ring = 2, but no rule uses 'ring'"):
+        of({"ring": 2}, own_mesh_axes={"ring": "fsdp"})
+    assert "own_mesh_axes" not in repr(strategies.fsdp())  # records of programs are found by it
 
 
 @pytest.mark.parametrize(

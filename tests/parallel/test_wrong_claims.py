@@ -226,7 +226,7 @@ def test_two_key_heads_over_tensor_4_and_everything_else_that_does_not_fit():
     assert "strategy 'fsdp_tensor' on v4-8, param_rules does not fit" in text
     assert "layers/block/key: shape (1, 24, 2, 6), axes (layers, embed, kv_heads, head_dim): kv_heads = 2 does" in text
     assert "Degrees that do: 1, 2;" in text
-    assert "override(param_rules={'kv_heads': None}, activation_rules={'kv_heads': None})" in text
+    assert "override(strategy, {'kv_heads': None})" in text
     assert "layers/block/down: shape (1, 10, 24), axes (layers, mlp, embed): mlp = 10 does not divide" in text
     assert text.count("mlp = 10 does not divide over tensor = 4") == 1
     assert "(also layers/block/gate, layers/block/up)" in text
