@@ -86,7 +86,7 @@ def test_an_unnamed_parameter_is_refused_as_readme_says(workspace):
     gin = (workspace / "my_model.gin").read_text().replace("my_model", "unnamed")
     (workspace / "unnamed.gin").write_text(gin)
     command = "launch/pod.sh v4-8 unnamed.gin --simulate --check"
-    assert "parameters without named axes: linear/b, linear/w" in run(command, workspace, code=2)
+    assert "parameters without named axes: linear/b [64], linear/w [64, 64]; make" in run(command, workspace, code=2)
 
 
 @pytest.fixture(scope="module")
