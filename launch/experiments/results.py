@@ -16,7 +16,7 @@ from core import logical, metrics, run_metrics
 from core.batches import Field, batch_shapes
 from core.types import CountsRunFlops, HasEffectiveDepth, HasLayers, Model, can
 from launch.experiment import Experiment
-from launch.experiments.suite_plan import Entry
+from launch.experiments.suites import Entry
 from tasks.puzzles.task import PuzzleTask
 
 SCORE = "validation/exact_accuracy"

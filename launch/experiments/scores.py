@@ -1,4 +1,7 @@
-"""Evaluates checkpoints, writes their scores as JSON to the run directory and prints them as tables.
+"""Evaluates checkpoints on held-out rows, writes their scores as JSON to the run directory and prints them as tables.
+
+Puzzles end: all of them can be evaluated, or a subset drawn with a seed. Text repeats from its start, so its first rows
+are evaluated. No score is shown without a description of its rows.
 
 The scores of one checkpoint are in step_N.json. Votes of several checkpoints together are an ensemble: their scores are
 in cumulative.json and labelled as such. Only the sum of the votes over checkpoints is kept, because the votes of one
@@ -7,11 +10,15 @@ checkpoint can be hundreds of thousands of grids.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 from rich import box
 from rich.console import Group
 from rich.table import Table
@@ -22,9 +29,9 @@ from core.errors import UserError
 from core.health import phase
 from core.training import trainer
 from core.training.evaluation import EvaluationPass
-from core.types import AnswerJudge, Evaluates, can, lacking
+from core.types import AnswerJudge, DataLayout, DescribesEvaluation, Evaluates, SizesEvaluation, can, lacking
 from launch import terminal
-from launch.experiments.held_out import HeldOut
+from launch.experiment import Experiment
 from launch.runs.prepared_run import Run
 from launch.runs.progress import curves_apart
 from parallel.partitioner import Program
@@ -34,6 +41,50 @@ FIRST = ("loss", "exact_accuracy", "accuracy", "q_halt_accuracy")
 SECONDS_BETWEEN_LINES = 15.0
 _CONSTANT = ("steps", "halted")  # the same in every evaluation
 _WIDTH = 140  # without a terminal
+
+
+class HeldOut(NamedTuple):
+    """The rows of an evaluation: so many batches of the experiment's task; None: until the data ends."""
+
+    experiment: Experiment
+    batches: int | None
+
+    def open(self, layout: DataLayout) -> Iterator[Mapping[str, np.ndarray]]:
+        """Returns this host's rows, batch by batch, from the start."""
+        return itertools.islice(self.experiment.task.evaluation(layout), self.batches)
+
+    def describe(self) -> str:
+        """Describes the rows; the task must be prepared."""
+        most = None if self.batches is None else self.batches * self.experiment.batch_size
+        if can(self.experiment.task, DescribesEvaluation):
+            return self.experiment.task.evaluated_on(most)
+        return "all held-out rows" if most is None else f"the first {most:,} rows of the validation data"
+
+
+def select(experiment: Experiment, *, rows: int | Literal["all"] | None) -> HeldOut:
+    """Selects the rows to evaluate.
+
+    Args:
+      experiment: of the run.
+      rows: a number of rows (for text rounded up to whole batches), or all; None: the rows of the run's own
+        evaluations, at most EVAL_BATCHES x BATCH_SIZE.
+
+    Raises:
+      UserError: all rows of data that does not end, or no number for a run without evaluations.
+    """
+    task, ends = experiment.task, can(experiment.task, SizesEvaluation)
+    if rows is None:
+        if experiment.eval_batches:
+            return HeldOut(experiment, experiment.eval_batches)
+        either = "--rows N or --rows all" if ends else "--rows N"
+        raise UserError(f"the run has no evaluations of its own (EVAL_BATCHES = 0): give {either}")
+    if ends:
+        return HeldOut(dataclasses.replace(experiment, task=task.evaluating(None if rows == "all" else rows)), None)
+    if rows == "all":
+        raise UserError(
+            "--rows all: this task's validation data has no end (text repeats from its start): give a number of rows"
+        )
+    return HeldOut(experiment, math.ceil(rows / experiment.batch_size))
 
 
 def require_answers(program: Program, judge: AnswerJudge) -> None:

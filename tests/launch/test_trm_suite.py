@@ -13,7 +13,7 @@ import pytest
 from core import slices
 from core.param_spec import ParamSpec
 from launch import configuration, environment
-from launch.experiments import results, suite_plan
+from launch.experiments import results, suites
 from parallel import mesh
 
 TRM = environment.WORKSPACE / "gin" / "trm"
@@ -43,12 +43,12 @@ SPECS = {
 
 @pytest.fixture(scope="module")
 def suite():
-    return {e.name: e for e in suite_plan.load(suite_plan.files("all"), check_data=False)}
+    return {e.name: e for e in suites.load(suites.files("all"), check_data=False)}
 
 
 @pytest.fixture(scope="module")
 def beside():
-    entries = suite_plan.load([*suite_plan.files("control"), *suite_plan.files("original")], check_data=False)
+    entries = suites.load([*suites.files("control"), *suites.files("original")], check_data=False)
     return {e.id: e for e in entries}
 
 
@@ -285,7 +285,7 @@ def test_headers_are_right():
 
 @pytest.mark.covers("E01")
 def test_every_group_explains_itself():
-    for group in set(suite_plan.groups()) - {RUN_HERE}:
+    for group in set(suites.groups()) - {RUN_HERE}:
         page = (TRM / group / "README.md").read_text()
         for part in ("Hypothesis", "What varies", "Expected, and why", "Success", "How to read it", "Command"):
             assert f"**{part}" in page, (group, part)

@@ -19,10 +19,9 @@ from core.errors import UserError
 from core.types import AnswerJudge, Judges, can
 from launch import environment, host_memory
 from launch.cli import flags
-from launch.experiments import held_out, saved_run, scores
-from launch.experiments.held_out import HeldOut
+from launch.experiments import saved_run, scores
 from launch.experiments.saved_run import SavedRun
-from launch.experiments.scores import Scores
+from launch.experiments.scores import HeldOut, Scores
 from launch.hosts import cluster, simulate, tpu_host
 from launch.hosts.cluster import Host
 from launch.runs import prepared_run
@@ -62,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if alone or args.simulate:
         jax.config.update("jax_platforms", "cpu")
     found = saved_run.read(args.run_dir, bindings=args.gin, slice_name=args.slice)
-    asked = held_out.select(found.config.build(), rows=args.rows)
+    asked = scores.select(found.config.build(), rows=args.rows)
     if problems := asked.experiment.data_problems(prepared=False):
         raise UserError("\n".join(problems))
     if args.submission:

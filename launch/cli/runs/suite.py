@@ -12,13 +12,12 @@ import jax
 from rich import box
 from rich.table import Table
 
-from core import paths, slices, units
+from core import paths, run_metrics, slices, units
 from core.errors import UserError
 from launch import environment, terminal
 from launch.cli import flags
-from launch.experiments import results, suite_plan, suite_runner
-from launch.experiments.suite_plan import Entry
-from launch.experiments.suite_runner import Suite
+from launch.experiments import results, suites
+from launch.experiments.suites import Entry, Suite
 from launch.hosts import supervise, tpu_host
 
 HELP = "run a group of experiments one after another, and collect their results in one table"
@@ -64,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
         )
     root = args.run_root or environment.read("RENGA_RUN_ROOT") or str(environment.WORKSPACE / "runs")
     root = os.fspath(paths.resolve(root))
-    entries = suite_plan.load(
-        suite_plan.files(args.group),
+    entries = suites.load(
+        suites.files(args.group),
         bindings=args.gin,
         slice_name=args.slice,
         seeds=args.seeds,
@@ -77,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         _check_places(entries, root)
     name = Path(args.group).name
     out = Path(args.out) if args.out else environment.WORKSPACE / "runs" / "suites" / name
-    mode = suite_runner.Mode(simulate=args.simulate, smoke=args.smoke, steps=args.steps)
+    mode = suites.Mode(simulate=args.simulate, smoke=args.smoke, steps=args.steps)
     suite = Suite(entries, mode=mode, root=root, logs=out / "logs")
     suite.gather() if args.analyze else suite.find_done()
     code = 0
@@ -119,7 +118,8 @@ def _table(suite: Suite) -> Table:
     for entry in suite.entries:
         cells = ("", "", "")
         if not (entry.same_as or suite.mode.smoke):
-            step, score = suite.progress(entry)
+            found = run_metrics.read(suite.run_dirs[entry.id])
+            step, score = found.step, found.last(results.SCORE)
             cells = (f"{step:,}", f"{suite.mode.last_step(entry):,}", "" if score is None else f"{score:.2%}")
         table.add_row(entry.name, *cells, suite.status[entry.id])
     return table

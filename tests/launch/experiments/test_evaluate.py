@@ -9,7 +9,7 @@ import pytest
 from core import paths
 from launch import configuration
 from launch.cli.runs import evaluate
-from launch.experiments import held_out, saved_run, scores
+from launch.experiments import saved_run, scores
 from launch.runs import prepared_run
 
 FIRST = {"1": 0.25, "2": 0.75, "5": 0.75, "10": 0.75, "100": 0.75, "1000": 0.75}
@@ -190,8 +190,8 @@ def test_rows_that_are_no_number_are_refused(command, parrot_run):
 def test_text_is_evaluated_in_whole_batches():
     experiment = configuration.load("gin/quickstart.gin").build()
     batch = experiment.batch_size
-    assert held_out.select(experiment, rows=None).batches == experiment.eval_batches
-    asked = held_out.select(experiment, rows=batch + 1)
+    assert scores.select(experiment, rows=None).batches == experiment.eval_batches
+    asked = scores.select(experiment, rows=batch + 1)
     assert asked.batches == 2
     assert asked.describe() == f"the first {2 * batch} rows of the validation data"
 

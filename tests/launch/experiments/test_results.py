@@ -12,15 +12,15 @@ import pytest
 from core import metrics
 from core.training import evaluation
 from core.types import WeightedSum
-from launch.experiments import results, results_page, scaling_law, suite_plan
+from launch.experiments import results, results_page, scaling_law, suites
 
 SVG = "{http://www.w3.org/2000/svg}"
-PATHS = [suite_plan.HOME / "exp01" / f"exp01{i}.gin" for i in "abc"]
+PATHS = [suites.HOME / "exp01" / f"exp01{i}.gin" for i in "abc"]
 
 
 @pytest.fixture(scope="module")
 def entries():
-    return suite_plan.load(PATHS, check_data=False, seeds=2)
+    return suites.load(PATHS, check_data=False, seeds=2)
 
 
 def write(folder, lines):

@@ -12,7 +12,7 @@ from core import run_metrics
 from core.health import exit_codes
 from launch import __main__ as main
 from launch.cli.runs import suite as command
-from launch.experiments import results, suite_plan, suite_runner
+from launch.experiments import results, suites
 from launch.hosts import tpu_host
 
 TINY = """from __gin__ import dynamic_registration
@@ -46,7 +46,7 @@ sys.exit(code)
 
 
 @dataclasses.dataclass(frozen=True)
-class Fake(suite_runner.Mode):
+class Fake(suites.Mode):
     """Fake runs that write what a run would write, and exit with a code chosen by name."""
 
     codes: tuple = ()
@@ -69,8 +69,8 @@ def folder(tmp_path):
 def suite(folder, tmp_path):
     def make(mode=None, **options):
         root = str(tmp_path / "runs")
-        entries = suite_plan.load(suite_plan.files(str(folder)), root=root, **options)
-        made = suite_runner.Suite(entries, mode=mode or Fake(), root=root, logs=tmp_path / "logs")
+        entries = suites.load(suites.files(str(folder)), root=root, **options)
+        made = suites.Suite(entries, mode=mode or Fake(), root=root, logs=tmp_path / "logs")
         made.find_done()
         return made
 
@@ -102,9 +102,7 @@ def test_an_experiment_done_in_another_group_is_not_repeated(suite, folder, tmp_
     other.mkdir()
     (other / "z.gin").write_text((folder / "b.gin").read_text())
     root = str(tmp_path / "runs")
-    there = suite_runner.Suite(
-        suite_plan.load(suite_plan.files(str(other)), root=root), mode=Fake(), root=root, logs=tmp_path
-    )
+    there = suites.Suite(suites.load(suites.files(str(other)), root=root), mode=Fake(), root=root, logs=tmp_path)
     there.find_done()
     assert there.status["other/z"] == f"already done in {root}/mine/b"
     assert there.run_dirs["other/z"] == f"{root}/mine/b"
@@ -150,7 +148,7 @@ def test_gathering_uses_the_configuration_of_the_runs(suite, folder):
 
 def test_the_command_of_an_experiment(suite):
     entry = suite(seeds=2).entries[1]
-    mode = suite_runner.Mode(simulate=True, smoke=True, steps=7)
+    mode = suites.Mode(simulate=True, smoke=True, steps=7)
     assert mode.command(entry)[1:] == [
         *("-m", "launch", "pod", "v4-8", entry.path, "--run-dir", entry.run_dir),
         *("--gin", "SEED = 1", "--steps", "7", "--simulate", "--smoke"),
@@ -159,9 +157,9 @@ def test_the_command_of_an_experiment(suite):
 
 
 def test_a_difference_is_named():
-    assert suite_runner.difference("A = 1\nB = 2", "A = 1\nB = 3") == "B: 2 there, 3 now"
-    assert suite_runner.difference("A = 1", "A = 1\nC = 3") == "C: not set there, 3 now"
-    assert suite_runner.without_location("A = 1\nDATA = 'x'\nSLICE = 'v4-8'") == "A = 1"
+    assert suites.difference("A = 1\nB = 2", "A = 1\nB = 3") == "B: 2 there, 3 now"
+    assert suites.difference("A = 1", "A = 1\nC = 3") == "C: not set there, 3 now"
+    assert suites.without_location("A = 1\nDATA = 'x'\nSLICE = 'v4-8'") == "A = 1"
 
 
 @pytest.mark.parametrize(
@@ -171,9 +169,7 @@ def test_stopping_the_suite_stops_the_run(folder, tmp_path, launch_command, seco
     """On SIGTERM the suite stops the run, waits for it, and writes the table."""
     options = ("--simulate", "--run-root", str(tmp_path / "runs"), "--out", str(tmp_path / "out"))
     command, env = launch_command("suite", str(folder), *options)
-    process = subprocess.Popen(
-        command, cwd=suite_plan.environment.WORKSPACE, env=env, stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen(command, cwd=suites.environment.WORKSPACE, env=env, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline().split()[-1] == "running"
     time.sleep(seconds)
     process.send_signal(signal.SIGTERM)
@@ -190,7 +186,7 @@ def test_chips_are_left_to_the_runs(launch_command, folder, tmp_path):
     """The suite itself uses the CPU, whatever platform its runs are to use; they inherit its environment."""
     command, env = launch_command("suite", str(folder), "--analyze", "--out", str(tmp_path / "out"))
     root = {"RENGA_RUN_ROOT": str(tmp_path / "runs"), "JAX_PLATFORMS": "tpu"}
-    done = subprocess.run(command, cwd=suite_plan.environment.WORKSPACE, env=env | root, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=suites.environment.WORKSPACE, env=env | root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "results.csv").read_text().count("not run") == 3
 
@@ -204,7 +200,7 @@ def test_wrong_arguments_are_refused(launch, folder):
 def test_mistakes_that_fail_on_every_host_are_reported_before_anything_starts(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tpu_host, "look", lambda: tpu_host.Place(True, "v4-64", ()))
     started = []
-    monkeypatch.setattr(suite_runner.Suite, "run", lambda suite, requested: started.append(suite) or 0)
+    monkeypatch.setattr(suites.Suite, "run", lambda suite, requested: started.append(suite) or 0)
 
     def said(*more):
         code = main.main(["suite", *more, "--out", str(tmp_path / "out"), "--gin", "DATA = 'gs://bucket/set'"])
@@ -223,7 +219,7 @@ def test_mistakes_that_fail_on_every_host_are_reported_before_anything_starts(fo
     assert said("exp07", *local, "--slice", "v4-8")[0] == 0  # one host
     assert len(started) == 1
     assert said("exp07", *local, "--list")[0] == 0
-    entries = suite_plan.load(suite_plan.files("exp07"), root="gs://bucket/runs", check_data=False)
+    entries = suites.load(suites.files("exp07"), root="gs://bucket/runs", check_data=False)
     command._check_places(entries, "gs://bucket/runs")
 
 
