@@ -10,7 +10,6 @@ from core import units
 from launch import terminal
 from parallel import report
 from parallel.partitioner import Program
-from parallel.pipeline import drawing
 
 _WIDTH = 140
 
@@ -22,6 +21,8 @@ def show(program: Program) -> None:
     replicated = [row.path for row in report.rows(program) if row.replicated and row.bytes_per_chip >= 2**20]
     print(f"replicated arrays of 1 MiB or more: {', '.join(replicated) or 'none'}")
     if schedule := program.partitioner.pipeline:
+        from parallel.pipeline import drawing
+
         print("\n" + drawing.text(schedule, stages=program.partitioner.shape["stage"]))
 
 

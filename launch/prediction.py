@@ -19,7 +19,6 @@ from core.slices import GIB
 from launch import environment, program_identity
 from launch.config import Settings
 from launch.experiment import Experiment
-from parallel.planning import calibration
 
 FOLDER = environment.WORKSPACE / "tests" / "golden"
 PLANS = environment.WORKSPACE / "launch" / "plan" / "compiled"
@@ -81,6 +80,8 @@ def figures(record: Prediction) -> str:
 
 def label(record: Prediction) -> str:
     """Returns which compiler made a prediction, and how far such predictions are from published measurements."""
+    from parallel.planning import calibration
+
     return calibration.label(libtpu=record["versions"]["libtpu"])
 
 

@@ -27,7 +27,7 @@ from core.slices import Slice
 from core.train_state import TrainState
 from core.types import Batch, DataLayout, Model, Params
 from parallel import accumulation, compiler_options, mesh, placement, rules, strategy
-from parallel.pipeline import checks, runner
+from parallel.pipeline import checks
 from parallel.pipeline.schedules import Schedule
 
 
@@ -61,6 +61,8 @@ class Partitioner:
     def _runner(self) -> stack.Runner | None:  # created once, because it is part of the cache key of every trace
         if self.pipeline is None:
             return None
+        from parallel.pipeline import runner  # of no use without a pipeline
+
         return runner.runner(self.pipeline, self.strategy.param_rules, self.strategy.activation_rules)
 
     @property

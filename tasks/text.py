@@ -1,8 +1,9 @@
 """Text tasks: the constructors that a gin configuration names.
 
-A constructor only records its arguments, so a configuration is checked in milliseconds on any machine; TensorFlow is
-imported and the data opened with the first batch. A document becomes ids followed by an end-of-document id, split into
-chunks of at most `length` ids. Chunks are packed into rows, and neither attention nor targets cross chunk boundaries.
+A constructor only records its arguments and imports its source alone, so a configuration is checked in milliseconds on
+any machine; TensorFlow is imported and the data opened with the first batch. A document becomes ids followed by an
+end-of-document id, split into chunks of at most `length` ids. Chunks are packed into rows, and neither attention nor
+targets cross chunk boundaries.
 
 T: tokens per row. S: number of streams.
 """
@@ -18,12 +19,9 @@ from core.batches import BatchSpec
 from core.errors import UserError
 from core.types import Batches, DataLayout, can
 from tasks import streams, vocabularies
-from tasks.catalogue import Tfds
 from tasks.checks import check_integer, check_text
 from tasks.corpus import Corpus, StreamSpec
-from tasks.huggingface import HuggingFace
 from tasks.ids import HasSeqio, ReadsFile, Vocabulary
-from tasks.mixture import Mixture
 from tasks.text_files import TextFiles, python_library
 
 
@@ -171,6 +169,8 @@ def tfds(
     """
     for argument, value in {"name": name, "split": split, "validation_split": validation_split, "field": field}.items():
         check_text(value, where=f"text.tfds.{argument}")
+    from tasks.catalogue import Tfds
+
     corpus = Tfds(name, split, validation_split, field, data_dir)
     return _task("tfds", corpus, (length, num_streams, vocabulary))
 
@@ -204,6 +204,8 @@ def huggingface(
         check_text(value, where=f"text.huggingface.{argument}")
     if not isinstance(streaming, bool):
         raise UserError(f"text.huggingface.streaming is {streaming!r}, expected True or False")
+    from tasks.huggingface import HuggingFace
+
     corpus = HuggingFace(name, split, validation_split, field, streaming)
     return _task("huggingface", corpus, (length, num_streams, vocabulary))
 
@@ -232,11 +234,15 @@ def mixture(*, tasks: Sequence[TextTask], weights: Sequence[float]) -> TextTask:
     first = tasks[0]
     for task in tasks:
         _check_mixes(task, first)
+    from tasks.mixture import Mixture
+
     corpus = Mixture(tuple(task.corpus for task in tasks), tuple(map(float, weights)))
     return _task("mixture", corpus, (first.length, first.num_streams, first.vocabulary))
 
 
 def _check_mixes(task: TextTask, first: TextTask) -> None:
+    from tasks.huggingface import HuggingFace
+
     if isinstance(task.corpus, HuggingFace):
         raise UserError("text.mixture cannot mix text.huggingface: write it to .jsonl and use text.files")
     for name in ("length", "num_streams"):

@@ -18,7 +18,6 @@ from core.training import compilation
 from launch import environment, host_memory
 from launch.experiment import Experiment
 from launch.hosts.cluster import Host
-from launch.runs import warm_start
 from parallel.partitioner import Program
 
 DATA_SECONDS = 3600.0  # limit for one host's work on the data; a longer build belongs in launch/run build
@@ -70,7 +69,11 @@ def prepare_run(
     compilation.use_cache(environment.read("JAX_COMPILATION_CACHE_DIR") or f"{run_dir}/compiled")
     program = experiment.bind(jax.devices())
     host_memory.require(experiment, program)
-    started_from = warm_start.require_fit(experiment, program)
+    started_from = ""
+    if experiment.init_from:
+        from launch.runs import warm_start
+
+        started_from = warm_start.require_fit(experiment, program)
     distributed.require_shared(run_dir, is_host_zero=host.is_zero)
     with phase.enter(phase.PREPARING):
         _prepare_data(experiment, run_dir, host)

@@ -3,26 +3,49 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from core import distributed, metrics, paths
 from core.checkpoints.store import Checkpoints
+from core.checkpoints.writing import SaveCosts
 from core.errors import UserError
-from core.health import phase
+from core.health import heartbeat, phase
 from core.train_state import TrainState
-from core.training import compilation, non_finite, prefetch
-from core.training.run_lock import RunLock
+from core.training import (
+    compilation,
+    evaluation,
+    goodput,
+    hooks,
+    host_metrics,
+    non_finite,
+    prefetch,
+    profiling,
+    run_lock,
+)
 from core.training.trainer import Hook, TrainStep
-from launch import array_table, config
+from launch import array_table, config, environment
 from launch.prediction import PredictionCheck
-from launch.runs import run_summary, training_hooks, warm_start
+from launch.runs import progress
 from launch.runs.prepared_run import Run
-from launch.runs.progress import Progress
 
 _A_DAY_SECONDS = 24 * 3600.0  # where a limit only reports
 
 
-def train(run: Run, *, lock: RunLock | None = None, also: Sequence[Hook] = ()) -> dict[str, float]:
+class _UnderWay(NamedTuple):
+    """A run in progress: what its hooks share; `lock` is that of the run directory, on the host that holds it."""
+
+    run: Run
+    first_step: int
+    lines: progress.Progress
+    predictions: PredictionCheck
+    writers: metrics.Writers
+    stack: contextlib.ExitStack
+    lock: run_lock.RunLock | None
+
+
+def train(run: Run, *, lock: run_lock.RunLock | None = None, also: Sequence[Hook] = ()) -> dict[str, float]:
     """Trains to `run.last_step`, from the newest checkpoint if there is one.
 
     Args:
@@ -37,49 +60,43 @@ def train(run: Run, *, lock: RunLock | None = None, also: Sequence[Hook] = ()) -
         limits = {"keep": run.experiment.keep_checkpoints, "timeout_seconds": run.experiment.save_limit_seconds}
         checkpoints = Checkpoints(run.checkpoint_dir, **limits)
         state, position, resumed = restore_or_init(run, checkpoints)
-    first_step = int(state.step)
-    progress = Progress(run.last_step, host=run.host, unit=run.experiment.unit)
-    progress.start(first_step)
-    predictions = _prediction_check(run, progress)
     with contextlib.ExitStack() as stack:
-        writers = metrics.open_writers(
-            run.run_dir,
-            is_host_zero=run.host.is_zero,
-            first_step=first_step,
-            wandb_project=run.experiment.wandb_project,
-        )
-        stack.callback(writers.close)
+        now = _begin(run, int(state.step), stack, lock)
         if run.host.is_zero:
-            run_summary.show(
-                run.experiment,
-                run.program,
-                run_dir=run.run_dir,
-                resumed_from=resumed,
-                last_step=run.last_step,
-                host=run.host,
-                measured=predictions.rows(),
-            )
-            _write_config(run, writers)
-        now = training_hooks.UnderWay(run, first_step, progress, predictions, writers, stack, lock)
-        evaluation = training_hooks.evaluation_hook(now)
+            progress.show_summary(run, resumed_from=resumed, measured=now.predictions.rows())
+            _write_config(run, now.writers)
+        evaluate = _evaluation(now)
         batches = stack.enter_context(open_batches(run, position))
         state = non_finite.train(
-            compile_together(run, first_step),
+            compile_together(run, now.first_step),
             batches,
             state,
             restore=lambda: restore_or_init(run, checkpoints)[0],
             total_steps=run.last_step,
-            hooks=[*training_hooks.hooks_of(now, evaluation, checkpoints, batches), *also],
+            hooks=[*_hooks(now, evaluate, checkpoints, batches), *also],
         )
-        if evaluation and first_step >= run.last_step:  # nothing was left to train: evaluate once
-            evaluation.at_boundary(first_step, state)
+        if evaluate and now.first_step >= run.last_step:  # nothing was left to train: evaluate once
+            evaluate.at_boundary(now.first_step, state)
     with phase.enter(phase.SAVING):
         checkpoints.close()
     phase.at(phase.ENDING)
-    validation = evaluation.latest if evaluation else {}
-    run_summary.show_end(run.experiment, run.program, state, validation, run_dir=run.run_dir)
+    validation = evaluate.latest if evaluate else {}
+    progress.show_end(run, state, validation)
     distributed.barrier("run/end")
     return validation
+
+
+def _begin(run: Run, first_step: int, stack: contextlib.ExitStack, lock: run_lock.RunLock | None) -> _UnderWay:
+    """Says where this host starts, looks up the run's prediction, and opens the files of metrics."""
+    lines = progress.Progress(run.last_step, host=run.host, unit=run.experiment.unit)
+    lines.start(first_step)
+    on_tpu = run.program.partitioner.mesh.devices.flat[0].platform == "tpu"
+    settings = config.parse(run.meta["config"])
+    predictions = PredictionCheck(run.experiment, settings=settings, on_tpu=on_tpu, warn=lines.warning)
+    project, is_host_zero = run.experiment.wandb_project, run.host.is_zero
+    writers = metrics.open_writers(run.run_dir, is_host_zero=is_host_zero, first_step=first_step, wandb_project=project)
+    stack.callback(writers.close)
+    return _UnderWay(run, first_step, lines, predictions, writers, stack, lock)
 
 
 def restore_or_init(
@@ -95,7 +112,7 @@ def restore_or_init(
     else:
         found = step, *checkpoints.restore(step, run.program.abstract_state)
     if found is None:
-        return warm_start.first_state(run.experiment, run.program, is_host_zero=run.host.is_zero), None, None
+        return _first_state(run), None, None
     step, state, position, meta = found
     if meta["data"] != run.meta["data"]:
         raise UserError(
@@ -104,6 +121,14 @@ def restore_or_init(
             "Files are compared by name and size. Use another --run-dir, or the same data."
         )
     return state, position, step
+
+
+def _first_state(run: Run) -> TrainState:
+    if not run.experiment.init_from:
+        return run.program.init()
+    from launch.runs import warm_start
+
+    return warm_start.first_state(run.experiment, run.program, is_host_zero=run.host.is_zero)
 
 
 def open_batches(run: Run, position: Mapping[str, bytes] | None) -> prefetch.Prefetch:
@@ -134,17 +159,110 @@ def compile_together(run: Run, first_step: int) -> TrainStep:
     return compilation.OnceCompiled(compiled, named_by=run.program.train_step)
 
 
-def _prediction_check(run: Run, progress: Progress) -> PredictionCheck:
-    on_tpu = run.program.partitioner.mesh.devices.flat[0].platform == "tpu"
-    return PredictionCheck(
-        run.experiment, settings=config.parse(run.meta["config"]), on_tpu=on_tpu, warn=progress.warning
-    )
-
-
 def _write_config(run: Run, writers: metrics.Writers) -> None:
     paths.write_text_atomically(paths.resolve(run.run_dir) / "config.gin", run.meta["config"])
     writers.text("config", run.meta["config"])
     writers.text("sharding", array_table.text(run.program))
-    if evaluated := run_summary.evaluated_on(run.experiment):
+    if evaluated := progress.evaluated_on(run.experiment):
         writers.text(metrics.EVALUATED_ON, evaluated)
     writers.text("versions", "\n".join(f"- {k} {v}" for k, v in run.meta["versions"].items()))
+
+
+def _hooks(now: _UnderWay, evaluate: Hook | None, checkpoints: Checkpoints, batches: prefetch.Prefetch) -> list[Hook]:
+    """Returns the hooks of a run. Those that may reject a step come before those that log and save it."""
+    run = now.run
+    preemption = hooks.StopWhenPreempted(distributed.preempted)
+    used = [
+        non_finite.policy_hook(run.experiment.non_finite, warn=now.lines.warning, writers=now.writers),
+        *_logging(now),
+    ]
+    if run.host.is_zero:
+        steps = {"first_step": now.first_step, "last_step": run.last_step, "every": run.experiment.log_interval}
+        used.append(goodput.Goodput(run.run_dir, **steps, write=now.writers.scalars, say=now.lines.note))
+    if (every := run.experiment.compare_interval) and run.program.partitioner.mesh.size > 1:
+        from core.training import replicas
+
+        used.append(replicas.Compare(heartbeat.compare, every=every))
+    if evaluate:
+        used.append(evaluate)
+    used += [_saving(now, checkpoints, batches, preemption), preemption, *_profiles(now)]
+    if file := environment.read("RENGA_STEP_FILE"):
+        used.append(hooks.NoteStep(file, name=f"host {run.host.index}", step=now.first_step))
+    if now.lock:
+        used.append(run_lock.HoldsLock(now.lock))
+    return used
+
+
+def _logging(now: _UnderWay) -> list[Hook]:
+    run, writers, lines, predictions = now.run, now.writers, now.lines, now.predictions
+    measured = host_metrics.HostMetrics()
+    own_lines = metrics.open_own_lines(run.run_dir, process_index=run.host.index)
+    now.stack.callback(own_lines.close)
+
+    def write(step: int, values: Mapping[str, float]) -> None:
+        values = {**values, **predictions.metrics(values)}
+        own = measured.own(values)
+        own_lines.scalars(step, own)
+        own_lines.flush()
+        compared, of_hosts = measured.exchange(step, own)
+        lines.line(step, values, slowest=measured.slowest if of_hosts else None)
+        if of_hosts:
+            writers.scalars(compared, of_hosts)
+        writers.scalars(step, values)
+        writers.flush()
+
+    def compiled(step: int, totals: compilation.Totals) -> None:
+        lines.compiled(totals)
+        writers.scalars(step, {f"compile/{name}": float(value) for name, value in totals._asdict().items()})
+
+    items, every = run.experiment.tokens_per_step, run.experiment.log_interval
+    return [hooks.Compiled(compiled), hooks.Log(write, every=every, items_per_step=items, last_step=run.last_step)]
+
+
+def _evaluation(now: _UnderWay) -> evaluation.Evaluate | None:
+    """Returns the hook that evaluates every `eval_interval` steps; None if the experiment has no validation batches."""
+    run = now.run
+    if not run.experiment.eval_batches:
+        return None
+
+    def batches() -> evaluation.HostBatches:
+        layout = run.program.partitioner.data_layout(run.experiment.batch_size)
+        return itertools.islice(run.experiment.task.evaluation(layout), run.experiment.eval_batches)
+
+    def write(step: int, values: Mapping[str, float]) -> None:
+        now.lines.validation(step, values)
+        now.writers.scalars(step, values)
+        now.writers.flush()
+
+    return evaluation.Evaluate(run.program, batches, write, every=run.experiment.eval_interval, last_step=run.last_step)
+
+
+def _saving(
+    now: _UnderWay, checkpoints: Checkpoints, batches: prefetch.Prefetch, preemption: hooks.StopWhenPreempted
+) -> hooks.Save:
+    run, lock = now.run, now.lock
+
+    def due(step: int) -> bool:
+        last = step == run.last_step or preemption.needs_state(step)
+        return step % run.experiment.checkpoint_interval == 0 or last
+
+    def check() -> None:
+        if lock is not None:
+            lock.check(now=True)
+
+    costs = SaveCosts(say=now.lines.note, write=now.writers.scalars)
+    return hooks.Save(checkpoints, batches.position, run.meta, due=due, costs=costs, check=check)
+
+
+def _profiles(now: _UnderWay) -> list[Hook]:
+    """Profiles of steps and memory: configured, requested while running, and when memory is exhausted."""
+    run = now.run
+    requests = profiling.Requests(run.run_dir, last_step=run.last_step)
+    now.stack.callback(requests.close)
+    memory = profiling.MemoryProfile(run.run_dir, at=run.experiment.memory_profile_steps)
+    now.stack.enter_context(memory.when_exhausted())
+
+    def start(step: int) -> profiling.Trace:
+        return profiling.Trace(run.run_dir, step)
+
+    return [profiling.Profile(start, requests, at=run.experiment.profile_steps), memory]

@@ -9,7 +9,7 @@ import pytest
 
 from core.batches import Field
 from launch import configuration, program_identity
-from launch.runs import run_summary, smoke
+from launch.runs import progress, smoke
 from parallel import sampling
 from tasks import streams, vocabularies
 
@@ -65,7 +65,7 @@ def quickstart():
 def test_images_beside_text(quickstart):
     run = dataclasses.replace(quickstart, task=Captions(), batch_size=8)
     assert (run.unit, run.row_length, run.tokens_per_step) == ("token", 16, 128)
-    assert run_summary._batch(run) == "8 rows x 16 tokens = 128 tokens, with images [5, 7, 3]"
+    assert progress._batch(run) == "8 rows x 16 tokens = 128 tokens, with images [5, 7, 3]"
     small = smoke.shrink(run)
     assert small.task == Captions(length=smoke.LENGTH, num_streams=small.batch_size)
 
@@ -73,7 +73,7 @@ def test_images_beside_text(quickstart):
 def test_images_alone_are_counted_in_rows(quickstart):
     run = dataclasses.replace(quickstart, task=Classes(), batch_size=8)
     assert (run.unit, run.tokens_per_step) == ("row", 8)
-    assert run_summary._batch(run) == "8 rows, with images [5, 7, 3]"
+    assert progress._batch(run) == "8 rows, with images [5, 7, 3]"
     small = smoke.shrink(run)
     assert small.task == Classes(num_streams=small.batch_size)
 

@@ -6,7 +6,7 @@ import pytest
 
 from launch import configuration
 from launch.check import preflight
-from launch.runs import run_summary
+from launch.runs import progress
 
 TEXT = """
 from __gin__ import dynamic_registration
@@ -217,14 +217,14 @@ def test_a_rate_that_another_optimizer_does_not_read_is_a_note(folder, together)
 
 def test_a_sample_begins_with_the_id_that_rows_begin_with(monkeypatch):
     asked = []
-    monkeypatch.setattr(run_summary.sampling, "continue_prompt", lambda *_, **__: asked.append(_[2]) or [5])
+    monkeypatch.setattr(progress.sampling, "continue_prompt", lambda *_, **__: asked.append(_[2]) or [5])
     vocabulary = types.SimpleNamespace(bos_id=7, encode=lambda text: [8, 9], decode=str)
     experiment = types.SimpleNamespace(
         prompt="ab",
         model=types.SimpleNamespace(logits=lambda params, batch: None),
         task=types.SimpleNamespace(vocabulary=vocabulary),
     )
-    assert run_summary._sample(experiment, None, None) == "[5]"
+    assert progress._sample(experiment, None, None) == "[5]"
     assert asked == [[7, 8, 9]]
 
 

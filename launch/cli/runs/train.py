@@ -14,7 +14,7 @@ from core.training.hooks import PreemptedError
 from core.training.run_lock import LockLostError, RunLock
 from launch import configuration, environment, prediction
 from launch.cli import flags
-from launch.hosts import alerts, cluster, tpu_host
+from launch.hosts import cluster, tpu_host
 from launch.runs import prepared_run, training
 from launch.runs.progress import Waiting
 
@@ -28,7 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Joins the other hosts and trains; notes what ended the run for the process that started it."""
-    with alerts.noting(tpu_host.own_index(slices.get(args.slice) if args.slice else None)):
+    noting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if environment.read("RENGA_NOTES"):
+        from launch.hosts import alerts
+
+        noting = alerts.noting(tpu_host.own_index(slices.get(args.slice) if args.slice else None))
+    with noting:
         try:
             with contextlib.ExitStack() as stack:
                 return _train(args, stack)

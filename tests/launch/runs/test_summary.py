@@ -9,14 +9,14 @@ import pytest
 from core import slices, units
 from launch import configuration
 from launch.hosts.cluster import Host
-from launch.runs import run_summary, smoke
+from launch.runs import progress, smoke
 from parallel import mesh
 
 MEANS = {"validation/loss": 0.25, "validation/exact_accuracy": 0.75, "validation/exact_accuracy_step_01": 0.5}
 
 
 def shown(**task):
-    return run_summary._validated(of(**task), MEANS)
+    return progress._validated(of(**task), MEANS)
 
 
 def of(*, eval_batches=3, **task):
@@ -41,9 +41,9 @@ def test_what_a_score_is_of_is_bounded_by_what_an_evaluation_takes():
     def said(most):
         return f"at most {most}"
 
-    assert run_summary.evaluated_on(of(evaluated_on=said, eval_batches=5)) == "at most 10"
-    assert run_summary.evaluated_on(of(evaluated_on=said, eval_batches=0)) == ""
-    assert run_summary.evaluated_on(of()) == ""
+    assert progress.evaluated_on(of(evaluated_on=said, eval_batches=5)) == "at most 10"
+    assert progress.evaluated_on(of(evaluated_on=said, eval_batches=0)) == ""
+    assert progress.evaluated_on(of()) == ""
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_what_gathering_once_costs_a_chip_is_on_the_card(accum_steps, gather_onc
     )
     run = smoke.shrink(configuration.load("gin/quickstart.gin", bindings=bindings, slice_name="v4-8").build())
     bound = run.bind(mesh.topology_devices(slices.get("v4-8")))
-    shown = run_summary.rows(run, bound, host=Host(0, 1, simulated=True))
+    shown = progress.rows(run, bound, host=Host(0, 1, simulated=True))
     assert ("gathered" in shown) == is_gathered
     if is_gathered:
         leaves = jax.tree.leaves(bound.abstract_state.params)
