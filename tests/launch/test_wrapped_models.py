@@ -11,7 +11,7 @@ from core.types import LossOutput, WeightedSum
 from launch import configuration, program_identity
 from launch.check import preflight
 from launch.plan import candidate_bindings
-from launch.runs import run_summary, smoke
+from launch.runs import progress, smoke
 from launch.verify import agreement
 from models.transformer import Transformer
 from parallel.planning import candidates, model_trace
@@ -143,7 +143,8 @@ def test_what_a_model_lacks_is_told_with_what_to_add(config, capsys):
     bare = types.SimpleNamespace(
         model=Judged(), prompt="abc", task=experiment.task, eval_batches=0, batch_size=1, unit="token"
     )
-    run_summary.show_end(bare, None, None, {}, run_dir="runs/x")
+    run = types.SimpleNamespace(experiment=bare, program=None, run_dir="runs/x")
+    progress.show_end(run, None, {})
     assert "PROMPT = 'abc' is not continued: Judged lacks the ability Generates: add logits(params, batch)" in (
         capsys.readouterr().out
     )
