@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from core import logical, optimizers, slices
+from core import logical, optimizers, slices, stack
 from core.batches import Field
 from core.types import LossOutput
 from parallel import agreement, strategies
 from parallel.partitioner import Partitioner
+from parallel.pipeline import schedules
 
 ROWS, LENGTH, HEIGHT, WIDTH, CHANNELS, VOCAB, EMBED = 8, 6, 5, 7, 3, 12, 16
 SPEC = {
@@ -62,10 +63,10 @@ def batches():
     ]
 
 
-def program(tables, slice_name, **options):
+def program(tables, slice_name, *, model=Captions(), **options):
     optimizer = optimizers.adamw(learning_rate=optimizers.constant(1e-2), eps=1e-4)
     bound = Partitioner(tables, slice=slices.get(slice_name), devices=jax.devices())
-    return bound.program(Captions(), optimizer, SPEC, seed=0, **options)
+    return bound.program(model, optimizer, SPEC, seed=0, **options)
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +109,31 @@ def test_a_declared_axis_of_a_field_follows_the_table():
         assert bound.batch_shardings(spec)["images"].spec == wanted
     with pytest.raises(ValueError, match=r"images: shape .* scanlines = 5 does not divide over sequence = 2"):
         bound.batch_shardings({"images": dataclasses.replace(spec["images"], shape=(ROWS, 5, 7, 3))})
+
+
+@dataclasses.dataclass(frozen=True)
+class Deep(Captions):
+    """Adds an image in every layer of a stack."""
+
+    def _sums(self, batch):
+        init = hk.initializers.RandomNormal(0.2)
+        table = logical.param("table", (VOCAB, EMBED), ("vocab", "embed"), init)
+
+        def block(x, side):
+            images, brightness = side
+            patch = logical.param("patch", (HEIGHT * WIDTH * CHANNELS, EMBED), (None, "embed"), init)
+            light = images * brightness[:, None, None, None]
+            return x + jnp.tanh(light.reshape(len(images), -1) @ patch)[:, None]
+
+        layers = stack.layer_stack(block, 4)
+        x = layers(table[batch["inputs"]], (batch["images"], batch["brightness"]))  # [B, T, D]
+        picked = jnp.take_along_axis(jax.nn.log_softmax(x @ table.T), batch["targets"][..., None], axis=-1)
+        return LossOutput(-picked.sum(), jnp.float32(picked.size), {})
+
+
+@pytest.mark.slow
+def test_images_pass_through_a_pipeline():
+    tables = strategies.pipeline_fsdp(stage=2, schedule=schedules.gpipe(num_microbatches=4))
+    alone = agreement.run(program(strategies.data_parallel(), "v5e-1", model=Deep()), batches())
+    found = agreement.compare(agreement.run(program(tables, "v4-8", model=Deep()), batches()), alone)
+    assert max(part.ulp for part in found.values()) <= 32, found
