@@ -106,10 +106,10 @@ class Store:
       folder: the user's cache, `$XDG_CACHE_HOME/renga/plans`.
     """
 
-    def __init__(self, folder: Path | None = None, *, with_committed: bool = True):
+    def __init__(self, folder: Path | None = None):
         home = Path(environment.read("XDG_CACHE_HOME") or Path.home() / ".cache")
         self.folder = folder or home / "renga" / "plans"
-        self._committed = prediction.records_of_plans(COMMITTED) if with_committed else {}
+        self._committed = prediction.records_of_plans(COMMITTED)
         self._unreadable: set[Path] = set()
 
     def find(self, text: str) -> Record | None:

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     if not possible or args.arithmetic:
         return _by_arithmetic(question, options, args)
     wanted = args.compile or (QUICK if args.quick else DEFAULT)
-    session = _Session(question, options, Store(with_committed=not args.fresh), wanted, is_fresh=args.fresh)
+    session = _Session(question, options, Store(), wanted, is_fresh=args.fresh)
     try:
         session.look_up()
         if not args.cached:
@@ -125,7 +125,7 @@ class _Session:
 
 
 def _by_arithmetic(question: Question, options: Sequence[Option], args: argparse.Namespace) -> int:
-    options = _without_known_misfits(options, Store(with_committed=not args.fresh))
+    options = _without_known_misfits(options, Store())
     possible = [one for one in options if not one.reason]
     rows = [search.metrics(question, one) for one in possible]
     label = f"{arithmetic.LABEL}; of compiled steps: {calibration.label()}"

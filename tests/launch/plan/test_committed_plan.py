@@ -61,7 +61,7 @@ class Plan:
 
 def asked(path, slice_name, folder):
     question = search.ask(path, slice_name=slice_name, bindings=[], batch_sizes=[])
-    return Plan(question, search.options(question), records.Store(folder, with_committed=True))
+    return Plan(question, search.options(question), records.Store(folder))
 
 
 @pytest.fixture(scope="module")
