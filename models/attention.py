@@ -90,6 +90,49 @@ def plain(
     return jnp.einsum("bngts,bsnk->btngk", weights, v).reshape(batch, length, heads, head_dim)
 
 
+def cached(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    before: tuple[jax.Array, jax.Array],
+    positions: jax.Array,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> jax.Array:
+    """Computes causal attention of new positions to themselves and to cached ones.
+
+    Args:
+      q, k, v: of T new positions, [B, T, H, K] and [B, T, N, K].
+      before: keys and values of earlier positions, [B, S, N, K] each; entry s belongs to position s.
+      positions: [B, T], int32, consecutive in each row; entries of `before` from the first of them on are not used.
+      scale, window, softcap: as in `attend`.
+
+    Returns:
+      [B, T, H, K].
+    """
+    batch, length, heads, head_dim = q.shape
+    grouped = q.reshape(batch, length, k.shape[2], heads // k.shape[2], head_dim)  # [B, T, N, G, K]
+    there = jnp.broadcast_to(jnp.arange(before[0].shape[1]), (batch, before[0].shape[1]))  # [B, S]
+    parts = []
+    for keys, at, seen in (
+        (before[0], there, there[:, None] < positions[:, :1, None]),
+        (k, positions, positions[:, None] <= positions[:, :, None]),
+    ):
+        scores = jnp.einsum("btngk,bsnk->bngts", grouped, keys, preferred_element_type=jnp.float32)
+        scores *= 1 / math.sqrt(head_dim) if scale is None else scale
+        scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+        if window is not None:
+            seen &= positions[:, :, None] - at[:, None] < window
+        parts.append(jnp.where(seen[:, None, None], scores, -1e30))
+    weights = jax.nn.softmax(jnp.concatenate(parts, axis=-1), axis=-1).astype(v.dtype)  # [B, N, G, T, S + T]
+    split = before[0].shape[1]
+    mixed = jnp.einsum("bngts,bsnk->btngk", weights[..., :split], before[1])
+    mixed += jnp.einsum("bngts,bsnk->btngk", weights[..., split:], v)
+    return mixed.reshape(batch, length, heads, head_dim)
+
+
 def splash_attention(
     q: jax.Array,
     k: jax.Array,

@@ -22,11 +22,16 @@ class Side(NamedTuple):
 
     Attributes:
       segment_ids: [B, T], int32.
+      positions: [B, T], int32, if earlier positions are cached; otherwise None.
       turns: rotary tables, by kind of layer where kinds differ, otherwise of GLOBAL; none for learned positions.
     """
 
     segment_ids: jax.Array
     turns: dict[str, rotary.RotaryTables]
+    positions: jax.Array | None = None
+
+
+KeysAndValues = tuple[jax.Array, jax.Array]
 
 
 class Block(hk.Module):
@@ -39,11 +44,25 @@ class Block(hk.Module):
 
     def __call__(self, x: jax.Array, side: Side) -> jax.Array:
         """Runs the layer, [B, T, D] -> [B, T, D]."""
+        return self.extended(x, side, None)[0]
+
+    def extended(self, x: jax.Array, side: Side, before: KeysAndValues | None) -> tuple[jax.Array, KeysAndValues]:
+        """Runs the layer on positions that follow cached ones.
+
+        Args:
+          x: [B, T, D].
+          side: with `positions` if there is a cache.
+          before: cached keys and values, [B, S, N, K] each.
+
+        Returns:
+          [B, T, D], and keys and values of the new positions, [B, T, N, K] each.
+        """
         x = logical.constrain(x, "batch", "residual_length", "embed")
-        x = x + self._output_norm("attention", self._attention(self._input_norm("attention", x), side))
+        mixed, new = self._attention(self._input_norm("attention", x), side, before)
+        x = x + self._output_norm("attention", mixed)
         x = checkpoint_name(logical.constrain(x, "batch", "residual_length", "embed"), "attended")
         x = x + self._output_norm("mlp", self._mlp(self._input_norm("mlp", x)))
-        return logical.constrain(x, "batch", "residual_length", "embed")
+        return logical.constrain(x, "batch", "residual_length", "embed"), new
 
     def _input_norm(self, part: str, x: jax.Array) -> jax.Array:
         return normalized(self.config, f"{part}_norm", x)
@@ -64,7 +83,9 @@ class Block(hk.Module):
         shape = x.shape[-len(axes) :]
         return x + logical.param(f"{name}_bias", shape, axes, jnp.zeros, kind="bias", compute_dtype=self.config.dtype)
 
-    def _attention(self, x: jax.Array, side: Side) -> jax.Array:
+    def _attention(
+        self, x: jax.Array, side: Side, before: KeysAndValues | None
+    ) -> tuple[jax.Array, KeysAndValues]:
         c = self.config
         d, h, n, k = c.embed_dim, c.num_heads, c.num_kv_heads, c.head_width
         wq = self._weight("query", (d, h, k), ("embed", "heads", "head_dim"), fan_in=d)
@@ -79,18 +100,18 @@ class Block(hk.Module):
         )
         value = logical.constrain(value, "batch", "length", "kv_heads", "head_dim")
         q, key, value = map(checkpoint_name, (q, key, value), ("query", "key", "value"))
-        mixed = attention.attend(
-            q,
-            key,
-            value,
-            side.segment_ids,
-            choice=c.attention,
-            scale=1.0 if side.turns else c.score_scale,  # otherwise the rotary tables scale
-            window=c.window if self.kind == LOCAL else None,
-            softcap=c.attention_softcap,
-        )
+        how = {
+            "scale": 1.0 if side.turns else c.score_scale,  # otherwise the rotary tables scale
+            "window": c.window if self.kind == LOCAL else None,
+            "softcap": c.attention_softcap,
+        }
+        if before is None:
+            mixed = attention.attend(q, key, value, side.segment_ids, choice=c.attention, **how)
+        else:
+            mixed = attention.cached(q, key, value, before, side.positions, **how)
         mixed = logical.constrain(mixed, "batch", "length", "heads", "head_dim")
-        return self._biased("output", jnp.einsum("bthk,hkd->btd", mixed, wo), ("norm",), among=("all",))
+        out = jnp.einsum("bthk,hkd->btd", mixed, wo)
+        return self._biased("output", out, ("norm",), among=("all",)), (key, value)
 
     def _heads(self, name: str, x: jax.Array, side: Side, heads: str) -> jax.Array:
         """Adds the bias of heads [B, T, heads, K], normalizes and rotates them.

@@ -27,7 +27,7 @@ from core.checkpoints.published import PublishedFolder
 from core.errors import UserError
 from core.types import Batch, LossOutput, Params
 from models import decoder_block, derivatives, family_tensors, losses, presets, rotary
-from models.decoder_block import Block, Side
+from models.decoder_block import Block, KeysAndValues, Side
 from models.decoder_config import GLOBAL, LOCAL, REMAT, DecoderConfig
 
 
@@ -87,15 +87,71 @@ class Transformer(DecoderConfig):
         embedding = self._embedding()
         head = self._head_params(embedding)
         side = Side(batch["segment_ids"], self._rotary_tables(batch["positions"]))
-        kinds = {"pattern": self.kinds} if len(self.kinds) > 1 else {}
         layers = stack.layer_stack(
             lambda x, side, kind=self.kinds[0]: Block(self, kind)(x, side[0]),
             self.num_layers,
             remat=REMAT[self.remat],
             tail=None if tail_fn is None else stack.Tail(tail_fn, head),
-            **kinds,
+            **self._pattern,
         )
         return layers(self._embedded(embedding, batch), (side, batch["targets"], batch["weights"]))
+
+    def empty_cache(self, rows: int, length: int) -> KeysAndValues:
+        """Returns an empty cache of keys and values for `rows` rows of at most `length` positions.
+
+        [L, B, S, N, K] each, in the compute dtype, laid out by the activation table; positions are not sharded.
+        """
+        shape = (self.num_layers, rows, length, self.num_kv_heads, self.head_width)
+        return self._laid_out((jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)))
+
+    def extend(
+        self, params: Params, cache: KeysAndValues, ids: jax.Array, start: jax.Array, last: jax.Array
+    ) -> tuple[jax.Array, KeysAndValues]:
+        """Runs the decoder on T new positions of each row, and adds their keys and values to the cache.
+
+        Args:
+          params: the parameters.
+          cache: from `empty_cache` or `extend`.
+          ids: [B, T], int32.
+          start: position of the first new id, [B], or [] if it is the same in all rows, int32. Cached entries from there
+            on are replaced.
+          last: [B], int32, index in `ids` of the position whose logits are wanted.
+
+        Returns:
+          Logits of the next token at `last`, [B, vocab_size], float32, and the cache.
+        """
+        starts = jnp.broadcast_to(start, ids.shape[:1])
+        positions = starts[:, None] + jnp.arange(ids.shape[1])
+        batch = {"inputs": ids, "positions": positions, "segment_ids": jnp.ones_like(ids)}
+        logits, new = hk.transform(self._extended).apply(params, None, batch, cache, last)
+        if start.ndim == 0:
+            cache = jax.tree.map(lambda c, n: jax.lax.dynamic_update_slice(c, n, (0, 0, start, 0, 0)), cache, new)
+        else:
+            update = jax.vmap(lambda c, n, s: jax.lax.dynamic_update_slice(c, n, (0, s, 0, 0)), (1, 1, 0), 1)
+            cache = jax.tree.map(lambda c, n: update(c, n, starts), cache, new)
+        return logits[:, : self.vocab_size], self._laid_out(cache)
+
+    def _extended(self, batch: Batch, cache: KeysAndValues, last: jax.Array) -> tuple[jax.Array, KeysAndValues]:
+        embedding = self._embedding()
+        head = self._head_params(embedding)
+        side = Side(batch["segment_ids"], self._rotary_tables(batch["positions"]), batch["positions"])
+        layers = stack.layer_stack(
+            lambda x, side, before, kind=self.kinds[0]: Block(self, kind).extended(x, side, before),
+            self.num_layers,
+            outputs="stacked",
+            **self._pattern,
+        )
+        x, new = layers(self._embedded(embedding, batch), side, cache)
+        chosen = jnp.take_along_axis(x, last[:, None, None], axis=1)  # [B, 1, D]
+        return self._head(head, chosen)[:, 0], new
+
+    @staticmethod
+    def _laid_out(cache: KeysAndValues) -> KeysAndValues:
+        return jax.tree.map(lambda a: logical.constrain(a, "layers", "batch", None, "kv_heads", "head_dim"), cache)
+
+    @property
+    def _pattern(self) -> dict[str, Any]:
+        return {"pattern": self.kinds} if len(self.kinds) > 1 else {}
 
     def _embedded(self, embedding: jax.Array, batch: Batch) -> jax.Array:
         """Returns the input of the first layer, [B, T, D]."""
