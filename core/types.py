@@ -169,6 +169,33 @@ class Generates(Protocol):
         """Returns the logits of the next token, [B, T, V], float32."""
 
 
+class ExtendsCache(Protocol):
+    """A model that generates from a cache.
+
+    Enables: generation that runs each position once, instead of all positions again for each token.
+    """
+
+    def empty_cache(self, rows: int, length: int) -> Any:
+        """Returns an empty cache for `rows` rows of at most `length` positions."""
+
+    def extend(
+        self, params: Params, cache: Any, ids: jax.Array, start: jax.Array, last: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        """Runs new ids [B, T] from position `start` ([] or [B]) on.
+
+        Returns logits [B, V] after the id with index `last` [B] in `ids`, float32, and the cache.
+        """
+
+
+class LimitsPositions(Protocol):
+    """A model that may have a largest number of positions; None: it has none.
+
+    Enables: the refusal of prompts that are too long.
+    """
+
+    max_positions: int | None
+
+
 class Shrinks(Protocol):
     """A model that --smoke and the tests can make small.
 
@@ -180,7 +207,10 @@ class Shrinks(Protocol):
 
 
 class ReadsPublished(Protocol):
-    """A model whose parameters can be read from the folder of a published model."""
+    """A model whose parameters can be read from the folder of a published model.
+
+    Enables: `INIT_FROM` with such a folder.
+    """
 
     def published(self, folder: str) -> Any:
         """Returns the folder's parameters, a `core.checkpoints.warm_start.ParameterSource`."""

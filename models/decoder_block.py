@@ -83,9 +83,7 @@ class Block(hk.Module):
         shape = x.shape[-len(axes) :]
         return x + logical.param(f"{name}_bias", shape, axes, jnp.zeros, kind="bias", compute_dtype=self.config.dtype)
 
-    def _attention(
-        self, x: jax.Array, side: Side, before: KeysAndValues | None
-    ) -> tuple[jax.Array, KeysAndValues]:
+    def _attention(self, x: jax.Array, side: Side, before: KeysAndValues | None) -> tuple[jax.Array, KeysAndValues]:
         c = self.config
         d, h, n, k = c.embed_dim, c.num_heads, c.num_kv_heads, c.head_width
         wq = self._weight("query", (d, h, k), ("embed", "heads", "head_dim"), fan_in=d)

@@ -32,10 +32,14 @@ _CHOICES = {
     "activation": derivatives.ACTIVATIONS,
     "positions": ("rotary", "learned"),
 }
+# Always shown by `repr`, in this order; other fields where they differ from their defaults. Plans and records identify a
+# program by this text, which a new field with a neutral default leaves as it was.
+_SHOWN = ("vocab_size", "num_layers", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads", "head_dim", "tied", "remat")
+_SHOWN += ("dtype", "attention", "rope_theta", "norm_eps", "vocab_multiple")
 _COUNTS = ("vocab_size", "num_layers", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class DecoderConfig:
     """The fields of `models.transformer.Transformer`; the defaults are Llama's.
 
@@ -132,6 +136,12 @@ class DecoderConfig:
                 f"Transformer: window = {self.window} and pattern = {self.pattern}: local layers need a window, and a "
                 "window needs local layers"
             )
+
+    def __repr__(self) -> str:
+        others = [
+            f.name for f in dataclasses.fields(self) if f.name not in _SHOWN and getattr(self, f.name) != f.default
+        ]
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in (*_SHOWN, *others))})"
 
     @property
     def head_width(self) -> int:

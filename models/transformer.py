@@ -38,7 +38,7 @@ class Head(NamedTuple):
     unembed: jax.Array
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Transformer(DecoderConfig):
     """A decoder-only language model; its fields are described in `models.decoder_config`.
 
@@ -113,8 +113,8 @@ class Transformer(DecoderConfig):
           params: the parameters.
           cache: from `empty_cache` or `extend`.
           ids: [B, T], int32.
-          start: position of the first new id, [B], or [] if it is the same in all rows, int32. Cached entries from there
-            on are replaced.
+          start: position of the first new id, [B], or [] if it is the same in all rows, int32. Cached entries from
+            there on are replaced.
           last: [B], int32, index in `ids` of the position whose logits are wanted.
 
         Returns:

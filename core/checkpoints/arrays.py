@@ -84,6 +84,11 @@ class Arrays:
         region = tuple(slice(o, o + n) for o, n in zip(block.origin, block.values.shape, strict=True))
         return self._open(name)[region].read().result()
 
+    def part(self, name: str, index: int | None) -> np.ndarray:
+        """Reads an array, or its part with this index of the first axis."""
+        opened = self._open(name)
+        return (opened if index is None else opened[index]).read().result()
+
     def _open(self, name: str) -> Any:
         spec = {
             "driver": "zarr",

@@ -32,7 +32,7 @@ _SOURCE_FOLDERS = ("core", "models", "parallel")
 # Folders and modules that only read programs, choose among them, or run beside one.
 _UNRELATED = {"checkpoints", "health", "training", "agreement", "arithmetic", "bookkeeping", "calibration"}
 _UNRELATED |= {"candidate_metrics", "candidates", "errors", "hbm_allocations", "library_noise", "lints"}
-_UNRELATED |= {"metrics", "model_trace", "recording", "rendezvous", "report", "roofline", "run_metrics", "sampling"}
+_UNRELATED |= {"metrics", "model_trace", "recording", "rendezvous", "report", "roofline", "run_metrics", "generation"}
 _UNRELATED |= {"selection", "sharded_state", "units", "versions"}
 
 COMPILED, TOO_MUCH, REFUSED, FAILED = "compiled", "too much HBM", "refused", "failed"

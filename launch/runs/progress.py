@@ -22,10 +22,10 @@ from launch import terminal
 from launch.experiment import Experiment, padding
 from launch.hosts.cluster import Host
 from launch.runs.prepared_run import Run
-from parallel import report, sampling, strategy
+from parallel import generation, report, strategy
 from parallel.partitioner import Program
 
-SAMPLE_IDS = 200
+SAMPLE_IDS, TEMPERATURE = 200, 0.8  # of the continuation of PROMPT
 
 WAITS = {  # phases that may take long, as a person reads them
     phase.OPENING: "setting up the run",
@@ -148,7 +148,11 @@ def _sample(experiment: Experiment, program: Program, state: TrainState) -> str:
         return ""
     vocabulary = experiment.task.vocabulary
     prompt = [vocabulary.bos_id, *vocabulary.encode(experiment.prompt)]
-    return vocabulary.decode(sampling.continue_prompt(program, state, prompt, count=SAMPLE_IDS))
+    params = program.optimizer.evaluated(state.params, state.opt_state)
+    how = {"max_tokens": SAMPLE_IDS, "sampling": generation.Sampling(temperature=TEMPERATURE)}
+    generator = generation.Generator(program, params)
+    [found] = generator.generate([prompt[-experiment.row_length :]], stop_ids=[vocabulary.eos_id], **how)
+    return vocabulary.decode(found.ids)
 
 
 class Progress:

@@ -1,6 +1,7 @@
 """Tasks with images, beside text or alone: a smoke run, counts of tokens and the summary ask the spec."""
 
 import dataclasses
+import types
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 from core.batches import Field
 from launch import configuration, program_identity
 from launch.runs import progress, smoke
-from parallel import sampling
+from parallel import generation
 from tasks import streams, vocabularies
 
 
@@ -114,7 +115,8 @@ def test_axes_are_part_of_the_identity_of_a_program_if_they_are_not_rows_and_pos
 
 
 def test_a_sample_is_written_beside_blank_images():
-    batch = sampling._batch(Captions().spec(8), jnp.arange(16), rows=2)
+    model = generation._Recomputing(types.SimpleNamespace(spec=Captions().spec(8)))
+    batch = model._batch(jnp.broadcast_to(jnp.arange(16), (2, 16)))
     assert batch["images"].shape == (2, 5, 7, 3)
     assert not batch["images"].any()
     assert batch["inputs"].tolist() == [list(range(16))] * 2

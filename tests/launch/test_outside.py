@@ -217,14 +217,20 @@ def test_a_rate_that_another_optimizer_does_not_read_is_a_note(folder, together)
 
 def test_a_sample_begins_with_the_id_that_rows_begin_with(monkeypatch):
     asked = []
-    monkeypatch.setattr(progress.sampling, "continue_prompt", lambda *_, **__: asked.append(_[2]) or [5])
-    vocabulary = types.SimpleNamespace(bos_id=7, encode=lambda text: [8, 9], decode=str)
+    continued = types.SimpleNamespace(ids=[5])
+    generator = types.SimpleNamespace(generate=lambda prompts, **_: asked.extend(prompts) or [continued])
+    monkeypatch.setattr(progress.generation, "Generator", lambda *_: generator)
+    vocabulary = types.SimpleNamespace(bos_id=7, eos_id=1, encode=lambda text: [8, 9], decode=str)
     experiment = types.SimpleNamespace(
         prompt="ab",
         model=types.SimpleNamespace(logits=lambda params, batch: None),
         task=types.SimpleNamespace(vocabulary=vocabulary),
+        row_length=16,
     )
-    assert progress._sample(experiment, None, None) == "[5]"
+    optimizer = types.SimpleNamespace(evaluated=lambda params, state: params)
+    program = types.SimpleNamespace(optimizer=optimizer)
+    state = types.SimpleNamespace(params=None, opt_state=None)
+    assert progress._sample(experiment, program, state) == "[5]"
     assert asked == [[7, 8, 9]]
 
 

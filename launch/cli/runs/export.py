@@ -1,0 +1,101 @@
+"""`launch/run export`: writes a run's model as the folder of a published model, which other libraries load."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from core import logical, paths, units
+from core.batches import batch_shapes
+from core.checkpoints import published, steps
+from core.checkpoints.arrays import Arrays
+from core.errors import UserError
+from launch.experiments import saved_run
+from models import families, family_tensors, pretrained
+from models.decoder_config import DecoderConfig
+from tasks import streams, tokenizer_folders, vocabularies
+
+HELP = "write the model of a run as a Hugging Face folder: config.json, safetensors, tokenizer"
+EXAMPLE = """launch/run export runs/first --out first-7b --dtype bfloat16
+  launch/run export runs/first@1000 --out gs://BUCKET/first-1000"""
+
+_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN[@STEP]", help="without @STEP: the latest step")
+    parser.add_argument("--out", metavar="FOLDER", required=True, help="a new or empty local folder")
+    parser.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="of the weights (default: bfloat16)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Reads the parameters array by array, and writes the folder."""
+    jax.config.update("jax_platforms", "cpu")  # the chips belong to the run
+    step = steps.find(args.run)
+    run_dir = str(step.parent.parent)
+    experiment = saved_run.read(run_dir).config.build()
+    model: Any = experiment.model
+    if not isinstance(model, DecoderConfig):
+        raise UserError(f"{args.run}: {type(model).__name__} is no decoder of a published family; export knows these")
+    if experiment.optimizer.averages is not None:
+        raise UserError(f"{args.run}: the optimizer averages parameters; exporting averages is not supported")
+    kind = families.family(model)
+    out = _new_folder(args.out)
+    program = _shapes(model)
+    tensors = published.tensors_of(
+        _reader(Arrays(step)),
+        *program,
+        family_tensors.named_sources(model),
+        limits={"vocab": model.vocab_size},
+        dtype=_DTYPES[args.dtype],
+    )
+    size = published.write(out, tensors)
+    vocabulary = experiment.task.vocabulary
+    config = {**families.config(model, kind), "torch_dtype": args.dtype, **_special_ids(vocabulary)}
+    if isinstance(vocabulary, vocabularies.FolderTokenizer):
+        _copy_tokenizer(paths.resolve(vocabulary.path), out)
+    paths.write_text_atomically(out / pretrained.CONFIG, json.dumps(config, indent=2) + "\n")  # last: it marks the end
+    print(f"{out}: {kind}, {units.size(size)} of {args.dtype}, from step {step.name} of {run_dir}")
+    return 0
+
+
+def _new_folder(text: str) -> paths.Path:
+    out = paths.resolve(text)
+    if paths.is_remote(out):
+        raise UserError(f"--out {text}: expected a local folder; copy it to the bucket afterwards")
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"--out {text}: the folder is not empty; give a new one")
+    return paths.require_writable(out)
+
+
+def _shapes(model: Any) -> tuple[Any, Any]:
+    """Returns shapes and specs of the parameters."""
+    batch = batch_shapes(streams.batch_spec(1, length=8))
+    return logical.abstract_init(model.init, jax.random.key(0), batch)
+
+
+def _reader(arrays: Arrays) -> Any:
+    """Returns a function that reads a parameter, or one layer of it, from a checkpoint."""
+
+    def read(path: str, layer: int | None) -> np.ndarray:
+        name = next(n for n in (f"params/{path}", f"params/~/{path}") if n in arrays)
+        return arrays.part(name, layer)
+
+    return read
+
+
+def _special_ids(vocabulary: Any) -> dict[str, int]:
+    if vocabulary is None:
+        return {}
+    return {"bos_token_id": vocabulary.bos_id, "eos_token_id": vocabulary.eos_id}
+
+
+def _copy_tokenizer(source: paths.Path, out: paths.Path) -> None:
+    for name in tokenizer_folders.FILES:
+        if (source / name).exists():
+            (out / name).write_bytes((source / name).read_bytes())

@@ -1,0 +1,187 @@
+"""A trained or published model, ready to be called: parameters, logits and text.
+
+    from launch.runs import loaded_model
+    model = loaded_model.load("runs/gin/quickstart")        # or RUN@STEP, or the folder of a published model
+    print(model.continued(["import "], max_tokens=50)[0].text)
+
+One process computes with the devices that it has; `slice_name` chooses simulated chips and the layout of a slice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from core import optimizers, paths, slices
+from core.checkpoints import steps
+from core.checkpoints.store import Checkpoints
+from core.checkpoints.warm_start import SavedParameters
+from core.errors import UserError
+from core.types import Generates, Model, Params, can, missing
+from launch.experiments import saved_run
+from models import pretrained
+from parallel import strategies
+from parallel.generation import GREEDY, Generator, Sampling
+from parallel.partitioner import Partitioner, Program
+from parallel.strategy import Strategy
+from tasks import streams, vocabularies
+
+ONE_CHIP = "v5e-1"
+
+
+class Text(NamedTuple):
+    """A continuation as text.
+
+    Attributes:
+      text: without the token that ended it.
+      ids, log_probabilities, ended: see `parallel.generation.Continuation`.
+    """
+
+    text: str
+    ids: list[int]
+    log_probabilities: list[float]
+    ended: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A model with its parameters on devices.
+
+    Attributes:
+      program: model and layout.
+      params: laid out as `program.abstract_state.params`.
+      vocabulary: of the run or folder; None for data that is not text.
+      where: what was loaded, in one line.
+    """
+
+    program: Program
+    params: Params
+    vocabulary: Any
+    where: str
+
+    @property
+    def model(self) -> Model:
+        """The model."""
+        return self.program.model
+
+    @functools.cached_property
+    def generator(self) -> Generator:
+        """Continues ids; made once."""
+        if not can(self.model, Generates):
+            lacks = ", ".join(missing(self.model, Generates))
+            raise UserError(f"{self.where}: {type(self.model).__name__} lacks the ability Generates: add {lacks}")
+        return Generator(self.program, self.params)
+
+    def encoded(self, text: str, *, is_chat: bool = False) -> list[int]:
+        """Converts a prompt to ids, with the begin-of-text id if the model's texts begin with one.
+
+        Args:
+          text: the prompt.
+          is_chat: whether it is the first message of a user, to be formatted by the chat template.
+        """
+        if self.vocabulary is None:
+            raise UserError(f"{self.where} has no vocabulary: give ids (--prompt-ids)")
+        if is_chat:
+            if not isinstance(self.vocabulary, vocabularies.FolderTokenizer):
+                raise UserError(f"{self.where} has no chat template: only folders of published models have one")
+            return self.vocabulary.encode(self.vocabulary.chat([{"role": "user", "content": text}]))
+        ids = self.vocabulary.encode(text)
+        plain = isinstance(self.vocabulary, vocabularies.FolderTokenizer) and not self.vocabulary.begins_with_bos
+        return ids if plain and ids else [self.vocabulary.bos_id, *ids]
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids that end a continuation."""
+        if self.vocabulary is None:
+            return ()
+        if isinstance(self.vocabulary, vocabularies.FolderTokenizer):
+            return self.vocabulary.stop_ids
+        return (self.vocabulary.eos_id,)
+
+    def continued(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        *,
+        max_tokens: int = 100,
+        sampling: Sampling = GREEDY,
+        seed: int = 0,
+        is_chat: bool = False,
+        on_tokens: Callable[[list[int | None]], None] = lambda ids: None,
+    ) -> list[Text]:
+        """Continues prompts, given as text or as ids; see `parallel.generation.Generator.generate`."""
+        ids = [self.encoded(p, is_chat=is_chat) if isinstance(p, str) else list(p) for p in prompts]
+        options = {"max_tokens": max_tokens, "sampling": sampling, "seed": seed, "stop_ids": self.stop_ids}
+        found = self.generator.generate(ids, on_tokens=on_tokens, **options)
+        return [Text(self.decoded(one.ids), *one) for one in found]
+
+    def decoded(self, ids: Sequence[int]) -> str:
+        """Converts ids to text; as numbers if there is no vocabulary."""
+        return " ".join(map(str, ids)) if self.vocabulary is None else self.vocabulary.decode(ids)
+
+
+def load(
+    text: str,
+    *,
+    slice_name: str | None = None,
+    bindings: Sequence[str] = (),
+    dtype: str | None = None,
+    strategy: Strategy | None = None,
+) -> LoadedModel:
+    """Loads the model of a run, of one of its steps (RUN@STEP), or of the folder of a published model.
+
+    Args:
+      text: the run, step or folder.
+      slice_name: lays it out on this slice, whose chips the process must have; None: on one chip.
+      bindings: override the configuration of a run.
+      dtype: of computation, for a published model; None: float32 on CPUs, otherwise bfloat16.
+      strategy: wins over the run's; without either, every chip has all parameters.
+
+    Raises:
+      UserError: there is nothing of this name, it does not fit, or is damaged.
+    """
+    if (paths.resolve(text) / pretrained.CONFIG).exists():
+        return _published(text, slice_name, dtype, strategy)
+    folder = steps.find(text)
+    run_dir = str(folder.parent.parent)
+    experiment = saved_run.read(run_dir, bindings=bindings, slice_name=slice_name).config.build()
+    vocabulary = experiment.task.vocabulary
+    if vocabulary is not None:
+        vocabulary.prepare(run_dir, is_host_zero=False, sample=lambda: ())
+    chosen = strategy or (experiment.strategy if slice_name else None)
+    spec = experiment.task.spec(experiment.batch_size)
+    program = _bound(experiment.model, chosen, slice_name, spec, optimizer=experiment.optimizer)
+    if program.optimizer.averages is None:
+        source = SavedParameters(folder)
+        params = source.load(program.abstract_state.params, program.param_specs, progress=lambda *_: None)
+    else:
+        checkpoints = Checkpoints(folder.parent, keep=1, read_only=True)
+        state, _, _ = checkpoints.restore(int(folder.name), program.abstract_state)
+        params = program.optimizer.evaluated(state.params, state.opt_state)
+    return LoadedModel(program, params, vocabulary, f"step {folder.name} of {run_dir}")
+
+
+def _published(folder: str, slice_name: str | None, dtype: str | None, strategy: Strategy | None) -> LoadedModel:
+    on_cpu = jax.devices()[0].platform == "cpu"
+    model = pretrained.model(folder, dtype=dtype or ("float32" if on_cpu else "bfloat16"))
+    vocabulary = vocabularies.tokenizer(folder)
+    vocabularies.check_fits(vocabulary, vocab_size=model.stored_vocab_size)
+    chips = slices.get(slice_name or ONE_CHIP).chips
+    program = _bound(model, strategy, slice_name, streams.batch_spec(chips, length=32))
+    params = model.published(folder).load(program.abstract_state.params, program.param_specs)
+    return LoadedModel(program, params, vocabulary, folder)
+
+
+def _bound(
+    model: Any, strategy: Strategy | None, slice_name: str | None, spec: Any, *, optimizer: Any = None
+) -> Program:
+    slice_ = slices.get(slice_name or ONE_CHIP)
+    devices = jax.devices()[: slice_.chips]
+    if len(devices) < slice_.chips:
+        raise UserError(f"{slice_.name} has {slice_.chips} chips, and this process {len(devices)}: give --simulate")
+    at = Partitioner(strategy or strategies.data_parallel(), slice=slice_, devices=devices)
+    unused = optimizers.adamw(learning_rate=optimizers.constant(0.0))
+    return at.program(model, optimizer or unused, spec, seed=0)

@@ -1,0 +1,116 @@
+"""Generation from a cache: equal to full forward passes, to transformers, and the same under every layout."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from core import optimizers, slices
+from core.errors import UserError
+from models import pretrained
+from parallel import generation, strategies
+from parallel.generation import GREEDY, Generator, Sampling
+from parallel.partitioner import Partitioner
+from tasks import streams
+
+FAMILIES = pathlib.Path(__file__).parents[1] / "models" / "fixtures" / "families"
+ADAMW = optimizers.adamw(learning_rate=optimizers.constant(1e-3))
+STRATEGIES = {
+    "fsdp": strategies.fsdp(),
+    "tensor": strategies.mesh3d(tensor=4),
+    "fsdp_tensor": strategies.fsdp_tensor(tensor=2),
+    "pipeline": strategies.pipeline(stage=2),
+}
+
+
+def generator_of(family, tables=None, **changes):
+    model = pretrained.model(str(FAMILIES / family), dtype="float32", vocab_multiple=8, **changes)
+    at = Partitioner(tables or strategies.data_parallel(), slice=slices.get("v4-8"), devices=jax.devices()[:4])
+    program = at.program(model, ADAMW, streams.batch_spec(32, length=16), seed=0)
+    params = model.published(str(FAMILIES / family)).load(program.abstract_state.params, program.param_specs)
+    return Generator(program, params)
+
+
+@pytest.mark.covers("N13")
+@pytest.mark.parametrize("family", ["gemma3", "gpt2", "llama3"])
+def test_greedy_continuations_equal_those_of_transformers(family, monkeypatch):
+    monkeypatch.setattr(generation, "CHUNK", 4)  # several chunks, the last one not full
+    want = np.load(FAMILIES / family / "reference.npz")["greedy"].tolist()
+    [found] = generator_of(family).generate([want[:6]], max_tokens=len(want) - 6, sampling=GREEDY)
+    assert found.ids == want[6:]
+    assert not found.ended
+
+
+@pytest.mark.slow  # every family under every layout; the quick test above has three families
+@pytest.mark.parametrize("family", sorted(folder.name for folder in FAMILIES.iterdir() if folder.is_dir()))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_family_under_every_layout(family, strategy):
+    want = np.load(FAMILIES / family / "reference.npz")["greedy"].tolist()
+    prompts = [want[:6], want[:9], want[:3], want[:6], want[:7]]
+    found = generator_of(family, STRATEGIES[strategy]).generate(prompts, max_tokens=8, sampling=GREEDY)
+    assert found[0].ids == found[3].ids == want[6:14]
+    assert found[1].ids == want[9:17]
+    assert found[4].ids == want[7:15]
+
+
+def test_draws_do_not_depend_on_the_layout_the_other_rows_or_the_chunks(monkeypatch):
+    how = Sampling(temperature=0.9, top_k=20, top_p=0.95, min_p=0.01)
+    prompts = [[5, 17, 3], [9] * 11, [41, 2], [7]]
+    options = {"max_tokens": 7, "sampling": how, "seed": 3}
+    alone = generator_of("qwen3")
+    want = alone.generate(prompts, **options)
+    assert alone.generate(prompts[:1], **options)[0].ids == want[0].ids
+    assert [c.ids for c in alone.generate(prompts, **{**options, "seed": 4})] != [c.ids for c in want]
+    monkeypatch.setattr(generation, "CHUNK", 2)
+    split = generator_of("qwen3", strategies.fsdp_tensor(tensor=2)).generate(prompts, **options)
+    assert [c.ids for c in split] == [c.ids for c in want]
+    np.testing.assert_allclose(split[1].log_probabilities, want[1].log_probabilities, rtol=1e-4)
+
+
+def test_log_probabilities_are_those_of_a_full_pass_and_a_stop_id_ends_its_row():
+    generator = generator_of("llama2")
+    [free] = generator.generate([[4, 8, 15]], max_tokens=6)
+    seen = []
+    first, second = generator.generate(
+        [[4, 8, 15], [16]], max_tokens=6, stop_ids=(free.ids[2],), on_tokens=lambda ids: seen.append(ids)
+    )
+    assert first.ids == free.ids[:2]
+    assert first.ended
+    assert seen[2][0] is None
+    assert [ids[1] for ids in seen if ids[1] is not None] == second.ids
+    model, params = generator._program.model, generator._params
+    ids = jnp.asarray([[4, 8, 15, *free.ids]])
+    batch = {"inputs": ids, "targets": ids, "segment_ids": jnp.ones_like(ids), "weights": jnp.ones(ids.shape)}
+    batch["positions"] = jnp.arange(ids.shape[1])[None]
+    log_p = jax.nn.log_softmax(model.logits(params, batch))[0]
+    want = [log_p[2 + i, token] for i, token in enumerate(free.ids)]
+    np.testing.assert_allclose(free.log_probabilities, want, atol=1e-4)
+
+
+def test_what_may_be_drawn():
+    logits = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]]))
+
+    def kept(**how):
+        return (np.asarray(generation._kept(logits, Sampling(**how)))[0] > -1e29).tolist()
+
+    assert kept() == [True] * 4
+    assert kept(top_k=2) == [True, True, False, False]
+    assert kept(top_p=0.5) == [True, False, False, False]
+    assert kept(top_p=0.51) == [True, True, False, False]
+    assert kept(min_p=0.29) == [True, True, True, False]
+    assert kept(top_k=3, top_p=0.8) == [True, True, False, False]
+    keys = jax.random.split(jax.random.key(0), 2000)
+    draws = jax.vmap(lambda key: generation.draw(logits, key, jnp.zeros(1, int), jnp.zeros(1, int), Sampling())[0])(
+        keys
+    )
+    np.testing.assert_allclose(np.bincount(draws, minlength=4) / 2000, jnp.exp(logits[0]), atol=0.03)
+
+
+def test_too_many_positions_and_empty_prompts_are_refused():
+    generator = generator_of("gpt2")
+    with pytest.raises(UserError, match="a prompt of 25 ids and 8 new ones need 33 positions, and the model has 30"):
+        generator.generate([[1] * 25], max_tokens=8)
+    with pytest.raises(UserError, match="at least one id"):
+        generator.generate([[1], []], max_tokens=1)
