@@ -302,11 +302,11 @@ def layer_stack(
 
     def apply(x: Stream, side: Side = (), layer_in: Any = ()) -> Any:
         stack_checks.check_shapes(x, side, layer_in, num_layers)
-        abstract, entry = _abstract((x, side)), _abstract(layer_in, of_one_layer=True)
-        arguments = (*abstract, entry) if jax.tree.leaves(entry) else abstract
+        like_x, like_side, entry = _abstract(x), _abstract(side), _abstract(layer_in, of_one_layer=True)
+        arguments = (like_x, like_side, *([entry] if jax.tree.leaves(entry) else []))
         params = _stacked_params(one.init, name, kinds, arguments)
         stacked = Layer(params, _layer_keys(num_layers), layer_in)
-        traced, out = _trace(one.apply, _abstract(stacked, of_one_layer=True), *abstract, kinds)
+        traced, out = _trace(one.apply, _abstract(stacked, of_one_layer=True), like_x, like_side, kinds)
         fn = LayerFn(
             plain=one.apply,
             remat=remat,
@@ -316,7 +316,7 @@ def layer_stack(
             dtypes=_computed_dtypes(traced, params),
         )
         run = scan_runner if hk.running_init() else _runner.value  # a runner may need a mesh; init has none
-        result, out = run(fn, stacked, x, side, tail and _checked_tail(tail, *abstract, out.summed, outputs))
+        result, out = run(fn, stacked, x, side, tail and _checked_tail(tail, like_x, like_side, out.summed, outputs))
         return result if outputs is None else (result, _join(out, outputs))
 
     return apply
@@ -324,9 +324,9 @@ def layer_stack(
 
 def _checked_tail(tail: Tail, x: Stream, side: Side, summed: Any, outputs: Any) -> Tail:
     """Returns the tail with the signature that runners call."""
-    allowed, arguments = "tail.params, x and side", (tail.params, x, side)
+    allowed, arguments = "tail.params, x and side", [tail.params, x, side]
     if outputs is not None:
-        allowed, arguments = "tail.params, x, side and summed outputs", (*arguments, summed)
+        allowed, arguments = "tail.params, x, side and summed outputs", [*arguments, summed]
     stack_checks.refuse_closure(jax.make_jaxpr(tail.fn)(*arguments), "tail", allowed)
     return Tail(lambda *args: tail.fn(*args[: len(arguments)]), tail.params)
 

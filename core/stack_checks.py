@@ -69,7 +69,8 @@ def pair(out: Any, outputs: Any) -> tuple[Any, Any]:
 
 def check_stream(x: Any, after: Any) -> None:
     """Checks that a block returns x of the next layer."""
-    if jax.tree.structure(after) != jax.tree.structure(x):
+    before: Any = jax.tree.structure(x)
+    if jax.tree.structure(after) != before:
         raise UserError(
             f"layer_stack: the block returns {shapes(after)}; a block returns x of the next layer, here {shapes(x)}, "
             "and declares everything else: layer_stack(..., outputs='stacked' or 'summed')"

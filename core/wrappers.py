@@ -56,7 +56,7 @@ def _changed(value: Any, path: Path, change: Callable[[Any], Any]) -> Any:
     if not path:
         return change(value)
     inner = _changed(vars(value)[path[0]], path[1:], change)
-    if dataclasses.is_dataclass(value) and path[0] in _fields(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type) and path[0] in _fields(value):
         return dataclasses.replace(value, **{path[0]: inner})
     copy = object.__new__(type(value))  # copy.copy would ask the wrapper's __getattr__ for its own attributes
     vars(copy).update({**vars(value), path[0]: inner})

@@ -32,8 +32,8 @@ _CHOICES = {
     "activation": derivatives.ACTIVATIONS,
     "positions": ("rotary", "learned"),
 }
-# Always shown by `repr`, in this order; other fields where they differ from their defaults. Plans and records identify a
-# program by this text, which a new field with a neutral default leaves as it was.
+# Always shown by `repr`, in this order; other fields where they differ from their defaults. Plans and records identify
+# a program by this text, which a new field with a neutral default leaves as it was.
 _SHOWN = ("vocab_size", "num_layers", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads", "head_dim", "tied", "remat")
 _SHOWN += ("dtype", "attention", "rope_theta", "norm_eps", "vocab_multiple")
 _COUNTS = ("vocab_size", "num_layers", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads")

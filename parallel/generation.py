@@ -267,7 +267,8 @@ class _Recomputing:
         rows = cache.shape[0]
         starts = jnp.broadcast_to(start, (rows,))
         cache = jax.vmap(functools.partial(jax.lax.dynamic_update_slice))(cache, ids, starts[:, None])
-        logits = self._program.model.logits(params, self._batch(cache))
+        model: Any = self._program.model
+        logits = model.logits(params, self._batch(cache))
         return jnp.take_along_axis(logits, (starts + last)[:, None, None], axis=1)[:, 0], cache
 
     def _batch(self, ids: jax.Array) -> Mapping[str, jax.Array]:

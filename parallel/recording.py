@@ -110,7 +110,7 @@ class _Forward:
 
 
 def _residual(path: Sequence[Any]) -> str:
-    return "residual" + jax.tree_util.keystr(path)
+    return "residual" + jax.tree_util.keystr(tuple(path))
 
 
 def residuals(program: Program, params: Any, state: TrainState, batch: Any) -> tuple[list, jax.Array | None]:

@@ -135,7 +135,7 @@ class PublishedFolder:
         return jax.tree.unflatten(structure, arrays)
 
     def _array(self, parameter: _Parameter, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: Any) -> np.ndarray:  # of slices
             ranges = [slice(*s.indices(size)[:2]) for s, size in zip(index, leaf.shape, strict=True)]
             if parameter.layers is None:
                 return self._part(parameter, parameter.names[0], ranges, leaf.dtype)
@@ -190,8 +190,8 @@ def tensors_of(
     """
     parts: dict[str, list[tuple[str, int | None, _Parameter]]] = {}
     for path, parameter in _described(shapes, specs, sources, limits).items():
-        for layer, name in enumerate(parameter.names):
-            parts.setdefault(name, []).append((path, None if parameter.layers is None else layer, parameter))
+        for i, name in enumerate(parameter.names):
+            parts.setdefault(name, []).append((path, None if parameter.layers is None else i, parameter))
     for name, found in parts.items():
         tensor = np.zeros(found[0][2].source.shape(found[0][2].sizes), dtype)
         for path, layer, parameter in found:
