@@ -11,8 +11,8 @@ from safetensors.numpy import load_file
 
 from core.checkpoints.store import Checkpoints
 from launch import __main__ as command
-from launch import configuration
-from launch.runs import loaded_model, warm_start
+from launch import configuration, loaded_model
+from launch.runs import warm_start
 
 TESTS = pathlib.Path(__file__).parents[1]
 FAMILY = TESTS / "models" / "fixtures" / "families" / "llama3"

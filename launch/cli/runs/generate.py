@@ -13,9 +13,8 @@ import jax
 
 from core import slices, units
 from core.errors import UserError
-from launch import terminal
+from launch import loaded_model, terminal
 from launch.cli import flags
-from launch.runs import loaded_model
 from parallel.generation import GREEDY, Sampling
 
 HELP = "continue prompts with the model of a run, or with a published one"

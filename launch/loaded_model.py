@@ -1,6 +1,6 @@
 """A trained or published model, ready to be called: parameters, logits and text.
 
-    from launch.runs import loaded_model
+    from launch import loaded_model
     model = loaded_model.load("runs/gin/quickstart")        # or RUN@STEP, or the folder of a published model
     print(model.continued(["import "], max_tokens=50)[0].text)
 
