@@ -25,7 +25,7 @@ MESH_AXES: Mapping[str, str] = {  # slowest network first
     "stage": "groups of consecutive layers",
     "data": "replicas of the whole model, each with rows of its own",
     "fsdp": "rows, and shards of every parameter",
-    "expert": "shards of a mixture's experts",
+    "expert": "shards of a mixture's experts; only in the meshes of strategies that mention it",
     "sequence": "positions of a row",
     "tensor": "shards of heads, hidden units and vocabulary",
 }
@@ -83,6 +83,17 @@ class Strategy:
             for axis in MESH_AXES
             for name in (axis, *(own for own, at in self.own_mesh_axes.items() if at == axis))
         )
+
+    @property
+    def used_mesh_axes(self) -> tuple[str, ...]:
+        """The axes of its mesh: all, but `expert` only if a degree or a rule mentions it.
+
+        So the meshes of other strategies, and records of them, do not depend on this axis of a few models.
+        """
+        tables = (self.param_rules, self.activation_rules, self.stored_optimizer_rules)
+        mentioned = {axis for rules in tables for row in rules.values() for axis in logical.mesh_axes(row)}
+        mentioned |= {*self.mesh_shape, *self.dcn_shape}
+        return tuple(axis for axis in self.mesh_axes if axis != "expert" or axis in mentioned)
 
     @property
     def stored_optimizer_rules(self) -> Rules:
@@ -206,13 +217,13 @@ def override(
 
 
 def resolve(strategy: Strategy, slice: Slice) -> dict[str, int]:
-    """Returns the degree of every mesh axis over all slices, in the order of `Strategy.mesh_axes`.
+    """Returns the degree of every mesh axis over all slices, in the order of `Strategy.used_mesh_axes`.
 
     Raises:
       UserError: the product of the degrees inside a slice is not its number of chips, or that of the degrees across
         slices is not the number of slices; the message names the nearest degrees that fit.
     """
-    across = {axis: strategy.dcn_shape.get(axis, 1) for axis in strategy.mesh_axes}
+    across = {axis: strategy.dcn_shape.get(axis, 1) for axis in strategy.used_mesh_axes}
     slices = math.prod(across.values())
     if slices != slice.num_slices:
         fix = (
@@ -243,7 +254,7 @@ def mesh_text(shape: Mapping[str, int], *, dcn_shape: Mapping[str, int] | None =
 
 
 def _resolve_within(strategy: Strategy, devices: int, *, where: str) -> dict[str, int]:
-    shape = {axis: strategy.mesh_shape.get(axis, 1) for axis in strategy.mesh_axes}
+    shape = {axis: strategy.mesh_shape.get(axis, 1) for axis in strategy.used_mesh_axes}
     fixed = math.prod(d for d in shape.values() if d != -1)
     free = [axis for axis, d in shape.items() if d == -1]
     if free and devices % fixed == 0:

@@ -171,7 +171,7 @@ def _time(sharded: ShardedState, step: Step, work: Work) -> StepTime:
 def _traffic(sharded: ShardedState, step: Step, work: Work) -> tuple[AxisTime, ...]:
     totals: dict[tuple[str, ...], float] = {}
     for axes, count in (*_of_weights(sharded, step), *_of_activations(sharded, step, work)):
-        ordered = tuple(a for a in sharded.tables.mesh_axes if a in axes and sharded.shape[a] > 1)
+        ordered = tuple(a for a in sharded.tables.used_mesh_axes if a in axes and sharded.shape[a] > 1)
         if ordered and count:
             totals[ordered] = totals.get(ordered, 0.0) + count
     slice_ = sharded.trace.slice
