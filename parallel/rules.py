@@ -37,7 +37,7 @@ def specs(shapes: Any, axes: Any, rules: Rules, *, mesh_shape: Mapping[str, int]
     def one(path, shape, named: Axes) -> PartitionSpec:
         array = f"{parameters.path_name(path)}: shape {tuple(shape.shape)}, axes {named}"
         try:
-            spec = logical.partition_spec(named, rules)
+            spec = stored_spec(shape.shape, named, rules, mesh_shape)
         except UserError as error:
             problems.setdefault(str(error), []).append(f"{parameters.path_name(path)}: shape {tuple(shape.shape)}")
             return PartitionSpec()
@@ -49,6 +49,23 @@ def specs(shapes: Any, axes: Any, rules: Rules, *, mesh_shape: Mapping[str, int]
     if problems:
         raise UserError(f"{where} does not fit:\n  " + "\n  ".join(map(_formatted, problems, problems.values())))
     return tree
+
+
+def stored_spec(shape: Sequence[int], axes: Axes, rules: Rules, mesh_shape: Mapping[str, int]) -> PartitionSpec:
+    """Returns the `PartitionSpec` of a stored array.
+
+    Layers that do not divide over the stages of a pipeline are not sharded. Instead `stage` shards the first other
+    dimension that divides, so that a chip stores as much as if they did.
+    """
+    spec = logical.partition_spec(axes, rules)
+    if axes.names[:1] != ("layers",) or spec[0] != "stage" or shape[0] % mesh_shape["stage"] == 0:
+        return spec
+    entries = [None, *map(logical.mesh_axes, spec[1:])]
+    for i, size in enumerate(shape[1:], 1):
+        if size % logical.shards((*entries[i], "stage"), mesh_shape) == 0:
+            entries[i] = (*entries[i], "stage")
+            break
+    return PartitionSpec(*(entry[0] if entry and len(entry) == 1 else entry or None for entry in entries))
 
 
 def _formatted(problem: str, arrays: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from core.logical import Axes
 from parallel.pipeline.schedules import Schedule
 
 
-def problems(schedule: Schedule, shapes: Any, axes: Any, *, stages: int, chips: int) -> list[str]:
+def problems(schedule: Schedule, shapes: Any, axes: Any, *, stages: int, chips: int, even: bool = False) -> list[str]:
     """Returns the reasons why a model cannot run as this pipeline, each with a fix.
 
     Args:
@@ -21,6 +21,7 @@ def problems(schedule: Schedule, shapes: Any, axes: Any, *, stages: int, chips: 
       shapes, axes: of the model's parameters, trees of one structure.
       stages: degree of `stage`.
       chips: of the slice, which bounds other degrees.
+      even: whether all stages must have the same number of layers.
     """
     found = depths(shapes, axes)
     if not found:
@@ -29,8 +30,8 @@ def problems(schedule: Schedule, shapes: Any, axes: Any, *, stages: int, chips: 
             "cannot be split: every stage would need all of its weights); build its layers with "
             "core.stack.layer_stack, or use a strategy without a pipeline"
         ]
-    uneven = [n for n in found if n % schedule.layer_unit(stages)]
-    return schedule.problems(stages) + [_depth(schedule, n, stages, chips) for n in uneven]
+    unfit = [n for n in found if not schedule.fits(n, stages) or (even and n % schedule.layer_unit(stages))]
+    return schedule.problems(stages) + [_depth(schedule, n, stages, chips) for n in unfit]
 
 
 def depths(shapes: Any, axes: Any) -> list[int]:
@@ -41,7 +42,7 @@ def depths(shapes: Any, axes: Any) -> list[int]:
 
 def _depth(schedule: Schedule, layers: int, stages: int, chips: int) -> str:
     repeats = schedule.repeats
-    fits = [str(s) for s in range(1, layers // repeats + 1) if layers % (s * repeats) == 0 and chips % s == 0]
+    fits = [str(s) for s in range(1, layers // repeats + 1) if schedule.fits(layers, s) and chips % s == 0]
     times = f" x {repeats} repeats" if repeats > 1 else ""
     other = f"stage one of {', '.join(fits)}" if fits else f"repeats that divide {layers}"
     return (

@@ -13,6 +13,7 @@ rank 0, which stores them in the same places: as input of the next repeat, or as
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,43 +22,46 @@ import jax.numpy as jnp
 
 from parallel.pipeline import stage as one_stage
 from parallel.pipeline.schedules import Schedule
-from parallel.pipeline.stage import STAGE, Stage, Turn, put_if, take
+from parallel.pipeline.stage import STAGE, Stage, Travelling, Turn, put_if, take_tree
 
 
-def forward(schedule: Schedule, stage: Stage, xs: jax.Array) -> tuple[jax.Array, Any]:
+def forward(schedule: Schedule, stage: Stage, ys: Travelling) -> tuple[Travelling, Any]:
     """Runs every microbatch through every layer.
 
     Args:
       schedule: gpipe or circular.
       stage: the layers of this stage.
-      xs: [M, b, ...], the input of the first layer.
+      ys: the input of the first layer, [M, b, ...], and zeros for the sums, [M, ...].
 
     Returns:
-      The output of the last layer, [M, b, ...] on every stage, and the inputs saved by this stage, [k, M R + 1, b,
+      The output of the last layer with the sums, on every stage, and the inputs saved by this stage, [k, M R + 1, b,
         ...].
     """
 
-    def work(kept: Any, at: Turn, x: jax.Array) -> tuple[jax.Array, Any]:
-        return one_stage.forward(stage, at, x, kept, _place(schedule, at))
+    first = jax.tree.map(lambda a: a[0], ys.x)
+    one_stage.check_microbatch(stage, first)
 
-    return _sweep(schedule, stage, work, xs, one_stage.empty_saved(stage, xs[0], places=schedule.turns), toward=1)
+    def work(kept: Any, at: Turn, y: Travelling) -> tuple[Travelling, Any]:
+        return one_stage.forward(stage, at, y, kept, _place(schedule, at))
+
+    return _sweep(schedule, stage, work, ys, one_stage.empty_saved(stage, first, places=schedule.turns), toward=1)
 
 
-def backward(schedule: Schedule, stage: Stage, kept: Any, dys: jax.Array) -> tuple[jax.Array, Any]:
+def backward(schedule: Schedule, stage: Stage, kept: Any, dys: Travelling) -> tuple[Travelling, Any]:
     """Runs the gradient of every microbatch back through every layer.
 
     Args:
       schedule: gpipe or circular.
       stage: the layers of this stage.
       kept: saved by `forward`.
-      dys: [M, b, ...], gradients of the output of the last layer.
+      dys: gradients of the output of the last layer, [M, b, ...], and of the sums, [M, ...].
 
     Returns:
       Gradients of the input of the first layer, [M, b, ...] on every stage, and of this stage's parameters, float32,
       k trees, leaves [R, ...].
     """
 
-    def work(grads: Any, at: Turn, dy: jax.Array) -> tuple[jax.Array, Any]:
+    def work(grads: Any, at: Turn, dy: Travelling) -> tuple[Travelling, Any]:
         at = at._replace(repeat=schedule.repeats - 1 - at.repeat)
         return one_stage.backward(stage, at, kept, _place(schedule, at), dy, grads)
 
@@ -66,8 +70,8 @@ def backward(schedule: Schedule, stage: Stage, kept: Any, dys: jax.Array) -> tup
 
 
 def _sweep(
-    schedule: Schedule, stage: Stage, work: Callable[..., tuple], queue: jax.Array, state: Any, *, toward: int
-) -> tuple[jax.Array, Any]:
+    schedule: Schedule, stage: Stage, work: Callable[..., tuple], queue: Travelling, state: Any, *, toward: int
+) -> tuple[Travelling, Any]:
     microbatches, stages = schedule.num_microbatches, jax.lax.axis_size(STAGE)
     index = jax.lax.axis_index(STAGE)
     first = 0 if toward == 1 else stages - 1  # of rank 0
@@ -77,13 +81,13 @@ def _sweep(
         arrived, queue, state = carry
         queue = put_if(t >= stages, queue, arrived, (t - stages) % microbatches)
         at = one_stage.turn(t - rank, microbatches=microbatches, repeats=schedule.repeats)
-        x = jnp.where(rank == 0, take(queue, at.microbatch), arrived)
+        x = jax.tree.map(functools.partial(jnp.where, rank == 0), take_tree(queue, at.microbatch), arrived)
         y, state = work(state, at, stage.input(at, x))
         return (one_stage.send(y, toward=toward), queue, state), None
 
-    carry = (jnp.zeros_like(queue[0]), queue, state)
+    carry = (jax.tree.map(lambda a: jnp.zeros_like(a[0]), queue), queue, state)
     (arrived, queue, state), _ = jax.lax.scan(tick, carry, jnp.arange(schedule.ticks(stages)))
-    queue = one_stage.put(queue, arrived, jnp.asarray(microbatches - 1))  # sent in the last tick
+    queue = one_stage.put_tree(queue, arrived, jnp.asarray(microbatches - 1))  # sent in the last tick
     return one_stage.broadcast(queue, source=first), state
 
 

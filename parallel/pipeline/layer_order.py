@@ -6,6 +6,10 @@ to the stage that runs it, in R exchanges, in each of which every stage sends on
 
     part c is stored on stage c // R, in place c % R;   it runs on stage c % S, in repeat c // S
 
+If L does not divide over the stages, each has ceil(L / S) layers, and the last layer is repeated until all are full.
+The stored array is then not sharded over layers: `stage` shards another dimension (`parallel.rules`), and an all-to-all
+brings every stage its layers.
+
 S stages, R repeats, R S parts.
 """
 
@@ -17,7 +21,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
+from core import logical
 from parallel.pipeline.stage import STAGE, put, take
 
 
@@ -78,9 +84,47 @@ def _exchange(a: jax.Array, exchanged: list[list[tuple[int, int, int, int]]]) ->
     return result.reshape(a.shape)
 
 
-def keys_to_stages(keys: jax.Array | None, *, stages: int, repeats: int) -> jax.Array | None:
-    """Reorders the random keys [L] of the layers to the order in which the stages run them."""
-    if keys is None or repeats == 1:
-        return keys
-    numbers = np.arange(keys.shape[0]).reshape(repeats, stages, -1)
-    return keys[numbers.swapaxes(0, 1).reshape(-1)]
+def padded(layers: int, *, stages: int, repeats: int) -> int:
+    """Returns the number of layers with padding."""
+    return -(-layers // (stages * repeats)) * stages * repeats
+
+
+def from_storage(a: jax.Array, spec: P, layers: int) -> jax.Array:
+    """Returns this stage's layers of an array that is stored with `spec`, in model order; all mesh axes are manual.
+
+    Args:
+      a: the stored shard of [L, ...].
+      spec: layers are not sharded.
+      layers: their number with padding.
+    """
+    a = jnp.pad(a, [(0, layers - a.shape[0])] + [(0, 0)] * (a.ndim - 1), mode="edge")
+    dimension = _over_stages(spec)
+    if dimension is None:
+        mine = layers // jax.lax.axis_size(STAGE)
+        return jax.lax.dynamic_slice_in_dim(a, jax.lax.axis_index(STAGE) * mine, mine)
+    return jax.lax.all_to_all(a, STAGE, split_axis=0, concat_axis=dimension, tiled=True)
+
+
+def to_storage(a: jax.Array, spec: P, layers: int) -> jax.Array:
+    """Inverse of `from_storage`; `layers` without padding."""
+    dimension = _over_stages(spec)
+    if dimension is None:
+        return jax.lax.all_gather(a, STAGE, tiled=True)[:layers]
+    return jax.lax.all_to_all(a, STAGE, split_axis=dimension, concat_axis=0, tiled=True)[:layers]
+
+
+def _over_stages(spec: P) -> int | None:
+    return next((i for i, entry in enumerate(spec) if STAGE in logical.mesh_axes(entry)), None)
+
+
+def by_stages(tree: Any, *, stages: int, repeats: int) -> Any:
+    """Reorders small arrays [L, ...], such as random keys, to the order in which the stages run them, with padding."""
+
+    def reordered(a: jax.Array) -> jax.Array:
+        layers = padded(a.shape[0], stages=stages, repeats=repeats)
+        if repeats == 1 and layers == a.shape[0]:
+            return a
+        numbers = np.minimum(np.arange(layers), a.shape[0] - 1).reshape(repeats, stages, -1)
+        return a[numbers.swapaxes(0, 1).reshape(-1)]
+
+    return jax.tree.map(reordered, tree)

@@ -23,11 +23,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from core.stack import Layer, LayerFn, Side, Tail
+from core.stack import Layer, LayerFn, Side, Stream, Tail
 from parallel.pipeline import stage as one_stage
 from parallel.pipeline.region import over_stages
 from parallel.pipeline.schedules import Schedule
-from parallel.pipeline.stage import STAGE, Stage, Turn, put_if, take
+from parallel.pipeline.stage import STAGE, Stage, Travelling, Turn, put_if, take, take_tree
 
 _BY_STAGE = P(STAGE)
 
@@ -38,24 +38,29 @@ class Flow(NamedTuple):
     Outside of the region of one stage every array has an additional leading dimension, the stages.
 
     Attributes:
-      arrived: [b, ...], sent by the previous stage.
-      returned: [b, ...], the gradient sent by the next stage.
-      queue: [M, b, ...]; on the first stage: the inputs, each replaced by its gradient.
-      ring: [k, 2 S, b, ...], saved inputs, and a place for bubbles.
+      arrived: sent by the previous stage.
+      returned: the gradient sent by the next stage.
+      queue: tree of [M, b, ...]; on the first stage: the inputs, each replaced by its gradient.
+      ring: tree of [k, 2 S, b, ...], saved inputs, and a place for bubbles.
       grads: of the stage's parameters, summed so far.
     """
 
-    arrived: jax.Array
-    returned: jax.Array
-    queue: jax.Array
-    ring: jax.Array
+    arrived: Travelling
+    returned: Travelling
+    queue: Stream
+    ring: Stream
     grads: one_stage.Grads
 
 
 class Sums(NamedTuple):
-    """Sums over microbatches: results of the tail, and float32 gradients of its parameters."""
+    """Sums over microbatches.
 
-    out: Any
+    Attributes:
+      out: results of the tail, and the summed outputs of the layers.
+      grads: of the tail's parameters, float32.
+    """
+
+    out: tuple[Any, Any]
     grads: Any
 
 
@@ -78,7 +83,7 @@ class OnePass(NamedTuple):
     sides: Side
     stages: int
 
-    def run(self, xs: jax.Array) -> tuple[Sums, Any, jax.Array]:
+    def run(self, xs: Stream) -> tuple[Sums, Any, Stream]:
         """Returns the tail's sums, gradients of the layers in float32, k trees [S, ...], and of the input, [M, b, ...].
 
         Args:
@@ -87,11 +92,11 @@ class OnePass(NamedTuple):
         filled, fed = self.stages - 1, self.stages - 1 + self.schedule.num_microbatches
         flow = self._on_stages(_start, xs)
         flow = _loop(lambda flow, t: self._forward(flow, t)[0], flow, 0, filled)
-        flow, sums = _loop(self._steady, (flow, self._no_sums(xs[0])), filled, fed)
+        flow, sums = _loop(self._steady, (flow, self._no_sums(jax.tree.map(lambda a: a[0], xs))), filled, fed)
         flow = _loop(lambda flow, t: self._on_stages(_backward, t, None, flow=flow), flow, fed, fed + filled)
         return sums, *self._on_stages(_finish, flow=flow, out_specs=(P(STAGE), P()))
 
-    def _forward(self, flow: Flow, t: jax.Array) -> tuple[Flow, jax.Array]:
+    def _forward(self, flow: Flow, t: jax.Array) -> tuple[Flow, Travelling]:
         return self._on_stages(_forward, t, flow=flow, out_specs=(P(STAGE), P()))
 
     def _steady(self, carry: tuple[Flow, Sums], t: jax.Array) -> tuple[Flow, Sums]:
@@ -101,22 +106,24 @@ class OnePass(NamedTuple):
         dleft, sums = self._run_tail(left, side, sums)
         return self._on_stages(_backward, t, dleft, flow=flow), sums
 
-    def _run_tail(self, x: jax.Array, side: Side, sums: Sums) -> tuple[jax.Array, Sums]:
-        """Returns the gradient of the loss sum by the output of the last layer, [b, ...], and the updated sums."""
+    def _run_tail(self, left: Travelling, side: Side, sums: Sums) -> tuple[Travelling, Sums]:
+        """Returns the gradient of the loss sum by what leaves the last layer, and the updated sums."""
 
-        def loss_sum(params: Any, x: jax.Array) -> tuple[jax.Array, Any]:
-            out = self.tail.fn(params, x, side)
+        def loss_sum(params: Any, left: Travelling) -> tuple[jax.Array, Any]:
+            out = self.tail.fn(params, left.x, side, left.sums)
             return out.loss_sum, out
 
-        (dw, dx), out = jax.grad(loss_sum, argnums=(0, 1), has_aux=True)(self.tail.params, x)
+        (dw, dleft), out = jax.grad(loss_sum, argnums=(0, 1), has_aux=True)(self.tail.params, left)
         add = functools.partial(jax.tree.map, lambda total, new: total + new.astype(total.dtype))
-        return dx, Sums(add(sums.out, out), add(sums.grads, dw))
+        return dleft, Sums(add(sums.out, (out, left.sums)), add(sums.grads, dw))
 
-    def _no_sums(self, x: jax.Array) -> Sums:
+    def _no_sums(self, x: Stream) -> Sums:
         side = jax.tree.map(lambda a: a[0], self.sides)
-        out = jax.eval_shape(self.tail.fn, self.tail.params, x, side)
+        out = jax.eval_shape(self.tail.fn, self.tail.params, x, side, self.fn.outputs.summed)
         zeros = functools.partial(jax.tree.map, lambda a: jnp.zeros(a.shape, a.dtype))
-        return Sums(zeros(out), jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), self.tail.params))
+        return Sums(
+            (zeros(out), self.fn.zero_sums()), jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), self.tail.params)
+        )
 
     def _on_stages(self, fn: Callable, *args: Any, flow: Flow | None = None, out_specs: Any = _BY_STAGE) -> Any:
         """Runs `fn(schedule, stage, flow, *args)` on every stage."""
@@ -130,31 +137,35 @@ class OnePass(NamedTuple):
         return over_stages(local, in_specs=specs, out_specs=out_specs)(self.layers, self.sides, flow, *args)
 
 
-def _start(schedule: Schedule, stage: Stage, _: None, xs: jax.Array) -> Flow:
-    ring = one_stage.empty_saved(stage, xs[0], places=schedule.kept(jax.lax.axis_size(STAGE)))
-    nothing = jnp.zeros_like(xs[0])
+def _start(schedule: Schedule, stage: Stage, _: None, xs: Stream) -> Flow:
+    first = jax.tree.map(lambda a: a[0], xs)
+    one_stage.check_microbatch(stage, first)
+    ring = one_stage.empty_saved(stage, first, places=schedule.kept(jax.lax.axis_size(STAGE)))
+    nothing = Travelling(jax.tree.map(lambda a: jnp.zeros_like(a[0]), xs), stage.fn.zero_sums())
     return _over_stages(Flow(nothing, nothing, xs, ring, one_stage.zero_grads(stage)))
 
 
-def _forward(schedule: Schedule, stage: Stage, flow: Flow, t: jax.Array) -> tuple[Flow, jax.Array]:
+def _forward(schedule: Schedule, stage: Stage, flow: Flow, t: jax.Array) -> tuple[Flow, Travelling]:
     """Runs one microbatch forward; also returns the output of the last stage, on every stage."""
     at = _turn(schedule, t - _index())
-    x = jnp.where(_index() == 0, take(flow.queue, at.microbatch), flow.arrived)
-    y, ring = one_stage.forward(stage, at, stage.input(at, x), flow.ring, _place(flow, at))
+    is_first = _index() == 0
+    start = Travelling(take_tree(flow.queue, at.microbatch), stage.fn.zero_sums())
+    y = _where(is_first, start, flow.arrived)
+    y, ring = one_stage.forward(stage, at, stage.input(at, y), flow.ring, _place(flow, at))
     left = one_stage.broadcast(y, source=_last())
     return _over_stages(flow._replace(arrived=one_stage.send(y, toward=1), ring=ring)), left
 
 
-def _backward(schedule: Schedule, stage: Stage, flow: Flow, t: jax.Array, dleft: jax.Array | None) -> Flow:
+def _backward(schedule: Schedule, stage: Stage, flow: Flow, t: jax.Array, dleft: Travelling | None) -> Flow:
     """Runs one microbatch backward, from the gradient of the last stage's output at this tick, if there is one."""
     at = _turn(schedule, t - 2 * _last() + _index())
-    dy = flow.returned if dleft is None else jnp.where(_index() == _last(), dleft, flow.returned)
-    dx, grads = one_stage.backward(stage, at, flow.ring, _place(flow, at), stage.input(at, dy), flow.grads)
-    queue = put_if(at.valid, flow.queue, dx, at.microbatch)
-    return _over_stages(flow._replace(returned=one_stage.send(dx, toward=-1), queue=queue, grads=grads))
+    dy = flow.returned if dleft is None else _where(_index() == _last(), dleft, flow.returned)
+    dy, grads = one_stage.backward(stage, at, flow.ring, _place(flow, at), stage.input(at, dy), flow.grads)
+    queue = put_if(at.valid, flow.queue, dy.x, at.microbatch)
+    return _over_stages(flow._replace(returned=one_stage.send(dy, toward=-1), queue=queue, grads=grads))
 
 
-def _finish(schedule: Schedule, stage: Stage, flow: Flow) -> tuple[Any, jax.Array]:
+def _finish(schedule: Schedule, stage: Stage, flow: Flow) -> tuple[Any, Stream]:
     del schedule, stage
     return flow.grads.layers(), one_stage.broadcast(flow.queue, source=0)
 
@@ -172,7 +183,11 @@ def _turn(schedule: Schedule, number: jax.Array) -> Turn:
 
 
 def _place(flow: Flow, at: Turn) -> jax.Array:
-    return at.microbatch % (flow.ring.shape[1] - 1)  # the last place is for bubbles
+    return at.microbatch % (jax.tree.leaves(flow.ring)[0].shape[1] - 1)  # the last place is for bubbles
+
+
+def _where(condition: jax.Array, yes: Any, no: Any) -> Any:
+    return jax.tree.map(functools.partial(jnp.where, condition), yes, no)
 
 
 def _index() -> jax.Array:

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from core.stack import Layer, LayerFn, Side, Tail
+from core.stack import Layer, LayerFn, Side, Stream, Tail
 from parallel.pipeline import gpipe, layer_order, one_f_one_b
 from parallel.pipeline.region import Region, merge_rows, over_stages, split_rows
 from parallel.pipeline.schedules import Schedule
-from parallel.pipeline.stage import STAGE, Stage
+from parallel.pipeline.stage import STAGE, Stage, Travelling
 
 
 class Passes:
@@ -31,61 +31,73 @@ class Passes:
         self._stages = stages
         self._ordered = {"stages": stages, "repeats": schedule.repeats}
 
-    def forward(self, params: Any, x: jax.Array, keys: Any, side: Side, *, save: str) -> tuple[jax.Array, Any, Any]:
+    def forward(self, params: Any, x: Stream, fixed: Layer, side: Side, *, save: str) -> tuple[Travelling, Any, Any]:
         """Runs the layers forward.
 
+        Args:
+          params: of the layers, as stored.
+          x: tree of [B, ...].
+          fixed: the layers without their parameters, leaves [L, ...].
+          side: tree of [B, ...].
+          save: see `Stage`.
+
         Returns:
-          The output of the last layer, [B, ...]; the gathered weights; and saved inputs, [S, k, M R + 1, rows, ...].
+          The output of the last layer, [B, ...], with the sums over layers and rows; the gathered weights; and saved
+            inputs, [S, k, M R + 1, rows, ...].
         """
         rows = self._at.by_rows
 
-        def local(params: Any, keys: Any, x: jax.Array, side: Side) -> tuple[jax.Array, Any, Any]:
+        def local(params: Any, fixed: Layer, x: Stream, side: Side) -> tuple[Travelling, Any, Any]:
             gathered = self._gather(params)
             specs = (P(STAGE), P(STAGE), P(), P())
             run = over_stages(functools.partial(self._forward, save=save), in_specs=specs, out_specs=(P(), P(STAGE)))
-            y, kept = run(gathered, keys, self._split(x), self._split(side))
-            return merge_rows(y), gathered, kept
+            y, kept = run(gathered, fixed, self._start(x), self._split(side))
+            sums = jax.tree.map(lambda a: self._at.sum(jnp.sum(a, axis=0)), y.sums)
+            return Travelling(_merge(y.x), sums), gathered, kept
 
-        keys = layer_order.keys_to_stages(keys, **self._ordered)
-        specs, out_specs = (self._at.stored, P(), rows, rows), (rows, P(), _kept(rows))
-        return self._at.run(local, in_specs=specs, out_specs=out_specs)(params, keys, x, side)
+        fixed = layer_order.by_stages(fixed, **self._ordered)
+        specs, out_specs = (self._at.stored, P(), rows, rows), (Travelling(rows, P()), P(), _kept(rows))
+        return self._at.run(local, in_specs=specs, out_specs=out_specs)(params, fixed, x, side)
 
-    def backward(self, gathered: Any, keys: Any, kept: Any, side: Side, dy: jax.Array) -> tuple[Any, jax.Array]:
+    def backward(self, gathered: Any, fixed: Layer, kept: Any, side: Side, dy: Travelling) -> tuple[Any, Stream]:
         """Returns the gradients of the parameters, sharded as stored, and of the input of the first layer, [B, ...]."""
         rows = self._at.by_rows
 
-        def local(gathered: Any, keys: Any, kept: Any, side: Side, dy: jax.Array) -> tuple[Any, jax.Array]:
+        def local(gathered: Any, fixed: Layer, kept: Any, side: Side, dy: Travelling) -> tuple[Any, Stream]:
             specs = (P(STAGE), P(STAGE), P(STAGE), P(), P())
             run = over_stages(self._backward, in_specs=specs, out_specs=(P(), P(STAGE)))
-            dx, grads = run(gathered, keys, kept, self._split(side), self._split(dy))
-            return self._reduce(grads), merge_rows(dx)
+            sides, dys = self._split(side), Travelling(self._split(dy.x), self._of_each(dy.sums))
+            dx, grads = run(gathered, fixed, kept, sides, dys)
+            return self._reduce(grads), _merge(dx)
 
-        keys = layer_order.keys_to_stages(keys, **self._ordered)
-        specs, out_specs = (P(), P(), _kept(rows), rows, rows), (self._at.stored, rows)
-        return self._at.run(local, in_specs=specs, out_specs=out_specs)(gathered, keys, kept, side, dy)
+        fixed = layer_order.by_stages(fixed, **self._ordered)
+        specs, out_specs = (P(), P(), _kept(rows), rows, Travelling(rows, P())), (self._at.stored, rows)
+        return self._at.run(local, in_specs=specs, out_specs=out_specs)(gathered, fixed, kept, side, dy)
 
     def loss_and_gradients(
-        self, params: Any, tail: Tail, x: jax.Array, keys: Any, side: Side
-    ) -> tuple[Any, tuple[Any, Any, Any]]:
+        self, params: Any, tail: Tail, x: Stream, fixed: Layer, side: Side
+    ) -> tuple[tuple[Any, Any], tuple[Any, Any, Any]]:
         """Runs 1F1B.
 
         Returns:
-          The tail's result for all rows; and gradients of the parameters, of the tail's parameters, and of `x`.
+          The tail's result for all rows, and the sums over layers and rows; and gradients of the parameters, of the
+            tail's parameters, and of `x`.
         """
         rows = self._at.by_rows
 
-        def local(params: Any, head: Any, keys: Any, x: jax.Array, side: Side) -> tuple[Any, tuple]:
-            layers = Layer(self._gather(params), keys)
+        def local(params: Any, head: Any, fixed: Layer, x: Stream, side: Side) -> tuple[Any, tuple]:
+            layers = fixed._replace(params=self._gather(params))
             one_pass = one_f_one_b.OnePass(
                 self.schedule, self._fn, Tail(tail.fn, head), layers, self._split(side), self._stages
             )
             sums, grads, dx = one_pass.run(self._split(x))
             of_head = jax.tree.map(lambda g: g[None], sums.grads)  # summed outside, where it can stay sharded
-            return self._at.sum(sums.out), (self._reduce(grads), of_head, merge_rows(dx))
+            return self._at.sum(sums.out), (self._reduce(grads), of_head, _merge(dx))
 
         specs, out_specs = (self._at.stored, P(), P(), rows, rows), (P(), (self._at.stored, rows, rows))
         run = self._at.run(local, in_specs=specs, out_specs=out_specs)
-        out, (grads, of_head, dx) = run(params, tail.params, keys, x, side)
+        fixed = layer_order.by_stages(fixed, **self._ordered)
+        out, (grads, of_head, dx) = run(params, tail.params, fixed, x, side)
         of_head = jax.tree.map(lambda g, a: jnp.sum(g, axis=0).astype(a.dtype), of_head, tail.params)
         return out, (grads, of_head, dx)
 
@@ -95,20 +107,32 @@ class Passes:
     def _reduce(self, grads: Any) -> Any:
         return self._at.reduce(grads, then=functools.partial(layer_order.to_model, **self._ordered))
 
-    def _forward(self, gathered: Any, keys: Any, xs: jax.Array, sides: Side, *, save: str) -> tuple[jax.Array, Any]:
-        y, kept = gpipe.forward(self.schedule, self._stage(gathered, keys, sides, save), xs)
+    def _forward(self, gathered: Any, fixed: Layer, ys: Travelling, sides: Side, *, save: str) -> tuple:
+        y, kept = gpipe.forward(self.schedule, self._stage(gathered, fixed, sides, save), ys)
         return y, jax.tree.map(lambda a: a[None], kept)
 
-    def _backward(self, gathered: Any, keys: Any, kept: Any, sides: Side, dys: jax.Array) -> tuple[jax.Array, Any]:
-        stage = self._stage(gathered, keys, sides, self.schedule.save)
-        return gpipe.backward(self.schedule, stage, jax.tree.map(lambda a: a[0], kept), dys)
+    def _backward(self, gathered: Any, fixed: Layer, kept: Any, sides: Side, dys: Travelling) -> tuple[Stream, Any]:
+        stage = self._stage(gathered, fixed, sides, self.schedule.save)
+        dxs, grads = gpipe.backward(self.schedule, stage, jax.tree.map(lambda a: a[0], kept), dys)
+        return dxs.x, grads
 
-    def _stage(self, gathered: Any, keys: Any, sides: Side, save: str) -> Stage:
+    def _stage(self, gathered: Any, fixed: Layer, sides: Side, save: str) -> Stage:
         depth = jax.tree.leaves(gathered)[0].shape[0] // self.schedule.repeats
-        return Stage(self._fn, Layer(gathered, keys), sides, depth, save, self.schedule.bubble_input)
+        return Stage(self._fn, fixed._replace(params=gathered), sides, depth, save, self.schedule.bubble_input)
+
+    def _start(self, x: Stream) -> Travelling:
+        return Travelling(self._split(x), self._of_each(self._fn.zero_sums()))
 
     def _split(self, tree: Any) -> Any:
         return jax.tree.map(lambda a: split_rows(a, self.schedule.num_microbatches), tree)
+
+    def _of_each(self, sums: Any) -> Any:
+        """Repeats sums for each microbatch, [M, ...]."""
+        return jax.tree.map(lambda a: jnp.broadcast_to(a, (self.schedule.num_microbatches, *a.shape)), sums)
+
+
+def _merge(tree: Any) -> Any:
+    return jax.tree.map(merge_rows, tree)
 
 
 def _kept(rows: P) -> P:

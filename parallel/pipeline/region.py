@@ -7,6 +7,7 @@ once, and gradients are reduced once and leave as shards. `stage` is manual insi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,7 +18,9 @@ from jax.sharding import PartitionSpec as P
 from core import logical
 from core.logical import Axes, Rules
 from core.stack import LayerFn
-from parallel import accumulation
+from parallel import accumulation, rules
+from parallel.pipeline import layer_order
+from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.stage import STAGE
 
 
@@ -29,14 +32,20 @@ class Region(NamedTuple):
       others: the other automatic axes of degree above 1, including `stage`.
       stored: tree of specs of stacked parameters over `rows`.
       kept: tree of specs over `others`: the sharding that remains when weights are gathered.
+      staged: as `kept`, but always with layers over stages.
       dtypes: tree of the compute dtypes of the layers, in which weights are sent.
+      layers: L, of the model.
+      padded: the number of layers that the stages run, with padding.
     """
 
     rows: tuple[str, ...]
     others: tuple[str, ...]
     stored: Any
     kept: Any
+    staged: Any
     dtypes: Any
+    layers: int
+    padded: int
 
     @property
     def by_rows(self) -> P:
@@ -59,9 +68,11 @@ class Region(NamedTuple):
         """Gathers weights; `then` is applied first, to the shards of one stage."""
 
         def gathered(tree: Any) -> Any:
+            if self.padded != self.layers:
+                tree = jax.tree.map(lambda a, spec: layer_order.from_storage(a, spec, self.padded), tree, self.kept)
             return jax.tree.map(accumulation.gather, then(tree), self.stored)
 
-        return self._on_every_chip(gathered, params, in_specs=self.kept)
+        return self._on_every_chip(gathered, params, in_specs=self.kept, out_specs=self.staged)
 
     def reduce(self, grads: tuple, *, then: Callable = lambda tree: tree) -> Any:
         """Sums gradients over all rows, and shards them as the parameters.
@@ -73,17 +84,20 @@ class Region(NamedTuple):
 
         def reduced(grads: tuple) -> Any:
             layers = [jax.tree.map(self._reduced, tree, self.stored) for tree in grads]
-            return then(jax.tree.map(_interleave, *layers))
+            tree = then(jax.tree.map(_interleave, *layers))
+            if self.padded != self.layers:
+                tree = jax.tree.map(lambda a, spec: layer_order.to_storage(a, spec, self.layers), tree, self.kept)
+            return tree
 
-        return self._on_every_chip(reduced, grads, in_specs=(self.kept,) * len(grads))
+        return self._on_every_chip(reduced, grads, in_specs=(self.staged,) * len(grads), out_specs=self.kept)
 
     def _reduced(self, g: jax.Array, spec: P) -> jax.Array:
         return accumulation.reduce(g, spec, set(self.rows))
 
-    def _on_every_chip(self, fn: Callable, tree: Any, *, in_specs: Any) -> Any:
+    def _on_every_chip(self, fn: Callable, tree: Any, *, in_specs: Any, out_specs: Any) -> Any:
         """Runs `fn` with all axes manual; otherwise the partitioner replicates the operands of explicit collectives."""
         return jax.shard_map(
-            fn, in_specs=(in_specs,), out_specs=self.kept, axis_names=set(self.others), check_vma=False
+            fn, in_specs=(in_specs,), out_specs=out_specs, axis_names=set(self.others), check_vma=False
         )(tree)
 
     def sum(self, tree: Any) -> Any:
@@ -91,20 +105,45 @@ class Region(NamedTuple):
         return jax.lax.psum(tree, self.rows) if self.rows else tree
 
 
-def region(fn: LayerFn, param_rules: Rules, activation_rules: Rules) -> Region:
-    """Returns the region of a layer stack, inside of axes that are already manual."""
+def region(fn: LayerFn, stacked: Any, schedule: Schedule, param_rules: Rules, activation_rules: Rules) -> Region:
+    """Returns the region of a layer stack, inside of axes that are already manual.
+
+    Args:
+      fn: one layer.
+      stacked: its parameters, leaves [L, ...].
+      schedule: how stages run layers.
+      param_rules, activation_rules: the strategy's tables.
+    """
     sizes = jax.sharding.get_abstract_mesh().shape
     automatic = [axis for axis in sizes if axis in logical.automatic_axes() and sizes[axis] > 1]
     rows = tuple(axis for axis in logical.mesh_axes(activation_rules["batch"]) if axis in automatic)
     others = tuple(axis for axis in automatic if axis not in rows)
 
-    def specs(axes: tuple[str, ...]) -> Any:
-        def one(named: Axes) -> P:
-            return logical.partition_spec(Axes(("layers", *named.names)), param_rules, keep=axes.__contains__)
+    named = jax.tree.map(lambda of: Axes(("layers", *of.names)), fn.axes(), is_leaf=lambda a: isinstance(a, Axes))
+    is_axes = functools.partial(jax.tree.map, is_leaf=lambda a: isinstance(a, Axes))
+    stored = is_axes(lambda of, a: rules.stored_spec(a.shape, of, param_rules, sizes), named, stacked)
+    staged = is_axes(lambda of: logical.partition_spec(of, param_rules, keep=others.__contains__), named)
+    layers = len(fn.kinds)
+    return Region(
+        rows=rows,
+        others=others,
+        stored=_only(rows, stored),
+        kept=_only(others, stored),
+        staged=staged,
+        dtypes=fn.dtypes,
+        layers=layers,
+        padded=layer_order.padded(layers, stages=sizes[STAGE], repeats=schedule.repeats),
+    )
 
-        return jax.tree.map(one, fn.axes(), is_leaf=lambda a: isinstance(a, Axes))
 
-    return Region(rows, others, specs(rows), specs(others), fn.dtypes)
+def _only(axes: tuple[str, ...], specs: Any) -> Any:
+    """Returns a tree of specs restricted to some mesh axes."""
+
+    def one(spec: P) -> P:
+        entries = [tuple(axis for axis in logical.mesh_axes(entry) if axis in axes) for entry in spec]
+        return P(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
+
+    return jax.tree.map(one, specs, is_leaf=lambda spec: isinstance(spec, P))
 
 
 def _interleave(*layers: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ forward rule computes both at once and saves the gradients.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -16,12 +17,13 @@ from jax.custom_derivatives import SymbolicZero
 
 from core import stack
 from core.errors import UserError
-from core.logical import Rules
-from core.stack import Layer, LayerFn, Outputs, Side, Tail
+from core.logical import Axes, Rules
+from core.stack import Kind, Layer, LayerFn, Outputs, Side, Stream, Tail
 from core.types import LossOutput
 from parallel.pipeline import region
 from parallel.pipeline.passes import Passes
 from parallel.pipeline.schedules import OneFOneB, Schedule
+from parallel.pipeline.stage import Travelling, Weights
 
 
 def runner(schedule: Schedule, param_rules: Rules, activation_rules: Rules) -> stack.Runner:
@@ -32,73 +34,124 @@ def runner(schedule: Schedule, param_rules: Rules, activation_rules: Rules) -> s
       param_rules, activation_rules: the strategy's tables.
     """
 
-    def run(fn: LayerFn, stacked: Layer, x: Any, side: Side, tail: Tail | None) -> tuple[Any, Outputs]:
+    def run(fn: LayerFn, stacked: Layer, x: Stream, side: Side, tail: Tail | None) -> tuple[Any, Outputs]:
+        fn, weights, fixed = _differentiated(fn, stacked)
         sizes = jax.sharding.get_abstract_mesh().shape
-        at = region.region(fn, param_rules, activation_rules)
-        unit = math.prod(sizes[axis] for axis in at.rows) * schedule.num_microbatches
-        if jax.tree.leaves(x)[0].shape[0] % unit:  # e.g. a prompt; rows of a training step have been checked
-            return _without_pipeline(fn, tail, unit)(stacked, () if tail is None else tail.params, x, side)
-        if len(jax.tree.leaves(x)) > 1 or jax.tree.leaves((stacked.inputs, fn.outputs)) or len({*fn.kinds}) > 1:
-            raise UserError(
-                "pipeline: layers with a tree as x, with layer_in, outputs or a pattern need a strategy without a "
-                "pipeline"
-            )
-        return whole(fn, stacked, x, side, tail and Tail(lambda *args: tail.fn(*args, ()), tail.params)), Outputs()
-
-    def whole(fn: LayerFn, stacked: Layer, x: jax.Array, side: Side, tail: Tail | None) -> Any:
-        sizes = jax.sharding.get_abstract_mesh().shape
-        at = region.region(fn, param_rules, activation_rules)
+        at = region.region(fn, weights, schedule, param_rules, activation_rules)
+        rows, unit = (
+            jax.tree.leaves(x)[0].shape[0],
+            math.prod(sizes[axis] for axis in at.rows) * schedule.num_microbatches,
+        )
+        why_not = _stacked_outputs(fn) or _undivided_rows(rows, unit)
+        if why_not:
+            head = () if tail is None else tail.params
+            return _without_pipeline(fn, tail, why_not)(weights, fixed, head, x, side)
+        _check_stream(x)
         passes = Passes(schedule, at, fn, sizes["stage"])
         if isinstance(schedule, OneFOneB):
-            if tail is not None and _gives_loss(tail, x, side):
-                return _loss_and_gradients(passes, tail)(stacked.params, tail.params, x, stacked.key, side)
-            y = _forward_alone(passes)(stacked.params, x, stacked.key, side)
+            if tail is not None and _gives_loss(fn, tail, x, side):
+                result, sums = _loss_and_gradients(passes, tail)(weights, tail.params, x, fixed, side)
+                return result, Outputs(sums)
+            y, sums = _forward_alone(passes)(weights, x, fixed, side)
         else:
-            y = _two_passes(passes)(stacked.params, x, stacked.key, side)
-        return y if tail is None else tail.fn(tail.params, y, side)
+            y, sums = _two_passes(passes)(weights, x, fixed, side)
+        return y if tail is None else tail.fn(tail.params, y, side, sums), Outputs(sums)
 
     return run
 
 
+def _differentiated(fn: LayerFn, stacked: Layer) -> tuple[LayerFn, Weights, Layer]:
+    """Returns a layer whose parameters are `Weights`, these weights, and the layers without them."""
+    leaves, structure = jax.tree.flatten(stacked.inputs)
+    is_float = [jnp.issubdtype(a.dtype, jnp.floating) for a in leaves]
+    floats, others = ([a for a, yes in zip(leaves, is_float, strict=True) if yes == which] for which in (True, False))
+
+    def plain(layer: Layer, x: Stream, side: Side, kind: Kind) -> tuple[Stream, Outputs]:
+        parts = {True: iter(layer.params.inputs), False: iter(layer.inputs)}
+        inputs = jax.tree.unflatten(structure, [next(parts[yes]) for yes in is_float])
+        return fn.plain(Layer(layer.params.params, layer.key, inputs), x, side, kind)
+
+    weighted = dataclasses.replace(
+        fn,
+        plain=plain,
+        axes=lambda: Weights(fn.axes(), [Axes((None,) * (a.ndim - 1)) for a in floats]),
+        dtypes=Weights(fn.dtypes, [a.dtype for a in floats]),
+    )
+    return weighted, Weights(stacked.params, floats), Layer((), stacked.key, others)
+
+
+def _check_stream(x: Stream) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(x):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise UserError(
+                f"pipeline: x{jax.tree_util.keystr(path)} of the layer stack is {leaf.dtype}{list(leaf.shape)}, and "
+                "stages exchange gradients of x: pass arrays that do not change through side, or convert to a "
+                "floating-point dtype"
+            )
+
+
+def _stacked_outputs(fn: LayerFn) -> str:
+    if not jax.tree.leaves(fn.outputs.stacked):
+        return ""
+    return (
+        "pipeline: a layer stack with stacked outputs runs without a pipeline, and has no gradient then: every "
+        "microbatch would leave its outputs on the stage of the layer. For training, declare them 'summed' (statistics "
+        "of each layer: multiply by a row of the identity matrix, as layer_in), put what belongs to rows into x, or "
+        "use a strategy without a pipeline"
+    )
+
+
+def _undivided_rows(rows: int, unit: int) -> str:
+    if rows % unit == 0:  # the rows of a training step have been checked to divide; those of a prompt may not
+        return ""
+    return (
+        "pipeline: the rows of the layer stack do not divide into microbatches on every chip; train on a multiple of "
+        f"{unit} rows"
+    )
+
+
 def _two_passes(passes: Passes) -> Any:
-    """Returns the layers as a function of (params, x, keys, side) with a custom backward pass."""
+    """Returns the layers as a function of (weights, x, fixed, side) with a custom backward pass."""
 
     @jax.custom_vjp
-    def call(params: Any, x: jax.Array, keys: Any, side: Side) -> jax.Array:
-        return passes.forward(params, x, keys, side, save="nothing")[0]
+    def call(weights: Any, x: Stream, fixed: Layer, side: Side) -> tuple[Stream, Any]:
+        return tuple(passes.forward(weights, x, fixed, side, save="nothing")[0])
 
-    def forward(*args: Any) -> tuple[jax.Array, tuple]:
-        params, x, keys, side = _values(args)
-        y, gathered, kept = passes.forward(params, x, keys, side, save=passes.schedule.save)
-        return y, (gathered, keys, kept, side)
+    def forward(*args: Any) -> tuple[tuple[Stream, Any], tuple]:
+        weights, x, fixed, side = _values(args)
+        y, gathered, kept = passes.forward(weights, x, fixed, side, save=passes.schedule.save)
+        return tuple(y), (gathered, fixed, kept, side)
 
     def backward(saved: tuple, dy: Any) -> tuple:
-        whole, keys, kept, side = saved
-        return *passes.backward(whole, keys, kept, side, _dense(dy)), None, None
+        gathered, fixed, kept, side = saved
+        dy = Travelling(*jax.tree.map(_dense, dy))
+        return *passes.backward(gathered, fixed, kept, side, dy), None, None
 
     call.defvjp(forward, backward, symbolic_zeros=True)
     return call
 
 
 def _loss_and_gradients(passes: Passes, tail: Tail) -> Any:
-    """Returns layers and tail as a function of (params, tail.params, x, keys, side).
+    """Returns layers and tail as a function of (weights, tail.params, x, fixed, side).
 
     The forward rule of the derivative computes them, because 1F1B interleaves forward and backward passes.
     """
 
     @jax.custom_vjp
-    def call(params: Any, head: Any, x: jax.Array, keys: Any, side: Side) -> LossOutput:
-        return tail.fn(head, passes.forward(params, x, keys, side, save="nothing")[0], side)
+    def call(weights: Any, head: Any, x: Stream, fixed: Layer, side: Side) -> tuple[LossOutput, Any]:
+        y, sums = passes.forward(weights, x, fixed, side, save="nothing")[0]
+        return tail.fn(head, y, side, sums), sums
 
-    def forward(*args: Any) -> tuple[LossOutput, tuple]:
-        params, head, x, keys, side = _values(args)
-        return passes.loss_and_gradients(params, Tail(tail.fn, head), x, keys, side)
+    def forward(*args: Any) -> tuple[tuple[LossOutput, Any], tuple]:
+        weights, head, x, fixed, side = _values(args)
+        return passes.loss_and_gradients(weights, Tail(tail.fn, head), x, fixed, side)
 
-    def backward(grads: tuple, by: LossOutput) -> tuple:
-        if any(not isinstance(a, SymbolicZero) for a in jax.tree.leaves((by.metrics, by.extras))):
+    def backward(grads: tuple, by: tuple[LossOutput, Any]) -> tuple:
+        by, sums = by
+        if any(not isinstance(a, SymbolicZero) for a in jax.tree.leaves((by.metrics, by.extras, sums))):
             raise UserError(
-                "1F1B: only loss_sum of the tail's result can be differentiated; add the other terms to it, or use "
-                "schedules.gpipe"
+                "1F1B: only loss_sum of the tail's result can be differentiated; add the other terms to it (the tail "
+                "has the summed outputs of the layers as its fourth argument), or use schedules.gpipe"
             )
         scale = _dense(by.loss_sum)
         return *jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads), None, None
@@ -107,13 +160,13 @@ def _loss_and_gradients(passes: Passes, tail: Tail) -> Any:
     return call
 
 
-def _gives_loss(tail: Tail, x: jax.Array, side: Side) -> bool:
+def _gives_loss(fn: LayerFn, tail: Tail, x: Stream, side: Side) -> bool:
     """Returns whether the tail returns a LossOutput.
 
     Raises:
       UserError: it cannot be summed over microbatches, or its parameters cannot be differentiated.
     """
-    out = jax.eval_shape(tail.fn, tail.params, x, side)
+    out = jax.eval_shape(tail.fn, tail.params, x, side, fn.outputs.summed)
     if not isinstance(out, LossOutput):
         return False
     if jax.tree.leaves(out.extras):
@@ -137,20 +190,20 @@ def _gives_loss(tail: Tail, x: jax.Array, side: Side) -> bool:
 def _forward_alone(passes: Passes) -> Any:
     """Returns the layers without a gradient, for stacks where 1F1B has no loss as the tail."""
     return _without_gradient(
-        lambda params, x, keys, side: passes.forward(params, x, keys, side, save="nothing")[0],
+        lambda weights, x, fixed, side: tuple(passes.forward(weights, x, fixed, side, save="nothing")[0]),
         "1F1B: the backward pass of a microbatch starts before the forward pass of the next one, so the head and the "
         "loss must be the stack's tail and return a LossOutput: core.stack.layer_stack(..., tail=Tail(fn, params)). "
         "Or use schedules.gpipe or schedules.circular",
     )
 
 
-def _without_pipeline(fn: LayerFn, tail: Tail | None, unit: int) -> Any:
-    """Returns the layers without a pipeline and without a gradient, for rows that do not divide into microbatches."""
-    return _without_gradient(
-        lambda stacked, head, x, side: stack.scan_runner(fn, stacked, x, side, tail and Tail(tail.fn, head)),
-        f"pipeline: the rows of the layer stack do not divide into microbatches on every chip; train on a multiple of "
-        f"{unit} rows",
-    )
+def _without_pipeline(fn: LayerFn, tail: Tail | None, why_not: str) -> Any:
+    """Returns the layers without a pipeline and without a gradient."""
+
+    def call(weights: Any, fixed: Layer, head: Any, x: Stream, side: Side) -> tuple[Any, Outputs]:
+        return stack.scan_runner(fn, fixed._replace(params=weights), x, side, tail and Tail(tail.fn, head))
+
+    return _without_gradient(call, why_not)
 
 
 def _without_gradient(fn: Any, why_not: str) -> Any:

@@ -85,6 +85,15 @@ class Schedule:
         """Returns the number of which the number of layers must be a multiple."""
         return stages * self.repeats
 
+    def fits(self, layers: int, stages: int) -> bool:
+        """Returns whether stages can share this number of layers.
+
+        Without repeats they need not divide: all stages but the last have ceil(L / S) layers, and the last has at least
+        one. It then waits for the others.
+        """
+        uneven = self.repeats == 1 and layers > (stages - 1) * -(-layers // stages)
+        return uneven or layers % self.layer_unit(stages) == 0
+
     def problems(self, stages: int) -> list[str]:
         """Returns the reasons, with fixes, why the schedule cannot run on this number of stages."""
         del stages

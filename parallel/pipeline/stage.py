@@ -4,21 +4,29 @@ Everything here runs where `stage` is manual: arrays are local to a stage. Only 
 every layer is recomputed in the backward pass, so that no parameter is saved per microbatch. Gradients are accumulated
 in float32, in place and layer by layer, so that XLA fuses each sum with the product that it adds.
 
-    forward    x[l+1] = f(W[l], x[l]);    saved: x[l] of every layer, or of the first
-    backward   dW[l], dx[l] = vjp(f at W[l], x[l])(dx[l+1]);    dW_sum[l] += dW[l]
+    forward    x[l+1], s[l] = f(W[l], x[l]);    sums += s[l];    saved: x[l] of every layer, or of the first
+    backward   dW[l], dx[l] = vjp(f at W[l], x[l])(dx[l+1], dsums);    dW_sum[l] += dW[l]
+
+Summed outputs of layers travel with the microbatch, so nothing is added in a bubble.
+
+If the layers do not divide over the stages, the last ones are padding: copies of the last layer whose results are
+discarded. A layer whose kind depends on the stage is selected by `lax.switch`.
 
 b rows of a microbatch, k layers that a stage runs in a tick.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from core import logical
-from core.stack import Layer, LayerFn, Side
+from core.errors import UserError
+from core.stack import Kind, Layer, LayerFn, Side, Stream
 
 STAGE = "stage"
 
@@ -48,6 +56,30 @@ def turn(number: jax.Array, *, microbatches: int, repeats: int) -> Turn:
     return Turn(inside % microbatches, inside // microbatches, (number >= 0) & (number < total))
 
 
+class Weights(NamedTuple):
+    """What a layer has a gradient for: the `params` of the layers here.
+
+    Attributes:
+      params: the model's parameters.
+      inputs: list of the floating-point arrays of `layer_in`.
+    """
+
+    params: Any
+    inputs: list
+
+
+class Travelling(NamedTuple):
+    """What a microbatch takes from stage to stage; in the backward pass its gradient.
+
+    Attributes:
+      x: tree of [b, ...].
+      sums: tree of [...], outputs of the layers so far, summed.
+    """
+
+    x: Stream
+    sums: Any
+
+
 class Stage(NamedTuple):
     """The layers of one stage.
 
@@ -67,9 +99,23 @@ class Stage(NamedTuple):
     save: str
     bubble: float | None
 
-    def input(self, at: Turn, x: jax.Array) -> jax.Array:
-        """Returns `x`, or the bubble's value in a bubble."""
-        return x if self.bubble is None else jnp.where(at.valid, x, self.bubble)
+    def input(self, at: Turn, x: Any) -> Any:
+        """Returns the tree `x`, or the bubble's value in a bubble."""
+        return x if self.bubble is None else jax.tree.map(lambda a: jnp.where(at.valid, a, self.bubble), x)
+
+    def number(self, at: Turn, i: jax.Array | int) -> jax.Array:
+        """Returns the place in the model of the i-th layer of a turn."""
+        return (at.repeat * jax.lax.axis_size(STAGE) + jax.lax.axis_index(STAGE)) * self.depth + i
+
+    def real(self, at: Turn, i: jax.Array | int) -> jax.Array | bool:
+        """Returns whether the i-th layer of a turn is a layer of the model and no padding."""
+        layers = len(self.fn.kinds)
+        padded = layers < self.repeats * jax.lax.axis_size(STAGE) * self.depth
+        return self.number(at, i) < layers if padded else True
+
+    def kinds(self, i: int) -> tuple[Kind, ...]:
+        """Returns the kinds of the i-th layers of all stages and repeats."""
+        return tuple(dict.fromkeys(self.fn.kinds[i :: self.depth]))
 
     @property
     def repeats(self) -> int:
@@ -111,37 +157,70 @@ class Grads(NamedTuple):
         return self.repeats or jax.tree.map(lambda a: a[None], self.sums)
 
 
-def forward(stage: Stage, at: Turn, x: jax.Array, kept: Any, place: jax.Array) -> tuple[jax.Array, Any]:
+def check_microbatch(stage: Stage, x: Stream) -> None:
+    """Checks that a layer runs on the rows of a microbatch, `x`, with the same summed outputs as on all rows.
+
+    Raises:
+      UserError: an entry of `layer_in`, or a summed output, belongs to rows.
+    """
+    if not jax.tree.leaves((stage.layers.params.inputs, stage.layers.inputs, stage.fn.outputs.summed)):
+        return
+    layer, side = (jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), t) for t in stage[1:3])
+    try:
+        after, out = jax.eval_shape(lambda *args: stage.fn.plain(*args, stage.fn.kinds[0]), layer, x, side)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            "pipeline: a layer runs on all rows, but not on those of a microbatch. layer_in belongs to layers and is "
+            f"not split by rows; pass what belongs to rows through side or x. The block says: {error}"
+        ) from error
+    found, wanted = (
+        jax.tree.map(lambda a: a.shape, tree) for tree in ((after, out.summed), (x, stage.fn.outputs.summed))
+    )
+    if found != wanted:
+        raise UserError(
+            f"pipeline: on the rows of a microbatch, a layer returns x and summed outputs of shapes {found} instead of "
+            f"{wanted}: a summed output is a sum over rows, and layer_in belongs to layers; what belongs to rows is "
+            "part of x or side"
+        )
+
+
+def forward(stage: Stage, at: Turn, y: Travelling, kept: Any, place: jax.Array) -> tuple[Travelling, Any]:
     """Runs the layers of this turn.
 
     Args:
       stage: the layers.
       at: the turn; in a bubble saved inputs do not change.
-      x: [b, ...], the input of the first layer.
+      y: the input of the first layer, and the sums before it.
       kept: from `empty_saved`.
       place: [], of this turn in `kept`.
 
     Returns:
-      The output of the last layer, and the saved inputs.
+      The output of the last layer with the sums, and the saved inputs.
     """
     side = stage.side(at)
     if stage.save != "nothing":
-        place = jnp.where(at.valid, place, kept.shape[1] - 1)
+        place = jnp.where(at.valid, place, jax.tree.leaves(kept)[0].shape[1] - 1)
     if stage.save == "stage":
-        kept = put(kept, x, 0, place)
+        kept = put_tree(kept, y.x, 0, place)
 
-    def one(carry: tuple[jax.Array, Any], i: jax.Array) -> tuple[tuple[jax.Array, Any], None]:
-        x, kept = carry
+    def run(kind: Kind, layer: Layer, x: Stream) -> tuple[Stream, Any]:
+        x, out = stage.fn(layer, x, side, kind)
+        return x, out.summed
+
+    def one(carry: tuple[Travelling, Any], i: jax.Array) -> tuple[tuple[Travelling, Any], None]:
+        y, kept = carry
         if stage.save == "layers":
-            kept = put(kept, x, i, place)
-        return (stage.fn(stage.layer(at, i), x, side)[0], kept), None
+            kept = put_tree(kept, y.x, i, place)
+        x, new = _switch(stage, at, i, tuple(dict.fromkeys(stage.fn.kinds)), run, stage.layer(at, i), y.x)
+        after = Travelling(x, jax.tree.map(jnp.add, y.sums, new))
+        return (_if(stage.real(at, i), after, y), kept), None
 
-    return jax.lax.scan(one, (x, kept), jnp.arange(stage.depth))[0]
+    return jax.lax.scan(one, (y, kept), jnp.arange(stage.depth))[0]
 
 
 def backward(
-    stage: Stage, at: Turn, kept: Any, place: jax.Array, dy: jax.Array, grads: Grads
-) -> tuple[jax.Array, Grads]:
+    stage: Stage, at: Turn, kept: Any, place: jax.Array, dy: Travelling, grads: Grads
+) -> tuple[Travelling, Grads]:
     """Runs the backward pass of the layers of this turn.
 
     Args:
@@ -149,50 +228,74 @@ def backward(
       at: the turn; in a bubble the gradients do not change.
       kept: inputs saved by `forward`.
       place: [], of this turn in `kept`.
-      dy: [b, ...], the gradient of the output of the last layer.
+      dy: the gradient of the output of the last layer, and of the sums.
       grads: summed so far.
 
     Returns:
-      The gradient of the input of the first layer, [b, ...], and the sums.
+      The gradient of the input of the first layer with that of the sums, and the sums of gradients.
     """
     if stage.save == "stage":
-        kept, place = _inputs_again(stage, at, take(kept, 0, place)), jnp.zeros_like(place)
+        kept, place = _inputs_again(stage, at, take_tree(kept, 0, place)), jnp.zeros_like(place)
+    dx, dsums = dy
     sums, repeats = list(grads.sums), list(grads.repeats)
 
-    def add(so_far: jax.Array, new: jax.Array) -> jax.Array:
+    def add(counts: jax.Array, so_far: jax.Array, new: jax.Array) -> jax.Array:
         before = jnp.where(at.first, 0, so_far) if repeats else so_far
-        return before + jnp.where(at.valid, new, 0)
+        return before + jnp.where(counts, new, 0)
 
     for i in reversed(range(stage.depth)):
-        dw, dy = _layer_backward(stage, at, i, take(kept, i, place), dy)
-        sums[i] = jax.tree.map(add, sums[i], dw)
+        real = stage.real(at, i)
+        dw, before = _layer_backward(stage, at, i, take_tree(kept, i, place), Travelling(dx, dsums))
+        dx = _if(real, before, dx)
+        sums[i] = jax.tree.map(functools.partial(add, at.valid if real is True else at.valid & real), sums[i], dw)
         if repeats:
             repeats[i] = jax.tree.map(lambda all_, new: put(all_, new, at.repeat), repeats[i], sums[i])
         # Without a barrier the compiler runs several layers forward at once and sums at the end, which needs memory.
-        dy, place, sums[i] = jax.lax.optimization_barrier((dy, place, sums[i]))
-    return dy, Grads(tuple(sums), tuple(repeats))
+        dx, place, sums[i] = jax.lax.optimization_barrier((dx, place, sums[i]))
+    return Travelling(dx, dsums), Grads(tuple(sums), tuple(repeats))
 
 
-def _layer_backward(stage: Stage, at: Turn, i: int, x: jax.Array, dy: jax.Array) -> tuple[Any, jax.Array]:
-    params, key, _ = stage.layer(at, i)
-    side = stage.side(at)
-    _, vjp = jax.vjp(lambda params, x: stage.fn.plain(Layer(params, key), x, side, None)[0], params, x)
-    return vjp(dy)
+def _layer_backward(stage: Stage, at: Turn, i: int, x: Stream, dy: Travelling) -> tuple[Any, Stream]:
+    layer, side = stage.layer(at, i), stage.side(at)
+
+    def run(kind: Kind, layer: Layer, x: Stream, dy: Travelling) -> tuple[Any, Stream]:
+        def one_layer(params: Any, x: Stream) -> Travelling:
+            after, out = stage.fn.plain(layer._replace(params=params), x, side, kind)
+            return Travelling(after, out.summed)
+
+        _, vjp = jax.vjp(one_layer, layer.params, x)
+        return vjp(dy)
+
+    return _switch(stage, at, i, stage.kinds(i), run, layer, x, dy)
 
 
-def _inputs_again(stage: Stage, at: Turn, x: jax.Array) -> jax.Array:
+def _switch(stage: Stage, at: Turn, i: jax.Array | int, kinds: tuple[Kind, ...], run: Callable, *operands: Any) -> Any:
+    """Returns `run(kind, *operands)` with the kind of the i-th layer of this turn, which is one of `kinds`."""
+    if len(kinds) == 1:
+        return run(kinds[0], *operands)
+    places = jnp.asarray([kinds.index(kind) if kind in kinds else 0 for kind in stage.fn.kinds])
+    place = places[jnp.minimum(stage.number(at, i), len(stage.fn.kinds) - 1)]
+    return jax.lax.switch(place, [functools.partial(run, kind) for kind in kinds], *operands)
+
+
+def _if(condition: jax.Array | bool, yes: Any, no: Any) -> Any:
+    return yes if condition is True else jax.tree.map(functools.partial(jnp.where, condition), yes, no)
+
+
+def _inputs_again(stage: Stage, at: Turn, x: Stream) -> Any:
     """Recomputes the inputs of the layers of this turn, in place 0 of [k, 2, b, ...]."""
     again = stage._replace(save="layers")
-    return forward(again, at, x, empty_saved(again, x, places=1), jnp.asarray(0))[1]
+    start = Travelling(x, stage.fn.zero_sums())
+    return forward(again, at, start, empty_saved(again, x, places=1), jnp.asarray(0))[1]
 
 
-def empty_saved(stage: Stage, x: jax.Array, *, places: int) -> Any:
+def empty_saved(stage: Stage, x: Stream, *, places: int) -> Any:
     """Allocates saved inputs of `places` turns, [k, places + 1, b, ...] or [1, places + 1, b, ...].
 
     The last place is written in bubbles, which is cheaper than restoring the previous value of another place.
     """
     layers = {"layers": stage.depth, "stage": 1, "nothing": 0}[stage.save]
-    return stage.allocate((layers, places + 1, *x.shape), x.dtype) if layers else ()
+    return jax.tree.map(lambda a: stage.allocate((layers, places + 1, *a.shape), a.dtype), x) if layers else ()
 
 
 def zero_grads(stage: Stage) -> Grads:
@@ -218,19 +321,35 @@ def put(a: jax.Array, value: jax.Array, *index: jax.Array | int) -> jax.Array:
     return jax.lax.dynamic_update_slice(a, value.astype(a.dtype).reshape(*[1] * n, *a.shape[n:]), starts)
 
 
-def put_if(condition: jax.Array, a: jax.Array, value: jax.Array, *index: jax.Array | int) -> jax.Array:
-    """Returns `put(a, value, *index)` if the condition holds, else `a`; in place, since only the entry is selected."""
-    return put(a, jnp.where(condition, value, take(a, *index)), *index)
+def take_tree(tree: Any, *index: jax.Array | int) -> Any:
+    """Returns a[index] of every array a."""
+    return jax.tree.map(lambda a: take(a, *index), tree)
 
 
-def send(x: jax.Array, *, toward: int) -> jax.Array:
-    """Sends `x` to the next (+1) or previous (-1) stage around the ring; returns what the neighbour sent."""
+def put_tree(tree: Any, values: Any, *index: jax.Array | int) -> Any:
+    """Returns every array a with a[index] = its value."""
+    return jax.tree.map(lambda a, value: put(a, value, *index), tree, values)
+
+
+def put_if(condition: jax.Array, tree: Any, values: Any, *index: jax.Array | int) -> Any:
+    """Returns `put_tree` if the condition holds, else `tree`; in place, since only the entry is selected."""
+    return jax.tree.map(lambda a, value: put(a, jnp.where(condition, value, take(a, *index)), *index), tree, values)
+
+
+def send(tree: Any, *, toward: int) -> Any:
+    """Sends a tree to the next (+1) or previous (-1) stage around the ring; returns what the neighbour sent."""
     stages = jax.lax.axis_size(STAGE)
-    return jax.lax.ppermute(x, STAGE, [(i, (i + toward) % stages) for i in range(stages)])
+    pairs = [(i, (i + toward) % stages) for i in range(stages)]
+    return jax.tree.map(lambda a: jax.lax.ppermute(a, STAGE, pairs), tree)
 
 
-def broadcast(x: jax.Array, *, source: int) -> jax.Array:
-    """Returns on every stage the `x` of stage `source`; the number of stages that have it doubles in every step.
+def broadcast(tree: Any, *, source: int) -> Any:
+    """Returns on every stage the tree of stage `source`."""
+    return jax.tree.map(functools.partial(_broadcast, source=source), tree)
+
+
+def _broadcast(x: jax.Array, *, source: int) -> jax.Array:
+    """Broadcasts one array; the number of stages that have it doubles in every step.
 
     A sum with zeros elsewhere would cost arithmetic, and XLA cannot compile it for CPUs in bfloat16.
     """

@@ -95,8 +95,8 @@ class ShardedState:
 
     def _check_stages(self) -> None:
         schedule, shapes, axes = self.tables.pipeline, self.trace.shapes.params, self.trace.axes.params
-        stages, chips = self.shape["stage"], self.trace.slice.chips
-        if schedule and (found := checks.problems(schedule, shapes, axes, stages=stages, chips=chips)):
+        sizes = {"stages": self.shape["stage"], "chips": self.trace.slice.chips, "even": True}  # counts no padding
+        if schedule and (found := checks.problems(schedule, shapes, axes, **sizes)):
             raise Refused("layers do not divide into stages", f"strategy {self.tables.name!r}: " + "; ".join(found))
 
     def check(self, step: Step, *, num_streams: int = 1) -> None:

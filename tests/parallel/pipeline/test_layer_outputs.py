@@ -1,0 +1,279 @@
+"""Layers with a tree as stream, inputs, summed outputs and kinds: under every schedule as on one device."""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from core import logical, optimizers, slices
+from core.batches import Field
+from core.stack import Tail, layer_stack
+from core.types import LossOutput
+from parallel import partitioner, strategies
+from parallel.pipeline import schedules
+
+ROWS, WIDTH, HIDDEN = 8, 8, 12
+SPEC = {"x": Field((ROWS, WIDTH), np.float32, ("batch", None)), "scale": Field((ROWS,), np.float32, ("batch",))}
+MAKE = {
+    "gpipe": schedules.gpipe,
+    "circular": functools.partial(schedules.circular, repeats=2),
+    "1F1B": schedules.one_f_one_b,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """Layers with an auxiliary loss, whose stream has scores of rows, and that read a scale and a number of their own.
+
+    Attributes:
+      layers: L.
+      pattern: kinds "local" and "global" of layers; None: all are "local".
+      tail: whether the loss is the tail of the stack.
+    """
+
+    layers: int = 4
+    pattern: tuple[str, ...] | None = None
+    tail: bool = True
+
+    def init(self, rng, batch):
+        return hk.transform(self._loss).init(rng, batch)
+
+    def init_carry(self, batch):
+        return ()
+
+    def loss(self, params, carry, rng, batch, *, is_training):
+        return carry, hk.transform(self._loss).apply(params, None, batch)
+
+    def _block(self, x, side, layer_in, *, kind="local"):
+        wide = logical.param("wide", (WIDTH, HIDDEN), ("embed", "mlp"), hk.initializers.RandomNormal(0.3))
+        narrow = logical.param("narrow", (HIDDEN, WIDTH), ("mlp", "embed"), hk.initializers.RandomNormal(0.3))
+        bend = {"local": jnp.tanh, "global": jnp.sin}[kind]
+        hidden = logical.constrain(bend(x["x"] @ wide) * layer_in["scale"], "batch", "mlp")
+        after = x["x"] + (hidden @ narrow) * side[:, None]
+        scores = x["scores"] + jnp.where(layer_in["number"] % 2 == 0, after[:, 0], after[:, 1])
+        return {"x": after, "scores": scores}, {"balance": jnp.sum(hidden**2), "units": jnp.sum(hidden, axis=0)}
+
+    def _loss(self, batch):
+        def last(head, x, side, summed):
+            balance = 0.1 * summed["balance"] + jnp.sum(jnp.arange(HIDDEN) * summed["units"])
+            main = jnp.sum((x["x"] @ head) ** 2) + jnp.sum(x["scores"] * side)
+            return LossOutput(main + balance, jnp.float32(x["scores"].shape[0]), {})
+
+        head = logical.param("head", (WIDTH, 2), ("embed", None), hk.initializers.RandomNormal(0.5))
+        scale = logical.param("scales", (self.layers,), (None,), hk.initializers.RandomNormal(0.1, 1.0))
+        stack = layer_stack(
+            self._block,
+            self.layers,
+            outputs="summed",
+            pattern=self.pattern,
+            tail=Tail(last, head) if self.tail else None,
+        )
+        x = {"x": batch["x"], "scores": jnp.zeros(batch["x"].shape[:1])}
+        result, summed = stack(x, batch["scale"], {"scale": scale, "number": jnp.arange(self.layers)})
+        return result if self.tail else last(head, result, batch["scale"], summed)
+
+
+def batch_of(rows=ROWS):
+    rng = np.random.default_rng(1)
+    return {
+        "x": rng.normal(size=(rows, WIDTH)).astype(np.float32),
+        "scale": rng.uniform(size=rows).astype(np.float32),
+    }
+
+
+@functools.cache
+def parameters_of(model):
+    return jax.device_get(jax.jit(model.init)(jax.random.key(3), batch_of()))
+
+
+def gradients(model, tables, slice_name):
+    """The loss and its gradients."""
+    bound = partitioner.Partitioner(tables, slice=slices.get(slice_name), devices=jax.devices())
+
+    def loss(params, batch):
+        return model.loss(params, (), jax.random.key(0), batch, is_training=True)[1].loss_sum
+
+    with bound.tracing():
+        return jax.device_get(jax.jit(jax.value_and_grad(loss))(parameters_of(model), batch_of()))
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    return functools.cache(lambda model: gradients(model, strategies.data_parallel(), "v5e-1"))
+
+
+class Case(NamedTuple):
+    """One pipeline."""
+
+    schedule: str
+    stages: int
+    make: str = "pipeline"
+    save: str = "layers"
+    tail: bool = True
+
+    @property
+    def tables(self):
+        """Bubbles compute on NaN: had a number anything to do with them, it would be NaN too."""
+        schedule = dataclasses.replace(MAKE[self.schedule](num_microbatches=4, save=self.save), bubble_input=np.nan)
+        options = {"tensor": 2} if self.make == "pipeline_fsdp_tensor" else {}
+        return getattr(strategies, self.make)(stage=self.stages, schedule=schedule, **options)
+
+
+QUICK = [Case("gpipe", 2, tail=False)]  # the next test is 1F1B
+SLOW = [
+    *(Case(name, 2, save=save) for name in MAKE for save in ("layers", "stage")),
+    *(Case(name, 2, make) for name in MAKE for make in ("pipeline_fsdp", "pipeline_fsdp_tensor")),
+    Case("circular", 2, "pipeline_fsdp", tail=False),
+    Case("gpipe", 4, save="stage"),
+    Case("1F1B", 4, save="stage"),
+]
+
+
+def label(case):
+    return ", ".join(map(str, case))
+
+
+def equal(found, wanted):
+    """Up to the order of sums, whose terms are much larger than some of the results."""
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=3e-6 * np.max(np.abs(b)))
+
+
+@pytest.mark.covers("M12")
+@pytest.mark.parametrize(
+    "case",
+    [*(pytest.param(c, id=label(c)) for c in QUICK)]
+    + [pytest.param(c, id=label(c), marks=pytest.mark.slow) for c in dict.fromkeys(SLOW) if c not in QUICK],
+)
+def test_an_auxiliary_loss_has_the_value_and_gradients_of_one_device(case, one_device):
+    model = Scored(tail=case.tail)
+    equal(gradients(model, case.tables, "v4-8"), one_device(model))
+
+
+FIVE_TO_ONE = Scored(26, ("local",) * 5 + ("global",))
+TWO_TO_ONE = Scored(3, ("local",) * 2 + ("global",))
+
+
+def test_layers_of_two_kinds_that_do_not_divide_over_the_stages(one_device):
+    """Three layers over 2 stages: the second has one layer, of another kind than the first layer of the first stage."""
+    equal(gradients(TWO_TO_ONE, Case("1F1B", 2, "pipeline_fsdp").tables, "v4-8"), one_device(TWO_TO_ONE))
+
+
+@pytest.mark.covers("M12")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpipe", "1F1B"])
+@pytest.mark.parametrize(
+    ("stages", "make"),
+    [(2, "pipeline"), (4, "pipeline"), (2, "pipeline_fsdp_tensor"), (2, "pipeline_fsdp")],
+)
+def test_a_pattern_over_26_layers_has_the_numbers_of_one_device(name, stages, make, one_device):
+    """They do not divide over 4 stages, and the pattern over neither 2 nor 4."""
+    wanted = one_device(FIVE_TO_ONE)
+    assert {a.shape[0] for a in jax.tree.leaves(wanted[1]["layers/~"])} == {26}
+    equal(gradients(FIVE_TO_ONE, Case(name, stages, make).tables, "v4-8"), wanted)
+
+
+@pytest.mark.slow
+def test_layers_that_do_not_divide_train_and_are_stored_in_equal_shards():
+    """The parameters and the optimizer's state are sharded over the stages by another dimension."""
+
+    def trained(tables, slice_name):
+        bound = partitioner.Partitioner(tables, slice=slices.get(slice_name), devices=jax.devices())
+        optimizer = optimizers.adamw(learning_rate=optimizers.constant(1e-2), eps=1e-3)
+        program = bound.program(TWO_TO_ONE, optimizer, SPEC, seed=3)
+        state, _ = program.train_step(program.init(), program.put(batch_of()))
+        return state
+
+    state = trained(Case("gpipe", 2, "pipeline_fsdp").tables, "v4-8")
+    for name, stored in (("wide", (3, WIDTH // 4, HIDDEN)), ("narrow", (3, HIDDEN // 2, WIDTH // 2))):
+        assert state.params["layers/~"][name].addressable_shards[0].data.shape == stored
+    equal(jax.device_get(state.params), jax.device_get(trained(strategies.data_parallel(), "v5e-1").params))
+
+
+# Without a gradient a cache works, in a pipeline's strategy too; with one it is refused.
+
+
+def linear(x):
+    return x @ logical.param("w", (WIDTH, WIDTH), ("embed", None), hk.initializers.RandomNormal(0.3))
+
+
+def running_sums(x, cache):
+    """Layers that add x to a cache [L, B, D] of what they have seen, and return it."""
+
+    def block(x, side, cache):
+        cache = cache + linear(x)
+        return jnp.tanh(cache), cache
+
+    return layer_stack(block, 4, outputs="stacked")(x, (), cache)
+
+
+def bound_pipeline(schedule=None):
+    tables = strategies.pipeline(stage=2, schedule=schedule or schedules.gpipe(num_microbatches=2))
+    return partitioner.Partitioner(tables, slice=slices.get("v4-8"), devices=jax.devices())
+
+
+def test_a_cache_is_threaded_through_layers_under_a_pipeline_without_gradient():
+    net = hk.without_apply_rng(hk.transform(running_sums))
+    x, cache = batch_of()["x"], jnp.ones((4, ROWS, WIDTH))
+    params = net.init(jax.random.key(0), x, cache)
+    wanted = net.apply(params, x, net.apply(params, x, cache)[1])
+    with bound_pipeline().tracing():
+        step = jax.jit(net.apply)
+        equal(jax.device_get(step(params, x, step(params, x, cache)[1])), wanted)
+        with pytest.raises(
+            ValueError, match="a layer stack with stacked outputs runs without a pipeline, and has no grad"
+        ):
+            jax.eval_shape(jax.grad(lambda params: jnp.sum(net.apply(params, x, cache)[0])), params)
+
+
+def stacked_net(block, layer_in=(), x=None, **options):
+    x = jnp.ones((ROWS, WIDTH)) if x is None else x
+    return hk.transform(lambda: layer_stack(block, 4, **options)(x, (), layer_in))
+
+
+@pytest.mark.parametrize(
+    ("net", "message"),
+    [
+        (
+            stacked_net(lambda x, side: x, x={"x": jnp.ones((ROWS, 3)), "ids": jnp.ones(ROWS, int)}),
+            r"x\['ids'\] of the layer stack is int32\[8\], and stages exchange gradients",
+        ),
+        (
+            stacked_net(lambda x, side, rows: linear(x) + rows[:, None], jnp.ones((4, ROWS))),
+            "runs on all rows, but not on those of a microbatch. layer_in belongs to layers",
+        ),
+        (
+            stacked_net(lambda x, side: (linear(x), jnp.sum(x, axis=1)), outputs="summed"),
+            r"shapes .*\(2,\).* instead of .*\(8,\).*: a summed output is a sum over rows",
+        ),
+    ],
+)
+def test_what_belongs_to_rows_is_refused_elsewhere(net, message):
+    with bound_pipeline().tracing(), pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda: net.apply(net.init(jax.random.key(0)), None))
+
+
+def test_outputs_that_1f1b_gives_beside_the_tail_have_no_gradient():
+    def block(x, side):
+        y = linear(x)
+        return jnp.tanh(y), jnp.sum(y)
+
+    tail = Tail(lambda params, x, side, summed: LossOutput(jnp.sum(x) + summed, jnp.float32(1), {}), ())
+    net = hk.transform(lambda: layer_stack(block, 4, outputs="summed", tail=tail)(jnp.ones((ROWS, WIDTH))))
+    params = net.init(jax.random.key(0))
+
+    def loss(params):
+        out, summed = net.apply(params, None)
+        return out.loss_sum + summed
+
+    bound = bound_pipeline(schedules.one_f_one_b(num_microbatches=4))
+    with (
+        bound.tracing(),
+        pytest.raises(ValueError, match=r"only loss_sum of the tail's result.*as its fourth argument"),
+    ):
+        jax.eval_shape(jax.grad(loss), params)
