@@ -16,19 +16,21 @@ import dataclasses
 import difflib
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
 
 from core import logical, stack
-from core.checkpoints.published import PublishedFolder
 from core.errors import UserError
 from core.types import Batch, LossOutput, Params
-from models import decoder_block, derivatives, family_tensors, losses, presets, rotary
+from models import decoder_block, derivatives, losses, presets, rotary
 from models.decoder_block import Block, KeysAndValues, Side
 from models.decoder_config import GLOBAL, LOCAL, REMAT, DecoderConfig
+
+if TYPE_CHECKING:
+    from core.checkpoints.published import PublishedFolder
 
 
 class Head(NamedTuple):
@@ -67,6 +69,8 @@ class Transformer(DecoderConfig):
 
     def published(self, folder: str) -> PublishedFolder:
         """Returns the parameters of this decoder in the folder of a published model; reads headers only."""
+        from models import family_tensors  # of no use to a run that starts from its seed
+
         return family_tensors.published_folder(self, folder)
 
     def residual(self, params: Params, batch: Batch) -> jax.Array:
