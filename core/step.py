@@ -69,8 +69,8 @@ def train_step(
 
     Returns:
       A pure function. Its metrics are, for this step: loss (the mean), learning_rate (of this update, even if it is
-      skipped), gradient_norm (before clipping, over trained parameters), weight (number of supervised items); and the
-      model's own metrics as sums with weights, which may be 0.
+      skipped; absent if only the transformation knows it), gradient_norm (before clipping, over trained parameters),
+      weight (number of supervised items); and the model's own metrics as sums with weights, which may be 0.
     """
 
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -90,11 +90,13 @@ def train_step(
             grads, out = sum_gradients(lambda p, b: _without_carry(grad(p, b)), state.params, batch, accum_steps)
         items = jnp.maximum(out.weight_sum, 1.0)
         grads = jax.tree.map(lambda g: g / items, grads)
-        params, opt_state = optimizer.update(grads, state.opt_state, state.params, out.extras)
+        loss = out.loss_sum / items
+        params, opt_state = optimizer.update(grads, state.opt_state, state.params, out.extras, value=loss)
+        rate = optimizer.rate(state.opt_state, state.step, after=opt_state)
         metrics = {
             **out.metrics,
-            "loss": out.loss_sum / items,
-            "learning_rate": optimizer.rate(state.opt_state, state.step),
+            "loss": loss,
+            **({} if rate is None else {"learning_rate": rate}),
             "gradient_norm": optax.global_norm(grads),
             "weight": out.weight_sum,
         }

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
-from core import logical, slices, units
+from core import logical, optimizers, slices, units
 from core.batches import has_tokens, row_length
 from core.errors import UserError
 from core.health.failure_diagnosis import ON_TPU, USUAL_LIMITS, Limits
-from core.optimizers import Optimizer
+from core.optimizers import Optimizer, Transformation
 from core.training import non_finite
 from core.types import CountsFlops, HasPuzzles, HasVocabulary, Model, PadsVocabulary, Task, can, missing
 from launch import environment
@@ -38,7 +38,7 @@ class Experiment:
       strategy: how the model is spread over its chips.
       model: a `core.types.Model`.
       task: the data, from `tasks`.
-      optimizer: from `core.optimizers`.
+      optimizer: from `core.optimizers`, or a transformation of optax, which becomes an `Optimizer`.
       batch_size: rows of a global batch.
       total_steps: where the run ends; schedules refer to it too.
       accum_steps: microbatches per step.
@@ -75,7 +75,7 @@ class Experiment:
     strategy: Strategy
     model: Model
     task: Task
-    optimizer: Optimizer
+    optimizer: Optimizer | Transformation
     batch_size: int
     total_steps: int
     accum_steps: int = 1
@@ -107,12 +107,14 @@ class Experiment:
         options = [f"compiler_options: {problem}" for problem in compiler_options.problems(self.compiler_options)]
         if problems := [*self._wrong_parts(), *self._out_of_range(), *options]:
             raise UserError("Experiment: " + "; ".join(problems))
+        object.__setattr__(self, "optimizer", optimizers.as_optimizer(self.optimizer))
 
     def _wrong_parts(self) -> Iterator[str]:
         """A constructor without annotations may give anything, which gin cannot tell before it calls it."""
-        for name, kind in (("strategy", Strategy), ("optimizer", Optimizer)):
-            if not isinstance(part := getattr(self, name), kind):
-                yield f"{name} is {_told(part)}, expected {kind.__module__}.{kind.__name__}"
+        for name, kinds in (("strategy", [Strategy]), ("optimizer", [Optimizer, Transformation])):
+            if not isinstance(part := getattr(self, name), tuple(kinds)):
+                expected = " or ".join(f"{kind.__module__}.{kind.__name__}" for kind in kinds)
+                yield f"{name} is {_told(part)}, expected {expected}"
         for name, protocol in (("model", Model), ("task", Task)):
             part = getattr(self, name)
             if lacks := ", ".join(missing(part, protocol)):

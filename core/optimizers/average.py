@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 
 import jax
 import optax
+import optax.contrib
 
 from core import parameters, ranges
-from core.optimizers.base import Optimizer, frozen_of
+from core.errors import UserError
+from core.optimizers.base import Optimizer, frozen_of, nodes
 from core.param_spec import Specs
 from core.types import Params
 
@@ -36,7 +38,7 @@ def averaged(*, optimizer: Optimizer, decay: float = 0.999) -> Optimizer:
       decay: weight of the previous average in each update.
 
     Raises:
-      UserError: decay is out of range.
+      UserError: decay is out of range; in `init`, the optimizer averages already.
     """
     ranges.check("averaged", decay=decay)
 
@@ -51,7 +53,10 @@ def averaged(*, optimizer: Optimizer, decay: float = 0.999) -> Optimizer:
             return jax.tree.map(lambda out, p: optax.MaskedNode() if out else p, left_out(params), params)
 
         def init(params: Params) -> AverageState:
-            return AverageState(rule.init(params), kept(params))
+            inner = rule.init(params)
+            if nodes(inner, optax.contrib.ScheduleFreeState):
+                raise UserError("averaged: the optimizer already averages its parameters (schedule_free); use it alone")
+            return AverageState(inner, kept(params))
 
         def update(grads: Params, state: AverageState, params: Params, **extra: Any) -> tuple[Params, AverageState]:
             updates, inner = rule.update(grads, state.inner, params, **extra)

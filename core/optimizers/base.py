@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 
 from core import logical, parameters, ranges
 from core.errors import UserError
@@ -40,7 +41,8 @@ class Optimizer:
     Attributes:
       rule: returns the transformation for the parameters of a model: it converts gradients to updates, and its update
         may take `extras` of the step's `LossOutput`. `lambda specs: optax.sgd(0.1)` if it treats all alike.
-      learning_rate: schedule over the number of applied updates, for reporting (`rate`).
+      learning_rate: schedule over the number of applied updates, for reporting (`rate`); None if only the
+        transformation knows it.
       frozen: patterns over paths (`layers/block/query`; shell wildcards) of parameters that are not trained, besides
         those whose spec says so; they have no gradient and no state. A parameter of a kind in `live` is trained.
       live: kinds of trained parameters that are not averaged over steps.
@@ -49,7 +51,7 @@ class Optimizer:
     """
 
     rule: Rule
-    learning_rate: Schedule
+    learning_rate: Schedule | None
     frozen: tuple[str, ...] = ()
     live: tuple[str, ...] = ()
     averages: Callable[[Any], Params] | None = None
@@ -96,7 +98,9 @@ class Optimizer:
         """Returns the initial state for these parameters."""
         return self.transformation.init(params)
 
-    def update(self, grads: Params, state: Any, params: Params, extras: Any = ()) -> tuple[Params, Any]:
+    def update(
+        self, grads: Params, state: Any, params: Params, extras: Any = (), *, value: jax.Array | None = None
+    ) -> tuple[Params, Any]:
         """Returns the new parameters and state.
 
         Args:
@@ -104,21 +108,28 @@ class Optimizer:
           state: the previous state.
           params: the previous parameters.
           extras: `extras` of the model's `LossOutput`.
+          value: the mean loss, [], float32, which some transformations of optax need.
         """
-        updates, state = self.transformation.update(grads, state, params, extras=extras)
+        updates, state = self.transformation.update(grads, state, params, extras=extras, value=value)
         return optax.apply_updates(params, updates), state
 
-    def rate(self, state: Any, step: jax.Array) -> jax.Array:
-        """Returns the learning rate of the next update, [], float32.
+    def rate(self, state: Any, step: jax.Array, *, after: Any) -> jax.Array | None:
+        """Returns the learning rate of an update, [], float32; None if only the transformation knows it.
 
         A schedule inside the transformation counts applied updates, fewer than the steps if updates were skipped. For
-        a transformation without a schedule inside, `step` is used.
+        a transformation without a schedule inside, `step` is used. Without `learning_rate`, the rate is the
+        hyperparameter of that name in a state of `optax.inject_hyperparams`.
 
         Args:
           state: the optimizer's state before the update.
           step: number of steps done, [], int32.
+          after: the optimizer's state after the update, in which optax stores the hyperparameters of the update.
         """
-        counted = [leaf.count for leaf in jax.tree.leaves(state, is_leaf=_is_schedule) if _is_schedule(leaf)]
+        if self.learning_rate is None:
+            injected = nodes(after, optax.InjectStatefulHyperparamsState)
+            rates = [node.hyperparams["learning_rate"] for node in injected if "learning_rate" in node.hyperparams]
+            return jnp.asarray(rates[0], jnp.float32) if rates else None
+        counted = [node.count for node in nodes(state, optax.ScaleByScheduleState)]
         return jnp.asarray(self.learning_rate(counted[0] if counted else step), jnp.float32)
 
     def trainable(self, params: Params) -> Params:
@@ -126,14 +137,28 @@ class Optimizer:
         return jax.tree.map(lambda p, stop: jax.lax.stop_gradient(p) if stop else p, params, self._frozen(params))
 
     def evaluated(self, params: Params, state: Any) -> Params:
-        """Returns the parameters to evaluate, sample from and export: the averaged ones if the optimizer averages."""
-        if self.averages is None:
-            return params
-        return jax.tree.map(lambda a, p: p if _is_masked(a) else a, self.averages(state), params, is_leaf=_is_masked)
+        """Returns the parameters to evaluate, sample from and export: the averaged ones if the optimizer averages.
+
+        It averages with `averages`, or with `optax.contrib.schedule_free`, whose average is computed from its state and
+        the parameters.
+        """
+        if self.averages is not None:
+            return _merged(self.averages(state), params)
+        for found in nodes(state, optax.contrib.ScheduleFreeState):
+            own = jax.tree.map(lambda z, p: z if _is_masked(z) else p, found.z, params, is_leaf=_is_masked)
+            params = _merged(optax.contrib.schedule_free_eval_params(found, own), params)
+        return params
 
 
-def _is_schedule(node: Any) -> bool:
-    return isinstance(node, optax.ScaleByScheduleState)
+def nodes(state: Any, kind: type) -> list[Any]:
+    """Returns the parts of a state that are of a kind."""
+    parts = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kind))
+    return [part for part in parts if isinstance(part, kind)]
+
+
+def _merged(averages: Params, params: Params) -> Params:
+    """Returns the averages, and parameters where there is none."""
+    return jax.tree.map(lambda a, p: p if _is_masked(a) else a, averages, params, is_leaf=_is_masked)
 
 
 def _is_masked(leaf: Any) -> bool:

@@ -18,10 +18,12 @@ def state_axes(optimizer: Optimizer, shapes: Params) -> Any:
     """Returns the logical axes of every leaf of the optimizer's state.
 
     A leaf belongs to the parameter whose path is the end of its own path. A leaf with the parameter's shape has the
-    parameter's axes. A leaf that lacks a dimension (a factored moment) has the remaining axes. A row or column moment
-    over joined dimensions has the axis of the first of them, whose shards are contiguous. All other leaves (counters)
-    have no named axis, and are replicated. Of two equally long dimensions optax drops the later for a row moment and
-    the earlier for a column moment; if that changed, the layout would change but not the results.
+    parameter's axes; one with several entries of that shape (the memory of L-BFGS) has them after its leading
+    dimensions. A leaf that lacks a dimension (a factored moment) has the remaining axes. A row or column moment over
+    joined dimensions has the axis of the first of them, whose shards are contiguous. All other leaves (counters, and
+    the vector that SM3 stores for each dimension) have no named axis, and are replicated. Of two equally long
+    dimensions optax drops the later for a row moment and the earlier for a column moment; if that changed, the layout
+    would change but not the results.
 
     Args:
       optimizer: bound to the parameters.
@@ -50,8 +52,8 @@ def _surviving_axes(
     Otherwise the leaf is one side of the parameter as a matrix, whose joined dimensions have the axis of the first.
     """
     names, stacked = spec.axes, spec.stacked
-    if leaf == param:
-        return names
+    if (leading := len(leaf) - len(param)) >= 0 and leaf[leading:] == param:
+        return (None,) * leading + names
     order = range(len(param)) if first else reversed(range(len(param)))
     for dropped in sorted(order, key=lambda i: i < stacked):  # each layer has its own moments
         if leaf == param[:dropped] + param[dropped + 1 :]:

@@ -72,7 +72,10 @@ def _by_sign(learning_rate: Schedule, weight_decay: float) -> optax.GradientTran
         del params
         return SignState(jnp.zeros((), jnp.int32))
 
-    def update(grads: Params, state: SignState, params: Params, *, extras: Any = ()) -> tuple[Params, SignState]:
+    def update(
+        grads: Params, state: SignState, params: Params, *, extras: Any = (), **unused: Any
+    ) -> tuple[Params, SignState]:
+        del unused
         rate = learning_rate(state.count)
 
         def one(path: Any, p: jax.Array, g: jax.Array) -> jax.Array:

@@ -120,7 +120,7 @@ def test_an_average_starts_at_the_first_parameters_and_is_what_is_evaluated():
 
 def test_the_reported_rate_is_that_of_the_dense_schedule_inside_a_table_and_an_average():
     _, state = steps_of(composed(), 3)[-1]
-    assert float(composed().rate(state, jnp.int32(50))) == float(RATE(jnp.int32(3)))
+    assert float(composed().rate(state, jnp.int32(50), after=state)) == float(RATE(jnp.int32(3)))
 
 
 @pytest.mark.parametrize("dense", [optimizers.adamw, optimizers.lion, optimizers.adam_atan2])

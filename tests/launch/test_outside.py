@@ -4,12 +4,14 @@ import types
 
 import pytest
 
+from core.optimizers import Optimizer
 from launch import configuration
 from launch.check import preflight
 from launch.runs import progress
 
 TEXT = """
 from __gin__ import dynamic_registration
+import optax
 import outside_parts
 include 'gin/defaults.gin'
 include 'gin/tasks/python_source.gin'
@@ -184,6 +186,7 @@ def test_a_model_with_an_axis_of_its_own_fits(folder):
             "configuration",
             "optimizer is None, expected core.optimizers.base.Optimizer",
         ),
+        ("OPTIMIZER = @optax.lbfgs()", "layout", "the optax transformation cannot be applied:"),
         (
             "TASK = @outside_parts.half()",
             "configuration",
@@ -204,6 +207,17 @@ def test_a_task_without_a_vocabulary_needs_no_prompt(folder):
     assert (
         "PROMPT = 'x': Images has no vocabulary to read it with" in checked.experiment.data_problems(prepared=False)[0]
     )
+
+
+@pytest.mark.covers("M16")
+def test_a_transformation_of_optax_is_an_optimizer(folder):
+    assert failed(folder, "OPTIMIZER = @optax.contrib.prodigy()")[0] == {}
+    wrapped = ["optimizers.from_optax.transformation = @optax.lamb()", "optax.lamb.learning_rate = 1e-3"]
+    found, checked = failed(
+        folder, "OPTIMIZER = @optimizers.from_optax()", *wrapped, "optimizers.from_optax.by_layer = True"
+    )
+    assert found == {}
+    assert isinstance(checked.experiment.optimizer, Optimizer)
 
 
 @pytest.mark.parametrize("together", [True, False])

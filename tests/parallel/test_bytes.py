@@ -7,6 +7,8 @@ read from tables, layouts or states.
 import math
 
 import jax
+import optax
+import optax.contrib
 import pytest
 
 from core import optimizers, slices
@@ -80,12 +82,27 @@ FACTORED = [
     *([("vocab",), ("embed",), ("one",)] * 2),
 ]
 RATE = optimizers.constant(1e-3)
+
+
+def of_optax(transformation, **options):
+    return optimizers.from_optax(transformation=transformation, **options)
+
+
 KEPT = {  # optimizer: itself, the arrays it keeps, bytes of counters and constants beside them
     "adamw": (optimizers.adamw(learning_rate=RATE), PARAMS * 2, 4 + 4),
     "adafactor": (optimizers.adafactor(learning_rate=RATE), FACTORED, 4 * L + 4 + 4),
     "adam_atan2": (optimizers.adam_atan2(learning_rate=RATE), PARAMS * 2, 4 + 4),
     "lion": (optimizers.lion(learning_rate=RATE), PARAMS, 4 + 4),
     "muon": (optimizers.muon(learning_rate=RATE), PARAMS + list(OTHERS.values()), (4 + 12) * L + 4 + 4),
+}
+VECTORS = 4 * sum(SIZES[a] for axes in OTHERS.values() for a in axes if "layers" not in axes)  # not of the layers
+LAYER_VECTORS = 4 * L * sum(SIZES[a] for axes in PARAMS if "layers" in axes for a in axes[1:])
+KEPT |= {  # of optax: SM3 stores a vector for each dimension of a parameter, on every chip
+    "adan": (of_optax(optax.adan(1e-3)), PARAMS * 4, 4),
+    "prodigy": (of_optax(optax.contrib.prodigy()), PARAMS * 4, 4 * 3),
+    "schedule_free": (of_optax(optax.contrib.schedule_free_adamw(1e-3)), PARAMS * 2, 4 * 5),
+    "sm3": (of_optax(optax.sm3(1e-3), by_layer=True), PARAMS, VECTORS + LAYER_VECTORS),
+    "lamb": (of_optax(optax.lamb(1e-3), by_layer=True), PARAMS * 2, 4 * L + 4),
 }
 QUICK = ("adamw", "muon")  # two moments of every number; one, and matrices that are held otherwise
 SPEC = streams.batch_spec(16, length=8)
