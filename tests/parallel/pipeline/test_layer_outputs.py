@@ -50,8 +50,9 @@ class Scored:
         return carry, hk.transform(self._loss).apply(params, None, batch)
 
     def _block(self, x, side, layer_in, *, kind="local"):
-        wide = logical.param("wide", (WIDTH, HIDDEN), ("embed", "mlp"), hk.initializers.RandomNormal(0.3))
-        narrow = logical.param("narrow", (HIDDEN, WIDTH), ("mlp", "embed"), hk.initializers.RandomNormal(0.3))
+        init = hk.initializers.RandomNormal(0.6 / self.layers**0.5)  # deep stacks do not amplify rounding errors
+        wide = logical.param("wide", (WIDTH, HIDDEN), ("embed", "mlp"), init)
+        narrow = logical.param("narrow", (HIDDEN, WIDTH), ("mlp", "embed"), init)
         bend = {"local": jnp.tanh, "global": jnp.sin}[kind]
         hidden = logical.constrain(bend(x["x"] @ wide) * layer_in["scale"], "batch", "mlp")
         after = x["x"] + (hidden @ narrow) * side[:, None]
