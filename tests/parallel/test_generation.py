@@ -19,7 +19,7 @@ FAMILIES = pathlib.Path(__file__).parents[1] / "models" / "fixtures" / "families
 ADAMW = optimizers.adamw(learning_rate=optimizers.constant(1e-3))
 STRATEGIES = {
     "fsdp": strategies.fsdp(),
-    "tensor": strategies.mesh3d(tensor=4),
+    "tensor": strategies.mesh3d(data=2, tensor=2),
     "fsdp_tensor": strategies.fsdp_tensor(tensor=2),
     "pipeline": strategies.pipeline(stage=2),
 }
