@@ -151,7 +151,7 @@ class Transformer(DecoderConfig):
 
     @staticmethod
     def _laid_out(cache: KeysAndValues) -> KeysAndValues:
-        return jax.tree.map(lambda a: logical.constrain(a, "layers", "batch", None, "kv_heads", "head_dim"), cache)
+        return jax.tree.map(lambda a: logical.constrain(a, None, "batch", None, "kv_heads", "head_dim"), cache)
 
     @property
     def _pattern(self) -> dict[str, Any]:

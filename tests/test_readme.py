@@ -1,5 +1,6 @@
 """README's commands, read from README: what it tells a new user to type works."""
 
+import json
 import os
 import re
 import shlex
@@ -7,7 +8,14 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+
+from core import batches, logical
+from core.checkpoints import published
+from models import families, family_tensors, transformer
+from tasks import streams
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -39,7 +47,36 @@ def workspace(tmp_path_factory):
     (copy / ".venv").symlink_to(ROOT / ".venv")
     for body in blocks("python") + blocks("gin"):
         (copy / body.splitlines()[0].removeprefix("# ")).write_text(body)
+    published_model(copy / "smollm2")
     return copy
+
+
+def published_model(folder):
+    """A folder as README names it, with a small random model and a tokenizer with a chat template."""
+    shutil.copytree(ROOT / "tests" / "tasks" / "fixtures" / "tokenizers" / "bpe", folder)
+    model = transformer.Transformer(
+        vocab_size=512, num_layers=2, embed_dim=32, mlp_dim=48, num_heads=4, num_kv_heads=2, tied=True, rope_theta=1e5
+    )
+    batch = batches.batch_shapes(streams.batch_spec(1, length=8))
+    shapes, specs = logical.abstract_init(model.init, jax.random.key(0), batch)
+    values = np.random.default_rng(0)
+    published.write(
+        folder,
+        published.tensors_of(
+            lambda path, layer: 0.1 * values.standard_normal(_shape(shapes, path)[layer is not None :]),
+            shapes,
+            specs,
+            family_tensors.named_sources(model),
+            limits={"vocab": 512},
+            dtype=np.float32,
+        ),
+    )
+    (folder / "config.json").write_text(json.dumps(families.config(model, "llama")))
+
+
+def _shape(shapes, path):
+    *module, name = path.split("/")
+    return shapes["/".join(module) or "~"][name].shape
 
 
 def run(command, workspace, *, code=0):
