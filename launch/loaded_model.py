@@ -143,7 +143,7 @@ def load(
     Raises:
       UserError: there is nothing of this name, it does not fit, or is damaged.
     """
-    if (paths.resolve(text) / pretrained.CONFIG).exists():
+    if (paths.fetched(text, paths.SMALL_FILES) / pretrained.CONFIG).exists():
         return _published(text, slice_name, dtype, strategy)
     folder = steps.find(text)
     run_dir = str(folder.parent.parent)

@@ -87,7 +87,7 @@ def named_sources(model: DecoderConfig) -> dict[str, Source]:
 def published_folder(decoder: DecoderConfig, folder: str) -> PublishedFolder:
     """Returns the parameters of a decoder in the folder of a published model; reads the headers of its files."""
     return PublishedFolder(
-        paths.resolve(folder),
+        paths.fetched(folder, paths.WEIGHTS),
         sources(decoder),
         prefixes=GPT2_PREFIXES if decoder.positions == "learned" else PREFIXES,
         ignored=(*NOT_PARAMETERS, *(("*lm_head.weight",) if decoder.tied else ())),

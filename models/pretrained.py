@@ -22,13 +22,13 @@ def model(folder: str, **changes: Any) -> Transformer:
     """Returns the decoder that the `config.json` of a folder describes, with fields replaced by `changes`.
 
     Args:
-      folder: local or remote.
+      folder: local, gs:// or hf://OWNER/NAME.
       **changes: fields of `Transformer`, such as `remat`.
 
     Raises:
       UserError: there is no such file, or the decoder cannot be what it describes.
     """
-    return Transformer(**{**families.fields(read_config(paths.resolve(folder))), **changes})
+    return Transformer(**{**families.fields(read_config(paths.fetched(folder, paths.SMALL_FILES))), **changes})
 
 
 def read_config(folder: paths.Path) -> dict[str, Any]:

@@ -44,10 +44,14 @@ class FolderTokenizer:
         self.path = path
 
     @functools.cached_property
+    def folder(self) -> paths.Path:
+        """The folder; that of a hub is downloaded."""
+        return paths.fetched(self.path, paths.SMALL_FILES)
+
+    @functools.cached_property
     def _text(self) -> str:
-        file = paths.resolve(self.path) / TOKENIZER
         try:
-            return file.read_text()
+            return (self.folder / TOKENIZER).read_text()
         except (FileNotFoundError, NotADirectoryError) as error:
             raise UserError(
                 f"no {TOKENIZER} in {self.path!r}: set VOCABULARY to the folder of a published model; older "
@@ -69,7 +73,7 @@ class FolderTokenizer:
         """The settings of the folder: the later of these files win."""
         found: dict[str, Any] = {}
         for name in ("config.json", "generation_config.json", "special_tokens_map.json", "tokenizer_config.json"):
-            file = paths.resolve(self.path) / name
+            file = self.folder / name
             if file.exists():
                 found |= {key: value for key, value in json.loads(file.read_text()).items() if value is not None}
         return found
@@ -154,7 +158,7 @@ class FolderTokenizer:
 
     @property
     def _template(self) -> str:
-        file = paths.resolve(self.path) / "chat_template.jinja"
+        file = self.folder / "chat_template.jinja"
         template = file.read_text() if file.exists() else self._settings.get("chat_template")
         if isinstance(template, list):  # several, by name
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
@@ -168,7 +172,7 @@ class FolderTokenizer:
 
     def problems(self) -> list[str]:
         """See `Vocabulary`. Does not check that a remote folder exists."""
-        if not paths.is_remote(self.path) and not (paths.resolve(self.path) / TOKENIZER).is_file():
+        if "://" not in self.path and not (paths.resolve(self.path) / TOKENIZER).is_file():
             return [f"no {TOKENIZER} in {self.path!r}: set VOCABULARY to the folder of a published model"]
         return []
 

@@ -20,7 +20,7 @@ def source(experiment: Experiment) -> warm_start.ParameterSource | None:
     text = experiment.init_from
     if not text:
         return None
-    folder = paths.resolve(text)
+    folder = paths.fetched(text, paths.SMALL_FILES)
     if (folder / "config.json").exists():
         if not can(experiment.model, ReadsPublished):
             lacks = ", ".join(missing(experiment.model, ReadsPublished))

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     vocabulary = experiment.task.vocabulary
     config = {**families.config(model, kind), "torch_dtype": args.dtype, **_special_ids(vocabulary)}
     if isinstance(vocabulary, vocabularies.FolderTokenizer):
-        _copy_tokenizer(paths.resolve(vocabulary.path), out)
+        _copy_tokenizer(vocabulary.folder, out)
     paths.write_text_atomically(out / pretrained.CONFIG, json.dumps(config, indent=2) + "\n")  # last: it marks the end
     print(f"{out}: {kind}, {units.size(size)} of {args.dtype}, from step {step.name} of {run_dir}")
     return 0
