@@ -224,8 +224,8 @@ class Program:
         at = self.partitioner
         if at.pipeline:
             shapes, axes = self._abstract
-            sizes = {"stages": at.shape["stage"], "chips": at.slice.chips}
-            if found := checks.problems(at.pipeline, shapes.params, axes.params, **sizes):
+            stages, chips = at.shape["stage"], at.slice.chips
+            if found := checks.problems(at.pipeline, shapes.params, axes.params, stages=stages, chips=chips):
                 raise UserError(f"strategy {at.strategy.name!r} on {at.slice.name}:\n  " + "\n  ".join(found))
         _ = self.abstract_state
 

@@ -60,12 +60,12 @@ def stored_spec(shape: Sequence[int], axes: Axes, rules: Rules, mesh_shape: Mapp
     spec = logical.partition_spec(axes, rules)
     if axes.names[:1] != ("layers",) or spec[0] != "stage" or shape[0] % mesh_shape["stage"] == 0:
         return spec
-    entries = [None, *map(logical.mesh_axes, spec[1:])]
-    for i, size in enumerate(shape[1:], 1):
+    entries = [logical.mesh_axes(entry) for entry in spec[1:]]
+    for i, size in enumerate(shape[1:]):
         if size % logical.shards((*entries[i], "stage"), mesh_shape) == 0:
             entries[i] = (*entries[i], "stage")
             break
-    return PartitionSpec(*(entry[0] if entry and len(entry) == 1 else entry or None for entry in entries))
+    return PartitionSpec(None, *(entry[0] if len(entry) == 1 else entry or None for entry in entries))
 
 
 def _formatted(problem: str, arrays: Sequence[str]) -> str:

@@ -146,8 +146,8 @@ def _loss_and_gradients(passes: Passes, tail: Tail) -> Any:
         weights, head, x, fixed, side = _values(args)
         return passes.loss_and_gradients(weights, Tail(tail.fn, head), x, fixed, side)
 
-    def backward(grads: tuple, by: tuple[LossOutput, Any]) -> tuple:
-        by, sums = by
+    def backward(grads: tuple, cotangents: tuple[LossOutput, Any]) -> tuple:
+        by, sums = cotangents
         if any(not isinstance(a, SymbolicZero) for a in jax.tree.leaves((by.metrics, by.extras, sums))):
             raise UserError(
                 "1F1B: only loss_sum of the tail's result can be differentiated; add the other terms to it (the tail "

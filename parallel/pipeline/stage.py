@@ -101,7 +101,9 @@ class Stage(NamedTuple):
 
     def input(self, at: Turn, x: Any) -> Any:
         """Returns the tree `x`, or the bubble's value in a bubble."""
-        return x if self.bubble is None else jax.tree.map(lambda a: jnp.where(at.valid, a, self.bubble), x)
+        if (bubble := self.bubble) is None:
+            return x
+        return jax.tree.map(lambda a: jnp.where(at.valid, a, bubble), x)
 
     def number(self, at: Turn, i: jax.Array | int) -> jax.Array:
         """Returns the place in the model of the i-th layer of a turn."""
@@ -166,8 +168,12 @@ def check_microbatch(stage: Stage, x: Stream) -> None:
     if not jax.tree.leaves((stage.layers.params.inputs, stage.layers.inputs, stage.fn.outputs.summed)):
         return
     layer, side = (jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), t) for t in stage[1:3])
+
+    def one_layer(layer: Layer, x: Stream, side: Side) -> tuple[Stream, Any]:
+        return stage.fn.plain(layer, x, side, stage.fn.kinds[0])
+
     try:
-        after, out = jax.eval_shape(lambda *args: stage.fn.plain(*args, stage.fn.kinds[0]), layer, x, side)
+        after, out = jax.eval_shape(one_layer, layer, x, side)
     except (TypeError, ValueError) as error:
         raise UserError(
             "pipeline: a layer runs on all rows, but not on those of a microbatch. layer_in belongs to layers and is "

@@ -95,8 +95,10 @@ class ShardedState:
 
     def _check_stages(self) -> None:
         schedule, shapes, axes = self.tables.pipeline, self.trace.shapes.params, self.trace.axes.params
-        sizes = {"stages": self.shape["stage"], "chips": self.trace.slice.chips, "even": True}  # counts no padding
-        if schedule and (found := checks.problems(schedule, shapes, axes, **sizes)):
+        if schedule is None:
+            return
+        sizes = {"stages": self.shape["stage"], "chips": self.trace.slice.chips}
+        if found := checks.problems(schedule, shapes, axes, even=True, **sizes):  # even: padding is not counted
             raise Refused("layers do not divide into stages", f"strategy {self.tables.name!r}: " + "; ".join(found))
 
     def check(self, step: Step, *, num_streams: int = 1) -> None:
