@@ -56,12 +56,14 @@ class LoadedModel:
       params: laid out as `program.abstract_state.params`.
       vocabulary: of the run or folder; None for data that is not text.
       where: what was loaded, in one line.
+      begins_with_bos: whether texts begin with the begin-of-text id.
     """
 
     program: Program
     params: Params
     vocabulary: Any
     where: str
+    begins_with_bos: bool = True
 
     @property
     def model(self) -> Model:
@@ -90,8 +92,7 @@ class LoadedModel:
                 raise UserError(f"{self.where} has no chat template: only folders of published models have one")
             return self.vocabulary.encode(self.vocabulary.chat([{"role": "user", "content": text}]))
         ids = self.vocabulary.encode(text)
-        plain = isinstance(self.vocabulary, vocabularies.FolderTokenizer) and not self.vocabulary.begins_with_bos
-        return ids if plain and ids else [self.vocabulary.bos_id, *ids]
+        return [self.vocabulary.bos_id, *ids] if self.begins_with_bos or not ids else ids
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -114,7 +115,13 @@ class LoadedModel:
     ) -> list[Text]:
         """Continues prompts, given as text or as ids; see `parallel.generation.Generator.generate`."""
         ids = [self.encoded(p, is_chat=is_chat) if isinstance(p, str) else list(p) for p in prompts]
-        options = {"max_tokens": max_tokens, "sampling": sampling, "seed": seed, "stop_ids": self.stop_ids}
+        options: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "sampling": sampling,
+            "seed": seed,
+            "stop_ids": self.stop_ids,
+        }
+        options["num_ids"] = self.vocabulary.size if self.vocabulary is not None else None
         found = self.generator.generate(ids, on_tokens=on_tokens, **options)
         return [Text(self.decoded(one.ids), *one) for one in found]
 
@@ -154,7 +161,9 @@ def load(
     chosen = strategy or (experiment.strategy if slice_name else None)
     spec = experiment.task.spec(experiment.batch_size)
     program = _bound(experiment.model, chosen, slice_name, spec, optimizer=experiment.optimizer)
-    if program.optimizer.averages is None:
+    optimizer_state = program.abstract_state.opt_state
+    evaluated = jax.make_jaxpr(program.optimizer.evaluated)(program.abstract_state.params, optimizer_state).jaxpr
+    if evaluated.outvars == evaluated.invars[: len(evaluated.outvars)]:  # the optimizer does not average
         source = SavedParameters(folder)
         params = source.load(program.abstract_state.params, program.param_specs, progress=lambda *_: None)
     else:
@@ -172,7 +181,7 @@ def _published(folder: str, slice_name: str | None, dtype: str | None, strategy:
     chips = slices.get(slice_name or ONE_CHIP).chips
     program = _bound(model, strategy, slice_name, streams.batch_spec(chips, length=32))
     params = model.published(folder).load(program.abstract_state.params, program.param_specs)
-    return LoadedModel(program, params, vocabulary, folder)
+    return LoadedModel(program, params, vocabulary, folder, vocabulary.begins_with_bos)
 
 
 def _bound(

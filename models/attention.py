@@ -97,6 +97,7 @@ def cached(
     before: tuple[jax.Array, jax.Array],
     positions: jax.Array,
     *,
+    choice: str = "auto",
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -107,11 +108,14 @@ def cached(
       q, k, v: of T new positions, [B, T, H, K] and [B, T, N, K].
       before: keys and values of earlier positions, [B, S, N, K] each; entry s belongs to position s.
       positions: [B, T], int32, consecutive in each row; entries of `before` from the first of them on are not used.
+      choice: "none" for no mixing over positions; all others are computed alike.
       scale, window, softcap: as in `attend`.
 
     Returns:
       [B, T, H, K].
     """
+    if choice == "none":
+        return _repeat_heads(v, q.shape[2])
     batch, length, heads, head_dim = q.shape
     grouped = q.reshape(batch, length, k.shape[2], heads // k.shape[2], head_dim)  # [B, T, N, G, K]
     there = jnp.broadcast_to(jnp.arange(before[0].shape[1]), (batch, before[0].shape[1]))  # [B, S]

@@ -99,12 +99,13 @@ class Block(hk.Module):
         value = logical.constrain(value, "batch", "length", "kv_heads", "head_dim")
         q, key, value = map(checkpoint_name, (q, key, value), ("query", "key", "value"))
         how = {
+            "choice": c.attention,
             "scale": 1.0 if side.turns else c.score_scale,  # otherwise the rotary tables scale
             "window": c.window if self.kind == LOCAL else None,
             "softcap": c.attention_softcap,
         }
         if before is None:
-            mixed = attention.attend(q, key, value, side.segment_ids, choice=c.attention, **how)
+            mixed = attention.attend(q, key, value, side.segment_ids, **how)
         else:
             mixed = attention.cached(q, key, value, before, side.positions, **how)
         mixed = logical.constrain(mixed, "batch", "length", "heads", "head_dim")

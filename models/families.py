@@ -16,6 +16,7 @@ published folders (transformers 4 and 5), and `config` writes one. `models.famil
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -222,20 +223,26 @@ def family(model: DecoderConfig) -> str:
         found = "qwen3"
     else:
         found = "llama" if model.window is None else "mistral"
-    again = fields(config(model, found))
-    wrong = {name: value for name, value in again.items() if getattr(model, name) != _as_field(name, value, model)}
+    again = DecoderConfig(**fields(config(model, found)))
+    names = [field.name for field in dataclasses.fields(DecoderConfig) if field.name not in _OF_A_RUN]
+    wrong = [name for name in names if _spelled_out(model, name) != _spelled_out(again, name)]
+    if model.attention == "none":
+        wrong.append("attention")
     if wrong:
         raise UserError(
             f"no published family has these fields; the nearest is {found}, which needs "
-            + ", ".join(f"{name} = {value!r} (here {getattr(model, name)!r})" for name, value in wrong.items())
+            + ", ".join(f"{name} = {getattr(again, name)!r} (here {getattr(model, name)!r})" for name in wrong)
         )
     return found
 
 
-def _as_field(name: str, value: Any, model: DecoderConfig) -> Any:
-    """Returns a default of the decoder in the form in which configurations spell it out."""
-    spelled = {"head_dim": model.head_width, "query_scale": model.score_scale, "pattern": model.kinds}
-    return getattr(model, name) if name in spelled and spelled[name] == value else value
+_OF_A_RUN = {"remat", "dtype", "attention", "vocab_multiple"}  # not part of a published configuration
+
+
+def _spelled_out(model: DecoderConfig, name: str) -> Any:
+    """Returns a field, with what its default stands for."""
+    defaults = {"head_dim": model.head_width, "query_scale": model.score_scale, "pattern": model.kinds}
+    return defaults.get(name, getattr(model, name))
 
 
 def config(model: DecoderConfig, kind: str) -> dict[str, Any]:

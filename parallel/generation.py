@@ -20,9 +20,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from core import logical, stack, units
-from core.batches import batch_shapes
+from core.batches import batch_shapes, row_length
 from core.errors import UserError
-from core.types import ChoosesDtype, ExtendsCache, LimitsPositions, Params, can
+from core.types import ChoosesDtype, ExtendsCache, HasVocabulary, LimitsPositions, Params, can
 from parallel.partitioner import Program
 
 CHUNK = 256  # positions of a prompt that are processed together
@@ -100,7 +100,7 @@ class Generator:
         with self._tracing():
             self._params = jax.jit(cast, out_shardings=layouts)(params)
         self._prefill = jax.jit(self._prefill_chunk, donate_argnums=1)
-        self._step = jax.jit(self._one_step, static_argnames=("sampling", "stop_ids"), donate_argnums=1)
+        self._step = jax.jit(self._one_step, static_argnames=("sampling", "stop_ids", "num_ids"), donate_argnums=1)
 
     @contextlib.contextmanager
     def _tracing(self) -> Iterator[None]:
@@ -115,6 +115,7 @@ class Generator:
         sampling: Sampling = GREEDY,
         seed: int = 0,
         stop_ids: Sequence[int] = (),
+        num_ids: int | None = None,
         on_tokens: Callable[[list[int | None]], None] = lambda ids: None,
     ) -> list[Continuation]:
         """Continues every prompt; the result is the same on all hosts.
@@ -125,21 +126,24 @@ class Generator:
           sampling: how a token is drawn.
           seed: of the draws.
           stop_ids: a row ends with one of these.
+          num_ids: of the vocabulary; larger ids, which a model may have, are not drawn. None: all may be drawn.
           on_tokens: called after each step with the new id of every row, None for rows that have ended.
 
         Raises:
-          UserError: an empty prompt, or more positions than the model has.
+          UserError: an empty prompt, an id that the model does not have, or more positions than it has.
         """
         longest = max(map(len, prompts), default=0)
         if not prompts or min(map(len, prompts)) == 0:
             raise UserError("generation needs prompts of at least one id each")
+        self._check_ids(prompts)
         self._check_positions(longest, max_tokens)
+        static = {"sampling": sampling, "stop_ids": tuple(stop_ids), "num_ids": num_ids}
         with self._tracing():
             state = self._after_prompts(prompts, length=longest + max_tokens)
             found = [Continuation([], [], False) for _ in prompts]
             key, waiting = jax.random.key(seed), []
             for _ in range(max_tokens):
-                state, drawn = self._step(self._params, state, key, sampling=sampling, stop_ids=tuple(stop_ids))
+                state, drawn = self._step(self._params, state, key, **static)
                 waiting.append(drawn)
                 if len(waiting) > _IN_FLIGHT and _collect(waiting.pop(0), found, on_tokens):
                     break
@@ -147,9 +151,23 @@ class Generator:
                 _collect(drawn, found, on_tokens)
         return found
 
-    def _check_positions(self, prompt: int, new: int) -> None:
+    def _check_ids(self, prompts: Sequence[Sequence[int]]) -> None:
         model = self._program.model
-        most = model.max_positions if can(model, LimitsPositions) else None
+        size = model.vocab_size if can(model, HasVocabulary) else None
+        wrong = [i for prompt in prompts for i in prompt if i < 0 or (size is not None and i >= size)]
+        if wrong:
+            raise UserError(f"the prompt has the id {wrong[0]}, and the model's are 0 to {size - 1 if size else '…'}")
+
+    @property
+    def max_positions(self) -> int | None:
+        """The largest number of positions of a prompt and its continuation; None: no limit."""
+        if isinstance(self._model, _Recomputing):
+            return self._model.length
+        model = self._program.model
+        return model.max_positions if can(model, LimitsPositions) else None
+
+    def _check_positions(self, prompt: int, new: int) -> None:
+        most = self.max_positions
         if most is not None and prompt + new > most:
             raise UserError(
                 f"a prompt of {units.counted(prompt, 'id')} and {new} new ones need {prompt + new} positions, and the "
@@ -162,12 +180,13 @@ class Generator:
         rows *= -(-len(prompts) // rows)
         padded = [*prompts, *([prompts[0]] * (rows - len(prompts)))]
         lengths = np.array([len(p) for p in padded], np.int32)
-        chunk = min(CHUNK, -(-int(lengths.max()) // 32) * 32)
+        fixed = self._model.length if isinstance(self._model, _Recomputing) else None
+        chunk = fixed or min(CHUNK, -(-int(lengths.max()) // 32) * 32)
         chunks = -(-int(lengths.max()) // chunk)
         ids = np.zeros((rows, chunks * chunk), np.int32)
         for row, prompt in enumerate(padded):
             ids[row, : len(prompt)] = prompt
-        size = max(-(-length // CHUNK) * CHUNK, chunks * chunk)
+        size = fixed or max(-(-length // CHUNK) * CHUNK, chunks * chunk)
         vocab = jax.eval_shape(functools.partial(self._extended, rows=rows, size=size), self._params)
         state = _State(
             jax.jit(self._model.empty_cache, static_argnums=(0, 1))(rows, size),
@@ -190,10 +209,20 @@ class Generator:
         return state._replace(cache=cache, logits=jnp.where(inside[:, None], logits, state.logits))
 
     def _one_step(
-        self, params: Params, state: _State, key: jax.Array, *, sampling: Sampling, stop_ids: tuple[int, ...]
+        self,
+        params: Params,
+        state: _State,
+        key: jax.Array,
+        *,
+        sampling: Sampling,
+        stop_ids: tuple[int, ...],
+        num_ids: int | None,
     ) -> tuple[_State, tuple[jax.Array, jax.Array, jax.Array]]:
         rows = jnp.arange(state.position.shape[0])
-        ids = draw(state.logits, key, rows, state.position, sampling)
+        possible = state.logits
+        if num_ids is not None:
+            possible = jnp.where(jnp.arange(possible.shape[1]) < num_ids, possible, _MASKED)
+        ids = draw(possible, key, rows, state.position, sampling)
         log_p = jnp.take_along_axis(jax.nn.log_softmax(state.logits), ids[:, None], axis=1)[:, 0]
         stops = jnp.isin(ids, jnp.asarray(stop_ids or (-1,)))
         logits, cache = self._model.extend(params, state.cache, ids[:, None], state.position, jnp.zeros_like(ids))
@@ -253,10 +282,15 @@ def _collect(drawn: Any, found: list[Continuation], on_tokens: Callable[[list[in
 
 
 class _Recomputing:
-    """A model that has only `logits`, in the form of one with a cache: the cache holds ids, and all are run again."""
+    """A model that has only `logits`, in the form of one with a cache: the cache holds ids, and all are run again.
+
+    Attributes:
+      length: positions of a training row, of which it takes no more.
+    """
 
     def __init__(self, program: Program):
         self._program = program
+        self.length = row_length(program.spec)
 
     def empty_cache(self, rows: int, length: int) -> jax.Array:
         return jnp.zeros((rows, length), jnp.int32)

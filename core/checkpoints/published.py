@@ -97,18 +97,26 @@ class PublishedFolder:
         Args:
           shapes, specs: of the model's parameters, trees of one structure.
         """
+        expected = self._expected(shapes, specs)
+        unused = [name for name in self._tensors if name not in expected]
+        left = [name for name in unused if not any(fnmatch.fnmatch(name, p) for p in self._ignored)]
+        return self._misfits(expected) + [f"left over: {name} {list(self._tensors[name].shape)}" for name in left]
+
+    def _expected(self, shapes: Any, specs: Specs) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the tensors that hold these parameters."""
         expected: dict[str, tuple[int, ...]] = {}
         for parameter in _described(shapes, specs, self._sources, self._limits).values():
             expected |= dict.fromkeys(parameter.names, parameter.source.shape(parameter.sizes))
+        return expected
+
+    def _misfits(self, expected: Mapping[str, tuple[int, ...]]) -> list[str]:
         lines = [f"missing: {name} {list(shape)}" for name, shape in expected.items() if name not in self._tensors]
         for name, tensor in self._tensors.items():
             if name in expected and tensor.shape != expected[name]:
                 lines.append(f"{name}: shape {list(tensor.shape)}, the model needs {list(expected[name])}")
             if name in expected and not _is_float(tensor.dtype):
                 lines.append(f"{name}: dtype {tensor.dtype}, the model needs floating-point numbers")
-        unused = [name for name in self._tensors if name not in expected]
-        left = [name for name in unused if not any(fnmatch.fnmatch(name, p) for p in self._ignored)]
-        return lines + [f"left over: {name} {list(self._tensors[name].shape)}" for name in left]
+        return lines
 
     def load(self, abstract: Any, specs: Specs, *, progress: Callable[[str, int, int], None] = lambda *_: None) -> Any:
         """Reads the parameters.
@@ -124,7 +132,7 @@ class PublishedFolder:
         Raises:
           UserError: the folder does not fit, with every difference.
         """
-        if lines := self.problems(abstract, specs):
+        if lines := self._misfits(self._expected(abstract, specs)):
             raise UserError(f"{self.folder} does not fit the model:\n  " + "\n  ".join(lines))
         described = _described(abstract, specs, self._sources, self._limits)
         leaves, structure = jax.tree.flatten(abstract)

@@ -11,7 +11,8 @@ from typing import Any
 
 import jax
 
-from core import distributed, versions
+from core import distributed, paths, versions
+from core.checkpoints import steps
 from core.errors import UserError
 from core.health import phase
 from core.training import compilation
@@ -70,7 +71,7 @@ def prepare_run(
     program = experiment.bind(jax.devices())
     host_memory.require(experiment, program)
     started_from = ""
-    if experiment.init_from:
+    if experiment.init_from and not steps.complete(paths.resolve(run_dir) / steps.FOLDER):  # else it resumes
         from launch.runs import warm_start
 
         started_from = warm_start.require_fit(experiment, program)

@@ -149,9 +149,12 @@ def _sample(experiment: Experiment, program: Program, state: TrainState) -> str:
     vocabulary = experiment.task.vocabulary
     prompt = [vocabulary.bos_id, *vocabulary.encode(experiment.prompt)]
     params = program.optimizer.evaluated(state.params, state.opt_state)
-    how = {"max_tokens": SAMPLE_IDS, "sampling": generation.Sampling(temperature=TEMPERATURE)}
     generator = generation.Generator(program, params)
-    [found] = generator.generate([prompt[-experiment.row_length :]], stop_ids=[vocabulary.eos_id], **how)
+    most = generator.max_positions
+    prompt = prompt[-(experiment.row_length if most is None else most // 2) :]
+    count = SAMPLE_IDS if most is None else min(SAMPLE_IDS, most - len(prompt))
+    how = {"max_tokens": count, "sampling": generation.Sampling(temperature=TEMPERATURE), "num_ids": vocabulary.size}
+    [found] = generator.generate([prompt], stop_ids=[vocabulary.eos_id], **how)
     return vocabulary.decode(found.ids)
 
 

@@ -66,6 +66,8 @@ def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = (), partly:
         profile_steps=(),
         memory_profile_steps=(),
         wandb_project="",
+        init_from="" if shrinks else experiment.init_from,
+        init_patterns=("*",) if shrinks else experiment.init_patterns,
         prompt=experiment.prompt if isinstance(task, type(experiment.task)) else "",
     )
 

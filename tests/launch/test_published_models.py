@@ -1,5 +1,6 @@
 """Published models from the command line: generate, train from one, export, and generate from the export."""
 
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -13,6 +14,7 @@ from core.checkpoints.store import Checkpoints
 from launch import __main__ as command
 from launch import configuration, loaded_model
 from launch.runs import warm_start
+from models import pretrained
 
 TESTS = pathlib.Path(__file__).parents[1]
 FAMILY = TESTS / "models" / "fixtures" / "families" / "llama3"
@@ -27,6 +29,8 @@ include 'gin/defaults.gin'
 SLICE = 'v4-8'
 MODEL = @pretrained.model()
 pretrained.model.folder = '{folder}'
+pretrained.model.dtype = %COMPUTE_DTYPE
+COMPUTE_DTYPE = 'float32'
 INIT_FROM = '{folder}'
 VOCAB_SIZE = 83
 LENGTH = 16
@@ -69,7 +73,6 @@ def run_command(*words):
 def test_a_run_from_a_folder_generates_and_exports_the_same_model(folder, run_dir, tmp_path, capsys):
     want = np.load(FAMILY / "reference.npz")["greedy"].tolist()
     prompt = ",".join(map(str, want[:6]))
-    ids = []
     assert run_command("export", run_dir, "--out", tmp_path / "out", "--dtype", "float32") == 0
     exported, original = (load_file(f / "model.safetensors") for f in (tmp_path / "out", folder))
     assert exported.keys() == original.keys()
@@ -79,12 +82,13 @@ def test_a_run_from_a_folder_generates_and_exports_the_same_model(folder, run_di
         key: published[key] for key in ("vocab_size", "rope_scaling", "head_dim")
     }
     capsys.readouterr()
-    words = ("--prompt-ids", prompt, "--max-tokens", 8, "--greedy", "--json", "--gin", "COMPUTE_DTYPE = 'float32'")
-    assert run_command("generate", run_dir, *words[:-2]) == 0
-    ids.append(json.loads(capsys.readouterr().out)["ids"])
-    loaded = loaded_model.load(str(run_dir), slice_name="v4-8")
-    ids.append(loaded.continued([want[:6]], max_tokens=8)[0].ids)
-    assert ids[0] == ids[1]
+    words = ("--prompt-ids", prompt, "--max-tokens", 8, "--greedy", "--json")
+    assert run_command("generate", run_dir, *words) == 0
+    assert json.loads(capsys.readouterr().out)["ids"] == want[6:14]
+    laid_out = loaded_model.load(str(run_dir), slice_name="v4-8")
+    assert laid_out.continued([want[:6]], max_tokens=8)[0].ids == want[6:14]
+    again = pretrained.model(str(tmp_path / "out"), dtype="float32")
+    assert dataclasses.replace(again, head_dim=None) == dataclasses.replace(laid_out.model, head_dim=None)
 
 
 def test_wrong_words_are_refused(folder, run_dir, tmp_path, capsys):

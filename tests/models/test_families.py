@@ -11,6 +11,7 @@ import pytest
 
 from core import logical, parameters
 from core.checkpoints import published
+from core.errors import UserError
 from models import families, family_tensors, presets, pretrained, transformer
 
 HERE = pathlib.Path(__file__).parent / "fixtures" / "families"
@@ -173,3 +174,21 @@ def test_a_configuration_is_written_as_it_was_read(name):
     assert dataclasses.replace(again, head_dim=again.head_width) == dataclasses.replace(
         model, head_dim=model.head_width
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("llama2", {"logit_softcap": 30.0}, "the nearest is llama, which needs logit_softcap = None (here 30.0)"),
+        ("llama2", {"scaled_embedding": True}, "scaled_embedding = False (here True)"),
+        ("mistral", {"pattern": ("local", "global")}, "nearest is mistral, which needs pattern = ()"),
+        ("qwen3", {"window": 5}, "nearest is qwen3, which needs window = None (here 5)"),
+        ("gpt2", {"head_dim": 8}, "nearest is gpt2, which needs head_dim = None (here 8)"),
+        ("llama2", {"attention": "none"}, "needs attention = 'auto' (here 'none')"),
+    ],
+)
+def test_a_model_of_no_family_is_refused_with_what_differs(name, change, says):
+    model = dataclasses.replace(pretrained.model(str(HERE / name)), **change)
+    with pytest.raises(UserError) as caught:
+        families.family(model)
+    assert says in str(caught.value)

@@ -108,9 +108,35 @@ def test_what_may_be_drawn():
     np.testing.assert_allclose(np.bincount(draws, minlength=4) / 2000, jnp.exp(logits[0]), atol=0.03)
 
 
+def test_a_model_without_a_cache_gives_the_same_ids(monkeypatch):
+    want = generator_of("qwen2").generate([[5, 17, 3], [9]], max_tokens=7)
+    asked = generation.can
+    monkeypatch.setattr(generation, "can", lambda value, a: a.__name__ != "ExtendsCache" and asked(value, a))
+    recomputing = generator_of("qwen2")
+    assert isinstance(recomputing._model, generation._Recomputing)
+    assert [c.ids for c in recomputing.generate([[5, 17, 3], [9]], max_tokens=7)] == [c.ids for c in want]
+    with pytest.raises(UserError, match="need 17 positions, and the model has 16"):
+        recomputing.generate([[5] * 10], max_tokens=7)
+
+
+def test_ids_above_the_vocabulary_are_not_drawn():
+    generator = generator_of("llama2")
+    how = Sampling(temperature=5.0)
+    assert max(generator.generate([[4]], max_tokens=12, sampling=how)[0].ids) >= 40
+    assert max(generator.generate([[4]], max_tokens=12, sampling=how, num_ids=40)[0].ids) < 40
+
+
+def test_a_control_without_mixing_generates_without_mixing():
+    generator = generator_of("llama2", attention="none")
+    alone, after = generator.generate([[7], [3, 9, 7]], max_tokens=3)
+    assert alone.ids == after.ids
+
+
 def test_too_many_positions_and_empty_prompts_are_refused():
     generator = generator_of("gpt2")
     with pytest.raises(UserError, match="a prompt of 25 ids and 8 new ones need 33 positions, and the model has 30"):
         generator.generate([[1] * 25], max_tokens=8)
+    with pytest.raises(UserError, match="the prompt has the id 83, and the model's are 0 to 82"):
+        generator.generate([[1], [83]], max_tokens=1)
     with pytest.raises(UserError, match="at least one id"):
         generator.generate([[1], []], max_tokens=1)

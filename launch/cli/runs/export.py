@@ -12,7 +12,7 @@ import numpy as np
 
 from core import logical, paths, units
 from core.batches import batch_shapes
-from core.checkpoints import published, steps
+from core.checkpoints import description, published, steps
 from core.checkpoints.arrays import Arrays
 from core.errors import UserError
 from launch.experiments import saved_run
@@ -22,7 +22,7 @@ from tasks import streams, tokenizer_folders, vocabularies
 
 HELP = "write the model of a run as a Hugging Face folder: config.json, safetensors, tokenizer"
 EXAMPLE = """launch/run export runs/first --out first-7b --dtype bfloat16
-  launch/run export runs/first@1000 --out gs://BUCKET/first-1000"""
+  launch/run export runs/first@1000 --out first-1000 --dtype float32"""
 
 _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     model: Any = experiment.model
     if not isinstance(model, DecoderConfig):
         raise UserError(f"{args.run}: {type(model).__name__} is no decoder of a published family; export knows these")
-    if experiment.optimizer.averages is not None:
+    if any("average" in name or "/z/" in name for name in description.read(step).kinds if "opt_state" in name):
         raise UserError(f"{args.run}: the optimizer averages parameters; exporting averages is not supported")
     kind = families.family(model)
     out = _new_folder(args.out)
@@ -59,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
     config = {**families.config(model, kind), "torch_dtype": args.dtype, **_special_ids(vocabulary)}
     if isinstance(vocabulary, vocabularies.FolderTokenizer):
         _copy_tokenizer(vocabulary.folder, out)
+    else:
+        print("no tokenizer is written: the run's vocabulary is not one of a published folder")
     paths.write_text_atomically(out / pretrained.CONFIG, json.dumps(config, indent=2) + "\n")  # last: it marks the end
     print(f"{out}: {kind}, {units.size(size)} of {args.dtype}, from step {step.name} of {run_dir}")
     return 0

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     options = {"max_tokens": args.max_tokens, "sampling": sampling, "seed": args.seed, "is_chat": args.chat}
     found = model.continued(prompts, on_tokens=shown.add, **options)
     if shown.is_live:
-        print()
+        shown.end(found[0].text)
     _write(args, prompts, found)
     seconds, count = time.monotonic() - began, sum(len(one.ids) for one in found)
     print(f"{units.counted(count, 'token')} in {units.seconds(seconds)}, with compiling", file=sys.stderr)
@@ -111,6 +111,10 @@ class _Shown:
             return
         print(terminal.printable(text[len(self._printed) :]), end="", flush=True)
         self._printed = text
+
+    def end(self, text: str) -> None:
+        """Prints what is left of the text."""
+        print(terminal.printable(text[len(self._printed) :]) if text.startswith(self._printed) else f"\n{text}")
 
 
 def _write(args: argparse.Namespace, prompts: list[Any], found: list[loaded_model.Text]) -> None:

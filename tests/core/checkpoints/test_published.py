@@ -127,6 +127,19 @@ def test_all_differences_are_listed_at_once(llama):
     assert "left over: model.layers.0.self_attn.q_proj.bias [24]" in said
 
 
+def test_patterns_choose_what_is_read_of_a_folder(llama):
+    program = program_of(llama, strategies.fsdp())
+    source, abstract = program.model.published(str(llama)), program.abstract_state.params
+    patterns = ("layers/*", "embedding")
+    warm_start.require_fit(source, abstract, program.param_specs, patterns)
+    fresh = jax.device_get(program.init_params())
+    found = jax.device_get(warm_start.load(source, program.init_params, abstract, program.param_specs, patterns))
+    whole = jax.device_get(load(program, llama))
+    jax.tree.map(np.testing.assert_array_equal, found["layers/block"], whole["layers/block"])
+    np.testing.assert_array_equal(found["~"]["embedding"], whole["~"]["embedding"])
+    np.testing.assert_array_equal(found["~"]["unembedding"], fresh["~"]["unembedding"])
+
+
 def test_a_model_of_another_size_is_refused_with_both_shapes(llama):
     program = program_of(llama, strategies.fsdp(), vocab_size=96)
     with pytest.raises(UserError, match=r"embed_tokens.weight: shape \[83, 24\], the model needs \[96, 24\]"):
