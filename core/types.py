@@ -209,7 +209,7 @@ class Shrinks(Protocol):
 class ReadsPublished(Protocol):
     """A model whose parameters can be read from the folder of a published model.
 
-    Enables: `INIT_FROM` with such a folder.
+    Enables: `INIT_FROM` with the folder of a published model.
     """
 
     def published(self, folder: str) -> Any:

@@ -154,6 +154,7 @@ COUNTS = {
 }
 
 
+@pytest.mark.slow  # 30 models are traced
 def test_presets_have_the_published_numbers_of_parameters():
     ids = np.zeros((1, 2), np.int32)
     ours = {}

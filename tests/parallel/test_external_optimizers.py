@@ -50,7 +50,8 @@ def program(optimizer, tables, slice_name):
 
 
 @pytest.mark.covers("M16")
-@pytest.mark.parametrize("name", [pytest.param(k, marks=[pytest.mark.slow] * (k != "prodigy")) for k in OPTIMIZERS])
+@pytest.mark.slow  # 10 to 25 s each; tests/core/test_external_optimizers.py is quick
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_numbers_do_not_depend_on_the_pieces(name):
     one = agreement.run(program(OPTIMIZERS[name], strategies.data_parallel(), "v5e-1"), BATCHES)
     split = agreement.run(program(OPTIMIZERS[name], strategies.fsdp_tensor(tensor=2), "v4-8"), BATCHES)

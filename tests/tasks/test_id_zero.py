@@ -121,8 +121,8 @@ class Bigrams:
 
 def test_a_model_learns_and_is_evaluated_on_zeros(tmp_path):
     batches = batches_of(files(tmp_path, A_IS_ZERO))
-    optimizer = optimizers.adamw(learning_rate=optimizers.constant(0.1))
     first = next(batches)
+    optimizer = optimizers.adamw(learning_rate=optimizers.constant(0.1)).for_model(Bigrams(), first)
     state = train_state.initialise(Bigrams(), optimizer, seed=0, batch=first)
     train = jax.jit(step.train_step(Bigrams(), optimizer, seed=0))
     evaluate = jax.jit(step.eval_step(Bigrams(), optimizer, seed=0))
