@@ -232,9 +232,11 @@ def test_a_rate_that_another_optimizer_does_not_read_is_a_note(folder, together)
 def test_a_sample_begins_with_the_id_that_rows_begin_with(monkeypatch):
     asked = []
     continued = types.SimpleNamespace(ids=[5])
-    generator = types.SimpleNamespace(generate=lambda prompts, **_: asked.extend(prompts) or [continued])
+    generator = types.SimpleNamespace(
+        max_positions=None, generate=lambda prompts, **_: asked.extend(prompts) or [continued]
+    )
     monkeypatch.setattr(progress.generation, "Generator", lambda *_: generator)
-    vocabulary = types.SimpleNamespace(bos_id=7, eos_id=1, encode=lambda text: [8, 9], decode=str)
+    vocabulary = types.SimpleNamespace(bos_id=7, eos_id=1, size=10, encode=lambda text: [8, 9], decode=str)
     experiment = types.SimpleNamespace(
         prompt="ab",
         model=types.SimpleNamespace(logits=lambda params, batch: None),
