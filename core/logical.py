@@ -394,7 +394,7 @@ def named_within(fn: Callable, name: str) -> Callable:
     """Returns a Haiku function that uses the names of the function that is being traced, if `named` gave it any.
 
     Args:
-      fn: a function that is transformed by itself.
+      fn: a function that is passed to its own `hk.transform`.
       name: module name of its parameters in the outer function.
     """
     names = _names.get()
@@ -426,7 +426,7 @@ def _with_names(fn: Callable, names: _Names) -> Callable:
         raise UserError(
             f"logical.named: {context.full_name} is Haiku state, such as the means of hk.BatchNorm. Means over a batch "
             "depend on how it is divided into microbatches, and a pipeline cannot pass them from one to the next. "
-            "Normalise each row by itself (hk.LayerNorm, hk.RMSNorm, hk.GroupNorm); what passes from step to step is "
+            "Normalise over one row at a time (hk.LayerNorm, hk.RMSNorm, hk.GroupNorm); state between steps belongs in "
             "the carry of the model (init_carry)"
         )
 

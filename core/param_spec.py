@@ -1,7 +1,7 @@
-"""What is known of a parameter besides its value: axes, kind, matrix dimensions, trainability and stored dtype.
+"""The description of a parameter: axes, kind, matrix dimensions, trainability and stored dtype.
 
-A model states this where it makes a parameter (`core.logical.param`). Optimizers, layouts and reports read it, so that
-none of them has to recognise parameters by name, and a model of any origin is treated alike.
+A model states these where it creates a parameter (`core.logical.param`). Optimizers, layouts and reports read them and
+never match parameter names, so they work for any model.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ class ParamSpec:
         return "embedding" if "vocab" in own else "matrix"
 
     def in_stack(self, *layers: str) -> ParamSpec:
-        """Returns the spec with leading dimensions that count the layers of a stack."""
+        """Returns the spec of the stacked parameter, which has leading dimensions for the layers of a stack."""
         return dataclasses.replace(self, axes=(*layers, *self.axes), stacked=self.stacked + len(layers))
 
     def sides(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Returns rows and columns of a matrix of this shape [inputs ..., outputs ...], without stacked dimensions."""
+        """Returns the rows and columns of a matrix with this shape [inputs ..., outputs ...], one layer of a stack."""
         return math.prod(shape[: self.in_dims]), math.prod(shape[self.in_dims :])
 
 

@@ -58,11 +58,11 @@ class Layer(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What a layer returns besides x, or all layers together.
+    """The outputs of one layer, or of a whole stack, besides the residual stream x.
 
     Attributes:
-      summed: tree of sums over rows, [...], float32; of a stack: summed over layers. None in place of stacked parts.
-      stacked: tree of [...]; of a stack: [L, ...]. None in place of summed parts.
+      summed: tree of sums over rows, [...], float32; for a stack, also summed over layers. None at stacked outputs.
+      stacked: tree of arrays [...]; for a stack, [L, ...]. None at summed outputs.
     """
 
     summed: Any = ()
@@ -83,7 +83,7 @@ class Tail(NamedTuple):
 
 
 def haiku_tail(fn: Callable[[Stream, Side], Any], x: Stream, side: Side = (), *, name: str = "tail") -> Tail:
-    """Makes a tail of a Haiku function with parameters of its own, such as the head and the loss of stock modules.
+    """Makes a `Tail` from a Haiku function that has its own parameters, such as a head and loss of stock modules.
 
     Args:
       fn: `(x, side) -> sums over rows`.

@@ -1,4 +1,4 @@
-"""What a layer stack refuses: malformed arguments, and blocks that a runner could not split or repeat."""
+"""Checks the arguments of a layer stack, and that runners can split and repeat its blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WORDS = ("summed", "stacked")
 
 
 def check_arguments(remat: Any, outputs: Any, pattern: Any, *, choices: Collection[str]) -> None:
-    """Checks the arguments of `core.stack.layer_stack`; `choices` of `remat`."""
+    """Checks arguments of `core.stack.layer_stack`; `choices` are the named policies for `remat`."""
     if isinstance(remat, str) and remat not in choices:
         raise UserError(f"remat = {remat!r}: expected one of {', '.join(choices)}, or a tuple of names")
     if wrong := [word for word in jax.tree.leaves(outputs) if word not in _WORDS]:
@@ -52,7 +52,7 @@ def check_shapes(x: Any, side: Any, layer_in: Any, num_layers: int) -> None:
 
 
 def pair(out: Any, outputs: Any) -> tuple[Any, Any]:
-    """Returns x and the outputs of a block; `outputs` are those that it declared."""
+    """Splits the result of a block into x and its outputs, and checks them against the declared `outputs`."""
     if not isinstance(out, tuple) or len(out) != 2:
         raise UserError(
             f"layer_stack: the block returns {shapes(out)}; with outputs = {outputs!r} a block returns a pair, x of "
@@ -68,7 +68,7 @@ def pair(out: Any, outputs: Any) -> tuple[Any, Any]:
 
 
 def check_stream(x: Any, after: Any) -> None:
-    """Checks that a block returns x of the next layer."""
+    """Checks that a block returns an x of the same structure, shapes and dtypes as its input."""
     before: Any = jax.tree.structure(x)
     if jax.tree.structure(after) != before:
         raise UserError(
@@ -99,7 +99,7 @@ def check_equal_outputs(outputs: Sequence[Any]) -> None:
 
 
 def check_equal_parameters(params: Mapping[Any, Any]) -> None:
-    """Checks that layers of all kinds have the same parameters; shapes by kind."""
+    """Checks that layers of all kinds have the same parameters; `params` gives their shapes by kind."""
     (first, wanted), *others = params.items()
     for kind, found in others:
         if found != wanted:

@@ -29,22 +29,22 @@ COMMANDS = Path(__file__).parent / "cli"
 
 
 def command_names() -> list[str]:
-    """The commands there are."""
+    """Returns the names of all commands."""
     return sorted(_files())
 
 
 def command_help(name: str) -> str:
-    """The HELP line of a command, read without importing it."""
+    """Returns the HELP line of a command, without importing its module."""
     return ast.literal_eval(re.search(r"(?m)^HELP = (.+)$", _files()[name].read_text())[1])
 
 
 def _files() -> dict[str, Path]:
-    """The file of every command, by its name; a folder is a family of commands."""
+    """Returns the file of every command by name; each folder is a family of commands."""
     return {path.stem: path for path in COMMANDS.glob("*/*.py") if path.stem != "__init__"}
 
 
 def main(argv: Sequence[str], *, command: Callable[[Sequence[str]], int] | None = None) -> int:
-    """Runs one command line and returns the exit code: 141, as for SIGPIPE, if nobody reads its output any more.
+    """Runs one command line and returns the exit code; 141 (128 + SIGPIPE) if the reader of the output has gone.
 
     Args:
       argv: the command line, without the program.
@@ -70,7 +70,7 @@ def _command(argv: Sequence[str]) -> int:
     files = _files()
     if name not in files:
         nearest = difflib.get_close_matches(name, files, n=1)
-        hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are: {', '.join(command_names())}"
+        hint = f"did you mean {nearest[0]!r}?" if nearest else f"expected one of {', '.join(command_names())}"
         print(f"unknown command {name!r}: {hint}", file=sys.stderr)
         return exit_codes.USER_ERROR
     program = "launch/pod.sh" if name == "pod" else f"launch/run {name}"
@@ -81,9 +81,9 @@ def run_command(module: str, argv: Sequence[str], *, program: str) -> int:
     """Parses `argv` for one command and runs it.
 
     Args:
-      module: with HELP, EXAMPLE, add_arguments and run.
+      module: name of a module with HELP, EXAMPLE, add_arguments and run.
       argv: the command's arguments.
-      program: the name in its help.
+      program: the program name in the help.
 
     Returns:
       The command's exit code; 2 after a UserError, whose message is printed, and 130 after Ctrl-C. Other exceptions
@@ -103,7 +103,7 @@ def run_command(module: str, argv: Sequence[str], *, program: str) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a wrong command line like any other user error, without a page of usage."""
+    """Reports an invalid command line as a UserError, without printing the usage."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message.removeprefix('argument ')} ({self.prog} --help lists what it takes)")

@@ -1,9 +1,9 @@
-"""The configuration that a command works with: the experiment file, the environment's mesh, and the command line.
+"""Loads the configuration of a command from the experiment file, the environment variables and the command line.
 
-    file and what it includes  <  TPU_MESH_CONFIG with TPU_AXIS_NAMES  <  --gin  <  the SLICE argument
+    file and its includes  <  TPU_MESH_CONFIG with TPU_AXIS_NAMES  <  --gin  <  the SLICE argument
 
-The mesh of the environment becomes gin text like any other, so it is checked, noted, kept in the run's config.gin, and
-compared between hosts.
+Each source overrides those to its left. The mesh in the environment variables is converted to gin bindings, so it is
+checked, printed, saved in the run's config.gin and compared between hosts like all others.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _HEADER = "from __gin__ import dynamic_registration\nfrom parallel import strate
 
 
 def load(path: str, *, bindings: Sequence[str] = (), slice_name: str | None = None) -> LoadedConfig:
-    """Loads an experiment file, with the mesh that the environment asks for between the file and `bindings`.
+    """Loads an experiment file; the mesh in the environment variables overrides it, and `bindings` override both.
 
     Args:
-      path: local, or gs://; the includes of a file in a bucket are looked for in the workspace, then in the working
+      path: local, or gs://; the includes of a file in a bucket are searched for in the workspace, then in the working
         directory.
-      bindings: of the command line.
-      slice_name: wins over all.
+      bindings: from the command line.
+      slice_name: value for SLICE, which overrides all sources.
 
     Raises:
-      UserError: a variable that makes no sense; every mistake in the configuration.
+      UserError: an environment variable is malformed, or the configuration has mistakes; lists all of them.
     """
     text = _content(path) if paths.is_remote(path) else None
     mesh = environment.mesh_bindings()

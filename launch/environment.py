@@ -21,10 +21,10 @@ class Variable:
     """One environment variable.
 
     Attributes:
-      name: as it is exported.
+      name: name of the variable.
       meaning: a short description.
-      default: what applies if it is unset, in words; `read` returns None then.
-      readers: what reads it.
+      default: a description of the behaviour if it is unset; `read` returns None then.
+      readers: the parts of Renga that read it.
       secret: whether its value must never be printed, logged or put on a command line.
     """
 
@@ -94,7 +94,7 @@ _NAMES = {variable.name for variable in VARIABLES}
 
 
 class ProcessLayout(NamedTuple):
-    """JAX_COORDINATOR_ADDRESS (HOST:PORT), JAX_PROCESS_INDEX and JAX_PROCESS_COUNT; None if unset."""
+    """The values of JAX_COORDINATOR_ADDRESS, JAX_PROCESS_INDEX and JAX_PROCESS_COUNT; None if unset."""
 
     coordinator: str | None
     index: int | None
@@ -192,7 +192,7 @@ def markdown_table() -> str:
 
 
 def join_seconds(*, environ: Mapping[str, str] | None = None) -> int:
-    """Returns how long hosts wait for one another (RENGA_JOIN_SECONDS). Raises UserError if it is malformed."""
+    """Returns how long hosts wait for one another at the start (RENGA_JOIN_SECONDS). Raises UserError if malformed."""
     return _integer("RENGA_JOIN_SECONDS", minimum=1, environ=environ) or JOIN_SECONDS
 
 

@@ -1,7 +1,7 @@
-"""The root of a configuration: everything that makes a run what it is, as one value.
+"""The root of a configuration: `Experiment`, whose fields define a run completely.
 
-gin files bind the fields of `Experiment`; every command (train, check, report, …) reads the same value. Building one
-touches no device and opens no data. Binding it to devices is `bind`.
+gin files bind its fields, and every command (train, check, report, …) reads the same value. Constructing it uses no
+device and opens no data; `bind` binds it to devices.
 """
 
 from __future__ import annotations
@@ -34,38 +34,40 @@ class Experiment:
     """An experiment: model, data, strategy, optimizer and duration.
 
     Attributes:
-      slice: the TPU slice it is meant for; the SLICE argument of a command wins over it.
-      strategy: how the model is spread over its chips.
+      slice: the TPU slice; the SLICE argument of a command overrides it.
+      strategy: how arrays are sharded over the chips.
       model: a `core.types.Model`.
       task: the data, from `tasks`.
       optimizer: from `core.optimizers`, or a transformation of optax, which becomes an `Optimizer`.
       batch_size: rows of a global batch.
-      total_steps: where the run ends; schedules refer to it too.
+      total_steps: the last step; learning rate schedules refer to it too.
       accum_steps: microbatches per step.
-      gather_once: gather split parameters once per step instead of once per microbatch (`parallel.accumulation`).
+      gather_once: gather sharded parameters once per step instead of once per microbatch (`parallel.accumulation`).
       compiler_options: options of the TPU compiler to add or replace, by name; None removes one
         (`parallel.compiler_options`).
       init_from: parameters to start from: a run (`runs/first`), a step of it (`runs/first@1000`), or the folder of a
         published model; "" starts from `seed`.
-      init_patterns: the parameters that are taken from there, as shell wildcards over paths; others start from `seed`.
-      seed: of parameters, data order and random bits.
+      init_patterns: shell wildcards over the paths of the parameters to take from there; others start from `seed`.
+      seed: seed of parameters, data order and random bits.
       log_interval, eval_interval, checkpoint_interval: in steps.
-      eval_batches: validation batches per evaluation; 0 for none.
-      keep_checkpoints: how many of the latest.
+      eval_batches: validation batches per evaluation; 0: no evaluation.
+      keep_checkpoints: number of latest checkpoints to keep.
       profile_steps: steps at which a profile of every host starts.
-      memory_profile_steps: steps behind which every host writes what is in device memory.
-      prompt: what the model continues at the end of the run.
-      wandb_project: a project of Weights & Biases, where host 0 logs too; none where it is empty.
-      non_finite: what a loss or gradient that is no number does: `stop` the run, `skip` the update, or `roll_back` to
-        the last checkpoint and leave out the data since.
+      memory_profile_steps: steps after which every host writes a profile of its device memory.
+      prompt: text that the model continues at the end of the run.
+      wandb_project: a project of Weights & Biases to which host 0 also logs; "" for none.
+      non_finite: reaction to a loss or gradient that is NaN or infinite: `stop` the run, `skip` the update, or
+        `roll_back` to the newest checkpoint and skip the data read since.
       step_limit_seconds: a step that takes longer ends the run, with the stacks of all threads.
-      compile_limit_seconds: the same for a step that compiles, and for reading and writing.
-      silent_limit_seconds: a host that says nothing for longer ends the run; None: 120 on a TPU, 20 in a rehearsal.
-      apart_limit_seconds: so does one that saves or restores for longer while others wait for it in a step; None: 600
-        on a TPU, 120 in a rehearsal.
-      watchdog: `end`, or `report`: what is over these four limits is named with its stacks, and the run goes on.
-      save_limit_seconds: a save that takes longer has failed; None: 300, and 20 for each GiB that a host holds.
-      compare_interval: steps between comparisons of what hosts hold in common; 0 for none.
+      compile_limit_seconds: the same limit for steps that compile, and for reading and writing.
+      silent_limit_seconds: the run ends if a host sends no message for this long; None: 120 s on a TPU, 20 s in a
+        simulation.
+      apart_limit_seconds: the run ends if a host saves or restores for this long while others wait for it in a step;
+        None: 600 s on a TPU, 120 s in a simulation.
+      watchdog: `end` ends the run when one of these four limits is exceeded; `report` only prints the host and its
+        stacks.
+      save_limit_seconds: a save that takes longer has failed; None: 300 s plus 20 s for each GiB on a host.
+      compare_interval: steps between comparisons of replicated arrays of all hosts; 0: no comparisons.
 
     Raises:
       UserError: numbers out of range.
@@ -153,31 +155,31 @@ class Experiment:
 
     @property
     def row_length(self) -> int:
-        """Tokens of a row: the size of the axis `length` in the task's spec; 1 for data without that axis."""
+        """Tokens per row: the size of the axis `length` in the task's spec; 1 for data without that axis."""
         return row_length(self.task.spec(self.task.num_streams))
 
     @property
     def unit(self) -> str:
-        """What work is counted in: `token`, or `row` for data without the axis `length`."""
+        """The unit of throughput: `token`, or `row` for data without the axis `length`."""
         return "token" if has_tokens(self.task.spec(self.task.num_streams)) else "row"
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of a global batch."""
+        """Tokens per global batch."""
         return self.batch_size * self.row_length
 
     @property
     def flops_per_step(self) -> float | None:
-        """FLOPs of a training step, recomputation not counted; None for a model without `flops_per_token`."""
+        """FLOPs of a training step, without recomputation; None for a model without `flops_per_token`."""
         if not can(self.model, CountsFlops):
             return None
         return self.model.flops_per_token(self.row_length) * self.tokens_per_step
 
     def data_problems(self, *, prepared: bool) -> list[str]:
-        """Everything wrong between task and model that shows without reading the data, each with its fix.
+        """Returns mismatches between task and model that can be found without reading the data, each with its fix.
 
         Args:
-          prepared: whether `task.prepare` has run; only then can a vocabulary that the run trains be tried.
+          prepared: whether `task.prepare` has run; only then can a vocabulary that the run trains be checked.
         """
         problems = list(self.task.problems())
         if problems:
@@ -209,10 +211,10 @@ class Experiment:
         return problems
 
     def bind(self, devices: Sequence[jax.Device]) -> Program:
-        """The experiment's steps on these devices.
+        """Binds the experiment to devices; returns its training and evaluation steps.
 
         Raises:
-          UserError: model, batch, strategy and slice do not fit; every mismatch at once.
+          UserError: model, batch, strategy and slice do not fit; lists every mismatch.
         """
         partitioner = Partitioner(self.strategy, slice=slices.get(self.slice), devices=devices)
         self._check_rows(partitioner)
@@ -245,7 +247,7 @@ class Experiment:
 
 
 def padding(model: Model) -> str:
-    """`; vocabulary 50,257 stored as 50,304` of a model that rounds it up, so that it divides; else nothing."""
+    """Returns `; vocabulary 50,257 stored as 50,304` if the model rounds its vocabulary up, otherwise ''."""
     if not can(model, PadsVocabulary) or model.stored_vocab_size in (None, model.vocab_size):
         return ""
     return f"; vocabulary {model.vocab_size:,} stored as {model.stored_vocab_size:,}"

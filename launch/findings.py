@@ -17,7 +17,7 @@ class Finding(NamedTuple):
       ok: False if a run could not start because of it.
       detail: what was found.
       fix: how to fix it, unless `detail` says so.
-      is_note: it could not be checked, or is only worth knowing.
+      is_note: whether it is information only, or could not be checked.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Finding(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """FAIL, note or ok."""
+        """The verdict as text: `FAIL`, `note` or `ok`."""
         return "FAIL" if not self.ok else "note" if self.is_note else "ok"
 
 
@@ -54,7 +54,7 @@ def is_ready(findings: Iterable[Finding]) -> bool:
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """A table of the findings; its last line is READY or NOT READY."""
+    """Formats findings as a table; the last line is READY or NOT READY."""
     width = max((len(finding.name) for finding in findings), default=0)
     indent = "\n" + " " * (width + 8)
     lines = []
@@ -73,5 +73,5 @@ def to_json(findings: Iterable[Finding]) -> str:
 
 
 def from_json(text: str) -> list[Finding]:
-    """Returns the findings of a text by `to_json`."""
+    """Parses the text that `to_json` returned."""
     return [Finding(**fields) for fields in json.loads(text)]

@@ -47,7 +47,7 @@ def require_simulated(needed_bytes: int, *, slice_name: str) -> None:
 
 
 def per_host(experiment: Experiment, program: Program) -> dict[str, int]:
-    """Returns the bytes that the host with the most rows must hold at once, by purpose."""
+    """Returns the bytes that the host with the most rows needs at the same time, by purpose."""
     rows = _host_rows(program)
     row_bytes = _row_bytes(program)
     held_out_rows_end = can(experiment.task, SizesEvaluation)  # then EVAL_BATCHES may be far more than the task has
@@ -60,7 +60,7 @@ def per_host(experiment: Experiment, program: Program) -> dict[str, int]:
 
 
 def simulated(experiment: Experiment, program: Program) -> dict[str, int]:
-    """Returns the bytes that a simulation of all hosts and chips of a slice must hold at once, by purpose."""
+    """Returns the bytes that a simulation of all hosts and chips of a slice needs at the same time, by purpose."""
     slice_, own = program.partitioner.slice, per_host(experiment, program)
     sizes = report.totals(program)
     batch = batch_size(program.spec) * _row_bytes(program)

@@ -1,10 +1,11 @@
-"""A trained or published model, ready to be called: parameters, logits and text.
+"""Loads a trained or published model, computes logits and continues text.
 
     from launch import loaded_model
     model = loaded_model.load("runs/gin/quickstart")        # or RUN@STEP, or the folder of a published model
     print(model.continued(["import "], max_tokens=50)[0].text)
 
-One process computes with the devices that it has; `slice_name` chooses simulated chips and the layout of a slice.
+It runs in one process on the devices of this machine; with `slice_name`, in the layout of that slice, whose chips may
+be simulated.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class LoadedModel:
       program: model and layout.
       params: laid out as `program.abstract_state.params`.
       vocabulary: of the run or folder; None for data that is not text.
-      where: what was loaded, in one line.
+      where: one line that says what was loaded.
       begins_with_bos: whether texts begin with the begin-of-text id.
     """
 
@@ -72,7 +73,7 @@ class LoadedModel:
 
     @functools.cached_property
     def generator(self) -> Generator:
-        """Continues ids; made once."""
+        """The generator, which is created at first use."""
         if not can(self.model, Generates):
             lacks = ", ".join(missing(self.model, Generates))
             raise UserError(f"{self.where}: {type(self.model).__name__} lacks the ability Generates: add {lacks}")
@@ -126,7 +127,7 @@ class LoadedModel:
         return [Text(self.decoded(one.ids), *one) for one in found]
 
     def decoded(self, ids: Sequence[int]) -> str:
-        """Converts ids to text; as numbers if there is no vocabulary."""
+        """Converts ids to text; without a vocabulary, to decimal numbers."""
         return " ".join(map(str, ids)) if self.vocabulary is None else self.vocabulary.decode(ids)
 
 
@@ -142,13 +143,13 @@ def load(
 
     Args:
       text: the run, step or folder.
-      slice_name: lays it out on this slice, whose chips the process must have; None: on one chip.
+      slice_name: the slice to lay the model out on, whose chips this process must have; None: one chip.
       bindings: override the configuration of a run.
       dtype: of computation, for a published model; None: float32 on CPUs, otherwise bfloat16.
-      strategy: wins over the run's; without either, every chip has all parameters.
+      strategy: overrides the run's strategy; without either, parameters are replicated.
 
     Raises:
-      UserError: there is nothing of this name, it does not fit, or is damaged.
+      UserError: there is no such run, step or folder, it does not fit the model, or it is damaged.
     """
     if (paths.fetched(text, paths.SMALL_FILES) / pretrained.CONFIG).exists():
         return _published(text, slice_name, dtype, strategy)

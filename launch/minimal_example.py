@@ -1,9 +1,9 @@
-"""The library without the launcher: a mesh, a training step, an evaluation step, and honest timing. No gin.
+"""Uses the library without the launcher and gin: a mesh, a training step, an evaluation step, and correct timing.
 
     JAX_PLATFORMS=cpu .venv/bin/python -m launch.minimal_example
 
-This way four CPU devices play a v4-8; on a TPU leave JAX_PLATFORMS out and set SLICE. On several hosts start the same
-program on each, with `distributed.initialize()` alone: JAX finds the peers of a TPU slice by itself.
+This simulates a v4-8 with four CPU devices. On a TPU, leave JAX_PLATFORMS out and set SLICE. On several hosts, start
+the same program on each; `distributed.initialize()` needs no arguments there: JAX detects the hosts of a TPU slice.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Finds the prediction for a run in tests/golden, and compares its measured steps with it.
 
-A prediction is a range, from all traffic hidden to none. On a TPU, a measurement outside of it by more than a quarter
-is worth one warning: the model of time, the machine or the configuration is not what somebody thinks.
+A prediction is a range, from all traffic hidden to none hidden. On a TPU, a measurement more than a quarter outside it
+causes one warning: the time model is wrong, or the machine or configuration is not the expected one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def read(name: str) -> dict[str, Any] | None:
 
 
 def find(experiment: Experiment, settings: Settings) -> dict[str, Any] | None:
-    """Returns the prediction for an experiment whose steps cost the same; None if there is none."""
+    """Returns a prediction for the same training step, possibly from another experiment; None if there is none."""
     wanted = program_identity.fingerprint(experiment, settings)
     recorded = (json.loads(file.read_text()) for file in sorted(FOLDER.glob("*.json")))
     return next((record for record in recorded if record["fingerprint"] == wanted), None)
@@ -56,7 +56,7 @@ def records_of_plans(folder: Path = PLANS) -> dict[str, Any]:
 
 
 def compile_seconds(experiment: Experiment, settings: Settings) -> float | None:
-    """Returns how long a committed plan took to compile this program; None if no plan has it."""
+    """Returns the compile time of this program recorded in a committed plan; None if no plan contains it."""
     key = program_identity.record_key(program_identity.program_text(experiment, settings))
     record = records_of_plans().get(key)
     return record and record["compile_seconds"]
@@ -68,7 +68,7 @@ def line(record: Prediction) -> str:
 
 
 def figures(record: Prediction) -> str:
-    """Returns the predicted time, MFU and memory, between all traffic hidden and none, without the label."""
+    """Formats predicted time, MFU and memory, from all traffic hidden to none hidden, without the label."""
     seconds, mfu = record["predicted"]["step_seconds"], record["predicted"]["mfu"]
     ends = dict.fromkeys(units.significant(100 * share, 2) for share in (mfu["exposed"], mfu["hidden"])) if mfu else ()
     shares = f"{' to '.join(ends)} % MFU, " if ends else ""
@@ -79,7 +79,7 @@ def figures(record: Prediction) -> str:
 
 
 def label(record: Prediction) -> str:
-    """Returns which compiler made a prediction, and how far such predictions are from published measurements."""
+    """Returns the label of a prediction: the compiler's version, and the spread against published measurements."""
     from parallel.planning import calibration
 
     return calibration.label(libtpu=record["versions"]["libtpu"])
@@ -106,7 +106,7 @@ class PredictionCheck:
         self._warned: set[str] = set()
 
     def rows(self) -> dict[str, str]:
-        """Returns, for the run's summary, what is predicted and measured of a step, or why nothing is."""
+        """Returns rows of the run summary: predicted and measured step time, or why there is none."""
         predicted = line(self._record) if self._record else UNRECORDED.format(slice=self._slice.name)
         return {"predicted": predicted, "measured": FOLLOWS if self._on_tpu else SIMULATED}
 

@@ -1,4 +1,4 @@
-"""`launch/pod.sh profile RUN`: requests a profile from a run that is training, and waits until all hosts wrote it.
+"""`launch/pod.sh profile RUN`: requests a profile of a running job, and waits until all hosts have written it.
 
 The request and the answer are small files in the run directory (`core.training.profiling`), so this works from
 any machine that can write there: a local folder, a shared disk or a bucket.
@@ -34,7 +34,7 @@ def request(
       taken_seconds: how long to wait until the run accepts the request.
 
     Raises:
-      UserError: no run is there, it does not answer, or it ends too soon.
+      UserError: there is no run, it does not answer, or it ends before the profile.
     """
     if (steps is None) == (seconds is None):
         raise UserError("profile: give either --seconds S or --steps N (such as --seconds 5)")

@@ -1,6 +1,6 @@
-"""The identity of a training program: what an experiment's compiled step depends on, and nothing else.
+"""The identity of a training program: everything that an experiment's compiled step depends on, and nothing else.
 
-Paths to data, learning rates and lengths of runs are not part of it: another bucket is the same program. Records of
+It does not contain paths to data, learning rates and lengths of runs, which do not change the program. Records of
 compilations are found by `program_text`, records of predictions by `fingerprint`.
 """
 
@@ -36,8 +36,8 @@ def program_text(experiment: Experiment, settings: Settings) -> str:
     It contains digests of the files of modules that belong to the user.
 
     Args:
-      experiment: as built.
-      settings: that it was built from.
+      experiment: the built experiment.
+      settings: the configuration it was built from.
     """
     parts = _parts(experiment, _optimizer(settings))
     if own := _own_modules(experiment, settings):

@@ -1,7 +1,7 @@
-"""Writing to a terminal: its width, escape codes only where they are wanted, wrapped errors, closed pipes.
+"""Writes to a terminal or a pipe: detects the width, wraps errors, avoids escape codes in pipes, handles closed pipes.
 
-Only the standard library, except in `console` and `markdown`: `launch.hosts.host_output` runs before anything else is
-installed.
+Uses the standard library only, except in `console` and `markdown`, because `launch.hosts.host_output` runs before
+anything else is installed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def console(piped_width: int, *, file: IO[str] | None = None, stderr: bool = Fal
 def markdown(
     headings: Sequence[str], rows: Iterable[Sequence[str]], *, text: Sequence[str] = (), title: str | None = None
 ) -> Table:
-    """Returns a table as Markdown. Columns whose heading is in `text` are left-aligned and wrap where they are long."""
+    """Formats a table as Markdown. Columns whose headings are in `text` are left-aligned, with wrapped cells."""
     from rich import box
     from rich.table import Table
 
@@ -62,7 +62,7 @@ def markdown(
 
 
 def width(piped_width: int, stream: IO[str] | None = None) -> int:
-    """Returns the columns of the terminal of `stream` (default: standard output), or `piped_width` if it has none."""
+    """Returns the width in columns of the terminal of `stream` (default: stdout); `piped_width` without a terminal."""
     stream = stream or sys.stdout
     if not stream.isatty():
         return piped_width
@@ -92,7 +92,7 @@ def print_traceback(error: BaseException) -> None:
 
 
 def say(text: str) -> None:
-    """Prints text, wrapped to the width of a terminal, unwrapped into a pipe."""
+    """Prints text, wrapped to the width of the terminal; text for a pipe is not wrapped."""
     print(_broken(text, width(0)) if sys.stdout.isatty() else text)
 
 

@@ -1,10 +1,10 @@
-"""What a checkpoint has beside its arrays: metadata, and the position of every data stream. Both have checksums.
+"""Writes and reads the metadata and the data positions of a checkpoint, each with a checksum.
 
     100/meta/metadata   JSON: the run's metadata, the step, the fingerprint of every array, the digest of every position
         data/a.bin      the position of one stream, after its SHA-256; written by the host that owns the stream
 
-The checksum of the metadata is verified before it is used. Comparison with the metadata also detects arrays and
-positions of another step, which are intact by themselves.
+The checksum of the metadata is verified before the metadata is used. The metadata has fingerprints of all arrays and
+digests of all positions. They reveal an undamaged array or position file that belongs to another step.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Description(NamedTuple):
 
     @property
     def seals_positions(self) -> bool:
-        """Returns whether the metadata has digests of data positions, which detect those of another step or stream."""
+        """Returns whether the metadata has a digest of every data position; earlier revisions recorded none."""
         return None not in self.streams.values()
 
     def positions(self, found: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -104,7 +104,7 @@ def _checksum(meta: Mapping[str, Any]) -> str:
 
 
 def said(error: BaseException) -> str:
-    """Returns type and first line of an error's message; of a long line the beginning and the end."""
+    """Returns the type of an error and the first line of its message, shortened in the middle if it is long."""
     line = (str(error).strip() or "no reason given").splitlines()[0]
     return f"{type(error).__name__}: {line if len(line) < 500 else f'{line[:200]} … {line[-250:]}'}"
 
@@ -122,11 +122,11 @@ class StreamsHandler(ocp.AsyncCheckpointHandler):
             file.write_bytes(hashlib.sha256(position).digest() + position)
 
     def save(self, directory: Any, args: StreamsSave) -> None:
-        """Is required by the interface but not used: `Checkpoints` always saves in the background."""
+        """Never called: the interface requires it, but `Checkpoints` always saves in the background."""
         raise NotImplementedError("streams are saved by async_save")
 
     def restore(self, directory: Any, args: Any = None) -> dict[str, bytes]:
-        """Is required by the interface but not used: `read_streams` reads without Orbax."""
+        """Never called: the interface requires it, but `read_streams` reads without Orbax."""
         raise NotImplementedError("streams are read by read_streams")
 
 

@@ -1,6 +1,6 @@
-"""Compares the attention kernel with the plain form, forward and backward, on the chip of this host.
+"""Compares the attention kernel with the plain implementation, forward and backward, on the first chip of this host.
 
-Off a TPU the kernel's own definition is interpreted, which shows that the two agree, and nothing of a TPU.
+On other devices the kernel runs in Pallas's interpreter, which tests its definition but not its compilation for TPUs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ INTERPRETED = {"bfloat16": 0.04, "float32": 2e-5}
 
 
 def compare(*, dtype: str, interpret: bool) -> dict[str, Any]:
-    """Returns the largest difference of output and of gradients, as a share of the largest element."""
+    """Returns the largest differences of the output and of the gradients, relative to the largest element."""
     keys = jax.random.split(jax.random.key(0), 4)
     length = INTERPRETED_LENGTH if interpret else LENGTH
     shapes = [(1, length, heads, HEAD_DIM) for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)]
@@ -40,7 +40,7 @@ def compare(*, dtype: str, interpret: bool) -> dict[str, Any]:
 
 
 def look() -> dict[str, Any]:
-    """Compares in both dtypes on the first chip of this host, and says how the kernel ran."""
+    """Compares the two in float32 and bfloat16; returns findings that say how the kernel ran."""
     device = jax.local_devices()[0]
     interpret = device.platform != "tpu"
     with jax.default_device(device), jax.default_matmul_precision("highest"):

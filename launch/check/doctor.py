@@ -111,7 +111,7 @@ def variables(environ: Mapping[str, str] = os.environ, *, simulated: bool) -> li
 
 
 def join(slice_: slices.Slice) -> tuple[Host | None, Finding]:
-    """Joins the other hosts; None with a failed finding if that is not possible."""
+    """Joins the other hosts; returns None and adds a failed finding if that fails."""
     try:
         host = cluster.join(slice_, limits=LIMITS)
     except (UserError, TimeoutError, RuntimeError) as error:

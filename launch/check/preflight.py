@@ -63,7 +63,7 @@ def check(
     smoked: bool = False,
     hosts: Hosts = "here",
 ) -> Checked:
-    """Checks configuration, layout, data, run directory and memory; raises for no user's mistake and writes nothing."""
+    """Checks configuration, layout, data, run directory and memory; reports mistakes as findings and writes nothing."""
     findings: list[Finding] = []
     program = None
     experiment = _attempt("configuration", lambda: _build(path, bindings, slice_name), findings)

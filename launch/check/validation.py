@@ -42,10 +42,11 @@ class Part(NamedTuple):
     """One command and the capabilities that it demonstrates.
 
     Attributes:
-      name: of the part.
-      argv: of `launch/run`.
+      name: name of the part.
+      argv: arguments of `launch/run`.
       covers: rows of tests/capabilities.toml.
-      check: of `launch/run`, where it may not fit this slice, which is no fault: finds whether it does.
+      check: arguments of `launch/run` for a command that finds whether the part fits this slice; a part that does not
+        fit is not a failure.
     """
 
     name: str

@@ -78,8 +78,8 @@ def add(parser: Any, *names: str, **changes: Any) -> None:
 
     Args:
       parser: an `argparse.ArgumentParser`, or a group of one.
-      names: of `_FLAGS`; those without dashes are positional.
-      changes: options of `add_argument` to use instead, such as help.
+      names: keys of `_FLAGS`; names without dashes are positional.
+      changes: options of `add_argument` that replace those of the flag, such as `help`.
     """
     for name in names:
         options = {**_FLAGS[name], **changes}
@@ -90,7 +90,7 @@ def add(parser: Any, *names: str, **changes: Any) -> None:
 
 
 def passed_on(args: argparse.Namespace, *names: str) -> list[str]:
-    """The command line that gives another process the same values of these flags; without those that are unset."""
+    """Returns command-line arguments that pass the values of these flags to another process, without unset flags."""
     words: list[str] = []
     for name in names:
         value = getattr(args, name.removeprefix("--").replace("-", "_"))

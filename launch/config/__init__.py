@@ -1,8 +1,8 @@
-"""From gin files and flags to the root object of a run, with every mistake found at once.
+"""Builds an experiment from gin files and flags, and reports all mistakes in them at once.
 
-The only folder that imports gin. A configuration is read into statements with their places (sources), and names are
-looked up in the code (names). What is reachable from the root is visited, and values are checked against
-signatures (checks, signatures). Valid statements are passed to gin, which builds the object (loader).
+No other folder imports gin. `sources` reads files and flags into statements with their lines; `names` resolves names
+to Python objects; `checks` and `signatures` check the statements that are reachable from the root, with the types of
+their values. `loader` passes valid statements to gin, which builds the object.
 """
 
 from launch.config.loader import LoadedConfig, Settings, declared_macros, load, parse

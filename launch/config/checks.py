@@ -1,9 +1,9 @@
-"""Finds all mistakes of a configuration at once, and what is left of it when there is none.
+"""Finds all mistakes in a configuration at once, and selects the bindings that have an effect.
 
-A configuration is a graph: macros and constructors are nodes, the values bound to them edges. What cannot be reached
-from the root has no effect. The walk predicts, without constructing anything, what gin will call. No check waits for
-another; what seems missing or unused because of a misspelt name, or of a statement that does not parse, is not reported
-besides.
+A configuration is a graph: macros and constructors are its nodes, and bound values are its edges. Nodes that cannot be
+reached from the root have no effect. A walk over the graph predicts which constructors gin will call, without calling
+them. All checks run, whether or not others have failed. A misspelt name or a syntax error can make other bindings
+appear missing or unused; these are not reported.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ Scope = tuple[str, ...]
 
 
 class Configuration:
-    """Everything that was read, with all names resolved.
+    """All bindings of a configuration, with names resolved to constructors.
 
     Attributes:
-      root: the constructor that everything is read into.
+      root: the constructor of the object that the configuration builds.
       defaults: the name of the file that declares the macros.
-      known: the names that a macro may have: those declared, and those that the files both define and read.
+      known: valid macro names: those that are declared, and those that the files both define and read.
       bindings: in the order in which they apply.
-      by_name: bindings by what they bind; of several with one name, the last one counts.
-      final: the binding that counts of each name.
-      macros: the binding that counts of each macro.
+      by_name: bindings by their left-hand side; the last one of each list takes effect.
+      final: the last binding of each left-hand side.
+      macros: the last binding of each macro, by name.
     """
 
     def __init__(self, reader: Reader, names: Names, *, root: str, defaults: str, declared: Iterable[str]):
@@ -63,17 +63,17 @@ class Configuration:
         self._by_node = _grouped(self.final, _node)
 
     def is_doubtful(self, name: str) -> bool:
-        """Returns whether a name is like one that stands for nothing, or one in a statement that does not parse."""
+        """Returns whether a name resembles an unresolved name, or a name in a statement with a syntax error."""
         return bool(difflib.get_close_matches(name, self._doubtful, n=1, cutoff=0.8))
 
     def bound(self, node: Any, scope: Scope) -> dict[str, Binding]:
-        """Returns what gin passes to a constructor inside a scope: inner scopes win over outer ones."""
+        """Returns the bindings that gin uses for a constructor in a scope; inner scopes override outer ones."""
         outer = ["/".join(scope[:depth]) for depth in range(len(scope) + 1)]
         found = [b for b in self._by_node.get(node, ()) if b.scope in outer]
         return {b.parameter: b for b in sorted(found, key=lambda b: outer.index(b.scope))}
 
     def origin(self, binding: Binding) -> Binding:
-        """Returns where the value of a binding is written: itself, or the macro that it stands for."""
+        """Follows macros from a binding to the binding that contains the value."""
         for _ in self.macros:
             if isinstance(binding.value, Macro):
                 binding = self.macros.get(binding.value.name, binding)
@@ -81,9 +81,9 @@ class Configuration:
 
 
 def check(config: Configuration) -> tuple[list[ConfigProblem], list[str], list[Binding]]:
-    """Returns every mistake in a configuration, notes on bindings that a later choice displaced, and what counts.
+    """Returns all mistakes in a configuration, notes about bindings that later ones displaced, and effective bindings.
 
-    What counts is the last binding of each name, if it is reachable from the root.
+    A binding is effective if it is the last one of its name and reachable from the root.
     """
     scopes, faults = _walk(config)
 
@@ -91,7 +91,7 @@ def check(config: Configuration) -> tuple[list[ConfigProblem], list[str], list[B
         scope = tuple(binding.scope.split("/")) if binding.scope else ()
         return any(found[: len(scope)] == scope for found in scopes.get(_node(binding), ()))
 
-    set_by_user = [b for b in config.bindings if b.file != config.defaults]  # nobody needs to use the defaults
+    set_by_user = [b for b in config.bindings if b.file != config.defaults]  # defaults may be unused
     unused = [b for b in set_by_user if not is_used(b) and not config.is_doubtful(b.selector)]
     displaced = {b.order: choice for b, choice in _displaced(config, unused)}
     problems = [*_unknown_macros(config), *_duplicates(config), *_too_early(config), *_parameters(config)]
@@ -104,13 +104,13 @@ def check(config: Configuration) -> tuple[list[ConfigProblem], list[str], list[B
 
 
 def _walk(config: Configuration) -> tuple[Mapping[Any, set[Scope]], list[ConfigProblem]]:
-    """Visits what is reachable from the root, as gin will call it.
+    """Visits all macros and constructors that are reachable from the root, in the scopes in which gin will use them.
 
-    gin calls `@scope/name()` in that scope, and `@name()` in the scope of whoever refers to it; a macro stands for its
+    gin calls `@scope/name()` in that scope, and `@name()` in the scope of the reference; a macro is replaced by its
     value.
 
     Returns:
-      The scopes in which each macro and constructor is used; and what lacks a value, or needs itself.
+      The scopes in which each macro and constructor is used; and problems: missing values and circular references.
     """
     scopes: dict[Any, set[Scope]] = collections.defaultdict(set)
     problems: list[ConfigProblem] = []
@@ -124,7 +124,7 @@ def _walk(config: Configuration) -> tuple[Mapping[Any, set[Scope]], list[ConfigP
             visited.add((node, scope, is_called))
             scopes[node].add(scope)
             bound = config.bound(node, scope)
-            if is_called and isinstance(node, Constructor):  # otherwise its receiver calls it later
+            if is_called and isinstance(node, Constructor):  # an uncalled reference is called by the code that gets it
                 problems.extend(_lacking(config, node, scope, bound, at))
             for binding in bound.values():
                 follow(binding, scope, (*path, (node, scope)))
@@ -139,19 +139,19 @@ def _walk(config: Configuration) -> tuple[Mapping[Any, set[Scope]], list[ConfigP
 
     visit(config.root, (), (), Binding(0, "", "", "", None, file=config.reader.experiment))
     for binding in config.bindings:
-        if config.is_doubtful(binding.selector):  # what it uses is not unused
+        if config.is_doubtful(binding.selector):  # its references count as used
             follow(binding, (), ())
     return scopes, problems
 
 
 def _displaced(config: Configuration, unused: Iterable[Binding]) -> Iterator[tuple[Binding, Binding]]:
-    """Bindings without effect, each with the choice in another source without which it might have had one.
+    """Yields unused bindings that another source made unused, each with the binding in that source.
 
-    A choice displaces what was bound earlier. It also takes macros away that an earlier or a later file sets, as
-    another optimizer does with a peak rate.
+    For example, `OPTIMIZER = @optimizers.lion()` displaces an earlier `OPTIMIZER = @optimizers.adamw()`; bindings of
+    adamw's parameters, and macros that only they read, are then unused.
     """
     edges = {node: _mentions(found) for node, found in _grouped(config.bindings, _node).items()}
-    choices = []  # bindings that took the place of others, and the nodes that those others led to
+    choices = []  # final bindings, each with the nodes that were reachable from the bindings it replaced
     for *earlier, final in config.by_name.values():
         led_to, pending = set(), _mentions(earlier)
         while pending:
@@ -169,7 +169,7 @@ def _displaced(config: Configuration, unused: Iterable[Binding]) -> Iterator[tup
 def _lacking(
     config: Configuration, target: Constructor, scope: Scope, bound: Mapping[str, Binding], at: Binding
 ) -> Iterator[ConfigProblem]:
-    """Parameters without a default that are not bound, and those bound to a macro that still has no value."""
+    """Yields problems for required parameters that are not bound, or are bound to a macro without a value."""
     for name, parameter in target.parameters.items():
         is_missing = parameter.default is parameter.empty and name not in bound
         if is_missing and not config.is_doubtful(f"{target}.{name}"):
@@ -184,7 +184,7 @@ def _lacking(
 
 
 def _unknown_macros(config: Configuration) -> Iterator[ConfigProblem]:
-    """Macros that are neither declared nor read, and macros that nothing defines."""
+    """Yields problems for macros that are neither declared nor read, and for macros that are read but not defined."""
     for binding in config.bindings:
         if binding.is_macro and binding.name not in config.known:
             close = nearest(binding.name, config.known)
@@ -204,7 +204,7 @@ def _unknown_macros(config: Configuration) -> Iterator[ConfigProblem]:
 
 
 def _duplicates(config: Configuration) -> Iterator[ConfigProblem]:
-    """One name given two values in one file, of which only the last would count."""
+    """Yields problems for names that are bound twice in the same file, where the second value would silently win."""
     first: dict[Any, Binding] = {}
     for binding in config.bindings:
         before = first.setdefault((binding.file, *_key(binding)), binding)
@@ -215,7 +215,7 @@ def _duplicates(config: Configuration) -> Iterator[ConfigProblem]:
 
 
 def _too_early(config: Configuration) -> Iterator[ConfigProblem]:
-    """A value above an include that sets the same name: the included file would silently win."""
+    """Yields problems for bindings above an include of a file that binds the same name and would silently win."""
     for bindings in config.by_name.values():
         for before, after in itertools.pairwise(bindings):
             if before.file in config.reader.sources[after.file].ancestors:
@@ -225,7 +225,7 @@ def _too_early(config: Configuration) -> Iterator[ConfigProblem]:
 
 
 def _parameters(config: Configuration) -> Iterator[ConfigProblem]:
-    """Parameters that the constructor does not have."""
+    """Yields problems for parameters that the constructor does not have."""
     for binding in filter(_is_no_parameter, config.bindings):
         names = binding.target.parameters
         close = nearest(binding.parameter, names)
@@ -235,7 +235,7 @@ def _parameters(config: Configuration) -> Iterator[ConfigProblem]:
 
 
 def _types(config: Configuration, bindings: Iterable[Binding]) -> Iterator[ConfigProblem]:
-    """Values that the annotation of their parameter does not allow."""
+    """Yields problems for values that do not fit the annotation of their parameter."""
     for binding in bindings:
         parameter = binding.target.parameters.get(binding.parameter) if binding.target else None
         if parameter is None:
@@ -258,7 +258,7 @@ def _no_effect(binding: Binding) -> ConfigProblem:
 
 
 def _key(binding: Binding) -> tuple[Any, str, str]:
-    """What a binding binds: two bindings with one key are two values of one thing."""
+    """Returns a key that is equal for bindings with the same left-hand side."""
     return (binding.target or binding.selector, binding.scope, binding.parameter)
 
 
@@ -277,7 +277,7 @@ def _expected(target: Constructor, parameter: str) -> str:
 
 
 def _mentions(bindings: Iterable[Binding]) -> list[Any]:
-    """The macros and constructors that values refer to."""
+    """Returns the macros and constructors that the values of the bindings refer to."""
     found = [x.name if isinstance(x, Macro) else getattr(x, "target", None) for b in bindings for x in leaves(b.value)]
     return [node for node in found if node is not None]
 
@@ -290,5 +290,5 @@ def _grouped(bindings: Iterable[Binding], by: Callable[[Binding], Any]) -> Mappi
 
 
 def _layer(binding: Binding) -> str:
-    """The source of a binding; the flags of one command line are one source."""
+    """Returns the source of a binding; all flags of the command line are one source."""
     return "--" if is_flag(binding.file) else binding.file

@@ -1,9 +1,9 @@
-"""Makes an object of an experiment file, or a list of all mistakes in it.
+"""Loads an experiment file: checks it and builds its object with gin, or raises an error that lists all mistakes.
 
-gin parses, and calls the constructors. The checks between the two refuse what gin lets pass: a misspelt macro, a value
-given twice, a number in quotes, a setting of a strategy that is not in use. What passes is written as one flat text, a
-line for each value, with every name written in one way. A run saves this text and hosts compare it. gin gets it with
-macros replaced by their values, because it would evaluate a macro in a scope of its own.
+gin parses the files and calls the constructors. In between, the checks refuse mistakes that gin accepts: a misspelt
+macro, a value bound twice, a number in quotes, a parameter of a strategy that is not in use. Valid bindings are written
+as one canonical text, with a line for each value and one spelling for each name. A run saves this text, and hosts
+compare it. gin gets it with macros replaced by their values, because it evaluates a macro in the macro's own scope.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ class Settings:
 
     @functools.cached_property
     def text(self) -> str:
-        """A gin text of all that counts: equal on two hosts exactly if both will build the same."""
+        """The canonical gin text: equal on two hosts exactly if both build the same object."""
         imports = [import_line(sources.DYNAMIC_REGISTRATION), *map(self.import_line, self.imports)]
         macros, parameters = ([str(b) for b in self.bindings if b.is_macro is kind] for kind in (True, False))
         return "\n".join([*imports, "", *macros, "", *parameters]) + "\n"
 
     def import_line(self, symbol: str) -> str:
-        """Returns the statement that makes a symbol usable."""
+        """Returns the import statement for a symbol."""
         return import_line(self.imports[symbol], symbol)
 
 
 @dataclass(frozen=True)
 class LoadedConfig(Settings):
-    """A configuration without mistakes.
+    """A valid configuration.
 
-    Its `text` is itself an experiment file; its `bindings` have the file and line where they were written.
+    Its `text` can be loaded as an experiment file. Each of its `bindings` has the file and line where it was written.
 
     Attributes:
       experiment: the name of the experiment file.
@@ -81,7 +81,7 @@ class LoadedConfig(Settings):
     _root: Constructor
 
     def build(self) -> Any:
-        """Returns the root object, made anew at every call.
+        """Builds the root object; every call builds a new one.
 
         Raises:
           ConfigError: a constructor refused its values with a ValueError.
@@ -98,7 +98,7 @@ class LoadedConfig(Settings):
             raise ConfigError(self.experiment, [self._refusal(str(error))]) from error
 
     def _refusal(self, message: str) -> ConfigProblem:
-        """The innermost constructor that gin names in the message, and where its values come from."""
+        """Converts the ValueError of a constructor to a problem with the place of the values it was given."""
         reason, *calls = message.split("\n  In call to configurable '")
         name = calls[0].partition("'")[0] if calls else self._root.name
         given = sorted((b for b in self.bindings if b.target and b.target.name == name), key=lambda b: b.order)
@@ -123,14 +123,14 @@ def load(
     """Reads an experiment file and checks it.
 
     Args:
-      path: from the working directory or the top of the workspace.
-      text: content of the file, if `path` only names it; its includes are looked for in the workspace, then in the
-        working directory.
-      bindings: of the command line; each may use what the experiment imports and the public modules of this workspace.
-      slice_name: value for the macro SLICE, whatever the file and `bindings` say.
-      root: full name of the constructor that the configuration is for.
+      path: the experiment file, relative to the working directory or the top of the workspace.
+      text: the content of the file, if it is not read from `path`; its includes are searched for in the workspace,
+        then in the working directory.
+      bindings: from the command line; they may use the experiment's imports and the public modules of this workspace.
+      slice_name: value for the macro SLICE; overrides the file and `bindings`.
+      root: full name of the constructor of the root object.
       defaults: the file that declares the macros.
-      between: further gin texts, by the name that messages give them; they win over the file, `bindings` over them.
+      between: further gin texts, by the name for messages; they override the file, and `bindings` override them.
 
     Raises:
       ConfigError: lists every mistake found.
@@ -168,7 +168,7 @@ def declared_macros(defaults: str = DEFAULTS) -> frozenset[str]:
 
 
 def parse(text: str) -> Settings:
-    """Returns what a canonical text says, such as the config.gin of a run, without importing what it names."""
+    """Parses a canonical text, such as the config.gin of a run, without importing the modules that it names."""
     statements = sources.parse(text)
     imports = {s.bound_name(): s.module for s in statements if isinstance(s, ImportStatement)}
     return Settings(imports, tuple(s for s in statements if isinstance(s, Binding)))
@@ -187,7 +187,7 @@ def _read(reader: sources.Reader, path: str, text: str | None) -> Path:
 
 
 def _canonical(bindings: Iterable[Binding]) -> tuple[dict[str, str], tuple[Binding, ...]]:
-    """The modules that the bindings name, by symbol, and the bindings in canonical order, with these symbols."""
+    """Returns the modules used by the bindings, by symbol, and the bindings in canonical order, with these symbols."""
     bindings = list(bindings)
     named = [*bindings, *(leaf for b in bindings for leaf in leaves(b.value) if isinstance(leaf, Reference))]
     symbols: dict[str, str] = {}

@@ -1,6 +1,6 @@
-"""Resolves the names in gin files to constructors, through the imports of the file that has them, as gin does.
+"""Resolves names in gin files to constructors, through the imports of the file in which they occur, as gin does.
 
-A name that stands for nothing is a problem with a suggestion.
+An unresolved name is reported as a problem with a suggestion.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _Symbols = MutableMapping[str, types.ModuleType | None]  # None: the import fail
 
 
 class _UnresolvedError(Exception):
-    """A name that stands for no constructor; without a message where that was reported before."""
+    """A name cannot be resolved; the message is empty if the cause was already reported."""
 
     def __init__(self, what: str = "", *, expected: str = "", fix: str = ""):
         super().__init__(what)
@@ -46,11 +46,11 @@ class _UnresolvedError(Exception):
 
 
 class Names:
-    """Resolves every name in some sources.
+    """Resolves the names in sources to constructors.
 
     Attributes:
-      problems: imports that failed and names that stand for no constructor.
-      unresolved: those names.
+      problems: failed imports and unresolved names.
+      unresolved: the unresolved names.
     """
 
     def __init__(self, reader: Reader, *, folders: Iterable[Path]):
@@ -72,7 +72,7 @@ class Names:
         self._symbols.update(dict.fromkeys(flags, shared))
 
     def resolve(self, binding: Binding) -> Binding:
-        """Returns the binding with the constructors that its left-hand side and its value name."""
+        """Resolves the names on both sides of a binding; returns a copy with their constructors."""
 
         def change(leaf: Any) -> Any:
             if not isinstance(leaf, Reference):
@@ -83,17 +83,17 @@ class Names:
         return dataclasses.replace(binding, target=target, value=transform(binding.value, change))
 
     def root(self, path: str) -> Constructor:
-        """Returns the constructor of that full name."""
+        """Returns the constructor with this full name, such as `launch.experiment.Experiment`."""
         module, _, name = path.rpartition(".")
         return self._member(importlib.import_module(module), [name], selector=path)
 
     def _import(self, statement: ImportStatement, file: str) -> None:
-        """Binds the symbol of an import in its file; of two imports of one symbol the first one counts."""
+        """Imports a module and records its symbol for the file; the first import of a symbol wins."""
         name, symbol, symbols = statement.module, statement.bound_name(), self._symbols[file]
         what, module, details = "", None, {}
         try:
             module = importlib.import_module(name)
-        except Exception as error:  # whatever a user's own module raises belongs in the list of mistakes
+        except Exception as error:  # the user's own module may raise anything; it is listed with the other mistakes
             what, details = self._failed_import(name, error)
         if module and (shadowed := self._shadowed(module)):
             what = f"{name} is {module.__file__}, not {shadowed.name} next to the experiment"
@@ -108,13 +108,13 @@ class Names:
             self.problems.append(ConfigProblem(file, statement.location.line_num, what, **details))
 
     def _shadowed(self, module: types.ModuleType) -> Path | None:
-        """A file in the user's folders that a top-level module of that name keeps from being found."""
+        """Returns the user's file that would be found if a top-level module of the same name did not shadow it."""
         files = [folder / f"{module.__name__}.py" for folder in self._folders]
         origin = Path(getattr(module, "__file__", None) or "").resolve()
         return next((file for file in files if file.is_file()), None) if origin not in files else None
 
     def _failed_import(self, name: str, error: Exception) -> tuple[str, dict[str, str]]:
-        """What is wrong with an import, and the details of the problem."""
+        """Describes why an import failed, with details for the problem."""
         if not (isinstance(error, ModuleNotFoundError) and (name + ".").startswith(f"{error.name}.")):
             return f"importing {name} failed", {"actual": _where_it_failed(error)}
         package, _, last = name.rpartition(".")
@@ -139,7 +139,7 @@ class Names:
         symbol, *rest = selector.split(".")
         if symbol not in symbols:
             unknown = None if is_flag(file) and symbol in self._public else self._unknown_symbol(selector, symbols)
-            if symbol in self._public and (rest or not unknown):  # so that a file's missing import is reported once
+            if symbol in self._public and (rest or not unknown):  # so that a missing import is reported once per file
                 self._import(ImportStatement(self._public[symbol], True, None, Location(None, 0, None, "")), file)
             if unknown:
                 raise unknown
@@ -160,7 +160,7 @@ class Names:
         return _UnresolvedError(what, expected=did_you_mean(selector, choices), fix=fix)
 
     def _member(self, module: types.ModuleType, rest: list[str], *, selector: str) -> Constructor:
-        """The constructor at the end of the dotted path `rest` inside the module."""
+        """Returns the constructor at the dotted path `rest` inside the module."""
         while len(rest) > 1 and inspect.ismodule(getattr(module, rest[0], None)):
             module, rest = getattr(module, rest[0]), rest[1:]
         name = rest[0] if rest else ""
@@ -184,7 +184,7 @@ class Names:
 
 
 def _public_members(module: types.ModuleType) -> list[str]:
-    """The constructors that belong to the module, or to a package that it belongs to."""
+    """Returns the names of the module's constructors that are defined in its own top-level package."""
     top = module.__name__.split(".")[0]
     public = {name: member for name, member in vars(module).items() if not name.startswith("_")}
     constructors = {name: member for name, member in public.items() if not why_not_a_constructor(member)}
@@ -192,27 +192,27 @@ def _public_members(module: types.ModuleType) -> list[str]:
 
 
 def _public_modules() -> dict[str, str]:
-    """`strategies` -> `parallel.strategies`: the modules of this workspace that a name alone tells apart."""
+    """Returns full module names of this workspace by their last part, if it is unique: `strategies`."""
     found = [f"{p}.{name}" for p in PUBLIC_PACKAGES if importlib.import_module(p) for name in _siblings(p)]
     names = [module.rpartition(".")[2] for module in (*found, "launch.experiment")]
     return {name: m for name, m in zip(names, (*found, "launch.experiment"), strict=True) if names.count(name) == 1}
 
 
 def _siblings(package: str) -> list[str]:
-    """The public modules in a package that was imported; none if there is no such package."""
+    """Returns the public modules of an imported package; none if there is no such package."""
     folders = getattr(sys.modules.get(package), "__path__", [])
     return [module.name for module in pkgutil.iter_modules(folders) if not module.name.startswith("_")]
 
 
 def _make_importable(folders: Iterable[Path]) -> None:
-    """Appends to the path, so that a user's file never shadows a module of ours or of Python."""
+    """Appends folders to `sys.path`; last, so that a user's file never shadows one of our modules or Python's."""
     importlib.invalidate_caches()
     known = {Path(entry or ".").resolve() for entry in sys.path}
     sys.path.extend(str(folder) for folder in dict.fromkeys(folders) if folder not in known)
 
 
 def _where_it_failed(error: Exception) -> str:
-    """`NameError: name 'x' is not defined (my_strategy.py:3)`."""
+    """Returns the error with its file and line: `NameError: name 'x' is not defined (my_strategy.py:3)`."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
     at = error if isinstance(error, SyntaxError) else frames[-1]
     return f"{type(error).__name__}: {error} ({Path(at.filename).name}:{at.lineno})"

@@ -1,9 +1,9 @@
-"""Signatures of public functions and classes, and whether a value of a gin file fits an annotation.
+"""Checks the values of a gin file against the type annotations of constructors.
 
-gin itself checks no types. A value is refused only when it is surely wrong: what is not annotated, or cannot be judged
-without constructing something, fits. `@constructor()` is judged by what it returns, against a protocol by its methods.
-Libraries that check types at run time need the object itself, which only a run may construct, and take True for an int
-and 'ab' for a sequence of strings.
+gin does not check types. A value is refused only if it is certainly wrong: parameters without an annotation accept
+anything, and so do annotations that can be checked only on a constructed object. `@constructor()` is checked by its
+return type; against a protocol, by its methods. Type-checking libraries are not used, because they need the constructed
+object, and accept True as an int and 'ab' as a sequence of strings.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from launch.config.statements import Macro, Reference, render
 
-UNKNOWN = Any  # of what has no annotation, or one that only a type checker can evaluate
+UNKNOWN = Any  # for a missing annotation, or one that only a static type checker can evaluate
 
 _UNIONS = (typing.Union, types.UnionType)
 _SEQUENCES = tuple(getattr(collections.abc, name) for name in ("Sequence", "Collection", "Iterable", "Reversible"))
@@ -35,7 +35,7 @@ class Constructor:
     """A public function or class that gin may name.
 
     Attributes:
-      module: where it was found: the module that a configuration imports, not always the one that defines it.
+      module: the module that the configuration imports it from, which may differ from the one that defines it.
     """
 
     target: Callable[..., Any]
@@ -47,13 +47,13 @@ class Constructor:
 
     @cached_property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
-        """Those that can be given a value, by name."""
+        """The parameters that gin can bind, by name."""
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         return {name: p for name, p in self._signature.parameters.items() if p.kind in kinds}
 
     @cached_property
     def takes_any(self) -> bool:
-        """Returns whether it has `**kwargs`."""
+        """Returns whether the constructor accepts `**kwargs`."""
         return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in self._signature.parameters.values())
 
     def hint(self, parameter: str) -> Any:
@@ -62,7 +62,7 @@ class Constructor:
 
     @cached_property
     def returns(self) -> Any:
-        """What a call gives: the class itself, or the annotation of a function."""
+        """The type of the result of a call: the class itself, or the return annotation of a function."""
         return self.target if inspect.isclass(self.target) else self._evaluated(self._signature.return_annotation)
 
     @cached_property
@@ -73,7 +73,7 @@ class Constructor:
             return inspect.signature(lambda **anything: None)
 
     def _evaluated(self, annotation: Any) -> Any:
-        """An annotation as a type; each by itself, so that one that cannot be evaluated does not cost the others."""
+        """Evaluates one annotation. Annotations are evaluated separately, so one that fails does not affect others."""
         if annotation is inspect.Signature.empty:
             return UNKNOWN
         known = dict(getattr(inspect.unwrap(self.target), "__globals__", {}))
@@ -86,7 +86,7 @@ class Constructor:
 
 
 def why_not_a_constructor(target: Any) -> str:
-    """Returns the reason why gin may not name this, or ''."""
+    """Returns why a Python object cannot be used as a constructor in gin, or ''."""
     if inspect.ismodule(target):
         return "is a module, not a constructor"
     if not inspect.isclass(target) and not inspect.isroutine(target):
@@ -97,10 +97,12 @@ def why_not_a_constructor(target: Any) -> str:
 
 
 class Misfit(NamedTuple):
-    """A value, or an element of one, that does not fit.
+    """A value, or an element of it, that does not fit its annotation.
 
     Attributes:
-      path: where inside the value, such as `[2]`; '' for the value itself.
+      path: the position inside the value, such as `[2]`; '' for the value itself.
+      value: the value or element.
+      hint: the annotation that it does not fit.
     """
 
     path: str
@@ -108,7 +110,7 @@ class Misfit(NamedTuple):
     hint: Any
 
     def actual(self) -> str:
-        """Returns what is written, and its type."""
+        """Formats the value with its type, for an error message."""
         text = render(self.value)
         shown = text if len(text) <= 60 else text[:57] + "…"
         if isinstance(self.value, Reference):
@@ -118,7 +120,7 @@ class Misfit(NamedTuple):
         return f"element {self.path}: {shown}" if self.path else shown
 
     def fix(self) -> str:
-        """Returns how to write it, where that can be guessed."""
+        """Suggests how to write the value; '' without a guess."""
         value = self.value
         if isinstance(value, Reference) and not value.evaluate:
             return f"call it: {value}()"
@@ -135,7 +137,7 @@ class Misfit(NamedTuple):
 
 
 def misfit(value: Any, hint: Any) -> Misfit | None:
-    """Returns the first thing in `value` that does not fit `hint`; None when all fits, or nobody can tell."""
+    """Returns the first part of `value` that does not fit the annotation `hint`; None if all fits or is unknown."""
     origin, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
     wrong = Misfit("", value, hint)
     if hint in (Any, object) or isinstance(value, Macro) or isinstance(hint, str | typing.TypeVar):
@@ -169,7 +171,7 @@ def misfit(value: Any, hint: Any) -> Misfit | None:
 
 
 def hint_text(hint: Any) -> str:
-    """Returns an annotation as one would write it, without the names of modules."""
+    """Formats an annotation for messages, without module names."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in _UNIONS:
         return " | ".join(map(hint_text, arguments))
@@ -182,7 +184,7 @@ def _scalar_fits(value: Any, kind: Any) -> bool:
     if kind in _LITERALS:
         return isinstance(value, _LITERALS[kind]) and (kind is bool or not isinstance(value, bool))
     if kind in _SEQUENCES or kind is collections.abc.Callable:
-        return False  # a string where a list of strings belongs
+        return False  # a string where a list of strings is expected
     if not inspect.isclass(kind):
         return True
     try:
@@ -213,7 +215,7 @@ def _result_fits(result: Any, hint: Any) -> bool:
 
 
 def _result(reference: Reference, hint: Any) -> str:
-    """Returns the type that a reference gives, and the methods of a protocol that it lacks."""
+    """Describes the return type of a reference, and the methods of a protocol that it lacks, for a message."""
     if not reference.evaluate:
         return ", the constructor itself"
     given = reference.target.returns
@@ -222,7 +224,7 @@ def _result(reference: Reference, hint: Any) -> str:
 
 
 def _lacking(actual: type, protocol: type) -> list[str]:
-    """The methods of a protocol that a class lacks; its `__init__` or its `__getattr__` may supply attributes."""
+    """Returns the methods of a protocol that a class lacks; attributes are not checked, as `__init__` may set them."""
     if hasattr(actual, "__getattr__"):
         return []
     bases = [base for base in getattr(protocol, "__mro__", ()) if getattr(base, "_is_protocol", False)]
@@ -232,7 +234,7 @@ def _lacking(actual: type, protocol: type) -> list[str]:
 
 
 def _reads_as(text: str, hint: Any) -> bool:
-    """Returns whether the string would fit without its quotes."""
+    """Returns whether the value would fit if it were written without quotes."""
     try:
         value = ast.literal_eval(text)
     except (SyntaxError, ValueError):

@@ -1,9 +1,9 @@
-"""Reads an experiment file, the files that it includes and the bindings of the command line, in their order.
+"""Reads an experiment file, the files that it includes and the bindings of the command line, in order.
 
-gin's own parser reads the statements. Reading goes on after one that does not parse: the names in it are kept, so that
-nothing else seems missing or unused because of it. Unlike gin, a file is read once, where it is first included: two
-files may include the same one, and the second inclusion does not undo what was set between them. An include is also
-looked for next to the file that has it.
+gin's parser reads the statements. After a syntax error, reading continues with the next statement; the names in the
+faulty one are kept, so that nothing is reported as missing or unused because of it. Unlike gin, a file is read only
+where it is first included: two files may include the same third file, and the second include does not undo bindings
+between the two. An included file is also searched for in the folder of the including file.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ _EXPLANATIONS = {
 
 
 class Source(NamedTuple):
-    """One file, or one binding of the command line; `ancestors` are the files whose includes led to it."""
+    """A file, or a binding from the command line; `ancestors` is the chain of files that include it."""
 
     imports: Sequence[ImportStatement]
     ancestors: tuple[str, ...]
 
 
 class Reader:
-    """Reads sources in turn.
+    """Reads sources in order, and collects their bindings and problems.
 
     Attributes:
-      sources: by the name that messages use, in the order in which reading began.
-      bindings: all of them, in the order in which they apply.
-      problems: missing files, and statements that do not parse.
-      unclear: words of statements that do not parse, names among them.
-      complete: nothing is missing from what was read but values in `unclear`.
+      sources: by their names in messages, in reading order.
+      bindings: all bindings, in the order in which they apply.
+      problems: missing files and syntax errors.
+      unclear: all words of statements with syntax errors, which may be names.
+      complete: False if a missing file or a syntax error may hide imports, includes or left-hand sides.
     """
 
     def __init__(self):
@@ -83,7 +83,7 @@ class Reader:
             self.text(text, name=name, folder=path.parent, ancestors=ancestors)
 
     def text(self, text: str, *, name: str, folder: Path, ancestors: tuple[str, ...] = ()) -> None:
-        """Reads statements; paths that they include are looked for in `folder` as well."""
+        """Reads statements; included files are also searched for in `folder`."""
         statements = self._parsed(text, file=name)
         self.sources[name] = Source([s for s in statements if isinstance(s, ImportStatement)], ancestors)
         for statement in statements:
@@ -93,7 +93,7 @@ class Reader:
                 self.bindings.append(dataclasses.replace(statement, file=name, order=len(self.bindings)))
 
     def _parsed(self, text: str, *, file: str) -> list[Statement]:
-        """The statements of a text; it is split where lines begin at the margin if one does not parse."""
+        """Parses a text; after a syntax error, parses it piece by piece, split at lines that are not indented."""
         try:
             return parse(text)
         except _ERRORS:
@@ -130,12 +130,12 @@ class Reader:
 
 
 def find(path: str, *, folders: Iterable[Path]) -> Path | None:
-    """Returns the first file of that path under the folders; an absolute path is itself."""
+    """Returns the first existing file with this path in the folders; an absolute path is used as it is."""
     return next((folder / path for folder in folders if (folder / path).is_file()), None)
 
 
 def closest(path: str, *, folders: Iterable[Path]) -> Path | None:
-    """Returns the gin file that was probably meant: one with a similar name, in a similar place."""
+    """Returns the existing gin file with the most similar name and path, to suggest for a missing one."""
     near = dict.fromkeys(place for folder in folders for place in (folder, (folder / path).parent))
     files = [*sorted((WORKSPACE / "gin").rglob("*.gin")), *(file for f in near for file in sorted(f.glob("*.gin")))]
     alike = [file for file in files if nearest(Path(path).stem, [file.stem])]
@@ -143,7 +143,7 @@ def closest(path: str, *, folders: Iterable[Path]) -> Path | None:
 
 
 def missing_file(path: str, guess: Path | None, *, file: str, line: int = 0) -> ConfigProblem:
-    """Returns the problem that reports a missing file, with the one that was probably meant."""
+    """Returns the problem that reports a missing file; `guess` is the file to suggest."""
     if any((folder / path).is_dir() for folder in (WORKSPACE, Path.cwd())):
         fix = f"name a file in it, such as {path.rstrip('/')}/first.gin"
         return ConfigProblem(file, line, f"'{path}' is a folder", expected="a .gin file", fix=fix)
@@ -160,7 +160,7 @@ def unreadable(name: str, error: Exception) -> ConfigProblem:
 
 
 def display(path: Path) -> str:
-    """Returns a path relative to the workspace, else to the working directory, else in full: equal on all hosts."""
+    """Returns a path relative to the workspace or to the working directory, otherwise in full; equal on all hosts."""
     path = path.resolve()
     for folder in (WORKSPACE, Path.cwd()):
         if path.is_relative_to(folder):
@@ -169,7 +169,7 @@ def display(path: Path) -> str:
 
 
 class _Delegate(config_parser.ParserDelegate):
-    """Keeps names as names; `launch.config.names` resolves them later, all mistakes at once."""
+    """Keeps references unresolved, so that `launch.config.names` can report all unknown names at once."""
 
     def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Reference:
         return Reference(*config_parser.parse_scoped_selector(scoped_configurable_name), evaluate)
@@ -179,7 +179,7 @@ class _Delegate(config_parser.ParserDelegate):
 
 
 def parse(text: str) -> list[Statement]:
-    """Returns the statements of a text without mistakes, except those that add nothing to the others."""
+    """Parses a text without syntax errors; block declarations and the import of dynamic registration are left out."""
     parsed = config_parser.ConfigParser(text, _Delegate())
     found = [s for s in parsed if not isinstance(s, config_parser.BlockDeclaration)]
     found = [s for s in found if getattr(s, "module", "") != DYNAMIC_REGISTRATION]
@@ -187,7 +187,7 @@ def parse(text: str) -> list[Statement]:
 
 
 def _explanation(error: Exception, piece: str) -> tuple[str, str]:
-    """Describes a syntax error in terms of the file, not of its parser, and what to write instead."""
+    """Explains a syntax error in the user's terms; returns the explanation and what to write instead."""
     message = str(error.args[0]) if error.args else str(error)
     if token := re.search(r"Failed to parse token '(.*)'", message, re.DOTALL):
         fix = "text goes in quotes, a constructor is written @module.name(), a macro %NAME"
@@ -202,6 +202,6 @@ def _explanation(error: Exception, piece: str) -> tuple[str, str]:
 
 
 def _stops_at_a_quote(error: Exception) -> bool:
-    """Returns whether Python 3.11's tokenizer stopped at an unclosed string; later ones say so."""
+    """Returns whether Python 3.11's tokenizer stopped at an unclosed string; later versions raise TokenError."""
     text, column = getattr(error, "text", None) or "", getattr(error, "offset", None) or 0
     return text[column : column + 1] in ("'", '"')

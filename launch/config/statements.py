@@ -1,4 +1,4 @@
-"""Bindings of a gin configuration with the file and line of each, and the mistakes found in them.
+"""The data types of a configuration: bindings with their file and line, and problems found in them.
 
 Values are plain Python literals in which `@name` is a `Reference` and `%NAME` a `Macro`.
 """
@@ -13,7 +13,7 @@ from typing import Any
 from core import units
 from core.errors import UserError
 
-REQUIRED = "gin.REQUIRED"  # `X = %gin.REQUIRED`: a name that an experiment has to give a value
+REQUIRED = "gin.REQUIRED"  # `X = %gin.REQUIRED`: a macro to which the experiment must give a value
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class ConfigProblem:
     """One mistake in a configuration.
 
     Attributes:
-      file: the gin file, or `--gin #2` for the second binding of the command line.
+      file: the gin file, or `--gin #2` for the second binding on the command line.
       line: counted from 1; 0 for the whole file.
       what: the mistake, in a sentence without a full stop.
       actual: the text of the statement.
@@ -38,7 +38,7 @@ class ConfigProblem:
 
     @property
     def place(self) -> str:
-        """File and line in the form that editors understand."""
+        """File and line as `gin/x.gin:3`, which editors can open."""
         return place(self.file, self.line)
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ class Binding:
 
     Attributes:
       order: position among all bindings in the order in which they apply; the last one of a name wins.
-      target: the `signatures.Constructor` that `selector` names, once resolved; None for a macro, or if nothing has it.
+      target: the `signatures.Constructor` that `selector` is resolved to; None for a macro or an unknown name.
     """
 
     line: int
@@ -106,7 +106,7 @@ class Binding:
 
     @property
     def is_macro(self) -> bool:
-        """Returns whether this gives a macro its value."""
+        """Returns whether the left-hand side is a macro."""
         return not self.parameter
 
     @property
@@ -123,12 +123,12 @@ class Binding:
         return f"{self.name} = {render(self.value)}"
 
     def problem(self, what: str, **details: str) -> ConfigProblem:
-        """Returns a mistake at the place of this binding; `actual` is the binding unless another text is given."""
+        """Returns a problem at this binding's file and line; `actual` is the binding unless another text is given."""
         return ConfigProblem(self.file, self.line, what, **{"actual": str(self), **details})
 
 
 def is_flag(file: str) -> bool:
-    """Returns whether a source of that name is a flag of the command line."""
+    """Returns whether the name of a source is that of a command-line flag."""
     return file.startswith("--")
 
 
@@ -143,14 +143,14 @@ def scoped(scope: str, name: str) -> str:
 
 
 def import_line(module: str, symbol: str = "") -> str:
-    """Returns the statement that makes a module usable, under the symbol if one is given."""
+    """Returns the import statement of a module, with `as symbol` if a different symbol is given."""
     package, _, name = module.rpartition(".")
     alias = f" as {symbol}" if symbol and symbol != name else ""
     return f"from {package} import {name}{alias}" if package else f"import {name}{alias}"
 
 
 def transform(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns the value with `change` applied to everything in it that is not a list, tuple or dictionary."""
+    """Applies `change` to every leaf of nested lists, tuples and dictionaries."""
     if isinstance(value, dict):
         return {transform(k, change): transform(v, change) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -159,14 +159,14 @@ def transform(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def leaves(value: Any) -> list[Any]:
-    """Returns everything in a value that is not a list, tuple or dictionary."""
+    """Returns the leaves of nested lists, tuples and dictionaries."""
     found: list[Any] = []
     transform(value, found.append)
     return found
 
 
 def expand(value: Any, macros: Mapping[str, Binding], *, inside: tuple[str, ...] = ()) -> Any:
-    """Returns the value with every macro replaced by its own; one without a value stays, such as `%gin.REQUIRED`."""
+    """Replaces every macro in a value by the macro's value; macros without one stay, such as `%gin.REQUIRED`."""
 
     def change(leaf: Any) -> Any:
         if not isinstance(leaf, Macro) or leaf.name in inside or leaf.name not in macros:
@@ -177,7 +177,7 @@ def expand(value: Any, macros: Mapping[str, Binding], *, inside: tuple[str, ...]
 
 
 def render(value: Any) -> str:
-    """Returns the value in gin's own syntax."""
+    """Formats a value in gin's syntax."""
     return repr(transform(value, lambda leaf: _Number(leaf) if isinstance(leaf, float) else leaf))
 
 
@@ -187,14 +187,14 @@ class _Number(float):
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Returns the name most like `name`, in upper or lower case, or ''."""
+    """Returns the most similar of `names`, ignoring case, or '' if none is similar."""
     by_lower = {candidate.lower(): candidate for candidate in sorted(names, reverse=True)}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[close[0]] if close else ""
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Returns `one of a, b, c; did you mean 'b'?`, with the nearest few of a long list: for `expected`."""
+    """Returns `one of a, b, c; did you mean 'b'?`, with only the most similar names of a long list."""
     names = sorted(set(names))
     if len(names) <= 12:
         choices = f"one of {', '.join(names)}" if names else ""

@@ -1,7 +1,7 @@
 """Finds runs, their configurations and their checkpoints on disk.
 
-The run directory is the only record. To evaluate a run nothing else is needed, and a suite that is started again, on
-this or another machine, finds out from it which experiments are done.
+The run directory is the only record: it suffices for evaluating a run, and a suite that is started again, on any
+machine, reads from run directories which experiments are done.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def find_runs(root: str, texts: Iterable[str], *, key: Callable[[str], str] = st
     """Returns the run directories in `root`, of any group, whose configuration equals one of `texts`.
 
     Args:
-      root: where runs are, as {group}/{experiment}.
+      root: the folder of the runs, which are at {group}/{experiment}.
       texts: canonical configuration texts.
       key: two texts are considered equal if their keys are; the result is by key.
     """
@@ -75,7 +75,7 @@ def find_runs(root: str, texts: Iterable[str], *, key: Callable[[str], str] = st
 
 
 def select_steps(run_dir: str, *, step: int | None, every: bool) -> list[int]:
-    """Returns the steps to evaluate among the complete checkpoints: the latest one, `step`, or every one.
+    """Returns the steps of the checkpoints to evaluate: the latest, `step`, or all complete ones.
 
     Raises:
       UserError: there is no complete checkpoint, or none of `step`.
@@ -95,7 +95,9 @@ def select_steps(run_dir: str, *, step: int | None, every: bool) -> list[int]:
 
 
 def select_steps_together(run_dir: str, *, step: int | None, every: bool) -> list[int]:
-    """As `select_steps`, with host 0's result on every host: a run that is training adds and removes checkpoints.
+    """Calls `select_steps` on host 0 and returns its result on every host.
+
+    A run that is still training adds and removes checkpoints, so hosts could see different ones.
 
     Collective.
     """

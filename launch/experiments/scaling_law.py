@@ -27,7 +27,7 @@ class ScalingLaw(NamedTuple):
 
     Attributes:
       a, b, c: its coefficients, for N in millions.
-      residual: root mean square error of the points, as a fraction of 1.
+      residual: root mean square error of the points.
       points: number of points.
       sizes: the distinct N, ascending.
     """
@@ -44,7 +44,7 @@ class ScalingLaw(NamedTuple):
         return self.a - self.b * (parameters / MILLION) ** -self.c
 
     def line(self) -> list[tuple[float, float]]:
-        """Returns points of the curve between the smallest and the largest network."""
+        """Returns points on the curve, from the smallest to the largest fitted size, for plotting."""
         return [(n, self.at(n)) for n in np.geomspace(self.sizes[0], self.sizes[-1], 60).tolist()]
 
     def describe(self) -> str:
@@ -62,7 +62,7 @@ class ScalingLaw(NamedTuple):
 
 
 def fit(parameters: Sequence[float], accuracies: Sequence[float]) -> ScalingLaw | str:
-    """Fits the law to points (N, accuracy as a fraction of 1) by least squares, or returns why there are too few."""
+    """Fits the law to points (N, accuracy from 0 to 1) by least squares; returns the reason if there are too few."""
     sizes = tuple(sorted(set(map(float, parameters))))
     if len(sizes) < FEWEST_SIZES:
         return f"no law a - b N^-c fitted: {len(sizes)} sizes are done, at least {FEWEST_SIZES} are needed"
@@ -81,7 +81,7 @@ def fit(parameters: Sequence[float], accuracies: Sequence[float]) -> ScalingLaw 
 
 
 def of_groups(table: Sequence[ResultRow]) -> Mapping[str, ScalingLaw | str]:
-    """Fits a law to each group that varies only the size of the network, or returns why it cannot be fitted."""
+    """Fits a law to each group of experiments that differ only in model size; a reason where that is not possible."""
     found: dict[str, ScalingLaw | str] = {}
     for group in dict.fromkeys(row["group"] for row in table):
         members = [row for row in table if row["group"] == group]

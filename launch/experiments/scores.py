@@ -1,7 +1,7 @@
 """Evaluates checkpoints on held-out rows, writes their scores as JSON to the run directory and prints them as tables.
 
-Puzzles end: all of them can be evaluated, or a subset drawn with a seed. Text repeats from its start, so its first rows
-are evaluated. No score is shown without a description of its rows.
+Puzzle data is finite: all held-out puzzles can be evaluated, or a subset drawn with a seed. Text data is endless, so
+its first rows are evaluated. Every score is shown with a description of its rows.
 
 The scores of one checkpoint are in step_N.json. Votes of several checkpoints together are an ensemble: their scores are
 in cumulative.json and labelled as such. Only the sum of the votes over checkpoints is kept, because the votes of one
@@ -44,7 +44,7 @@ _WIDTH = 140  # without a terminal
 
 
 class HeldOut(NamedTuple):
-    """The rows of an evaluation: so many batches of the experiment's task; None: until the data ends."""
+    """The rows of an evaluation: a number of batches of the experiment's task, or None for all of finite data."""
 
     experiment: Experiment
     batches: int | None
@@ -70,7 +70,7 @@ def select(experiment: Experiment, *, rows: int | Literal["all"] | None) -> Held
         evaluations, at most EVAL_BATCHES x BATCH_SIZE.
 
     Raises:
-      UserError: all rows of data that does not end, or no number for a run without evaluations.
+      UserError: `rows` is `all` for endless data, or is missing for a run without evaluations.
     """
     task, ends = experiment.task, can(experiment.task, SizesEvaluation)
     if rows is None:
@@ -200,7 +200,7 @@ class Scores:
 
     @property
     def of(self) -> str:
-        """The checkpoints as text."""
+        """Names the evaluated checkpoints, for headings."""
         steps = ", ".join(f"{step:,}" for step in self._steps)
         return f"step {steps}" if len(self.checkpoints) == 1 else f"steps {steps} together"
 

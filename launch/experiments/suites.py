@@ -1,8 +1,7 @@
-"""Suites: loads experiments, finds those that are the same, and runs one after another, each in its own process.
+"""Suites: loads experiments, detects duplicates, and runs them one after another, each in its own process.
 
-Two experiments are the same if their canonical configuration texts (`launch.config`) are equal, however their files are
-written; they are run once. All experiments are loaded, built and checked before the first one starts, so that a mistake
-in the last of fifty is found at once.
+Two experiments are duplicates if their canonical configuration texts (`launch.config`) are equal, and are run once. All
+experiments are loaded, built and checked before the first one starts, so a mistake in the last one is found at once.
 
 An experiment is started with the command that a user would type (`launch/pod.sh SLICE FILE …`), so a crash affects only
 that experiment, and an interrupted run resumes from its checkpoint. The output of the process goes to a log; results
@@ -211,7 +210,7 @@ class Suite:
         self.status = {entry.id: f"same as {entry.same_as}" if entry.same_as else "waiting" for entry in entries}
 
     def find_done(self) -> None:
-        """Finds experiments that are already done, here or in another group, and run directories in use by others."""
+        """Marks experiments that are done, here or in another group, and those that another process is running."""
         if not self.mode.smoke:
             elsewhere = saved_run.find_runs(self._root, {entry.text for entry in self.entries})
             for entry in self.entries:
@@ -236,7 +235,7 @@ class Suite:
             )
 
     def gather(self) -> None:
-        """Finds existing runs, on whatever slice and data location, and how far each got.
+        """Finds existing runs of the experiments, on any slice and with any data location, and their last steps.
 
         An entry with a run is replaced by the experiment recorded in the run directory.
         """

@@ -51,10 +51,10 @@ _ADDRESSES = ("https://", "http://127.0.0.1:", "http://localhost:")
 
 @contextlib.contextmanager
 def watching(run_dir: str, *, host: int | None = None) -> Iterator[Callable[[int], None]]:
-    """For the process that starts a run: yields a function that sends an alert if an exit code is a failure.
+    """Context for the process that starts a run; yields a function that sends an alert for a failed exit code.
 
     Args:
-      run_dir: of the run.
+      run_dir: the run directory.
       host: the host whose process is started; only host 0 reports. None: all hosts, or unknown.
 
     Raises:
@@ -80,7 +80,7 @@ def watching(run_dir: str, *, host: int | None = None) -> Iterator[Callable[[int
 
 
 def noting(host: int | None) -> contextlib.AbstractContextManager[None]:
-    """For a process of a run: notes the exception that ends it, or the hosts' verdict, for the process that sends."""
+    """Context for a process of a run; notes the exception or verdict that ends it, for the process that alerts."""
     folder = environment.read("RENGA_NOTES")
     return failure_notes.noting(Path(folder), host, silent=_SILENT) if folder else contextlib.nullcontext()
 

@@ -1,6 +1,6 @@
-"""Joins this process to the other hosts of the slice, and refuses to continue if anything differs from the request.
+"""Joins this process to the other hosts of the slice, and checks that they are the hosts and chips of that slice.
 
-All refusals come on all hosts before the first array is created. Once the hosts have joined, every run also warns if
+Errors are raised on all hosts, before the first array is created. Once the hosts have joined, every run also warns if
 library versions are untested or clocks differ; the doctor makes the same two checks.
 """
 
@@ -30,7 +30,7 @@ SKEW_SECONDS = 5.0  # logs are merged by time, and credentials with a wrong time
 
 
 class Host(NamedTuple):
-    """This process among its peers."""
+    """The host of this process: its index, and the number of hosts."""
 
     index: int
     count: int
@@ -38,7 +38,7 @@ class Host(NamedTuple):
 
     @property
     def is_zero(self) -> bool:
-        """Returns whether this host writes what is written once."""
+        """Returns whether this is host 0, which alone writes shared files."""
         return self.index == 0
 
     @property
@@ -59,14 +59,14 @@ def join(
     In a simulation (RENGA_SIMULATE) the processes divide the slice's chips among them; a single process has them all.
 
     Args:
-      slice_: whose hosts these are.
-      description: what this host would run (`launch.runs.prepared_run.run_signature`), to be the same on all of them.
+      slice_: the slice of the hosts.
+      description: the run (`launch.runs.prepared_run.run_signature`), which must be equal on all hosts.
       limits: how long a host may stay in one phase.
       before_devices: as for `distributed.initialize`.
 
     Raises:
-      UserError: the environment contradicts itself or the slice; the hosts would not run the same; JAX found another
-        accelerator than was asked for.
+      UserError: environment variables contradict one another or the slice; the descriptions of the hosts differ; JAX
+        found another accelerator than the requested one.
     """
     layout = environment.process_layout()
     played = environment.read("RENGA_SIMULATE")
@@ -116,7 +116,7 @@ def _require_chips(slice_: Slice, *, played: bool) -> None:
 
 
 def warn_at_start(host: Host) -> None:
-    """Prints a warning if versions do not go together or are newer than tested, or if the clocks differ."""
+    """Prints a warning if library versions are incompatible or newer than tested, or if the clocks differ."""
     for finding, is_mine in ((check_versions(), True), (check_clocks(), host.is_zero)):
         if is_mine and not finding.ok:
             print(f"{host.name}: warning: {finding.name}: {finding.detail}. {finding.fix}", flush=True)
@@ -147,7 +147,7 @@ def check_versions(*, installed: Callable[[str], str] = importlib.metadata.versi
 
 
 def check_clocks(*, now: Callable[[], float] = time.time) -> Finding:
-    """Measures how far the clocks of the hosts are apart, to within the time that the exchange took."""
+    """Measures the largest difference between the clocks of the hosts, to within the duration of the exchange."""
     distributed.barrier("start/clocks")
     started, asked = now(), time.perf_counter()
     every = [float(text) for text in distributed.all_gather_text("start/clocks", repr(started))]

@@ -89,7 +89,7 @@ class HostProcess(subprocess.Popen):
         self._copier.start()
 
     def finish(self) -> None:
-        """Waits until everything that the ended process wrote has been copied."""
+        """Waits until all output of the ended process has been copied."""
         self._copier.join(_JOIN_SECONDS)
 
     def _prefix(self) -> str:
@@ -149,8 +149,8 @@ def _write_to_terminal(chunk: bytes) -> None:
 def run(log_path: Path, name: str, command: Sequence[str]) -> int:
     """Runs `command` to its end on the host called `name`; returns its exit code, or 128 + N if signal N ended it.
 
-    This process outlives the command, whatever ends that, because the last lines matter most: it ignores signals to the
-    process group, which the command handles.
+    This process ignores signals to the process group, which the command handles, so that it can copy the last lines
+    after the command has ended.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which the command would inherit

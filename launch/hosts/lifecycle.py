@@ -1,4 +1,4 @@
-"""Creates, queues for and deletes TPUs, and recreates a TPU that the cloud took away during a run.
+"""Creates, queues for and deletes TPUs, and recreates a TPU that was preempted during a run.
 
 Everything that a run needs is in its bucket, so a lost slice can be replaced by a new one. `Watch` polls the state of
 the TPU and of the run on its host 0, and acts:
@@ -8,8 +8,8 @@ the TPU and of the run on its host 0, and acts:
     READY, run preempted       start again: the machine went down, or was about to
     PREEMPTED, SUSPENDED, …    delete, create, wait for READY, ship, start; the run resumes from its last checkpoint
 
-A TPU that is about to be taken away stays READY for a while, and ssh fails now and then. Therefore a failure on the way
-to a start is retried: the watch waits and polls again.
+A TPU that is about to be preempted stays READY for a while, and ssh fails now and then. Therefore a failed start is
+retried: the watch waits and polls again.
 
 Flags: https://cloud.google.com/sdk/gcloud/reference/compute/tpus (tpu-vm, queued-resources: create, describe, delete).
 """

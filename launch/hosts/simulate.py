@@ -61,8 +61,8 @@ def run(
       slice_: the slice to simulate.
       command: of every host.
       log_directory: gets host_0.log, host_1.log, …, each appended to.
-      grace_seconds: between asking a process to stop and killing it.
-      words_seconds: between the first failure and asking the others to stop.
+      grace_seconds: time between asking a process to stop and killing it.
+      words_seconds: time after the first failure in which other hosts can report, before they are asked to stop.
       requested: the list of `supervise.stop_requests`, if the caller already listens for signals.
 
     Returns:

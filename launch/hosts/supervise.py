@@ -1,8 +1,8 @@
 """Restarts a run whose exit code says that a restart can help.
 
-Restarts are counted since the last new checkpoint: a run that makes progress is restarted without limit, one that keeps
-failing at the same step is given up after the allowed number, with growing pauses. If checkpoints cannot be listed (a
-bucket that does not answer), that counts neither as progress nor as a loss of it.
+Restarts are counted since the last new checkpoint: a run that makes progress is restarted without limit; one that keeps
+failing at the same step is given up after the allowed number of restarts, with growing pauses between them. If
+checkpoints cannot be listed (a bucket that does not answer), the count does not change.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def is_finished(run_dir: str, *, last_step: int) -> bool:
 
 @contextlib.contextmanager
 def stop_requests() -> Iterator[list[int]]:
-    """Inside, SIGINT, SIGTERM and SIGHUP append their exit code to the list that this yields, and do nothing else.
+    """Context in which SIGINT, SIGTERM and SIGHUP only append their exit codes to the list that it yields.
 
     A SIGHUP that is ignored, as under nohup, stays ignored.
     """

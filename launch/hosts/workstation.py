@@ -138,7 +138,7 @@ def action_step(tpu: Tpu, action: str) -> Step:
 
 
 def tensorboard_step(tpu: Tpu, log_directory: str | None) -> Step:
-    """TensorBoard on host 0, over `log_directory` or, for None, over the run directory of the run that is there."""
+    """Runs TensorBoard on host 0 for `log_directory`; None: for the run directory of the run on that host."""
     port = TENSORBOARD_PORT
     tunnel = ("--ssh-flag=-tt", f"--ssh-flag=-L 127.0.0.1:{port}:127.0.0.1:{port}")  # a terminal, to end with it
     text = gcloud.on_host("tensorboard", str(port), *([log_directory] if log_directory else []))
@@ -147,7 +147,7 @@ def tensorboard_step(tpu: Tpu, log_directory: str | None) -> Step:
 
 
 def workspace_files(workspace: Path) -> list[str]:
-    """Returns the files that are shipped: all that git does not ignore. Raises UserError outside a git work tree."""
+    """Returns the files to ship: all that git does not ignore. Raises UserError outside a git work tree."""
     command = ["git", "-C", str(workspace), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, capture_output=True, text=True, check=False)
     if listed.returncode:
@@ -167,7 +167,7 @@ def _pack(files: Sequence[str], *, workspace: Path, archive: Path) -> None:
 
 
 def shipped_path(path: str, *, workspace: Path) -> str:
-    """Returns `path` as the hosts see it. Raises UserError if it does not exist, or is not among what is shipped."""
+    """Returns the path of `path` on the hosts. Raises UserError if it does not exist or would not be shipped."""
     if paths.is_remote(path):
         return path
     absolute = Path(path).resolve()

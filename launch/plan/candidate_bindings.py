@@ -1,7 +1,8 @@
 """Expresses candidates as gin bindings, and as a file that a user includes.
 
-A candidate is nothing but bindings on the user's own experiment, so a run with the same bindings does what was planned.
-`apply` makes the same change on the built experiment: hundreds of candidates are judged without reading gin again.
+A candidate is a set of bindings on the user's own experiment, so a run with the same bindings does what was planned.
+`apply` makes the same changes to the built experiment, so that hundreds of candidates are judged without loading gin
+files again.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ class Writer:
         return value.selector
 
     def can_write(self, candidate: Candidate) -> bool:
-        """Returns whether statements can express the candidate's choice of `remat`."""
+        """Returns whether gin bindings can express the candidate's choice of `remat`."""
         return self.remat_home is not None or candidate.remat in (None, candidates.remat_of(self._experiment.model))
 
     def bindings(self, candidate: Candidate) -> list[str]:
-        """Returns the statements that make the experiment the candidate; none if it already is."""
+        """Returns the bindings that change the experiment to the candidate; none if they are equal."""
         statements = _layout(candidate.layout) if candidate.layout else []
         if candidate.remat not in (None, candidates.remat_of(self._experiment.model)):
             statements += [self._model_import, f"{self.remat_home}.remat = {candidate.remat!r}"]
@@ -77,12 +78,12 @@ class Writer:
 
 
 def total_steps(experiment: Experiment, batch_size: int) -> int:
-    """Returns how many steps of `batch_size` rows see at least as many tokens as the experiment."""
+    """Returns the smallest number of steps with `batch_size` rows that train on at least the experiment's tokens."""
     return -(-experiment.total_steps * experiment.batch_size // batch_size)
 
 
 def apply(experiment: Experiment, candidate: Candidate) -> Experiment:
-    """Returns the experiment that a candidate's bindings make."""
+    """Applies a candidate's choices to a built experiment; returns the changed copy."""
     model = experiment.model
     if candidate.remat not in (None, candidates.remat_of(model)):
         model = wrappers.with_field(model, "remat", candidate.remat)

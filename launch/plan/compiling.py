@@ -43,9 +43,9 @@ class Job(NamedTuple):
     """One candidate to compile.
 
     Attributes:
-      name: for people.
-      experiment, slice, bindings: what the worker loads.
-      record: file for its record.
+      name: name of the candidate, for messages.
+      experiment, slice, bindings: the configuration that the worker loads.
+      record: the file to which it writes its record.
     """
 
     name: str
@@ -62,7 +62,7 @@ class _Running(NamedTuple):
 
 
 def max_concurrent() -> int:
-    """Returns how many compilations this machine has processors and memory for; at least one."""
+    """Returns the number of compilations that fit this machine's processors and memory at the same time; at least 1."""
     room = host_memory.available_bytes() // BYTES_PER_COMPILE
     return int(max(1, min(MAX_CONCURRENT, os.cpu_count() or 1, room)))
 
@@ -81,7 +81,7 @@ def compile_all(
 
     Args:
       jobs: taken when a worker is free.
-      wanted: returns how many more successful compilations are wanted; called before each start.
+      wanted: returns the number of further successful compilations to make; called before each start.
       on_start: called with each job that starts.
       command: of a worker; the job's file is added as its last argument.
     """

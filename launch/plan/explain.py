@@ -1,6 +1,6 @@
-"""`plan … --explain`: what holds HBM, takes time and is sent under one layout, and which resource limits its step.
+"""`plan … --explain`: prints the HBM allocations, times and traffic of one layout, and what limits its step.
 
-For a layout that does not fit: by how much, the largest allocations, and the nearest layouts that may fit.
+If the layout does not fit, it prints by how much, the largest allocations, and the nearest layouts that may fit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Records what the compiler makes of every experiment file: tests/golden/NAME.json.
+"""Records the compiler's results for every experiment file: tests/golden/NAME.json.
 
 A record holds bytes, FLOPs, cycles, traffic by mesh axis and the predicted seconds, so that a change of code,
 configuration or compiler is a diff of a few lines. It holds no times of this machine, and predictions are rounded:
@@ -38,13 +38,13 @@ def write(name: str, record: Prediction) -> None:
 
 
 def difference(name: str, before: Prediction, after: Prediction) -> str:
-    """Returns what changed as a unified diff; empty if nothing did."""
+    """Returns the changes as a unified diff; empty if there are none."""
     texts = [records.text_of(record).splitlines(keepends=True) for record in (before, after)]
     return "".join(difflib.unified_diff(*texts, f"{name}.json recorded", f"{name}.json now", n=1))
 
 
 def is_current(name: str) -> bool:
-    """Returns whether an experiment has a record of its present configuration and compiler."""
+    """Returns whether an experiment's record was made from its current configuration with the current compiler."""
     record = prediction.read(name)
     if record is None or record["versions"] != versions.installed(versions.COMPILER):
         return False

@@ -5,9 +5,9 @@ jaxlib and libtpu. There are two places:
 
 * a user's cache. Its keys also cover the text of the source files that a program is made from, so that an edit
   compiles again;
-* `launch/plan/compiled/`, committed, for the experiments of this workspace. Its keys do not cover the sources, or every
-  commit would empty it. Each record says which sources it was compiled from, and a plan says if they have changed; a
-  digest of the traced program, which changes only with the program, is compared by a test.
+* `launch/plan/compiled/`, committed, for the experiments of this workspace. Its keys do not cover the sources, because
+  every commit would then invalidate it. Each record names the sources that it was compiled from, and a plan reports if
+  they have changed. A test compares a digest of the traced program, which changes only with the program.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Record:
     """The result of compiling one candidate.
 
     Attributes:
-      status: COMPILED, TOO_MUCH, REFUSED, or FAILED, which is never kept.
+      status: COMPILED, TOO_MUCH, REFUSED, or FAILED (never stored).
       reason: why it was not compiled; empty if it was.
       needed_bytes: HBM of a chip at the peak, or what the compiler says is needed if it does not fit.
       state_bytes: of state and batch, included in `needed_bytes`.
       time: of a step; None if it was not compiled.
       bubble: idle share of a pipeline's time.
-      compile_seconds: on the machine that compiled it.
+      compile_seconds: time to compile, on the machine that did it.
       warnings: of the compiler, without those that are known to be harmless.
       made_with: versions, digests of sources and program, git revision.
       is_committed: whether it was found in the workspace and not in a user's cache.
@@ -84,7 +84,7 @@ class Record:
 
 
 def from_json(plain: Mapping[str, Any], *, is_committed: bool = False) -> Record:
-    """Returns the record that `Record.as_json` gave."""
+    """Converts the result of `Record.as_json` back to a record."""
     time = StepTime.from_json(plain["time"]) if plain["time"] else None
     return Record(**{**plain, "time": time, "warnings": tuple(plain["warnings"])}, is_committed=is_committed)
 
@@ -155,5 +155,5 @@ def commit(path: Path, found: Iterable[tuple[str, Record]]) -> None:
 
 
 def bytes_of(written: str) -> float:
-    """Returns the bytes of an amount in a compiler's message, such as `75.31GiB`."""
+    """Converts a size in a compiler message, such as `75.31GiB`, to bytes."""
     return float(written[:-3]) * {"KiB": 2**10, "MiB": 2**20, "GiB": GIB}[written[-3:]]

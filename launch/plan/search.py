@@ -1,4 +1,4 @@
-"""The candidates of an experiment on a slice: loads the experiment, judges candidates, ranks compiled ones."""
+"""Loads the experiment of a plan, judges its candidate layouts, and ranks the compiled ones."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from parallel.planning.selection import JudgedCandidate
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """The question that a plan answers.
+    """The input of a plan: an experiment, a slice and batch sizes.
 
     Attributes:
-      path: of the experiment file.
-      config, experiment: as written.
-      bindings: of the command line.
-      slice: to plan for.
-      batch_sizes: to try.
+      path: the experiment file.
+      config, experiment: the configuration as written, and the object built from it.
+      bindings: from the command line.
+      slice: the slice to plan for.
+      batch_sizes: batch sizes to try.
     """
 
     path: str
@@ -50,11 +50,11 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Option(JudgedCandidate):
-    """A judged candidate of an experiment.
+    """A candidate with its estimate, its gin bindings and the identity of its program.
 
     Attributes:
-      bindings: gin statements that make the experiment the candidate.
-      text: the identity of its program, which names its record; empty if its tables were refused.
+      bindings: gin bindings that change the experiment to the candidate.
+      text: the identity of its program, from which the name of its record is made; empty if its tables were refused.
     """
 
     bindings: tuple[str, ...] = ()
@@ -89,11 +89,11 @@ def ask(path: str, *, slice_name: str, bindings: Sequence[str] = (), batch_sizes
 
 
 def options(question: Question, *, only: Sequence[str] = ()) -> list[Option]:
-    """Returns every candidate with its estimate or the reason why it cannot work, the likely fastest first.
+    """Returns every candidate with its estimate, or the reason why it cannot work; the likely fastest first.
 
     Args:
-      question: what to plan.
-      only: strategies to try; empty for all and the experiment's own.
+      question: the input of the plan.
+      only: strategies to try; empty for all of them and the experiment's own.
 
     Raises:
       UserError: an unknown strategy.
@@ -129,7 +129,7 @@ def _option(question: Question, writer: candidate_bindings.Writer, judged: Judge
 
 
 def ranked(found: Compiled) -> list[tuple[Option, Record]]:
-    """Returns the candidates that compiled, by seconds per row, counting as hidden what the compiler overlapped."""
+    """Sorts compiled candidates by seconds per row, counting as hidden the traffic that the compiler overlapped."""
     fit = [(one, record) for one, record in found if record.time]
     return sorted(fit, key=lambda pair: pair[1].time.scheduled / pair[0].candidate.batch_size)
 

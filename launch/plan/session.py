@@ -1,4 +1,4 @@
-"""The command `plan` from arguments to exit code: looks up records, compiles what is missing, prints the ranking."""
+"""Runs the command `plan`: looks up records, compiles missing ones, and prints the ranking."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TRIES = 8  # at most this many times as many candidates are compiled as are wan
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plans. Returns 130 after Ctrl-C, with what is known by then; 1 if nothing fits."""
+    """Makes a plan and prints it. Returns 1 if no layout fits; 130 after Ctrl-C, which prints the results so far."""
     question = search.ask(args.experiment, slice_name=args.slice, bindings=args.gin, batch_sizes=args.batch)
     options = search.options(question, only=args.only)
     possible = [one for one in options if not one.reason]

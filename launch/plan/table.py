@@ -32,10 +32,10 @@ _COLOURS = ("blue", "red", "green", "magenta", "cyan", "yellow")
 
 
 def show(rows: Sequence[CandidateMetrics], *, title: str, label: str, wide: bool) -> None:
-    """Prints ranked candidates. Ranges are between all traffic hidden and none, smaller number first.
+    """Prints ranked candidates. Ranges are from all traffic hidden to none hidden, smaller number first.
 
-    `scheduled` is the time of a step counting as hidden the traffic that the compiler overlapped, by which rows are
-    ranked. With `wide` the table has all columns.
+    Rows are ranked by `scheduled`, the step time that counts as hidden the traffic that the compiler overlapped. With
+    `wide` the table has all columns.
     """
     terminal.console(PIPED_WIDTH).print(_table(rows, title=title, wide=wide))
     terminal.say(f"{label}.")
@@ -52,9 +52,9 @@ def _table(rows: Sequence[CandidateMetrics], *, title: str, wide: bool) -> Table
 
 
 def html(question: Question, rows: Sequence[CandidateMetrics], *, label: str, price: float | None) -> str:
-    """Returns a page with the whole table, the outlook, and bars of time and of traffic for each candidate.
+    """Returns an HTML page with the full table, the cost of training, and bars of time and traffic for each candidate.
 
-    Candidates with fewer rows than the winner run more steps: bars compare equal numbers of rows.
+    Bars are for equal numbers of rows, because candidates with smaller batches run more steps.
     """
     page = terminal.console(PIPED_WIDTH, file=io.StringIO(), record=True)
     page.print(_table(rows, title=f"{question.config.experiment} on {question.slice.name}", wide=True))
@@ -121,7 +121,7 @@ def between(pair: Range, form: str, factor: float = 1) -> str:
 
 
 def sent(traffic: Sequence[AxisTime]) -> str:
-    """Formats traffic as `fsdp 47.1; data 0.8 over DCN`, without amounts that round to nothing."""
+    """Formats traffic as `fsdp 47.1; data 0.8 over DCN`, without amounts that round to 0."""
     parts = []
     for axis in traffic:
         amount = axis.wire_bytes / GIB
@@ -133,7 +133,7 @@ def sent(traffic: Sequence[AxisTime]) -> str:
 
 
 def rejected(options: Sequence[Option], found: Compiled, *, every: bool) -> None:
-    """Prints why candidates are not in the table: all of them, or for each reason how many and an example."""
+    """Prints why candidates are not in the table: each one, or for each reason a count and an example."""
     for kind, group in selection.by_reason(options):
         terminal.say(f"\nrejected, {kind}: {len(group)}")
         shown = group if every else sorted(group, key=lambda one: len(one.name))[:1]
@@ -153,7 +153,7 @@ def _with_rows(option: Option) -> str:
 
 
 def outlook(question: Question, best: CandidateMetrics, *, price: float | None, now: datetime.datetime) -> list[str]:
-    """Returns what training costs with the winner: hours, chip-hours, the date it ends, US dollars."""
+    """Describes the cost of training with the winner: hours, chip-hours, end date and US dollars."""
     tokens = question.total_tokens
     chip_hours = (best.hours[0] * question.slice.chips, best.hours[1] * question.slice.chips)
     ends = [(now + datetime.timedelta(hours=h)).strftime("%Y-%m-%d %H:%M") for h in best.hours]

@@ -1,6 +1,6 @@
-"""Prepares a run on this host: layout, memory, shared run directory, data, and that all hosts agree.
+"""Prepares a run on this host: checks layout, memory, run directory and data, and that all hosts agree.
 
-`prepare_run` refuses whatever cannot work before an array exists; training and evaluation take the `Run` it returns.
+`prepare_run` raises its errors before the first array is created; training and evaluation take the `Run` it returns.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Run:
     """A run that is ready to start.
 
     Attributes:
-      experiment: what to train.
-      program: its steps on this slice.
-      host: this process among its peers.
-      run_dir: shared by all hosts.
-      meta: kept beside every checkpoint; equal on all hosts.
-      last_step: where to stop.
+      experiment: the experiment.
+      program: its training and evaluation steps on this slice.
+      host: the host of this process.
+      run_dir: the run directory, shared by all hosts.
+      meta: metadata saved with every checkpoint; equal on all hosts.
+      last_step: the step at which to stop.
     """
 
     experiment: Experiment
@@ -51,7 +51,7 @@ class Run:
 
 
 def run_signature(config_text: str, revision: str, *, run_dir: str, last_step: int) -> str:
-    """Everything known about a run before the hosts join; hosts whose signatures differ refuse to start."""
+    """Describes a run before the hosts join, so that hosts with different runs can be refused."""
     installed = versions.installed(versions.TRAINING)
     about = {"git revision": revision, **installed, "run directory": run_dir, "last step": last_step}
     about |= {name: environment.read(name) or "" for name in environment.COMPILED_BY}
@@ -61,7 +61,7 @@ def run_signature(config_text: str, revision: str, *, run_dir: str, last_step: i
 def prepare_run(
     experiment: Experiment, *, config_text: str, revision: str, run_dir: str, last_step: int, host: Host
 ) -> Run:
-    """Binds an experiment to the devices of the joined hosts, builds or reads its data, and checks that all fits.
+    """Binds an experiment to the devices of the joined hosts, prepares its data, and checks that everything fits.
 
     Raises:
       UserError: the hosts differ, the run directory is not shared, data is missing, or the layout does not fit.

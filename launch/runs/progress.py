@@ -1,4 +1,4 @@
-"""Prints a run: its summary at the start, a line per report, what a long wait is for, and its results at the end."""
+"""Prints the summary of a run at its start, progress lines, the reasons of long waits, and the results at its end."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def show_summary(run: Run, *, resumed_from: int | None, measured: Mapping[str, s
 
 
 def rows(experiment: Experiment, program: Program, *, host: Host) -> dict[str, str]:
-    """Rows of the summary: slice, strategy, model, data, batch, and memory per chip."""
+    """Returns rows of the summary: slice, strategy, model, data, batch, and memory per chip."""
     slice_ = slices.get(experiment.slice)
     sizes = report.totals(program)
     parameters = sum(math.prod(row.shape) for row in report.rows(program) if row.path.startswith("params/"))
@@ -124,7 +124,7 @@ def show_end(run: Run, state: TrainState, validation: Mapping[str, float]) -> No
 
 
 def evaluated_on(experiment: Experiment) -> str:
-    """Returns what the evaluation is computed on; empty if the task does not say."""
+    """Describes the rows that evaluations score; empty if the task does not describe them."""
     if not experiment.eval_batches or not can(experiment.task, DescribesEvaluation):
         return ""
     return experiment.task.evaluated_on(experiment.eval_batches * experiment.batch_size)
@@ -159,7 +159,7 @@ def _sample(experiment: Experiment, program: Program, state: TrainState) -> str:
 
 
 class Progress:
-    """Prints a line per report on host 0; the others say where they begin.
+    """Prints progress lines on host 0; other hosts print only the step at which they start.
 
     step   100/200  loss 2.1034  1.21 s/step  3,385 tokens/s  ETA 2:01
     """
@@ -187,7 +187,7 @@ class Progress:
         )
 
     def line(self, step: int, values: Mapping[str, float], *, slowest: Slowest | None = None) -> None:
-        """One finished interval of training, and the host that made the others wait in it, if one did."""
+        """Prints the metrics of an interval of steps, and the host that delayed the others, if one did."""
         if step == self._last_step or not self._has_reported:  # the first report is of a step that also compiled
             eta = ""
         else:
@@ -204,15 +204,15 @@ class Progress:
         )
 
     def warning(self, text: str) -> None:
-        """Something that somebody should look at."""
+        """Prints a warning."""
         self._print(f"warning: {text}")
 
     def note(self, text: str) -> None:
-        """A line of its own."""
+        """Prints a message on its own line."""
         self._print(text)
 
     def validation(self, step: int, values: Mapping[str, float]) -> None:
-        """One evaluation; of a mean by step of a recursion (`…_step_07`) only the curve's end, which has no number."""
+        """Prints the means of an evaluation, without those by recursion step (`…_step_07`)."""
         shown, _ = curves_apart(values)
         means = "  ".join(f"{name.removeprefix('validation/')} {value:.4f}" for name, value in shown.items())
         self._print(f"step {step:>6}/{self._last_step}  validation: {means}")
@@ -227,9 +227,9 @@ def _print(line: str) -> None:
 
 
 class Waiting:
-    """Prints from a thread what a long wait is for: `compiling the training step, 0:20`.
+    """Prints the cause and duration of long waits, from a thread: `compiling the training step, 0:20`.
 
-    It reads the phase that the run is in from `core.health.phase`.
+    It reads the current phase of the run from `core.health.phase`.
     """
 
     def __init__(
@@ -274,7 +274,7 @@ class Waiting:
 
 
 def curves_apart(means: Mapping[str, float]) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Means without a step of recursion, and those by step: `exact_accuracy_step_01`, … under `exact_accuracy`."""
+    """Separates means by recursion step from the others: `exact_accuracy_step_01`, … go under `exact_accuracy`."""
     plain = {name: value for name, value in means.items() if not BY_STEP.search(name)}
     curves: dict[str, list[float]] = {}
     for name, value in sorted(means.items()):

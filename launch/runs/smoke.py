@@ -1,4 +1,4 @@
-"""The smoke run: the smallest run that exercises everything a real one does.
+"""The smoke run: a small run that uses everything that a real run uses.
 
 Slice, mesh, strategy, tables, task and code path are the same; width, depth and batch shrink to the smallest sizes that
 the mesh divides. It shows that the configuration works, not that it trains well.
@@ -30,11 +30,11 @@ LENGTH = 128  # the smallest that the splash kernel takes
 
 
 def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = (), partly: bool = False) -> Experiment:
-    """The smoke run of an experiment.
+    """Returns an experiment shrunk to the sizes of a smoke run.
 
     Args:
-      experiment: to be shrunk.
-      beside: others whose layouts must fit the same sizes, so that the runs can be compared.
+      experiment: the experiment to shrink.
+      beside: other experiments whose layouts must fit the same sizes, so that the runs can be compared.
       partly: keep the size of a model or a task that cannot be made smaller, instead of refusing it.
 
     Raises:
@@ -73,7 +73,7 @@ def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = (), partly:
 
 
 def attempt(run_dir: str) -> str:
-    """A folder of this attempt's own inside the smoke run's, the same on all hosts: a smoke run never continues one."""
+    """Returns a new folder inside that of the smoke run, equal on all hosts, because a smoke run never resumes one."""
     return f"{run_dir}/{distributed.from_host_zero(time.strftime('%Y%m%d-%H%M%S') + f'-{secrets.token_hex(2)}')}"
 
 
@@ -88,7 +88,7 @@ class _Losses(trainer.Hook):
 
 
 def rehearse(run: Run) -> None:
-    """Trains, then restores the checkpoint of half-way and trains its second half again: the losses must be equal.
+    """Trains, then restores the checkpoint of the middle step and repeats the second half: the losses must be equal.
 
     Raises:
       RuntimeError: they are not.

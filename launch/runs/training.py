@@ -51,7 +51,7 @@ def train(run: Run, *, lock: run_lock.RunLock | None = None, also: Sequence[Hook
     Args:
       run: from `prepare_run`.
       lock: of the run directory, on the host that holds it.
-      also: hooks to run after the usual ones.
+      also: hooks to run after the standard ones.
 
     Returns:
       The last validation means, such as `validation/loss`; empty if nothing is evaluated.
@@ -105,7 +105,7 @@ def restore_or_init(
     """Restores the newest intact checkpoint (or that of `step`), or initializes a new state.
 
     Returns:
-      State, position (None at the start), and the step it comes from (None for a fresh start).
+      The state, the position in the data (None for a fresh start), and the restored step (None for a fresh start).
     """
     if step is None:
         found = checkpoints.restore_newest(run.program.abstract_state)

@@ -38,7 +38,7 @@ def source(experiment: Experiment) -> warm_start.ParameterSource | None:
 
 
 def require_fit(experiment: Experiment, program: Program) -> str:
-    """Checks the parameters to start from against the model; returns what they are, "" without any."""
+    """Checks that the parameters of INIT_FROM fit the model; returns a description of them, "" without INIT_FROM."""
     if (found := source(experiment)) is None:
         return ""
     warm_start.require_fit(found, program.abstract_state.params, program.param_specs, experiment.init_patterns)

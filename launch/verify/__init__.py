@@ -1,1 +1,1 @@
-"""Compares runs number by number: strategies with one device (agreement), two variants of one run (bisect)."""
+"""Compares the numbers of runs: strategies with one device (agreement), and two variants of a run (bisect)."""

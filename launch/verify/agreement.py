@@ -1,13 +1,12 @@
-"""The table of agreement: every strategy on CPU devices against one device, by one model.
+"""Measures the agreement of every strategy with one device, on CPU devices.
 
-`parallel.agreement` compares two programs; here are the models, their batches and the loop over strategies. Those of
-the decoder are packed rows with uneven padding, different at every step, so that weights, segments and positions all
-matter; those of the recursive model have puzzles that recur, and labels that are left out. An experiment has a model
-of its own, and its batches come from its task (`sized`, `own_batches`).
+`parallel.agreement` compares two programs; this module supplies the models and batches, and loops over strategies.
+Batches of the decoder are packed rows with uneven padding that differs in every step, so that weights, segments and
+positions all matter. Batches of the recursive model have recurring puzzles, and labels that are ignored. For an
+experiment, the model and the batches are its own (`sized`, `own_batches`).
 
-The devices are those of this process, or of several processes that simulate the slice. Those processes read the batches
-from files, the first of them writes its trajectories to files (`record`), and the comparison is made here
-(`measure_played`).
+The devices belong to this process (`measure`), or to several processes that simulate the slice (`measure_played`). In
+the second case the processes read the batches from files, and the first one writes its results to files (`record`).
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ ONE_DEVICE = Example("v5e-1", strategies.data_parallel())
 
 
 def random_batches(vocab_size: int, *, steps: int, rows: int = ROWS) -> Iterator[Batch]:
-    """Two documents to a row, then padding; lengths differ from row to row and step to step."""
+    """Returns batches with two documents per row and padding; lengths differ between rows and steps."""
     rng = np.random.default_rng(0)
     position = np.arange(LENGTH)[None]
     for _ in range(steps):
@@ -90,7 +89,7 @@ def random_batches(vocab_size: int, *, steps: int, rows: int = ROWS) -> Iterator
 
 
 def batches_for(model: Model, *, steps: int, rows: int = ROWS) -> Iterator[Batch]:
-    """Returns batches of the kind that the model takes: packed documents, or puzzles that recur."""
+    """Returns batches for a model: packed documents, or puzzles that recur."""
     if not isinstance(model, trm.TRM):
         return random_batches(model.vocab_size, steps=steps, rows=rows)
     rng = np.random.default_rng(0)
@@ -107,7 +106,7 @@ def batches_for(model: Model, *, steps: int, rows: int = ROWS) -> Iterator[Batch
 
 
 def sized(experiment: Experiment, examples: Mapping[str, Example]) -> Experiment:
-    """Shrinks the experiment to sizes that all examples can split; a model or task that cannot shrink is kept.
+    """Shrinks the experiment to sizes that all examples can shard; a model or task that cannot shrink is kept.
 
     Raises:
       UserError: a strategy's mesh does not fit its slice.
@@ -117,7 +116,7 @@ def sized(experiment: Experiment, examples: Mapping[str, Example]) -> Experiment
 
 
 def own_batches(experiment: Experiment, *, steps: int) -> list[Batch]:
-    """The first training batches of the experiment's own task, in the shapes of its spec.
+    """Returns the first training batches of the experiment's own task, in the shapes of its spec.
 
     Raises:
       UserError: the data is missing, does not fit the model, or differs from the task's spec.
@@ -135,14 +134,14 @@ def own_batches(experiment: Experiment, *, steps: int) -> list[Batch]:
 
 
 def rows_for(examples: Mapping[str, Example]) -> int:
-    """Rows of a batch that the chips of all these slices can split."""
+    """Returns a number of rows that divides over the chips of all these slices."""
     return math.lcm(ROWS, *(slices.get(example.slice).chips for example in examples.values()))
 
 
 def bind(
     model: Model, example: Example, batch: Batch, *, axes: FieldAxes | None = None, seed: int = 7, **options
 ) -> Program:
-    """The model under a strategy, on CPU devices that play the example's slice.
+    """Binds a model to a strategy, on CPU devices that simulate the example's slice.
 
     Args:
       model: the model.
@@ -175,11 +174,11 @@ class Subject(NamedTuple):
     options: Mapping[str, Any] = {}
 
     def under(self, example: Example, batch: Batch, *, dtype: str = "") -> Program:
-        """The program under a strategy, computing in `dtype` where the model has a field for it."""
+        """Returns the program under a strategy; computes in `dtype` if the model has a field for it."""
         return bind(computing_in(self.model, dtype), example, batch, axes=self.axes, seed=self.seed, **self.options)
 
     def alone(self, batch: Batch, *, dtype: str) -> Program:
-        """The program on one device."""
+        """Returns the program on one device."""
         return bind(computing_in(self.model, dtype), ONE_DEVICE, batch, axes=self.axes, seed=self.seed)
 
 
@@ -187,9 +186,9 @@ Apart = Mapping[str, Difference]  # by part of the trajectory
 
 
 class Row(NamedTuple):
-    """The differences of one strategy from one device: in one process, and in several (`played`).
+    """The differences between one strategy and one device, with one process and with several (`played`).
 
-    Where the strategy cannot hold the model, `refused` says why, and the rest is empty.
+    If the strategy does not fit the model, `refused` is the reason, and the other fields are empty.
     """
 
     name: str
@@ -218,7 +217,7 @@ def measure(subject: Subject, examples: Mapping[str, Example], data: Sequence[Ba
       subject: what is trained.
       examples: by name.
       data: the global batch of every AdamW step.
-      bfloat16: also compare the model computing in bfloat16 with itself on one device, where it has a field `dtype`.
+      bfloat16: also compare in bfloat16, with one device in bfloat16, if the model has a field `dtype`.
     """
     dtypes = ("float32", "bfloat16") if bfloat16 and _has_dtype(subject.model) else ("float32",)
     refused = {name: _refusal(subject, example, data[0]) for name, example in examples.items()}
@@ -250,12 +249,12 @@ def measure_played(
     processes: int,
     command: Sequence[str],
 ) -> dict[str, Apart]:
-    """Every example in float32 against one device, its chips shared among processes.
+    """Compares every example with one device in float32, with its chips divided among several processes.
 
     Args:
       subject, examples, data: as for `measure`.
-      processes: on loopback, each with an even share of the chips.
-      command: argv that makes a process call `record`; `--into FOLDER --record NAME …` is added.
+      processes: number of processes on this machine; each has an equal share of the chips.
+      command: argv of a process that calls `record`; `--into FOLDER --record NAME …` is added.
 
     Raises:
       UserError: the processes could not be run.
@@ -280,7 +279,7 @@ def measure_played(
 
 
 def record(subject: Subject, examples: Mapping[str, Example], *, steps: int, into: Path) -> None:
-    """Trains on the batches in `into` as one of the processes that play a slice; host 0 leaves the trajectories."""
+    """Trains on the batches in `into` as one process of a simulated slice; host 0 writes the results there."""
     data = [dict(np.load(into / f"batch_{step}.npz")) for step in range(steps)]
     (slice_name,) = {example.slice for example in examples.values()}
     host = cluster.join(slices.get(slice_name))
@@ -298,5 +297,5 @@ def _has_dtype(model: Any) -> bool:
 
 
 def computing_in(model: Any, dtype: str) -> Any:
-    """Returns the model computing in a dtype; unchanged if it has no field for it, or `dtype` is empty."""
+    """Returns a copy of the model that computes in `dtype`; the model itself if `dtype` is "" or there is no field."""
     return wrappers.with_field(model, "dtype", dtype) if dtype and _has_dtype(model) else model

@@ -1,10 +1,10 @@
 """Finds where two runs of one experiment diverge: the first step, place and tensor that differ.
 
-Two recordings (`parallel.recording`) are walked together in causal order, and the first difference that rounding does
-not explain is the one to look at: all later ones may follow from it.
+Two recordings (`parallel.recording`) are compared in causal order. The first difference that rounding does not explain
+is the one to investigate, because all later ones may follow from it.
 
-Differences are in float32 spacings at the largest entry of their tensor ("ulp"), as in `parallel.agreement` but without
-its floor for tensors that are nothing but rounding; a tensor of a layer is measured on its own.
+Differences are in units of the float32 spacing at the largest entry of the tensor ("ulp"), as in `parallel.agreement`,
+but without its floor for tensors that contain only rounding errors. Each layer's tensor is measured separately.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Compared(NamedTuple):
       phase: "forward", "loss", "gradients" or "update" (or what was given: "data", "start").
       place: the part of the model, such as "layer 3".
       tensor: its name there.
-      ulp: largest difference over the float32 spacing at the largest entry of both; infinite where shapes differ, an
-        integer differs, or one of them is not finite. Of updated parameters the root mean square instead of the
-        largest: Adam makes a whole step of a gradient that is nothing but rounding.
+      ulp: largest difference divided by the float32 spacing at the largest entry of both; infinite if shapes differ,
+        an integer differs, or one entry is not finite. For updated parameters it is the root mean square difference,
+        because Adam turns a gradient that contains only rounding errors into a full step.
       absolute: the same difference, not divided.
       remark: why the tensors cannot be subtracted; else empty.
     """
@@ -73,7 +73,7 @@ class Compared(NamedTuple):
 
     @property
     def group(self) -> tuple[int, str, str]:
-        """Tensors of one group do not depend on one another in an order that we know."""
+        """The group of the tensor; the order of dependency inside a group is unknown."""
         return self.step, self.phase, self.place
 
     def __str__(self) -> str:
@@ -85,8 +85,8 @@ class Verdict(NamedTuple):
     """The result of a comparison.
 
     Attributes:
-      first: the tensor to look at, or None where the runs are equal.
-      rows: all of the walk, in causal order.
+      first: of the first group that differs, the tensor with the largest difference; None if the runs are equal.
+      rows: all comparisons, in causal order.
       tolerance: as `TOLERANCE`.
     """
 
@@ -96,7 +96,7 @@ class Verdict(NamedTuple):
 
     @property
     def largest(self) -> Compared:
-        """The largest difference of all, measured by what is tolerated there."""
+        """The comparison whose difference is largest relative to its tolerance."""
         return max(self.rows, key=lambda row: row.ulp / self.allowed(row) if row.ulp else 0.0)
 
     def allowed(self, row: Compared) -> float:
@@ -104,12 +104,12 @@ class Verdict(NamedTuple):
         return self.tolerance[row.place if row.phase == "update" else row.phase][row.step > 1]
 
     def differs(self, row: Compared) -> bool:
-        """Returns whether this tensor is further apart than rounding explains."""
+        """Returns whether the difference of this tensor is larger than rounding explains."""
         return row.ulp > self.allowed(row)
 
 
 def judge(ours: Recording, theirs: Recording, *, tolerance: Mapping[str, tuple[float, float]]) -> Verdict:
-    """Walks both recordings in causal order; within a group the tensor that is furthest apart stands for it."""
+    """Compares two recordings in causal order, and finds the first group of tensors that differs."""
     rows = [row for row in compare(ours, theirs) if row.phase not in (DATA, START)]
     verdict = Verdict(None, rows, tolerance)
     for _, group in itertools.groupby(rows, key=lambda row: row.group):
@@ -119,13 +119,13 @@ def judge(ours: Recording, theirs: Recording, *, tolerance: Mapping[str, tuple[f
 
 
 def given(ours: Recording, theirs: Recording) -> dict[str, list[Compared]]:
-    """Of what the runs were given (`data`, `start`), the tensors that are not equal bit by bit."""
+    """Returns the inputs of the runs (`data`, `start`) that are not bitwise equal."""
     rows = [row for row in compare(ours, theirs) if row.ulp > 0]
     return {phase: [row for row in rows if row.phase == phase] for phase in (DATA, START)}
 
 
 def compare(ours: Recording, theirs: Recording) -> Iterator[Compared]:
-    """Every tensor of either recording, in our order and then what only they have."""
+    """Compares all tensors: first those of `ours` in their order, then those that only `theirs` has."""
     for name in dict.fromkeys((*ours, *theirs)):
         step, phase, place, tensor = name.split("|")
         mean = (phase, place) == ("update", "parameters")
@@ -133,9 +133,9 @@ def compare(ours: Recording, theirs: Recording) -> Iterator[Compared]:
 
 
 def apart(a: np.ndarray | None, b: np.ndarray | None, *, mean: bool = False) -> tuple[float, float, str]:
-    """Returns the difference of two arrays in ulp, its absolute value, and a remark if they cannot be compared.
+    """Returns the difference of two arrays in ulp and in absolute terms, and a remark if they cannot be compared.
 
-    The largest difference of any two entries, or with `mean` the root mean square of all.
+    It is the largest difference of any entry, or with `mean` the root mean square over all entries.
     """
     if a is None or b is None:
         return np.inf, np.inf, f"only in {'B' if a is None else 'A'}"
@@ -159,16 +159,16 @@ def apart(a: np.ndarray | None, b: np.ndarray | None, *, mean: bool = False) -> 
 
 
 def run(ready: Run, *, steps: int, checkpoint: paths.Path | None, data_of: Recording | None) -> dict[str, np.ndarray]:
-    """Records a run on this side's data, or on that of the other side's recording.
+    """Records a run of one variant, on its own data or on the batches of another recording.
 
     Args:
-      ready: what `prepare_run` made.
-      steps: how many.
-      checkpoint: folder of the step to take the state from; None starts afresh. Data starts at its beginning.
-      data_of: a recording whose batches to train on.
+      ready: the result of `prepare_run`.
+      steps: number of steps.
+      checkpoint: folder of the checkpoint to start from; None: a fresh state. Data always starts at its beginning.
+      data_of: the recording whose batches to train on; None: the variant's own data.
 
     Raises:
-      UserError: a checkpoint that does not fit; batches of other shapes than `data_of` has.
+      UserError: the checkpoint does not fit, or the batches of `data_of` have other shapes.
     """
     program = ready.program
     own = agreement.batches_of(ready.experiment.task, program, steps=steps)

@@ -209,7 +209,7 @@ def test_weights_of_stock_modules_are_cast_and_then_laid_out(mesh):
         (
             {"*": ("norm",)},
             lambda x: hk.BatchNorm(True, True, 0.9)(x, is_training=True),
-            r"batch_norm/.* is Haiku state, such as the means of .* Normalise each row by itself \(hk\.LayerNorm",
+            r"batch_norm/.* is Haiku state, such as the means of .* Normalise over one row at a time \(hk\.LayerNorm",
         ),
     ],
     ids=["axis", "rank", "state"],

@@ -1,4 +1,4 @@
-"""Layouts: what a strategy does to chips, traffic and numbers."""
+"""Commands about layouts: memory, traffic and agreement of strategies, plans and schedules."""
 
 import os
 

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one row per strategy. Returns 1 if one exceeds its tolerance, or was asked for and refuses the model."""
+    """Prints one row per strategy. Returns 1 if one exceeds its tolerance, or if a requested one refuses the model."""
     if not args.experiment and (args.gin or args.slice):
         raise UserError("--gin and --slice change an experiment, and none is given: add --experiment EXPERIMENT.gin")
     if args.only and args.slice:

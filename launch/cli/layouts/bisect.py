@@ -1,7 +1,7 @@
 """`launch/run bisect`: runs two variants of an experiment for a few steps and names the first tensor that differs.
 
-Each variant runs in processes of its own, by this same command with --record, which are the hosts of its slice with
-CPU devices for chips. Both compute on the batches that A reads; B's own are only compared with them.
+Each variant runs in its own processes, which simulate the hosts of its slice; they run this command with --record. Both
+variants train on the batches that A reads; the batches that B reads are only compared with them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SHOWN_BEFORE, SHOWN_AT, SHOWN_AFTER = 4, 6, 2
 
 
 class Variant(NamedTuple):
-    """One side, parsed."""
+    """One of the two variants, parsed from the command line."""
 
     config: str
     bindings: tuple[str, ...]
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs both sides and prints where they diverge: 0 equal, 1 different."""
+    """Runs both variants and prints where they diverge. Returns 0 if they are equal, 1 if they differ."""
     variants = {side: parse(text, experiment=args.experiment) for side, text in (("A", args.a), ("B", args.b))}
     experiments = {side: variant.experiment(args.slice) for side, variant in variants.items()}
     if args.record:

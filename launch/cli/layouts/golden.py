@@ -1,4 +1,4 @@
-"""`launch/run golden`: compiles experiment files for their slices, and records or checks what they cost."""
+"""`launch/run golden`: compiles experiment files for their slices, and records or checks memory, FLOPs and times."""
 
 from __future__ import annotations
 

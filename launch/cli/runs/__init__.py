@@ -1,1 +1,1 @@
-"""Runs: prepare, start, watch and score them."""
+"""Commands that prepare, start, monitor and evaluate runs."""

@@ -29,7 +29,7 @@ _OF_CSV = {"sudoku": {"num_test": None}, "maze": {"num_train": None, "num_test":
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the kinds of puzzles; an argument that is given is the field of that name of the kind's dataclass."""
+    """Adds a subcommand for each kind of puzzle; arguments have the names of the fields of the kind's dataclass."""
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="sudoku|maze|arc")
 
     def kind(name: str, description: str) -> argparse.ArgumentParser:
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Builds, then shows what was built."""
+    """Builds the dataset, then prints a summary and one puzzle."""
     given = {name: value for name, value in vars(args).items() if name not in ("kind", "out")}
     of_csv = _OF_CSV[args.kind] if "csv" in given else {}
     recipe = _SETS[args.kind](**{**_DEFAULTS[args.kind], **of_csv, **given})

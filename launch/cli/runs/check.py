@@ -1,4 +1,4 @@
-"""`launch/run check`: what can be known about an experiment without a device, in seconds."""
+"""`launch/run check`: checks an experiment without a device, in seconds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the findings; 2 where one failed."""
+    """Prints the findings. Returns 2 if a check failed."""
     jax.config.update("jax_platforms", "cpu")
     checked = preflight.check(
         args.experiment,

@@ -1,4 +1,4 @@
-"""`launch/run doctor`: whether a run could start on this slice, here and now; everything at once, each with its fix.
+"""`launch/run doctor`: checks whether a run can start on this slice now, and lists all problems with their fixes.
 
 The checks that need no device run first, in a process of their own, so their findings are printed even if the hosts
 cannot join. Then the hosts join and make the checks that need all of them. On a TPU, run it on every host, like a run.
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the findings; 0 if a run could start, otherwise 1."""
+    """Prints the findings. Returns 0 if a run can start, otherwise 1."""
     slice_ = slices.get(args.slice)
     args.run_dir = os.fspath(paths.resolve(args.run_dir or environment.run_directory(args.experiment)))
     if args.part == "offline":

@@ -1,4 +1,4 @@
-"""`launch/run environment`: every environment variable that Renga reads, with its value here.
+"""`launch/run environment`: lists the environment variables that Renga reads, with their values on this machine.
 
 The table of launch/README.md is made from the same source, by --write.
 """
@@ -32,6 +32,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def updated(text: str) -> str:
-    """Returns the text of the README with the table as it is now."""
+    """Returns the text of the README with its table updated."""
     before, _, rest = text.partition(BEGIN)
     return before + BEGIN + environment.markdown_table() + END + rest.partition(END)[2]

@@ -1,6 +1,6 @@
-"""`launch/run evaluate`: scores a run's checkpoints on held-out data, from its directory alone.
+"""`launch/run evaluate`: scores a run's checkpoints on held-out data; needs only the run directory.
 
-On a host of a TPU slice this is this host's process of the evaluation: run it on every host. With --simulate it starts
+On a TPU slice, run it on every host: each runs this host's process of the evaluation. With --simulate it starts
 simulated hosts; elsewhere one process simulates the slice on the CPU.
 """
 

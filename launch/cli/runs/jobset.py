@@ -1,4 +1,4 @@
-"""`launch/run jobset`: the manifest with which GKE starts a run on every host of its slices, and starts it again."""
+"""`launch/run jobset`: writes the JobSet manifest with which GKE starts and restarts a run on all hosts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the manifest, as JSON, which kubectl takes as it does YAML."""
+    """Writes the manifest as JSON, which kubectl accepts like YAML."""
     slice_, experiment = slices.get(args.slice), Path(args.experiment)
     if not experiment.is_file():
         raise UserError(f"no such experiment file: {experiment}")

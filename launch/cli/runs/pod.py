@@ -1,8 +1,8 @@
 """`launch/pod.sh`: trains an experiment on a slice, wherever that slice is.
 
 The same command line works in three places. On a host of a TPU slice it becomes this host's process; from a workstation
-it reaches all hosts through gcloud; with --simulate it simulates them on this machine. If none applies, it says what it
-looked for; it never falls back to another place.
+it reaches all hosts through gcloud; with --simulate it simulates them on this machine. If none applies, the error lists
+what was examined; the command never chooses another place silently.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Joins the other hosts and trains; notes what ended the run for the process that started it."""
+    """Joins the other hosts and trains; if the run fails, notes the cause for the process that started it."""
     noting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if environment.read("RENGA_NOTES"):
         from launch.hosts import alerts

@@ -1,4 +1,4 @@
-"""`launch/pod.sh SLICE validate`: everything that first contact with a slice should show, as one report."""
+"""`launch/pod.sh SLICE validate`: checks a new slice with the doctor and short runs, and writes one report."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tries one part after the other; 0 where none failed. Host 0 writes RUN/validate.json either way."""
+    """Runs all parts in turn. Returns 0 if none failed. In any case host 0 writes RUN/validate.json."""
     from launch.check import validation
 
     slice_ = slices.get(args.slice)
