@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 
 class Bookkeeping:
-    """Turns failures of an action into a warning, printed for the first of several failures in a row."""
+    """Runs an action whose failures are only warnings; of several failures in a row, only the first is printed."""
 
     def __init__(self, what: str, *, done: str = "written"):
         """Stores the words of the warning: `WHAT could not be DONE`."""

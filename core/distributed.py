@@ -1,8 +1,8 @@
 """Runs hosts as one program: initialization, barriers, exchange of texts, preemption and shutdown.
 
-Nothing is guessed silently. A host belongs to the cluster that its arguments or its machine name, or it passes
-`single_process=True`. A host that is missing, or has another configuration, is named in an error. An uncaught exception
-ends its process at once, instead of blocking for minutes in a barrier that the other hosts never reach.
+Nothing is guessed silently: the cluster is given by arguments or detected from the machine, or the process passes
+`single_process=True`. If a host is missing or has another configuration, an error names it. An uncaught exception ends
+its process at once, instead of blocking for minutes in a barrier that the other hosts never reach.
 
 This is the only module that uses `jax.distributed`. Everything here uses its coordination service and not the devices,
 so it works before the first array exists.
@@ -88,11 +88,11 @@ def initialize(
       local_cpu_devices: number of CPU devices of this process (simulation).
       timeout_seconds: how long to wait for all hosts.
       single_process: whether this process runs alone, without detecting or waiting for others.
-      description: the configuration of this host; hosts with different ones are refused, with the difference.
+      description: the configuration of this host; if hosts have different ones, the error shows the difference.
       addresses: addresses of all hosts by index, to name a missing one.
-      watch: limits with which hosts monitor one another (`core.health.heartbeat`); None: no monitoring.
-      before_devices: called when all hosts are present with equal descriptions, before JAX's runtime starts and any
-        device is initialized; an exception in it ends the start.
+      watch: time limits for the monitoring between hosts (`core.health.heartbeat`); None: no monitoring.
+      before_devices: called once all hosts are connected and have equal descriptions, before JAX's runtime starts and
+        any device is initialized; an exception in it ends the start.
 
     Raises:
       UserError: the arguments contradict one another, no cluster was detected, a second call differs from the first,
@@ -297,7 +297,7 @@ def require_same(what: str, text: str) -> None:
 
 
 def require_shared(run_dir: str, *, is_host_zero: bool) -> None:
-    """Raises UserError on all hosts if host 0 cannot write into the run directory, or a host does not see the file."""
+    """Raises UserError on all hosts unless host 0 can write a file to the run directory and every host sees it."""
     directory = paths.resolve(run_dir)
     nonce = from_host_zero(secrets.token_hex(8))
     if refused := from_host_zero(_written(directory, nonce) if is_host_zero else ""):
@@ -369,11 +369,11 @@ def exit_at_once(code: int, why: str = "") -> None:
 def exit_at_once_on_exception() -> None:
     """Makes an uncaught exception print its traceback and end this process at once.
 
-    Of an error whose `says_all` is true, only the message is printed.
+    If the error's attribute `says_all` is true, only its message is printed.
 
-    The exit code is the error's own `exit_code` if it has one, otherwise `exit_codes.RAISED`; if the error is the
-    consequence of the loss of another host, it is that of the verdict. Without this hook, the process would wait for
-    the others at exit, and they for its collectives. Ctrl-C ends with 130.
+    The exit code is the error's attribute `exit_code` if it has one, otherwise `exit_codes.RAISED`; if the loss of
+    another host caused the error, it is the code of the verdict. Without this hook, the process would wait for the
+    others at exit, and they for its collectives. Ctrl-C ends with 130.
     """
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -1,4 +1,4 @@
-"""The exception for errors that a user can cause and correct, and the conversion of a model's exceptions to it."""
+"""`UserError`, for errors that a user can cause and correct, and the conversion of a model's exceptions to it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ class UserError(ValueError):
 
 @contextlib.contextmanager
 def named_model(model: Any, spec: Mapping[str, Any]) -> Iterator[None]:
-    """Context in which a model is traced for batches of `spec`, whose fields have `shape` and `dtype`.
+    """Context for tracing a model with batches of `spec`; converts its exceptions to UserError.
+
+    Args:
+      spec: fields of a batch, each with `shape` and `dtype`.
 
     Raises:
-      UserError: replaces any exception that is not one; says where it was raised and which fields a batch has.
+      UserError: the model raised an exception; says where, and which fields a batch has.
     """
     try:
         yield

@@ -67,7 +67,7 @@ _ANY = re.compile(rb"(?:" + rb"|".join(line for line, _ in LINES) + rb")(?:\r?\n
 
 
 def without(text: bytes) -> bytes:
-    """Removes the known lines from a text, including those that follow the beginning of another line."""
+    """Removes known harmless lines from a text, also if they were printed in the middle of another line."""
     return _ANY.sub(b"", text)
 
 

@@ -1,6 +1,6 @@
 """Writes the metrics of a run as TensorBoard events, JSON lines and, optionally, to Weights & Biases.
 
-Host 0 alone writes the metrics of the run; every host writes measurements of itself to a file of its own. Event files
+Host 0 alone writes the metrics of the run; every host writes its own measurements to a separate file. Event files
 and JSON lines are appended to, which a bucket does not support: for a gs:// run directory they are written to a local
 folder, and whole files are copied every 30 s and at `close`. A crash may lose the last seconds of metrics in the
 bucket. A full disk or an unreachable bucket delays the writes and never ends a run.
@@ -229,7 +229,7 @@ class WeightsAndBiases:
         self._run.log({name: float(value) for name, value in values.items()}, step=step)
 
     def text(self, tag: str, text: str, *, step: int = 0) -> None:
-        """Records a text among the configuration of the run."""
+        """Adds a text to the configuration of the run."""
         del step
         self._run.config.update({tag: text}, allow_val_change=True)
 

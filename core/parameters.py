@@ -82,7 +82,7 @@ def lookup(tree: Any) -> Callable[[Sequence[Any]], Any]:
 
 
 def labelled(tree: Any) -> Callable[[Params], Any]:
-    """Returns a function that maps parameters, or some of them, to the leaves of `tree` at their paths."""
+    """Returns a function that maps a tree of some parameters to the leaves of `tree` at their paths."""
     at = lookup(tree)
     return lambda params: jax.tree_util.tree_map_with_path(lambda path, _: at(path), params)
 

@@ -144,10 +144,10 @@ def check_writable(directory: str | os.PathLike[str]) -> epath.Path:
 
 
 def no_room(error: BaseException) -> str:
-    """Returns the system's words, such as `No space left on device`, if an error means that; otherwise "".
+    """Returns the system's message, such as `No space left on device`, if an error reports a full disk; otherwise "".
 
-    That is: no free blocks or inodes, an exceeded quota, or a limit on the size of a file. Other exceptions are
-    recognized by their text.
+    A disk is full if it has no free blocks or inodes, or a quota or the limit on file sizes is exceeded. Exceptions
+    other than OSError are recognized by their text.
     """
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
         return _NO_ROOM[error.errno]

@@ -66,7 +66,7 @@ def dropout(key: jax.Array, rate: float, x: jax.Array, rows: jax.Array) -> jax.A
 
 
 def refuse_shared_draws(model: Model, params: Params, spec: BatchSpec) -> None:
-    """Refuses a model that draws random bits for all rows with one key, for steps with microbatches.
+    """Refuses a model that draws random bits for all rows with one key, because microbatches would share the bits.
 
     Each microbatch has the same key, so such a model (for example stock `hk.dropout`) would draw the same bits in all
     of them. A draw is considered to be for all rows if its shape, or the number of draws, grows with the batch.

@@ -1,7 +1,7 @@
 """Validates the hyperparameters of optimizers.
 
-A name has the same meaning in all of them, so its range is defined once. Values out of range are refused when the
-configuration is read, before they could cause a NaN loss.
+A hyperparameter's name has the same meaning in all optimizers, so its range is defined once. Values out of range are
+refused when the configuration is loaded, before they could cause a NaN loss.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ def _listening(address: str, *, deadline: float) -> Iterator[socket.socket]:
 
 
 def bindable(host: str) -> str:
-    """Returns `host` if it is an address of this machine, else "" (all interfaces: the address is translated)."""
+    """Returns the address to listen on: `host` if this machine has it, else "" for all interfaces, as behind NAT."""
     with socket.socket() as probe:
         try:
             probe.bind((host, 0))

@@ -34,7 +34,7 @@ class RunMetrics:
         return found[-1][1] if found else None
 
     def best(self, name: str) -> tuple[int, float] | None:
-        """Returns step and value of the maximum; the earliest of equal ones."""
+        """Returns the step and value of the maximum; of equal values, the earliest."""
         return max(self.curve(name), key=lambda point: (point[1], -point[0]), default=None)
 
     def first_at(self, name: str, *, least: float) -> int | None:

@@ -122,7 +122,7 @@ class Slice:
 
     @property
     def single(self) -> Slice:
-        """The slice itself, or one of several."""
+        """The slice itself if it is one; one slice of a job with several."""
         return get(self.name.partition("x")[2]) if self.num_slices > 1 else self
 
     @property
@@ -147,7 +147,7 @@ class Slice:
 
     @property
     def wraparound(self) -> tuple[bool, ...]:
-        """Returns whether links close each axis into a ring: v4, v5p from 4x4x4; v5e, v6e along an axis of 16."""
+        """Returns whether each axis is a ring: v4 and v5p from 4x4x4 up; v5e and v6e along an axis of 16."""
         if len(self.topology) == 3:
             return (all(n % 4 == 0 for n in self.topology),) * 3
         return tuple(n == 16 for n in self.topology)

@@ -112,7 +112,7 @@ class LayerFn:
       plain: `(layer, x, side, kind) -> (x, outputs)`, without rematerialisation, for runners that recompute layers
         themselves.
       remat: what the backward pass recomputes; see `layer_stack`.
-      kinds: of every layer.
+      kinds: the kind of every layer.
       outputs: shapes of the outputs of one layer.
       axes: returns the tree of `Axes` of one layer's parameters; a function because this takes a trace.
       dtypes: tree of the dtypes that one layer computes with: if the layer only uses a parameter cast to one dtype,
@@ -163,7 +163,7 @@ REMAT_CHOICES = ("none", *REMAT_POLICIES)
 
 
 def scan_runner(fn: LayerFn, stacked: Layer, x: Stream, side: Side, tail: Tail | None) -> tuple[Any, Outputs]:
-    """Scans over the layers, all rows at once.
+    """Runs the layers with a scan, on all rows together.
 
     Weights are cast before the loop, so that their stacked gradients have the computation dtype.
     """

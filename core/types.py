@@ -101,7 +101,7 @@ class Batches(Protocol):
         """Returns this host's rows of the next global batch, in the order of `DataLayout.rows`."""
 
     def state(self) -> Mapping[str, bytes]:
-        """Returns the positions of the streams whose first row this host owns, by name (the same on any hosts)."""
+        """Returns the positions of the streams whose first row this host owns, by a name that all hosts share."""
 
     def restore(self, state: Mapping[str, bytes]) -> None:
         """Moves to saved positions: the union of all hosts' `state`. Raises UserError for a missing stream."""
@@ -188,7 +188,7 @@ class ExtendsCache(Protocol):
 
 
 class LimitsPositions(Protocol):
-    """A model that may have a largest number of positions; None: it has none.
+    """A model that may limit the number of positions; `max_positions` is None if it has no limit.
 
     Enables: the refusal of prompts that are too long.
     """
@@ -318,7 +318,7 @@ class DescribesEvaluation(Protocol):
     """
 
     def evaluated_on(self, most: int | None) -> str:
-        """Describes the rows that an evaluation of at most `most` rows scores; None: no limit."""
+        """Describes the rows that an evaluation scores; it scores at most `most` rows, or all if `most` is None."""
 
 
 class SizesEvaluation(Protocol):
@@ -328,7 +328,7 @@ class SizesEvaluation(Protocol):
     """
 
     def evaluating(self, rows: int | None) -> Task:
-        """Returns this task with evaluations of `rows` held-out rows, always the same; None: of all, once."""
+        """Returns a copy whose evaluations score the same `rows` held-out rows each time; None: all rows once."""
 
 
 class AnswerJudge(Protocol):

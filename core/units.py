@@ -10,7 +10,7 @@ _FLOPS = ((1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:
-    """Returns `1 host` or `1,024 hosts`; `plural` is given where it is not the noun with an s."""
+    """Formats a count with a noun: `1 host`, `1,024 hosts`; `plural` is for nouns with an irregular plural."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
@@ -38,7 +38,7 @@ def flops(number: float) -> str:
 
 
 def significant(number: float, digits: int = 3) -> str:
-    """Returns a number rounded to so many significant digits, with all digits of a large one: `35.5`, `1,018`."""
+    """Rounds a number to significant digits, but keeps all digits before the decimal point: `35.5`, `1,018`."""
     return f"{number:,.0f}" if abs(number) >= 10**digits * (1 - 0.5 * 10**-digits) else f"{number:.{digits}g}"
 
 

@@ -1,7 +1,7 @@
-"""Copies of a model with another field or size, also when the model is wrapped.
+"""Copies a model with one field changed, or with smaller sizes, also if the model is wrapped.
 
-A wrapper that passes on what it does not define (`__getattr__`) has the abilities of the model inside. A copy that
-computes in another dtype, or is smaller, is then a copy of the wrapper around a changed model.
+A wrapper that forwards unknown attributes (`__getattr__`) has the abilities of the model inside. A copy with another
+dtype or smaller sizes is then a copy of the wrapper around a changed model.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ Path = tuple[str, ...]  # attributes that lead from a wrapper to what it wraps
 
 
 def field_path(model: Any, name: str) -> Path | None:
-    """Returns the path to the dataclass that has a field, () for the model's own; None without such a field.
+    """Returns the attribute path to the dataclass that has a field, () for the model itself; None without such a field.
 
-    Fields are searched only in what passes on the name, so that a field of an unrelated part is not found.
+    Only wrapped models that the name is forwarded to are searched, so that a field of an unrelated part is not found.
     """
     return _path(model, name, lambda value: dataclasses.is_dataclass(value) and name in _fields(value))
 
@@ -31,7 +31,7 @@ def field_owner(model: Any, name: str) -> Any:
 
 
 def with_field(model: Any, name: str, value: Any) -> Any:
-    """Returns a copy with another value of a field for which `field_path` is not None."""
+    """Returns a copy with another value of a field; `field_path` must find the field."""
     path = field_path(model, name)
     assert path is not None, (type(model).__name__, name)
     return _changed(model, path, lambda inner: dataclasses.replace(inner, **{name: value}))

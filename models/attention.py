@@ -46,7 +46,7 @@ def attend(
       choice: "plain"; "splash"; "auto": splash on TPUs if its tiles fit, plain otherwise; "none": no mixing over
         positions, each position keeps its own value (a control for experiments).
       scale: factor of the scores; None: 1 / sqrt(K).
-      window: a query attends to this many positions, of which its own is the last; None: to all before it.
+      window: a query attends to this many positions, its own being the last; None: to all positions up to its own.
       softcap: scores s become softcap tanh(s / softcap) (Gemma 2); None: they are not bounded.
 
     Returns:
@@ -75,7 +75,7 @@ def plain(
     window: int | None = None,
     softcap: float | None = None,
 ) -> jax.Array:
-    """Reference implementation, with scores and softmax in float32; arguments and result as in `attend`."""
+    """Computes attention with scores and softmax in float32: the reference. Arguments and result as in `attend`."""
     batch, length, heads, head_dim = q.shape
     grouped = q.reshape(batch, length, k.shape[2], heads // k.shape[2], head_dim)  # [B, T, N, G, K]
     scores = jnp.einsum("btngk,bsnk->bngts", grouped, k, preferred_element_type=jnp.float32)

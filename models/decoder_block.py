@@ -23,7 +23,7 @@ class Side(NamedTuple):
     Attributes:
       segment_ids: [B, T], int32.
       positions: [B, T], int32, if earlier positions are cached; otherwise None.
-      turns: rotary tables, by kind of layer where kinds differ, otherwise of GLOBAL; none for learned positions.
+      turns: rotary tables by kind of layer; only of GLOBAL if all kinds share one table; empty for learned positions.
     """
 
     segment_ids: jax.Array

@@ -155,7 +155,7 @@ class DecoderConfig:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of layers that are repeated: `pattern`, or the only kind."""
+        """The kinds of successive layers, repeated over the stack: `pattern`, or the only kind."""
         return self.pattern or ((GLOBAL,) if self.window is None else (LOCAL,))
 
     @property

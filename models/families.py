@@ -208,7 +208,7 @@ def _scaling(rope: Mapping[str, Any]) -> rotary.Scaling | None:
 
 
 def family(model: DecoderConfig) -> str:
-    """Returns the `model_type` under which a decoder can be published.
+    """Returns the `model_type` whose format can express a decoder.
 
     Raises:
       UserError: no family has these fields.

@@ -1,4 +1,4 @@
-"""Where the tensors of published families hold the parameters of the decoder; `models.families` has their fields."""
+"""Maps the parameters of the decoder to the tensors of published families; `models.families` maps their fields."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOT_PARAMETERS = (
 
 
 def sources(model: DecoderConfig) -> dict[str, Source]:
-    """Returns where each parameter of a decoder is stored, by its path; without the prefix of tensor names."""
+    """Returns the source of each parameter of a decoder, by its path, without the prefix of tensor names."""
     if model.positions == "learned":
         return _gpt2_sources(model)
     norms = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
@@ -79,7 +79,7 @@ def _gpt2_sources(model: DecoderConfig) -> dict[str, Source]:
 
 
 def named_sources(model: DecoderConfig) -> dict[str, Source]:
-    """Returns `sources` with complete names of tensors, as they are exported."""
+    """Returns `sources` with the complete tensor names of exported folders."""
     prefix = (GPT2_PREFIXES if model.positions == "learned" else PREFIXES)[0]
     return {path: source.prefixed(prefix) for path, source in sources(model).items()}
 

@@ -1,7 +1,7 @@
-"""Fields of `models.transformer.Transformer` by name: Valkyrie's sizes, and published models.
+"""Configurations of `models.transformer.Transformer` by name: the Valkyrie models, and published models.
 
-A published model is named as on its hub, in lower case and without its maker. Counts of parameters, and the
-configurations in the published `config.json`, are held by `tests/models/test_families.py`.
+A published model has the name that it has on Hugging Face, in lower case and without its owner. Parameter counts, and
+the agreement with the published `config.json`, are tested in `tests/models/test_families.py`.
 """
 
 from __future__ import annotations

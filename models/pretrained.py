@@ -1,4 +1,4 @@
-"""Decoders that are configured by a published folder, and their parameters in it.
+"""Builds decoders from the folders of published models, and reads their parameters.
 
 model = pretrained.model("gs://models/Llama-3.1-8B")     # from its config.json
 folder = pretrained.folder(model, "gs://models/Llama-3.1-8B")
@@ -26,7 +26,7 @@ def model(folder: str, **changes: Any) -> Transformer:
       **changes: fields of `Transformer`, such as `remat`.
 
     Raises:
-      UserError: there is no such file, or the decoder cannot be what it describes.
+      UserError: there is no such file, or it describes a model that the decoder cannot express.
     """
     return Transformer(**{**families.fields(read_config(paths.fetched(folder, paths.SMALL_FILES))), **changes})
 

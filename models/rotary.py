@@ -15,7 +15,7 @@ import numpy as np
 
 
 class Scaling(Protocol):
-    """Changes the frequencies of a rotary embedding."""
+    """Base class of scalings, which change the frequencies of a rotary embedding."""
 
     @property
     def attention_factor(self) -> float:

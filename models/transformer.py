@@ -1,4 +1,4 @@
-"""A decoder-only language model, of which the families of published models are choices of fields.
+"""A decoder-only language model; its fields express the published families (`models.families`).
 
 The dataclass is both configuration and model: it satisfies `core.types.Model`. Its defaults are Llama's: RMSNorm,
 rotary embedding, grouped-query attention, SwiGLU. It names the axes of its arrays and does not refer to a mesh. Packed

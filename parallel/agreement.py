@@ -36,7 +36,7 @@ Batch = Mapping[str, np.ndarray]
 
 
 class Example(NamedTuple):
-    """A strategy with degrees, and a slice that they fit."""
+    """A strategy with its degrees, and a slice with a matching number of chips."""
 
     slice: str
     strategy: Strategy
@@ -240,7 +240,7 @@ def tolerance(strategy: str) -> dict[str, float]:
 
 
 def exceeding(strategy: str, apart: Mapping[str, Difference]) -> dict[str, Difference]:
-    """Returns the parts that differ by more than the order of sums explains."""
+    """Returns the parts that differ by more than a different order of sums explains."""
     limits = tolerance(strategy)
     return {part: found for part, found in apart.items() if found.ulp > limits[part]}
 

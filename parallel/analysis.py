@@ -23,7 +23,7 @@ class Analysis(NamedTuple):
     Attributes:
       compiled: memory, time to compile, the program's text.
       costs: estimated cycles, kernels, and operations without an estimate.
-      collectives: all collectives, with mesh axes, bytes and place.
+      collectives: all collectives, with mesh axes, bytes and position in the program.
       findings: of the lints, unknown ones first.
       warnings: of the compiler, without those known to be harmless (`hlo.messages`).
     """
@@ -66,7 +66,7 @@ def read(bound: Program, result: Compiled, messages: str = "") -> Analysis:
 
 
 def as_json(bound: Program, found: Analysis) -> dict[str, Any]:
-    """Converts to plain values that are equal for equal programs and compilers: no times, no names of instructions."""
+    """Converts an analysis to JSON values that are equal for equal programs: no times, no instruction names."""
     memory, costs_ = found.compiled, found.costs
     return {
         "slice": memory.slice.name,

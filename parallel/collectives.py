@@ -1,4 +1,4 @@
-"""Runs every collective on every axis of a mesh, and checks its numbers and its speed.
+"""Runs every collective on every axis of a mesh, checks its results and measures its speed.
 
 Chip p of n along an axis holds n chunks; chunk c is filled with p + c. So every answer is known in advance:
 
@@ -26,7 +26,7 @@ REPEATS = 3
 
 
 class Trip(NamedTuple):
-    """One collective on one axis."""
+    """The result of one collective on one axis."""
 
     collective: str
     axis: str
@@ -62,7 +62,7 @@ def _collectives(axis: str, n: int) -> dict[str, _Collective]:
 
 
 def trips(mesh: Mesh, *, bytes_per_chip: int) -> list[Trip]:
-    """Runs every collective on every axis that has more than one chip; all hosts call it.
+    """Runs every collective on every axis with more than one chip. All hosts must call it.
 
     Each chip begins with about `bytes_per_chip` of float32.
     """

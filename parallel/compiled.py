@@ -1,7 +1,7 @@
 """Compiles a training step for a slice with the real TPU compiler, on any machine.
 
-libtpu describes the chips of a slice that need not exist, and compiles for them. Compiling also checks memory: a step
-that does not fit in HBM does not compile.
+libtpu describes the chips of a slice without needing them, and compiles for them. Compiling also checks memory: a step
+that does not fit into HBM does not compile.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Continues prompts with a model: prefill in chunks, then one token for each row at a time, from a cache.
 
-Rows have prompts of different lengths, and end on their own. A token is drawn with a key of (seed, row, position), so
-that it does not depend on the layout, on the other rows, or on the chunks. Layers run in a scan, also under a strategy
-with a pipeline, whose weights stay where they are stored.
+Rows may have prompts of different lengths and end independently. A token is drawn with a key of (seed, row, position),
+so that it does not depend on the layout, on the other rows, or on the chunks. Layers run in a scan, also under a
+pipeline strategy, whose weights stay on their stages.
 
 B rows, S positions of the cache, C positions of a chunk, V vocabulary.
 """
@@ -32,7 +32,7 @@ _MASKED = -1e30
 
 
 class Sampling(NamedTuple):
-    """How a token is drawn.
+    """The parameters with which tokens are drawn.
 
     Attributes:
       temperature: divides the logits; 0 takes the most likely token.
@@ -51,7 +51,7 @@ GREEDY = Sampling(temperature=0.0)
 
 
 class Continuation(NamedTuple):
-    """What follows a prompt.
+    """The continuation of a prompt.
 
     Attributes:
       ids: the new ids, without the one that ended it.
@@ -74,7 +74,7 @@ class _State(NamedTuple):
 
 
 class Generator:
-    """A model with its parameters laid out for generation; programs are compiled once for each shape."""
+    """Continues prompts with a model; its programs are compiled once for each shape."""
 
     def __init__(self, program: Program, params: Params):
         """Casts matrices to the compute dtype, and copies small models to every chip.
@@ -121,12 +121,12 @@ class Generator:
         """Continues every prompt; the result is the same on all hosts.
 
         Args:
-          prompts: ids, at least one each.
-          max_tokens: most new ids of a row.
-          sampling: how a token is drawn.
-          seed: of the draws.
-          stop_ids: a row ends with one of these.
-          num_ids: of the vocabulary; larger ids, which a model may have, are not drawn. None: all may be drawn.
+          prompts: ids of each prompt, at least one.
+          max_tokens: largest number of new ids per row.
+          sampling: how tokens are drawn.
+          seed: seed of the draws.
+          stop_ids: ids that end a row.
+          num_ids: size of the vocabulary; a model may have larger ids, which are never drawn. None: all may be drawn.
           on_tokens: called after each step with the new id of every row, None for rows that have ended.
 
         Raises:
@@ -238,9 +238,9 @@ def draw(logits: jax.Array, key: jax.Array, rows: jax.Array, positions: jax.Arra
 
     Args:
       logits: [B, V], float32.
-      key: of the seed.
-      rows, positions: [B], int32; a draw depends on these and on the row's logits alone.
-      sampling: how.
+      key: random key of the seed.
+      rows, positions: [B], int32; a draw depends only on these, the key and the row's logits.
+      sampling: how to draw.
 
     Returns:
       [B], int32.

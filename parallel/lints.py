@@ -1,4 +1,4 @@
-"""Lints of a compiled program: what costs more time or memory than necessary, and how to fix it.
+"""Lints for a compiled program: find causes of unnecessary time or memory, and name a fix.
 
 Known and accepted findings are rows of a table with a reason (`KNOWN`): they are still reported, and new ones stand
 out.
@@ -51,7 +51,7 @@ class Finding:
       lint: name of the lint.
       what: the problem, with its size.
       fix: how to fix it.
-      labels: compared with those of known exceptions.
+      labels: words that are compared with the labels of known exceptions.
       reason: why it is known and accepted; None if it is not.
     """
 

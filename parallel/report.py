@@ -1,4 +1,4 @@
-"""Bytes per chip of every array of a program's state, from shapes alone."""
+"""Counts the bytes per chip of every array of a program's state, from shapes alone."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def totals(program: Program) -> Totals:
 
 
 class Weights:
-    """Recognises weights in a compiled program by their shape: that of a parameter, or of one layer of it."""
+    """Recognises weights in a compiled program by their shapes: those of parameters, or of single layers of them."""
 
     def __init__(self, program: Program):
         self._by_shape: dict[tuple[int, ...], str] = {}

@@ -125,5 +125,5 @@ def batch_axes(spec: BatchSpec) -> dict[str, Axes]:
 
 
 def row_axes(shape: Sequence[int]) -> Axes:
-    """Returns axes of an array of which only the rows, its first dimension, are sharded; a scalar has none."""
+    """Returns the axes of an array that is sharded over its first dimension only, the rows; a scalar has no axes."""
     return Axes((("batch",) + (None,) * len(shape))[: len(shape)])

@@ -45,9 +45,8 @@ class Strategy:
       optimizer_rules: sharding of optimizer state; None: as the parameters.
       dcn_shape: degree by mesh axis across slices; empty for one slice.
       pipeline: the schedule over `stage`; None without a pipeline.
-      own_mesh_axes: mesh axes that only this strategy has, and after which axis of `MESH_AXES` each comes in the order
-        of networks, slowest first: `{"ring": "fsdp"}`. Not in `repr`, so that strategies without any print as before
-        such axes existed, and records of their programs stay valid.
+      own_mesh_axes: additional mesh axes of this strategy, each with the axis of `MESH_AXES` that it follows in the
+        order of networks, slowest first: `{"ring": "fsdp"}`. Not in `repr`, which identifies recorded programs.
 
     Raises:
       UserError: lists every unknown or missing name in the tables.
@@ -86,9 +85,9 @@ class Strategy:
 
     @property
     def used_mesh_axes(self) -> tuple[str, ...]:
-        """The axes of its mesh: all, but `expert` only if a degree or a rule mentions it.
+        """The axes of its mesh: all mesh axes, except `expert` if neither a degree nor a rule mentions it.
 
-        So the meshes of other strategies, and records of them, do not depend on this axis of a few models.
+        Meshes of other strategies, and their records, therefore do not depend on the axis `expert`.
         """
         tables = (self.param_rules, self.activation_rules, self.stored_optimizer_rules)
         mentioned = {axis for rules in tables for row in rules.values() for axis in logical.mesh_axes(row)}
@@ -97,7 +96,7 @@ class Strategy:
 
     @property
     def stored_optimizer_rules(self) -> Rules:
-        """The table that optimizer state follows."""
+        """The table for the optimizer state: `optimizer_rules`, or by default `param_rules`."""
         return self.param_rules if self.optimizer_rules is None else self.optimizer_rules
 
 

@@ -85,7 +85,7 @@ class Collective(NamedTuple):
 
 
 class TrafficRow(NamedTuple):
-    """Collectives that differ only in place and size, added up; bytes are those of a whole step."""
+    """The sum of collectives with the same mesh axes and kind; bytes are per step."""
 
     axes: tuple[str, ...]
     network: str
@@ -127,7 +127,7 @@ def wire_bytes_by_axes(collectives: Sequence[Collective]) -> dict[tuple[str, ...
 
 
 def collectives(module: Module, run: Sequence[Executed], grid: Grid) -> list[Collective]:
-    """Returns every collective of a program once, however many instructions represent it.
+    """Returns every collective of a program once, even if several instructions represent it.
 
     Args:
       module: the program.

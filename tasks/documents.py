@@ -54,7 +54,7 @@ class Intake:
         return text
 
     def refuse(self, error: UserError) -> None:
-        """Keeps the first error for `raise_refused`, for callers that cannot raise it themselves."""
+        """Stores the first error for `raise_refused`, for callers that cannot raise it themselves."""
         with self._lock:
             self._refused = self._refused or error
 

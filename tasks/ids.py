@@ -34,7 +34,7 @@ class Vocabulary(Protocol):
 
     @property
     def hash(self) -> str:
-        """A hexadecimal hash, equal exactly when the mapping from text to ids is equal."""
+        """A hexadecimal hash, equal exactly for equal mappings from text to ids."""
 
     def encode(self, text: str) -> list[int]:
         """Converts text to ids, without an end-of-document id."""

@@ -53,7 +53,7 @@ def plain(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def reader(corpus: Corpus, read: Callable[..., bytes]) -> Callable[..., Any]:
-    """Returns a TensorFlow operation that reads a document with `read` through the corpus's `documents.Intake`.
+    """Returns a TensorFlow operation that reads documents with `read` and validates them with the corpus's `Intake`.
 
     An exception inside TensorFlow would be logged with its traceback once per stream. An invalid document is therefore
     recorded at the intake and replaced by "?", which is never trained on: whoever takes an element from the dataset

@@ -149,7 +149,7 @@ def batch_of(features: Mapping[str, Any], *, zero: int) -> Mapping[str, np.ndarr
 
     Args:
       features: with `zero` in place of id 0, because seqio takes 0 for padding.
-      zero: the number of ids, which is no id.
+      zero: the number of ids, which is itself not a valid id.
 
     Returns:
       Arrays [R, T]; padding is 0 everywhere (seqio starts it with `bos_id`).

@@ -62,7 +62,7 @@ class SyntheticTask:
 
     @property
     def vocabulary(self) -> vocabularies.Numbers:
-        """The vocabulary that writes ids as decimal numbers."""
+        """A vocabulary that formats ids as decimal numbers."""
         return vocabularies.Numbers(self.vocab_size)
 
     def spec(self, batch_size: int) -> BatchSpec:

@@ -1,8 +1,8 @@
 """Reads the arrays of a saved step block by block, on a single machine and without the model.
 
-It works for any number of hosts and any mesh that wrote the step. A block is what one device wrote; only a few are in
-memory at once, so the step may be larger than the machine's memory. No accelerator is used, so a step can be read while
-a job runs.
+It reads steps written by any number of hosts and with any mesh. A block is the shard that one device wrote; only a few
+are in memory at a time, so the step may be larger than the machine's memory. No accelerator is used, so a step can be
+read while a job runs.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Arrays:
         return self._open(name)[region].read().result()
 
     def part(self, name: str, index: int | None) -> np.ndarray:
-        """Reads an array, or its part with this index of the first axis."""
+        """Reads a whole array, or its entry at this index of the first axis."""
         opened = self._open(name)
         return (opened if index is None else opened[index]).read().result()
 

@@ -1,4 +1,4 @@
-"""Differences between two checkpoints: parameter trees, array values, configurations and package versions.
+"""Compares two checkpoints: parameter trees, array values, configurations and package versions.
 
 Arrays with equal fingerprints are equal, so only arrays whose fingerprints differ are read.
 """
@@ -24,11 +24,11 @@ class ArrayDifference(NamedTuple):
     """The difference between two arrays of the same shape and dtype.
 
     Attributes:
-      name: of the array.
+      name: name of the array.
       relative: ||a - b|| / ||a|| over the elements that are finite in both arrays.
       largest: the largest |a - b| over the same elements.
       elements: how many elements differ; NaN equals NaN.
-      not_finite: how many of those are NaN or infinite in at least one array.
+      not_finite: how many of the differing elements are NaN or infinite in at least one array.
       size: how many elements the array has.
     """
 

@@ -31,7 +31,7 @@ _UNSEALED = "saved by an earlier revision: its data positions are not tied to th
 
 
 def table(directory: paths.Path) -> list[tuple[str, ...]]:
-    """Returns a row, in the order of HEADER, for every complete step, ascending, and then for every other folder.
+    """Returns a table with the columns HEADER: a row for every complete step, ascending, then for every other folder.
 
     The last cell is `complete` if the metadata is intact, otherwise it says what is wrong. `config` is the beginning of
     a hash of the configuration. No array is read.
@@ -81,10 +81,10 @@ class Verification(NamedTuple):
     """The result of verifying one step.
 
     Attributes:
-      step: its number.
+      step: number of the step.
       damaged: one line for each part that differs from what was saved; empty if the step is intact.
-      arrays: how many arrays it has.
-      read_bytes: their size in memory.
+      arrays: number of arrays.
+      read_bytes: size of the arrays in memory.
       seconds: how long reading took.
       note: what could not be checked because an earlier revision did not record it; "" if nothing.
     """
@@ -161,7 +161,7 @@ def plan_pruning(
 ) -> tuple[list[int], list[paths.Path]]:
     """Returns the steps to keep, ascending, and the folders to delete.
 
-    Kept are the latest `keep` steps and the newest intact one, which is found by verifying steps from the newest
+    The latest `keep` steps are kept, and the newest intact one, which is found by verifying steps from the newest
     backwards.
 
     Args:

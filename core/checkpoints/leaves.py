@@ -28,7 +28,7 @@ class Misfit(UserError):
 
 
 def by_name(tree: Any, *, joined_by: str = "/") -> dict[str, Any]:
-    """Returns leaves by name, such as "params/decoder/linear/w"; equal for a NamedTuple and Orbax's dict of it."""
+    """Returns leaves by name, such as "params/decoder/linear/w"; names are equal for a NamedTuple and Orbax's dict."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {
         joined_by.join(str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path): leaf

@@ -1,8 +1,8 @@
-"""Reads the parameters of a model from a folder of safetensors, and writes them; only the needed parts are read.
+"""Reads the parameters of a model from a folder of safetensors files, and writes them.
 
-A parameter is found by its `Source`. All differences between the folder and the model are found before any tensor is
-read; then every chip's part is read straight from the file, so that a host needs memory for its own shards and one part
-at a time.
+The `Source` of a parameter says which tensor contains it. All differences between the folder and the model are reported
+before any tensor is read. Then the shard of every chip is read directly from the files, so a host needs memory for its
+own shards and one part at a time.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class PublishedFolder:
         return f"the published folder {self.folder}"
 
     def problems(self, shapes: Any, specs: Specs) -> list[str]:
-        """Returns the differences between the folder and a model: missing, of another shape, left over.
+        """Returns the differences between the folder and a model: missing, unused and differently shaped tensors.
 
         Args:
           shapes, specs: of the model's parameters, trees of one structure.

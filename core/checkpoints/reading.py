@@ -88,7 +88,7 @@ def on_all_hosts(read: Callable[[], Any]) -> tuple[Any, str]:
 
 
 def agreed(says: str) -> str:
-    """Combines the problems that hosts report, on every host; "" if none does. All hosts must call it in order."""
+    """Returns the problems of all hosts as one text, on every host; "" without problems. All hosts must call it."""
     answers = distributed.all_gather_text("checkpoints/agreed", says, timeout_seconds=SLOW_SECONDS)
     if len(set(answers)) == 1:
         return says

@@ -1,7 +1,7 @@
 """Reads slices of the tensors in a folder of safetensors files, local or remote, without reading whole files.
 
-A file has the length of its header (8 bytes), a JSON header with dtype, shape and place of every tensor, and the
-tensors' bytes (https://github.com/huggingface/safetensors). Local files are mapped into memory; of remote ones the
+A file consists of the header's length (8 bytes), a JSON header with dtype, shape and offset of every tensor, and the
+tensors' bytes (https://github.com/huggingface/safetensors). Local files are memory-mapped; from remote files, only the
 needed rows are read. `core.checkpoints.published` writes files, with the safetensors library.
 """
 
@@ -35,7 +35,7 @@ _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.0
 
 
 class Tensor(NamedTuple):
-    """The place of one tensor.
+    """The location of a tensor in a file.
 
     Attributes:
       file: the file.

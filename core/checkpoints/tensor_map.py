@@ -1,13 +1,13 @@
-"""Relates a parameter to the tensors of another library, whose dimensions are in another order, merged or split.
+"""Maps parameters to the tensors of published models, whose dimensions are in another order, merged or split.
 
-A `Source` says how a tensor is made of the logical axes of a parameter, in the notation of einops:
+A `Source` describes the dimensions of a tensor by the logical axes of a parameter, in the notation of einops:
 
     Source("h.{}.attn.c_attn.weight", "embed (0/3 heads head_dim)")
 
-is a matrix whose rows are `embed`, and whose columns are the first of three blocks of `heads` x `head_dim`. `{}` is the
-number of the layer: a parameter with the axis `layers` comes from one tensor for each layer. `_` is a dimension without
-a name. An axis may be shorter in the tensor than in the parameter (a vocabulary that is stored rounded up): the rest is
-zero in the parameter, and not exported.
+is a matrix whose rows are `embed`, and whose columns are the first of three blocks of `heads` x `head_dim`. `{}` stands
+for the number of the layer: a parameter with the axis `layers` is read from one tensor per layer. `_` is an unnamed
+dimension. An axis may be shorter in the tensor than in the parameter (a vocabulary that is stored rounded up); the
+remaining entries of the parameter are zero, and are not exported.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Source:
     dims: str
 
     def prefixed(self, prefix: str) -> Source:
-        """Returns the source with a prefix of its name."""
+        """Returns the source with `prefix` before its tensor name."""
         return Source(self.name[1:] if self.name.startswith("/") else prefix + self.name, self.dims)
 
     @property
@@ -44,11 +44,11 @@ class Source:
         return [(merged or single).split() for merged, single in _TOKEN.findall(self.dims)]
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Returns the shape of the tensor, from the length in it of every axis."""
+        """Returns the shape of the tensor, given the length of every axis in it."""
         return tuple(math.prod(_size(token, sizes) for token in group) for group in self._groups)
 
     def read(self, read: Callable[[Slices], np.ndarray], sizes: Mapping[str, int], wanted: Mapping[str, slice]):
-        """Returns a part of the parameter of one layer.
+        """Reads a part of a parameter for one layer.
 
         Args:
           read: reads a part of the tensor.
@@ -70,7 +70,7 @@ class Source:
         return values.transpose([order.index(axis) for axis in sizes])
 
     def write(self, tensor: np.ndarray, values: np.ndarray, sizes: Mapping[str, int]) -> None:
-        """Writes the parameter of one layer into its place in `tensor`, an array of `shape(sizes)`.
+        """Writes the parameter of one layer into `tensor`, an array of `shape(sizes)`.
 
         Args:
           tensor: filled in place.

@@ -1,7 +1,7 @@
-"""Starts a run from parameters of another run, or of a published model: parameters only, under any strategy.
+"""Starts a run from the parameters of another run or of a published model, under any strategy.
 
-All that is missing, left over or of another shape is listed before an array is read. Each host reads the shards of its
-own chips.
+All missing, unused and differently shaped parameters are listed before any array is read. Each host reads the shards of
+its own chips.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ MOST_LINES = 30
 
 
 class ParameterSource(Protocol):
-    """Parameters that a run can start from."""
+    """Interface of parameters that a run can start from."""
 
     def describe(self) -> str:
-        """Returns where they are, in one line."""
+        """Describes the source in one line."""
 
     def problems(self, shapes: Any, specs: Specs) -> list[str]:
-        """Returns one line for each parameter that is missing or of another shape, and each that is left over."""
+        """Returns one line for each parameter that is missing, unused or of another shape."""
 
     def load(self, abstract: Any, specs: Specs, *, progress: Progress) -> Any:
         """Returns a tree like `abstract`, whose leaves have shardings, with the parameters that this host needs."""
 
 
 class SavedParameters:
-    """The parameters of a step that Renga saved.
+    """The parameters of a checkpoint.
 
     Attributes:
-      folder: of the step.
+      folder: folder of the step.
     """
 
     def __init__(self, folder: paths.Path):
@@ -65,7 +65,7 @@ class SavedParameters:
 
 
 def chosen(params: Any, patterns: Sequence[str]) -> Any:
-    """Returns the parameters whose paths match one of the patterns, as a smaller tree.
+    """Selects the parameters whose paths match one of the patterns; returns a tree of them.
 
     Args:
       params: modules of parameters, `{module: {name: leaf}}`, or specs of the same form.
@@ -119,13 +119,13 @@ def load(
     *,
     progress: Progress = lambda *_: None,
 ) -> Any:
-    """Returns parameters of which those that match the patterns come from `source`.
+    """Reads the parameters that match the patterns from `source`, and initializes all others.
 
     Args:
       source: the parameters to start from.
-      init: initializes all parameters; called if the patterns leave any out.
-      abstract: their shapes and shardings.
-      specs: of the parameters.
+      init: initializes all parameters; called unless the patterns match all of them.
+      abstract: shapes and shardings of the parameters.
+      specs: the specs of the parameters.
       patterns: as in `chosen`.
       progress: called before a parameter is read.
     """

@@ -154,7 +154,7 @@ class Writing:
         self._write_seconds = time.monotonic() - self._began
 
     def fail(self, error: BaseException) -> None:
-        """Records an error of this host and posts it to the others. Thread-safe; only the first error counts."""
+        """Records an error of this host and posts it to the others. Thread-safe; only the first error is kept."""
         with self._lock:
             if self._error is None:
                 self._error = error
@@ -209,7 +209,7 @@ class _Told:
 
 
 def telling(handler: Any, tell: Callable[[BaseException], None]) -> Any:
-    """Modifies an Orbax handler so that it calls `tell` with an error before raising it, and returns it."""
+    """Modifies an Orbax handler so that it calls `tell` with an error before raising it; returns the handler."""
     save, finalize = handler.async_save, handler.finalize
 
     async def async_save(*args: Any, **kwargs: Any) -> list[_Told]:
@@ -227,7 +227,7 @@ def telling(handler: Any, tell: Callable[[BaseException], None]) -> Any:
 
 
 def space(directory: paths.Path, *, needed_bytes: int) -> str:
-    """Describes the space that a checkpoint needs and, on a disk, what is free: `a checkpoint takes 1.2 GiB, …; `."""
+    """Describes the size of a checkpoint and, on a disk, the free space: `a checkpoint takes 1.2 GiB, …; `."""
     takes = f"a checkpoint takes {needed_bytes / GIB:.3g} GiB"
     with contextlib.suppress(OSError):
         if not paths.is_remote(directory) and directory.exists():

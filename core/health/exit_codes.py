@@ -80,7 +80,7 @@ def of_process(returncode: int) -> int:
 
 
 def markdown_table() -> str:
-    """Returns the table of launch/README.md."""
+    """Returns the table of exit codes in launch/README.md, as Markdown."""
     rows = ["| code | meaning | can a restart help? |", "|---|---|---|"]
     rows += [f"| {code} | {said.meaning} | {'yes' if said.restart else 'no'} |" for code, said in ENDINGS.items()]
     rows.append(f"| 128 + N | {_BY_SIGNAL.meaning.format('N')} | yes |")

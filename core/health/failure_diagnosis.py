@@ -1,8 +1,8 @@
 """Decides on host 0 whether a run must end, and which host caused it.
 
 A lost host makes the collectives of the others fail, and an exception on one host leaves the others waiting, so a host
-that only sees its own state would name the wrong cause. Therefore every host reports its state, and host 0 decides once
-for all. Nothing here uses sockets or clocks.
+that only sees its own state would name the wrong cause. Therefore every host reports its state, and host 0 decides for
+all. The functions here are pure: they use neither sockets nor clocks.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ Numbers = Mapping[str, Sequence[int | str]]  # name of an array -> one fingerpri
 
 
 class Limits(NamedTuple):
-    """Time limits of the phases of a host.
+    """Time limits for the phases of a host.
 
     Attributes:
-      step_seconds: for a step, and between two steps.
-      slow_seconds: for compiling, reading, opening, evaluating, saving and restoring. Joining has at least
+      step_seconds: limit for a step, and for the time between two steps.
+      slow_seconds: limit for compiling, reading, opening, evaluating, saving and restoring. Joining has at least
         JOINING_SECONDS, saving and restoring at least their own limit (`core.checkpoints.writing.limit_seconds`).
-      silent_seconds: without a message from a host with an open connection; less than the timeout of JAX's heartbeat.
-        Also the limit for one host to evaluate or end while others wait for it in a step.
-      apart_seconds: for one host to save or restore while others wait for it in a step.
+      silent_seconds: limit for the time without a message from a host with an open connection; less than the timeout of
+        JAX's heartbeat. Also the limit for one host to evaluate or end while others wait for it in a step.
+      apart_seconds: limit for one host to save or restore while others wait for it in a step.
       reports_only: whether hosts over a limit are only reported, with their stacks, and the run continues.
     """
 
@@ -46,7 +46,7 @@ class Limits(NamedTuple):
     reports_only: bool = False
 
     def apart(self, place: Place) -> float | None:
-        """Returns how long one host may be in a collective phase without the others; None for other phases."""
+        """Returns the time that one host may spend in a collective phase without the others; None for other phases."""
         if place.phase in (phase.SAVING, phase.RESTORING):
             return self.apart_seconds
         return self.silent_seconds if place.phase in (phase.EVALUATING, phase.ENDING) else None
@@ -68,15 +68,15 @@ ON_TPU = USUAL_LIMITS._replace(silent_seconds=120.0, apart_seconds=600.0)
 
 @dataclasses.dataclass
 class Seen:
-    """The known state of one host.
+    """The state of a host as host 0 knows it.
 
     Attributes:
       name: `host 2 (10.0.0.4)`.
       place: the step and phase that it last reported.
       heard_seconds: time since its last message.
-      raised: the exception that ends it, and when it was reported.
-      left: its exit code (0: done), the reason, and when it was reported, if the process reported its exit.
-      is_consequence: whether its exception can be a consequence of the loss of another host.
+      raised: the exception that ends it, and the time of its report.
+      left: if the process reported its exit: the exit code (0: done), the reason, and the time of the report.
+      is_consequence: whether the loss of another host can have caused its exception.
       gone: whether its connection is closed.
     """
 

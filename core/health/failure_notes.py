@@ -19,11 +19,11 @@ _LONGEST = 2000
 
 @contextlib.contextmanager
 def noting(folder: Path, host: int | None, *, silent: Collection[int] = ()) -> Iterator[None]:
-    """Writes a note of the exception that leaves this context, or of the hosts' verdict on why the run ends.
+    """Context that writes a note of an exception raised inside it, or of the hosts' verdict on why the run ends.
 
     Args:
-      folder: for the notes.
-      host: of this process; None if unknown.
+      folder: the folder for notes.
+      host: index of this process's host; None if unknown.
       silent: exit codes of exceptions that are not noted.
     """
     heartbeat.on_verdict(lambda verdict: _write(folder, "verdict", host, min(verdict.hosts), verdict.says))
@@ -46,7 +46,7 @@ def collect(folder: Path) -> list[dict[str, Any]]:
 
 
 def cause(notes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Chooses the exception of the host that the verdict names, else the verdict, else the first exception."""
+    """Returns the cause: the exception of the host that the verdict names, else the verdict, else the first one."""
     verdicts = [note for note in notes if note["kind"] == "verdict"]
     raised = [note for note in notes if note["kind"] == "raised"]
     named = [note for note in raised if verdicts and note["host"] == verdicts[0]["host"]]

@@ -1,4 +1,4 @@
-"""The heartbeat between the hosts of a run: they monitor one another, and end together for one named cause.
+"""The heartbeat between the hosts of a run: they monitor one another, and all stop when one fails, naming the cause.
 
     host 1 ──┐  every second, and at a new step (at most four        ┌── host 0: its own state;
     host 2 ──┼─ times a second): step, phase, seconds in it; ────────┤   the verdict, to all
@@ -69,7 +69,7 @@ def on_verdict(act: Callable[[Verdict], None]) -> None:
 
 
 def raised(error: str, *, code: int, is_consequence: bool) -> None:
-    """Reports the error that ends this process, and waits for the verdict that ends all; returns if none comes.
+    """Reports the error that ends this process, and waits for the verdict, which ends all; returns without a verdict.
 
     Args:
       error: type and message.

@@ -72,7 +72,7 @@ def at(phase: str, *, step: int | None = None, limit_seconds: float = 0.0) -> No
 
 @contextlib.contextmanager
 def enter(phase: str, *, limit_seconds: float = 0.0) -> Iterator[None]:
-    """Context in which the process is in a phase; restores the previous one at the end, but not after an error."""
+    """Context that sets the phase; restores the previous one at the end, unless an exception is raised."""
     before = _now
     at(phase, limit_seconds=limit_seconds)
     yield

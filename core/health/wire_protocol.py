@@ -22,7 +22,7 @@ _HEAD = struct.Struct(f">{len(_MAGIC)}sI")
 
 
 class Stranger(ValueError):
-    """Received bytes that are not a message of this protocol."""
+    """The received bytes are not a message of this protocol."""
 
 
 class Inbox:

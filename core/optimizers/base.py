@@ -79,7 +79,7 @@ class Optimizer:
 
     @functools.cached_property
     def transformation(self) -> optax.GradientTransformationExtraArgs:
-        """The transformation for the parameters that the optimizer is bound to."""
+        """The optax transformation for the bound parameters."""
         return optax.with_extra_args_support(self.rule(self._specs))
 
     @functools.cached_property
@@ -151,7 +151,7 @@ class Optimizer:
 
 
 def nodes(state: Any, kind: type) -> list[Any]:
-    """Returns the parts of a state that are of a kind."""
+    """Returns all nodes of a state tree that are instances of a class."""
     parts = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kind))
     return [part for part in parts if isinstance(part, kind)]
 

@@ -1,9 +1,9 @@
 """Adapter from an optax transformation to an `Optimizer`.
 
-The transformation brings its own learning rate, weight decay and masks; nothing is added unless asked for. Its state is
-laid out by `core.optimizers.layout`. Of what optax passes to an update besides gradients and parameters, a training
-step can give `value`, the mean loss of the batch. It cannot give functions that evaluate the loss again (`value_fn`,
-`obj_fn`, `grad_fn`), which line searches and second-order methods need; those are refused before the first step.
+The transformation has its own learning rate, weight decay and masks; clipping and frozen parameters can be added. Its
+state is laid out by `core.optimizers.layout`. Of optax's extra arguments of an update, a training step supplies
+`value`, the mean loss of the batch. It cannot supply functions that evaluate the loss again (`value_fn`, `obj_fn`,
+`grad_fn`), so line searches and second-order methods that need them are refused before the first step.
 """
 
 from __future__ import annotations
@@ -41,10 +41,9 @@ def from_optax(
       transformation: converts gradients of the mean loss to updates that are added to the parameters.
       clip_norm: largest global norm of the gradient; None: no clipping besides that of the transformation.
       frozen: patterns over paths of parameters that are not trained, besides those whose spec says so.
-      by_layer: whether each layer of a stack is a parameter of its own. Set it for transformations that use norms or
-        factors of a whole parameter (`lamb`, `lars`, `sm3`), so that training does not depend on how layers are stored;
-        not for those that relate all parameters to one another (`prodigy`). The transformation is then not given
-        `value`.
+      by_layer: whether each layer of a stack is treated as a separate parameter. Set it for transformations that use
+        norms or factors of a whole parameter (`lamb`, `lars`, `sm3`), so that training does not depend on how layers
+        are stored; not for those that combine all parameters (`prodigy`). The transformation then gets no `value`.
 
     Raises:
       UserError: not a transformation, or a number out of range; in `init`, the transformation cannot be applied.
@@ -65,7 +64,7 @@ def from_optax(
 
 
 def as_optimizer(given: Optimizer | Transformation) -> Optimizer:
-    """Returns an `Optimizer` as it is, and any optax transformation as one."""
+    """Converts an optax transformation to an `Optimizer`; returns an `Optimizer` unchanged."""
     return given if isinstance(given, Optimizer) else from_optax(transformation=given)
 
 

@@ -80,7 +80,7 @@ class RecompilationError(RuntimeError):
 
 
 class OnceCompiled:
-    """A jitted function that may compile in its first call only."""
+    """A jitted function that raises RecompilationError if it compiles again after its first call."""
 
     def __init__(self, function: Callable[..., Any], *, named_by: Callable[..., Any] | None = None):
         """Wraps `function`, whose arguments may be donated.

@@ -1,4 +1,4 @@
-"""Evaluation: one pass over batches, which also returns the model's answers if wanted, and the hook of a run.
+"""Evaluates a model: one pass over batches, which can also return the model's answers, and the hook for a run.
 
 The answers of one batch are read while the devices compute the next, and none are kept: the variants of ARC puzzles are
 hundreds of thousands of grids.
@@ -23,7 +23,7 @@ HostBatches = Iterable[Mapping[str, np.ndarray]]
 
 
 class Program(Protocol):
-    """A model bound to devices, as an evaluation uses it."""
+    """Interface of a model bound to devices, for evaluation."""
 
     def put(self, batch: Mapping[str, np.ndarray]) -> Batch:
         """Places this host's rows on its devices."""
@@ -73,7 +73,7 @@ class EvaluationPass:
 def evaluate(program: Program, state: TrainState, batches: HostBatches) -> dict[str, float]:
     """Returns the means of the model's metrics over all batches; every host must have the same number of batches.
 
-    A metric of which the batches had nothing is left out.
+    Metrics whose total weight is 0 are left out.
     """
     evaluation = EvaluationPass(program, state, batches)
     collections.deque(evaluation.answers(), maxlen=0)  # runs the pass

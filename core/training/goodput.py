@@ -1,8 +1,8 @@
 """Goodput: the fraction of the time since a run first started that was spent in useful steps.
 
 It is measured over all starts (sessions) of a run. `RUN/sessions.jsonl` has one line per start, which host 0 updates
-every few seconds while it trains. Not useful are: down time, start-up, compiling, waiting for data, evaluating, saving,
-and steps that a later start repeated.
+every few seconds while it trains. The other time is: down time, start-up, compiling, waiting for data, evaluating,
+saving, and steps that a later start repeated.
 
 The time between a start that reached its last step and the next start is not counted at all.
 """

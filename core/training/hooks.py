@@ -23,14 +23,14 @@ Scalars = Callable[[int, Mapping[str, float]], None]  # (step, name -> value)
 
 
 class Compiled(Hook):
-    """Reports once, after the first step, what has been compiled."""
+    """Reports the compiled programs once, after the first step."""
 
     def __init__(self, write: Callable[[int, compilation.Totals], None]):
         """Takes `write(step, totals)`, which is called with the compilations of the process so far."""
         self._write: Callable[[int, compilation.Totals], None] | None = write
 
     def after_step(self, report: StepReport) -> None:
-        """Writes after the first step."""
+        """Reports after the first step."""
         if self._write is not None:
             self._write(report.step, compilation.totals())
             self._write = None
@@ -107,7 +107,7 @@ class Save(Hook):
         self._check = check
 
     def before_step(self, step: int) -> None:
-        """Raises an error soon after a save has failed on any host."""
+        """Raises an error if the current save has failed on any host."""
         del step
         self._checkpoints.check()
         self._tell()

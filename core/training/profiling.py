@@ -1,4 +1,4 @@
-"""Profiles of chosen steps and of memory: the hooks that write them, and requests while a run trains.
+"""Hooks that write profiles of chosen steps and of memory, and handle requests for profiles of a running job.
 
     command ── RUN/profile_request.json ──> host 0 ── first and last step, posted ──> every host
        ^                                       │ <── "written" ─────────────────────────── │
@@ -6,8 +6,8 @@
 
 All hosts trace the same steps, and no host waits for a request inside a step. A thread of each host polls the posted
 texts, and host 0 chooses a first step far enough ahead that all hosts have polled by then. Hosts that train together
-are within two steps of one another, so a step that is far enough ahead of host 0 is ahead of all. A host that learns of
-the window late begins late, and says so in the answer.
+are within two steps of one another, so a step that is far enough ahead of host 0 is ahead of all. A host that receives
+the window late begins late, and reports that in the answer.
 """
 
 from __future__ import annotations

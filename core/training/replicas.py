@@ -1,13 +1,13 @@
 """Compares the replicated arrays of all hosts periodically, by fingerprints that must be equal.
 
-A host with another learning rate, other data or a chip that computes wrongly would go unnoticed: shapes and programs
-are the same, and the loss looks normal. Every chip hashes its own copies, in a program without communication, and sends
-the fingerprints to host 0 (`core.health.heartbeat`), which compares them; no host waits for that.
+Without it, a host with another learning rate, other data or a faulty chip would go unnoticed: shapes and programs are
+the same, and the loss looks normal. Every chip hashes its own copies, in a program without communication. The hosts
+send the fingerprints to host 0 (`core.health.heartbeat`), which compares them; no host waits for that.
 
-Compared are the shards of the state that more than one chip has (with FSDP over all chips the norms and the step, with
-data parallelism everything) and the metrics of the step. The cost is one pass over those copies, and the loop reads the
-metrics of that step before it dispatches the next. In the quickstart on four CPU devices, hashing takes 7 % of a step
-under data parallelism and 2 % under FSDP, that is 0.07 % and 0.02 % of a run that compares every 100 steps.
+It compares the metrics of the step and all shards of the state that more than one chip has: with FSDP over all chips
+the norms and the step counter, with data parallelism everything. The cost is one pass over those copies, and the loop
+reads the metrics of that step before it dispatches the next. In the quickstart on four CPU devices, hashing takes 7 %
+of a step under data parallelism and 2 % under FSDP, that is 0.07 % and 0.02 % of a run that compares every 100 steps.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """A lock on the run directory, so that only one launch trains in it at a time.
 
 Host 0 creates `RUN/lock.json` before it initializes devices, renews it during the run and removes it at the end. If the
-owner of an existing lock is a process of this machine, it is looked up. Otherwise its lock is observed: an owner that
-does not renew it within SILENT_SECONDS is dead. Clocks of different machines are never compared.
+owner of an existing lock is a process of this machine, the process table shows whether it is alive. Otherwise the lock
+is observed: an owner that does not renew it within SILENT_SECONDS counts as dead. Clocks of different machines are
+never compared.
 
 If the lock of a run disappears, the run directory was deleted or another launch was let in, and the run must end.
 """
@@ -40,9 +41,10 @@ class Owner(NamedTuple):
       host: name of its machine.
       pid: its process.
       started: when that process started, in seconds since 1970.
-      ticks: the same in ticks since that machine's boot, which with `pid` names the process for good.
-      machine: the boot of that machine and the process's namespace in it: where both are equal, `pid` can be looked up.
-      token: of this lock alone.
+      ticks: the same in clock ticks since boot, which together with `pid` identifies the process uniquely.
+      machine: identifies the boot and the process namespace of that machine; if it is equal to ours, `pid` can be
+        looked up here.
+      token: a random text that identifies this lock.
     """
 
     host: str
@@ -101,7 +103,7 @@ def holder(run_dir: str) -> Owner | None:
 
 
 def in_use(run_dir: str, owner: Owner | None, *, renewed: bool = False) -> str:
-    """Returns the message that refuses a launch, with what to do.
+    """Returns the error message for a launch in a run directory that is in use, with the fix.
 
     Args:
       run_dir: the run directory.
@@ -143,14 +145,14 @@ class RunLock:
         look_seconds: float = _LOOK_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> RunLock:
-        """Acquires the lock, also that of a dead owner; creates the run directory if necessary.
+        """Acquires the lock, taking over that of a dead owner; creates the run directory if necessary.
 
         Args:
           run_dir: local or gs://.
-          say: gets a sentence where the lock of another owner is watched or taken over.
-          silent_seconds: how long an owner that cannot be looked up is watched before it counts as dead.
-          look_seconds: between two looks meanwhile.
-          clock: by which `check` looks at most once in a second.
+          say: receives a message when the lock of another owner is observed or taken over.
+          silent_seconds: time without a renewal after which an owner that cannot be looked up counts as dead.
+          look_seconds: time between two reads of the lock while it is observed.
+          clock: the clock with which `check` limits itself to one read per second.
 
         Raises:
           UserError: another launch holds it, or the directory cannot be written.
@@ -198,7 +200,7 @@ class RunLock:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """Context that raises LockLostError, in place of any other error or none, if the lock was lost.
+        """Context that raises LockLostError at its end if the lock was lost, in place of any other error.
 
         Raises:
           LockLostError: the lock was lost.

@@ -7,7 +7,7 @@ n + 1 starts; a non-finite loss is then detected before it is saved.
     dispatch n   read metrics of n - 1   -> hook.after_step(n - 1)
     …            at a boundary: read n   -> hook.after_step(n), hook.at_boundary(n, state)
 
-Where the loop is at every moment stands in `core.health.phase`, for the hosts that watch one another.
+The loop records its current phase in `core.health.phase`, for the hosts that monitor one another.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StepReport(NamedTuple):
       step: its number; the first is 1.
       metrics: scalar metrics of this step.
       sums: the model's metrics of this step as sums with weights; a weight may be 0.
-      seconds: time since the previous step finished; for the first, since it was dispatched (including compilation).
+      seconds: time since the end of the previous step; for the first step, since its dispatch (includes compilation).
       input_wait_seconds: the part of it during which the host waited for its batch.
       device_seconds: the part of it during which the host dispatched the step and waited for its result; the rest is
         work of the host itself.
@@ -59,10 +59,10 @@ class Hook:
     """An extension of the training loop. Hooks run in order, on every host."""
 
     def before_step(self, step: int) -> None:
-        """Is called before step `step` is dispatched."""
+        """Called before step `step` is dispatched."""
 
     def after_step(self, report: StepReport) -> None:
-        """Is called when the metrics of a step are known, usually while the next step runs."""
+        """Called when the metrics of a step are known, usually while the next step runs."""
 
     def needs_state(self, step: int) -> bool:
         """Returns whether to call `at_boundary` after this step; must be equal on all hosts."""
@@ -70,10 +70,10 @@ class Hook:
         return False
 
     def at_boundary(self, step: int, state: TrainState) -> None:
-        """Is called after step `step`, before the next is dispatched; `state` is valid only during this call."""
+        """Called after step `step`, before the next is dispatched; `state` is valid only during this call."""
 
     def close(self) -> None:
-        """Is called when training ends, also after an error."""
+        """Called when training ends, also after an error."""
 
 
 class DeviceBatches(Protocol):

@@ -18,7 +18,7 @@ _DTYPES = ("bfloat16", "float32", "float16")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Sizes and choices of a Tiny Recursive Model.
+    """The configuration of a Tiny Recursive Model.
 
     Attributes:
       vocab_size: tokens of a cell; stored rounded up to `vocab_multiple`.

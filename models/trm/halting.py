@@ -169,8 +169,8 @@ def sums(scores: Scores, q_halt: jax.Array, steps: jax.Array, *, rows: jax.Array
     Args:
       scores: by row.
       q_halt, steps: [B].
-      rows: [B], bool: rows of the loss.
-      counted: [B], bool: rows of the metrics.
+      rows: [B], bool: rows included in the loss.
+      counted: [B], bool: rows included in the metrics.
     """
     weight, count = jnp.sum(rows, dtype=jnp.float32), jnp.sum(counted, dtype=jnp.float32)
 

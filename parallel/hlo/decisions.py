@@ -1,4 +1,4 @@
-"""Finds what a value of an optimized HLO program depends on, and thereby whether all chips take the same branch.
+"""Finds what a value in an optimized HLO program depends on, to show whether all chips take the same branch.
 
 A value is traced back through tuples, fusions, calls and loop states; its kind is the least certain one of its sources.
 An element of a loop's state has two sources, its initial value and the update in the body: an element with a constant
@@ -17,7 +17,7 @@ _ELEMENTWISE = ("copy", "copy-start", "copy-done", "bitcast", "optimization-barr
 
 
 def decided_by(module: Module, scope: Scope, name: str) -> str:
-    """Returns what the value `name` depends on at most, one of `KINDS`.
+    """Returns what the value `name` can depend on, one of `KINDS`.
 
     Args:
       module: the program.

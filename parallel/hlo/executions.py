@@ -64,7 +64,7 @@ class Executed(NamedTuple):
       times: executions in a step; a loop with an unknown trip count counts once.
       loops: around it, outermost first.
       branches: around it, outermost first.
-      wrappers: fusions and asynchronous starts around it, outermost first; empty if it is scheduled by itself.
+      wrappers: fusions and asynchronous starts around it, outermost first; empty if it is scheduled directly.
       schedule: the computation whose schedule contains it, or its outermost wrapper.
     """
 

@@ -56,7 +56,7 @@ def compiler_messages(*, pass_on: bool = True) -> Iterator[Messages]:
     """Captures C++ output to file descriptor 2; on exit passes it on, except for the compiler's warnings.
 
     Args:
-      pass_on: False passes nothing on.
+      pass_on: whether to pass on other messages at the end; False discards them.
     """
     messages = Messages()
     sys.stderr.flush()

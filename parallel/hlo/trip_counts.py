@@ -34,7 +34,7 @@ class Scope(NamedTuple):
 
     @property
     def outer(self) -> Scope:
-        """The scope of the call; only for computations that are called."""
+        """The scope of the caller; the computation must have one."""
         assert self.caller is not None, self.computation
         return self.caller
 

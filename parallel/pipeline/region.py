@@ -106,7 +106,7 @@ class Region(NamedTuple):
 
 
 def region(fn: LayerFn, stacked: Any, schedule: Schedule, param_rules: Rules, activation_rules: Rules) -> Region:
-    """Returns the region of a layer stack, inside of axes that are already manual.
+    """Returns the region of a layer stack; axes that are already manual are left out.
 
     Args:
       fn: one layer.

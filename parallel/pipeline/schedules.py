@@ -44,8 +44,8 @@ class Schedule:
       num_microbatches: M. Microbatch m has rows m, m + M, … of every chip, so that rows stay on their chips.
       save: what the forward pass saves for the backward pass: "layers", the input of every layer; or "stage", only the
         input of a stage, which costs one more forward pass of the stage. Everything else is recomputed.
-      bubble_input: value on which a stage computes in a bubble, and of uninitialized memory. Results do not depend on
-        it; tests show that with NaN. None: whatever is there.
+      bubble_input: fills uninitialized memory and the inputs of bubbles. Results do not depend on it; tests show that
+        with NaN. None: memory keeps its previous content.
 
     Raises:
       UserError: numbers out of range.
@@ -77,16 +77,16 @@ class Schedule:
         return (stages - 1) / self.ticks(stages)
 
     def kept(self, stages: int) -> int:
-        """Returns the maximum number of microbatches whose inputs a stage saves, counted once per repeat."""
+        """Returns the largest number of saved microbatch inputs on a stage; each repeat counts separately."""
         del stages
         return self.turns
 
     def layer_unit(self, stages: int) -> int:
-        """Returns the number of which the number of layers must be a multiple."""
+        """Returns S R: the number of layers must be a multiple of it, unless layers may be uneven (see `fits`)."""
         return stages * self.repeats
 
     def fits(self, layers: int, stages: int) -> bool:
-        """Returns whether stages can share this number of layers.
+        """Returns whether this number of layers can be divided over the stages.
 
         Without repeats they need not divide: all stages but the last have ceil(L / S) layers, and the last has at least
         one. It then waits for the others.

@@ -57,7 +57,7 @@ def turn(number: jax.Array, *, microbatches: int, repeats: int) -> Turn:
 
 
 class Weights(NamedTuple):
-    """What a layer has a gradient for: the `params` of the layers here.
+    """The inputs of a layer that get gradients; `params` of the layers in this module.
 
     Attributes:
       params: the model's parameters.
@@ -69,7 +69,7 @@ class Weights(NamedTuple):
 
 
 class Travelling(NamedTuple):
-    """What a microbatch takes from stage to stage; in the backward pass its gradient.
+    """The arrays that a microbatch carries from stage to stage; in the backward pass their gradients.
 
     Attributes:
       x: tree of [b, ...].
@@ -89,7 +89,7 @@ class Stage(NamedTuple):
       sides: arrays that belong to rows, by microbatch; leaves [M, b, ...].
       depth: k.
       save: "layers", "stage", or "nothing" if no backward pass follows.
-      bubble: value on which the stage computes in a bubble, and of uninitialized memory; None: whatever is there.
+      bubble: see `Schedule.bubble_input`.
     """
 
     fn: LayerFn
@@ -106,11 +106,11 @@ class Stage(NamedTuple):
         return jax.tree.map(lambda a: jnp.where(at.valid, a, bubble), x)
 
     def number(self, at: Turn, i: jax.Array | int) -> jax.Array:
-        """Returns the place in the model of the i-th layer of a turn."""
+        """Returns the index in the model of the i-th layer of a turn."""
         return (at.repeat * jax.lax.axis_size(STAGE) + jax.lax.axis_index(STAGE)) * self.depth + i
 
     def real(self, at: Turn, i: jax.Array | int) -> jax.Array | bool:
-        """Returns whether the i-th layer of a turn is a layer of the model and no padding."""
+        """Returns whether the i-th layer of a turn is a layer of the model, not padding."""
         layers = len(self.fn.kinds)
         padded = layers < self.repeats * jax.lax.axis_size(STAGE) * self.depth
         return self.number(at, i) < layers if padded else True

@@ -1,1 +1,1 @@
-"""Predicts the memory and time of layouts: candidates, estimates from shapes, and the time model of compiled steps."""
+"""Predicts the memory and time of layouts: enumerates candidates, estimates from shapes, and times compiled steps."""

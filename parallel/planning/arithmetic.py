@@ -1,7 +1,7 @@
 """Estimates what a layout costs a chip by arithmetic: bytes of HBM and seconds, in a millisecond, without a compiler.
 
-State is exact: bytes of the shapes divided by the degrees of a table. The rest is a model, good enough to choose what
-is worth compiling, and labelled as arithmetic wherever it is printed:
+State is exact: bytes of the shapes divided by the degrees of a table. The rest is a model, good enough to choose which
+layouts to compile. Wherever its figures are printed, they are labelled as arithmetic:
 
     peak        state + the larger of    the end of the forward pass: kept activations, logits with their gradient
                                          the backward pass of a layer: kept activations, gradients, weights gathered
@@ -11,7 +11,7 @@ is worth compiling, and labelled as arithmetic wherever it is printed:
                 where the table is stored), sums over tensor parallel products, keys and values over sequence,
                 activations over stages / the links of their mesh axes
 
-How far it is from the compiler's figures is in `launch/plan/README.md`.
+`launch/plan/README.md` compares it with the compiler's figures.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ def estimate(sharded: ShardedState, step: Step) -> Estimate:
 
 
 def product_flops(sharded: ShardedState, step: Step) -> float:
-    """FLOPs of a chip's matrix products in a step, with recomputation and a pipeline's bubbles, without kernels."""
+    """Returns the FLOPs of a chip's matrix products in a step, with recomputation and bubbles, without kernels."""
     return _work(sharded, step).flops * _rows_computed(sharded, step)
 
 
 def place(program: Program) -> tuple[ShardedState, Step]:
-    """Traces a bound program's model; returns what `estimate` and `product_flops` take."""
+    """Traces a bound program's model; returns the arguments of `estimate` and `product_flops`."""
     step, bound = step_of(program), program.partitioner
     trace = model_trace.trace(
         program.model, program.optimizer, program.spec, slice=bound.slice, seed=program.seed, remats=[step.remat]
@@ -270,7 +270,7 @@ def _of_activations(sharded: ShardedState, step: Step, work: Work) -> _Sent:
 
 
 def check_fits(found: Estimate, slice: Slice) -> None:
-    """Raises Refused when the estimate exceeds a chip's HBM by more than the likely error of arithmetic."""
+    """Raises Refused if the estimate exceeds a chip's HBM by more than the likely error of the estimate."""
     have = slice.chip.usable_hbm_bytes
     if found.peak_bytes > REFUSED_FROM * have:
         largest = sorted(found.hbm.items(), key=lambda part: -part[1])[:3]

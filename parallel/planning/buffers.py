@@ -98,9 +98,9 @@ def parse(assignment: str, live_ranges: str) -> Buffers:
 
 
 def fullest(values: Sequence[Value]) -> list[tuple[Value, int]]:
-    """Returns the temporaries at the instruction with most bytes in use, and the bytes attributed to each.
+    """Returns the temporaries at the peak, and the bytes attributed to each, largest first.
 
-    The largest is first.
+    The peak is the instruction at which most bytes are in use.
     """
     by_first = sorted(values, key=lambda value: value.first)
     firsts = [value.first for value in by_first]

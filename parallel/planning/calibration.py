@@ -1,4 +1,4 @@
-"""Compares predictions with published measurements, for the label that follows every predicted figure.
+"""Compares predictions with published measurements, for the label on every predicted figure.
 
 `published.json` lists training runs whose speed on TPUs is public, with the prediction for the same sizes on the same
 slices (`gin/published/`, filled in by `launch/run golden --write`). Tokens per second are compared, not MFU: published
@@ -39,13 +39,13 @@ def rows() -> list[dict[str, Any]]:
 
 
 def spread(published: Sequence[PublishedRun]) -> tuple[float, float] | None:
-    """Returns the least and the most of predicted over published speed, over all bounds; None without predictions."""
+    """Returns the smallest and largest ratio of predicted to published speed; None without predictions."""
     found = [ratio for row in published if "predicted" in row for ratio in ratios(row)]
     return (min(found), max(found)) if found else None
 
 
 def ratios(row: PublishedRun) -> list[float]:
-    """Returns predicted over published tokens per second, by bound."""
+    """Returns the ratios of predicted to published tokens per second, by bound."""
     return [row["predicted"][bound] / row["tokens_per_second_per_chip"] for bound in BOUNDS]
 
 

@@ -1,6 +1,6 @@
 """The metrics of one candidate layout, from a compiled step or from arithmetic.
 
-A `Range` holds a figure with all traffic hidden behind computation, and with none hidden: the first is never slower.
+A `Range` has two values: with all traffic hidden behind computation, and with none hidden. The first is never slower.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ class CandidateMetrics:
     """The metrics of a candidate.
 
     Attributes:
-      slice: to train on.
-      name: of the candidate.
-      rows: of a global batch.
-      tokens: of a global batch.
-      steps: of the whole run.
-      flops: of the model in a step, recomputation not counted; None if the model does not say.
-      used_bytes: of a chip's HBM at the peak.
-      time: of a step.
+      slice: the slice to train on.
+      name: name of the candidate.
+      rows: rows of a global batch.
+      tokens: tokens of a global batch.
+      steps: steps of the whole run.
+      flops: FLOPs of the model in a step, without recomputation; None if the model does not count them.
+      used_bytes: HBM of a chip in use at the peak.
+      time: time of a step.
       bubble: idle share of a pipeline's time.
-      compile_seconds: None if `time` and `used_bytes` are arithmetic.
+      compile_seconds: time to compile; None if `time` and `used_bytes` are estimated by arithmetic.
       is_as_written: whether the candidate is the experiment as written.
     """
 
@@ -46,27 +46,27 @@ class CandidateMetrics:
 
     @property
     def free_bytes(self) -> float:
-        """Of a chip's HBM at the peak."""
+        """HBM of a chip that is free at the peak."""
         return self.slice.chip.usable_hbm_bytes - self.used_bytes
 
     @property
     def step_seconds(self) -> Range:
-        """Of a step."""
+        """Seconds per step."""
         return self.time.hidden, self.time.exposed
 
     @property
     def scheduled_seconds(self) -> float | None:
-        """Of a step, with the traffic hidden that the compiler overlapped; None if it was not compiled."""
+        """Seconds per step if only the traffic that the compiler overlapped is hidden; None if it was not compiled."""
         return None if self.compile_seconds is None else self.time.scheduled
 
     @property
     def tokens_per_second(self) -> Range:
-        """Of the whole slice."""
+        """Tokens per second of the whole slice."""
         return self.tokens / self.time.hidden, self.tokens / self.time.exposed
 
     @property
     def mfu(self) -> Range | None:
-        """Share of the chips' peak; None if the model does not say its FLOPs."""
+        """Model FLOPs utilization; None if the model does not count its FLOPs."""
         if not self.flops:
             return None
         hidden, exposed = (self.slice.mfu(self.flops, seconds=seconds) for seconds in self.step_seconds)
@@ -74,11 +74,11 @@ class CandidateMetrics:
 
     @property
     def hours(self) -> Range:
-        """Of the whole run."""
+        """Hours of the whole run."""
         return self.time.hidden * self.steps / 3600, self.time.exposed * self.steps / 3600
 
     def as_json(self) -> dict[str, Any]:
-        """Returns all metrics as plain values."""
+        """Returns all metrics as JSON values."""
         names = (
             *("name", "rows", "used_bytes", "free_bytes", "step_seconds", "scheduled_seconds", "tokens_per_second"),
             *("mfu", "hours", "bubble", "compile_seconds", "is_as_written"),

@@ -1,4 +1,4 @@
-"""Enumerates what a plan tries: the layouts of a slice, with every choice that trades memory for time.
+"""Enumerates the candidates of a plan: the layouts of a slice, with every choice that trades memory for time.
 
 Nothing here lists strategies, schedules or choices of rematerialization. A strategy is tried if it is in
 `strategies.__all__` and has degrees among its parameters, a choice of `remat` if the model accepts it.

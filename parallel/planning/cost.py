@@ -1,4 +1,4 @@
-"""Predicts the time of a compiled step, between all traffic hidden behind computation and none hidden.
+"""Predicts the time of a compiled step: from all traffic hidden behind computation to none hidden.
 
     compute    the compiler's estimated cycles, as often as they run / the chip's clock
     kernels    FLOPs of attention kernels from their shapes / 40 % of the chip's peak
@@ -43,9 +43,9 @@ class AxisTime(NamedTuple):
     Attributes:
       axes: mesh axes.
       network: "ICI" or "DCN".
-      seconds: if nothing overlaps it.
+      seconds: time of the traffic if nothing overlaps it.
       beside: seconds that the compiled schedule overlaps with computation, at most the time of that computation.
-      wire_bytes: that one chip sends.
+      wire_bytes: bytes that one chip sends.
     """
 
     axes: tuple[str, ...]
@@ -59,10 +59,10 @@ class StepTime(NamedTuple):
     """Seconds of one training step.
 
     Attributes:
-      compute: estimated by the compiler.
-      kernels: of attention kernels.
-      traffic: by mesh axes, most seconds first.
-      unpriced: what takes time and has no estimate: unknown kernels, and loops of unknown trip count (counted once).
+      compute: computation, as estimated by the compiler.
+      kernels: attention kernels.
+      traffic: traffic by mesh axes, most seconds first.
+      unpriced: operations without an estimate: unknown kernels, and loops of unknown trip count (counted once).
     """
 
     compute: float
@@ -72,37 +72,37 @@ class StepTime(NamedTuple):
 
     @property
     def busy(self) -> float:
-        """Computation and kernels."""
+        """Seconds of computation and kernels."""
         return self.compute + self.kernels
 
     @property
     def traffic_seconds(self) -> float:
-        """All traffic, in sequence."""
+        """Seconds of all traffic, one collective after the other."""
         return sum(axis.seconds for axis in self.traffic)
 
     @property
     def hidden(self) -> float:
-        """The step with all traffic hidden behind computation."""
+        """Seconds of a step with all traffic hidden behind computation."""
         return max(self.busy, self.traffic_seconds)
 
     @property
     def exposed(self) -> float:
-        """The step with no traffic hidden."""
+        """Seconds of a step with no traffic hidden."""
         return self.busy + self.traffic_seconds
 
     @property
     def scheduled(self) -> float:
-        """The step with that traffic hidden which the compiler overlapped with computation."""
+        """Seconds of a step if only the traffic that the compiler overlapped with computation is hidden."""
         beside = min(self.busy, sum(axis.beside for axis in self.traffic))
         return self.exposed - beside
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the time as plain values."""
+        """Returns the time as JSON values."""
         return {**self._asdict(), "traffic": [axis._asdict() for axis in self.traffic]}
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> StepTime:
-        """Returns the time of which `as_json` gave the plain values."""
+        """Converts the result of `as_json` back."""
         traffic = tuple(AxisTime(**{**axis, "axes": tuple(axis["axes"])}) for axis in plain["traffic"])
         return cls(**{**plain, "traffic": traffic, "unpriced": tuple(plain["unpriced"])})
 

@@ -33,10 +33,10 @@ _STATE = {"params": "parameters", "opt_state": "optimizer", "carry": "carry"}
 
 
 class Allocation(NamedTuple):
-    """HBM that is in use when most of it is.
+    """A named part of the HBM in use at the peak.
 
     Attributes:
-      kind: one of KINDS; empty in what `of_message` and `of_temporaries` return.
+      kind: one of KINDS; empty in the results of `of_message` and `of_temporaries`.
       name: module path of a parameter, or the operation that makes a temporary.
       shape: on one chip.
       bytes: of HBM.
@@ -49,7 +49,7 @@ class Allocation(NamedTuple):
 
 
 def allocations(bound: Program, module: Module, found: Buffers) -> list[Allocation]:
-    """Returns everything in HBM when most of it is in use, largest first."""
+    """Returns everything in HBM at the peak, largest first."""
     entry = module.computations[module.entry]
     parameters = {int(at.argument): at for at in entry.values() if at.opcode == "parameter"}
     by_name = {at.name: at for computation in module.computations.values() for at in computation.values()}
@@ -166,7 +166,7 @@ def of_message(message: str) -> list[Allocation]:
 
 
 def of_temporaries(found: Buffers) -> list[Allocation]:
-    """Returns the temporaries in HBM when most of it is in use, largest first, without their kinds."""
+    """Returns the temporaries in HBM at the peak, largest first, without their kinds."""
     return [Allocation("", value.name, str(value.array or "pointers"), n) for value, n in buffers.fullest(found.values)]
 
 

@@ -70,12 +70,12 @@ class Links:
         return tuple(extent for extent in found if extent.chips > 1)
 
     def count(self, axes: Sequence[str], *, group_size: int | None = None) -> float:
-        """Returns the links, in one direction, that a chip can use at once in a gather or a reduction.
+        """Returns the number of links, in one direction, that a chip can use at once in a gather or a reduction.
 
         Args:
           axes: mesh axes that vary in the group.
-          group_size: chips of the group where it spans only part of these axes: 2 chips use one link, 4 chips at most
-            two.
+          group_size: number of chips of the group, if it spans only part of these axes: 2 chips use one link, 4 chips
+            at most two.
         """
         whole = math.prod(self._shape[axis] for axis in axes)
         total = sum(extent.links for extent in self.extents(axes)) or 1.0
@@ -84,7 +84,7 @@ class Links:
         return min(total, max(1, int(math.log2(group_size))))
 
     def permute_load(self, axes: Sequence[str]) -> float:
-        """Returns the messages on the busiest link when every chip sends to the next one along `axes`.
+        """Returns the number of messages on the busiest link when every chip sends to the next one along `axes`.
 
         That is the number of interleaved groups that share it: a shift along a line has load 1, including the way back
         from the end, which runs in the opposite direction.

@@ -1,4 +1,4 @@
-"""Reads what planning needs from traces of a model's loss; no formula here depends on a particular model.
+"""Extracts FLOPs, saved arrays and reductions from traces of a model's loss, for planning; works for any model.
 
 `trace` collects the shapes of a training state and, for each choice of `remat`, the work of one step. Tracing the loss
 of a few rows takes a fraction of a second and shows the matrix products (forward, and with what the backward pass
@@ -31,13 +31,13 @@ _CANDIDATE_ROWS = (7, 11, 13, 17, 19, 23)
 
 
 class Kept(NamedTuple):
-    """An array that is kept for the backward pass.
+    """An array that is saved for the backward pass.
 
     Attributes:
-      axes: logical axis of each dimension, None where it has none; `batch` is that of the rows.
-      elements: of one row, or of the whole array if it has no rows.
+      axes: logical axis of each dimension, None for an unnamed one; `batch` is the axis of rows.
+      elements: number of elements per row, or of the whole array if it has no rows.
       itemsize: bytes of an element.
-      copies: how many a loop over layers or recursion steps keeps; 1 outside of loops.
+      copies: number of copies that a loop over layers or recursion steps saves; 1 outside of loops.
     """
 
     axes: Axes
@@ -91,12 +91,12 @@ class Work(NamedTuple):
 
     @property
     def row_bytes(self) -> float:
-        """Bytes that are kept for one row."""
+        """Bytes that are saved for one row."""
         return sum(kept.bytes for kept in self.kept if kept.has_rows)
 
     @property
     def of_loops(self) -> list[Kept]:
-        """What loops keep for one row."""
+        """Bytes that loops save for one row."""
         return [kept for kept in self.kept if kept.copies > 1 and kept.has_rows]
 
 
@@ -105,9 +105,9 @@ class ModelTrace:
     """The properties of a training program that do not depend on its layout.
 
     Attributes:
-      slice: to compile for.
-      shapes, axes: of every array of the training state; trees of the same structure.
-      spec: of a batch of any size.
+      slice: the slice to compile for.
+      shapes, axes: shapes and logical axes of the training state, trees of the same structure.
+      spec: fields of a batch of any size.
       works: the work of one row in one step, by choice of `remat`.
       itemsize: bytes of a number in the dtype of computation.
     """
@@ -137,11 +137,11 @@ def trace(
     """Traces a model; compiles nothing and needs no device.
 
     Args:
-      model: to trace.
-      optimizer: whose state the model is trained with.
-      spec: of a batch.
-      slice: to compile for.
-      seed: of the parameters.
+      model: the model to trace.
+      optimizer: the optimizer, whose state is part of the training state.
+      spec: fields of a batch.
+      slice: the slice to compile for.
+      seed: seed of the parameters.
       remats: choices of `remat` to trace; None: all that the model offers.
     """
     example = batch_shapes(spec)

@@ -20,10 +20,10 @@ class Roofline(NamedTuple):
     """Seconds that each resource needs for a step.
 
     Attributes:
-      time: of the step.
-      products: of its matrix products at the chip's peak.
-      hbm_bytes: read and written at most.
-      hbm: of these bytes.
+      time: the predicted time of the step.
+      products: seconds of its matrix products at the chip's peak.
+      hbm_bytes: upper bound of the bytes read and written.
+      hbm: seconds of these bytes at the chip's bandwidth.
     """
 
     time: StepTime
@@ -38,11 +38,11 @@ class Roofline(NamedTuple):
 
     @property
     def binds(self) -> str:
-        """The limit of the step: "ICI" or "DCN", "HBM", or "computation".
+        """The resource that limits the step: "ICI", "DCN", "HBM" or "computation".
 
-        The compiler's seconds of computation include its waits for HBM, so they decide only whether traffic or the chip
-        is slower. HBM binds when its bytes, at most as slow as the computation that they are part of, take longer than
-        the products at the chip's peak and the kernels.
+        A network limits the step if its traffic takes longer than computation and kernels. Otherwise the chip is the
+        limit. The compiler's estimate of computation includes waits for HBM, so HBM is the limit if its bytes (counted
+        for at most the time of the computation) take longer than the products at the chip's peak and the kernels.
         """
         if self.time.traffic_seconds > self.time.busy:
             return max(self.networks, key=lambda network: self.networks[network])
@@ -54,19 +54,19 @@ def roofline(time: StepTime, *, product_flops: float, executed: Iterable[Execute
     """Computes the roofline of a step.
 
     Args:
-      time: of the compiled step.
-      product_flops: of a chip's matrix products.
+      time: the predicted time of the compiled step.
+      product_flops: FLOPs of a chip's matrix products.
       executed: instructions of the compiled step.
-      chip: that runs it.
+      chip: the chip that runs it.
     """
     touched = sum(map(touched_bytes, executed))
     return Roofline(time, product_flops / chip.peak_flops, touched, touched / chip.hbm_bytes_per_second)
 
 
 def touched_bytes(executed: Executed) -> float:
-    """Returns the bytes of HBM that an instruction reads and writes at most: its whole operands and results.
+    """Returns an upper bound of the HBM bytes that an instruction reads and writes: its operands and results.
 
-    Of a stack of layers that a loop walks through, each execution touches one layer.
+    If a loop iterates over a stack of layers, each execution counts one layer of the stack.
     """
     at = executed.instruction
     if executed.wrappers:  # counted where the wrapping instruction is scheduled

@@ -27,11 +27,11 @@ _MESHES_IN_FIRST = 3  # of the first N candidates, one mesh has at most N / 3 wh
 
 @dataclasses.dataclass(frozen=True)
 class JudgedCandidate:
-    """A candidate and what arithmetic says about it.
+    """A candidate with its estimate, or the reason why it was refused.
 
     Attributes:
       candidate: the configuration.
-      name: for people.
+      name: name of the candidate, for tables.
       estimate: None if the tables refuse the candidate.
       kind, reason: why it was refused; empty if it may fit.
       is_as_written: whether it is the experiment as written.
@@ -98,7 +98,7 @@ def _refused(judged: JudgedCandidate, refused: Refused) -> JudgedCandidate:
 
 
 def rank(judged: JudgedCandidate) -> tuple[bool, float]:
-    """Sort key: refused candidates last, the others by seconds per row, half-way between the two bounds."""
+    """Returns a sort key: refused candidates last, others by seconds per row, at the middle of the two bounds."""
     if judged.reason or judged.estimate is None:
         return True, 0.0
     time = judged.estimate.time
@@ -108,8 +108,8 @@ def rank(judged: JudgedCandidate) -> tuple[bool, float]:
 def order(judged: Sequence[AnyCandidate], *, wanted: int, usable_bytes: float) -> Iterator[AnyCandidate]:
     """Yields candidates that may fit in the order to compile them: the experiment as written, then the likely fastest.
 
-    Among the first places each mesh has a share for candidates that fit into `usable_bytes` by arithmetic, and an equal
-    share for those that need more: a candidate that turns out too large takes no place of one that fits.
+    At the beginning of the order, each mesh has an equal number of places for candidates that fit into `usable_bytes`
+    by the estimate and for those that exceed it, so that candidates that turn out too large displace none that fit.
     """
     possible = sorted((one for one in judged if not one.reason), key=lambda one: not one.is_as_written)
     share = max(1, wanted // _MESHES_IN_FIRST)
@@ -134,9 +134,9 @@ def by_reason(judged: Sequence[AnyCandidate]) -> list[tuple[str, list[AnyCandida
 
 
 def nearest(judged: Sequence[AnyCandidate], bound: Program) -> list[AnyCandidate]:
-    """Returns candidates that may fit, by how little of a program's layout they change, then by likely speed.
+    """Returns candidates that may fit, those most similar to a program's layout first, then by likely speed.
 
-    The program's own layout is not among them.
+    The program's own layout is left out.
     """
     own = _resolved(bound.partitioner.strategy, bound.partitioner.slice)
     step = step_of(bound)

@@ -1,7 +1,7 @@
-"""Lays out a program's state under a strategy's tables, from shapes alone: checks that it divides, and counts bytes.
+"""Shards a program's state by a strategy's tables, from shapes alone: checks divisibility, and counts bytes.
 
-Shapes and axes of a program's arrays do not depend on its strategy, so they are traced once, and hundreds of tables are
-checked against them in the time that binding one program takes.
+Shapes and axes of a program's arrays do not depend on its strategy, so they are traced once. Checking hundreds of
+tables against them takes as long as binding one program.
 """
 
 from __future__ import annotations
@@ -124,11 +124,11 @@ class ShardedState:
         return self.tables.pipeline.num_microbatches if self.tables.pipeline else 1
 
     def degree(self, axes: Iterable[str]) -> int:
-        """Returns the chips of a group over mesh axes."""
+        """Returns the number of chips in a group over mesh axes."""
         return math.prod(self.shape[axis] for axis in axes)
 
     def shards(self, names: Sequence[str | None], table: Rules, *, without: Sequence[str] = ()) -> int:
-        """Returns the number of shards of an array with these logical axes, without those over some mesh axes."""
+        """Returns the number of shards of an array with these logical axes; some mesh axes can be excluded."""
         return self.degree(mesh_axes(names, table) - set(without))
 
     def _bytes(self, shapes: Any, axes: Any, table: Rules) -> float:

@@ -119,6 +119,6 @@ def crop(tokens: np.ndarray) -> np.ndarray:
 
 
 def offset(rng: np.random.Generator, *grids: np.ndarray) -> tuple[int, int]:
-    """Draws a random row and column of the frame at which all these grids fit."""
+    """Draws a random position in the frame at which all of these grids fit."""
     room = FRAME + 1 - np.max([grid.shape for grid in grids], axis=0)
     return int(rng.integers(room[0])), int(rng.integers(room[1]))

@@ -185,7 +185,7 @@ class Cut(NamedTuple):
         )
 
     def of(self, split: Split) -> Split:
-        """Returns the part of a split; copies the arrays unless the part is a prefix of them."""
+        """Applies the selection to a split; copies the arrays unless the part is a prefix of them."""
         if self == Cut():
             return split
         first, after = (np.asarray(a, np.int64) for a in (split.group_indices[:-1], split.group_indices[1:]))

@@ -65,7 +65,7 @@ class MazeSet:
 
     @property
     def exceeds(self) -> int:
-        """Every generated shortest path has more steps than this."""
+        """The number of steps that every generated shortest path exceeds."""
         return self.size**2 * 110 // 900 if self.min_path is None else self.min_path
 
     def about(self) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class Picked(NamedTuple):
 
 
 def epochs_per_iteration(split: Split, *, batch_size: int) -> int:
-    """Returns enough epochs that an iteration drops at most 0.1 % of its examples, limited by memory."""
+    """Returns the number of epochs with which an iteration drops at most 0.1 % of its examples, limited by memory."""
     groups = len(split.group_indices) - 1
     enough = -(-_BATCHES_PER_ITERATION * batch_size // max(1, groups))
     return max(1, min(enough, _LONGEST_ORDER // max(1, groups)), -(-batch_size // max(1, groups)))

@@ -191,7 +191,7 @@ class PuzzleTask:
 
     @property
     def vocabulary(self) -> vocabularies.Numbers:
-        """The vocabulary that writes tokens as decimal numbers."""
+        """A vocabulary that formats tokens as decimal numbers."""
         return vocabularies.Numbers(self.vocab_size)
 
     @property
