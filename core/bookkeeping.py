@@ -45,8 +45,8 @@ class Appender:
         """Opens or creates the file.
 
         Args:
-          path: of the file.
-          most_bytes: how much to keep of what could not be written, in whole lines, and more only of a line that was
+          path: path of the file.
+          most_bytes: limit of the pending content that is kept, in whole lines; exceeded only by a line that was
             begun. All after it is dropped until the file can be written again, and a line in the file says there how
             many bytes are missing; None: everything is kept.
         """

@@ -32,12 +32,12 @@ class ParamSpec:
       kind: one of `KINDS`. By default it follows from the axes: "constant" if not trainable; "norm" and "table" with
         the axes `norm` and `puzzles`; otherwise "bias" with at most one dimension, "embedding" with the axis `vocab`,
         and "matrix".
-      in_dims: of a matrix, how many dimensions after the stacked ones are inputs (rows); the others are outputs. A
+      in_dims: number of input dimensions (rows) of a matrix, after the stacked ones; the others are outputs. A
         query weight [embed, heads, head_dim] has 1, an output weight [heads, head_dim, embed] has 2.
       stacked: how many leading dimensions count independent parameters, such as layers or experts. Optimizers treat
         each of them as a parameter of its own.
       trainable: whether the parameter is trained; otherwise it has no gradient and no optimizer state.
-      dtype: of the stored parameter.
+      dtype: dtype of the stored parameter.
 
     Raises:
       UserError: an unknown kind, or dimensions that do not fit the kind.

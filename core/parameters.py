@@ -94,7 +94,7 @@ def by_layer(
 
     Args:
       rule: the transformation; its state for a stacked parameter [layers, ...] gains the same leading dimensions.
-      specs: of the parameters; `ParamSpec.stacked` dimensions count layers, or other independent parameters.
+      specs: specs of the parameters; `ParamSpec.stacked` dimensions count layers, or other independent parameters.
       in_turn: whether to process one layer after the other, for rules whose intermediate results are as large as the
         matrix; otherwise, and over declared axes such as experts, all are vectorised.
     """

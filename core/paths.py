@@ -79,7 +79,7 @@ def fetched(text: str, patterns: Sequence[str]) -> epath.Path:
 
     Args:
       text: hf://, local or gs://; only the first is downloaded.
-      patterns: of the files that are needed.
+      patterns: names of the files that are needed.
 
     Raises:
       UserError: the name is malformed, or the download failed.

@@ -49,7 +49,7 @@ def dropout(key: jax.Array, rate: float, x: jax.Array, rows: jax.Array) -> jax.A
     """Sets entries of x to zero with probability `rate` and scales the others by 1 / (1 - rate), as `hk.dropout`.
 
     Args:
-      key: for all rows.
+      key: the key for all rows.
       rate: from 0 to below 1.
       x: [B, ...].
       rows: [B], the global row of each row of x.
@@ -74,7 +74,7 @@ def refuse_shared_draws(model: Model, params: Params, spec: BatchSpec) -> None:
     Args:
       model: its loss is traced with the batch, and with a batch of twice as many rows.
       params: shapes and dtypes of the parameters.
-      spec: of the batch.
+      spec: fields of the batch.
 
     Raises:
       UserError: names the draws and says how to draw per row.

@@ -87,8 +87,8 @@ def haiku_tail(fn: Callable[[Stream, Side], Any], x: Stream, side: Side = (), *,
 
     Args:
       fn: `(x, side) -> sums over rows`.
-      x: of the shape that the stack returns; its values are not used.
-      side: of the stack.
+      x: an array or tree with the shapes that the stack returns; its values are not used.
+      side: side arrays of the stack.
       name: module name of the parameters.
     """
     pure = hk.transform(logical.named_within(fn, name))
@@ -183,9 +183,9 @@ def scan_layers(step: Callable, kinds: Sequence[Kind], carry: Any, stacked: Any)
     """Runs `step(carry, layer, kind, in_loop=...) -> (carry, out)` for every layer.
 
     Args:
-      step: one layer.
-      kinds: of the L layers.
-      carry: before the first layer.
+      step: runs one layer.
+      kinds: kinds of the L layers.
+      carry: the carry before the first layer.
       stacked: leaves [L, ...].
 
     Returns:

@@ -13,9 +13,9 @@ class Finding(NamedTuple):
     """The result of one check.
 
     Attributes:
-      name: what was checked.
+      name: name of the check.
       ok: False if a run could not start because of it.
-      detail: what was found.
+      detail: the result of the check.
       fix: how to fix it, unless `detail` says so.
       is_note: whether it is information only, or could not be checked.
     """

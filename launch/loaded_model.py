@@ -38,7 +38,7 @@ class Text(NamedTuple):
     """A continuation as text.
 
     Attributes:
-      text: without the token that ended it.
+      text: the new text, without the token that ended it.
       ids, log_probabilities, ended: see `parallel.generation.Continuation`.
     """
 
@@ -55,7 +55,7 @@ class LoadedModel:
     Attributes:
       program: model and layout.
       params: laid out as `program.abstract_state.params`.
-      vocabulary: of the run or folder; None for data that is not text.
+      vocabulary: vocabulary of the run or folder; None for data that is not text.
       where: one line that says what was loaded.
       begins_with_bos: whether texts begin with the begin-of-text id.
     """
@@ -145,7 +145,7 @@ def load(
       text: the run, step or folder.
       slice_name: the slice to lay the model out on, whose chips this process must have; None: one chip.
       bindings: override the configuration of a run.
-      dtype: of computation, for a published model; None: float32 on CPUs, otherwise bfloat16.
+      dtype: compute dtype of a published model; None: float32 on CPUs, otherwise bfloat16.
       strategy: overrides the run's strategy; without either, parameters are replicated.
 
     Raises:

@@ -92,8 +92,8 @@ class PredictionCheck:
         """Looks up the prediction for an experiment.
 
         Args:
-          experiment: that runs.
-          settings: that it was built from.
+          experiment: the experiment of the run.
+          settings: the configuration it was built from.
           on_tpu: whether the devices are TPU chips; nothing is measured otherwise.
           warn: called with a sentence when a measurement differs from its prediction, once for each metric.
         """

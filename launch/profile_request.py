@@ -28,7 +28,7 @@ def request(
     """Requests a profile, waits for it and prints where it is. Returns 0 when every host has written its file.
 
     Args:
-      run_dir: of a run that is training.
+      run_dir: directory of a run that is training.
       steps: how many steps to trace; exactly one of `steps` and `seconds` is given.
       seconds: how long to trace.
       taken_seconds: how long to wait until the run accepts the request.

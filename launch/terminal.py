@@ -49,7 +49,7 @@ def console(piped_width: int, *, file: IO[str] | None = None, stderr: bool = Fal
 def markdown(
     headings: Sequence[str], rows: Iterable[Sequence[str]], *, text: Sequence[str] = (), title: str | None = None
 ) -> Table:
-    """Formats a table as Markdown. Columns whose headings are in `text` are left-aligned, with wrapped cells."""
+    """Formats a table as Markdown. Columns with headings in `text` are left-aligned, and their long cells wrap."""
     from rich import box
     from rich.table import Table
 

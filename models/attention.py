@@ -105,7 +105,7 @@ def cached(
     """Computes causal attention of new positions to themselves and to cached ones.
 
     Args:
-      q, k, v: of T new positions, [B, T, H, K] and [B, T, N, K].
+      q, k, v: arrays of T new positions, [B, T, H, K] for q and [B, T, N, K] for k and v.
       before: keys and values of earlier positions, [B, S, N, K] each; entry s belongs to position s.
       positions: [B, T], int32, consecutive in each row; entries of `before` from the first of them on are not used.
       choice: "none" for no mixing over positions; all others are computed alike.

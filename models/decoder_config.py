@@ -51,7 +51,7 @@ class DecoderConfig:
       remat: what the backward pass saves and does not recompute: "none" (saves everything), "projections",
         "attention_and_up", "attention", "dots", "halves", "full" (saves least); see `REMAT`. Pipelines always
         use "full".
-      dtype: of computation, "bfloat16" or "float32"; parameters, norms, softmax and loss are float32.
+      dtype: compute dtype, "bfloat16" or "float32"; parameters, norms, softmax and loss are float32.
       attention: "auto", "plain", "splash" or "none"; see `models.attention.attend`.
       norm: "rms" (x / rms * scale), "rms_offset" (x / rms * (1 + scale)) or "layer" (LayerNorm with a bias).
       norm_eps: added to the mean square or variance.

@@ -114,7 +114,7 @@ def embedded(
       table: [V, D] with axes (entries, embed), float32, as stored.
       ids: [...], int32.
       rows: logical axes of `ids`.
-      dtype: of the result [..., D].
+      dtype: dtype of the result [..., D].
       entries: logical axis of the table's rows; its columns have the axis `embed`.
     """
     del rows

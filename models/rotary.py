@@ -43,7 +43,7 @@ class Llama3:
     """Divides low frequencies by `factor`, keeps high ones and interpolates between, as the code of Llama 3.1 does.
 
     Attributes:
-      factor: of wavelengths above `original_length / low_frequency_factor`.
+      factor: multiplies wavelengths above `original_length / low_frequency_factor`.
       low_frequency_factor, high_frequency_factor: wavelengths below `original_length / high_frequency_factor` are kept.
       original_length: context length before the extension.
     """

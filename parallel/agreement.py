@@ -100,9 +100,9 @@ class Trajectory(NamedTuple):
 
     Attributes:
       fresh: parameters before the first step.
-      gradients: of the first step, by parameter, as passed to the optimizer.
+      gradients: gradients of the first step, by parameter, as passed to the optimizer.
       losses: [steps].
-      params, opt_state: after the last step.
+      params, opt_state: parameters and optimizer state after the last step.
     """
 
     fresh: Any
@@ -116,7 +116,7 @@ class Difference(NamedTuple):
     """The largest difference between two trees, over all leaves and entries.
 
     Attributes:
-      absolute: infinite if shapes differ or an entry of either tree is not finite.
+      absolute: absolute difference; infinite if shapes differ or an entry of either tree is not finite.
       ulp: divided by the float32 spacing at the largest entry of the leaf, or at its floor; infinite likewise.
       where: the leaf with the largest `ulp`.
     """

@@ -24,8 +24,8 @@ class Analysis(NamedTuple):
       compiled: memory, time to compile, the program's text.
       costs: estimated cycles, kernels, and operations without an estimate.
       collectives: all collectives, with mesh axes, bytes and position in the program.
-      findings: of the lints, unknown ones first.
-      warnings: of the compiler, without those known to be harmless (`hlo.messages`).
+      findings: findings of the lints, unknown ones first.
+      warnings: warnings of the compiler, without those known to be harmless (`hlo.messages`).
     """
 
     compiled: Compiled

@@ -43,7 +43,7 @@ class OutOfHbmError(UserError):
     """The step needs more HBM than a chip has.
 
     Attributes:
-      needed, present: in the compiler's format, such as `75.31GiB`.
+      needed, present: needed and available HBM in the compiler's format, such as `75.31GiB`.
     """
 
     def __init__(self, message: str, *, needed: str, present: str):

@@ -55,7 +55,7 @@ class Continuation(NamedTuple):
 
     Attributes:
       ids: the new ids, without the one that ended it.
-      log_probabilities: of each id, by the model itself (at temperature 1, with all tokens).
+      log_probabilities: log-probability of each id, by the model itself (at temperature 1, with all tokens).
       ended: whether a stop id ended it, rather than the limit.
     """
 

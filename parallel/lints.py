@@ -33,7 +33,7 @@ class LintContext:
     Attributes:
       program: strategy, slice, state.
       peak_bytes: maximum HBM in use at any time.
-      collectives: of the compiled step.
+      collectives: collectives of the compiled step.
       messages: the compiler's output to stderr: see `hlo.messages`.
     """
 

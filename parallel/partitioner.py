@@ -109,7 +109,7 @@ class Partitioner:
           model: the model.
           optimizer: the optimizer.
           spec: fields of a global batch.
-          seed: of initialization and training.
+          seed: seed of initialization and training.
           accum_steps, gather_once: see `parallel.accumulation`.
           skip_non_finite: see `core.step`.
           compiler_overrides: options of `parallel.compiler_options` to change, by name.

@@ -19,7 +19,7 @@ class StoredArray(NamedTuple):
     Attributes:
       path: `params/layers/block/query`.
       shape, axes, spec: global shape, logical axes, mesh axes as `(-, fsdp)`.
-      bytes_per_chip: of the shard of one chip.
+      bytes_per_chip: bytes of the shard of one chip.
       replicated: whether every chip stores the full array.
     """
 
@@ -37,7 +37,7 @@ class Totals(NamedTuple):
     Attributes:
       params, opt_state, carry: per chip.
       everything: their sum.
-      whole: of the unsharded state.
+      whole: bytes of the unsharded state.
     """
 
     params: int

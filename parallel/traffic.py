@@ -46,15 +46,15 @@ class Collective(NamedTuple):
     """One collective at one place of the program.
 
     Attributes:
-      name: of its instruction.
+      name: name of its instruction.
       kind: `all-gather`; an all-reduce fused with the slice that follows it is a `reduce-scatter`.
       arrays: the arrays of the payload.
       times: executions in a step.
-      payload_bytes, wire_bytes: of one execution, as defined above.
+      payload_bytes, wire_bytes: bytes of one execution, as defined above.
       group_size: chips in one group.
       axes: mesh axes that vary inside a group.
       network: "ICI", or "DCN" if a group spans slices.
-      loops, branches: that contain it, outermost first.
+      loops, branches: the loops and branches that contain it, outermost first.
       is_overlapped: whether computation is scheduled between its start and its end.
       cycles_beside: the compiler's estimate for that computation per execution, without kernels.
       sliced_bytes: the part of an all-reduce's payload of which every consumer reads only a slice.
@@ -132,7 +132,7 @@ def collectives(module: Module, run: Sequence[Executed], grid: Grid) -> list[Col
     Args:
       module: the program.
       run: `executions.walk(module)`.
-      grid: of the mesh it was compiled for.
+      grid: grid of the mesh it was compiled for.
 
     Raises:
       UserError: a group contains a chip that is not in the mesh.

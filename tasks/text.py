@@ -75,7 +75,7 @@ class TextTask:
         return [*self.corpus.problems(), *self.vocabulary.problems()]
 
     def named_files(self) -> tuple[str, ...]:
-        """Returns patterns, files and folders as the user wrote them; checks name those they could not read."""
+        """Returns patterns, files and folders as written by the user, for messages about files that cannot be read."""
         model = _file(self.vocabulary)
         return (*self.corpus.named_files(), *((model,) if model else ()))
 

@@ -58,7 +58,7 @@ class PublishedFolder:
     """The parameters of a model in a folder of safetensors.
 
     Attributes:
-      folder: where they are.
+      folder: path of the folder.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class PublishedFolder:
 
         Args:
           folder: local or remote.
-          sources: of each parameter, by path. A name that starts with "/" has no prefix.
-          prefixes: of the names of tensors; the first with which any source is found is used.
+          sources: source of each parameter, by path. A name that starts with "/" has no prefix.
+          prefixes: possible prefixes of the names of tensors; the first with which any source is found is used.
           ignored: patterns of names of tensors that hold no parameter.
           limits: length in the tensors of logical axes that the model stores longer, such as `{"vocab": 50257}`.
         """
@@ -95,7 +95,7 @@ class PublishedFolder:
         """Returns the differences between the folder and a model: missing, unused and differently shaped tensors.
 
         Args:
-          shapes, specs: of the model's parameters, trees of one structure.
+          shapes, specs: shapes and specs of the model's parameters, trees of one structure.
         """
         expected = self._expected(shapes, specs)
         unused = [name for name in self._tensors if name not in expected]
@@ -123,7 +123,7 @@ class PublishedFolder:
 
         Args:
           abstract: tree of `jax.ShapeDtypeStruct` with shardings; this host reads its own shards.
-          specs: of the parameters, a tree of the same structure.
+          specs: specs of the parameters, a tree of the same structure.
           progress: called before each parameter with its path, its number from 1, and the number of parameters.
 
         Returns:
@@ -191,10 +191,10 @@ def tensors_of(
 
     Args:
       read: returns a parameter by its path; of one layer, if a number is given.
-      shapes, specs: of the parameters.
+      shapes, specs: shapes and specs of the parameters.
       sources: with complete names.
       limits: as in `PublishedFolder`.
-      dtype: of the tensors.
+      dtype: dtype of the tensors.
     """
     parts: dict[str, list[tuple[str, int | None, _Parameter]]] = {}
     for path, parameter in _described(shapes, specs, sources, limits).items():
@@ -215,7 +215,7 @@ def write(folder: paths.Path, tensors: Iterator[tuple[str, np.ndarray]], *, shar
     Args:
       folder: exists and is local.
       tensors: names and arrays.
-      shard_bytes: most bytes of a file, unless one tensor is larger.
+      shard_bytes: largest size of a file, unless one tensor is larger.
     """
     from safetensors.numpy import save_file
 

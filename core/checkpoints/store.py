@@ -47,7 +47,7 @@ class Checkpoints:
           keep: number of latest steps to keep.
           timeout_seconds: time limit of a save, and of a restore before the watchdog ends the run; None: depends on
             the bytes per host (`writing.limit_seconds`).
-          read_only: for reading while a job runs: creates and removes nothing.
+          read_only: creates and removes nothing, so that it can be used while a job runs.
 
         Raises:
           UserError: `keep` is below 1, or the folder to read does not exist.

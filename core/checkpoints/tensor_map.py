@@ -28,7 +28,7 @@ class Source:
     """The tensor, or the tensors of all layers, that hold a parameter.
 
     Attributes:
-      name: of the tensor, with `{}` for the number of the layer; with a leading "/" it takes no prefix.
+      name: name of the tensor, with `{}` for the number of the layer; with a leading "/" it takes no prefix.
       dims: the tensor's dimensions in terms of the parameter's axes; see the module.
     """
 

@@ -288,7 +288,7 @@ def estimate_saves(run_dir: str, *, interval: int, keep: int, size_bytes: int) -
       run_dir: local or gs://.
       interval: steps between saves.
       keep: how many of the latest checkpoints are kept.
-      size_bytes: of all arrays of the state.
+      size_bytes: size of all arrays of the state.
     """
     text = f"every {units.counted(interval, 'step')}, keeping the latest {keep}, {units.size(size_bytes)} each"
     directory = paths.resolve(run_dir)

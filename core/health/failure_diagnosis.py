@@ -94,7 +94,7 @@ class Verdict(NamedTuple):
 
     Attributes:
       hosts: the hosts that caused it.
-      says: one sentence.
+      says: the reason, in one sentence.
       code: the exit code of those hosts, unless they have one of their own.
       others: the exit code of the other hosts.
       wants_stacks: whether to show the stacks of those hosts' threads.

@@ -47,7 +47,7 @@ class Optimizer:
         those whose spec says so; they have no gradient and no state. A parameter of a kind in `live` is trained.
       live: kinds of trained parameters that are not averaged over steps.
       averages: returns the averaged parameters of a state, with `optax.MaskedNode` for those without an average.
-      specs: of the parameters that it is bound to; None before `bound`.
+      specs: specs of the parameters that it is bound to; None before `bound`.
     """
 
     rule: Rule

@@ -88,7 +88,7 @@ def muon(
     Args:
       momentum: decay of Muon's moment (Nesterov's form).
       rms: root mean square of an update before the learning rate.
-      b1, b2, eps: of AdamW.
+      b1, b2, eps: as in `adamw`, for the other parameters.
 
     When bound, it raises UserError for a model without matrices.
     """

@@ -43,7 +43,7 @@ def with_table(*, dense: Optimizer, learning_rate: Schedule, weight_decay: float
       dense: optimizer of all other parameters, to which its `frozen` applies; with all of them frozen, only tables are
         trained. Its learning rate is the one that is reported.
       learning_rate: schedule of tables.
-      weight_decay: of touched rows; multiplied by the learning rate of tables.
+      weight_decay: weight decay of touched rows; multiplied by the learning rate of tables.
 
     Raises:
       UserError: the decay is out of range, or `dense` averages; when bound, no parameter is a table; in a step, the

@@ -39,7 +39,7 @@ class EvaluationPass:
     """Evaluates a state once.
 
     Attributes:
-      sums: of loss and metrics, over the batches whose answers have been returned.
+      sums: sums of loss and metrics over the batches whose answers have been returned.
     """
 
     def __init__(self, program: Program, state: TrainState, batches: HostBatches, *, answering: bool = False):

@@ -64,7 +64,7 @@ class Prefetch:
         Args:
           batches: the host side, already at the position to continue from.
           to_device: makes the device batch from this host's rows. Called in the thread.
-          depth: how many batches wait, at least 1.
+          depth: number of batches to keep ready, at least 1.
           snapshot_interval: batches between snapshots; best a divisor of the checkpoint interval, so that a restore
             replays nothing.
 

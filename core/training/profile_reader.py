@@ -41,7 +41,7 @@ class HostProfile(NamedTuple):
     """The profile of one host.
 
     Attributes:
-      name: of the file, such as `hostname-p2`.
+      name: name of the file, such as `hostname-p2`.
       process: index of the process, 2 in this example.
       chips: number of chips with a plane, or of CPU devices that ran operations.
       from_chips: whether steps and operations come from planes of chips.

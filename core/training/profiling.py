@@ -56,8 +56,8 @@ def window_of(steps: int | None, seconds: float | None, *, step: int, step_secon
     Args:
       steps: number of steps; None: as many as take `seconds`.
       seconds: duration if `steps` is None.
-      step: the one that host 0 is at.
-      step_seconds: how long one takes.
+      step: the current step of host 0.
+      step_seconds: duration of a step.
       end: the run's last step.
     """
     first = step + max(_AHEAD_STEPS, math.ceil(_AHEAD_SECONDS / step_seconds))
@@ -185,7 +185,7 @@ class Profile(Hook):
           start: begins the trace of the window that begins at this step; what it returns has `stop()`.
           requests: the run's `Requests`.
           at: steps at which a window begins.
-          num_steps: of each of these.
+          num_steps: number of steps in each of these profiles.
         """
         self._start, self._requests = start, requests
         self._at, self._num_steps = frozenset(at), num_steps

@@ -39,8 +39,8 @@ class Checked(NamedTuple):
     """The findings, in the order of the checks, and what was built on the way.
 
     Attributes:
-      findings: of all checks.
-      experiment: as built; None if the configuration is not valid.
+      findings: findings of all checks.
+      experiment: the built experiment; None if the configuration is not valid.
       program: the experiment on the compiler's description of the slice; None if it does not fit.
     """
 

@@ -25,8 +25,8 @@ class ConfigProblem:
       line: counted from 1; 0 for the whole file.
       what: the mistake, in a sentence without a full stop.
       actual: the text of the statement.
-      expected: what would be accepted, or the nearest names to it.
-      fix: what to do about it.
+      expected: the accepted values, or the most similar names.
+      fix: how to correct the mistake.
     """
 
     file: str

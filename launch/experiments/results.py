@@ -30,9 +30,9 @@ def rows(entries: Sequence[Entry], *, status: Mapping[str, str], run_dirs: Mappi
     """Returns a row for each entry, in order.
 
     Args:
-      entries: of a suite.
-      status: text, by entry id.
-      run_dirs: where the run is, by entry id; for a duplicate that of the other entry.
+      entries: entries of a suite.
+      status: status text by entry id.
+      run_dirs: run directories by entry id; a duplicate has that of the other entry.
     """
     found = [_row(entry, status[entry.id], run_dirs[entry.id]) for entry in entries]
     for entry, row in zip(entries, found, strict=True):

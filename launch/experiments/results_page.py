@@ -107,8 +107,8 @@ def scatter(
 
     Args:
       rows: points; those of a group share a color.
-      column: of x.
-      title, x_label: of the chart.
+      column: the column shown on the x axis.
+      title, x_label: title and x label of the chart.
       log: use a logarithmic x axis.
       frontier: draw a line through the points for which no other has both less x and more accuracy.
       lines: fitted curves, by group.

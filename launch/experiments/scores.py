@@ -65,7 +65,7 @@ def select(experiment: Experiment, *, rows: int | Literal["all"] | None) -> Held
     """Selects the rows to evaluate.
 
     Args:
-      experiment: of the run.
+      experiment: experiment of the run.
       rows: a number of rows (for text rounded up to whole batches), or all; None: the rows of the run's own
         evaluations, at most EVAL_BATCHES x BATCH_SIZE.
 
@@ -125,9 +125,9 @@ class Scores:
         """Starts without scores.
 
         Args:
-          run_dir: of the run; files are written into its folder `evaluation`.
+          run_dir: directory of the run; files are written into its folder `evaluation`.
           about: entries of every file: `evaluated_on`, `slice`, `strategy`, `git_revision`.
-          judge: of the answers; None without one.
+          judge: scores the answers; None to report means only.
           cumulative: whether to score also the votes of the first checkpoint, of the first two together, and so on.
         """
         self.checkpoints: list[Mapping[str, Any]] = []

@@ -45,8 +45,8 @@ class Entry:
       group: name of the folder that contains its file.
       name: name of its file, with the seed if it is not the one in the file.
       path: its file.
-      bindings: from the command line, and the seed.
-      run_dir: of its run.
+      bindings: bindings from the command line, and the seed.
+      run_dir: directory of its run.
       text: its canonical configuration.
       experiment: built from the configuration.
       same_as: id of an earlier entry with the same configuration, which is run instead.
@@ -160,7 +160,7 @@ def _of_experiments(names: Sequence[str]) -> str:
 
 
 def as_run(entry: Entry, *, text: str) -> Entry:
-    """Returns the entry with the experiment of another canonical text, that of a run."""
+    """Returns a copy of an entry with the experiment that a run's canonical text describes."""
     if text == entry.text:
         return entry
     return dataclasses.replace(entry, text=text, experiment=loader.load(entry.path, text=text).build())
@@ -197,7 +197,7 @@ class Suite:
     """The experiments of a suite and their status.
 
     Attributes:
-      entries: of the suite.
+      entries: entries of the suite.
       status: text for the table, by entry id.
       run_dirs: where the results are, by entry id.
       logs: file with the output of the process, by entry id.

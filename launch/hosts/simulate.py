@@ -59,7 +59,7 @@ def run(
 
     Args:
       slice_: the slice to simulate.
-      command: of every host.
+      command: argv of every host.
       log_directory: gets host_0.log, host_1.log, …, each appended to.
       grace_seconds: time between asking a process to stop and killing it.
       words_seconds: time after the first failure in which other hosts can report, before they are asked to stop.

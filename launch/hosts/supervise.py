@@ -38,7 +38,7 @@ def supervise(
       newest_step: returns the newest checkpointed step, or None.
       requested: gets an exit code when this process is asked to stop; nothing is started after that.
       ending: returns the meaning of an exit code, and whether a restart can help.
-      first_pause_seconds: before the first restart; doubles with each restart without progress.
+      first_pause_seconds: pause before the first restart; it doubles with each restart without progress.
 
     Returns:
       The exit code of the last attempt.

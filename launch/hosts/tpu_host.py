@@ -1,4 +1,4 @@
-"""Finds out whether this machine is a host of a TPU slice, which slice, and who holds its chips.
+"""Detects whether this machine is a host of a TPU slice, of which slice, and which processes hold its chips.
 
 `look` returns its evidence with its answer, so that errors can show both. A TPU host is recognized by its environment
 (containers), or by chips in /dev that the metadata server confirms; without either, no network request is made.
@@ -32,7 +32,7 @@ class Place(NamedTuple):
 
     Attributes:
       on_tpu_host: whether it is a host of a TPU slice.
-      accelerator_type: of that slice as the cloud names it (`v4-32`); None if unknown.
+      accelerator_type: Google Cloud's name of that slice (`v4-32`); None if unknown.
       looked_at: one line for each source, with what it said.
     """
 

@@ -37,8 +37,8 @@ class Run(NamedTuple):
     """The command that every host starts.
 
     Attributes:
-      arguments: of `launch/pod.sh`, without --run-dir.
-      directory: of the run, as the hosts see it; a relative one is inside the shipped workspace.
+      arguments: arguments of `launch/pod.sh`, without --run-dir.
+      directory: directory of the run, as the hosts see it; a relative one is inside the shipped workspace.
       variables: NAME=VALUE, of its environment.
     """
 

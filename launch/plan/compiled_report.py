@@ -175,7 +175,7 @@ def compile_strategies(
       experiment: a gin file.
       choices: gin files that bind STRATEGY, or bindings of it.
       bindings: further bindings, which override the choice.
-      slice_name: to compile for.
+      slice_name: the slice to compile for.
 
     Raises:
       UserError: a mistake in the experiment, or no such file.

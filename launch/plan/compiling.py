@@ -83,7 +83,7 @@ def compile_all(
       jobs: taken when a worker is free.
       wanted: returns the number of further successful compilations to make; called before each start.
       on_start: called with each job that starts.
-      command: of a worker; the job's file is added as its last argument.
+      command: argv of a worker; the job's file is added as its last argument.
     """
     running: list[_Running] = []
     with tempfile.TemporaryDirectory(prefix="renga-plan-") as scratch:

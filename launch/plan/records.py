@@ -46,11 +46,11 @@ class Record:
       status: COMPILED, TOO_MUCH, REFUSED, or FAILED (never stored).
       reason: why it was not compiled; empty if it was.
       needed_bytes: HBM of a chip at the peak, or what the compiler says is needed if it does not fit.
-      state_bytes: of state and batch, included in `needed_bytes`.
-      time: of a step; None if it was not compiled.
+      state_bytes: bytes of state and batch, included in `needed_bytes`.
+      time: time of a step; None if it was not compiled.
       bubble: idle share of a pipeline's time.
       compile_seconds: time to compile, on the machine that did it.
-      warnings: of the compiler, without those that are known to be harmless.
+      warnings: warnings of the compiler, without those that are known to be harmless.
       made_with: versions, digests of sources and program, git revision.
       is_committed: whether it was found in the workspace and not in a user's cache.
     """

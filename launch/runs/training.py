@@ -49,8 +49,8 @@ def train(run: Run, *, lock: run_lock.RunLock | None = None, also: Sequence[Hook
     """Trains to `run.last_step`, from the newest checkpoint if there is one.
 
     Args:
-      run: from `prepare_run`.
-      lock: of the run directory, on the host that holds it.
+      run: the result of `prepare_run`.
+      lock: lock of the run directory, on the host that holds it.
       also: hooks to run after the standard ones.
 
     Returns:

@@ -148,7 +148,7 @@ def bind(
       example: the strategy and its slice.
       batch: gives the shapes and dtypes of the fields.
       axes: logical axes of the fields; None: rows and positions, as in `batches_for`.
-      seed: of parameters and random bits.
+      seed: seed of parameters and random bits.
       **options: of `Partitioner.program`.
     """
     named = axes or {name: ("batch", "length")[: array.ndim] for name, array in batch.items()}
@@ -214,8 +214,8 @@ def measure(subject: Subject, examples: Mapping[str, Example], data: Sequence[Ba
     """Compares every example with one device, on the CPU devices of this process.
 
     Args:
-      subject: what is trained.
-      examples: by name.
+      subject: the model and its training options.
+      examples: strategies with their slices, by name.
       data: the global batch of every AdamW step.
       bfloat16: also compare in bfloat16, with one device in bfloat16, if the model has a field `dtype`.
     """

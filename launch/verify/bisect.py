@@ -52,7 +52,7 @@ class Compared(NamedTuple):
     """One tensor of both recordings.
 
     Attributes:
-      step: from 1.
+      step: number of the step, from 1.
       phase: "forward", "loss", "gradients" or "update" (or what was given: "data", "start").
       place: the part of the model, such as "layer 3".
       tensor: its name there.
@@ -87,7 +87,7 @@ class Verdict(NamedTuple):
     Attributes:
       first: of the first group that differs, the tensor with the largest difference; None if the runs are equal.
       rows: all comparisons, in causal order.
-      tolerance: as `TOLERANCE`.
+      tolerance: allowed difference in ulp, in the form of `TOLERANCE`.
     """
 
     first: Compared | None

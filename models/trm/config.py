@@ -37,8 +37,8 @@ class Config:
       exploration: probability that a row must continue for a random number of steps; a number, or a schedule
         (`models.trm.schedules.Linear`).
       curriculum: cycles that grow to h_cycles and l_cycles during training; None: all of them from the start.
-      probabilities: of the token loss: "stablemax" or "softmax".
-      dtype: of computation, "bfloat16", "float32" or "float16"; parameters, norms, softmax and loss are float32. The
+      probabilities: function for the probabilities in the token loss: "stablemax" or "softmax".
+      dtype: compute dtype, "bfloat16", "float32" or "float16"; parameters, norms, softmax and loss are float32. The
         loss is a sum over rows, and is divided after the backward pass in float32. For float16 this acts as a loss
         scale equal to the batch size; there is no other.
       rope_theta, norm_eps: constants of the rotary embedding and of RMSNorm.

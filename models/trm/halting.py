@@ -119,7 +119,7 @@ class Scores(NamedTuple):
 
     Attributes:
       token_loss: mean over the row's labelled positions.
-      halt_loss: of q_halt with target `right`.
+      halt_loss: binary cross-entropy of q_halt with target `right`.
       accuracy: fraction of labelled positions that are right.
       right: whether all labelled positions are right.
       labelled: whether the row has a labelled position.
@@ -142,7 +142,7 @@ def score(outputs: Outputs, labels: jax.Array, *, vocab_size: int, log_probabili
     """Returns losses and correctness by row.
 
     Args:
-      outputs: of the heads.
+      outputs: outputs of the heads.
       labels: [B, S], int32; `core.types.IGNORED` excludes a position.
       vocab_size: number of valid entries of V.
       log_probabilities: one of `models.losses.log_stablemax` and `log_softmax`.

@@ -27,7 +27,7 @@ class Linear:
     Attributes:
       start: at step 0.
       end: from step `share * total_steps` on.
-      total_steps: of the run.
+      total_steps: number of steps of the run.
       share: fraction of the run during which the value changes.
 
     Raises:
@@ -55,7 +55,7 @@ class Curriculum:
 
     Attributes:
       h_cycles, l_cycles: at step 0; at most those of the model.
-      total_steps: of the run.
+      total_steps: number of steps of the run.
       share: fraction of the run after which all cycles are used.
 
     Raises:

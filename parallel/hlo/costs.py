@@ -158,7 +158,7 @@ class Costs(NamedTuple):
     """Estimated costs of a step.
 
     Attributes:
-      cycles: by kind of instruction (`fusion kOutput`, `copy`), largest first.
+      cycles: estimated cycles by kind of instruction (`fusion kOutput`, `copy`), largest first.
       kernels: Mosaic kernels.
       custom_calls: executions of other custom calls, by target.
       loops: every loop, once per place.

@@ -22,7 +22,7 @@ def decided_by(module: Module, scope: Scope, name: str) -> str:
     Args:
       module: the program.
       scope: the computation that contains the value, and where it is called from.
-      name: of an instruction in it.
+      name: name of an instruction in that computation.
     """
     return _Sources(module).of(scope, name)
 

@@ -31,7 +31,7 @@ class Loop(NamedTuple):
     """A loop around an instruction.
 
     Attributes:
-      name: of the `while`.
+      name: name of the `while`.
       op_name: its source operation.
       trips: trip count; None if it depends on data.
     """
@@ -45,7 +45,7 @@ class Branch(NamedTuple):
     """A branch around an instruction.
 
     Attributes:
-      name: of the `conditional`.
+      name: name of the `conditional`.
       op_name: its source operation.
       depends_on: what the condition depends on, one of `decisions.KINDS`.
     """

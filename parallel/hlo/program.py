@@ -51,7 +51,7 @@ class Instruction(NamedTuple):
     Attributes:
       name: unique in its computation.
       opcode: `all-gather`.
-      type: of the result, as written.
+      type: type of the result, as written.
       argument: text between the brackets: operands, a literal, or a parameter's number.
       attributes: text after the brackets.
       is_root: whether it is the result of its computation.

@@ -17,10 +17,10 @@ def problems(schedule: Schedule, shapes: Any, axes: Any, *, stages: int, chips: 
     """Returns the reasons why a model cannot run as this pipeline, each with a fix.
 
     Args:
-      schedule: the strategy's.
-      shapes, axes: of the model's parameters, trees of one structure.
+      schedule: the strategy's schedule.
+      shapes, axes: shapes and axes of the model's parameters, trees of one structure.
       stages: degree of `stage`.
-      chips: of the slice, which bounds other degrees.
+      chips: number of chips of the slice, which bounds other degrees.
       even: whether all stages must have the same number of layers.
     """
     found = depths(shapes, axes)
@@ -55,9 +55,9 @@ def check_rows(rows: int, *, groups: int, accum_steps: int, schedule: Schedule |
     """Checks that a batch divides over the chips, and on each of them into microbatches.
 
     Args:
-      rows: of a global batch.
+      rows: rows of a global batch.
       groups: number of groups of chips with different rows.
-      accum_steps, schedule: they split the rows of each group; None for no pipeline.
+      accum_steps, schedule: both divide the rows of each group; `schedule` is None without a pipeline.
       stages: degree of `stage`.
       where: strategy and slice, for the message.
 

@@ -42,7 +42,7 @@ class Flow(NamedTuple):
       returned: the gradient sent by the next stage.
       queue: tree of [M, b, ...]; on the first stage: the inputs, each replaced by its gradient.
       ring: tree of [k, 2 S, b, ...], saved inputs, and a place for bubbles.
-      grads: of the stage's parameters, summed so far.
+      grads: gradients of the stage's parameters, summed so far.
     """
 
     arrived: Travelling
@@ -57,7 +57,7 @@ class Sums(NamedTuple):
 
     Attributes:
       out: results of the tail, and the summed outputs of the layers.
-      grads: of the tail's parameters, float32.
+      grads: gradients of the tail's parameters, float32.
     """
 
     out: tuple[Any, Any]

@@ -35,7 +35,7 @@ class Passes:
         """Runs the layers forward.
 
         Args:
-          params: of the layers, as stored.
+          params: parameters of the layers, as stored.
           x: tree of [B, ...].
           fixed: the layers without their parameters, leaves [L, ...].
           side: tree of [B, ...].

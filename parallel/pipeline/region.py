@@ -78,7 +78,7 @@ class Region(NamedTuple):
         """Sums gradients over all rows, and shards them as the parameters.
 
         Args:
-          grads: of each of the k layers that a stage runs in a tick, leaves [R, ...].
+          grads: gradients of each of the k layers that a stage runs in a tick, leaves [R, ...].
           then: applied to the result, of one stage, [R k, ...].
         """
 

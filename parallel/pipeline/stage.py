@@ -146,9 +146,9 @@ class Grads(NamedTuple):
     Each of the k layers has arrays of its own: XLA copies a part of a larger array before adding to it.
 
     Attributes:
-      sums: of the current repeat; k trees, leaves [...].
-      repeats: of all repeats; the sums are copied here in every turn, which is cheaper than accumulating here; k trees,
-        leaves [R, ...], or () if R = 1.
+      sums: gradients of the current repeat; k trees, leaves [...].
+      repeats: gradients of all repeats; the sums are copied here in every turn, which is cheaper than accumulating
+        here; k trees, leaves [R, ...], or () if R = 1.
     """
 
     sums: tuple
@@ -198,7 +198,7 @@ def forward(stage: Stage, at: Turn, y: Travelling, kept: Any, place: jax.Array) 
       at: the turn; in a bubble saved inputs do not change.
       y: the input of the first layer, and the sums before it.
       kept: from `empty_saved`.
-      place: [], of this turn in `kept`.
+      place: [], index of this turn in `kept`.
 
     Returns:
       The output of the last layer with the sums, and the saved inputs.
@@ -233,9 +233,9 @@ def backward(
       stage: the layers.
       at: the turn; in a bubble the gradients do not change.
       kept: inputs saved by `forward`.
-      place: [], of this turn in `kept`.
+      place: [], index of this turn in `kept`.
       dy: the gradient of the output of the last layer, and of the sums.
-      grads: summed so far.
+      grads: gradients summed so far.
 
     Returns:
       The gradient of the input of the first layer with that of the sums, and the sums of gradients.

@@ -43,8 +43,8 @@ class Estimate(NamedTuple):
     """The estimated cost of a step, per chip.
 
     Attributes:
-      hbm: bytes at the peak, by kind.
-      time: of the step.
+      hbm: bytes of HBM in use at the peak, by kind.
+      time: time of the step.
       bubble: share of a pipeline's time without work; 0 without one.
     """
 

@@ -103,7 +103,7 @@ def layouts(slice: Slice, *, only: Sequence[str] = ()) -> list[Layout]:
     """Returns every strategy with every combination of degrees that makes a distinct mesh on this slice.
 
     Args:
-      slice: to spread the model over.
+      slice: the slice to train on.
       only: names of constructors; empty for all.
 
     Raises:
@@ -221,11 +221,11 @@ def candidates(
     """Yields every layout with every choice that applies to it.
 
     Args:
-      layouts: to try; None is the experiment's own strategy.
+      layouts: layouts to try; None is the experiment's own strategy.
       own: the experiment's own strategy.
-      slice: to spread the model over.
-      model: whose choices of `remat` are tried.
-      batch_sizes: to try; rows of a global batch.
+      slice: the slice to train on.
+      model: the model; its choices of `remat` are tried.
+      batch_sizes: batch sizes to try, in rows of a global batch.
     """
     offered = remats(model)
     for layout, batch_size in itertools.product(layouts, batch_sizes):

@@ -38,8 +38,8 @@ class Allocation(NamedTuple):
     Attributes:
       kind: one of KINDS; empty in the results of `of_message` and `of_temporaries`.
       name: module path of a parameter, or the operation that makes a temporary.
-      shape: on one chip.
-      bytes: of HBM.
+      shape: shape on one chip.
+      bytes: size in HBM.
     """
 
     kind: str

@@ -58,7 +58,7 @@ class Links:
         self._coordinates = _chip_coordinates(mesh, slice)
 
     def extents(self, axes: Sequence[str]) -> tuple[Extent, ...]:
-        """Returns the extent of the first chip's group along each dimension of the slice that it spans.
+        """Returns the extent of a group of chips along each dimension of the slice that the group spans.
 
         Args:
           axes: mesh axes that vary in the group; all groups of a mesh have the same extents.

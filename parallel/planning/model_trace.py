@@ -61,7 +61,7 @@ class Reduction(NamedTuple):
 
     Attributes:
       axis: logical axis of the dimension, such as `mlp`.
-      bytes: of the results of one row in one forward pass.
+      bytes: bytes of the results of one row in one forward pass.
     """
 
     axis: str
@@ -72,13 +72,13 @@ class Work(NamedTuple):
     """The work of one training step for one row.
 
     Attributes:
-      forward_flops: of the matrix products of a forward pass, without kernels.
-      flops: of the forward and backward passes with recomputation, without kernels.
-      kernel_flops: of the kernels of both passes.
-      forward_kernel_flops: of the kernels of a forward pass.
+      forward_flops: FLOPs of the matrix products of a forward pass, without kernels.
+      flops: FLOPs of the forward and backward passes with recomputation, without kernels.
+      kernel_flops: FLOPs of the kernels of both passes.
+      forward_kernel_flops: FLOPs of the kernels of a forward pass.
       kept: arrays that are kept for the backward pass.
-      reductions: of a forward pass.
-      gathers_again: whether the backward pass gathers a layer's weights again; otherwise gathered weights are kept.
+      reductions: reductions of a forward pass.
+      gathers_again: whether the backward pass gathers a layer's weights again; otherwise gathered weights are saved.
     """
 
     forward_flops: float
@@ -182,8 +182,8 @@ def work(model: Model, spec: BatchSpec, params: Any, param_axes: Any) -> Work:
     """Traces a model's loss and its gradient.
 
     Args:
-      model: whose loss is traced.
-      spec: of a batch; the number of rows does not matter.
+      model: the model whose loss is traced.
+      spec: fields of a batch; the number of rows does not matter.
       params: tree of `jax.ShapeDtypeStruct`.
       param_axes: tree of `Axes` of the same structure.
     """

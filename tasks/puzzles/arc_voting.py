@@ -158,7 +158,7 @@ def pass_at(votes: Votes, puzzles: Mapping[str, Any], *, ks: Sequence[int] = KS)
     """Returns pass@k: the fraction of a puzzle's tests solved by one of the k best candidates, averaged over puzzles.
 
     Args:
-      votes: of these puzzles; a test without votes is not solved.
+      votes: votes of these puzzles; a test without votes is not solved.
       puzzles: content of test_puzzles.json.
       ks: numbers of attempts.
 

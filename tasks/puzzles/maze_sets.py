@@ -31,7 +31,7 @@ class MazeSet:
       min_path: generated shortest paths have more steps than this; None: 110 for 30 x 30, proportional to the area.
       augment: whether training mazes appear in all eight orientations.
       csv: folder with train.csv and test.csv (columns source, question, answer, rating); empty: generate.
-      seed: of the generator.
+      seed: seed of the generator.
 
     Raises:
       UserError: a number is out of range.

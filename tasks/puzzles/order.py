@@ -59,7 +59,7 @@ class Shuffled:
         Args:
           split: the examples.
           batch_size: B.
-          seed: of the order.
+          seed: seed of the order.
           epochs: permutations per iteration; None: `epochs_per_iteration`.
 
         Raises:

@@ -39,7 +39,7 @@ class SudokuSet:
       clues: minimum and maximum number of clues of a generated puzzle; None: depends on the size.
       csv: folder with train.csv and test.csv (columns source, question, answer, rating); empty: generate.
       min_rating: puzzles with a lower rating are left out.
-      seed: of the generator.
+      seed: seed of the generator.
 
     Raises:
       UserError: a number is out of range.

@@ -226,7 +226,7 @@ class PuzzleTask:
         return self._batches(layout, split, visits, {"split": "train", "seed": seed})
 
     def evaluation(self, layout: DataLayout) -> Batches:
-        """Returns batches of every held-out example once, or of the fixed subset; filler rows are not scored."""
+        """Returns batches with each held-out example once, or with each of the fixed subset; fillers are not scored."""
         split = self.source.split("test")
 
         def visits(rows: int) -> order.InOrder:

@@ -82,7 +82,7 @@ class SplitWriter:
           inputs: [E, S] tokens.
           labels: [E, S] tokens.
           puzzle_sizes: number of examples of each puzzle; default: 1 each.
-          identifiers: of each puzzle; default: 0.
+          identifiers: identifier of each puzzle; default: 0.
         """
         sizes = np.ones(len(inputs), np.int64) if puzzle_sizes is None else np.asarray(puzzle_sizes)
         assert sizes.sum() == len(inputs) == len(labels)
