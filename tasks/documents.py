@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from tasks.listing import File
 _MOST_FILES = 32  # files that are checked before a run, spread evenly over the list
 _MOST_BYTES = 2**20  # bytes checked per file
 _MOST_PROBLEMS = 3
-_REPORTED = tuple(10**n for n in range(12))  # blank documents are reported at the 1st, 10th, 100th, ...
+_REPORTED = tuple(10**n for n in range(12))  # what is skipped is reported at the 1st, 10th, 100th, ... document
+_BLANK = "skipped because they contain only white space"
 
 
 class Intake:
@@ -34,7 +36,8 @@ class Intake:
         self._source = source
         self._lock = threading.Lock()
         self._refused: UserError | None = None
-        self._read = self._blank = 0
+        self._read = 0
+        self._noted: Counter[str] = Counter()
 
     def take(self, read: Callable[..., bytes], *arguments: Any, **options: Any) -> bytes:
         """Reads a document with `read(*arguments, **options)`; blank documents are counted and reported.
@@ -46,12 +49,18 @@ class Intake:
           UserError: from `read`, if the document is not valid text.
         """
         text = read(*arguments, **options)
+        self.count(None if text else _BLANK)
+        return text
+
+    def count(self, note: str | None) -> None:
+        """Counts a document that was read; `note` says what was done to it, such as `skipped because …`."""
         with self._lock:
             self._read += 1
-            self._blank += not text
-            if not text and self._blank in _REPORTED:
-                self._report()
-        return text
+            if note is None:
+                return
+            self._noted[note] += 1
+            if self._noted[note] in _REPORTED:
+                self._report(note)
 
     def refuse(self, error: UserError) -> None:
         """Stores the first error for `raise_refused`, for callers that cannot raise it themselves."""
@@ -65,9 +74,9 @@ class Intake:
         if refused:
             raise UserError(f"{self._source}: {refused}") from refused
 
-    def _report(self) -> None:
+    def _report(self, note: str) -> None:
         print(
-            f"{self._source}: skipped because they contain only white space: {self._blank:,} of "
+            f"{self._source}: {note}: {self._noted[note]:,} of "
             f"{units.counted(self._read, 'document')} read so far on this host",
             file=sys.stderr,
             flush=True,
@@ -80,26 +89,40 @@ def intake_of(corpus: Corpus) -> Intake:
     return Intake(corpus.describe())
 
 
+def json_line(path: str, number: int, line: bytes) -> Any:
+    """Returns the value of one line of JSON; None if it holds only white space.
+
+    Args:
+      path: the file, for messages.
+      number: the line number, from 1.
+      line: the line itself.
+
+    Raises:
+      UserError: the line is not JSON; the message names file and line.
+    """
+    if not line.strip():
+        return None
+    where = f"{path}:{number}"
+    _require_utf8(line, where)
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: not JSON ({error})") from error
+
+
 def json_text(field: str, path: str, number: int, line: bytes) -> bytes:
     """Returns the text of one JSON line as UTF-8; empty if it holds only white space.
 
     Args:
       field: the key of the text.
-      path: the file, for messages.
-      number: the line number, from 1.
-      line: the line itself.
+      path, number, line: as in `json_line`.
 
     Raises:
       UserError: the line is not JSON or has no text in `field`; the message names file and line.
     """
     if not line.strip():
         return b""
-    where = f"{path}:{number}"
-    _require_utf8(line, where)
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not JSON ({error})") from error
+    where, record = f"{path}:{number}", json_line(path, number, line)
     text = record.get(field) if isinstance(record, dict) else None
     if not isinstance(text, str):
         raise UserError(f"{where}: no text in field {field!r}, found {_has(record, field)}; set text.files.field")
@@ -142,20 +165,22 @@ def encoded(text: str, *, where: str) -> bytes:
         ) from error
 
 
-def first_problems(files: Sequence[File], *, field: str | None, where: str) -> list[str]:
+def first_problems(
+    files: Sequence[File], *, read_line: Callable[[str, int, bytes], Any] | None, where: str
+) -> list[str]:
     """Returns the problems found at the beginning of up to 32 local files.
 
     Args:
       files: files on a local disk.
-      field: the JSON key that holds the text; None if each file is one document.
+      read_line: reads one line, given path, number and bytes; a false value is blank. None: each file is one document.
       where: the configuration setting that names the files, for messages.
     """
     step = max(1, -(-len(files) // _MOST_FILES))
     looked_at, found, has_text = files[::step][:_MOST_FILES], [], False
     for file in looked_at:
         try:
-            for text in _first_texts(file, field):
-                has_text |= bool(text)
+            for document in _first_documents(file, read_line):
+                has_text |= bool(document)
         except UserError as error:
             found.append(f"{where}: {error}")
         except OSError as error:
@@ -168,16 +193,16 @@ def first_problems(files: Sequence[File], *, field: str | None, where: str) -> l
     return found
 
 
-def _first_texts(file: File, field: str | None) -> Iterator[bytes]:
+def _first_documents(file: File, read_line: Callable[[str, int, bytes], Any] | None) -> Iterator[Any]:
     with Path(file.path).open("rb") as opened:
         content = opened.read(_MOST_BYTES)
     is_cut = len(content) < os.stat(file.path).st_size  # noqa: PTH116 (one call, beside the read)
-    if field is None:
+    if read_line is None:
         yield file_text(file.path, content, is_cut=is_cut)
         return
     lines = content.split(b"\n")
     for number, line in enumerate(lines[:-1] if is_cut else lines, start=1):
-        yield json_text(field, file.path, number, line)
+        yield read_line(file.path, number, line)
 
 
 def _require_utf8(content: bytes, where: str, *, is_cut: bool = False) -> None:

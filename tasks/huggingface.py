@@ -112,17 +112,17 @@ class HuggingFaceStream:
 
     def _next_window(self) -> list[tuple[dict[str, Any], Mapping[str, np.ndarray]]]:
         spec, position = self._spec, self._position()
-        chunks: list[np.ndarray] = []
+        segments: list[packing.Segment] = []
         count = 0
         while count < WINDOW_IDS:
             ids = self._next_ids()
             count += len(ids)
-            chunks += packing.chunks(ids, length=spec.length)
+            segments += packing.text_segments(ids, length=spec.length, bos_id=spec.vocabulary.bos_id)
         if spec.seed is not None:
-            order = np.random.default_rng((spec.seed, spec.index, self._window)).permutation(len(chunks))
-            chunks = [chunks[i] for i in order]
+            order = np.random.default_rng((spec.seed, spec.index, self._window)).permutation(len(segments))
+            segments = [segments[i] for i in order]
         self._window += 1
-        packed = packing.pack(chunks, length=spec.length, bos_id=spec.vocabulary.bos_id)
+        packed = packing.pack(segments, length=spec.length)
         rows = range(len(packed["targets"]))
         return [({**position, "row": row}, {key: packed[key][row] for key in packed}) for row in rows]
 

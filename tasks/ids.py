@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from core.errors import UserError
@@ -72,6 +72,24 @@ class ReadsFile(Protocol):
     """A vocabulary that is read from a file."""
 
     path: str | None
+
+
+class FormatsChats(Protocol):
+    """A vocabulary with a chat template."""
+
+    def chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
+        """Formats a conversation; with `add_generation_prompt`, the text ends where the next answer begins."""
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Returns the ids of a text and the range of characters that each covers."""
+
+
+class ChatVocabulary(Vocabulary, FormatsChats, Protocol):
+    """What the conversion of a conversation to ids needs."""
+
+    @property
+    def begins_with_bos(self) -> bool:
+        """Whether a text begins with the begin-of-text id."""
 
 
 def lowest_id(vocabulary: Vocabulary) -> int:

@@ -7,9 +7,10 @@ alone, so that all hosts agree whatever order their file systems list files in.
 from __future__ import annotations
 
 import glob
-import hashlib
 import os
 import pathlib
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
 from typing import NamedTuple
 
 from core import paths
@@ -36,7 +37,7 @@ class File(NamedTuple):
 
 def is_validation(name: str) -> bool:
     """Returns True for the 5 % of file names that belong to validation, chosen by hash."""
-    return int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) % 100 < VALIDATION_PERCENT
+    return int(sha256(name.encode()).hexdigest()[:8], 16) % 100 < VALIDATION_PERCENT
 
 
 def list_files(patterns: tuple[str, ...]) -> tuple[File, ...]:
@@ -64,26 +65,38 @@ def is_json(files: tuple[File, ...]) -> bool:
     return bool(files) and files[0].path.endswith(".jsonl")
 
 
+def validation_names(names: Iterable[str]) -> set[str]:
+    """Returns the names that belong to validation: of two or more different ones, at least one."""
+    names = set(names)
+    chosen = {name for name in names if is_validation(name)}
+    return chosen if chosen or len(names) < 2 else {min(names, key=lambda name: sha256(name.encode()).hexdigest())}
+
+
 def split_files(files: tuple[File, ...]) -> tuple[tuple[File, ...], tuple[File, ...]]:
     """Splits files into training and validation by name; two or more files give at least one of each."""
-    validation = {file for file in files if is_validation(file.name)}
-    if not validation and len(files) > 1:
-        validation = {min(files, key=lambda file: hashlib.sha256(file.name.encode()).hexdigest())}
-    return tuple(f for f in files if f not in validation), tuple(f for f in files if f in validation)
+    chosen = validation_names(file.name for file in files)
+    return tuple(f for f in files if f.name not in chosen), tuple(f for f in files if f.name in chosen)
 
 
-def pattern_problems(where: str, patterns: list[str]) -> list[str]:
-    """Returns the problems of local file patterns, each with its fix; `where` is the setting that names them."""
+def pattern_problems(where: str, patterns: list[str], *, kinds: Sequence[str] = (".txt", ".jsonl")) -> list[str]:
+    """Returns the problems of local file patterns, each with its fix.
+
+    Args:
+      where: the setting that names them.
+      patterns: patterns of local files, or names.
+      kinds: the endings that can be read.
+    """
     found = []
     for pattern in patterns:
         files = list_files((pattern,))
-        kinds = sorted({pathlib.Path(file.path).suffix for file in files})
+        found_kinds = sorted({pathlib.Path(file.path).suffix for file in files})
         if paths.resolve(pattern).is_dir():
-            found.append(f"{where}: {pattern!r} is a folder; name its files, such as {pattern.rstrip('/')}/*.txt")
+            found.append(f"{where}: {pattern!r} is a folder; name its files, such as {pattern.rstrip('/')}/*{kinds[0]}")
         elif not files:
             found.append(f"{where}: no file matches {pattern!r} (in {pathlib.Path.cwd()})")
-        elif kinds not in ([".txt"], [".jsonl"]):
-            found.append(f"{where}: {pattern!r} matches files {_endings(kinds)}, expected only .txt or only .jsonl")
+        elif found_kinds not in [[kind] for kind in kinds]:
+            expected = " or only ".join(kinds)
+            found.append(f"{where}: {pattern!r} matches files {_endings(found_kinds)}, expected only {expected}")
         elif not any(file.size_bytes for file in files):
             found.append(f"{where}: all {len(files)} files that match {pattern!r} are empty")
         large = [f.path for f in files if f.path.endswith(".txt") and f.size_bytes > _LARGEST_DOCUMENT_BYTES]

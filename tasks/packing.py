@@ -1,4 +1,4 @@
-"""Packs documents into rows with numpy, for sources that tf.data cannot read.
+"""Packs segments into rows with numpy, for sources that tf.data cannot read.
 
 Rows are filled greedily in order, exactly as seqio's DecoderFeatureConverter fills them: the two give the same rows.
 
@@ -8,51 +8,61 @@ T: tokens per row. N: rows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from tasks.streams import BATCH_DTYPES
 
 
-def chunks(ids: Sequence[int], *, length: int) -> list[np.ndarray]:
-    """Splits a document into chunks of at most `length` ids; nothing is dropped."""
+class Segment(NamedTuple):
+    """One segment of a row: attention and targets do not cross its borders.
+
+    Attributes:
+      inputs: [n] ids, n at most T.
+      targets: [n], the id that follows each input.
+      weights: [n] float32: 1 where the loss counts, 0 elsewhere.
+    """
+
+    inputs: np.ndarray
+    targets: np.ndarray
+    weights: np.ndarray
+
+
+def text_segments(ids: Sequence[int], *, length: int, bos_id: int) -> list[Segment]:
+    """Splits a document into segments of at most `length` ids, each beginning with `bos_id`; nothing is dropped."""
     array = np.asarray(ids, np.int32)
-    return [array[start : start + length] for start in range(0, len(array), length)]
+    chunks = [array[start : start + length] for start in range(0, len(array), length)]
+    return [Segment(np.r_[np.int32(bos_id), c[:-1]], c, np.ones(len(c), np.float32)) for c in chunks]
 
 
-def pack(chunks: Iterable[np.ndarray], *, length: int, bos_id: int) -> Mapping[str, np.ndarray]:
-    """Packs chunks into rows in order; a chunk that does not fit starts the next row.
+def pack(segments: Iterable[Segment], *, length: int) -> Mapping[str, np.ndarray]:
+    """Packs segments into rows in order; a segment that does not fit starts the next row.
 
     Args:
-      chunks: ids of each segment, at most T each.
+      segments: at most T ids each.
       length: T.
-      bos_id: the first input of every segment.
 
     Returns:
       Every key of a batch, [N, T]; padding is 0 everywhere, and has segment 0 and weight 0.
     """
-    rows: list[list[np.ndarray]] = []
+    rows: list[list[Segment]] = []
     used = length
-    for chunk in chunks:
-        if used + len(chunk) > length:
+    for segment in segments:
+        size = len(segment.targets)
+        if used + size > length:
             rows.append([])
             used = 0
-        rows[-1].append(chunk)
-        used += len(chunk)
+        rows[-1].append(segment)
+        used += size
     packed = {key: np.zeros((len(rows), length), dtype) for key, dtype in BATCH_DTYPES.items()}
-    for row, segments in enumerate(rows):
+    for index, row in enumerate(rows):
         start = 0
-        for number, chunk in enumerate(segments, start=1):
-            _write_segment({key: values[row] for key, values in packed.items()}, chunk, (start, number, bos_id))
-            start += len(chunk)
+        for number, segment in enumerate(row, start=1):
+            where = np.s_[index, start : start + len(segment.targets)]
+            for key, values in segment._asdict().items():
+                packed[key][where] = values
+            packed["segment_ids"][where] = number
+            packed["positions"][where] = np.arange(len(segment.targets))
+            start += len(segment.targets)
     return packed
-
-
-def _write_segment(row: Mapping[str, np.ndarray], chunk: np.ndarray, place: tuple[int, int, int]) -> None:
-    start, number, bos_id = place
-    where = slice(start, start + len(chunk))
-    row["targets"][where] = chunk
-    row["inputs"][where] = np.concatenate([[bos_id], chunk[:-1]])
-    row["weights"][where] = 1.0
-    row["segment_ids"][where] = number
-    row["positions"][where] = np.arange(len(chunk))

@@ -21,7 +21,7 @@ from core.types import Batches, DataLayout, can
 from tasks import streams, vocabularies
 from tasks.checks import check_integer, check_text
 from tasks.corpus import Corpus, StreamSpec
-from tasks.ids import HasSeqio, ReadsFile, Vocabulary
+from tasks.ids import FormatsChats, HasSeqio, ReadsFile, Vocabulary
 from tasks.text_files import TextFiles, python_library
 
 
@@ -140,8 +140,40 @@ def files(
       vocabulary: default: bytes.
     """
     check_text(field, where="text.files.field")
-    corpus = TextFiles(_patterns(train, "train"), _patterns(validation, "validation"), field)
+    corpus = TextFiles(_patterns(train, "files.train"), _patterns(validation, "files.validation"), field)
     return _task("files", corpus, (length, num_streams, vocabulary))
+
+
+def chats(
+    *,
+    train: str | Sequence[str] | None,
+    validation: str | Sequence[str] | None = None,
+    length: int,
+    num_streams: int,
+    vocabulary: Vocabulary,
+) -> TextTask:
+    """Returns a task for fine-tuning on conversations, whose loss counts only the answers.
+
+    Args:
+      train: one or more patterns of .jsonl files (`/data/*.jsonl`, gs://). Each line has `messages` (a list of `role`
+        and `content`), formatted by the chat template of the vocabulary's folder, or `prompt` and `completion`.
+        `problems` reports None.
+      validation: one or more patterns. Default: about 5 % of the lines, chosen by hash.
+      length: tokens per row. Longer conversations are cut, and counted.
+      num_streams: number of data streams; must divide the batch size.
+      vocabulary: `vocabularies.tokenizer`, of a published model.
+
+    Raises:
+      UserError: the vocabulary has no chat template.
+    """
+    if not can(vocabulary, FormatsChats):
+        raise UserError(
+            f"text.chats.vocabulary is {vocabulary!r}, which has no chat template: use @vocabularies.tokenizer()"
+        )
+    from tasks.chats import ChatFiles
+
+    corpus = ChatFiles(_patterns(train, "chats.train"), _patterns(validation, "chats.validation"))
+    return _task("chats", corpus, (length, num_streams, vocabulary))
 
 
 def tfds(
@@ -261,7 +293,7 @@ def _file(vocabulary: Vocabulary) -> str | None:
 def _patterns(value: Any, name: str) -> tuple[str, ...]:
     patterns = () if value is None or value == "" else (value,) if isinstance(value, str) else tuple(value)
     for pattern in patterns:
-        check_text(pattern, where=f"text.files.{name}")
+        check_text(pattern, where=f"text.{name}")
     return patterns
 
 

@@ -166,8 +166,8 @@ class TextFiles(FileCorpus):
             return found
         for name, patterns in (("train", self.train), ("validation", self.validation)):
             files = list_files(tuple(pattern for pattern in patterns if not paths.is_remote(pattern)))
-            field = self.field if is_json(files) else None
-            found += documents.first_problems(files, field=field, where=f"text.files.{name}")
+            read_line = functools.partial(documents.json_text, self.field) if is_json(files) else None
+            found += documents.first_problems(files, read_line=read_line, where=f"text.files.{name}")
         if not found and not any(map(paths.is_remote, self.train)) and not self._listed["validation"]:
             found.append(
                 f"text.files.train: {len(self._listed['train'])} .txt file leaves none for validation; "

@@ -63,8 +63,9 @@ class FolderTokenizer:
     def _tokenizer(self) -> Any:
         import tokenizers
 
+        text = self._text
         try:
-            return tokenizers.Tokenizer.from_str(self._text)
+            return tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises Exception itself
             raise UserError(f"{self.path}/{TOKENIZER} is malformed: {error}") from error
 
@@ -129,6 +130,11 @@ class FolderTokenizer:
     def encode(self, text: str) -> list[int]:
         """See `Vocabulary`. Adds no special tokens, but recognises those that are written in the text."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Returns what `encode` does, and for each id the first character that it covers and the one after its last."""
+        found = self._tokenizer.encode(text, add_special_tokens=False)
+        return found.ids, found.offsets
 
     def decode(self, ids: Iterable[int]) -> str:
         """See `Vocabulary`."""

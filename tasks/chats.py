@@ -1,0 +1,275 @@
+"""Reads conversations for fine-tuning: lines of JSON whose answers are learned.
+
+A line has `messages`, a list of {"role": "user", "content": "…"}, formatted by the chat template of the vocabulary's
+folder; or `prompt` and `completion`, two texts that are joined as they are and followed by the end-of-document id. Only
+the tokens of the assistant's messages, with the marker that ends each, or of the completion have weight 1.
+
+  line -> text, answers (ranges of characters) -> ids, weights -> segment of at most T ids -> packed rows [R, T]
+
+All lines are held in memory. Those of a stream are read in an order keyed by the seed and the epoch, and packed a
+window of 64 rows at a time. A position is three numbers; resuming packs one window again.
+
+R: rows per element of a stream. T: tokens per row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from core import paths, units
+from core.errors import UserError
+from tasks import documents, packing
+from tasks.corpus import StreamSpec
+from tasks.ids import ChatVocabulary
+from tasks.listing import VALIDATION_PERCENT, File, list_files, pattern_problems, validation_names
+from tasks.streams import BATCH_DTYPES, Stream, read_position
+
+WINDOW_ROWS = 64
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_ANSWERS = "assistant"
+
+
+class Chat(NamedTuple):
+    """One conversation.
+
+    Attributes:
+      where: `file:line`, for messages.
+      messages: the messages; empty if the line has a prompt and a completion.
+      prompt, completion: two texts; empty if the line has messages.
+    """
+
+    where: str
+    messages: tuple[Mapping[str, str], ...] = ()
+    prompt: str = ""
+    completion: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatFiles:
+    """A `corpus.Corpus` of .jsonl files with a conversation on each line."""
+
+    train: tuple[str, ...]
+    validation: tuple[str, ...]
+
+    def named_files(self) -> tuple[str, ...]:
+        """See `Corpus`."""
+        return (*self.train, *self.validation)
+
+    def open_stream(self, spec: StreamSpec) -> Stream:
+        """See `Corpus`."""
+        return ChatStream(self, spec)
+
+    def chats(self, split: str) -> tuple[Chat, ...]:
+        """Returns the conversations of a split. Raises UserError for a line that is none, or an empty split."""
+        found = self._splits[split]
+        if not found:
+            raise UserError(
+                f"text.chats: no conversation for {split} in {', '.join(self.train)}; add lines, or set "
+                "text.chats.validation"
+            )
+        return found
+
+    @functools.cached_property
+    def _splits(self) -> dict[str, tuple[Chat, ...]]:
+        train, validation = (list(_lines(list_files(patterns))) for patterns in (self.train, self.validation))
+        if not self.validation:
+            chosen = validation_names(text for text, _ in train)
+            validation = [line for line in train if line[0] in chosen]
+            train = [line for line in train if line[0] not in chosen]
+        return {"train": tuple(chat for _, chat in train), "validation": tuple(chat for _, chat in validation)}
+
+    def sample_texts(self) -> Iterator[str]:
+        """See `Corpus`."""
+        for chat in self.chats("train"):
+            yield "\n".join([*(message["content"] for message in chat.messages), chat.prompt + chat.completion])
+
+    def problems(self) -> list[str]:
+        """See `Corpus`. Files on gs:// are not looked up."""
+        if not self.train:
+            return ["DATA is not set: bind it to your conversations, e.g. --gin \"DATA = '/data/chats.jsonl'\""]
+        found = []
+        for name, patterns in (("train", self.train), ("validation", self.validation)):
+            local = [pattern for pattern in patterns if not paths.is_remote(pattern)]
+            wrong = pattern_problems(f"text.chats.{name}", local, kinds=(".jsonl",))
+            files = () if wrong else list_files(tuple(local))
+            found += wrong + documents.first_problems(files, read_line=read_chat, where=f"text.chats.{name}")
+        return found
+
+    def describe(self) -> str:
+        """See `Corpus`."""
+        validation = ", ".join(self.validation) or f"{VALIDATION_PERCENT} % of it"
+        return f"text.chats: train {', '.join(self.train) or '(DATA is not set)'}; validation {validation}"
+
+    def fingerprint(self) -> str:
+        """See `Corpus`."""
+        listing = [
+            (file.name, file.size_bytes) for patterns in (self.train, self.validation) for file in list_files(patterns)
+        ]
+        return hashlib.sha256(repr(listing).encode()).hexdigest()
+
+
+class ChatStream:
+    """`streams.Stream` over every `num_streams`-th conversation of a split."""
+
+    def __init__(self, corpus: ChatFiles, spec: StreamSpec) -> None:
+        self._spec, self._intake = spec, documents.intake_of(corpus)
+        self._chats = corpus.chats(spec.split)[spec.index :: spec.num_streams]
+        if not self._chats:
+            raise UserError(
+                f"{corpus.describe()}: {units.counted(len(corpus.chats(spec.split)), 'conversation')} for "
+                f"{spec.split} and {spec.num_streams} streams; set NUM_STREAMS lower, or add conversations"
+            )
+        self._epoch = self._next = 0  # _next: place in the order of this epoch
+        self._rows: list[tuple[dict[str, int], Mapping[str, np.ndarray]]] = []  # (position before the row, row)
+
+    def __next__(self) -> Mapping[str, np.ndarray]:
+        """See `streams.Stream`. Raises UserError if no conversation has an answer within the first T tokens."""
+        while len(self._rows) < self._spec.rows:
+            self._rows += self._next_window()
+        taken, self._rows = self._rows[: self._spec.rows], self._rows[self._spec.rows :]
+        return {key: np.stack([row[key] for _, row in taken]) for key in BATCH_DTYPES}
+
+    def state(self) -> bytes:
+        """See `streams.Stream`."""
+        position = self._rows[0][0] if self._rows else {"epoch": self._epoch, "next": self._next, "row": 0}
+        return json.dumps(position).encode()
+
+    def restore(self, state: bytes) -> None:
+        """See `streams.Stream`."""
+        position = read_position(state, epoch=int, next=int, row=int)
+        self._epoch, self._next = position["epoch"], position["next"]
+        self._rows = self._next_window()[position["row"] :] if position["row"] else []
+
+    def _next_window(self) -> list[tuple[dict[str, int], Mapping[str, np.ndarray]]]:
+        position = {"epoch": self._epoch, "next": self._next}
+        segments: list[packing.Segment] = []
+        size = since = 0
+        while size < WINDOW_ROWS * self._spec.length:
+            found = self._next_segment()
+            since = 0 if found else since + 1
+            if since == len(self._chats):
+                raise UserError(
+                    f"text.chats: none of {units.counted(since, 'conversation')} has an answer within its first "
+                    f"{self._spec.length} tokens; set LENGTH higher"
+                )
+            if found:
+                segments.append(found)
+                size += len(found.targets)
+        packed = packing.pack(segments, length=self._spec.length)
+        rows = range(len(packed["targets"]))
+        return [({**position, "row": row}, {key: packed[key][row] for key in packed}) for row in rows]
+
+    def _next_segment(self) -> packing.Segment | None:
+        """Returns the next conversation; None if no token of an answer is left of it."""
+        if self._next == len(self._chats):
+            self._epoch, self._next = self._epoch + 1, 0
+        chat = self._chats[self._order(self._epoch)[self._next]]
+        self._next += 1
+        found, length = segment(chat, self._spec.vocabulary), self._spec.length
+        cut = packing.Segment(*(values[:length] for values in found))
+        is_empty = not cut.weights.any()
+        if is_empty:
+            note = f"skipped because no answer begins within {length} tokens"
+        else:
+            note = f"cut to {length} tokens" if len(found.targets) > length else None
+        self._intake.count(note)
+        return None if is_empty else cut
+
+    @functools.lru_cache(maxsize=2)  # noqa: B019 (two epochs of one stream)
+    def _order(self, epoch: int) -> np.ndarray:
+        spec, count = self._spec, len(self._chats)
+        if spec.seed is None:
+            return np.arange(count)
+        return np.random.default_rng((spec.seed, spec.index, epoch)).permutation(count)
+
+
+def read_chat(path: str, number: int, line: bytes) -> Chat | None:
+    """Returns the conversation of one line; None if it holds only white space.
+
+    Raises:
+      UserError: the line is not JSON, or not a conversation with an answer; the message names file and line.
+    """
+    record, where = documents.json_line(path, number, line), f"{path}:{number}"
+    if record is None and not line.strip():
+        return None
+    keys = set(record) if isinstance(record, dict) else set()
+    if "messages" in keys:
+        return Chat(where, messages=_messages(record["messages"], where))
+    if {"prompt", "completion"} <= keys:
+        for key in ("prompt", "completion"):
+            if not isinstance(record[key], str) or (key == "completion" and not record[key].strip()):
+                raise UserError(f"{where}: {key} is {str(record[key])[:40]!r}, expected text")
+            documents.encoded(record[key], where=where)
+        return Chat(where, prompt=record["prompt"], completion=record["completion"])
+    raise UserError(
+        f"{where}: found {sorted(keys) or type(record).__name__}, expected messages, or prompt and completion"
+    )
+
+
+def segment(chat: Chat, vocabulary: ChatVocabulary) -> packing.Segment:
+    """Converts a conversation to ids and weights. Raises UserError if the chat template refuses it."""
+    if chat.messages:
+        text, answers = _formatted(chat, vocabulary)
+        before, after = [], []
+    else:
+        text, answers = chat.prompt + chat.completion, [(len(chat.prompt), len(chat.prompt + chat.completion))]
+        before, after = [vocabulary.bos_id] * vocabulary.begins_with_bos, [vocabulary.eos_id]
+    ids, offsets = vocabulary.encode_with_offsets(text)
+    learned = [any(start < last and first < end for first, last in answers) for start, end in offsets]
+    array = np.asarray([*before, *ids, *after], np.int32)
+    weights = np.asarray([*([0] * len(before)), *learned, *([1] * len(after))], np.float32)
+    return packing.Segment(array[:-1], array[1:], weights[1:])
+
+
+def _formatted(chat: Chat, vocabulary: ChatVocabulary) -> tuple[str, list[tuple[int, int]]]:
+    """Returns the formatted text and the range of characters of each answer, with the marker that ends it."""
+    messages, answers = chat.messages, []
+    try:
+        text = vocabulary.chat(messages, add_generation_prompt=False)
+        for index, message in enumerate(messages):
+            if message["role"] != _ANSWERS:
+                continue
+            before = vocabulary.chat(messages[:index], add_generation_prompt=True)
+            until = vocabulary.chat(messages[: index + 1], add_generation_prompt=False)
+            if not until.startswith(before) or not text.startswith(until):
+                raise UserError(
+                    f"the chat template formats message {index + 1} differently when others follow it, so its tokens "
+                    "cannot be found; write one line per answer, with the messages before it"
+                )
+            answers.append((len(before), len(until.rstrip())))
+    except UserError as error:
+        raise UserError(f"{chat.where}: {error}") from error
+    return text, answers
+
+
+def _messages(found: Any, where: str) -> tuple[Mapping[str, str], ...]:
+    """Returns checked messages. Raises UserError for an unknown role, an empty answer, or no answer at all."""
+    messages = found if isinstance(found, list) else []
+    for number, message in enumerate(messages, 1):
+        role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+        if role not in ROLES:
+            raise UserError(f"{where}: message {number} has the role {role!r}, expected one of {', '.join(ROLES)}")
+        if not isinstance(content, str):
+            raise UserError(f"{where}: message {number} has the content {str(content)[:40]!r}, expected text")
+        if role == _ANSWERS and (number == 1 or not content.strip()):
+            wrong = "is an answer without a question" if number == 1 else "is an empty answer"
+            raise UserError(f"{where}: message {number} {wrong}; correct the line, or remove it")
+        documents.encoded(content, where=where)
+    if not any(message["role"] == _ANSWERS for message in messages):
+        raise UserError(f"{where}: {units.counted(len(messages), 'message')} without an answer of the assistant")
+    return tuple({"role": message["role"], "content": message["content"]} for message in messages)
+
+
+def _lines(files: Sequence[File]) -> Iterator[tuple[str, Chat]]:
+    """Yields each conversation of the files with the text of its line."""
+    for file in files:
+        for number, line in enumerate(paths.resolve(file.path).read_bytes().split(b"\n"), 1):
+            if chat := read_chat(file.path, number, line):
+                yield line.decode(), chat

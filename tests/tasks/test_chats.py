@@ -1,0 +1,161 @@
+"""Conversations for fine-tuning: which tokens are learned, exact positions, and lines that are refused."""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+from core.errors import UserError
+from core.types import DataLayout
+from tasks import chats, packing, text, vocabularies
+
+FOLDER = pathlib.Path(__file__).parent / "fixtures" / "tokenizers" / "bpe"
+LENGTH = 48
+
+
+def ask(number):
+    return [
+        {"role": "user", "content": f"What is {number} + 1?"},
+        {"role": "assistant", "content": f"It is {number + 1}. 🐍"},
+        {"role": "user", "content": "Sure?"},
+        {"role": "assistant", "content": "Yes"},
+    ]
+
+
+@pytest.fixture
+def tokenizer():
+    return vocabularies.tokenizer(str(FOLDER))
+
+
+@pytest.fixture
+def chat_file(tmp_path):
+    lines = [json.dumps({"messages": ask(number)}) for number in range(30)]
+    lines += ["", *(json.dumps({"prompt": f"{number} and", "completion": " more"}) for number in range(10))]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def make_task(pattern, tokenizer, **changes):
+    return text.chats(**{"train": str(pattern), "length": LENGTH, "num_streams": 2, "vocabulary": tokenizer} | changes)
+
+
+def test_only_answers_and_their_end_markers_are_learned(tokenizer):
+    chat = chats.read_chat("f", 1, json.dumps({"messages": ask(3)}).encode())
+    segment = chats.segment(chat, tokenizer)
+    whole = tokenizer.encode(tokenizer.chat(ask(3), add_generation_prompt=False))
+    assert [*segment.inputs[:1], *segment.targets] == whole
+    assert segment.inputs[1:].tolist() == segment.targets[:-1].tolist()
+    learned = tokenizer._tokenizer.decode(segment.targets[segment.weights > 0].tolist(), skip_special_tokens=False)
+    assert learned == "It is 4. 🐍<|im_end|>Yes<|im_end|>"
+
+
+def test_a_completion_follows_its_prompt_and_ends_the_document(tokenizer):
+    chat = chats.read_chat("f", 1, b'{"prompt": "Two and", "completion": " three"}')
+    segment = chats.segment(chat, tokenizer)
+    assert segment.targets.tolist() == [*tokenizer.encode("Two and three")[1:], tokenizer.eos_id]
+    assert tokenizer.decode(segment.targets[segment.weights > 0].tolist()) == " three"
+    assert segment.weights[-1] == 1
+
+
+def test_rows_do_not_depend_on_hosts_and_positions_are_exact(chat_file, tokenizer, host_layouts, global_batch):
+    batch_size, task = 4, make_task(chat_file, tokenizer)
+    whole = task.train(DataLayout(batch_size, tuple(range(4)), tuple(range(4))), seed=3)
+    batches = [next(whole) for _ in range(3)]
+    saved = whole.state()
+    batches += [next(whole) for _ in range(30)]  # into the second epoch
+    layouts = host_layouts(batch_size, 2, strided=True)
+    hosts = [task.train(layout, seed=3) for layout in layouts]
+    for host in hosts:
+        host.restore(saved)
+    for expected in batches[3:]:
+        found = global_batch(layouts, [next(host) for host in hosts])
+        for key, values in expected.items():
+            np.testing.assert_array_equal(found[key], values, err_msg=key)
+
+
+def test_an_epoch_has_every_conversation_once(chat_file, tokenizer):
+    task = make_task(chat_file, tokenizer)
+    corpus = task.corpus
+    train, validation = corpus.chats("train"), corpus.chats("validation")
+    assert len(train) + len(validation) == 40
+    assert not {chat.where for chat in train} & {chat.where for chat in validation}
+    streams = [chats.ChatStream(corpus, _spec(task, index)) for index in range(2)]
+    seen = [stream._chats[place].where for stream in streams for place in stream._order(0)]
+    assert sorted(seen) == sorted(chat.where for chat in train)
+
+
+def _spec(task, index):
+    return chats.StreamSpec("train", index, 2, 1, LENGTH, 0, task.vocabulary)
+
+
+def test_long_conversations_are_cut_and_counted(tmp_path, tokenizer, capfd):
+    long = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "word " * 100}]
+    hopeless = [{"role": "user", "content": "word " * 100}, {"role": "assistant", "content": "b"}]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(json.dumps({"messages": chat}) for chat in (long, hopeless, ask(1))))
+    task = make_task(path, tokenizer, num_streams=1, validation=str(path))
+    batch = next(task.train(DataLayout(1, (0,), (0,)), seed=0))
+    assert batch["weights"].any()
+    told = capfd.readouterr().err
+    assert f"cut to {LENGTH} tokens: 1 of" in told
+    assert f"skipped because no answer begins within {LENGTH} tokens: 1 of" in told
+    path.write_text(json.dumps({"messages": hopeless}))
+    with pytest.raises(UserError, match=r"none of 1 conversation has an answer .* set LENGTH higher"):
+        next(make_task(path, tokenizer, num_streams=1, validation=str(path)).train(DataLayout(1, (0,), (0,)), seed=0))
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('{"messages": [{"role": "teacher", "content": "a"}]}', "message 1 has the role 'teacher', expected one of"),
+        ('{"messages": [{"role": "user", "content": null}]}', "message 1 has the content 'None', expected text"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "1 message without an answer"),
+        ('{"messages": "a"}', "0 messages without an answer"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}]}',
+            "message 2 is an empty answer",
+        ),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', "message 1 is an answer without a question"),
+        ('{"prompt": "a", "completion": ""}', "completion is '', expected text"),
+        ('{"text": "a"}', r"found \['text'\], expected messages, or prompt and completion"),
+        ("[]", "found list, expected messages"),
+        ("{", "not JSON"),
+        ('{"prompt": "a", "completion": "\\ud800"}', "half a surrogate pair"),
+    ],
+)
+def test_a_malformed_line_is_named_before_a_run_and_when_read(tmp_path, tokenizer, line, told):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": ask(1)}) + "\n" + line)
+    (problem,) = make_task(path, tokenizer).problems()
+    assert f"text.chats.train: {path}:2: " in problem
+    with pytest.raises(UserError, match=f":2: {told}"):
+        make_task(path, tokenizer).corpus.chats("train")
+
+
+def test_settings_that_cannot_work_are_refused(tmp_path, chat_file, tokenizer):
+    assert "DATA is not set" in make_task("", tokenizer).problems()[0]
+    (tmp_path / "a.txt").write_text("a")
+    assert "expected only .jsonl" in make_task(tmp_path / "a.txt", tokenizer).problems()[0]
+    with pytest.raises(UserError, match=r"which has no chat template: use @vocabularies\.tokenizer"):
+        make_task(chat_file, vocabularies.bytes())
+    with pytest.raises(UserError, match=r"and 64 streams; set NUM_STREAMS lower"):
+        make_task(chat_file, tokenizer, num_streams=64).train(DataLayout(64, (63,), (63,)), seed=0)
+
+
+def test_a_template_that_rewrites_earlier_answers_is_refused(tokenizer, monkeypatch):
+    plain = tokenizer.chat
+    monkeypatch.setattr(
+        tokenizer, "chat", lambda messages, **options: f"{len(messages)} messages:" + plain(messages, **options)
+    )
+    chat = chats.read_chat("f", 7, json.dumps({"messages": ask(1)}).encode())
+    with pytest.raises(UserError, match=r"f:7: the chat template formats message 2 differently .* one line per answer"):
+        chats.segment(chat, tokenizer)
+
+
+def test_segments_are_packed_with_their_weights():
+    segment = packing.Segment(np.array([4, 5]), np.array([5, 6]), np.array([0.0, 1.0]))
+    packed = packing.pack([segment, segment], length=5)
+    assert packed["weights"].tolist() == [[0, 1, 0, 1, 0]]
+    assert packed["inputs"].tolist() == [[4, 5, 4, 5, 0]]
