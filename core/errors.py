@@ -1,4 +1,4 @@
-"""`UserError`, for errors that a user can cause and correct, and the conversion of a model's exceptions to it."""
+"""`UserError`, for errors that a user can cause and correct, and checks that raise it."""
 
 from __future__ import annotations
 
@@ -49,3 +49,15 @@ def _place(error: Exception) -> str:
     own = [f for f in frames if not f.filename.startswith(_LIBRARIES) and not f.filename.startswith("<")]
     frame = (own or frames)[-1]
     return f"{Path(frame.filename).name}:{frame.lineno}, in {frame.name}"
+
+
+def check_integer(value: Any, *, where: str, least: int) -> None:
+    """Raises UserError unless `value` is an integer (not a bool) of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UserError(f"{where} is {value!r}, expected an integer of at least {least}")
+
+
+def check_text(value: Any, *, where: str) -> None:
+    """Raises UserError unless `value` is a non-empty string."""
+    if not isinstance(value, str) or not value:
+        raise UserError(f"{where} is {value!r}, expected a non-empty string")

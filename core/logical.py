@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from core.errors import UserError
-from core.param_spec import ParamSpec, Specs
+from core.parameters import ParamSpec, Specs
 
 if not __debug__:
     raise UserError(
@@ -320,7 +320,7 @@ def param(
       shape: shape of one layer's parameter; a layer stack adds the leading dimension.
       axes: logical axis of each dimension.
       init: `init(shape, dtype)`.
-      kind, in_dims, stacked, trainable: information for optimizers; see `core.param_spec.ParamSpec`. A layer stack
+      kind, in_dims, stacked, trainable: information for optimizers; see `core.parameters.ParamSpec`. A layer stack
         adds its layers to `stacked`.
       dtype: stored dtype.
       compute_dtype: returned dtype; default: the stored one. The cast comes before any all-gather, which then moves

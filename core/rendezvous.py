@@ -5,6 +5,9 @@ with different configurations. Therefore the hosts first connect to host 0 on th
 index, the number of hosts that it expects and a description of its configuration. Host 0 waits for all of them,
 compares the descriptions, and tells every host that all are present, which are missing, or how they differ. Then it
 releases the port for JAX. The connections stay open for the heartbeat (`core.health.heartbeat`).
+
+Messages are JSON objects with a header: b"renga" | length, 4 bytes | JSON. Connections from other programs are
+recognized by the first five bytes and not read any further.
 """
 
 from __future__ import annotations
@@ -13,19 +16,115 @@ import collections
 import contextlib
 import difflib
 import errno
+import json
 import socket
+import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from core import units
 from core.errors import UserError
-from core.health import wire_protocol
 
+MAX_BYTES = 2**22  # the largest messages, descriptions of a run, have tens of KB
+
+_MAGIC = b"renga"
+_HEAD = struct.Struct(f">{len(_MAGIC)}sI")
 _RETRY_SECONDS = 0.1
 _HELLO_SECONDS = 2.0
 _PORT_SECONDS = 10.0
 _MOST_LINES = 20  # of a difference
+
+
+class Stranger(ValueError):
+    """The received bytes are not a message of this protocol."""
+
+
+class Inbox:
+    """Decodes messages from a stream of bytes that arrives in parts."""
+
+    def __init__(self):
+        self._pending = bytearray()
+
+    def add(self, piece: bytes) -> list[dict[str, Any]]:
+        """Returns the messages that this part completes. Raises Stranger for other bytes."""
+        self._pending += piece
+        messages = []
+        while (message := self._next()) is not None:
+            messages.append(message)
+        return messages
+
+    def missing_bytes(self) -> int:
+        """Returns how many bytes the current message still needs at least."""
+        if len(self._pending) < _HEAD.size:
+            return _HEAD.size - len(self._pending)
+        return _HEAD.size + _length(self._pending) - len(self._pending)
+
+    def _next(self) -> dict[str, Any] | None:
+        if self._pending and not _MAGIC.startswith(self._pending[: len(_MAGIC)]):
+            raise Stranger("not a message of this protocol")
+        if len(self._pending) < _HEAD.size:
+            return None
+        end = _HEAD.size + _length(self._pending)
+        if len(self._pending) < end:
+            return None
+        body = bytes(self._pending[_HEAD.size : end])
+        del self._pending[:end]
+        try:
+            message = json.loads(body)
+        except ValueError as error:
+            raise Stranger("not JSON") from error
+        if not isinstance(message, dict):
+            raise Stranger("not a JSON object")
+        return message
+
+
+def pack(message: Mapping[str, Any]) -> bytes:
+    """Encodes a message."""
+    body = json.dumps(message).encode()
+    assert len(body) <= MAX_BYTES, f"a message of {len(body)} bytes; at most {MAX_BYTES}"
+    return _HEAD.pack(_MAGIC, len(body)) + body
+
+
+def send(connection: socket.socket, message: Mapping[str, Any], *, seconds: float) -> bool:
+    """Sends a message; returns False if the connection is closed, or blocked for `seconds`.
+
+    The connection is then shut down, because part of the message may have been sent.
+    """
+    packed = pack(message)
+    try:
+        connection.settimeout(seconds)
+        connection.sendall(packed)
+        return True
+    except OSError:
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)  # also ends reads on this side
+        return False
+
+
+def receive(connection: socket.socket, *, seconds: float) -> dict[str, Any] | None:
+    """Receives the next message, reading no bytes beyond it; None if none arrives in time.
+
+    Raises:
+      Stranger: the other side does not use this protocol.
+    """
+    inbox, deadline = Inbox(), time.monotonic() + seconds
+    with contextlib.suppress(OSError):
+        while True:
+            connection.settimeout(max(deadline - time.monotonic(), 0.01))
+            piece = connection.recv(min(inbox.missing_bytes(), 1 << 16))
+            if not piece:
+                return None
+            if found := inbox.add(piece):
+                return found[0]
+    return None
+
+
+def _length(pending: bytearray) -> int:
+    length = _HEAD.unpack_from(pending)[1]
+    if length > MAX_BYTES:
+        raise Stranger(f"{length} bytes")
+    return length
 
 
 class Roll(NamedTuple):
@@ -220,24 +319,24 @@ def bindable(host: str) -> str:
 
 def _admit(connection: socket.socket, address: str, *, present: dict[int, _Present], count: int) -> None:
     try:
-        hello = wire_protocol.receive(connection, seconds=_HELLO_SECONDS) or {}
-    except wire_protocol.Stranger:
+        hello = receive(connection, seconds=_HELLO_SECONDS) or {}
+    except Stranger:
         hello = {}
     index, their_count, description = (hello.get(key) for key in ("host", "of", "description"))
     if not (isinstance(index, int) and isinstance(their_count, int) and isinstance(description, str)):
         connection.close()  # not one of our hosts, for example a port scanner
         return
     if their_count != count or not 0 < index < count:
-        wire_protocol.send(connection, {"refused": count}, seconds=_HELLO_SECONDS)
+        send(connection, {"refused": count}, seconds=_HELLO_SECONDS)
         return
     if index in present:  # the host was started again; if the earlier process still runs, it is told to end
-        wire_protocol.send(present[index].connection, {"replaced": True}, seconds=_HELLO_SECONDS)
+        send(present[index].connection, {"replaced": True}, seconds=_HELLO_SECONDS)
     present[index] = _Present(connection, address, description)
 
 
 def _say_to_all(present: Mapping[int, _Present], message: Mapping[str, Any]) -> None:
     for there in present.values():  # a closed connection is noticed by its next user
-        wire_protocol.send(there.connection, message, seconds=_HELLO_SECONDS)
+        send(there.connection, message, seconds=_HELLO_SECONDS)
 
 
 # The others
@@ -260,13 +359,13 @@ def _ask(call: _Call) -> Roll:
 
 def _hello(call: _Call) -> tuple[socket.socket, dict[str, Any]] | None:
     """Makes one attempt; returns the connection and host 0's reply, or None without a reply."""
-    with contextlib.ExitStack() as unless_all_is_well, contextlib.suppress(OSError, wire_protocol.Stranger):
+    with contextlib.ExitStack() as unless_all_is_well, contextlib.suppress(OSError, Stranger):
         left = max(call.deadline - time.monotonic(), _RETRY_SECONDS)
         connection = unless_all_is_well.enter_context(socket.create_connection(split(call.address), timeout=left))
         hello = {"host": call.index, "of": call.count, "description": call.description}
-        wire_protocol.send(connection, hello, seconds=left)
+        send(connection, hello, seconds=left)
         # Host 0 decides which hosts are missing; wait a little longer than it does.
-        reply = wire_protocol.receive(connection, seconds=call.deadline - time.monotonic() + 2 * _HELLO_SECONDS)
+        reply = receive(connection, seconds=call.deadline - time.monotonic() + 2 * _HELLO_SECONDS)
         if reply is not None:
             unless_all_is_well.pop_all()
             return connection, reply

@@ -1,4 +1,4 @@
-"""The training step and the evaluation step, as pure functions of state and batch.
+"""The training state, and the training and evaluation steps as pure functions of state and batch.
 
 A microbatch contributes sums (of the loss, its gradient and its weight), which are divided at the end, so that
 `accum_steps` microbatches with uneven padding equal one large batch:
@@ -12,7 +12,7 @@ the rows in the global batch (`core.random_bits`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +21,37 @@ import optax
 from core import random_bits
 from core.errors import UserError
 from core.optimizers import Optimizer
-from core.train_state import TrainState
-from core.types import Batch, Evaluates, LossOutput, Model, Params, WeightedSum, can
+from core.types import Batch, Carry, Evaluates, LossOutput, Model, Params, WeightedSum, can
 
 Metrics = Mapping[str, jax.Array | WeightedSum]  # name -> [], float32, or a sum with its weight
-
-
 Grad = Callable[[Params, Batch], tuple[Params, LossOutput]]  # gradient of the loss sum, and the sums
 SumGradients = Callable[[Grad, Params, Batch, int], tuple[Params, LossOutput]]
+
+
+class TrainState(NamedTuple):
+    """The state after `step` training steps.
+
+    Attributes:
+      step: [], int32, number of steps done; in a tree of shapes or shardings, its shape or sharding.
+      params: float32 parameters.
+      opt_state: state of the optimizer.
+      carry: state of the model, `()` for a language model.
+    """
+
+    step: Any
+    params: Params
+    opt_state: Any
+    carry: Carry
+
+
+def create(model: Model, optimizer: Optimizer, params: Params, batch: Batch) -> TrainState:
+    """Returns the state before the first step, with the given parameters."""
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), model.init_carry(batch))
+
+
+def initialise(model: Model, optimizer: Optimizer, *, seed: int, batch: Batch) -> TrainState:
+    """Returns the state before the first step, with parameters from `seed` that are equal under every layout."""
+    return create(model, optimizer, model.init(jax.random.key(seed), batch), batch)
 
 
 def sum_gradients(grad: Grad, params: Params, batch: Batch, accum_steps: int) -> tuple[Params, LossOutput]:

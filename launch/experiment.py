@@ -18,7 +18,7 @@ from core.batches import has_tokens, row_length
 from core.errors import UserError
 from core.health.failure_diagnosis import ON_TPU, USUAL_LIMITS, Limits
 from core.optimizers import Optimizer, Transformation
-from core.training import non_finite
+from core.training import hooks
 from core.types import CountsFlops, HasPuzzles, HasVocabulary, Model, PadsVocabulary, Task, can, missing
 from launch import environment
 from parallel import compiler_options
@@ -128,7 +128,7 @@ class Experiment:
         for least, names in ((1, counted), (0, ("eval_batches", "seed", "compare_interval"))):
             low = [name for name in names if getattr(self, name) < least]
             yield from (f"{name} = {getattr(self, name)}: expected at least {least}" for name in low)
-        for name, choices in (("non_finite", non_finite.POLICIES), ("watchdog", WATCHDOGS)):
+        for name, choices in (("non_finite", hooks.POLICIES), ("watchdog", WATCHDOGS)):
             if getattr(self, name) not in choices:
                 yield f"{name} = {getattr(self, name)!r}: expected one of {', '.join(map(repr, choices))}"
         for name in ("step", "compile", "silent", "apart", "save"):

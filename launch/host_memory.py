@@ -19,7 +19,7 @@ from core.slices import GIB
 from core.training import prefetch
 from core.types import SizesEvaluation, can
 from launch.experiment import Experiment
-from parallel import placement, report
+from parallel import mesh, report
 from parallel.partitioner import Program
 
 _ASSEMBLED = 2  # copies of a batch on the host: in its streams, and assembled
@@ -108,7 +108,7 @@ def require(experiment: Experiment, program: Program) -> None:
 def _host_rows(program: Program) -> int:
     at = program.partitioner
     few = at.batch_shardings({"rows": Field((at.row_shards,), jnp.int32, ("batch",))})["rows"]
-    return int(placement.largest_share(few, at.row_shards) * batch_size(program.spec))
+    return int(mesh.largest_share(few, at.row_shards) * batch_size(program.spec))
 
 
 def _row_bytes(program: Program) -> int:

@@ -30,6 +30,7 @@ from parallel.generation import GREEDY, Generator, Sampling
 from parallel.partitioner import Partitioner, Program
 from parallel.strategy import Strategy
 from tasks import streams, vocabularies
+from tasks.tokenizer_folders import FolderTokenizer
 
 ONE_CHIP = "v5e-1"
 
@@ -89,7 +90,7 @@ class LoadedModel:
         if self.vocabulary is None:
             raise UserError(f"{self.where} has no vocabulary: give ids (--prompt-ids)")
         if is_chat:
-            if not isinstance(self.vocabulary, vocabularies.FolderTokenizer):
+            if not isinstance(self.vocabulary, FolderTokenizer):
                 raise UserError(f"{self.where} has no chat template: only folders of published models have one")
             return self.vocabulary.encode(self.vocabulary.chat([{"role": "user", "content": text}]))
         ids = self.vocabulary.encode(text)
@@ -100,7 +101,7 @@ class LoadedModel:
         """Ids that end a continuation."""
         if self.vocabulary is None:
             return ()
-        if isinstance(self.vocabulary, vocabularies.FolderTokenizer):
+        if isinstance(self.vocabulary, FolderTokenizer):
             return self.vocabulary.stop_ids
         return (self.vocabulary.eos_id,)
 

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 from core import logical, step
 from core.logical import Axes, Rules
 from core.types import Batch, LossOutput, Params
-from parallel import rules
+from parallel import strategy
 from parallel.strategy import Strategy
 
 
@@ -68,7 +68,7 @@ def sum_gradients(manual: set[str], param_axes: Any, tables: Strategy) -> step.S
             return shards, jax.lax.psum(out, tuple(manual))
 
         rows = {
-            k: logical.partition_spec(rules.row_axes(x.shape), tables.activation_rules, keep=manual.__contains__)
+            k: logical.partition_spec(strategy.row_axes(x.shape), tables.activation_rules, keep=manual.__contains__)
             for k, x in batch.items()
         }
         return jax.shard_map(

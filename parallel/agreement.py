@@ -25,7 +25,7 @@ import numpy as np
 from core.batches import batch_size
 from core.errors import UserError
 from core.optimizers import Optimizer
-from core.param_spec import Specs
+from core.parameters import Specs
 from core.types import Task
 from parallel import strategies
 from parallel.partitioner import Program

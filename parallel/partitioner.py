@@ -18,16 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from core import logical, optimizers, random_bits, stack, step, train_state
+from core import logical, optimizers, random_bits, stack, step
 from core.batches import BatchSpec, Field, batch_shapes, batch_size, check_spec
 from core.errors import UserError, named_model
 from core.optimizers import Optimizer
-from core.param_spec import Specs
+from core.parameters import Specs
 from core.slices import Slice
-from core.train_state import TrainState
+from core.step import TrainState
 from core.types import Batch, DataLayout, Model, Params
-from parallel import accumulation, compiler_options, mesh, placement, rules, strategy
-from parallel.pipeline import checks
+from parallel import accumulation, compiler_options, mesh, strategy
+from parallel.pipeline import schedules
 from parallel.pipeline.schedules import Schedule
 
 
@@ -81,15 +81,15 @@ class Partitioner:
         Raises:
           UserError: a dimension does not divide, or a field has an axis that does not exist.
         """
-        axes = rules.batch_axes(spec)
+        axes = strategy.batch_axes(spec)
         where = f"batch under strategy {self.strategy.name!r} on {self.slice.name}"
-        tree = rules.specs(dict(spec), axes, self.strategy.activation_rules, mesh_shape=self.shape, where=where)
-        return rules.shardings(tree, self.mesh)
+        tree = strategy.specs(dict(spec), axes, self.strategy.activation_rules, mesh_shape=self.shape, where=where)
+        return strategy.shardings(tree, self.mesh)
 
     def data_layout(self, batch_size: int) -> DataLayout:
         """Returns the rows of a global batch that this host supplies."""
         rows = {"rows": Field((batch_size,), jnp.int32, ("batch",))}
-        return placement.data_layout(self.batch_shardings(rows)["rows"], batch_size)
+        return mesh.data_layout(self.batch_shardings(rows)["rows"], batch_size)
 
     def program(
         self,
@@ -163,7 +163,7 @@ class Program:
         """Shape, dtype and sharding of every array of the state, as needed to restore a checkpoint."""
         shapes, axes = self._abstract
         tables = self.partitioner.strategy
-        fit = functools.partial(rules.specs, mesh_shape=self.partitioner.shape)
+        fit = functools.partial(strategy.specs, mesh_shape=self.partitioner.shape)
         name = f"strategy {tables.name!r} on {self.partitioner.slice.name}"
         spec = TrainState(
             step=PartitionSpec(),
@@ -173,7 +173,7 @@ class Program:
             ),
             carry=fit(shapes.carry, axes.carry, tables.activation_rules, where=f"{name}, carry"),
         )
-        layouts = rules.shardings(spec, self.partitioner.mesh)
+        layouts = strategy.shardings(spec, self.partitioner.mesh)
         return jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, layouts)
 
     @functools.cached_property
@@ -202,7 +202,7 @@ class Program:
             logical.Axes(()),
             logical.axes_of(self.param_specs),
             optimizers.state_axes(self._bound_optimizer, params),
-            jax.tree.map(lambda s: rules.row_axes(s.shape), carry),
+            jax.tree.map(lambda s: strategy.row_axes(s.shape), carry),
         )
         return shapes, axes
 
@@ -225,13 +225,13 @@ class Program:
         if at.pipeline:
             shapes, axes = self._abstract
             stages, chips = at.shape["stage"], at.slice.chips
-            if found := checks.problems(at.pipeline, shapes.params, axes.params, stages=stages, chips=chips):
+            if found := schedules.problems(at.pipeline, shapes.params, axes.params, stages=stages, chips=chips):
                 raise UserError(f"strategy {at.strategy.name!r} on {at.slice.name}:\n  " + "\n  ".join(found))
         _ = self.abstract_state
 
     def _check_rows(self) -> None:
         at = self.partitioner
-        checks.check_rows(
+        schedules.check_rows(
             self._num_rows,
             groups=at.row_shards,
             accum_steps=self.accum_steps,
@@ -276,7 +276,7 @@ class Program:
 
         def fresh() -> TrainState:
             zeros = {k: jnp.zeros(s.shape, s.dtype) for k, s in self.spec.items()}
-            return train_state.initialise(self.model, self._bound_optimizer, seed=self.seed, batch=zeros)
+            return step.initialise(self.model, self._bound_optimizer, seed=self.seed, batch=zeros)
 
         return jax.jit(fresh, out_shardings=self.state_shardings)
 
@@ -298,7 +298,7 @@ class Program:
         """Returns the state before the first step with the given parameters, which are donated."""
 
         def begun(params: Params) -> TrainState:
-            return train_state.create(self.model, self._bound_optimizer, params, self._zeros())
+            return step.create(self.model, self._bound_optimizer, params, self._zeros())
 
         with self.partitioner.tracing():
             return jax.jit(begun, donate_argnums=0, out_shardings=self.state_shardings)(params)
@@ -387,7 +387,7 @@ class Program:
         Raises:
           UserError: features, rows, shapes or dtypes differ from what this host must supply.
         """
-        return placement.put(batch, self.spec, self.batch_shardings, rows=self._host_rows)
+        return mesh.put(batch, self.spec, self.batch_shardings, rows=self._host_rows)
 
     @functools.cached_property
     def _host_rows(self) -> tuple[int, ...]:

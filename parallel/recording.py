@@ -25,7 +25,7 @@ from jax.extend.core import Var
 
 from core import parameters, stack
 from core.batches import batch_shapes, batch_size
-from core.train_state import TrainState
+from core.step import TrainState
 from core.types import Generates, can
 from parallel import agreement
 from parallel.agreement import Batch

@@ -10,10 +10,9 @@ from typing import Any
 
 from core import paths
 from core.errors import UserError
-from tasks import documents, readers
-from tasks.corpus import StreamSpec
-from tasks.readers import plain
-from tasks.seqio_tasks import SeqioCorpus
+from tasks import documents, seqio_tasks
+from tasks.documents import StreamSpec
+from tasks.seqio_tasks import SeqioCorpus, plain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Tfds(SeqioCorpus):
         Raises:
           UserError: the dataset is not prepared, or has no such field.
         """
-        tf, _ = readers.modules()
+        tf, _ = seqio_tasks.modules()
         import tensorflow_datasets as tfds
 
         builder = self._builder()
@@ -53,7 +52,7 @@ class Tfds(SeqioCorpus):
         examples = builder.as_dataset(split=split, shuffle_files=spec.seed is not None, read_config=read)
         if self.field not in examples.element_spec:
             raise UserError(f"text.tfds.field: {self.name} has no {self.field!r}, only {sorted(examples.element_spec)}")
-        read_text = readers.reader(self, functools.partial(_read, split))
+        read_text = seqio_tasks.reader(self, functools.partial(_read, split))
         texts = examples.map(plain(lambda example: {"text": read_text(example[self.field])}))
         texts = texts.filter(plain(lambda document: tf.strings.length(document["text"]) > 0)).repeat(epochs)
         if not by_file and spec.seed is not None:

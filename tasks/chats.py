@@ -26,9 +26,8 @@ import numpy as np
 from core import paths, units
 from core.errors import UserError
 from tasks import documents, packing
-from tasks.corpus import StreamSpec
+from tasks.documents import VALIDATION_PERCENT, File, StreamSpec, list_files, pattern_problems, validation_names
 from tasks.ids import ChatVocabulary
-from tasks.listing import VALIDATION_PERCENT, File, list_files, pattern_problems, validation_names
 from tasks.streams import BATCH_DTYPES, Stream, read_position
 
 WINDOW_ROWS = 64

@@ -20,7 +20,7 @@ import numpy as np
 
 from core.errors import UserError
 from tasks import documents, packing
-from tasks.corpus import StreamSpec
+from tasks.documents import StreamSpec
 from tasks.ids import lowest_id
 from tasks.streams import BATCH_DTYPES, Stream, read_position
 

@@ -7,8 +7,8 @@ import hashlib
 from collections.abc import Iterator
 from typing import Any
 
-from tasks import readers
-from tasks.corpus import StreamSpec
+from tasks import seqio_tasks
+from tasks.documents import StreamSpec
 from tasks.seqio_tasks import SeqioCorpus
 
 
@@ -30,7 +30,7 @@ class Mixture(SeqioCorpus):
 
     def provider(self, spec: StreamSpec) -> Any:
         """See `SeqioCorpus`."""
-        _, seqio = readers.modules()
+        _, seqio = seqio_tasks.modules()
         providers = [corpus.provider(spec) for corpus in self.corpora]
         return seqio.Mixture("mixture", list(zip(providers, self.weights, strict=True)))
 

@@ -12,9 +12,12 @@ R: rows per element. T: tokens per row. G: chunks per group.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
+import os
 import pathlib
+import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -22,11 +25,11 @@ from typing import Any
 
 import numpy as np
 
+from core import library_noise
 from core.errors import UserError
 from tasks import documents
-from tasks.corpus import StreamSpec
+from tasks.documents import Corpus, StreamSpec
 from tasks.ids import lowest_id
-from tasks.readers import modules, plain
 from tasks.streams import Stream
 
 SHUFFLE_IDS = 2**18  # ids in a stream's shuffle buffer: 0.5 MB, for example 1024 chunks of 256 ids
@@ -38,6 +41,65 @@ _NAMES = {
     "segment_ids": "decoder_segment_ids",
     "positions": "decoder_positions",
 }
+
+
+@functools.cache
+def modules() -> tuple[Any, Any]:
+    """Imports TensorFlow and seqio without their start-up messages; takes about 5 s the first time."""
+    with _without_noise():
+        import tensorflow as tf
+
+        tf.zeros([])  # the first operation searches for devices and logs those it does not find
+        import seqio
+    return tf, seqio
+
+
+@contextlib.contextmanager
+def _without_noise() -> Iterator[None]:
+    """Captures stderr inside the block, then writes it without known start-up messages."""
+    sys.stderr.flush()
+    terminal = os.dup(2)
+    try:
+        with tempfile.TemporaryFile() as held:
+            os.dup2(held.fileno(), 2)
+            try:
+                yield
+            finally:
+                sys.stderr.flush()
+                os.dup2(terminal, 2)
+                held.seek(0)
+                os.write(2, library_noise.without(held.read()))
+    finally:
+        os.close(terminal)
+
+
+def plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Excludes a function from AutoGraph, which slows every trace and which only seqio's packing needs."""
+    tf, _ = modules()
+    return tf.autograph.experimental.do_not_convert(function)
+
+
+def reader(corpus: Corpus, read: Callable[..., bytes]) -> Callable[..., Any]:
+    """Returns a TensorFlow operation that reads documents with `read` and validates them with the corpus's `Intake`.
+
+    An exception inside TensorFlow would be logged with its traceback once per stream. An invalid document is therefore
+    recorded at the intake and replaced by "?", which is never trained on: whoever takes an element from the dataset
+    must call `Intake.raise_refused` before using it.
+    """
+    tf, _ = modules()
+    intake = documents.intake_of(corpus)
+
+    def noted(*inputs: bytes) -> bytes:
+        try:
+            return intake.take(read, *inputs)
+        except UserError as error:
+            intake.refuse(error)
+            return b"?"
+
+    def operation(*inputs: Any) -> Any:
+        return tf.ensure_shape(tf.numpy_function(noted, inputs, tf.string, stateful=False), [])
+
+    return operation
 
 
 class SeqioCorpus:

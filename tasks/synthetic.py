@@ -14,9 +14,9 @@ import numpy as np
 
 from core import units
 from core.batches import BatchSpec
+from core.errors import check_integer
 from core.types import Batches, DataLayout
 from tasks import streams, vocabularies
-from tasks.checks import check_integer
 
 _TRAIN, _VALIDATION = 0, 1
 

@@ -16,11 +16,10 @@ from typing import Any
 
 from core import units
 from core.batches import BatchSpec
-from core.errors import UserError
+from core.errors import UserError, check_integer, check_text
 from core.types import Batches, DataLayout, can
 from tasks import streams, vocabularies
-from tasks.checks import check_integer, check_text
-from tasks.corpus import Corpus, StreamSpec
+from tasks.documents import Corpus, StreamSpec
 from tasks.ids import FormatsChats, HasSeqio, ReadsFile, Vocabulary
 from tasks.text_files import TextFiles, python_library
 

@@ -15,11 +15,11 @@ from typing import Any
 
 from core import paths, units
 from core.errors import UserError
-from tasks import documents, readers
-from tasks.corpus import StreamSpec
-from tasks.listing import (
+from tasks import documents, seqio_tasks
+from tasks.documents import (
     VALIDATION_PERCENT,
     File,
+    StreamSpec,
     is_json,
     is_validation,
     list_files,
@@ -27,8 +27,7 @@ from tasks.listing import (
     python_files,
     split_files,
 )
-from tasks.readers import plain
-from tasks.seqio_tasks import SeqioCorpus
+from tasks.seqio_tasks import SeqioCorpus, plain
 
 _ENDLESS = 2**62
 
@@ -54,7 +53,7 @@ class FileCorpus(SeqioCorpus):
         Files are sharded over streams if there are enough of them; otherwise training shards the lines of .jsonl, and
         in the remaining cases the caller shards chunks. The streams together read every document once per epoch.
         """
-        tf, _ = readers.modules()
+        tf, _ = seqio_tasks.modules()
         files, field, part = self.files(spec.split), self.json_field(spec.split), self.line_split(spec.split)
         numbers = tf.data.Dataset.range(_ENDLESS if epochs is None else epochs * len(files))
         # A file may contain none of the few validation lines, and a stream of that file alone would block forever.
@@ -63,13 +62,13 @@ class FileCorpus(SeqioCorpus):
             numbers = numbers.shard(spec.num_streams, spec.index)
         texts = numbers.map(plain(_permuted([file.path for file in files], spec.seed)))
         if field is None:
-            read = plain(readers.reader(self, _of_file(documents.file_text)))
+            read = plain(seqio_tasks.reader(self, _of_file(documents.file_text)))
             texts = texts.map(plain(lambda path: read(path, tf.io.read_file(path))))
         else:
             lines = texts.flat_map(plain(functools.partial(_json_lines, part=part)))
             if not sharded and spec.seed is not None:
                 lines, sharded = lines.shard(spec.num_streams, spec.index), True
-            texts = lines.map(plain(readers.reader(self, _of_file(functools.partial(documents.json_text, field)))))
+            texts = lines.map(plain(seqio_tasks.reader(self, _of_file(functools.partial(documents.json_text, field)))))
         texts = texts.filter(plain(lambda text: tf.strings.length(text) > 0))
         return texts.map(plain(lambda text: {"text": text})), sharded
 
@@ -205,7 +204,7 @@ def _of_file(read: Callable[..., bytes]) -> Callable[..., bytes]:
 
 def _permuted(items: list[str], seed: int | None) -> Callable[[Any], Any]:
     """Returns a function from a running index to an item: a new permutation of all items in every epoch."""
-    tf, _ = readers.modules()
+    tf, _ = seqio_tasks.modules()
     count = len(items)
 
     def pick(number: Any) -> Any:
@@ -220,7 +219,7 @@ def _permuted(items: list[str], seed: int | None) -> Callable[[Any], Any]:
 
 def _json_lines(path: Any, *, part: str | None) -> Any:
     """Returns a dataset of (path, line number, line) of a .jsonl file; `part` keeps one split's lines, by hash."""
-    tf, _ = readers.modules()
+    tf, _ = seqio_tasks.modules()
     lines = tf.data.TextLineDataset(path).enumerate(1)
     if part is not None:
         wanted = part == "validation"

@@ -3,7 +3,8 @@
 A vocabulary knows its size, special ids and hash before any data is opened, so a model with too small a vocab_size, or
 a host with another model file, is refused at the start. Bytes, numbers and trained models reserve id 0 for padding, so
 an id of 0 inside a document is an error; for a vocabulary with another `pad_id`, or none, 0 is an ordinary token. An id
-at or above the size is always an error, never clipped. TensorFlow is imported only by `seqio()`.
+at or above the size is always an error, never clipped. TensorFlow is imported only by `seqio()`, and the modules of
+other vocabularies than bytes only by their constructors.
 """
 
 from __future__ import annotations
@@ -13,11 +14,8 @@ import hashlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from core.errors import UserError
-from tasks.checks import check_text
+from core.errors import UserError, check_text
 from tasks.ids import PAD_ID, Vocabulary, before_end, check_ids
-from tasks.sentencepieces import SentencePiece, TrainedSentencePiece
-from tasks.tokenizer_folders import FolderTokenizer
 
 
 def check_fits(vocabulary: Vocabulary, *, vocab_size: int) -> None:
@@ -123,7 +121,7 @@ def bytes() -> Bytes:  # shadows the builtin so that gin files read `vocabularie
     return Bytes()
 
 
-def sentencepiece(path: str | None = None) -> SentencePiece:
+def sentencepiece(path: str | None = None) -> Vocabulary:
     """Returns the vocabulary of an existing SentencePiece model.
 
     Args:
@@ -134,10 +132,12 @@ def sentencepiece(path: str | None = None) -> SentencePiece:
     """
     if path is not None and not isinstance(path, str):
         raise UserError(f"vocabularies.sentencepiece: path is {path!r}, expected the path of a .model file as a string")
+    from tasks.sentencepieces import SentencePiece
+
     return SentencePiece(path or "")
 
 
-def tokenizer(folder: str) -> FolderTokenizer:
+def tokenizer(folder: str) -> Vocabulary:
     """Returns the tokenizer of a published model.
 
     Args:
@@ -146,11 +146,13 @@ def tokenizer(folder: str) -> FolderTokenizer:
     Raises:
       UserError: `folder` is not a string.
     """
+    from tasks.tokenizer_folders import FolderTokenizer
+
     check_text(folder, where="vocabularies.tokenizer: folder")
     return FolderTokenizer(folder)
 
 
-def trained_sentencepiece(size: int) -> TrainedSentencePiece:
+def trained_sentencepiece(size: int) -> Vocabulary:
     """Returns a SentencePiece vocabulary of `size` ids that the first run trains before its first step.
 
     Raises:
@@ -158,4 +160,6 @@ def trained_sentencepiece(size: int) -> TrainedSentencePiece:
     """
     if isinstance(size, bool) or not isinstance(size, int) or size < 300:
         raise UserError(f"vocabularies.trained_sentencepiece: size is {size!r}, expected an integer of at least 300")
+    from tasks.sentencepieces import TrainedSentencePiece
+
     return TrainedSentencePiece(size)

@@ -15,7 +15,7 @@ import jax
 from core import parameters, paths
 from core.checkpoints import description, leaves, reading
 from core.errors import UserError
-from core.param_spec import Specs
+from core.parameters import Specs
 
 Progress = Callable[[str, int, int], None]  # path of a parameter, its number from 1, how many there are
 MOST_LINES = 30

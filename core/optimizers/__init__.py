@@ -1,21 +1,13 @@
 """Optimizers built on optax, with gradient clipping, weight decay, frozen parameters and parameter averages.
 
-schedules.py   learning rate by step
-rules.py       adamw, adafactor, lion, muon, adam_atan2
-base.py        `Optimizer`, and the shared arguments: learning_rate, weight_decay, clip_norm, no_decay, frozen
-average.py     exponential moving average of the parameters
-table.py       sign updates for the touched rows of an embedding table
-external.py    any transformation of optax, or of your own, as an `Optimizer`
-layout.py      logical axes of the state
+schedules.py   learning rate by step, and the ranges of hyperparameters
+base.py        `Optimizer`, the arguments that all rules share, any transformation of optax, logical axes of the state
+rules.py       adamw, adafactor, lion, muon, adam_atan2; averages of parameters; sign updates for rows of a table
 """
 
-from core.optimizers.average import averaged
-from core.optimizers.base import Optimizer, Rule
-from core.optimizers.external import Transformation, as_optimizer, from_optax
-from core.optimizers.layout import state_axes
-from core.optimizers.rules import adafactor, adam_atan2, adamw, lion, muon
+from core.optimizers.base import Optimizer, Rule, Transformation, as_optimizer, from_optax, state_axes
+from core.optimizers.rules import adafactor, adam_atan2, adamw, averaged, lion, muon, with_table
 from core.optimizers.schedules import Schedule, constant, warmup_cosine, warmup_floor, warmup_linear
-from core.optimizers.table import with_table
 
 __all__ = [
     "Optimizer",

@@ -16,22 +16,26 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from core import logical, parameters, ranges
+from core import logical, parameters
 from core.errors import UserError
+from core.logical import Axes
+from core.optimizers import schedules
 from core.optimizers.schedules import Schedule
-from core.param_spec import KINDS, Specs
+from core.parameters import KINDS, ParamSpec, Specs
 from core.types import Model, Params
 
 Rule = Callable[[Specs], optax.GradientTransformation]  # made for the parameters of a model
+Transformation: TypeAlias = optax.GradientTransformation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,11 +176,11 @@ def trained_by(**defaults: Any) -> Callable[[Callable[..., Rule]], Callable[...,
       learning_rate: schedule.
       weight_decay: decoupled weight decay, multiplied by the learning rate.
       clip_norm: largest global norm of the gradient; None: no clipping.
-      no_decay: kinds (`core.param_spec.KINDS`) or patterns over paths of parameters without weight decay.
+      no_decay: kinds (`core.parameters.KINDS`) or patterns over paths of parameters without weight decay.
       frozen: patterns over paths of parameters that are not trained.
 
-    It raises UserError for a number out of range (`core.ranges`), and when bound for a pattern that matches no
-    parameter.
+    It raises UserError for a number out of range (`schedules.check_ranges`), and when bound for a
+    pattern that matches no parameter.
 
     Args:
       **defaults: defaults of the shared arguments for this rule; `weight_decay` is required.
@@ -197,7 +201,7 @@ def trained_by(**defaults: Any) -> Callable[[Callable[..., Rule]], Callable[...,
         def construct(**given: Any) -> Optimizer:
             bound = complete.bind(**given)
             bound.apply_defaults()
-            ranges.check(rule.__name__, **{k: v for k, v in bound.arguments.items() if k in ranges.NAMES})
+            schedules.check_ranges(rule.__name__, **{k: v for k, v in bound.arguments.items() if k in schedules.RANGED})
             own = {k: v for k, v in bound.arguments.items() if k in signature.parameters}
             return _shared(**{k: v for k, v in bound.arguments.items() if k not in own})(rule(**own))
 
@@ -260,3 +264,151 @@ def only_trainable(rule: optax.GradientTransformation, frozen: Any) -> optax.Gra
     if "frozen" not in jax.tree.leaves(labels):
         return rule
     return optax.partition({"trained": rule, "frozen": optax.set_to_zero()}, parameters.labelled(labels))
+
+
+def from_optax(
+    *,
+    transformation: Transformation,
+    clip_norm: float | None = None,
+    frozen: Sequence[str] = (),
+    by_layer: bool = False,
+) -> Optimizer:
+    """Returns an optimizer that applies a complete optax transformation, such as `optax.adan(1e-3)`.
+
+    The transformation brings its own learning rate, weight decay and masks; nothing is added unless asked for. Of what
+    optax passes to an update besides gradients and parameters, a training step can give `value`, the mean loss. It
+    cannot give functions that evaluate the loss again (`value_fn`, `obj_fn`, `grad_fn`), which line searches and
+    second-order methods need; those are refused before the first step.
+
+    The learning rate is reported if the state contains it (`optax.inject_hyperparams`); otherwise it is known only
+    inside the transformation, and steps have no metric `learning_rate`. Evaluation uses the averaged parameters of
+    `optax.contrib.schedule_free`.
+
+    Args:
+      transformation: converts gradients of the mean loss to updates that are added to the parameters.
+      clip_norm: largest global norm of the gradient; None: no clipping besides that of the transformation.
+      frozen: patterns over paths of parameters that are not trained, besides those whose spec says so.
+      by_layer: whether each layer of a stack is treated as a separate parameter. Set it for transformations that use
+        norms or factors of a whole parameter (`lamb`, `lars`, `sm3`), so that training does not depend on how layers
+        are stored; not for those that combine all parameters (`prodigy`). The transformation then gets no `value`.
+
+    Raises:
+      UserError: not a transformation, or a number out of range; in `init`, the transformation cannot be applied.
+    """
+    if not isinstance(transformation, optax.GradientTransformation):
+        raise UserError(
+            f"from_optax: transformation is of type {type(transformation).__name__}, expected an "
+            "optax.GradientTransformation, such as optax.adan(1e-3)"
+        )
+    schedules.check_ranges("from_optax", clip_norm=clip_norm)
+
+    def complete(specs: Specs) -> optax.GradientTransformation:
+        own = parameters.by_layer(transformation, specs) if by_layer else transformation
+        clipped = own if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), own)
+        return only_trainable(_checked(clipped, by_layer=by_layer), frozen_of(specs, tuple(frozen)))
+
+    return Optimizer(complete, None, tuple(frozen))
+
+
+def as_optimizer(given: Optimizer | Transformation) -> Optimizer:
+    """Converts an optax transformation to an `Optimizer`; returns an `Optimizer` unchanged."""
+    return given if isinstance(given, Optimizer) else from_optax(transformation=given)
+
+
+def _checked(transformation: optax.GradientTransformation, *, by_layer: bool) -> optax.GradientTransformationExtraArgs:
+    """Returns the transformation with an `init` that traces an update first, to refuse what a step cannot apply."""
+    rule = optax.with_extra_args_support(transformation)
+
+    def init(params: Params) -> Any:
+        def trial(params: Params) -> tuple[Params, Any, Any]:
+            state = rule.init(params)
+            updates, after = rule.update(params, state, params, value=jnp.zeros(()))
+            return optax.apply_updates(params, updates), after, state
+
+        given = "gradients and parameters" + ("" if by_layer else ", and `value`, the mean loss")
+        try:
+            _, after, before = jax.eval_shape(trial, params)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            raise UserError(
+                f"the optax transformation cannot be applied: {error}. A step gives it {given}; functions that compute "
+                "the loss again (value_fn, obj_fn, grad_fn) cannot be given. Use a transformation without line search "
+                "or second-order estimates" + (", or by_layer=False" if by_layer else "")
+            ) from error
+        _check_state(before, after)
+        return rule.init(params)
+
+    def update(grads: Params, state: Any, params: Params, *, value: Any = None, **unused: Any) -> tuple[Params, Any]:
+        del unused
+        return rule.update(grads, state, params, **({} if value is None else {"value": value}))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_state(before: Any, after: Any) -> None:
+    """Raises UserError if an update adds or removes arrays of the state, or changes a shape or dtype."""
+
+    def described(tree: Any) -> dict[str, str]:
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        return {parameters.path_name(path): f"{a.dtype.name}{list(a.shape)}" for path, a in leaves}
+
+    old, new = described(before), described(after)
+    if old != new:
+        changed = [f"{k}: {old.get(k)} becomes {new.get(k)}" for k in old | new if old.get(k) != new.get(k)]
+        raise UserError(
+            "the optax transformation cannot be applied: an update changes the form of its state "
+            f"({'; '.join(changed)}), but every step must return the state in the form of `init`"
+        )
+
+
+def state_axes(optimizer: Optimizer, shapes: Params) -> Any:
+    """Returns the logical axes of every leaf of the optimizer's state.
+
+    A leaf belongs to the parameter whose path is the end of its own path. A leaf with the parameter's shape has the
+    parameter's axes; one with several entries of that shape (the memory of L-BFGS) has them after its leading
+    dimensions. A leaf that lacks a dimension (a factored moment) has the remaining axes. A row or column moment over
+    joined dimensions has the axis of the first of them, whose shards are contiguous. All other leaves (counters, and
+    the vector that SM3 stores for each dimension) have no named axis, and are replicated. Of two equally long
+    dimensions optax drops the later for a row moment and the earlier for a column moment; if that changed, the layout
+    would change but not the results.
+
+    Args:
+      optimizer: bound to the parameters.
+      shapes: tree of `jax.ShapeDtypeStruct` of the parameters.
+
+    Returns:
+      A tree like `optimizer.init(params)` with `Axes` leaves.
+    """
+    spec_at = parameters.lookup(optimizer.specs)
+    by_path = {tuple(path): (leaf.shape, spec_at(path)) for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)}
+
+    def of_leaf(path, leaf) -> Axes:
+        owner = next((by_path[path[i:]] for i in range(len(path)) if path[i:] in by_path), None)
+        is_column = any(getattr(key, "name", None) == "v_col" for key in path)
+        return Axes(_surviving_axes(leaf.shape, *owner, first=is_column) if owner else (None,) * len(leaf.shape))
+
+    return jax.tree_util.tree_map_with_path(of_leaf, jax.eval_shape(optimizer.init, shapes))
+
+
+def _surviving_axes(
+    leaf: tuple[int, ...], param: tuple[int, ...], spec: ParamSpec, *, first: bool
+) -> tuple[str | None, ...]:
+    """Returns the axes of a leaf from the shape and spec of its parameter.
+
+    If the leaf lacks a dimension, it is the last one (or the first, if `first`) without which the sizes match.
+    Otherwise the leaf is one side of the parameter as a matrix, whose joined dimensions have the axis of the first.
+    """
+    names, stacked = spec.axes, spec.stacked
+    if (leading := len(leaf) - len(param)) >= 0 and leaf[leading:] == param:
+        return (None,) * leading + names
+    order = range(len(param)) if first else reversed(range(len(param)))
+    for dropped in sorted(order, key=lambda i: i < stacked):  # each layer has its own moments
+        if leaf == param[:dropped] + param[dropped + 1 :]:
+            return names[:dropped] + names[dropped + 1 :]
+    if math.prod(leaf) == 1:  # a placeholder of the rule
+        return (None,) * len(leaf)
+    cuts = range(stacked + 1, len(param))
+    sides = [side for cut in cuts for side in ((cut, len(param)), (stacked, cut))[:: 1 if first else -1]]
+    for start, end in sides:
+        if leaf == (*param[:stacked], math.prod(param[start:end])):
+            return (*names[:stacked], names[start])
+    return (None,) * len(leaf)

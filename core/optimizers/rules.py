@@ -1,17 +1,25 @@
-"""Optimizer rules, which convert gradients to update directions; `core.optimizers.base` has the shared arguments."""
+"""Optimizer rules, parameter averages, and sign updates for tables; `core.optimizers.base` has the shared arguments.
+
+A rule converts gradients to update directions. `averaged` and `with_table` wrap an optimizer made of one.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 
 from core import parameters
 from core.errors import UserError
-from core.optimizers.base import Rule, trained_by
-from core.param_spec import Specs
+from core.optimizers import schedules
+from core.optimizers.base import Optimizer, Rule, frozen_of, nodes, trained_by
+from core.optimizers.schedules import Schedule
+from core.parameters import Specs
 from core.types import Params
 
 
@@ -83,7 +91,7 @@ def muon(
     The momentum of a matrix [rows, columns] is nearly orthogonalised by five Newton-Schulz steps, and scaled so that
     the learning rate and weight decay of AdamW can be used (Liu et al. 2025, eq. 4). Layers of a stack are processed
     one after the other, so that only one is gathered at a time. Several input or output dimensions are joined: a query
-    weight [embed, heads, head_dim] is a matrix [embed, heads x head_dim] (`core.param_spec.ParamSpec.in_dims`).
+    weight [embed, heads, head_dim] is a matrix [embed, heads x head_dim] (`core.parameters.ParamSpec.in_dims`).
 
     Args:
       momentum: decay of Muon's moment (Nesterov's form).
@@ -149,3 +157,135 @@ def adam_atan2(*, b1: float = 0.9, b2: float = 0.95) -> Rule:
         return direction, Atan2State(count, mu, nu)
 
     return lambda _: optax.GradientTransformation(init, update)
+
+
+class AverageState(NamedTuple):
+    """The state of the inner optimizer, and the averaged parameters."""
+
+    inner: Any
+    average: Params
+
+
+def averaged(*, optimizer: Optimizer, decay: float = 0.999) -> Optimizer:
+    """Adds an average of the trained parameters to an optimizer, which `Optimizer.evaluated` returns.
+
+        average <- decay * average + (1 - decay) * parameters        after every step
+
+    No bias correction is needed, because the average starts at the initial parameters. Frozen parameters and those of a
+    kind that an optimizer lists as `live` (a table of which each step changes a few rows) are not averaged; evaluation
+    uses their current values.
+
+    Args:
+      optimizer: the optimizer that trains.
+      decay: weight of the previous average in each update.
+
+    Raises:
+      UserError: decay is out of range; in `init`, the optimizer averages already.
+    """
+    schedules.check_ranges("averaged", decay=decay)
+
+    def complete(specs: Specs) -> optax.GradientTransformationExtraArgs:
+        rule = optax.with_extra_args_support(optimizer.rule(specs))
+        stopped = frozen_of(specs, optimizer.frozen)
+        left_out = parameters.labelled(
+            jax.tree.map(lambda spec, stop: stop or spec.kind in optimizer.live, specs, stopped)
+        )
+
+        def kept(params: Params) -> Params:
+            return jax.tree.map(lambda out, p: optax.MaskedNode() if out else p, left_out(params), params)
+
+        def init(params: Params) -> AverageState:
+            inner = rule.init(params)
+            if nodes(inner, optax.contrib.ScheduleFreeState):
+                raise UserError("averaged: the optimizer already averages its parameters (schedule_free); use it alone")
+            return AverageState(inner, kept(params))
+
+        def update(grads: Params, state: AverageState, params: Params, **extra: Any) -> tuple[Params, AverageState]:
+            updates, inner = rule.update(grads, state.inner, params, **extra)
+            changed = kept(optax.apply_updates(params, updates))
+            average = jax.tree.map(lambda a, p: decay * a + (1 - decay) * p, state.average, changed)
+            return updates, AverageState(inner, average)
+
+        return optax.GradientTransformationExtraArgs(init, update)
+
+    return dataclasses.replace(optimizer, rule=complete, averages=lambda state: state.average)
+
+
+class SignState(NamedTuple):
+    """The state of the rule: only a step counter."""
+
+    count: jax.Array  # type: ignore[assignment]  # [], int32, steps done; hides tuple.count
+
+
+def with_table(*, dense: Optimizer, learning_rate: Schedule, weight_decay: float = 1.0) -> Optimizer:
+    """Uses sign updates for the touched rows of parameters of kind "table", and `dense` for all others.
+
+    An embedding per puzzle may have a million rows, of which a step uses a few hundred. Moments would triple its
+    memory, and weight decay of every row at every step would erase rows that are rarely used. Therefore a row is
+    updated only if the model lists it as used (touched), and without moments:
+
+        E[i] <- E[i] * (1 - rate * decay) - rate * sign(sum of the gradients of row i)     for touched i
+
+    The gradient of the table already sums all uses of a row in a batch, on all chips, before the sign is taken. The
+    table may be sharded over its rows.
+
+    The model must return `LossOutput.extras = {path of the table: rows that it used [N], int32}`.
+
+    Args:
+      dense: optimizer of all other parameters, to which its `frozen` applies; with all of them frozen, only tables are
+        trained. Its learning rate is the one that is reported.
+      learning_rate: schedule of tables.
+      weight_decay: weight decay of touched rows; multiplied by the learning rate of tables.
+
+    Raises:
+      UserError: the decay is out of range, or `dense` averages; when bound, no parameter is a table; in a step, the
+        model does not list the used rows.
+    """
+    schedules.check_ranges("with_table", weight_decay=weight_decay)
+    if dense.averages is not None:
+        raise UserError("with_table: `dense` averages; reverse the order: averaged(optimizer=with_table(…))")
+
+    def split(specs: Specs) -> optax.GradientTransformationExtraArgs:
+        labels = jax.tree.map(lambda spec: "table" if spec.kind == "table" else "dense", specs)
+        if "table" not in jax.tree.leaves(labels):
+            raise UserError(
+                "with_table: no parameter is a table (an axis `puzzles`, or kind='table'); the parameters are "
+                f"{', '.join(parameters.names(specs))}. Use the inner optimizer without with_table"
+            )
+        others = {module: {n: s for n, s in leaves.items() if s.kind != "table"} for module, leaves in specs.items()}
+        rules = {"table": _by_sign(learning_rate, weight_decay), "dense": dense.rule(others)}
+        return optax.partition(rules, parameters.labelled(labels))
+
+    return dataclasses.replace(dense, rule=split, live=(*dense.live, "table"))
+
+
+def _by_sign(learning_rate: Schedule, weight_decay: float) -> optax.GradientTransformationExtraArgs:
+    def init(params: Params) -> SignState:
+        del params
+        return SignState(jnp.zeros((), jnp.int32))
+
+    def update(
+        grads: Params, state: SignState, params: Params, *, extras: Any = (), **unused: Any
+    ) -> tuple[Params, SignState]:
+        del unused
+        rate = learning_rate(state.count)
+
+        def one(path: Any, p: jax.Array, g: jax.Array) -> jax.Array:
+            rows = _rows(parameters.path_name(path), extras)
+            touched = jnp.zeros(p.shape[0], bool).at[rows].set(True)
+            changed = p * (1 - rate * weight_decay) - rate * jnp.sign(g)
+            # p + (changed - p) equals `changed` up to rounding; untouched rows keep their exact bits.
+            return jnp.where(touched[:, None], changed - p, 0.0)
+
+        return jax.tree_util.tree_map_with_path(one, params, grads), SignState(state.count + 1)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _rows(name: str, extras: Any) -> jax.Array:
+    if not isinstance(extras, Mapping) or name not in extras:
+        raise UserError(
+            f"with_table: the model does not list the rows of {name!r} that a step used; return them as "
+            f"LossOutput.extras = {{{name!r}: rows [N], int32}}, or use the inner optimizer without with_table"
+        )
+    return extras[name]

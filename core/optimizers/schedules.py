@@ -1,21 +1,54 @@
-"""Learning rate schedules: functions of the number of steps done, which is 0 for the first update."""
+"""Learning rate schedules, and the ranges of hyperparameters.
+
+A schedule is a function of the number of steps done, which is 0 for the first update. A hyperparameter's name has the
+same meaning in all optimizers, so its range is defined once. Values out of range are refused when the configuration is
+read, before they could cause a NaN loss.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from core import ranges
 from core.errors import UserError
 
+_RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
+    {
+        **dict.fromkeys(("peak", "value", "weight_decay"), (lambda v: 0 <= v < math.inf, "at least 0, and finite")),
+        **dict.fromkeys(("b1", "b2", "momentum", "decay"), (lambda v: 0 <= v < 1, "from 0 to below 1")),
+        **dict.fromkeys(("eps", "rms", "decay_rate", "clip_update"), (lambda v: 0 < v < math.inf, "above 0")),
+        "clip_norm": (lambda v: v is None or v > 0, "above 0, or None for no clipping"),
+        "min_factored": (lambda v: v >= 1, "at least 1"),
+    }
+)
+RANGED = frozenset(_RANGES)
 Schedule = Callable[[jax.Array], jax.Array]  # step counted from 0 -> learning rate
+
+
+def check_ranges(where: str, **values: float | None) -> None:
+    """Validates each number against the range of its name.
+
+    Args:
+      where: the constructor that takes the numbers, for the error.
+      **values: by the names of `_RANGES`; NaN is never allowed.
+
+    Raises:
+      UserError: a number is out of its range.
+    """
+    for name, value in values.items():
+        allowed, expected = _RANGES[name]
+        if not allowed(value):
+            raise UserError(f"{where}: {name} = {value}: expected {expected}")
 
 
 def constant(value: float) -> Schedule:
     """Returns a constant learning rate."""
-    ranges.check("constant", value=value)
+    check_ranges("constant", value=value)
     return lambda step: jnp.full((), value, jnp.float32) + 0 * step
 
 
@@ -41,7 +74,7 @@ def warmup_floor(*, peak: float, warmup_steps: int, total_steps: int, floor: flo
       total_steps: the step at which the cosine ends.
       floor: the final rate as a fraction of the peak.
     """
-    ranges.check("warmup_floor", peak=peak)
+    check_ranges("warmup_floor", peak=peak)
     if warmup_steps < 0:
         raise UserError(f"warmup_steps = {warmup_steps}: expected at least 0")
     if not 0 <= floor <= 1:
@@ -60,7 +93,7 @@ def _half_cosine(progress: jax.Array) -> jax.Array:
 
 
 def _warmup_then(decay: Callable, peak: float, warmup_steps: int, total_steps: int, final_fraction: float) -> Schedule:
-    ranges.check("learning rate", peak=peak)
+    check_ranges("learning rate", peak=peak)
     if not 0 <= warmup_steps < total_steps:
         raise UserError(f"warmup_steps = {warmup_steps}: expected from 0 to total_steps - 1 = {total_steps - 1}")
     if not 0 <= final_fraction <= 1:

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from core.health import phase
-from core.train_state import TrainState
+from core.step import TrainState
 from core.training import trainer
 from core.training.trainer import Hook
 from core.types import Batch, WeightedSum

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from core.checkpoints import leaves
 from core.health.failure_diagnosis import Numbers
-from core.train_state import TrainState
+from core.step import TrainState
 from core.training.trainer import Hook, StepReport
 
 

@@ -21,8 +21,7 @@ import jax
 import numpy as np
 
 from core.health import phase
-from core.step import Metrics
-from core.train_state import TrainState
+from core.step import Metrics, TrainState
 from core.types import Batch, WeightedSum
 
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]  # runs one step; may donate the state

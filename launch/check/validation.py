@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from core import run_metrics
+from core import metrics
 from core.health import exit_codes
 from launch import environment
 
@@ -102,7 +102,7 @@ def _run(argv: Sequence[str]) -> tuple[int | None, str]:
 
 def measured(run_dir: str) -> dict[str, float]:
     """Returns what the last measured step recorded: seconds, and on a TPU also the predicted figures."""
-    timed = [row for row in run_metrics.read(f"{run_dir}/run").by_step.values() if "step_seconds" in row]
+    timed = [row for row in metrics.read(f"{run_dir}/run").by_step.values() if "step_seconds" in row]
     wanted = ("step", "step_seconds", "mfu", "hbm_gib", "tokens_per_second")
     last = timed[-1] if timed else {}
     return {name: value for name, value in last.items() if name in wanted or name.startswith("predicted/")}

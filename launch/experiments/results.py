@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from core import logical, metrics, run_metrics
+from core import logical, metrics
 from core.batches import Field, batch_shapes
 from core.types import CountsRunFlops, HasEffectiveDepth, HasLayers, Model, can
 from launch.experiment import Experiment
@@ -44,7 +44,7 @@ def rows(entries: Sequence[Entry], *, status: Mapping[str, str], run_dirs: Mappi
 
 
 def _row(entry: Entry, status: str, run_dir: str) -> dict[str, Any]:
-    run, found = entry.experiment, run_metrics.read(run_dir)
+    run, found = entry.experiment, metrics.read(run_dir)
     puzzles, copies = run.task.asked if isinstance(run.task, PuzzleTask) else (None, None)
     best_step, best = found.best(SCORE) or (None, None)
     exact, in_training = found.last(SCORE), found.last("exact_accuracy")

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from core import distributed, paths, run_metrics
+from core import distributed, metrics, paths
 from core.checkpoints import steps as saved_steps
 from core.errors import UserError
 from launch import configuration, environment
@@ -55,7 +55,7 @@ def config(run_dir: str) -> str | None:
 
 def is_complete(run_dir: str, *, text: str, last_step: int) -> bool:
     """Returns whether the run with this configuration text reached `last_step` in this directory."""
-    return config(run_dir) == text and run_metrics.read(run_dir).step >= last_step
+    return config(run_dir) == text and metrics.read(run_dir).step >= last_step
 
 
 def find_runs(root: str, texts: Iterable[str], *, key: Callable[[str], str] = str) -> dict[str, list[str]]:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from core import paths, run_metrics
+from core import metrics, paths
 from core.errors import UserError
 from core.health import exit_codes
 from launch import config, configuration, environment
@@ -249,7 +249,7 @@ class Suite:
                 continue
             self.run_dirs[entry.id] = run_dir
             self.entries[number] = ran = as_run(entry, text=saved_run.config(run_dir))
-            step, last = run_metrics.read(run_dir).step, ran.experiment.total_steps
+            step, last = metrics.read(run_dir).step, ran.experiment.total_steps
             status = f"done in {run_dir}" if run_dir != entry.run_dir else "done"
             if step < last:
                 status = f"step {step:,} of {last:,}"

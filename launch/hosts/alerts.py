@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from core import paths, run_metrics
+from core import metrics, paths
 from core.errors import UserError
 from core.health import exit_codes, failure_notes
 from launch import environment
@@ -120,5 +120,5 @@ def _step(message: str, run_dir: str) -> int | None:
         return int(named[1])
     if not paths.is_remote(run_dir):
         with contextlib.suppress(OSError):  # an alert without a step is better than none
-            return run_metrics.read(run_dir).step or None
+            return metrics.read(run_dir).step or None
     return None

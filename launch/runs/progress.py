@@ -14,7 +14,7 @@ from rich.table import Table
 from core import slices, units
 from core.checkpoints import writing
 from core.health import phase
-from core.train_state import TrainState
+from core.step import TrainState
 from core.training.compilation import Totals
 from core.training.host_metrics import Slowest
 from core.types import CountsFlops, DescribesEvaluation, Generates, can, lacking

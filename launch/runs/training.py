@@ -12,18 +12,8 @@ from core.checkpoints.store import Checkpoints
 from core.checkpoints.writing import SaveCosts
 from core.errors import UserError
 from core.health import heartbeat, phase
-from core.train_state import TrainState
-from core.training import (
-    compilation,
-    evaluation,
-    goodput,
-    hooks,
-    host_metrics,
-    non_finite,
-    prefetch,
-    profiling,
-    run_lock,
-)
+from core.step import TrainState
+from core.training import compilation, evaluation, goodput, hooks, host_metrics, prefetch, profiling, run_lock
 from core.training.trainer import Hook, TrainStep
 from launch import array_table, config, environment
 from launch.prediction import PredictionCheck
@@ -67,7 +57,7 @@ def train(run: Run, *, lock: run_lock.RunLock | None = None, also: Sequence[Hook
             _write_config(run, now.writers)
         evaluate = _evaluation(now)
         batches = stack.enter_context(open_batches(run, position))
-        state = non_finite.train(
+        state = hooks.train_rolling_back(
             compile_together(run, now.first_step),
             batches,
             state,
@@ -173,7 +163,7 @@ def _hooks(now: _UnderWay, evaluate: Hook | None, checkpoints: Checkpoints, batc
     run = now.run
     preemption = hooks.StopWhenPreempted(distributed.preempted)
     used = [
-        non_finite.policy_hook(run.experiment.non_finite, warn=now.lines.warning, writers=now.writers),
+        hooks.policy_hook(run.experiment.non_finite, warn=now.lines.warning, writers=now.writers),
         *_logging(now),
     ]
     if run.host.is_zero:

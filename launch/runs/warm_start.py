@@ -5,7 +5,7 @@ from __future__ import annotations
 from core import paths
 from core.checkpoints import steps, warm_start
 from core.errors import UserError
-from core.train_state import TrainState
+from core.step import TrainState
 from core.types import ReadsPublished, can, missing
 from launch.experiment import Experiment
 from parallel.partitioner import Program

@@ -18,7 +18,7 @@ import numpy as np
 from core import paths
 from core.checkpoints.store import Checkpoints
 from core.errors import UserError
-from core.train_state import TrainState
+from core.step import TrainState
 from launch.runs.prepared_run import Run
 from parallel import agreement
 from parallel.agreement import Batch

@@ -7,8 +7,8 @@ to the stage that runs it, in R exchanges, in each of which every stage sends on
     part c is stored on stage c // R, in place c % R;   it runs on stage c % S, in repeat c // S
 
 If L does not divide over the stages, each has ceil(L / S) layers, and the last layer is repeated until all are full.
-The stored array is then not sharded over layers: `stage` shards another dimension (`parallel.rules`), and an all-to-all
-brings every stage its layers.
+The stored array is then not sharded over layers: `stage` shards another dimension (`parallel.strategy`), and an
+all-to-all brings every stage its layers.
 
 S stages, R repeats, R S parts.
 """

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from core import logical
 from core.logical import Axes, Rules
 from core.stack import LayerFn
-from parallel import accumulation, rules
+from parallel import accumulation, strategy
 from parallel.pipeline import layer_order
 from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.stage import STAGE
@@ -121,7 +121,7 @@ def region(fn: LayerFn, stacked: Any, schedule: Schedule, param_rules: Rules, ac
 
     named = jax.tree.map(lambda of: Axes(("layers", *of.names)), fn.axes(), is_leaf=lambda a: isinstance(a, Axes))
     is_axes = functools.partial(jax.tree.map, is_leaf=lambda a: isinstance(a, Axes))
-    stored = is_axes(lambda of, a: rules.stored_spec(a.shape, of, param_rules, sizes), named, stacked)
+    stored = is_axes(lambda of, a: strategy.stored_spec(a.shape, of, param_rules, sizes), named, stacked)
     staged = is_axes(lambda of: logical.partition_spec(of, param_rules, keep=others.__contains__), named)
     layers = len(fn.kinds)
     return Region(

@@ -22,9 +22,9 @@ from core.batches import BatchSpec, batch_shapes, row_length
 from core.logical import Axes
 from core.optimizers import Optimizer
 from core.slices import Slice
-from core.train_state import TrainState
+from core.step import TrainState
 from core.types import ChoosesAttention, ChoosesDtype, Model, can
-from parallel import rules
+from parallel import strategy
 from parallel.planning import candidates
 
 _CANDIDATE_ROWS = (7, 11, 13, 17, 19, 23)
@@ -153,7 +153,7 @@ def trace(
         Axes(()),
         axes,
         optimizers.state_axes(optimizer, params),
-        jax.tree.map(lambda s: rules.row_axes(s.shape), carry),
+        jax.tree.map(lambda s: strategy.row_axes(s.shape), carry),
     )
     works = {}
     for remat in candidates.remats(model) if remats is None else remats:

@@ -20,9 +20,9 @@ from core.batches import batch_size
 from core.errors import UserError
 from core.logical import Rules
 from core.slices import Slice
-from parallel import mesh, rules, strategy
+from parallel import mesh, strategy
 from parallel.partitioner import Program
-from parallel.pipeline import checks
+from parallel.pipeline import schedules
 from parallel.planning import candidates
 from parallel.planning.links import Links
 from parallel.planning.model_trace import ModelTrace, leaves
@@ -71,7 +71,7 @@ class ShardedState:
             self.shape = strategy.resolve(tables, trace.slice)
         except UserError as error:
             raise Refused("degrees do not make the slice", str(error)) from error
-        if not checks.depths(trace.shapes.params, trace.axes.params):
+        if not schedules.depths(trace.shapes.params, trace.axes.params):
             self._check_stages()  # without a stack of layers no schedule and no dimension can help
         shapes, axes = trace.shapes, trace.axes
         parts = (
@@ -82,7 +82,7 @@ class ShardedState:
         where = f"strategy {tables.name!r} on {trace.slice.name}"
         try:
             for part in parts:
-                rules.specs(*part, mesh_shape=self.shape, where=where)
+                strategy.specs(*part, mesh_shape=self.shape, where=where)
         except UserError as error:
             raise Refused("a dimension does not divide", str(error)) from error
 
@@ -98,7 +98,7 @@ class ShardedState:
         if schedule is None:
             return
         sizes = {"stages": self.shape["stage"], "chips": self.trace.slice.chips}
-        if found := checks.problems(schedule, shapes, axes, even=True, **sizes):  # even: padding is not counted
+        if found := schedules.problems(schedule, shapes, axes, even=True, **sizes):  # even: padding is not counted
             raise Refused("layers do not divide into stages", f"strategy {self.tables.name!r}: " + "; ".join(found))
 
     def check(self, step: Step, *, num_streams: int = 1) -> None:

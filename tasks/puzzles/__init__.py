@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tasks.checks import check_integer
+from core.errors import check_integer
 from tasks.puzzles.files import Cut
 from tasks.puzzles.maze_sets import MazeSet
 from tasks.puzzles.sudoku_sets import SudokuSet

@@ -9,7 +9,7 @@ import pytest
 
 from core import optimizers
 from core.logical import Axes
-from core.param_spec import ParamSpec
+from core.parameters import ParamSpec
 
 SPECS = {
     "~": {"embedding": ParamSpec(("vocab", "embed")), "turn": ParamSpec(("embed",), trainable=False)},

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from core import logical
 from core.logical import Axes
-from core.param_spec import ParamSpec
+from core.parameters import ParamSpec
 
 RULES = {**dict.fromkeys(logical.LOGICAL_AXES), "batch": ("data", "fsdp"), "mlp": "tensor", "embed": "fsdp"}
 

@@ -8,7 +8,7 @@ import pytest
 
 from core import logical, optimizers
 from core.logical import Axes
-from core.param_spec import ParamSpec
+from core.parameters import ParamSpec
 
 PARAMS = {
     "~": {"embedding": jnp.ones((6, 4)), "final_norm": jnp.ones((4,))},

@@ -8,7 +8,7 @@ import pytest
 
 from core import logical, optimizers, parameters
 from core.logical import Axes
-from core.param_spec import ParamSpec
+from core.parameters import ParamSpec
 
 LAYERS = 3
 SHAPES = {

@@ -7,7 +7,7 @@ import pytest
 
 from core import optimizers
 from core.logical import Axes
-from core.param_spec import ParamSpec
+from core.parameters import ParamSpec
 
 RATE = optimizers.warmup_floor(peak=1e-2, warmup_steps=10, total_steps=100, floor=0.1)
 PARAMS = {

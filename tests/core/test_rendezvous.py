@@ -6,7 +6,6 @@ import time
 import pytest
 
 from core import rendezvous
-from core.health import wire_protocol
 
 
 @pytest.fixture
@@ -80,10 +79,10 @@ def test_the_ways_to_the_others_stay_open_beside_whoever_has_the_port_next(addre
     with socket.create_server(rendezvous.split(address)):
         zero, one, two = (host.roll for host in hosts)
         assert zero.addresses == two.addresses == ("127.0.0.1",) * 3
-        assert wire_protocol.send(two.connections[0], {"word": "ü"}, seconds=1)
-        assert wire_protocol.receive(zero.connections[2], seconds=1) == {"word": "ü"}
-        assert wire_protocol.send(zero.connections[1], {"another": [1]}, seconds=1)
-        assert wire_protocol.receive(one.connections[0], seconds=1) == {"another": [1]}
+        assert rendezvous.send(two.connections[0], {"word": "ü"}, seconds=1)
+        assert rendezvous.receive(zero.connections[2], seconds=1) == {"word": "ü"}
+        assert rendezvous.send(zero.connections[1], {"another": [1]}, seconds=1)
+        assert rendezvous.receive(one.connections[0], seconds=1) == {"another": [1]}
     for host in hosts:
         host.roll.close()
 

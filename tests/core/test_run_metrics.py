@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from core import run_metrics
+from core import metrics
 
 SCORE = "validation/exact_accuracy"
 
@@ -34,17 +34,17 @@ def test_metrics_are_read_from_a_run_directory(tmp_path):
             '{"step": 40, "val',
         ],
     )
-    found = run_metrics.read(run)
+    found = metrics.read(run)
     assert found.step == 30
     assert found.curve(SCORE) == [(10, 0.1), (20, 0.3), (30, 0.3)]
     assert found.best(SCORE) == (20, 0.3)
     assert found.last("loss") == 3.0
     assert found.median("step_seconds") == pytest.approx(0.3)
-    assert run_metrics.read(str(tmp_path / "nothing")) == run_metrics.RunMetrics()
+    assert metrics.read(str(tmp_path / "nothing")) == metrics.RunMetrics()
 
 
 def test_the_first_step_at_a_goal(tmp_path):
     lines = [score(step, value) for step, value in ((10, 0.7), (20, 0.8), (30, 0.75), (40, 0.9))]
-    found = run_metrics.read(write(tmp_path / "run", lines))
+    found = metrics.read(write(tmp_path / "run", lines))
     assert found.first_at(SCORE, least=0.8) == 20
     assert found.first_at(SCORE, least=0.95) is None

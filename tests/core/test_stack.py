@@ -10,7 +10,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from core import logical, stack
-from core.param_spec import ParamSpec
+from core.parameters import ParamSpec
 
 # B batch 4, D width 3, L layers 5.
 KEY, LAYERS = jax.random.key(3), 5

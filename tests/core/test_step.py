@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from core import optimizers, step, train_state
-from core.param_spec import ParamSpec
+from core import optimizers, step
+from core.parameters import ParamSpec
 from core.types import LossOutput, WeightedSum
 
 
@@ -53,9 +53,7 @@ def batch(rows=4, weights=None):
 
 
 def start(model=None, rows=4):
-    return train_state.create(
-        model or Line(), sgd(), {"~": {"w": jnp.float32(2.0), "idle_norm": jnp.ones(())}}, batch(rows)
-    )
+    return step.create(model or Line(), sgd(), {"~": {"w": jnp.float32(2.0), "idle_norm": jnp.ones(())}}, batch(rows))
 
 
 @pytest.mark.covers("T01")
@@ -159,7 +157,7 @@ def test_answers_come_with_the_same_sums(model, answers):
 def test_frozen_parameters_do_not_count_in_the_gradient_norm():
     frozen = optimizers.adamw(learning_rate=optimizers.constant(0.1), frozen=("w",)).bound(SPECS)
     params = {"~": {"w": jnp.float32(2.0), "idle_norm": jnp.ones(())}}
-    state = train_state.create(Line(), frozen, params, batch())
+    state = step.create(Line(), frozen, params, batch())
     after, metrics = step.train_step(Line(), frozen, seed=0)(state, batch())
     assert float(metrics["gradient_norm"]) == 0.0
     assert float(after.params["~"]["w"]) == 2.0

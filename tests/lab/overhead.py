@@ -17,7 +17,7 @@ import jax
 
 from core.health import phase
 from core.optimizers import adamw, constant
-from core.train_state import TrainState
+from core.step import TrainState
 from core.training import hooks
 from core.training.trainer import StepReport
 from core.types import Batch

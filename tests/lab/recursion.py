@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from core import optimizers, step, train_state
+from core import optimizers, step
 from models.trm import TRM
 
 ROWS, CELLS = 8, 81
@@ -84,7 +84,7 @@ def _compiled(model: TRM):
     rate = optimizers.constant(1e-4)
     table = optimizers.with_table(dense=optimizers.adam_atan2(learning_rate=rate), learning_rate=rate)
     optimizer = optimizers.averaged(optimizer=table).for_model(model, batch)
-    state = train_state.initialise(model, optimizer, seed=0, batch=batch)
+    state = step.initialise(model, optimizer, seed=0, batch=batch)
     return state, batch, jax.jit(step.train_step(model, optimizer, seed=0)).lower(state, batch).compile()
 
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from core.training import non_finite
+from core.training import hooks
 from launch import configuration
 from launch.hosts.cluster import Host
 from launch.runs import prepared_run, training
@@ -103,7 +103,7 @@ def test_after_a_roll_back_the_run_is_the_one_that_never_saw_those_batches(losse
 @pytest.mark.slow
 def test_a_run_that_is_no_number_wherever_it_goes_ends(losses):
     task = experiment().task
-    with pytest.raises(non_finite.NonFiniteLossError, match="got no further than step 5"):
+    with pytest.raises(hooks.NonFiniteLossError, match="got no further than step 5"):
         losses("spoilt", experiment(task=Spoilt(task, bad=tuple(range(5, 99))), non_finite="roll_back"))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from core import slices
-from core.param_spec import ParamSpec
+from core.parameters import ParamSpec
 from launch import configuration, environment
 from launch.experiments import results, suites
 from parallel import mesh

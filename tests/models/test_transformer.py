@@ -11,7 +11,7 @@ import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from core import optimizers, step, train_state
+from core import optimizers, step
 from models import attention, losses, transformer
 
 FIXTURE = np.load(pathlib.Path(__file__).parent / "fixtures" / "llama_parity.npz")
@@ -121,7 +121,7 @@ class TestHuggingFaceParity:
         optimizer = optimizers.adamw(
             learning_rate=optimizers.constant(3e-3), b2=0.95, eps=1e-8, weight_decay=0.1, no_decay=(), clip_norm=1.0
         ).for_model(MODEL, self.batch)
-        state = train_state.create(MODEL, optimizer, params, self.batch)
+        state = step.create(MODEL, optimizer, params, self.batch)
         train = jax.jit(step.train_step(MODEL, optimizer, seed=0))
         for i in range(6):
             state, metrics = train(state, self.batch)
@@ -231,7 +231,7 @@ def test_padded_vocabulary_is_inert():
     assert params["~"]["embedding"].shape == (256, 64)
     assert np.all(params["~"]["embedding"][200:] == 0)
     optimizer = optimizers.adamw(learning_rate=optimizers.constant(1e-2), weight_decay=0.1).for_model(model, batch)
-    state = train_state.create(model, optimizer, params, batch)
+    state = step.create(model, optimizer, params, batch)
     state, _ = jax.jit(step.train_step(model, optimizer, seed=0))(state, batch)
     assert np.all(state.params["~"]["embedding"][200:] == 0)
     assert jax.eval_shape(model.logits, params, batch).shape == (2, 32, 200)

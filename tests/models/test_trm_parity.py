@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from core import optimizers, step, train_state
+from core import optimizers, step
 from core.types import IGNORED
 from models import losses, rotary, trm
 from models.trm import halting, net
@@ -210,7 +210,7 @@ def compare_gradients(grads, ids, here, found):
 def train_steps(model, found, *, steps, chosen):
     """Whole training steps: sign of the table, AdamATan2, average."""
     chosen = chosen.for_model(model, BATCHES["A"])
-    state = train_state.create(model, chosen, to_ours(), BATCHES["A"])
+    state = step.create(model, chosen, to_ours(), BATCHES["A"])
     run = jax.jit(step.train_step(model, chosen, seed=0))
     for number in range(1, steps + 1):
         state, metrics = run(state, BATCHES["AB"[(number - 1) % 2]])
@@ -396,6 +396,6 @@ def test_a_wrong_optimizer_is_refused(wrong, monkeypatch):
             optimizer=optimizers.with_table(dense=optimizers.adamw(learning_rate=peak), learning_rate=peak), decay=0.9
         )
     else:
-        monkeypatch.setattr("core.optimizers.table._rows", lambda name, extras: jnp.arange(5))
+        monkeypatch.setattr("core.optimizers.rules._rows", lambda name, extras: jnp.arange(5))
     train_steps(MODEL, found, steps=2, chosen=chosen)
     assert {"params", "table"} & set(found.failed())

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from core import optimizers, random_bits, step, train_state
+from core import optimizers, random_bits, step
 from models import trm
 
 ROWS, CELLS, STEPS = 6, 7, 20
@@ -134,7 +134,7 @@ def test_exploration_fades():
 def test_the_carry_counts_the_steps_of_training():
     model = SMALL
     optimizer = optimizers.adamw(learning_rate=optimizers.constant(1e-3)).for_model(model, batch())
-    state = train_state.initialise(model, optimizer, seed=0, batch=batch())
+    state = step.initialise(model, optimizer, seed=0, batch=batch())
     run = jax.jit(step.train_step(model, optimizer, seed=0))
     for number in range(1, 4):
         state, _ = run(state, batch(number))

@@ -7,7 +7,7 @@ import pytest
 
 from core import slices
 from core.batches import Field
-from parallel import placement, strategies
+from parallel import mesh, strategies
 from parallel.partitioner import Partitioner
 
 FSDP, BY_FOUR = strategies.fsdp(), strategies.fsdp_tensor(tensor=4)
@@ -36,7 +36,7 @@ def test_put_gives_every_chip_its_rows_on_a_host_whose_rows_are_strided(tables, 
     for host in range(4):
         monkeypatch.setattr(jax, "process_index", lambda host=host: host)
         rows = bound.data_layout(32).rows
-        placement.put({"inputs": whole[list(rows)]}, spec, bound.batch_shardings(spec), rows=rows)
+        mesh.put({"inputs": whole[list(rows)]}, spec, bound.batch_shardings(spec), rows=rows)
     assert len(filled) == 16
 
 
@@ -46,7 +46,7 @@ def test_put_places_rows_in_the_slices_own_order():
     whole = np.arange(16 * 8, dtype=np.int32).reshape(16, 8)
     spec = {"inputs": Field((16, 8), jnp.int32, ("batch", "length"))}
     layouts = bound.batch_shardings(spec)
-    array = placement.put({"inputs": whole}, spec, layouts, rows=range(16))["inputs"]
+    array = mesh.put({"inputs": whole}, spec, layouts, rows=range(16))["inputs"]
     np.testing.assert_array_equal(array, whole)
     by_device = {s.device.id: s.index[0].start for s in array.addressable_shards}
     assert {by_device[i] for i in range(4)} == {0, 4, 8, 12}  # the four chips that play host 0
@@ -71,7 +71,7 @@ def test_a_batch_other_than_the_rows_of_this_host_is_rejected(change, says):
     given = {k: a for k, a in {**OWED, **change}.items() if a is not None}
     layouts = bind(FSDP, "v4-32").batch_shardings(SPEC)
     with pytest.raises(ValueError, match="host 0 must supply 16 of the 16 rows of a batch") as error:
-        placement.put(given, SPEC, layouts, rows=range(16))
+        mesh.put(given, SPEC, layouts, rows=range(16))
     assert says in str(error.value)
     assert "Supply exactly the rows data_layout(batch_size).rows" in str(error.value)
 
@@ -82,4 +82,4 @@ def test_a_global_batch_is_rejected_where_a_host_supplies_a_part():
     with pytest.raises(
         ValueError, match=r"must supply 4 of the 16 rows .*\n  feature 'x' has shape \(16, 3\), expected \(4, 3\)"
     ):
-        placement.put(OWED, SPEC, layouts, rows=(1, 5, 9, 13))
+        mesh.put(OWED, SPEC, layouts, rows=(1, 5, 9, 13))

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from core import train_state
+from core import step
 from core.checkpoints.store import Checkpoints
 from launch.verify.agreement import ONE_DEVICE, RECURSIVE, batches_for, bind
 from parallel import agreement, strategies
@@ -88,7 +88,7 @@ def test_a_resume_is_exact_and_may_change_the_strategy(tmp_path):
         state, metrics = program.train_step(state, program.put(batch))
         losses.append(float(metrics["loss"]))
     again, _, _ = checkpoints.restore(3, program.abstract_state)
-    assert isinstance(again, train_state.TrainState)
+    assert isinstance(again, step.TrainState)
     assert len(np.unique(jax.device_get(again.carry.steps))) > 1  # in the middle of puzzles
     repeated = []
     for batch in BATCHES[3:6]:

@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec
 
 from core.batches import Field
 from core.logical import Axes
-from parallel import rules
+from parallel import strategy
 from parallel.strategies import REPLICATED
 
 MESH = {"stage": 1, "data": 2, "fsdp": 4, "tensor": 4}
@@ -17,7 +17,7 @@ RULES = {**REPLICATED, "embed": "fsdp", "mlp": "tensor", "vocab": "tensor", "hea
 def fit(**arrays):
     shapes = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, (shape, _) in arrays.items()}
     axes = {name: Axes(names) for name, (_, names) in arrays.items()}
-    return rules.specs({"block": shapes}, {"block": axes}, RULES, mesh_shape=MESH, where="strategy 'mine'")["block"]
+    return strategy.specs({"block": shapes}, {"block": axes}, RULES, mesh_shape=MESH, where="strategy 'mine'")["block"]
 
 
 @pytest.mark.covers("M10", "M15")
@@ -67,11 +67,11 @@ def test_all_mismatches_come_at_once_and_nothing_is_quietly_replicated():
 
 def test_axes_of_batches_and_carries():
     field = Field((8, 4, 2), jnp.float32, ("batch", "length", None))
-    assert rules.batch_axes({"frames": field}) == {"frames": Axes(("batch", "length", None))}
+    assert strategy.batch_axes({"frames": field}) == {"frames": Axes(("batch", "length", None))}
     misspelt = Field((8, 4), jnp.int32, ("batch", "lenght"))
     with pytest.raises(
         ValueError, match="field 'inputs' of a batch: unknown logical axis 'lenght'; did you mean length"
     ):
-        rules.batch_axes({"inputs": misspelt})
-    assert rules.row_axes((8, 4)) == Axes(("batch", None))
-    assert rules.row_axes(()) == Axes(())
+        strategy.batch_axes({"inputs": misspelt})
+    assert strategy.row_axes((8, 4)) == Axes(("batch", None))
+    assert strategy.row_axes(()) == Axes(())

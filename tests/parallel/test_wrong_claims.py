@@ -18,7 +18,7 @@ from core.logical import Axes
 from launch.experiment import padding
 from launch.hosts import cluster
 from models.transformer import Transformer
-from parallel import mesh, report, rules, strategies, strategy
+from parallel import mesh, report, strategies, strategy
 from parallel.partitioner import Partitioner
 from parallel.strategies import REPLICATED, Strategy
 from tasks import streams
@@ -137,7 +137,7 @@ def test_tables(make, message):
 
 def fit(shape, axes):
     leaf = {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
-    return rules.specs(leaf, {"w": Axes(axes)}, SPLIT, mesh_shape={"data": 2, "fsdp": 4, "tensor": 2}, where="mine")
+    return strategy.specs(leaf, {"w": Axes(axes)}, SPLIT, mesh_shape={"data": 2, "fsdp": 4, "tensor": 2}, where="mine")
 
 
 @pytest.mark.covers("M05")

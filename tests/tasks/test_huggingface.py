@@ -10,7 +10,7 @@ import pytest
 from core.errors import UserError
 from core.types import DataLayout
 from tasks import huggingface, text, vocabularies
-from tasks.corpus import StreamSpec
+from tasks.documents import StreamSpec
 
 
 class FakeIterable:

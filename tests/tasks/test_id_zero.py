@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from core import logical, optimizers, step, train_state
+from core import logical, optimizers, step
 from core.types import DataLayout
 from models import losses
-from tasks import huggingface, readers, text, vocabularies
+from tasks import huggingface, seqio_tasks, text, vocabularies
 
 LENGTH = 8
 TEXTS = ("abba", "a", "caab" * 5, "aaaaaaaa", "zza")
@@ -36,7 +36,7 @@ class Letters(vocabularies.Bytes):
         return [byte - ord("a") + self.first for byte in text.encode()]
 
     def seqio(self):
-        tf, seqio = readers.modules()
+        tf, seqio = seqio_tasks.modules()
         shift = ord("a") - self.first
 
         class Theirs(seqio.ByteVocabulary):
@@ -123,7 +123,7 @@ def test_a_model_learns_and_is_evaluated_on_zeros(tmp_path):
     batches = batches_of(files(tmp_path, A_IS_ZERO))
     first = next(batches)
     optimizer = optimizers.adamw(learning_rate=optimizers.constant(0.1)).for_model(Bigrams(), first)
-    state = train_state.initialise(Bigrams(), optimizer, seed=0, batch=first)
+    state = step.initialise(Bigrams(), optimizer, seed=0, batch=first)
     train = jax.jit(step.train_step(Bigrams(), optimizer, seed=0))
     evaluate = jax.jit(step.eval_step(Bigrams(), optimizer, seed=0))
     before = evaluate(state, first)["loss"]

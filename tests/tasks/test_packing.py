@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tasks import packing, readers, seqio_tasks
+from tasks import packing, seqio_tasks
 
 LENGTH = 9
 
@@ -16,7 +16,7 @@ def _documents():
 @pytest.mark.slow
 def test_rows_equal_those_of_seqio():
     """seqio closes a row after every LENGTH pieces: it is given one such group at a time."""
-    tf, seqio = readers.modules()
+    tf, seqio = seqio_tasks.modules()
     pieces = [piece for ids in _documents() for piece in packing.text_segments(ids, length=LENGTH, bos_id=7)]
     for start in range(0, len(pieces), LENGTH):
         group = pieces[start : start + LENGTH]

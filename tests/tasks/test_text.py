@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from core.types import DataLayout
-from tasks import catalogue, readers, seqio_tasks, text, vocabularies
-from tasks.corpus import StreamSpec
+from tasks import catalogue, seqio_tasks, text, vocabularies
+from tasks.documents import StreamSpec
 
 LENGTH = 32
 
@@ -329,9 +329,9 @@ def test_a_prepared_dataset_of_the_catalogue(tmp_path, monkeypatch, capfd):
     ("content", "says"), [(b"a\0b", "a NUL character at byte 1"), (b"\xe9t\xe9", "not UTF-8 text \\(byte 0xe9 at 0")]
 )
 def test_a_document_of_the_catalogue_that_is_not_text_is_named(content, says):
-    tf, _ = readers.modules()
+    tf, _ = seqio_tasks.modules()
     corpus = catalogue.Tfds("tiny", "train", "validation", "text", data_dir=repr(content))
-    read = readers.reader(corpus, functools.partial(catalogue._read, "train"))
+    read = seqio_tasks.reader(corpus, functools.partial(catalogue._read, "train"))
     assert tf.constant(b"?") == next(iter(tf.data.Dataset.from_tensors(content).map(read)))
     with pytest.raises(ValueError, match=f"tiny .*: the document of train that begins .*: {says}"):
         seqio_tasks.raise_refused(corpus)

@@ -18,7 +18,7 @@ from core.errors import UserError
 from launch.experiments import saved_run
 from models import families, family_tensors, pretrained
 from models.decoder_config import DecoderConfig
-from tasks import streams, tokenizer_folders, vocabularies
+from tasks import streams, tokenizer_folders
 
 HELP = "write the model of a run as a Hugging Face folder: config.json, safetensors, tokenizer"
 EXAMPLE = """launch/run export runs/first --out first-7b --dtype bfloat16
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     size = published.write(out, tensors)
     vocabulary = experiment.task.vocabulary
     config = {**families.config(model, kind), "torch_dtype": args.dtype, **_special_ids(vocabulary)}
-    if isinstance(vocabulary, vocabularies.FolderTokenizer):
+    if isinstance(vocabulary, tokenizer_folders.FolderTokenizer):
         _copy_tokenizer(vocabulary.folder, out)
     else:
         print("no tokenizer is written: the run's vocabulary is not one of a published folder")

@@ -12,7 +12,7 @@ import jax
 from rich import box
 from rich.table import Table
 
-from core import paths, run_metrics, slices, units
+from core import metrics, paths, slices, units
 from core.errors import UserError
 from launch import environment, terminal
 from launch.cli import flags
@@ -118,7 +118,7 @@ def _table(suite: Suite) -> Table:
     for entry in suite.entries:
         cells = ("", "", "")
         if not (entry.same_as or suite.mode.smoke):
-            found = run_metrics.read(suite.run_dirs[entry.id])
+            found = metrics.read(suite.run_dirs[entry.id])
             step, score = found.step, found.last(results.SCORE)
             cells = (f"{step:,}", f"{suite.mode.last_step(entry):,}", "" if score is None else f"{score:.2%}")
         table.add_row(entry.name, *cells, suite.status[entry.id])

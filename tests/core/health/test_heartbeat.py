@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from core.health import exit_codes, failure_diagnosis, heartbeat, phase, wire_protocol
+from core import rendezvous
+from core.health import exit_codes, failure_diagnosis, heartbeat, phase
 from core.health.phase import Place
 from core.rendezvous import Roll
 
@@ -227,7 +228,7 @@ def test_a_host_zero_that_is_frozen_is_named_by_the_others_where_the_watchdog_on
     zero, one = socket.socketpair()
     with zero:
         watch = heartbeat._Watch(Roll(1, 2, ("10.0.0.3", "10.0.0.4"), {0: one}), limits)
-        wire_protocol.send(zero, {"at": list(Place(17, phase.TRAINING, 0.0))}, seconds=1.0)
+        rendezvous.send(zero, {"at": list(Place(17, phase.TRAINING, 0.0))}, seconds=1.0)
         watch.start()
         time.sleep(1.6)
         watch.tell({"stop": True}).wait(5.0)  # from here on it listens no more
@@ -321,7 +322,7 @@ def test_the_stacks_of_a_thousand_hosts_fit_into_a_message():
     assert len(found) == 8
     assert found[0] == (list(range(990)), alike[0])
     assert found[1][0] == [990]
-    assert len(wire_protocol.pack({"stacks of": found})) < wire_protocol.MAX_BYTES
+    assert len(rendezvous.pack({"stacks of": found})) < rendezvous.MAX_BYTES
 
 
 def test_a_fault_of_the_watch_ends_the_process(run_hosts):
@@ -357,9 +358,9 @@ print("NOTED", *noted)
 def test_nothing_follows_a_message_that_was_sent_in_part():
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        assert not wire_protocol.send(ours, {"at": "x" * 2**21}, seconds=0.2)
-        assert not wire_protocol.send(ours, {"at": 1}, seconds=0.2)
-        inbox = wire_protocol.Inbox()
+        assert not rendezvous.send(ours, {"at": "x" * 2**21}, seconds=0.2)
+        assert not rendezvous.send(ours, {"at": 1}, seconds=0.2)
+        inbox = rendezvous.Inbox()
         while piece := theirs.recv(1 << 16):
             assert not inbox.add(piece)
         assert inbox.missing_bytes()

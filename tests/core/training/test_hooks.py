@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from core.training import hooks, non_finite, run_lock
+from core.training import hooks, run_lock
 from core.training.trainer import StepReport
 from core.types import WeightedSum
 
@@ -49,9 +49,9 @@ def test_a_step_is_split_into_waiting_for_data_the_devices_and_the_hosts_own_wor
 
 @pytest.mark.covers("T10")
 def test_stop_looks_at_loss_and_gradient_and_nothing_else():
-    stop = non_finite.Stop()
+    stop = hooks.Stop()
     stop.after_step(report(1, gradient_norm=1.0, entropy=math.nan))
-    with pytest.raises(non_finite.NonFiniteLossError, match="step 2: gradient_norm = inf"):
+    with pytest.raises(hooks.NonFiniteLossError, match="step 2: gradient_norm = inf"):
         stop.after_step(report(2, gradient_norm=math.inf))
 
 

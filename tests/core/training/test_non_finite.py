@@ -8,28 +8,28 @@ import numpy as np
 import optax
 import pytest
 
-from core import optimizers, step, train_state
+from core import optimizers, step
 from core.health import exit_codes
-from core.param_spec import ParamSpec
-from core.training import non_finite
+from core.parameters import ParamSpec
+from core.training import hooks
 from core.training.trainer import StepReport
 from core.types import LossOutput
 
 
 def report(number, loss=1.0, skipped=0.0):
-    return StepReport(number, {"loss": loss, "gradient_norm": 1.0, non_finite.SKIPPED: skipped}, {}, 0.1, 0.0)
+    return StepReport(number, {"loss": loss, "gradient_norm": 1.0, hooks.SKIPPED: skipped}, {}, 0.1, 0.0)
 
 
 @pytest.mark.covers("T10")
 def test_every_policy_ends_with_its_own_exit_code():
-    assert non_finite.NonFiniteLossError.exit_code == exit_codes.NON_FINITE
-    with pytest.raises(non_finite.NonFiniteLossError, match="step 3: loss = inf"):
-        non_finite.Stop().after_step(report(3, math.inf))
+    assert hooks.NonFiniteLossError.exit_code == exit_codes.NON_FINITE
+    with pytest.raises(hooks.NonFiniteLossError, match="step 3: loss = inf"):
+        hooks.Stop().after_step(report(3, math.inf))
 
 
 def test_skip_says_each_and_ends_where_they_do_not_end():
     said = []
-    skip = non_finite.Skip(lambda *words: said.append(words))
+    skip = hooks.Skip(lambda *words: said.append(words))
     for number in range(1, 30):  # never so many in a row
         skip.after_step(report(number, math.nan if number % 10 else 1.0, float(number % 10 > 0)))
     assert len(said) == 27
@@ -37,16 +37,16 @@ def test_skip_says_each_and_ends_where_they_do_not_end():
     skip.after_step(report(30))
     for number in range(31, 50):
         skip.after_step(report(number, math.nan, 1.0))
-    with pytest.raises(non_finite.NonFiniteLossError, match="step 50: loss = nan, as in the 19 steps before"):
+    with pytest.raises(hooks.NonFiniteLossError, match="step 50: loss = nan, as in the 19 steps before"):
         skip.after_step(report(50, math.nan, 1.0))
 
 
 def test_roll_back_gives_up_where_it_gets_no_further():
     said = []
-    policy = non_finite.RollBack(lambda *words: said.append(words))
+    policy = hooks.RollBack(lambda *words: said.append(words))
 
     def fails_at(number):
-        with pytest.raises(non_finite.NonFiniteLossError, match=f"step {number}: loss = nan") as error:
+        with pytest.raises(hooks.NonFiniteLossError, match=f"step {number}: loss = nan") as error:
             policy.after_step(report(number, math.nan))
         policy.again(error.value)
 
@@ -55,7 +55,7 @@ def test_roll_back_gives_up_where_it_gets_no_further():
     policy.after_step(report(8))  # further than ever
     for number in (9, 9, 9):
         fails_at(number)
-    with pytest.raises(non_finite.NonFiniteLossError, match="Rolled back 3 times and got no further than step 9"):
+    with pytest.raises(hooks.NonFiniteLossError, match="Rolled back 3 times and got no further than step 9"):
         fails_at(9)
     assert [words[:2] for words in said] == [(n, "rolled_back") for n in (7, 7, 7, 9, 9, 9)]
 
@@ -76,7 +76,7 @@ class Line:
 def test_a_skipped_step_keeps_everything_but_its_number(bad):
     optimizer = optimizers.adamw(learning_rate=optimizers.constant(0.1), no_decay=()).bound(SPECS)
     params = {"~": {"w": jnp.float32(2.0)}}
-    before = train_state.TrainState(jnp.int32(4), params, optimizer.init(params), jnp.float32(0))
+    before = step.TrainState(jnp.int32(4), params, optimizer.init(params), jnp.float32(0))
     run = jax.jit(step.train_step(Line(), optimizer, seed=0, skip_non_finite=True))
     good, metrics = run(before, {"x": jnp.ones(3)})
     assert metrics["skipped_updates"] == 0
@@ -104,7 +104,7 @@ def test_the_reported_learning_rate_is_the_applied_one_after_skipped_updates():
     plain = optimizers.Optimizer(lambda _: optax.sgd(schedule), schedule)
     optimizer = optimizers.averaged(optimizer=plain).bound(SPECS)
     params = {"~": {"w": jnp.float32(2.0)}}
-    state = train_state.TrainState(jnp.int32(0), params, optimizer.init(params), ())
+    state = step.TrainState(jnp.int32(0), params, optimizer.init(params), ())
     run = jax.jit(step.train_step(Still(), optimizer, seed=0, skip_non_finite=True))
     reported, applied = [], []
     for x in (1.0, np.nan, np.nan, np.nan, 1.0, 1.0):
@@ -119,7 +119,7 @@ def test_the_reported_learning_rate_is_the_applied_one_after_skipped_updates():
 def test_a_run_that_stops_has_the_step_that_it_always_had():
     optimizer = optimizers.adamw(learning_rate=optimizers.constant(0.1), no_decay=()).bound(SPECS)
     params = {"~": {"w": jnp.float32(2.0)}}
-    state = train_state.TrainState(jnp.int32(4), params, optimizer.init(params), jnp.float32(0))
+    state = step.TrainState(jnp.int32(4), params, optimizer.init(params), jnp.float32(0))
     text = {
         skip: str(
             jax.make_jaxpr(step.train_step(Line(), optimizer, seed=0, skip_non_finite=skip))(state, {"x": jnp.ones(3)})

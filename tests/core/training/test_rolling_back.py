@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 from core import metrics
-from core.train_state import TrainState
-from core.training import non_finite
+from core.step import TrainState
+from core.training import hooks
 
 
 class Program:
@@ -39,8 +39,8 @@ def state(step):
 
 def train(policy, program):
     warnings = []
-    hook = non_finite.policy_hook(policy, warn=warnings.append, writers=metrics.Writers())
-    end = non_finite.train(
+    hook = hooks.policy_hook(policy, warn=warnings.append, writers=metrics.Writers())
+    end = hooks.train_rolling_back(
         program.train_step, Batches(), state(0), restore=lambda: state(2), total_steps=4, hooks=[hook]
     )
     return int(end.step), warnings
@@ -53,7 +53,7 @@ def test_rolling_back_drops_the_bad_batch_and_the_one_after_it():
 
 
 def test_every_rollback_is_reported_and_their_number_is_limited():
-    with pytest.raises(non_finite.NonFiniteLossError, match="Rolled back 3 times and got no further than step 3"):
+    with pytest.raises(hooks.NonFiniteLossError, match="Rolled back 3 times and got no further than step 3"):
         train("roll_back", Program(bad=range(3, 100)))
     _, warnings = train("roll_back", Program())
     assert len(warnings) == 1
@@ -62,6 +62,6 @@ def test_every_rollback_is_reported_and_their_number_is_limited():
 
 def test_without_a_rollback_hook_the_loop_raises():
     program = Program()
-    with pytest.raises(non_finite.NonFiniteLossError, match="step 3: loss = nan"):
+    with pytest.raises(hooks.NonFiniteLossError, match="step 3: loss = nan"):
         train("stop", program)
     assert program.trained[-1] == (4, 4)

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from core.train_state import TrainState
-from core.training import non_finite, trainer
+from core.step import TrainState
+from core.training import hooks, trainer
 from core.types import WeightedSum
 
 
@@ -116,8 +116,8 @@ def test_training_continues_from_the_step_of_the_state():
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(loss):
     events = []
-    with pytest.raises(non_finite.NonFiniteLossError, match=r"step 3: loss = (nan|inf)\. The last checkpoint precedes"):
-        run(events, total=6, boundaries=(2, 3), losses={3: loss}, also=[non_finite.Stop()])
+    with pytest.raises(hooks.NonFiniteLossError, match=r"step 3: loss = (nan|inf)\. The last checkpoint precedes"):
+        run(events, total=6, boundaries=(2, 3), losses={3: loss}, also=[hooks.Stop()])
     assert "boundary 2" in events
     assert "boundary 3" not in events
     assert events[-1] == "close"  # hooks end in any case
@@ -126,8 +126,8 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(loss):
 
 def test_without_a_boundary_the_stop_comes_one_step_later():
     events = []
-    with pytest.raises(non_finite.NonFiniteLossError, match="step 3"):
-        run(events, total=6, losses={3: float("nan")}, also=[non_finite.Stop()])
+    with pytest.raises(hooks.NonFiniteLossError, match="step 3"):
+        run(events, total=6, losses={3: float("nan")}, also=[hooks.Stop()])
     assert [e for e in events if e.startswith("dispatch")][-1] == "dispatch 4"
 
 
@@ -151,9 +151,9 @@ def test_every_hook_is_closed_though_one_fails_and_the_first_error_stays_in_sigh
 
     events = []
     with pytest.raises(OSError, match="disk full") as error:
-        run(events, losses={2: float("nan")}, also=[non_finite.Stop(), Failing()])
+        run(events, losses={2: float("nan")}, also=[hooks.Stop(), Failing()])
     assert events[-1] == "close"
-    assert isinstance(error.value.__context__, non_finite.NonFiniteLossError)
+    assert isinstance(error.value.__context__, hooks.NonFiniteLossError)
 
 
 def test_sums_are_added_in_double_precision():

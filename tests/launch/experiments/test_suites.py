@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from core import run_metrics
+from core import metrics
 from core.health import exit_codes
 from launch import __main__ as main
 from launch.cli.runs import suite as command
@@ -232,7 +232,7 @@ def test_two_hosts_run_a_suite(launch, folder, tmp_path):
     assert "3 experiments, 2 of them distinct; 3 done" in output
     for name in "ab":
         run = tmp_path / "runs" / "mine" / name
-        assert run_metrics.read(str(run)).last(results.SCORE) is not None
+        assert metrics.read(str(run)).last(results.SCORE) is not None
         assert "host 1 of 2: from step 0 to 4" in (run / "logs" / "host_1.log").read_text()
     assert "held-out puzzles" in (tmp_path / "out" / "results.csv").read_text()
     assert "3 done" in launch("suite", str(folder), "--simulate", *options)
@@ -252,5 +252,5 @@ def test_two_experiments_are_trained(launch, folder, tmp_path):
     rows = (tmp_path / "out" / "results.csv").read_text().splitlines()
     assert len(rows) == 4
     assert "Accuracy by step" in (tmp_path / "out" / "results.html").read_text()
-    assert run_metrics.read(str(tmp_path / "runs" / "mine" / "a")).last(results.SCORE) is not None
+    assert metrics.read(str(tmp_path / "runs" / "mine" / "a")).last(results.SCORE) is not None
     assert not (tmp_path / "runs" / "mine" / "c").exists()

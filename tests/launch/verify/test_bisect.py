@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from core import logical, optimizers, paths, slices, train_state
+from core import logical, optimizers, paths, slices, step
 from core.batches import Field
 from launch import __main__ as cli
 from launch.cli.layouts import bisect as command
@@ -182,10 +182,10 @@ def test_neighbours_are_shown_beside_the_first():
 
 def saved(run_dir, *steps):
     """Makes folders that look like complete checkpoints."""
-    for step in steps:
-        (run_dir / f"checkpoints/{step}/state").mkdir(parents=True)
+    for number in steps:
+        (run_dir / f"checkpoints/{number}/state").mkdir(parents=True)
         for part in ("meta", "_CHECKPOINT_METADATA"):
-            (run_dir / f"checkpoints/{step}/{part}").touch()
+            (run_dir / f"checkpoints/{number}/{part}").touch()
     return run_dir
 
 
@@ -244,7 +244,7 @@ def recorded(tables, *, model=MODEL, learning_rate=1e-3, seed=0, **options):
     optimizer = optimizers.adamw(learning_rate=optimizers.constant(learning_rate))
     program = bound.program(model, optimizer, spec, seed=seed, **options)
     params = jax.device_get(fresh(model)(jax.random.key(seed), BATCHES[0]))
-    state = train_state.create(model, optimizer.for_model(model, BATCHES[0]), params, BATCHES[0])
+    state = step.create(model, optimizer.for_model(model, BATCHES[0]), params, BATCHES[0])
     return recording.record(program, jax.device_put(state, program.state_shardings), BATCHES)
 
 
