@@ -50,11 +50,10 @@ def _llama3(*sizes: int, factor: float = 8.0, **other: Any) -> Fields:
     return _sizes(*sizes, vocab_size=128256, rope_theta=500000.0, rope_scaling=scaling, max_positions=131072, **other)
 
 
-def _qwen2(*sizes: int, vocab_size: int = 151936, **other: Any) -> Fields:
+def _qwen2(*sizes: int, vocab_size: int = 151936, max_positions: int = 131072, **other: Any) -> Fields:
     """Qwen team 2024 (Qwen 2.5): biases of queries, keys and values."""
-    return _sizes(
-        *sizes, vocab_size=vocab_size, bias="qkv", rope_theta=1e6, norm_eps=1e-6, max_positions=32768, **other
-    )
+    fields = {"vocab_size": vocab_size, "max_positions": max_positions, "bias": "qkv", "rope_theta": 1e6}
+    return _sizes(*sizes, norm_eps=1e-6, **fields, **other)
 
 
 def _qwen3(*sizes: int, **other: Any) -> Fields:
@@ -116,7 +115,7 @@ FIELDS: Mapping[str, Fields] = {
     "llama-3.2-3b": _llama3(28, 3072, 8192, 24, 8, factor=32.0, tied=True),
     "mistral-7b-v0.1": _sizes(32, 4096, 14336, 32, 8, window=4096, max_positions=32768),
     "mistral-7b-v0.3": _sizes(32, 4096, 14336, 32, 8, vocab_size=32768, rope_theta=1e6, max_positions=32768),
-    "qwen2.5-0.5b": _qwen2(24, 896, 4864, 14, 2, tied=True),
+    "qwen2.5-0.5b": _qwen2(24, 896, 4864, 14, 2, max_positions=32768, tied=True),
     "qwen2.5-1.5b": _qwen2(28, 1536, 8960, 12, 2, tied=True),
     "qwen2.5-7b": _qwen2(28, 3584, 18944, 28, 4, vocab_size=152064),
     "qwen3-0.6b": _qwen3(28, 1024, 3072, 16, 8, tied=True),

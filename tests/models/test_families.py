@@ -166,6 +166,73 @@ def test_presets_have_the_published_numbers_of_parameters():
     assert set(COUNTS) | {"tiny", "125m", "1b", "7b"} == set(presets.FIELDS)
 
 
+# Of the published `config.json`: model_type, positions, rope_theta, eps, tied, sliding_window.
+PUBLISHED = {
+    "gpt2": ("gpt2", 1024, None, 1e-5, True, None),
+    "gpt2-medium": ("gpt2", 1024, None, 1e-5, True, None),
+    "gpt2-large": ("gpt2", 1024, None, 1e-5, True, None),
+    "gpt2-xl": ("gpt2", 1024, None, 1e-5, True, None),
+    "llama-2-7b": ("llama", 4096, 1e4, 1e-5, False, None),
+    "llama-3.1-8b": ("llama", 131072, 5e5, 1e-5, False, None),
+    "llama-3.1-70b": ("llama", 131072, 5e5, 1e-5, False, None),
+    "llama-3.2-1b": ("llama", 131072, 5e5, 1e-5, True, None),
+    "llama-3.2-3b": ("llama", 131072, 5e5, 1e-5, True, None),
+    "mistral-7b-v0.1": ("mistral", 32768, 1e4, 1e-5, False, 4096),
+    "mistral-7b-v0.3": ("llama", 32768, 1e6, 1e-5, False, None),  # without a window, Mistral is Llama
+    "qwen2.5-0.5b": ("qwen2", 32768, 1e6, 1e-6, True, None),
+    "qwen2.5-1.5b": ("qwen2", 131072, 1e6, 1e-6, True, None),
+    "qwen2.5-7b": ("qwen2", 131072, 1e6, 1e-6, False, None),
+    "qwen3-0.6b": ("qwen3", 40960, 1e6, 1e-6, True, None),
+    "qwen3-1.7b": ("qwen3", 40960, 1e6, 1e-6, True, None),
+    "qwen3-4b": ("qwen3", 40960, 1e6, 1e-6, True, None),
+    "qwen3-8b": ("qwen3", 40960, 1e6, 1e-6, False, None),
+    "qwen3-14b": ("qwen3", 40960, 1e6, 1e-6, False, None),
+    "qwen3-32b": ("qwen3", 40960, 1e6, 1e-6, False, None),
+    "gemma-2-2b": ("gemma2", 8192, 1e4, 1e-6, True, 4096),
+    "gemma-2-9b": ("gemma2", 8192, 1e4, 1e-6, True, 4096),
+    "gemma-2-27b": ("gemma2", 8192, 1e4, 1e-6, True, 4096),
+    "gemma-3-1b": ("gemma3_text", 32768, 1e6, 1e-6, True, 512),
+    "gemma-3-4b": ("gemma3_text", 131072, 1e6, 1e-6, True, 1024),
+    "gemma-3-12b": ("gemma3_text", 131072, 1e6, 1e-6, True, 1024),
+    "gemma-3-27b": ("gemma3_text", 131072, 1e6, 1e-6, True, 1024),
+    "smollm2-135m": ("llama", 8192, 1e5, 1e-5, True, None),
+    "smollm2-360m": ("llama", 8192, 1e5, 1e-5, True, None),
+    "smollm2-1.7b": ("llama", 8192, 1.3e5, 1e-5, True, None),
+}
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 8192}
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+# query_pre_attn_scalar, number of local layers, final_logit_softcapping.
+GEMMAS = {
+    "gemma-2-2b": (256, 13, 30.0),
+    "gemma-2-9b": (256, 21, 30.0),
+    "gemma-2-27b": (144, 23, 30.0),
+    "gemma-3-1b": (256, 22, None),
+    "gemma-3-4b": (256, 29, None),
+    "gemma-3-12b": (256, 40, None),
+    "gemma-3-27b": (168, 52, None),
+}
+
+
+def test_presets_have_the_published_configurations():
+    assert set(PUBLISHED) == set(COUNTS)
+    for name, (kind, positions, theta, eps, tied, window) in PUBLISHED.items():
+        model = transformer.preset(name)
+        assert families.family(model) == kind, name
+        written = families.config(model, kind)
+        found = [written.get(key) for key in ("rope_theta", "tie_word_embeddings", "sliding_window")]
+        assert found == [theta, tied, window], name
+        assert (model.max_positions, model.norm_eps) == (positions, eps), name
+        scalings = {"llama-3.1": LLAMA3 | {"factor": 8.0}, "llama-3.2": LLAMA3 | {"factor": 32.0}}
+        scalings |= dict.fromkeys(("gemma-3-4b", "gemma-3-12b", "gemma-3-27b"), LINEAR)
+        scaling = next((one for start, one in scalings.items() if name.startswith(start)), None)
+        assert written.get("rope_scaling") == scaling, name
+    for name, (scalar, locals_, softcap) in GEMMAS.items():
+        written = families.config(transformer.preset(name), PUBLISHED[name][0])
+        found = [written["query_pre_attn_scalar"], written["layer_types"].count("sliding_attention")]
+        assert [*found, written["final_logit_softcapping"]] == [scalar, locals_, softcap], name
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_configuration_is_written_as_it_was_read(name):
     model = pretrained.model(str(HERE / name), vocab_multiple=8)
