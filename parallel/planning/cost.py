@@ -134,20 +134,34 @@ def kernel_flops(kernel: Kernel) -> float | None:
     name = next((n for n in _PRODUCTS if kernel.name.startswith(n) or f"/{n}" in kernel.op_name), None)
     if name is None:
         return None
-    arrays = [dims for operand in kernel.operands if len(dims := _floating(operand)) >= 3]
+    arrays = [dims for operand in kernel.operands if len(dims := _dimensions(operand, "bf16|f32")) >= 3]
     (*_, queries, _), (*_, keys, _) = arrays[:2]  # positions
     products = _PRODUCTS[name]
-    if name == "splash_mha_dkv" and any(len(_floating(r)) >= _FUSED_RESULT_RANK for r in kernel.results):
+    if name == "splash_mha_dkv" and any(len(_dimensions(r, "bf16|f32")) >= _FUSED_RESULT_RANK for r in kernel.results):
         products = _FUSED_BACKWARD
     # Of the scores, those at or before the query, on the chip with the last queries, which takes longest: 1/2 where a
     # chip has all queries, close to 1 where it has only the last eighth of them.
-    causal_share = 1 - queries / (2 * keys)
-    return 2.0 * products * math.prod(arrays[0]) * keys * causal_share * kernel.times
+    share = min(1 - queries / (2 * keys), _window_share(kernel, queries, keys, by_keys=name == "splash_mha_dkv"))
+    return 2.0 * products * math.prod(arrays[0]) * keys * share * kernel.times
 
 
-def _floating(array: str) -> Sequence[int]:
-    """Returns the dimensions of an array such as `bf16[2,32,2048,128]`; () for integers and scalars."""
-    found = re.fullmatch(r"(?:bf16|f32)\[([\d,]+)\]", array)
+def _window_share(kernel: Kernel, queries: int, keys: int, *, by_keys: bool) -> float:
+    """Returns the share of the scores that a window leaves; 1 without a window.
+
+    The first operand lists the blocks to visit, [1, blocks of queries, visited blocks of keys], or in a kernel that
+    runs by keys [1, visited blocks of queries, blocks of keys]. Of the visited blocks, the first and the last are half
+    within the window. Where a chip has so few queries that it visits all of their blocks, no window shows.
+    """
+    if not (blocks := _dimensions(kernel.operands[0], r"s\d+")):
+        return 1.0
+    of, (visited, number) = (queries, blocks[1:]) if by_keys else (keys, blocks[:0:-1])
+    block = (keys if by_keys else queries) // number
+    return 1.0 if visited * block >= of else max(visited - 1, 0.5) * block / of
+
+
+def _dimensions(array: str, dtypes: str) -> Sequence[int]:
+    """Returns the dimensions of an array such as `bf16[2,32,2048,128]`; () for other dtypes and scalars."""
+    found = re.fullmatch(rf"(?:{dtypes})\[([\d,]+)\]", array)
     return tuple(int(n) for n in found[1].split(",")) if found else ()
 
 

@@ -241,14 +241,26 @@ def _products(jaxpr: Jaxpr, times: float = 1.0, in_kernel: bool = False) -> Iter
             runs = [list(_products(branch.jaxpr, times, in_kernel)) for branch in params["branches"]]
             yield from max(runs, key=lambda run: sum(p.flops for p in run))
         elif name == "pallas_call":
-            # The grid counts every block; under a causal mask half of them are skipped.
-            grid = math.prod(n for n in params["grid_mapping"].grid if isinstance(n, int))
+            grid = [n for n in params["grid_mapping"].grid if isinstance(n, int)]
+            blocks = times * math.prod(grid) * _computed_share(equation.invars[0].aval)
             for inner in _inner({"jaxpr": params["jaxpr"]}):
-                yield from _products(inner, times * grid / 2, True)
+                yield from _products(inner, blocks, True)
         else:
             turns = params["length"] if name == "scan" else 1
             for inner in _inner(params):
                 yield from _products(inner, times * turns, in_kernel)
+
+
+def _computed_share(mask: Any) -> float:
+    """Returns the share of a kernel's grid that is computed, by its first operand.
+
+    Under a causal mask half of all blocks are skipped. A window visits fewer than there are, and computes half of the
+    first and of the last; splash attention lists the blocks to visit, [1, blocks, blocks].
+    """
+    if mask.ndim != 3 or not jnp.issubdtype(mask.dtype, jnp.integer):
+        return 0.5
+    visited, number = sorted(mask.shape[1:])
+    return 1 - 1 / visited if 1 < visited < number else 0.5
 
 
 def _computes_again(jaxpr: Jaxpr) -> bool:

@@ -43,6 +43,17 @@ def test_the_chip_with_the_last_queries_sees_most_keys():
     assert cost.kernel_flops(split) == 2 * 2 * 8 * 512 * 2048 * 64 * 0.875
 
 
+@pytest.mark.parametrize(
+    ("name", "blocks", "products"),
+    [("splash_mha_fwd", "s8[1,16,3]", 2), ("splash_mha_dq", "s8[1,16,3]", 3), ("splash_mha_dkv", "s8[1,3,16]", 4)],
+)
+def test_a_window_leaves_few_scores(name, blocks, products):
+    """1,024 of 8,192 positions, in blocks of 512: three blocks, of which the first and the last are half outside."""
+    heads = "bf16[1,32,8192,128]"
+    local = kernel(name, [blocks, heads, heads, heads], [heads, heads])
+    assert cost.kernel_flops(local) == products * 2 * 32 * 8192 * 1024 * 128
+
+
 def test_a_kernel_that_is_not_known_has_no_price():
     assert cost.kernel_flops(kernel("ragged_gather.3", [HEADS], [HEADS])) is None
 

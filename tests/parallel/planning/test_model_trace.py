@@ -1,8 +1,13 @@
 """What a trace says of a step: products, kernels and what is kept, against formulas by hand."""
 
+import dataclasses
+
 import pytest
 
+from core import optimizers, slices
 from models import transformer
+from parallel.planning import model_trace
+from tasks import streams
 
 
 @pytest.fixture(scope="module")
@@ -42,3 +47,27 @@ def test_attention_kernels_are_counted_apart(seven_b):
     )  # 2 forward, 3 for dq, 4 for dk, dv
     assert seven_b.works["full"].kernel_flops / causal == pytest.approx(11, rel=0.05)  # 2 again
     assert seven_b.works["full"].forward_kernel_flops / causal == pytest.approx(2, rel=0.05)
+
+
+def test_kernels_of_layers_with_a_window_are_short():
+    """Of three layers two attend to 512 of 4,096 positions, in blocks of 512."""
+    sizes = {"num_layers": 3, "embed_dim": 256, "mlp_dim": 512, "num_heads": 2, "num_kv_heads": 2, "vocab_size": 512}
+    model = transformer.Transformer(**sizes, window=512, pattern=("local", "local", "global"), attention="splash")
+    spec = streams.batch_spec(8, length=4096)
+    without = dataclasses.replace(model, window=None, pattern=())
+    flops = [
+        model_trace.trace(
+            one,
+            optimizers.adamw(learning_rate=optimizers.constant(1e-3)),
+            spec,
+            slice=slices.get("v4-8"),
+            remats=["none"],
+        ).works["none"]
+        for one in (model, without)
+    ]
+    product = 2 * 4096 * 256  # of all queries with one key
+    assert [work.forward_kernel_flops for work in flops] == [
+        2 * product * (2 * 512 + 4096 / 2),
+        2 * product * 3 * 4096 / 2,
+    ]
+    assert flops[0].kernel_flops / flops[0].forward_kernel_flops == pytest.approx(9 / 2)
