@@ -24,7 +24,7 @@ from core.checkpoints.warm_start import SavedParameters
 from core.errors import UserError
 from core.types import Generates, Model, Params, can, missing
 from launch.experiments import saved_run
-from models import pretrained
+from models import families, pretrained
 from parallel import strategies
 from parallel.generation import GREEDY, Generator, Sampling
 from parallel.partitioner import Partitioner, Program
@@ -152,7 +152,7 @@ def load(
     Raises:
       UserError: there is no such run, step or folder, it does not fit the model, or it is damaged.
     """
-    if (paths.fetched(text, paths.SMALL_FILES) / pretrained.CONFIG).exists():
+    if (paths.fetched(text, paths.SMALL_FILES) / families.CONFIG).exists():
         return _published(text, slice_name, dtype, strategy)
     folder = steps.find(text)
     run_dir = str(folder.parent.parent)

@@ -3,27 +3,22 @@
 A family is a choice of fields of `models.transformer.Transformer`. `fields` reads a configuration in the format of
 published folders (transformers 4 and 5), and `config` writes one. `models.family_tensors` says where parameters are.
 
-| family | `model_type` | differs from Llama by |
-|---|---|---|
-| GPT-2 | gpt2 | LayerNorm, learned positions, biases, no gate, tied |
-| Llama 2, 3.x, SmolLM2 | llama | - |
-| Mistral | mistral | a window |
-| Qwen 2.5 | qwen2 | biases of queries, keys and values |
-| Qwen 3 | qwen3 | norms of queries and keys |
-| Gemma 2 | gemma2 | offset norms before and after, bounded scores and logits, alternating windows |
-| Gemma 3 | gemma3_text, gemma3 | as Gemma 2, with norms of queries and keys, two rotary bases, five windows to one |
+models/README.md has a table of the families, and of their differences from Llama.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+import json
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
 
+from core import paths
 from core.errors import UserError
 from models import rotary
 from models.decoder_config import GLOBAL, LOCAL, DecoderConfig
 
+CONFIG = "config.json"
 Config = Mapping[str, Any]
 _ACTIVATIONS = {
     "silu": "silu",
@@ -35,22 +30,63 @@ _ACTIVATIONS = {
 }
 
 
-def fields(config: Config) -> dict[str, Any]:
+def fields(config: Config, *, where: str = CONFIG) -> dict[str, Any]:
     """Returns the fields of `Transformer` that a `config.json` describes.
 
+    Absent keys have the values that transformers gives them, which differ between families. Sizes must be given.
+
+    Args:
+      config: the content of the file.
+      where: the file, for messages.
+
     Raises:
-      UserError: an unknown `model_type`, or a feature that the decoder does not have; all of them at once.
+      UserError: an unknown `model_type`, keys that are missing or have wrong values, or features that the decoder does
+        not have; all of them at once.
     """
     kind = config.get("model_type")
-    if kind not in _READERS:
-        raise UserError(f"config.json: model_type = {kind!r} is not known; known are {', '.join(_READERS)}")
-    unsupported = {
-        key: config[key] for key, neutral in _REFUSED.items() if config.get(key, neutral) not in (neutral, None)
-    }
-    if unsupported:
-        found = ", ".join(f"{key} = {value!r} (expected {_REFUSED[key]!r})" for key, value in unsupported.items())
-        raise UserError(f"config.json of {kind}: not supported: {found}")
-    return _READERS[kind](config)
+    if kind not in _FAMILIES:
+        raise UserError(f"{where}: model_type = {kind!r} is not known; known are {', '.join(_FAMILIES)}")
+    text = config
+    if kind == "gemma3":
+        text = config.get("text_config")
+        if not isinstance(text, Mapping):
+            raise UserError(f"{where}: text_config = {text!r}: expected the configuration of the language model")
+        text = {**text, **{key: config[key] for key in ("tie_word_embeddings",) if key in config}}
+    family = _FAMILIES[kind]
+    found = {**family.keys, **text}
+    problems = [
+        f"{key} = {part[key]!r} is not supported (expected {neutral!r})"
+        for part in ((config, text) if text is not config else (config,))
+        for key, neutral in _REFUSED.items()
+        if part.get(key, neutral) not in (neutral, None)
+    ]
+    problems += [line for key in family.keys if (line := _problem(key, found[key], nullable=key in family.nullable))]
+    if problems:
+        raise UserError(f"{where} (model_type {kind}): " + "; ".join(problems))
+    try:
+        return family.read(found)
+    except UserError as error:
+        raise UserError(f"{where} (model_type {kind}): {error}") from error
+
+
+def read_config(folder: paths.Path) -> dict[str, Any]:
+    """Reads the `config.json` of a folder.
+
+    Raises:
+      UserError: it is missing or malformed.
+    """
+    file = folder / CONFIG
+    if not file.exists():
+        raise UserError(
+            f"{folder} has no {CONFIG}: expected the folder of a published model, with {CONFIG} and *.safetensors"
+        )
+    try:
+        found = json.loads(file.read_text())
+    except ValueError as error:
+        raise UserError(f"{file}: malformed JSON ({error}); download it again") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{file}: expected an object with keys such as model_type, found {found!r}")
+    return found
 
 
 _REFUSED = {  # with the only supported value
@@ -65,6 +101,27 @@ _REFUSED = {  # with the only supported value
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
 }
+_TEXTS = {"hidden_act", "hidden_activation", "activation_function"}
+_NUMBERS = {"rms_norm_eps", "layer_norm_epsilon", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar"}
+_NUMBERS |= {"attn_logit_softcapping", "final_logit_softcapping"}
+
+
+def _problem(key: str, value: Any, *, nullable: bool) -> str:
+    """Returns what is wrong with the value of a key; "" if nothing is. `...` stands for an absent value."""
+    if value is ...:
+        return f"{key} is missing"
+    if value is None and nullable:
+        return ""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if key == "tie_word_embeddings":
+        fits, expected = isinstance(value, bool), "true or false"
+    elif key in _TEXTS:
+        fits, expected = isinstance(value, str), "the name of an activation"
+    elif key in _NUMBERS:
+        fits, expected = is_number and value > 0, "a number above 0"
+    else:
+        fits, expected = is_number and value > 0 and value == int(value), "a whole number above 0"
+    return "" if fits else f"{key} = {json.dumps(value)}: expected {expected}"
 
 
 def _gpt2(config: Config) -> dict[str, Any]:
@@ -73,99 +130,166 @@ def _gpt2(config: Config) -> dict[str, Any]:
         "vocab_size": config["vocab_size"],
         "num_layers": config["n_layer"],
         "embed_dim": embed,
-        "mlp_dim": config.get("n_inner") or 4 * embed,
+        "mlp_dim": config["n_inner"] or 4 * embed,
         "num_heads": config["n_head"],
         "num_kv_heads": config["n_head"],
         "norm": "layer",
-        "norm_eps": config.get("layer_norm_epsilon", 1e-5),
+        "norm_eps": config["layer_norm_epsilon"],
         "bias": "all",
         "gated": False,
-        "activation": _activation(config.get("activation_function", "gelu_new")),
+        "activation": _activation(config["activation_function"]),
         "positions": "learned",
-        "max_positions": config.get("n_positions", 1024),
-        "tied": config.get("tie_word_embeddings", True),
+        "max_positions": config["n_positions"],
+        "tied": config["tie_word_embeddings"],
     }
 
 
-def _llama(config: Config, **other: Any) -> dict[str, Any]:
-    rope = _rope(config)
+def _llama(config: Config, *, activation: str = "hidden_act", **other: Any) -> dict[str, Any]:
+    rope = _rope(config, "full_attention")
     return {
         "vocab_size": config["vocab_size"],
         "num_layers": config["num_hidden_layers"],
         "embed_dim": config["hidden_size"],
         "mlp_dim": config["intermediate_size"],
         "num_heads": config["num_attention_heads"],
-        "num_kv_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
-        "head_dim": config.get("head_dim"),
-        "norm_eps": config.get("rms_norm_eps", 1e-6),
-        "activation": _activation(config.get("hidden_activation") or config.get("hidden_act", "silu")),
-        "max_positions": config.get("max_position_embeddings"),
-        "rope_theta": float(rope.get("rope_theta", 10000.0)),
-        "rope_scaling": _scaling(rope),
-        "tied": config.get("tie_word_embeddings", False),
+        "num_kv_heads": config["num_key_value_heads"] or config["num_attention_heads"],
+        "head_dim": config["head_dim"],
+        "norm_eps": config["rms_norm_eps"],
+        "activation": _activation(config[activation]),
+        "max_positions": config["max_position_embeddings"],
+        "rope_theta": float(rope["rope_theta"]),
+        "rope_scaling": _scaling(rope, config["max_position_embeddings"]),
+        "tied": config["tie_word_embeddings"],
         **other,
     }
 
 
-def _mistral(config: Config) -> dict[str, Any]:
-    return _llama(config, window=config.get("sliding_window"))
+def _qwen(config: Config, **other: Any) -> dict[str, Any]:
+    if "sliding_attention" in (config.get("layer_types") or ()):
+        raise UserError("layer_types has sliding_attention, which is not supported in this family")
+    return _llama(config, **other)
 
 
 def _gemma(config: Config, *, period: int, **other: Any) -> dict[str, Any]:
-    kinds = config.get("layer_types")
-    kinds = [GLOBAL if kind == "full_attention" else LOCAL for kind in kinds] if kinds else None
-    pattern = _shortest(kinds) if kinds else (LOCAL,) * (period - 1) + (GLOBAL,)
     return _llama(
         config,
+        activation="hidden_activation",
         norm="rms_offset",
         post_norm=True,
         scaled_embedding=True,
         query_scale=config["query_pre_attn_scalar"] ** -0.5,
         window=config["sliding_window"],
-        pattern=pattern,
-        attention_softcap=config.get("attn_logit_softcapping"),
-        logit_softcap=config.get("final_logit_softcapping"),
-        **{"tied": config.get("tie_word_embeddings", True), "head_dim": config.get("head_dim", 256), **other},
+        pattern=_gemma_pattern(config, period),
+        attention_softcap=config["attn_logit_softcapping"],
+        logit_softcap=config["final_logit_softcapping"],
+        **other,
     )
 
 
+def _gemma_pattern(config: Config, period: int) -> tuple[str, ...]:
+    types, layers = config.get("layer_types"), config["num_hidden_layers"]
+    if types is None:
+        return (LOCAL,) * (period - 1) + (GLOBAL,)
+    kinds = {name: kind for kind, name in _LAYER_TYPES.items()}
+    if unknown := sorted({str(name) for name in types} - set(kinds)):
+        raise UserError(f"layer_types has {', '.join(unknown)}; expected {' or '.join(kinds)}")
+    if len(types) != layers:
+        raise UserError(f"layer_types has {len(types)} entries, and num_hidden_layers = {layers}")
+    return _shortest([kinds[name] for name in types])
+
+
 def _gemma3(config: Config) -> dict[str, Any]:
-    if "rope_parameters" in config:
-        local = config["rope_parameters"]["sliding_attention"]["rope_theta"]
-    else:
-        local = config.get("rope_local_base_freq", 10000.0)
-    full = {"rope_theta": 1e6, **config}
-    return _gemma(full, period=config.get("sliding_window_pattern", 6), qk_norm=True, local_rope_theta=float(local))
+    local = _rope({**config, "rope_theta": config["rope_local_base_freq"], "rope_scaling": None}, "sliding_attention")
+    if _scaling(local, None) is not None:
+        raise UserError(f"rope_parameters of sliding_attention = {local}: expected no scaling")
+    theta = float(local["rope_theta"])
+    return _gemma(config, period=config["sliding_window_pattern"], qk_norm=True, local_rope_theta=theta)
 
 
-def _gemma3_with_images(config: Config) -> dict[str, Any]:
-    defaults = {  # that published files leave out
-        "vocab_size": 262208,
-        "head_dim": 256,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "query_pre_attn_scalar": 256,
-        "max_position_embeddings": 131072,
-        "hidden_activation": "gelu_pytorch_tanh",
-    }
-    return _gemma3({**defaults, **config["text_config"]})
+class _Family(NamedTuple):
+    """A family of configurations.
+
+    Attributes:
+      read: returns the fields of the decoder.
+      keys: that are read, with the values that transformers gives absent ones; `...` if the key must be there. An
+        absent `max_position_embeddings` is None, because rotary embeddings do not limit positions.
+      nullable: keys that may be null.
+    """
+
+    read: Callable[[Config], dict[str, Any]]
+    keys: Config
+    nullable: Collection[str]
 
 
-_READERS: Mapping[str, Callable[[Config], dict[str, Any]]] = {
-    "gpt2": _gpt2,
-    "llama": _llama,
-    "mistral": _mistral,
-    "qwen2": lambda config: _llama(config, bias="qkv"),
-    "qwen3": lambda config: _llama(config, qk_norm=True),
-    "gemma2": lambda config: _gemma(config, period=2),
-    "gemma3_text": _gemma3,
-    "gemma3": _gemma3_with_images,
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_LLAMA = {
+    **dict.fromkeys(_SIZES, ...),
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "max_position_embeddings": None,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+_GEMMA2 = {
+    **{key: value for key, value in _LLAMA.items() if key != "hidden_act"},
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+_GEMMA3 = {
+    **_GEMMA2,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 10000.0,
+    "sliding_window_pattern": 6,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+}
+# Of the language model inside of one with images, published files leave out what is as in transformers.
+_GEMMA3_NESTED = {
+    **_GEMMA3,
+    **dict(zip(_SIZES, (262208, 2304, 9216, 26, 8), strict=True)),
+    "max_position_embeddings": 131072,
+}
+_GPT2 = {
+    **dict.fromkeys(("vocab_size", "n_embd", "n_layer", "n_head"), ...),
+    "n_inner": None,
+    "n_positions": 1024,
+    "layer_norm_epsilon": 1e-5,
+    "activation_function": "gelu_new",
+    "tie_word_embeddings": True,
+}
+_HEADS = {"num_key_value_heads", "head_dim", "max_position_embeddings"}
+_CAPS = {"attn_logit_softcapping", "final_logit_softcapping", "max_position_embeddings"}
+_FAMILIES: Mapping[str, _Family] = {
+    "gpt2": _Family(_gpt2, _GPT2, {"n_inner"}),
+    "llama": _Family(_llama, _LLAMA, _HEADS),
+    "mistral": _Family(
+        lambda config: _llama(config, window=config["sliding_window"]),
+        {**_LLAMA, "num_key_value_heads": 8, "sliding_window": 4096},
+        {*_HEADS, "sliding_window"},
+    ),
+    "qwen2": _Family(lambda config: _qwen(config, bias="qkv"), {**_LLAMA, "num_key_value_heads": 32}, _HEADS),
+    "qwen3": _Family(
+        lambda config: _qwen(config, qk_norm=True),
+        {**_LLAMA, "num_key_value_heads": 32, "head_dim": 128},
+        _HEADS - {"head_dim"},
+    ),
+    "gemma2": _Family(lambda config: _gemma(config, period=2), _GEMMA2, _CAPS),
+    "gemma3_text": _Family(_gemma3, _GEMMA3, _CAPS),
+    "gemma3": _Family(_gemma3, _GEMMA3_NESTED, _CAPS),
 }
 
 
 def _activation(name: str) -> str:
     if name not in _ACTIVATIONS:
-        raise UserError(f"config.json: activation {name!r} is not known; known are {', '.join(_ACTIVATIONS)}")
+        raise UserError(f"activation {name!r} is not known; known are {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
 
 
@@ -175,17 +299,31 @@ def _shortest(kinds: list[str]) -> tuple[str, ...]:
     return tuple(kinds[:length])
 
 
-def _rope(config: Config) -> dict[str, Any]:
-    """Returns the settings of the rotary embedding of global layers."""
-    if "rope_parameters" in config:  # as transformers 5 writes them
-        return dict(config["rope_parameters"].get("full_attention", config["rope_parameters"]))
-    return {"rope_theta": config.get("rope_theta", 10000.0), **(config.get("rope_scaling") or {})}
+def _rope(config: Config, layer_type: str) -> dict[str, Any]:
+    """Returns the settings of the rotary embedding of layers of a type, with the keys of transformers 5 or 4."""
+    found = config.get("rope_parameters") or {}
+    found = found.get(layer_type) or {} if found.keys() & _LAYER_TYPES.values() else found
+    return {"rope_theta": config["rope_theta"], **found, **(config.get("rope_scaling") or {})}
 
 
-def _scaling(rope: Mapping[str, Any]) -> rotary.Scaling | None:
+_SCALINGS = {  # with the keys that they need
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+
+
+def _scaling(rope: Mapping[str, Any], max_positions: int | None) -> rotary.Scaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return None
+    if kind not in _SCALINGS:
+        raise UserError(f"rope scaling {kind!r} is not known; known are {', '.join(_SCALINGS)}")
+    if (part := rope.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise UserError(f"partial_rotary_factor = {part!r} of the rotary embedding is not supported (expected 1.0)")
+    rope = {"original_max_position_embeddings": max_positions, **rope}
+    for key in ("rope_theta", *_SCALINGS[kind]):
+        if not isinstance(rope.get(key), int | float):
+            raise UserError(f"rope scaling {kind!r} has {key} = {json.dumps(rope.get(key))}: expected a number")
     if kind == "linear":
         return rotary.Linear(factor=rope["factor"])
     if kind == "llama3":
@@ -196,6 +334,8 @@ def _scaling(rope: Mapping[str, Any]) -> rotary.Scaling | None:
             original_length=rope["original_max_position_embeddings"],
         )
     if kind == "yarn":
+        if rope.get("mscale") or rope.get("mscale_all_dim"):
+            raise UserError("rope scaling 'yarn' with mscale is not supported; expected attention_factor or neither")
         return rotary.Yarn(
             factor=rope["factor"],
             original_length=rope["original_max_position_embeddings"],
@@ -204,7 +344,7 @@ def _scaling(rope: Mapping[str, Any]) -> rotary.Scaling | None:
             sharpening=rope.get("attention_factor"),
             truncate=rope.get("truncate", True),
         )
-    raise UserError(f"config.json: rope scaling {kind!r} is not known; known are default, linear, llama3, yarn")
+    return None
 
 
 def family(model: DecoderConfig) -> str:
@@ -224,8 +364,7 @@ def family(model: DecoderConfig) -> str:
     else:
         found = "llama" if model.window is None else "mistral"
     again = DecoderConfig(**fields(config(model, found)))
-    names = [field.name for field in dataclasses.fields(DecoderConfig) if field.name not in _OF_A_RUN]
-    wrong = [name for name in names if _spelled_out(model, name) != _spelled_out(again, name)]
+    wrong = _differing(model, again)
     if model.attention == "none":
         wrong.append("attention")
     if wrong:
@@ -236,12 +375,30 @@ def family(model: DecoderConfig) -> str:
     return found
 
 
+def differences(model: DecoderConfig, config: Config, *, where: str = CONFIG) -> list[str]:
+    """Returns one line for each field in which a decoder differs from a `config.json`, with both values."""
+    published = DecoderConfig(**fields(config, where=where))
+    return [
+        f"{name} = {getattr(published, name)!r} in {where}, {getattr(model, name)!r} in the model"
+        for name in _differing(model, published)
+    ]
+
+
+def _differing(model: DecoderConfig, other: DecoderConfig) -> list[str]:
+    names = [field.name for field in dataclasses.fields(DecoderConfig) if field.name not in _OF_A_RUN]
+    return [name for name in names if _spelled_out(model, name) != _spelled_out(other, name)]
+
+
 _OF_A_RUN = {"remat", "dtype", "attention", "vocab_multiple"}  # not part of a published configuration
 
 
 def _spelled_out(model: DecoderConfig, name: str) -> Any:
     """Returns a field, with what its default stands for."""
-    defaults = {"head_dim": model.head_width, "query_scale": model.score_scale, "pattern": model.kinds}
+    defaults = {
+        "head_dim": model.head_width,
+        "query_scale": model.score_scale,
+        "pattern": [model.kinds[i % len(model.kinds)] for i in range(model.num_layers)],
+    }
     return defaults.get(name, getattr(model, name))
 
 
@@ -250,9 +407,7 @@ def config(model: DecoderConfig, kind: str) -> dict[str, Any]:
     if kind == "gpt2":
         return _gpt2_config(model)
     result = {
-        "model_type": kind,
-        "architectures": [_ARCHITECTURES[kind]],
-        "vocab_size": model.vocab_size,
+        **_heading(model, kind),
         "num_hidden_layers": model.num_layers,
         "hidden_size": model.embed_dim,
         "intermediate_size": model.mlp_dim,
@@ -295,11 +450,13 @@ _ARCHITECTURES = {
 }
 
 
+def _heading(model: DecoderConfig, kind: str) -> dict[str, Any]:
+    return {"model_type": kind, "architectures": [_ARCHITECTURES[kind]], "vocab_size": model.vocab_size}
+
+
 def _gpt2_config(model: DecoderConfig) -> dict[str, Any]:
     return {
-        "model_type": "gpt2",
-        "architectures": [_ARCHITECTURES["gpt2"]],
-        "vocab_size": model.vocab_size,
+        **_heading(model, "gpt2"),
         "n_layer": model.num_layers,
         "n_embd": model.embed_dim,
         "n_inner": model.mlp_dim,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from core import paths
 from core.checkpoints.published import PublishedFolder
 from core.checkpoints.tensor_map import Source
+from models import families
 from models.decoder_config import DecoderConfig
 
 PREFIXES = ("model.", "language_model.model.", "model.language_model.")
@@ -85,11 +86,15 @@ def named_sources(model: DecoderConfig) -> dict[str, Source]:
 
 
 def published_folder(decoder: DecoderConfig, folder: str) -> PublishedFolder:
-    """Returns the parameters of a decoder in the folder of a published model; reads the headers of its files."""
+    """Returns the parameters of a decoder in the folder of a published model; reads its `config.json` and headers."""
+    found = paths.fetched(folder, paths.SMALL_FILES)
+    config, where = families.read_config(found), str(found / families.CONFIG)
+    is_tied = decoder.tied and families.fields(config, where=where)["tied"]  # a copy of the embedding may be there
     return PublishedFolder(
         paths.fetched(folder, paths.WEIGHTS),
         sources(decoder),
         prefixes=GPT2_PREFIXES if decoder.positions == "learned" else PREFIXES,
-        ignored=(*NOT_PARAMETERS, *(("*lm_head.weight",) if decoder.tied else ())),
+        ignored=(*NOT_PARAMETERS, *(("*lm_head.weight",) if is_tied else ())),
         limits={"vocab": decoder.vocab_size},
+        differences=families.differences(decoder, config, where=where),
     )

@@ -59,6 +59,7 @@ class PublishedFolder:
 
     Attributes:
       folder: path of the folder.
+      notes: the differences between its configuration and the model.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class PublishedFolder:
         prefixes: Sequence[str] = ("",),
         ignored: Sequence[str] = (),
         limits: Mapping[str, int] | None = None,
+        differences: Sequence[str] = (),
     ):
         """Reads the headers of the files.
 
@@ -78,8 +80,10 @@ class PublishedFolder:
           prefixes: possible prefixes of the names of tensors; the first with which any source is found is used.
           ignored: patterns of names of tensors that hold no parameter.
           limits: length in the tensors of logical axes that the model stores longer, such as `{"vocab": 50257}`.
+          differences: between the folder's configuration and the model's.
         """
         self.folder = folder
+        self.notes = tuple(differences)
         self._tensors = safetensors_files.tensors(folder)
         plain = [source.name.format(0) for source in sources.values() if not source.name.startswith("/")]
         prefix = next((p for p in prefixes if any(p + name in self._tensors for name in plain)), prefixes[0])

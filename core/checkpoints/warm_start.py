@@ -22,7 +22,13 @@ MOST_LINES = 30
 
 
 class ParameterSource(Protocol):
-    """Interface of parameters that a run can start from."""
+    """Interface of parameters that a run can start from.
+
+    Attributes:
+      notes: how the model that they belong to differs from the one that starts, where shapes may agree all the same.
+    """
+
+    notes: Sequence[str]
 
     def describe(self) -> str:
         """Describes the source in one line."""
@@ -40,6 +46,8 @@ class SavedParameters:
     Attributes:
       folder: folder of the step.
     """
+
+    notes = ()
 
     def __init__(self, folder: paths.Path):
         self.folder = folder
@@ -105,7 +113,7 @@ def require_fit(source: ParameterSource, shapes: Any, specs: Specs, patterns: Se
         more = [f"and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
         raise UserError(
             f"INIT_FROM: {source.describe()} does not fit the model:\n  "
-            + "\n  ".join([*lines[:MOST_LINES], *more])
+            + "\n  ".join([*source.notes, *lines[:MOST_LINES], *more])
             + "\nINIT_PATTERNS chooses the parameters to start from; all others are initialized"
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core import paths
+from core import distributed, paths
 from core.checkpoints import steps, warm_start
 from core.errors import UserError
 from core.step import TrainState
@@ -42,6 +42,8 @@ def require_fit(experiment: Experiment, program: Program) -> str:
     if (found := source(experiment)) is None:
         return ""
     warm_start.require_fit(found, program.abstract_state.params, program.param_specs, experiment.init_patterns)
+    if found.notes and distributed.is_host_zero():
+        print("note: INIT_FROM is of another model:\n  " + "\n  ".join(found.notes), flush=True)
     return found.describe()
 
 

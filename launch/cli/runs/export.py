@@ -16,7 +16,7 @@ from core.checkpoints import description, published, steps
 from core.checkpoints.arrays import Arrays
 from core.errors import UserError
 from launch.experiments import saved_run
-from models import families, family_tensors, pretrained
+from models import families, family_tensors
 from models.decoder_config import DecoderConfig
 from tasks import streams, tokenizer_folders
 
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         _copy_tokenizer(vocabulary.folder, out)
     else:
         print("no tokenizer is written: the run's vocabulary is not one of a published folder")
-    paths.write_text_atomically(out / pretrained.CONFIG, json.dumps(config, indent=2) + "\n")  # last: it marks the end
+    paths.write_text_atomically(out / families.CONFIG, json.dumps(config, indent=2) + "\n")  # last: it marks the end
     print(f"{out}: {kind}, {units.size(size)} of {args.dtype}, from step {step.name} of {run_dir}")
     return 0
 

@@ -1,0 +1,116 @@
+"""`config.json` of published folders: what is read where keys are absent, and what is refused."""
+
+import dataclasses
+import json
+import pathlib
+
+import pytest
+
+from core.errors import UserError
+from models import families, pretrained
+from models.decoder_config import DecoderConfig
+
+HERE = pathlib.Path(__file__).parent / "fixtures" / "families"
+DEFAULTS = json.loads((HERE / "defaults.json").read_text())  # from transformers, by `make.py`
+LLAMA = json.loads((HERE / "llama2" / "config.json").read_text())
+GEMMA2 = json.loads((HERE / "gemma2" / "config.json").read_text())
+GEMMA3 = json.loads((HERE / "gemma3" / "config.json").read_text())
+
+
+def refusal(config):
+    with pytest.raises(UserError) as caught:
+        families.fields(config, where="folder/config.json")
+    return str(caught.value)
+
+
+@pytest.mark.covers("C16")
+@pytest.mark.parametrize("kind", DEFAULTS)
+def test_absent_keys_have_the_values_of_transformers(kind):
+    """transformers' own configuration of the same sizes, with every key written out, gives the same decoder."""
+    sparse, whole = (DecoderConfig(**families.fields(DEFAULTS[kind][key])) for key in ("given", "whole"))
+    if kind not in ("gpt2", "gemma3"):  # an absent limit is none: rotary embeddings have no limit of their own
+        assert sparse.max_positions is None
+        sparse = dataclasses.replace(sparse, max_positions=whole.max_positions)
+    assert families._differing(sparse, whole) == []
+
+
+def test_gemma_2_is_bounded_where_its_configuration_does_not_say_so():
+    config = {key: value for key, value in GEMMA2.items() if "softcapping" not in key and "activation" not in key}
+    found = families.fields(config)
+    assert (found["attention_softcap"], found["logit_softcap"], found["activation"]) == (50.0, 30.0, "gelu_tanh")
+    found = families.fields({**config, "attn_logit_softcapping": None, "final_logit_softcapping": None})
+    assert (found["attention_softcap"], found["logit_softcap"]) == (None, None)
+
+
+def test_missing_and_null_keys_are_named_together_with_the_file():
+    config = {key: value for key, value in LLAMA.items() if key not in ("hidden_size", "num_hidden_layers")}
+    said = refusal({**config, "rms_norm_eps": None, "vocab_size": "83", "tie_word_embeddings": 0})
+    assert said.startswith("folder/config.json (model_type llama): ")
+    assert "hidden_size is missing; num_hidden_layers is missing" in said
+    assert "rms_norm_eps = null: expected a number above 0" in said
+    assert 'vocab_size = "83": expected a whole number above 0' in said
+    assert "tie_word_embeddings = 0: expected true or false" in said
+    assert "text_config = None" in refusal({"model_type": "gemma3"})
+    assert "head_dim = null" in refusal({**GEMMA2, "head_dim": None})
+    assert families.fields({**LLAMA, "num_key_value_heads": None, "head_dim": None})["num_kv_heads"] == 4
+
+
+def test_a_feature_of_the_language_model_inside_of_gemma_3_is_refused():
+    nested = {**GEMMA3, "attention_bias": True, "use_bidirectional_attention": True}
+    said = refusal({"model_type": "gemma3", "text_config": nested, "quantization_config": {"bits": 4}})
+    assert "quantization_config = {'bits': 4} is not supported" in said
+    assert "attention_bias = True is not supported (expected False)" in said
+    assert "use_bidirectional_attention = True" in said
+    plain, untied = (
+        families.fields({"model_type": "gemma3", "text_config": GEMMA3, **other})
+        for other in ({}, {"tie_word_embeddings": False})
+    )
+    assert plain == families.fields(GEMMA3)
+    assert untied == {**plain, "tied": False}
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "says"),
+    [
+        (LLAMA, {"rope_scaling": {"rope_type": "linear"}}, "rope scaling 'linear' has factor = null"),
+        (LLAMA, {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0}}, "with mscale"),
+        (LLAMA, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        (GEMMA2, {"layer_types": ["full_attention", "chunked_attention"] * 2}, "has chunked_attention"),
+        (GEMMA2, {"layer_types": ["full_attention"]}, "layer_types has 1 entries, and num_hidden_layers = 4"),
+        (
+            {**LLAMA, "model_type": "qwen3"},
+            {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+            "layer_types has sliding_attention",
+        ),
+        (
+            GEMMA3,
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}},
+            "expected no scaling",
+        ),
+    ],
+)
+def test_what_the_decoder_does_not_do_is_refused(config, change, says):
+    assert says in refusal({**config, **change})
+
+
+def test_rotary_settings_are_found_where_each_version_writes_them():
+    def theta(**change):
+        found = families.fields({**{k: v for k, v in LLAMA.items() if k != "rope_theta"}, **change})
+        return found["rope_theta"], found["rope_scaling"] and found["rope_scaling"].factor
+
+    assert theta() == (10000.0, None)
+    assert theta(rope_parameters=None, rope_theta=5e5) == (5e5, None)
+    assert theta(rope_parameters={"rope_type": "default"}, rope_theta=5e5) == (5e5, None)
+    assert theta(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}) == (1e6, 2.0)
+    assert theta(rope_scaling={"type": "linear", "factor": 4.0}, rope_theta=1e6) == (1e6, 4.0)
+
+
+def test_a_decoder_that_differs_from_the_folder_is_told_both_values():
+    model = pretrained.model(str(HERE / "llama2"), rope_theta=5e5, norm_eps=1e-6, remat="full")
+    source = model.published(str(HERE / "llama2"))
+    where = HERE / "llama2" / "config.json"
+    assert source.notes == (
+        f"norm_eps = 1e-05 in {where}, 1e-06 in the model",
+        f"rope_theta = 10000.0 in {where}, 500000.0 in the model",
+    )
+    assert pretrained.model(str(HERE / "gemma3")).published(str(HERE / "gemma3")).notes == ()
