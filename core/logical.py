@@ -27,8 +27,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
+from core import parameters
 from core.errors import UserError
 from core.parameters import ParamSpec, Specs
+from core.types import Params
 
 if not __debug__:
     raise UserError(
@@ -471,6 +473,26 @@ def abstract_init(init: Callable, *args) -> tuple[Mapping, Specs]:
         for name, leaf in leaves.items():
             assert len(specs[module][name].axes) == len(leaf.shape), (module, name, leaf.shape, specs[module][name])
     return shapes, specs
+
+
+def frozen(params: Params, patterns: Sequence[str], dtype: str | None = None) -> Params:
+    """Returns frozen parameters, at the end of a model's `init`: training leaves their bits unchanged.
+
+    Args:
+      params: what `init` created.
+      patterns: shell wildcards over paths (`layers/block/query`) of the parameters to freeze.
+      dtype: in which they are stored if they are floating-point; None: in the dtype that they have.
+
+    Raises UserError if a pattern matches no parameter.
+    """
+    chosen, record = parameters.matches(params, patterns, where="frozen"), _record.get() or {}
+    stored = {module: dict(leaves) for module, leaves in params.items()}
+    for module, name in ((module, name) for module, leaves in chosen.items() for name in leaves if leaves[name]):
+        leaf = params[module][name]
+        stored[module][name] = leaf.astype(dtype) if dtype and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+        if name in record.get(module, ()):
+            record[module][name] = record[module][name].frozen(stored[module][name].dtype.name)
+    return stored
 
 
 def axes_of(specs: Specs) -> Any:

@@ -49,7 +49,8 @@ class ParamSpec:
         query weight [embed, heads, head_dim] has 1, an output weight [heads, head_dim, embed] has 2.
       stacked: how many leading dimensions count independent parameters, such as layers or experts. Optimizers treat
         each of them as a parameter of its own.
-      trainable: whether the parameter is trained; otherwise it has no gradient and no optimizer state.
+      trainable: whether the parameter is trained; otherwise it has no gradient and no optimizer state, and training
+        leaves its bits unchanged.
       dtype: dtype of the stored parameter.
 
     Raises:
@@ -95,6 +96,10 @@ class ParamSpec:
     def in_stack(self, *layers: str) -> ParamSpec:
         """Returns the spec of the stacked parameter, which has leading dimensions for the layers of a stack."""
         return dataclasses.replace(self, axes=(*layers, *self.axes), stacked=self.stacked + len(layers))
+
+    def frozen(self, dtype: str) -> ParamSpec:
+        """Returns the spec of a parameter that is not trained and stored in a dtype."""
+        return dataclasses.replace(self, trainable=False, dtype=dtype)
 
     def sides(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Returns the rows and columns of a matrix with this shape [inputs ..., outputs ...], one layer of a stack."""

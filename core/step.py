@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from core import random_bits
 from core.errors import UserError
@@ -120,7 +119,7 @@ def train_step(
             **out.metrics,
             "loss": loss,
             **({} if rate is None else {"learning_rate": rate}),
-            "gradient_norm": optax.global_norm(grads),
+            "gradient_norm": optimizer.gradient_norm(grads),
             "weight": out.weight_sum,
         }
         after = TrainState(state.step + 1, params, opt_state, carry)

@@ -26,7 +26,11 @@ from parallel.partitioner import Partitioner, Program
 from parallel.strategy import Strategy
 from tasks import vocabularies
 
-WATCHDOGS = ("end", "report")
+_CHOICES = {
+    "non_finite": hooks.POLICIES,
+    "watchdog": ("end", "report"),
+    "frozen_dtype": ("bfloat16", "float32"),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +52,8 @@ class Experiment:
       init_from: parameters to start from: a run (`runs/first`), a step of it (`runs/first@1000`), or the folder of a
         published model; "" starts from `seed`.
       init_patterns: shell wildcards over the paths of the parameters to take from there; others start from `seed`.
+      frozen: shell wildcards over the paths of parameters that are not trained, besides those that the model freezes.
+      frozen_dtype: dtype in which these are stored: `bfloat16`, or `float32` as trained parameters are.
       seed: seed of parameters, data order and random bits.
       log_interval, eval_interval, checkpoint_interval: in steps.
       eval_batches: validation batches per evaluation; 0: no evaluation.
@@ -85,6 +91,8 @@ class Experiment:
     compiler_options: compiler_options.Overrides = dataclasses.field(default_factory=dict)
     init_from: str = ""
     init_patterns: Sequence[str] = ("*",)
+    frozen: Sequence[str] = ()
+    frozen_dtype: str = "bfloat16"
     seed: int = 0
     log_interval: int = 10
     eval_interval: int = 1000
@@ -128,7 +136,7 @@ class Experiment:
         for least, names in ((1, counted), (0, ("eval_batches", "seed", "compare_interval"))):
             low = [name for name in names if getattr(self, name) < least]
             yield from (f"{name} = {getattr(self, name)}: expected at least {least}" for name in low)
-        for name, choices in (("non_finite", hooks.POLICIES), ("watchdog", WATCHDOGS)):
+        for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 yield f"{name} = {getattr(self, name)!r}: expected one of {', '.join(map(repr, choices))}"
         for name in ("step", "compile", "silent", "apart", "save"):
@@ -227,6 +235,8 @@ class Experiment:
             gather_once=self.gather_once,
             skip_non_finite=self.non_finite == "skip",
             compiler_overrides=self.compiler_options,
+            frozen=self.frozen,
+            frozen_dtype=self.frozen_dtype,
         )
 
     def _check_rows(self, partitioner: Partitioner) -> None:

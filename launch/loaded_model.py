@@ -162,7 +162,8 @@ def load(
         vocabulary.prepare(run_dir, is_host_zero=False, sample=lambda: ())
     chosen = strategy or (experiment.strategy if slice_name else None)
     spec = experiment.task.spec(experiment.batch_size)
-    program = _bound(experiment.model, chosen, slice_name, spec, optimizer=experiment.optimizer)
+    stored = {"frozen": experiment.frozen, "frozen_dtype": experiment.frozen_dtype}
+    program = _bound(experiment.model, chosen, slice_name, spec, optimizer=experiment.optimizer, **stored)
     optimizer_state = program.abstract_state.opt_state
     evaluated = jax.make_jaxpr(program.optimizer.evaluated)(program.abstract_state.params, optimizer_state).jaxpr
     if evaluated.outvars == evaluated.invars[: len(evaluated.outvars)]:  # the optimizer does not average
@@ -187,7 +188,7 @@ def _published(folder: str, slice_name: str | None, dtype: str | None, strategy:
 
 
 def _bound(
-    model: Any, strategy: Strategy | None, slice_name: str | None, spec: Any, *, optimizer: Any = None
+    model: Any, strategy: Strategy | None, slice_name: str | None, spec: Any, *, optimizer: Any = None, **stored: Any
 ) -> Program:
     slice_ = slices.get(slice_name or ONE_CHIP)
     devices = jax.devices()[: slice_.chips]
@@ -195,4 +196,4 @@ def _bound(
         raise UserError(f"{slice_.name} has {slice_.chips} chips, and this process {len(devices)}: give --simulate")
     at = Partitioner(strategy or strategies.data_parallel(), slice=slice_, devices=devices)
     unused = optimizers.adamw(learning_rate=optimizers.constant(0.0))
-    return at.program(model, optimizer or unused, spec, seed=0)
+    return at.program(model, optimizer or unused, spec, seed=0, **stored)

@@ -102,6 +102,8 @@ class Partitioner:
         gather_once: bool = False,
         skip_non_finite: bool = False,
         compiler_overrides: compiler_options.Overrides | None = None,
+        frozen: Sequence[str] = (),
+        frozen_dtype: str = "bfloat16",
     ) -> Program:
         """Returns the model's training and evaluation steps under this partitioner.
 
@@ -113,11 +115,14 @@ class Partitioner:
           accum_steps, gather_once: see `parallel.accumulation`.
           skip_non_finite: see `core.step`.
           compiler_overrides: options of `parallel.compiler_options` to change, by name.
+          frozen: shell wildcards over paths (`layers/block/query`) of parameters that are not trained, besides those
+            that the model freezes.
+          frozen_dtype: in which these are stored.
 
         Raises:
           UserError: lists every mismatch between the model, the batch and the tables.
         """
-        flags = (accum_steps, gather_once, skip_non_finite, compiler_overrides or {})
+        flags = (accum_steps, gather_once, skip_non_finite, compiler_overrides or {}, tuple(frozen), frozen_dtype)
         return Program(self, model, optimizer, dict(spec), seed, *flags)
 
 
@@ -126,8 +131,8 @@ class Program:
     """The functions that a trainer calls: initial state, training step and evaluation step, with their shardings.
 
     Attributes:
-      partitioner, model, optimizer, spec, seed, accum_steps, gather_once, skip_non_finite, compiler_overrides: the
-        arguments of `Partitioner.program`.
+      partitioner, model, optimizer, spec, seed, accum_steps, gather_once, skip_non_finite, compiler_overrides, frozen,
+        frozen_dtype: the arguments of `Partitioner.program`.
     """
 
     partitioner: Partitioner
@@ -139,6 +144,8 @@ class Program:
     gather_once: bool = False
     skip_non_finite: bool = False
     compiler_overrides: compiler_options.Overrides = dataclasses.field(default_factory=dict)
+    frozen: tuple[str, ...] = ()
+    frozen_dtype: str = "bfloat16"
 
     def __post_init__(self):
         if self.accum_steps < 1 or not self.spec:
@@ -213,7 +220,10 @@ class Program:
 
     @functools.cached_property
     def _params(self) -> tuple[Any, Specs]:
-        return logical.abstract_init(self.model.init, jax.random.key(self.seed), batch_shapes(self.spec))
+        return logical.abstract_init(self._created, jax.random.key(self.seed), batch_shapes(self.spec))
+
+    def _created(self, rng: jax.Array, batch: Batch) -> Params:
+        return logical.frozen(self.model.init(rng, batch), self.frozen, self.frozen_dtype)
 
     @functools.cached_property
     def _bound_optimizer(self) -> Optimizer:
@@ -275,8 +285,9 @@ class Program:
         """The jitted initialization of the state; trace it inside `partitioner.tracing()`."""
 
         def fresh() -> TrainState:
-            zeros = {k: jnp.zeros(s.shape, s.dtype) for k, s in self.spec.items()}
-            return step.initialise(self.model, self._bound_optimizer, seed=self.seed, batch=zeros)
+            zeros = self._zeros()
+            params = self._created(jax.random.key(self.seed), zeros)
+            return step.create(self.model, self._bound_optimizer, params, zeros)
 
         return jax.jit(fresh, out_shardings=self.state_shardings)
 
@@ -289,7 +300,7 @@ class Program:
         """Initializes the parameters alone; equal to those of `init`."""
 
         def fresh() -> Params:
-            return self.model.init(jax.random.key(self.seed), self._zeros())
+            return self._created(jax.random.key(self.seed), self._zeros())
 
         with self.partitioner.tracing():
             return jax.jit(fresh, out_shardings=self.state_shardings.params)()

@@ -47,8 +47,6 @@ class Optimizer:
         may take `extras` of the step's `LossOutput`. `lambda specs: optax.sgd(0.1)` if it treats all alike.
       learning_rate: schedule over the number of applied updates, for reporting (`rate`); None if only the
         transformation knows it.
-      frozen: patterns over paths (`layers/block/query`; shell wildcards) of parameters that are not trained, besides
-        those whose spec says so; they have no gradient and no state. A parameter of a kind in `live` is trained.
       live: kinds of trained parameters that are not averaged over steps.
       averages: returns the averaged parameters of a state, with `optax.MaskedNode` for those without an average.
       specs: specs of the parameters that it is bound to; None before `bound`.
@@ -56,7 +54,6 @@ class Optimizer:
 
     rule: Rule
     learning_rate: Schedule | None
-    frozen: tuple[str, ...] = ()
     live: tuple[str, ...] = ()
     averages: Callable[[Any], Params] | None = None
     specs: Specs | None = None
@@ -65,10 +62,12 @@ class Optimizer:
         """Returns the optimizer for parameters with these specs.
 
         Raises:
-          UserError: a pattern matches no parameter, or a rule finds no parameter of the kind that it is for.
+          UserError: no parameter is trainable, or a rule finds no parameter of the kind that it is for.
         """
+        if not any(spec.trainable for spec in jax.tree.leaves(specs)):
+            raise UserError(f"all parameters are frozen ({', '.join(parameters.names(specs))}): leave some to train")
         bound = dataclasses.replace(self, specs=specs)
-        _ = bound.transformation, bound._frozen
+        _ = bound.transformation
         return bound
 
     def for_model(self, model: Model, batch: Mapping[str, Any]) -> Optimizer:
@@ -86,9 +85,8 @@ class Optimizer:
         """The optax transformation for the bound parameters."""
         return optax.with_extra_args_support(self.rule(self._specs))
 
-    @functools.cached_property
-    def _frozen(self) -> Callable[[Params], Any]:
-        return parameters.labelled(frozen_of(self._specs, self.frozen, live=self.live))
+    def _trained(self, params: Params) -> Any:
+        return parameters.labelled(trained_of(self._specs))(params)
 
     @property
     def _specs(self) -> Specs:
@@ -105,17 +103,24 @@ class Optimizer:
     def update(
         self, grads: Params, state: Any, params: Params, extras: Any = (), *, value: jax.Array | None = None
     ) -> tuple[Params, Any]:
-        """Returns the new parameters and state.
+        """Returns the new parameters and state; frozen parameters keep their bits.
 
         Args:
-          grads: gradients of the mean loss.
+          grads: gradients of the mean loss; those of frozen parameters are not used.
           state: the previous state.
           params: the previous parameters.
           extras: `extras` of the model's `LossOutput`.
           value: the mean loss, [], float32, which some transformations of optax need.
         """
         updates, state = self.transformation.update(grads, state, params, extras=extras, value=value)
-        return optax.apply_updates(params, updates), state
+        after = optax.apply_updates(params, updates)
+        trained = self._trained(params)
+        return jax.tree.map(lambda new, old, is_trained: new if is_trained else old, after, params, trained), state
+
+    def gradient_norm(self, grads: Params) -> jax.Array:
+        """Returns the global norm of the gradients of trained parameters, [], float32."""
+        trained = jax.tree.map(lambda g, is_trained: g if is_trained else None, grads, self._trained(grads))
+        return optax.global_norm(trained)
 
     def rate(self, state: Any, step: jax.Array, *, after: Any) -> jax.Array | None:
         """Returns the learning rate of an update, [], float32; None if only the transformation knows it.
@@ -138,7 +143,7 @@ class Optimizer:
 
     def trainable(self, params: Params) -> Params:
         """Returns `params` with `stop_gradient` applied to the frozen ones."""
-        return jax.tree.map(lambda p, stop: jax.lax.stop_gradient(p) if stop else p, params, self._frozen(params))
+        return jax.tree.map(lambda p, on: p if on else jax.lax.stop_gradient(p), params, self._trained(params))
 
     def evaluated(self, params: Params, state: Any) -> Params:
         """Returns the parameters to evaluate, sample from and export: the averaged ones if the optimizer averages.
@@ -177,7 +182,6 @@ def trained_by(**defaults: Any) -> Callable[[Callable[..., Rule]], Callable[...,
       weight_decay: decoupled weight decay, multiplied by the learning rate.
       clip_norm: largest global norm of the gradient; None: no clipping.
       no_decay: kinds (`core.parameters.KINDS`) or patterns over paths of parameters without weight decay.
-      frozen: patterns over paths of parameters that are not trained.
 
     It raises UserError for a number out of range (`schedules.check_ranges`), and when bound for a
     pattern that matches no parameter.
@@ -219,9 +223,8 @@ def _shared(
     weight_decay: float,
     clip_norm: float | None = 1.0,
     no_decay: Sequence[str] = ("norm", "bias"),
-    frozen: Sequence[str] = (),
 ) -> Callable[[Rule], Optimizer]:
-    """Adds clipping, weight decay, the learning rate and frozen parameters to a rule."""
+    """Adds clipping, weight decay and the learning rate to a rule, for trained parameters."""
 
     def around(rule: Rule) -> Optimizer:
         def complete(specs: Specs) -> optax.GradientTransformation:
@@ -231,9 +234,9 @@ def _shared(
                 optax.add_decayed_weights(weight_decay, mask=parameters.labelled(_decayed(specs, no_decay))),
                 optax.scale_by_learning_rate(learning_rate),
             )
-            return only_trainable(chain, frozen_of(specs, tuple(frozen)))
+            return only_trainable(chain, specs)
 
-        return Optimizer(complete, learning_rate, tuple(frozen))
+        return Optimizer(complete, learning_rate)
 
     return around
 
@@ -248,19 +251,14 @@ def _decayed(specs: Specs, no_decay: Sequence[str]) -> Any:
     return jax.tree.map(lambda spec, spared: not (spared or spec.kind in no_decay), specs, named)
 
 
-def frozen_of(specs: Specs, frozen: tuple[str, ...], *, live: tuple[str, ...] = ()) -> Any:
-    """Returns a tree of booleans: True for parameters that are not trainable or in `frozen`, unless their kind is live.
-
-    Raises:
-      UserError: a pattern of `frozen` matches no parameter.
-    """
-    stopped = parameters.matches(specs, frozen, where="frozen")
-    return jax.tree.map(lambda spec, stop: (stop or not spec.trainable) and spec.kind not in live, specs, stopped)
+def trained_of(specs: Specs) -> Any:
+    """Returns a tree of booleans: whether each parameter is trained."""
+    return jax.tree.map(lambda spec: spec.trainable, specs)
 
 
-def only_trainable(rule: optax.GradientTransformation, frozen: Any) -> optax.GradientTransformation:
-    """Applies `rule` to trained parameters; those that the tree `frozen` marks get no update and no state."""
-    labels = jax.tree.map(lambda f: "frozen" if f else "trained", frozen)
+def only_trainable(rule: optax.GradientTransformation, specs: Specs) -> optax.GradientTransformation:
+    """Applies `rule` to trained parameters; frozen ones get no update and no state."""
+    labels = jax.tree.map(lambda spec: "trained" if spec.trainable else "frozen", specs)
     if "frozen" not in jax.tree.leaves(labels):
         return rule
     return optax.partition({"trained": rule, "frozen": optax.set_to_zero()}, parameters.labelled(labels))
@@ -270,7 +268,6 @@ def from_optax(
     *,
     transformation: Transformation,
     clip_norm: float | None = None,
-    frozen: Sequence[str] = (),
     by_layer: bool = False,
 ) -> Optimizer:
     """Returns an optimizer that applies a complete optax transformation, such as `optax.adan(1e-3)`.
@@ -287,7 +284,6 @@ def from_optax(
     Args:
       transformation: converts gradients of the mean loss to updates that are added to the parameters.
       clip_norm: largest global norm of the gradient; None: no clipping besides that of the transformation.
-      frozen: patterns over paths of parameters that are not trained, besides those whose spec says so.
       by_layer: whether each layer of a stack is treated as a separate parameter. Set it for transformations that use
         norms or factors of a whole parameter (`lamb`, `lars`, `sm3`), so that training does not depend on how layers
         are stored; not for those that combine all parameters (`prodigy`). The transformation then gets no `value`.
@@ -305,9 +301,9 @@ def from_optax(
     def complete(specs: Specs) -> optax.GradientTransformation:
         own = parameters.by_layer(transformation, specs) if by_layer else transformation
         clipped = own if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), own)
-        return only_trainable(_checked(clipped, by_layer=by_layer), frozen_of(specs, tuple(frozen)))
+        return only_trainable(_checked(clipped, by_layer=by_layer), specs)
 
-    return Optimizer(complete, None, tuple(frozen))
+    return Optimizer(complete, None)
 
 
 def as_optimizer(given: Optimizer | Transformation) -> Optimizer:

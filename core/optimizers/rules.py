@@ -17,9 +17,9 @@ import optax.contrib
 from core import parameters
 from core.errors import UserError
 from core.optimizers import schedules
-from core.optimizers.base import Optimizer, Rule, frozen_of, nodes, trained_by
+from core.optimizers.base import Optimizer, Rule, nodes, trained_by
 from core.optimizers.schedules import Schedule
-from core.parameters import Specs
+from core.parameters import ParamSpec, Specs
 from core.types import Params
 
 
@@ -186,9 +186,8 @@ def averaged(*, optimizer: Optimizer, decay: float = 0.999) -> Optimizer:
 
     def complete(specs: Specs) -> optax.GradientTransformationExtraArgs:
         rule = optax.with_extra_args_support(optimizer.rule(specs))
-        stopped = frozen_of(specs, optimizer.frozen)
         left_out = parameters.labelled(
-            jax.tree.map(lambda spec, stop: stop or spec.kind in optimizer.live, specs, stopped)
+            jax.tree.map(lambda spec: not spec.trainable or spec.kind in optimizer.live, specs)
         )
 
         def kept(params: Params) -> Params:
@@ -232,27 +231,29 @@ def with_table(*, dense: Optimizer, learning_rate: Schedule, weight_decay: float
     The model must return `LossOutput.extras = {path of the table: rows that it used [N], int32}`.
 
     Args:
-      dense: optimizer of all other parameters, to which its `frozen` applies; with all of them frozen, only tables are
-        trained. Its learning rate is the one that is reported.
+      dense: optimizer of all other parameters. Its learning rate is the one that is reported.
       learning_rate: schedule of tables.
       weight_decay: weight decay of touched rows; multiplied by the learning rate of tables.
 
     Raises:
-      UserError: the decay is out of range, or `dense` averages; when bound, no parameter is a table; in a step, the
-        model does not list the used rows.
+      UserError: the decay is out of range, or `dense` averages; when bound, no trained parameter is a table; in a
+        step, the model does not list the used rows.
     """
     schedules.check_ranges("with_table", weight_decay=weight_decay)
     if dense.averages is not None:
         raise UserError("with_table: `dense` averages; reverse the order: averaged(optimizer=with_table(…))")
 
     def split(specs: Specs) -> optax.GradientTransformationExtraArgs:
-        labels = jax.tree.map(lambda spec: "table" if spec.kind == "table" else "dense", specs)
+        def is_table(spec: ParamSpec) -> bool:
+            return spec.kind == "table" and spec.trainable
+
+        labels = jax.tree.map(lambda spec: "table" if is_table(spec) else "dense", specs)
         if "table" not in jax.tree.leaves(labels):
             raise UserError(
-                "with_table: no parameter is a table (an axis `puzzles`, or kind='table'); the parameters are "
+                "with_table: no trained parameter is a table (an axis `puzzles`, or kind='table'); the parameters are "
                 f"{', '.join(parameters.names(specs))}. Use the inner optimizer without with_table"
             )
-        others = {module: {n: s for n, s in leaves.items() if s.kind != "table"} for module, leaves in specs.items()}
+        others = {module: {n: s for n, s in leaves.items() if not is_table(s)} for module, leaves in specs.items()}
         rules = {"table": _by_sign(learning_rate, weight_decay), "dense": dense.rule(others)}
         return optax.partition(rules, parameters.labelled(labels))
 

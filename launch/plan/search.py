@@ -101,7 +101,13 @@ def options(question: Question, *, only: Sequence[str] = ()) -> list[Option]:
     experiment = question.experiment
     spec = experiment.task.spec(experiment.batch_size)
     trace = model_trace.trace(
-        experiment.model, experiment.optimizer, spec, slice=slices.get(experiment.slice), seed=experiment.seed
+        experiment.model,
+        experiment.optimizer,
+        spec,
+        slice=slices.get(experiment.slice),
+        seed=experiment.seed,
+        frozen=experiment.frozen,
+        frozen_dtype=experiment.frozen_dtype,
     )
     layouts = candidates.layouts(question.slice, only=only)
     own = () if any(layout.strategy() == experiment.strategy for layout in layouts) or only else (None,)

@@ -166,20 +166,23 @@ class Subject(NamedTuple):
       axes: logical axes of the fields of a batch; None: rows and positions.
       seed: seed of the parameters and of random bits.
       options: options of the program under a strategy, such as accum_steps; one device trains without them.
+      frozen: arguments of `Partitioner.program` that freeze parameters, also on one device.
     """
 
     model: Any
     axes: FieldAxes | None = None
     seed: int = 7
     options: Mapping[str, Any] = {}
+    frozen: Mapping[str, Any] = {}
 
     def under(self, example: Example, batch: Batch, *, dtype: str = "") -> Program:
         """Returns the program under a strategy; computes in `dtype` if the model has a field for it."""
-        return bind(computing_in(self.model, dtype), example, batch, axes=self.axes, seed=self.seed, **self.options)
+        options = {**self.options, **self.frozen}
+        return bind(computing_in(self.model, dtype), example, batch, axes=self.axes, seed=self.seed, **options)
 
     def alone(self, batch: Batch, *, dtype: str) -> Program:
         """Returns the program on one device."""
-        return bind(computing_in(self.model, dtype), ONE_DEVICE, batch, axes=self.axes, seed=self.seed)
+        return bind(computing_in(self.model, dtype), ONE_DEVICE, batch, axes=self.axes, seed=self.seed, **self.frozen)
 
 
 Apart = Mapping[str, Difference]  # by part of the trajectory

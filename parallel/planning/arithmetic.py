@@ -74,7 +74,14 @@ def place(program: Program) -> tuple[ShardedState, Step]:
     """Traces a bound program's model; returns the arguments of `estimate` and `product_flops`."""
     step, bound = step_of(program), program.partitioner
     trace = model_trace.trace(
-        program.model, program.optimizer, program.spec, slice=bound.slice, seed=program.seed, remats=[step.remat]
+        program.model,
+        program.optimizer,
+        program.spec,
+        slice=bound.slice,
+        seed=program.seed,
+        remats=[step.remat],
+        frozen=program.frozen,
+        frozen_dtype=program.frozen_dtype,
     )
     return ShardedState(bound.strategy, trace), step
 
@@ -195,11 +202,15 @@ def _of_weights(sharded: ShardedState, step: Step) -> _Sent:
     is_tied = not any(of.names == _LOOKED_UP[::-1] for _, of in sharded.params)
     rows = mesh_axes(_ROW_AXES, used)
     once = sharded.tables.pipeline is not None
-    for leaf, of in sharded.params:
+    for (leaf, of), is_trained in zip(sharded.params, sharded.trace.trained, strict=True):
         stored, computed = mesh_axes(of.names, table), mesh_axes(of.names, used)
         gathered = stored - computed
         payload = leaf.size * sharded.trace.itemsize / sharded.degree(computed)
         n = sharded.degree(gathered)
+        if not is_trained:
+            gathers = 2 if "layers" in of.names and not once else 1
+            yield gathered, (n - 1) / n * payload * (1 if once else step.accum_steps * gathers)
+            continue
         if of.names == _LOOKED_UP and _is_summed_in_pieces(sharded, step):
             yield from _of_lookups(sharded, step, leaf)
             if not is_tied:

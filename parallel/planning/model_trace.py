@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +23,7 @@ from core.logical import Axes
 from core.optimizers import Optimizer
 from core.slices import Slice
 from core.step import TrainState
-from core.types import ChoosesAttention, ChoosesDtype, Model, can
+from core.types import Batch, ChoosesAttention, ChoosesDtype, Model, Params, can
 from parallel import strategy
 from parallel.planning import candidates
 
@@ -110,6 +110,7 @@ class ModelTrace:
       spec: fields of a batch of any size.
       works: the work of one row in one step, by choice of `remat`.
       itemsize: bytes of a number in the dtype of computation.
+      trained: whether each parameter is trained, in the order of the leaves.
     """
 
     slice: Slice
@@ -118,6 +119,7 @@ class ModelTrace:
     spec: BatchSpec
     works: Mapping[str | None, Work]
     itemsize: int
+    trained: tuple[bool, ...]
 
     @property
     def length(self) -> int:
@@ -133,6 +135,8 @@ def trace(
     slice: Slice,
     seed: int = 0,
     remats: Sequence[str | None] | None = None,
+    frozen: Sequence[str] = (),
+    frozen_dtype: str = "bfloat16",
 ) -> ModelTrace:
     """Traces a model; compiles nothing and needs no device.
 
@@ -143,9 +147,14 @@ def trace(
       slice: the slice to compile for.
       seed: seed of the parameters.
       remats: choices of `remat` to trace; None: all that the model offers.
+      frozen, frozen_dtype: see `parallel.partitioner.Partitioner.program`.
     """
     example = batch_shapes(spec)
-    params, specs = logical.abstract_init(model.init, jax.random.key(seed), example)
+
+    def created(rng: jax.Array, batch: Batch) -> Params:
+        return logical.frozen(model.init(rng, batch), frozen, frozen_dtype)
+
+    params, specs = logical.abstract_init(created, jax.random.key(seed), example)
     axes, optimizer = logical.axes_of(specs), optimizer.bound(specs)
     carry = jax.eval_shape(model.init_carry, example)
     shapes = TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, jax.eval_shape(optimizer.init, params), carry)
@@ -160,9 +169,11 @@ def trace(
         changed: Any = model
         if remat not in (None, candidates.remat_of(model)):
             changed = wrappers.with_field(changed, "remat", remat)
-        works[remat] = work(_with_tpu_attention(changed, params, example), spec, params, axes)
+        kernel = _with_tpu_attention(changed, params, example)
+        works[remat] = work(kernel, spec, params, axes, trainable=optimizer.trainable)
     itemsize = jnp.dtype(model.dtype if can(model, ChoosesDtype) else jnp.float32).itemsize
-    return ModelTrace(slice, shapes, named, dict(spec), works, itemsize)
+    trained = tuple(spec.trainable for spec in jax.tree.leaves(specs))
+    return ModelTrace(slice, shapes, named, dict(spec), works, itemsize, trained)
 
 
 def _with_tpu_attention(model: Any, params: Any, example: Any) -> Any:
@@ -178,7 +189,7 @@ def _with_tpu_attention(model: Any, params: Any, example: Any) -> Any:
     return kernel
 
 
-def work(model: Model, spec: BatchSpec, params: Any, param_axes: Any) -> Work:
+def work(model: Model, spec: BatchSpec, params: Any, param_axes: Any, *, trainable: Callable[[Params], Params]) -> Work:
     """Traces a model's loss and its gradient.
 
     Args:
@@ -186,6 +197,7 @@ def work(model: Model, spec: BatchSpec, params: Any, param_axes: Any) -> Work:
       spec: fields of a batch; the number of rows does not matter.
       params: tree of `jax.ShapeDtypeStruct`.
       param_axes: tree of `Axes` of the same structure.
+      trainable: stops the gradient at frozen parameters (`Optimizer.trainable`).
     """
     sizes = _Sizes(params, param_axes, spec)
     batch = batch_shapes(spec, rows=sizes.rows)
@@ -193,7 +205,7 @@ def work(model: Model, spec: BatchSpec, params: Any, param_axes: Any) -> Work:
     rng = jax.eval_shape(lambda: jax.random.key(0))
 
     def loss(params: Any, carry: Any, rng: Any, batch: Any) -> jax.Array:
-        return model.loss(params, carry, rng, batch, is_training=True)[1].loss_sum
+        return model.loss(trainable(params), carry, rng, batch, is_training=True)[1].loss_sum
 
     def forward(params: Any, carry: Any, rng: Any, batch: Any) -> Any:
         value, back = jax.vjp(lambda p: loss(p, carry, rng, batch), params)

@@ -154,7 +154,9 @@ class ShardedState:
         """Bytes of all gradients on a chip."""
         table = self.tables.param_rules
         return sum(
-            size_bytes(leaf) / self.shards(of.names, table, without=self.gathered_once) for leaf, of in self.params
+            size_bytes(leaf) / self.shards(of.names, table, without=self.gathered_once)
+            for (leaf, of), is_trained in zip(self.params, self.trace.trained, strict=True)
+            if is_trained
         )
 
     @functools.cached_property

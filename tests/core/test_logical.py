@@ -164,6 +164,22 @@ def test_parameters_are_refused_by_name():
     assert "named [2]" not in str(error.value)
 
 
+def test_a_model_freezes_parameters_and_stores_them_narrow():
+    def init(rng):
+        return logical.frozen(initialise(lambda: Dense(name="ffn")())(rng), ["ffn/w"], "bfloat16")
+
+    shapes, specs = logical.abstract_init(init, KEY)
+    assert specs["ffn"]["w"] == ParamSpec(("embed", "mlp"), "matrix", trainable=False, dtype="bfloat16")
+    assert specs["ffn"]["b"] == ParamSpec(("mlp",))
+    params = init(KEY)
+    assert jax.tree.map(lambda a: a.dtype, params) == {"ffn": {"w": jnp.bfloat16, "b": jnp.float32}}
+    assert jax.tree.map(lambda a: a.dtype, shapes) == jax.tree.map(lambda a: a.dtype, params)
+    w, _ = hk.transform(lambda: Dense(name="ffn")()).apply(params, None)
+    assert w.dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match=r"frozen = \('head/\*',\): no parameter matches 'head/\*'; .* ffn/w"):
+        logical.frozen(params, ["head/*"])
+
+
 NAMES = {"mlp/up/w": ("embed", "mlp"), "*/w": ("mlp", "embed"), "*b": ("embed",)}
 
 

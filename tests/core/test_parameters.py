@@ -150,7 +150,9 @@ def test_muon_makes_each_layers_matrix_nearly_orthogonal_and_leaves_the_rest_to_
 @pytest.mark.parametrize("name", MAKE)
 def test_frozen_layers_get_no_state(name):
     params = random_tree(0)
-    optimizer = MAKE[name](frozen=("layers/block/up", "layers/*norm")).bound(SPECS)
+    block = SPECS["layers/block"]
+    frozen = {leaf: block[leaf].frozen("float32") for leaf in ("up", "mlp_norm")}
+    optimizer = MAKE[name]().bound({**SPECS, "layers/block": {**block, **frozen}})
     state = optimizer.init(params)
     assert not [a.shape for a in jax.tree.leaves(state) if 20 in a.shape]
     updates, _ = optimizer.transformation.update(random_tree(1), state, params)

@@ -32,8 +32,8 @@ def grads_at(step):
     return jax.tree.map(lambda p: jnp.asarray(rng.normal(0, 1, p.shape), jnp.float32), PARAMS)
 
 
-def steps_of(optimizer, count, *, extras=TOUCHED, grads=grads_at):
-    optimizer = optimizer.bound(SPECS)
+def steps_of(optimizer, count, *, extras=TOUCHED, grads=grads_at, specs=SPECS):
+    optimizer = optimizer.bound(specs)
     state, params, seen = optimizer.init(PARAMS), PARAMS, []
     for step in range(count):
         params, state = optimizer.update(grads(step), state, params, extras)
@@ -139,12 +139,15 @@ def test_averages_are_laid_out_as_their_parameters_are():
 
 @pytest.mark.parametrize("around", [lambda o: o, lambda o: optimizers.averaged(optimizer=o)], ids=["alone", "averaged"])
 def test_with_all_else_frozen_the_table_alone_is_trained(around):
-    dense = optimizers.adam_atan2(learning_rate=RATE, weight_decay=0.1, frozen=("*",))
-    optimizer = around(optimizers.with_table(dense=dense, learning_rate=optimizers.constant(0.05))).bound(SPECS)
-    grads = jax.grad(lambda p: sum(jnp.sum(a) for a in jax.tree.leaves(optimizer.trainable(p))))(PARAMS)
+    dense = optimizers.adam_atan2(learning_rate=RATE, weight_decay=0.1)
+    frozen = {**SPECS, "layers/block": {n: spec.frozen("float32") for n, spec in SPECS["layers/block"].items()}}
+    optimizer = around(optimizers.with_table(dense=dense, learning_rate=optimizers.constant(0.05)))
+    bound = optimizer.bound(frozen)
+    grads = jax.grad(lambda p: sum(jnp.sum(a) for a in jax.tree.leaves(bound.trainable(p))))(PARAMS)
     assert np.all(grads["~"].pop("puzzle_table") == 1)
     assert not any(np.any(a) for a in jax.tree.leaves(grads))
-    params, state = steps_of(optimizer, 2, grads=lambda _: jax.tree.map(jnp.ones_like, PARAMS))[-1]
+    ones = jax.tree.map(jnp.ones_like, PARAMS)
+    params, state = steps_of(optimizer, 2, grads=lambda _: ones, specs=frozen)[-1]
     row = (PARAMS["~"]["puzzle_table"][1] * 0.95 - 0.05) * 0.95 - 0.05  # decay and sign, twice
     np.testing.assert_allclose(params["~"]["puzzle_table"][1], row, rtol=1e-6)
     np.testing.assert_array_equal(params["~"]["puzzle_table"][0], PARAMS["~"]["puzzle_table"][0])
@@ -152,10 +155,18 @@ def test_with_all_else_frozen_the_table_alone_is_trained(around):
     assert not [a for a in jax.tree.leaves(state) if a.ndim]  # no moment and no average of what is frozen
 
 
-def test_the_table_is_not_the_dense_rules_to_freeze():
-    dense = optimizers.adam_atan2(learning_rate=RATE, frozen=("puzzle_table",))
-    with pytest.raises(ValueError, match=r"frozen = .*: no parameter matches 'puzzle_table'"):
-        optimizers.with_table(dense=dense, learning_rate=RATE).bound(SPECS)
+def test_a_frozen_table_has_no_sign_updates():
+    optimizer = optimizers.with_table(dense=optimizers.adam_atan2(learning_rate=RATE), learning_rate=RATE)
+    frozen = {**SPECS, "~": {**SPECS["~"], "puzzle_table": SPECS["~"]["puzzle_table"].frozen("float32")}}
+    with pytest.raises(ValueError, match="no trained parameter is a table"):
+        optimizer.bound(frozen)
+    two = {**frozen, "other": {"table": SPECS["~"]["puzzle_table"]}}
+    params = {**PARAMS, "other": {"table": PARAMS["~"]["puzzle_table"]}}
+    grads, extras = jax.tree.map(jnp.ones_like, params), {"other/table": jnp.array([1])}
+    bound = optimizer.bound(two)
+    after, _ = bound.update(grads, bound.init(params), params, extras)
+    np.testing.assert_array_equal(after["~"]["puzzle_table"], PARAMS["~"]["puzzle_table"])
+    assert np.any(after["other"]["table"] != PARAMS["~"]["puzzle_table"])
 
 
 def test_what_a_model_does_not_train_is_kept_whatever_its_name():
@@ -173,7 +184,9 @@ def test_what_cannot_be_composed_is_refused():
         optimizers.averaged(optimizer=dense, decay=1.0)
     with pytest.raises(ValueError, match="`dense` averages; reverse the order"):
         optimizers.with_table(dense=optimizers.averaged(optimizer=dense), learning_rate=RATE)
-    with pytest.raises(ValueError, match=r"no parameter is a table .* are layers/block/bias, layers/block/w\. Use the"):
+    with pytest.raises(
+        ValueError, match=r"no trained parameter is a table .* are layers/block/bias, layers/block/w\. Use the"
+    ):
         optimizers.with_table(dense=dense, learning_rate=RATE).bound({"layers/block": SPECS["layers/block"]})
     with pytest.raises(ValueError, match="does not list the rows of 'puzzle_table' that a step used"):
         steps_of(composed(), 1, extras=())

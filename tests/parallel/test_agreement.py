@@ -178,12 +178,14 @@ def test_accumulation_equals_one_big_batch(tables, gather_once, one_device):
 
 @pytest.mark.covers("T07")
 def test_frozen_parameters_stay_and_have_no_state():
-    optimizer = optimizers.adamw(learning_rate=optimizers.constant(1e-2), frozen=("layers/*", "embedding"))
+    optimizer = optimizers.adamw(learning_rate=optimizers.constant(1e-2))
     bound = partitioner.Partitioner(strategies.fsdp(), slice=slices.get("v4-32"), devices=jax.devices())
     spec = {k: Field(a.shape, a.dtype, ("batch", "length")[: a.ndim]) for k, a in next(batches()).items()}
-    frozen = bound.program(dataclasses.replace(MODEL, num_layers=1), optimizer, spec, seed=7)
+    model = dataclasses.replace(MODEL, num_layers=1)
+    frozen = bound.program(model, optimizer, spec, seed=7, frozen=("layers/*", "embedding"))
     state = frozen.init()
     before = jax.device_get(state.params)
+    assert {a.dtype.name for a in (before["~"]["embedding"], *before["layers/block"].values())} == {"bfloat16"}
     moments = [a.shape for a in jax.tree.leaves(state.opt_state) if a.ndim]
     assert sorted(moments) == sorted([(64,), (64,), (64, 256), (64, 256)])
     state, metrics = frozen.train_step(state, frozen.put(next(batches())))
@@ -194,6 +196,19 @@ def test_frozen_parameters_stay_and_have_no_state():
     trained = agreement.run(frozen, [next(batches())]).gradients["~"]
     norm = np.sqrt(sum(np.sum(np.square(trained[k])) for k in ("unembedding", "final_norm")))
     np.testing.assert_allclose(metrics["gradient_norm"], norm, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fsdp_tensor", "pipeline", "pipeline_fsdp", "pipeline_data"])
+def test_frozen_parameters_have_the_numbers_of_one_device(name):
+    frozen, first = {"frozen": ("layers/*norm", "layers/*/up", "layers/*/query", "embedding")}, list(batches())[:3]
+    alone = agreement.run(program(strategies.data_parallel(), "v5e-1", **frozen), first)
+    case = CASES[name]
+    found = agreement.run(program(case.strategy, case.slice, **frozen), first)
+    assert not agreement.exceeding(name, agreement.compare(found, alone))
+    for module, leaf in (("~", "embedding"), ("layers/block", "up"), ("layers/block", "query")):
+        assert found.params[module][leaf].dtype.name == "bfloat16"
+        np.testing.assert_array_equal(found.params[module][leaf], found.fresh[module][leaf])
 
 
 def test_sharded_bytes():

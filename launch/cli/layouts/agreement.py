@@ -69,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
         experiment = agreement.sized(experiment, examples)
         options = {"accum_steps": experiment.accum_steps, "gather_once": experiment.gather_once}
         axes = {name: field.axes for name, field in experiment.task.spec(experiment.batch_size).items()}
-        subject = Subject(experiment.model, axes, experiment.seed, options)
+        frozen = {"frozen": experiment.frozen, "frozen_dtype": experiment.frozen_dtype}
+        subject = Subject(experiment.model, axes, experiment.seed, options, frozen)
     if args.into:
         agreement.record(subject, {n: examples[n] for n in args.record}, steps=args.steps, into=args.into)
         return 0

@@ -68,6 +68,8 @@ FIELDS = {
     "compare_interval": (7, False),
     "init_from": ("runs/first", False),
     "init_patterns": (("layers",), False),
+    "frozen": (("embedding",), True),
+    "frozen_dtype": ("float32", False),  # alone: there is nothing that it is the dtype of
 }
 
 
