@@ -24,13 +24,25 @@ class Side(NamedTuple):
       segment_ids: [B, T], int32.
       positions: [B, T], int32, if earlier positions are cached; otherwise None.
       turns: rotary tables by kind of layer; only of GLOBAL if all kinds share one table; empty for learned positions.
+      rows: [B], int32, global row ids, if inputs of adapters are dropped; otherwise None.
     """
 
     segment_ids: jax.Array
     turns: dict[str, rotary.RotaryTables]
     positions: jax.Array | None = None
+    rows: jax.Array | None = None
 
 
+# Logical axes of the inputs and outputs of each matrix.
+_AXES = {
+    "query": (("embed",), ("heads", "head_dim")),
+    "key": (("embed",), ("kv_heads", "head_dim")),
+    "value": (("embed",), ("kv_heads", "head_dim")),
+    "output": (("heads", "head_dim"), ("embed",)),
+    "gate": (("embed",), ("mlp",)),
+    "up": (("embed",), ("mlp",)),
+    "down": (("mlp",), ("embed",)),
+}
 KeysAndValues = tuple[jax.Array, jax.Array]
 
 
@@ -61,7 +73,7 @@ class Block(hk.Module):
         mixed, new = self._attention(self._input_norm("attention", x), side, before)
         x = x + self._output_norm("attention", mixed)
         x = checkpoint_name(logical.constrain(x, "batch", "residual_length", "embed"), "attended")
-        x = x + self._output_norm("mlp", self._mlp(self._input_norm("mlp", x)))
+        x = x + self._output_norm("mlp", self._mlp(self._input_norm("mlp", x), side))
         return logical.constrain(x, "batch", "residual_length", "embed"), new
 
     def _input_norm(self, part: str, x: jax.Array) -> jax.Array:
@@ -91,11 +103,12 @@ class Block(hk.Module):
         wv = self._weight("value", (d, n, k), ("embed", "kv_heads", "head_dim"), fan_in=d)
         fan_in = 2 * c.num_layers * h * k
         wo = self._weight("output", (h, k, d), ("heads", "head_dim", "embed"), fan_in=fan_in, in_dims=2)
-        q = self._heads("query", jnp.einsum("btd,dhk->bthk", x, wq), side, "heads")
-        key = self._heads("key", jnp.einsum("btd,dnk->btnk", x, wk), side, "kv_heads")
-        value = self._biased(
-            "value", jnp.einsum("btd,dnk->btnk", x, wv), ("kv_heads", "head_dim"), among=("qkv", "all")
-        )
+        q = self._adapted("query", jnp.einsum("btd,dhk->bthk", x, wq), x, side)
+        q = self._heads("query", q, side, "heads")
+        key = self._adapted("key", jnp.einsum("btd,dnk->btnk", x, wk), x, side)
+        key = self._heads("key", key, side, "kv_heads")
+        value = self._adapted("value", jnp.einsum("btd,dnk->btnk", x, wv), x, side)
+        value = self._biased("value", value, ("kv_heads", "head_dim"), among=("qkv", "all"))
         value = logical.constrain(value, "batch", "length", "kv_heads", "head_dim")
         q, key, value = map(checkpoint_name, (q, key, value), ("query", "key", "value"))
         how = {
@@ -109,7 +122,7 @@ class Block(hk.Module):
         else:
             mixed = attention.cached(q, key, value, before, side.positions, **how)
         mixed = logical.constrain(mixed, "batch", "length", "heads", "head_dim")
-        out = jnp.einsum("bthk,hkd->btd", mixed, wo)
+        out = self._adapted("output", jnp.einsum("bthk,hkd->btd", mixed, wo), mixed, side)
         return self._biased("output", out, ("norm",), among=("all",)), (key, value)
 
     def _heads(self, name: str, x: jax.Array, side: Side, heads: str) -> jax.Array:
@@ -128,19 +141,28 @@ class Block(hk.Module):
             rotary.apply(x, side.turns.get(self.kind, side.turns[GLOBAL])), "batch", "length", heads, "head_dim"
         )
 
-    def _mlp(self, x: jax.Array) -> jax.Array:
+    def _adapted(self, name: str, product: jax.Array, x: jax.Array, side: Side) -> jax.Array:
+        """Adds the output of the matrix's adapter, if the model has one, to the product with x."""
+        if self.config.lora is None:
+            return product
+        return self.config.lora.added(name, product, x, _AXES[name], rows=side.rows)
+
+    def _mlp(self, x: jax.Array, side: Side) -> jax.Array:
         c = self.config
         d, f = c.embed_dim, c.mlp_dim
         gate = self._weight("gate", (d, f), ("embed", "mlp"), fan_in=d) if c.gated else None
         up = self._weight("up", (d, f), ("embed", "mlp"), fan_in=d)
         down = self._weight("down", (f, d), ("mlp", "embed"), fan_in=2 * c.num_layers * f)
         if gate is None:
-            hidden = derivatives.activated(self._biased("up", x @ up, ("mlp",), among=("all",)), c.activation)
+            hidden = derivatives.activated(self._mlp_input("up", up, x, side), c.activation)
         else:
-            gate = self._biased("gate", x @ gate, ("mlp",), among=("all",))
-            hidden = derivatives.gated(gate, self._biased("up", x @ up, ("mlp",), among=("all",)), c.activation)
+            hidden = self._mlp_input("gate", gate, x, side)
+            hidden = derivatives.gated(hidden, self._mlp_input("up", up, x, side), c.activation)
         hidden = logical.constrain(hidden, "batch", "length", "mlp")  # [B, T, F]
-        return self._biased("down", hidden @ down, ("norm",), among=("all",))
+        return self._biased("down", self._adapted("down", hidden @ down, hidden, side), ("norm",), among=("all",))
+
+    def _mlp_input(self, name: str, weight: jax.Array, x: jax.Array, side: Side) -> jax.Array:
+        return self._biased(name, self._adapted(name, x @ weight, x, side), ("mlp",), among=("all",))
 
 
 def normalized(config: DecoderConfig, name: str, x: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from core.errors import UserError
 from models import attention, derivatives, rotary
+from models.lora import Lora
 
 # Checkpoint names of the arrays that each choice saves for the backward pass of a layer, in addition to its input. The
 # comments give the MiB saved per layer and row of 2048 tokens of the 7B, including the input, and the fraction of the
@@ -70,6 +71,7 @@ class DecoderConfig:
       query_scale: factor of attention scores; None: 1 / sqrt(head_dim).
       attention_softcap, logit_softcap: bounds of scores and logits by softcap tanh(x / softcap); None: not bounded.
       scaled_embedding: multiply embeddings by sqrt(embed_dim).
+      lora: low-rank adapters, which alone are trained; see `models.lora.adapted`.
       vocab_multiple: part of the model and independent of the mesh, so that parameters do not depend on the strategy.
 
     Raises:
@@ -105,6 +107,7 @@ class DecoderConfig:
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     scaled_embedding: bool = False
+    lora: Lora | None = None
     vocab_multiple: int = 128
 
     def __post_init__(self):
@@ -131,6 +134,9 @@ class DecoderConfig:
             raise UserError(
                 f"Transformer.pattern: {sorted(unknown)}: expected kinds of layers, {LOCAL!r} or {GLOBAL!r}"
             )
+        if self.lora is not None and not self.gated and "gate" in self.lora.targets:
+            targets = tuple(target for target in self.lora.targets if target != "gate")
+            raise UserError(f"lora.adapted.targets: this decoder has no matrix 'gate'; set targets = {targets}")
         if (self.window is None) == (LOCAL in self.kinds):
             raise UserError(
                 f"Transformer: window = {self.window} and pattern = {self.pattern}: local layers need a window, and a "
@@ -167,7 +173,7 @@ class DecoderConfig:
         """Returns training FLOPs per token without recomputation.
 
         6 per parameter of a matrix product, and 6 L T H K for causal attention; in a local layer 12 W H K for a window
-        of W positions, if that is less.
+        of W positions, if that is less. A frozen matrix has no gradient of its own: 4 instead of 6.
         """
         inner = self.num_heads * self.head_width
         kv = self.num_kv_heads * self.head_width
@@ -175,7 +181,7 @@ class DecoderConfig:
         matmul = self.num_layers * per_layer + self.embed_dim * self.stored_vocab_size
         spans = {GLOBAL: length, LOCAL: min(length, 2 * (self.window or length))}  # twice the mean number attended to
         attended = sum(spans[self.kinds[i % len(self.kinds)]] for i in range(self.num_layers))
-        return 6.0 * matmul + 6.0 * attended * inner
+        return (6.0 if self.lora is None else 4.0) * matmul + 6.0 * attended * inner
 
     def shrink(self, multiples: Mapping[str, int]) -> DecoderConfig:
         """Returns the smallest decoder of this kind whose dimensions are multiples of `multiples`, by logical axis."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 from core import paths
 from core.checkpoints.published import PublishedFolder
 from core.checkpoints.tensor_map import Source
+from core.errors import UserError
 from models import families
 from models.decoder_config import DecoderConfig
 
@@ -83,6 +87,46 @@ def named_sources(model: DecoderConfig) -> dict[str, Source]:
     """Returns `sources` with the complete tensor names of exported folders."""
     prefix = (GPT2_PREFIXES if model.positions == "learned" else PREFIXES)[0]
     return {path: source.prefixed(prefix) for path, source in sources(model).items()}
+
+
+def adapter_sources(model: DecoderConfig) -> dict[str, Source]:
+    """Returns the source of each low-rank adapter, by its path, with the tensor names of the library PEFT.
+
+    Raises:
+      UserError: an adapter belongs to a part of a matrix (GPT-2's queries, keys and values), which PEFT cannot express.
+    """
+    result = {}
+    for path, source in named_sources(model).items():
+        if path.rpartition("/")[2] not in model.lora.targets:
+            continue
+        rows, columns = re.findall(r"\([^)]*\)|\S+", source.dims)
+        if "/" in source.dims:
+            raise UserError(
+                f"{path}: this family keeps queries, keys and values in one matrix, for which PEFT has one adapter; "
+                "give --merge, which writes the whole model"
+            )
+        inner, outer = (rows, columns) if model.positions == "learned" else (columns, rows)
+        prefix = "base_model.model." + source.name.removesuffix(".weight")
+        result[f"{path}_lora_a"] = Source(f"{prefix}.lora_A.weight", f"rank {inner}")
+        result[f"{path}_lora_b"] = Source(f"{prefix}.lora_B.weight", f"{outer} rank")
+    return result
+
+
+def adapter_config(model: DecoderConfig, base: str) -> dict[str, Any]:
+    """Returns the contents of PEFT's `adapter_config.json`; `base` is the folder or hub name of the base."""
+    tensors = [source.name for path, source in adapter_sources(model).items() if path.endswith("_lora_a")]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base.removeprefix("hf://"),
+        "r": model.lora.rank,
+        "lora_alpha": model.lora.alpha,
+        "lora_dropout": model.lora.dropout,
+        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+        "fan_in_fan_out": model.positions == "learned",
+        "bias": "none",
+        "inference_mode": True,
+    }
 
 
 def published_folder(decoder: DecoderConfig, folder: str) -> PublishedFolder:

@@ -22,7 +22,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from core import logical, stack
+from core import logical, random_bits, stack
 from core.errors import UserError
 from core.types import Batch, LossOutput, Params
 from models import decoder_block, derivatives, losses, presets, rotary
@@ -49,7 +49,8 @@ class Transformer(DecoderConfig):
 
     def init(self, rng: jax.Array, batch: Batch) -> Params:
         """Initializes the parameters in float32; they depend only on the sizes of the model, not on the batch."""
-        return hk.transform(self._loss).init(rng, batch)
+        params = hk.transform(self._loss).init(rng, batch)
+        return params if self.lora is None else self.lora.base_frozen(params)
 
     def init_carry(self, batch: Batch) -> tuple:
         """Returns the empty carry of a language model."""
@@ -60,8 +61,9 @@ class Transformer(DecoderConfig):
         self, params: Params, carry: tuple, rng: jax.Array, batch: Batch, *, is_training: bool = True
     ) -> tuple[tuple, LossOutput]:
         """Returns the cross-entropy in nats summed over supervised positions, and their number; also in evaluation."""
-        del rng, is_training  # the loss is deterministic, and the same in evaluation
-        return carry, hk.transform(self._loss).apply(params, None, batch)
+        drops = is_training and self.lora is not None and self.lora.dropout > 0  # otherwise it is deterministic
+        rows = random_bits.row_ids(batch) if drops else None
+        return carry, hk.transform(self._loss).apply(params, rng if drops else None, batch, rows)
 
     def logits(self, params: Params, batch: Batch) -> jax.Array:
         """Returns the logits, [B, T, vocab_size], float32."""
@@ -77,20 +79,20 @@ class Transformer(DecoderConfig):
         """Returns the residual stream after the last layer and before the final norm, [B, T, D]."""
         return hk.transform(lambda b: self._stack(b, None)).apply(params, None, batch)
 
-    def _loss(self, batch: Batch) -> LossOutput:
+    def _loss(self, batch: Batch, rows: jax.Array | None = None) -> LossOutput:
         def tail(head: Head, x: jax.Array, side: tuple[Side, jax.Array, jax.Array]) -> LossOutput:
             _, targets, weights = side
             return losses.cross_entropy(self._head(head, x), targets, weights, vocab_size=self.vocab_size)
 
-        return self._stack(batch, tail)
+        return self._stack(batch, tail, rows)
 
     def _logits(self, batch: Batch) -> jax.Array:
         return self._stack(batch, lambda head, x, side: self._head(head, x))
 
-    def _stack(self, batch: Batch, tail_fn) -> Any:
+    def _stack(self, batch: Batch, tail_fn, rows: jax.Array | None = None) -> Any:
         embedding = self._embedding()
         head = self._head_params(embedding)
-        side = Side(batch["segment_ids"], self._rotary_tables(batch["positions"]))
+        side = Side(batch["segment_ids"], self._rotary_tables(batch["positions"]), rows=rows)
         layers = stack.layer_stack(
             lambda x, side, kind=self.kinds[0]: Block(self, kind)(x, side[0]),
             self.num_layers,

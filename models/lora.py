@@ -1,0 +1,145 @@
+"""Low-rank adapters: a few parameters that are trained beside the frozen matrices of a decoder.
+
+    y = x W + (alpha / rank) dropout(x) A B          A [in, rank], B [rank, out], B = 0 at the start
+
+Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", section 4.1. The base is stored in `base_dtype`,
+has no gradient and no optimizer state, and training leaves its bits unchanged. Strategies, pipelines, generation and
+export treat a decoder with adapters as any other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+
+from core import logical, parameters, random_bits, wrappers
+from core.errors import UserError
+from core.types import Model, Params
+
+TARGETS = ("query", "key", "value", "output", "gate", "up", "down")
+PATTERNS = ("*_lora_a", "*_lora_b")  # paths of adapters
+_RANK = "rank"
+
+logical.declare(_RANK, "inner dimension of a low-rank adapter")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Adapters of a decoder's matrices.
+
+    Attributes:
+      rank: inner dimension of an adapter.
+      alpha: the adapter's output is multiplied by alpha / rank.
+      targets: the matrices with an adapter, some of `TARGETS`.
+      dropout: rate at which inputs of adapters are dropped in training.
+      base_dtype: dtype in which all other parameters are stored, frozen.
+
+    Raises:
+      UserError: a number out of range, or a target that is unknown or given twice.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    dropout: float = 0.0
+    base_dtype: str = "bfloat16"
+
+    def __post_init__(self):
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
+            raise UserError(f"lora.adapted.rank = {self.rank!r}: expected an integer of at least 1")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"lora.adapted.dropout = {self.dropout}: expected from 0 to below 1")
+        unknown = [target for target in self.targets if target not in TARGETS]
+        if unknown or not self.targets or len(set(self.targets)) < len(self.targets):
+            raise UserError(
+                f"lora.adapted.targets = {self.targets}: expected some of {', '.join(TARGETS)}, each at most once"
+            )
+        if self.base_dtype not in ("bfloat16", "float32"):
+            raise UserError(f"lora.adapted.base_dtype = {self.base_dtype!r}: expected 'bfloat16' or 'float32'")
+
+    @property
+    def scale(self) -> float:
+        """The factor of the adapter's output."""
+        return self.alpha / self.rank
+
+    def added(
+        self,
+        name: str,
+        product: jax.Array,
+        x: jax.Array,
+        axes: tuple[tuple[str, ...], tuple[str, ...]],
+        *,
+        rows: jax.Array | None,
+    ) -> jax.Array:
+        """Adds the output of an adapter to the product of x and a matrix, if the matrix is a target.
+
+        Args:
+          name: name of the matrix.
+          product: [B, T, *out].
+          x: [B, T, *in], in the compute dtype.
+          axes: logical axes of in and out.
+          rows: [B], global row ids for dropout; None: no dropout.
+        """
+        if name not in self.targets:
+            return product
+        inner, outer = axes
+        fan_in = math.prod(x.shape[2:])
+        init = hk.initializers.RandomUniform(-(fan_in**-0.5), fan_in**-0.5)
+        shapes = (*x.shape[2:], self.rank), (self.rank, *product.shape[2:])
+        options = {"compute_dtype": x.dtype}
+        a = logical.param(f"{name}_lora_a", shapes[0], (*inner, _RANK), init, in_dims=len(inner), **options)
+        b = logical.param(f"{name}_lora_b", shapes[1], (_RANK, *outer), jnp.zeros, in_dims=1, **options)
+        if rows is not None:
+            x = random_bits.dropout(hk.next_rng_key(), self.dropout, x, rows)
+        hidden = jnp.tensordot(x, a, len(inner))  # [B, T, rank]
+        return product + self.scale * jnp.tensordot(hidden, b, 1)
+
+    def base_frozen(self, params: Params) -> Params:
+        """Returns the parameters that `init` created, with all but the adapters frozen."""
+        base = [name for name in parameters.names(params) if not name.endswith(("_lora_a", "_lora_b"))]
+        return logical.frozen(params, base, self.base_dtype)
+
+    def merged(self, base: Any, a: Any, b: Any) -> Any:
+        """Returns the matrix W + (alpha / rank) A B of one layer, in float32 numpy.
+
+        Args:
+          base: [*in, *out].
+          a: [*in, rank].
+          b: [rank, *out].
+        """
+        return base.astype("float32") + self.scale * (
+            a.astype("float32").reshape(-1, self.rank) @ b.astype("float32").reshape(self.rank, -1)
+        ).reshape(base.shape)
+
+
+def adapted(
+    *,
+    model: Model,
+    rank: int = 8,
+    alpha: float = 16.0,
+    targets: Sequence[str] = TARGETS,
+    dropout: float = 0.0,
+    base_dtype: str = "bfloat16",
+) -> Model:
+    """Returns a copy of a decoder, also of a wrapped one, of which only low-rank adapters are trained.
+
+    Args:
+      model: the decoder, such as `@pretrained.model()`.
+      rank, alpha, targets, dropout, base_dtype: see `Lora`.
+
+    Raises:
+      UserError: the model is no decoder of this workspace, or a setting is out of range.
+    """
+    if wrappers.field_path(model, "lora") is None:
+        raise UserError(
+            f"lora.adapted.model is {type(model).__name__}, which has no field `lora`: expected a decoder, such as "
+            "@pretrained.model() or @transformer.Transformer()"
+        )
+    settings = Lora(rank=rank, alpha=alpha, targets=tuple(targets), dropout=dropout, base_dtype=base_dtype)
+    return wrappers.with_field(model, "lora", settings)
