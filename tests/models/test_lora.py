@@ -65,6 +65,7 @@ def test_the_start_is_exactly_the_base(params):
     np.testing.assert_array_equal(MODEL.logits(params, batch()), BASE.logits(base_of(params), batch()))
 
 
+@pytest.mark.covers("N07")
 def test_loss_and_gradients_are_those_of_the_merged_model(params):
     """By the chain rule: dA = s dW B', dB = s A' dW."""
     params = with_random_b(params)
@@ -97,6 +98,7 @@ def test_the_merge_in_numpy_is_the_sum(params):
         )
 
 
+@pytest.mark.covers("N07")
 def test_only_adapters_have_state_and_the_base_keeps_its_bits():
     model = lora.adapted(model=BASE, rank=2, targets=("query", "down"))
     batches = random_batches(BASE.vocab_size, steps=3)
