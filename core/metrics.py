@@ -43,7 +43,7 @@ class Writer(Protocol):
         """Records a text, such as the configuration."""
 
     def flush(self) -> None:
-        """Makes what was recorded visible to readers."""
+        """Writes all recorded values, so that readers see them."""
 
     def close(self) -> None:
         """Flushes and releases; a second call does nothing."""
@@ -66,7 +66,7 @@ class Writers:
             writer.text(tag, text, step=step)
 
     def flush(self) -> None:
-        """Makes what was recorded visible to readers."""
+        """Writes all recorded values, so that readers see them."""
         for writer in self._writers:
             writer.flush()
 
@@ -131,7 +131,7 @@ class TensorBoard:
         self._events.add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()), global_step=step)
 
     def flush(self) -> None:
-        """Makes what was recorded visible to readers."""
+        """Writes all recorded values, so that readers see them."""
         self._events.flush()
         self._mirror.push(least_seconds=_SECONDS_BETWEEN_COPIES)
 
@@ -179,7 +179,7 @@ class JsonLines:
         self._file.write(f"{json.dumps(row, allow_nan=False)}\n".encode())
 
     def flush(self) -> None:
-        """Makes what was recorded visible to readers."""
+        """Writes all recorded values, so that readers see them."""
         self._file.flush()
         self._mirror.push(least_seconds=_SECONDS_BETWEEN_COPIES)
 

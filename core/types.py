@@ -125,7 +125,7 @@ class Task(Protocol):
         """Returns the fields of a global batch: shape, dtype and logical axes of each."""
 
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
-        """Creates what the data needs, such as a vocabulary; called on host 0 first, then on the others."""
+        """Prepares the data, for example trains a vocabulary; called on host 0 first, then on the others."""
 
     def train(self, layout: DataLayout, *, seed: int) -> Batches:
         """Returns an endless iterator of training batches."""
@@ -197,7 +197,7 @@ class LimitsPositions(Protocol):
 
 
 class Shrinks(Protocol):
-    """A model that --smoke and the tests can make small.
+    """A model that can be made small for --smoke and tests.
 
     Enables: `--smoke`; small sizes in `launch/run agreement --experiment` and `bisect`.
     """

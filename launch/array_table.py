@@ -1,4 +1,4 @@
-"""Prints every parameter of a program with its layout, and the bytes of its state, known from shapes alone."""
+"""Prints every parameter of a program with its layout, and the bytes of its state, computed from shapes."""
 
 from __future__ import annotations
 

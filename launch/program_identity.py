@@ -57,7 +57,7 @@ def record_key(text: str, *, sources: str = "") -> str:
 
 
 def fingerprint(experiment: Experiment, settings: Settings) -> str:
-    """Returns 16 hexadecimal digits that are equal for configurations whose steps cost the same.
+    """Returns 16 hexadecimal digits that are equal for configurations with the same training step.
 
     It covers what `program_text` covers, without the optimizer's learning rate and without digests of modules.
     """

@@ -51,7 +51,7 @@ class Finding:
       lint: name of the lint.
       what: the problem, with its size.
       fix: how to fix it.
-      labels: words that are compared with the labels of known exceptions.
+      labels: properties that are compared with those of known exceptions.
       reason: why it is known and accepted; None if it is not.
     """
 
@@ -64,7 +64,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class KnownException:
-    """Findings of `lint` whose labels include `labels` are accepted, for `reason`."""
+    """Accepts findings of one lint whose labels contain the given ones, with the reason."""
 
     lint: str
     labels: Mapping[str, Any]

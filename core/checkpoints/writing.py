@@ -1,4 +1,4 @@
-"""Runs a save in the background, reports a failure on one host to all hosts quickly, and records what saves cost.
+"""Runs a save in the background, reports a failure on one host to all hosts at once, and records the cost of saves.
 
 Orbax would wait minutes for a host whose disk is full, so training never waits inside Orbax. A host that fails posts
 its error through the coordination service at once (`telling`), and every host raises the first error that is posted.

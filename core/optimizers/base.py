@@ -71,7 +71,7 @@ class Optimizer:
         return bound
 
     def for_model(self, model: Model, batch: Mapping[str, Any]) -> Optimizer:
-        """Returns the optimizer for the parameters of a model, as `bound` does; computes nothing.
+        """Binds the optimizer to the parameters of a model, as `bound` does, using only their shapes.
 
         Args:
           model: its `init` is traced.

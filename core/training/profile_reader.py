@@ -150,9 +150,10 @@ def read(serialized: bytes, *, name: str, first_step: int = -1) -> HostProfile:
 
 
 def skew_seconds(hosts: Sequence[HostProfile]) -> tuple[float, HostProfile] | None:
-    """Returns the mean time from the first to the last host's start of a step, and the host that is latest overall.
+    """Returns the mean skew between hosts, and the host that starts steps latest on average.
 
-    None if fewer than two hosts have a step in common. Each host's start is taken from its own clock.
+    The skew of a step is the time between the first and the last host's start, each by the host's own clock. Returns
+    None if fewer than two hosts have a step in common.
     """
     common = set.intersection(*(set(host.starts) for host in hosts)) if len(hosts) > 1 else set()
     if not common:

@@ -247,7 +247,7 @@ class RunLock:
 
 
 class HoldsLock(Hook):
-    """A hook that ends a run whose lock is lost, soon after that is noticed; used on the host that holds the lock.
+    """A hook that ends the run if its lock is lost; used on the host that holds the lock.
 
     On a disk, the lock is read before a step, at most once per second; in a bucket, every 15 s. `hooks.Save` is given
     `RunLock.check` too, so that nothing is saved after another launch has taken over.

@@ -86,7 +86,7 @@ def own_host(*, simulated: bool) -> list[Finding]:
 
 
 def variables(environ: Mapping[str, str] = os.environ, *, simulated: bool) -> list[Finding]:
-    """Returns problems of the environment: contradictory values, and names that nothing reads."""
+    """Returns problems with environment variables: contradictory values, and RENGA_ names that nothing reads."""
     problems = []
     for look in (environment.process_layout, environment.mesh_bindings):
         try:
@@ -149,7 +149,7 @@ def all_hosts(config: LoadedConfig, host: Host, own: Sequence[Finding], *, run_d
 
 
 def hbm(config: LoadedConfig, experiment: Experiment, *, limit_bytes: int | None) -> Finding:
-    """Compares the recorded HBM need of this experiment with what a chip has (`limit_bytes`, if known)."""
+    """Compares the recorded HBM use of this experiment with the HBM of a chip (`limit_bytes`, if known)."""
     chip = slices.get(experiment.slice).chip
     have, whose = (limit_bytes, "says the runtime") if limit_bytes else (chip.usable_hbm_bytes, "by the slice table")
     there = f"{have / GIB:.4g} GiB a chip ({whose})"

@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 
 
 class Checked(NamedTuple):
-    """The findings, in the order of the checks, and what was built on the way.
+    """The findings of the preflight, with the experiment and the program that it built.
 
     Attributes:
       findings: findings of all checks.

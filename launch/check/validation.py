@@ -101,7 +101,7 @@ def _run(argv: Sequence[str]) -> tuple[int | None, str]:
 
 
 def measured(run_dir: str) -> dict[str, float]:
-    """Returns what the last measured step recorded: seconds, and on a TPU also the predicted figures."""
+    """Returns the metrics of the last measured step: seconds, and on a TPU also the predicted figures."""
     timed = [row for row in metrics.read(f"{run_dir}/run").by_step.values() if "step_seconds" in row]
     wanted = ("step", "step_seconds", "mfu", "hbm_gib", "tokens_per_second")
     last = timed[-1] if timed else {}

@@ -78,7 +78,7 @@ def charts(table: Sequence[ResultRow]) -> list[str]:
 
 
 def varying(rows: Sequence[ResultRow], column: str) -> list[ResultRow]:
-    """Returns the rows of the groups in which a column has more than one value, each run once."""
+    """Returns the rows of groups in which a column has more than one value; rows of the same run appear once."""
     once: dict[str, ResultRow] = {}
     for group in dict.fromkeys(row["group"] for row in rows):
         members = [row for row in rows if row["group"] == group and row[column] is not None]

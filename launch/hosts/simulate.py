@@ -41,7 +41,7 @@ rm -rf "$1"
 
 
 def announce(slice_: slices.Slice, log_directory: Path) -> None:
-    """Prints what is about to be simulated."""
+    """Prints the slice that is about to be simulated, with its hosts and chips."""
     hosts, chips = units.counted(slice_.hosts, "host"), units.counted(slice_.chips_per_host, "chip")
     print(f"Simulating {slice_.name}: {hosts} x {chips}; logs in {log_directory}", flush=True)
 

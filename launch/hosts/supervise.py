@@ -1,4 +1,4 @@
-"""Restarts a run whose exit code says that a restart can help.
+"""Restarts a failed run if its exit code is one for which a restart can help.
 
 Restarts are counted since the last new checkpoint: a run that makes progress is restarted without limit; one that keeps
 failing at the same step is given up after the allowed number of restarts, with growing pauses between them. If
@@ -30,7 +30,7 @@ def supervise(
     ending: Callable[[int], exit_codes.Ending] = exit_codes.ending,
     first_pause_seconds: float = FIRST_PAUSE_SECONDS,
 ) -> int:
-    """Calls `attempt`, and repeats it as long as its exit code says that a restart can help.
+    """Calls `attempt`, and repeats it while a restart can help, according to its exit code.
 
     Args:
       attempt: runs to the end and returns an exit code.
@@ -89,14 +89,14 @@ def run_child(command: Sequence[str], requested: Sequence[int]) -> int:
 
 
 def newest_step(run_dir: str) -> int | None:
-    """Returns the step of a run's newest complete checkpoint, or None. Raises what the bucket's client raises."""
+    """Returns the step of a run's newest complete checkpoint, or None. Raises the errors of the bucket's client."""
     from core.checkpoints import steps  # orbax takes a second to import
 
     return max(steps.complete(paths.resolve(run_dir) / "checkpoints"), default=None)
 
 
 def is_finished(run_dir: str, *, last_step: int) -> bool:
-    """Returns whether a run already has its last checkpoint; if so, prints what to do next."""
+    """Returns whether a run already has its last checkpoint; if so, prints how to continue."""
     newest = _listed(lambda: newest_step(run_dir))
     if newest is None or newest < last_step:  # if checkpoints cannot be listed, the hosts try again
         return False

@@ -1,1 +1,1 @@
-"""Planning a run before there is a slice: searching layouts, compiling them, and reporting what they cost."""
+"""Plans a run without a slice: searches layouts, compiles them, and reports memory and time."""

@@ -1,4 +1,4 @@
-"""Prints what the TPU compiler says about one training step, or about an experiment under several strategies."""
+"""Prints the TPU compiler's report on a training step, and compares an experiment under several strategies."""
 
 from __future__ import annotations
 

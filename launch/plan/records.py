@@ -91,7 +91,7 @@ def from_json(plain: Mapping[str, Any], *, is_committed: bool = False) -> Record
 
 @functools.cache
 def sources_digest() -> str:
-    """Returns a digest of every source file that a program or its record is made from."""
+    """Returns a digest of all source files that affect a program or its record."""
     digest = hashlib.sha256()
     for path in sorted(p for folder in _SOURCE_FOLDERS for p in (WORKSPACE / folder).rglob("*.py")):
         if not _UNRELATED & {path.stem, path.parent.name}:

@@ -40,7 +40,7 @@ class Question:
 
     @property
     def total_tokens(self) -> int:
-        """Tokens that the experiment trains on, whatever the batch size."""
+        """Tokens that the experiment trains on in total; equal for all batch sizes of the plan."""
         return self.experiment.total_steps * self.experiment.tokens_per_step
 
     def steps(self, batch_size: int) -> int:

@@ -1,4 +1,4 @@
-"""Prints a plan: the ranked table, refused candidates with their reasons, and what training costs with the winner."""
+"""Prints a plan: the ranked table, refused candidates with their reasons, and the cost of training with the winner."""
 
 from __future__ import annotations
 

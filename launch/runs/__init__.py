@@ -1,1 +1,1 @@
-"""One run on this host: from an experiment to a trained model, and what is printed and written meanwhile."""
+"""Runs an experiment on this host: prepares it, trains, and prints and writes its progress."""

@@ -171,7 +171,7 @@ class Progress:
         self._has_reported = False
 
     def start(self, step: int) -> None:
-        """Prints where this host starts; host 0 also says if nothing is left to train."""
+        """Prints the step at which this host starts, and on host 0 a note if the run is already complete."""
         if not self._host.is_zero:
             print(f"{self._host.name}: from step {step} to {self._last_step}", flush=True)
         if step >= self._last_step:

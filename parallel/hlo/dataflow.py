@@ -13,7 +13,7 @@ _TRANSPARENT = ("get-tuple-element", "bitcast", "copy", "convert", "copy-start",
 
 
 def is_start(executed: Executed) -> bool:
-    """Returns whether a collective inside a fusion feeds the custom call that starts it."""
+    """Returns whether a collective inside a fusion only feeds a custom call that starts it asynchronously."""
     return _read_by(executed, _START)
 
 
@@ -64,7 +64,7 @@ def _chain(computation: Computation, done: Instruction) -> Iterator[str]:
 
 
 def sliced_bytes(module: Module, executed: Executed) -> int:
-    """Returns the bytes of a collective's result of which every consumer reads only a slice."""
+    """Returns the bytes in the result of a collective if all consumers read only slices of it; otherwise 0."""
     computation = executed.computation
     at = _result(computation, executed.instruction)
     if not at.type.startswith("("):

@@ -94,8 +94,8 @@ def from_storage(a: jax.Array, spec: P, layers: int) -> jax.Array:
 
     Args:
       a: the stored shard of [L, ...].
-      spec: layers are not sharded.
-      layers: their number with padding.
+      spec: the stored layout, which does not shard layers.
+      layers: number of layers with padding.
     """
     a = jnp.pad(a, [(0, layers - a.shape[0])] + [(0, 0)] * (a.ndim - 1), mode="edge")
     dimension = _over_stages(spec)

@@ -72,7 +72,7 @@ class Schedule:
         return self.num_microbatches * self.repeats
 
     def ticks(self, stages: int) -> int:
-        """Returns the ticks of the forward pass; the backward pass has as many, and 1F1B overlaps M of them."""
+        """Returns the number of ticks of the forward pass, and of the backward pass; in 1F1B, M of them overlap."""
         return self.turns + stages - 1
 
     def bubble(self, stages: int) -> float:
@@ -85,7 +85,7 @@ class Schedule:
         return self.turns
 
     def layer_unit(self, stages: int) -> int:
-        """Returns S R: the number of layers must be a multiple of it, unless layers may be uneven (see `fits`)."""
+        """Returns S R, the number of parts: layers divide evenly if their number is a multiple of it."""
         return stages * self.repeats
 
     def fits(self, layers: int, stages: int) -> bool:

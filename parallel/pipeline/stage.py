@@ -155,7 +155,7 @@ class Grads(NamedTuple):
     repeats: tuple
 
     def layers(self) -> tuple:
-        """Returns k trees, leaves [R, ...]."""
+        """Returns the gradients of all repeats: k trees, leaves [R, ...]."""
         return self.repeats or jax.tree.map(lambda a: a[None], self.sums)
 
 
@@ -343,7 +343,7 @@ def put_if(condition: jax.Array, tree: Any, values: Any, *index: jax.Array | int
 
 
 def send(tree: Any, *, toward: int) -> Any:
-    """Sends a tree to the next (+1) or previous (-1) stage around the ring; returns what the neighbour sent."""
+    """Sends a tree to the next (+1) or previous (-1) stage of the ring; returns the tree from the other neighbour."""
     stages = jax.lax.axis_size(STAGE)
     pairs = [(i, (i + toward) % stages) for i in range(stages)]
     return jax.tree.map(lambda a: jax.lax.ppermute(a, STAGE, pairs), tree)

@@ -1,4 +1,4 @@
-"""Estimates what a layout costs a chip by arithmetic: bytes of HBM and seconds, in a millisecond, without a compiler.
+"""Estimates a chip's HBM and time per step for a layout by arithmetic, in a millisecond and without a compiler.
 
 State is exact: bytes of the shapes divided by the degrees of a table. The rest is a model, good enough to choose which
 layouts to compile. Wherever its figures are printed, they are labelled as arithmetic:
@@ -59,7 +59,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(sharded: ShardedState, step: Step) -> Estimate:
-    """Estimates what a step costs a chip under a strategy's tables."""
+    """Estimates a chip's HBM and time per step under a strategy's tables."""
     work, schedule = _work(sharded, step), sharded.tables.pipeline
     bubble = schedule.bubble(sharded.shape["stage"]) if schedule else 0.0
     return Estimate(_hbm(sharded, step, work), _time(sharded, step, work), bubble)

@@ -138,7 +138,7 @@ def trace(
     frozen: Sequence[str] = (),
     frozen_dtype: str = "bfloat16",
 ) -> ModelTrace:
-    """Traces a model; compiles nothing and needs no device.
+    """Traces a model and its optimizer, without compiling and without a device.
 
     Args:
       model: the model to trace.

@@ -87,7 +87,7 @@ class ShardedState:
             raise Refused("a dimension does not divide", str(error)) from error
 
     def rescheduled(self, tables: Strategy) -> ShardedState:
-        """Returns the same layout with another schedule, reusing what does not depend on it."""
+        """Returns the same layout with another schedule; results that do not depend on the schedule are reused."""
         _ = self.state, self.gradients, self.gathered, self.links
         other = copy.copy(self)
         other.tables = tables

@@ -1,4 +1,4 @@
-"""`launch/run report`: prints what a layout costs a chip, from shapes or from the TPU compiler."""
+"""`launch/run report`: prints the memory of a layout per chip; with --compile, also cycles and traffic."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Loads the model, continues the prompts, and prints or writes what follows them."""
+    """Loads the model, continues the prompts, and prints or writes the continuations."""
     for name in ("top_p", "min_p"):
         if getattr(args, name) > 1 or getattr(args, name) < 0:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: expected from 0 to 1")
