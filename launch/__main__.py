@@ -1,9 +1,9 @@
-"""`python -m launch COMMAND …`: finds the command in a folder of launch/cli/, imports that one alone and runs it.
+"""`python -m launch COMMAND …`: imports the module of one command and runs it.
 
-A command is a module with `HELP` (one line), `EXAMPLE` (one command line), `add_arguments(parser)` and
-`run(args) -> int`. A `core.errors.UserError` is printed as its message alone and the exit code is 2 (launch/README.md
-has all exit codes). Any other exception, a plain ValueError too, is printed with its traceback and the exit code is 13:
-1 is an answer of some commands, such as "these checkpoints differ".
+The module has `HELP` (one line), `EXAMPLE` (one command line), `add_arguments(parser)` and `run(args) -> int`. A
+`core.errors.UserError` is printed as its message alone and the exit code is 2 (launch/README.md has all exit codes).
+Any other exception, a plain ValueError too, is printed with its traceback and the exit code is 13: 1 is an answer of
+some commands, such as "these checkpoints differ".
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
-import importlib
+import importlib.util
 import os
 import re
 import signal
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,22 +25,49 @@ from core.errors import UserError
 from core.health import exit_codes, heartbeat
 from launch import terminal
 
-COMMANDS = Path(__file__).parent / "cli"
+LAYOUTS = "Layouts: what a strategy does to chips, traffic and numbers."
+FAMILIES: Mapping[str, Mapping[str, str]] = {  # the module of every command
+    LAYOUTS: {
+        "agreement": "launch.verify.agreement",
+        "bisect": "launch.verify.bisect",
+        "draw": "launch.cli.draw",
+        "plan": "launch.plan.session",
+        "report": "launch.plan.compiled_report",
+        "slices": "launch.cli.slices",
+    },
+    "Runs: prepare, start, watch and score them.": {
+        "build": "launch.cli.build",
+        "check": "launch.check.preflight",
+        "checkpoints": "launch.cli.checkpoints",
+        "doctor": "launch.check.doctor",
+        "environment": "launch.environment",
+        "evaluate": "launch.experiments.evaluate",
+        "export": "launch.cli.export",
+        "generate": "launch.cli.generate",
+        "jobset": "launch.hosts.jobset",
+        "pod": "launch.cli.pod",
+        "profile": "launch.cli.profile",
+        "suite": "launch.experiments.results",
+        "tensorboard": "launch.cli.tensorboard",
+        "train": "launch.runs.train",
+        "validate": "launch.check.validation",
+    },
+}
 
 
 def command_names() -> list[str]:
     """Returns the names of all commands."""
-    return sorted(_files())
+    return sorted(_modules())
 
 
 def command_help(name: str) -> str:
     """Returns the HELP line of a command, without importing its module."""
-    return ast.literal_eval(re.search(r"(?m)^HELP = (.+)$", _files()[name].read_text())[1])
+    source = importlib.util.find_spec(_modules()[name]).origin
+    return ast.literal_eval(re.search(r"(?m)^HELP = (.+)$", Path(source).read_text())[1])
 
 
-def _files() -> dict[str, Path]:
-    """Returns the file of every command by name; each folder is a family of commands."""
-    return {path.stem: path for path in COMMANDS.glob("*/*.py") if path.stem != "__init__"}
+def _modules() -> dict[str, str]:
+    return {name: module for family in FAMILIES.values() for name, module in family.items()}
 
 
 def main(argv: Sequence[str], *, command: Callable[[Sequence[str]], int] | None = None) -> int:
@@ -48,7 +75,7 @@ def main(argv: Sequence[str], *, command: Callable[[Sequence[str]], int] | None 
 
     Args:
       argv: the command line, without the program.
-      command: runs it and returns its exit code; None: finds the command in launch/cli/.
+      command: runs it and returns its exit code; None: finds the command in FAMILIES.
     """
     try:
         code = (command or _command)(argv)
@@ -67,14 +94,19 @@ def _command(argv: Sequence[str]) -> int:
         print(_overview())
         return 0
     name, *rest = argv
-    files = _files()
-    if name not in files:
-        nearest = difflib.get_close_matches(name, files, n=1)
+    modules = _modules()
+    if name not in modules:
+        nearest = difflib.get_close_matches(name, modules, n=1)
         hint = f"did you mean {nearest[0]!r}?" if nearest else f"expected one of {', '.join(command_names())}"
         print(f"unknown command {name!r}: {hint}", file=sys.stderr)
         return exit_codes.USER_ERROR
+    if name in FAMILIES.get(LAYOUTS, ()):
+        from parallel.hlo import messages
+
+        # Before jax is imported: these commands leave the chips to runs, and show the warnings of the TPU compiler.
+        os.environ.update(messages.AUDIBLE_WARNINGS, JAX_PLATFORMS="cpu")
     program = "launch/pod.sh" if name == "pod" else f"launch/run {name}"
-    return run_command(f"launch.cli.{files[name].parent.name}.{name}", rest, program=program)
+    return run_command(modules[name], rest, program=program)
 
 
 def run_command(module: str, argv: Sequence[str], *, program: str) -> int:
@@ -124,13 +156,9 @@ def _parser(command: types.ModuleType, program: str) -> argparse.ArgumentParser:
 
 def _overview() -> str:
     lines = ["launch/run COMMAND …   (launch/run COMMAND --help says more, with an example)"]
-    files = _files()
-    width = max(map(len, files))
-    families = {path.parent for path in files.values()}
-    about = {family: ast.get_docstring(ast.parse((family / "__init__.py").read_text())) for family in families}
-    for family in sorted(families, key=about.__getitem__):
-        lines += ["", about[family]]
-        lines += [f"  {name:<{width}}  {command_help(name)}" for name in sorted(files) if files[name].parent == family]
+    width = max(map(len, _modules()))
+    for family, commands in FAMILIES.items():
+        lines += ["", family, *(f"  {name:<{width}}  {command_help(name)}" for name in commands)]
     return "\n".join(lines)
 
 

@@ -5,6 +5,7 @@ A malformed value is an error that names the variable. An empty value counts as 
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
@@ -18,21 +19,13 @@ WORKSPACE = Path(__file__).resolve().parent.parent
 
 @dataclasses.dataclass(frozen=True)
 class Variable:
-    """One environment variable.
+    """One environment variable."""
 
-    Attributes:
-      name: name of the variable.
-      meaning: a short description.
-      default: a description of the behaviour if it is unset; `read` returns None then.
-      readers: the parts of Renga that read it.
-      secret: whether its value must never be printed, logged or put on a command line.
-    """
-
-    name: str
-    meaning: str
-    default: str
-    readers: str
-    secret: bool = False
+    name: str  # name of the variable
+    meaning: str  # a short description
+    default: str  # a description of the behaviour if it is unset; `read` returns None then
+    readers: str  # the parts of Renga that read it
+    secret: bool = False  # whether its value must never be printed, logged or put on a command line
 
 
 VARIABLES: tuple[Variable, ...] = (
@@ -183,7 +176,7 @@ def run_directory(experiment: str | Path, *, smoke: bool = False, environ: Mappi
 
 
 def markdown_table() -> str:
-    """Returns the table of launch/README.md."""
+    """Returns the table of exit codes in launch/README.md, as Markdown."""
     rows = ["| variable | meaning | when unset | read by |", "|---|---|---|---|"]
     for variable in VARIABLES:
         meaning = variable.meaning + (" (secret: never printed)" if variable.secret else "")
@@ -213,3 +206,32 @@ def _integer(name: str, *, minimum: int, environ: Mapping[str, str] | None) -> i
     if not text.isdecimal() or int(text) < minimum:
         raise UserError(f"{name}={text!r}: expected a whole number from {minimum} up")
     return int(text)
+
+
+HELP = "print every environment variable that Renga reads, with its value here"
+EXAMPLE = "launch/run environment"
+README = WORKSPACE / "launch" / "README.md"
+BEGIN, END = "<!-- environment: begin (launch/run environment --write) -->\n", "<!-- environment: end -->"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.add_argument("--write", action="store_true", help="bring the table of launch/README.md up to date")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the table, or writes it."""
+    if args.write:
+        README.write_text(updated(README.read_text()))
+        return 0
+    for variable in VARIABLES:
+        value = read(variable.name)
+        shown = "(set)" if value and variable.secret else value or f"unset: {variable.default}"
+        print(f"{variable.name:<28} {shown}\n{'':<28}   {variable.meaning} [{variable.readers}]")
+    return 0
+
+
+def updated(text: str) -> str:
+    """Returns the text of the README with its table updated."""
+    before, _, rest = text.partition(BEGIN)
+    return before + BEGIN + markdown_table() + END + rest.partition(END)[2]

@@ -10,21 +10,13 @@ from launch import terminal
 
 
 class Finding(NamedTuple):
-    """The result of one check.
+    """The result of one check."""
 
-    Attributes:
-      name: name of the check.
-      ok: False if a run could not start because of it.
-      detail: the result of the check.
-      fix: how to fix it, unless `detail` says so.
-      is_note: whether it is information only, or could not be checked.
-    """
-
-    name: str
-    ok: bool
-    detail: str
-    fix: str = ""
-    is_note: bool = False
+    name: str  # name of the check
+    ok: bool  # False if a run could not start because of it
+    detail: str  # the result of the check
+    fix: str = ""  # how to fix it, unless `detail` says so
+    is_note: bool = False  # whether it is information only, or could not be checked
 
     @property
     def verdict(self) -> str:

@@ -51,21 +51,13 @@ class Text(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
-    """A model with its parameters on devices.
+    """A model with its parameters on devices."""
 
-    Attributes:
-      program: model and layout.
-      params: laid out as `program.abstract_state.params`.
-      vocabulary: vocabulary of the run or folder; None for data that is not text.
-      where: one line that says what was loaded.
-      begins_with_bos: whether texts begin with the begin-of-text id.
-    """
-
-    program: Program
-    params: Params
-    vocabulary: Any
-    where: str
-    begins_with_bos: bool = True
+    program: Program  # model and layout
+    params: Params  # laid out as `program.abstract_state.params`
+    vocabulary: Any  # vocabulary of the run or folder; None for data that is not text
+    where: str  # one line that says what was loaded
+    begins_with_bos: bool = True  # whether texts begin with the begin-of-text id
 
     @property
     def model(self) -> Model:

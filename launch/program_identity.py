@@ -11,13 +11,14 @@ import inspect
 import json
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from core import slices, versions
+from core import slices
 from core.batches import Field
 from core.optimizers import schedules
+from launch import environment
 from launch.config import Binding, Macro, Reference, Settings, declared_macros, leaves
 from launch.environment import WORKSPACE
 from launch.experiment import Experiment
@@ -26,7 +27,6 @@ from parallel import compiler_options
 # Schedules of `core.optimizers`: they give a step its learning rate and do not change its program.
 _SCHEDULES = frozenset(name for name, value in vars(schedules).items() if inspect.isfunction(value) and name[0] != "_")
 _OURS = tuple(WORKSPACE / name for name in ("core", "launch", "models", "parallel", "tasks"))
-RECORD_FORMAT = 2  # of a compiled program's record; another number makes all existing records unknown
 _INSTALLED = {"site-packages", "dist-packages"}
 
 
@@ -43,17 +43,6 @@ def program_text(experiment: Experiment, settings: Settings) -> str:
     if own := _own_modules(experiment, settings):
         parts["own modules"] = own
     return "\n".join(f"{name}: {value!r}" for name, value in parts.items())
-
-
-def record_key(text: str, *, sources: str = "") -> str:
-    """Returns the name of the record of a compiled program.
-
-    Args:
-      text: `program_text`.
-      sources: the digest of Renga's sources, in a user's cache; empty for committed records.
-    """
-    installed = json.dumps(versions.installed(versions.COMPILER), sort_keys=True)
-    return hashlib.sha256("\n".join([str(RECORD_FORMAT), text, installed, sources]).encode()).hexdigest()[:24]
 
 
 def fingerprint(experiment: Experiment, settings: Settings) -> str:
@@ -158,3 +147,34 @@ def _is_versioned(file: Path) -> bool:
     """Returns whether a file is ours or an installed package's, whose versions are recorded separately."""
     installed = _INSTALLED & set(file.parts) or file.is_relative_to(sysconfig.get_path("stdlib"))
     return bool(installed) or any(file.is_relative_to(folder) for folder in _OURS)
+
+
+FOLDER = environment.WORKSPACE / "tests" / "golden"
+
+Prediction = Mapping[str, Any]
+
+
+def path(name: str) -> Path:
+    """Returns the file of the prediction for an experiment."""
+    return FOLDER / f"{name}.json"
+
+
+def read(name: str) -> dict[str, Any] | None:
+    """Returns the prediction for an experiment; None if there is none."""
+    file = path(name)
+    return json.loads(file.read_text()) if file.is_file() else None
+
+
+def find(experiment: Experiment, settings: Settings) -> dict[str, Any] | None:
+    """Returns a prediction for the same training step, possibly from another experiment; None if there is none."""
+    wanted = fingerprint(experiment, settings)
+    recorded = (json.loads(file.read_text()) for file in sorted(FOLDER.glob("*.json")))
+    return next((record for record in recorded if record["fingerprint"] == wanted), None)
+
+
+def compile_seconds(experiment: Experiment, settings: Settings) -> float | None:
+    """Returns the compile time of this program recorded in a committed plan; None if no plan contains it."""
+    from parallel.planning import records  # not for training, except here
+
+    record = records.committed().get(records.record_key(program_text(experiment, settings)))
+    return record and record["compile_seconds"]

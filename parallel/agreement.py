@@ -15,24 +15,26 @@ is then relative to the terms of the sum, so spacings have a floor (`FLOORS`) fr
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from core.batches import batch_size
+from core import slices, wrappers
+from core.batches import Field, batch_size
 from core.errors import UserError
 from core.optimizers import Optimizer
 from core.parameters import Specs
-from core.types import Task
+from core.types import Model, Task
 from parallel import strategies
-from parallel.partitioner import Program
+from parallel.partitioner import Partitioner, Program
 from parallel.pipeline import schedules
 from parallel.strategy import Strategy
 
 Batch = Mapping[str, np.ndarray]
+FieldAxes = Mapping[str, tuple[str | None, ...]]  # logical axes of the fields of a batch, by name
 
 
 class Example(NamedTuple):
@@ -67,7 +69,8 @@ EXAMPLES: Mapping[str, Example] = {
 }
 
 
-# Largest measured difference from one device, in ulp: `launch.verify.agreement.MODEL` in float32, 20 AdamW steps, 16
+ONE_DEVICE = Example("v5e-1", strategies.data_parallel())
+# Largest measured difference from one device, in ulp: `models.agreement_subjects.MODEL` in float32, 20 AdamW steps, 16
 # CPU devices. All of it comes from the order of sums. Adam's eps is 1e-4: at 1e-8, an update with a gradient near zero
 # depends on that gradient's last bits, and parameters differed by up to 2,556 ulp, moments by 669. For comparison, a
 # leaf that is wrong by 1 % differs by 80,000 ulp.
@@ -257,3 +260,129 @@ def compare(ours: Trajectory, theirs: Trajectory) -> dict[str, Difference]:
         name: difference(getattr(ours, name), getattr(theirs, name), floors=floors.get(name, ()))
         for name in Trajectory._fields
     }
+
+
+def bind(
+    model: Model,
+    optimizer: Optimizer,
+    example: Example,
+    batch: Batch,
+    *,
+    axes: FieldAxes | None = None,
+    seed: int = 7,
+    **options: Any,
+) -> Program:
+    """Returns the model under a strategy, on CPU devices that play the example's slice.
+
+    Args:
+      model: the model.
+      optimizer: the optimizer.
+      example: the strategy and its slice.
+      batch: gives the shapes and dtypes of the fields.
+      axes: logical axes of the fields; None: rows and positions.
+      seed: seed of parameters and random bits.
+      **options: of `Partitioner.program`.
+    """
+    named = axes or {name: ("batch", "length")[: array.ndim] for name, array in batch.items()}
+    spec = {name: Field(array.shape, array.dtype, named[name]) for name, array in batch.items()}
+    bound = Partitioner(example.strategy, slice=slices.get(example.slice), devices=jax.devices())
+    return bound.program(model, optimizer, spec, seed=seed, **options)
+
+
+class Subject(NamedTuple):
+    """A model and how it is trained.
+
+    Attributes:
+      model, optimizer: what is trained, and how.
+      axes: logical axes of the fields of a batch; None: rows and positions.
+      seed: seed of the parameters and of random bits.
+      options: options of the program under a strategy, such as accum_steps; one device trains without them.
+      frozen: arguments of `Partitioner.program` that freeze parameters, also on one device.
+    """
+
+    model: Any
+    optimizer: Optimizer
+    axes: FieldAxes | None = None
+    seed: int = 7
+    options: Mapping[str, Any] = {}
+    frozen: Mapping[str, Any] = {}
+
+    def under(self, example: Example, batch: Batch, *, dtype: str = "") -> Program:
+        """Returns the program under a strategy; computes in `dtype` if the model has a field for it."""
+        model, options = computing_in(self.model, dtype), {**self.options, **self.frozen}
+        return bind(model, self.optimizer, example, batch, axes=self.axes, seed=self.seed, **options)
+
+    def alone(self, batch: Batch, *, dtype: str) -> Program:
+        """Returns the program on one device."""
+        return self._replace(options={}).under(ONE_DEVICE, batch, dtype=dtype)
+
+
+Apart = Mapping[str, Difference]  # by part of the trajectory
+
+
+class StrategyRow(NamedTuple):
+    """The differences between one strategy and one device, with one process and with several (`played`).
+
+    If the strategy does not fit the model, `refused` is the reason, and the other fields are empty.
+    """
+
+    name: str
+    slice: str
+    float32: Apart
+    bfloat16: Apart | None
+    played: Mapping[int, Apart]
+    refused: str = ""
+
+    @property
+    def beyond(self) -> list[str]:
+        """Describes the leaves that differ from one device by more than the strategy's tolerance."""
+        every = {self.slice: self.float32, **{f"{n} processes": apart for n, apart in self.played.items()}}
+        limits = tolerance(self.name)
+        return [
+            f"{self.name}, {where}: {part} {found.where} {found.ulp:.0f} ulp apart, tolerance {limits[part]:.0f}"
+            for where, apart in every.items()
+            for part, found in exceeding(self.name, apart).items()
+        ]
+
+
+def measure(
+    subject: Subject, examples: Mapping[str, Example], data: Sequence[Batch], *, bfloat16: bool
+) -> list[StrategyRow]:
+    """Compares every example with one device, on the CPU devices of this process.
+
+    Args:
+      subject: the model and its training options.
+      examples: strategies with their slices, by name.
+      data: the global batch of every AdamW step.
+      bfloat16: also compare in bfloat16, with one device in bfloat16, if the model has a field `dtype`.
+    """
+    dtypes = ("float32", "bfloat16") if bfloat16 and _has_dtype(subject.model) else ("float32",)
+    refused = {name: _refusal(subject, example, data[0]) for name, example in examples.items()}
+    want = {d: run(subject.alone(data[0], dtype=d), data) for d in dtypes if not all(refused.values())}
+    rows = []
+    for name, example in examples.items():
+        found: dict[str, Apart] = {}
+        for dtype in () if refused[name] else dtypes:
+            trajectory = run(subject.under(example, data[0], dtype=dtype), data)
+            found[dtype] = compare(trajectory, want[dtype])
+        by_dtype = found.get("float32", {}), found.get("bfloat16")
+        rows.append(StrategyRow(name, example.slice, *by_dtype, {}, refused[name]))
+    return rows
+
+
+def _refusal(subject: Subject, example: Example, batch: Batch) -> str:
+    """Returns why the strategy refuses the model; empty if it does not."""
+    try:
+        subject.under(example, batch)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def _has_dtype(model: Any) -> bool:
+    return wrappers.field_path(model, "dtype") is not None
+
+
+def computing_in(model: Any, dtype: str) -> Any:
+    """Returns a copy of the model that computes in `dtype`; the model itself if `dtype` is "" or there is no field."""
+    return wrappers.with_field(model, "dtype", dtype) if dtype and _has_dtype(model) else model

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from core import logical, parameters
+from core import logical, parameters, units
 from core.logical import Axes
 from parallel.partitioner import Program
 
@@ -83,6 +83,25 @@ def totals(program: Program) -> Totals:
         by_part[row.path.split("/")[0]] += row.bytes_per_chip
     whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.abstract_state))
     return Totals(**by_part, everything=sum(by_part.values()), whole=whole)
+
+
+def table(program: Program) -> str:
+    """Returns every parameter with its mesh axes, and the bytes of each part of the state, as text."""
+    lines = [("array", "shape", "logical axes", "mesh axes", "MiB per chip")]
+    for row in rows(program):
+        if row.path.startswith("params/"):
+            shape = "x".join(map(str, row.shape))
+            lines.append((row.path, shape, str(row.axes), row.spec, f"{row.bytes_per_chip / 2**20:,.2f}"))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    sizes = totals(program)
+    return "\n".join(
+        [
+            *("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines),
+            "",
+            f"per chip: parameters {units.size(sizes.params)}, optimizer state {units.size(sizes.opt_state)}, "
+            f"carry {units.size(sizes.carry)}; all of it unsharded: {units.size(sizes.whole)}",
+        ]
+    )
 
 
 class Weights:

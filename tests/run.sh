@@ -3,7 +3,7 @@
 #   tests/run.sh                    all but the slow ones
 #   tests/run.sh --all              the slow ones too
 #   tests/run.sh [--all] ARGS…      ARGS go to pytest, such as tests/core -k slices
-#   tests/run.sh lab COMMAND …      planted failures, soak, benchmarks, STATUS.md: tests/lab/
+#   tests/run.sh lab COMMAND …      planted failures, soak, benchmarks, golden records, STATUS.md: tests/lab/
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from core import paths  # isort: skip (paths decides how etils reaches buckets, before orbax imports it)
 import orbax.checkpoint as ocp
 
+from core import distributed
 from core.errors import UserError
 
 FOLDER = "checkpoints"  # of a run directory
@@ -76,6 +77,45 @@ def find(text: str) -> paths.Path:
             f"no complete checkpoint {f'of step {step} ' if mark else ''}in {folder}; existing steps: {listed}"
         )
     return folder / str(chosen)
+
+
+def select(run_dir: str, *, step: int | None, every: bool) -> list[int]:
+    """Returns the steps of the checkpoints to evaluate: the latest, `step`, or all complete ones.
+
+    Raises:
+      UserError: there is no complete checkpoint, or none of `step`.
+    """
+    steps = complete(paths.resolve(run_dir) / FOLDER)
+    if not steps:
+        raise UserError(
+            f"the run in {run_dir!r} has no complete checkpoint: one is saved every CHECKPOINT_INTERVAL steps, when "
+            "the run is preempted (SIGTERM), and at its end"
+        )
+    if step is not None and step not in steps:
+        existing = ", ".join(map(str, steps))
+        raise UserError(f"--step {step}: {run_dir!r} has no complete checkpoint of that step; existing: {existing}")
+    if every:
+        return steps
+    return [steps[-1] if step is None else step]
+
+
+def select_together(run_dir: str, *, step: int | None, every: bool) -> list[int]:
+    """Calls `select` on host 0 and returns its result on every host.
+
+    A run that is still training adds and removes checkpoints, so hosts could see different ones.
+
+    Collective.
+    """
+    own: list[int] | str = ""
+    if distributed.is_host_zero():
+        try:
+            own = select(run_dir, step=step, every=every)
+        except UserError as error:
+            own = str(error)  # which the other hosts raise as well
+    answer = json.loads(distributed.from_host_zero(json.dumps(own)))
+    if isinstance(answer, str):
+        raise UserError(answer)
+    return answer
 
 
 def set_incomplete_aside(directory: paths.Path) -> None:

@@ -7,6 +7,7 @@ hundreds of thousands of grids.
 from __future__ import annotations
 
 import collections
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from core.training.trainer import Hook
 from core.types import Batch, WeightedSum
 
 HostBatches = Iterable[Mapping[str, np.ndarray]]
+_BY_STEP = re.compile(r"_step_\d+$")  # a mean by step of a recursion
 
 
 class Program(Protocol):
@@ -114,3 +116,13 @@ class Evaluate(Hook):
             means = evaluate(self._program, state, self._batches)
         self.latest = {f"validation/{name}": value for name, value in means.items()}
         self._write(step, self.latest)
+
+
+def curves_apart(means: Mapping[str, float]) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Separates means by recursion step from the others: `exact_accuracy_step_01`, … go under `exact_accuracy`."""
+    plain = {name: value for name, value in means.items() if not _BY_STEP.search(name)}
+    curves: dict[str, list[float]] = {}
+    for name, value in sorted(means.items()):
+        if name not in plain:
+            curves.setdefault(_BY_STEP.sub("", name), []).append(value)
+    return plain, curves

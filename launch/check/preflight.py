@@ -7,9 +7,12 @@ network in a dry run, are listed in a note: they count neither as present nor as
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
+
+import jax
 
 from core import metrics, paths, slices, units
 from core.batches import batch_size
@@ -17,12 +20,12 @@ from core.errors import UserError
 from core.slices import GIB, Slice
 from core.training import run_lock
 from core.types import HasVocabulary, NamesFiles, can
-from launch import configuration, environment, host_memory, terminal
+from launch import configuration, environment, findings, flags, terminal
 from launch.experiment import Experiment, padding
 from launch.findings import Finding, is_ready
 from launch.hosts import workstation
 from launch.runs import smoke
-from parallel import mesh, report, strategy
+from parallel import host_memory, mesh, report, strategy
 from parallel.partitioner import Program
 from tasks.ids import ReadsFile
 
@@ -36,17 +39,11 @@ _T = TypeVar("_T")
 
 
 class Checked(NamedTuple):
-    """The findings of the preflight, with the experiment and the program that it built.
+    """The findings, in the order of the checks, and what was built on the way."""
 
-    Attributes:
-      findings: findings of all checks.
-      experiment: the built experiment; None if the configuration is not valid.
-      program: the experiment on the compiler's description of the slice; None if it does not fit.
-    """
-
-    findings: tuple[Finding, ...]
-    experiment: Experiment | None
-    program: Program | None
+    findings: tuple[Finding, ...]  # findings of all checks
+    experiment: Experiment | None  # the built experiment; None if the configuration is not valid
+    program: Program | None  # the experiment on the compiler's description of the slice; None if it does not fit
 
     @property
     def ok(self) -> bool:
@@ -147,13 +144,14 @@ def _memory(program: Program, *, with_activations: bool) -> Finding:
 
 def _host_memory(experiment: Experiment, program: Program, hosts: Hosts) -> Finding:
     """Checks the memory of one host, or of this machine if it simulates all hosts."""
-    slice_ = program.partitioner.slice
+    slice_, task, evaluated = program.partitioner.slice, experiment.task, {"eval_batches": experiment.eval_batches}
     if hosts == "simulated":
-        need, have, whose = host_memory.simulated(experiment, program), host_memory.available_bytes(), "this machine"
+        need, have = host_memory.simulated(program, task, **evaluated), host_memory.available_bytes()
+        whose = "this machine"
     else:
-        need, have = host_memory.per_host(experiment, program), slice_.host_memory_bytes
+        need, have = host_memory.per_host(program, task, **evaluated), slice_.host_memory_bytes
         whose = f"a host of {slice_.name}"
-    problem = host_memory.problem(need, have_bytes=have, whose=whose, experiment=experiment, program=program)
+    problem = host_memory.problem(need, program, task, **evaluated, have_bytes=have, whose=whose)
     said = f"{sum(need.values()) / GIB:.3g} GiB at least of {have / GIB:.4g} of {whose}"
     return Finding("host memory", not problem, problem or said)
 
@@ -240,3 +238,30 @@ def run_directory(run_dir: str, slice_: Slice | None, hosts: Hosts) -> list[Find
         said = f"unless this is a rehearsal (--simulate), {not_shared}"
         found.append(Finding(name, True, said, is_note=True))
     return found
+
+
+HELP = "find every mistake that shows without a device: configuration, layout, data, run directory"
+EXAMPLE = "launch/run check v4-32 gin/valkyrie_7b.gin"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    flags.add(parser, "SLICE", "EXPERIMENT.gin", "--gin", "--run-dir", "--smoke")
+    hosts = parser.add_mutually_exclusive_group()
+    flags.add(hosts, "--simulate")
+    hosts.add_argument("--ship", action="store_true", help="the run will be started from this workstation")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the findings. Returns 2 if a check failed."""
+    jax.config.update("jax_platforms", "cpu")
+    checked = check(
+        args.experiment,
+        bindings=args.gin,
+        slice_name=slices.get(args.slice).name,
+        run_dir=args.run_dir or environment.run_directory(args.experiment, smoke=args.smoke),
+        smoked=args.smoke,
+        hosts="simulated" if args.simulate else "shipped to" if args.ship else "here",
+    )
+    print(findings.table(checked.findings))
+    return 0 if checked.ok else 2

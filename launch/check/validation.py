@@ -7,17 +7,22 @@ counts for them (`tests/run.sh lab status`).
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from core import metrics
+from core import metrics, paths, slices, versions
 from core.health import exit_codes
-from launch import environment
+from launch import environment, flags
+from launch.hosts import tpu_host
 
 NAME = "validate.json"
 STEPS = 30
@@ -106,3 +111,80 @@ def measured(run_dir: str) -> dict[str, float]:
     wanted = ("step", "step_seconds", "mfu", "hbm_gib", "tokens_per_second")
     last = timed[-1] if timed else {}
     return {name: value for name, value in last.items() if name in wanted or name.startswith("predicted/")}
+
+
+HELP = "try a slice: doctor, attention, every strategy, save and restore, predicted against measured; one report"
+EXAMPLE = "launch/run validate v4-16 gin/quickstart.gin --simulate"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    flags.add(parser, "SLICE")
+    parser.add_argument("experiment", metavar="EXPERIMENT.gin", nargs="?", default="gin/quickstart.gin")
+    flags.add(parser, "--run-dir", help="default: $RENGA_RUN_ROOT/validate/SLICE")
+    flags.add(parser, "--simulate")
+    parser.add_argument("--attention", metavar="FILE", help=argparse.SUPPRESS)  # of this command's own process
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs all parts in turn. Returns 0 if none failed. In any case host 0 writes RUN/validate.json."""
+    slice_ = slices.get(args.slice)
+    if args.attention:
+        return _attention(args, slice_)
+    if not args.simulate:
+        tpu_host.require_here(slice_)
+    run_dir = os.fspath(paths.resolve(args.run_dir or default_directory(slice_)))
+    started = time.time()
+    with tempfile.TemporaryDirectory(prefix="renga-validate-") as name:
+        folder = Path(name)
+        todo = parts(slice_.name, args.experiment, run_dir=run_dir, simulated=args.simulate, folder=folder)
+        done = [perform(part) for part in todo]
+        files = {what: folder / f"{what}.json" for what in ("doctor", "attention")}
+        found = {what: json.loads(file.read_text()) if file.exists() else None for what, file in files.items()}
+    ok = all(part["verdict"] != "failed" for part in done)
+    code = exit_codes.DONE if ok else exit_codes.FAILED
+    index = 0 if args.simulate else tpu_host.own_index(slice_)
+    if index or (index is None and found["attention"] is None):
+        return code
+    report = {
+        "slice": slice_.name,
+        "experiment": args.experiment,
+        "platform": "simulated" if args.simulate else (found["attention"] or {}).get("platform", "unknown"),
+        "date": time.strftime("%Y-%m-%d", time.gmtime(started)),
+        "seconds": round(time.time() - started, 1),
+        "git_revision": versions.git_revision(),
+        **found,
+        "measured": measured(run_dir),
+        "parts": done,
+        "ok": ok,
+    }
+    file = paths.resolve(run_dir) / NAME
+    paths.write_text_atomically(file, json.dumps(report, indent=1) + "\n")
+    print(f"{'PASS' if ok else 'FAIL'}  {file}", flush=True)
+    return code
+
+
+def default_directory(slice_: slices.Slice) -> str:
+    """Returns the default run directory of a validation: $RENGA_RUN_ROOT/validate/SLICE."""
+    return environment.run_directory(environment.WORKSPACE / "validate" / slice_.name)
+
+
+def _attention(args: argparse.Namespace, slice_: slices.Slice) -> int:
+    """Compares attention on this host's chip or, with --simulate, on this machine's CPU. Host 0 writes."""
+    import jax
+
+    from core import distributed
+    from core.health import phase
+    from launch.hosts import cluster
+    from models import attention_check
+
+    if args.simulate:
+        jax.config.update("jax_platforms", "cpu")
+    index = 0 if args.simulate else cluster.join(slice_).index
+    phase.at("attention")
+    found = attention_check.look()
+    print(json.dumps(found))
+    if index == 0:
+        Path(args.attention).write_text(json.dumps(found))
+    distributed.shutdown()
+    return exit_codes.DONE if found["ok"] else exit_codes.FAILED

@@ -43,15 +43,10 @@ DEFAULTS = "gin/defaults.gin"
 
 @dataclass(frozen=True)
 class Settings:
-    """The imports and bindings of a configuration in canonical form.
+    """The imports and bindings of a configuration in canonical form."""
 
-    Attributes:
-      imports: full names of modules, by the symbols that `bindings` use.
-      bindings: macros, then parameters, each sorted by name.
-    """
-
-    imports: Mapping[str, str]
-    bindings: tuple[Binding, ...]
+    imports: Mapping[str, str]  # full names of modules, by the symbols that `bindings` use
+    bindings: tuple[Binding, ...]  # macros, then parameters, each sorted by name
 
     @functools.cached_property
     def text(self) -> str:
@@ -70,14 +65,10 @@ class LoadedConfig(Settings):
     """A valid configuration.
 
     Its `text` can be loaded as an experiment file. Each of its `bindings` has the file and line where it was written.
-
-    Attributes:
-      experiment: the name of the experiment file.
-      notes: sentences for the user: bindings left out because a later source chose otherwise.
     """
 
-    experiment: str
-    notes: tuple[str, ...]
+    experiment: str  # the name of the experiment file
+    notes: tuple[str, ...]  # sentences for the user: bindings left out because a later source chose otherwise
     _root: Constructor
 
     def build(self) -> Any:

@@ -32,14 +32,10 @@ _LITERALS = {bool: bool, int: int, float: (int, float), complex: (int, float, co
 
 @dataclass(frozen=True, eq=False)
 class Constructor:
-    """A public function or class that gin may name.
-
-    Attributes:
-      module: the module that the configuration imports it from, which may differ from the one that defines it.
-    """
+    """A public function or class that gin may name."""
 
     target: Callable[..., Any]
-    module: str
+    module: str  # the module that the configuration imports it from, which may differ from the one that defines it
     name: str
 
     def __str__(self) -> str:
@@ -97,17 +93,11 @@ def why_not_a_constructor(target: Any) -> str:
 
 
 class Misfit(NamedTuple):
-    """A value, or an element of it, that does not fit its annotation.
+    """A value, or an element of it, that does not fit its annotation."""
 
-    Attributes:
-      path: the position inside the value, such as `[2]`; '' for the value itself.
-      value: the value or element.
-      hint: the annotation that it does not fit.
-    """
-
-    path: str
-    value: Any
-    hint: Any
+    path: str  # the position inside the value, such as `[2]`; '' for the value itself
+    value: Any  # the value or element
+    hint: Any  # the annotation that it does not fit
 
     def actual(self) -> str:
         """Formats the value with its type, for an error message."""

@@ -18,23 +18,14 @@ REQUIRED = "gin.REQUIRED"  # `X = %gin.REQUIRED`: a macro to which the experimen
 
 @dataclass(frozen=True)
 class ConfigProblem:
-    """One mistake in a configuration.
+    """One mistake in a configuration."""
 
-    Attributes:
-      file: the gin file, or `--gin #2` for the second binding on the command line.
-      line: counted from 1; 0 for the whole file.
-      what: the mistake, in a sentence without a full stop.
-      actual: the text of the statement.
-      expected: the accepted values, or the most similar names.
-      fix: how to correct the mistake.
-    """
-
-    file: str
-    line: int
-    what: str
-    actual: str = ""
-    expected: str = ""
-    fix: str = ""
+    file: str  # the gin file, or `--gin #2` for the second binding on the command line
+    line: int  # counted from 1; 0 for the whole file
+    what: str  # the mistake, in a sentence without a full stop
+    actual: str = ""  # the text of the statement
+    expected: str = ""  # the accepted values, or the most similar names
+    fix: str = ""  # how to correct the mistake
 
     @property
     def place(self) -> str:

@@ -6,17 +6,15 @@ machine, reads from run directories which experiments are done.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from core import distributed, metrics, paths
-from core.checkpoints import steps as saved_steps
+from core import metrics, paths
 from core.errors import UserError
 from launch import configuration, environment
 from launch.config import LoadedConfig
 
-CONFIG, CHECKPOINTS = "config.gin", "checkpoints"
+CONFIG = "config.gin"
 
 
 class SavedRun(NamedTuple):
@@ -72,42 +70,3 @@ def find_runs(root: str, texts: Iterable[str], *, key: Callable[[str], str] = st
         if (same := key(file.read_text())) in found:
             found[same].append(str(file.parent))
     return found
-
-
-def select_steps(run_dir: str, *, step: int | None, every: bool) -> list[int]:
-    """Returns the steps of the checkpoints to evaluate: the latest, `step`, or all complete ones.
-
-    Raises:
-      UserError: there is no complete checkpoint, or none of `step`.
-    """
-    steps = saved_steps.complete(paths.resolve(run_dir) / CHECKPOINTS)
-    if not steps:
-        raise UserError(
-            f"the run in {run_dir!r} has no complete checkpoint: one is saved every CHECKPOINT_INTERVAL steps, when "
-            "the run is preempted (SIGTERM), and at its end"
-        )
-    if step is not None and step not in steps:
-        existing = ", ".join(map(str, steps))
-        raise UserError(f"--step {step}: {run_dir!r} has no complete checkpoint of that step; existing: {existing}")
-    if every:
-        return steps
-    return [steps[-1] if step is None else step]
-
-
-def select_steps_together(run_dir: str, *, step: int | None, every: bool) -> list[int]:
-    """Calls `select_steps` on host 0 and returns its result on every host.
-
-    A run that is still training adds and removes checkpoints, so hosts could see different ones.
-
-    Collective.
-    """
-    own: list[int] | str = ""
-    if distributed.is_host_zero():
-        try:
-            own = select_steps(run_dir, step=step, every=every)
-        except UserError as error:
-            own = str(error)  # which the other hosts raise as well
-    answer = json.loads(distributed.from_host_zero(json.dumps(own)))
-    if isinstance(answer, str):
-        raise UserError(answer)
-    return answer

@@ -39,27 +39,16 @@ _GRACE_SECONDS = 30.0
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One experiment with one seed.
+    """One experiment with one seed."""
 
-    Attributes:
-      group: name of the folder that contains its file.
-      name: name of its file, with the seed if it is not the one in the file.
-      path: its file.
-      bindings: bindings from the command line, and the seed.
-      run_dir: directory of its run.
-      text: its canonical configuration.
-      experiment: built from the configuration.
-      same_as: id of an earlier entry with the same configuration, which is run instead.
-    """
-
-    group: str
-    name: str
-    path: str
-    bindings: tuple[str, ...]
-    run_dir: str
-    text: str
-    experiment: Experiment
-    same_as: str | None = None
+    group: str  # name of the folder that contains its file
+    name: str  # name of its file, with the seed if it is not the one in the file
+    path: str  # its file
+    bindings: tuple[str, ...]  # bindings from the command line, and the seed
+    run_dir: str  # directory of its run
+    text: str  # its canonical configuration
+    experiment: Experiment  # built from the configuration
+    same_as: str | None = None  # id of an earlier entry with the same configuration, which is run instead
 
     @property
     def id(self) -> str:
@@ -168,17 +157,11 @@ def as_run(entry: Entry, *, text: str) -> Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """The options with which experiments are run.
+    """The options with which experiments are run."""
 
-    Attributes:
-      simulate: simulate the hosts as processes on this machine.
-      smoke: smoke runs instead of training.
-      steps: stop after this step; None: at the experiment's last step.
-    """
-
-    simulate: bool = False
-    smoke: bool = False
-    steps: int | None = None
+    simulate: bool = False  # simulate the hosts as processes on this machine
+    smoke: bool = False  # smoke runs instead of training
+    steps: int | None = None  # stop after this step; None: at the experiment's last step
 
     def last_step(self, entry: Entry) -> int:
         """Returns the step at which the run of an entry ends."""

@@ -21,10 +21,10 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from core import slices
+from core import slices, supervise
 from core.errors import UserError
 from core.health import exit_codes
-from launch.hosts import gcloud, supervise, workstation
+from launch.hosts import gcloud, workstation
 from launch.hosts.gcloud import Step, Tpu
 
 ACTIONS = ("create", "queue", "delete")

@@ -24,9 +24,8 @@ from pathlib import Path
 
 import psutil
 
-from core import slices, units
+from core import slices, supervise, units
 from core.health import exit_codes
-from launch.hosts import supervise
 from launch.hosts.host_output import HostProcess
 
 WORDS_SECONDS = 3.0  # for the other hosts to report the failure themselves

@@ -28,17 +28,11 @@ _LOCK = "/tmp/libtpu_lockfile"
 
 
 class Place(NamedTuple):
-    """The kind of machine that this process runs on.
+    """The kind of machine that this process runs on."""
 
-    Attributes:
-      on_tpu_host: whether it is a host of a TPU slice.
-      accelerator_type: Google Cloud's name of that slice (`v4-32`); None if unknown.
-      looked_at: one line for each source, with what it said.
-    """
-
-    on_tpu_host: bool
-    accelerator_type: str | None
-    looked_at: tuple[str, ...]
+    on_tpu_host: bool  # whether it is a host of a TPU slice
+    accelerator_type: str | None  # Google Cloud's name of that slice (`v4-32`); None if unknown
+    looked_at: tuple[str, ...]  # one line for each source, with what it said
 
 
 def look() -> Place:

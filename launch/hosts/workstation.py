@@ -34,17 +34,11 @@ _STATE = ".renga"
 
 
 class Run(NamedTuple):
-    """The command that every host starts.
+    """The command that every host starts."""
 
-    Attributes:
-      arguments: arguments of `launch/pod.sh`, without --run-dir.
-      directory: directory of the run, as the hosts see it; a relative one is inside the shipped workspace.
-      variables: NAME=VALUE, of its environment.
-    """
-
-    arguments: Sequence[str]
-    directory: str
-    variables: Sequence[str] = ()
+    arguments: Sequence[str]  # arguments of `launch/pod.sh`, without --run-dir
+    directory: str  # directory of the run, as the hosts see it; a relative one is inside the shipped workspace
+    variables: Sequence[str] = ()  # NAME=VALUE, of its environment
 
 
 def start(tpus: Sequence[Tpu], *, slice_: slices.Slice, run: Run, workspace: Path, dry_run: bool) -> int:

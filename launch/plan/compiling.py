@@ -23,14 +23,13 @@ from typing import NamedTuple
 from core import slices, versions
 from core.errors import UserError
 from core.slices import GIB
-from launch import configuration, host_memory
+from launch import configuration
 from launch.environment import WORKSPACE
-from launch.plan import records
-from launch.plan.records import Record
-from parallel import analysis, compiled
+from parallel import analysis, compiled, host_memory
 from parallel.compiled import OutOfHbmError
 from parallel.hlo import messages
-from parallel.planning import cost
+from parallel.planning import cost, records
+from parallel.planning.records import Record
 
 BYTES_PER_COMPILE = 4 * GIB  # a 7B step takes about 3
 MAX_CONCURRENT = 2

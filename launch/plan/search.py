@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
-from core import slices
+from core import slices, wrappers
 from core.errors import UserError
 from core.slices import Slice
 from launch import configuration, program_identity
-from launch.config import LoadedConfig
+from launch.config import LoadedConfig, Macro, Reference
 from launch.experiment import Experiment
-from launch.plan import candidate_bindings
-from launch.plan.records import Record
 from parallel.planning import candidates, model_trace, selection
 from parallel.planning.candidate_metrics import CandidateMetrics
-from parallel.planning.candidates import Candidate
+from parallel.planning.candidates import Candidate, Layout
+from parallel.planning.records import Record
 from parallel.planning.selection import JudgedCandidate
 
 
@@ -45,7 +45,7 @@ class Question:
 
     def steps(self, batch_size: int) -> int:
         """Returns how many steps of `batch_size` rows train on all tokens."""
-        return candidate_bindings.total_steps(self.experiment, batch_size)
+        return total_steps(self.experiment, batch_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,13 +76,13 @@ def ask(path: str, *, slice_name: str, bindings: Sequence[str] = (), batch_sizes
     for size in batch_sizes:
         if size < 1:
             raise UserError(f"--batch {size}: expected at least 1 row")
-    writer = candidate_bindings.Writer(config, experiment)
+    writer = Writer(config, experiment)
     for size in set(batch_sizes) - {experiment.batch_size}:
         added = writer.bindings(Candidate(None, None, experiment.accum_steps, size))
         try:
             configuration.load(path, bindings=[*bindings, *added], slice_name=slice_name).build()
         except UserError as error:  # so few steps that the experiment refuses them
-            steps = candidate_bindings.total_steps(experiment, size)
+            steps = total_steps(experiment, size)
             raise UserError(f"--batch {size}, {steps} steps for as many tokens: {error}") from error
     sizes = tuple(dict.fromkeys(batch_sizes)) or (experiment.batch_size,)
     return Question(path, config, experiment, tuple(bindings), slice_, sizes)
@@ -119,17 +119,17 @@ def options(question: Question, *, only: Sequence[str] = ()) -> list[Option]:
         batch_sizes=question.batch_sizes,
     )
     judge = selection.Judge(trace, experiment.strategy, num_streams=experiment.task.num_streams)
-    writer = candidate_bindings.Writer(question.config, experiment)
+    writer = Writer(question.config, experiment)
     judged = (judge.judge(one) for one in tried if writer.can_write(one))
     return sorted((_option(question, writer, one) for one in judged), key=selection.rank)
 
 
-def _option(question: Question, writer: candidate_bindings.Writer, judged: JudgedCandidate) -> Option:
+def _option(question: Question, writer: Writer, judged: JudgedCandidate) -> Option:
     bindings = tuple(writer.bindings(judged.candidate))
     option = Option(**vars(judged), bindings=bindings)
     if judged.estimate is None:
         return option
-    made = candidate_bindings.apply(question.experiment, judged.candidate)
+    made = apply(question.experiment, judged.candidate)
     text = program_identity.program_text(made, question.config)
     return dataclasses.replace(option, text=text, is_as_written=made == question.experiment)
 
@@ -158,3 +158,94 @@ def metrics(question: Question, option: Option, record: Record | None = None) ->
         compile_seconds=record.compile_seconds if record else None,
         is_as_written=option.is_as_written,
     )
+
+
+class Writer:
+    """Writes candidates of one experiment as gin bindings.
+
+    Attributes:
+      remat_home: the constructor whose `remat` is bound, such as `transformer.Transformer`; None if the configuration
+        does not build its model with a single constructor.
+    """
+
+    def __init__(self, config: LoadedConfig, experiment: Experiment):
+        self._experiment = experiment
+        home = next((s for s, module in config.imports.items() if module == Experiment.__module__), "")
+        self._home = f"{home}.Experiment"
+        self._values = {binding.name: binding.value for binding in config.bindings}
+        self.remat_home = self._constructor(self._values.get(f"{self._home}.model"), experiment.model)
+        self._model_import = config.import_line(self.remat_home.partition(".")[0]) if self.remat_home else ""
+
+    def _constructor(self, value: Any, model: Any) -> str | None:
+        """Returns the constructor of the model that has `remat`, inside the wrappers that `value` refers to."""
+        path = wrappers.field_path(model, "remat")
+        for attribute in (*(path or ()), None):
+            while isinstance(value, Macro):
+                value = self._values.get(value.name)
+            if path is None or not (isinstance(value, Reference) and value.evaluate and not value.scope):
+                return None
+            if attribute is not None:
+                value = self._values.get(f"{value.selector}.{attribute}")
+        return value.selector
+
+    def can_write(self, candidate: Candidate) -> bool:
+        """Returns whether gin bindings can express the candidate's choice of `remat`."""
+        return self.remat_home is not None or candidate.remat in (None, candidates.remat_of(self._experiment.model))
+
+    def bindings(self, candidate: Candidate) -> list[str]:
+        """Returns the bindings that change the experiment to the candidate; none if they are equal."""
+        statements = _layout(candidate.layout) if candidate.layout else []
+        if candidate.remat not in (None, candidates.remat_of(self._experiment.model)):
+            statements += [self._model_import, f"{self.remat_home}.remat = {candidate.remat!r}"]
+        if candidate.accum_steps != self._experiment.accum_steps:
+            statements += self._field("accum_steps", candidate.accum_steps)
+        if candidate.batch_size != self._experiment.batch_size:
+            statements += self._field("batch_size", candidate.batch_size)
+            statements += self._field("total_steps", total_steps(self._experiment, candidate.batch_size))
+        return statements
+
+    def _field(self, field: str, value: int) -> list[str]:
+        """Binds a field of the experiment, by its macro if it has one: other statements may use the macro too."""
+        macro = field.upper()
+        if self._values.get(f"{self._home}.{field}") == Macro(macro):
+            return [f"{macro} = {value}"]
+        return ["from launch import experiment", f"experiment.Experiment.{field} = {value}"]
+
+    def file(self, candidate: Candidate, header: list[str]) -> str:
+        """Returns a gin file to include after the others."""
+        statements = self.bindings(candidate)
+        imports = sorted({s for s in statements if s.startswith(("from ", "import "))})
+        rest = [s for s in statements if s not in imports]
+        comment = [f"# {line}" for line in header]
+        return "\n".join([*comment, "from __gin__ import dynamic_registration", *imports, "", *rest]) + "\n"
+
+
+def total_steps(experiment: Experiment, batch_size: int) -> int:
+    """Returns the smallest number of steps with `batch_size` rows that train on at least the experiment's tokens."""
+    return -(-experiment.total_steps * experiment.batch_size // batch_size)
+
+
+def apply(experiment: Experiment, candidate: Candidate) -> Experiment:
+    """Applies a candidate's choices to a built experiment; returns the changed copy."""
+    model = experiment.model
+    if candidate.remat not in (None, candidates.remat_of(model)):
+        model = wrappers.with_field(model, "remat", candidate.remat)
+    return dataclasses.replace(
+        experiment,
+        model=model,
+        strategy=candidate.layout.strategy() if candidate.layout else experiment.strategy,
+        accum_steps=candidate.accum_steps,
+        batch_size=candidate.batch_size,
+        total_steps=total_steps(experiment, candidate.batch_size),
+    )
+
+
+def _layout(layout: Layout) -> list[str]:
+    home = f"strategies.{layout.constructor}"
+    statements = ["from parallel import strategies", f"STRATEGY = @{home}()"]
+    statements += [f"{home}.{axis} = {degree}" for axis, degree in layout.degrees]
+    if layout.choice:
+        schedule = f"schedules.{layout.choice.constructor}"
+        statements += ["from parallel.pipeline import schedules", f"{home}.schedule = @{schedule}()"]
+        statements += [f"{schedule}.{name} = {value!r}" for name, value in layout.choice.arguments]
+    return statements

@@ -6,28 +6,33 @@ import argparse
 import collections
 import dataclasses
 import datetime
+import itertools
 import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
 
+from rich.table import Table
+
 from core import paths, units
 from core.errors import UserError
 from core.health import exit_codes
-from launch import terminal
-from launch.plan import candidate_bindings, compiling, records, search, table
+from core.slices import GIB
+from launch import flags, terminal
+from launch.plan import compiled_report, compiling, search
 from launch.plan.compiling import Job
-from launch.plan.records import Record, Store
-from launch.plan.search import Option, Question
-from parallel.planning import arithmetic, calibration, selection
-from parallel.planning.candidate_metrics import CandidateMetrics
+from launch.plan.search import Compiled, Option, Question
+from parallel.planning import arithmetic, calibration, records, selection
+from parallel.planning.candidate_metrics import CandidateMetrics, between
+from parallel.planning.cost import AxisTime
+from parallel.planning.records import Record, Store
 
 QUICK, DEFAULT = 10, 16  # candidates that compile
 _ARITHMETIC_ROWS = 20
 _TRIES = 8  # at most this many times as many candidates are compiled as are wanted; those that do not fit are quick
 
 
-def run(args: argparse.Namespace) -> int:
+def _plan(args: argparse.Namespace) -> int:
     """Makes a plan and prints it. Returns 1 if no layout fits; 130 after Ctrl-C, which prints the results so far."""
     question = search.ask(args.experiment, slice_name=args.slice, bindings=args.gin, batch_sizes=args.batch)
     options = search.options(question, only=args.only)
@@ -132,13 +137,13 @@ def _by_arithmetic(question: Question, options: Sequence[Option], args: argparse
     if rows:
         shown = f"the likely best {min(len(rows), _ARITHMETIC_ROWS)} of {len(rows)}"
         title = f"{question.config.experiment} on {question.slice.name}: {shown}"
-        table.show(
+        show(
             rows[:_ARITHMETIC_ROWS],
             title=title,
             label=f"{label}; ranked by tokens/s half-way between both",
             wide=args.wide,
         )
-    table.rejected(options, [], every=args.rejected)
+    print_rejected(options, [], every=args.rejected)
     if not rows:
         kind = selection.by_reason(options)[0][0]
         fix = (
@@ -169,7 +174,7 @@ def _show(question: Question, session: _Session, args: argparse.Namespace, *, is
     fit = {one.text for one, _ in ranked}  # whatever arithmetic said
     rejected = [one for one in session.options if one.text not in fit]
     if not ranked:
-        table.rejected(rejected, session.found, every=args.rejected)
+        print_rejected(rejected, session.found, every=args.rejected)
         none = "nothing was compiled before" if args.cached else "nothing that was compiled fits"
         print(f"\n{none} for {question.slice.name}" + (" yet" if is_partial else ""))
         return 1
@@ -177,10 +182,10 @@ def _show(question: Question, session: _Session, args: argparse.Namespace, *, is
     title = f"{question.config.experiment} on {question.slice.name}" + (", so far" if is_partial else "")
     print()
     ranking = f"{label}; ranked by tokens/s, counting as hidden the traffic that the compiler overlapped"
-    table.show(rows, title=title, label=ranking, wide=args.wide)
+    show(rows, title=title, label=ranking, wide=args.wide)
     for note in (*_provenance(ranked), *_compiler_warnings(ranked)):
         terminal.say(note)
-    table.rejected(rejected, session.found, every=args.rejected)
+    print_rejected(rejected, session.found, every=args.rejected)
     if args.record and is_partial:
         print(f"not written: {args.record}; a record is of a whole plan, and this one was interrupted")
     elif args.record:
@@ -222,18 +227,172 @@ def _finish(
 ) -> None:
     """Prints the outlook, and writes the requested files."""
     print(f"\nbest: {best.name}")
-    for line in table.outlook(question, rows[0], price=args.price, now=datetime.datetime.now()):
+    for line in outlook(question, rows[0], price=args.price, now=datetime.datetime.now()):
         terminal.say(f"  {line}")
     for binding in best.bindings:
         print(f"  {binding}")
     texts = {}
     if args.write:
-        writer = candidate_bindings.Writer(question.config, question.experiment)
-        texts[args.write] = writer.file(best.candidate, table.header(question, rows[0], label=label))
+        writer = search.Writer(question.config, question.experiment)
+        texts[args.write] = writer.file(best.candidate, header(question, rows[0], label=label))
     if args.json:
         texts[args.json] = json.dumps([row.as_json() for row in rows], indent=1) + "\n"
-    if args.html:
-        texts[args.html] = table.html(question, rows[:_ARITHMETIC_ROWS], label=label, price=args.price)
     for path, text in texts.items():
         path.write_text(text)
         print(f"written: {path}")
+
+
+HELP = "find the fastest layout of an experiment that fits a slice, by compiling for it; --explain says what limits one"
+EXAMPLE = """launch/run plan v4-32 gin/valkyrie_7b.gin --quick --price 3.22
+  launch/run plan v4-32 gin/valkyrie_7b.gin --batch 32 64 --write mine.gin
+  launch/run plan v5p-128 gin/valkyrie_7b.gin --arithmetic
+  launch/run plan v4-32 gin/valkyrie_7b.gin --explain gin/strategies/hsdp.gin"""
+
+_PLAN_ONLY = ("batch", "only", "price", "rejected", "wide", "write", "overwrite", "json", "record", "fresh")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    flags.add(parser, "SLICE", "EXPERIMENT.gin", "--gin")
+    parser.add_argument("--batch", metavar="ROWS", type=int, nargs="+", default=[], help="batch sizes to try")
+    parser.add_argument("--only", metavar="STRATEGY", nargs="+", default=[], help="try only these strategies")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--compile", metavar="N", type=flags.at_least(1), help="compile until N fit (default 16)")
+    how.add_argument("--quick", action="store_true", help="compile until 10 fit")
+    how.add_argument("--arithmetic", action="store_true", help="compile nothing: rough estimates in seconds")
+    how.add_argument("--cached", action="store_true", help="compile nothing: show only what was compiled before")
+    how.add_argument("--explain", metavar="CHOICE", help="analyse one layout: a gin file or bindings of STRATEGY")
+    parser.add_argument("--price", metavar="USD", type=flags.positive, help="price of a chip-hour in US dollars")
+    parser.add_argument("--rejected", action="store_true", help="print every rejected candidate with its reason")
+    parser.add_argument("--wide", action="store_true", help="print all columns of the table")
+    parser.add_argument("--overwrite", action="store_true", help="--write and --json may replace a file")
+    for name, what in {
+        "--write": "write the winner as a gin file to include",
+        "--json": "write all figures of the table to FILE",
+        "--record": "write the records of what was compiled to FILE, to be committed",
+    }.items():
+        parser.add_argument(name, metavar="FILE", type=flags.output_file, help=what)
+    parser.add_argument("--fresh", action="store_true", help="compile again what was compiled before")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plans, or explains one layout."""
+    if args.explain is not None:
+        if idle := [f"--{name}" for name in _PLAN_ONLY if getattr(args, name) not in (None, False, [])]:
+            raise UserError(f"{', '.join(idle)}: only for a plan; --explain takes no option but --gin")
+        return compiled_report.explain(args.experiment, args.explain, slice_name=args.slice, bindings=args.gin)
+    if args.arithmetic and args.record:
+        raise UserError("--record keeps what was compiled, and --arithmetic compiles nothing: give one of them")
+    if args.cached and args.fresh:
+        raise UserError("--fresh compiles everything again, and --cached compiles nothing: give one of them")
+    for path in (args.write, args.json):
+        if path and path.exists() and not args.overwrite:
+            raise UserError(f"{path}: the file exists; name another, or add --overwrite")
+    return _plan(args)
+
+
+PIPED_WIDTH = 190
+_LEAST_GIB_SENT = 0.005
+_HEADINGS = ("", "layout", "rows", "HBM GiB", "free", "step s", "scheduled", "tokens/s", "MFU %", "bubble")
+_HEADINGS += ("sent, GiB a chip and step", "hours", "compiled in s")
+_TEXT = ("layout", "sent, GiB a chip and step")
+_NARROW = ("", "layout", "rows", "HBM GiB", "step s", "tokens/s")  # what fits into 80 columns
+_OF_COMPILED = ("scheduled", "compiled in s")
+
+
+def show(rows: Sequence[CandidateMetrics], *, title: str, label: str, wide: bool) -> None:
+    """Prints ranked candidates. Ranges are from all traffic hidden to none hidden, smaller number first.
+
+    Rows are ranked by `scheduled`, the step time that counts as hidden the traffic that the compiler overlapped. With
+    `wide` the table has all columns.
+    """
+    terminal.console(PIPED_WIDTH).print(_table(rows, title=title, wide=wide))
+    terminal.say(f"{label}.")
+    if not wide:
+        terminal.say("--wide shows all columns, --json FILE writes all figures.")
+
+
+def _table(rows: Sequence[CandidateMetrics], *, title: str, wide: bool) -> Table:
+    compiled = any(row.compile_seconds is not None for row in rows)
+    wanted = _HEADINGS if wide else _NARROW
+    shown = [heading in wanted and (compiled or heading not in _OF_COMPILED) for heading in _HEADINGS]
+    lines = [itertools.compress([str(number), *cells(row)], shown) for number, row in enumerate(rows, 1)]
+    return terminal.markdown(list(itertools.compress(_HEADINGS, shown)), lines, text=_TEXT, title=title)
+
+
+def cells(row: CandidateMetrics) -> list[str]:
+    """Returns the cells of a row, without its number."""
+    return [
+        row.name + (" (as written)" if row.is_as_written and not row.name.startswith("as written") else ""),
+        str(row.rows),
+        f"{row.used_bytes / GIB:.2f}",
+        f"{row.free_bytes / GIB:.2f}",
+        between(row.step_seconds, "{:.3g}"),
+        "–" if row.scheduled_seconds is None else f"{row.scheduled_seconds:.3g}",
+        between(row.tokens_per_second, "{:,.0f}"),
+        between(row.mfu, "{:.1f}", 100) if row.mfu else "–",
+        f"{row.bubble:.0%}" if row.bubble else "–",
+        sent(row.time.traffic) or "nothing",
+        " – ".join(dict.fromkeys(map(units.significant, row.hours))),
+        "–" if row.compile_seconds is None else f"{row.compile_seconds:.0f}",
+    ]
+
+
+def sent(traffic: Sequence[AxisTime]) -> str:
+    """Formats traffic as `fsdp 47.1; data 0.8 over DCN`, without amounts that round to 0."""
+    parts = []
+    for axis in traffic:
+        amount = axis.wire_bytes / GIB
+        if amount < _LEAST_GIB_SENT:
+            continue
+        text = f"{amount:.1f}" if amount >= 0.1 else f"{amount:.1g}"
+        parts.append(f"{' '.join(axis.axes) or '-'} {text}" + (" over DCN" if axis.network == "DCN" else ""))
+    return "; ".join(parts)
+
+
+def print_rejected(options: Sequence[Option], found: Compiled, *, every: bool) -> None:
+    """Prints why candidates are not in the table: each one, or for each reason a count and an example."""
+    for kind, group in selection.by_reason(options):
+        terminal.say(f"\nrejected, {kind}: {len(group)}")
+        shown = group if every else sorted(group, key=lambda one: len(one.name))[:1]
+        for one in shown:
+            terminal.say(f"  {_with_rows(one)}: {one.reason}")
+    for one, record in found:
+        if record.time is None:
+            reason = f"compiled, does not fit: {record.reason}" if record.status == records.TOO_MUCH else record.reason
+            estimated = ""
+            if record.status == records.TOO_MUCH and one.estimate:
+                estimated = f" (by arithmetic {one.estimate.peak_bytes / GIB:.2f} GiB)"
+            terminal.say(f"\n{record.status}: {_with_rows(one)}: {reason}{estimated}")
+
+
+def _with_rows(option: Option) -> str:
+    return f"{option.name}, {units.counted(option.candidate.batch_size, 'row')}"
+
+
+def outlook(question: Question, best: CandidateMetrics, *, price: float | None, now: datetime.datetime) -> list[str]:
+    """Describes the cost of training with the winner: hours, chip-hours, end date and US dollars."""
+    tokens = question.total_tokens
+    chip_hours = (best.hours[0] * question.slice.chips, best.hours[1] * question.slice.chips)
+    ends = [(now + datetime.timedelta(hours=h)).strftime("%Y-%m-%d %H:%M") for h in best.hours]
+    steps = f"{units.counted(question.steps(best.rows), 'step')} of {units.counted(best.rows, 'row')}"
+    spent = f"{between(best.hours, '{:,.1f}')} hours, {between(chip_hours, '{:,.0f}')} chip-hours"
+    when = " – ".join(dict.fromkeys(ends))
+    lines = [f"{units.significant(tokens / 1e9)}B tokens ({steps}): {spent}; started now it ends {when}"]
+    if price is not None:
+        lines.append(f"at {price:g} USD per chip-hour: {between(chip_hours, '{:,.0f}', price)} USD")
+    return lines
+
+
+def header(question: Question, best: CandidateMetrics, *, label: str) -> list[str]:
+    """Returns the header of the winner's gin file."""
+    mfu = f", MFU {between(best.mfu, '{:.1f}', 100)} %" if best.mfu else ""
+    tokens = units.counted(best.tokens // best.rows, "token")
+    return [
+        f"{best.name}: the fastest of a plan for {question.slice.name}, for {question.config.experiment}.",
+        f"{units.counted(best.rows, 'row')} x {tokens}: "
+        f"{best.used_bytes / GIB:.2f} GiB of {question.slice.chip.usable_hbm_bytes / GIB:.2f} per chip, "
+        f"{between(best.step_seconds, '{:.3g}')} s a step{mfu}",
+        f"(between all traffic hidden and none; {label}).",
+        "Include it after the experiment's own choices, or give it as --gin \"include 'FILE'\".",
+    ]

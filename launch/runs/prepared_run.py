@@ -16,9 +16,10 @@ from core.checkpoints import steps
 from core.errors import UserError
 from core.health import phase
 from core.training import compilation
-from launch import environment, host_memory
+from launch import environment
 from launch.experiment import Experiment
 from launch.hosts.cluster import Host
+from parallel import host_memory
 from parallel.partitioner import Program
 
 DATA_SECONDS = 3600.0  # limit for one host's work on the data; a longer build belongs in launch/run build
@@ -26,23 +27,14 @@ DATA_SECONDS = 3600.0  # limit for one host's work on the data; a longer build b
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run that is ready to start.
+    """A run that is ready to start."""
 
-    Attributes:
-      experiment: the experiment.
-      program: its training and evaluation steps on this slice.
-      host: the host of this process.
-      run_dir: the run directory, shared by all hosts.
-      meta: metadata saved with every checkpoint; equal on all hosts.
-      last_step: the step at which to stop.
-    """
-
-    experiment: Experiment
-    program: Program
-    host: Host
-    run_dir: str
-    meta: Mapping[str, Any]
-    last_step: int
+    experiment: Experiment  # the experiment
+    program: Program  # its training and evaluation steps on this slice
+    host: Host  # the host of this process
+    run_dir: str  # the run directory, shared by all hosts
+    meta: Mapping[str, Any]  # metadata saved with every checkpoint; equal on all hosts
+    last_step: int  # the step at which to stop
 
     @property
     def checkpoint_dir(self) -> str:
@@ -69,7 +61,7 @@ def prepare_run(
     phase.at(phase.OPENING)
     compilation.use_cache(environment.read("JAX_COMPILATION_CACHE_DIR") or f"{run_dir}/compiled")
     program = experiment.bind(jax.devices())
-    host_memory.require(experiment, program)
+    host_memory.require(program, experiment.task, eval_batches=experiment.eval_batches)
     started_from = ""
     if experiment.init_from and not steps.complete(paths.resolve(run_dir) / steps.FOLDER):  # else it resumes
         from launch.runs import warm_start

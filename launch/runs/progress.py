@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import threading
 from collections.abc import Callable, Mapping
 
@@ -16,6 +15,7 @@ from core.checkpoints import writing
 from core.health import phase
 from core.step import TrainState
 from core.training.compilation import Totals
+from core.training.evaluation import curves_apart
 from core.training.host_metrics import Slowest
 from core.types import CountsFlops, DescribesEvaluation, Generates, can, lacking
 from launch import terminal
@@ -38,8 +38,6 @@ WAITS = {  # phases that may take long, as a person reads them
 }
 _LOOK_SECONDS = 0.5
 _FIRST_SECONDS = 10  # then at every further 10 s of the first minute, then once a minute
-
-BY_STEP = re.compile(r"_step_\d+$")  # a mean by step of a recursion
 
 
 def show_summary(run: Run, *, resumed_from: int | None, measured: Mapping[str, str]) -> None:
@@ -271,13 +269,3 @@ class Waiting:
     def _watch(self) -> None:
         while not self._ended.wait(_LOOK_SECONDS):
             self.look()
-
-
-def curves_apart(means: Mapping[str, float]) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Separates means by recursion step from the others: `exact_accuracy_step_01`, … go under `exact_accuracy`."""
-    plain = {name: value for name, value in means.items() if not BY_STEP.search(name)}
-    curves: dict[str, list[float]] = {}
-    for name, value in sorted(means.items()):
-        if name not in plain:
-            curves.setdefault(BY_STEP.sub("", name), []).append(value)
-    return plain, curves

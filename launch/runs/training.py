@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from core import distributed, metrics, paths
+from core import distributed, metrics, paths, slices
 from core.checkpoints.store import Checkpoints
 from core.checkpoints.writing import SaveCosts
 from core.errors import UserError
@@ -15,10 +15,11 @@ from core.health import heartbeat, phase
 from core.step import TrainState
 from core.training import compilation, evaluation, goodput, hooks, host_metrics, prefetch, profiling, run_lock
 from core.training.trainer import Hook, TrainStep
-from launch import array_table, config, environment
-from launch.prediction import PredictionCheck
+from launch import config, environment, program_identity
 from launch.runs import progress
 from launch.runs.prepared_run import Run
+from parallel import report
+from parallel.prediction import PredictionCheck
 
 _A_DAY_SECONDS = 24 * 3600.0  # where a limit only reports
 
@@ -82,7 +83,13 @@ def _begin(run: Run, first_step: int, stack: contextlib.ExitStack, lock: run_loc
     lines.start(first_step)
     on_tpu = run.program.partitioner.mesh.devices.flat[0].platform == "tpu"
     settings = config.parse(run.meta["config"])
-    predictions = PredictionCheck(run.experiment, settings=settings, on_tpu=on_tpu, warn=lines.warning)
+    predictions = PredictionCheck(
+        program_identity.find(run.experiment, settings),
+        slice_=slices.get(run.experiment.slice),
+        flops=run.experiment.flops_per_step,
+        on_tpu=on_tpu,
+        warn=lines.warning,
+    )
     project, is_host_zero = run.experiment.wandb_project, run.host.is_zero
     writers = metrics.open_writers(run.run_dir, is_host_zero=is_host_zero, first_step=first_step, wandb_project=project)
     stack.callback(writers.close)
@@ -152,7 +159,7 @@ def compile_together(run: Run, first_step: int) -> TrainStep:
 def _write_config(run: Run, writers: metrics.Writers) -> None:
     paths.write_text_atomically(paths.resolve(run.run_dir) / "config.gin", run.meta["config"])
     writers.text("config", run.meta["config"])
-    writers.text("sharding", array_table.text(run.program))
+    writers.text("sharding", report.table(run.program))
     if evaluated := progress.evaluated_on(run.experiment):
         writers.text(metrics.EVALUATED_ON, evaluated)
     writers.text("versions", "\n".join(f"- {k} {v}" for k, v in run.meta["versions"].items()))

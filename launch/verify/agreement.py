@@ -1,108 +1,37 @@
-"""Measures the agreement of every strategy with one device, on CPU devices.
+"""`launch/run agreement`: measures how strategies change the results of training, on this machine's CPU.
 
-`parallel.agreement` compares two programs; this module supplies the models and batches, and loops over strategies.
-Batches of the decoder are packed rows with uneven padding that differs in every step, so that weights, segments and
-positions all matter. Batches of the recursive model have recurring puzzles, and labels that are ignored. For an
-experiment, the model and the batches are its own (`sized`, `own_batches`).
-
-The devices belong to this process (`measure`), or to several processes that simulate the slice (`measure_played`). In
-the second case the processes read the batches from files, and the first one writes its results to files (`record`).
+`parallel.agreement` compares programs; here is what they compute on: the models of `models.agreement_subjects`, or an
+experiment with batches of its own task. The devices are those of this process, or of several processes that simulate
+the slice. Those read the batches from files, and the first of them writes its trajectories to files (`record`).
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
-from core import optimizers, slices, wrappers
-from core.batches import Field, batch_size
+from core import slices
+from core.batches import batch_size
 from core.errors import UserError
 from core.health import phase
-from core.types import IGNORED, Model
+from core.types import Model
+from launch import configuration, flags, terminal
 from launch.experiment import Experiment
 from launch.hosts import cluster, simulate
 from launch.runs import smoke
-from models import transformer, trm
-from parallel import agreement, strategies
-from parallel.agreement import Batch, Difference, Example
-from parallel.partitioner import Partitioner, Program
-
-ROWS, LENGTH = 16, 24
-
-FieldAxes = Mapping[str, tuple[str | None, ...]]  # logical axes of the fields of a batch, by name
-
-# Grouped-query attention, and a vocabulary that no mesh divides before it is rounded up.
-MODEL = transformer.Transformer(
-    vocab_size=203, num_layers=4, embed_dim=64, mlp_dim=176, num_heads=8, num_kv_heads=4, dtype="float32"
-)
-OPTIMIZER = optimizers.adamw(
-    eps=1e-4,  # an update is a smooth function of its gradient: at 1e-8 one that is nearly 0 rests on its last bits
-    learning_rate=optimizers.warmup_cosine(peak=3e-3, warmup_steps=5, total_steps=20),
-    weight_decay=0.1,
-)
-RECURSIVE = trm.TRM(
-    vocab_size=11,
-    vocab_multiple=8,
-    embed_dim=64,
-    num_heads=8,
-    num_layers=1,
-    h_cycles=2,
-    l_cycles=2,
-    num_puzzles=5,
-    puzzle_multiple=48,
-    prefix_length=8,
-    halt_bias=0.5,  # rows halt when exploration lets them, at different steps
-    halt_max_steps=3,
-    exploration=0.5,
-    dtype="float32",
-)
-_RATE = optimizers.warmup_floor(peak=1e-3, warmup_steps=5, total_steps=20, floor=0.1)
-RECURSIVE_OPTIMIZER = optimizers.averaged(
-    optimizer=optimizers.with_table(dense=optimizers.adam_atan2(learning_rate=_RATE), learning_rate=_RATE), decay=0.9
-)
-MODELS: Mapping[str, Model] = {"transformer": MODEL, "trm": RECURSIVE}
-ONE_DEVICE = Example("v5e-1", strategies.data_parallel())
-
-
-def random_batches(vocab_size: int, *, steps: int, rows: int = ROWS) -> Iterator[Batch]:
-    """Returns batches with two documents per row and padding; lengths differ between rows and steps."""
-    rng = np.random.default_rng(0)
-    position = np.arange(LENGTH)[None]
-    for _ in range(steps):
-        first = rng.integers(4, LENGTH // 2, (rows, 1))
-        second = position >= first
-        padding = position >= LENGTH - rng.integers(0, 6, (rows, 1))
-        yield {
-            "inputs": rng.integers(0, vocab_size, (rows, LENGTH), dtype=np.int32),
-            "targets": rng.integers(0, vocab_size, (rows, LENGTH), dtype=np.int32),
-            "weights": (~padding).astype(np.float32),
-            "segment_ids": np.where(padding, 0, 1 + second).astype(np.int32),
-            "positions": np.where(second, position - first, position).astype(np.int32),
-        }
-
-
-def batches_for(model: Model, *, steps: int, rows: int = ROWS) -> Iterator[Batch]:
-    """Returns batches for a model: packed documents, or puzzles that recur."""
-    if not isinstance(model, trm.TRM):
-        return random_batches(model.vocab_size, steps=steps, rows=rows)
-    rng = np.random.default_rng(0)
-
-    def puzzles() -> Batch:
-        labels = rng.integers(1, model.vocab_size, (rows, LENGTH), dtype=np.int32)
-        return {
-            "inputs": rng.integers(0, model.vocab_size, (rows, LENGTH), dtype=np.int32),
-            "labels": np.where(rng.random((rows, LENGTH)) < 0.2, np.int32(IGNORED), labels),
-            "puzzle_ids": rng.integers(0, model.num_puzzles, rows, dtype=np.int32),
-        }
-
-    return (puzzles() for _ in range(steps))
+from models.agreement_subjects import MODELS, ROWS, batches_for, optimizer_of
+from parallel import agreement
+from parallel.agreement import EXAMPLES, ONE_DEVICE, Apart, Batch, Example, StrategyRow, Subject
+from parallel.partitioner import Program
 
 
 def sized(experiment: Experiment, examples: Mapping[str, Example]) -> Experiment:
@@ -138,110 +67,9 @@ def rows_for(examples: Mapping[str, Example]) -> int:
     return math.lcm(ROWS, *(slices.get(example.slice).chips for example in examples.values()))
 
 
-def bind(
-    model: Model, example: Example, batch: Batch, *, axes: FieldAxes | None = None, seed: int = 7, **options
-) -> Program:
-    """Binds a model to a strategy, on CPU devices that simulate the example's slice.
-
-    Args:
-      model: the model.
-      example: the strategy and its slice.
-      batch: gives the shapes and dtypes of the fields.
-      axes: logical axes of the fields; None: rows and positions, as in `batches_for`.
-      seed: seed of parameters and random bits.
-      **options: of `Partitioner.program`.
-    """
-    named = axes or {name: ("batch", "length")[: array.ndim] for name, array in batch.items()}
-    spec = {name: Field(array.shape, array.dtype, named[name]) for name, array in batch.items()}
-    bound = Partitioner(example.strategy, slice=slices.get(example.slice), devices=jax.devices())
-    optimizer = RECURSIVE_OPTIMIZER if isinstance(model, trm.TRM) else OPTIMIZER
-    return bound.program(model, optimizer, spec, seed=seed, **options)
-
-
-class Subject(NamedTuple):
-    """A model and how it is trained.
-
-    Attributes:
-      model: a `core.types.Model`.
-      axes: logical axes of the fields of a batch; None: rows and positions.
-      seed: seed of the parameters and of random bits.
-      options: options of the program under a strategy, such as accum_steps; one device trains without them.
-      frozen: arguments of `Partitioner.program` that freeze parameters, also on one device.
-    """
-
-    model: Any
-    axes: FieldAxes | None = None
-    seed: int = 7
-    options: Mapping[str, Any] = {}
-    frozen: Mapping[str, Any] = {}
-
-    def under(self, example: Example, batch: Batch, *, dtype: str = "") -> Program:
-        """Returns the program under a strategy; computes in `dtype` if the model has a field for it."""
-        options = {**self.options, **self.frozen}
-        return bind(computing_in(self.model, dtype), example, batch, axes=self.axes, seed=self.seed, **options)
-
-    def alone(self, batch: Batch, *, dtype: str) -> Program:
-        """Returns the program on one device."""
-        return bind(computing_in(self.model, dtype), ONE_DEVICE, batch, axes=self.axes, seed=self.seed, **self.frozen)
-
-
-Apart = Mapping[str, Difference]  # by part of the trajectory
-
-
-class Row(NamedTuple):
-    """The differences between one strategy and one device, with one process and with several (`played`).
-
-    If the strategy does not fit the model, `refused` is the reason, and the other fields are empty.
-    """
-
-    name: str
-    slice: str
-    float32: Apart
-    bfloat16: Apart | None
-    played: Mapping[int, Apart]
-    refused: str = ""
-
-    @property
-    def beyond(self) -> list[str]:
-        """Describes the leaves that differ from one device by more than the strategy's tolerance."""
-        every = {self.slice: self.float32, **{f"{n} processes": apart for n, apart in self.played.items()}}
-        limits = agreement.tolerance(self.name)
-        return [
-            f"{self.name}, {where}: {part} {found.where} {found.ulp:.0f} ulp apart, tolerance {limits[part]:.0f}"
-            for where, apart in every.items()
-            for part, found in agreement.exceeding(self.name, apart).items()
-        ]
-
-
-def measure(subject: Subject, examples: Mapping[str, Example], data: Sequence[Batch], *, bfloat16: bool) -> list[Row]:
-    """Compares every example with one device, on the CPU devices of this process.
-
-    Args:
-      subject: the model and its training options.
-      examples: strategies with their slices, by name.
-      data: the global batch of every AdamW step.
-      bfloat16: also compare in bfloat16, with one device in bfloat16, if the model has a field `dtype`.
-    """
-    dtypes = ("float32", "bfloat16") if bfloat16 and _has_dtype(subject.model) else ("float32",)
-    refused = {name: _refusal(subject, example, data[0]) for name, example in examples.items()}
-    want = {d: agreement.run(subject.alone(data[0], dtype=d), data) for d in dtypes if not all(refused.values())}
-    rows = []
-    for name, example in examples.items():
-        found: dict[str, Apart] = {}
-        for dtype in () if refused[name] else dtypes:
-            trajectory = agreement.run(subject.under(example, data[0], dtype=dtype), data)
-            found[dtype] = agreement.compare(trajectory, want[dtype])
-        rows.append(Row(name, example.slice, found.get("float32", {}), found.get("bfloat16"), {}, refused[name]))
-    return rows
-
-
-def _refusal(subject: Subject, example: Example, batch: Batch) -> str:
-    """Returns why the strategy refuses the model; empty if it does not."""
-    try:
-        subject.under(example, batch)
-    except UserError as error:
-        return str(error)
-    return ""
+def bind(model: Model, example: Example, batch: Batch, **options: Any) -> Program:
+    """Returns `parallel.agreement.bind` of a model of this file, with its optimizer."""
+    return agreement.bind(model, optimizer_of(model), example, batch, **options)
 
 
 def measure_played(
@@ -295,10 +123,117 @@ def record(subject: Subject, examples: Mapping[str, Example], *, steps: int, int
             np.savez(into / f"{name}.npz", *jax.tree.leaves(trajectory))
 
 
-def _has_dtype(model: Any) -> bool:
-    return wrappers.field_path(model, "dtype") is not None
+HELP = "measure how far every strategy's numbers are from one device's"
+EXAMPLE = """launch/run agreement
+  launch/run agreement --only fsdp zero1 --steps 20
+  launch/run agreement --processes 2 4
+  launch/run agreement --model trm
+  launch/run agreement --experiment mine.gin --slice v4-8 --gin "STRATEGY = @mine.rules()"
+  launch/run agreement --experiment mine.gin --only fsdp tensor"""
+
+PARTS = ("gradients", "losses", "params", "opt_state")
 
 
-def computing_in(model: Any, dtype: str) -> Any:
-    """Returns a copy of the model that computes in `dtype`; the model itself if `dtype` is "" or there is no field."""
-    return wrappers.with_field(model, "dtype", dtype) if dtype and _has_dtype(model) else model
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    flags.add(parser, "--steps", default=3, help="steps to train (default: 3); tolerances were measured through 20")
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=EXAMPLES, help="some of the shipped strategies")
+    subject = parser.add_mutually_exclusive_group()
+    subject.add_argument("--model", choices=MODELS, help="default: transformer")
+    subject.add_argument(
+        "--experiment",
+        metavar="EXPERIMENT.gin",
+        help="compare this experiment: its model, batches of its task, and its strategy unless --only names others",
+    )
+    flags.add(parser, "--gin", "--slice")
+    parser.add_argument("--float32-only", action="store_true", help="leave the bfloat16 column out")
+    parser.add_argument(
+        "--processes",
+        type=flags.at_least(1),
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="also with the chips of each slice shared among N processes, a column for each N",
+    )
+    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)  # as one of those processes
+    parser.add_argument("--record", nargs="+", metavar="NAME", help=argparse.SUPPRESS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints one row per strategy. Returns 1 if one exceeds its tolerance, or if a requested one refuses the model."""
+    if not args.experiment and (args.gin or args.slice):
+        raise UserError("--gin and --slice change an experiment, and none is given: add --experiment EXPERIMENT.gin")
+    if args.only and args.slice:
+        raise UserError(f"--slice {args.slice} is for the experiment's own strategy; those of --only have their slices")
+    examples = {name: EXAMPLES[name] for name in args.only or EXAMPLES}
+    _provide_devices(examples.values())
+    experiment, model = None, MODELS[args.model or "transformer"]
+    subject = Subject(model, optimizer_of(model))
+    if args.experiment:
+        experiment = configuration.load(args.experiment, bindings=args.gin, slice_name=args.slice).build()
+        if not args.only:
+            examples = {experiment.strategy.name: Example(experiment.slice, experiment.strategy)}
+            _provide_devices(examples.values())
+        experiment = sized(experiment, examples)
+        options = {"accum_steps": experiment.accum_steps, "gather_once": experiment.gather_once}
+        axes = {name: field.axes for name, field in experiment.task.spec(experiment.batch_size).items()}
+        frozen = {"frozen": experiment.frozen, "frozen_dtype": experiment.frozen_dtype}
+        subject = Subject(experiment.model, optimizer_of(experiment.model), axes, experiment.seed, options, frozen)
+    if args.into:
+        record(subject, {n: examples[n] for n in args.record}, steps=args.steps, into=args.into)
+        return 0
+    for processes in args.processes:  # errors before anything runs
+        for example in examples.values():
+            slices.get(example.slice).shared_by(processes)
+    if experiment:
+        data = own_batches(experiment, steps=args.steps)
+    else:
+        data = list(batches_for(subject.model, steps=args.steps, rows=rows_for(examples)))
+    rows = agreement.measure(subject, examples, data, bfloat16=not args.float32_only)
+    command = [sys.executable, "-m", "launch", "agreement", *(["--only", *args.only] if args.only else [])]
+    command += flags.passed_on(args, "--steps", "--model", "--experiment", "--slice", "--gin")
+    for processes in args.processes:
+        held = {row.name: examples[row.name] for row in rows if not row.refused}
+        found = measure_played(subject, held, data, processes=processes, command=command)
+        rows = [row if row.refused else row._replace(played={**row.played, processes: found[row.name]}) for row in rows]
+    return _show(rows, args)
+
+
+def _provide_devices(examples: Iterable[Example]) -> None:
+    """Makes enough CPU devices for the largest slice.
+
+    Raises:
+      UserError: a module of the experiment has already used a device, which fixes their number.
+    """
+    needed = max(slices.get(example.slice).chips for example in examples)
+    try:
+        if jax.config.jax_num_cpu_devices < needed:
+            jax.config.update("jax_num_cpu_devices", needed)
+    except RuntimeError as error:
+        raise UserError(
+            f"{needed} devices are needed, and a module of the experiment used a device when it was imported (an "
+            f"array, jax.random.key …), which fixes their number: set JAX_NUM_CPU_DEVICES={needed}"
+        ) from error
+
+
+def _show(rows: Sequence[StrategyRow], args: argparse.Namespace) -> int:
+    headings = ["strategy", "slice", *PARTS, *(f"params, {n} processes" for n in args.processes)]
+    headings += [] if args.float32_only else ["bfloat16 losses"]
+    title = f"largest difference from one device after {args.steps} steps, absolute (ulp of the leaf)"
+    console = terminal.console(170, markup=False, soft_wrap=True)
+    cells = [_cells(row, args) for row in rows if not row.refused]
+    console.print(terminal.markdown(headings, cells, text=("strategy", "slice"), title=title))
+    refused = [row for row in rows if row.refused]
+    for row in refused:
+        console.print(f"{row.name} on {row.slice} is refused: {row.refused}")
+    beyond = [sentence for row in rows for sentence in row.beyond]
+    for sentence in beyond:
+        console.print(f"differs: {sentence}")
+    return 1 if beyond or (refused and (args.only or args.experiment)) else 0
+
+
+def _cells(row: StrategyRow, args: argparse.Namespace) -> list[str]:
+    found = [*(row.float32[part] for part in PARTS), *(apart["params"] for apart in row.played.values())]
+    cells = [row.name, row.slice, *(f"{difference.absolute:.1e} ({difference.ulp:.0f})" for difference in found)]
+    narrow = f"{row.bfloat16['losses'].absolute:.1e}" if row.bfloat16 else "–"
+    return cells if args.float32_only else [*cells, narrow]

@@ -1,200 +1,197 @@
-"""Finds where two runs of one experiment diverge: the first step, place and tensor that differ.
+"""`launch/run bisect`: runs two variants of an experiment for a few steps and names the first tensor that differs.
 
-Two recordings (`parallel.recording`) are compared in causal order. The first difference that rounding does not explain
-is the one to investigate, because all later ones may follow from it.
-
-Differences are in units of the float32 spacing at the largest entry of the tensor ("ulp"), as in `parallel.agreement`,
-but without its floor for tensors that contain only rounding errors. Each layer's tensor is measured separately.
+Each variant runs in its own processes, which simulate the hosts of its slice; they run this command with --record. Both
+variants train on the batches that A reads; the batches that B reads are only compared with them.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import argparse
+import dataclasses
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from rich.table import Table
 
-from core import paths
-from core.checkpoints.store import Checkpoints
+from core import paths, slices, units
+from core.checkpoints import steps as saved_steps
 from core.errors import UserError
-from core.step import TrainState
-from launch.runs.prepared_run import Run
-from parallel import agreement
-from parallel.agreement import Batch
-from parallel.partitioner import Program
-from parallel.recording import START, Recording, key, record
+from core.types import ChoosesDtype, can
+from launch import configuration, flags, terminal
+from launch.check import preflight
+from launch.experiment import Experiment
+from launch.hosts import cluster, simulate
+from launch.runs import prepared_run, smoke
+from parallel import first_difference as bisect
+from parallel import host_memory
+from parallel.agreement import computing_in
+from parallel.first_difference import Compared, Verdict
+from parallel.recording import Recording
 
-DATA = "data"  # the phase of the batches that a side reads; like START, compared bit by bit
-# In ulp at step 1 and at later ones, by phase or place of the update. Beside them, how far the strategies of
-# `parallel.agreement` were at most from one device in three AdamW steps of three layers in float32, on 16 CPU devices.
-# Later steps show more: Adam makes a whole step of a gradient that is nothing but rounding. A wrong sum: millions.
-TOLERANCE: Mapping[str, tuple[float, float]] = {
-    "forward": (32, 512),  # 4.5, 69
-    "loss": (16, 64),  # 1, 2
-    "gradients": (128, 2048),  # 15, 299
-    "optimizer state": (256, 2048),  # 28, 197
-    "parameters": (64, 64),  # 12, 6
-}
+HELP = "run two variants of an experiment and name the first step, layer and tensor that differ"
+EXAMPLE = """launch/run bisect gin/quickstart.gin "" "hosts=2"
+  launch/run bisect gin/quickstart.gin "include 'gin/strategies/fsdp.gin'" "include 'gin/strategies/tensor.gin'"
+  launch/run bisect gin/quickstart.gin "STRATEGY = @mine.rules()" "STRATEGY = @strategies.fsdp(); hosts=2" --steps 5
+  launch/run bisect gin/quickstart.gin "config=before.gin" "checkpoint=runs/gin/quickstart@100" --full
 
+A and B are text: gin bindings, hosts=N (that many processes play the slice; 1 unless said), checkpoint=RUN@STEP (the
+state to start from), config=OTHER.gin (in place of EXPERIMENT.gin), with ; between them; "" is the experiment."""
 
-# The same with the model computing in bfloat16, one of whose spacings is 65,536 of float32's; seven of the strategies.
-BFLOAT16: Mapping[str, tuple[float, float]] = {
-    "forward": (2**20, 2**20),  # 229,376, 262,144: up to four spacings
-    "loss": (2**12, 2**13),  # 1,095, 1,663
-    "gradients": (2**20, 2**20),  # 203,153, 274,513: two or three hundredths
-    "optimizer state": (2**21, 2**21),  # 415,460, 327,465
-    "parameters": (2**17, 2**17),  # 19,812, 23,277
-}
+SHOWN_BEFORE, SHOWN_AT, SHOWN_AFTER = 4, 6, 2
 
 
-class Compared(NamedTuple):
-    """One tensor of both recordings.
+class Variant(NamedTuple):
+    """One of the two variants, parsed from the command line."""
 
-    Attributes:
-      step: number of the step, from 1.
-      phase: "forward", "loss", "gradients" or "update" (or what was given: "data", "start").
-      place: the part of the model, such as "layer 3".
-      tensor: its name there.
-      ulp: largest difference divided by the float32 spacing at the largest entry of both; infinite if shapes differ,
-        an integer differs, or one entry is not finite. For updated parameters it is the root mean square difference,
-        because Adam turns a gradient that contains only rounding errors into a full step.
-      absolute: the same difference, not divided.
-      remark: why the tensors cannot be subtracted; else empty.
-    """
-
-    step: int
-    phase: str
-    place: str
-    tensor: str
-    ulp: float
-    absolute: float
-    remark: str = ""
-
-    @property
-    def group(self) -> tuple[int, str, str]:
-        """The group of the tensor; the order of dependency inside a group is unknown."""
-        return self.step, self.phase, self.place
+    config: str
+    bindings: tuple[str, ...]
+    hosts: int
+    checkpoint: paths.Path | None
 
     def __str__(self) -> str:
-        where = " ".join(part for part in (self.place, self.tensor) if part)
-        return f"step {self.step}, {self.phase}, {where}" if where else f"step {self.step}, {self.phase}"
+        """Returns equivalent text for a process with another HOME."""
+        start = [f"checkpoint={self.checkpoint.parent}@{self.checkpoint.name}"] if self.checkpoint else []
+        return "; ".join((f"config={self.config}", f"hosts={self.hosts}", *start, *self.bindings))
+
+    def experiment(self, slice_name: str | None) -> Experiment:
+        """Builds the experiment."""
+        return configuration.load(self.config, bindings=self.bindings, slice_name=slice_name).build()
 
 
-class Verdict(NamedTuple):
-    """The result of a comparison.
-
-    Attributes:
-      first: of the first group that differs, the tensor with the largest difference; None if the runs are equal.
-      rows: all comparisons, in causal order.
-      tolerance: allowed difference in ulp, in the form of `TOLERANCE`.
-    """
-
-    first: Compared | None
-    rows: Sequence[Compared]
-    tolerance: Mapping[str, tuple[float, float]]
-
-    @property
-    def largest(self) -> Compared:
-        """The comparison whose difference is largest relative to its tolerance."""
-        return max(self.rows, key=lambda row: row.ulp / self.allowed(row) if row.ulp else 0.0)
-
-    def allowed(self, row: Compared) -> float:
-        """The tolerance of this tensor, in ulp."""
-        return self.tolerance[row.place if row.phase == "update" else row.phase][row.step > 1]
-
-    def differs(self, row: Compared) -> bool:
-        """Returns whether the difference of this tensor is larger than rounding explains."""
-        return row.ulp > self.allowed(row)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    flags.add(parser, "EXPERIMENT.gin")
+    parser.add_argument("a", metavar="A", help='the first variant, such as "STRATEGY = @strategies.fsdp()"')
+    parser.add_argument("b", metavar="B", help='the second, such as "hosts=2"')
+    flags.add(parser, "--slice")
+    flags.add(parser, "--steps", default=3, help="steps to train (default: 3)")
+    parser.add_argument("--full", action="store_true", help="the sizes of the experiment, not those of --smoke")
+    parser.add_argument("--own-dtype", action="store_true", help="compute in the model's dtype instead of float32")
+    parser.add_argument("--tolerance", metavar="ULP", type=float, help="instead of the measured ones")
+    parser.add_argument("--record", choices=("A", "B"), help=argparse.SUPPRESS)  # as a host's process
+    parser.add_argument("--into", help=argparse.SUPPRESS)
 
 
-def judge(ours: Recording, theirs: Recording, *, tolerance: Mapping[str, tuple[float, float]]) -> Verdict:
-    """Compares two recordings in causal order, and finds the first group of tensors that differs."""
-    rows = [row for row in compare(ours, theirs) if row.phase not in (DATA, START)]
-    verdict = Verdict(None, rows, tolerance)
-    for _, group in itertools.groupby(rows, key=lambda row: row.group):
-        if differing := [row for row in group if verdict.differs(row)]:
-            return verdict._replace(first=max(differing, key=lambda row: row.ulp))
-    return verdict
+def run(args: argparse.Namespace) -> int:
+    """Runs both variants and prints where they diverge. Returns 0 if they are equal, 1 if they differ."""
+    variants = {side: parse(text, experiment=args.experiment) for side, text in (("A", args.a), ("B", args.b))}
+    experiments = {side: variant.experiment(args.slice) for side, variant in variants.items()}
+    if args.record:
+        return _record(args, variants, experiments)
+    played = {side: slices.get(experiments[side].slice).shared_by(variants[side].hosts) for side in "AB"}
+    with tempfile.TemporaryDirectory(prefix="renga-bisect-") as folder:
+        for side in "AB" if args.full else "":  # every step of a side is kept in memory
+            variant, name = variants[side], experiments[side].slice
+            checked = preflight.require(variant.config, bindings=variant.bindings, slice_name=name, run_dir=folder)
+            need = host_memory.simulated(checked.program, checked.experiment.task, eval_batches=0)
+            state_bytes = need["state and gradients"]
+            host_memory.require_simulated(state_bytes * (args.steps + 2), slice_name=name)
+        options = flags.passed_on(args, "--steps", "--slice", "--full", "--own-dtype")
+        command = [sys.executable, "-m", "launch", "bisect", args.experiment, *map(str, variants.values()), *options]
+        for side, slice_ in played.items():
+            hosts = units.counted(slice_.hosts, "process plays", "processes play")
+            print(f"{side}: {hosts} {slice_.name}", flush=True)
+            own = [*command, "--record", side, "--into", folder]
+            if code := simulate.run(slice_, command=own, log_directory=Path(folder) / f"logs_{side}"):
+                if code < 128:
+                    raise UserError(f"{side} could not be run (exit code {code}); what its host said is above")
+                return code
+        ours, theirs = (dict(np.load(f"{folder}/{side}.npz")) for side in "AB")
+    return _compare(args, experiments, ours, theirs)
 
 
-def given(ours: Recording, theirs: Recording) -> dict[str, list[Compared]]:
-    """Returns the inputs of the runs (`data`, `start`) that are not bitwise equal."""
-    rows = [row for row in compare(ours, theirs) if row.ulp > 0]
-    return {phase: [row for row in rows if row.phase == phase] for phase in (DATA, START)}
-
-
-def compare(ours: Recording, theirs: Recording) -> Iterator[Compared]:
-    """Compares all tensors: first those of `ours` in their order, then those that only `theirs` has."""
-    for name in dict.fromkeys((*ours, *theirs)):
-        step, phase, place, tensor = name.split("|")
-        mean = (phase, place) == ("update", "parameters")
-        yield Compared(int(step), phase, place, tensor, *apart(ours.get(name), theirs.get(name), mean=mean))
-
-
-def apart(a: np.ndarray | None, b: np.ndarray | None, *, mean: bool = False) -> tuple[float, float, str]:
-    """Returns the difference of two arrays in ulp and in absolute terms, and a remark if they cannot be compared.
-
-    It is the largest difference of any entry, or with `mean` the root mean square over all entries.
-    """
-    if a is None or b is None:
-        return np.inf, np.inf, f"only in {'B' if a is None else 'A'}"
-    if a.shape != b.shape:
-        return np.inf, np.inf, f"{list(a.shape)} in A, {list(b.shape)} in B"
-    wide_a, wide_b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    same = (wide_a == wide_b) | (np.isnan(wide_a) & np.isnan(wide_b))
-    if np.all(same):
-        return 0.0, 0.0, ""
-    if not (np.all(np.isfinite(wide_a)) and np.all(np.isfinite(wide_b))):
-        return np.inf, np.inf, "not finite"
-    difference = np.abs(wide_a - wide_b)
-    absolute = float(np.sqrt(np.mean(difference**2)) if mean else np.max(difference))
-    if not np.issubdtype(a.dtype, np.floating):
-        return np.inf, absolute, ""
-    largest = max(np.max(np.abs(wide_a)), np.max(np.abs(wide_b)), np.finfo(np.float32).tiny)
-    return absolute / float(np.spacing(np.float32(largest))), absolute, ""
-
-
-# Recording a side.
-
-
-def run(ready: Run, *, steps: int, checkpoint: paths.Path | None, data_of: Recording | None) -> dict[str, np.ndarray]:
-    """Records a run of one variant, on its own data or on the batches of another recording.
-
-    Args:
-      ready: the result of `prepare_run`.
-      steps: number of steps.
-      checkpoint: folder of the checkpoint to start from; None: a fresh state. Data always starts at its beginning.
-      data_of: the recording whose batches to train on; None: the variant's own data.
+def parse(text: str, *, experiment: str) -> Variant:
+    """Parses a variant.
 
     Raises:
-      UserError: the checkpoint does not fit, or the batches of `data_of` have other shapes.
+      UserError: a malformed number, or a checkpoint that does not exist.
     """
-    program = ready.program
-    own = agreement.batches_of(ready.experiment.task, program, steps=steps)
-    batches = own if data_of is None else _batches(data_of, own)
-    state = program.init() if checkpoint is None else _restored(program, checkpoint)
-    given = {key(step, DATA, "batch", name): a for step, batch in enumerate(own, 1) for name, a in batch.items()}
-    return given | record(program, state, batches)
+    settings, bindings = {"config": experiment, "hosts": "1", "checkpoint": ""}, []
+    for part in filter(None, (part.strip() for part in text.split(";"))):
+        if setting := re.fullmatch(r"(hosts|checkpoint|config)\s*=\s*(.*)", part):
+            settings[setting[1]] = setting[2]
+        else:
+            bindings.append(part)
+    if not settings["hosts"].isdecimal():
+        raise UserError(f"variant {text!r}: hosts={settings['hosts']}: expected a whole number from 1 up")
+    config = os.path.expanduser(settings["config"])  # noqa: PTH111 (a relative one stays as typed)
+    checkpoint = saved_steps.find(settings["checkpoint"]) if settings["checkpoint"] else None
+    return Variant(config, tuple(bindings), int(settings["hosts"]), checkpoint)
 
 
-def _batches(recording: Recording, own: Sequence[Batch]) -> list[Batch]:
-    """The batches of a recording, for a run whose own have these names and shapes."""
-    batches = [
-        {name: recording.get(key(step, DATA, "batch", name)) for name in own[0]} for step in range(1, len(own) + 1)
-    ]
-    wrong = {n: a.shape for n, a in own[0].items() if batches[0][n] is None or batches[0][n].shape != a.shape}
-    if wrong:
-        raise UserError(
-            f"A and B cannot run on the same data: B's batches have {wrong}, A's "
-            f"{ {n: None if batches[0][n] is None else batches[0][n].shape for n in wrong} }; "
-            "give both the same task, BATCH_SIZE and LENGTH"
-        )
-    return batches
+def _record(args: argparse.Namespace, variants: dict[str, Variant], experiments: dict[str, Experiment]) -> int:
+    """Runs one host's process of one side."""
+    experiment = experiments[args.record]
+    if not args.full:
+        experiment = smoke.shrink(experiment, beside=[experiments["B" if args.record == "A" else "A"]])
+    if not args.own_dtype:
+        experiment = dataclasses.replace(experiment, model=computing_in(experiment.model, "float32"))
+    host = cluster.join(slices.get(experiment.slice), limits=experiment.limits)
+    run = prepared_run.prepare_run(
+        experiment,
+        config_text=" ".join(sys.argv),
+        revision="",
+        run_dir=f"{args.into}/run",
+        last_step=args.steps,
+        host=host,
+    )
+    theirs = dict(np.load(f"{args.into}/A.npz")) if args.record == "B" else None
+    start = variants[args.record].checkpoint
+    recording = bisect.run(run.program, experiment.task, steps=args.steps, checkpoint=start, data_of=theirs)
+    if host.is_zero:
+        np.savez(f"{args.into}/{args.record}.npz", **recording)
+    return 0
 
 
-def _restored(program: Program, folder: paths.Path) -> TrainState:
-    checkpoints = Checkpoints(str(folder.parent), keep=1, read_only=True)
-    state, _, _ = checkpoints.restore(int(folder.name), program.abstract_state)
-    checkpoints.close()
-    return state
+def _compare(args: argparse.Namespace, experiments: dict[str, Experiment], ours: Recording, theirs: Recording) -> int:
+    models = [experiment.model for experiment in experiments.values()]
+    dtypes = sorted({str(model.dtype) if can(model, ChoosesDtype) else "float32" for model in models})
+    tolerance = bisect.BFLOAT16 if args.own_dtype and "bfloat16" in dtypes else bisect.TOLERANCE
+    if args.tolerance is not None:
+        tolerance = dict.fromkeys(tolerance, (args.tolerance, args.tolerance))
+    verdict = bisect.judge(ours, theirs, tolerance=tolerance)
+    first, row = verdict.first, verdict.first or verdict.largest
+    size = row.remark or f"{row.ulp:.3g} ulp apart ({row.absolute:.2g})"
+    found = "different:" if first else f"equal through step {args.steps}: the largest difference is"
+    console = terminal.console(120, markup=False, soft_wrap=True)
+    console.print(f"{found} {row}: {size}; tolerance {verdict.allowed(row):g} ulp")
+    console.print(_table(verdict))
+    given = bisect.given(ours, theirs)
+    if start := given["start"]:
+        names = ", ".join(f"{row.place} {row.tensor}" for row in start[:3])
+        console.print(f"note: the runs start from different states: {len(start)} tensors, {names} …")
+    if data := given["data"]:
+        step, tensor = data[0].step, data[0].tensor
+        console.print(f"note: B reads other data from step {step} on ({tensor}); both ran on what A reads")
+    if not args.own_dtype and dtypes != ["float32"]:
+        console.print(f"note: computed in float32, not in {' and '.join(dtypes)} (--own-dtype)")
+    return 1 if first else 0
+
+
+def _table(verdict: Verdict) -> Table:
+    table = Table(box=None)
+    for heading in ("step", "phase", "place", "tensor", "ulp", "absolute", ""):
+        table.add_column(heading, justify="right" if heading in ("step", "ulp", "absolute") else "left")
+    for row in _shown(verdict):
+        mark = "<- first" if row is verdict.first else "differs" if verdict.differs(row) else "agrees"
+        table.add_row(str(row.step), row.phase, row.place, row.tensor, f"{row.ulp:.3g}", f"{row.absolute:.2g}", mark)
+    return table
+
+
+def _shown(verdict: Verdict) -> list[Compared]:
+    """Returns the worst tensors around the first difference; of equal runs, the worst of each phase."""
+    first, worst = verdict.first, {}
+    for row in verdict.rows:
+        group = row.group if first else (row.step, row.phase)
+        worst[group] = max(worst.get(group, row), row, key=lambda r: r.ulp)
+    if first is None:
+        return list(worst.values())
+    at = list(worst).index(first.group)
+    shown = list(worst.values())
+    inside = sorted((row for row in verdict.rows if row.group == first.group), key=lambda r: -r.ulp)
+    return [*shown[max(at - SHOWN_BEFORE, 0) : at], *inside[:SHOWN_AT], *shown[at + 1 : at + 1 + SHOWN_AFTER]]

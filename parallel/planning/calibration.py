@@ -1,8 +1,8 @@
 """Compares predictions with published measurements, for the label on every predicted figure.
 
 `published.json` lists training runs whose speed on TPUs is public, with the prediction for the same sizes on the same
-slices (`gin/published/`, filled in by `launch/run golden --write`). Tokens per second are compared, not MFU: published
-MFUs count FLOPs in different ways (full or causal attention).
+slices (`gin/published/`, filled in by `tests/run.sh lab golden --write`). Tokens per second are compared, not MFU:
+published MFUs count FLOPs in different ways (full or causal attention).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from core import versions
 FILE = Path(__file__).parent / "published.json"
 README = Path(__file__).parent / "README.md"
 BOUNDS = ("hidden", "scheduled", "exposed")
-_BEGIN, _END = "<!-- published: written by launch/run golden --write -->", "<!-- end -->"
+_BEGIN, _END = "<!-- published: written by tests/run.sh lab golden --write -->", "<!-- end -->"
 
 PublishedRun = Mapping[str, Any]
 

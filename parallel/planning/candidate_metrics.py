@@ -84,3 +84,9 @@ class CandidateMetrics:
             *("mfu", "hours", "bubble", "compile_seconds", "is_as_written"),
         )
         return {name: getattr(self, name) for name in names} | {"time": self.time.as_json()}
+
+
+def between(pair: Range, form: str, factor: float = 1) -> str:
+    """Formats a range, smaller number first: `0.61 – 0.94`, or one number if both are equal."""
+    low, high = (form.format(value * factor) for value in sorted(pair))
+    return low if low == high else f"{low} – {high}"

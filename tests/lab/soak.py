@@ -33,8 +33,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, folder: Path) -> int:
-    from core import slices
-    from launch.hosts import supervise
+    from core import slices, supervise
     from tests.lab import growth, harness
 
     with supervise.stop_requests() as requested:

@@ -7,7 +7,7 @@ import pytest
 
 from core.health import exit_codes
 from launch import __main__ as main
-from launch.cli.runs import build
+from launch.cli import build
 from tasks.puzzles import files
 
 

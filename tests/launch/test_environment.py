@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launch import environment
-from launch.cli.runs import environment as command
+from launch import environment as command
 
 ROOT = environment.WORKSPACE
 LAYERS = ("core", "parallel", "models", "tasks", "launch")

@@ -7,10 +7,9 @@ import pytest
 
 from core.health import exit_codes
 from launch import __main__ as cli
-from launch import environment
-from launch.cli import flags
+from launch import environment, flags
 
-CLI = environment.WORKSPACE / "launch" / "cli"
+LAUNCH = environment.WORKSPACE / "launch"
 
 
 def parsed(*argv):
@@ -62,6 +61,6 @@ def declared(path):
 
 def test_no_command_declares_a_shared_flag_itself():
     shared = {"--gin", "--run-dir", "--restarts", "--simulate"}
-    assert declared(CLI / "flags.py") == set()
-    found = {path.stem: declared(path) & shared for path in CLI.glob("*/*.py")}
+    assert declared(LAUNCH / "flags.py") == set()
+    found = {path.stem: declared(path) & shared for path in LAUNCH.rglob("*.py")}
     assert not {name: names for name, names in found.items() if names}

@@ -14,21 +14,17 @@ COMMANDS = cli.command_names()
 @pytest.fixture
 def commands(tmp_path, monkeypatch):
     """A family of two commands: one that raises errors, one that cannot be imported."""
-    family = tmp_path / "family"
-    family.mkdir()
-    (family / "__init__.py").write_text('"""Commands that fail."""')
-    (family / "wrong.py").write_text(
+    (tmp_path / "wrong.py").write_text(
         "from core.errors import UserError\nHELP = 'goes wrong'\nEXAMPLE = 'launch/run wrong'\n"
         "def add_arguments(parser): parser.add_argument('--n', type=int)\n"
         "def run(args):\n    if args.n is not None: return args.n or int('no number')\n"
         "    raise UserError('rows=3: expected 4')\n"
     )
-    (family / "broken.py").write_text("HELP = 'cannot be imported'\nimport no_such_module_anywhere\n")
-    monkeypatch.setattr(cli, "COMMANDS", tmp_path)
-    monkeypatch.setattr("launch.cli.__path__", [str(tmp_path)])
+    (tmp_path / "broken.py").write_text("HELP = 'cannot be imported'\nimport no_such_module_anywhere\n")
+    monkeypatch.setattr(cli, "FAMILIES", {"Commands that fail.": {"wrong": "wrong", "broken": "broken"}})
+    monkeypatch.syspath_prepend(tmp_path)
     yield
-    for module in ("family.wrong", "family"):
-        sys.modules.pop(f"launch.cli.{module}", None)
+    sys.modules.pop("wrong", None)
 
 
 def test_the_list_shows_every_command_without_importing_any(commands, capsys):

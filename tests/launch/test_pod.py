@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from core import paths
+from core import paths, supervise
 from launch import __main__ as cli
 from launch import environment
-from launch.hosts import gcloud, simulate, supervise, tpu_host, workstation
+from launch.hosts import gcloud, simulate, tpu_host, workstation
 
 ROOT = environment.WORKSPACE
 NOWHERE = tpu_host.Place(False, None, ("environment: TPU_WORKER_ID is not set",))

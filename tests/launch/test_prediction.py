@@ -4,9 +4,12 @@ import json
 
 import pytest
 
+from core import slices
 from core.slices import GIB
-from launch import configuration, prediction
-from launch.prediction import SIMULATED, PredictionCheck
+from launch import configuration, program_identity
+from parallel import prediction as parallel_prediction
+from parallel.planning import records
+from parallel.prediction import SIMULATED, PredictionCheck
 
 CONFIG = configuration.load("gin/valkyrie_7b.gin")
 EXPERIMENT = CONFIG.build()
@@ -21,21 +24,17 @@ RECORD = {
 
 
 @pytest.fixture
-def recorded(monkeypatch):
-    monkeypatch.setattr(prediction, "find", lambda experiment, text: RECORD)
-
-
-@pytest.fixture
 def measured(monkeypatch):
-    def make(*, on_tpu=True, hbm=10 * GIB):
-        monkeypatch.setattr(prediction, "peak_hbm_bytes", lambda: hbm)
+    def make(*, record=RECORD, on_tpu=True, hbm=10 * GIB):
+        monkeypatch.setattr(parallel_prediction, "peak_hbm_bytes", lambda: hbm)
         warnings = []
-        return PredictionCheck(EXPERIMENT, settings=CONFIG, on_tpu=on_tpu, warn=warnings.append), warnings
+        about = {"slice_": slices.get("v4-32"), "flops": EXPERIMENT.flops_per_step}
+        return PredictionCheck(record, **about, on_tpu=on_tpu, warn=warnings.append), warnings
 
     return make
 
 
-def test_a_rehearsal_says_so_and_compares_nothing(recorded, measured):
+def test_a_rehearsal_says_so_and_compares_nothing(measured):
     found, warnings = measured(on_tpu=False)
     assert found.rows()["predicted"].startswith("1 to 1.4 s per step, 44 to 61 % MFU, 10 GiB (compiled by libtpu")
     assert found.rows()["measured"] == SIMULATED
@@ -45,7 +44,7 @@ def test_a_rehearsal_says_so_and_compares_nothing(recorded, measured):
 
 
 @pytest.mark.covers("O03", "O08")
-def test_a_tpu_logs_both(recorded, measured):
+def test_a_tpu_logs_both(measured):
     found, warnings = measured()
     assert found.rows()["measured"] == "step time, HBM and MFU follow with every report"
     values = found.metrics({"step_seconds": 1.2})
@@ -70,7 +69,7 @@ def test_a_tpu_logs_both(recorded, measured):
         (1.2, 7.4, "measured 7.4 GiB of HBM"),
     ],
 )
-def test_more_than_a_quarter_apart_is_a_warning_once(recorded, measured, seconds, hbm, warned):
+def test_more_than_a_quarter_apart_is_a_warning_once(measured, seconds, hbm, warned):
     found, warnings = measured(hbm=hbm * GIB)
     found.metrics({"step_seconds": 60.0})  # compiles
     assert not warnings
@@ -80,7 +79,7 @@ def test_more_than_a_quarter_apart_is_a_warning_once(recorded, measured, seconds
     assert all(w.startswith(warned) for w in warnings)
 
 
-def test_more_than_the_peak_is_left_out_with_one_warning(recorded, measured):
+def test_more_than_the_peak_is_left_out_with_one_warning(measured):
     found, warnings = measured()
     for _ in range(3):
         assert "mfu" not in found.metrics({"step_seconds": 0.5})
@@ -90,23 +89,21 @@ def test_more_than_the_peak_is_left_out_with_one_warning(recorded, measured):
     assert "mfu" in found.metrics({"step_seconds": 1.2})
 
 
-def test_without_a_record_nothing_is_compared(measured, monkeypatch):
-    monkeypatch.setattr(prediction, "find", lambda experiment, text: None)
-    found, warnings = measured(hbm=None)
+def test_without_a_record_nothing_is_compared(measured):
+    found, warnings = measured(record=None, hbm=None)
     assert set(found.metrics({"step_seconds": 50.0})) == {"mfu"}
     assert not warnings
 
 
-def test_a_program_without_a_record_says_so(measured, monkeypatch):
-    monkeypatch.setattr(prediction, "find", lambda experiment, text: None)
-    rows = measured(on_tpu=False)[0].rows()
+def test_a_program_without_a_record_says_so(measured):
+    rows = measured(record=None, on_tpu=False)[0].rows()
     assert rows["predicted"].startswith("nothing: this program is not recorded; launch/run report v4-32 ")
     assert rows["measured"] == SIMULATED
 
 
 def test_the_compile_time_of_a_program_is_that_of_its_committed_plan():
-    plans = (json.loads(file.read_text())["records"] for file in prediction.PLANS.glob("valkyrie_7b_v4_32.json"))
+    plans = (json.loads(file.read_text())["records"] for file in records.COMMITTED.glob("valkyrie_7b_v4_32.json"))
     seconds = {record["compile_seconds"] for records in plans for record in records.values()}
-    assert prediction.compile_seconds(EXPERIMENT, CONFIG) in seconds
+    assert program_identity.compile_seconds(EXPERIMENT, CONFIG) in seconds
     other = configuration.load("gin/valkyrie_7b.gin", bindings=["BATCH_SIZE = 16", "NUM_STREAMS = 16"])
-    assert prediction.compile_seconds(other.build(), other) is None
+    assert program_identity.compile_seconds(other.build(), other) is None

@@ -16,7 +16,7 @@ from launch import __main__ as cli
 from launch import configuration, environment
 from launch.check import preflight
 from launch.plan import compiled_report, compiling
-from launch.verify import agreement
+from parallel import agreement
 
 
 def unpack():
@@ -60,7 +60,7 @@ def command(monkeypatch):
         module = types.SimpleNamespace(
             HELP="help", EXAMPLE="example", add_arguments=lambda parser: None, run=lambda args: function()
         )
-        monkeypatch.setitem(sys.modules, "launch.cli.runs.train", module)
+        monkeypatch.setitem(sys.modules, "launch.runs.train", module)
 
     return use
 
@@ -97,7 +97,7 @@ def run(args):
     distributed.exit_at_once_on_exception()
     {statement}
 
-sys.modules["launch.cli.runs.train"] = types.SimpleNamespace(
+sys.modules["launch.runs.train"] = types.SimpleNamespace(
     HELP="help", EXAMPLE="example", add_arguments=lambda parser: None, run=run
 )
 sys.exit(cli.main(["train"]))

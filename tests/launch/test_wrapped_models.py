@@ -10,10 +10,10 @@ from core import slices, step
 from core.types import LossOutput, WeightedSum
 from launch import configuration, program_identity
 from launch.check import preflight
-from launch.plan import candidate_bindings
+from launch.plan import search
 from launch.runs import progress, smoke
-from launch.verify import agreement
 from models.transformer import Transformer
+from parallel import agreement
 from parallel.planning import candidates, model_trace
 
 PARTS = """
@@ -82,11 +82,11 @@ def test_plans_vary_the_rematerialisation_of_the_model_inside(config):
     names = candidates.remats(experiment.model)
     assert names == candidates.remats(experiment.model.model)
     assert len(names) > 1
-    writer = candidate_bindings.Writer(config, experiment)
+    writer = search.Writer(config, experiment)
     assert writer.remat_home == "transformer.Transformer"
     other = next(name for name in names if name != experiment.model.remat)
     candidate = candidates.Candidate(None, other, 1, experiment.batch_size)
-    made = candidate_bindings.apply(experiment, candidate)
+    made = search.apply(experiment, candidate)
     assert (made.model.remat, type(made.model)) == (other, type(experiment.model))
     (_, statement) = writer.bindings(candidate)[:2]
     assert statement == f"transformer.Transformer.remat = {other!r}"
@@ -95,7 +95,7 @@ def test_plans_vary_the_rematerialisation_of_the_model_inside(config):
 def test_a_choice_that_no_statement_expresses_is_not_tried(config):
     experiment = config.build()
     unknown = types.SimpleNamespace(imports=config.imports, bindings=[], import_line=config.import_line)
-    writer = candidate_bindings.Writer(unknown, experiment)
+    writer = search.Writer(unknown, experiment)
     other = next(name for name in candidates.remats(experiment.model) if name != experiment.model.remat)
     assert writer.remat_home is None
     assert not writer.can_write(candidates.Candidate(None, other, 1, experiment.batch_size))

@@ -11,8 +11,9 @@ import pytest
 from core import logical, optimizers, slices
 from core.batches import Field
 from core.stack import layer_stack
-from launch.verify.agreement import MODEL, bind, random_batches
+from launch.verify.agreement import bind
 from models import attention, losses
+from models.agreement_subjects import MODEL, random_batches
 from parallel import accumulation, agreement, partitioner, strategies
 
 CASES = {

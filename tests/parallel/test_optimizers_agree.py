@@ -6,7 +6,7 @@ import pytest
 
 from core import optimizers, slices
 from core.batches import Field
-from launch.verify import agreement as table
+from models import agreement_subjects as table
 from models import transformer
 from parallel import agreement, strategies
 from parallel.partitioner import Partitioner

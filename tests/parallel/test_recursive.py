@@ -9,9 +9,10 @@ import pytest
 
 from core import step
 from core.checkpoints.store import Checkpoints
-from launch.verify.agreement import ONE_DEVICE, RECURSIVE, batches_for, bind
+from launch.verify.agreement import bind
+from models.agreement_subjects import RECURSIVE, batches_for
 from parallel import agreement, strategies
-from parallel.agreement import EXAMPLES, Example
+from parallel.agreement import EXAMPLES, ONE_DEVICE, Example
 
 STEPS = 20
 BATCHES = list(batches_for(RECURSIVE, steps=STEPS))

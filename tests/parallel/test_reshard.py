@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from core.checkpoints.store import Checkpoints
-from launch.verify.agreement import MODELS, batches_for, bind
+from launch.verify.agreement import bind
+from models.agreement_subjects import MODELS, batches_for
 from parallel.agreement import EXAMPLES
 
 
@@ -55,7 +56,8 @@ from core import distributed
 distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS,
                        local_cpu_devices=16 // HOSTS, single_process=False)
 from core.checkpoints.store import Checkpoints
-from launch.verify.agreement import MODELS, batches_for, bind
+from launch.verify.agreement import bind
+from models.agreement_subjects import MODELS, batches_for
 from parallel import agreement
 from parallel.agreement import EXAMPLES
 MODEL = MODELS[KIND]

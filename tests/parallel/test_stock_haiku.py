@@ -10,8 +10,9 @@ import pytest
 from core import logical, random_bits
 from core.logical import ParamSpec
 from core.stack import haiku_tail, layer_stack
-from launch.verify.agreement import bind, random_batches
+from launch.verify.agreement import bind
 from models import losses
+from models.agreement_subjects import random_batches
 from parallel import agreement, strategies
 from parallel.pipeline import schedules
 

@@ -249,11 +249,11 @@ def test_rows_of_all_hosts_become_one_table():
 
 
 def test_hbm_is_that_of_the_record(monkeypatch):
-    from launch import configuration, prediction
+    from launch import configuration, program_identity
 
     config = configuration.load("gin/valkyrie_7b.gin")
     experiment = config.build()
-    need = prediction.find(experiment, config)["memory"]["peak_bytes"]
+    need = program_identity.find(experiment, config)["memory"]["peak_bytes"]
     row = doctor.hbm(config, experiment, limit_bytes=need - 1)
     assert not row.ok
     assert doctor.hbm(config, experiment, limit_bytes=need).ok

@@ -7,10 +7,10 @@ import pytest
 from core import paths, slices
 from core.errors import UserError
 from launch import __main__ as cli
-from launch import configuration, host_memory
+from launch import configuration
 from launch.check import preflight
 from launch.hosts import workstation
-from parallel import mesh
+from parallel import host_memory, mesh
 
 QUICKSTART, VALKYRIE = "gin/quickstart.gin", "gin/valkyrie_7b.gin"
 
@@ -190,14 +190,14 @@ def test_a_batch_that_no_host_can_hold_is_refused_by_its_name(tmp_path, monkeypa
 def test_a_host_refuses_a_batch_that_it_cannot_hold(monkeypatch):
     experiment = configuration.load(QUICKSTART).build()
     program = experiment.bind(mesh.topology_devices(slices.get(experiment.slice)))
-    need = host_memory.per_host(experiment, program)
+    need = host_memory.per_host(program, experiment.task, eval_batches=8)
     assert need["batches"] == 2 * 16 * 128 * 5 * 4  # two copies of 16 rows of 5 fields
     assert need["evaluation"] == 8 * 16 * 128 * 5 * 4
     monkeypatch.setattr(host_memory, "available_bytes", lambda: sum(need.values()))
-    host_memory.require(experiment, program)
+    host_memory.require(program, experiment.task, eval_batches=8)
     monkeypatch.setattr(host_memory, "available_bytes", lambda: sum(need.values()) - 1)
     with pytest.raises(ValueError, match=r"BATCH_SIZE = 32 rows .*, and this host has .* at most 24, or EVAL_BATCHES"):
-        host_memory.require(experiment, program)
+        host_memory.require(program, experiment.task, eval_batches=8)
 
 
 def test_a_simulation_that_does_not_fit_is_refused_with_both_numbers(monkeypatch):

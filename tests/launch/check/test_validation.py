@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from launch import environment
-from launch.check import attention, validation
+from launch.check import validation
 from launch.check.validation import Part
+from models import attention_check
 from tests.lab import status
 
 
@@ -65,15 +66,15 @@ def test_what_was_measured_is_read_from_where_the_run_wrote_it(bucket):
 
 @pytest.mark.covers("T08")
 def test_the_kernel_and_the_plain_form_agree_here():
-    found = attention.compare(dtype="float32", interpret=True)
+    found = attention_check.compare(dtype="float32", interpret=True)
     assert set(found["apart"]) == {"output", "d query", "d key", "d value"}
     assert 0 < max(found["apart"].values()) < found["tolerance"] == 2e-5
 
 
 def test_a_kernel_that_is_wrong_is_found(monkeypatch):
-    plain = attention.attention.plain
-    monkeypatch.setattr(attention.attention, "splash_attention", lambda q, k, v, s, **_: 1.01 * plain(q, k, v, s))
-    found = attention.look()
+    plain = attention_check.attention.plain
+    monkeypatch.setattr(attention_check.attention, "splash_attention", lambda q, k, v, s, **_: 1.01 * plain(q, k, v, s))
+    found = attention_check.look()
     assert not found["ok"]
     assert (found["platform"], found["kernel"]) == ("cpu", "interpreted: this is no TPU")
 

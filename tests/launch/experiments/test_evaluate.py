@@ -1,5 +1,6 @@
 """Evaluating a run from its directory: means, votes of answers, and errors before anything starts."""
 
+import functools
 import json
 import re
 import shutil
@@ -7,9 +8,9 @@ import shutil
 import pytest
 
 from core import paths
+from core.checkpoints import steps as saved_steps
 from launch import configuration
-from launch.cli.runs import evaluate
-from launch.experiments import saved_run, scores
+from launch.experiments import evaluate, saved_run, scores
 from launch.runs import prepared_run
 
 FIRST = {"1": 0.25, "2": 0.75, "5": 0.75, "10": 0.75, "100": 0.75, "1000": 0.75}
@@ -85,8 +86,8 @@ def test_a_checkpoint_removed_before_it_is_read_is_skipped(command, parrot_run, 
     shutil.copytree(parrot_run, tmp_path / "run")
     original = scores.Scores.evaluate
 
-    def removing(results, run, checkpoints, step, **kwargs):
-        found = original(results, run, checkpoints, step, **kwargs)
+    def removing(results, program, checkpoints, step, *args, **kwargs):
+        found = original(results, program, checkpoints, step, *args, **kwargs)
         if step == 1:
             shutil.rmtree(tmp_path / "run" / "checkpoints" / "2")
         return found
@@ -190,8 +191,10 @@ def test_rows_that_are_no_number_are_refused(command, parrot_run):
 def test_text_is_evaluated_in_whole_batches():
     experiment = configuration.load("gin/quickstart.gin").build()
     batch = experiment.batch_size
-    assert scores.select(experiment, rows=None).batches == experiment.eval_batches
-    asked = scores.select(experiment, rows=batch + 1)
+    sizes = {"batch_size": batch, "eval_batches": experiment.eval_batches}
+    chosen = functools.partial(scores.select, experiment.task, **sizes)
+    assert chosen(rows=None).batches == experiment.eval_batches
+    asked = chosen(rows=batch + 1)
     assert asked.batches == 2
     assert asked.describe() == f"the first {2 * batch} rows of the validation data"
 
@@ -199,7 +202,7 @@ def test_text_is_evaluated_in_whole_batches():
 def test_the_configuration_of_a_run_in_a_bucket_is_read(monkeypatch, parrot_run):
     monkeypatch.setattr(paths, "is_remote", lambda path: True)
     found = saved_run.read(str(parrot_run), bindings=["BATCH_SIZE = 32"], slice_name="v4-16")
-    assert saved_run.select_steps(found.run_dir, step=None, every=True) == [1, 2]
+    assert saved_steps.select(found.run_dir, step=None, every=True) == [1, 2]
     experiment = found.config.build()
     assert (experiment.batch_size, experiment.slice) == (32, "v4-16")
 

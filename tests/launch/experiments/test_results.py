@@ -12,7 +12,7 @@ import pytest
 from core import metrics
 from core.training import evaluation
 from core.types import WeightedSum
-from launch.experiments import results, results_page, scaling_law, suites
+from launch.experiments import results, results_page, suites
 
 SVG = "{http://www.w3.org/2000/svg}"
 PATHS = [suites.HOME / "exp01" / f"exp01{i}.gin" for i in "abc"]
@@ -87,44 +87,17 @@ def test_the_page_contains_charts_and_table_and_loads_nothing(entries, tmp_path)
     assert not re.search(r"""(src|href)=["']?http|url\(http|@import""", text.replace("http://www.w3.org", ""))
     assert "Suite &lt;exp01&gt;" in text
     drawn = results_page.charts(rows)
-    titles = ["Accuracy and parameters", "Accuracy and compute, with the Pareto frontier", "Accuracy by step"]
+    titles = ["Accuracy and parameters", "Accuracy and compute", "Accuracy by step"]
     assert [title for chart in drawn for title in titles if title in texts(chart)] == titles  # only what varies
     assert {"exp01a", "exp01b"} <= set(texts(drawn[0]))
-    assert "exp01: no law a - b N^-c fitted: 2 sizes are done, at least 4 are needed." in text
     assert "20.00%" in text
     empty = results_page.page(table(entries[4:], tmp_path / "none")[:0], title="t", note="")
     assert "No charts: no run has a score yet" in empty
 
 
-def test_the_frontier_contains_the_points_that_no_other_beats():
-    points = ((1, 0.2), (2, 0.1), (2, 0.5), (3, 0.5), (4, 0.9), (5, 0.8))
-    assert results_page.pareto(points) == [(1, 0.2), (2, 0.5), (4, 0.9)]
-
-
-def test_a_chart_is_drawn_only_if_its_quantity_varies():
-    rows = [{"eflop": 10.0**i, "exact_accuracy": 0.1 * i, "experiment": f"p{i}", "group": "g"} for i in range(1, 5)]
-    drawn = results_page.scatter(rows, "eflop", "title", "x", log=True)
-    assert {"p1", "p2", "p3", "p4", "g", "title"} <= set(texts(drawn))
-    assert results_page.scatter(rows[:1], "eflop", "title", "x") == ""
-    alike = [rows[0] | {"eflop": x} for x in (2.1360, 2.1355)]  # steps rounded differently
-    assert results_page.scatter(alike, "eflop", "title", "x") == ""
-
-
-def test_a_law_is_drawn_and_described_with_its_error():
-    """Results of four widths and one duplicate."""
-    column = {"status": "done", "same_as": "", "curve": [], "group": "wide", "depth": 42}
-    sizes = (1e6, 2e6, 4e6, 8e6)
-    rows = [
-        {**dict.fromkeys((*scaling_law._SAME_IN_GROUP, "steps", "eflop")), **column}
-        | {"experiment": f"w{i}", "run": f"r{i}", "parameters": n, "exact_accuracy": 0.9 - 0.3 * (n / 1e6) ** -0.7}
-        for i, n in enumerate(sizes)
-    ]
-    rows.append({**rows[-1], "experiment": "copy", "same_as": "w3"})
-    text = results_page.page(rows, title="t", note="")
-    said = "wide: accuracy = 0.900 - 0.3 N^-0.70, N in millions of parameters; error of 4 points of 4 sizes: 0.00"
-    assert said in text
-    (chart,) = (c for c in results_page.charts(rows) if "Accuracy and parameters" in texts(c))
-    assert "law of wide" in texts(chart)
+def test_a_quantity_that_varies_by_less_than_a_hundredth_is_not_drawn():
+    rows = [{"eflop": x, "group": "g", "run": f"r{x}"} for x in (2.1360, 2.1355)]  # steps rounded differently
+    assert results_page.varying(rows, "eflop") == []
 
 
 def test_a_chart_shows_the_groups_that_vary_its_quantity():

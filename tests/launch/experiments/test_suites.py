@@ -11,8 +11,8 @@ import pytest
 from core import metrics
 from core.health import exit_codes
 from launch import __main__ as main
-from launch.cli.runs import suite as command
 from launch.experiments import results, suites
+from launch.experiments import results as command
 from launch.hosts import tpu_host
 
 TINY = """from __gin__ import dynamic_registration

@@ -3,8 +3,9 @@
 import pytest
 
 from core import versions
-from launch.plan import records, search
-from launch.plan.records import Record
+from launch.plan import search
+from parallel.planning import records
+from parallel.planning.records import Record
 
 EXPERIMENT, SLICE = "gin/quickstart.gin", "v4-8"
 REVISION = "0123456789abcdef0123456789abcdef01234567-dirty"

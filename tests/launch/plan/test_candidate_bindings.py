@@ -3,7 +3,7 @@
 import pytest
 
 from launch import configuration
-from launch.plan import candidate_bindings, search
+from launch.plan import search
 from parallel.planning.candidates import Candidate, Choice, Layout
 
 CANDIDATES = [
@@ -31,8 +31,8 @@ CANDIDATES = [
 
 @pytest.mark.parametrize("candidate", CANDIDATES, ids=lambda c: c.name(""))
 def test_bindings_make_what_is_applied(question, candidate, tmp_path):
-    writer = candidate_bindings.Writer(question.config, question.experiment)
-    wanted = candidate_bindings.apply(question.experiment, candidate)
+    writer = search.Writer(question.config, question.experiment)
+    wanted = search.apply(question.experiment, candidate)
 
     def made(bindings):
         built = configuration.load(question.path, bindings=bindings, slice_name=question.slice.name).build()
@@ -46,10 +46,10 @@ def test_bindings_make_what_is_applied(question, candidate, tmp_path):
 
 
 def test_the_experiment_itself_needs_no_binding(question):
-    writer = candidate_bindings.Writer(question.config, question.experiment)
+    writer = search.Writer(question.config, question.experiment)
     own = Candidate(None, question.experiment.model.remat, 1, question.experiment.batch_size)
     assert writer.bindings(own) == []
-    assert candidate_bindings.apply(question.experiment, own) == question.experiment
+    assert search.apply(question.experiment, own) == question.experiment
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_the_experiment_itself_needs_no_binding(question):
 def test_another_batch_trains_on_as_many_tokens_however_the_experiment_says_how_long(given, tmp_path):
     asked = search.ask("gin/quickstart.gin", slice_name="v4-8", bindings=given)
     old = asked.experiment
-    writer = candidate_bindings.Writer(asked.config, old)
+    writer = search.Writer(asked.config, old)
     said = writer.bindings(Candidate(None, None, 2, 48))
     file = tmp_path / "other.gin"
     file.write_text(writer.file(Candidate(None, None, 2, 48), []))
@@ -89,7 +89,7 @@ def test_degrees_of_the_file_do_not_remain():
         ],
     )
     candidate = Candidate(Layout("fsdp_tensor", (("tensor", 2), ("fsdp", -1))), "full", 1, 32)
-    writer = candidate_bindings.Writer(asked.config, asked.experiment)
+    writer = search.Writer(asked.config, asked.experiment)
     built = configuration.load(
         asked.path, bindings=[*asked.bindings, *writer.bindings(candidate)], slice_name="v4-8"
     ).build()

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from launch.environment import WORKSPACE
-from launch.plan import records, search, session
-from launch.plan.records import Record
+from launch.plan import search, session
 from launch.plan.search import Option, Question
 from parallel import compiled
-from parallel.planning import selection
+from parallel.planning import records, selection
+from parallel.planning.records import Record
 
 WINNER = re.compile(r"# Layout: +the winner of launch/run plan (\S+) (\S+) --(quick|compile (\d+)) ")
 

@@ -9,8 +9,9 @@ import time
 
 import pytest
 
-from launch.plan import compiling, records
+from launch.plan import compiling
 from launch.plan.compiling import Job
+from parallel.planning import records
 
 STUB = """
 import json, os, pathlib, sys, time

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from launch.plan import explain
+from launch.plan import compiled_report as explain
 from parallel import compiled
 from parallel.compiled import OutOfHbmError
 from parallel.hlo import executions, program
@@ -26,7 +26,7 @@ def test_traffic_and_operations_are_printed(capsys):
     time = StepTime(0.8, 0.1, (AxisTime(("data", "fsdp"), "DCN", 0.25, 0.125, 3 * 2**29),), ("kernel mine x 7",))
     found = types.SimpleNamespace(costs=types.SimpleNamespace(total_cycles=80))
     explain._print_operations(run, found, time, clock=1e9)
-    explain._print_traffic(time)
+    explain._print_axis_times(time)
     said = capsys.readouterr().out
     assert "0.8 s of computation as estimated by the compiler, 0.1 s of kernels" in said
     assert "100.0%" in said  # two fusions of 10 cycles, four times

@@ -11,9 +11,10 @@ import pytest
 from core import versions
 from launch import configuration, program_identity
 from launch.experiment import Experiment
-from launch.plan import records, search
+from launch.plan import search
 from models import transformer
 from parallel import strategies
+from parallel.planning import records
 from tasks import synthetic
 
 BINDINGS = {
@@ -177,7 +178,7 @@ def test_what_failed_is_not_shipped(tmp_path, options, compiled_as):
     first, second = [one for one in options if not one.reason][:2]
     failed = records.Record(records.FAILED, reason="no luck")
     records.commit(tmp_path / "x.json", iter([(first.text, compiled_as(first)), (second.text, failed)]))
-    assert list(json.loads((tmp_path / "x.json").read_text())["records"]) == [program_identity.record_key(first.text)]
+    assert list(json.loads((tmp_path / "x.json").read_text())["records"]) == [records.record_key(first.text)]
 
 
 def test_another_slice_is_another_program(question):

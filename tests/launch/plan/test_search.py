@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from launch.plan import records, search
-from parallel.planning import selection
+from launch.plan import search
+from parallel.planning import records, selection
 
 
 def seconds(one):

@@ -10,10 +10,10 @@ import pytest
 from core.types import DataLayout
 from launch import __main__ as cli
 from launch import environment
-from launch.cli.layouts import agreement as command
 from launch.verify import agreement
+from models import agreement_subjects
 from parallel import strategies
-from parallel.agreement import EXAMPLES, Difference, Example, Trajectory, exceeding
+from parallel.agreement import EXAMPLES, Difference, Example, StrategyRow, Subject, Trajectory, exceeding
 
 PICTURES = """
 import dataclasses
@@ -256,17 +256,17 @@ def test_a_strategy_that_cannot_hold_the_model_fails_before_anything_runs(in_pro
 
 def test_devices_for_the_largest_slice():
     assert jax.device_count() == 16  # initializes them
-    command._provide_devices(EXAMPLES.values())
+    agreement._provide_devices(EXAMPLES.values())
     examples = {"own": Example("v4-64", strategies.fsdp())}
     with pytest.raises(ValueError, match=r"32 devices are needed, .*: set JAX_NUM_CPU_DEVICES=32"):
-        command._provide_devices(examples.values())
+        agreement._provide_devices(examples.values())
     assert agreement.rows_for(EXAMPLES) == 16
     assert agreement.rows_for(examples) == 32
 
 
 def row(**ulp):
     apart = {part: Difference(0.0, ulp.get(part, 0.0), "w") for part in Trajectory._fields}
-    return agreement.Row("fsdp", "v4-32", apart, None, {2: apart})
+    return StrategyRow("fsdp", "v4-32", apart, None, {2: apart})
 
 
 def test_the_exit_code_says_whether_all_agree(in_process, monkeypatch):
@@ -279,11 +279,13 @@ def test_the_exit_code_says_whether_all_agree(in_process, monkeypatch):
     assert "differs: fsdp, 2 processes: params w 80000 ulp apart" in said
 
 
-def agree_when_played(names, *, steps, processes, model=agreement.MODEL, options=()):
+def agree_when_played(names, *, steps, processes, model=agreement_subjects.MODEL, options=()):
     examples = {name: EXAMPLES[name] for name in names}
     argv = [sys.executable, "-m", "launch", "agreement", "--steps", str(steps), *options]
-    data = list(agreement.batches_for(model, steps=steps, rows=agreement.rows_for(examples)))
-    found = agreement.measure_played(agreement.Subject(model), examples, data, processes=processes, command=argv)
+    data = list(agreement_subjects.batches_for(model, steps=steps, rows=agreement.rows_for(examples)))
+    found = agreement.measure_played(
+        Subject(model, agreement_subjects.optimizer_of(model)), examples, data, processes=processes, command=argv
+    )
     assert list(found) == list(names)
     for name, apart in found.items():
         assert not exceeding(name, apart)
@@ -298,7 +300,7 @@ RECURSIVE = [name for name, example in EXAMPLES.items() if not example.strategy.
 @pytest.mark.simulated(4)
 @pytest.mark.parametrize(("processes", "steps", "names"), [(2, 3, ["fsdp", "fsdp_tensor"]), (4, 20, RECURSIVE)])
 def test_no_number_of_the_recursive_model_depends_on_the_number_of_processes(processes, steps, names):
-    model = agreement.MODELS["trm"]
+    model = agreement_subjects.MODELS["trm"]
     agree_when_played(names, steps=steps, processes=processes, model=model, options=("--model", "trm"))
 
 

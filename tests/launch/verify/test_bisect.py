@@ -10,10 +10,10 @@ import pytest
 from core import logical, optimizers, paths, slices, step
 from core.batches import Field
 from launch import __main__ as cli
-from launch.cli.layouts import bisect as command
-from launch.verify import agreement, bisect
-from models import losses, transformer
+from launch.verify import bisect as command
+from models import agreement_subjects, losses, transformer
 from parallel import accumulation, partitioner, recording, strategies
+from parallel import first_difference as bisect
 from parallel.recording import key
 
 PLANTED = '''
@@ -229,7 +229,7 @@ def test_a_variant_that_makes_no_sense(text, message):
 
 # Recording
 
-BATCHES = list(agreement.random_batches(203, steps=1))
+BATCHES = list(agreement_subjects.random_batches(203, steps=1))
 MODEL = transformer.preset("tiny", vocab_size=203, dtype="float32")
 
 

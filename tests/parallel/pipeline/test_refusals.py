@@ -12,8 +12,7 @@ from core import logical, optimizers, slices
 from core.batches import Field
 from core.stack import Tail, layer_stack
 from core.types import LossOutput
-from launch.verify import agreement
-from models import transformer
+from models import agreement_subjects, transformer
 from parallel import partitioner, strategies
 from parallel.pipeline import schedules
 
@@ -152,7 +151,7 @@ def test_gradients_that_1f1b_has_not_are_refused():
     tables = strategies.pipeline(stage=4, schedule=schedules.one_f_one_b(num_microbatches=4))
     bound = partitioner.Partitioner(tables, slice=slices.get("v4-8"), devices=jax.devices())
     model = transformer.Transformer(num_layers=4, embed_dim=8, mlp_dim=8, num_heads=2, num_kv_heads=2, vocab_size=128)
-    batch = next(agreement.random_batches(128, steps=1))
+    batch = next(agreement_subjects.random_batches(128, steps=1))
 
     def loss(params):
         _, out = model.loss(params, (), jax.random.key(0), batch)

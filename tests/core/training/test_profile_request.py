@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from core.training import profile_request as request
 from launch import __main__ as cli
-from launch import profile_request as request
 from launch.environment import WORKSPACE as ROOT
 
 

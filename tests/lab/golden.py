@@ -7,19 +7,24 @@ equal programs have equal records.
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import re
+import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from core import slices, units, versions
-from launch import configuration, environment, prediction, program_identity
+from core.errors import UserError
+from launch import configuration, environment, program_identity
 from launch.experiment import Experiment
-from launch.plan import records
-from launch.prediction import Prediction
 from parallel import analysis, compiled
-from parallel.planning import calibration, cost
+from parallel import prediction as measured
+from parallel.compiled import OutOfHbmError
+from parallel.planning import calibration, cost, records
 from parallel.planning.cost import StepTime
+from parallel.prediction import Prediction
 
 _GIN = environment.WORKSPACE / "gin"
 
@@ -34,7 +39,7 @@ def files() -> dict[str, str]:
 
 def write(name: str, record: Prediction) -> None:
     """Writes a record."""
-    records.write(prediction.path(name), record)
+    records.write(program_identity.path(name), record)
 
 
 def difference(name: str, before: Prediction, after: Prediction) -> str:
@@ -45,7 +50,7 @@ def difference(name: str, before: Prediction, after: Prediction) -> str:
 
 def is_current(name: str) -> bool:
     """Returns whether an experiment's record was made from its current configuration with the current compiler."""
-    record = prediction.read(name)
+    record = program_identity.read(name)
     if record is None or record["versions"] != versions.installed(versions.COMPILER):
         return False
     config = configuration.load(files()[name])
@@ -97,7 +102,7 @@ def predicted(time: StepTime, experiment: Experiment) -> dict[str, Any]:
 
 def write_published() -> None:
     """Writes the predictions of published runs to `planning.calibration`, then updates every header."""
-    recorded = {row["name"]: prediction.read(row["name"]) for row in calibration.rows()}
+    recorded = {row["name"]: program_identity.read(row["name"]) for row in calibration.rows()}
     calibration.write({name: _speed(record) for name, record in recorded.items() if record})
     write_headers()
 
@@ -113,7 +118,7 @@ def _speed(record: Prediction) -> dict[str, Any]:
 def write_headers() -> None:
     """Updates the lines `# Predicted: …` of experiment files that have them."""
     for name, file in files().items():
-        where, record = environment.WORKSPACE / file, prediction.read(name)
+        where, record = environment.WORKSPACE / file, program_identity.read(name)
         if record is not None and (changed := with_header(where.read_text(), record)) != where.read_text():
             where.write_text(changed)
 
@@ -122,11 +127,90 @@ def with_header(text: str, record: Prediction) -> str:
     """Returns a gin text with the prediction in its header: a line `# Predicted:` and an indented one after it."""
     usable = units.size(record["memory"]["usable_bytes"], digits=4)
     lines = (
-        f"# Predicted: {prediction.figures(record)} of {usable} a chip; not run on a TPU\n"
-        f"#   ({prediction.label(record)}).\n"
+        f"# Predicted: {measured.figures(record)} of {usable} a chip; not run on a TPU\n"
+        f"#   ({measured.label(record)}).\n"
     )
     return re.sub(r"(?m)^# Predicted:.*\n(#   .*\n)*", lambda _: lines, text, count=1)
 
 
 def _rounded(number: float) -> float:
     return float(f"{number:.4g}")
+
+
+HELP = "compile every experiment file for its slice, and record or check what it costs (tests/golden)"
+EXAMPLE = """tests/run.sh lab golden                        list what is recorded and what is not; compiles nothing
+  tests/run.sh lab golden --check quickstart     compile and print what changed; exit code 1 if anything did
+  tests/run.sh lab golden --write                compile what is not recorded, one by one; run again to resume
+  tests/run.sh lab golden --write --again valkyrie_7b"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.add_argument("names", metavar="NAME", nargs="*", help="experiments, as `tests/run.sh lab golden` lists them")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--check", action="store_true", help="compile and print how the records differ; writes nothing")
+    what.add_argument("--write", action="store_true", help="compile and record experiments without a current record")
+    parser.add_argument("--again", action="store_true", help="with --write: compile recorded experiments too")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Lists, checks or writes records. Returns 1 if some are missing or different, or could not be compiled."""
+    if args.again and not args.write:
+        raise UserError("--again needs --write: it says what --write compiles")
+    every = list(files())
+    if unknown := sorted(set(args.names) - set(every)):
+        raise UserError(f"no experiment {', '.join(unknown)}: there are {', '.join(every)}")
+    names = args.names or every
+    if args.check:
+        return _check(names)
+    return _write(names, again=args.again) if args.write else _list(names)
+
+
+def _list(names: list[str]) -> int:
+    missing = [name for name in names if not is_current(name)]
+    for name in names:
+        record = program_identity.read(name)
+        outdated = "recorded for another configuration or compiler" if record else "not recorded"
+        print(f"{name:<24} {outdated if name in missing else measured.line(record)}")
+    if missing:
+        print("tests/run.sh lab golden --write compiles and records what is missing")
+    return int(bool(missing))
+
+
+def _check(names: list[str]) -> int:
+    different = []
+    for number, name in enumerate(names, start=1):
+        after = _compiled(name, f"{number}/{len(names)}")
+        if diff := difference(name, program_identity.read(name) or {}, after):
+            different.append(name)
+            print(diff, end="")
+    as_recorded = f"{units.counted(len(names), 'experiment')} as recorded"
+    print(f"different: {', '.join(different)}" if different else as_recorded)
+    return int(bool(different))
+
+
+def _write(names: list[str], *, again: bool) -> int:
+    due = [name for name in names if again or not is_current(name)]
+    print(f"{len(names) - len(due)} of {len(names)} already recorded", flush=True)
+    code = 0
+    for number, name in enumerate(due, start=1):
+        try:
+            record = _compiled(name, f"{number}/{len(due)}")
+        except OutOfHbmError as error:
+            code = 1
+            print(f"{name}: {error}", file=sys.stderr, flush=True)
+            continue
+        write(name, record)
+        write_published()
+        print(f"  {measured.line(record)}", flush=True)
+    return code
+
+
+def _compiled(name: str, position: str) -> dict[str, Any]:
+    file, start = files()[name], time.perf_counter()
+    print(f"[{position}] compiling {file} …", end="", flush=True)
+    record = compile_record(file)
+    print(f" {time.perf_counter() - start:.0f} s", flush=True)
+    for warning in record["warnings"]:
+        print(f"  compiler warning: {warning}", flush=True)
+    return record

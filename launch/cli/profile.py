@@ -10,8 +10,7 @@ from rich.table import Table
 from core import units
 from core.training import profile_reader
 from core.training.profile_reader import HostProfile
-from launch import terminal
-from launch.cli import flags
+from launch import flags, terminal
 
 HELP = "print a profile: step time by host, skew, input wait, top operations, share of collectives"
 EXAMPLE = "launch/run profile runs/gin/quickstart --session step_100"

@@ -9,7 +9,7 @@ import sys
 
 from core import library_noise
 from core.health import exit_codes
-from launch.cli import flags
+from launch import flags
 
 HELP = "open TensorBoard (scalars, config, profiles of every host) on a run directory"
 EXAMPLE = "launch/run tensorboard runs/gin/quickstart"

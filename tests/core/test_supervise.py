@@ -10,8 +10,8 @@ from unittest.mock import ANY
 
 import pytest
 
+from core import supervise
 from core.health import exit_codes
-from launch.hosts import supervise
 
 
 def supervised(codes, *, restarts, steps=(), requested=()):

@@ -13,8 +13,7 @@ import jax
 
 from core import slices, units
 from core.errors import UserError
-from launch import loaded_model, terminal
-from launch.cli import flags
+from launch import flags, loaded_model, terminal
 from parallel.generation import GREEDY, Sampling
 
 HELP = "continue prompts with the model of a run, or with a published one"

@@ -14,12 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core import paths, slices
+from core import paths, slices, supervise
 from core.errors import UserError
-from launch import environment
-from launch.cli import flags
-from launch.cli.runs import validate
-from launch.hosts import alerts, gcloud, lifecycle, simulate, supervise, tpu_host, workstation
+from launch import environment, flags
+from launch.hosts import alerts, gcloud, lifecycle, simulate, tpu_host, workstation
 
 if TYPE_CHECKING:
     from launch.check import preflight
@@ -106,7 +104,7 @@ def _require_compatible(args: argparse.Namespace) -> None:
 
 def _of_a_run(args: argparse.Namespace) -> int:
     """Actions that need only a run directory: profile, logs and tensorboard."""
-    from launch import profile_request
+    from core.training import profile_request
     from launch.hosts import logs
 
     if args.experiment is None:
@@ -134,10 +132,12 @@ def _of_a_tpu(args: argparse.Namespace) -> int:
 
 def _validate(args: argparse.Namespace, slice_: slices.Slice, tpus: Sequence[gcloud.Tpu]) -> int:
     """Validates the slice from here, or ships the validation to its hosts."""
+    from launch.check import validation
+
     experiment = args.validated or "gin/quickstart.gin"
     if not tpus:
         return _become(["validate", slice_.name, experiment, *flags.passed_on(args, "--run-dir", "--simulate")])
-    directory = args.run_dir or _from_workspace(validate.default_directory(slice_))
+    directory = args.run_dir or _from_workspace(validation.default_directory(slice_))
     if slice_.hosts > 1 and not paths.is_remote(directory):
         raise UserError(f"{slice_.hosts} hosts need one place for checkpoints: give --run-dir gs://BUCKET/…")
     shipped = workstation.shipped_path(experiment, workspace=environment.WORKSPACE)

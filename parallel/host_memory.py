@@ -17,8 +17,7 @@ from core.batches import Field, batch_size
 from core.errors import UserError
 from core.slices import GIB
 from core.training import prefetch
-from core.types import SizesEvaluation, can
-from launch.experiment import Experiment
+from core.types import SizesEvaluation, Task, can
 from parallel import mesh, report
 from parallel.partitioner import Program
 
@@ -46,22 +45,22 @@ def require_simulated(needed_bytes: int, *, slice_name: str) -> None:
         )
 
 
-def per_host(experiment: Experiment, program: Program) -> dict[str, int]:
+def per_host(program: Program, task: Task, *, eval_batches: int) -> dict[str, int]:
     """Returns the bytes that the host with the most rows needs at the same time, by purpose."""
     rows = _host_rows(program)
     row_bytes = _row_bytes(program)
-    held_out_rows_end = can(experiment.task, SizesEvaluation)  # then EVAL_BATCHES may be far more than the task has
+    held_out_rows_end = can(task, SizesEvaluation)  # then EVAL_BATCHES may be far more than the task has
     return {
         "batches": _ASSEMBLED * rows * row_bytes,
         "row numbers": rows * _ROW_NUMBER_BYTES,
-        "evaluation": 0 if held_out_rows_end else experiment.eval_batches * rows * row_bytes,
+        "evaluation": 0 if held_out_rows_end else eval_batches * rows * row_bytes,
         "a checkpoint": report.totals(program).whole // program.partitioner.slice.hosts,
     }
 
 
-def simulated(experiment: Experiment, program: Program) -> dict[str, int]:
+def simulated(program: Program, task: Task, *, eval_batches: int) -> dict[str, int]:
     """Returns the bytes that a simulation of all hosts and chips of a slice needs at the same time, by purpose."""
-    slice_, own = program.partitioner.slice, per_host(experiment, program)
+    slice_, own = program.partitioner.slice, per_host(program, task, eval_batches=eval_batches)
     sizes = report.totals(program)
     batch = batch_size(program.spec) * _row_bytes(program)
     return {
@@ -72,7 +71,9 @@ def simulated(experiment: Experiment, program: Program) -> dict[str, int]:
     }
 
 
-def problem(need: Mapping[str, int], *, have_bytes: int, whose: str, experiment: Experiment, program: Program) -> str:
+def problem(
+    need: Mapping[str, int], program: Program, task: Task, *, eval_batches: int, have_bytes: int, whose: str
+) -> str:
     """Returns the error if `need` exceeds `have_bytes`, with a fix; empty if it fits."""
     total = sum(need.values())
     if total <= have_bytes:
@@ -84,24 +85,24 @@ def problem(need: Mapping[str, int], *, have_bytes: int, whose: str, experiment:
         fix = "take more hosts or a smaller model; --smoke uses a tiny model with the same slice, mesh and strategy"
     else:
         what = f"BATCH_SIZE = {batch_size(program.spec):,} rows of {_row_bytes(program):,} bytes"
-        rows = int(experiment.batch_size * (have_bytes - fixed) / (total - fixed))
+        rows = int(batch_size(program.spec) * (have_bytes - fixed) / (total - fixed))
         schedule = program.partitioner.pipeline
-        cuts = experiment.accum_steps * (schedule.num_microbatches if schedule else 1)
-        unit = math.lcm(cuts * program.partitioner.row_shards, experiment.task.num_streams)
+        cuts = program.accum_steps * (schedule.num_microbatches if schedule else 1)
+        unit = math.lcm(cuts * program.partitioner.row_shards, task.num_streams)
         fix = f"set BATCH_SIZE to at most {max(rows // unit * unit, unit):,}"
         if need["evaluation"] > need["batches"]:
-            fix += f", or EVAL_BATCHES (now {experiment.eval_batches}) lower"
+            fix += f", or EVAL_BATCHES (now {eval_batches}) lower"
     return f"{what}: needs {_gib(total)} of host memory ({parts}), and {whose} has {_gib(have_bytes)}. Fix: {fix}"
 
 
-def require(experiment: Experiment, program: Program) -> None:
+def require(program: Program, task: Task, *, eval_batches: int) -> None:
     """Checks that this machine's free memory suffices for one host of a run.
 
     Raises:
       UserError: it does not; gives both sizes and the setting to change.
     """
-    need, have = per_host(experiment, program), available_bytes()
-    if said := problem(need, have_bytes=have, whose="this host", experiment=experiment, program=program):
+    need, have = per_host(program, task, eval_batches=eval_batches), available_bytes()
+    if said := problem(need, program, task, eval_batches=eval_batches, have_bytes=have, whose="this host"):
         raise UserError(said)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from core.errors import UserError
-from launch.cli import flags
+from launch import flags
 from parallel.pipeline import drawing, schedules
 
 HELP = "draw what each stage of a pipeline does at each tick"

@@ -15,7 +15,7 @@ from core.checkpoints import comparing, inspection, steps
 from core.checkpoints.description import DamagedError
 from core.errors import UserError
 from core.health import exit_codes
-from launch.cli import flags
+from launch import flags
 
 HELP = "list, verify, compare or prune the checkpoints of a run"
 EXAMPLE = """launch/run checkpoints ls     runs/gin/quickstart

@@ -16,23 +16,25 @@ import dataclasses
 import functools
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from core import paths
+from core import paths, versions
 from core.slices import GIB
-from launch import environment, prediction, program_identity
-from launch.environment import WORKSPACE
 from parallel.planning.cost import StepTime
 
-COMMITTED = prediction.PLANS
+WORKSPACE = Path(__file__).resolve().parent.parent.parent
+COMMITTED = WORKSPACE / "launch" / "plan" / "compiled"
+_FORMAT = 2  # of a record; another number makes all existing records unknown
 _SOURCE_FOLDERS = ("core", "models", "parallel")
 # Folders and modules that only read programs, choose among them, or run beside one.
 _UNRELATED = {"checkpoints", "health", "training", "agreement", "arithmetic", "bookkeeping", "calibration"}
 _UNRELATED |= {"candidate_metrics", "candidates", "errors", "hbm_allocations", "library_noise", "lints"}
-_UNRELATED |= {"metrics", "model_trace", "recording", "rendezvous", "report", "roofline", "run_metrics", "generation"}
+_UNRELATED |= {"first_difference", "host_memory", "metrics", "model_trace", "prediction", "recording", "records"}
+_UNRELATED |= {"rendezvous", "report", "roofline", "generation", "supervise"}
 _UNRELATED |= {"selection", "sharded_state", "units", "versions"}
 
 COMPILED, TOO_MUCH, REFUSED, FAILED = "compiled", "too much HBM", "refused", "failed"
@@ -99,6 +101,22 @@ def sources_digest() -> str:
     return digest.hexdigest()[:16]
 
 
+def record_key(text: str, *, sources: str = "") -> str:
+    """Returns the name of the record of a compiled program.
+
+    Args:
+      text: `program_text`.
+      sources: the digest of Renga's sources, in a user's cache; empty for committed records.
+    """
+    installed = json.dumps(versions.installed(versions.COMPILER), sort_keys=True)
+    return hashlib.sha256("\n".join([str(_FORMAT), text, installed, sources]).encode()).hexdigest()[:24]
+
+
+def committed(folder: Path = COMMITTED) -> dict[str, Any]:
+    """Returns the committed records of plans, by `record_key`."""
+    return {k: v for file in sorted(folder.glob("*.json")) for k, v in json.loads(file.read_text())["records"].items()}
+
+
 class Store:
     """Looks up records: first those of this user, then the committed ones.
 
@@ -107,9 +125,9 @@ class Store:
     """
 
     def __init__(self, folder: Path | None = None):
-        home = Path(environment.read("XDG_CACHE_HOME") or Path.home() / ".cache")
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         self.folder = folder or home / "renga" / "plans"
-        self._committed = prediction.records_of_plans(COMMITTED)
+        self._committed = committed(COMMITTED)
         self._unreadable: set[Path] = set()
 
     def find(self, text: str) -> Record | None:
@@ -117,12 +135,12 @@ class Store:
         mine = self._read(self.path(text))
         if mine is not None:
             return mine
-        plain = self._committed.get(program_identity.record_key(text))
+        plain = self._committed.get(record_key(text))
         return from_json(plain, is_committed=True) if plain else None
 
     def path(self, text: str) -> Path:
         """Returns the file of a program's record in the user's cache."""
-        return self.folder / f"{program_identity.record_key(text, sources=sources_digest())}.json"
+        return self.folder / f"{record_key(text, sources=sources_digest())}.json"
 
     def _read(self, file: Path) -> Record | None:
         """Reads a record of the user's cache; warns once about an unreadable one, and treats it as missing."""
@@ -151,7 +169,7 @@ def write(path: Path, plain: Mapping[str, Any]) -> None:
 def commit(path: Path, found: Iterable[tuple[str, Record]]) -> None:
     """Writes the records of a plan by key, to be committed; records of failed processes are left out."""
     kept = ((text, record) for text, record in found if record.status != FAILED)
-    write(path, {"records": {program_identity.record_key(text): record.as_json() for text, record in kept}})
+    write(path, {"records": {record_key(text): record.as_json() for text, record in kept}})
 
 
 def bytes_of(written: str) -> float:

@@ -1,4 +1,4 @@
-"""Finds the prediction for a run in tests/golden, and compares its measured steps with it.
+"""Compares the steps of a run with what was predicted from its compiled program.
 
 A prediction is a range, from all traffic hidden to none hidden. On a TPU, a measurement more than a quarter outside it
 causes one warning: the time model is wrong, or the machine or configuration is not the expected one.
@@ -6,60 +6,23 @@ causes one warning: the time model is wrong, or the machine or configuration is 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from core import slices, units
+from core import units
 from core.errors import UserError
-from core.slices import GIB
-from launch import environment, program_identity
-from launch.config import Settings
-from launch.experiment import Experiment
+from core.slices import GIB, Slice
+from parallel.planning import calibration
 
-FOLDER = environment.WORKSPACE / "tests" / "golden"
-PLANS = environment.WORKSPACE / "launch" / "plan" / "compiled"
 TOLERANCE = 0.25
 SIMULATED = "simulated: CPU devices play the chips, so step time, HBM and MFU are not measured"
 FOLLOWS = "step time, HBM and MFU follow with every report"
 UNRECORDED = (
     "nothing: this program is not recorded; launch/run report {slice} EXPERIMENT.gin --compile says what it needs"
 )
-
 Prediction = Mapping[str, Any]
-
-
-def path(name: str) -> Path:
-    """Returns the file of the prediction for an experiment."""
-    return FOLDER / f"{name}.json"
-
-
-def read(name: str) -> dict[str, Any] | None:
-    """Returns the prediction for an experiment; None if there is none."""
-    file = path(name)
-    return json.loads(file.read_text()) if file.is_file() else None
-
-
-def find(experiment: Experiment, settings: Settings) -> dict[str, Any] | None:
-    """Returns a prediction for the same training step, possibly from another experiment; None if there is none."""
-    wanted = program_identity.fingerprint(experiment, settings)
-    recorded = (json.loads(file.read_text()) for file in sorted(FOLDER.glob("*.json")))
-    return next((record for record in recorded if record["fingerprint"] == wanted), None)
-
-
-def records_of_plans(folder: Path = PLANS) -> dict[str, Any]:
-    """Returns the committed records of plans, by key (`program_identity.record_key`)."""
-    return {k: v for file in sorted(folder.glob("*.json")) for k, v in json.loads(file.read_text())["records"].items()}
-
-
-def compile_seconds(experiment: Experiment, settings: Settings) -> float | None:
-    """Returns the compile time of this program recorded in a committed plan; None if no plan contains it."""
-    key = program_identity.record_key(program_identity.program_text(experiment, settings))
-    record = records_of_plans().get(key)
-    return record and record["compile_seconds"]
 
 
 def line(record: Prediction) -> str:
@@ -80,28 +43,33 @@ def figures(record: Prediction) -> str:
 
 def label(record: Prediction) -> str:
     """Returns the label of a prediction: the compiler's version, and the spread against published measurements."""
-    from parallel.planning import calibration
-
     return calibration.label(libtpu=record["versions"]["libtpu"])
 
 
 class PredictionCheck:
     """Adds MFU, HBM and predictions to a step's metrics, and warns when measurements differ from predictions."""
 
-    def __init__(self, experiment: Experiment, *, settings: Settings, on_tpu: bool, warn: Callable[[str], None]):
-        """Looks up the prediction for an experiment.
+    def __init__(
+        self,
+        record: Prediction | None,
+        *,
+        slice_: Slice,
+        flops: float | None,
+        on_tpu: bool,
+        warn: Callable[[str], None],
+    ):
+        """Compares with a record of the compiled program.
 
         Args:
-          experiment: the experiment of the run.
-          settings: the configuration it was built from.
+          record: the prediction; None: nothing is predicted.
+          slice_: that the run is on.
+          flops: FLOPs of a step; None: not known.
           on_tpu: whether the devices are TPU chips; nothing is measured otherwise.
           warn: called with a sentence when a measurement differs from its prediction, once for each metric.
         """
-        self._flops = experiment.flops_per_step
-        self._slice = slices.get(experiment.slice)
+        self._record, self._slice, self._flops = record, slice_, flops
         self._on_tpu = on_tpu
         self._warn = warn
-        self._record = find(experiment, settings)
         self._is_first = True
         self._warned: set[str] = set()
 
@@ -119,7 +87,8 @@ class PredictionCheck:
         """
         if not self._on_tpu:
             return {}
-        found, seconds, used = {}, values["step_seconds"], peak_hbm_bytes()
+        found: dict[str, float] = {}
+        seconds, used = values["step_seconds"], peak_hbm_bytes()
         if self._flops:
             try:
                 found["mfu"] = self._slice.mfu(self._flops, seconds=seconds)
@@ -146,7 +115,7 @@ class PredictionCheck:
         self._warn_once(
             unit,
             f"measured {value:.3g} {unit}, predicted {expected} ({about}): more than {TOLERANCE:.0%} apart. "
-            "`launch/run golden --check` says whether the program is still the recorded one",
+            "`tests/run.sh lab golden --check` says whether the program is still the recorded one",
         )
 
     def _warn_once(self, metric: str, sentence: str) -> None:

@@ -1,31 +1,85 @@
-"""`launch/run evaluate`: scores a run's checkpoints on held-out data; needs only the run directory.
+"""`launch/run evaluate`: scores a run's checkpoints on held-out rows, from its directory alone.
 
 On a TPU slice, run it on every host: each runs this host's process of the evaluation. With --simulate it starts
 simulated hosts; elsewhere one process simulates the slice on the CPU.
+
+Puzzle data is finite: all held-out puzzles can be evaluated, or a subset drawn with a seed. Text data is endless, so
+its first rows are evaluated. Every score is shown with a description of its rows.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
+from rich import box
+from rich.console import Group
+from rich.table import Table
 
 from core import distributed, paths, slices, units, versions
+from core.checkpoints import steps as saved_steps
 from core.checkpoints.store import Checkpoints
 from core.errors import UserError
+from core.training import scoring
+from core.training.scoring import HeldOut, Scores
 from core.types import AnswerJudge, Judges, can
-from launch import environment, host_memory
-from launch.cli import flags
-from launch.experiments import saved_run, scores
+from launch import environment, flags, terminal
+from launch.experiment import Experiment
+from launch.experiments import saved_run
 from launch.experiments.saved_run import SavedRun
-from launch.experiments.scores import HeldOut, Scores
 from launch.hosts import cluster, simulate, tpu_host
 from launch.hosts.cluster import Host
 from launch.runs import prepared_run
-from parallel import mesh, report
+from parallel import host_memory, mesh, report
+
+FIRST = ("loss", "exact_accuracy", "accuracy", "q_halt_accuracy")
+_CONSTANT = ("steps", "halted")  # the same in every evaluation
+_WIDTH = 140  # without a terminal
+
+
+def _show_tables(results: Scores) -> None:
+    console = terminal.console(_WIDTH)
+    first, labels = results.checkpoints[0], [f"step {step:,}" for step in results.steps]
+    print(f"\n{results.about['evaluated_on']}; {first['scored']:,} scored")
+    means = [found["means"] for found in results.checkpoints]
+    names = [n for n in FIRST if n in means[0]] + sorted(set(means[0]) - {*FIRST, *_CONSTANT})
+    console.print(_table(names, [[m[name] for name in names] for m in means], labels))
+    for name, curve in first["by_step"].items():
+        rows = [found["by_step"][name] for found in results.checkpoints]
+        table = _table([str(step) for step in range(1, len(curve) + 1)], rows, labels, digits=3)
+        console.print(Group(f"{name} after each recursion step", table))
+    if results.judge:
+        found = [checkpoint["arc"] for checkpoint in results.checkpoints]
+        if len(results.ensembles) > 1:
+            found, labels = [*found, results.ensembles[-1]], [*labels, f"{results.of} (cumulative)"]
+        console.print(_pass_at_k(found, labels))
+
+
+def _pass_at_k(found: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> Group:
+    first = found[0]
+    return Group(
+        f"pass@k of {first['puzzles']:,} puzzles; {first['tests_with_votes']:,} of their {first['tests']:,} tests "
+        f"have votes, {first['votes']:,} votes from the first checkpoint",
+        _table([f"pass@{k}" for k in first["pass_at"]], [list(f["pass_at"].values()) for f in found], labels),
+    )
+
+
+def _table(
+    headings: Sequence[str], rows: Sequence[Sequence[float]], labels: Sequence[str], *, digits: int = 4
+) -> Table:
+    table = Table("", box=box.SIMPLE)
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for label, values in zip(labels, rows, strict=True):
+        table.add_row(label, *(f"{value:.{digits}f}" for value in values))
+    return table
+
 
 HELP = "score a run's checkpoints on held-out data: mean metrics, and ARC by voting"
 EXAMPLE = """launch/run evaluate runs/trm/sudoku4
@@ -35,6 +89,7 @@ EXAMPLE = """launch/run evaluate runs/trm/sudoku4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
     flags.add(parser, "RUN")
     steps = parser.add_mutually_exclusive_group()
     steps.add_argument("--step", metavar="N", type=int, help="evaluate this checkpoint (default: the latest)")
@@ -61,45 +116,47 @@ def run(args: argparse.Namespace) -> int:
     if alone or args.simulate:
         jax.config.update("jax_platforms", "cpu")
     found = saved_run.read(args.run_dir, bindings=args.gin, slice_name=args.slice)
-    asked = scores.select(found.config.build(), rows=args.rows)
-    if problems := asked.experiment.data_problems(prepared=False):
+    built = found.config.build()
+    sizes = {"batch_size": built.batch_size, "eval_batches": built.eval_batches}
+    asked = scoring.select(built.task, **sizes, rows=args.rows)
+    experiment = dataclasses.replace(built, task=asked.task)
+    if problems := experiment.data_problems(prepared=False):
         raise UserError("\n".join(problems))
     if args.submission:
-        if _judge(asked) is None:
+        if _judge(experiment) is None:
             raise UserError(
                 f"--submission {args.submission}: this run's task has no attempts to submit; expected an ARC dataset "
                 "(a folder with test_puzzles.json, as made by launch/run build arc)"
             )
         args.submission = os.fspath(paths.resolve(args.submission))
         paths.check_writable(paths.resolve(args.submission).parent)
-    slice_ = slices.get(asked.experiment.slice)
+    slice_ = slices.get(experiment.slice)
     if args.simulate:
-        return _simulate(args, found, asked, slice_)
+        return _simulate(args, found, experiment, slice_)
     if place.on_tpu_host and not played:
         tpu_host.require_slice(slice_, accelerator_type=place.accelerator_type, where="this host's TPU")
     if alone:
         os.environ["RENGA_SIMULATE"] = slice_.name
-    host = cluster.join(slice_, limits=asked.experiment.limits)
-    saved_run.select_steps_together(found.run_dir, step=args.step, every=args.all_steps)  # errors before data is read
+    host = cluster.join(slice_, limits=experiment.limits)
+    saved_steps.select_together(found.run_dir, step=args.step, every=args.all_steps)  # errors before data is read
     if host.is_zero:
         for note in found.config.notes:
             print(f"note: {note}")
         if alone:
             chips = units.counted(slice_.chips, "chip")
             print(f"no TPU here: the CPU simulates the {chips} of {slice_.name}", flush=True)
-    _evaluate(args, found, asked, host)
+    _evaluate(args, found, experiment, asked, host)
     return 0
 
 
-def _judge(asked: HeldOut) -> AnswerJudge | None:
-    task = asked.experiment.task
-    return task.judge() if can(task, Judges) else None
+def _judge(experiment: Experiment) -> AnswerJudge | None:
+    return experiment.task.judge() if can(experiment.task, Judges) else None
 
 
-def _simulate(args: argparse.Namespace, found: SavedRun, asked: HeldOut, slice_: slices.Slice) -> int:
+def _simulate(args: argparse.Namespace, found: SavedRun, experiment: Experiment, slice_: slices.Slice) -> int:
     # One error, not one per host, for a missing checkpoint and a wrong layout.
-    saved_run.select_steps(found.run_dir, step=args.step, every=args.all_steps)
-    program = asked.experiment.bind(mesh.topology_devices(slice_))
+    saved_steps.select(found.run_dir, step=args.step, every=args.all_steps)
+    program = experiment.bind(mesh.topology_devices(slice_))
     host_memory.require_simulated(report.totals(program).everything * slice_.chips, slice_name=slice_.name)
     # run_dir is resolved: simulated hosts have another home directory
     command = [sys.executable, "-m", "launch", "evaluate", found.run_dir, "--slice", slice_.name]
@@ -110,29 +167,30 @@ def _simulate(args: argparse.Namespace, found: SavedRun, asked: HeldOut, slice_:
     return simulate.run(slice_, command=command, log_directory=logs)
 
 
-def _evaluate(args: argparse.Namespace, found: SavedRun, asked: HeldOut, host: Host) -> None:
+def _evaluate(args: argparse.Namespace, found: SavedRun, experiment: Experiment, asked: HeldOut, host: Host) -> None:
     """Evaluates the same checkpoints on all hosts; host 0 prints the scores."""
     revision = versions.git_revision()
     run = prepared_run.prepare_run(
-        asked.experiment,
+        experiment,
         config_text=found.config.text,
         revision=revision,
         run_dir=found.run_dir,
-        last_step=asked.experiment.total_steps,
+        last_step=experiment.total_steps,
         host=host,
     )
-    judge, about = _judge(asked), {"evaluated_on": asked.describe(), "slice": asked.experiment.slice}
-    about |= {"strategy": asked.experiment.strategy.name, "git_revision": revision}
+    judge, about = _judge(experiment), {"evaluated_on": asked.describe(), "slice": experiment.slice}
+    about |= {"strategy": experiment.strategy.name, "git_revision": revision}
     if judge:
-        scores.require_answers(run.program, judge)
+        scoring.require_answers(run.program, judge)
     # Again: a run that is training may have saved and removed checkpoints meanwhile.
-    steps = saved_run.select_steps_together(found.run_dir, step=args.step, every=args.all_steps)
+    steps = saved_steps.select_together(found.run_dir, step=args.step, every=args.all_steps)
     if host.is_zero:
         print(f"{found.run_dir}: checkpoint {', '.join(map(str, steps))} on {about['evaluated_on']}", flush=True)
     results = Scores(found.run_dir, about, judge, cumulative=args.all_steps)
     keep = run.experiment.keep_checkpoints
     checkpoints = Checkpoints(run.checkpoint_dir, keep=keep, read_only=True)
-    removed = [step for step in steps if not results.evaluate(run, checkpoints, step, held_out=asked)]
+    how = {"layout": run.program.partitioner.data_layout(asked.batch_size), "data": run.meta["data"]}
+    removed = [step for step in steps if not results.evaluate(run.program, checkpoints, step, asked, **how)]
     checkpoints.close()
     if removed == steps:
         raise UserError(
@@ -147,7 +205,7 @@ def _evaluate(args: argparse.Namespace, found: SavedRun, asked: HeldOut, host: H
 def _show(args: argparse.Namespace, results: Scores, removed: list[int]) -> None:
     for step in removed:
         print(f"note: the checkpoint of step {step} was removed before it was read and is skipped")
-    results.show()
+    _show_tables(results)
     if not all(found["same_data_as_in_training"] for found in results.checkpoints):
         print("note: the run was trained on other data than the data whose held-out rows were evaluated")
     written = results.files

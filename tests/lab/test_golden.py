@@ -3,11 +3,12 @@
 import pytest
 
 from core import slices, versions
-from launch import __main__ as main
-from launch import configuration, environment, prediction, program_identity
-from launch.plan import golden, records
+from launch import configuration, environment, program_identity
 from launch.runs import smoke
-from parallel.planning import calibration
+from parallel import prediction
+from parallel.planning import calibration, records
+from tests.lab import __main__ as main
+from tests.lab import golden
 
 RECORDS = sorted(golden.files())
 
@@ -99,7 +100,7 @@ def test_flops_of_a_step_by_hand():
 @pytest.mark.covers("L05")
 def test_seven_billion_at_sixty_four_rows_reach_their_shares_of_the_peak():
     """Predicted for v4-32: 60 % with all traffic hidden and 50 % with none, in what a chip has."""
-    found = prediction.read("valkyrie_7b_64_rows")
+    found = program_identity.read("valkyrie_7b_64_rows")
     experiment, _ = loaded("gin/valkyrie_7b_64_rows.gin")
     assert (experiment.slice, experiment.tokens_per_step) == ("v4-32", 64 * 2048)
     assert found["predicted"]["mfu"]["hidden"] >= 0.60
@@ -149,7 +150,7 @@ def test_a_header_says_what_is_recorded():
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
     """An empty place for records, two experiments, and a compiler that takes no time."""
-    monkeypatch.setattr(prediction, "FOLDER", tmp_path)
+    monkeypatch.setattr(program_identity, "FOLDER", tmp_path)
     files = {"quickstart": "gin/quickstart.gin", "valkyrie_7b": "gin/valkyrie_7b.gin"}
     monkeypatch.setattr(golden, "files", lambda: files)
     monkeypatch.setattr(golden, "write_published", lambda: None)
@@ -175,7 +176,7 @@ def test_what_is_recorded_is_not_compiled_again_unless_asked_or_changed(folder, 
     golden.write("valkyrie_7b", record(fingerprint="another"))
     assert main.main(["golden", "--write"]) == 0
     assert folder[3:] == ["gin/valkyrie_7b.gin"]
-    golden.write("valkyrie_7b", prediction.read("valkyrie_7b") | {"versions": {"libtpu": "0"}})
+    golden.write("valkyrie_7b", program_identity.read("valkyrie_7b") | {"versions": {"libtpu": "0"}})
     assert main.main(["golden"]) == 1
     assert "recorded for another configuration or compiler" in capsys.readouterr().out
 
@@ -183,13 +184,13 @@ def test_what_is_recorded_is_not_compiled_again_unless_asked_or_changed(folder, 
 def test_a_check_prints_what_changed_and_fails(folder, capsys):
     main.main(["golden", "--write"])
     assert main.main(["golden", "--check"]) == 0
-    golden.write("quickstart", prediction.read("quickstart") | {"memory": {"peak_bytes": 1}})
+    golden.write("quickstart", program_identity.read("quickstart") | {"memory": {"peak_bytes": 1}})
     capsys.readouterr()
     assert main.main(["golden", "--check"]) == 1
     said = capsys.readouterr().out
     assert '-  "peak_bytes": 1\n' in said
     assert said.endswith("different: quickstart\n")
-    assert prediction.read("quickstart")["memory"] == {"peak_bytes": 1}  # a check writes nothing
+    assert program_identity.read("quickstart")["memory"] == {"peak_bytes": 1}  # a check writes nothing
 
 
 def test_what_makes_no_sense_is_refused(folder, capsys):
@@ -201,17 +202,17 @@ def test_what_makes_no_sense_is_refused(folder, capsys):
 def test_a_run_finds_the_record_that_is_its_own(folder):
     main.main(["golden", "--write"])
     experiment, config = loaded("gin/valkyrie_7b.gin", "SEED = 3")
-    assert prediction.find(experiment, config)["fingerprint"] == program_identity.fingerprint(*loaded())
-    assert prediction.find(*loaded("gin/valkyrie_7b.gin", "BATCH_SIZE = 64")) is None
+    assert program_identity.find(experiment, config)["fingerprint"] == program_identity.fingerprint(*loaded())
+    assert program_identity.find(*loaded("gin/valkyrie_7b.gin", "BATCH_SIZE = 64")) is None
 
 
 @pytest.mark.covers("L05")
 @pytest.mark.parametrize("name", RECORDS)
 def test_a_committed_record_is_of_the_experiment_as_it_is(name):
-    found = prediction.read(name)
-    assert found is not None, f"launch/run golden --write {name}"
-    assert golden.is_current(name), f"launch/run golden --write {name}"
-    assert prediction.path(name).read_text() == records.text_of(found)
+    found = program_identity.read(name)
+    assert found is not None, f"tests/run.sh lab golden --write {name}"
+    assert golden.is_current(name), f"tests/run.sh lab golden --write {name}"
+    assert program_identity.path(name).read_text() == records.text_of(found)
     assert found["memory"]["peak_bytes"] <= found["memory"]["usable_bytes"]
     assert not found["predicted"]["unpriced"]
     text = (environment.WORKSPACE / found["experiment"]).read_text()
@@ -222,7 +223,9 @@ def test_a_committed_record_is_of_the_experiment_as_it_is(name):
 @pytest.mark.compiled("v4-16")
 def test_quickstart_compiles_to_what_is_recorded():
     assert (
-        golden.difference("quickstart", prediction.read("quickstart"), golden.compile_record("gin/quickstart.gin"))
+        golden.difference(
+            "quickstart", program_identity.read("quickstart"), golden.compile_record("gin/quickstart.gin")
+        )
         == ""
     )
 
@@ -231,4 +234,4 @@ def test_quickstart_compiles_to_what_is_recorded():
 @pytest.mark.compiled("v4-32", "v4-64", "v4-128", "v5p-128", "v5p-1024", "v6e-256", "2xv4-32")
 @pytest.mark.parametrize("name", [name for name in RECORDS if name != "quickstart"])
 def test_every_experiment_compiles_to_what_is_recorded(name):
-    assert golden.difference(name, prediction.read(name), golden.compile_record(golden.files()[name])) == ""
+    assert golden.difference(name, program_identity.read(name), golden.compile_record(golden.files()[name])) == ""

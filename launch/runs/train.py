@@ -12,8 +12,7 @@ from core import distributed, metrics, slices, versions
 from core.health import exit_codes
 from core.training.hooks import PreemptedError
 from core.training.run_lock import LockLostError, RunLock
-from launch import configuration, environment, prediction
-from launch.cli import flags
+from launch import configuration, environment, flags, program_identity
 from launch.hosts import cluster, tpu_host
 from launch.runs import prepared_run, training
 from launch.runs.progress import Waiting
@@ -23,6 +22,7 @@ EXAMPLE = "launch/run train gin/quickstart.gin --slice v4-8"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
     flags.add(parser, "EXPERIMENT.gin", "--slice", "--gin", "--run-dir", "--steps", "--smoke")
 
 
@@ -74,7 +74,7 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
         for note in config.notes:
             print(f"note: {note}")
         on_tpu = jax.devices()[0].platform == "tpu"  # plans are of programs for TPUs
-        seconds = prediction.compile_seconds(experiment, config) if on_tpu else None
+        seconds = program_identity.compile_seconds(experiment, config) if on_tpu else None
         stack.enter_context(Waiting(compile_seconds=seconds))
     run = prepared_run.prepare_run(
         experiment,

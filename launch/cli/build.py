@@ -10,8 +10,7 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from core import units
-from launch import terminal
-from launch.cli import flags
+from launch import flags, terminal
 from tasks.puzzles import files, writing
 from tasks.puzzles.arc_sets import ArcSet
 from tasks.puzzles.maze_sets import MazeSet

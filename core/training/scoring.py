@@ -1,0 +1,213 @@
+"""Scores checkpoints on held-out rows, and writes the scores to the run directory as JSON.
+
+The scores of one checkpoint are in step_N.json. Votes of several checkpoints together are an ensemble: their scores are
+in cumulative.json and labelled as such. Only the sum of the votes over checkpoints is kept, because the votes of one
+checkpoint can be hundreds of thousands of grids.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+from core import distributed, paths
+from core.checkpoints.store import Checkpoints
+from core.errors import UserError
+from core.health import phase
+from core.training import trainer
+from core.training.evaluation import EvaluationPass, HostBatches, curves_apart
+from core.types import (
+    AnswerJudge,
+    DataLayout,
+    DescribesEvaluation,
+    Evaluates,
+    SizesEvaluation,
+    Task,
+    can,
+    lacking,
+)
+
+FOLDER, CUMULATIVE = "evaluation", "cumulative.json"
+SECONDS_BETWEEN_LINES = 15.0
+
+
+class HeldOut(NamedTuple):
+    """The rows of an evaluation: a number of batches of a task, or None for all of finite data."""
+
+    task: Task
+    batch_size: int
+    batches: int | None
+
+    def open(self, layout: DataLayout) -> HostBatches:
+        """Returns this host's rows, batch by batch, from the start."""
+        batches: Any = self.task.evaluation(layout)
+        return itertools.islice(batches, self.batches)
+
+    def describe(self) -> str:
+        """Describes the rows; the task must be prepared."""
+        most = None if self.batches is None else self.batches * self.batch_size
+        if can(self.task, DescribesEvaluation):
+            return self.task.evaluated_on(most)
+        return "all held-out rows" if most is None else f"the first {most:,} rows of the validation data"
+
+
+def select(task: Task, *, batch_size: int, eval_batches: int, rows: int | Literal["all"] | None) -> HeldOut:
+    """Selects the rows to evaluate.
+
+    Args:
+      task: task of the run.
+      batch_size, eval_batches: those of the run's own evaluations.
+      rows: a number of rows (for text rounded up to whole batches), or all; None: the rows of the run's own
+        evaluations, at most EVAL_BATCHES x BATCH_SIZE.
+
+    Raises:
+      UserError: `rows` is `all` for endless data, or is missing for a run without evaluations.
+    """
+    ends = can(task, SizesEvaluation)
+    if rows is None:
+        if eval_batches:
+            return HeldOut(task, batch_size, eval_batches)
+        either = "--rows N or --rows all" if ends else "--rows N"
+        raise UserError(f"the run has no evaluations of its own (EVAL_BATCHES = 0): give {either}")
+    if can(task, SizesEvaluation):
+        return HeldOut(task.evaluating(None if rows == "all" else rows), batch_size, None)
+    if rows == "all":
+        raise UserError(
+            "--rows all: this task's validation data has no end (text repeats from its start): give a number of rows"
+        )
+    return HeldOut(task, batch_size, math.ceil(rows / batch_size))
+
+
+def require_answers(program: Any, judge: AnswerJudge) -> None:
+    """Checks, without using a device, that the model returns the answers that a judge needs.
+
+    Raises:
+      UserError: it does not.
+    """
+    answered = program.abstract_answers()
+    if absent := [name for name in judge.needed_answers if name not in answered]:
+        lacks = f"the extras of {type(program.model).__name__}.evaluate lack {', '.join(absent)}"
+        raise UserError(
+            "the task is scored by votes of the model's answers, but "
+            f"{lacks if can(program.model, Evaluates) else lacking(program.model, Evaluates)}. "
+            f"Expected {', '.join(judge.needed_answers)} by row in the extras of `evaluate`, as in models/trm"
+        )
+
+
+class Scores:
+    """The scores of all checkpoints that one command evaluates; they are collected on host 0.
+
+    Attributes:
+      about: entries of every file: `evaluated_on`, `slice`, `strategy`, `git_revision`.
+      judge: of the answers; None without one.
+      checkpoints: the content of each step_N.json, in the order evaluated.
+      ensembles: the entries of cumulative.json.
+    """
+
+    def __init__(self, run_dir: str, about: Mapping[str, Any], judge: AnswerJudge | None, *, cumulative: bool):
+        """Starts without scores; `cumulative`: also score the votes of the first two checkpoints, three, and so on."""
+        self.about, self.judge = about, judge
+        self.checkpoints: list[Mapping[str, Any]] = []
+        self.ensembles: list[Mapping[str, Any]] = []
+        self._folder = paths.resolve(run_dir) / FOLDER
+        self._cumulative = cumulative
+        self._votes: Any = None  # of all checkpoints together
+
+    def evaluate(
+        self, program: Any, checkpoints: Checkpoints, step: int, held_out: HeldOut, *, layout: DataLayout, data: str
+    ) -> bool:
+        """Evaluates the checkpoint of one step, with averaged weights if the optimizer keeps an average.
+
+        Host 0 writes the score at once: the next checkpoint may take hours.
+
+        Args:
+          program: model and layout.
+          checkpoints: of the run.
+          step: of the checkpoint.
+          batches: this host's held-out rows.
+          rows: rows of a global batch.
+          data: fingerprint of the data that is evaluated.
+
+        Returns:
+          False, on every host, if a run that is training removed the checkpoint meanwhile.
+
+        Raises:
+          UserError: the checkpoint does not fit the model, or there are no held-out rows.
+        """
+        with phase.enter(phase.RESTORING):
+            restored = checkpoints.restore_if_there(step, program.abstract_state)
+        if restored is None:
+            return False
+        state, _, meta = restored
+        evaluation = EvaluationPass(program, state, held_out.open(layout), answering=self.judge is not None)
+        answers: Iterator[Any] = evaluation.answers()
+        votes = None
+        if distributed.is_host_zero():
+            answers = _with_progress(answers, f"step {step}", rows=held_out.batch_size)
+            votes = self.judge.votes(answers) if self.judge else None
+        for _ in answers:  # runs the pass where nobody counts votes
+            pass
+        if not evaluation.sums:
+            raise UserError("there are no held-out rows to evaluate")
+        means, by_step = curves_apart(trainer.means(evaluation.sums))
+        score = {
+            "step": step,
+            **self.about,
+            "scored": round(float(evaluation.sums["loss"].weight)),  # puzzles, or tokens
+            "same_data_as_in_training": meta.get("data") == data,
+            "means": means,
+            "by_step": by_step,
+        }
+        if distributed.is_host_zero():
+            self._add(score, votes)
+        return True
+
+    def _add(self, score: dict[str, Any], votes: Any) -> None:
+        self.checkpoints.append(score)
+        if self.judge:
+            score["arc"] = self.judge.scores(votes)
+            self._votes = votes if self._votes is None else self.judge.merged(self._votes, votes)
+        self._write(f"step_{score['step']}.json", score)
+        if self.judge and self._cumulative:
+            self.ensembles.append({"steps": self.steps, **self.judge.scores(self._votes)})
+            self._write(CUMULATIVE, {**self.about, "cumulative": self.ensembles})
+
+    def _write(self, name: str, value: Mapping[str, Any]) -> None:
+        paths.write_text_atomically(self._folder / name, json.dumps(value, indent=1) + "\n")
+
+    def submission(self) -> str:
+        """Returns two attempts for every test as JSON, from the votes of all checkpoints together."""
+        assert self.judge is not None
+        return json.dumps(self.judge.submission(self._votes)) + "\n"
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints."""
+        return [found["step"] for found in self.checkpoints]
+
+    @property
+    def of(self) -> str:
+        """Names the evaluated checkpoints, for headings."""
+        steps = ", ".join(f"{step:,}" for step in self.steps)
+        return f"step {steps}" if len(self.checkpoints) == 1 else f"steps {steps} together"
+
+    @property
+    def files(self) -> list[str]:
+        """The files that were written."""
+        names = [f"step_{step}.json" for step in self.steps] + [CUMULATIVE] * bool(self.ensembles)
+        return [str(self._folder / name) for name in names]
+
+
+def _with_progress(batches: Iterator[Any], what: str, *, rows: int) -> Iterator[Any]:
+    """Yields the same batches; prints a line now and then."""
+    began = last = time.monotonic()
+    for number, batch in enumerate(batches, 1):
+        now = time.monotonic()
+        if now - last >= SECONDS_BETWEEN_LINES:
+            last = now
+            print(f"{what}: {number * rows:,} rows, {number * rows / (now - began):.3g} rows/s", flush=True)
+        yield batch

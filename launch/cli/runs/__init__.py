@@ -1,1 +1,0 @@
-"""Commands that prepare, start, monitor and evaluate runs."""
