@@ -293,7 +293,7 @@ def posted(folder: str) -> dict[str, str]:
 def require_same(what: str, text: str) -> None:
     """Raises UserError on all hosts, with the difference, if `text` differs between hosts."""
     if differing := rendezvous.host_differences(all_gather_text(what, text)):
-        raise UserError(f"{what} differs between hosts (a minus is what the others have):\n{differing}")
+        raise UserError(f"{what} differs between hosts (- marks the other hosts' lines):\n{differing}")
 
 
 def require_shared(run_dir: str, *, is_host_zero: bool) -> None:

@@ -278,7 +278,7 @@ def _take(call: _Call) -> Roll:
 
 def _differing_message(differing: str) -> str:
     return (
-        "the hosts have different configurations (a minus is what the others have):\n"
+        "the hosts have different configurations (- marks the other hosts' lines):\n"
         f"{differing}\nStart the same command, from the same files, on every host."
     )
 
@@ -381,7 +381,7 @@ def _read_reply(reply: Mapping[str, Any], call: _Call) -> tuple[str, ...]:
         case {"refused": count}:
             raise UserError(f"this is {this}, but host 0 at {call.address} has a job of {units.counted(count, 'host')}")
         case {"replaced": _}:
-            raise UserError(f"another process also says that it is {this} to host 0 at {call.address}")
+            raise UserError(f"another process has already connected as {this} to host 0 at {call.address}")
         case {"differing": differing}:
             raise UserError(_differing_message(differing))
         case {"missing": message}:

@@ -156,7 +156,8 @@ class Generator:
         size = model.vocab_size if can(model, HasVocabulary) else None
         wrong = [i for prompt in prompts for i in prompt if i < 0 or (size is not None and i >= size)]
         if wrong:
-            raise UserError(f"the prompt has the id {wrong[0]}, and the model's are 0 to {size - 1 if size else '…'}")
+            last = size - 1 if size else "…"
+            raise UserError(f"the prompt contains id {wrong[0]}; expected ids of the model, 0 to {last}")
 
     @property
     def max_positions(self) -> int | None:

@@ -149,7 +149,7 @@ class Checkpoints:
           UnreadableError: the step could not be read, for a reason that does not prove damage.
         """
         if step not in (there := self._steps()):
-            raise UserError(f"no complete checkpoint of step {step} in {self._directory}; there are {there or 'none'}")
+            raise UserError(f"no complete checkpoint of step {step} in {self._directory}; existing: {there or 'none'}")
         restored, said = self._attempt(step, abstract_state)
         if said:
             raise DamagedError(f"the checkpoint of step {step} in {self._directory} cannot be read: {said}")

@@ -79,7 +79,7 @@ def read(run_dir: str) -> list[Session]:
 def sentence(sessions: Sequence[Session]) -> str:
     """Describes the goodput of the sessions so far."""
     lost, starts = sum(s.lost_steps for s in sessions), len(sessions)
-    again = f"; {units.counted(lost, 'step was', 'steps were')} made again" if lost else ""
+    again = f"; {units.counted(lost, 'step was', 'steps were')} repeated" if lost else ""
     return f"goodput {100 * share(sessions):.1f} % over {units.counted(starts, 'start')}{again}"
 
 

@@ -60,7 +60,7 @@ def checkpoint(program, run_dir: str) -> Finding:
         step, differences = inspection.newest_misfits(f"{run_dir}/checkpoints", program.abstract_state)
     except Exception as error:  # of many types: whatever files, formats and buckets make of it
         said = f"cannot be read: {type(error).__name__}: {error}"
-        return Finding(name, True, said, "a start falls back to the newest one that is sound", is_note=True)
+        return Finding(name, True, said, "a start falls back to the newest intact one", is_note=True)
     if step is None:
         return Finding(name, True, "none: a fresh start")
     if differences:
@@ -104,9 +104,9 @@ def variables(environ: Mapping[str, str] = os.environ, *, simulated: bool) -> li
         nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.6 if is_ours else _ALIKE)
         if is_ours:
             hint = f"did you mean {nearest[0]}?" if nearest else "launch/README.md lists what is read"
-            problems.append(Finding("environment", False, f"{name} is read by nobody; {hint}", f"unset {name}"))
+            problems.append(Finding("environment", False, f"{name} is not read by anything; {hint}", f"unset {name}"))
         elif nearest and name.lower() not in jax.config.values:
-            said = f"{name} is read by nobody here; did you mean {nearest[0]}?"
+            said = f"{name} is not read by anything here; did you mean {nearest[0]}?"
             problems.append(Finding("environment", True, said, is_note=True))
     platforms = environment.read("JAX_PLATFORMS", environ=environ)
     if platforms and not simulated and "tpu" not in platforms.split(","):
@@ -120,7 +120,7 @@ def join(slice_: slices.Slice) -> tuple[Host | None, Finding]:
     try:
         host = cluster.join(slice_, limits=LIMITS)
     except (UserError, TimeoutError, RuntimeError) as error:
-        return None, Finding("hosts", False, str(error), "the same command on every host, at about the same time")
+        return None, Finding("hosts", False, str(error), "start the same command on every host, at about the same time")
     devices = jax.devices()
     kind = "simulated chips" if host.simulated else devices[0].device_kind
     said = f"{units.counted(host.count, 'host')}, {len(devices)} {kind}, {jax.local_device_count()} on each"
@@ -161,7 +161,7 @@ def hbm(config: LoadedConfig, experiment: Experiment, *, limit_bytes: int | None
     record = program_identity.find(experiment, config)
     if record is None:
         fix = "launch/run report EXPERIMENT.gin compiles it and says"
-        return Finding("HBM", True, f"nobody compiled this experiment yet; there are {there}", fix, is_note=True)
+        return Finding("HBM", True, f"this experiment is not compiled yet; available: {there}", fix, is_note=True)
     need = record["memory"]["peak_bytes"]
     fix = "more chips, fsdp or tensor, remat = 'full', or accum_steps: launch/run plan finds what fits"
     return Finding("HBM", need <= have, f"{need / GIB:.3g} GiB needed (compiled) of {there}", fix)

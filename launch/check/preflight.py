@@ -235,7 +235,7 @@ def run_directory(run_dir: str, slice_: Slice | None, hosts: Hosts) -> list[Find
         unproven = hosts == "shipped to" and not isinstance(error.__cause__, FileNotFoundError | None)
         return [Finding(name, unproven, str(error), is_note=unproven)]
     if not_shared and hosts == "here":
-        said = f"unless this is a rehearsal (--simulate), {not_shared}"
+        said = f"unless this is a simulation (--simulate), {not_shared}"
         found.append(Finding(name, True, said, is_note=True))
     return found
 

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("schedule", choices=("gpipe", "circular", "one_f_one_b"))
     parser.add_argument("--stages", type=flags.at_least(1), required=True)
     parser.add_argument("--microbatches", type=int, required=True)
-    parser.add_argument("--repeats", type=int, help="of circular: how often the layers go around the stages")
+    parser.add_argument("--repeats", type=int, help="for circular: passes of a microbatch through all stages")
     help_ = "also write an image: forward blue, backward red, bubbles grey"
     parser.add_argument("--png", metavar="FILE", type=flags.output_file, help=help_)
 
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the drawing."""
     if (args.repeats is not None) != (args.schedule == "circular"):
-        raise UserError("--repeats is for circular alone, and circular needs it")
+        raise UserError("--repeats is required for circular, and valid for no other schedule")
     more = {} if args.repeats is None else {"repeats": args.repeats}
     schedule = getattr(schedules, args.schedule)(num_microbatches=args.microbatches, **more)
     if problems := schedule.problems(args.stages):

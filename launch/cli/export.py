@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     experiment = saved_run.read(run_dir).config.build()
     model: Any = experiment.model
     if not isinstance(model, DecoderConfig):
-        raise UserError(f"{args.run}: {type(model).__name__} is no decoder of a published family; export knows these")
+        raise UserError(f"{args.run}: {type(model).__name__} cannot be exported; expected a decoder (models/README.md)")
     if any("average" in name or "/z/" in name for name in description.read(step).kinds if "opt_state" in name):
         raise UserError(f"{args.run}: the optimizer averages parameters; exporting averages is not supported")
     kind = families.family(model)

@@ -29,7 +29,7 @@ EXAMPLE = """launch/pod.sh v4-16 gin/quickstart.gin --simulate
   launch/pod.sh v4-32 gin/valkyrie_7b.gin --tpu my-tpu --zone us-central2-b
   launch/pod.sh 2xv4-32 gin/valkyrie_7b.gin --gin "include 'gin/strategies/multislice.gin'" --tpu first,second
   launch/pod.sh logs --tpu my-tpu --zone us-central2-b      (and status, stop, tensorboard)
-  launch/pod.sh profile RUN --seconds 5                     (all hosts of a running run; RUN: its directory)
+  launch/pod.sh profile RUN --seconds 5                     (all hosts of a running job; RUN: its directory)
   launch/pod.sh logs RUN                                    (a simulated run: all hosts, ordered by time)
   launch/pod.sh tensorboard RUN                             (a run directory that this machine can read)
   launch/pod.sh v4-32 validate --tpu my-tpu --zone us-central2-b --run-dir gs://bucket/first
@@ -47,11 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", metavar="S", type=flags.positive, help="with profile: how long to trace")
     modes = parser.add_argument_group("modes")
     flags.add(modes, "--simulate", "--smoke")
-    modes.add_argument("--check", action="store_true", help="check what can be checked without a device; start nothing")
+    modes.add_argument("--check", action="store_true", help="check all that needs no device; start nothing")
     modes.add_argument("--tpu", metavar="NAME[,NAME]", help="from a workstation: the TPU of each slice (or TPU_NAME)")
     modes.add_argument("--zone", help="its zone (or TPU_ZONE)")
     modes.add_argument("--project", help="its project (or TPU_PROJECT)")
-    modes.add_argument("--spot", action="store_true", help="create, queue, --restarts: a TPU that may be taken away")
+    modes.add_argument("--spot", action="store_true", help="create, queue, --restarts: a TPU that may be preempted")
     modes.add_argument("--queued", action="store_true", help="delete, --restarts: the TPU is a queued resource")
     modes.add_argument("--dry-run", action="store_true", help="print the commands for the hosts, run none")
 
@@ -97,9 +97,9 @@ def _require_compatible(args: argparse.Namespace) -> None:
         if getattr(args, one) and getattr(args, other):
             raise UserError(f"--{one} and --{other.replace('_', '-')} exclude each other: give one of them")
     if args.experiment != "validate" and args.validated is not None:
-        raise UserError(f"{args.validated!r} is one word too many: launch/pod.sh {args.target} {args.experiment} …")
+        raise UserError(f"unexpected argument {args.validated!r} after launch/pod.sh {args.target} {args.experiment}")
     if args.experiment == "validate" and (args.gin or args.steps or args.smoke or args.check or args.restarts):
-        raise UserError(f"{args.target} validate takes EXPERIMENT.gin, --run-dir and where to go, and no other flag")
+        raise UserError(f"{args.target} validate accepts only EXPERIMENT.gin, --run-dir, --simulate and --tpu")
 
 
 def _of_a_run(args: argparse.Namespace) -> int:
@@ -199,8 +199,8 @@ def _from_workstation(args: argparse.Namespace, slice_: slices.Slice, tpus: Sequ
     run_directory = _run_directory(args)
     if args.restarts and not paths.is_remote(run_directory):
         raise UserError(
-            f"--restarts with the run directory {run_directory}: a TPU that is made again has empty disks, so there "
-            "would be nothing to go on from. Give --run-dir gs://BUCKET/…"
+            f"--restarts with the run directory {run_directory}: a recreated TPU has empty disks, so there "
+            "would be no checkpoint to resume from. Give --run-dir gs://BUCKET/…"
         )
     experiment = workstation.shipped_path(args.experiment, workspace=environment.WORKSPACE)
     where = "dry run" if args.dry_run else "shipped to"
@@ -223,7 +223,7 @@ def _from_workstation(args: argparse.Namespace, slice_: slices.Slice, tpus: Sequ
     code = start()
     if code or args.dry_run or not args.restarts:
         return code
-    print("Watching the TPU, and creating it again if it is preempted; Ctrl-C stops only the watching.", flush=True)
+    print("Watching the TPU; it is recreated if it is preempted. Ctrl-C ends only the watch, not the run.", flush=True)
     with supervise.stop_requests() as requested:
         order = lifecycle.Order(slice_.single, args.spot, args.queued)
         watch = lifecycle.Watch(tpus=tpus, order=order, start=start, requested=requested)

@@ -12,7 +12,7 @@ from core.training import profile_reader
 from core.training.profile_reader import HostProfile
 from launch import flags, terminal
 
-HELP = "print a profile: step time by host, skew, input wait, top operations, share of collectives"
+HELP = "print a summary of a profile: step time by host, skew, input wait, top operations, share of collectives"
 EXAMPLE = "launch/run profile runs/gin/quickstart --session step_100"
 ABOUT_CPU = (
     "This run used CPU devices, which have no trace of their own: steps are those of the training loop, operations "

@@ -118,8 +118,8 @@ def _walk(config: Configuration) -> tuple[Mapping[Any, set[Scope]], list[ConfigP
 
     def visit(node: Any, scope: Scope, path: tuple[Any, ...], at: Binding, *, is_called: bool = True) -> None:
         if (node, scope) in path:
-            what = f"{node} itself is needed for its own value"
-            problems.append(at.problem(what, fix="break the circle of references"))
+            what = f"{node} refers to itself"
+            problems.append(at.problem(what, fix="remove the circular reference"))
         elif (node, scope, is_called) not in visited:
             visited.add((node, scope, is_called))
             scopes[node].add(scope)

@@ -102,7 +102,7 @@ class Names:
             module = sys.modules[name.split(".")[0]]
         first = symbols.setdefault(symbol, module)
         if module and first not in (module, None):
-            what = f"'{symbol}' already stands for {first.__name__} in this file"
+            what = f"'{symbol}' is already the name of {first.__name__} in this file"
             details = {"fix": f"{import_line(name)} as …"}
         if what:
             self.problems.append(ConfigProblem(file, statement.location.line_num, what, **details))
@@ -156,7 +156,7 @@ class Names:
         fix = f"write {choice}" if choice else "import the module that has it, and write module.constructor"
         if symbol in self._public and rest:
             fix = f"import it at the top of the file: {import_line(self._public[symbol])}"
-        what = f"'{symbol}' is not imported here" if rest else f"'{symbol}' is not of the form module.constructor"
+        what = f"'{symbol}' is not imported here" if rest else f"'{symbol}' does not have the form module.constructor"
         return _UnresolvedError(what, expected=did_you_mean(selector, choices), fix=fix)
 
     def _member(self, module: types.ModuleType, rest: list[str], *, selector: str) -> Constructor:

@@ -210,7 +210,7 @@ def _result(reference: Reference, hint: Any) -> str:
         return ", the constructor itself"
     given = reference.target.returns
     lacks = _lacking(given, typing.get_origin(hint) or hint) if inspect.isclass(given) else []
-    return f", which gives {hint_text(given)}" + (f", which lacks {', '.join(lacks)}" if lacks else "")
+    return f", which returns {hint_text(given)}" + (f", which lacks {', '.join(lacks)}" if lacks else "")
 
 
 def _lacking(actual: type, protocol: type) -> list[str]:

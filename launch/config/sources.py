@@ -30,10 +30,10 @@ _ERRORS = (SyntaxError, tokenize.TokenError, TypeError, ValueError)  # an unhash
 _IMPORTS = re.compile(r"(?:from\s+[\w.]+\s+)?import\s+[\w.]+\s*,")
 _EXPLANATIONS = {
     "Unable to parse value": (
-        "there is no value that gin can read",
+        "gin cannot parse the value",
         "a value is a number, text in quotes, True, False, None, a list, tuple or dictionary, @module.name() or %NAME",
     ),
-    "Expected newline": ("the statement goes on where it should end", "write one statement on a line"),
+    "Expected newline": ("there is text after the end of the statement", "write one statement on a line"),
     "Couldn't parse statement": (
         "this is not a statement",
         "a statement is module.constructor.parameter = value, or NAME = value",
@@ -123,7 +123,7 @@ class Reader:
         if path is None:
             self.complete = False
         elif display(path) in reading:
-            what = f"the include of {display(path)} comes back to a file that is being read"
+            what = f"the include of {display(path)} is circular"
             self.problems.append(ConfigProblem(reading[-1], line, what, fix="remove the include"))
         else:
             self.file(path, ancestors=reading)
@@ -194,7 +194,7 @@ def _explanation(error: Exception, piece: str) -> tuple[str, str]:
         is_constant = token[1].lower() in ("true", "false", "none")
         return f"the value {token[1]} is not known", f"write {token[1].capitalize()}" if is_constant else fix
     if _IMPORTS.match(piece):
-        return "gin imports one module in a statement", "write an import for each"
+        return "a gin import statement can import one module only", "write one import statement for each"
     if isinstance(error, tokenize.TokenError) or _stops_at_a_quote(error):
         return "a bracket or a string is not closed", "close it"
     other = f"gin cannot read this: {message[:1].lower()}{message[1:].rstrip('.')}", ""

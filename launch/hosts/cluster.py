@@ -104,7 +104,7 @@ def _require_chips(slice_: Slice, *, played: bool) -> None:
         raise UserError(
             f"{slice_.name} was asked for, but JAX found {units.counted(len(devices), f'{platform_} device')} "
             f"and no TPU. On a TPU host: is libtpu missing? Its chips: {tpu_host.chip_holders().detail}. "
-            "Elsewhere: rehearse, --simulate"
+            "On another machine, add --simulate"
         )
     if len(devices) != slice_.chips:
         raise UserError(

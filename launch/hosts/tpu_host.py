@@ -109,7 +109,7 @@ def require_here(slice_: slices.Slice) -> None:
     if not place.on_tpu_host:
         examined = "\n  ".join(place.looked_at)
         raise UserError(
-            "this is no host of a TPU slice: run the same command on every host of one, or add --simulate:\n"
+            "this machine is not a host of a TPU slice: run the same command on every host of one, or add --simulate:\n"
             f"  {examined}"
         )
     require_slice(slice_, accelerator_type=place.accelerator_type, where="this host's TPU")
@@ -133,7 +133,7 @@ def chip_holders(is_chip: re.Pattern = _CHIPS) -> Finding:
     if holders:
         fix = f"end it (kill {' '.join(sorted(holders, key=int))}), or wait for its run to end"
         return Finding("chips", False, "; ".join(holders.values()), fix)
-    note = f"; {units.counted(unseen, 'process', 'processes')} of other users could not be looked at" if unseen else ""
+    note = f"; {units.counted(unseen, 'process', 'processes')} of other users could not be inspected" if unseen else ""
     return Finding("chips", True, f"held by no other process{note}")
 
 

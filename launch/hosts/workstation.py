@@ -90,7 +90,7 @@ def _ready(tpu: Tpu, slice_: slices.Slice) -> gcloud.Description:
         raise UserError(f"TPU {tpu.name} is {state} (health {found.health or 'unknown'}), not READY")
     tpu_host.require_slice(slice_, accelerator_type=found.accelerator_type or None, where=f"TPU {tpu.name}")
     if slice_.num_slices > 1 and not found.address:
-        raise UserError(f"gcloud has no address of host 0 of {tpu.name}, with which the slices would join")
+        raise UserError(f"gcloud has no address of host 0 of {tpu.name}, which the slices need to join")
     return found
 
 
@@ -168,7 +168,7 @@ def shipped_path(path: str, *, workspace: Path) -> str:
     if not absolute.is_file():
         raise UserError(f"no such experiment file: {path}")
     if not absolute.is_relative_to(workspace) or str(absolute.relative_to(workspace)) not in workspace_files(workspace):
-        raise UserError(f"{path} would not reach the hosts: put it into {workspace}, where git does not ignore it")
+        raise UserError(f"{path} would not be copied to the hosts: put it into {workspace}, not ignored by git")
     return str(absolute.relative_to(workspace))
 
 
@@ -181,7 +181,7 @@ def left_behind(patterns: Sequence[str], *, workspace: Path) -> list[str]:
         left = [path for path in here if not any(f == path or f.startswith(f"{path}/") for f in shipped)]
         if left:
             found.append(
-                f"{pattern!r} would not reach the hosts: git ignores {left[0]}, so it is not shipped. Give "
-                "gs://BUCKET/…, or the absolute path where the hosts have it"
+                f"{pattern!r} would not be copied to the hosts: git ignores {left[0]}. Give gs://BUCKET/…, or the "
+                "absolute path that the data has on the hosts"
             )
     return found

@@ -181,7 +181,7 @@ class Progress:
         """Prints how many programs were compiled for the first step, and how many came from the cache."""
         self._print(
             f"compiled {units.counted(totals.programs - totals.found, 'program')} and read {totals.found} "
-            f"that were kept, in {units.seconds(totals.seconds)}"
+            f"from the cache, in {units.seconds(totals.seconds)}"
         )
 
     def line(self, step: int, values: Mapping[str, float], *, slowest: Slowest | None = None) -> None:

@@ -68,7 +68,7 @@ def test_the_host_that_would_run_something_else_is_named_by_all(address, odd):
     errors = finish(*(Host(address, index, 4, description=texts[index]) for index in range(4)))
     for error in errors:
         assert isinstance(error, ValueError)
-        assert "the hosts have different configurations (a minus is what the others have):" in str(error)
+        assert "the hosts have different configurations (- marks the other hosts' lines):" in str(error)
         assert f"\nhost {odd}: -BATCH_SIZE = 16 +BATCH_SIZE = 32\n" in str(error)
         assert "Start the same command" in str(error)
 
@@ -107,7 +107,7 @@ def test_two_with_one_index_are_told(address):
     time.sleep(0.4)
     second = Host(address, 1, 3, seconds=5)
     (error,) = finish(first)
-    assert "another process also says that it is host 1 of 3" in str(error)
+    assert "another process has already connected as host 1 of 3" in str(error)
     assert finish(zero, second, Host(address, 2, 3)) == [None] * 3
 
 

@@ -180,7 +180,7 @@ def test_a_model_with_an_axis_of_its_own_fits(folder):
             "configuration",
             "model is of type Uninformed, which lacks loss(params, carry, rng, batch, *, is_training): see Model in",
         ),
-        ("MODEL = @outside_parts.Half()", "configuration", "which gives Half, which lacks init_carry, loss"),
+        ("MODEL = @outside_parts.Half()", "configuration", "which returns Half, which lacks init_carry, loss"),
         (
             "OPTIMIZER = @outside_parts.nothing()",
             "configuration",

@@ -257,13 +257,13 @@ OWN_DISK = "/no-such-folder/run"
 @pytest.mark.parametrize(
     ("where", "argv", "says"),
     [
-        (NOWHERE, ["v4-16", "--tpu", "t", "--run-dir", OWN_DISK], "a TPU that is made again has empty disks"),
+        (NOWHERE, ["v4-16", "--tpu", "t", "--run-dir", OWN_DISK], "a recreated TPU has empty disks"),
         (
             NOWHERE,
             ["v4-8", "--tpu", "t", "--run-dir", OWN_DISK],
             "there would be nothing to go on from. Give --run-dir",
         ),
-        (NOWHERE, ["v4-8", "--tpu", "t"], "runs/gin/quickstart: a TPU that is made again"),
+        (NOWHERE, ["v4-8", "--tpu", "t"], "runs/gin/quickstart: a recreated TPU"),
     ],
 )
 def test_restarts_that_would_find_no_checkpoint_are_refused(place, calls, capsys, where, argv, says):

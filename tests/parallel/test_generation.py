@@ -136,7 +136,7 @@ def test_too_many_positions_and_empty_prompts_are_refused():
     generator = generator_of("gpt2")
     with pytest.raises(UserError, match="a prompt of 25 ids and 8 new ones need 33 positions, and the model has 30"):
         generator.generate([[1] * 25], max_tokens=8)
-    with pytest.raises(UserError, match="the prompt has the id 83, and the model's are 0 to 82"):
+    with pytest.raises(UserError, match="the prompt contains id 83; expected ids of the model, 0 to 82"):
         generator.generate([[1], [83]], max_tokens=1)
     with pytest.raises(UserError, match="at least one id"):
         generator.generate([[1], []], max_tokens=1)

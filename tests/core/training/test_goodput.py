@@ -53,8 +53,8 @@ def test_steps_that_are_made_again_down_time_compiling_and_waiting_do_not_count(
     clock(50)  # down
     run.start(2, range(3, 11))  # of the 30 s the share of 3 of 5 steps is lost; 8 steps, the first compiles
     assert run.share == pytest.approx((30 * 2 / 5 + 70) / (50 + 50 + 80))
-    assert run.said == ["goodput 12.0 % over 2 starts; 3 steps were made again; continues from step 2", run.said[-1]]
-    assert run.said[-1] == "goodput 45.6 % over 2 starts; 3 steps were made again"
+    assert run.said == ["goodput 12.0 % over 2 starts; 3 steps were repeated; continues from step 2", run.said[-1]]
+    assert run.said[-1] == "goodput 45.6 % over 2 starts; 3 steps were repeated"
     first, second = goodput.read(str(tmp_path))
     assert (first.lost_steps, first.finished, second.first_step, second.finished) == (3, False, 2, True)
 

@@ -101,7 +101,7 @@ def test_all_mistakes_are_found_at_once_and_no_host_is_started(launch, tmp_path,
 
 def test_off_a_slice_it_says_so(launch, monkeypatch):
     said = launch("doctor", "v4-16", "gin/quickstart.gin", code=2)
-    assert "this is no host of a TPU slice" in said
+    assert "this machine is not a host of a TPU slice" in said
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_library_that_is_missing_is_named():
 @pytest.mark.parametrize(
     ("environ", "says"),
     [
-        ({"RENGA_RUN_ROOTS": "x"}, "RENGA_RUN_ROOTS is read by nobody; did you mean RENGA_RUN_ROOT?"),
+        ({"RENGA_RUN_ROOTS": "x"}, "RENGA_RUN_ROOTS is not read by anything; did you mean RENGA_RUN_ROOT?"),
         ({"TPU_MESH_CONFIGS": "2,2"}, "did you mean TPU_MESH_CONFIG?"),
         ({"JAX_PROCESS_INDEX": "1"}, "JAX_PROCESS_INDEX is set and JAX_COORDINATOR_ADDRESS and JAX_PROCESS_COUNT are"),
         ({"TPU_MESH_CONFIG": "2,2"}, "TPU_MESH_CONFIG is set and TPU_AXIS_NAMES is not"),

@@ -134,7 +134,7 @@ def test_what_git_ignores_does_not_reach_the_hosts(tmp_path):
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     assert workstation.left_behind(["kept/*.txt", "kept", "./kept/a.txt", "absent/*"], workspace=tmp_path) == []
     (problem,) = workstation.left_behind(["kept/*.txt", "*/*.txt"], workspace=tmp_path)
-    assert "'*/*.txt' would not reach the hosts: git ignores ignored/a.txt" in problem
+    assert "'*/*.txt' would not be copied to the hosts: git ignores ignored/a.txt" in problem
     assert "gs://BUCKET/" in problem
 
 

@@ -484,7 +484,7 @@ MISTAKES = {
         "include 'defualts.gin'", 10, ["there is no file 'defualts.gin'", "did you mean", "defaults.gin'"]
     ),
     "unknown include, nothing like it": ("include 'zzz/q.gin'", 10, ["there is no file 'zzz/q.gin'"]),
-    "two values": ("models.Decoder.depth = 2 3", 10, ["goes on where it should end"]),
+    "two values": ("models.Decoder.depth = 2 3", 10, ["text after the end of the statement"]),
     "bare word": ("models.Decoder.remat = full", 10, ["value full is not known", "quotes"]),
     "lower-case boolean": ("models.Decoder.bias = true", 10, ["write True"]),
     "unclosed bracket": ("models.Decoder.sizes = (1, 2\nBATCH_SIZE = 3", 10, ["not closed"]),
@@ -499,7 +499,7 @@ MISTAKES = {
     ),
     "module of ours by a wrong path": ("import tasks_", 10, ["from toy import tasks"]),
     "import of a function": ("from toy.strategies import fsdp", 10, ["write strategies.fsdp"]),
-    "one name for two modules": ("from os import path as models", 10, ["already stands for toy.models"]),
+    "one name for two modules": ("from os import path as models", 10, ["already the name of toy.models"]),
     "unknown constructor": (
         "strategies.fsdpp.data = 2", 10, ["no constructor 'fsdpp'", "did you mean 'fsdp'?", "one of"]
     ),
@@ -551,7 +551,7 @@ MISTAKES = {
         ["tasks.random.make", "3 (int)", "expected: Callable[[], Text] | None"],
     ),
     "another class": (
-        "TASK = @strategies.pipeline()", 10, ["which gives Strategy", "expected: Text | Mixture | None"]
+        "TASK = @strategies.pipeline()", 10, ["which returns Strategy", "expected: Text | Mixture | None"]
     ),
     "constructor not called": ("from toy import tasks\nTASK = @tasks.random", 11, ["call it: @tasks.random()"]),
     "string for a list": (

@@ -43,7 +43,7 @@ def test_the_chips_must_be_as_many_as_the_slice_has():
 
 @pytest.mark.covers("R10")
 def test_cpus_are_no_tpu():
-    says = r"v4-32 was asked for, but JAX found 16 cpu devices and no TPU.* rehearse, --simulate"
+    says = r"v4-32 was asked for, but JAX found 16 cpu devices and no TPU.* add --simulate"
     with pytest.raises(ValueError, match=says):
         cluster._require_chips(slices.get("v4-32"), played=False)
 
@@ -110,7 +110,7 @@ distributed.shutdown()
         assert result.returncode == 0, result.output
         lines = result.output[result.output.index(f"host {index} of 2\n") :].splitlines()[1:]
         assert lines[0] == "accepted"
-        assert lines[1] == "refused: the configuration differs between hosts (a minus is what the others have):"
+        assert lines[1] == "refused: the configuration differs between hosts (- marks the other hosts' lines):"
         assert lines[2] == "host 1: -SEED = 0 +SEED = 1"
         assert lines[3] == "accepted"
         assert "/of_" in lines[4]

@@ -102,7 +102,7 @@ def test_the_command_writes_it(tmp_path, capsys, monkeypatch):
     assert command[3:] == ["--run-dir", "gs://b/first", "--gin", "SEED = 1"]
     capsys.readouterr()
     for more, says in (
-        (["--run-dir", "runs/x"], "would go with its pod"),
+        (["--run-dir", "runs/x"], "would be deleted with its pod"),
         (["--run-dir", "gs://b/x", "--name", "First_Run"], "expected up to 40 lower-case letters"),
     ):
         assert cli.main([*argv, *more]) == 2

@@ -187,7 +187,7 @@ def test_tensorboard_without_a_run_says_what_to_give(cloud, workspace, capfd):
 
 def test_only_what_git_would_keep_can_be_an_experiment(workspace, tmp_path):
     assert workstation.shipped_path(str(workspace / "gin/x.gin"), workspace=workspace) == "gin/x.gin"
-    with pytest.raises(ValueError, match="would not reach the hosts"):
+    with pytest.raises(ValueError, match="would not be copied to the hosts"):
         workstation.shipped_path(str(workspace / "data/large.bin"), workspace=workspace)
     with pytest.raises(ValueError, match="no such experiment file"):
         workstation.shipped_path(str(workspace / "gin/y.gin"), workspace=workspace)

@@ -75,7 +75,7 @@ def test_a_layout_is_explained(launch):
     assert re.search(r"parameters +\| params/layers/block/(gate|up|down)", said)
     assert "hottest operations" in said
     assert re.search(r"\| fsdp +\| ICI", said)
-    assert re.search(r"(computation|HBM|ICI) binds: a step takes", said)
+    assert re.search(r"limited by (computation|HBM|ICI): a step takes", said)
 
 
 @pytest.mark.slow

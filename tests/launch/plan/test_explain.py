@@ -45,7 +45,7 @@ def test_a_roofline_says_what_binds(question, capsys):
     chip = question.slice.chip
     explain._print_roofline(question, roofline(time, product_flops=1e12, executed=run, chip=chip))
     said = capsys.readouterr().out
-    assert "HBM binds: a step takes 2.1 s with all traffic hidden, 2.6 s with none" in said
+    assert "limited by HBM: a step takes 2.1 s with all traffic hidden, 2.6 s with none" in said
     assert "| ICI links" in said
     assert "DCN" not in said
     explain._print_roofline(question, roofline(time, product_flops=1e12, executed=[], chip=chip))

@@ -60,6 +60,6 @@ def test_the_command_prints_and_writes(tmp_path, capsys):
     circular = ["circular", "--stages", "2", "--microbatches", "4", "--repeats", "2"]
     assert "saves the layer inputs of 4 microbatches x 2 repeats" in run(*circular)
     for wrong in (["gpipe", "--repeats", "2"], ["circular"]):
-        assert "--repeats is for circular alone" in run(*wrong, "--stages", "4", "--microbatches", "8", code=2)
+        assert "--repeats is required for circular" in run(*wrong, "--stages", "4", "--microbatches", "8", code=2)
     few = ["circular", "--repeats", "2", "--stages", "4", "--microbatches", "2"]
     assert "num_microbatches = 2 is below stage = 4" in run(*few, code=2)
