@@ -5,9 +5,9 @@ A model calls `param("wq", (D, H, K), ("embed", "heads", "head_dim"), init)` and
 parameters, one for activations. The tables reach the model through a context variable while it is traced, so the same
 model runs under every layout, or without one.
 
-`abstract_init` records a `ParamSpec` for each parameter while it traces `init` abstractly. JAX would not trace a
-function again that it has traced before, and nothing would be recorded; hence the new closure there, and the check that
-every parameter was recorded.
+`abstract_init` records a `ParamSpec` for each parameter while it traces `init` abstractly. JAX does not trace the same
+function twice, and a second call would record nothing; `abstract_init` therefore traces a new closure at each call, and
+checks that every parameter was recorded.
 """
 
 from __future__ import annotations

@@ -376,7 +376,7 @@ class Rehearses(Protocol):
 class NamesFiles(Protocol):
     """A task that reads files.
 
-    Enables: checks of files before a run, also of those that hosts will read.
+    Enables: checks before a run that its files exist, also those that only the hosts read.
     """
 
     def named_files(self) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""Reads conversations for fine-tuning: lines of JSON whose answers are learned.
+"""Reads conversations for fine-tuning from JSON lines; only the assistant's answers are supervised.
 
 A line has `messages`, a list of {"role": "user", "content": "…"}, formatted by the chat template of the vocabulary's
 folder; or `prompt` and `completion`, two texts that are joined as they are and followed by the end-of-document id. Only

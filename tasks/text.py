@@ -130,7 +130,7 @@ def files(
     """Returns a task that reads your own text: .txt files (one document each) or .jsonl files (one per line).
 
     Args:
-      train: one or more patterns (`/data/*.txt`, `gs://bucket/part-*.jsonl`). `problems` reports None.
+      train: one or more patterns (`/data/*.txt`, `gs://bucket/part-*.jsonl`). If None, `problems` reports an error.
       validation: one or more patterns. Default: about 5 % of the files, or of the lines of .jsonl, chosen by hash.
       field: the JSON key of the text.
       length: tokens per row.

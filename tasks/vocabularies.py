@@ -125,7 +125,7 @@ def sentencepiece(path: str | None = None) -> Vocabulary:
     """Returns the vocabulary of an existing SentencePiece model.
 
     Args:
-      path: local or gs://. `problems` reports None and a local file that does not exist.
+      path: local or gs://. `problems` reports an error if it is None, or a local file that does not exist.
 
     Raises:
       UserError: `path` is not a string.

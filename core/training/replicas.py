@@ -113,7 +113,7 @@ class Compare(Hook):
         return step % self._every == 0
 
     def after_step(self, report: StepReport) -> None:
-        """Passes on the fingerprints of the previous step, and keeps the metrics of a step that will be compared."""
+        """Reports the previous step's fingerprints, and keeps the metrics of a step that will be compared."""
         self._flush()
         if self.needs_state(report.step):
             self._metrics = {f"metrics/{name}": [value.hex()] for name, value in report.metrics.items()}

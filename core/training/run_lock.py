@@ -5,7 +5,7 @@ owner of an existing lock is a process of this machine, the process table shows 
 is observed: an owner that does not renew it within SILENT_SECONDS counts as dead. Clocks of different machines are
 never compared.
 
-If the lock of a run disappears, the run directory was deleted or another launch was let in, and the run must end.
+If the lock of a run disappears, the run directory was deleted or given to another launch, and the run must end.
 """
 
 from __future__ import annotations

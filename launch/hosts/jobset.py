@@ -1,8 +1,8 @@
 """Builds the JobSet manifest with which GKE starts a process on every host of every slice, and restarts them.
 
-One replicated job has a child job for each slice, with a pod for each host; GKE sets TPU_WORKER_ID and the like, and
-MEGASCALE_… in them, from which JAX finds its peers. An exit code that a restart cannot help fails the whole set at
-once; any other restarts the set from the last checkpoint.
+One replicated job has a child job for each slice, with a pod for each host. In each pod, GKE sets the environment
+variables (TPU_WORKER_ID, MEGASCALE_…) from which JAX finds the other hosts. An exit code for which a restart cannot
+help fails the whole set at once; any other restarts the set from the last checkpoint.
 
 Fields: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2 and
 https://cloud.google.com/kubernetes-engine/docs/how-to/tpus.

@@ -30,7 +30,7 @@ def dataset(
     """Returns a task that reads puzzles from a folder.
 
     Args:
-      directory: local or gs://, with train/ and test/; `problems` reports None.
+      directory: local or gs://, with train/ and test/. If it is None, `problems` reports an error.
       length: S, tokens per puzzle; must equal the dataset's seq_len.
       vocab_size: must equal the dataset's.
       train_puzzles: use only the first `train_puzzles` training puzzles; None: all.

@@ -48,7 +48,7 @@ class Variant(NamedTuple):
         return np.argsort(self.colours).astype(np.uint8)[symmetries.restore(grid, self.orientation)]
 
     def name(self, puzzle: str) -> str:
-        """Returns the identifier of the variant of the puzzle with this name."""
+        """Returns the identifier of this variant, given the name of the puzzle."""
         if self == Variant():
             return puzzle
         return SEPARATOR.join((puzzle, f"t{self.orientation}", "".join(map(str, self.colours))))

@@ -82,6 +82,19 @@ def test_other_errors_leave_none(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def recorded(events):
+    """A trace that writes its start and its end to `events`."""
+
+    class Trace:
+        def __init__(self, step):
+            events.append(f"start {step}")
+
+        def stop(self):
+            events.append("stop")
+
+    return Trace
+
+
 class NoRequests:
     def asked(self, step):
         return None
@@ -94,15 +107,7 @@ def report(step):
 @pytest.mark.covers("O01")
 def test_profile_windows_open_and_close_with_their_steps():
     events = []
-
-    class Recorded:
-        def __init__(self, step):
-            events.append(f"start {step}")
-
-        def stop(self):
-            events.append("stop")
-
-    profile = profiling.Profile(Recorded, NoRequests(), at=(2, 9), num_steps=3)
+    profile = profiling.Profile(recorded(events), NoRequests(), at=(2, 9), num_steps=3)
     for step in range(1, 11):
         profile.before_step(step)
         events.append(f"dispatch {step}")
@@ -117,15 +122,8 @@ def test_profile_windows_open_and_close_with_their_steps():
 
 
 def test_a_window_has_its_steps_and_no_other():
-    """Run by the training loop itself: the step behind the window is dispatched when the trace has ended."""
+    """Run by the training loop itself: the step after the window is dispatched when the trace has ended."""
     events = []
-
-    class Trace:
-        def __init__(self, step):
-            events.append(f"start {step}")
-
-        def stop(self):
-            events.append("stop")
 
     class Program:
         def train_step(self, state, batch):
@@ -138,28 +136,20 @@ def test_a_window_has_its_steps_and_no_other():
         def __next__(self):
             return {}
 
-    profile = profiling.Profile(Trace, NoRequests(), at=(3,), num_steps=2)
+    profile = profiling.Profile(recorded(events), NoRequests(), at=(3,), num_steps=2)
     trainer.train(Program().train_step, Batches(), types.SimpleNamespace(step=0), total_steps=6, hooks=[profile])
     steps = [f"dispatch {n}" for n in range(1, 7)]
     assert events == [*steps[:2], "start 3", *steps[2:4], "stop", *steps[4:]]
 
 
-def test_a_window_that_is_asked_for_is_traced_like_a_planned_one():
+def test_a_requested_window_is_traced_like_a_planned_one():
     events = []
-
-    class Trace:
-        def __init__(self, step):
-            events.append(f"start {step}")
-
-        def stop(self):
-            events.append("stop")
-
     wanted = [profiling.Window(5, 6)]
     requests = types.SimpleNamespace(
         asked=lambda step: wanted.pop() if wanted and step >= wanted[0].first_step else None,
         done=lambda: events.append("done"),
     )
-    profile = profiling.Profile(Trace, requests, at=(5, 9), num_steps=1)
+    profile = profiling.Profile(recorded(events), requests, at=(5, 9), num_steps=1)
     for step in range(1, 12):
         profile.before_step(step)
         if step > 1:
