@@ -25,7 +25,7 @@ class Bookkeeping:
             act()
         except Exception as error:  # a bucket fails with its client's own types
             if not self._is_failing:
-                said = f"{self._what} could not be {self._done} ({type(error).__name__}: {error}); the run goes on"
+                said = f"{self._what} could not be {self._done} ({type(error).__name__}: {error}); the run continues"
                 with contextlib.suppress(OSError):  # standard output may be a file on the same disk
                     print(f"warning: {said}", flush=True)
             self._is_failing = True

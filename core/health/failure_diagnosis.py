@@ -190,9 +190,9 @@ def _left_early(seen: Mapping[int, Seen], now: float) -> Verdict | None:
     early = [i for i, s in seen.items() if s.left and s.left[0] == 0 and now - s.left[2] > EARLY_SECONDS]
     if not stepping or not early:
         return None
-    says = "; ".join(f"{seen[i].name} left its loop at step {seen[i].place.step}" for i in early)
+    says = "; ".join(f"{seen[i].name} ended its training loop at step {seen[i].place.step}" for i in early)
     there = ", ".join(f"{seen[i].name} at {seen[i].place}" for i in stepping[:3])
-    return Verdict(tuple(early), f"{says}, with others in theirs: {there}", exit_codes.PEER_LOST)
+    return Verdict(tuple(early), f"{says} while others were still in theirs: {there}", exit_codes.PEER_LOST)
 
 
 def _apart(seen: Mapping[int, Seen], limits: Limits) -> Verdict | None:
@@ -237,7 +237,7 @@ def _hung(seen: Mapping[int, Seen], limits: Limits) -> Verdict | None:
         places = {str(s.place) for s in seen.values()}
         where = places.pop() if len(places) == 1 else "; ".join(f"{s.name} at {s.place}" for s in seen.values())
         longest = max(s.place.seconds for s in seen.values())
-        says = f"no host made a step for {longest:.0f} s, and none is behind the others: {where}"
+        says = f"no host completed a step for {longest:.0f} s, and no host is behind the others: {where}"
         return Verdict(tuple(culprits), says, exit_codes.HUNG, wants_stacks=True)
     says = "; ".join(f"{seen[i].name} has been at {seen[i].place} for {seen[i].place.seconds:.0f} s" for i in culprits)
     allowed = min(limits.of(seen[i].place) for i in culprits)

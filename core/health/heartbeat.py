@@ -277,7 +277,7 @@ class _Watch(threading.Thread):
         hosts = overdue.hosts if overdue else None
         if overdue and hosts != self._reported:
             self._with_stacks(overdue)
-            lines = [f"watchdog: {overdue.says}. The run goes on: the watchdog only reports."]
+            lines = [f"watchdog: {overdue.says}. The run continues: the watchdog only reports."]
             lines += [f"The threads of {self._named(of)}:\n{text}" for of, text in grouped_by_text(self._stacks)]
             self._stacks.clear()
             _print("\n".join(lines))

@@ -27,7 +27,7 @@ def test_a_line_that_the_disk_takes_in_part_is_completed_later(tmp_path, capsys)
     assert (tmp_path / "log").read_bytes() == b"first\nse"
     log.close()
     assert (tmp_path / "log").read_bytes() == b"first\nsecond\nthird\n"
-    assert len(re.findall(r"could not be written \(.*\); the run goes on", capsys.readouterr().out)) == 1
+    assert len(re.findall(r"could not be written \(.*\); the run continues", capsys.readouterr().out)) == 1
 
 
 def test_what_is_kept_has_a_limit_and_the_file_says_what_is_missing(tmp_path):

@@ -227,5 +227,5 @@ def test_a_full_disk_delays_what_is_written_and_ends_nothing(tmp_path, disk, cap
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 2  # once for each file
     assert all(
-        re.search(r"warning: .* could not be written \(OSError: .*File too large\); the run goes on", s) for s in said
+        re.search(r"warning: .* could not be written \(OSError: .*File too large\); the run continues", s) for s in said
     )

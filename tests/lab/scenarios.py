@@ -118,7 +118,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         ends_within_seconds=USUAL_LIMITS.silent_seconds + WORD_SECONDS,
     ),
     Scenario("an exception on one host", (exit_codes.RAISED,), r"host 2 .*planted: a host raises", Fault("raise")),
-    Scenario("a host leaves early", (exit_codes.PEER_LOST,), r"host 2 .*left its loop", Fault("leave")),
+    Scenario("a host leaves early", (exit_codes.PEER_LOST,), r"host 2 .*ended its training loop", Fault("leave")),
     Scenario(
         "a branch that one host takes",
         (exit_codes.PEER_LOST, exit_codes.HUNG, exit_codes.RAISED, exit_codes.JAX_ABORTED),

@@ -261,7 +261,7 @@ OWN_DISK = "/no-such-folder/run"
         (
             NOWHERE,
             ["v4-8", "--tpu", "t", "--run-dir", OWN_DISK],
-            "there would be nothing to go on from. Give --run-dir",
+            "there would be no checkpoint to resume from. Give --run-dir",
         ),
         (NOWHERE, ["v4-8", "--tpu", "t"], "runs/gin/quickstart: a recreated TPU"),
     ],

@@ -106,8 +106,8 @@ def test_a_host_that_leaves_its_loop_is_named(ends, host):
     results, seconds = ends(story)
     others = [i for i in range(3) if i != host]
     assert [results[i].returncode for i in (host, *others)] == [0, LOST, LOST], results
-    says = f"host {host} (127.0.0.1) left its loop at step 17, with others in theirs: host {others[0]} (127.0.0.1) at"
-    say(results, others[:1], says + " step 17, training")
+    says = f"host {host} (127.0.0.1) ended its training loop at step 17 while others were still in theirs: "
+    say(results, others[:1], says + f"host {others[0]} (127.0.0.1) at step 17, training")
     assert seconds < 9
 
 
@@ -217,7 +217,7 @@ heartbeat.stop()
 """
     results, _ = ends(story, reports=True)
     assert [r.returncode for r in results] == [0, 0, 0], results
-    says = r"watchdog: host 1 .* has been at step 17, between steps for \d+ s \(limit 1.5 s\).*The run goes on"
+    says = r"watchdog: host 1 .* has been at step 17, between steps for \d+ s \(limit 1.5 s\).*The run continues"
     assert len(re.findall(says, results[0].output)) == 1, results[0].output
     assert "in a_hook_that_takes_long" in results[0].output
     assert not re.search("ends: ", "".join(r.output for r in results))
@@ -236,7 +236,7 @@ def test_a_host_zero_that_is_frozen_is_named_by_the_others_where_the_watchdog_on
         watch.join(5.0)
     said = capfd.readouterr().err
     named = (
-        r"watchdog: host 0 \(10\.0\.0\.3\) has been silent for 1 s: last seen at step 17, training\. The run goes on"
+        r"watchdog: host 0 \(10\.0\.0\.3\) has been silent for 1 s: last seen at step 17, training\. The run continues"
     )
     assert len(re.findall(named, said)) == 1, said
 
@@ -287,7 +287,7 @@ def test_when_nobody_is_behind_everybody_shows_its_stacks(ends):
     results, _ = ends("stop_the_clock()\ndef waits_for_a_device(): time.sleep(30)\nwaits_for_a_device()", hosts=2)
     assert [r.returncode for r in results] == [HUNG] * 2, results
     for result in results:
-        says = r"no host made a step for \d+ s, and none is behind the others: step 17, training"
+        says = r"no host completed a step for \d+ s, and no host is behind the others: step 17, training"
         assert re.search(says, result.output)
         assert result.output.count("in waits_for_a_device") == 2
 

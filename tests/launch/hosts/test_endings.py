@@ -130,7 +130,10 @@ def test_a_host_that_learns_at_another_rate_is_named(ends):
 def test_a_host_that_leaves_its_loop_is_named(ends, host):
     results, seconds = ends("sys.exit(0)", host=host)
     assert results[1 - host].returncode == LOST, results[1 - host].output[-3000:]
-    assert f"host {host} (127.0.0.1) left its loop at step 12, with others in theirs" in results[1 - host].output
+    assert (
+        f"host {host} (127.0.0.1) ended its training loop at step 12 while others were still in theirs"
+        in results[1 - host].output
+    )
     assert seconds < 30
 
 

@@ -25,7 +25,7 @@ def test_a_log_that_cannot_be_written_hides_nothing(tmp_path, capfd, where):
     host.finish()
     assert list(host.last_lines) == ["step 1", "error: no room", "last words"]
     said = capfd.readouterr().out
-    warned = re.findall(r"warning: \S*host_0.log could not be written \(.*\); the run goes on\n", said)
+    warned = re.findall(r"warning: \S*host_0.log could not be written \(.*\); the run continues\n", said)
     assert len(warned) == 1
     assert said.replace(warned[0], "") == "step 1\nerror: no room\nlast words"
 
