@@ -19,7 +19,7 @@ _LONGEST = 110
 def markdown(outcomes: Sequence[Outcome], flips: Flips | None) -> str:
     """Returns the table, with a caption above it."""
     rows = [
-        "| what happens | ends after, s | exit code | what is said | steps lost | goes on after, s | same end |",
+        "| injected fault | ends after, s | exit code | message | steps lost | resumes after, s | same end |",
         "|---|---|---|---|---|---|---|",
         *map(_row, outcomes),
     ]
