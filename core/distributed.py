@@ -281,7 +281,7 @@ def post(name: str, text: str) -> None:
 
 
 def posted(folder: str) -> dict[str, str]:
-    """Returns the texts stored under `folder/`, by the rest of their names. Does not wait for other hosts."""
+    """Returns the texts stored under `folder/`, by their names without it. Does not wait for other hosts."""
     client = jax_internals.coordination_client()
     if client is None:
         found = [(name, text) for name, text in _posted_alone.items() if name.startswith(f"{folder}/")]

@@ -356,7 +356,7 @@ def _remember(name: str, spec: ParamSpec) -> None:
 
 
 class _Names(NamedTuple):
-    """Specs of the parameters of stock modules, by pattern, and the names of the functions that contain the current."""
+    """Specs of the parameters of stock modules, by pattern, and the names of the enclosing functions."""
 
     table: Mapping[str, ParamSpec]
     within: tuple[str, ...]

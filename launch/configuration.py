@@ -46,7 +46,7 @@ def load(path: str, *, bindings: Sequence[str] = (), slice_name: str | None = No
 
 
 def _content(path: str) -> str:
-    """The text of a file in a bucket."""
+    """Reads the text of a file in a bucket."""
     file = paths.resolve(path)
     if not file.exists():
         raise UserError(f"there is no file {path!r}; give the experiment's address, such as gs://BUCKET/first.gin")

@@ -120,7 +120,7 @@ class Experiment:
         object.__setattr__(self, "optimizer", optimizers.as_optimizer(self.optimizer))
 
     def _wrong_parts(self) -> Iterator[str]:
-        """A constructor without annotations may give anything, which gin cannot tell before it calls it."""
+        """Yields the parts of the wrong type; gin checks annotations, but a constructor may have none."""
         for name, kinds in (("strategy", [Strategy]), ("optimizer", [Optimizer, Transformation])):
             if not isinstance(part := getattr(self, name), tuple(kinds)):
                 expected = " or ".join(f"{kind.__module__}.{kind.__name__}" for kind in kinds)
@@ -240,7 +240,7 @@ class Experiment:
         )
 
     def _check_rows(self, partitioner: Partitioner) -> None:
-        """Speaks of streams and chips at once where the next multiple of either would not suit the other."""
+        """Checks that the batch divides over streams and over chips; the error suggests sizes that fit both."""
         schedule = partitioner.pipeline
         cuts = self.accum_steps * (schedule.num_microbatches if schedule else 1)
         streams, groups = self.task.num_streams, partitioner.row_shards * cuts

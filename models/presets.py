@@ -63,7 +63,7 @@ def _qwen3(*sizes: int, **other: Any) -> Fields:
 
 
 def _gemma(*sizes: int, **other: Any) -> Fields:
-    """What Gemma 2 and 3 share: norms before and after, their scale stored as an offset, a gated GELU."""
+    """The common fields of Gemma 2 and 3: norms before and after each part with an offset scale, a gated GELU."""
     return _sizes(
         *sizes,
         norm="rms_offset",

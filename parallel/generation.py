@@ -65,7 +65,7 @@ class Continuation(NamedTuple):
 
 
 class _State(NamedTuple):
-    """Between steps: cache, logits of the next token [B, V], its position [B], and whether the row has ended [B]."""
+    """The state between steps: cache, next-token logits [B, V], its position [B], and whether rows have ended [B]."""
 
     cache: Any
     logits: jax.Array

@@ -134,7 +134,7 @@ def residuals(program: Program, params: Any, state: TrainState, batch: Any) -> t
 
 
 class _Order:
-    """The order in which a backward pass computes gradients: head, layers from the last to the first, embedding."""
+    """Sorts gradients in the order of a backward pass: head, layers from the last to the first, embedding."""
 
     def __init__(self, program: Program):
         self._axes = program.axes.params

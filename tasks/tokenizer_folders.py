@@ -71,7 +71,7 @@ class FolderTokenizer:
 
     @functools.cached_property
     def _settings(self) -> dict[str, Any]:
-        """The settings of the folder: the later of these files win."""
+        """The settings of the folder; later files override earlier ones."""
         found: dict[str, Any] = {}
         for name in ("config.json", "generation_config.json", "special_tokens_map.json", "tokenizer_config.json"):
             file = self.folder / name
@@ -196,7 +196,7 @@ class FolderTokenizer:
         outer = self
 
         class Wrapped(seqio.Vocabulary):
-            """The tokenizer as seqio calls it, also inside tf.data."""
+            """Adapts the tokenizer to seqio's interface, also for tf.data."""
 
             @property
             def bos_id(self) -> int:

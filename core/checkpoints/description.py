@@ -146,7 +146,7 @@ def read_streams(step_folder: paths.Path) -> dict[str, bytes]:
 
 
 def digest(position: bytes) -> str:
-    """Returns the digest of a position that the metadata of a checkpoint records."""
+    """Returns the SHA-256 of a position, as recorded in the metadata of a checkpoint."""
     return hashlib.sha256(position).hexdigest()
 
 

@@ -34,7 +34,7 @@ class _Parameter(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """Names of the tensors that hold it."""
+        """Returns the names of the tensors that contain the parameter."""
         return [self.source.name.format(i) for i in range(self.layers or 1)]
 
 

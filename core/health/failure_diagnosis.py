@@ -226,7 +226,7 @@ def _silent(seen: Mapping[int, Seen], limits: Limits) -> Verdict | None:
 
 
 def _hung(seen: Mapping[int, Seen], limits: Limits) -> Verdict | None:
-    """Blames the hosts that delay the others, once they are over their limits."""
+    """Blames the hosts that delay the others, once they exceed their limits."""
     if any(s.raised or s.left for s in seen.values()):
         return None
     over = {i for i, s in seen.items() if s.place.seconds > limits.of(s.place)}

@@ -124,7 +124,7 @@ class OnceCompiled:
 
 
 def _bind(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by parameter name, or by position where the function tells no signature."""
+    """Returns arguments by parameter name, or by position if the function has no signature."""
     try:
         return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
     except (TypeError, ValueError):

@@ -98,10 +98,10 @@ def _range(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
 
 
 class Compare(Hook):
-    """A hook that passes on the fingerprints of this host's replicated shards every `every` steps."""
+    """A hook that reports the fingerprints of this host's replicated shards every `every` steps."""
 
     def __init__(self, hand_over: Callable[[int, Numbers], None], *, every: int):
-        """Takes `hand_over(step, numbers)`, which is called one step later, when the fingerprints are ready."""
+        """Takes `hand_over(step, numbers)`, which is called one step later with the fingerprints."""
         self._hand_over = hand_over
         self._every = every
         self._replicas: Replicas | None = None

@@ -123,7 +123,7 @@ class RunLock:
     """The lock of a run directory, held from `acquire` to `release`."""
 
     def __init__(self, run_dir: str, version: str, owner: Owner, *, made_directory: bool, clock: Callable[[], float]):
-        """Is called by `acquire`."""
+        """Only called by `acquire`."""
         self._run_dir, self._file = run_dir, paths.resolve(run_dir) / FILE
         self._owner, self._version, self._made_directory = owner, version, made_directory
         self._lost = ""

@@ -116,7 +116,7 @@ def depth(model: Model) -> int | None:
 
 
 def _eflop(run: Experiment, steps: int) -> float | None:
-    """Training EFLOP up to a step, without rematerialisation and evaluation; None if the model does not count them."""
+    """Returns the training EFLOP up to a step, without rematerialisation and evaluation; None if not counted."""
     if can(run.model, CountsRunFlops):
         return run.model.training_flops(run.row_length, rows=run.batch_size, steps=steps) / _EXA
     return run.flops_per_step * steps / _EXA if run.flops_per_step else None

@@ -84,7 +84,7 @@ def run_state(tpu: Tpu) -> str:
 
 
 class _StopRequested(Exception):
-    """This process was asked to stop."""
+    """A signal asked this process to stop."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -167,7 +167,7 @@ def _report(host: HostProcess) -> int:
 
 @contextlib.contextmanager
 def _guard(scratch: str) -> Iterator[Callable[[object], None]]:
-    """Inside, a helper process ends the sessions that it was told of if this process is killed."""
+    """Context with a helper process that ends the registered sessions if this process is killed."""
     command = ["bash", "-c", _GUARD, "guard", scratch]
     silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     guard = subprocess.Popen(command, stdin=subprocess.PIPE, **silent, start_new_session=True, text=True)

@@ -138,7 +138,7 @@ def chip_holders(is_chip: re.Pattern = _CHIPS) -> Finding:
 
 
 def _chips() -> list[str]:
-    """TPU chips are /dev/accel0, 1, … or, bound to VFIO, /dev/vfio/0, 1, … (which other hardware may also be)."""
+    """Returns device files of TPU chips: /dev/accel0, … or /dev/vfio/0, … (the latter may be other hardware)."""
     found = [p for p in DEVICES.glob("accel[0-9]*") if not p.is_dir()] + list(DEVICES.glob("vfio/[0-9]*"))
     return sorted(str(p.relative_to(DEVICES)) for p in found)
 

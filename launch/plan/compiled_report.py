@@ -111,7 +111,7 @@ class StrategyResult(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The strategy's name, or the choice if it was refused."""
+        """The strategy's name; if it was refused, the gin file or bindings that chose it."""
         if self.program:
             return self.program.partitioner.strategy.name
         return Path(self.choice).stem if self.choice.endswith(".gin") else self.choice

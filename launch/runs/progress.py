@@ -129,7 +129,7 @@ def evaluated_on(experiment: Experiment) -> str:
 
 
 def _validated(experiment: Experiment, validation: Mapping[str, float]) -> str:
-    """The validation loss, or every mean of a task that describes its evaluation."""
+    """Formats the validation loss, or all means if the task describes its evaluation."""
     if not (evaluated := evaluated_on(experiment)):
         return f"validation loss {validation['validation/loss']:.4f} nats per {experiment.unit}"
     means = {name.removeprefix("validation/"): value for name, value in sorted(validation.items())}
@@ -141,7 +141,7 @@ def _validated(experiment: Experiment, validation: Mapping[str, float]) -> str:
 
 
 def _sample(experiment: Experiment, program: Program, state: TrainState) -> str:
-    """The model's continuation of the prompt, which starts like a training row; empty if it cannot generate."""
+    """Returns the model's continuation of the prompt; empty if the model cannot generate text."""
     if not experiment.prompt or not can(experiment.model, Generates):
         return ""
     vocabulary = experiment.task.vocabulary

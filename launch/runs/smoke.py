@@ -78,7 +78,7 @@ def attempt(run_dir: str) -> str:
 
 
 class _Losses(trainer.Hook):
-    """Remembers the loss of every step."""
+    """A hook that records the loss of every step."""
 
     def __init__(self):
         self.by_step: dict[int, float] = {}

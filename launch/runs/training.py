@@ -25,7 +25,7 @@ _A_DAY_SECONDS = 24 * 3600.0  # where a limit only reports
 
 
 class _UnderWay(NamedTuple):
-    """A run in progress: what its hooks share; `lock` is that of the run directory, on the host that holds it."""
+    """The state of a run in progress that its hooks share; `lock` is the lock of the run directory, on its host."""
 
     run: Run
     first_step: int
@@ -78,7 +78,7 @@ def train(run: Run, *, lock: run_lock.RunLock | None = None, also: Sequence[Hook
 
 
 def _begin(run: Run, first_step: int, stack: contextlib.ExitStack, lock: run_lock.RunLock | None) -> _UnderWay:
-    """Says where this host starts, looks up the run's prediction, and opens the files of metrics."""
+    """Prints the first step, looks up the run's prediction, and opens the metrics files."""
     lines = progress.Progress(run.last_step, host=run.host, unit=run.experiment.unit)
     lines.start(first_step)
     on_tpu = run.program.partitioner.mesh.devices.flat[0].platform == "tpu"

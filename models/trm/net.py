@@ -126,7 +126,7 @@ def _mask(is_on: jax.Array, update: Callable, value: Any) -> Any:
 
 
 class _Loop(NamedTuple):
-    """The numbers of repeated calls.
+    """How repeated calls of the network are executed.
 
     Attributes:
       leave_out: `_skip` or `_mask`, for calls that a curriculum leaves out.

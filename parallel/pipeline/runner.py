@@ -27,7 +27,7 @@ from parallel.pipeline.stage import Travelling, Weights
 
 
 def runner(schedule: Schedule, param_rules: Rules, activation_rules: Rules) -> stack.Runner:
-    """Returns a runner of layer stacks over the mesh axis `stage`, for traces inside `jax.set_mesh`.
+    """Returns a runner of layer stacks over the mesh axis `stage`; models must be traced inside `jax.set_mesh`.
 
     Args:
       schedule: the schedule.

@@ -129,7 +129,7 @@ def _hbm(sharded: ShardedState, step: Step, work: Work) -> dict[str, float]:
 
 
 def _kept(sharded: ShardedState, work: Work, step: Step, rows: float) -> tuple[float, list[float]]:
-    """Bytes kept for the backward pass: the total of arrays kept by loops, and each array outside of loops."""
+    """Returns bytes saved for the backward pass: the total of arrays saved by loops, and each array outside loops."""
     schedule = sharded.tables.pipeline
     others = [_kept_bytes(sharded, k, rows) for k in work.kept if k.copies == 1]
     if schedule is None:
@@ -146,7 +146,7 @@ def _kept(sharded: ShardedState, work: Work, step: Step, rows: float) -> tuple[f
 
 
 def _kept_bytes(sharded: ShardedState, kept: Kept, rows: float, *, gathers_again: bool = True) -> float:
-    """Bytes of a kept array on a chip; weights are cast, and laid out as stored if they are gathered again."""
+    """Returns the bytes of a saved array on a chip; weights are cast, and sharded if they are gathered again."""
     as_computed = kept.has_rows or not gathers_again
     table = sharded.tables.activation_rules if as_computed else sharded.tables.param_rules
     pieces = sharded.shards([name for name in kept.axes.names if name != "layers"], table)
@@ -154,7 +154,7 @@ def _kept_bytes(sharded: ShardedState, kept: Kept, rows: float, *, gathers_again
 
 
 def _one_layer(sharded: ShardedState, rows: float) -> float:
-    """Bytes of what one layer computes in its backward pass."""
+    """Returns the bytes of the arrays that one layer computes in its backward pass."""
     everything = max(sharded.trace.works.values(), key=lambda work: work.row_bytes)
     return sum(_kept_bytes(sharded, k, rows) / k.copies for k in everything.of_loops)
 
