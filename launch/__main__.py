@@ -1,9 +1,9 @@
 """`python -m launch COMMAND …`: imports the module of one command and runs it.
 
 The module has `HELP` (one line), `EXAMPLE` (one command line), `add_arguments(parser)` and `run(args) -> int`. A
-`core.errors.UserError` is printed as its message alone and the exit code is 2 (launch/README.md has all exit codes).
-Any other exception, a plain ValueError too, is printed with its traceback and the exit code is 13: 1 is an answer of
-some commands, such as "these checkpoints differ".
+`core.errors.UserError` is printed as its message alone, and the exit code is 2 (launch/README.md has all exit codes).
+Any other exception, including a plain ValueError, is printed with its traceback, and the exit code is 13; 1 is a
+regular result of some commands, such as "these checkpoints differ".
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from core.errors import UserError
 from core.health import exit_codes, heartbeat
 from launch import terminal
 
-LAYOUTS = "Layouts: what a strategy does to chips, traffic and numbers."
-FAMILIES: Mapping[str, Mapping[str, str]] = {  # the module of every command
+LAYOUTS = "Layouts: memory, traffic and agreement of strategies, plans and schedules."
+FAMILIES: Mapping[str, Mapping[str, str]] = {  # modules of commands, by family
     LAYOUTS: {
         "agreement": "launch.verify.agreement",
         "bisect": "launch.verify.bisect",
@@ -35,7 +35,7 @@ FAMILIES: Mapping[str, Mapping[str, str]] = {  # the module of every command
         "report": "launch.plan.compiled_report",
         "slices": "launch.cli.slices",
     },
-    "Runs: prepare, start, watch and score them.": {
+    "Runs: prepare, start, monitor and evaluate them.": {
         "build": "launch.cli.build",
         "check": "launch.check.preflight",
         "checkpoints": "launch.cli.checkpoints",
@@ -138,11 +138,11 @@ class _Parser(argparse.ArgumentParser):
     """Reports an invalid command line as a UserError, without printing the usage."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message.removeprefix('argument ')} ({self.prog} --help lists what it takes)")
+        raise UserError(f"{message.removeprefix('argument ')} (see {self.prog} --help)")
 
 
 def _parser(command: types.ModuleType, program: str) -> argparse.ArgumentParser:
-    """The parser of one command, with its arguments added."""
+    """Returns the parser of one command."""
     parser = _Parser(
         prog=program,
         description=command.HELP,
@@ -155,7 +155,7 @@ def _parser(command: types.ModuleType, program: str) -> argparse.ArgumentParser:
 
 
 def _overview() -> str:
-    lines = ["launch/run COMMAND …   (launch/run COMMAND --help says more, with an example)"]
+    lines = ["launch/run COMMAND …   (launch/run COMMAND --help: options and an example)"]
     width = max(map(len, _modules()))
     for family, commands in FAMILIES.items():
         lines += ["", family, *(f"  {name:<{width}}  {command_help(name)}" for name in commands)]

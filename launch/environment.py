@@ -208,7 +208,7 @@ def _integer(name: str, *, minimum: int, environ: Mapping[str, str] | None) -> i
     return int(text)
 
 
-HELP = "print every environment variable that Renga reads, with its value here"
+HELP = "print all environment variables that Renga reads, with their values on this machine"
 EXAMPLE = "launch/run environment"
 README = WORKSPACE / "launch" / "README.md"
 BEGIN, END = "<!-- environment: begin (launch/run environment --write) -->\n", "<!-- environment: end -->"
@@ -216,7 +216,7 @@ BEGIN, END = "<!-- environment: begin (launch/run environment --write) -->\n", "
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
-    parser.add_argument("--write", action="store_true", help="bring the table of launch/README.md up to date")
+    parser.add_argument("--write", action="store_true", help="update the table in launch/README.md")
 
 
 def run(args: argparse.Namespace) -> int:

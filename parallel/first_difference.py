@@ -52,7 +52,7 @@ class Compared(NamedTuple):
     """One tensor of both recordings.
 
     Attributes:
-      step: from 1.
+      step: number of the step, from 1.
       phase: "forward", "loss", "gradients" or "update" (or what was given: "data", "start").
       place: the part of the model, such as "layer 3".
       tensor: its name there.
@@ -181,7 +181,7 @@ def run(
 
 
 def _batches(recording: Recording, own: Sequence[Batch]) -> list[Batch]:
-    """The batches of a recording, for a run whose own have these names and shapes."""
+    """Returns the batches of a recording; checks that their names and shapes fit the run."""
     found = {name: recording.get(key(1, DATA, "batch", name)) for name in own[0]}
     theirs = {name: None if array is None else array.shape for name, array in found.items()}
     if wrong := {name: array.shape for name, array in own[0].items() if theirs[name] != array.shape}:

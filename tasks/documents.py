@@ -91,7 +91,7 @@ def is_json(files: tuple[File, ...]) -> bool:
 
 
 def split_files(files: tuple[File, ...]) -> tuple[tuple[File, ...], tuple[File, ...]]:
-    """Splits files into training and validation by name; two or more files give at least one of each."""
+    """Splits files into training and validation by name; with two or more files, neither is empty."""
     chosen = validation_names(file.name for file in files)
     return tuple(f for f in files if f.name not in chosen), tuple(f for f in files if f.name in chosen)
 

@@ -211,7 +211,7 @@ def found(report: StepReport) -> str:
 
 
 class Stop(Hook):
-    """Ends the run at the first step whose loss or gradient norm is not finite, before it can be saved."""
+    """Ends the run at the first step with a non-finite loss or gradient norm, before the state can be saved."""
 
     def after_step(self, report: StepReport) -> None:
         """Raises NonFiniteLossError if the loss or the gradient norm is not finite."""

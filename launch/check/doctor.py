@@ -197,7 +197,7 @@ def _attempt(name: str, look: Callable[[], list[Finding]]) -> list[Finding]:
         return [Finding(name, False, f"{type(error).__name__}: {error}")]
 
 
-HELP = "say whether a run could start on this slice, with the fix of whatever is wrong: READY or NOT READY"
+HELP = "check whether a run can start on this slice, and print problems with their fixes: READY or NOT READY"
 EXAMPLE = "launch/run doctor v4-16 gin/quickstart.gin --simulate"
 
 

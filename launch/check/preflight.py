@@ -39,7 +39,7 @@ _T = TypeVar("_T")
 
 
 class Checked(NamedTuple):
-    """The findings, in the order of the checks, and what was built on the way."""
+    """The findings of the preflight, with the experiment and the program that it built."""
 
     findings: tuple[Finding, ...]  # findings of all checks
     experiment: Experiment | None  # the built experiment; None if the configuration is not valid
@@ -240,7 +240,7 @@ def run_directory(run_dir: str, slice_: Slice | None, hosts: Hosts) -> list[Find
     return found
 
 
-HELP = "find every mistake that shows without a device: configuration, layout, data, run directory"
+HELP = "find all mistakes that can be found without a device: configuration, layout, data, run directory"
 EXAMPLE = "launch/run check v4-32 gin/valkyrie_7b.gin"
 
 

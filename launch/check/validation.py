@@ -113,7 +113,7 @@ def measured(run_dir: str) -> dict[str, float]:
     return {name: value for name, value in last.items() if name in wanted or name.startswith("predicted/")}
 
 
-HELP = "try a slice: doctor, attention, every strategy, save and restore, predicted against measured; one report"
+HELP = "validate a slice: doctor, attention, all strategies, save and restore, measured speed; writes a report"
 EXAMPLE = "launch/run validate v4-16 gin/quickstart.gin --simulate"
 
 

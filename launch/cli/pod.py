@@ -103,7 +103,7 @@ def _require_compatible(args: argparse.Namespace) -> None:
 
 
 def _of_a_run(args: argparse.Namespace) -> int:
-    """Actions that need only a run directory: profile, logs and tensorboard."""
+    """Performs an action that needs only a run directory: profile, logs or tensorboard."""
     from core.training import profile_request
     from launch.hosts import logs
 
@@ -117,7 +117,7 @@ def _of_a_run(args: argparse.Namespace) -> int:
 
 
 def _of_a_tpu(args: argparse.Namespace) -> int:
-    """Actions on the TPU that --tpu names, or on the run on it."""
+    """Performs an action on the TPU of --tpu, or on the run on it."""
     needs_slice = args.target in ("create", "queue")
     tpus = gcloud.find_tpus(args.tpu, args.zone, args.project)
     if not tpus or (args.experiment is not None) != needs_slice:

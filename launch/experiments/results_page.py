@@ -67,7 +67,7 @@ def charts(table: Sequence[ResultRow]) -> list[str]:
 
 
 def varying(rows: Sequence[ResultRow], column: str) -> list[ResultRow]:
-    """Returns the rows of the groups in which a column has more than one value, each run once.
+    """Returns the rows of groups in which a column has more than one value; rows of the same run appear once.
 
     Other groups would be a column of points at the value of the baseline.
     """

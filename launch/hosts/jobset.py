@@ -113,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add(parser, "SLICE", "EXPERIMENT.gin", "--gin")
     flags.add(parser, "--run-dir", metavar="gs://…")
     parser.add_argument("--image", required=True, help="a container image whose working directory is this workspace")
-    restarts = "restarts of the whole set, with a new checkpoint or without (default: 1000)"
+    restarts = "restarts of the whole set, with or without new checkpoints (default: 1000)"
     flags.add(parser, "--restarts", default=1000, help=restarts)
     parser.add_argument("--name", help="name of the JobSet (default: the experiment's)")
     out = "file to write (default: standard output)"
@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"no such experiment file: {experiment}")
     run_dir = args.run_dir or environment.run_directory(experiment)
     if not paths.is_remote(run_dir):
-        raise UserError(f"the run directory {run_dir} would go with its pod: give --run-dir gs://BUCKET/…")
+        raise UserError(f"the run directory {run_dir} would be deleted with its pod: give --run-dir gs://BUCKET/…")
     made = manifest(
         args.name or experiment.stem.replace("_", "-").lower(),
         slice_,

@@ -219,7 +219,7 @@ def show_strategies(found: Sequence[StrategyResult], *, slice_name: str) -> None
             print(f"{row.name}: compiler warning: {warning}")
 
 
-HELP = "print the layout of every array and its bytes per chip; --compile asks the real TPU compiler"
+HELP = "print the layout of every array and its bytes per chip; --compile adds the results of the real TPU compiler"
 EXAMPLE = """launch/run report v4-32 gin/valkyrie_7b.gin --compile --json report.json
   launch/run report v4-32 gin/valkyrie_7b.gin --strategies
   launch/run report v4-32 gin/valkyrie_7b.gin --strategies gin/strategies/fsdp.gin mine.gin"""
@@ -372,8 +372,8 @@ def _print_roofline(question: Question, found: Roofline) -> None:
     print("\nroofline, seconds a step")
     _print(("", "s"), rows)
     print(
-        f"{found.binds} binds: a step takes {time.hidden:.3g} s with all traffic hidden, {time.exposed:.3g} s with "
-        f"none, {time.scheduled:.3g} s as the compiler scheduled it"
+        f"limited by {found.binds}: a step takes {time.hidden:.3g} s with all traffic hidden, {time.exposed:.3g} s "
+        f"with none, {time.scheduled:.3g} s as the compiler scheduled it"
     )
     if flops := question.experiment.flops_per_step:
         shares = [question.slice.mfu(flops, seconds=seconds) for seconds in (time.hidden, time.exposed)]

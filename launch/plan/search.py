@@ -212,7 +212,7 @@ class Writer:
         return ["from launch import experiment", f"experiment.Experiment.{field} = {value}"]
 
     def file(self, candidate: Candidate, header: list[str]) -> str:
-        """Returns a gin file to include after the others."""
+        """Returns the text of a gin file that the user includes after the other files."""
         statements = self.bindings(candidate)
         imports = sorted({s for s in statements if s.startswith(("from ", "import "))})
         rest = [s for s in statements if s not in imports]

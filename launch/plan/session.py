@@ -242,7 +242,7 @@ def _finish(
         print(f"written: {path}")
 
 
-HELP = "find the fastest layout of an experiment that fits a slice, by compiling for it; --explain says what limits one"
+HELP = "find the fastest layout of an experiment that fits a slice, by compiling candidates; --explain analyses one"
 EXAMPLE = """launch/run plan v4-32 gin/valkyrie_7b.gin --quick --price 3.22
   launch/run plan v4-32 gin/valkyrie_7b.gin --batch 32 64 --write mine.gin
   launch/run plan v5p-128 gin/valkyrie_7b.gin --arithmetic
@@ -260,7 +260,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--compile", metavar="N", type=flags.at_least(1), help="compile until N fit (default 16)")
     how.add_argument("--quick", action="store_true", help="compile until 10 fit")
     how.add_argument("--arithmetic", action="store_true", help="compile nothing: rough estimates in seconds")
-    how.add_argument("--cached", action="store_true", help="compile nothing: show only what was compiled before")
+    how.add_argument("--cached", action="store_true", help="compile nothing: show only earlier results")
     how.add_argument("--explain", metavar="CHOICE", help="analyse one layout: a gin file or bindings of STRATEGY")
     parser.add_argument("--price", metavar="USD", type=flags.positive, help="price of a chip-hour in US dollars")
     parser.add_argument("--rejected", action="store_true", help="print every rejected candidate with its reason")
@@ -269,10 +269,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, what in {
         "--write": "write the winner as a gin file to include",
         "--json": "write all figures of the table to FILE",
-        "--record": "write the records of what was compiled to FILE, to be committed",
+        "--record": "write the records of compiled layouts to FILE, for committing",
     }.items():
         parser.add_argument(name, metavar="FILE", type=flags.output_file, help=what)
-    parser.add_argument("--fresh", action="store_true", help="compile again what was compiled before")
+    parser.add_argument("--fresh", action="store_true", help="ignore earlier results and compile everything again")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -123,7 +123,7 @@ def record(subject: Subject, examples: Mapping[str, Example], *, steps: int, int
             np.savez(into / f"{name}.npz", *jax.tree.leaves(trajectory))
 
 
-HELP = "measure how far every strategy's numbers are from one device's"
+HELP = "measure how much the results of each strategy differ from those of one device"
 EXAMPLE = """launch/run agreement
   launch/run agreement --only fsdp zero1 --steps 20
   launch/run agreement --processes 2 4
@@ -136,8 +136,8 @@ PARTS = ("gradients", "losses", "params", "opt_state")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
-    flags.add(parser, "--steps", default=3, help="steps to train (default: 3); tolerances were measured through 20")
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=EXAMPLES, help="some of the shipped strategies")
+    flags.add(parser, "--steps", default=3, help="steps to train (default: 3); the tolerances were measured through 20")
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=EXAMPLES, help="measure only these strategies")
     subject = parser.add_mutually_exclusive_group()
     subject.add_argument("--model", choices=MODELS, help="default: transformer")
     subject.add_argument(
@@ -146,7 +146,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compare this experiment: its model, batches of its task, and its strategy unless --only names others",
     )
     flags.add(parser, "--gin", "--slice")
-    parser.add_argument("--float32-only", action="store_true", help="leave the bfloat16 column out")
+    parser.add_argument("--float32-only", action="store_true", help="omit the bfloat16 column")
     parser.add_argument(
         "--processes",
         type=flags.at_least(1),
@@ -164,7 +164,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.experiment and (args.gin or args.slice):
         raise UserError("--gin and --slice change an experiment, and none is given: add --experiment EXPERIMENT.gin")
     if args.only and args.slice:
-        raise UserError(f"--slice {args.slice} is for the experiment's own strategy; those of --only have their slices")
+        raise UserError(f"--slice {args.slice} is not valid with --only, whose strategies have slices of their own")
     examples = {name: EXAMPLES[name] for name in args.only or EXAMPLES}
     _provide_devices(examples.values())
     experiment, model = None, MODELS[args.model or "transformer"]

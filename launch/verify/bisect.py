@@ -39,8 +39,8 @@ EXAMPLE = """launch/run bisect gin/quickstart.gin "" "hosts=2"
   launch/run bisect gin/quickstart.gin "STRATEGY = @mine.rules()" "STRATEGY = @strategies.fsdp(); hosts=2" --steps 5
   launch/run bisect gin/quickstart.gin "config=before.gin" "checkpoint=runs/gin/quickstart@100" --full
 
-A and B are text: gin bindings, hosts=N (that many processes play the slice; 1 unless said), checkpoint=RUN@STEP (the
-state to start from), config=OTHER.gin (in place of EXPERIMENT.gin), with ; between them; "" is the experiment."""
+A and B are lists separated by ; of gin bindings, hosts=N (the number of processes that simulate the slice; default 1),
+checkpoint=RUN@STEP (the initial state) and config=OTHER.gin (in place of EXPERIMENT.gin); "" is the experiment."""
 
 SHOWN_BEFORE, SHOWN_AT, SHOWN_AFTER = 4, 6, 2
 
@@ -70,9 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("b", metavar="B", help='the second, such as "hosts=2"')
     flags.add(parser, "--slice")
     flags.add(parser, "--steps", default=3, help="steps to train (default: 3)")
-    parser.add_argument("--full", action="store_true", help="the sizes of the experiment, not those of --smoke")
+    parser.add_argument("--full", action="store_true", help="use the experiment's sizes instead of those of --smoke")
     parser.add_argument("--own-dtype", action="store_true", help="compute in the model's dtype instead of float32")
-    parser.add_argument("--tolerance", metavar="ULP", type=float, help="instead of the measured ones")
+    parser.add_argument("--tolerance", metavar="ULP", type=float, help="replaces the measured tolerances")
     parser.add_argument("--record", choices=("A", "B"), help=argparse.SUPPRESS)  # as a host's process
     parser.add_argument("--into", help=argparse.SUPPRESS)
 
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
             own = [*command, "--record", side, "--into", folder]
             if code := simulate.run(slice_, command=own, log_directory=Path(folder) / f"logs_{side}"):
                 if code < 128:
-                    raise UserError(f"{side} could not be run (exit code {code}); what its host said is above")
+                    raise UserError(f"{side} could not be run (exit code {code}); the output of its host is above")
                 return code
         ours, theirs = (dict(np.load(f"{folder}/{side}.npz")) for side in "AB")
     return _compare(args, experiments, ours, theirs)
@@ -167,7 +167,7 @@ def _compare(args: argparse.Namespace, experiments: dict[str, Experiment], ours:
         console.print(f"note: the runs start from different states: {len(start)} tensors, {names} …")
     if data := given["data"]:
         step, tensor = data[0].step, data[0].tensor
-        console.print(f"note: B reads other data from step {step} on ({tensor}); both ran on what A reads")
+        console.print(f"note: B reads other data from step {step} on ({tensor}); both ran on A's data")
     if not args.own_dtype and dtypes != ["float32"]:
         console.print(f"note: computed in float32, not in {' and '.join(dtypes)} (--own-dtype)")
     return 1 if first else 0

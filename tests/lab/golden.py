@@ -137,7 +137,7 @@ def _rounded(number: float) -> float:
     return float(f"{number:.4g}")
 
 
-HELP = "compile every experiment file for its slice, and record or check what it costs (tests/golden)"
+HELP = "compile every experiment file for its slice, and record or check its memory and time (tests/golden)"
 EXAMPLE = """tests/run.sh lab golden                        list what is recorded and what is not; compiles nothing
   tests/run.sh lab golden --check quickstart     compile and print what changed; exit code 1 if anything did
   tests/run.sh lab golden --write                compile what is not recorded, one by one; run again to resume
@@ -156,7 +156,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Lists, checks or writes records. Returns 1 if some are missing or different, or could not be compiled."""
     if args.again and not args.write:
-        raise UserError("--again needs --write: it says what --write compiles")
+        raise UserError("--again is only valid together with --write")
     every = list(files())
     if unknown := sorted(set(args.names) - set(every)):
         raise UserError(f"no experiment {', '.join(unknown)}: there are {', '.join(every)}")
