@@ -104,7 +104,7 @@ def test_every_file_that_readme_and_workspace_link_to_exists():
             assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
 
 
-def test_what_a_reader_saves_passes_the_style_check(workspace):
+def test_copied_examples_pass_the_style_check(workspace):
     saved = " ".join(body.splitlines()[0].removeprefix("# ") for body in blocks("python"))
     assert saved == "my_model.py my_strategies.py"
     run(f".venv/bin/python -m ruff check {saved} && .venv/bin/python -m ruff format --check {saved}", workspace)
@@ -149,7 +149,7 @@ def test_every_run_passes_its_check(command, workspace):
 
 
 @pytest.mark.parametrize("command", [c for c in commands() if REMOTE in c])
-def test_what_goes_to_gcloud_is_printed(command, workspace):
+def test_gcloud_commands_are_printed(command, workspace):
     assert "gcloud compute tpus tpu-vm" in run(command + " --dry-run", workspace)
 
 

@@ -30,7 +30,7 @@ def test_a_line_that_the_disk_takes_in_part_is_completed_later(tmp_path, capsys)
     assert len(re.findall(r"could not be written \(.*\); the run continues", capsys.readouterr().out)) == 1
 
 
-def test_what_is_kept_has_a_limit_and_the_file_says_what_is_missing(tmp_path):
+def test_pending_content_is_limited_and_the_file_records_the_loss(tmp_path):
     log = Appender(tmp_path / "log", most_bytes=12)
     with room(0):
         for line in (b"first\n", b"second\n", b"third\n"):
@@ -43,7 +43,7 @@ def test_what_is_kept_has_a_limit_and_the_file_says_what_is_missing(tmp_path):
     assert (tmp_path / "log").read_bytes() == b"first\n" + note + b"fourth\nfifth\n"
 
 
-def test_nothing_is_missing_of_what_can_be_written(tmp_path):
+def test_content_that_can_be_written_is_complete(tmp_path):
     log = Appender(tmp_path / "log", most_bytes=12)
     log.write(b"longer than 12 bytes\n")
     log.flush()

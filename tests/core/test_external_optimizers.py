@@ -98,7 +98,7 @@ def test_layers_may_be_parameters_of_their_own():
         (optax.lbfgs(linesearch=None, memory_size=3), 4),
     ],
 )
-def test_state_lies_along_its_parameters(transformation, copies):
+def test_state_is_sharded_like_its_parameters(transformation, copies):
     axes = optimizers.state_axes(adapted(transformation), SHAPES)
     named = [a.names for a in jax.tree.leaves(axes, is_leaf=lambda a: isinstance(a, Axes)) if any(a.names)]
     for names in (("vocab", "embed"), ("layers", "embed", "heads")):
@@ -121,7 +121,7 @@ def test_schedule_free_is_evaluated_at_its_average():
         optimizers.averaged(optimizer=optimizer).bound(SPECS).init(PARAMS)
 
 
-def test_the_rate_is_reported_where_the_state_has_it():
+def test_the_rate_is_reported_if_the_state_has_it():
     schedule = optax.linear_schedule(1.0, 0.0, 4)
     for transformation, want in ((optax.adan(schedule), None), (optax.inject_hyperparams(optax.adan)(schedule), 0.5)):
         optimizer = adapted(transformation)
@@ -162,6 +162,6 @@ def growing():
         (lambda: optax.adan(1e-3), {"clip_norm": 0.0}, "from_optax: clip_norm = 0.0: expected above 0"),
     ],
 )
-def test_what_a_step_cannot_apply_is_refused_before_it(make, options, says):
+def test_inapplicable_transformations_are_refused_before_the_first_step(make, options, says):
     with pytest.raises(ValueError, match=says):
         jax.eval_shape(adapted(make(), **options).init, SHAPES)

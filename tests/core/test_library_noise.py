@@ -42,7 +42,7 @@ def test_known_noise_is_left_out(line):
 
 
 @pytest.mark.parametrize("line", TELLING)
-def test_what_says_something_else_stays_whatever_its_level_and_source(line):
+def test_other_messages_are_shown_whatever_their_level_and_source(line):
     assert library_noise.without(line + b"\n") == line + b"\n"
 
 

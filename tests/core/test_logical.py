@@ -242,7 +242,7 @@ def declared(monkeypatch):
 
 
 @pytest.mark.usefixtures("declared")
-def test_a_declared_axis_is_whole_where_a_table_does_not_mention_it():
+def test_a_declared_axis_is_replicated_by_tables_without_it():
     logical.declare("patches", "patches of an image")  # a module may be imported twice
     assert logical.partition_spec(Axes(("batch", "patches")), RULES) == PartitionSpec(("data", "fsdp"), None)
     own = {**RULES, "patches": "tensor"}

@@ -62,7 +62,7 @@ def test_only_host_zero_writes(tmp_path):
 
 
 @pytest.mark.covers("O06")
-def test_a_run_that_continues_hides_what_it_redoes(tmp_path):
+def test_a_resumed_run_hides_repeated_records(tmp_path):
     first = metrics.open_writers(str(tmp_path), is_host_zero=True)
     for step in range(5):
         first.scalars(step, {"loss": 10.0 + step})
@@ -213,7 +213,7 @@ def disk():
 
 
 @pytest.mark.covers("O06")
-def test_a_full_disk_delays_what_is_written_and_ends_nothing(tmp_path, disk, capsys):
+def test_a_full_disk_delays_writes_but_does_not_end_the_run(tmp_path, disk, capsys):
     writers = metrics.open_writers(str(tmp_path), is_host_zero=True)
     disk.fill()
     for step in range(200):  # more than any queue holds

@@ -36,7 +36,7 @@ def test_a_bucket_stays_a_bucket_and_needs_no_tensorflow():
         ("gs:///a", "names no bucket"),
     ],
 )
-def test_what_is_no_place_is_refused(text, says):
+def test_invalid_places_are_refused(text, says):
     with pytest.raises(ValueError, match=says):
         paths.resolve(text)
 
@@ -60,7 +60,7 @@ def test_a_text_is_replaced_whole(tmp_path):
     assert [file.name for file in path.parent.iterdir()] == ["config.gin"]
 
 
-def test_what_cannot_be_written_is_said_early(tmp_path):
+def test_unwritable_folders_are_reported_early(tmp_path):
     assert str(paths.require_writable(tmp_path / "run")) == str(tmp_path / "run")
     assert list((tmp_path / "run").iterdir()) == []
     (tmp_path / "file").write_text("")
@@ -78,7 +78,7 @@ def test_a_copy_makes_its_folder(tmp_path):
     assert copied.read_bytes() == b"\x00\xff"
 
 
-def test_a_full_disk_is_found_before_a_run_and_said_with_what_is_free(tmp_path):
+def test_a_full_disk_is_found_before_a_run_with_the_free_space(tmp_path):
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # even one block is refused
     try:
@@ -90,7 +90,7 @@ def test_a_full_disk_is_found_before_a_run_and_said_with_what_is_free(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_where_there_is_no_room_the_way_out_is_room(tmp_path, monkeypatch, number):
+def test_the_fix_for_a_full_disk_is_free_space(tmp_path, monkeypatch, number):
     def full(self, text):
         raise OSError(number, os.strerror(number))
 

@@ -105,7 +105,7 @@ def test_constants_have_no_state_and_never_change():
 
 
 @pytest.mark.covers("T17")
-def test_an_average_starts_at_the_first_parameters_and_is_what_is_evaluated():
+def test_an_average_starts_at_the_first_parameters_and_is_evaluated():
     found = steps_of(composed(), 4)
     want = np.asarray(PARAMS["layers/block"]["w"], np.float64)
     for params, state in found:
@@ -124,7 +124,7 @@ def test_the_reported_rate_is_that_of_the_dense_schedule_inside_a_table_and_an_a
 
 
 @pytest.mark.parametrize("dense", [optimizers.adamw, optimizers.lion, optimizers.adam_atan2])
-def test_any_rule_can_stand_beside_the_table(dense):
+def test_any_rule_can_be_combined_with_the_table(dense):
     optimizer = optimizers.with_table(dense=dense(learning_rate=RATE), learning_rate=RATE)
     params, _ = steps_of(optimizer, 1)[-1]
     assert np.sum(params["layers/block"]["w"] != PARAMS["layers/block"]["w"]) >= 10
@@ -138,7 +138,7 @@ def test_averages_are_laid_out_as_their_parameters_are():
 
 
 @pytest.mark.parametrize("around", [lambda o: o, lambda o: optimizers.averaged(optimizer=o)], ids=["alone", "averaged"])
-def test_with_all_else_frozen_the_table_alone_is_trained(around):
+def test_with_all_else_frozen_only_the_table_is_trained(around):
     dense = optimizers.adam_atan2(learning_rate=RATE, weight_decay=0.1)
     frozen = {**SPECS, "layers/block": {n: spec.frozen("float32") for n, spec in SPECS["layers/block"].items()}}
     optimizer = around(optimizers.with_table(dense=dense, learning_rate=optimizers.constant(0.05)))
@@ -169,7 +169,7 @@ def test_a_frozen_table_has_no_sign_updates():
     assert np.any(after["other"]["table"] != PARAMS["~"]["puzzle_table"])
 
 
-def test_what_a_model_does_not_train_is_kept_whatever_its_name():
+def test_constants_are_not_updated_whatever_their_name():
     specs = {"~": {"w": ParamSpec(("embed", "mlp")), "fixed": ParamSpec(("embed", "mlp"), "matrix", trainable=False)}}
     params = jax.tree.map(lambda _: jnp.ones((2, 2)), specs)
     optimizer = optimizers.adam_atan2(learning_rate=optimizers.constant(0.1)).bound(specs)
@@ -178,7 +178,7 @@ def test_what_a_model_does_not_train_is_kept_whatever_its_name():
     assert still == {"~": {"w": False, "fixed": True}}
 
 
-def test_what_cannot_be_composed_is_refused():
+def test_invalid_compositions_are_refused():
     dense = optimizers.adamw(learning_rate=RATE)
     with pytest.raises(ValueError, match=r"averaged: decay = 1\.0: expected from 0 to below 1"):
         optimizers.averaged(optimizer=dense, decay=1.0)

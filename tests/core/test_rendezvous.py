@@ -54,7 +54,7 @@ def test_everyone_hears_who_is_missing(address):
 
 
 @pytest.mark.covers("R05")
-def test_who_is_missing_is_named_with_its_address_where_that_is_known(address):
+def test_missing_hosts_are_named_with_their_address_if_known(address):
     known = {"seconds": 0.6, "addresses": ("10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4")}
     for error in finish(*(Host(address, index, 4, **known) for index in (0, 2))):
         assert "for 4 hosts; missing: host 1 (10.0.0.2), 3 (10.0.0.4). Read the end" in str(error)
@@ -73,7 +73,7 @@ def test_the_host_that_would_run_something_else_is_named_by_all(address, odd):
         assert "Start the same command" in str(error)
 
 
-def test_the_ways_to_the_others_stay_open_beside_whoever_has_the_port_next(address):
+def test_connections_stay_open_when_another_process_uses_the_port(address):
     hosts = [Host(address, index, 3) for index in range(3)]
     assert finish(*hosts) == [None] * 3
     with socket.create_server(rendezvous.split(address)):
@@ -102,7 +102,7 @@ def test_another_count_is_refused_at_once(address):
     assert finish(zero, Host(address, 1, 2)) == [None, None]
 
 
-def test_two_with_one_index_are_told(address):
+def test_two_hosts_with_one_index_are_reported(address):
     zero, first = Host(address, 0, 3, seconds=5), Host(address, 1, 3, seconds=5)
     time.sleep(0.4)
     second = Host(address, 1, 3, seconds=5)
@@ -121,7 +121,7 @@ def test_strangers_at_the_port_are_ignored(address):
     assert finish(zero, Host(address, 1, 2)) == [None, None]
 
 
-def test_a_port_in_use_is_said(address):
+def test_a_port_in_use_is_reported(address):
     with socket.create_server(rendezvous.split(address)):
         (error,) = finish(Host(address, 0, 2, seconds=0.3))
     assert f"host 0 cannot listen at {address}" in str(error)

@@ -32,7 +32,7 @@ def supervised(codes, *, restarts, steps=(), requested=()):
 
 
 @pytest.mark.covers("C10")
-def test_what_another_start_can_help_is_started_again(capsys):
+def test_endings_that_a_restart_can_help_are_restarted(capsys):
     code, made = supervised([exit_codes.PEER_LOST, 137, exit_codes.PREEMPTED, 0], restarts=3)
     assert (code, len(made)) == (0, 4)
     assert made[3] - made[2] > 2 * 0.01  # pauses grow
@@ -47,7 +47,7 @@ def test_what_another_start_can_help_is_started_again(capsys):
 @pytest.mark.parametrize(
     "code", [0, exit_codes.USER_ERROR, exit_codes.NON_FINITE, exit_codes.DIVERGED, exit_codes.INTERRUPTED, 77]
 )
-def test_what_another_start_cannot_help_is_not(code):
+def test_endings_that_a_restart_cannot_help_are_not_restarted(code):
     assert supervised([code], restarts=3)[0] == code
 
 
@@ -82,7 +82,7 @@ def test_a_look_for_checkpoints_that_fails_is_no_progress(capsys, looks, failure
     assert ("cannot list checkpoints: OSError: 503" in said) == (unreachable in looks)
 
 
-def test_nothing_starts_once_somebody_asked_to_stop():
+def test_nothing_starts_after_a_stop_request():
     """Neither behind an attempt that was stopped, nor out of a pause."""
     requested = []
 
@@ -97,7 +97,7 @@ def test_nothing_starts_once_somebody_asked_to_stop():
     assert supervised([143], restarts=3, requested=[143])[0] == 143
 
 
-def test_a_child_is_told_to_stop_and_its_signal_is_its_code():
+def test_a_stopped_child_ends_with_the_code_of_its_signal():
     saves = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(143)); print('up', flush=True)\n"
     command = [sys.executable, "-c", saves + "time.sleep(60)"]
     with supervise.stop_requests() as requested:

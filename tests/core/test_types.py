@@ -29,7 +29,7 @@ def test_an_ability_needs_all_of_its_members():
     assert not can(None, HasPuzzles)
 
 
-def test_what_is_missing_is_named():
+def test_missing_attributes_and_methods_are_named():
     assert missing(Whole(), PadsVocabulary) == []
     assert missing(object(), PadsVocabulary) == ["vocab_size", "stored_vocab_size"]
     assert "loss(params, carry, rng, batch, *, is_training)" in missing(Whole(), Model)

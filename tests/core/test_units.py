@@ -50,7 +50,7 @@ def test_large_numbers_have_all_their_digits(number, expected):
     assert units.significant(number) == expected
 
 
-def test_a_long_list_says_how_many_items_are_left_out():
+def test_a_long_list_is_shortened_with_the_number_of_omitted_items():
     assert units.shortened(["a", "b", "c"], most=3) == ["a", "b", "c"]
     assert units.shortened(["a", "b", "c"], most=1) == ["a", "… and 2 more"]
     assert units.shortened([], most=1) == []

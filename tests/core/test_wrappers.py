@@ -94,7 +94,7 @@ def test_a_small_copy_is_wrapped_as_before(model):
     assert inside(model).width == 64
 
 
-def test_a_model_that_nobody_finds_shrinks_itself():
+def test_an_unregistered_model_shrinks_itself():
     assert wrappers.shrunk(Closed(Inner()), {"embed": 4}) == Inner(width=4)
 
 
@@ -113,5 +113,5 @@ def test_fields_of_unrelated_parts_are_not_found():
     assert wrappers.field_path(Inner(), "dtype") == ()
 
 
-def test_what_a_model_lacks_is_told_by_name():
+def test_missing_abilities_are_named():
     assert lacking(object(), Shrinks) == "object lacks the ability Shrinks: add shrink(multiples)"

@@ -56,7 +56,7 @@ def truncate_newest(run_dir):
         ({}, truncate_newest, "its last checkpoint is damaged: "),
     ],
 )
-def test_what_differs_is_found(undisturbed, tmp_path, made, damage, said):
+def test_differences_are_found(undisturbed, tmp_path, made, damage, said):
     """Finds the smallest difference of a number, and a file that differs from its description."""
     run_dir = make(tmp_path / "run", **made)
     if damage:
@@ -65,7 +65,7 @@ def test_what_differs_is_found(undisturbed, tmp_path, made, damage, said):
     assert found.startswith(said) if said else found == ""
 
 
-def test_what_a_run_left(undisturbed):
+def test_evidence_of_a_run_is_read(undisturbed):
     assert evidence.left(undisturbed) == (8, 8, 1)
     assert evidence.said(undisturbed, "raised") == "host 2 (127.0.0.1) raised RuntimeError: no"
     assert evidence.said(undisturbed, "silent") == ""
@@ -104,7 +104,7 @@ def test_a_run_that_went_on_as_it_must_has_no_problems(harness, tmp_path):
         ({"weight": 2.0}, {}, "arrays of its last checkpoint differ"),
     ],
 )
-def test_what_is_not_as_it_must_be_is_a_problem(harness, tmp_path, made, asked, said):
+def test_each_deviation_is_a_problem(harness, tmp_path, made, asked, said):
     """A run that lost its checkpoints ends in the same state; the step at which it began reveals it."""
     run_dir = make(tmp_path / "run", **{"first_steps": (0, 4), **made})
     problems = judged(harness, run_dir, **asked).problems

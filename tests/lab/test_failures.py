@@ -48,7 +48,7 @@ def test_random_kills_come_while_training_saving_and_restoring():
     assert {k.step for k in kills if k.phase != phase.RESTORING} == set(range(41, 49))
 
 
-def test_where_nothing_is_saved_nobody_is_killed_restoring():
+def test_no_host_is_killed_restoring_without_a_checkpoint():
     chance = random.Random(0)
     kills = [faults.random_kill(chance, hosts=4, newest=0, within=8, note="n") for _ in range(40)]
     assert {k.phase for k in kills} == {phase.TRAINING, phase.SAVING}
@@ -70,7 +70,7 @@ def test_the_table_has_a_row_for_each_and_is_kept_between_its_marks(tmp_path):
     assert "old" not in text
 
 
-def test_a_part_of_the_table_replaces_its_rows_alone(tmp_path):
+def test_a_part_of_the_table_replaces_only_its_rows(tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text(f"{table.BEGIN}\n{table.END}\n")
     other = dataclasses.replace(ENDED, name="a host hangs")
@@ -116,7 +116,7 @@ def samples(**at):
     return [Sample(100 * n, **{name: f(n) for name, f in (steady | at).items()}) for n in range(1, 51)]
 
 
-def test_what_swings_does_not_grow():
+def test_oscillating_values_do_not_count_as_growth():
     assert growth.grown(samples()) == {}
 
 
@@ -130,7 +130,7 @@ def test_what_swings_does_not_grow():
         ("threads", lambda n: 9 + (n > 40)),
     ],
 )
-def test_what_grows_is_named(name, value):
+def test_growing_resources_are_named(name, value):
     assert set(growth.grown(samples(**{name: value}))) == {name}
 
 
@@ -138,7 +138,7 @@ def test_a_start_that_needs_more_and_more_is_no_growth():
     assert growth.grown(samples(memory_bytes=lambda n: 10**9 - max(0, 8 - n) * 10**8)) == {}
 
 
-def test_what_tensorstore_leaks_at_every_save_does_not_count():
+def test_the_known_leak_of_tensorstore_does_not_count():
     leaking = samples(memory_bytes=lambda n: 10**8 + n * 4 * growth.LEAKED_BYTES)
     assert set(growth.grown(leaking)) == {"memory_bytes"}
     assert growth.grown(leaking, save_interval=25) == {}
@@ -169,12 +169,12 @@ def test_a_save_leaks_in_tensorstore_what_is_allowed_for(tmp_path):
     assert 0.8 * growth.LEAKED_BYTES < a_save < 1.2 * growth.LEAKED_BYTES
 
 
-def test_a_soak_that_says_nothing_is_refused():
+def test_a_soak_without_measurements_is_refused():
     with pytest.raises(ValueError, match="run more steps"):
         growth.grown(samples()[:12])
 
 
-def test_a_sample_is_of_what_this_process_holds(tmp_path):
+def test_a_sample_is_of_the_memory_of_this_process(tmp_path):
     """One more device buffer, open file and thread are counted as one more each."""
     gc.collect()
     before = growth.sample(1)
@@ -201,7 +201,7 @@ def test_memory_that_was_freed_is_not_held():
     assert last
 
 
-def test_a_sampler_waits_for_what_is_being_saved(tmp_path):
+def test_a_sampler_waits_for_saves_in_progress(tmp_path):
     """It waits for no other thread."""
     over = threading.Event()
     saving = threading.Timer(0.2, lambda: None)
@@ -255,7 +255,7 @@ def test_a_run_that_failed_ends_as_one_that_did_not(lab, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.simulated(2)
-def test_a_soak_of_a_sound_run_finds_nothing(lab, tmp_path):
+def test_a_soak_without_leaks_passes(lab, tmp_path):
     """On two hosts, with a checkpoint and an evaluation at every sample."""
     said = lab("soak", "--steps", "400", "--out", tmp_path, timeout=900)
     assert "nothing grows in 400 steps on 2 hosts (simulated)" in said

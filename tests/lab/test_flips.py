@@ -36,7 +36,7 @@ def test_every_flip_is_refused_or_harmless(checkpoints, tmp_path):
     assert logging.root.manager.disable == logging.NOTSET
 
 
-def test_a_flip_that_no_run_falls_back_from_is_told_and_the_next_is_tried(checkpoints, tmp_path, monkeypatch):
+def test_a_bit_flip_without_recovery_is_reported_and_the_next_is_tried(checkpoints, tmp_path, monkeypatch):
     restore, calls = checkpoints.restore, []
 
     def sometimes(step, abstract_state):
@@ -53,7 +53,7 @@ def test_a_flip_that_no_run_falls_back_from_is_told_and_the_next_is_tried(checkp
     assert "byte" in wrong
 
 
-def test_what_nobody_expects_ends_it_with_files_and_logging_as_they_were(checkpoints, tmp_path, monkeypatch):
+def test_an_unexpected_error_restores_files_and_logging(checkpoints, tmp_path, monkeypatch):
     before, calls = content(tmp_path), []
     restore = checkpoints.restore
 

@@ -51,7 +51,7 @@ def test_every_experiment_file_has_a_name():
         "strategies.fsdp.fsdp = -1",  # as it is: a plan's winner says every degree
     ],
 )
-def test_what_costs_nothing_is_not_in_the_fingerprint(binding):
+def test_the_fingerprint_ignores_settings_without_effect_on_a_step(binding):
     assert program_identity.fingerprint(*loaded("gin/valkyrie_7b.gin", binding)) == program_identity.fingerprint(
         *loaded()
     )
@@ -72,7 +72,7 @@ def test_what_costs_nothing_is_not_in_the_fingerprint(binding):
         "experiment.Experiment.non_finite = 'skip'",
     ],
 )
-def test_what_costs_something_is(binding):
+def test_the_fingerprint_covers_settings_that_change_a_step(binding):
     assert program_identity.fingerprint(*loaded("gin/valkyrie_7b.gin", binding)) != program_identity.fingerprint(
         *loaded()
     )
@@ -134,7 +134,7 @@ def test_a_change_is_a_diff_of_a_few_lines():
     assert changed[2:] == ['-  "peak_bytes": 8589934592', '+  "peak_bytes": 17179869184']
 
 
-def test_a_header_says_what_is_recorded():
+def test_headers_have_the_recorded_predictions():
     text = "# A model.\n# Predicted: something\n#   old, and older.\n# Run:      x\nSLICE = 'v4-8'\n"
     found = record(memory={"peak_bytes": 2**33, "usable_bytes": 2**35})
     assert golden.with_header(text, found).splitlines() == [
@@ -164,7 +164,7 @@ def folder(monkeypatch, tmp_path):
     return compiled
 
 
-def test_what_is_recorded_is_not_compiled_again_unless_asked_or_changed(folder, capsys):
+def test_recorded_experiments_are_compiled_again_only_on_request_or_change(folder, capsys):
     assert main.main(["golden"]) == 1
     assert main.main(["golden", "--write"]) == 0
     assert folder == ["gin/quickstart.gin", "gin/valkyrie_7b.gin"]
@@ -193,7 +193,7 @@ def test_a_check_prints_what_changed_and_fails(folder, capsys):
     assert program_identity.read("quickstart")["memory"] == {"peak_bytes": 1}  # a check writes nothing
 
 
-def test_what_makes_no_sense_is_refused(folder, capsys):
+def test_wrong_arguments_are_refused(folder, capsys):
     assert main.main(["golden", "--write", "quickstar"]) == 2
     assert "no experiment quickstar: there are quickstart, valkyrie_7b" in capsys.readouterr().err
     assert main.main(["golden", "--again"]) == 2
@@ -221,7 +221,7 @@ def test_a_committed_record_is_of_the_experiment_as_it_is(name):
 
 @pytest.mark.covers("X04")
 @pytest.mark.compiled("v4-16")
-def test_quickstart_compiles_to_what_is_recorded():
+def test_quickstart_compiles_to_its_record():
     assert (
         golden.difference(
             "quickstart", program_identity.read("quickstart"), golden.compile_record("gin/quickstart.gin")

@@ -21,7 +21,7 @@ def test_shares_are_of_the_peak_measured_likewise():
     assert speed.share == pytest.approx((0.25, 0.25))
 
 
-def test_what_belongs_to_the_other_measurement_is_refused(capsys):
+def test_options_of_the_other_measurement_are_refused(capsys):
     assert main(["bench", "--recursion", "--turns", "3", "--run-dir", "runs/x"]) == 2
     assert "--recursion does not take --turns, --run-dir" in capsys.readouterr().err
 

@@ -104,7 +104,7 @@ def metrics(bucket, run_dir):
 @pytest.mark.parametrize(
     ("slice_name", "last"), [("v4-8", 0), pytest.param("v4-16", 1, marks=pytest.mark.slow)], ids=["1 host", "2 hosts"]
 )
-def test_hosts_train_in_a_bucket_and_go_on_from_what_is_sound(bucket, pod, command, slice_name, last):
+def test_hosts_train_in_a_bucket_and_resume_from_the_newest_intact_step(bucket, pod, command, slice_name, last):
     """Of four checkpoints one was never finished, one is half removed and one damaged: what the last host wrote."""
     where = f"gs://bucket/runs/{slice_name}"
     said = pod(slice_name, TOKENS, run_dir=where)
@@ -152,7 +152,7 @@ def process_of(host, *, run_dir):
 @pytest.mark.slow
 @pytest.mark.simulated(4)
 @pytest.mark.covers("C03", "C06", "C09", "D14")
-def test_a_killed_host_and_refused_requests_change_no_bit_and_another_slice_goes_on(bucket, pod, command):
+def test_a_killed_host_and_refused_requests_change_no_bit_and_another_slice_resumes(bucket, pod, command):
     """Recursion on puzzles of a bucket. One request in twenty is answered with 503, from the first to the last."""
     before = bucket.errors(0.05)
     pod("v4-32", PUZZLES, run_dir="gs://bucket/runs/undisturbed")

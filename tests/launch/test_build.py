@@ -65,7 +65,7 @@ def test_arc_is_built_from_a_folder_of_json(tmp_path, capsys):
         (("arc", "--source", "nowhere"), "has none of arc-agi_training_challenges.json"),
     ],
 )
-def test_what_cannot_be_built_is_refused_with_the_reason(tmp_path, capsys, argv, message):
+def test_invalid_datasets_are_refused_with_the_reason(tmp_path, capsys, argv, message):
     assert run(*argv, "--out", tmp_path / "out") == exit_codes.USER_ERROR
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

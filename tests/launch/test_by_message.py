@@ -72,7 +72,7 @@ def test_there_is_a_message_for_each_way_to_end():
         ("host 2 (…) has been silent for 20 s", ["host", "has been silent for"]),
     ],
 )
-def test_what_changes_from_case_to_case_is_no_part_of_a_message(tmp_path, message, parts):
+def test_variable_parts_are_not_part_of_a_message(tmp_path, message, parts):
     assert fixed_parts(message) == parts
     test = tmp_path / "test_x.py"
     test.write_text(f"says = rf'{' {number} '.join(parts)} '\n")

@@ -89,7 +89,7 @@ def test_ls_has_a_line_for_every_folder(run, command):
 
 
 @pytest.mark.covers("C12")
-def test_verify_names_what_is_damaged(run, command):
+def test_verify_names_the_damaged_parts(run, command):
     assert "step 9: intact (4 arrays" in command("verify", run).out
     damage(run / "checkpoints" / "7", "data/a.bin", flip)
     shutil.rmtree(run / "checkpoints" / "9" / "state" / "d")
@@ -165,7 +165,7 @@ def test_diff_counts_elements_that_are_not_finite_separately(tmp_path):
 
 @pytest.mark.covers("C12")
 @pytest.mark.parametrize("name", ["state/array_metadatas/process_0", "state/_sharding", "state/_METADATA"])
-def test_prune_keeps_what_a_restore_reads(run, command, name):
+def test_prune_keeps_the_checkpoints_that_a_restore_reads(run, command, name):
     """Files that a restore does not read change neither the verification nor the restore."""
     damage(run / "checkpoints" / "9", name, lambda text: text[:100])
     assert "step 9: intact" in command("prune", run, "--keep", 1).out

@@ -61,7 +61,7 @@ def test_values_that_make_no_mesh_are_named_errors(config, axes, says):
     assert says in str(error.value)
 
 
-def test_everything_wrong_with_them_is_said_at_once():
+def test_all_problems_of_the_arguments_are_reported_at_once():
     with pytest.raises(ValueError, match="TPU_MESH_CONFIG=4,x TPU_AXIS_NAMES=data,fsdp,model") as error:
         bindings("4,x", "data,fsdp,model")
     assert all(what in str(error.value) for what in ("2 degrees for 3 axes", "call it tensor", "degree 'x'"))

@@ -61,7 +61,7 @@ def left_behind(run):
 @pytest.mark.parametrize(
     "name", [name if name == "random_tokens" else pytest.param(name, marks=pytest.mark.slow) for name in TASKS]
 )
-def test_a_run_goes_on_bit_for_bit(name, tmp_path):
+def test_a_run_resumes_bit_for_bit(name, tmp_path):
     if name == "dataset":
         from launch import __main__ as main
 

@@ -47,7 +47,7 @@ def test_steps_are_counted_from_one(text, capsys):
         ("plan v4-8 gin/quickstart.gin --compile 0", "--compile"),
     ],
 )
-def test_what_is_counted_is_counted_from_one_in_every_command(line, flag, capsys):
+def test_counts_start_at_one_in_every_command(line, flag, capsys):
     assert cli.main(line.split()) == exit_codes.USER_ERROR
     assert capsys.readouterr().err.startswith(f"error: {flag}: 0: expected a whole number, at least 1")
 

@@ -71,7 +71,7 @@ def test_images_beside_text(quickstart):
     assert small.task == Captions(length=smoke.LENGTH, num_streams=small.batch_size)
 
 
-def test_images_alone_are_counted_in_rows(quickstart):
+def test_images_without_text_are_counted_in_rows(quickstart):
     run = dataclasses.replace(quickstart, task=Classes(), batch_size=8)
     assert (run.unit, run.tokens_per_step) == ("row", 8)
     assert progress._batch(run) == "8 rows, with images [5, 7, 3]"

@@ -108,7 +108,7 @@ def test_a_run_that_is_no_number_wherever_it_goes_ends(losses):
 
 
 @pytest.mark.covers("T10")
-def test_a_skipped_batch_leaves_a_run_that_goes_on(losses, capsys):
+def test_a_run_continues_after_a_skipped_batch(losses, capsys):
     task = experiment().task
     found = losses("spoilt", experiment(task=Spoilt(task, bad=(4, 5)), non_finite="skip"))
     assert [n for n, row in found.items() if row.get("skipped_updates")] == [4, 5]
@@ -150,7 +150,7 @@ def test_under_every_strategy_a_skipped_step_keeps_the_state(name):
         ({"compare_interval": -1}, "compare_interval = -1: expected at least 0"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(fields, says):
+def test_invalid_settings_are_refused(fields, says):
     with pytest.raises(ValueError, match=says):
         experiment(**fields)
 

@@ -194,7 +194,7 @@ def test_a_model_with_an_axis_of_its_own_fits(folder):
         ),
     ],
 )
-def test_what_does_not_fit_is_one_message(folder, binding, name, says):
+def test_a_part_that_does_not_fit_is_one_message(folder, binding, name, says):
     found, _ = failed(folder, binding)
     assert says in found[name]
 

@@ -63,9 +63,7 @@ def calls(monkeypatch):
     ("steps", "newest", "is_finished"), [((), 200, True), ((), 199, False), (("--steps", "30"), 30, True)]
 )
 @pytest.mark.parametrize("where", [("--simulate",), ("--tpu", "t", "--zone", "z")])
-def test_a_finished_run_says_so_and_starts_no_host(
-    place, calls, tmp_path, capsys, monkeypatch, steps, newest, is_finished, where
-):
+def test_a_finished_run_starts_no_host(place, calls, tmp_path, capsys, monkeypatch, steps, newest, is_finished, where):
     monkeypatch.setattr(supervise, "newest_step", lambda run_dir: newest)
     run_dir = str(tmp_path) if where == ("--simulate",) else "gs://bucket/run"
     assert cli.main(["pod", "v4-8", "gin/quickstart.gin", *where, *steps, "--run-dir", run_dir]) == 0
@@ -81,7 +79,7 @@ def test_tensorboard_of_a_run_directory_is_the_command_of_that_name(place):
     assert became.value.args == (["tensorboard", "runs/gin/quickstart"],)
 
 
-def test_nowhere_to_run_names_the_three_ways_and_what_was_looked_at(place, capsys):
+def test_the_error_without_a_place_to_run_names_the_three_ways_and_the_evidence(place, capsys):
     assert cli.main(["pod", "v4-16", "gin/x.gin"]) == 2
     said = capsys.readouterr().err
     for words in ("on a host of a TPU slice", "--tpu NAME --zone ZONE", "--simulate", "TPU_WORKER_ID is not set"):
@@ -152,7 +150,7 @@ def test_check_starts_nothing_wherever_it_is(place, calls):
     assert not calls
 
 
-def test_a_workstation_passes_on_what_the_hosts_need(place, calls, monkeypatch):
+def test_a_workstation_passes_variables_to_the_hosts(place, calls, monkeypatch):
     monkeypatch.setenv("RENGA_RUN_ROOT", "gs://bucket/runs")
     argv = ["pod", "v4-16", "gin/quickstart.gin", "--tpu", "t", "--zone", "z", "--smoke", "--dry-run"]
     assert cli.main(argv) == 0
@@ -172,9 +170,7 @@ def test_a_workstation_passes_on_what_the_hosts_need(place, calls, monkeypatch):
         ("v4-8", ["validate"], None, "runs/validate/v4-8"),
     ],
 )
-def test_hosts_are_told_their_run_directory_however_it_is_given(
-    place, calls, monkeypatch, slice_name, more, root, directory
-):
+def test_hosts_get_their_run_directory_in_every_form(place, calls, monkeypatch, slice_name, more, root, directory):
     if root:
         monkeypatch.setenv("RENGA_RUN_ROOT", root)
     assert cli.main(["pod", slice_name, *more, "--tpu", "t", "--zone", "z", "--dry-run"]) == 0
@@ -334,7 +330,7 @@ def test_the_scripts_set_up_and_pass_everything_on(tmp_path):
     assert out.stdout.splitlines() == ["set up", f"{tmp_path} 1", *[f"[{word}]" for word in words]]
 
 
-def test_a_user_s_own_folders_hide_none_of_ours(tmp_path):
+def test_a_user_s_folders_do_not_shadow_our_modules(tmp_path):
     for name in ("core", "launch", "models", "parallel", "tasks"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise SystemExit('not ours')\n")

@@ -34,7 +34,7 @@ def measured(monkeypatch):
     return make
 
 
-def test_a_rehearsal_says_so_and_compares_nothing(measured):
+def test_a_simulation_is_labelled_and_compares_nothing(measured):
     found, warnings = measured(on_tpu=False)
     assert found.rows()["predicted"].startswith("1 to 1.4 s per step, 44 to 61 % MFU, 10 GiB (compiled by libtpu")
     assert found.rows()["measured"] == SIMULATED
@@ -95,7 +95,7 @@ def test_without_a_record_nothing_is_compared(measured):
     assert not warnings
 
 
-def test_a_program_without_a_record_says_so(measured):
+def test_a_program_without_a_record_is_reported(measured):
     rows = measured(record=None, on_tpu=False)[0].rows()
     assert rows["predicted"].startswith("nothing: this program is not recorded; launch/run report v4-32 ")
     assert rows["measured"] == SIMULATED

@@ -46,7 +46,7 @@ def test_every_kind_of_puzzle_binds_to_a_slice_and_rehearses_without_files(task,
     assert small.bind(chips).spec["inputs"].shape == (8, length)
 
 
-def test_a_carry_cannot_be_cut_into_microbatches_and_binding_says_so():
+def test_binding_refuses_a_carry_with_microbatches():
     run = experiment("sudoku4", "ACCUM_STEPS = 2")
     with pytest.raises(ValueError, match="accum_steps = 2: a model whose carry belongs to the rows of a batch cannot"):
         run.bind(mesh.topology_devices(slices.get("v4-16")))

@@ -22,7 +22,7 @@ def halves():
 @pytest.mark.slow
 @pytest.mark.covers("M18")
 @pytest.mark.compiled("v4-8")
-def test_the_report_says_what_is_sent_where(tmp_path):
+def test_the_report_lists_traffic_by_mesh_axis(tmp_path):
     command = [
         sys.executable,
         "-m",
@@ -71,7 +71,7 @@ def test_strategies_side_by_side(launch, tmp_path, monkeypatch):
 
 
 @pytest.mark.compiled("v4-8")
-def test_what_does_not_fit_is_a_row_with_what_it_needs(launch):
+def test_a_strategy_that_does_not_fit_has_a_row_with_its_need(launch):
     choice = "gin/strategies/data_parallel.gin"
     said = launch("report", "v4-8", "gin/quickstart.gin", "--gin", "BATCH_SIZE = 262144", "--strategies", choice)
     (row,) = [line.split("|")[1:] for line in said.splitlines() if line.startswith("| data_parallel")]
@@ -92,5 +92,5 @@ def test_what_does_not_fit_is_a_row_with_what_it_needs(launch):
         (["--compile", "--strategies"], "give only one of them"),
     ],
 )
-def test_what_cannot_be_compared_is_refused_at_once(launch, arguments, message):
+def test_wrong_options_are_refused_at_once(launch, arguments, message):
     assert message in launch("report", "v4-8", "gin/quickstart.gin", *arguments, code=2)

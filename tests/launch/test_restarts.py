@@ -79,7 +79,7 @@ def restarted(launch_command, tmp_path_factory):
 
 @pytest.mark.covers("C10")
 @pytest.mark.simulated(2)
-def test_a_run_that_lost_a_host_goes_on_from_its_checkpoint(restarted):
+def test_a_run_that_lost_a_host_resumes_from_its_checkpoint(restarted):
     run_dir, said, _ = restarted
     assert "ended with exit code 137" in said
     assert "(restart 1 of at most 2 without a new checkpoint)" in said
@@ -102,7 +102,7 @@ def test_its_goodput_counts_the_time_that_was_lost(restarted):
 
 @pytest.mark.covers("O10")
 @pytest.mark.simulated(2)
-def test_somebody_is_told_once(restarted):
+def test_one_alert_is_sent(restarted):
     run_dir, said, (alert,) = restarted
     assert (alert["run"], alert["kind"], alert["exit_code"]) == (str(run_dir), "killed", 137)
     assert alert["step"] >= 10

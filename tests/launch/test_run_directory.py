@@ -82,7 +82,7 @@ sys.exit(main(["train", "gin/quickstart.gin", "--slice", "v4-16", "--run-dir", {
 
 @pytest.mark.slow
 @pytest.mark.simulated(2)
-def test_where_host_0_is_refused_all_hosts_end_before_a_device_is_touched(run_hosts, tmp_path):
+def test_all_hosts_end_before_using_a_device_if_host_0_is_refused(run_hosts, tmp_path):
     lock = run_lock.RunLock.acquire(str(tmp_path / "run"), say=print)
     told = {"workspace": str(environment.WORKSPACE), "run_dir": str(tmp_path / "run")}
     zero, one = run_hosts(TWO_HOSTS.format(**told), hosts=2, timeout=120)

@@ -123,7 +123,7 @@ def test_new_requirements_are_installed_and_another_python_starts_afresh(machine
     assert len(machine.calls("pip")) == 3
 
 
-def test_a_long_install_says_how_far_it_is(machine):
+def test_a_long_install_prints_its_progress(machine):
     machine.python("python3", "3.12.4")
     script = machine.root / "launch/setup.sh"
     script.write_text(script.read_text().replace("progress_seconds=10", "progress_seconds=0.2"))
@@ -155,7 +155,7 @@ def test_a_python_that_was_asked_for_and_cannot_serve_is_an_error(machine, name)
 
 
 @pytest.mark.covers("L04")
-def test_without_a_python_apt_gets_one_and_it_is_said(machine):
+def test_apt_installs_python_if_missing_with_a_message(machine):
     machine.python("python3", "3.10.12")
     machine.script(machine.bin / "apt-get", APT)
     code, said = machine.setup()
@@ -174,7 +174,7 @@ def test_a_python_without_ensurepip_gets_its_own_package(machine):
     assert machine.version == "3.12.3"
 
 
-def test_where_apt_cannot_uv_does(machine):
+def test_uv_installs_python_if_apt_cannot(machine):
     machine.python("python3", "3.10.12")
     (machine.home / "no_network").touch()
     machine.script(machine.bin / "apt-get", APT)
@@ -196,7 +196,7 @@ def test_uv_itself_comes_from_pip(machine):
     assert machine.version == "3.11.9"
 
 
-def test_where_nothing_helps_it_says_what_was_tried(machine):
+def test_the_error_of_setup_lists_the_attempts(machine):
     machine.python("python3", "3.10.12")
     code, said = machine.setup()
     assert code == 1
@@ -216,7 +216,7 @@ def test_a_failed_install_shows_pip_s_words_and_is_never_taken_as_good(machine):
     assert machine.setup() == (0, "")
 
 
-def test_two_at_once_install_once(machine):
+def test_two_simultaneous_setups_install_once(machine):
     machine.python("python3", "3.12.4")
     both = [machine.start(PIP_SECONDS="1") for _ in range(2)]
     said = [process.communicate(timeout=20)[1] for process in both]

@@ -72,7 +72,7 @@ def test_an_error_of_a_command_is_wrapped(capsys, monkeypatch):
     assert len(said) > 120
 
 
-def test_what_a_check_finds_is_wrapped(capsys, monkeypatch, tmp_path):
+def test_findings_are_wrapped(capsys, monkeypatch, tmp_path):
     monkeypatch.delenv("COLUMNS")
     assert cli.main(["check", "v4-16", "gin/quickstart.gin", "--run-dir", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -97,7 +97,7 @@ def test_67_experiments_of_which_54_are_distinct(suite):
 
 
 @pytest.mark.slow
-def test_what_is_distinct_in_the_files_is_distinct_in_what_runs(suite):
+def test_distinct_experiment_files_are_distinct_runs(suite):
     """54 different combinations of traced model, traced optimizer, data and sizes."""
     runs = [entry.experiment for entry in suite.values()]
     programs = {
@@ -118,7 +118,7 @@ def test_no_field_of_a_model_is_idle(suite, beside):
             assert program_of(back) != program_of(model), (name, field)
 
 
-def test_optimizers_are_what_they_say(suite):
+def test_optimizers_are_those_of_their_experiments(suite):
     def names(which):
         return update_of(suite[which].experiment.optimizer)
 
@@ -246,7 +246,7 @@ def every_file():
     return inside + [TRM / f"{n}.gin" for n in RECIPES]
 
 
-def test_what_is_run_here_leaves_out_one_thing_each():
+def test_each_run_of_the_ablation_omits_one_part():
     runs = {path.stem: configuration.load(str(path)).build() for path in (TRM / RUN_HERE).glob("*.gin")}
     assert sorted(runs) == ["full", "last_calls", "no_average", "softmax"]
     whole = runs["full"]

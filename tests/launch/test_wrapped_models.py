@@ -112,7 +112,7 @@ def test_the_attention_of_a_plan_is_that_of_the_tpu(config):
     assert (work.kernel_flops > 0) == (small.model.attention in ("auto", "splash"))
 
 
-def test_wrapped_models_are_told_apart_by_what_they_hold(folder, config):
+def test_wrapped_models_are_distinguished_by_their_content(folder, config):
     other = configuration.load(str(folder / "mine.gin"), bindings=["wrapping.Scaled.scale = 0.25"], slice_name="v4-8")
     same = configuration.load(str(folder / "mine.gin"), slice_name="v4-8")
     texts = [program_identity.program_text(c.build(), c) for c in (config, same, other)]
@@ -138,7 +138,7 @@ def test_evaluation_asks_the_model_inside(folder, config):
     assert answers["answers"].tolist() == [0, 1]
 
 
-def test_what_a_model_lacks_is_told_with_what_to_add(config, capsys):
+def test_missing_abilities_are_named_with_the_methods_to_add(config, capsys):
     experiment = config.build()
     bare = types.SimpleNamespace(
         model=Judged(), prompt="abc", task=experiment.task, eval_batches=0, batch_size=1, unit="token"

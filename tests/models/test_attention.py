@@ -43,7 +43,7 @@ def test_splash_equals_plain_forward_and_backward(inputs):
         np.testing.assert_allclose(ours, want, atol=5e-5, rtol=0)
 
 
-def test_plain_is_softmax_over_what_a_query_may_see(inputs):
+def test_plain_is_softmax_over_visible_positions(inputs):
     """Written out for single queries, in float64."""
     q, k, v, segments, _ = (np.asarray(a, np.float64) for a in inputs)
     out = attention.plain(*inputs[:4])
@@ -98,7 +98,7 @@ def test_rotary_turns_pairs_and_depends_on_distance_only():
     np.testing.assert_allclose(jnp.einsum("btnk,bsnk->bts", shifted, shifted), dots, atol=1e-5)
 
 
-def test_none_mixes_nothing(inputs):
+def test_attention_none_does_not_mix_positions(inputs):
     q, k, v, segments = inputs[:4]
     changed = attention.attend(q, k.at[:, 7].add(1), v.at[:, 7].add(1), segments, choice="none")
     difference = np.abs(changed - attention.attend(q, k, v, segments, choice="none")).max(axis=(0, 2, 3))

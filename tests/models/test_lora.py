@@ -133,7 +133,7 @@ def test_adapters_with_dropout_agree_with_one_device(name):
     assert not agreement.exceeding(example.strategy.name, found)
 
 
-def test_dropout_is_of_training_alone(params):
+def test_dropout_is_applied_in_training_only(params):
     model = dataclasses.replace(MODEL, lora=dataclasses.replace(MODEL.lora, dropout=0.5))
     params, key = with_random_b(params), jax.random.key(3)
 

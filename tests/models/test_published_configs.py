@@ -34,7 +34,7 @@ def test_absent_keys_have_the_values_of_transformers(kind):
     assert families._differing(sparse, whole) == []
 
 
-def test_gemma_2_is_bounded_where_its_configuration_does_not_say_so():
+def test_gemma_2_has_softcaps_if_its_configuration_omits_them():
     config = {key: value for key, value in GEMMA2.items() if "softcapping" not in key and "activation" not in key}
     found = families.fields(config)
     assert (found["attention_softcap"], found["logit_softcap"], found["activation"]) == (50.0, 30.0, "gelu_tanh")
@@ -89,7 +89,7 @@ def test_a_feature_of_the_language_model_inside_of_gemma_3_is_refused():
         ),
     ],
 )
-def test_what_the_decoder_does_not_do_is_refused(config, change, says):
+def test_unsupported_features_are_refused(config, change, says):
     assert says in refusal({**config, **change})
 
 
@@ -105,7 +105,7 @@ def test_rotary_settings_are_found_where_each_version_writes_them():
     assert theta(rope_scaling={"type": "linear", "factor": 4.0}, rope_theta=1e6) == (1e6, 4.0)
 
 
-def test_a_decoder_that_differs_from_the_folder_is_told_both_values():
+def test_a_decoder_that_differs_from_the_folder_is_refused_with_both_values():
     model = pretrained.model(str(HERE / "llama2"), rope_theta=5e5, norm_eps=1e-6, remat="full")
     source = model.published(str(HERE / "llama2"))
     where = HERE / "llama2" / "config.json"

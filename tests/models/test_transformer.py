@@ -212,7 +212,7 @@ PRODUCTS_AGAIN = {  # of a layer: projections to queries, keys (both turned), va
 
 
 @pytest.mark.parametrize("remat", PRODUCTS_AGAIN)
-def test_what_is_kept_is_not_computed_again(params, remat, monkeypatch):
+def test_saved_values_are_not_recomputed(params, remat, monkeypatch):
     """Products of the backward pass; attention stands for a kernel whose result and derivative are kept by name."""
     monkeypatch.setattr(attention, "attend", lambda q, k, v, *_, **__: checkpoint_name(q * k * v, attention.MIXED))
     model = dataclasses.replace(MODEL, num_layers=1, num_kv_heads=4, remat=remat)
@@ -239,7 +239,7 @@ def test_padded_vocabulary_is_inert():
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("width", [64, 4096])
-def test_a_fresh_model_knows_nothing(width, tied):
+def test_a_fresh_model_has_the_loss_of_a_uniform_guess(width, tied):
     """Its loss is within 10 % of ln V, at any width of the residual stream and from bfloat16 products."""
     model = transformer.Transformer(
         vocab_size=1000, num_layers=2, embed_dim=width, mlp_dim=96, num_heads=2, num_kv_heads=2, head_dim=16, tied=tied

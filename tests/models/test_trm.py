@@ -312,7 +312,7 @@ def test_evaluation_leaves_padded_rows_out():
     assert float(found[0].weight_sum) == float(found[0].metrics["accuracy"].weight) == 3
 
 
-def test_evaluation_says_what_is_answered_to_each_row():
+def test_evaluation_returns_the_answer_to_each_row():
     answers = MODEL.evaluate(lively(MODEL), jax.random.key(0), batch()).extras
     outputs = MODEL.predict(lively(MODEL), batch())
     assert answers["predicted"].shape == (ROWS, CELLS)
@@ -388,7 +388,7 @@ def test_unrolled_calls_give_the_same_gradient():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mixer", ["mlp", "attention"])
-def test_remat_keeps_less_and_changes_no_gradient(mixer):
+def test_remat_saves_less_and_changes_no_gradient(mixer):
     data, whole = batch(), dataclasses.replace(MODEL, mixer=mixer)
     params = lively(whole)
 

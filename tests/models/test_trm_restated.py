@@ -184,7 +184,7 @@ def slope(model, params, data, *, leaf, direction):
     ],
     ids=lambda fields: " ".join(fields.values()),
 )
-def test_the_gradient_is_that_of_the_restated_late_calls_alone(fields):
+def test_the_gradient_is_that_of_the_late_calls_only(fields):
     model, data = small(num_layers=1, **fields), batch()
     params = lively(model)
     found = jax.jit(jax.grad(lambda p: model.loss(p, model.init_carry(data), jax.random.key(0), data)[1].loss_sum))(

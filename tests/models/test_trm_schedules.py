@@ -193,6 +193,6 @@ def test_float16_has_gradients_close_to_those_of_float32():
         ),
     ],
 )
-def test_what_is_refused(make, message):
+def test_invalid_arguments_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -41,7 +41,7 @@ def test_which_axes_are_manual(tables, gather_once, manual):
     assert program(tables, gather_once=gather_once).manual_axes == manual
 
 
-def test_gathering_once_costs_what_a_chip_did_not_hold():
+def test_gathering_once_costs_the_shards_of_other_chips():
     split = program(strategies.fsdp(), gather_once=True)
     leaves = jax.tree.leaves(split.abstract_state.params)
     held = sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) * 4 for leaf in leaves)
@@ -102,7 +102,7 @@ def test_nested_manual_regions_follow_the_order_of_the_mesh(tables, length, nest
 
 
 @pytest.mark.covers("T03")
-def test_replicas_reduce_once_and_behind_the_loop():
+def test_replicas_reduce_once_after_the_loop():
     bound = program(strategies.data_parallel())
     batch = batches.batch_shapes(SPEC)
     with bound.partitioner.tracing():

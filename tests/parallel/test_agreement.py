@@ -87,7 +87,7 @@ def test_a_wrong_leaf_anywhere_is_seen(part, how, one_device):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_what_is_not_finite_on_both_sides_does_not_agree(value):
+def test_entries_that_are_not_finite_do_not_agree(value):
     tree = {"a": np.ones(3), "b": np.array([1.0, value])}
     assert agreement.difference(tree, tree) == (np.inf, np.inf, "['b']")
 
@@ -133,7 +133,7 @@ def biased():
     return [agreement.run(bind(Biased(), example, data[0]), data) for example in examples]
 
 
-def test_leaves_that_are_nothing_but_rounding_agree(biased):
+def test_leaves_with_only_rounding_errors_agree(biased):
     one, split = biased
     key = one.gradients["layers/~"]["key_bias"]
     assert 0 < np.max(np.abs(key)) < 1e-6 * np.max(np.abs(one.gradients["layers/~"]["value_bias"]))

@@ -103,7 +103,7 @@ def test_every_experiment_compiles_for_its_slice(name):
 
 @pytest.mark.covers("T03")
 @pytest.mark.compiled("v4-32")
-def test_microbatches_compile_where_the_embedding_is_split_both_ways():
+def test_microbatches_compile_with_an_embedding_sharded_over_both_axes():
     """The compiler ended its process when the gradient was summed in pieces inside a region manual over data."""
     model = dataclasses.replace(SMALL, num_layers=1, attention="plain")
     bound = program(model, strategies.mesh3d(data=2, fsdp=2, tensor=4), "v4-32", rows=16, length=64, accum_steps=2)
@@ -112,7 +112,7 @@ def test_microbatches_compile_where_the_embedding_is_split_both_ways():
 
 
 @pytest.mark.compiled("v4-32")
-def test_a_step_that_does_not_fit_says_by_how_much():
+def test_a_step_that_does_not_fit_is_reported_with_the_excess():
     wide = dataclasses.replace(SMALL, embed_dim=8192, mlp_dim=65536, remat="none")
     with pytest.raises(compiled.OutOfHbmError, match=r"needs [\d.]+GiB of HBM per chip, but a chip has 30.75GiB"):
         compiled.compile_for_slice(program(wide, strategies.data_parallel(), "v4-32", rows=16, length=256))

@@ -110,7 +110,7 @@ of one message
 """
 
 
-def test_warnings_are_said_once_without_the_harmless_ones():
+def test_warnings_are_printed_once_without_harmless_ones():
     assert messages.warnings(LOG) == [
         "Continuation fusion is enabled, incorrect results",
         "xla_tpu_some_flag = true is not supported on v4; incorrect results",

@@ -31,7 +31,7 @@ ENTRY %main (x: f32[8], p: s32[]) -> f32[8] {
         ("%p = s32[] parameter(1)", "data"),
     ],
 )
-def test_what_decides_a_branch(decides, depends_on):
+def test_dependencies_of_branch_conditions(decides, depends_on):
     text = CONDITIONAL.replace("%p = s32[] parameter(1)", decides)
     (branch,) = {b for e in executions.walk(program.parse(text)) for b in e.branches}
     assert branch.depends_on == depends_on

@@ -89,7 +89,7 @@ def test_log_probabilities_are_those_of_a_full_pass_and_a_stop_id_ends_its_row()
     np.testing.assert_allclose(free.log_probabilities, want, atol=1e-4)
 
 
-def test_what_may_be_drawn():
+def test_tokens_that_may_be_drawn():
     logits = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]]))
 
     def kept(**how):

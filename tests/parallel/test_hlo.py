@@ -127,7 +127,7 @@ ENTRY %main (table: bf16[32000,1024], ids: s32[16]) -> (bf16[16,1024], f32[64]) 
 """.replace("NONE", str(2**63 - 1))
 
 
-def test_what_the_sparsecore_runs_is_read_and_listed_as_without_an_estimate():
+def test_operations_on_sparsecores_are_listed_without_an_estimate():
     """As libtpu 0.0.50.1 writes an embedding's gather for v5p, shortened."""
     assert list(program.parse(SPARSECORE).computations) == ["gathering", "offloaded", "powers", "main"]
     found = summary(SPARSECORE)
@@ -189,7 +189,7 @@ ENTRY %main () -> (s32[], s32[]) {
     assert [(loop.name, loop.trips) for loop in summary(text).loops] == [("outer", 3), ("inner", 5)]
 
 
-def test_a_kernel_with_line_breaks_hides_nothing_behind_it():
+def test_instructions_after_a_kernel_with_line_breaks_are_parsed():
     text = """
 ENTRY %main (q: bf16[8,128]) -> bf16[8,128] {
   %q = bf16[8,128]{1,0} parameter(0)
@@ -261,7 +261,7 @@ def test_an_opcode_costs_time_or_nothing():
     assert not costs._FREE & costs._PRICED
 
 
-def test_a_call_counts_once_and_a_fusion_by_itself():
+def test_a_call_counts_once_and_a_fusion_as_a_whole():
     text = """
 %inner (x: f32[8]) -> f32[8] {
   %x = f32[8]{0} parameter(0)

@@ -132,7 +132,7 @@ NARROW = dataclasses.replace(MODEL, embed_dim=256, mlp_dim=768, head_dim=32)
         (strategies.fsdp(), {"accum_steps": 2, "model": NARROW}, {"all-reduce instead of reduce-scatter"}),
     ],
 )
-def test_what_a_layout_cannot_help_is_known(tables, options, expected):
+def test_known_exceptions_of_lints_are_accepted(tables, options, expected):
     found = analysis.analyze(bind(tables, **options)).findings
     assert {f.lint for f in found if f.reason} == expected
     assert {f.lint for f in found if not f.reason} <= {"weights gathered in the accumulation loop"}

@@ -131,7 +131,7 @@ def test_tracing_sees_the_mesh_and_the_table():
 
 
 @pytest.mark.covers("M05")
-def test_a_wrong_batch_and_a_wrong_model_are_told_together():
+def test_a_wrong_batch_and_a_wrong_model_are_reported_together():
     bound = bind(strategies.fsdp_tensor(tensor=4), "v4-32")
     two_key_heads = preset("tiny")
     with pytest.raises(ValueError, match=r"batch_size = 6 does not divide(?s:.*)kv_heads = 2 does not divide") as error:
@@ -139,7 +139,7 @@ def test_a_wrong_batch_and_a_wrong_model_are_told_together():
     assert "Nearest that do: 4, 8" in str(error.value)
 
 
-def test_what_is_wrong_with_batch_and_model_is_said_at_once_and_each_once():
+def test_problems_of_batch_and_model_are_reported_at_once_and_once_each():
     odd = dataclasses.replace(TINY, embed_dim=18, head_dim=4)
     with pytest.raises(ValueError, match="does not fit") as error:
         bind(strategies.context(sequence=2), "v4-8").program(odd, ADAMW, batch_spec(3, length=9), seed=0)

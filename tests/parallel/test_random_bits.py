@@ -122,7 +122,7 @@ def test_losses_with_dropout_do_not_depend_on_mesh_or_microbatches(tables, slice
     ],
     ids=["accumulation", "pipeline"],
 )
-def test_one_key_for_all_rows_is_refused_where_there_are_microbatches(tables, slice_name, accum_steps, draw):
+def test_one_key_for_all_rows_is_refused_with_microbatches(tables, slice_name, accum_steps, draw):
     model = Dropping(draw=draw)
     bound = partitioner.Partitioner(tables, slice=slices.get(slice_name), devices=jax.devices())
     with pytest.raises(ValueError, match="random bits for all rows from one key") as error:
@@ -154,7 +154,7 @@ def test_draws_by_row_and_for_a_step_are_allowed(draw):
     random_bits.refuse_shared_draws(Dropping(draw=draw), shapes, SPEC)
 
 
-def test_one_key_for_all_rows_and_one_draw_for_a_step_are_fine_where_they_do_not_matter():
+def test_one_key_for_all_rows_is_allowed_without_microbatches():
     whole = partitioner.Partitioner(strategies.data_parallel(), slice=slices.get("v4-8"), devices=jax.devices())
     whole.program(Dropping(draw="hk.dropout"), OPTIMIZER, SPEC, seed=0)
     whole.program(Dropping(draw="one for the step"), OPTIMIZER, SPEC, seed=0, accum_steps=4)

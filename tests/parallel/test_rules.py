@@ -44,7 +44,7 @@ def test_a_vocabulary_that_does_not_divide_is_reported_with_the_degrees_that_do(
 
 
 @pytest.mark.covers("M05")
-def test_all_mismatches_come_at_once_and_nothing_is_quietly_replicated():
+def test_all_mismatches_are_reported_at_once_and_nothing_is_replicated_silently():
     with pytest.raises(ValueError) as error:
         fit(
             up=((6, 12), ("embed", "mlp")),

@@ -143,7 +143,7 @@ def test_parameters_without_axes_are_all_listed():
 
 
 @pytest.mark.parametrize("options", [{"accum_steps": 2}, {}], ids=["accumulation", "pipeline"])
-def test_stock_dropout_is_refused_with_its_replacement_where_there_are_microbatches(options):
+def test_stock_dropout_is_refused_with_microbatches_and_a_replacement_is_named(options):
     tables = strategies.fsdp() if options else pipeline(schedules.gpipe(num_microbatches=2))
     with pytest.raises(
         ValueError, match=r"In place of hk\.dropout.*:\n  x = core\.random_bits\.dropout\(key, rate, x, rows"

@@ -91,7 +91,7 @@ def test_tables_are_refused(make, message):
         make()
 
 
-def test_everything_wrong_is_said_at_once():
+def test_all_problems_are_reported_at_once():
     with pytest.raises(ValueError) as error:
         of({"dp": 2, "fsdp": 0}, params={"headz": None}, activations={"mlp": "mp"})
     text = str(error.value)

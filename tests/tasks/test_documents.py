@@ -40,7 +40,7 @@ def test_a_line_that_is_no_text_is_found_before_the_run(tmp_path, bad):
     assert problem.startswith(f"text.files.train: {file}:7: {says}")
 
 
-def test_the_pipeline_says_the_same_of_a_later_line(tmp_path, capfd):
+def test_the_pipeline_reports_an_invalid_later_line_alike(tmp_path, capfd):
     file = lines(tmp_path, 7, BAD_LINES["surrogate"][0])
     batches = task(file).train(ROWS, seed=0)
     with pytest.raises(ValueError, match=r"part\.jsonl:7: half a surrogate pair") as error:
@@ -72,7 +72,7 @@ def test_a_file_that_is_cut_inside_of_a_character_is_text(tmp_path):
     assert task(tmp_path / "*.txt").problems() == []
 
 
-def test_white_space_alone_is_no_text(tmp_path):
+def test_a_document_of_white_space_is_empty(tmp_path):
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(" \n\t ")
     (problem,) = task(tmp_path / "*.txt").problems()
@@ -84,7 +84,7 @@ def test_a_folder_is_called_one(tmp_path):
     assert problem == f"text.files.train: '{tmp_path}' is a folder; name its files, such as {tmp_path}/*.txt"
 
 
-def test_how_much_there_is_is_said(tmp_path):
+def test_the_description_has_number_and_size_of_the_files(tmp_path):
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text("two words")
     assert f"train {tmp_path}/*.txt (1 file, 9 bytes); validation 5 % of it" in task(tmp_path / "*.txt").describe()

@@ -130,7 +130,7 @@ def test_a_wrong_field_is_named(fake):
         next(task.train(layout_of(1), seed=0))
 
 
-def test_an_absent_package_is_told(monkeypatch):
+def test_a_missing_package_is_reported(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.setattr(
         huggingface.HuggingFace, "problems", lambda self: ["text.huggingface needs the package datasets"]

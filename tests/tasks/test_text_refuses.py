@@ -12,7 +12,7 @@ from tasks import text, vocabularies
 ONE_ROW = DataLayout(1, (0,), (0,))
 
 
-def test_problems_are_told_with_their_fix(tmp_path, monkeypatch):
+def test_problems_are_reported_with_their_fix(tmp_path, monkeypatch):
     options = {"length": 8, "num_streams": 1}
     assert "DATA is not set" in text.files(train=None, **options).problems()[0]
     assert "no file matches" in text.files(train=f"{tmp_path}/*.txt", **options).problems()[0]

@@ -89,7 +89,7 @@ def test_host_zero_must_come_first(tmp_path):
         vocabularies.trained_sentencepiece(320).prepare(str(tmp_path), is_host_zero=False, sample=list)
 
 
-def test_too_little_text_is_told(tmp_path):
+def test_too_little_text_is_reported(tmp_path):
     with pytest.raises(ValueError, match="could not train 5000 pieces"):
         vocabularies.trained_sentencepiece(5000).prepare(str(tmp_path), is_host_zero=True, sample=lambda: ["ab"])
 

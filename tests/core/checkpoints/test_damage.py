@@ -227,7 +227,7 @@ FAILURES = [
 
 
 @pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
-def test_what_fails_for_the_reader_s_own_reasons_puts_nothing_aside(untouched, error):
+def test_no_step_is_renamed_if_reading_fails_without_damage(untouched, error):
     tries = []
 
     @contextlib.contextmanager
@@ -257,14 +257,14 @@ def read_by(reads):
     return reading_so()
 
 
-def test_a_library_that_reads_no_step_puts_none_aside(untouched):
+def test_no_step_is_renamed_if_the_library_can_read_none(untouched):
     def fails(*_):
         raise TypeError("restore() got an unexpected keyword argument 'x'")
 
     untouched(read_by(fails), r"none was renamed(.|\n)*unexpected keyword(.|\n)*libraries", error=RuntimeError)
 
 
-def test_a_misfit_behind_a_damaged_step_puts_none_aside(saved, tmp_path):
+def test_no_step_is_renamed_if_the_step_before_a_damaged_one_does_not_fit(saved, tmp_path):
     shutil.copytree(saved, tmp_path / "copy")
     (tmp_path / "copy" / "7" / "meta" / "metadata").write_text("{}")
     checkpoints = store.Checkpoints(str(tmp_path / "copy"), keep=3)
@@ -380,7 +380,7 @@ distributed.shutdown()
 
 @pytest.mark.covers("C04")
 @pytest.mark.simulated(2)
-def test_hosts_agree_where_one_alone_holds_other_numbers(run_hosts):
+def test_hosts_agree_on_the_one_with_other_numbers(run_hosts):
     """Of a leaf that every device has whole, each host knows its own copy alone."""
     results = run_hosts(ONE_HOST_ALONE, hosts=2)
     assert [result.returncode for result in results] == [0, 0], results

@@ -91,7 +91,7 @@ def test_a_disk_with_room_again_takes_the_next_save(tmp_path):
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["1", "2"]
 
 
-def test_what_cannot_begin_is_said_too(tmp_path, monkeypatch):
+def test_a_save_that_cannot_start_is_reported(tmp_path, monkeypatch):
     state = {"w": jax.device_put(np.zeros(3))}
 
     async def refuse(self, directory, args):
@@ -106,7 +106,7 @@ def test_what_cannot_begin_is_said_too(tmp_path, monkeypatch):
     checkpoints.wait()  # nothing is under way
 
 
-def test_a_folder_that_is_gone_is_said_to_all(tmp_path):
+def test_a_missing_folder_is_reported_on_all_hosts(tmp_path):
     """As where a mount goes stale: what is free there cannot be asked for."""
     gone = paths.resolve(tmp_path / "gone")
     save = writing.Writing(4, gone, size_bytes=2**30, host_bytes=2**30, limit_seconds=60.0)
@@ -134,7 +134,7 @@ def test_the_time_that_a_save_may_take_grows_with_the_bytes_of_a_host():
     assert leaves.host_bytes(state) == 16 * 4 * 4 + 5
 
 
-def test_the_watchdog_is_told_how_long_a_save_may_take(tmp_path):
+def test_the_watchdog_knows_the_limit_of_a_save(tmp_path):
     save = writing.Writing(4, paths.resolve(tmp_path), size_bytes=1, host_bytes=1, limit_seconds=5000.0)
     places = []
 
@@ -151,7 +151,7 @@ def test_the_watchdog_is_told_how_long_a_save_may_take(tmp_path):
     assert [(p.phase, p.limit_seconds) for p in places] == [(phase.SAVING, 5000.0)] * 2
 
 
-def test_a_save_that_takes_too_long_fails_and_says_what_to_set(tmp_path, monkeypatch):
+def test_a_save_over_its_limit_fails_and_names_the_setting(tmp_path, monkeypatch):
     written = description.StreamsHandler._write
 
     async def slowly(*args):
@@ -200,7 +200,7 @@ checkpoints.wait()
 """
 
 
-def test_of_a_write_that_fails_a_process_says_one_line(run_hosts):
+def test_a_failed_write_prints_one_line_per_process(run_hosts):
     (result,) = run_hosts(FULL, hosts=1)
     assert result.returncode == 13
     (line,) = filter(None, result.output.splitlines())

@@ -90,7 +90,7 @@ def test_a_source_reads_and_writes_any_part_of_a_merged_dimension():
 
 @pytest.mark.covers("C17")
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
-def test_what_is_written_is_read_again(tmp_path, dtype):
+def test_written_parameters_are_read_again(tmp_path, dtype):
     program = program_of(FAMILIES / "gemma3", strategies.fsdp())
     params = jax.device_get(load(program, FAMILIES / "gemma3"))
     by_path = {parameters.path_name(path): a for path, a in jax.tree_util.tree_leaves_with_path(params)}

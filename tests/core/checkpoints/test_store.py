@@ -175,7 +175,7 @@ def test_reading_removes_nothing(opened, state, tmp_path):
     assert sorted(folder.rglob("*")) == before
 
 
-def test_a_step_that_vanishes_is_none_and_one_that_cannot_be_read_an_error(opened, state, tmp_path, monkeypatch):
+def test_a_removed_step_is_none_and_an_unreadable_one_an_error(opened, state, tmp_path, monkeypatch):
     writer = opened()
     for step in (1, 2, 3):
         writer.save(step, state=state, data={}, meta={})
@@ -226,7 +226,7 @@ def test_a_tree_that_differs_is_refused_by_leaf(opened, state):
         restore(**linear | {"w": jax.ShapeDtypeStruct((8, 6), jnp.float32)})
 
 
-def test_what_cannot_be_saved_or_opened_is_refused(opened, state, tmp_path):
+def test_states_that_cannot_be_saved_or_opened_are_refused(opened, state, tmp_path):
     with pytest.raises(ValueError, match="keep is 0"):
         opened(keep=0)
     with pytest.raises(ValueError, match="no such folder"):

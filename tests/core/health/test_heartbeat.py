@@ -64,7 +64,7 @@ def test_a_killed_host_is_named_with_its_last_place(ends, host):
     assert seconds < 5
 
 
-def test_an_exception_on_one_host_is_told_with_its_type(ends):
+def test_an_exception_on_one_host_is_reported_with_its_type(ends):
     story = """
 if PROCESS == 2:
     stop_the_clock()
@@ -80,7 +80,7 @@ works_on()
     assert seconds < 8
 
 
-def test_what_all_raise_is_everybody_s_own(ends):
+def test_an_exception_on_all_hosts_is_blamed_on_all(ends):
     story = "stop_the_clock(); heartbeat.raised('NonFiniteLossError: loss = nan', code=17, is_consequence=False)"
     results, seconds = ends(story)
     assert [r.returncode for r in results] == [17] * 3, results
@@ -202,7 +202,7 @@ time.sleep(30)
     assert seconds < 8
 
 
-def test_a_watchdog_that_only_reports_names_who_is_stuck_and_ends_nothing(ends):
+def test_a_watchdog_that_only_reports_names_the_hung_host_and_ends_nothing(ends):
     story = """
 stop_the_clock()
 def a_hook_that_takes_long():
@@ -223,7 +223,7 @@ heartbeat.stop()
     assert not re.search("ends: ", "".join(r.output for r in results))
 
 
-def test_a_host_zero_that_is_frozen_is_named_by_the_others_where_the_watchdog_only_reports(capfd):
+def test_a_frozen_host_zero_is_named_by_the_others_if_the_watchdog_only_reports(capfd):
     limits = failure_diagnosis.Limits(step_seconds=60.0, slow_seconds=60.0, silent_seconds=0.6, reports_only=True)
     zero, one = socket.socketpair()
     with zero:
@@ -283,7 +283,7 @@ def test_a_lost_host_ends_a_run_whose_watchdog_only_reports():
     ).hosts == (1,)
 
 
-def test_when_nobody_is_behind_everybody_shows_its_stacks(ends):
+def test_all_stacks_are_shown_if_no_host_is_behind(ends):
     results, _ = ends("stop_the_clock()\ndef waits_for_a_device(): time.sleep(30)\nwaits_for_a_device()", hosts=2)
     assert [r.returncode for r in results] == [HUNG] * 2, results
     for result in results:
@@ -334,7 +334,7 @@ def test_a_fault_of_the_watch_ends_the_process(run_hosts):
     assert re.search(r"the watch over the hosts failed:\nTraceback[^~]*TypeError", result.output)
 
 
-def test_leaving_waits_until_it_is_passed_on_whatever_was_before(run_hosts):
+def test_leaving_waits_until_the_message_is_sent(run_hosts):
     story = """
 noted = []
 def slowly(self, host, message, note=heartbeat._Watch._note):
@@ -355,7 +355,7 @@ print("NOTED", *noted)
     assert "NOTED compared compared compared left\n" in result.output, result.output
 
 
-def test_nothing_follows_a_message_that_was_sent_in_part():
+def test_no_message_follows_a_partial_one():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         assert not rendezvous.send(ours, {"at": "x" * 2**21}, seconds=0.2)
@@ -367,7 +367,7 @@ def test_nothing_follows_a_message_that_was_sent_in_part():
         assert ours.recv(1) == b""
 
 
-def test_a_process_alone_is_watched_for_being_stuck(run_hosts):
+def test_a_single_process_is_monitored_for_hangs(run_hosts):
     story = WATCHED.replace("heartbeat.start(roll", "roll.close(); heartbeat.start(None") + "phase.at(phase.SAVING)\n"
     story = story.replace("slow_seconds=30.0", "slow_seconds=0.5")
     (result,) = run_hosts(story + "def writes_for_ever(): time.sleep(30)\nwrites_for_ever()", hosts=1)
@@ -390,7 +390,7 @@ works_on()
     assert seconds < 6
 
 
-def test_hosts_that_end_together_alarm_nobody(run_hosts):
+def test_hosts_that_end_together_cause_no_verdict(run_hosts):
     story = """
 phase.at(phase.ENDING)
 time.sleep((HOSTS - PROCESS) * 0.4)
@@ -400,7 +400,7 @@ print("done", flush=True)
     assert [(r.returncode, r.output) for r in results] == [(0, "done\n")] * 3
 
 
-def test_the_limits_are_those_of_what_a_host_does():
+def test_limits_depend_on_the_phase():
     limits = failure_diagnosis.Limits(step_seconds=1, slow_seconds=2)
     found = {
         p: limits.of(failure_diagnosis.Place(3, p, 0.0)) for p in ("training", "between steps", "saving", "joining")

@@ -93,7 +93,7 @@ print("COMPILED", totals.programs - totals.found, "FOUND", totals.found)
 """
 
 
-def test_what_one_process_compiled_the_next_does_not(run_hosts, tmp_path):
+def test_a_second_process_uses_the_compilation_cache(run_hosts, tmp_path):
     kept = tmp_path / "run" / "compiled"
     said = [run_hosts(PROCESS.format(folder=str(kept)), hosts=1)[0] for _ in range(2)]
     first, again = (output.split("COMPILED ")[1].split() for _, output in said)
@@ -108,7 +108,7 @@ def test_a_folder_that_cannot_be_is_refused():
         compilation.use_cache("s3://bucket/compiled")
 
 
-def test_the_first_step_alone_is_spoken_of():
+def test_only_the_first_step_is_reported():
     said = []
     hook = hooks.Compiled(lambda step, totals: said.append((step, totals)))
     for step in (7, 8):

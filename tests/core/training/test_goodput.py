@@ -46,7 +46,7 @@ class Run:
 
 
 @pytest.mark.covers("O13")
-def test_steps_that_are_made_again_down_time_compiling_and_waiting_do_not_count(tmp_path, clock):
+def test_repeated_steps_down_time_compiling_and_waiting_do_not_count(tmp_path, clock):
     run = Run(tmp_path, clock)
     run.start(0, range(1, 6), waits=2.5, killed=True)  # 50 s, 4 steps of 7.5 s, 5 counted as made
     assert run.scalars[5] == pytest.approx(30 / 50)
@@ -76,7 +76,7 @@ def test_steps_from_which_a_run_rolled_back_are_lost(tmp_path, clock):
     assert session.useful_seconds == pytest.approx(40 * 2 / 5 + 40)
 
 
-def test_a_line_that_was_cut_off_loses_that_start_alone(tmp_path, clock):
+def test_a_truncated_line_loses_only_that_session(tmp_path, clock):
     run = Run(tmp_path, clock)
     run.start(0, range(1, 6))
     with (tmp_path / goodput.FILE).open("a") as file:

@@ -26,7 +26,7 @@ def test_log_writes_the_first_step_and_means_over_each_interval():
     assert written[1][1]["loss"] == 2.0
 
 
-def test_log_divides_once_over_the_interval_and_leaves_out_what_had_nothing():
+def test_log_divides_once_per_interval_and_omits_metrics_without_weight():
     written = []
     log = hooks.Log(lambda step, values: written.append(values), every=3, items_per_step=1)
     for step, (total, weight) in enumerate([(0, 0), (3, 4), (0, 0), (1, 1), (0, 0), (0, 0), (0, 0), (0, 0), (0, 0)], 1):
@@ -48,7 +48,7 @@ def test_a_step_is_split_into_waiting_for_data_the_devices_and_the_hosts_own_wor
 
 
 @pytest.mark.covers("T10")
-def test_stop_looks_at_loss_and_gradient_and_nothing_else():
+def test_stop_checks_only_loss_and_gradient():
     stop = hooks.Stop()
     stop.after_step(report(1, gradient_norm=1.0, entropy=math.nan))
     with pytest.raises(hooks.NonFiniteLossError, match="step 2: gradient_norm = inf"):

@@ -14,7 +14,7 @@ def figures(*, wait=0.0, work=0.1, step=1.0, **memory):
     return own | {"host_seconds": work} | {f"hbm_gib/{chip}": gib for chip, gib in memory.items()}
 
 
-def test_the_slowest_host_is_the_one_that_keeps_the_devices_waiting():
+def test_the_slowest_host_has_the_longest_idle_devices():
     seen = HostMetrics()
     found = seen._beside({0: figures(), 1: figures(), 2: figures(wait=0.3), 3: figures(work=0.2)})
     assert found["hosts/slowest"] == 2
@@ -47,7 +47,7 @@ def test_memory_of_every_chip_of_every_host_is_written_when_it_changes():
     assert {name: gib for name, gib in second.items() if name.startswith("hbm")} == {"hbm_gib/host_0/chip_0": 20.5}
 
 
-def test_what_the_runtime_does_not_say_is_left_out():
+def test_unmeasured_memory_is_omitted():
     assert host_metrics.hbm_gib() == {}  # CPU devices
 
 
@@ -67,7 +67,7 @@ def two_hosts(monkeypatch):
     return says
 
 
-def test_a_run_that_goes_back_is_compared_at_once(two_hosts):
+def test_lines_from_before_a_rollback_are_not_compared(two_hosts):
     for step in (10, 15, 20, 25, 30):
         two_hosts(1, step, 1.0)
         assert two_hosts(0, step, 1.0)[0] == step

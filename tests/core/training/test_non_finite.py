@@ -27,7 +27,7 @@ def test_every_policy_ends_with_its_own_exit_code():
         hooks.Stop().after_step(report(3, math.inf))
 
 
-def test_skip_says_each_and_ends_where_they_do_not_end():
+def test_skip_reports_each_update_and_ends_after_too_many():
     said = []
     skip = hooks.Skip(lambda *words: said.append(words))
     for number in range(1, 30):  # never so many in a row
@@ -41,7 +41,7 @@ def test_skip_says_each_and_ends_where_they_do_not_end():
         skip.after_step(report(50, math.nan, 1.0))
 
 
-def test_roll_back_gives_up_where_it_gets_no_further():
+def test_roll_back_ends_without_progress():
     said = []
     policy = hooks.RollBack(lambda *words: said.append(words))
 

@@ -86,7 +86,7 @@ def test_a_slow_input_is_seen_and_a_quick_one_is_not(start):
 
 
 @pytest.mark.parametrize("consumed", [0, 1, 3, 4, 5, 8, 11])
-def test_the_position_is_of_what_was_consumed(start, consumed):
+def test_the_position_counts_consumed_batches(start, consumed):
     first = start(Counting(), depth=3)
     values(first, consumed)
     position = first.position()
@@ -129,7 +129,7 @@ def test_close_joins_and_later_use_is_an_error(start):
         values(batches, 10)
 
 
-def test_what_cannot_work_is_refused():
+def test_invalid_arguments_are_refused():
     with pytest.raises(ValueError, match="depth is 0"):
         prefetch.Prefetch(Counting(), to_device=jax.device_put, depth=0)
     with pytest.raises(ValueError, match="no data position"):

@@ -113,7 +113,7 @@ def test_skew_is_the_time_between_the_first_and_the_last_host(tmp_path, capsys):
         ("copy-start", False),
     ],
 )
-def test_what_counts_as_a_collective(name, is_collective):
+def test_opcodes_of_collectives(name, is_collective):
     (row,) = profile_reader._summed([(f"%{name}.1 = f32[2] x(%y)", 1.0, "0")])
     assert (row.name, row.is_collective) == (name, is_collective)
 
@@ -128,7 +128,7 @@ def test_the_last_session_is_read_unless_one_is_named(tmp_path):
         profile_reader.read_session(str(tmp_path), "step_8")
 
 
-def test_a_run_without_a_profile_says_how_to_make_one(tmp_path):
+def test_the_error_without_a_profile_tells_how_to_make_one(tmp_path):
     with pytest.raises(
         ValueError, match=r"has no profile: while the run is training, launch/pod.sh profile .* --seconds 5 makes one"
     ):

@@ -121,7 +121,7 @@ def test_profile_windows_open_and_close_with_their_steps():
     assert events[-1] == "stop"
 
 
-def test_a_window_has_its_steps_and_no_other():
+def test_a_window_traces_exactly_its_steps():
     """Run by the training loop itself: the step after the window is dispatched when the trace has ended."""
     events = []
 
@@ -231,7 +231,7 @@ def test_a_request_is_taken_traced_once_and_answered(tmp_path, quick):
     assert (answer(tmp_path)["id"], answer(tmp_path)["state"]) == ("two", "written")
 
 
-def test_a_host_that_hears_of_it_late_says_so(tmp_path, quick):
+def test_a_host_that_learns_of_a_window_late_reports_it(tmp_path, quick):
     loop = Loop(tmp_path)
     request(tmp_path, "late", steps=50)
     loop.until(lambda _: answer(tmp_path))
@@ -244,7 +244,7 @@ def test_a_host_that_hears_of_it_late_says_so(tmp_path, quick):
     assert answer(tmp_path)["remarks"] == {"0": "began 5 steps late"}
 
 
-def test_a_run_that_ends_too_soon_says_so(tmp_path, quick):
+def test_a_run_that_ends_before_the_profile_is_reported(tmp_path, quick):
     loop = Loop(tmp_path, last_step=12)
     request(tmp_path, "over", steps=1)
     loop.until(lambda _: answer(tmp_path))

@@ -46,7 +46,7 @@ def test_copies_have_one_number_and_a_wrong_one_has_another(mesh):
         assert wrong[piece][-1] != numbers[piece][-1]
 
 
-def test_the_majority_is_right_and_of_two_hosts_nobody_knows():
+def test_the_majority_is_right_and_two_hosts_are_undecided():
     same, other = {"w": [5, 5], "v": [1]}, {"w": [5, 6], "v": [1]}
     assert failure_diagnosis.judge_copies(8, {0: same, 1: same, 2: same}) is None
     verdict = failure_diagnosis.judge_copies(8, {0: same, 1: other, 2: same})

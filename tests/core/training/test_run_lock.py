@@ -52,7 +52,7 @@ def ended_process():
     return process.pid, ticks
 
 
-def test_a_second_launch_is_refused_and_told_whose_the_directory_is(run_dir):
+def test_a_second_launch_is_refused_with_the_owner_of_the_directory(run_dir):
     lock = acquire(run_dir)
     said = rf"{run_dir} is in use by another launch: process {os.getpid()} on \S+, started 20\d\d-.* UTC.*rm {run_dir}"
     with pytest.raises(ValueError, match=said):
@@ -65,7 +65,7 @@ def test_a_second_launch_is_refused_and_told_whose_the_directory_is(run_dir):
     acquire(run_dir).release()
 
 
-def test_what_is_in_a_directory_stays_when_the_lock_goes(run_dir):
+def test_the_content_of_a_directory_stays_when_the_lock_is_removed(run_dir):
     lock = acquire(run_dir)
     (run_dir / "metrics.jsonl").touch()
     lock.release()
@@ -73,7 +73,7 @@ def test_what_is_in_a_directory_stays_when_the_lock_goes(run_dir):
 
 
 @pytest.mark.parametrize("reused", [False, True], ids=["ended", "its number is another process's now"])
-def test_the_lock_of_a_process_that_ended_is_taken_over_at_once_and_said(run_dir, reused):
+def test_the_lock_of_an_ended_process_is_taken_over_with_a_message(run_dir, reused):
     pid, ticks = (os.getpid(), 1) if reused else ended_process()
     written(run_dir, pid=pid, ticks=ticks)
     said = []
@@ -109,7 +109,7 @@ def test_an_owner_on_another_machine_that_renews_its_lock_is_alive(run_dir):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"host": 1}', "\0\xff"])
-def test_a_lock_that_names_nobody_is_watched_and_taken_over(run_dir, text):
+def test_a_lock_without_an_owner_is_observed_and_taken_over(run_dir, text):
     run_dir.mkdir(parents=True)
     (run_dir / run_lock.FILE).write_text(text)
     acquire(run_dir).release()
@@ -140,7 +140,7 @@ def test_a_run_whose_directory_is_deleted_ends(run_dir):
     assert not run_dir.exists()
 
 
-def test_a_run_whose_directory_was_taken_over_ends_and_leaves_the_other_alone(run_dir):
+def test_a_run_whose_directory_was_taken_over_ends_without_touching_the_other(run_dir):
     lock = acquire(run_dir)
     (run_dir / run_lock.FILE).unlink()
     other = acquire(run_dir)
@@ -178,7 +178,7 @@ def test_a_lock_that_cannot_be_read_is_not_said_to_be_unwritable(run_dir, monkey
     lock.release()
 
 
-def test_a_failure_of_a_run_that_holds_its_lock_stays_what_it_is(run_dir):
+def test_a_failure_of_a_run_that_holds_its_lock_is_not_replaced(run_dir):
     lock = acquire(run_dir)
     with pytest.raises(KeyError), lock.explaining():
         raise KeyError
@@ -187,7 +187,7 @@ def test_a_failure_of_a_run_that_holds_its_lock_stays_what_it_is(run_dir):
 
 @pytest.mark.parametrize("dead", [False, True], ids=["no lock there", "a dead owner's"])
 @pytest.mark.parametrize("where", ["run_dir", "in_a_bucket"])
-def test_of_many_launches_at_once_one_has_it(request, where, dead):
+def test_one_of_many_simultaneous_launches_gets_the_lock(request, where, dead):
     place = request.getfixturevalue(where)
     owner = Owner.this()._replace(pid=ended_process()[0])
     if dead:
@@ -230,7 +230,7 @@ def test_in_a_bucket_a_lock_is_renewed_noticed_when_lost_and_removed(in_a_bucket
     assert bucket.list(f"{in_a_bucket}/") == {}
 
 
-def test_what_cannot_be_written_is_the_users_to_mend(tmp_path):
+def test_an_unwritable_directory_is_a_user_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="cannot write to"):
         acquire(tmp_path / "file" / "run")

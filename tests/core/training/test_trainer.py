@@ -144,7 +144,7 @@ def test_hooks_are_closed_when_the_data_ends():
     assert events[-1] == "close"
 
 
-def test_every_hook_is_closed_though_one_fails_and_the_first_error_stays_in_sight():
+def test_every_hook_is_closed_if_one_fails_and_the_first_error_is_raised():
     class Failing(trainer.Hook):
         def close(self):
             raise OSError("disk full")

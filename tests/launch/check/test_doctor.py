@@ -33,7 +33,7 @@ def simulated(launch, tmp_path_factory):
 
 @pytest.mark.covers("X01", "X03")
 @pytest.mark.simulated(2)
-def test_a_slice_on_which_nothing_is_wrong(simulated):
+def test_a_slice_without_problems(simulated):
     said, found = simulated
     assert said.rstrip().endswith("\nREADY")
     assert {"configuration", "layout", "data", "memory", "checkpoint", "versions", "environment", "chips"} <= set(found)
@@ -51,7 +51,7 @@ def test_a_slice_on_which_nothing_is_wrong(simulated):
 
 @pytest.mark.simulated(2)
 @pytest.mark.slow
-def test_a_run_directory_that_cannot_be_written_ends_no_other_look(launch, tmp_path):
+def test_other_checks_run_if_the_run_directory_cannot_be_written(launch, tmp_path):
     (tmp_path / "file").write_text("")
     where = ["--simulate", "--run-dir", str(tmp_path / "file/run")]
     bindings = [word for binding in TINY for word in ("--gin", binding)]
@@ -99,7 +99,7 @@ def test_all_mistakes_are_found_at_once_and_no_host_is_started(launch, tmp_path,
     assert "NOT READY: 2 of 2 checks failed" in said
 
 
-def test_off_a_slice_it_says_so(launch, monkeypatch):
+def test_a_machine_outside_a_slice_is_reported(launch, monkeypatch):
     said = launch("doctor", "v4-16", "gin/quickstart.gin", code=2)
     assert "this machine is not a host of a TPU slice" in said
 
@@ -152,19 +152,19 @@ def test_a_library_that_is_missing_is_named():
         ({"JAX_PLATFORMS": "cpu"}, "JAX_PLATFORMS=cpu hides the TPU from JAX"),
     ],
 )
-def test_variables_that_contradict_or_mean_nothing(environ, says):
+def test_variables_that_contradict_or_are_not_read_are_reported(environ, says):
     (row,) = doctor.variables(environ, simulated=False)
     assert says in row.detail
     assert not row.ok or row.is_note
 
 
-def test_variables_of_others_are_nobodys_business():
+def test_variables_of_other_programs_are_ignored():
     environ = {"JAX_ENABLE_X64": "1", "HOME": "/x", "TPU_NAME": "t", "JAX_PLATFORMS": "tpu,cpu"}
     assert [row.ok for row in doctor.variables(environ, simulated=False)] == [True]
     assert [row.ok for row in doctor.variables({"JAX_PLATFORMS": "cpu"}, simulated=True)] == [True]
 
 
-def test_who_holds_a_chip_is_named_with_its_process(tmp_path):
+def test_processes_that_hold_a_chip_are_named(tmp_path):
     chip = tmp_path / "accel0"
     chip.touch()
     is_chip = re.compile(rf"{tmp_path}/accel\d+$")
@@ -221,7 +221,7 @@ def test_a_checkpoint_that_does_not_fit_is_a_list_of_leaves(tmp_path):
 
 
 @pytest.mark.parametrize(("location", "ok"), [("US-CENTRAL2", True), ("US", True), ("EU", False), ("US-EAST1", False)])
-def test_a_bucket_elsewhere_is_told(location, ok):
+def test_a_bucket_in_another_region_is_reported(location, ok):
     row = doctor.bucket_region("data", zone="us-central2-b", location=location)
     assert row.ok == ok
     assert "us-central2" in row.detail
@@ -230,7 +230,7 @@ def test_a_bucket_elsewhere_is_told(location, ok):
 
 
 @pytest.mark.parametrize("location", ["NAM4", "CA", "US-EAST1+US-WEST1"])
-def test_of_a_place_that_is_not_known_nothing_is_claimed(location):
+def test_an_unknown_place_is_not_described(location):
     row = doctor.bucket_region("data", zone="us-central1-a", location=location)
     assert (row.ok, row.is_note) == (True, True)
     assert f"which regions {location.lower()} has is not known here" in row.detail

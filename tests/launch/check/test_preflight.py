@@ -44,7 +44,7 @@ def test_a_model_with_many_more_rows_than_ids_is_noted(tmp_path, vocab_size, is_
 
 
 @pytest.mark.covers("L06")
-def test_a_disk_is_a_note_where_nobody_said_where_the_hosts_are(tmp_path, capsys):
+def test_a_local_disk_is_a_note_if_the_hosts_are_unknown(tmp_path, capsys):
     own = [QUICKSTART, "--run-dir", str(tmp_path / "run")]
     assert cli.main(["check", "v4-16", *own]) == 0
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
@@ -126,7 +126,7 @@ def test_a_vocabulary_on_a_disk_that_cannot_be_read_is_no_traceback(tmp_path, mo
         assert f"cannot read {tmp_path}/m.model from here: PermissionError: " in unread.detail
 
 
-def test_what_git_ignores_does_not_reach_the_hosts(tmp_path):
+def test_files_that_git_ignores_are_not_shipped(tmp_path):
     (tmp_path / ".gitignore").write_text("ignored/\n")
     for folder in ("ignored", "kept"):
         (tmp_path / folder).mkdir()

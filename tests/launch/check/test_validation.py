@@ -46,7 +46,7 @@ def test_a_part_that_fails_leaves_its_last_lines_and_the_others(part, verdict):
     assert verdict == "ok" or "unknown TPU slice 'v9-1'" in "".join(found["said"])
 
 
-def test_a_strategy_is_refused_where_its_layout_does_not_fit_and_for_nothing_else(tmp_path, monkeypatch):
+def test_a_strategy_is_refused_only_if_its_layout_does_not_fit(tmp_path, monkeypatch):
     parts = validation.parts("v4-16", "gin/quickstart.gin", run_dir=str(tmp_path), simulated=False, folder=tmp_path)
     (part,) = [part for part in parts if part.name == "strategy multislice"]
     found = validation.perform(part)
@@ -56,7 +56,7 @@ def test_a_strategy_is_refused_where_its_layout_does_not_fit_and_for_nothing_els
     assert validation.perform(missing)["verdict"] == "failed"  # its check names the configuration
 
 
-def test_what_was_measured_is_read_from_where_the_run_wrote_it(bucket):
+def test_measurements_are_read_from_the_run_directory(bucket):
     bucket.write("gs://bucket/v/run/metrics.jsonl", b'{"step": 1}\n{"step": 2, "step_seconds": 0.5, "loss": 3.0}\n')
     ask = "from launch.check import validation; print(validation.measured('gs://bucket/v'))"
     there = {"env": {**os.environ, **bucket.environment}, "cwd": environment.WORKSPACE}

@@ -275,7 +275,7 @@ def test_later_files_and_flags_override_earlier_ones(bench):
     assert bench.load("include 'big.gin'").build().batch_size == 65  # a file is read once, where it is first included
 
 
-def test_a_file_included_twice_undoes_nothing(bench):
+def test_a_second_include_of_a_file_has_no_effect(bench):
     bench.write("task.gin", "include 'defaults.gin'\nBATCH_SIZE = 5")
     bench.write("toy.gin", EXPERIMENT + "    include 'task.gin'\n    LENGTH = 3\n    include 'defaults.gin'\n")
     bench.add("TASK = @tasks.random()\ntasks.random.length = %LENGTH\nfrom toy import tasks")
@@ -599,7 +599,7 @@ def test_accepts_what_looks_like_a_mistake(bench):
     assert (model.dropout, model.note, model.sizes) == (0, None, (1,))
 
 
-def test_an_int_is_no_mistake_where_a_protocol_is_satisfied(bench):
+def test_an_int_is_accepted_if_it_satisfies_a_protocol(bench):
     problem = bench.problem("MODEL = @strategies.Strategy()", "strategies.Strategy.name = 'x'")
     assert "expected: Model" in str(problem)  # it has no init
 
@@ -706,7 +706,7 @@ def test_flags_are_called_by_their_number(bench):
     assert str(found[0]).startswith("--gin #2: BATCHSIZE is not")
 
 
-def test_a_slice_that_nothing_takes(bench):
+def test_a_slice_that_no_parameter_takes(bench):
     bench.write("defaults.gin", DEFAULTS.replace("experiment.Experiment.slice_name = %SLICE", ""))
     assert bench.problem(slice_name="v4-8").place == "--slice"
 

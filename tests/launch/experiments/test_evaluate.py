@@ -32,7 +32,7 @@ def test_three_wrong_and_two_right_votes_of_one_checkpoint(command, parrot_run):
     assert not (parrot_run / "evaluation" / "cumulative.json").exists()
 
 
-def test_the_ensemble_of_all_checkpoints_is_told_apart(command, parrot_run, tmp_path):
+def test_the_ensemble_of_all_checkpoints_is_labelled(command, parrot_run, tmp_path):
     shutil.copytree(parrot_run, tmp_path / "run")
     file = tmp_path / "attempts.json"
     code, said = command("evaluate", tmp_path / "run", "--all-steps", "--submission", file)
@@ -134,7 +134,7 @@ def test_checkpoints_are_listed_again_after_the_data_is_read(command, parrot_run
         (('("predicted", "q_halt")', '("predicted",)'), "the extras of Parrot.evaluate lack q_halt"),
     ],
 )
-def test_a_model_that_answers_nothing_is_not_judged(command, parrot, parrot_run, monkeypatch, tmp_path, change, lacks):
+def test_a_model_without_answers_is_not_judged(command, parrot, parrot_run, monkeypatch, tmp_path, change, lacks):
     name = f"mute_{len(lacks)}"
     (parrot / f"{name}.py").write_text((parrot / "parrot.py").read_text().replace(*change))
     shutil.copytree(parrot_run, tmp_path / "run")
@@ -162,7 +162,7 @@ def test_a_model_that_answers_nothing_is_not_judged(command, parrot, parrot_run,
         (["{run}", "--gin", "EVAL_BATCHES = 0"], "(EVAL_BATCHES = 0): give --rows N or --rows all"),
     ],
 )
-def test_what_cannot_be_had_is_said_before_anything_starts(command, monkeypatch, parrot_run, tmp_path, argv, message):
+def test_wrong_arguments_are_reported_before_anything_starts(command, monkeypatch, parrot_run, tmp_path, argv, message):
     monkeypatch.setattr(prepared_run, "prepare_run", None)  # not reached
     text = tmp_path / "text"
     (text / "checkpoints").mkdir(parents=True)

@@ -49,7 +49,7 @@ def test_duplicates_and_seeds(folder):
     assert entries[1].bindings == ("SEED = 1",)
 
 
-def test_a_run_is_what_its_own_text_says(folder):
+def test_a_run_is_built_from_its_saved_text(folder):
     one, other = suites.load(suites.files(str(folder(a=50, b=60))))
     ran = suites.as_run(one, text=other.text)
     assert (ran.name, ran.experiment.total_steps) == ("a", 60)

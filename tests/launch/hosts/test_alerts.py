@@ -30,7 +30,7 @@ def fail(host, error):
         raise error
 
 
-def test_an_exception_is_told_with_its_message_host_and_step(told, tmp_path, capsys):
+def test_an_exception_is_reported_with_its_message_host_and_step(told, tmp_path, capsys):
     with alerts.watching(str(tmp_path)) as report:
         fail(2, RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 3 GiB in step 7"))
         fail(0, RuntimeError("Connection closed by peer"))
@@ -53,7 +53,7 @@ def test_an_exception_is_told_with_its_message_host_and_step(told, tmp_path, cap
     ("code", "kind"),
     [(14, "stall"), (15, "host lost"), (16, "hosts differ"), (17, "loss not finite"), (137, "killed"), (134, "crash")],
 )
-def test_the_dead_are_told_of_too(told, tmp_path, code, kind):
+def test_killed_processes_cause_alerts(told, tmp_path, code, kind):
     (tmp_path / "metrics.jsonl").write_text('{"step": 3}\n{"step": 41}\n')
     with alerts.watching(str(tmp_path)) as report:
         report(code)
@@ -62,7 +62,7 @@ def test_the_dead_are_told_of_too(told, tmp_path, code, kind):
 
 
 @pytest.mark.parametrize("code", [exit_codes.DONE, exit_codes.USER_ERROR, exit_codes.PREEMPTED, exit_codes.INTERRUPTED])
-def test_nobody_is_told_of_what_somebody_wanted_or_sees(told, tmp_path, code):
+def test_intended_endings_send_no_alert(told, tmp_path, code):
     with alerts.watching(str(tmp_path)) as report:
         report(code)
     assert told() == []
@@ -90,7 +90,7 @@ with alerts.noting(0):
 """
 
 
-def test_what_the_hosts_found_out_together_is_what_is_told(told, tmp_path):
+def test_alerts_contain_the_common_verdict_of_the_hosts(told, tmp_path):
     with alerts.watching(str(tmp_path)) as report:
         done = subprocess.run([sys.executable, "-c", STUCK], cwd=environment.WORKSPACE, timeout=60, check=False)
         notes = list(pathlib.Path(environment.read("RENGA_NOTES")).iterdir())
@@ -108,7 +108,7 @@ def test_what_the_hosts_found_out_together_is_what_is_told(told, tmp_path):
 
 
 @pytest.mark.parametrize(("raised_on", "says"), [(2, "KeyError: 'wide'"), (0, "host 2 raised KeyError")])
-def test_of_the_host_that_a_verdict_names_its_own_words_are_told(told, tmp_path, raised_on, says):
+def test_alerts_contain_the_exception_of_the_host_that_the_verdict_names(told, tmp_path, raised_on, says):
     with alerts.watching(str(tmp_path)) as report:
         fail(raised_on, KeyError("wide"))
         heartbeat._on_verdict(failure_diagnosis.Verdict((2,), "host 2 raised KeyError", exit_codes.RAISED))
@@ -140,7 +140,7 @@ def test_a_web_address_gets_the_same(tmp_path, monkeypatch, capsys):
     assert "secret" not in "".join(capsys.readouterr())
 
 
-def test_who_does_not_answer_holds_nobody_up(tmp_path, monkeypatch, capsys):
+def test_a_slow_alert_command_does_not_delay_the_end(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(alerts, "SEND_SECONDS", 0.5)
     monkeypatch.setenv("RENGA_ALERT", "sleep 60")
     started = time.monotonic()

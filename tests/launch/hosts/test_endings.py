@@ -84,7 +84,7 @@ def test_a_killed_host_ends_the_run_and_is_named(ends):
 
 @pytest.mark.slow
 @pytest.mark.simulated(2)
-def test_an_exception_on_one_host_is_said_by_the_other(ends):
+def test_an_exception_on_one_host_is_reported_by_the_other(ends):
     (zero, one), seconds = ends('raise OverflowError("only here")')
     assert (zero.returncode, one.returncode) == (LOST, RAISED), zero.output[-3000:] + one.output[-3000:]
     assert "Traceback" in one.output

@@ -17,7 +17,7 @@ def start(tmp_path, text, *, log):
 
 
 @pytest.mark.parametrize("where", ["full disk", "no folder"])
-def test_a_log_that_cannot_be_written_hides_nothing(tmp_path, capfd, where):
+def test_output_is_shown_if_the_log_cannot_be_written(tmp_path, capfd, where):
     log = tmp_path / "host_0.log" if where == "full disk" else tmp_path / "gone" / "host_0.log"
     if where == "full disk":
         log.symlink_to("/dev/full")

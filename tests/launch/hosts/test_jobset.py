@@ -68,7 +68,7 @@ def test_the_labels_are_those_of_gke():
     }
 
 
-def test_what_no_start_can_help_ends_the_set_and_the_rest_restarts_it():
+def test_exit_codes_that_end_or_restart_the_jobset():
     found = of("v4-32")
     (rule,) = found["spec"]["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
     codes = rule["onExitCodes"]["values"]
@@ -81,7 +81,7 @@ def test_what_no_start_can_help_ends_the_set_and_the_rest_restarts_it():
     }
 
 
-def test_the_check_itself_finds_what_is_wrong():
+def test_the_check_finds_wrong_results():
     wrong = of("v4-32")
     wrong["spec"]["replicatedJobs"][0]["template"]["spec"]["completions"] = "4"
     wrong["spec"]["maxRestarts"] = 3

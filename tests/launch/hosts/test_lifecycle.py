@@ -50,7 +50,7 @@ def wait_until(what, seconds=30):
 @pytest.mark.covers("L07")
 @pytest.mark.parametrize("action", ["create", "queue"])
 @pytest.mark.parametrize("is_spot", [False, True])
-def test_a_tpu_is_made_and_deleted_with_what_gcloud_takes(cloud, action, is_spot, capfd):
+def test_a_tpu_is_created_and_deleted_with_valid_gcloud_flags(cloud, action, is_spot, capfd):
     tpu_is(cloud, state="ABSENT")
     order = lifecycle.Order(slices.get("v5e-16"), is_spot, action == "queue")
     assert lifecycle.act([TPU], action=action, order=order, dry_run=False) == 0
@@ -85,7 +85,7 @@ def run(workspace):
 
 
 @pytest.mark.covers("C10", "L07")
-def test_a_slice_that_was_taken_away_is_made_again_and_the_run_ends_well(cloud, run, capfd):
+def test_a_preempted_slice_is_recreated_and_the_run_finishes(cloud, run, capfd):
     assert run() == 0
     results, steps, requested = [], iter([4, 8, *[8] * 9]), []
     watching = threading.Thread(
@@ -126,7 +126,7 @@ def test_a_slice_that_was_taken_away_is_made_again_and_the_run_ends_well(cloud, 
         ("", "PREEMPTED", 143, 2),
     ],
 )
-def test_what_a_watch_does_with_what_it_sees(monkeypatch, run_says, state, code, starts):
+def test_reactions_of_the_watch_to_states(monkeypatch, run_says, state, code, starts):
     started, made = [], []
     monkeypatch.setattr(gcloud, "describe", lambda tpu: gcloud.Description(state="READY" if made else state))
     monkeypatch.setattr(lifecycle, "run_state", lambda tpu: run_says)
@@ -143,7 +143,7 @@ def test_what_a_watch_does_with_what_it_sees(monkeypatch, run_says, state, code,
     assert all(("create" in steps) == (state == "PREEMPTED") for steps in started)
 
 
-def test_a_start_that_fails_is_tried_again_and_is_no_restart_of_its_own(cloud, run, capfd):
+def test_a_failed_start_is_retried_and_does_not_count_as_a_restart(cloud, run, capfd):
     """A slice that is taken away tells its hosts to stop first: they end, and it still says READY."""
     assert run() == 0
     for worker in (0, 1):
@@ -225,7 +225,7 @@ def test_a_run_survives_a_reboot_of_its_host_until_it_ends_or_is_stopped(cloud, 
     assert on_host(cloud, "state") == "ended 130"
 
 
-def test_a_reboot_keeps_what_is_sent_to_a_host():
+def test_variables_of_a_host_survive_a_reboot():
     script = (environment.WORKSPACE / "launch/hosts/on_host.sh").read_text()
     assert f"for name in {' '.join(environment.SENT)} ${{!MEGASCALE_*}}; do" in script
 

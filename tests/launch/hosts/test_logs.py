@@ -36,7 +36,7 @@ def test_logs_are_merged_by_time_and_a_line_without_one_stays_with_its_own(tmp_p
         logs.show(str(tmp_path / "elsewhere"))
 
 
-def test_what_arrives_live_is_put_in_order_and_a_failure_is_told(capsys):
+def test_live_lines_are_sorted_and_a_failure_is_reported(capsys):
     def says(*lines, code=0):
         text = f"import sys, time; [print(line, flush=True) or time.sleep(0.1) for line in {lines!r}]; sys.exit({code})"
         return [sys.executable, "-c", text]
@@ -49,7 +49,7 @@ def test_what_arrives_live_is_put_in_order_and_a_failure_is_told(capsys):
     assert "failed (exit code 3)" in capsys.readouterr().err
 
 
-def test_the_last_words_of_a_command_are_logged_whatever_ends_it(tmp_path):
+def test_the_last_lines_of_a_command_are_logged_however_it_ends(tmp_path):
     """The group of on_host.sh gets the signal: the command acts on it, the one that writes its log waits for it."""
     log = tmp_path / "run.log"
     text = "trap 'echo saved; exit 143' TERM; echo ready; while :; do sleep 0.05; done"

@@ -213,7 +213,7 @@ def test_a_progress_line_redraws_on_a_terminal_and_is_plain_in_the_log(tmp_path)
     assert log(tmp_path, 1).splitlines()[1:] == ["False", "step 2"]
 
 
-def test_who_connected_to_whom_is_in_the_log_alone(tmp_path, capfd):
+def test_connection_messages_are_only_in_the_log(tmp_path, capfd):
     rest = "ected to 1 peer ranks. Expected number of connected peer ranks is : 1"
     parts = ["[", "Gloo] Rank 0 is conn", f"{rest}\n", "loss 3.25 [Glo", "om]\n", "half "]
     parts += [

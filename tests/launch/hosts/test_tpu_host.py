@@ -70,7 +70,7 @@ def here(monkeypatch, tmp_path):
     return place
 
 
-def test_a_plain_machine_is_no_tpu_host_and_nobody_is_asked(here, tmp_path):
+def test_a_machine_without_chips_is_no_tpu_host_and_makes_no_request(here, tmp_path):
     (tmp_path / "accel").mkdir()  # what other accelerators use
     here()
     place = tpu_host.look()
@@ -94,7 +94,7 @@ def test_a_host_knows_its_index_before_it_joins(here, chips, metadata, tmp_path)
 
 
 @pytest.mark.covers("R01")
-def test_chips_count_once_the_metadata_server_speaks_of_a_tpu(here, chips, metadata):
+def test_chips_count_only_if_the_metadata_server_confirms_a_tpu(here, chips, metadata):
     here(devices=chips, url=metadata({"accelerator-type": "v4-32"}))
     place = tpu_host.look()
     assert (place.on_tpu_host, place.accelerator_type) == (True, "v4-32")
@@ -123,7 +123,7 @@ def test_the_environment_is_enough_in_a_container(here):
     assert "metadata server: not asked (TPU_SKIP_MDS_QUERY is set)" in place.looked_at
 
 
-def test_a_silent_metadata_server_costs_half_a_second_where_there_are_no_chips(here, metadata):
+def test_a_silent_metadata_server_takes_half_a_second_without_chips(here, metadata):
     url = metadata({"accelerator-type": "v4-32"}, delay_seconds=3)
     here({"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "a,b"}, url=url)
     started = time.monotonic()

@@ -96,7 +96,7 @@ def test_a_run_in_progress_is_neither_replaced_nor_doubled(cloud, workspace, cap
     assert (cloud / "worker_0/.renga/process").read_text() == before
 
 
-def test_nothing_starts_where_one_host_cannot_be_set_up(cloud, workspace, capfd):
+def test_nothing_starts_if_one_host_cannot_be_set_up(cloud, workspace, capfd):
     (cloud / "worker_1").mkdir()
     (cloud / "worker_1/no_setup").touch()
     assert start(workspace) == 1
@@ -175,7 +175,7 @@ def test_tensorboard_follows_the_directory_of_the_run(cloud, workspace, monkeypa
     assert workstation.act([TPU], action="stop", dry_run=False) == 0
 
 
-def test_tensorboard_without_a_run_says_what_to_give(cloud, workspace, capfd):
+def test_tensorboard_without_a_run_is_refused_with_the_fix(cloud, workspace, capfd):
     assert start(workspace) == 0
     assert act("stop") == 0
     (cloud / "worker_0/.renga/run_directory").unlink()
@@ -280,7 +280,7 @@ def test_a_dry_run_of_two_slices_says_what_only_gcloud_knows(two_slices, workspa
         "compute tpus tpu-vm scp x my-tpu:y --zone=us-central2-b --tunnel-through-iap",
     ],
 )
-def test_the_stand_in_refuses_what_is_not_documented(cloud, argv):
+def test_the_emulator_refuses_undocumented_requests(cloud, argv):
     result = subprocess.run(["gcloud", *argv.split()], capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert "ERROR: (gcloud emulator)" in result.stderr

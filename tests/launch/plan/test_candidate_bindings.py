@@ -30,7 +30,7 @@ CANDIDATES = [
 
 
 @pytest.mark.parametrize("candidate", CANDIDATES, ids=lambda c: c.name(""))
-def test_bindings_make_what_is_applied(question, candidate, tmp_path):
+def test_bindings_and_apply_give_the_same_experiment(question, candidate, tmp_path):
     writer = search.Writer(question.config, question.experiment)
     wanted = search.apply(question.experiment, candidate)
 
@@ -45,7 +45,7 @@ def test_bindings_make_what_is_applied(question, candidate, tmp_path):
     assert made([f"include '{file}'"]) == expected
 
 
-def test_the_experiment_itself_needs_no_binding(question):
+def test_the_experiment_as_written_needs_no_binding(question):
     writer = search.Writer(question.config, question.experiment)
     own = Candidate(None, question.experiment.model.remat, 1, question.experiment.batch_size)
     assert writer.bindings(own) == []

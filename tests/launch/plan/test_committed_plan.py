@@ -116,7 +116,7 @@ def test_arithmetic_is_near_every_record(plan):
     assert_arithmetic_is_near(plan)
 
 
-def test_what_did_not_fit_is_too_much_by_arithmetic_too(plan):
+def test_layouts_that_did_not_fit_are_too_large_by_arithmetic(plan):
     too_large = [(one, record) for one, record in plan.known if record.status == records.TOO_MUCH]
     assert too_large
     assert all(record.needed_bytes > plan.usable for _, record in too_large)

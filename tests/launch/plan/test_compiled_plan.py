@@ -81,7 +81,7 @@ def test_a_layout_is_explained(launch):
 @pytest.mark.slow
 @pytest.mark.covers("X13")
 @pytest.mark.compiled("v4-8")
-def test_what_does_not_fit_is_explained(launch):
+def test_a_layout_that_does_not_fit_is_explained(launch):
     choice = "gin/strategies/data_parallel.gin"
     bindings = given("BATCH_SIZE = 262144")
     said = launch("plan", "v4-8", "gin/quickstart.gin", "--explain", choice, *bindings, code=1, timeout=600)

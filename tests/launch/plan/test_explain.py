@@ -16,7 +16,7 @@ TEXT = (pathlib.Path(__file__).parents[2] / "parallel/fixtures/loop_over_layers.
 
 
 @pytest.mark.parametrize("choice", ["fsdp", "gin/nothing_here.gin"])
-def test_a_choice_that_is_none_is_refused(choice):
+def test_an_unknown_choice_is_refused(choice):
     with pytest.raises(ValueError, match="--explain"):
         explain.explain("gin/quickstart.gin", choice, slice_name="v4-8", bindings=[])
 
@@ -39,7 +39,7 @@ def on_its_chips(question):
     return question.experiment.bind(compiled.devices_of(question.slice))
 
 
-def test_a_roofline_says_what_binds(question, capsys):
+def test_a_roofline_names_the_limit(question, capsys):
     time = StepTime(2.0, 0.1, (AxisTime(("fsdp",), "ICI", 0.5, 0.0, 1),), ())
     run = [e._replace(times=10**12) for e in executions.walk(program.parse(TEXT))]
     chip = question.slice.chip
@@ -52,7 +52,9 @@ def test_a_roofline_says_what_binds(question, capsys):
     assert "computation binds" in capsys.readouterr().out
 
 
-def test_what_does_not_fit_is_said_with_what_took_it_and_what_may_fit(question, on_its_chips, capsys, tmp_path):
+def test_a_layout_that_does_not_fit_is_shown_with_allocations_and_alternatives(
+    question, on_its_chips, capsys, tmp_path
+):
     error = OutOfHbmError("too much", needed="40.25GiB", present="30.75GiB")
     error.__cause__ = RuntimeError("…\n  1. Size: 12.50G\n     Shape: bf16[4,5]{1,0}\n     Allocation type: HLO temp\n")
     explain._print_misfit(question, on_its_chips, error, tmp_path)

@@ -32,7 +32,7 @@ BINDINGS = {
 
 
 @pytest.mark.parametrize(("binding", "same"), BINDINGS.items())
-def test_only_what_makes_a_program_names_its_record(question, binding, same):
+def test_records_are_named_by_the_inputs_of_the_program_only(question, binding, same):
     other = search.ask(question.path, slice_name=question.slice.name, bindings=[binding])
     texts = [program_identity.program_text(q.experiment, q.config) for q in (question, other)]
     assert (texts[0] == texts[1]) is same
@@ -80,7 +80,7 @@ def test_every_field_of_an_experiment_is_known_to_make_a_program_or_not():
 
 
 @pytest.mark.parametrize("field", FIELDS)
-def test_what_costs_nothing_names_neither_records_nor_fingerprints(question, field):
+def test_records_and_fingerprints_ignore_settings_without_effect_on_a_step(question, field):
     value, costs = FIELDS[field]
     other = dataclasses.replace(question.experiment, **{field: value})
     texts = [program_identity.program_text(e, question.config) for e in (question.experiment, other)]
@@ -163,7 +163,7 @@ def test_arguments_of_an_optimizer_of_one_s_own_count(own, binding):
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", "{}", '{"status": "compiled"}', '{"status": "compiled", "time": {"x": 1}}']
 )
-def test_a_record_that_cannot_be_read_is_told_of_once_and_taken_as_missing(options, cache, capsys, content):
+def test_an_unreadable_record_is_reported_once_and_treated_as_missing(options, cache, capsys, content):
     one = next(t for t in options if not t.reason)
     file = cache.path(one.text)
     file.parent.mkdir(parents=True)
@@ -174,7 +174,7 @@ def test_a_record_that_cannot_be_read_is_told_of_once_and_taken_as_missing(optio
     assert "treated as missing" in said
 
 
-def test_what_failed_is_not_shipped(tmp_path, options, compiled_as):
+def test_failed_records_are_not_committed(tmp_path, options, compiled_as):
     first, second = [one for one in options if not one.reason][:2]
     failed = records.Record(records.FAILED, reason="no luck")
     records.commit(tmp_path / "x.json", iter([(first.text, compiled_as(first)), (second.text, failed)]))
@@ -197,7 +197,7 @@ def test_a_record_is_what_was_written(options, compiled_as, cache, keep):
     assert [p.name.startswith(".") for p in cache.folder.iterdir()] == [False]
 
 
-def test_other_versions_and_edited_sources_know_nothing(options, compiled_as, cache, keep, monkeypatch):
+def test_records_of_other_versions_and_sources_are_not_found(options, compiled_as, cache, keep, monkeypatch):
     one = next(t for t in options if not t.reason)
     keep(one.text, compiled_as(one))
     with monkeypatch.context() as patched:
@@ -207,7 +207,7 @@ def test_other_versions_and_edited_sources_know_nothing(options, compiled_as, ca
     assert cache.find(one.text) is None
 
 
-def test_what_is_committed_is_found_whatever_the_sources(options, compiled_as, tmp_path, monkeypatch):
+def test_committed_records_are_found_for_all_sources(options, compiled_as, tmp_path, monkeypatch):
     one = next(t for t in options if not t.reason)
     record = compiled_as(one)
     records.commit(tmp_path / "small.json", iter([(one.text, record)]))
@@ -218,7 +218,7 @@ def test_what_is_committed_is_found_whatever_the_sources(options, compiled_as, t
     assert set(json.loads((tmp_path / "small.json").read_text())) == {"records"}
 
 
-def test_what_compiled_and_needs_more_than_there_is_does_not_fit(options, compiled_as):
+def test_a_compiled_step_above_the_usable_memory_does_not_fit(options, compiled_as):
     made = dataclasses.replace(compiled_as(options[0]), needed_bytes=95.5 * 2**30)
     assert made.within(96 * 2**30) is made
     refused = made.within(95 * 2**30)
@@ -226,7 +226,7 @@ def test_what_compiled_and_needs_more_than_there_is_does_not_fit(options, compil
     assert refused.reason == "needs 95.50GiB of 95.00GiB, though it compiled"
 
 
-def test_what_does_not_fit_is_kept_with_what_it_needs():
+def test_a_candidate_that_does_not_fit_is_recorded_with_its_need():
     record = records.Record(
         records.TOO_MUCH, reason="needs 75.31GiB of 30.75GiB", needed_bytes=records.bytes_of("75.31GiB")
     )

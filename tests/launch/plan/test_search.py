@@ -30,7 +30,7 @@ def test_every_candidate_is_estimated_or_has_a_reason(options):
     }
 
 
-def test_likely_best_comes_first_and_what_cannot_be_last(options):
+def test_candidates_are_ordered_by_likely_speed_and_refused_ones_are_last(options):
     """By the seconds of its traffic and computation, added up here, and by refusals by name."""
     possible = [one for one in options if one.estimate and not one.reason]
     assert list(options[: len(possible)]) == possible
@@ -39,7 +39,7 @@ def test_likely_best_comes_first_and_what_cannot_be_last(options):
     assert len({one.candidate.layout for one in possible}) > 3
 
 
-def test_the_experiment_itself_is_compiled_first_and_no_mesh_takes_all(options):
+def test_the_experiment_as_written_is_compiled_first_and_no_mesh_takes_all_places(options):
     (written,) = [one for one in options if one.is_as_written]
     ordered = list(selection.order(options, wanted=8, usable_bytes=math.inf))
     assert ordered[0] is written
@@ -49,7 +49,7 @@ def test_the_experiment_itself_is_compiled_first_and_no_mesh_takes_all(options):
     assert len(meshes) >= 4
 
 
-def test_what_may_not_fit_takes_no_place_of_what_does(options):
+def test_candidates_that_may_not_fit_displace_none_that_fit(options):
     """With room for the median: of the first places every mesh has those below as if those above were not there."""
     possible = [one for one in options if not one.reason]
     room = sorted(one.estimate.peak_bytes for one in possible)[len(possible) // 2]
@@ -87,7 +87,7 @@ def test_batches_are_compared_by_row(question):
     assert asked.total_tokens == question.total_tokens
 
 
-def test_only_what_was_asked_for(question):
+def test_only_requested_strategies_are_tried(question):
     found = search.options(question, only=["hsdp", "tensor"])
     assert {one.candidate.layout.constructor for one in found} == {"hsdp", "tensor"}
 

@@ -68,7 +68,7 @@ def test_a_cache_that_cannot_be_written_is_found_before_anything_is_compiled(arg
         session.run(arguments("--compile", "1", "--fresh"))
 
 
-def test_what_is_written_for_another_batch_trains_as_long_as_was_said(
+def test_a_file_for_another_batch_size_trains_on_as_many_tokens(
     arguments, question, keep, compiled_as, capsys, tmp_path
 ):
     asked = search.ask(question.path, slice_name=question.slice.name, batch_sizes=[64])
@@ -108,7 +108,7 @@ def test_every_rejected_candidate_is_printed_when_asked(arguments, filled, optio
     assert all(f"  {one.name}, {one.candidate.batch_size} rows: {one.reason}" in said for one in out)
 
 
-def test_ctrl_c_prints_what_there_is(arguments, filled, capsys, monkeypatch):
+def test_ctrl_c_prints_the_results_so_far(arguments, filled, capsys, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
         yield
@@ -171,7 +171,7 @@ def test_records_are_written_to_be_committed(arguments, filled, options, compile
     assert kept.count(records.TOO_MUCH) == (1 if fresh else 2)
 
 
-def test_rows_are_in_the_order_of_what_they_show(arguments, filled, capsys):
+def test_rows_are_sorted_by_the_displayed_values(arguments, filled, capsys):
     session.run(arguments("--compile", "4", "--wide"))
     lines = [[cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.splitlines()]
     column = next(line.index("scheduled") for line in lines if "scheduled" in line)
@@ -182,7 +182,7 @@ def test_rows_are_in_the_order_of_what_they_show(arguments, filled, capsys):
     assert all(float(pair[0]) <= value <= float(pair[-1]) for pair, value in zip(steps, shown, strict=True))
 
 
-def test_what_is_missing_is_compiled_until_as_many_fit(arguments, filled, options, compiled_as, capsys, monkeypatch):
+def test_missing_candidates_are_compiled_until_enough_fit(arguments, filled, options, compiled_as, capsys, monkeypatch):
     started = []
 
     def fake(jobs, *, wanted, on_start):
@@ -205,7 +205,7 @@ def test_what_is_missing_is_compiled_until_as_many_fit(arguments, filled, option
     assert all(job.bindings for job in started)
 
 
-def test_nothing_known_and_nothing_to_be_compiled(arguments, cache, capsys):
+def test_a_plan_without_records_and_without_compiling(arguments, cache, capsys):
     assert session.run(arguments("--cached")) == 1
     assert "nothing was compiled before for v4-8" in capsys.readouterr().out
 
@@ -218,7 +218,7 @@ def test_nothing_fits(arguments, cache, capsys):
     assert "no candidate fits v4-8: most often: rows do not divide; the reasons above say which numbers do" in said
 
 
-def test_a_plan_of_which_nothing_fits_gives_up(arguments, cache, capsys, monkeypatch):
+def test_a_plan_without_a_fitting_candidate_ends(arguments, cache, capsys, monkeypatch):
     """After eight tries for each layout that was wanted, not after all of some hundred."""
     compiled = []
 
@@ -234,7 +234,7 @@ def test_a_plan_of_which_nothing_fits_gives_up(arguments, cache, capsys, monkeyp
     assert "nothing that was compiled fits" in capsys.readouterr().out
 
 
-def test_arithmetic_says_what_it_is(arguments, cache, capsys):
+def test_estimates_are_labelled_as_arithmetic(arguments, cache, capsys):
     assert session.run(arguments("--arithmetic")) == 0
     said = capsys.readouterr().out
     assert "arithmetic, not compiled" in said
@@ -244,7 +244,7 @@ def test_arithmetic_says_what_it_is(arguments, cache, capsys):
     assert "| scheduled" not in said
 
 
-def test_what_was_compiled_and_did_not_fit_is_not_proposed_by_arithmetic(arguments, filled, capsys):
+def test_compiled_layouts_that_did_not_fit_are_not_proposed(arguments, filled, capsys):
     assert session.run(arguments("--arithmetic", "--rejected")) == 0
     said = capsys.readouterr().out
     assert f"{filled[1].name}" in said.split("too much HBM as compiled")[1]
@@ -268,7 +268,9 @@ def test_flags_that_would_do_nothing_are_refused(arguments, given, message):
         session.run(arguments(*given))
 
 
-def test_committed_records_say_where_they_are_from(arguments, options, compiled_as, capsys, monkeypatch, tmp_path):
+def test_rows_from_committed_records_name_their_revision(
+    arguments, options, compiled_as, capsys, monkeypatch, tmp_path
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     ordered = list(selection.order(options, wanted=2, usable_bytes=math.inf))[:2]
     records.commit(tmp_path / "here" / "x.json", iter([(one.text, compiled_as(one)) for one in ordered]))
@@ -304,7 +306,7 @@ def test_an_unknown_slice_is_refused(cache):
         search.ask("gin/quickstart.gin", slice_name="v4-33")
 
 
-def test_what_training_costs(question, options, compiled_as):
+def test_cost_of_training(question, options, compiled_as):
     one = next(t for t in options if not t.reason)
     row = search.metrics(question, one, compiled_as(one))
     tokens = 200 * 32 * 128
@@ -327,7 +329,7 @@ def test_what_training_costs(question, options, compiled_as):
 @pytest.mark.parametrize(
     ("number", "said"), [(0.25, "0.25"), (9.944, "9.94"), (99.94, "99.9"), (1017.6, "1,018"), (1258.3, "1,258")]
 )
-def test_large_numbers_are_told_whole(question, options, compiled_as, number, said):
+def test_large_numbers_are_printed_in_full(question, options, compiled_as, number, said):
     one = next(t for t in options if not t.reason)
     row = search.metrics(question, one, compiled_as(one))
     row = dataclasses.replace(row, time=StepTime(number * 3600 / row.steps, 0.0, (), ()))

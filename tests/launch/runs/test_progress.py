@@ -28,14 +28,14 @@ def waited(*places):
     return said
 
 
-def test_a_long_wait_is_said_with_its_time():
+def test_a_long_wait_is_printed_with_its_duration():
     times = (2, 9.9, 10.2, 10.7, 19, 20.1, 31, 41, 52, 60.4, 61, 119, 120.3, 180.2)
     said = waited(*((phase.COMPILING, seconds) for seconds in times))
     shown = ("0:10", "0:20", "0:31", "0:41", "0:52", "1:00", "2:00", "3:00")
     assert said == [f"compiling the training step, {time}" for time in shown]
 
 
-def test_the_time_that_a_plan_took_to_compile_is_said():
+def test_the_compile_time_of_a_plan_is_printed():
     said = []
     places = iter([phase.Place(1, phase.COMPILING, 12.0), phase.Place(1, phase.SAVING, 11.0)])
     waiting = progress.Waiting(said.append, place=lambda: next(places), compile_seconds=79.4)
@@ -47,7 +47,7 @@ def test_the_time_that_a_plan_took_to_compile_is_said():
     ]
 
 
-def test_every_wait_begins_anew_and_training_itself_is_no_wait():
+def test_every_wait_has_its_own_time_and_training_is_no_wait():
     places = [(phase.COMPILING, 12.0), (phase.TRAINING, 500.0), (phase.SAVING, 3.0), (phase.SAVING, 11.0)]
     places += [(phase.COMPILING, 1.0), (phase.COMPILING, 10.0)]
     said = waited(*places)

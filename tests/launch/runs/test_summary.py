@@ -29,7 +29,7 @@ def test_text_has_its_loss():
     assert shown() == "validation loss 0.2500 nats per token"
 
 
-def test_puzzles_have_every_mean_and_what_it_is_of():
+def test_puzzles_have_all_means_and_their_rows():
     assert shown(evaluated_on=lambda most: f"{most} of 9 puzzles, drawn with seed 0").splitlines() == [
         "validation on 6 of 9 puzzles, drawn with seed 0",
         "exact_accuracy 0.7500  loss 0.2500",
@@ -37,7 +37,7 @@ def test_puzzles_have_every_mean_and_what_it_is_of():
     ]
 
 
-def test_what_a_score_is_of_is_bounded_by_what_an_evaluation_takes():
+def test_the_rows_of_a_score_are_at_most_those_of_the_evaluation():
     def said(most):
         return f"at most {most}"
 
@@ -49,7 +49,7 @@ def test_what_a_score_is_of_is_bounded_by_what_an_evaluation_takes():
 @pytest.mark.parametrize(
     ("accum_steps", "gather_once", "is_gathered"), [(2, True, True), (2, False, False), (1, True, False)]
 )
-def test_what_gathering_once_costs_a_chip_is_on_the_card(accum_steps, gather_once, is_gathered):
+def test_the_summary_has_the_memory_of_gathering_once(accum_steps, gather_once, is_gathered):
     bindings = (
         "STRATEGY = @strategies.fsdp()",
         f"ACCUM_STEPS = {accum_steps}",

@@ -65,7 +65,7 @@ def stopped(launch, tmp_path_factory):
     return run_dir
 
 
-def test_a_run_says_what_it_is_and_ends_with_what_it_learned(undisturbed):
+def test_a_run_prints_its_summary_and_its_results(undisturbed):
     run_dir, said = undisturbed
     for words in ("v4-16: 8 chips on 2 hosts", "fsdp 8", "FLOP per step", str(run_dir), "fresh"):
         assert words in said
@@ -143,7 +143,7 @@ def test_no_host_runs_a_step_before_all_have_compiled_it(monkeypatch, count, don
     assert did == done
 
 
-def test_what_the_hosts_compile_together_is_not_compiled_again(monkeypatch):
+def test_the_step_that_hosts_compiled_together_is_not_compiled_again(monkeypatch):
     """Compiled with options, as on a TPU, a program is not remembered by JAX."""
     x = jnp.arange(3.0)
     jitted = jax.jit(lambda state, batch: (state * batch, {}), compiler_options={"xla_embed_ir_in_executable": True})
@@ -189,7 +189,7 @@ def test_sigterm_saves_at_one_step_of_all_hosts_and_the_run_continues(launch, la
 
 @pytest.mark.covers("T10", "O07")
 @pytest.mark.slow
-def test_a_loss_that_is_no_number_ends_the_run_and_what_was_measured_is_kept(launch, tmp_path):
+def test_a_non_finite_loss_ends_the_run_and_metrics_are_kept(launch, tmp_path):
     where = ["--slice", "v4-8", "--run-dir", str(tmp_path)]
     bindings = random_tokens("LEARNING_RATE = 1e38", "TOTAL_STEPS = 100", "CHECKPOINT_INTERVAL = 100")
     said = launch("train", "gin/quickstart.gin", *where, *bindings, slice_name="v4-8", code=exit_codes.NON_FINITE)
@@ -206,14 +206,14 @@ def test_a_loss_that_is_no_number_ends_the_run_and_what_was_measured_is_kept(lau
         ("text.python_source.num_streams = 3", "must divide over NUM_STREAMS = 3"),
     ],
 )
-def test_every_start_looks_whether_data_and_model_fit(launch, tmp_path, binding, message):
+def test_every_start_checks_that_data_and_model_fit(launch, tmp_path, binding, message):
     where = ["--slice", "v4-8", "--run-dir", str(tmp_path)]
     said = launch("train", "gin/quickstart.gin", *where, "--gin", binding, slice_name="v4-8", code=2)
     assert message in said
 
 
 @pytest.mark.slow
-def test_a_finished_run_says_how_good_it_is(launch, undisturbed):
+def test_a_finished_run_prints_its_goodput(launch, undisturbed):
     where = ["--slice", "v4-16", "--run-dir", str(undisturbed[0])]
     said = launch("train", "gin/quickstart.gin", *where, *small(), slice_name="v4-16")
     assert "step 12 of 12 is already done" in said
@@ -238,7 +238,7 @@ def test_v4_32_in_four_processes_has_the_losses_of_one(launch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.simulated(4)
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
-def test_a_pipeline_s_run_goes_on_under_fsdp_where_it_was(launch, tmp_path, schedule):
+def test_a_run_with_a_pipeline_resumes_under_fsdp(launch, tmp_path, schedule):
     often = ["--gin", "LOG_INTERVAL = 1", "--gin", "CHECKPOINT_INTERVAL = 10", "--gin", "EVAL_INTERVAL = 10"]
     pipeline = [
         "STRATEGY = @strategies.pipeline()",
@@ -272,7 +272,7 @@ def test_the_quickstart_learns_and_attention_is_why(launch, tmp_path):
     assert scalars(tmp_path / "control", "validation/loss")[200] > 2.1
 
 
-def test_other_data_is_told_by_its_files_and_not_by_a_hash():
+def test_other_data_is_reported_by_its_files_instead_of_a_hash():
     meta = {"data": "0" * 64, "data_source": "text.files: train a.txt (1 file, 9 bytes)"}
     found = 3, None, {}, {"data": "1" * 64, "data_source": "text.files: train a.txt (1 file, 8 bytes)"}
     run = types.SimpleNamespace(program=types.SimpleNamespace(abstract_state=None), meta=meta)

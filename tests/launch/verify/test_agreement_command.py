@@ -222,7 +222,7 @@ def test_an_experiment_agrees_when_its_chips_are_shared_among_processes(in_proce
         ),
     ],
 )
-def test_what_an_experiment_lacks_is_said(in_process, experiment, bindings, message):
+def test_missing_parts_of_an_experiment_are_named(in_process, experiment, bindings, message):
     code, said = in_process("--experiment", experiment, "--steps", "2", *(a for b in bindings for a in ("--gin", b)))
     assert code == 2
     assert message in said
@@ -242,7 +242,7 @@ def test_what_an_experiment_lacks_is_said(in_process, experiment, bindings, mess
         ),
     ],
 )
-def test_what_cannot_be_compared_is_said(in_process, arguments, message):
+def test_incomparable_arrays_are_reported(in_process, arguments, message):
     code, said = in_process(*arguments)
     assert code == 2
     assert message in said

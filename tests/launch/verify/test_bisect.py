@@ -107,7 +107,7 @@ def test_one_wrong_array_is_named(name, said):
     assert verdict.first.ulp == pytest.approx(1000 / 6**0.5 if mean else 1000)
 
 
-def test_rounding_is_not_a_difference_and_the_largest_is_said():
+def test_rounding_is_not_a_difference_and_the_largest_is_reported():
     verdict = judged({key(2, "loss", ""): off(12), key(1, "forward", "layer 0", "residual"): off(3)})
     assert verdict.first is None
     assert (str(verdict.largest), verdict.largest.ulp) == ("step 2, loss", pytest.approx(12))
@@ -132,12 +132,12 @@ def test_within_a_layer_the_furthest_apart_is_named():
         (np.full((2, 3), np.nan, np.float32), "not finite"),
     ],
 )
-def test_what_cannot_be_subtracted_differs(array, remark):
+def test_arrays_that_cannot_be_subtracted_differ(array, remark):
     first = judged({key(1, "forward", "layer 1", "residual"): array}, tolerance=1e30).first
     assert (first.place, first.remark) == ("layer 1", remark)
 
 
-def test_what_only_one_side_has_differs():
+def test_tensors_on_one_side_only_differ():
     assert judged({key(2, "forward", "layer 2", "residual"): off(0)}).first.remark == "only in B"
 
 
@@ -207,7 +207,7 @@ def test_a_variant_means_the_same_in_another_home(monkeypatch, tmp_path):
     assert command.parse(str(variant), experiment="another") == variant
 
 
-def test_a_checkpoint_that_is_not_there_is_said_before_anything_starts(capsys, tmp_path):
+def test_a_missing_checkpoint_is_reported_before_anything_starts(capsys, tmp_path):
     saved(tmp_path, 5)
     assert cli.main(["bisect", "gin/quickstart.gin", "", f"checkpoint={tmp_path}@10"]) == 2
     said = capsys.readouterr()
@@ -310,7 +310,7 @@ def test_accumulation_is_equal(fsdp):
 
 
 @pytest.mark.slow
-def test_another_learning_rate_is_named_where_parameters_are_updated(fsdp):
+def test_another_learning_rate_first_differs_in_the_update(fsdp):
     found = first(fsdp, recorded(strategies.fsdp(), learning_rate=1.1e-3))
     assert found.group == (1, "update", "parameters")
 
@@ -324,7 +324,7 @@ def test_another_seed_is_named_at_the_start(fsdp):
 
 
 @pytest.mark.slow
-def test_gradients_that_are_not_added_up_are_named_behind_an_equal_loss(fsdp, monkeypatch):
+def test_missing_gradient_sums_are_found_after_an_equal_loss(fsdp, monkeypatch):
     monkeypatch.setattr(accumulation, "reduce", lambda x, spec, manual: x)
     found = first(fsdp, recorded(strategies.data_parallel(), accum_steps=2))
     assert found.group == (1, "gradients", "head")
@@ -389,7 +389,7 @@ def test_a_sum_that_a_block_forgets_is_found(launch, experiment):
 @pytest.mark.slow
 @pytest.mark.simulated(2)
 @pytest.mark.parametrize("variant", ["hosts=2", f"{TENSOR}; hosts=4", "hosts=2; ACCUM_STEPS = 2"])
-def test_strategies_and_hosts_change_nothing(launch, experiment, variant):
+def test_strategies_and_hosts_are_equal(launch, experiment, variant):
     assert "equal through step 3: " in launch("bisect", experiment(), "", variant)
 
 

@@ -69,7 +69,7 @@ def test_weights_are_gathered_once_and_gradients_reduced_once(name, analyze):
 
 @pytest.mark.slow
 @pytest.mark.compiled("v4-32")
-def test_beside_tensor_activations_alone_travel_inside_of_ticks(analyze):
+def test_only_tensor_collectives_and_activations_are_sent_inside_ticks(analyze):
     found = analyze("gpipe", 8, stages=2, tensor=2)
     inside = [c for c in found.collectives if c.loops]
     assert {c.axes for c in inside} == {("stage",), ("tensor",)}

@@ -254,12 +254,12 @@ def stacked_net(block, layer_in=(), x=None, **options):
         ),
     ],
 )
-def test_what_belongs_to_rows_is_refused_elsewhere(net, message):
+def test_arrays_of_rows_are_refused_elsewhere(net, message):
     with bound_pipeline().tracing(), pytest.raises(ValueError, match=message):
         jax.eval_shape(lambda: net.apply(net.init(jax.random.key(0)), None))
 
 
-def test_outputs_that_1f1b_gives_beside_the_tail_have_no_gradient():
+def test_outputs_of_1f1b_other_than_the_tail_have_no_gradient():
     def block(x, side):
         y = linear(x)
         return jnp.tanh(y), jnp.sum(y)

@@ -141,7 +141,7 @@ def bind(schedule, model=Linear(), slice_name="v4-8", **options):
         (schedules.gpipe(num_microbatches=8), Linear(halved=True), "rows of the layer stack do not divide into microb"),
     ],
 )
-def test_what_does_not_fit_is_refused(schedule, model, message):
+def test_models_that_do_not_fit_are_refused(schedule, model, message):
     with pytest.raises(ValueError, match=message):
         bind(schedule, model)
 
@@ -161,7 +161,7 @@ def test_gradients_that_1f1b_has_not_are_refused():
         jax.eval_shape(jax.grad(loss), jax.eval_shape(model.init, jax.random.key(0), batch))
 
 
-def test_bubbles_compute_on_what_they_are_given():
+def test_bubbles_compute_on_the_given_value():
     """NaN of a bubble proves something only if a layer sees it: it is then what was kept last in the bubbles' place."""
 
     def block(x, side):

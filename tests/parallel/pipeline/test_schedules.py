@@ -45,7 +45,7 @@ def test_every_microbatch_goes_through_every_part_in_order_and_back(schedule, st
 
 
 @pytest.mark.parametrize(("schedule", "stages"), PAIRS, ids=label)
-def test_bubble_and_what_is_kept_are_those_of_the_timeline(schedule, stages):
+def test_bubble_and_saved_inputs_match_the_timeline(schedule, stages):
     found, rows = when(schedule, stages), list(schedule.timeline(stages))
     for kind in "FB":
         ticks = [t for t, row in enumerate(rows) if any(w.kind == kind for work in row for w in work)]

@@ -41,7 +41,7 @@ COMPILED = {
 
 @pytest.mark.covers("X05")
 @pytest.mark.parametrize("name", COMPILED)
-def test_hbm_and_traffic_of_7b_are_near_what_was_compiled(seven_b, name):
+def test_hbm_and_traffic_of_7b_are_near_the_compiled_ones(seven_b, name):
     tables, peak, wire, peak_ratio, wire_ratio = COMPILED[name]
     found = arithmetic.estimate(ShardedState(tables, seven_b), PLANNED if tables.pipeline else FULL)
     assert found.peak_bytes / GIB / peak == pytest.approx(peak_ratio, rel=0.02)
@@ -51,7 +51,7 @@ def test_hbm_and_traffic_of_7b_are_near_what_was_compiled(seven_b, name):
 
 
 @pytest.mark.parametrize(("slice_name", "wire"), [("v4-32", 3.77), ("v4-8", 2.34)])
-def test_gradients_of_looked_up_rows_are_what_was_compiled(trace_of, slice_name, wire):
+def test_traffic_of_embedding_gradients_matches_the_compiled_step(trace_of, slice_name, wire):
     """Two layers of the 7B, `fsdp`: a third of what is sent belongs to the embedding and the output matrix."""
     model = transformer.preset("7b", num_layers=2, remat="full")
     found = arithmetic.estimate(ShardedState(strategies.fsdp(), trace_of(model, slice_name=slice_name)), FULL)
@@ -73,7 +73,7 @@ def test_a_replica_s_share_of_the_embedding_is_summed_in_float32(trace_of):
 
 
 @pytest.mark.covers("X06")
-def test_seconds_of_7b_are_near_what_was_compiled(seven_b):
+def test_seconds_of_7b_are_near_the_compiled_ones(seven_b):
     found = arithmetic.estimate(ShardedState(strategies.fsdp(), seven_b), FULL)
     assert found.time.compute == pytest.approx(981e6 / 1.05e9, rel=0.1)
     flops = transformer.preset("7b").flops_per_token(2048) * 2048
@@ -135,7 +135,7 @@ def test_more_microbatches_are_a_smaller_bubble_and_less_time(seven_b):
 
 
 @pytest.mark.parametrize("save", schedules.SAVES)
-def test_a_pipeline_computes_every_layer_again_whatever_the_model_s_remat(seven_b, save):
+def test_a_pipeline_recomputes_every_layer_for_every_remat(seven_b, save):
     """Its kernels are 2 products forward, 2 again, 7 backward; where a stage's inputs are made again too, 2 more."""
     schedule = schedules.gpipe(num_microbatches=8, save=save)
     sharded = ShardedState(piped(schedule), seven_b)
@@ -166,7 +166,7 @@ def test_sums_over_tensor_happen_again_with_a_pipeline_s_layers(seven_b):
     assert sent("stage") - sent("layers") == pytest.approx(once, rel=0.01)
 
 
-def test_what_is_a_little_too_large_by_arithmetic_is_left_to_the_compiler(seven_b):
+def test_candidates_slightly_too_large_by_arithmetic_are_compiled(seven_b):
     have = seven_b.slice.chip.usable_hbm_bytes
     found = arithmetic.estimate(ShardedState(strategies.fsdp(), seven_b), FULL)
     for share in (0.99, 1.01, 1.14):
@@ -186,7 +186,7 @@ def test_what_is_a_little_too_large_by_arithmetic_is_left_to_the_compiler(seven_
     ],
     ids=lambda x: "" if isinstance(x, (strategies.Strategy, Step)) else x,
 )
-def test_what_cannot_be_is_refused_with_its_reason(seven_b, tables, step, kind, said):
+def test_impossible_layouts_are_refused_with_the_reason(seven_b, tables, step, kind, said):
     if kind.startswith("layers"):
         tables = strategies.pipeline(stage=16, schedule=schedules.circular(num_microbatches=16, repeats=4))
 
@@ -223,7 +223,7 @@ def test_a_model_without_a_stack_is_measured_too():
     assert all(found.time.compute > 0 for found in kept.values())
 
 
-def test_what_crosses_slices_goes_over_dcn(trace_of):
+def test_traffic_between_slices_uses_dcn(trace_of):
     known = trace_of(transformer.preset("tiny", vocab_size=512), slice_name="2xv4-8", rows=16, length=128)
     found = arithmetic.estimate(ShardedState(strategies.multislice(slices=2), known), Step("none", 16, 1))
     assert {axis.axes: axis.network for axis in found.time.traffic if len(axis.axes) == 1} == {

@@ -47,5 +47,5 @@ def test_a_place_goes_to_the_larger_of_two():
     assert held == {"early": 600, "beside": 200, "pair": 100, "other": 200}
 
 
-def test_nothing_lives():
+def test_an_assignment_without_values_is_empty():
     assert buffers.fullest(buffers.parse("BufferAssignment:\n", "").values) == []

@@ -40,7 +40,7 @@ def test_the_label_names_the_compiler_and_the_spread(kept):
     assert calibration.label() == f"compiled by libtpu {installed}, uncalibrated, spread 0.70 to 1.20 of published"
 
 
-def test_the_table_is_written_between_its_marks_and_nothing_else_is(kept):
+def test_only_the_table_between_its_marks_is_written(kept):
     calibration.write({"a": PREDICTED["a"]})
     calibration.write({})
     text = calibration.README.read_text()

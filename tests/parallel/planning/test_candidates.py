@@ -85,7 +85,7 @@ def test_rows_are_cut_down_to_one_at_a_time():
     assert candidates.accumulations(1) == [1]
 
 
-def test_a_pipeline_chooses_its_rows_and_what_it_computes_again_by_itself(layouts):
+def test_a_pipeline_determines_its_rows_and_recomputation(layouts):
     model = transformer.preset("7b")
     every = list(candidates.candidates(layouts, own=strategies.fsdp(), slice=V4_32, model=model, batch_sizes=[32, 64]))
     assert len(every) == len(set(every))

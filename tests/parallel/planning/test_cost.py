@@ -108,7 +108,7 @@ def test_traffic_that_takes_longer_than_computation_binds():
     assert time.exposed == pytest.approx(0.11)
 
 
-def test_what_has_no_price_is_named():
+def test_operations_without_an_estimate_are_named():
     unknown = kernel("ragged_gather.3", [HEADS], [HEADS], times=7)
     found = analysis_of(found_kernels=[FORWARD, unknown], loops=[Loop("while.1", "jit(run)/while", None)])
     time = cost.step_time(found, program())

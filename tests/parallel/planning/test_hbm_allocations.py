@@ -126,7 +126,7 @@ def test_every_allocation_has_its_kind_and_its_name(bound):
         (None, "", "temporaries"),
     ],
 )
-def test_temporaries_are_told_apart_by_their_shape(bound, array, op_name, kind):
+def test_temporaries_are_distinguished_by_their_shape(bound, array, op_name, kind):
     assert hbm_allocations._Kinds(bound).of(array, op_name) == kind
 
 
@@ -146,11 +146,11 @@ def test_temporaries_are_told_apart_by_their_shape(bound, array, op_name, kind):
         ("jit(run)/adamw/add", "adamw/add"),
     ],
 )
-def test_a_place_is_said_without_what_every_place_has(op_name, said):
+def test_a_place_is_printed_without_common_parts(op_name, said):
     assert hbm_allocations.place(op_name) == said
 
 
-def test_the_compiler_s_list_of_what_took_most_is_read():
+def test_the_compiler_s_list_of_largest_allocations_is_parsed():
     first, second, third = hbm_allocations.of_message(MESSAGE)
     assert first == hbm_allocations.Allocation(
         "", "forward block/_mlp/dot_general", "bf16[32,2,2048,11008] HLO temp", 12.5 * 2**30

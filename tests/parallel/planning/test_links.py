@@ -56,13 +56,13 @@ def test_a_part_of_an_axis_has_no_more_links_than_its_chips_can_have():
     assert [found.count(("fsdp",), group_size=n) for n in (2, 4, 8, 16)] == [1, 2, 3, 3]
 
 
-def test_devices_that_play_a_slice_stand_where_its_chips_do():
+def test_simulated_devices_have_the_positions_of_the_chips():
     played = links_of("v4-32", devices=jax.devices()[:16], fsdp=4, tensor=4)
     real = links_of("v4-32", fsdp=4, tensor=4)
     assert (played._coordinates == real._coordinates).all()
 
 
-def test_a_shift_along_a_line_or_a_ring_has_every_link_to_itself():
+def test_a_shift_along_a_line_or_a_ring_shares_no_link():
     assert links_of("v4-32", stage=4, fsdp=4).permute_load(("stage",)) == 1
     assert links_of("v4-128", stage=4, fsdp=16).permute_load(("stage",)) == 1
 

@@ -40,7 +40,7 @@ def mesh3d(data, tensor):
     return Layout("mesh3d", (("data", data), ("fsdp", -1), ("tensor", tensor)))
 
 
-def test_the_nearest_change_least_and_the_layout_itself_is_none_of_them():
+def test_the_nearest_layouts_differ_least_and_exclude_the_layout_itself():
     found = selection.nearest(
         [
             tried("another", Layout("fsdp", (("fsdp", -1),)), seconds=0.1),

@@ -30,7 +30,7 @@ def test_crop_undoes_frame(shape):
     np.testing.assert_array_equal(arc_grids.crop(arc_grids.frame(grid)), grid)
 
 
-def test_crop_takes_the_largest_rectangle_of_what_is_no_grid():
+def test_crop_returns_the_largest_rectangle_of_an_invalid_grid():
     tokens = np.zeros((30, 30), int)
     assert arc_grids.crop(tokens.ravel()).shape == (0, 0)
     tokens[0, :5] = tokens[1, :4] = tokens[2, :1] = 7
@@ -66,7 +66,7 @@ def test_names_of_variants():
 
 
 @pytest.mark.parametrize("grid", [[], [[1, 2], [3]], [[10]], [[-1]], [[0.5]], [[0] * 31], "text"])
-def test_what_is_no_grid_is_refused(grid):
+def test_invalid_grids_are_refused(grid):
     with pytest.raises(ValueError, match="here is not a grid"):
         arc_grids.check(grid, where="here")
 

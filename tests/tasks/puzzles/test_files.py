@@ -56,7 +56,7 @@ def test_nothing_appears_where_building_fails(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_there_is_not_written_over(write_dataset, tmp_path):
+def test_existing_files_are_not_overwritten(write_dataset, tmp_path):
     directory = write_dataset()
     with pytest.raises(ValueError, match="exists and holds a dataset"):
         writing.check_free(directory)
@@ -183,7 +183,7 @@ def test_steps_of_a_recipe_in_epochs(groups, examples, epochs, batch_size, steps
     assert files.total_steps(metadata, epochs=epochs, batch_size=batch_size) == steps
 
 
-def test_a_part_is_what_a_smaller_build_would_be(tmp_path):
+def test_a_part_of_a_dataset_equals_a_smaller_build(tmp_path):
     """The first puzzles and copies of a large dataset are the dataset of a recipe that asks for those."""
     from tasks.puzzles.sudoku_sets import SudokuSet
 
@@ -252,7 +252,7 @@ def test_copies_are_counted_in_the_groups(tmp_path):
             task(*asked).source.split("train")
 
 
-def test_the_first_example_is_read_alone(write_dataset, tmp_path):
+def test_only_the_first_example_is_read(write_dataset, tmp_path):
     directory = write_dataset()
     inputs, labels, count = files.read_first(directory, "train")
     assert (inputs.tolist(), labels.tolist(), count) == ([1] * 5, [0, 1, 1, 1, 1], 20)

@@ -74,12 +74,12 @@ def test_some_mazes_have_several_ways():
     ("lines", "message"),
     [(("S S", " G "), "has 2 S and 1 G"), (("S#G",), "no path connects S at"), (("   ",), "has 0 S and 0 G")],
 )
-def test_what_is_no_maze_is_refused(lines, message):
+def test_invalid_mazes_are_refused(lines, message):
     with pytest.raises(ValueError, match=message):
         mazes.solve(tokens(*lines))
 
 
-def test_a_set_is_what_it_says(tmp_path):
+def test_a_set_has_the_described_mazes(tmp_path):
     recipe = MazeSet(size=7, num_train=6, num_test=4, min_path=8)
     about = recipe.build(str(tmp_path / "set"))
     train, test = (files.read_split(str(tmp_path / "set"), split) for split in files.SPLITS)

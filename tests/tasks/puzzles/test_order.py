@@ -60,7 +60,7 @@ def test_a_position_continues_bit_for_bit(make_split, groups, read):
         np.testing.assert_array_equal(next(again).examples, next(straight).examples)
 
 
-def test_a_position_that_is_none_is_refused(make_split):
+def test_a_malformed_position_is_refused(make_split):
     visits = order.Shuffled(make_split([[1]] * 5), batch_size=4, seed=0)
     for state in (b"", b"{}", b'{"iteration": 1, "visit": 0, "generator": {"bit_generator": "PCG64"}}'):
         with pytest.raises(ValueError, match="is not a position"):

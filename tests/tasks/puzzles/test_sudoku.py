@@ -87,7 +87,7 @@ def test_one_solution_is_found_by_other_means_too():
         assert slow_solutions(puzzle.grid.tolist(), 4) == [tuple(puzzle.solution.tolist())]
 
 
-def test_clues_are_what_was_asked_for():
+def test_the_number_of_clues_is_in_the_requested_range():
     rng = np.random.default_rng(0)
     counts = [np.count_nonzero(sudoku_puzzles.generate(rng, size=6, clues=(20, 22)).grid) for _ in range(30)]
     assert set(counts) == {20, 21, 22}
@@ -162,7 +162,7 @@ def test_no_held_out_puzzle_is_a_copy_of_a_training_puzzle(tmp_path):
     assert about["train"]["rating"]["min"] >= 0
 
 
-def test_a_set_is_what_it_says(tmp_path):
+def test_the_bytes_of_a_set_match_its_description(tmp_path):
     recipe = SudokuSet(size=6, num_train=5, num_test=3, num_aug=4)
     steps = []
     recipe.build(str(tmp_path / "set"), report=lambda done, total: steps.append((done, total)))

@@ -86,7 +86,7 @@ def test_a_position_of_other_data_is_refused(task, write_dataset, host_layouts):
         task.train(layout, seed=3).restore({})
 
 
-def test_an_evaluation_takes_every_puzzle_once_and_pads_with_what_nobody_scores(task, host_layouts, global_batch):
+def test_an_evaluation_has_every_puzzle_once_and_unscored_padding(task, host_layouts, global_batch):
     for hosts in (1, 2):
         layouts = host_layouts(4, hosts)
         parts = [task.evaluation(layout) for layout in layouts]
@@ -118,7 +118,7 @@ def test_an_evaluation_of_a_part_is_always_of_the_same_part(task, host_layouts):
     assert np.all(first["labels"][3] == -100)
 
 
-def test_what_is_wrong_with_the_data_is_told_before_a_run(task, write_dataset, tmp_path):
+def test_problems_of_the_data_are_reported_before_a_run(task, write_dataset, tmp_path):
     assert task.problems() == []
     assert "DATA is not set" in puzzles.dataset(directory=None, length=5, vocab_size=9).problems()[0]
     nowhere = puzzles.dataset(directory="nowhere", length=5, vocab_size=9)
@@ -233,7 +233,7 @@ def test_a_rehearsal_is_small_and_needs_no_files(tmp_path, task, host_layouts):
         (lambda: puzzles.maze(size=2), "size 2, expected 5 to 100"),
     ],
 )
-def test_constructors_refuse_what_is_not_meant(make, message):
+def test_constructors_refuse_invalid_arguments(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
