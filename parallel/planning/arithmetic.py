@@ -3,7 +3,8 @@
 State is exact: bytes of the shapes divided by the degrees of a table. The rest is a model, good enough to choose which
 layouts to compile. Wherever its figures are printed, they are labelled as arithmetic:
 
-    peak        state + the larger of    the end of the forward pass: kept activations, logits with their gradient
+    peak        state + the larger of    the end of the forward pass: kept activations, logits with their gradient,
+                                         accumulated gradients
                                          the backward pass of a layer: kept activations, gradients, weights gathered
                                          for two layers, and what one layer computes
     compute     FLOPs of matrix products including recomputation and pipeline bubbles / 80 % of peak
@@ -116,12 +117,14 @@ def _hbm(sharded: ShardedState, step: Step, work: Work) -> dict[str, float]:
         for leaf, of in (*batch, *leaves(trace.shapes.carry, trace.axes.carry))
     )
     parts["saved activations"], others = _kept(sharded, work, step, rows)
+    accumulated = sharded.gradients if step.accum_steps > 1 else 0.0
     at_loss = {
         "logits": sum(others) + max(others, default=0.0),
         "gathered weights": sharded.gathered if sharded.tables.pipeline else 0.0,
+        "gradients": accumulated,
     }
     at_layer = {
-        "gradients": sharded.gradients * (2 if step.accum_steps > 1 else 1),
+        "gradients": accumulated + sharded.gradients,
         "gathered weights": sharded.gathered,
         "one layer": _one_layer(sharded, rows / sharded.microbatches),
     }
