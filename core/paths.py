@@ -13,7 +13,7 @@ import pathlib
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from core.errors import UserError
@@ -65,40 +65,6 @@ def _resolve_remote(text: str, *, scheme: str) -> epath.Path:
             f"the path {text!r} names no bucket; expected gs://BUCKET/folder (BUCKET has 3 letters or more)"
         )
     return epath.Path(text.rstrip("/"))
-
-
-SMALL_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-
-
-def fetched(text: str, patterns: Sequence[str]) -> epath.Path:
-    """Resolves the folder of a published model; hf://OWNER/NAME[@REVISION] is downloaded to the cache of the host.
-
-    Downloads are resumed, and files that are there are not downloaded again. A token for gated models is read from
-    HF_TOKEN by the library, and never printed.
-
-    Args:
-      text: hf://, local or gs://; only the first is downloaded.
-      patterns: names of the files that are needed.
-
-    Raises:
-      UserError: the name is malformed, or the download failed.
-    """
-    if not text.startswith("hf://"):
-        return resolve(text)
-    name, _, revision = text.removeprefix("hf://").strip("/").partition("@")
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise UserError(f"the path {text!r} names no model; expected hf://OWNER/NAME or hf://OWNER/NAME@REVISION")
-    import huggingface_hub
-
-    try:
-        folder = huggingface_hub.snapshot_download(name, revision=revision or None, allow_patterns=list(patterns))
-    except Exception as error:  # of many types: the hub's, the network's, the disk's
-        raise UserError(
-            f"{text}: the download failed ({type(error).__name__}: {str(error).splitlines()[0]}). Is the name right, "
-            "is HF_TOKEN set for a gated model, and does this host reach the hub?"
-        ) from error
-    return epath.Path(folder)
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
@@ -275,6 +241,24 @@ def remove_if_unchanged(path: epath.Path, *, version: str) -> None:
 def _bucket_and_key(path: epath.Path) -> tuple[str, str]:
     bucket, _, key = os.fspath(path).removeprefix("gs://").partition("/")
     return bucket, key
+
+
+def read_range(path: epath.Path, start: int, stop: int) -> bytes:
+    """Returns the bytes of a file from `start` to before `stop`; from a bucket with one request.
+
+    Raises:
+      UserError: the file has fewer.
+    """
+    if is_remote(path):
+        system, name = fsspec.core.url_to_fs(os.fspath(path))
+        found = system.cat_file(name, start=start, end=stop) if stop > start else b""
+    else:
+        with path.open("rb") as opened:
+            opened.seek(start)
+            found = opened.read(stop - start)
+    if len(found) != stop - start:
+        raise UserError(f"{path} ended after byte {start + len(found)}, expected {stop} or more: was it replaced?")
+    return found
 
 
 def sizes(folder: epath.Path) -> dict[str, int]:

@@ -17,14 +17,16 @@ from typing import Any, NamedTuple
 
 import jax
 
-from core import optimizers, paths, slices
+from core import optimizers, published_files, slices
 from core.checkpoints import steps
 from core.checkpoints.store import Checkpoints
 from core.checkpoints.warm_start import SavedParameters
 from core.errors import UserError
 from core.types import Generates, Model, Params, can, missing
+from launch import terminal
+from launch.config import loader
 from launch.experiments import saved_run
-from models import families, pretrained
+from models.transformer import Transformer
 from parallel import strategies
 from parallel.generation import GREEDY, Generator, Sampling
 from parallel.partitioner import Partitioner, Program
@@ -33,6 +35,7 @@ from tasks import streams, vocabularies
 from tasks.tokenizer_folders import FolderTokenizer
 
 ONE_CHIP = "v5e-1"
+_GIN = "gin/generation/folder.gin"
 
 
 class Text(NamedTuple):
@@ -137,15 +140,16 @@ def load(
     Args:
       text: the run, step or folder.
       slice_name: the slice to lay the model out on, whose chips this process must have; None: one chip.
-      bindings: override the configuration of a run.
+      bindings: override the configuration of a run; for a published model, gin/generation/folder.gin.
       dtype: compute dtype of a published model; None: float32 on CPUs, otherwise bfloat16.
-      strategy: overrides the run's strategy; without either, parameters are replicated.
+      strategy: overrides that of the run and of `bindings`; a published model is laid out by fsdp without either.
 
     Raises:
       UserError: there is no such run, step or folder, it does not fit the model, or it is damaged.
     """
-    if (paths.fetched(text, paths.SMALL_FILES) / families.CONFIG).exists():
-        return _published(text, slice_name, dtype, strategy)
+    published_files.use_copies(None)
+    if published_files.is_published(text):
+        return _published(text, slice_name, bindings, dtype, strategy)
     folder = steps.find(text)
     run_dir = str(folder.parent.parent)
     experiment = saved_run.read(run_dir, bindings=bindings, slice_name=slice_name).config.build()
@@ -168,15 +172,46 @@ def load(
     return LoadedModel(program, params, vocabulary, f"step {folder.name} of {run_dir}")
 
 
-def _published(folder: str, slice_name: str | None, dtype: str | None, strategy: Strategy | None) -> LoadedModel:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What `--gin` may choose for a published model; gin/generation/folder.gin has the defaults.
+
+    Attributes:
+      model: from the folder.
+      strategy: the layout.
+    """
+
+    model: Transformer
+    strategy: Strategy
+
+
+def _published(
+    folder: str, slice_name: str | None, bindings: Sequence[str], dtype: str | None, strategy: Strategy | None
+) -> LoadedModel:
     on_cpu = jax.devices()[0].platform == "cpu"
-    model = pretrained.model(folder, dtype=dtype or ("float32" if on_cpu else "bfloat16"))
+    given = f"FOLDER = {folder!r}\nCOMPUTE_DTYPE = {dtype or ('float32' if on_cpu else 'bfloat16')!r}\n"
+    root = f"{Choice.__module__}.{Choice.__name__}"
+    config = loader.load(_GIN, bindings=bindings, root=root, defaults=_GIN, between={"the command": given})
+    choice: Choice = config.build()
+    model = choice.model
     vocabulary = vocabularies.tokenizer(folder)
-    vocabularies.check_fits(vocabulary, vocab_size=model.stored_vocab_size)
+    vocabularies.check_fits(vocabulary, vocab_size=model.vocab_size)
     chips = slices.get(slice_name or ONE_CHIP).chips
-    program = _bound(model, strategy, slice_name, streams.batch_spec(chips, length=32))
-    params = model.published(folder).load(program.abstract_state.params, program.param_specs)
+    program = _bound(model, strategy or choice.strategy, slice_name, streams.batch_spec(chips, length=32))
+    source = model.published(folder)
+    abstract = in_compute_dtype(program)
+    params = source.load(abstract, program.param_specs, progress=terminal.progress(f"parameters of {folder}"))
     return LoadedModel(program, params, vocabulary, folder, vocabulary.begins_with_bos)
+
+
+def in_compute_dtype(program: Program) -> Any:
+    """Returns the abstract parameters, matrices and embeddings in the compute dtype: generation needs no other."""
+    products = ("matrix", "embedding")
+    return jax.tree.map(
+        lambda leaf, spec: leaf.update(dtype=program.model.dtype) if spec.kind in products else leaf,
+        program.abstract_state.params,
+        program.param_specs,
+    )
 
 
 def _bound(

@@ -6,13 +6,15 @@ anything else is installed.
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import sys
 import textwrap
+import time
 import traceback
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 from launch import environment
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 ERROR_WIDTH = 120
+_PIPED_SECONDS = 10.0  # between lines of progress
 _NARROWEST = 40  # columns to wrap at, even if the terminal is narrower
 _UNPRINTABLE = ("Cc", "Cs")  # control characters; lone surrogates, which cannot be encoded
 
@@ -102,6 +105,25 @@ def printable(text: str) -> str:
         c if c in "\n\t" or unicodedata.category(c) not in _UNPRINTABLE else c.encode("unicode_escape").decode()
         for c in text
     )
+
+
+def progress(what: str) -> Callable[[str, int, int], None]:
+    """Returns a function that shows progress on standard error: one line on a terminal, or one every ten seconds.
+
+    Its arguments are the name of a part, its number from 1, and how many parts there are.
+    """
+    last = -math.inf
+
+    def show(name: str, number: int, count: int) -> None:
+        nonlocal last
+        text = f"reads {what}: {number} of {count} ({name})"
+        if sys.stderr.isatty():
+            print(f"\r{text}\033[K", end="\n" if number == count else "", file=sys.stderr, flush=True)
+        elif time.monotonic() - last > _PIPED_SECONDS:
+            last = time.monotonic()
+            print(text, file=sys.stderr, flush=True)
+
+    return show
 
 
 def flush() -> None:

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 from core import paths
 from core.errors import UserError
+from core.published_files import CONFIG
 from models import rotary
 from models.decoder_config import GLOBAL, LOCAL, DecoderConfig
 
-CONFIG = "config.json"
 Config = Mapping[str, Any]
 _ACTIVATIONS = {
     "silu": "silu",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from core import paths
+from core import published_files
 from core.checkpoints.published import PublishedFolder
 from core.checkpoints.tensor_map import Source
 from core.errors import UserError
@@ -131,11 +131,11 @@ def adapter_config(model: DecoderConfig, base: str) -> dict[str, Any]:
 
 def published_folder(decoder: DecoderConfig, folder: str) -> PublishedFolder:
     """Returns the parameters of a decoder in the folder of a published model; reads its `config.json` and headers."""
-    found = paths.fetched(folder, paths.SMALL_FILES)
-    config, where = families.read_config(found), str(found / families.CONFIG)
+    found = published_files.small_files(folder)
+    config, where = families.read_config(found), str(found / published_files.CONFIG)
     is_tied = decoder.tied and families.fields(config, where=where)["tied"]  # a copy of the embedding may be there
     return PublishedFolder(
-        paths.fetched(folder, paths.WEIGHTS),
+        published_files.weights(folder),
         sources(decoder),
         prefixes=GPT2_PREFIXES if decoder.positions == "learned" else PREFIXES,
         ignored=(*NOT_PARAMETERS, *(("*lm_head.weight",) if is_tied else ())),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from core import paths
+from core import published_files
 from models import families
 from models.transformer import Transformer
 
@@ -24,6 +24,6 @@ def model(folder: str, **changes: Any) -> Transformer:
     Raises:
       UserError: there is no such file, or it describes a model that the decoder cannot express.
     """
-    found = paths.fetched(folder, paths.SMALL_FILES)
-    fields = families.fields(families.read_config(found), where=str(found / families.CONFIG))
+    found = published_files.small_files(folder)
+    fields = families.fields(families.read_config(found), where=str(found / published_files.CONFIG))
     return Transformer(**{**fields, **changes})

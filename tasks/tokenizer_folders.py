@@ -12,21 +12,11 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from core import paths
+from core import paths, published_files, units
 from core.errors import UserError
+from core.published_files import CONFIG, TOKENIZER
 from tasks.ids import before_end
 
-TOKENIZER = "tokenizer.json"
-FILES = (
-    TOKENIZER,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
-    "chat_template.jinja",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-)
 Message = Mapping[str, str]  # {"role": "user", "content": "…"}
 
 
@@ -42,11 +32,12 @@ class FolderTokenizer:
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self._copy = published_files.copy_of(path)
 
     @functools.cached_property
     def folder(self) -> paths.Path:
-        """The folder; that of a hub is downloaded."""
-        return paths.fetched(self.path, paths.SMALL_FILES)
+        """The folder, or the copy of its files in the run; that of a hub is downloaded."""
+        return self._copy or published_files.small_files(self.path)
 
     @functools.cached_property
     def _text(self) -> str:
@@ -73,7 +64,7 @@ class FolderTokenizer:
     def _settings(self) -> dict[str, Any]:
         """The settings of the folder; later files override earlier ones."""
         found: dict[str, Any] = {}
-        for name in ("config.json", "generation_config.json", "special_tokens_map.json", "tokenizer_config.json"):
+        for name in (CONFIG, "generation_config.json", "special_tokens_map.json", "tokenizer_config.json"):
             file = self.folder / name
             if file.exists():
                 found |= {key: value for key, value in json.loads(file.read_text()).items() if value is not None}
@@ -94,8 +85,24 @@ class FolderTokenizer:
 
     @functools.cached_property
     def size(self) -> int:
-        """See `Vocabulary`. Includes added tokens."""
-        return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        """See `Vocabulary`. Includes added tokens, unless the folder's model has no embedding for them."""
+        rows = self._embedded_ids
+        beyond = {i for i in self._ids if i >= rows}
+        if beyond <= self._tokenizer.get_added_tokens_decoder().keys():
+            return min(max(self._ids) + 1, rows)
+        return max(self._ids) + 1  # larger than the model: to be refused
+
+    @functools.cached_property
+    def _ids(self) -> frozenset[int]:
+        return frozenset(self._tokenizer.get_vocab(with_added_tokens=True).values())
+
+    @property
+    def _embedded_ids(self) -> int:
+        """The ids that the folder's model has an embedding for; more than there are if the folder has no model."""
+        file = self.folder / CONFIG
+        config = json.loads(file.read_text()) if file.exists() else {}
+        found = (config.get("text_config") or config).get("vocab_size")
+        return found if isinstance(found, int) else max(self._ids) + 1
 
     @functools.cached_property
     def eos_id(self) -> int:
@@ -129,7 +136,18 @@ class FolderTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """See `Vocabulary`. Adds no special tokens, but recognises those that are written in the text."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if self._without_embedding and (bad := next((i for i in ids if i >= self.size), None)) is not None:
+            raise UserError(
+                f"the text contains {self._tokenizer.id_to_token(bad)!r} (id {bad}), for which the model of "
+                f"{self.path} has no embedding: its vocab_size is {self.size}. Remove it from the text"
+            )
+        return ids
+
+    @functools.cached_property
+    def _without_embedding(self) -> int:
+        """How many added tokens have an id that the folder's model has no embedding for, as in Gemma 3 1B."""
+        return sum(i >= self.size for i in self._ids)
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Returns what `encode` does, and for each id the first character that it covers and the one after its last."""
@@ -178,7 +196,7 @@ class FolderTokenizer:
 
     def problems(self) -> list[str]:
         """See `Vocabulary`. Does not check that a remote folder exists."""
-        if "://" not in self.path and not (paths.resolve(self.path) / TOKENIZER).is_file():
+        if "://" not in self.path and not (self.folder / TOKENIZER).is_file():
             return [f"no {TOKENIZER} in {self.path!r}: set VOCABULARY to the folder of a published model"]
         return []
 
@@ -186,7 +204,12 @@ class FolderTokenizer:
         """See `Vocabulary`."""
         if self.problems():
             return f"tokenizer of {self.path} (absent)"
-        return f"tokenizer of {self.path} ({self.size} ids, sha256 {self.hash[:12]})"
+        beyond = (
+            f" without {units.counted(self._without_embedding, 'token')} that the model lacks"
+            if self._without_embedding
+            else ""
+        )
+        return f"tokenizer of {self.path} ({self.size} ids{beyond}, sha256 {self.hash[:12]})"
 
     def seqio(self) -> Any:
         """See `Vocabulary`."""

@@ -31,7 +31,7 @@ HOMES = {  # library: path prefixes that may import it; () is nowhere
     "tokenizers": ("tasks/",),
     "jinja2": ("tasks/",),
     "safetensors": ("core/checkpoints/",),
-    "huggingface_hub": ("core/paths.py",),
+    "huggingface_hub": ("core/published_files.py",),
     "haiku": ("models/", "core/logical.py", "core/stack.py"),
     "optax": ("core/",),
     "orbax": ("core/checkpoints/", "tasks/"),

@@ -1,8 +1,8 @@
 """Reads the parameters of a model from a folder of safetensors files, and writes them.
 
 The `Source` of a parameter says which tensor contains it. All differences between the folder and the model are reported
-before any tensor is read. Then the shard of every chip is read directly from the files, so a host needs memory for its
-own shards and one part at a time.
+before any tensor is read. Then a host reads the shards of its chips directly from the files, tensor by tensor, so it
+needs memory for its own shards and one tensor.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from core.checkpoints.tensor_map import Source
 from core.errors import UserError
 from core.logical import Specs
 
+_Ranges = tuple[tuple[int, int], ...]  # start and stop of each dimension of a part
 _SHARD_BYTES = 2 * 10**9  # of an exported file, which is held in memory while it is written
 
 
@@ -140,42 +141,82 @@ class PublishedFolder:
             raise UserError(f"{self.folder} does not fit the model:\n  " + "\n  ".join(lines))
         described = _described(abstract, specs, self._sources, self._limits)
         leaves, structure = jax.tree.flatten(abstract)
-        arrays = []
-        for number, (path, leaf) in enumerate(zip(described, leaves, strict=True), start=1):
-            progress(path, number, len(leaves))
-            arrays.append(self._array(described[path], leaf))
-        return jax.tree.unflatten(structure, arrays)
+        groups: dict[str, list[_Own]] = {}  # parameters that are parts of the same tensors are read together
+        for (path, parameter), leaf in zip(described.items(), leaves, strict=True):
+            groups.setdefault(parameter.source.name, []).append(_Own.of(path, parameter, leaf))
+        arrays: dict[str, jax.Array] = {}
+        for group in groups.values():
+            for own in group:
+                progress(own.path, len(arrays) + 1, len(leaves))
+            for layer in range(group[0].parameter.layers or 1):
+                self._fill(group, layer)
+            arrays |= {own.path: own.placed() for own in group}
+        return jax.tree.unflatten(structure, [arrays[path] for path in described])
 
-    def _array(self, parameter: _Parameter, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        def part(index: Any) -> np.ndarray:  # of slices
-            ranges = [slice(*s.indices(size)[:2]) for s, size in zip(index, leaf.shape, strict=True)]
-            if parameter.layers is None:
-                return self._part(parameter, parameter.names[0], ranges, leaf.dtype)
-            layers = range(ranges[0].start, ranges[0].stop)
-            out = np.empty([s.stop - s.start for s in ranges], leaf.dtype)
-            for place, layer in enumerate(layers):
-                out[place] = self._part(parameter, parameter.names[layer], ranges[1:], leaf.dtype)
-            return out
+    def _fill(self, group: Sequence[_Own], layer: int) -> None:
+        """Reads one layer of parameters that are parts of the same tensors."""
+        wanted = [(own.parameter, into, wanted) for own in group for into, wanted in own.of_layer(layer)]
+        wanted = [one for one in wanted if one[1].size]
+        if not wanted:
+            return
+        name = group[0].parameter.names[layer]
+        parts = [parameter.source.part(parameter.sizes, part) for parameter, _, part in wanted]
+        reader = safetensors_files.Reader(self._tensors[name], parts)
+        for parameter, into, part in wanted:
+            into[...] = parameter.source.read(reader, parameter.sizes, part)
 
-        return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
 
-    def _part(self, parameter: _Parameter, name: str, ranges: Sequence[slice], dtype: Any) -> np.ndarray:
-        """Reads a part of the parameter of one layer; entries that the tensor does not have are 0."""
-        sizes = parameter.sizes
-        wanted = {
-            axis: slice(min(r.start, size), min(r.stop, size))
-            for (axis, size), r in zip(sizes.items(), ranges, strict=True)
-        }
-        lengths = [r.stop - r.start for r in ranges]
-        found = [r.stop - r.start for r in wanted.values()]
-        if 0 in found:
-            return np.zeros(lengths, dtype)
-        tensor = self._tensors[name]
-        values = parameter.source.read(lambda index: safetensors_files.read(tensor, index), sizes, wanted)
-        values = values.astype(dtype)
-        if found == lengths:
-            return values
-        return np.pad(values, [(0, length - n) for length, n in zip(lengths, found, strict=True)])
+class _Own(NamedTuple):
+    """The parts of a parameter that the devices of this host hold.
+
+    Attributes:
+      path: of the parameter.
+      parameter: where it is in the folder.
+      leaf: its shape, dtype and sharding.
+      blocks: an array for each different part, by its ranges; 0 where the folder has no entries.
+      devices: those that hold the part.
+    """
+
+    path: str
+    parameter: _Parameter
+    leaf: jax.ShapeDtypeStruct
+    blocks: dict[_Ranges, np.ndarray]
+    devices: dict[_Ranges, list[jax.Device]]
+
+    @classmethod
+    def of(cls, path: str, parameter: _Parameter, leaf: jax.ShapeDtypeStruct) -> _Own:
+        """Allocates nothing that is not written: the system provides pages of zeros when they are touched."""
+        devices: dict[_Ranges, list[jax.Device]] = {}
+        for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
+            ranges = tuple(s.indices(size)[:2] for s, size in zip(index, leaf.shape, strict=True))
+            devices.setdefault(ranges, []).append(device)
+        return cls(path, parameter, leaf, {}, devices)
+
+    def of_layer(self, layer: int) -> Iterator[tuple[np.ndarray, dict[str, slice]]]:
+        """Yields, for each part, the array of this layer to fill, and what of each axis of the tensor belongs there."""
+        sizes = self.parameter.sizes
+        for ranges in self.devices:
+            if ranges not in self.blocks:
+                self.blocks[ranges] = np.zeros([stop - start for start, stop in ranges], self.leaf.dtype)
+            block, own = self.blocks[ranges], ranges
+            if self.parameter.layers is not None:
+                if not ranges[0][0] <= layer < ranges[0][1]:
+                    continue
+                block, own = block[layer - ranges[0][0]], ranges[1:]
+            wanted = {
+                axis: slice(min(start, size), min(stop, size))
+                for (axis, size), (start, stop) in zip(sizes.items(), own, strict=True)
+            }
+            yield block[tuple(slice(0, s.stop - s.start) for s in wanted.values())], wanted
+
+    def placed(self) -> jax.Array:
+        """Moves the parts to their devices, and frees each here."""
+        shards = []
+        for ranges, devices in self.devices.items():
+            block = self.blocks.pop(ranges)
+            shards += [jax.device_put(block, device) for device in devices]
+            jax.block_until_ready(shards)
+        return jax.make_array_from_single_device_arrays(self.leaf.shape, self.leaf.sharding, shards)
 
 
 def _is_float(dtype: np.dtype) -> bool:

@@ -1,15 +1,15 @@
 """Reads slices of the tensors in a folder of safetensors files, local or remote, without reading whole files.
 
 A file consists of the header's length (8 bytes), a JSON header with dtype, shape and offset of every tensor, and the
-tensors' bytes (https://github.com/huggingface/safetensors). Local files are memory-mapped; from remote files, only the
-needed rows are read. `core.checkpoints.published` writes files, with the safetensors library.
+tensors' bytes (https://github.com/huggingface/safetensors). Local files are memory-mapped; of remote files, the needed
+rows are read, each once. `core.checkpoints.published` writes files, with the safetensors library.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import ml_dtypes
@@ -18,6 +18,7 @@ import numpy as np
 from core import paths, units
 from core.errors import UserError
 
+SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _DTYPES = {
     "F64": np.dtype(np.float64),
@@ -31,7 +32,8 @@ _DTYPES = {
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
-_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth")
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+Slices = tuple[slice, ...]
 
 
 class Tensor(NamedTuple):
@@ -53,43 +55,71 @@ class Tensor(NamedTuple):
 def tensors(folder: paths.Path) -> Mapping[str, Tensor]:
     """Returns the tensors of a folder by name, from the headers of its files.
 
+    As in transformers, `model.safetensors` wins over an index, and files that the index does not name are not read.
+
     Raises:
       UserError: there are no safetensors files, one is missing or truncated, or one is malformed.
     """
-    return {name: tensor for file in _files(folder) for name, tensor in _header(file).items()}
-
-
-def _files(folder: paths.Path) -> list[paths.Path]:
+    if (folder / SINGLE).exists():
+        return _header(folder / SINGLE)
     if (folder / INDEX).exists():
-        names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-        if missing := [name for name in names if not (folder / name).exists()]:
+        return _indexed(folder)
+    found: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        header = _header(file)
+        if twice := sorted(found.keys() & header.keys()):
             raise UserError(
-                f"{folder}: {INDEX} names {units.counted(len(names), 'file')}, of which {', '.join(missing)} "
-                f"{'is' if len(missing) == 1 else 'are'} missing; download the folder again"
+                f"{folder}: {twice[0]} is in {found[twice[0]].file.name} and in {file.name}: remove the files that are "
+                f"not of this model, or download the folder again with {INDEX}"
             )
-        return [folder / name for name in names]
-    found = sorted(folder.glob("*.safetensors"))
+        found |= header
     if found:
         return found
-    pickles = [name for name in _PICKLES if (folder / name).exists()]
+    pickles = sorted({file.name for pattern in _PICKLES for file in folder.glob(pattern)})
     if pickles:
         raise UserError(
             f"{folder}: the weights are torch pickles ({', '.join(pickles)}), which can run any code when they are "
             "read, and are not supported; save the model again with transformers: model.save_pretrained(folder)"
         )
-    raise UserError(f"{folder}: no *.safetensors files; expected model.safetensors or {INDEX} with its files")
+    raise UserError(f"{folder}: no *.safetensors files; expected {SINGLE} or {INDEX} with its files")
+
+
+def _indexed(folder: paths.Path) -> dict[str, Tensor]:
+    """Returns the tensors that an index names, from the files that it names."""
+    try:
+        weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+        names = sorted(set(weight_map.values()))
+        if bad := [name for name in names if "/" in name]:
+            raise ValueError(f"the file {bad[0]!r} is outside of the folder")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{folder / INDEX}: malformed ({type(error).__name__}: {error}); expected an object with weight_map, the "
+            "name of a file for each tensor. Download it again"
+        ) from error
+    if missing := [name for name in names if not (folder / name).exists()]:
+        raise UserError(
+            f"{folder}: {INDEX} names {units.counted(len(names), 'file')}, of which {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} missing; download the folder again"
+        )
+    headers = {name: _header(folder / name) for name in names}
+    if absent := [name for name, file in weight_map.items() if name not in headers[file]]:
+        raise UserError(
+            f"{folder}: {INDEX} names {units.counted(len(absent), 'tensor')} that the files do not have, such as "
+            f"{absent[0]} in {weight_map[absent[0]]}; download the folder again"
+        )
+    return {name: headers[file][name] for name, file in weight_map.items()}
 
 
 def _header(file: paths.Path) -> dict[str, Tensor]:
     """Reads the header of one file, and compares the size that it implies with the file's."""
     size = file.stat().length
     try:
-        with file.open("rb") as opened:
-            length = min(int.from_bytes(opened.read(8), "little"), size)
-            header = json.loads(opened.read(length))
+        length = int.from_bytes(paths.read_range(file, 0, min(8, size)), "little")
+        header = json.loads(paths.read_range(file, 8, min(8 + length, size)))
         header.pop("__metadata__", None)
-        entries = {
-            name: (entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"]) for name, entry in header.items()
+        entries: dict[str, tuple[str, tuple[int, ...], int, int]] = {
+            name: (str(entry["dtype"]), tuple(map(int, entry["shape"])), *_pair(entry["data_offsets"]))
+            for name, entry in header.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file}: not a safetensors file ({error}); download it again") from error
@@ -104,27 +134,60 @@ def _header(file: paths.Path) -> dict[str, Tensor]:
             f"{file}: tensors of dtype {', '.join(sorted(unknown))}; supported are {', '.join(_DTYPES)}. Quantized "
             "weights must be converted to float first"
         )
+    for name, (dtype, shape, start, end) in entries.items():
+        if start < 0 or end - start != math.prod(shape) * _DTYPES[dtype].itemsize:
+            raise UserError(
+                f"{file}: {name} has {end - start} bytes, expected {math.prod(shape) * _DTYPES[dtype].itemsize} for "
+                f"{dtype} {list(shape)}: the header is damaged; download the file again"
+            )
     return {
         name: Tensor(file, _DTYPES[dtype], shape, 8 + length + start)
         for name, (dtype, shape, start, _) in entries.items()
     }
 
 
-def read(tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
-    """Reads a part of a tensor, in its stored dtype.
+def _pair(offsets: Sequence[int]) -> tuple[int, int]:
+    start, end = offsets
+    return int(start), int(end)
 
-    Args:
-      tensor: from `tensors`.
-      index: a slice with a start and a stop for each dimension.
-    """
-    if not paths.is_remote(tensor.file):
-        mapped = np.memmap(tensor.file, tensor.dtype, "r", offset=tensor.start, shape=tensor.shape or (1,))
-        return np.array(mapped.reshape(tensor.shape)[index])
-    rows = index[0] if index else slice(0, 1)
-    row_bytes = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
-    with tensor.file.open("rb") as opened:
-        opened.seek(tensor.start + rows.start * row_bytes)
-        found = np.frombuffer(opened.read((rows.stop - rows.start) * row_bytes), tensor.dtype)
-    if not index:
-        return found.reshape(())
-    return found.reshape(rows.stop - rows.start, *tensor.shape[1:])[(slice(None), *index[1:])]
+
+class Reader:
+    """Reads parts of a tensor, in its stored dtype."""
+
+    def __init__(self, tensor: Tensor, parts: Iterable[Slices]):
+        """Reads the rows that the parts need from a remote file, each once; maps a local file into memory.
+
+        Args:
+          tensor: from `tensors`.
+          parts: what will be read: a slice with a start and a stop for each dimension.
+        """
+        self._blocks: list[tuple[int, int, np.ndarray]] = []  # first row, end, rows
+        shape = tensor.shape or (1,)
+        if not paths.is_remote(tensor.file):
+            mapped = np.memmap(tensor.file, tensor.dtype, "r", offset=tensor.start, shape=shape)
+            self._blocks.append((0, shape[0], mapped))
+            return
+        row_bytes = math.prod(shape[1:]) * tensor.dtype.itemsize
+        for start, stop in _union((part[0].start, part[0].stop) if part else (0, 1) for part in parts):
+            content = paths.read_range(tensor.file, tensor.start + start * row_bytes, tensor.start + stop * row_bytes)
+            rows = np.frombuffer(content, tensor.dtype).reshape(stop - start, *shape[1:])
+            self._blocks.append((start, stop, rows))
+
+    def __call__(self, part: Slices) -> np.ndarray:
+        """Returns one of the parts; not a copy."""
+        if not part:
+            return self._blocks[0][2].reshape(())
+        rows = part[0]
+        first, _, block = next(b for b in self._blocks if b[0] <= rows.start and rows.stop <= b[1])
+        return block[(slice(rows.start - first, rows.stop - first), *part[1:])]
+
+
+def _union(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Returns the union of half-open ranges, as ranges in order that do not touch."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        else:
+            found.append((start, stop))
+    return found

@@ -47,6 +47,16 @@ class Source:
         """Returns the shape of the tensor, given the length of every axis in it."""
         return tuple(math.prod(_size(token, sizes) for token in group) for group in self._groups)
 
+    def part(self, sizes: Mapping[str, int], wanted: Mapping[str, slice]) -> Slices:
+        """Returns the part of the tensor that `read` reads."""
+        return tuple(place for place, _, _ in self._placed(sizes, wanted))
+
+    def _placed(self, sizes: Mapping[str, int], wanted: Mapping[str, slice]) -> list[tuple]:
+        """Returns `_covering` for each dimension of the tensor."""
+        covers = [[_slice(token, sizes, wanted) for token in group] for group in self._groups]
+        lengths = [[_size(token, sizes) for token in group] for group in self._groups]
+        return [_covering(parts, full) for parts, full in zip(covers, lengths, strict=True)]
+
     def read(self, read: Callable[[Slices], np.ndarray], sizes: Mapping[str, int], wanted: Mapping[str, slice]):
         """Reads a part of a parameter for one layer.
 
@@ -58,9 +68,7 @@ class Source:
         Returns:
           An array with the axes of `sizes`.
         """
-        covers = [[_slice(token, sizes, wanted) for token in group] for group in self._groups]
-        lengths = [[_size(token, sizes) for token in group] for group in self._groups]
-        placed = [_covering(parts, full) for parts, full in zip(covers, lengths, strict=True)]
+        placed = self._placed(sizes, wanted)
         values = read(tuple(place for place, _, _ in placed))
         values = values.reshape([size for _, shape, _ in placed for size in shape])
         values = values[tuple(part for _, _, parts in placed for part in parts)]

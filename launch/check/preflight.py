@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 
-from core import metrics, paths, slices, units
+from core import metrics, paths, published_files, slices, units
 from core.batches import batch_size
 from core.errors import UserError
 from core.slices import GIB, Slice
@@ -63,6 +63,8 @@ def check(
     """Checks configuration, layout, data, run directory and memory; reports mistakes as findings and writes nothing."""
     findings: list[Finding] = []
     program = None
+    if hosts not in _AWAY:
+        published_files.use_copies(run_dir)
     experiment = _attempt("configuration", lambda: _build(path, bindings, slice_name), findings)
     if experiment is not None:
         if project := experiment.wandb_project:

@@ -10,7 +10,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from core import logical, paths, units
+from core import logical, paths, published_files, units
 from core.batches import batch_shapes
 from core.checkpoints import description, published, steps
 from core.checkpoints.arrays import Arrays
@@ -18,11 +18,13 @@ from core.errors import UserError
 from launch.experiments import saved_run
 from models import families, family_tensors
 from models.decoder_config import DecoderConfig
-from tasks import streams, tokenizer_folders
+from tasks import streams
+from tasks.tokenizer_folders import FolderTokenizer
 
 HELP = "write the model of a run as a Hugging Face folder: config.json, safetensors, tokenizer"
 EXAMPLE = """launch/run export runs/first --out first-7b --dtype bfloat16
-  launch/run export runs/first@1000 --out first-1000 --dtype float32"""
+  launch/run export runs/first@1000 --out first-1000 --dtype float32
+  launch/run export runs/first --out first-7b --push OWNER/first-7b"""
 
 _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 
@@ -30,12 +32,15 @@ _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloa
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN[@STEP]", help="without @STEP: the latest step")
     parser.add_argument("--out", metavar="FOLDER", required=True, help="a new or empty local folder")
+    parser.add_argument("--push", metavar="OWNER/NAME", help="then upload it to this repository of the hub (HF_TOKEN)")
     parser.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="of the weights (default: bfloat16)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Reads the parameters array by array, and writes the folder."""
     jax.config.update("jax_platforms", "cpu")  # the chips belong to the run
+    if args.push:
+        published_files.check_name(args.push)
     step = steps.find(args.run)
     run_dir = str(step.parent.parent)
     experiment = saved_run.read(run_dir).config.build()
@@ -57,12 +62,15 @@ def run(args: argparse.Namespace) -> int:
     size = published.write(out, tensors)
     vocabulary = experiment.task.vocabulary
     config = {**families.config(model, kind), "torch_dtype": args.dtype, **_special_ids(vocabulary)}
-    if isinstance(vocabulary, tokenizer_folders.FolderTokenizer):
+    if isinstance(vocabulary, FolderTokenizer):
         _copy_tokenizer(vocabulary.folder, out)
     else:
         print("no tokenizer is written: the run's vocabulary is not one of a published folder")
-    paths.write_text_atomically(out / families.CONFIG, json.dumps(config, indent=2) + "\n")  # last: it marks the end
+    text = json.dumps(config, indent=2) + "\n"
+    paths.write_text_atomically(out / published_files.CONFIG, text)  # last: it marks the end
     print(f"{out}: {kind}, {units.size(size)} of {args.dtype}, from step {step.name} of {run_dir}")
+    if args.push:
+        print(f"uploaded to {published_files.push(out, args.push)}")
     return 0
 
 
@@ -98,6 +106,6 @@ def _special_ids(vocabulary: Any) -> dict[str, int]:
 
 
 def _copy_tokenizer(source: paths.Path, out: paths.Path) -> None:
-    for name in tokenizer_folders.FILES:
+    for name in published_files.TOKENIZER_FILES:
         if (source / name).exists():
             (out / name).write_bytes((source / name).read_bytes())

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from core import metrics, paths
+from core import metrics, paths, published_files
 from core.errors import UserError
 from launch import configuration, environment
 from launch.config import LoadedConfig
@@ -42,6 +42,7 @@ def read(run_dir: str, *, bindings: Sequence[str] = (), slice_name: str | None =
             raise UserError(f"{run_dir!r} is an experiment file; give the directory of its run, such as {own}")
         what = f"it has no {CONFIG}" if folder.exists() else "there is no such folder"
         raise UserError(f"no run in {str(folder)!r}: {what}. Give the --run-dir that it was trained with")
+    published_files.use_copies(run_dir)
     return SavedRun(str(folder), configuration.load(str(folder / CONFIG), bindings=bindings, slice_name=slice_name))
 
 

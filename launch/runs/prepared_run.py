@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from core import distributed, paths, versions
+from core import distributed, paths, published_files, versions
 from core.checkpoints import steps
 from core.errors import UserError
 from core.health import phase
@@ -63,13 +63,16 @@ def prepare_run(
     program = experiment.bind(jax.devices())
     host_memory.require(program, experiment.task, eval_batches=experiment.eval_batches)
     started_from = ""
-    if experiment.init_from and not steps.complete(paths.resolve(run_dir) / steps.FOLDER):  # else it resumes
+    is_resumed = bool(steps.complete(paths.resolve(run_dir) / steps.FOLDER))
+    if experiment.init_from and not is_resumed:
         from launch.runs import warm_start
 
         started_from = warm_start.require_fit(experiment, program)
     distributed.require_shared(run_dir, is_host_zero=host.is_zero)
     with phase.enter(phase.PREPARING):
         _prepare_data(experiment, run_dir, host)
+    if host.is_zero and not is_resumed:
+        published_files.keep_copies(run_dir)
     if problems := experiment.data_problems(prepared=True):
         raise UserError("\n".join(problems))
     meta = {

@@ -8,7 +8,7 @@ import sys
 
 import jax
 
-from core import distributed, metrics, slices, versions
+from core import distributed, metrics, published_files, slices, versions
 from core.health import exit_codes
 from core.training.hooks import PreemptedError
 from core.training.run_lock import LockLostError, RunLock
@@ -44,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     """Loads the configuration, joins the hosts, prepares the run and trains, in this order."""
+    run_dir = args.run_dir or environment.run_directory(args.experiment, smoke=args.smoke)
+    published_files.use_copies(run_dir)
     config = configuration.load(args.experiment, bindings=args.gin, slice_name=args.slice)
     experiment = config.build()
     if args.smoke:
@@ -52,7 +54,6 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
         experiment = smoke.shrink(experiment)
     metrics.require_wandb(experiment.wandb_project)
     revision = versions.git_revision()
-    run_dir = args.run_dir or environment.run_directory(args.experiment, smoke=args.smoke)
     last_step = min(args.steps or experiment.total_steps, experiment.total_steps)
     held: list[RunLock] = []
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from core import distributed, paths
+from core import distributed, paths, published_files
 from core.checkpoints import steps, warm_start
 from core.errors import UserError
 from core.step import TrainState
 from core.types import ReadsPublished, can, missing
+from launch import terminal
 from launch.experiment import Experiment
 from parallel.partitioner import Program
 
@@ -20,8 +21,7 @@ def source(experiment: Experiment) -> warm_start.ParameterSource | None:
     text = experiment.init_from
     if not text:
         return None
-    folder = paths.fetched(text, paths.SMALL_FILES)
-    if (folder / "config.json").exists():
+    if published_files.is_published(text):
         if not can(experiment.model, ReadsPublished):
             lacks = ", ".join(missing(experiment.model, ReadsPublished))
             raise UserError(
@@ -29,7 +29,7 @@ def source(experiment: Experiment) -> warm_start.ParameterSource | None:
                 f"it lacks {lacks} (ReadsPublished in core/types.py)"
             )
         return experiment.model.published(text)
-    if not folder.exists() and "@" not in text:
+    if not paths.resolve(text).exists() and "@" not in text:
         raise UserError(
             f"INIT_FROM = {text!r} does not exist; give a run (runs/first), a step of it (runs/first@1000), or the "
             "folder of a published model, with config.json and *.safetensors"
@@ -52,12 +52,7 @@ def first_state(experiment: Experiment, program: Program, *, is_host_zero: bool)
     if (found := source(experiment)) is None:
         return program.init()
 
-    def progress(path: str, number: int, count: int) -> None:
-        if is_host_zero:
-            print(f"\rreads parameters of {found.describe()}: {number} of {count} ({path})\033[K", end="", flush=True)
-
+    progress = terminal.progress(f"parameters of {found.describe()}") if is_host_zero else lambda *_: None
     abstract, specs = program.abstract_state.params, program.param_specs
     params = warm_start.load(found, program.init_params, abstract, specs, experiment.init_patterns, progress=progress)
-    if is_host_zero:
-        print(flush=True)
     return program.init_from(params)

@@ -2,11 +2,9 @@ import errno
 import os
 import resource
 
-import huggingface_hub
 import pytest
 
 from core import paths
-from core.errors import UserError
 
 
 def test_paths_become_absolute(tmp_path, monkeypatch):
@@ -101,22 +99,3 @@ def test_the_fix_for_a_full_disk_is_free_space(tmp_path, monkeypatch, number):
     )
     with pytest.raises(ValueError, match=says):
         paths.check_writable(tmp_path)
-
-
-def test_a_model_of_the_hub_is_downloaded_once_and_errors_say_what_to_do(tmp_path, monkeypatch):
-    asked = []
-
-    def download(name, *, revision, allow_patterns):
-        asked.append((name, revision, allow_patterns))
-        if name == "owner/gated":
-            raise PermissionError("401\nsecret")
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert paths.fetched("hf://owner/name@v2", paths.WEIGHTS) == paths.Path(tmp_path)
-    assert asked == [("owner/name", "v2", list(paths.WEIGHTS))]
-    assert paths.fetched(str(tmp_path), paths.WEIGHTS) == paths.Path(tmp_path)
-    with pytest.raises(UserError, match=r"hf://owner/gated: the download failed \(PermissionError: 401\)\. .*HF_TOKEN"):
-        paths.fetched("hf://owner/gated", paths.WEIGHTS)
-    with pytest.raises(UserError, match="names no model"):
-        paths.fetched("hf://owner", paths.WEIGHTS)

@@ -39,6 +39,10 @@ class Bucket(NamedTuple):
         """Sets the share of requests to refuse; returns how many were refused and answered so far."""
         return json.loads(self._ask(f"/stand-in/errors?rate={rate}"))
 
+    def ranges(self) -> list[tuple[str, int, int]]:
+        """Returns what was sent since the last call: names such as BUCKET/NAME, first byte, and end."""
+        return [tuple(entry) for entry in json.loads(self._ask("/stand-in/ranges"))]
+
     def list(self, prefix: str) -> dict[str, int]:
         """Returns the sizes of all objects at gs://BUCKET/PREFIX, by the rest of their names."""
         bucket, _, folder = prefix.removeprefix("gs://").partition("/")

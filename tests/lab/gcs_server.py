@@ -7,6 +7,7 @@ is sorted and paged, and an upload may come in parts. Permissions are not checke
     GET  /stand-in/errors?rate=0.05    from now on one request in twenty is answered with 503 (except those with the
                                        header Of-The-Stand-In)
     GET  /stand-in/errors              {"answered": number of requests, "refused": those answered with 503}
+    GET  /stand-in/ranges              [["BUCKET/NAME", start, stop], …]: content sent since this was last asked
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Store:
         self._uploads: dict[str, tuple[str, str, dict[str, str], bytearray]] = {}
         self._generation = 1000
         self.rate, self.answered, self.refused = 0.0, 0, 0
+        self.sent: list[tuple[str, int, int]] = []
 
     def put(self, bucket: str, name: str, content: bytes, query: dict[str, str]) -> dict[str, Any]:
         """Writes an object and returns its metadata."""
@@ -185,6 +187,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.store.rate = float(query.get("rate", self.store.rate))
             self._send(200, {"answered": self.store.answered, "refused": self.store.refused})
             return
+        if address.path == "/stand-in/ranges":
+            sent, self.store.sent = self.store.sent, []
+            self._send(200, sent)
+            return
         self.store.answered += 1
         try:
             if "Of-The-Stand-In" not in self.headers and random.random() < self.store.rate:
@@ -253,12 +259,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
         says = {"x-goog-generation": str(found.generation), "x-goog-stored-content-length": str(size)}
         place = re.match(r"bytes=(\d*)-(\d*)", self.headers.get("Range") or "")
         if not place:
+            self.store.sent.append((f"{bucket}/{name}", 0, size))
             self._send(200, found.content, **says)
             return
         begin = int(place[1]) if place[1] else max(0, size - int(place[2]))
         end = min(int(place[2]), size - 1) if place[1] and place[2] else size - 1
         if begin >= size:
             raise Refused(416, "requestedRangeNotSatisfiable")
+        self.store.sent.append((f"{bucket}/{name}", begin, end + 1))
         self._send(206, found.content[begin : end + 1], Content_Range=f"bytes {begin}-{end}/{size}", **says)
 
     def _upload(self, bucket: str, query: dict[str, str], content: bytes) -> None:

@@ -1,6 +1,7 @@
 """Published models from the command line: generate, train from one, export, and generate from the export."""
 
 import dataclasses
+import itertools
 import json
 import pathlib
 import shutil
@@ -8,61 +9,75 @@ import shutil
 import jax
 import numpy as np
 import pytest
+import tokenizers
 from safetensors.numpy import load_file
 
+from core import published_files
 from core.checkpoints.store import Checkpoints
 from launch import __main__ as command
 from launch import configuration, loaded_model
-from launch.runs import warm_start
+from launch.check import preflight
+from launch.hosts.cluster import Host
+from launch.runs import prepared_run, warm_start
 from models import pretrained
 
 TESTS = pathlib.Path(__file__).parents[1]
 FAMILY = TESTS / "models" / "fixtures" / "families" / "llama3"
-TOKENIZER = TESTS / "tasks" / "fixtures" / "tokenizers" / "bpe"
-GIN = """
-from __gin__ import dynamic_registration
-from launch import experiment
-from models import pretrained
-from tasks import synthetic
-
-include 'gin/defaults.gin'
-SLICE = 'v4-8'
-MODEL = @pretrained.model()
-pretrained.model.folder = '{folder}'
-pretrained.model.dtype = %COMPUTE_DTYPE
-COMPUTE_DTYPE = 'float32'
-INIT_FROM = '{folder}'
-VOCAB_SIZE = 83
-LENGTH = 16
-NUM_STREAMS = 4
-BATCH_SIZE = 4
-TOTAL_STEPS = 200
-"""
+WORDS = [f"w{i}" for i in range(83)]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A published folder with weights and a tokenizer, whose ids above the model's are not used."""
+    """A published folder with weights and a tokenizer, which has one token more than the model."""
     found = tmp_path_factory.mktemp("published") / "tiny"
     shutil.copytree(FAMILY, found)
+    write_tokenizer(found, WORDS)
     return found
+
+
+def write_tokenizer(folder, words):
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(dict(zip(words, itertools.count())), unk_token="w1"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens(["<image>"])
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "w82"}')
 
 
 @pytest.fixture(scope="module")
 def run_dir(folder, tmp_path_factory):
-    """The run of no step that starts from the folder."""
+    """A run of no step that continues to train the folder's model; the folder is gone."""
     run = tmp_path_factory.mktemp("run")
-    (run / "first.gin").write_text(GIN.format(folder=folder))
-    config = configuration.load(str(run / "first.gin"))
+    for name in ("a", "b"):  # one is held out
+        (run / f"{name}.txt").write_text("w5 w6")
+    config = configuration.load("gin/finetune.gin", bindings=bindings(folder, run), slice_name="v4-16")
     (run / "config.gin").write_text(config.text)
     experiment = config.build()
-    program = experiment.bind(jax.devices()[:4])
-    assert warm_start.require_fit(experiment, program) == f"the published folder {folder}"
-    state = warm_start.first_state(experiment, program, is_host_zero=True)
+    ready = prepared_run.prepare_run(
+        experiment, config_text=config.text, revision="", run_dir=str(run), last_step=3, host=Host(0, 1, True)
+    )
+    assert ready.meta["init_from"] == f"the published folder {folder}"
+    state = warm_start.first_state(experiment, ready.program, is_host_zero=True)
     checkpoints = Checkpoints(run / "checkpoints", keep=1)
-    checkpoints.save(3, state=state, data={}, meta={"config": config.text})
+    checkpoints.save(3, state=state, data={}, meta=ready.meta)
     checkpoints.close()
-    return run
+    folder.rename(folder.with_name("moved"))
+    yield run
+    folder.with_name("moved").rename(folder)
+
+
+def bindings(folder, run):
+    return (
+        f"FOLDER = '{folder}'",
+        f"DATA = '{run}/*.txt'",
+        "pretrained.model.dtype = 'float32'",
+        "LENGTH = 16",
+    )
+
+
+@pytest.fixture(autouse=True)
+def no_copies():
+    yield
+    published_files.use_copies(None)
 
 
 def run_command(*words):
@@ -70,14 +85,14 @@ def run_command(*words):
 
 
 @pytest.mark.covers("C16", "C17", "N13")
-def test_a_run_from_a_folder_generates_and_exports_the_same_model(folder, run_dir, tmp_path, capsys):
+def test_a_run_from_a_folder_generates_and_exports_the_same_model(run_dir, tmp_path, capsys):
     want = np.load(FAMILY / "reference.npz")["greedy"].tolist()
     prompt = ",".join(map(str, want[:6]))
     assert run_command("export", run_dir, "--out", tmp_path / "out", "--dtype", "float32") == 0
-    exported, original = (load_file(f / "model.safetensors") for f in (tmp_path / "out", folder))
+    exported, original = (load_file(f / "model.safetensors") for f in (tmp_path / "out", FAMILY))
     assert exported.keys() == original.keys()
     assert all(np.array_equal(exported[name], original[name]) for name in original)
-    config, published = (json.loads((f / "config.json").read_text()) for f in (tmp_path / "out", folder))
+    config, published = (json.loads((f / "config.json").read_text()) for f in (tmp_path / "out", FAMILY))
     assert {key: config[key] for key in ("vocab_size", "rope_scaling", "head_dim")} == {
         key: published[key] for key in ("vocab_size", "rope_scaling", "head_dim")
     }
@@ -91,15 +106,73 @@ def test_a_run_from_a_folder_generates_and_exports_the_same_model(folder, run_di
     assert dataclasses.replace(again, head_dim=None) == dataclasses.replace(laid_out.model, head_dim=None)
 
 
-def test_wrong_words_are_refused(folder, run_dir, tmp_path, capsys):
+@pytest.mark.covers("C17")
+def test_a_run_needs_its_folder_no_longer(folder, run_dir, tmp_path, capsys):
+    assert not folder.exists()
+    assert run_command("export", run_dir, "--out", tmp_path / "out") == 0
+    kept = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert {file.name for file in (tmp_path / "out").iterdir()} == kept
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == (
+        folder.with_name("moved") / "tokenizer.json"
+    ).read_text()
+    capsys.readouterr()
+    assert run_command("generate", run_dir, "--prompt", "w5 w6", "--max-tokens", 2, "--greedy", "--json") == 0
+    assert len(json.loads(capsys.readouterr().out)["ids"]) == 2
+    checked = preflight.check(
+        "gin/finetune.gin",
+        bindings=bindings(folder, run_dir),
+        slice_name="v4-16",
+        run_dir=str(run_dir),
+        hosts="simulated",
+    )
+    assert [f.detail for f in checked.findings if not f.ok] == []
+
+
+def test_a_folder_is_laid_out_and_computed_as_told(tmp_path, capsys):
+    shutil.copytree(FAMILY, tmp_path / "tiny")
+    write_tokenizer(tmp_path / "tiny", WORDS)
+    model = loaded_model.load(str(tmp_path / "tiny"), slice_name="v4-8", dtype="bfloat16")
+    assert model.program.partitioner.strategy.name == "fsdp"
+    query = model.params["layers/block"]["query"]
+    assert (query.dtype, query.addressable_shards[0].data.size) == (jax.numpy.bfloat16, query.size // 4)
+    assert model.params["layers/block"]["attention_norm"].dtype == jax.numpy.float32
+    told = ["STRATEGY = @strategies.fsdp_tensor()", "strategies.fsdp_tensor.tensor = 2", "COMPUTE_DTYPE = 'bfloat16'"]
+    model = loaded_model.load(str(tmp_path / "tiny"), slice_name="v4-8", bindings=told)
+    assert model.program.partitioner.shape["tensor"] == 2
+    assert model.model.dtype == "bfloat16"
+    for binding, says in {
+        "TOTAL_STEPS = 3": "TOTAL_STEPS is not one of the macros that gin/generation/folder.gin declares",
+        "strategies.fsdp_tensor.tensor = 2": "fsdp_tensor",
+    }.items():
+        assert run_command("generate", tmp_path / "tiny", "--prompt", "w1", "--gin", binding) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_a_token_without_embedding_is_refused_where_it_occurs(tmp_path, capsys):
+    shutil.copytree(FAMILY, tmp_path / "tiny")
+    write_tokenizer(tmp_path / "tiny", WORDS)
+    words = ("generate", tmp_path / "tiny", "--max-tokens", 1, "--greedy", "--prompt")
+    assert run_command(*words, "w3 <image>") == 2
+    assert "the text contains '<image>' (id 83), for which the model of" in capsys.readouterr().err
+    write_tokenizer(tmp_path / "tiny", [*WORDS, "more", "words"])
+    assert run_command(*words, "w3 w4") == 2
+    assert "the model has vocab_size 83, but" in capsys.readouterr().err
+
+
+def test_wrong_words_are_refused(run_dir, tmp_path, capsys):
+    incomplete = tmp_path / "incomplete"
+    incomplete.mkdir()
+    shutil.copy(FAMILY / "model.safetensors", incomplete)
     (tmp_path / "lines.jsonl").write_text('{"text": "a"}\n')
     for words, message in {
         ("generate", run_dir, "--prompt-ids", "1,x"): "expected whole numbers separated by commas",
         ("generate", run_dir, "--prompt-ids", "1", "--top-p", "1.5"): "--top-p 1.5: expected from 0 to 1",
-        ("generate", folder, "--prompt", "a"): "no tokenizer.json",
+        ("generate", FAMILY, "--prompt", "a"): "no tokenizer.json",
+        ("generate", incomplete, "--prompt", "a"): "has no config.json (it has model.safetensors)",
         ("generate", run_dir, "--file", tmp_path / "lines.jsonl"): "KeyError: 'prompt'; expected lines such as",
         ("generate", tmp_path, "--prompt", "a"): "has no checkpoints",
-        ("export", run_dir, "--out", folder): "is not empty",
+        ("export", run_dir, "--out", FAMILY): "is not empty",
+        ("export", run_dir, "--out", tmp_path / "out", "--push", "name"): "'name' names no repository",
     }.items():
         assert run_command(*words) not in (0, 13)
         assert message in capsys.readouterr().err

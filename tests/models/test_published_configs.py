@@ -1,17 +1,25 @@
-"""`config.json` of published folders: what is read where keys are absent, and what is refused."""
+"""`config.json` of published folders: what is read where keys are absent, and what is refused; exports of each."""
 
 import dataclasses
 import json
+import os
 import pathlib
+import subprocess
 
+import jax
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
+from core import logical, parameters
+from core.checkpoints import published
 from core.errors import UserError
-from models import families, pretrained
+from models import families, family_tensors, pretrained
 from models.decoder_config import DecoderConfig
 
 HERE = pathlib.Path(__file__).parent / "fixtures" / "families"
 DEFAULTS = json.loads((HERE / "defaults.json").read_text())  # from transformers, by `make.py`
+FAMILIES = sorted(folder.name for folder in HERE.iterdir() if (folder / "config.json").exists())
 LLAMA = json.loads((HERE / "llama2" / "config.json").read_text())
 GEMMA2 = json.loads((HERE / "gemma2" / "config.json").read_text())
 GEMMA3 = json.loads((HERE / "gemma3" / "config.json").read_text())
@@ -114,3 +122,63 @@ def test_a_decoder_that_differs_from_the_folder_is_refused_with_both_values():
         f"rope_theta = 10000.0 in {where}, 500000.0 in the model",
     )
     assert pretrained.model(str(HERE / "gemma3")).published(str(HERE / "gemma3")).notes == ()
+
+
+def read(folder):
+    """The decoder of a family with its parameters, from a folder."""
+    model = pretrained.model(str(folder), dtype="float32", vocab_multiple=8)
+    batch = {key: np.zeros((1, 4), np.int32) for key in ("inputs", "targets", "segment_ids", "positions")}
+    shapes, specs = logical.abstract_init(model.init, jax.random.key(0), {**batch, "weights": np.zeros((1, 4), "f4")})
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), shapes)
+    return model, model.published(str(folder)).load(abstract, specs), specs
+
+
+def export(name, folder):
+    """Writes the tiny model of a family as `launch/run export` does."""
+    model, params, specs = read(HERE / name)
+    by_path = {parameters.path_name(path): np.asarray(a) for path, a in jax.tree_util.tree_leaves_with_path(params)}
+    sources, limits = family_tensors.named_sources(model), {"vocab": model.vocab_size}
+
+    def of_layer(path, layer):
+        return by_path[path] if layer is None else by_path[path][layer]
+
+    folder.mkdir()
+    published.write(
+        folder, published.tensors_of(of_layer, params, specs, sources, limits=limits, dtype=np.dtype(np.float32))
+    )
+    (folder / "config.json").write_text(json.dumps(families.config(model, families.family(model))))
+    return model, params
+
+
+@pytest.mark.covers("C17")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_export_is_read_again_bit_for_bit(name, tmp_path):
+    model, params = export(name, tmp_path / name)
+    again, same, _ = read(tmp_path / name)
+    assert families._differing(again, model) == []
+    jax.tree.map(np.testing.assert_array_equal, same, params)
+    original, exported = (load_file(folder / "model.safetensors") for folder in (HERE / name, tmp_path / name))
+    assert original.keys() == exported.keys()
+    assert all(np.array_equal(original[key], exported[key]) for key in original)
+
+
+if PYTHON := os.environ.get("TRANSFORMERS_PYTHON"):  # of an environment with torch and transformers: see `make.py`
+
+    @pytest.mark.slow  # transformers loads nine models
+    @pytest.mark.covers("C17")
+    def test_transformers_loads_an_export_and_gives_equal_logits(tmp_path):
+        ids = np.load(HERE / "llama2" / "reference.npz")["input_ids"]
+        np.save(tmp_path / "ids.npy", ids)
+        models = {name: export(name, tmp_path / name) for name in FAMILIES}
+        folders = [str(tmp_path / name) for name in FAMILIES]
+        subprocess.run([PYTHON, HERE / "logits.py", tmp_path / "ids.npy", *folders], check=True)
+        batch = {"inputs": ids, "targets": ids, "segment_ids": np.ones_like(ids), "weights": np.ones(ids.shape, "f4")}
+        batch["positions"] = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
+        for name, (model, params) in models.items():
+            ours = np.asarray(jax.jit(model.logits)(params, batch), np.float64)
+            theirs, exact = (np.load(tmp_path / name / file) for file in ("logits.npy", "logits64.npy"))
+            largest = np.abs(exact).max()
+            error, their_error = np.abs(ours - exact).max() / largest, np.abs(theirs - exact).max() / largest
+            print(f"{name}: {error:.1e} of the largest logit; transformers in float32 {their_error:.1e}")
+            assert error < 5e-6

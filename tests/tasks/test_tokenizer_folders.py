@@ -57,6 +57,30 @@ def test_several_stop_tokens_come_from_the_generation_config(tmp_path):
     assert vocabularies.tokenizer(str(tmp_path / "bpe")).stop_ids == (2, 0)
 
 
+def test_added_tokens_beyond_the_embedding_are_refused_only_where_they_occur(tmp_path):
+    """As in Gemma 3 1B: 262,145 ids for 262,144 embeddings."""
+    shutil.copytree(HERE / "bpe", tmp_path / "bpe")
+    content = json.loads((tmp_path / "bpe" / "tokenizer.json").read_text())
+    size = vocabularies.tokenizer(str(tmp_path / "bpe")).size
+    plain = {key: False for key in ("single_word", "lstrip", "rstrip", "normalized")}
+    content["added_tokens"].append({"id": size, "content": "<image>", "special": True, **plain})
+    (tmp_path / "bpe" / "tokenizer.json").write_text(json.dumps(content))
+    assert vocabularies.tokenizer(str(tmp_path / "bpe")).size == size + 1  # of no model
+    for config in ({"vocab_size": size}, {"text_config": {"vocab_size": size}}):
+        (tmp_path / "bpe" / "config.json").write_text(json.dumps(config))
+        tokenizer = vocabularies.tokenizer(str(tmp_path / "bpe"))
+        vocabularies.check_fits(tokenizer, vocab_size=size)
+        assert "without 1 token that the model lacks" in tokenizer.describe()
+        assert tokenizer.decode(tokenizer.encode("plain text")) == "plain text"
+        with pytest.raises(
+            UserError, match=rf"contains '<image>' \(id {size}\), for which the model of .* has no embed"
+        ):
+            tokenizer.encode("an <image> here")
+    (tmp_path / "bpe" / "config.json").write_text(json.dumps({"vocab_size": size - 100}))
+    with pytest.raises(UserError, match=f"has vocab_size {size - 100}, but .* has {size + 1} ids"):
+        vocabularies.check_fits(vocabularies.tokenizer(str(tmp_path / "bpe")), vocab_size=size - 100)
+
+
 def test_a_folder_without_a_tokenizer_or_template_is_refused(tmp_path):
     absent = vocabularies.tokenizer(str(tmp_path))
     assert "no tokenizer.json" in absent.problems()[0]

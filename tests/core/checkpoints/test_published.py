@@ -1,8 +1,10 @@
 """Folders of safetensors: what is read of them, under which layout, and what is refused."""
 
+import itertools
 import json
 import pathlib
 import shutil
+import tracemalloc
 
 import jax
 import ml_dtypes
@@ -10,14 +12,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from core import logical, optimizers, parameters, slices
+from core import logical, optimizers, parameters, paths, published_files, slices
 from core.checkpoints import published, safetensors_files, warm_start
 from core.checkpoints.tensor_map import Source
 from core.errors import UserError
-from models import family_tensors, pretrained
+from models import family_tensors, pretrained, transformer
 from parallel import strategies
 from parallel.partitioner import Partitioner
 from tasks import streams
+from tests.lab import folder_memory
 
 FAMILIES = pathlib.Path(__file__).parents[2] / "models" / "fixtures" / "families"
 ADAMW = optimizers.adamw(learning_rate=optimizers.constant(1e-3))
@@ -42,8 +45,9 @@ def llama(tmp_path):
 @pytest.mark.covers("C16")
 @pytest.mark.parametrize("family", ["gpt2", "qwen2"])
 def test_every_layout_reads_the_same_bits_and_only_the_needed_parts(family, monkeypatch):
-    read, largest = safetensors_files.read, []
-    monkeypatch.setattr(safetensors_files, "read", lambda *args: largest.append((found := read(*args)).size) or found)
+    read, largest = safetensors_files.Reader.__call__, []
+    counted = lambda *args: largest.append((found := read(*args)).size) or found  # noqa: E731
+    monkeypatch.setattr(safetensors_files.Reader, "__call__", counted)
     found = {}
     for name, tables in {
         "replicated": strategies.data_parallel(),
@@ -147,6 +151,19 @@ def test_a_model_of_another_size_is_refused_with_both_shapes(llama):
         load(program, llama)
 
 
+def indexed(folder, text):
+    """Turns the folder into one with an index."""
+    (folder / "model.safetensors").rename(folder / "one.safetensors")
+    (folder / safetensors_files.INDEX).write_text(text)
+
+
+def edited(folder, old, new):
+    """Replaces bytes of the first tensor's entry in the header."""
+    content = (folder / "model.safetensors").read_bytes()
+    assert old in content
+    (folder / "model.safetensors").write_bytes(content.replace(old, new, 1))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -154,10 +171,23 @@ def test_a_model_of_another_size_is_refused_with_both_shapes(llama):
         (lambda f: (f / "model.safetensors").write_bytes(b"no header"), "not a safetensors file"),
         (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "torch pickles .*save_pretrained"),
         (lambda f: (f / "model.safetensors").unlink(), "no .*safetensors files"),
+        (lambda f: indexed(f, '{"weight_map": {"a": "model-1.safetensors"}}'), "model-1.safetensors is missing"),
+        (lambda f: indexed(f, '{"weight_map": {"a": "one.safetensors"}}'), "1 tensor that the files do not have"),
+        (lambda f: indexed(f, '{"weight_map": '), "index.json: malformed .JSONDecodeError"),
+        (lambda f: indexed(f, '{"weights": {}}'), "index.json: malformed .KeyError: 'weight_map'"),
+        (lambda f: indexed(f, '{"weight_map": ["a"]}'), "index.json: malformed .AttributeError"),
+        (lambda f: indexed(f, '{"weight_map": {"a": "../model.safetensors"}}'), "is outside of the folder"),
         (
-            lambda f: (f / safetensors_files.INDEX).write_text('{"weight_map": {"a": "model-1.safetensors"}}'),
-            "model-1.safetensors is missing",
+            lambda f: (
+                (f / "model.safetensors").rename(f / "a.safetensors")
+                and shutil.copy(f / "a.safetensors", f / "b.safetensors")
+            ),
+            "is in a.safetensors and in b.safetensors",
         ),
+        (lambda f: edited(f, b'"F32"', b'"F64"'), "the header is damaged"),
+        (lambda f: edited(f, b'"F32"', b'"F8_"'), "tensors of dtype F8_; supported are"),
+        (lambda f: edited(f, b'"data_offsets":[0', b'"data_offsets":["'), "not a safetensors file"),
+        (lambda f: (f / "config.json").write_text("[]"), "expected an object with keys such as model_type"),
     ],
 )
 def test_a_damaged_folder_is_refused_in_words(llama, damage, message):
@@ -185,6 +215,77 @@ def test_a_configuration_that_the_decoder_cannot_follow_is_refused(llama, tmp_pa
     (llama / "config.json").write_text("{")
     with pytest.raises(UserError, match="malformed JSON"):
         pretrained.model(str(llama))
+
+
+def test_files_that_do_not_belong_to_the_model_are_not_read(llama):
+    save_file({"model.norm.weight": np.zeros(3, np.float32)}, llama / "model-00001-of-00002.safetensors")
+    (llama / safetensors_files.INDEX).write_text('{"weight_map": {"model.norm.weight": "gone.safetensors"}}')
+    tensors = safetensors_files.tensors(paths.resolve(llama))
+    assert tensors["model.norm.weight"].shape == (24,)
+    (llama / "model.safetensors").rename(llama / "one.safetensors")
+    weight_map = dict.fromkeys(tensors, "one.safetensors")
+    (llama / safetensors_files.INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    assert safetensors_files.tensors(paths.resolve(llama))["model.norm.weight"].shape == (24,)
+
+
+def test_a_folder_without_config_json_is_told_from_a_run(llama, tmp_path):
+    assert published_files.is_published(str(llama))
+    assert not published_files.is_published(str(tmp_path))
+    assert not published_files.is_published(str(tmp_path / "absent"))
+    (llama / "config.json").unlink()
+    with pytest.raises(UserError, match=r"has no config\.json \(it has model\.safetensors\)"):
+        published_files.is_published(str(llama))
+
+
+@pytest.mark.covers("C16")
+@pytest.mark.parametrize("family", ["gpt2", "llama2"])
+def test_a_host_reads_every_byte_of_a_bucket_once(bucket, family, monkeypatch):
+    """The files of the emulator, under a layout that divides rows and columns of tensors."""
+    for key, value in bucket.environment.items():
+        monkeypatch.setenv(key, value)
+    for file in (FAMILIES / family).iterdir():
+        bucket.write(f"gs://models/{family}/{file.name}", file.read_bytes())
+    program = program_of(FAMILIES / family, strategies.fsdp_tensor(tensor=2))
+    bucket.ranges()
+    params = load(program, f"gs://models/{family}")
+    jax.tree.map(np.testing.assert_array_equal, params, load(program, FAMILIES / family))
+    read = sorted(r for name, *r in bucket.ranges() if name == f"models/{family}/model.safetensors")
+    size = (FAMILIES / family / "model.safetensors").stat().st_size
+    assert sum(stop - start for start, stop in read) == size
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(read))
+
+
+def test_rows_that_no_chip_of_the_host_needs_are_not_read(llama, monkeypatch):
+    asked = []
+    monkeypatch.setattr(paths, "is_remote", lambda path: True)
+    monkeypatch.setattr(
+        paths, "read_range", lambda path, start, stop: asked.append((start, stop)) or bytes(stop - start)
+    )
+    tensor = safetensors_files.Tensor(paths.resolve(llama), np.dtype(np.float32), (100, 6), 1000)
+    columns = [slice(0, 3), slice(3, 6)]
+    parts = [(slice(*rows), c) for rows in ((10, 20), (15, 30), (30, 31), (90, 100)) for c in columns]
+    reader = safetensors_files.Reader(tensor, parts)
+    assert asked == [(1000 + 10 * 24, 1000 + 31 * 24), (1000 + 90 * 24, 1000 + 100 * 24)]
+    assert [reader(part).shape for part in parts] == [(10, 3)] * 2 + [(15, 3)] * 2 + [(1, 3)] * 2 + [(10, 3)] * 2
+
+
+def test_a_host_needs_memory_for_its_shards_and_one_tensor(tmp_path):
+    """`tests/run.sh lab folder_memory` measures 8 billion parameters; here, 3 million."""
+    model = transformer.Transformer(
+        vocab_size=2048, num_layers=6, embed_dim=256, mlp_dim=512, num_heads=4, num_kv_heads=2, dtype="float32"
+    )
+    folder_memory.write_sparse(model, tmp_path)
+    program = program_of(tmp_path, strategies.fsdp())
+    source = program.model.published(str(tmp_path))
+    leaves = jax.tree.leaves(program.abstract_state.params)
+    largest_parameter = max(leaf.size for leaf in leaves) * 4
+    largest_tensor = 2048 * 256 * 2
+    tracemalloc.start()
+    params = source.load(program.abstract_state.params, program.param_specs)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(params)) > 4 * largest_parameter
+    assert peak < largest_parameter + largest_tensor + 2 * 2**20  # with headers and code that is imported
 
 
 def test_the_axes_of_a_parameter_say_how_it_is_stored():

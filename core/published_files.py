@@ -1,0 +1,176 @@
+"""Finds the files of published models: local, gs://, or hf://OWNER/NAME[@REVISION], which is downloaded.
+
+A run keeps copies of the small files (configuration and tokenizer) of the folders that it started from, and reads the
+copies from its first checkpoint on. So it can be resumed, exported and evaluated when the folders are gone.
+
+    copies.json   {"FOLDER as it was written": "0"}
+    0/config.json, 0/tokenizer.json …
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from core import paths
+from core.errors import UserError
+
+CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
+TOKENIZER_FILES = (
+    TOKENIZER,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
+SMALL_FILES = (CONFIG, *TOKENIZER_FILES)
+WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
+FOLDER, _LIST = "published", "copies.json"
+
+_used: dict[str, paths.Path] = {}  # folders whose small files this process has read, by their text
+_copies: dict[str, paths.Path] = {}  # of the run that this process works on
+
+
+def small_files(text: str) -> paths.Path:
+    """Returns the folder with the configuration and the tokenizer of a model, which may be the copy of a run.
+
+    Args:
+      text: local, gs:// or hf://.
+
+    Raises:
+      UserError: as `weights`.
+    """
+    if text in _copies:
+        return _copies[text]
+    _used[text] = _fetched(text, SMALL_FILES)
+    return _used[text]
+
+
+def copy_of(text: str) -> paths.Path | None:
+    """Returns the copy of a folder's small files in the run that is read; None if there is none."""
+    return _copies.get(text)
+
+
+def weights(text: str) -> paths.Path:
+    """Returns the folder with the weights of a model; that of a hub is downloaded to the cache of the host.
+
+    Downloads are resumed, and files that are there are not downloaded again. A token for gated models is read from
+    HF_TOKEN by the library, and never printed.
+
+    Raises:
+      UserError: the name is malformed, or the download failed.
+    """
+    return _fetched(text, WEIGHTS)
+
+
+def is_published(text: str) -> bool:
+    """Returns whether a text names the folder of a published model.
+
+    Raises:
+      UserError: the folder has weights or a tokenizer, but no `config.json`; or as `weights`.
+    """
+    folder = small_files(text)
+    if (folder / CONFIG).exists():
+        return True
+    parts = (TOKENIZER, "*.safetensors", "pytorch_model*.bin")
+    found = sorted(file.name for pattern in parts for file in folder.glob(pattern)) if folder.is_dir() else []
+    if found or text.startswith("hf://"):
+        raise UserError(
+            f"{text} has no {CONFIG} (it has {', '.join(found) or 'nothing'}): expected a published model, "
+            f"with {CONFIG}, *.safetensors and {TOKENIZER}; download the whole folder"
+        )
+    return False
+
+
+def keep_copies(run_dir: str) -> None:
+    """Copies the small files that this process has used into a run directory; for host 0, at the start of a run."""
+    folder = paths.resolve(run_dir) / FOLDER
+    listed: dict[str, str] = {}
+    for text, found in sorted(_used.items()):
+        names = [name for name in SMALL_FILES if (found / name).exists()]
+        if not {CONFIG, TOKENIZER} & set(names):
+            continue  # a run that parameters came from
+        listed[text] = str(len(listed))
+        (folder / listed[text]).mkdir(parents=True, exist_ok=True)
+        for name in names:
+            (folder / listed[text] / name).write_bytes((found / name).read_bytes())
+    if listed:
+        paths.write_text_atomically(folder / _LIST, json.dumps(listed, indent=1) + "\n")
+
+
+def use_copies(run_dir: str | None) -> None:
+    """Reads small files from the copies of a run from now on, if it has a checkpoint; None: from the folders."""
+    _copies.clear()
+    if run_dir is None:
+        return
+    from core.checkpoints import steps  # which imports orbax
+
+    folder = paths.resolve(run_dir)
+    if steps.complete(folder / steps.FOLDER) and (folder / FOLDER / _LIST).exists():
+        listed = json.loads((folder / FOLDER / _LIST).read_text())
+        _copies.update({text: folder / FOLDER / name for text, name in listed.items()})
+
+
+def _fetched(text: str, patterns: Sequence[str]) -> paths.Path:
+    if not text.startswith("hf://"):
+        return paths.resolve(text)
+    name, _, revision = text.removeprefix("hf://").strip("/").partition("@")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise UserError(f"the path {text!r} names no model; expected hf://OWNER/NAME or hf://OWNER/NAME@REVISION")
+    import huggingface_hub
+
+    try:
+        folder = huggingface_hub.snapshot_download(name, revision=revision or None, allow_patterns=list(patterns))
+    except Exception as error:  # of many types: the hub's, the network's, the disk's
+        raise UserError(
+            f"{text}: the download failed ({_said(error)}). Is the name right, "
+            "is HF_TOKEN set for a gated model, and does this host reach the hub?"
+        ) from error
+    return paths.Path(folder)
+
+
+def check_name(name: str) -> None:
+    """Raises UserError if OWNER/NAME is not the name of a repository of a hub."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise UserError(f"{name!r} names no repository of the hub; expected OWNER/NAME")
+
+
+def push(folder: paths.Path, name: str) -> str:
+    """Uploads a folder to a repository of the hub, which is created (private) if it does not exist.
+
+    The token is read from HF_TOKEN, or from the login of the library, and never printed.
+
+    Args:
+      folder: local.
+      name: OWNER/NAME.
+
+    Returns:
+      The address of the repository.
+
+    Raises:
+      UserError: the hub refuses, or cannot be reached; the folder stays as it is.
+    """
+    check_name(name)
+    import huggingface_hub
+
+    hub: Any = huggingface_hub.HfApi()
+    try:
+        address = hub.create_repo(name, private=True, exist_ok=True)
+        hub.upload_folder(repo_id=name, folder_path=str(folder), commit_message="Export")
+    except Exception as error:  # of many types: the hub's, the network's, the disk's
+        raise UserError(
+            f"--push {name}: the upload failed ({_said(error)}); {folder} is complete. Is HF_TOKEN set to a token that "
+            "may write there, and does this machine reach the hub?"
+        ) from error
+    return str(address)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
