@@ -9,6 +9,7 @@ copies from its first checkpoint on. So it can be resumed, exported and evaluate
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.
 FOLDER, _LIST = "published", "copies.json"
 
 _used: dict[str, paths.Path] = {}  # folders whose small files this process has read, by their text
-_copies: dict[str, paths.Path] = {}  # of the run that this process works on
+_run_dir: str | None = None  # of the run that this process works on
 
 
 def small_files(text: str) -> paths.Path:
@@ -47,15 +48,33 @@ def small_files(text: str) -> paths.Path:
     Raises:
       UserError: as `weights`.
     """
-    if text in _copies:
-        return _copies[text]
+    if copy := copy_of(text):
+        return copy
     _used[text] = _fetched(text, SMALL_FILES)
     return _used[text]
 
 
 def copy_of(text: str) -> paths.Path | None:
-    """Returns the copy of a folder's small files in the run that is read; None if there is none."""
-    return _copies.get(text)
+    """Returns the copy of a folder's small files in the run that `use_copies` names; None if there is none.
+
+    Raises:
+      UserError: the run directory cannot be read.
+    """
+    return _copies(_run_dir).get(text) if _run_dir else None
+
+
+@functools.lru_cache(maxsize=1)
+def _copies(run_dir: str) -> dict[str, paths.Path]:
+    from core.checkpoints import steps  # which imports orbax
+
+    folder = paths.resolve(run_dir)
+    try:
+        if not steps.complete(folder / steps.FOLDER) or not (folder / FOLDER / _LIST).exists():
+            return {}
+        listed = json.loads((folder / FOLDER / _LIST).read_text())
+    except Exception as error:  # a bucket's client has exception types of its own
+        raise UserError(f"cannot read the run directory {run_dir}: {_said(error)}") from error
+    return {text: folder / FOLDER / name for text, name in listed.items()}
 
 
 def weights(text: str) -> paths.Path:
@@ -107,15 +126,9 @@ def keep_copies(run_dir: str) -> None:
 
 def use_copies(run_dir: str | None) -> None:
     """Reads small files from the copies of a run from now on, if it has a checkpoint; None: from the folders."""
-    _copies.clear()
-    if run_dir is None:
-        return
-    from core.checkpoints import steps  # which imports orbax
-
-    folder = paths.resolve(run_dir)
-    if steps.complete(folder / steps.FOLDER) and (folder / FOLDER / _LIST).exists():
-        listed = json.loads((folder / FOLDER / _LIST).read_text())
-        _copies.update({text: folder / FOLDER / name for text, name in listed.items()})
+    global _run_dir  # a folder is named deep inside of a configuration, and a process has one run
+    _run_dir = run_dir
+    _copies.cache_clear()
 
 
 def _fetched(text: str, patterns: Sequence[str]) -> paths.Path:

@@ -89,13 +89,13 @@ def _indexed(folder: paths.Path) -> dict[str, Tensor]:
     try:
         weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
         names = sorted(set(weight_map.values()))
-        if bad := [name for name in names if "/" in name]:
-            raise ValueError(f"the file {bad[0]!r} is outside of the folder")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{folder / INDEX}: malformed ({type(error).__name__}: {error}); expected an object with weight_map, the "
             "name of a file for each tensor. Download it again"
         ) from error
+    if outside := [name for name in names if "/" in name]:
+        raise UserError(f"{folder / INDEX}: the file {outside[0]!r} is outside of the folder; download it again")
     if missing := [name for name in names if not (folder / name).exists()]:
         raise UserError(
             f"{folder}: {INDEX} names {units.counted(len(names), 'file')}, of which {', '.join(missing)} "
