@@ -176,7 +176,7 @@ def run_directory(experiment: str | Path, *, smoke: bool = False, environ: Mappi
 
 
 def markdown_table() -> str:
-    """Returns the table of exit codes in launch/README.md, as Markdown."""
+    """Returns the table of environment variables in launch/README.md, as Markdown."""
     rows = ["| variable | meaning | when unset | read by |", "|---|---|---|---|"]
     for variable in VARIABLES:
         meaning = variable.meaning + (" (secret: never printed)" if variable.secret else "")

@@ -68,7 +68,7 @@ def rows_for(examples: Mapping[str, Example]) -> int:
 
 
 def bind(model: Model, example: Example, batch: Batch, **options: Any) -> Program:
-    """Returns `parallel.agreement.bind` of a model of this file, with its optimizer."""
+    """Binds one of this module's models, with its optimizer, by `parallel.agreement.bind`."""
     return agreement.bind(model, optimizer_of(model), example, batch, **options)
 
 

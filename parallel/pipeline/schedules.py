@@ -185,7 +185,7 @@ class OneFOneB(Schedule):
         return min(2 * stages - 1, self.num_microbatches)
 
     def work(self, stage: int, tick: int, stages: int) -> tuple[Work, ...]:
-        """Returns forward and backward work of different microbatches; of the same one in the last stage."""
+        """Returns a forward and a backward pass of different microbatches; in the last stage, of the same one."""
         return self._work("F", tick - stage) + self._work("B", tick - 2 * (stages - 1) + stage)
 
 

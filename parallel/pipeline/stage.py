@@ -338,7 +338,7 @@ def put_tree(tree: Any, values: Any, *index: jax.Array | int) -> Any:
 
 
 def put_if(condition: jax.Array, tree: Any, values: Any, *index: jax.Array | int) -> Any:
-    """Returns `put_tree` if the condition holds, else `tree`; in place, since only the entry is selected."""
+    """Returns the result of `put_tree` if the condition holds, else `tree`; only the entry is selected, in place."""
     return jax.tree.map(lambda a, value: put(a, jnp.where(condition, value, take(a, *index)), *index), tree, values)
 
 
