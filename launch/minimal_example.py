@@ -1,71 +1,105 @@
-"""Uses the library without the launcher and gin: a mesh, a training step, an evaluation step, and correct timing.
+"""The library without launcher and gin: a model of stock Haiku modules, images, optax, a checkpoint and a warm start.
 
-    JAX_PLATFORMS=cpu .venv/bin/python -m launch.minimal_example
+    JAX_PLATFORMS=cpu .venv/bin/python -m launch.minimal_example [RUN]
 
-This simulates a v4-8 with four CPU devices. On a TPU, leave JAX_PLATFORMS out and set SLICE. On several hosts, start
-the same program on each; `distributed.initialize()` needs no arguments there: JAX detects the hosts of a TPU slice.
+Four CPU devices simulate a v4-8; on a TPU, leave JAX_PLATFORMS out and set SLICE. On several hosts, start the same
+program on each with `distributed.initialize()` alone: JAX finds the other hosts of a slice. RUN is a finished run, such
+as runs/gin/quickstart, or the folder of a published model, which then continues a text.
 """
 
-from __future__ import annotations
-
+import dataclasses
 import itertools
-import statistics
-import time
+import sys
+import tempfile
 
+import haiku as hk
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 
 from core import distributed, slices
-from core.optimizers import adamw, warmup_cosine
+from core.batches import Field
+from core.checkpoints import steps, warm_start
+from core.checkpoints.store import Checkpoints
+from core.optimizers import from_optax
 from core.training import evaluation
-from models.transformer import Transformer
+from core.types import LossOutput
+from launch import loaded_model
+from models.haiku_model import HaikuModel
 from parallel import strategies
 from parallel.partitioner import Partitioner
-from tasks import synthetic
+from tasks.sampled import SampledTask
 
 SLICE = slices.get("v4-8")  # 4 chips of one host: 4 JAX devices
-STEPS, BATCH_SIZE, LENGTH = 20, 16, 64
+STEPS, BATCH_SIZE = 20, 16
+NAMES = {"*_0/w": ("embed", "mlp"), "*_0/b": ("mlp",), "*_1/w": ("mlp", None), "*_1/b": (None,)}
 
 
-def main() -> dict[str, float]:
-    """Trains a small decoder on random tokens; returns its validation means."""
-    # 1. Join the other hosts, before anything touches a device. One host joins nobody.
-    distributed.initialize(single_process=True, local_cpu_devices=SLICE.chips)
-    print(f"host {jax.process_index()} of {jax.process_count()}, devices {jax.devices()}")
+@dataclasses.dataclass(frozen=True)
+class Bars(SampledTask):
+    """Noisy images of 8 x 8 pixels with one bright row, whose number is the label."""
 
-    # 2. The parts, which do not know one another: data, a model, an optimizer, a strategy (a table).
-    task = synthetic.random_tokens(vocab_size=64, length=LENGTH, num_streams=BATCH_SIZE)
-    model = Transformer(vocab_size=64, num_layers=2, embed_dim=64, mlp_dim=128, num_heads=4, num_kv_heads=2)
-    optimizer = adamw(learning_rate=warmup_cosine(peak=3e-3, warmup_steps=5, total_steps=STEPS))
+    num_streams: int = 4
 
-    # 3. Bound to devices: `fsdp` splits parameters and rows over all chips. Whatever does not divide is refused here.
-    #    Another way to spread the same model is another table: strategies.fsdp_tensor(tensor=2).
-    partitioner = Partitioner(strategies.fsdp(), slice=SLICE, devices=jax.devices())
-    program = partitioner.program(model, optimizer, task.spec(BATCH_SIZE), seed=0)
-    print(f"mesh {dict(partitioner.mesh.shape)}")
+    def spec(self, batch_size):
+        """An image and a label for each row of a batch; the axes say that only rows may be sharded."""
+        pixels = Field((batch_size, 8, 8), np.float32, ("batch", None, None))
+        return {"pixels": pixels, "label": Field((batch_size,), np.int32, ("batch",))}
 
-    # 4. This host's rows of every batch, and the state, already spread over the chips.
-    layout = partitioner.data_layout(BATCH_SIZE)
-    batches = task.train(layout, seed=0)
-    state = program.init()
+    def row(self, rng, *, is_training):
+        """Draws one image."""
+        label, pixels = rng.integers(8, dtype=np.int32), rng.normal(size=(8, 8)).astype(np.float32)
+        pixels[label] += 1
+        return {"pixels": pixels, "label": label}
 
-    # 5. Steps. A jitted call returns before the device is done: block_until_ready, or the clock measures nothing.
-    seconds = []
+
+class Classifier(HaikuModel):
+    """A multilayer perceptron of Haiku; `names` gives its parameters the axes by which strategies shard them."""
+
+    names = NAMES
+
+    def sums(self, batch, *, is_training):
+        """The loss is a sum over the batch, beside the number of items."""
+        logits = hk.nets.MLP([32, 8])(hk.Flatten()(batch["pixels"]))
+        each = optax.losses.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+        return LossOutput(jnp.sum(each), jnp.float32(each.size), {})
+
+
+def program_of(strategy, optimizer):
+    """Binds model, data and optimizer to the chips; what does not fit is refused here, before anything is computed."""
+    at = Partitioner(strategy, slice=SLICE, devices=jax.devices())
+    return at.program(Classifier(), from_optax(transformation=optimizer), Bars().spec(BATCH_SIZE), seed=0)
+
+
+def train(program, state):
+    """Trains for some steps; returns the state and the position in the data."""
+    batches = Bars().train(program.partitioner.data_layout(BATCH_SIZE), seed=0)  # the rows of this host
     for step in range(1, STEPS + 1):
-        batch = program.put(next(batches))
-        began = time.perf_counter()
-        state, metrics = program.train_step(state, batch)  # the old state is donated: use the new one
-        jax.block_until_ready(metrics)
-        seconds.append(time.perf_counter() - began)
-        if step % 5 == 0:
+        state, metrics = program.train_step(state, program.put(next(batches)))  # the old state is donated
+        if step % 10 == 0:
             print(f"step {step}  loss {metrics['loss']:.4f}")
-    steady = statistics.median(seconds[1:])  # the first step compiled
-    print(f"first step {seconds[0]:.2f} s, then {steady:.4f} s: {BATCH_SIZE * LENGTH / steady:,.0f} tokens/s")
+    return state, batches.state()
 
-    # 6. Evaluation: sums over batches and hosts, divided once.
-    held_out = itertools.islice(task.evaluation(layout), 2)
-    means = evaluation.evaluate(program, state, held_out)
-    print("validation: " + ", ".join(f"{name} {value:.4f}" for name, value in means.items()))
-    return means
+
+def main():
+    """Trains, saves, and continues from the parameters under another strategy with another optimizer."""
+    distributed.initialize(single_process=True, local_cpu_devices=SLICE.chips)  # before anything uses a device
+    with tempfile.TemporaryDirectory() as run:
+        program = program_of(strategies.fsdp(), optax.adamw(1e-2))
+        state, position = train(program, program.init())
+        checkpoints = Checkpoints(f"{run}/checkpoints", keep=1)
+        checkpoints.save(STEPS, state=state, data=position, meta={})
+        checkpoints.close()
+
+        program = program_of(strategies.fsdp_tensor(tensor=2), optax.adan(1e-3))
+        saved, shapes = warm_start.SavedParameters(steps.find(run)), program.abstract_state.params
+        params = warm_start.load(saved, program.init_params, shapes, program.param_specs, patterns=["*"])
+        state, _ = train(program, program.init_from(params))
+    held_out = Bars().evaluation(program.partitioner.data_layout(BATCH_SIZE))
+    print("validation:", evaluation.evaluate(program, state, itertools.islice(held_out, 4)))
+    for name in sys.argv[1:]:
+        print(loaded_model.load(name).continued(["import "], max_tokens=20)[0].text)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ OURS = {  # folder: the folders of ours that it may import
     "tasks": {"core", "tasks"},
     "launch": {"core", "parallel", "models", "tasks", "launch"},
 }
+EXAMPLE = "launch/minimal_example.py"  # written as a user's program
 HOMES = {  # library: path prefixes that may import it; () is nowhere
     "torch": ("tests/models/fixtures/",),  # a script that makes references in an environment of its own
     "gin": ("launch/config/",),
@@ -32,8 +33,8 @@ HOMES = {  # library: path prefixes that may import it; () is nowhere
     "jinja2": ("tasks/",),
     "safetensors": ("core/checkpoints/",),
     "huggingface_hub": ("core/published_files.py",),
-    "haiku": ("models/", "core/logical.py", "core/stack.py"),
-    "optax": ("core/",),
+    "haiku": ("models/", "core/logical.py", "core/stack.py", EXAMPLE),
+    "optax": ("core/", EXAMPLE),
     "orbax": ("core/checkpoints/", "tasks/"),
     "tensorstore": ("core/checkpoints/", "tasks/"),
     "etils": ("core/paths.py",),

@@ -146,6 +146,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compare this experiment: its model, batches of its task, and its strategy unless --only names others",
     )
     flags.add(parser, "--gin", "--slice")
+    parser.add_argument(
+        "--own-optimizer",
+        action="store_true",
+        help="train with the experiment's optimizer instead of AdamW with epsilon 1e-4, for which tolerances were "
+        "measured: with a smaller epsilon, rounding changes updates whose gradient is nearly zero",
+    )
     parser.add_argument("--float32-only", action="store_true", help="omit the bfloat16 column")
     parser.add_argument(
         "--processes",
@@ -161,8 +167,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints one row per strategy. Returns 1 if one exceeds its tolerance, or if a requested one refuses the model."""
-    if not args.experiment and (args.gin or args.slice):
-        raise UserError("--gin and --slice change an experiment, and none is given: add --experiment EXPERIMENT.gin")
+    if not args.experiment and (args.gin or args.slice or args.own_optimizer):
+        raise UserError(
+            "--gin, --slice and --own-optimizer are of an experiment, and none is given: add --experiment "
+            "EXPERIMENT.gin"
+        )
     if args.only and args.slice:
         raise UserError(f"--slice {args.slice} is not valid with --only, whose strategies have slices of their own")
     examples = {name: EXAMPLES[name] for name in args.only or EXAMPLES}
@@ -178,7 +187,8 @@ def run(args: argparse.Namespace) -> int:
         options = {"accum_steps": experiment.accum_steps, "gather_once": experiment.gather_once}
         axes = {name: field.axes for name, field in experiment.task.spec(experiment.batch_size).items()}
         frozen = {"frozen": experiment.frozen, "frozen_dtype": experiment.frozen_dtype}
-        subject = Subject(experiment.model, optimizer_of(experiment.model), axes, experiment.seed, options, frozen)
+        optimizer = experiment.optimizer if args.own_optimizer else optimizer_of(experiment.model)
+        subject = Subject(experiment.model, optimizer, axes, experiment.seed, options, frozen)
     if args.into:
         record(subject, {n: examples[n] for n in args.record}, steps=args.steps, into=args.into)
         return 0
@@ -191,7 +201,7 @@ def run(args: argparse.Namespace) -> int:
         data = list(batches_for(subject.model, steps=args.steps, rows=rows_for(examples)))
     rows = agreement.measure(subject, examples, data, bfloat16=not args.float32_only)
     command = [sys.executable, "-m", "launch", "agreement", *(["--only", *args.only] if args.only else [])]
-    command += flags.passed_on(args, "--steps", "--model", "--experiment", "--slice", "--gin")
+    command += flags.passed_on(args, "--steps", "--model", "--experiment", "--slice", "--gin", "--own-optimizer")
     for processes in args.processes:
         held = {row.name: examples[row.name] for row in rows if not row.refused}
         found = measure_played(subject, held, data, processes=processes, command=command)

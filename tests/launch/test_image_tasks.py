@@ -13,27 +13,7 @@ from launch import configuration, program_identity
 from launch.runs import progress, smoke
 from parallel import generation
 from tasks import streams, vocabularies
-
-
-class Task:
-    """What these tasks have in common; no test opens data."""
-
-    vocabulary: Any = None
-
-    def prepare(self, run_dir, *, is_host_zero): ...
-
-    def train(self, layout, *, seed): ...
-
-    def evaluation(self, layout): ...
-
-    def problems(self):
-        return []
-
-    def describe(self):
-        return "images"
-
-    def fingerprint(self):
-        return "1"
+from tasks.sampled import SampledTask
 
 
 def images(rows):
@@ -41,18 +21,20 @@ def images(rows):
 
 
 @dataclasses.dataclass(frozen=True)
-class Captions(Task):
+class Captions(SampledTask):
     length: int = 16
     num_streams: int = 4
+    row = None  # no test draws one
 
     def spec(self, batch_size):
         return {"images": images(batch_size), **streams.batch_spec(batch_size, length=self.length)}
 
 
 @dataclasses.dataclass(frozen=True)
-class Classes(Task):
+class Classes(SampledTask):
     num_streams: int = 4
     vocabulary: Any = None
+    row = None
 
     def spec(self, batch_size):
         return {"images": images(batch_size), "label": Field((batch_size,), np.int32, ("batch",))}
@@ -80,10 +62,9 @@ def test_images_without_text_are_counted_in_rows(quickstart):
 
 
 def test_a_task_that_cannot_shrink_is_told_which_fields_it_lacks(quickstart):
-    class Plain(Task):
-        num_streams = 4
-        spec = Captions.spec
-        length = 16
+    class Plain(SampledTask):
+        num_streams, length = 4, 16
+        spec, row = Captions.spec, None
 
     run = dataclasses.replace(quickstart, task=Plain())
     with pytest.raises(

@@ -1,5 +1,6 @@
 """The library without the launcher runs as it stands."""
 
+import ast
 import os
 import re
 import subprocess
@@ -10,13 +11,31 @@ import pytest
 from launch import environment
 
 
+def code_lines(text):
+    """Lines with code, without docstrings, comments and imports."""
+    tree = ast.parse(text)
+    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    documented = [tree, *(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef))]
+    left_out = {
+        line
+        for node in [*imports, *(n.body[0] for n in documented)]
+        for line in range(node.lineno, node.end_lineno + 1)
+    }
+    lines = enumerate(text.splitlines(), start=1)
+    return [line for n, line in lines if n not in left_out and line.strip() and not line.strip().startswith("#")]
+
+
+def test_it_is_short():
+    assert len(code_lines((environment.WORKSPACE / "launch" / "minimal_example.py").read_text())) <= 50
+
+
 @pytest.mark.slow
 @pytest.mark.covers("E08")
-def test_the_minimal_example_runs():
-    source = (environment.WORKSPACE / "launch" / "minimal_example.py").read_text()
-    assert len(source.splitlines()) <= 80
+def test_the_minimal_example_runs_and_loads_a_finished_run(launch, tmp_path):
+    run = str(tmp_path / "run")
+    launch("train", "gin/quickstart.gin", "--run-dir", run, "--steps", "2", slice_name="v4-8")
     ran = subprocess.run(
-        [sys.executable, "-m", "launch.minimal_example"],
+        [sys.executable, "-m", "launch.minimal_example", run],
         cwd=environment.WORKSPACE,
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
@@ -24,9 +43,11 @@ def test_the_minimal_example_runs():
         timeout=240,
         check=True,
     )
-    assert "mesh {'stage': 1, 'data': 1, 'fsdp': 4, 'sequence': 1, 'tensor': 1}" in ran.stdout
-    losses = [float(x) for x in re.findall(r"step \d+  loss ([\d.]+)", ran.stdout)]
-    assert len(losses) == 4
-    assert losses[-1] < losses[0]  # no knowledge is to be had beyond ln 63 = 4.143, but the start is above it
-    assert float(re.search(r"validation: .*loss ([\d.]+)", ran.stdout)[1]) == pytest.approx(4.2, abs=0.2)
-    assert re.search(r"then [\d.]+ s: [\d,]+ tokens/s", ran.stdout)
+    first, learned, started, tuned = (float(x) for x in re.findall(r"step \d+  loss ([\d.]+)", ran.stdout))
+    assert learned < first
+    assert started < first  # from the saved parameters
+    assert tuned < first
+    trained, _, text = ran.stdout.partition("validation: ")
+    assert float(re.match(r"\{'loss': ([\d.]+)", text)[1]) < first
+    assert "step 20" in trained
+    assert len(text.splitlines()) > 1  # what the run continues

@@ -15,6 +15,7 @@ import sentencepiece
 from core import logical, optimizers, step
 from core.types import DataLayout
 from models import losses
+from models.haiku_model import HaikuModel
 from tasks import huggingface, seqio_tasks, text, vocabularies
 
 LENGTH = 8
@@ -101,20 +102,10 @@ def test_zeros_are_packed_as_tokens(source, vocabulary, tmp_path, monkeypatch):
     assert seen[: len(wanted)] == wanted
 
 
-@dataclasses.dataclass(frozen=True)
-class Bigrams:
+class Bigrams(HaikuModel):
     """Predicts each id from the one before it."""
 
-    def init(self, rng, batch):
-        return hk.transform(self._sums).init(rng, batch)
-
-    def init_carry(self, batch):
-        return ()
-
-    def loss(self, params, carry, rng, batch, *, is_training):
-        return carry, hk.transform(self._sums).apply(params, rng, batch)
-
-    def _sums(self, batch):
+    def sums(self, batch, *, is_training):
         table = logical.param("table", (27, 27), ("vocab", None), hk.initializers.Constant(0.0))
         return losses.cross_entropy(table[batch["inputs"]], batch["targets"], batch["weights"], vocab_size=27)
 

@@ -25,35 +25,28 @@ import dataclasses
 import haiku as hk
 import jax
 import numpy as np
-from core import logical, optimizers, stack
+from core import logical, optimizers
 from core.batches import Field
 from models import losses
+from models.haiku_model import HaikuModel
+from tasks.sampled import SampledTask
 
 logical.declare("letters", "letters of the alphabet")
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
+class Model(HaikuModel):
     reads: str = "inputs"
     axis: str = "letters"
 
-    def init(self, rng, batch):
-        return hk.transform(self._sums).init(rng, batch)
-
-    def init_carry(self, batch):
-        return ()
-
-    def loss(self, params, carry, rng, batch, *, is_training):
-        return carry, hk.transform(self._sums).apply(params, rng, batch)
-
-    def _sums(self, batch):
+    def sums(self, batch, *, is_training):
         table = logical.param("table", (260, 260), (self.axis, "embed"), hk.initializers.RandomNormal())
         x = table[batch[self.reads]]
         return losses.cross_entropy(x, batch["targets"], batch["weights"], vocab_size=260)
 
 
 class Unpacks(Model):
-    def _sums(self, batch):
+    def sums(self, batch, *, is_training):
         a, b, c = (1, 2)
 
 
@@ -72,7 +65,7 @@ def half():
 
 class Uninformed(Model):
     def loss(self, params, carry, rng, batch):
-        return carry, hk.transform(self._sums).apply(params, rng, batch)
+        return carry, self.sums(batch, is_training=True)
 
 
 def uninformed():
@@ -87,18 +80,12 @@ def optimizer(*, rate: float = 1e-3):
     return optimizers.adamw(learning_rate=optimizers.constant(rate))
 
 
-class Images:
-    num_streams, vocabulary = 4, None
+class Images(SampledTask):
+    num_streams = 4
+    row = None
 
     def spec(self, batch_size):
         return {"values": Field((batch_size, 8), np.float32, ("batch", None))}
-
-    def prepare(self, run_dir, *, is_host_zero): ...
-    def train(self, layout, *, seed): ...
-    def evaluation(self, layout): ...
-    def problems(self): return []
-    def describe(self): return "images"
-    def fingerprint(self): return "1"
 
 
 class Bare(Images):
@@ -143,16 +130,16 @@ def test_a_model_with_an_axis_of_its_own_fits(folder):
         (
             "outside_parts.Model.reads = 'words'",
             "layout",
-            "model Model cannot be traced: KeyError: 'words' (outside_parts.py:29, in _sums). A batch of this task has "
+            "model Model cannot be traced: KeyError: 'words' (outside_parts.py:22, in sums). A batch of this task has "
             "inputs int32[32, 16], ",
         ),
         (
             "MODEL = @outside_parts.unpacks()",
             "layout",
             "model Unpacks cannot be traced: ValueError: not enough values to unpack (expected 3, got 2) "
-            "(outside_parts.py:35, in _sums). A batch of this task has inputs",
+            "(outside_parts.py:28, in sums). A batch of this task has inputs",
         ),
-        ("TASK = @outside_parts.Images()", "layout", "KeyError: 'inputs' (outside_parts.py:29, in _sums). A batch of"),
+        ("TASK = @outside_parts.Images()", "layout", "KeyError: 'inputs' (outside_parts.py:22, in sums). A batch of"),
         (
             "TASK = @outside_parts.Bare()",
             "layout",

@@ -1,0 +1,155 @@
+"""Models, a task, an optimizer and a strategy as a user writes them, with public names alone, under many layouts."""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from core import slices
+from core.checkpoints import description, steps
+from launch import __main__ as cli
+from launch import configuration, environment
+from parallel import analysis, compiled
+
+FOLDER = environment.WORKSPACE / "tests" / "outside"
+MODULES = ("captions", "experts", "finetune", "gpt", "stable_adamw")
+PUBLIC = {"core", "models", "parallel", "tasks", "dataclasses", "typing", "haiku", "jax", "numpy", "optax", *MODULES}
+
+
+def use(strategy, schedule="", **degrees):
+    """Bindings that choose a strategy."""
+    bindings = [f"STRATEGY = @strategies.{strategy}()"]
+    bindings += [f"strategies.{strategy}.{axis} = {degree}" for axis, degree in degrees.items()]
+    if schedule:
+        bindings += ["from parallel.pipeline import schedules"]
+        bindings += [f"strategies.{strategy}.schedule = @schedules.{schedule}()"]
+        bindings += [f"schedules.{schedule}.num_microbatches = 4"]
+    return bindings
+
+
+STRATEGIES = {
+    "captions": (use("context", sequence=2), use("fsdp"), use("pipeline_fsdp", "gpipe", stage=2)),
+    "experts": ([], use("fsdp"), use("pipeline_fsdp", "gpipe", stage=2)),  # [] is its own
+    "finetune": (use("fsdp_tensor", tensor=2), use("fsdp"), use("pipeline", "one_f_one_b", stage=2)),
+    "gpt": (use("fsdp_tensor", tensor=2), use("context", sequence=2), use("pipeline", "one_f_one_b", stage=2)),
+    "stable_adamw": (use("fsdp_tensor", tensor=2), use("zero1"), use("pipeline", "gpipe", stage=2)),
+}
+# The quick tests take the first strategy of three modules, at small sizes.
+TOKENS = ["TASK = @synthetic.random_tokens()", "LENGTH = 32", "BATCH_SIZE = 16"]  # without TensorFlow
+SMALL = {
+    "captions": [],
+    "experts": [*TOKENS, "experts.Experts.num_layers = 2"],
+    "gpt": [*TOKENS, "gpt.GPT.num_layers = 2"],
+}
+QUICK = [pytest.param(name, [*STRATEGIES[name][0], *small], "1", id=name) for name, small in SMALL.items()]
+SLOW = [
+    pytest.param(name, bindings, "3", id=f"{name}, {number}", marks=pytest.mark.slow)
+    for name, several in STRATEGIES.items()
+    for number, bindings in enumerate(several)
+]
+
+
+def file_of(name):
+    return str(FOLDER / f"{name}.gin")
+
+
+def flags(bindings):
+    return [word for binding in bindings for word in ("--gin", binding)]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_is_short_and_uses_public_names(name):
+    text = (FOLDER / f"{name}.py").read_text()
+    assert len(text.splitlines()) <= 90
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            assert {alias.name.split(".")[0] for alias in node.names} <= PUBLIC
+        if isinstance(node, ast.ImportFrom):
+            assert node.module.split(".")[0] in PUBLIC
+            assert not [alias.name for alias in node.names if alias.name.startswith("_")]
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and node.attr != "_replace":  # of a NamedTuple
+            assert ast.unparse(node.value) == "self"
+
+
+@pytest.mark.covers("M19")
+@pytest.mark.parametrize(("name", "bindings", "num_steps"), [*QUICK, *SLOW])
+def test_it_agrees_with_one_device(name, bindings, num_steps, capsys):
+    options = ["--slice", "v4-8", "--float32-only", *flags(bindings)]
+    options += ["--own-optimizer"] * (name == "stable_adamw")
+    code = cli.main(["agreement", "--experiment", file_of(name), "--steps", num_steps, *options])
+    said = capsys.readouterr()
+    assert code == 0, said.out + said.err  # 1 if a difference exceeds the tolerance
+    gradients, *_ = re.findall(r"\((\d+)\)", said.out)
+    assert int(gradients) > 0  # it was another computation
+
+
+COMPILED_QUICKLY = ("captions",)
+
+
+@pytest.mark.compiled("v4-32")
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in COMPILED_QUICKLY else [pytest.mark.slow]) for n in MODULES]
+)
+def test_it_compiles_for_a_slice(name):
+    experiment = configuration.load(file_of(name), slice_name="v4-32").build()
+    program = experiment.bind(compiled.devices_of(slices.get("v4-32")))
+    found = analysis.analyze(program)
+    assert 0 < found.compiled.peak_bytes < 2**30
+    assert not found.warnings
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
+    """Trains a module for 20 steps on a simulated v4-8; returns the folder of the run and the losses."""
+    root = tmp_path_factory.mktemp("runs")
+
+    def run(name, bindings):
+        folder = root / f"{name}_{len(list(root.iterdir()))}"
+        argv = ["v4-8", file_of(name), "--simulate", "--run-dir", str(folder), "--steps", "20"]
+        done = subprocess.run(
+            [sys.executable, "-m", "launch", "pod", *argv, *flags(["LOG_INTERVAL = 5", *bindings])],
+            cwd=environment.WORKSPACE,
+            env={k: v for k, v in os.environ.items() if not k.startswith("JAX_")},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        return str(folder), [line["loss"] for line in lines if "loss" in line]
+
+    return run
+
+
+def assert_learned_alike(runs):
+    first, *others = [losses for _, losses in runs]
+    assert len(first) == 4
+    assert first[-1] < 0.9 * first[0]
+    for losses in others:
+        np.testing.assert_allclose(losses, first, rtol=1e-3)  # AdamW with epsilon 1e-8 magnifies rounding errors
+
+
+@pytest.mark.slow
+@pytest.mark.simulated(1)
+@pytest.mark.parametrize("name", [n for n in MODULES if n != "finetune"])
+def test_it_learns_alike_under_three_strategies(name, train):
+    assert_learned_alike([train(name, bindings) for bindings in STRATEGIES[name]])
+
+
+@pytest.mark.slow
+@pytest.mark.simulated(1)
+def test_fine_tuning_under_three_strategies_trains_all_but_the_embeddings(train):
+    before, _ = train("gpt", [])
+    start = [f"INIT_FROM = {before!r}", "FROZEN_DTYPE = 'float32'"]  # so that bits can be compared
+    runs = [train("finetune", [*start, *bindings]) for bindings in STRATEGIES["finetune"]]
+    assert_learned_alike(runs)
+    old, *tuned = [description.read(steps.find(run)).content for run in (before, *(run for run, _ in runs))]
+    for new in tuned:
+        kept = {name for name in new if name.startswith("params/") and new[name] == old.get(name)}
+        assert kept == {"params/embed/embeddings", "params/positions/embeddings"}
+        assert new["params/tail/tag/w"][0] == "float32[64, 2]"
