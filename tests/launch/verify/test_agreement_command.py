@@ -153,7 +153,7 @@ def test_missing_parts_of_an_experiment_are_named(in_process, experiment, bindin
         (["--gin", "SEED = 1"], "--gin, --slice and --own-optimizer are of an experiment, and none is given"),
         (
             ["--experiment", "a.gin", "--only", "fsdp", "--slice", "v4-8"],
-            "--slice v4-8 is for the experiment's own strategy",
+            "--slice v4-8 is not valid with --only, whose strategies have slices of their own",
         ),
     ],
 )
