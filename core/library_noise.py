@@ -102,7 +102,7 @@ def while_saving() -> Iterator[None]:
             _open -= 1
             if _open == 0:
                 logging.getLogger("absl").removeFilter(_is_other_record)
-                if sys.unraisablehook is _unraisable:  # or somebody else's hook passes on to this one
+                if sys.unraisablehook is _unraisable:  # otherwise another hook calls this one
                     sys.unraisablehook = _unraisable.before
 
 

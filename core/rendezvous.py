@@ -329,7 +329,7 @@ def _admit(connection: socket.socket, address: str, *, present: dict[int, _Prese
     if their_count != count or not 0 < index < count:
         send(connection, {"refused": count}, seconds=_HELLO_SECONDS)
         return
-    if index in present:  # the host was started again; if the earlier process still runs, it is told to end
+    if index in present:  # the host was restarted; an earlier process that still runs is told to end
         send(present[index].connection, {"replaced": True}, seconds=_HELLO_SECONDS)
     present[index] = _Present(connection, address, description)
 

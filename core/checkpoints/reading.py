@@ -103,7 +103,7 @@ def _tried(read: Callable[[], Any]) -> _Try:
     """Runs `read` and converts an exception to text, so that its traceback keeps nothing in memory."""
     try:
         return _Try(read())
-    except Exception as error:  # of many types: whatever files, formats, buckets and devices make of it
+    except Exception as error:  # files, formats, buckets and devices raise many types
         reason: BaseException = error
         while reason.__cause__ is not None:  # libraries wrap the first exception
             reason = reason.__cause__

@@ -149,7 +149,7 @@ class Writing:
     def _work(self, finish: Callable[[], None]) -> None:
         try:
             finish()
-        except BaseException as error:  # of many types: whatever disks and buckets make of a write
+        except BaseException as error:  # disks and buckets raise many types
             self.fail(error)
         self._write_seconds = time.monotonic() - self._began
 

@@ -169,7 +169,7 @@ class RunLock:
             if found is not None and not paths.is_remote(file):
                 time.sleep(_SETTLING_SECONDS)
             now = paths.read_versioned(file)
-            if now is not None and now.text == text:  # whatever an answer that was lost on the way would have said
+            if now is not None and now.text == text:  # the write succeeded, although its answer was lost
                 if found is not None:
                     say(f"took over the lock of {run_dir} from {before or 'an owner without a name'}, which is gone")
                 return cls(run_dir, now.version, own, made_directory=not was_there, clock=clock)

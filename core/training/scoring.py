@@ -149,7 +149,7 @@ class Scores:
         if distributed.is_host_zero():
             answers = _with_progress(answers, f"step {step}", rows=held_out.batch_size)
             votes = self.judge.votes(answers) if self.judge else None
-        for _ in answers:  # runs the pass where nobody counts votes
+        for _ in answers:  # runs the pass if no votes are counted
             pass
         if not evaluation.sums:
             raise UserError("there are no held-out rows to evaluate")

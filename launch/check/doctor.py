@@ -58,7 +58,7 @@ def checkpoint(program, run_dir: str) -> Finding:
     name = "checkpoint"
     try:
         step, differences = inspection.newest_misfits(f"{run_dir}/checkpoints", program.abstract_state)
-    except Exception as error:  # of many types: whatever files, formats and buckets make of it
+    except Exception as error:  # files, formats and buckets raise many types
         said = f"cannot be read: {type(error).__name__}: {error}"
         return Finding(name, True, said, "a start falls back to the newest intact one", is_note=True)
     if step is None:

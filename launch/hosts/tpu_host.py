@@ -32,7 +32,7 @@ class Place(NamedTuple):
 
     on_tpu_host: bool  # whether it is a host of a TPU slice
     accelerator_type: str | None  # Google Cloud's name of that slice (`v4-32`); None if unknown
-    looked_at: tuple[str, ...]  # one line for each source, with what it said
+    looked_at: tuple[str, ...]  # one line for each source, with its answer
 
 
 def look() -> Place:

@@ -119,7 +119,7 @@ def _start(job: Job, folder: Path, command: Sequence[str]) -> _Running:
             stdout=output,
             stderr=subprocess.STDOUT,
             env=env,
-            process_group=0,  # Ctrl-C reaches this process alone, which then stops the worker
+            process_group=0,  # Ctrl-C reaches only this process, which then stops the worker
         )
     return _Running(job, process, folder)
 

@@ -104,7 +104,7 @@ class _Session:
         options = {self.store.path(one.text): one for one in self._left}
         running: list[str] = []
         console = terminal.console(120, stderr=True)
-        with console.status("") as status:  # on a terminal alone
+        with console.status("") as status:  # only on a terminal
 
             def started(job: Job) -> None:
                 running.append(job.name)
@@ -171,7 +171,7 @@ def _without_known_misfits(options: Sequence[Option], store: Store) -> list[Opti
 def _show(question: Question, session: _Session, args: argparse.Namespace, *, is_partial: bool = False) -> int:
     ranked = search.ranked(session.found)
     label = calibration.label()
-    fit = {one.text for one, _ in ranked}  # whatever arithmetic said
+    fit = {one.text for one, _ in ranked}  # independent of the estimate
     rejected = [one for one in session.options if one.text not in fit]
     if not ranked:
         print_rejected(rejected, session.found, every=args.rejected)

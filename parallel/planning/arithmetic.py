@@ -217,7 +217,7 @@ def _of_weights(sharded: ShardedState, step: Step) -> _Sent:
         if of.names == _LOOKED_UP and _is_summed_in_pieces(sharded, step):
             yield from _of_lookups(sharded, step, leaf)
             if not is_tied:
-                yield gathered, (n - 1) / n * payload * step.accum_steps  # for the forward pass alone
+                yield gathered, (n - 1) / n * payload * step.accum_steps  # for the forward pass only
                 continue
         # Once a step: one gather, gradients in float32. Otherwise both passes gather, and gradients keep their dtype.
         wide = leaf.dtype.itemsize / sharded.trace.itemsize if once or step.accum_steps > 1 else 1
