@@ -98,7 +98,7 @@ class ParamSpec:
         return dataclasses.replace(self, axes=(*layers, *self.axes), stacked=self.stacked + len(layers))
 
     def frozen(self, dtype: str) -> ParamSpec:
-        """Returns the spec of a parameter that is not trained and stored in a dtype."""
+        """Returns the spec of a frozen parameter: not trained, and stored in the given dtype."""
         return dataclasses.replace(self, trainable=False, dtype=dtype)
 
     def sides(self, shape: tuple[int, ...]) -> tuple[int, int]:

@@ -244,7 +244,7 @@ def _bucket_and_key(path: epath.Path) -> tuple[str, str]:
 
 
 def read_range(path: epath.Path, start: int, stop: int) -> bytes:
-    """Returns the bytes of a file from `start` to before `stop`; from a bucket with one request.
+    """Returns bytes [start, stop) of a file; from a bucket with one request.
 
     Raises:
       UserError: the file has fewer.

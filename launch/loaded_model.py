@@ -174,7 +174,7 @@ def load(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What `--gin` may choose for a published model; gin/generation/folder.gin has the defaults.
+    """The settings of a published model that `--gin` can change; gin/generation/folder.gin has the defaults.
 
     Attributes:
       model: from the folder.

@@ -218,7 +218,7 @@ class Intake:
         return text
 
     def count(self, note: str | None) -> None:
-        """Counts a document that was read; `note` says what was done to it, such as `skipped because …`."""
+        """Counts a document that was read; `note` describes how it was treated, such as `skipped because …`."""
         with self._lock:
             self._read += 1
             if note is None:

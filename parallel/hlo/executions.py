@@ -78,7 +78,7 @@ class Executed(NamedTuple):
 
     @property
     def cycles(self) -> int:
-        """The compiler's estimate for all executions; 0 if it is counted with its wrapper or by its contents."""
+        """The compiler's estimate for all executions; 0 if the estimate of its wrapper or of its contents counts."""
         is_counted = not self.wrappers and self.instruction.opcode not in CONTAINERS
         return (self.instruction.estimated_cycles or 0) * self.times if is_counted else 0
 

@@ -65,7 +65,7 @@ class MazeSet:
 
     @property
     def exceeds(self) -> int:
-        """The number of steps that every generated shortest path exceeds."""
+        """The lower limit of shortest paths: generated ones have more steps than this."""
         return self.size**2 * 110 // 900 if self.min_path is None else self.min_path
 
     def about(self) -> dict[str, Any]:
