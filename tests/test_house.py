@@ -1,4 +1,4 @@
-"""The rules of the house: who may import what, how large a thing may grow, and what no file may contain."""
+"""Rules for the code: allowed imports, sizes, and forbidden content."""
 
 import ast
 import fnmatch

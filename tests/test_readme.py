@@ -1,4 +1,4 @@
-"""README's commands, read from README: what it tells a new user to type works."""
+"""Runs the commands of README.md as they are written there."""
 
 import json
 import os

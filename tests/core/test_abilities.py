@@ -1,4 +1,4 @@
-"""WORKSPACE.md lists every optional ability with what it needs and enables, in the words of its Protocol."""
+"""WORKSPACE.md lists every optional ability with the text of its Protocol."""
 
 import inspect
 import re

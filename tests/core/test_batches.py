@@ -1,4 +1,4 @@
-"""The fields of a batch: what a spec must say, and what is read from it."""
+"""Fields of a batch: validation of a spec, and sizes derived from it."""
 
 import jax.numpy as jnp
 import numpy as np

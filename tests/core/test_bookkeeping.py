@@ -1,4 +1,4 @@
-"""A file that is appended to has whole lines, also after its disk was full."""
+"""A file that is appended to has complete lines, also after its disk was full."""
 
 import contextlib
 import re

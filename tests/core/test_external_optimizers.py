@@ -1,4 +1,4 @@
-"""Transformations of optax as optimizers: masks, layouts, evaluation, what a step gives them, and refusals."""
+"""Transformations of optax as optimizers: masks, layouts, evaluation, extra arguments, and errors."""
 
 import jax
 import jax.numpy as jnp

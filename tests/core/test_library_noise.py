@@ -1,4 +1,4 @@
-"""Noise of libraries is told by its own words, and by nothing else."""
+"""Messages of libraries are hidden by their exact words only."""
 
 import logging
 import sys

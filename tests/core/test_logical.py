@@ -1,4 +1,4 @@
-"""Axis names: what is recorded while a model is traced, what a table makes of it, and what is refused."""
+"""Logical axes: recording while a model is traced, conversion by a table, and errors."""
 
 import re
 

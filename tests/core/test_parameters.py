@@ -1,4 +1,4 @@
-"""Adafactor, Lion and Muon: their formulas, each layer of a stack by itself, and the axes of what they keep."""
+"""Adafactor, Lion and Muon: their formulas, separate layers of a stack, and the axes of their state."""
 
 import haiku as hk
 import jax

@@ -1,4 +1,4 @@
-"""Where the files of published models are found, what a run keeps of them, and what is uploaded."""
+"""Files of published models: where they are found, which ones a run keeps, and which are uploaded."""
 
 import base64
 import hashlib

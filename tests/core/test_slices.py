@@ -1,4 +1,4 @@
-"""The slice table against published figures and against what libtpu itself says of each topology."""
+"""The slice table against published figures and libtpu's description of each topology."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A run that is started again: when, how often, and when not."""
+"""Restarts of a failed run: when, how often, and when not."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What a model, a task or a vocabulary lacks of an interface, and which optional abilities it has."""
+"""Missing attributes of interfaces, and optional abilities of models, tasks and vocabularies."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""Counts and quantities as people read them."""
+"""Formatting of counts and quantities."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A wrapper that delegates is as good as the model: its abilities, and copies of it around a changed model."""
+"""A wrapper that forwards attributes has the abilities of its model, and is copied around a changed model."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""Records of what experiments cost: what is recorded, what counts as a change, and that the records are true."""
+"""Golden records: their content, what counts as a change, and that they match the compiler."""
 
 import pytest
 

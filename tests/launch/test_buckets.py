@@ -1,4 +1,4 @@
-"""Runs whose everything is in a bucket: experiment, data, checkpoints, metrics and compiled programs.
+"""Runs with experiment, data, checkpoints, metrics and compiled programs in a bucket.
 
 Against a stand-in on this machine (`tests/lab/gcs_server.py`), which knows no permissions: no credentials are tried.
 """

@@ -1,4 +1,4 @@
-"""`launch/run build`: puzzles on disk from one line, shown; and what cannot be built, refused."""
+"""`launch/run build`: builds puzzles, shows one, and refuses invalid requests."""
 
 import json
 import pathlib

@@ -1,4 +1,4 @@
-"""The table of messages in launch/README.md: the named test looks for each, so none outlives its wording."""
+"""The table of messages in launch/README.md: each named test contains the message."""
 
 import ast
 import re

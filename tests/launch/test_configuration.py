@@ -1,4 +1,4 @@
-"""The mesh that the environment asks for: translated, noted, compared like the rest, and refused where it is wrong."""
+"""The mesh in environment variables: converted, printed, compared between hosts, and refused if malformed."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The table of environment variables: it is complete, its document is current, and bad values are named errors."""
+"""The table of environment variables is complete, its README table is current, and malformed values are errors."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Whatever it is trained on, a run that stopped and went on is the run that did not stop, to the last bit."""
+"""With every task, an interrupted and resumed run equals an uninterrupted one, bit for bit."""
 
 import dataclasses
 import json

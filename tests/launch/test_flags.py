@@ -1,4 +1,4 @@
-"""Shared flags mean the same in every command, and are passed on to other processes as they were given."""
+"""Shared flags mean the same in every command, and are passed to other processes unchanged."""
 
 import argparse
 import ast

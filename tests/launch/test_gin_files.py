@@ -1,4 +1,4 @@
-"""Every strategy, optimizer and slice that gin/ offers fits Valkyrie-7B on the real topology; from shapes alone."""
+"""Every strategy, optimizer and slice in gin/ fits Valkyrie-7B on the real topology; from shapes alone."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Tasks with images, beside text or alone: a smoke run, counts of tokens and the summary ask the spec."""
+"""Tasks with images, with and without text: smoke runs, token counts and summary follow the spec."""
 
 import dataclasses
 import types

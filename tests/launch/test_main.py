@@ -1,4 +1,4 @@
-"""`python -m launch`: commands are found, only the chosen one is imported, and a user's mistake is one line."""
+"""`python -m launch`: finds commands, imports only the chosen one, and prints user errors in one line."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The library without the launcher runs as it stands."""
+"""The minimal example runs as it is."""
 
 import ast
 import os

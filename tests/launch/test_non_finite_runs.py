@@ -1,4 +1,4 @@
-"""Whole runs that meet a batch of numbers that are none: skipped, or left behind; what follows is as it would be."""
+"""Whole runs with a non-finite batch that is skipped or rolled back; later steps are as expected."""
 
 import dataclasses
 import json

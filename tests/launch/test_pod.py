@@ -1,4 +1,4 @@
-"""Which of its three places launch/pod.sh chooses, and what it passes on."""
+"""The three places in which launch/pod.sh can start a run, and what it passes on."""
 
 import os
 import re

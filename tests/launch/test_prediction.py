@@ -1,4 +1,4 @@
-"""What is logged beside a running step, and when it warns."""
+"""Predictions logged with measured steps, and warnings about differences."""
 
 import json
 

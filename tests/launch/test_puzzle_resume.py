@@ -1,4 +1,4 @@
-"""A recursive run that stops in the middle of its puzzles and goes on is the run that did not stop, to the last bit."""
+"""A recursive run that is interrupted in the middle of its puzzles resumes bit for bit."""
 
 import dataclasses
 import json

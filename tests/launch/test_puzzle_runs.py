@@ -1,4 +1,4 @@
-"""What a run asks of puzzles: that the model's table holds them, and something small to rehearse on."""
+"""Requirements of puzzle runs: a large enough table, and a small dataset for smoke runs."""
 
 import pytest
 

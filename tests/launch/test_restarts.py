@@ -1,4 +1,4 @@
-"""A simulated slice that loses a host, and goes on by itself: told of, from its checkpoint, with the loss counted."""
+"""A simulated slice that loses a host restarts from its checkpoint, sends an alert and counts the loss."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A run directory belongs to one launch at a time, and a run whose directory is gone does not pretend to have saved."""
+"""A run directory belongs to one launch at a time; a run whose directory is gone ends with an error."""
 
 import re
 import shutil

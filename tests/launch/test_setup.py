@@ -1,4 +1,4 @@
-"""launch/setup.sh with stand-ins for Python, pip, apt-get and uv on PATH; nothing is downloaded."""
+"""launch/setup.sh with fakes of Python, pip, apt-get and uv on PATH; nothing is downloaded."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What commands write to a terminal, to a pipe, and to a reader that went away."""
+"""Output of commands to a terminal, to a pipe, and to a reader that has gone."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""The recursive model learns: 64 puzzles by heart, and a Sudoku of 4 x 4 that it has not seen. Minutes, so all slow."""
+"""The recursive model memorizes 64 puzzles, and learns 4 x 4 Sudoku. All tests take minutes and are slow."""
 
 import json
 import os

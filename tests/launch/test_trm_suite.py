@@ -1,4 +1,4 @@
-"""The 67 experiments of gin/trm: what each is, that its header says so, and that nothing in it is idle."""
+"""The 67 experiments of gin/trm: their differences, their headers, and that every binding has an effect."""
 
 import dataclasses
 import functools

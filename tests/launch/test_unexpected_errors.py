@@ -1,4 +1,4 @@
-"""Unexpected errors, plain ValueErrors too, keep their traceback and have an exit code of their own."""
+"""Unexpected errors, including plain ValueErrors, keep their traceback and have their own exit code."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""A model in a wrapper that delegates, through gin: checks, smoke sizes, plans, FLOPs and evaluation are its own."""
+"""A wrapped model through gin: checks, smoke sizes, plans, FLOPs and evaluation use the model inside."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""The two forms of attention agree, forward and backward, with segments and grouped heads."""
+"""The two implementations of attention agree, forward and backward, with segments and grouped heads."""
 
 import functools
 

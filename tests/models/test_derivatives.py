@@ -1,4 +1,4 @@
-"""Derivatives that are written out, against those that JAX makes of the plain form; and which names they give."""
+"""Custom derivatives against those that JAX derives, and the checkpoint names they use."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What is computed in which precision, read from the program of a training step."""
+"""The precision of each computation, read from the program of a training step."""
 
 import dataclasses
 

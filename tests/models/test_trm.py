@@ -1,4 +1,4 @@
-"""The Tiny Recursive Model: sizes, first values, halting, evaluation, and where gradients go."""
+"""The Tiny Recursive Model: sizes, initial values, halting, evaluation, and gradients."""
 
 import dataclasses
 import functools

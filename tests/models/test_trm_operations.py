@@ -1,4 +1,4 @@
-"""The operations with derivatives of their own give what JAX derives of the formula."""
+"""Operations with custom derivatives agree with JAX's derivatives of the formula."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The Tiny Recursive Model written down a second time, in numpy and float64: its values, and what has a gradient.
+"""An independent implementation of the Tiny Recursive Model in numpy and float64: values and gradients.
 
 What has no gradient is restated by two sets of parameters: `early` for the calls that are constants to the backward
 pass, `late` for the others. A gradient is then a difference of values in `late`, leaf by leaf.

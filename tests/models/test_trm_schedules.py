@@ -1,4 +1,4 @@
-"""What changes while the recursive model trains: exploration, cycles; and what float16 does to it."""
+"""Schedules of the recursive model: exploration and cycles; and float16."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Models, tasks and optimizers from outside the workspace: what is wrong with them is said in one message each."""
+"""Models, tasks and optimizers from outside the workspace: problems are reported in one message each."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""What accumulation reduces, when, and what gathering once costs."""
+"""Gradient accumulation: which arrays are reduced and when, and the cost of gathering once."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""What a chip holds of parameters and optimizer state, against arithmetic by hand: every strategy, every optimizer.
+"""Parameters and optimizer state per chip, against arithmetic by hand: every strategy, every optimizer.
 
 The sizes of the model, the number of pieces of each axis and what an optimizer keeps are written out here; nothing is
 read from tables, layouts or states.

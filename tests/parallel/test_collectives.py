@@ -1,4 +1,4 @@
-"""Collectives are run on every axis of a mesh, and wrong numbers are found."""
+"""Collectives run on every axis of a mesh, and wrong results are detected."""
 
 import jax
 import numpy as np

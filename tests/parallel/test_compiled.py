@@ -1,4 +1,4 @@
-"""Compiling for slices that are not there."""
+"""Compiling for slices that this machine does not have."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""What decides a branch: something that every chip knows alike, or something that only one may know."""
+"""Conditions of branches: equal on all chips, or possibly different."""
 
 import pytest
 

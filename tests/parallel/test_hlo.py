@@ -1,4 +1,4 @@
-"""Reading compiled programs: nothing lost, loops counted, estimates added up."""
+"""Reading compiled programs: complete parsing, loop counts, and sums of estimates."""
 
 import re
 

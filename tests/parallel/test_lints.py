@@ -1,4 +1,4 @@
-"""Every lint fires on a planted program and is silent on a good one."""
+"""Every lint reports a program with the problem and is silent on one without."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""CPU devices that play a slice stand where libtpu puts its chips."""
+"""Simulated devices have the positions that libtpu gives the chips."""
 
 import functools
 import os

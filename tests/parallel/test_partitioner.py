@@ -1,4 +1,4 @@
-"""A strategy on devices: which rows a host supplies, how they get there, and what is refused before an array exists."""
+"""A strategy bound to devices: rows of a host, their placement, and errors before any array exists."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""This host's rows reach the chips that need them, and nothing else does."""
+"""This host's rows reach exactly the chips that need them."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""A model that draws trains to the same numbers on every mesh and in every number of microbatches."""
+"""A model with random draws trains to the same numbers on every mesh and with every number of microbatches."""
 
 import dataclasses
 

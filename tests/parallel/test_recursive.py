@@ -1,4 +1,4 @@
-"""The recursive model spread over chips: its numbers, where carry and table live, and an exact resume."""
+"""The recursive model sharded over chips: its numbers, the layout of carry and table, and an exact resume."""
 
 import dataclasses
 import functools

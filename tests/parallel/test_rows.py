@@ -1,4 +1,4 @@
-"""The rows that every host must supply, for every strategy and slice, against the places of its chips in the mesh."""
+"""The rows that every host supplies, for every strategy and slice, against the positions of its chips in the mesh."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Tables against the arrays of a model: everything that does not fit is named, with what would."""
+"""Tables against the arrays of a model: everything that does not fit is reported with a fix."""
 
 import jax
 import jax.numpy as jnp

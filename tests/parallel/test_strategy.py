@@ -1,4 +1,4 @@
-"""Tables that cannot be right are refused before a device is looked at, with the number that is right."""
+"""Invalid tables are refused before any device is used, with the correct number."""
 
 import dataclasses
 import math

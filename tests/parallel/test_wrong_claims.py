@@ -1,4 +1,4 @@
-"""What has been believed of TPU slices in good faith, mostly by counting cores: refused with the number that is right.
+"""Common mistakes about TPU slices, mostly from counting cores, are refused with the correct number.
 
 One row for each belief. No device is looked at: asking JAX for one ends the test.
 """

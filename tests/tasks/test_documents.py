@@ -1,4 +1,4 @@
-"""What is no text: named by file and line, by the check of the first rows and by the pipeline, in one message."""
+"""Invalid documents are reported with file and line, by the checks before a run and by the pipeline."""
 
 import itertools
 import json

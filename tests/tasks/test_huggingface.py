@@ -1,4 +1,4 @@
-"""Hugging Face datasets, against a stand-in of the library with its documented interface."""
+"""Hugging Face datasets, with a fake of the library that has its documented interface."""
 
 import itertools
 import sys

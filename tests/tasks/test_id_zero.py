@@ -1,4 +1,4 @@
-"""Id 0 is an ordinary token where a vocabulary says so: weights and segment_ids alone tell what is padding."""
+"""Id 0 can be an ordinary token: only weights and segment_ids mark padding."""
 
 import dataclasses
 import io

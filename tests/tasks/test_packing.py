@@ -1,4 +1,4 @@
-"""The packing by numpy fills rows as seqio's converter does."""
+"""Packing with numpy fills rows as seqio's converter does."""
 
 import numpy as np
 import pytest

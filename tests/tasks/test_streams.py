@@ -1,4 +1,4 @@
-"""Streams know nothing of hosts; shown without TensorFlow on the synthetic task."""
+"""Streams do not depend on hosts; tested without TensorFlow on the synthetic task."""
 
 import numpy as np
 import pytest

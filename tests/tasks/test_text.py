@@ -1,4 +1,4 @@
-"""Text becomes the same rows whatever the hosts, and nothing of it is lost."""
+"""Text becomes the same rows on any number of hosts, and no text is lost."""
 
 import functools
 import importlib.resources

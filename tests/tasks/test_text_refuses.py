@@ -1,4 +1,4 @@
-"""What is refused, and what is told before any data is opened."""
+"""Invalid text tasks are refused, and problems are reported before data is opened."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What `verify` calls sound a restore reads, and what it calls damaged no restore takes; whichever file is harmed."""
+"""`verify` and restores agree on whether a checkpoint is intact, whichever file is damaged."""
 
 import shutil
 

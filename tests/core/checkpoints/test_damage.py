@@ -1,4 +1,4 @@
-"""A checkpoint that is not what was saved is never used: the newest sound one is, and nothing is thrown away."""
+"""Damaged checkpoints are never restored: the newest intact one is, and nothing is deleted."""
 
 import contextlib
 import hashlib

@@ -1,4 +1,4 @@
-"""The number of an array is that of its content, whatever the layout; the smallest change gives another."""
+"""Fingerprints of arrays depend on the content and not on the layout; the smallest change gives another."""
 
 import jax
 import jax.numpy as jnp

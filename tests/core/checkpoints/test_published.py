@@ -1,4 +1,4 @@
-"""Folders of safetensors: what is read of them, under which layout, and what is refused."""
+"""Folders of safetensors: reading parameters under several layouts, and errors."""
 
 import itertools
 import json

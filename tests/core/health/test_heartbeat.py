@@ -1,4 +1,4 @@
-"""Hosts that watch one another, as processes that do nothing else: each way to end, and what everybody says of it."""
+"""Hosts that monitor one another, as processes without training: each way to end, and the messages of all hosts."""
 
 import dataclasses
 import re

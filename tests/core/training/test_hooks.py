@@ -1,4 +1,4 @@
-"""Each hook alone, with what it is told of the run replaced by a list."""
+"""Each hook on its own; reports go to a list."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What hosts measure of themselves, side by side on host 0."""
+"""Measurements of all hosts, collected on host 0."""
 
 import re
 

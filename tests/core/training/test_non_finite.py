@@ -1,4 +1,4 @@
-"""What a run does about numbers that are none: each policy alone, and the step that leaves its update out."""
+"""Non-finite losses: each policy on its own, and the step that skips the update."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Requesting a profile from a run that is training: what is written, refused and withdrawn."""
+"""Requests for a profile of a running job: written, refused and withdrawn."""
 
 import json
 import re

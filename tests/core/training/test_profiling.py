@@ -1,4 +1,4 @@
-"""Profiles of steps and memory: where every host writes, which steps, and what one process makes of a request."""
+"""Profiles of steps and memory: files of all hosts, windows of steps, and requests."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""What chips hold in common, hashed where it is: copies that differ are seen, pieces that differ are not compared."""
+"""Fingerprints of replicated arrays: copies that differ are detected, shards are not compared."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""One launch at a time in a run directory: who holds it is named, a dead owner's lock is taken over."""
+"""One launch at a time in a run directory: the owner is named, and the lock of a dead owner is taken over."""
 
 import concurrent.futures
 import itertools

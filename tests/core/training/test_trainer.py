@@ -1,4 +1,4 @@
-"""The order of events in the loop, told by a program that writes down when it is called and when it is read."""
+"""The order of events in the training loop, recorded by a program."""
 
 import jax.numpy as jnp
 import numpy as np

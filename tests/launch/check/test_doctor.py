@@ -1,4 +1,4 @@
-"""What the doctor finds: on a whole simulated slice, and each look by itself where something is wrong."""
+"""The doctor: all checks on a simulated slice, and each check with a problem."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What a check says of data and run directory, by where the hosts are; and that it leaves nothing behind."""
+"""The preflight of data and run directory for each location of the hosts; it writes nothing."""
 
 import subprocess
 

@@ -1,4 +1,4 @@
-"""The report of a slice: what is tried, how a part may end, and when it counts for STATUS.md."""
+"""The validation report of a slice: its parts, their results, and when it counts for STATUS.md."""
 
 import json
 import os

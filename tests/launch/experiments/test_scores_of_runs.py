@@ -1,4 +1,4 @@
-"""Scores of whole runs: those that training logged, and alike under another strategy and on several hosts."""
+"""Scores of whole runs equal those logged in training, also under another strategy and on several hosts."""
 
 import json
 import math

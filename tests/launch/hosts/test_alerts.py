@@ -1,4 +1,4 @@
-"""Who is told of a run that failed: by a command and over HTTP, once, soon, and without the address being shown."""
+"""Alerts of failed runs: by a command and over HTTP, once, soon, and without showing the address."""
 
 import http.server
 import json

@@ -1,4 +1,4 @@
-"""A host that is not what was said refuses to go on: the chips, the configuration, the run directory."""
+"""A host whose chips, configuration or run directory differ from the request is refused."""
 
 import os
 import re

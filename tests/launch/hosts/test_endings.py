@@ -1,4 +1,4 @@
-"""Runs of two hosts that end as runs do end: what is left to read, with which codes, and after how many seconds.
+"""Ways in which runs of two hosts end: logs, exit codes and seconds.
 
 CPU devices and gloo: how a TPU's collectives behave when a host is lost is not shown here.
 """

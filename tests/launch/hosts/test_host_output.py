@@ -1,4 +1,4 @@
-"""A host's output reaches the terminal at once and the log whole, whatever the log's disk takes."""
+"""A host's output reaches the terminal at once and the log completely, also when the log's disk is full."""
 
 import os
 import pty

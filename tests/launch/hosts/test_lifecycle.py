@@ -1,4 +1,4 @@
-"""A slice that is made, taken away and made again, played by gcloud_emulator.py."""
+"""A slice that is created, preempted and recreated, with gcloud_emulator.py."""
 
 import json
 import os

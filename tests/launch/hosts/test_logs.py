@@ -1,4 +1,4 @@
-"""Lines with a stamp: how they are made, and many logs as one."""
+"""Lines with a time prefix: formatting them, and merging logs."""
 
 import signal
 import subprocess

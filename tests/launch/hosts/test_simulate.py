@@ -1,4 +1,4 @@
-"""Simulated hosts with tiny scripts for processes: what each is given, and that all live and die together."""
+"""Simulated hosts that run tiny scripts: their environment, and that all end together."""
 
 import json
 import os

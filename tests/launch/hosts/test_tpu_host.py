@@ -1,4 +1,4 @@
-"""Where am I: environment, devices and metadata server, each on its own and together."""
+"""Detection of the machine: environment, devices and metadata server, separately and together."""
 
 import contextlib
 import http.server

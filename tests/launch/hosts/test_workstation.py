@@ -1,4 +1,4 @@
-"""A real slice driven through gcloud, played by gcloud_emulator.py: from shipping to stopping, and what is refused."""
+"""A slice driven through gcloud, with gcloud_emulator.py: from shipping to stopping, and errors."""
 
 import json
 import re

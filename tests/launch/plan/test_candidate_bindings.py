@@ -1,4 +1,4 @@
-"""A candidate is its bindings: gin makes of them what is applied directly, and so does the file that is written."""
+"""Candidates as gin bindings: applied directly, through gin, and from the written file."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Shipped plans answer for the experiments as they are, and arithmetic stands near all that was compiled."""
+"""Committed plans match the present experiments, and arithmetic is close to all compiled results."""
 
 import dataclasses
 import re

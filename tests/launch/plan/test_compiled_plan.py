@@ -1,4 +1,4 @@
-"""With the real compiler: a small plan from nothing and again, a layout explained, one that does not fit explained."""
+"""With the real compiler: a small plan, the same from records, and explanations of layouts that fit and do not."""
 
 import re
 

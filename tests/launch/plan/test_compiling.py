@@ -1,4 +1,4 @@
-"""Workers: two at a time, each with its record, none left behind."""
+"""Workers: two at a time, a record of each, and no process left."""
 
 import os
 import signal

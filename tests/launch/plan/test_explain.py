@@ -1,4 +1,4 @@
-"""What `--explain` prints of a layout that fits, and of one that does not."""
+"""The output of `--explain` for layouts that fit and that do not."""
 
 import pathlib
 import types

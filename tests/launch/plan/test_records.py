@@ -1,4 +1,4 @@
-"""A record is found by what makes a program, and by nothing else."""
+"""Records are found by the inputs of a program and by nothing else."""
 
 import ast
 import dataclasses

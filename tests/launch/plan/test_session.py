@@ -1,4 +1,4 @@
-"""The command from arguments to exit code, with records in the place of a compiler."""
+"""The command `plan` from arguments to exit code, with records instead of a compiler."""
 
 import dataclasses
 import datetime

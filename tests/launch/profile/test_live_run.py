@@ -1,4 +1,4 @@
-"""One simulated run of two hosts, while it goes and after it: asked for a profile, and all that can be seen of it."""
+"""A simulated run of two hosts that is profiled while it trains."""
 
 import json
 import re

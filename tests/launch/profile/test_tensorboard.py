@@ -1,4 +1,4 @@
-"""TensorBoard itself, with the profile plugin, over what several hosts wrote: its answers over HTTP."""
+"""TensorBoard with the profile plugin over files of several hosts: its answers over HTTP."""
 
 import gzip
 import json

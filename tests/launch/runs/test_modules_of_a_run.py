@@ -1,4 +1,4 @@
-"""A training process imports what training needs, and not what plans, checks, compares or tests runs."""
+"""A training process imports no module for planning, checking, comparing or test equipment."""
 
 import json
 import os

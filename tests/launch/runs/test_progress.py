@@ -1,4 +1,4 @@
-"""What somebody who waits reads: a line per report, and what a long wait is for."""
+"""Progress lines, and messages about long waits."""
 
 from core.health import phase
 from launch.hosts.cluster import Host

@@ -1,4 +1,4 @@
-"""What a run shows of its validation."""
+"""The validation results that a run prints."""
 
 import math
 import types

@@ -1,4 +1,4 @@
-"""Whole runs of the real thing: real text, real checkpoints, one process and several."""
+"""Whole runs with real text and checkpoints, in one process and in several."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The agreement command, with README's model and strategy, and with wrong arguments."""
+"""The agreement command with README's model and strategy, and with wrong arguments."""
 
 import re
 import sys

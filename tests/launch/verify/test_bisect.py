@@ -1,4 +1,4 @@
-"""Two variants of one experiment: equal ones are called equal, and of different ones the first difference is named."""
+"""Two variants of an experiment: equal ones are reported as equal, and the first difference of others is named."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""What the real TPU compiler makes of a pipeline: no weight travels inside the ticks, and what is kept."""
+"""Pipelines compiled by the TPU compiler: no weights are sent inside ticks, and saved values."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Drawings say what the schedule says."""
+"""Drawings match their schedules."""
 
 import struct
 import zlib

@@ -1,4 +1,4 @@
-"""What a pipeline cannot run is refused before anything is compiled, with what it could."""
+"""Models that a pipeline cannot run are refused before compiling, with a fix."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Schedules as arithmetic: who does what when, how much is idle, how much is kept."""
+"""Schedules as arithmetic: work by tick, bubbles, and saved microbatches."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Arithmetic against what was compiled, against shapes, and against itself: more of one is less of the other."""
+"""Arithmetic against compiled results, against shapes, and for consistency."""
 
 import dataclasses
 

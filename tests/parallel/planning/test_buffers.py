@@ -1,4 +1,4 @@
-"""Who holds HBM at the fullest moment: values that share places are not added up."""
+"""Attribution of HBM at the peak to values that share memory."""
 
 from parallel.planning import buffers
 

@@ -1,4 +1,4 @@
-"""How far predictions are off is said the same way everywhere."""
+"""The spread of predictions is stated identically everywhere."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What is tried: everything that strategies, schedules and models offer, and nothing twice."""
+"""Candidates: all combinations that strategies, schedules and models offer, each once."""
 
 import dataclasses
 

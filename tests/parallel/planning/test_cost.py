@@ -1,4 +1,4 @@
-"""Seconds of a step, by hand and by compiling."""
+"""The time of a step, by hand and by compiling."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""HBM by name: what holds it is told apart by signature, shape and place, and the compiler's own list is read."""
+"""HBM allocations by name: told apart by signature, shape and source, and parsed from the compiler's list."""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""What a trace says of a step: products, kernels and what is kept, against formulas by hand."""
+"""Traces of models: products, kernels and saved arrays, against formulas by hand."""
 
 import dataclasses
 

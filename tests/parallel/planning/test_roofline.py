@@ -1,4 +1,4 @@
-"""What limits a step, and what it reads and writes of HBM."""
+"""The limit of a step, and the HBM bytes that it reads and writes."""
 
 import pathlib
 

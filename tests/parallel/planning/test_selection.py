@@ -1,4 +1,4 @@
-"""Which layouts are near one that does not fit."""
+"""The layouts nearest to one that does not fit."""
 
 import types
 

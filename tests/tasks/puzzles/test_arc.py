@@ -1,4 +1,4 @@
-"""ARC: grids in their frame and back, variants and their names, and who is trained on what."""
+"""ARC: encoding and decoding grids, variants and their names, and the training and held-out sets."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Votes over variants become attempts; one checkpoint's and an ensemble's are told apart by whoever merges."""
+"""Votes over variants become attempts; those of one checkpoint and of an ensemble are kept apart."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What is written is what is read; nothing half-written or damaged is ever taken for puzzles."""
+"""Written datasets are read back unchanged; incomplete or damaged ones are refused."""
 
 import json
 import pathlib

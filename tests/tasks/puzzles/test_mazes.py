@@ -1,4 +1,4 @@
-"""Mazes: a path that is shortest, found in the stated order, and eight orientations of each."""
+"""Mazes: shortest paths in the specified order, and eight orientations of each."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The order of puzzles: the published sampler's where it is reproducible, and a position that is a few numbers."""
+"""The order of puzzles: that of the published sampler where it is reproducible, and small positions."""
 
 import pathlib
 

@@ -1,4 +1,4 @@
-"""Sudoku: solver, generator, symmetries, and held-out puzzles that nobody trained on."""
+"""Sudoku: solver, generator, symmetries, and held-out puzzles without training copies."""
 
 import itertools
 import json

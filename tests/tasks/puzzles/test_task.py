@@ -1,4 +1,4 @@
-"""Puzzles as a task: the same batches on any hosts, an exact position, evaluations that count every puzzle once."""
+"""The puzzle task: the same batches on any hosts, exact positions, and evaluations with every puzzle once."""
 
 import dataclasses
 import pathlib
