@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -64,6 +66,30 @@ LINES: tuple[tuple[bytes, str], ...] = (
     ),
 )
 _ANY = re.compile(rb"(?:" + rb"|".join(line for line, _ in LINES) + rb")(?:\r?\n|$)")
+
+
+class Held:
+    """What was written while `holding_stderr` was open; set at its end."""
+
+    content = b""
+
+
+@contextlib.contextmanager
+def holding_stderr() -> Iterator[Held]:
+    """Context that holds back what is written to stderr, also by C++."""
+    held = Held()
+    sys.stderr.flush()
+    terminal = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield held
+        finally:
+            sys.stderr.flush()
+            os.dup2(terminal, 2)
+            os.close(terminal)
+            file.seek(0)
+            held.content = file.read()
 
 
 def without(text: bytes) -> bytes:

@@ -14,7 +14,6 @@ import jax
 from core import units
 from core.errors import UserError
 from core.slices import GIB, Slice
-from parallel.planning import calibration
 
 TOLERANCE = 0.25
 SIMULATED = "simulated: CPU devices play the chips, so step time, HBM and MFU are not measured"
@@ -43,6 +42,8 @@ def figures(record: Prediction) -> str:
 
 def label(record: Prediction) -> str:
     """Returns the label of a prediction: the compiler's version, and the spread against published measurements."""
+    from parallel.planning import calibration  # a run without a recorded prediction needs none of planning
+
     return calibration.label(libtpu=record["versions"]["libtpu"])
 
 

@@ -17,8 +17,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +28,7 @@ from core.errors import UserError
 from tasks import documents, packing
 from tasks.documents import VALIDATION_PERCENT, File, StreamSpec, list_files, pattern_problems, validation_names
 from tasks.ids import ChatVocabulary
-from tasks.streams import BATCH_DTYPES, Stream, read_position
+from tasks.streams import Stream
 
 WINDOW_ROWS = 64
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -114,11 +114,14 @@ class ChatFiles:
         return hashlib.sha256(repr(listing).encode()).hexdigest()
 
 
-class ChatStream:
-    """`streams.Stream` over every `num_streams`-th conversation of a split."""
+class ChatStream(packing.PackedStream):
+    """A stream over every `num_streams`-th conversation of a split."""
+
+    KINDS = MappingProxyType({"epoch": int, "next": int})
 
     def __init__(self, corpus: ChatFiles, spec: StreamSpec) -> None:
-        self._spec, self._intake = spec, documents.intake_of(corpus)
+        super().__init__(spec)
+        self._intake = documents.intake_of(corpus)
         self._chats = corpus.chats(spec.split)[spec.index :: spec.num_streams]
         if not self._chats:
             raise UserError(
@@ -126,28 +129,15 @@ class ChatStream:
                 f"{spec.split} and {spec.num_streams} streams; set NUM_STREAMS lower, or add conversations"
             )
         self._epoch = self._next = 0  # _next: place in the order of this epoch
-        self._rows: list[tuple[dict[str, int], Mapping[str, np.ndarray]]] = []  # (position before the row, row)
 
-    def __next__(self) -> Mapping[str, np.ndarray]:
-        """See `streams.Stream`. Raises UserError if no conversation has an answer within the first T tokens."""
-        while len(self._rows) < self._spec.rows:
-            self._rows += self._next_window()
-        taken, self._rows = self._rows[: self._spec.rows], self._rows[self._spec.rows :]
-        return {key: np.stack([row[key] for _, row in taken]) for key in BATCH_DTYPES}
+    def _position(self) -> dict[str, int]:
+        return {"epoch": self._epoch, "next": self._next}
 
-    def state(self) -> bytes:
-        """See `streams.Stream`."""
-        position = self._rows[0][0] if self._rows else {"epoch": self._epoch, "next": self._next, "row": 0}
-        return json.dumps(position).encode()
-
-    def restore(self, state: bytes) -> None:
-        """See `streams.Stream`."""
-        position = read_position(state, epoch=int, next=int, row=int)
+    def _move(self, position: Mapping[str, int]) -> None:
         self._epoch, self._next = position["epoch"], position["next"]
-        self._rows = self._next_window()[position["row"] :] if position["row"] else []
 
-    def _next_window(self) -> list[tuple[dict[str, int], Mapping[str, np.ndarray]]]:
-        position = {"epoch": self._epoch, "next": self._next}
+    def _next_window(self) -> list[packing.Segment]:
+        """See `PackedStream`. Raises UserError if no conversation has an answer within the first T tokens."""
         segments: list[packing.Segment] = []
         size = since = 0
         while size < WINDOW_ROWS * self._spec.length:
@@ -161,9 +151,7 @@ class ChatStream:
             if found:
                 segments.append(found)
                 size += len(found.targets)
-        packed = packing.pack(segments, length=self._spec.length)
-        rows = range(len(packed["targets"]))
-        return [({**position, "row": row}, {key: packed[key][row] for key in packed}) for row in rows]
+        return segments
 
     def _next_segment(self) -> packing.Segment | None:
         """Returns the next conversation; None if no token of an answer is left of it."""

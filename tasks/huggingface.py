@@ -1,8 +1,8 @@
 """Reads datasets of the Hugging Face hub, whose position tf.data cannot save.
 
 Documents are read in windows of 2**18 ids and are shuffled and packed within a window. The library's own position
-(`state_dict`) is recorded where a window begins. A saved position is that record and a row number, so resuming reads
-one window again (about a second). The library may also have to skip rows of a file to reach the recorded position.
+(`state_dict`) is recorded where a window begins. Resuming reads one window again (about a second), and the library may
+have to skip rows of a file to reach the recorded position.
 
 The library itself reads the token for gated datasets from HF_TOKEN; this code never handles it.
 """
@@ -14,6 +14,7 @@ import hashlib
 import importlib.util
 import json
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from core.errors import UserError
 from tasks import documents, packing
 from tasks.documents import StreamSpec
 from tasks.ids import lowest_id
-from tasks.streams import BATCH_DTYPES, Stream, read_position
+from tasks.streams import Stream
 
 WINDOW_IDS = 2**18
 
@@ -67,37 +68,24 @@ class HuggingFace:
         return hashlib.sha256(repr(self).encode()).hexdigest()
 
 
-class HuggingFaceStream:
-    """`streams.Stream` over an iterable dataset that has `state_dict` and `load_state_dict`."""
+class HuggingFaceStream(packing.PackedStream):
+    """A stream over an iterable dataset that has `state_dict` and `load_state_dict`."""
+
+    KINDS = MappingProxyType({"epoch": int, "documents": int, "window": int, "library": dict})
 
     def __init__(self, corpus: HuggingFace, spec: StreamSpec) -> None:
-        self._corpus, self._spec = corpus, spec
+        super().__init__(spec)
+        self._corpus = corpus
         self._base = _load(corpus, corpus.split if spec.split == "train" else corpus.validation_split)
         self._by_file = self._base.num_shards >= spec.num_streams
         self._epoch = self._documents = self._window = 0  # _documents: number read in this epoch
         self._open()
-        self._rows: list[tuple[dict[str, Any], Mapping[str, np.ndarray]]] = []  # (position before the row, row)
 
-    def __next__(self) -> Mapping[str, np.ndarray]:
-        """See `streams.Stream`."""
-        while len(self._rows) < self._spec.rows:
-            self._rows += self._next_window()
-        taken, self._rows = self._rows[: self._spec.rows], self._rows[self._spec.rows :]
-        return {key: np.stack([row[key] for _, row in taken]) for key in BATCH_DTYPES}
-
-    def state(self) -> bytes:
-        """See `streams.Stream`."""
-        position = self._rows[0][0] if self._rows else {**self._position(), "row": 0}
-        return json.dumps(position).encode()
-
-    def restore(self, state: bytes) -> None:
-        """See `streams.Stream`."""
-        position = read_position(state, epoch=int, documents=int, window=int, row=int, library=dict)
+    def _move(self, position: Mapping[str, Any]) -> None:
         self._epoch, self._documents, self._window = (position[k] for k in ("epoch", "documents", "window"))
         self._open()
         self._dataset.load_state_dict(position["library"])
         self._examples = iter(self._dataset)
-        self._rows = self._next_window()[position["row"] :] if position["row"] else []
 
     def _open(self) -> None:
         """Opens the dataset at the start of the epoch, as a new object: `load_state_dict` cannot be undone."""
@@ -110,8 +98,8 @@ class HuggingFaceStream:
         library = json.loads(json.dumps(self._dataset.state_dict()))
         return {"epoch": self._epoch, "documents": self._documents, "window": self._window, "library": library}
 
-    def _next_window(self) -> list[tuple[dict[str, Any], Mapping[str, np.ndarray]]]:
-        spec, position = self._spec, self._position()
+    def _next_window(self) -> list[packing.Segment]:
+        spec = self._spec
         segments: list[packing.Segment] = []
         count = 0
         while count < WINDOW_IDS:
@@ -122,9 +110,7 @@ class HuggingFaceStream:
             order = np.random.default_rng((spec.seed, spec.index, self._window)).permutation(len(segments))
             segments = [segments[i] for i in order]
         self._window += 1
-        packed = packing.pack(segments, length=spec.length)
-        rows = range(len(packed["targets"]))
-        return [({**position, "row": row}, {key: packed[key][row] for key in packed}) for row in rows]
+        return segments
 
     def _next_ids(self) -> list[int]:
         """Returns the ids of this stream's next document, with the end-of-document id."""

@@ -1,4 +1,4 @@
-"""Packs segments into rows with numpy, for sources that tf.data cannot read.
+"""Packs segments into rows with numpy, and streams the rows of sources that tf.data cannot read.
 
 Rows are filled greedily in order, exactly as seqio's DecoderFeatureConverter fills them: the two give the same rows.
 
@@ -7,12 +7,14 @@ T: tokens per row. N: rows.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tasks.streams import BATCH_DTYPES
+from tasks.documents import StreamSpec
+from tasks.streams import BATCH_DTYPES, read_position
 
 
 class Segment(NamedTuple):
@@ -66,3 +68,52 @@ def pack(segments: Iterable[Segment], *, length: int) -> Mapping[str, np.ndarray
             packed["positions"][where] = np.arange(len(segment.targets))
             start += len(segment.targets)
     return packed
+
+
+class PackedStream:
+    """`streams.Stream` that reads segments in windows and packs one window at a time.
+
+    A position is that of the window and a row number, so resuming reads one window again. Subclasses define the
+    methods that raise NotImplementedError here.
+    """
+
+    KINDS: Mapping[str, type]  # keys of a window's position, with their types
+
+    def __init__(self, spec: StreamSpec) -> None:
+        self._spec = spec
+        self._rows: list[tuple[dict[str, Any], Mapping[str, np.ndarray]]] = []  # (position of the row, row)
+
+    def __next__(self) -> Mapping[str, np.ndarray]:
+        """See `streams.Stream`."""
+        while len(self._rows) < self._spec.rows:
+            self._rows += self._next_rows()
+        taken, self._rows = self._rows[: self._spec.rows], self._rows[self._spec.rows :]
+        return {key: np.stack([row[key] for _, row in taken]) for key in BATCH_DTYPES}
+
+    def state(self) -> bytes:
+        """See `streams.Stream`."""
+        return json.dumps(self._rows[0][0] if self._rows else {**self._position(), "row": 0}).encode()
+
+    def restore(self, state: bytes) -> None:
+        """See `streams.Stream`."""
+        position = read_position(state, **self.KINDS, row=int)
+        self._move(position)
+        self._rows = self._next_rows()[position["row"] :] if position["row"] else []
+
+    def _next_rows(self) -> list[tuple[dict[str, Any], Mapping[str, np.ndarray]]]:
+        position = self._position()
+        packed = pack(self._next_window(), length=self._spec.length)
+        rows = range(len(packed["targets"]))
+        return [({**position, "row": row}, {key: packed[key][row] for key in packed}) for row in rows]
+
+    def _position(self) -> dict[str, Any]:
+        """Returns the position of the next window, as JSON."""
+        raise NotImplementedError
+
+    def _move(self, position: Mapping[str, Any]) -> None:
+        """Moves to the position of a window."""
+        raise NotImplementedError
+
+    def _next_window(self) -> list[Segment]:
+        """Reads the segments of the next window."""
+        raise NotImplementedError

@@ -12,12 +12,10 @@ R: rows per element. T: tokens per row. G: chunks per group.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import io
 import os
 import pathlib
-import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -46,31 +44,16 @@ _NAMES = {
 @functools.cache
 def modules() -> tuple[Any, Any]:
     """Imports TensorFlow and seqio without their start-up messages; takes about 5 s the first time."""
-    with _without_noise():
-        import tensorflow as tf
-
-        tf.zeros([])  # the first operation searches for devices and logs those it does not find
-        import seqio
-    return tf, seqio
-
-
-@contextlib.contextmanager
-def _without_noise() -> Iterator[None]:
-    """Captures stderr inside the block, then writes it without known start-up messages."""
-    sys.stderr.flush()
-    terminal = os.dup(2)
+    held = library_noise.Held()
     try:
-        with tempfile.TemporaryFile() as held:
-            os.dup2(held.fileno(), 2)
-            try:
-                yield
-            finally:
-                sys.stderr.flush()
-                os.dup2(terminal, 2)
-                held.seek(0)
-                os.write(2, library_noise.without(held.read()))
+        with library_noise.holding_stderr() as held:
+            import tensorflow as tf
+
+            tf.zeros([])  # the first operation searches for devices and logs those it does not find
+            import seqio
     finally:
-        os.close(terminal)
+        os.write(2, library_noise.without(held.content))
+    return tf, seqio
 
 
 def plain(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,8 +17,8 @@ import numpy as np
 import tensorstore
 
 from core import paths
-from core.checkpoints import leaves
-from core.checkpoints.leaves import JOINED_BY
+from core.checkpoints import reading
+from core.checkpoints.reading import JOINED_BY
 
 PART = "state"  # subfolder of a step's folder
 _KIND = ".zarray"  # the file with an array's dtype and shape
@@ -39,7 +39,7 @@ class Block(NamedTuple):
 
 
 class Arrays:
-    """The arrays of one step, by the names of `leaves.by_name`."""
+    """The arrays of one step, by the names of `reading.by_name`."""
 
     def __init__(self, step_folder: paths.Path):
         """Lists the arrays. Damaged files cause exceptions of many types."""
@@ -60,10 +60,10 @@ class Arrays:
         return f"{opened.dtype.name}{list(opened.shape)}"
 
     def number(self, name: str) -> int:
-        """Returns the fingerprint of the array, equal to that of `leaves.fingerprints`."""
+        """Returns the fingerprint of the array, equal to that of `reading.fingerprints`."""
         shape = self._open(name).shape
         numbers = (
-            leaves.fingerprint_of_block(block.values, origin=block.origin, shape=shape) for block in self.blocks(name)
+            reading.fingerprint_of_block(block.values, origin=block.origin, shape=shape) for block in self.blocks(name)
         )
         return sum(numbers) % 2**32
 
@@ -126,5 +126,5 @@ def _region(opened: Any, origin: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(begin, min(begin + part, whole)) for begin, part, whole in sizes)
 
 
-def _finished(origin: tuple[int, ...], reading: Any) -> Block:
-    return Block(origin, reading.result())
+def _finished(origin: tuple[int, ...], pending: Any) -> Block:
+    return Block(origin, pending.result())

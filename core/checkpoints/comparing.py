@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from core import paths
-from core.checkpoints import description
+from core.checkpoints import steps
 from core.checkpoints.arrays import Arrays
-from core.checkpoints.description import said
+from core.checkpoints.steps import said
 
 MOST_SHOWN = 20  # arrays whose differences are listed
 
@@ -72,11 +72,11 @@ def compare(first: paths.Path, second: paths.Path, *, values: bool = True) -> It
         yield from _array_differences(first, second, changed)
 
 
-def _description(folder: paths.Path) -> description.Description:
+def _description(folder: paths.Path) -> steps.Description:
     try:
-        return description.read(folder)
+        return steps.read(folder)
     except Exception as error:  # a corrupt file can cause many types of error
-        raise description.DamagedError(f"the metadata of {folder} cannot be read: {said(error)}") from error
+        raise steps.DamagedError(f"the metadata of {folder} cannot be read: {said(error)}") from error
 
 
 def _text_differences(name: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
@@ -104,7 +104,7 @@ def _array_differences(first: paths.Path, second: paths.Path, names: list[str]) 
         one, other = Arrays(first), Arrays(second)
         found = sorted((_difference(one, other, name) for name in names), key=lambda d: (not d.not_finite, -d.relative))
     except Exception as error:  # a corrupt file can cause many types of error
-        raise description.DamagedError(f"an array of {first} or {second} cannot be read: {said(error)}") from error
+        raise steps.DamagedError(f"an array of {first} or {second} cannot be read: {said(error)}") from error
     for difference in found[:MOST_SHOWN]:
         yield f"  {difference.describe()}"
     if len(found) > MOST_SHOWN:

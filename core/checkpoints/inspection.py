@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from core import paths, units
-from core.checkpoints import description, leaves, steps
+from core.checkpoints import reading, steps
 from core.checkpoints.arrays import Arrays
-from core.checkpoints.description import said
+from core.checkpoints.steps import said
 from core.errors import UserError
 
 HEADER = ("step", "saved", "size", "arrays", "revision", "config", "")
@@ -49,7 +49,7 @@ def table(directory: paths.Path) -> list[tuple[str, ...]]:
 
 def _step_row(folder: paths.Path, size: str) -> tuple[str, ...]:
     try:
-        found = description.read(folder)
+        found = steps.read(folder)
     except Exception as error:  # a corrupt file can cause many types of error
         return folder.name, "", size, "", "", "", f"DAMAGED metadata: {said(error)}"
     config = hashlib.sha256(found.meta.get("config", "").encode()).hexdigest()[:8]
@@ -74,7 +74,7 @@ def newest_misfits(directory: str, abstract_state: Any) -> tuple[int | None, lis
     folder = paths.resolve(directory)
     if not (there := steps.complete(folder)):
         return None, []
-    return there[-1], leaves.differences(description.read(folder / str(there[-1])).kinds, abstract_state)
+    return there[-1], reading.differences(steps.read(folder / str(there[-1])).kinds, abstract_state)
 
 
 class Verification(NamedTuple):
@@ -109,18 +109,18 @@ def verify(step_folder: paths.Path) -> Verification:
     began, kinds, described = time.monotonic(), {}, None
     damaged: list[str] = []
     try:
-        described = description.read(step_folder)
+        described = steps.read(step_folder)
     except Exception as error:  # a corrupt file can cause many types of error
-        damaged.append(f"{description.PART}: {said(error)}")
+        damaged.append(f"{steps.PART}: {said(error)}")
     else:
         kinds = described.kinds
         damaged += _damaged_arrays(step_folder, described.content)
     try:
-        found = description.read_streams(step_folder)
+        found = steps.read_streams(step_folder)
         if described:
             described.positions(found)
     except Exception as error:
-        damaged.append(f"{description.STREAMS_PART}: {said(error)}")
+        damaged.append(f"{steps.STREAMS_PART}: {said(error)}")
     note = "" if described is None or described.seals_positions else _UNSEALED
     read_bytes = sum(map(_bytes, kinds.values()))
     seconds = time.monotonic() - began

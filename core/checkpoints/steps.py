@@ -1,13 +1,23 @@
-"""Lists the complete steps of a folder of checkpoints, and sets incomplete and damaged ones aside."""
+"""Lists the steps of a folder of checkpoints, and writes and reads what a step has beside its arrays.
+
+    100/meta/metadata   JSON: the run's metadata, the step, the fingerprint of every array, the digest of every position
+        data/a.bin      the position of one stream, after its SHA-256; written by the host that owns the stream
+
+The checksum of the metadata is verified before the metadata is used. The metadata has fingerprints of all arrays and
+digests of all positions. They reveal an undamaged array or position file that belongs to another step.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import time
-from collections.abc import Iterator
-from typing import NamedTuple
+import urllib.parse
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
-from core import paths  # isort: skip (paths decides how etils reaches buckets, before orbax imports it)
+from core import paths, units  # isort: skip (paths decides how etils reaches buckets, before orbax imports it)
 import orbax.checkpoint as ocp
 
 from core import distributed
@@ -16,6 +26,11 @@ from core.errors import UserError
 FOLDER = "checkpoints"  # of a run directory
 _COMPLETE_MARK = "_CHECKPOINT_METADATA"
 _COMMITTED_MARK = "commit_success.txt"  # the last object that orbax writes into a bucket
+PART = "meta"  # subfolder of a step's folder
+STREAMS_PART = "data"
+_FILE, _SUFFIX = "metadata", ".bin"
+_STEP, _CONTENT, _STREAMS, _CHECKSUM = "step", "content", "streams", "checksum"  # keys added to the caller's
+_DIGEST_BYTES = 32
 
 
 class Leftover(NamedTuple):
@@ -167,3 +182,135 @@ def remove(folder: paths.Path) -> None:
     if (folder / _COMPLETE_MARK).exists():
         (folder / _COMPLETE_MARK).unlink()
     folder.rmtree()
+
+
+class DamagedError(RuntimeError):
+    """The content of a checkpoint differs from what was saved."""
+
+
+class Description(NamedTuple):
+    """Metadata with a verified checksum.
+
+    Attributes:
+      meta: the caller's metadata.
+      content: dtype, shape and fingerprint of every leaf, `{"params/w": ["float32[8, 6]", 2864434397]}`.
+      streams: the SHA-256 of the data position of each stream, of all hosts. None in checkpoints of earlier revisions,
+        which recorded only the names.
+    """
+
+    meta: dict[str, Any]
+    content: dict[str, list]
+    streams: dict[str, str | None]
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """Dtype and shape of every leaf, by name."""
+        return {name: kind for name, (kind, _) in self.content.items()}
+
+    @property
+    def seals_positions(self) -> bool:
+        """Returns whether the metadata has a digest of every data position; earlier revisions recorded none."""
+        return None not in self.streams.values()
+
+    def positions(self, found: Mapping[str, bytes]) -> dict[str, bytes]:
+        """Selects the data positions that were saved with this step from those that were found.
+
+        Raises:
+          FileNotFoundError: positions are missing.
+          DamagedError: positions belong to another step or stream.
+        """
+        if gone := sorted(self.streams.keys() - found.keys()):
+            raise FileNotFoundError(f"of {len(self.streams)} positions in the data {', '.join(gone)} are missing")
+        own = {name: found[name] for name in self.streams}
+        wrong = [name for name, said in self.streams.items() if said not in (None, digest(own[name]))]
+        if wrong:
+            listed = ", ".join(units.shortened(wrong, most=3))
+            raise DamagedError(
+                f"{len(wrong)} of {len(self.streams)} positions in the data are of another step or stream: {listed}"
+            )
+        return own
+
+
+def sealed(
+    meta: Mapping[str, Any], *, step: int, content: Mapping[str, list], streams: Mapping[str, str]
+) -> dict[str, Any]:
+    """Returns the caller's metadata with the fields of `Description` and a checksum, converted to JSON types."""
+    plain = json.loads(json.dumps({**meta, _STEP: step, _CONTENT: dict(content), _STREAMS: dict(streams)}))
+    return {**plain, _CHECKSUM: _checksum(plain)}
+
+
+def read(step_folder: paths.Path) -> Description:
+    """Reads the metadata of a step, saved by this revision or an earlier one.
+
+    Raises:
+      DamagedError: the checksum is wrong, or the metadata belongs to another step than the folder's name.
+      Exception: of many types, if the file cannot be read.
+    """
+    meta = json.loads((step_folder / PART / _FILE).read_text())
+    if meta.get(_CHECKSUM) != _checksum(meta) or not {_CONTENT, _STREAMS} <= meta.keys():
+        raise DamagedError("the description is not what was saved")
+    if str(step := meta.get(_STEP, step_folder.name)) != step_folder.name and step_folder.name.isdecimal():
+        raise DamagedError(f"the description belongs to step {step}")
+    own = {k: v for k, v in meta.items() if k not in (_STEP, _CONTENT, _STREAMS, _CHECKSUM)}
+    said = meta[_STREAMS] if isinstance(meta[_STREAMS], dict) else dict.fromkeys(meta[_STREAMS])
+    return Description(own, meta[_CONTENT], said)
+
+
+def _checksum(meta: Mapping[str, Any]) -> str:
+    plain = {key: value for key, value in meta.items() if key != _CHECKSUM}
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+def said(error: BaseException) -> str:
+    """Returns the type of an error and the first line of its message, shortened in the middle if it is long."""
+    line = (str(error).strip() or "no reason given").splitlines()[0]
+    return f"{type(error).__name__}: {line if len(line) < 500 else f'{line[:200]} … {line[-250:]}'}"
+
+
+class StreamsHandler(ocp.AsyncCheckpointHandler):
+    """An Orbax handler that writes the positions of this host's streams."""
+
+    async def async_save(self, directory: Any, args: StreamsSave) -> list[ocp.future.Future]:
+        """Starts writing; Orbax may create the folder only after this returns."""
+        return [ocp.future.CommitFutureAwaitingContractedSignals(self._write(directory, args.streams), name="streams")]
+
+    async def _write(self, directory: Any, streams: Mapping[str, bytes]) -> None:
+        for name, position in streams.items():
+            file = directory / (urllib.parse.quote(name, safe="") + _SUFFIX)
+            file.write_bytes(hashlib.sha256(position).digest() + position)
+
+    def save(self, directory: Any, args: StreamsSave) -> None:
+        """Never called: the interface requires it, but `Checkpoints` always saves in the background."""
+        raise NotImplementedError("streams are saved by async_save")
+
+    def restore(self, directory: Any, args: Any = None) -> dict[str, bytes]:
+        """Never called: the interface requires it, but `read_streams` reads without Orbax."""
+        raise NotImplementedError("streams are read by read_streams")
+
+
+@ocp.args.register_with_handler(StreamsHandler, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class StreamsSave(ocp.args.CheckpointArgs):
+    """The positions of this host's streams, by name."""
+
+    streams: Mapping[str, bytes]
+
+
+def read_streams(step_folder: paths.Path) -> dict[str, bytes]:
+    """Reads the positions of all streams of a step, by name. Raises DamagedError if one is damaged."""
+    folder = step_folder / STREAMS_PART
+    files = sorted(folder.glob(f"*{_SUFFIX}")) if folder.exists() else []
+    return {urllib.parse.unquote(file.name.removesuffix(_SUFFIX)): _read_stream(file) for file in files}
+
+
+def digest(position: bytes) -> str:
+    """Returns the SHA-256 of a position, as recorded in the metadata of a checkpoint."""
+    return hashlib.sha256(position).hexdigest()
+
+
+def _read_stream(file: paths.Path) -> bytes:
+    content = file.read_bytes()
+    expected, position = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    if hashlib.sha256(position).digest() != expected:
+        raise DamagedError(f"the position in {file.name} is damaged: its content is not what was written")
+    return position

@@ -22,10 +22,9 @@ from typing import Any
 from core import distributed, library_noise, paths, units  # isort: skip (paths decides how etils reaches buckets, before orbax imports it)
 import orbax.checkpoint as ocp
 
-from core.checkpoints import description, leaves, reading, steps
-from core.checkpoints.description import DamagedError, StreamsHandler, StreamsSave
-from core.checkpoints.leaves import Misfit
-from core.checkpoints.reading import UnreadableError
+from core.checkpoints import reading, steps
+from core.checkpoints.reading import Misfit, UnreadableError
+from core.checkpoints.steps import DamagedError, StreamsHandler, StreamsSave
 from core.checkpoints.writing import Cost, WriteFailedError, Writing, limit_seconds, telling
 from core.errors import UserError
 from core.health import phase
@@ -96,7 +95,7 @@ class Checkpoints:
           TypeError: a leaf is not a jax.Array.
           RuntimeError: the step is already saved, the previous save failed, or this one could not start.
         """
-        leaves.require_arrays(state)
+        reading.require_arrays(state)
         self.wait()
         began = time.monotonic()
         if step in self._manager.all_steps():
@@ -105,12 +104,12 @@ class Checkpoints:
             state=ocp.args.StandardSave(state),
             data=StreamsSave(dict(data)),
             meta=ocp.args.JsonSave(
-                description.sealed(meta, step=step, content=leaves.describe(state), streams=_digests_of_all_hosts(data))
+                steps.sealed(meta, step=step, content=reading.describe(state), streams=_digests_of_all_hosts(data))
             ),
         )
         described_seconds = time.monotonic() - began
-        size_bytes = sum(leaf.nbytes for leaf in leaves.by_name(state).values())
-        host_bytes = leaves.host_bytes(state)
+        size_bytes = sum(leaf.nbytes for leaf in reading.by_name(state).values())
+        host_bytes = reading.host_bytes(state)
         self._writing = Writing(
             step,
             self._directory,
@@ -208,13 +207,13 @@ class Checkpoints:
         Raises Misfit, and UnreadableError if the step could not be read for a reason that does not prove damage. Does
         not use Orbax's manager, whose hosts wait for one another after every read: for minutes if one of them failed.
         """
-        leaves.require_shardings(abstract_state)
+        reading.require_shardings(abstract_state)
         folder = self._directory / str(step)
-        described, said = self._read(step, lambda: description.read(folder))
+        described, said = self._read(step, lambda: steps.read(folder))
         if said:
             return None, said
         self._require_same_tree(step, described, abstract_state)
-        seconds = self._limit_seconds(leaves.host_bytes(abstract_state))
+        seconds = self._limit_seconds(reading.host_bytes(abstract_state))
         with phase.enter(phase.RESTORING, limit_seconds=seconds):
             parts, said = self._read(
                 step, lambda: _sealed(described, *_read_arrays_and_streams(folder, abstract_state))
@@ -260,8 +259,8 @@ class Checkpoints:
                 time.sleep(0.5)
         return distributed.from_host_zero("there" if is_there else "") == "there"
 
-    def _require_same_tree(self, step: int, described: description.Description, abstract_state: Any) -> None:
-        differences = leaves.differences(described.kinds, abstract_state)
+    def _require_same_tree(self, step: int, described: steps.Description, abstract_state: Any) -> None:
+        differences = reading.differences(described.kinds, abstract_state)
         if differences:
             listed = "\n  ".join(units.shortened(differences, most=20))
             raise Misfit(
@@ -311,22 +310,22 @@ class Checkpoints:
 
 def _digests_of_all_hosts(data: Mapping[str, bytes]) -> dict[str, str]:
     """Returns the digests of all hosts' streams, by name."""
-    own = {name: description.digest(position) for name, position in data.items()}
+    own = {name: steps.digest(position) for name, position in data.items()}
     said = distributed.all_gather_text("checkpoints/streams", json.dumps(own))
     return dict(sorted(pair for digests in said for pair in json.loads(digests).items()))
 
 
 def _read_arrays_and_streams(folder: paths.Path, abstract_state: Any) -> tuple[Any, dict[str, bytes]]:
-    return reading.read_arrays(folder, abstract_state), description.read_streams(folder)
+    return reading.read_arrays(folder, abstract_state), steps.read_streams(folder)
 
 
-def _sealed(described: description.Description, state: Any, data: Mapping[str, bytes]) -> tuple[Any, dict[str, bytes]]:
+def _sealed(described: steps.Description, state: Any, data: Mapping[str, bytes]) -> tuple[Any, dict[str, bytes]]:
     """Returns the state and its own data positions. Raises as `Description.positions`."""
     return state, described.positions(data)
 
 
 def _differing(content: Mapping[str, list], state: Any) -> str:
-    found = leaves.describe(state)
+    found = reading.describe(state)
     wrong = [name for name in content if found[name] != content[name]]
     named = ", ".join(units.shortened(wrong, most=3))
     return f"{len(wrong)} of {len(content)} arrays are not what was saved: {named}" if wrong else ""

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import jax
 
 from core import parameters, paths
-from core.checkpoints import description, leaves, reading
+from core.checkpoints import reading, steps
 from core.errors import UserError
 from core.parameters import Specs
 
@@ -51,7 +51,7 @@ class SavedParameters:
 
     def __init__(self, folder: paths.Path):
         self.folder = folder
-        found = description.read(folder)
+        found = steps.read(folder)
         self._kinds = {
             name.removeprefix("params/"): kind for name, kind in found.kinds.items() if name.startswith("params/")
         }
@@ -63,7 +63,7 @@ class SavedParameters:
     def problems(self, shapes: Any, specs: Specs) -> list[str]:
         """See `ParameterSource`."""
         del specs
-        return leaves.differences(self._kinds, shapes)
+        return reading.differences(self._kinds, shapes)
 
     def load(self, abstract: Any, specs: Specs, *, progress: Progress) -> Any:
         """See `ParameterSource`."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from core import distributed, paths, units
-from core.checkpoints.description import said
+from core.checkpoints.steps import said
 from core.health import phase
 from core.slices import GIB
 

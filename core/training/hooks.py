@@ -1,7 +1,7 @@
 """Hooks of the training loop: logs, checkpoints, preemption, and the policies for a loss that is not finite.
 
 Each hook does one thing and gets everything it needs through its constructor. More hooks are in `evaluation`,
-`goodput`, `profiling`, `replicas` and `run_lock`.
+`goodput`, `profiling`, `replicas`, `run_lock` and `evaluation`.
 
 For a non-finite loss or gradient norm there is one hook per policy. The metrics of a step are the same on all hosts, so
 all hosts decide alike without communication.

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from core.checkpoints import leaves
+from core.checkpoints import reading
 from core.health.failure_diagnosis import Numbers
 from core.step import TrainState
 from core.training.trainer import Hook, StepReport
@@ -43,7 +43,7 @@ class Replicas:
 
     def __init__(self, state: Any):
         """Reads the shardings of `state`; does not use the devices."""
-        by_name = leaves.by_name(state)
+        by_name = reading.by_name(state)
         own = next(iter(by_name.values())).sharding.addressable_devices
         self._devices = sorted(own, key=lambda device: device.id)
         found = {name: _common(name, leaf, self._devices) for name, leaf in by_name.items()}
@@ -52,7 +52,7 @@ class Replicas:
         self._copies = NamedSharding(here, PartitionSpec())  # the chips' copies may differ
         self._numbers = jax.jit(
             jax.shard_map(
-                lambda copies: jax.tree.map(lambda x: leaves.fingerprint(x)[None], copies),
+                lambda copies: jax.tree.map(lambda x: reading.fingerprint(x)[None], copies),
                 mesh=here,
                 in_specs=PartitionSpec(),
                 out_specs=PartitionSpec("chip"),
@@ -62,7 +62,7 @@ class Replicas:
 
     def hash(self, state: Any) -> Callable[[], Numbers]:
         """Starts hashing on the chips; returns a function that waits for the fingerprints and returns them."""
-        by_name = leaves.by_name(state)
+        by_name = reading.by_name(state)
         numbers = self._numbers({name: self._on_chips(by_name[name], at.shape) for name, at in self._common.items()})
         return lambda: self._by_piece(jax.device_get(numbers))
 

@@ -12,7 +12,7 @@ import jax
 
 from core import units
 from core.checkpoints import comparing, inspection, steps
-from core.checkpoints.description import DamagedError
+from core.checkpoints.steps import DamagedError
 from core.errors import UserError
 from core.health import exit_codes
 from launch import flags

@@ -12,7 +12,7 @@ import numpy as np
 
 from core import logical, paths, published_files, units
 from core.batches import batch_shapes
-from core.checkpoints import description, published, steps
+from core.checkpoints import published, steps
 from core.checkpoints.arrays import Arrays
 from core.errors import UserError
 from launch.experiments import saved_run
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     model: Any = experiment.model
     if not isinstance(model, DecoderConfig):
         raise UserError(f"{args.run}: {type(model).__name__} cannot be exported; expected a decoder (models/README.md)")
-    if any("average" in name or "/z/" in name for name in description.read(step).kinds if "opt_state" in name):
+    if any("average" in name or "/z/" in name for name in steps.read(step).kinds if "opt_state" in name):
         raise UserError(f"{args.run}: the optimizer averages parameters; exporting averages is not supported")
     kind = families.family(model)
     out = _new_folder(args.out)

@@ -16,7 +16,7 @@ from core.health import phase
 from core.step import TrainState
 from core.training.compilation import Totals
 from core.training.evaluation import curves_apart
-from core.training.host_metrics import Slowest
+from core.training.goodput import Slowest
 from core.types import CountsFlops, DescribesEvaluation, Generates, can, lacking
 from launch import terminal
 from launch.experiment import Experiment, padding

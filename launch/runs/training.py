@@ -13,7 +13,7 @@ from core.checkpoints.writing import SaveCosts
 from core.errors import UserError
 from core.health import heartbeat, phase
 from core.step import TrainState
-from core.training import compilation, evaluation, goodput, hooks, host_metrics, prefetch, profiling, run_lock
+from core.training import compilation, evaluation, goodput, hooks, prefetch, profiling, run_lock
 from core.training.trainer import Hook, TrainStep
 from launch import config, environment, program_identity
 from launch.runs import progress
@@ -192,7 +192,7 @@ def _hooks(now: _UnderWay, evaluate: Hook | None, checkpoints: Checkpoints, batc
 
 def _logging(now: _UnderWay) -> list[Hook]:
     run, writers, lines, predictions = now.run, now.writers, now.lines, now.predictions
-    measured = host_metrics.HostMetrics()
+    measured = goodput.HostMetrics()
     own_lines = metrics.open_own_lines(run.run_dir, process_index=run.host.index)
     now.stack.callback(own_lines.close)
 

@@ -13,22 +13,13 @@ _TRANSPARENT = ("get-tuple-element", "bitcast", "copy", "convert", "copy-start",
 
 
 def is_start(executed: Executed) -> bool:
-    """Returns whether a collective inside a fusion only feeds a custom call that starts it asynchronously."""
-    return _read_by(executed, _START)
-
-
-def _read_by(executed: Executed, target: str) -> bool:
-    """Returns whether a collective inside a fusion feeds the custom call `target`."""
+    """Returns whether a collective inside a fusion feeds the custom call that starts it asynchronously."""
     if not executed.wrappers or executed.instruction.opcode not in executions.COLLECTIVES:
         return False
     return any(
-        executed.instruction.name in i.operands and i.attribute("custom_call_target") == target
+        executed.instruction.name in i.operands and i.attribute("custom_call_target") == _START
         for i in executed.computation.values()
     )
-
-
-def _channel(at: Instruction) -> str | None:
-    return at.attribute("channel_id")
 
 
 def beside(module: Module, executed: Executed) -> list[Instruction]:
@@ -49,8 +40,8 @@ def _ends(module: Module, other: Instruction, start: Instruction, executed: Exec
     if other.opcode != "fusion" or other.name == start.name or not is_start(executed):
         return False
     pieces = module.computations[other.required("calls")]
-    wanted = executed.instruction
-    own = [i.name for i in pieces.values() if i.opcode == wanted.opcode and _channel(i) == _channel(wanted)]
+    opcode, channel = executed.instruction.opcode, executed.instruction.attribute("channel_id")
+    own = [i.name for i in pieces.values() if i.opcode == opcode and i.attribute("channel_id") == channel]
     return any(i.attribute("custom_call_target") == _DONE and set(own) & set(i.operands) for i in pieces.values())
 
 

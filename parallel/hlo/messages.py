@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import sys
-import tempfile
 from collections.abc import Iterator
+
+from core import library_noise
 
 # Environment variables that make libtpu write warnings to stderr; it reads them when it is loaded.
 AUDIBLE_WARNINGS = {"TPU_STDERR_LOG_LEVEL": "1"}
@@ -58,18 +58,11 @@ def compiler_messages(*, pass_on: bool = True) -> Iterator[Messages]:
     Args:
       pass_on: whether to pass on other messages at the end; False discards them.
     """
-    messages = Messages()
-    sys.stderr.flush()
-    before = os.dup(2)
-    with tempfile.TemporaryFile() as kept:
-        os.dup2(kept.fileno(), 2)
-        try:
+    messages, held = Messages(), library_noise.Held()
+    try:
+        with library_noise.holding_stderr() as held:
             yield messages
-        finally:
-            sys.stderr.flush()
-            os.dup2(before, 2)
-            os.close(before)
-            kept.seek(0)
-            messages.text = kept.read().decode(errors="replace")
-            if pass_on:
-                os.write(2, re.sub(r"(?m)^[WI]\d{4} .*\n?", "", messages.text).encode())
+    finally:
+        messages.text = held.content.decode(errors="replace")
+        if pass_on:
+            os.write(2, re.sub(r"(?m)^[WI]\d{4} .*\n?", "", messages.text).encode())

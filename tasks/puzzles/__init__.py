@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from core.errors import check_integer
 from tasks.puzzles.files import Cut
 from tasks.puzzles.maze_sets import MazeSet
 from tasks.puzzles.sudoku_sets import SudokuSet
 from tasks.puzzles.task import Built, PuzzleTask, Stored
+from tasks.puzzles.writing import check_numbers
 
 
 def dataset(
@@ -43,9 +43,9 @@ def dataset(
     Raises:
       UserError: a number is out of range.
     """
-    _check(length=length, vocab_size=vocab_size, epochs_per_iteration=epochs_per_iteration, eval_puzzles=eval_puzzles)
-    _check(train_puzzles=train_puzzles)
-    _check(least=0, train_copies=train_copies, eval_seed=eval_seed)
+    check_numbers("puzzles", length=length, vocab_size=vocab_size, train_puzzles=train_puzzles)
+    check_numbers("puzzles", epochs_per_iteration=epochs_per_iteration, eval_puzzles=eval_puzzles)
+    check_numbers("puzzles", least=0, train_copies=train_copies, eval_seed=eval_seed)
     source = Stored(directory or "", cut=Cut(train_puzzles, train_copies))
     return PuzzleTask(source, length, vocab_size, epochs_per_iteration, eval_puzzles, eval_seed)
 
@@ -78,8 +78,7 @@ def sudoku(
     Raises:
       UserError: a number is out of range.
     """
-    _check(num_train=num_train, num_test=num_test, eval_puzzles=eval_puzzles)
-    _check(least=0, num_aug=num_aug, seed=seed)
+    check_numbers("puzzles", eval_puzzles=eval_puzzles)
     recipe = SudokuSet(
         size=size,
         num_train=num_train,
@@ -120,14 +119,7 @@ def maze(
     Raises:
       UserError: a number is out of range.
     """
-    _check(num_train=num_train, num_test=num_test, eval_puzzles=eval_puzzles)
-    _check(least=0, seed=seed, min_path=min_path)
+    check_numbers("puzzles", eval_puzzles=eval_puzzles)
     recipe = MazeSet(size=size, num_train=num_train, num_test=num_test, min_path=min_path, augment=augment, seed=seed)
     source = Built(recipe, directory=directory)
     return PuzzleTask(source, recipe.seq_len, recipe.vocab_size, eval_puzzles=eval_puzzles)
-
-
-def _check(*, least: int = 1, **numbers: int | None) -> None:
-    for name, value in numbers.items():
-        if value is not None:
-            check_integer(value, where=f"puzzles: {name}", least=least)

@@ -78,8 +78,7 @@ class ArcSet:
     def __post_init__(self):
         if self.version not in SUBSETS:
             raise UserError(f"arc: version is {self.version!r}, expected 1 or 2")
-        if self.num_aug < 0:
-            raise UserError(f"arc: num_aug is {self.num_aug}, expected at least 0")
+        writing.check_numbers("arc", least=0, num_aug=self.num_aug, seed=self.seed)
 
     def about(self) -> dict[str, Any]:
         """Returns the parameters as JSON."""

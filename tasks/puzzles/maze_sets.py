@@ -48,15 +48,12 @@ class MazeSet:
     vocab_size = 1 + len(CHARACTERS)
 
     def __post_init__(self):
-        wrong = [f"size {self.size}, expected 5 to 100"] if not 5 <= self.size <= 100 else []
-        for name in ("num_train", "num_test", "min_path"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                wrong.append(f"{name} {value}, expected at least 1")
-            if value is None and name != "min_path" and not self.csv:
-                wrong.append(f"{name} None, expected a number where mazes are generated")
-        if wrong:
-            raise UserError("maze: " + "; ".join(wrong))
+        writing.check_numbers("maze", num_train=self.num_train, num_test=self.num_test, min_path=self.min_path)
+        writing.check_numbers("maze", least=0, seed=self.seed)
+        if not 5 <= self.size <= 100:
+            raise UserError(f"maze: size {self.size}, expected 5 to 100")
+        if not self.csv and None in (self.num_train, self.num_test):
+            raise UserError("maze: num_train or num_test is None, expected numbers where mazes are generated")
 
     @property
     def seq_len(self) -> int:

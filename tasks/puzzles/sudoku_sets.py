@@ -57,18 +57,13 @@ class SudokuSet:
     def __post_init__(self):
         cells = shape(self.size).cells
         low, high = self.clues or CLUES[self.size]
-        wrong = [f"num_train {self.num_train}, expected at least 1"] if self.num_train < 1 else []
-        wrong += (
-            [f"num_test {self.num_test}, expected at least 1"]
-            if self.num_test is not None and self.num_test < 1
-            else []
-        )
-        wrong += ["num_test None, expected a number where puzzles are generated"] * (
-            not self.csv and self.num_test is None
-        )
-        wrong += [f"num_aug {self.num_aug}, expected at least 0"] if self.num_aug < 0 else []
-        wrong += [f"clues {low} to {high}, expected 0 to {cells} in order"] if not 0 <= low <= high <= cells else []
-        wrong += [f"size {self.size} with csv, whose puzzles are of size 9"] if self.csv and self.size != 9 else []
+        writing.check_numbers("sudoku", num_train=self.num_train, num_test=self.num_test)
+        writing.check_numbers("sudoku", least=0, num_aug=self.num_aug, seed=self.seed)
+        wrong = [f"clues {low} to {high}, expected 0 to {cells} in order"] if not 0 <= low <= high <= cells else []
+        if not self.csv and self.num_test is None:
+            wrong.append("num_test None, expected a number where puzzles are generated")
+        if self.csv and self.size != 9:
+            wrong.append(f"size {self.size} with csv, whose puzzles are of size 9")
         if wrong:
             raise UserError("sudoku: " + "; ".join(wrong))
 

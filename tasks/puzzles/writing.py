@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from core import paths
-from core.errors import UserError
+from core.errors import UserError, check_integer
 from tasks.puzzles import files
 
 BUILD = "build.json"  # the recipe's parameters, and statistics of the result
@@ -132,6 +132,13 @@ class DatasetWriter:
         for name, value in self.extra.items():
             (self._folder / name).write_text(files.as_json(value))
         (self._folder / files.IDENTIFIERS).write_text(json.dumps(self.identifiers) + "\n")
+
+
+def check_numbers(where: str, *, least: int = 1, **numbers: int | None) -> None:
+    """Raises UserError unless each number is None or an integer of at least `least`."""
+    for name, value in numbers.items():
+        if value is not None:
+            check_integer(value, where=f"{where}: {name}", least=least)
 
 
 def check_free(directory: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from core import paths
-from core.checkpoints import description, inspection, steps
+from core.checkpoints import inspection, steps
 from core.training import goodput
 from core.training.goodput import Session
 
@@ -83,7 +83,7 @@ def difference(run_dir: Path, undisturbed: Path) -> str:
     folders = [paths.resolve(folder / "checkpoints") / str(wanted) for folder in (run_dir, undisturbed)]
     if damaged := inspection.verify(folders[0]).damaged:
         return f"its last checkpoint is damaged: {damaged[0]}"
-    first, second = (description.read(folder) for folder in folders)
+    first, second = (steps.read(folder) for folder in folders)
     return "" if first.content == second.content else "arrays of its last checkpoint differ"
 
 

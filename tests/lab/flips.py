@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from core.checkpoints.description import DamagedError
-from core.checkpoints.leaves import Misfit
-from core.checkpoints.reading import UnreadableError
+from core.checkpoints.reading import Misfit, UnreadableError
+from core.checkpoints.steps import DamagedError
 from core.checkpoints.store import Checkpoints
 from launch import configuration
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from core.checkpoints import arrays, comparing, inspection, leaves, store
+from core.checkpoints import arrays, comparing, inspection, reading, store
 from core.health import exit_codes
 from launch import __main__ as main
 
@@ -117,13 +117,13 @@ def test_a_flipped_bit_in_an_array_is_found_by_name(tmp_path):
 def test_fingerprints_of_blocks_equal_those_of_the_devices(saved):
     folder = store.paths.resolve(saved / "checkpoints" / "7")
     found = arrays.Arrays(folder)
-    want = leaves.fingerprints(leaves.by_name(state_of(7)))
+    want = reading.fingerprints(reading.by_name(state_of(7)))
     assert {name: found.number(name) for name in want} == want
     assert len(list(found.blocks("params/block/mlp/up"))) == 8  # one a device
     wide = np.random.default_rng(0).integers(0, 2**63, size=(5, 3))
     with jax.enable_x64(True):
-        want = leaves.fingerprints({"x": jax.device_put(wide)})["x"]
-    parts = [leaves.fingerprint_of_block(wide[i : i + 2], origin=(i, 0), shape=wide.shape) for i in (0, 2, 4)]
+        want = reading.fingerprints({"x": jax.device_put(wide)})["x"]
+    parts = [reading.fingerprint_of_block(wide[i : i + 2], origin=(i, 0), shape=wide.shape) for i in (0, 2, 4)]
     assert sum(parts) % 2**32 == want
 
 

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from core import paths
-from core.checkpoints import description
+from core.checkpoints import steps
 from launch import configuration
 from launch.hosts.cluster import Host
 from launch.runs import prepared_run, training
@@ -53,7 +53,7 @@ def ready(name, folder):
 
 def left_behind(run):
     """What is in every array, and which positions there are: an iterator's own state says when it was written."""
-    found = description.read(paths.resolve(run.checkpoint_dir) / "8")
+    found = steps.read(paths.resolve(run.checkpoint_dir) / "8")
     return found.content, found.streams
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from core import slices
-from core.checkpoints import description, steps
+from core.checkpoints import steps
 from launch import __main__ as cli
 from launch import configuration, environment
 from parallel import analysis, compiled
@@ -148,7 +148,7 @@ def test_fine_tuning_under_three_strategies_trains_all_but_the_embeddings(train)
     start = [f"INIT_FROM = {before!r}", "FROZEN_DTYPE = 'float32'"]  # so that bits can be compared
     runs = [train("finetune", [*start, *bindings]) for bindings in STRATEGIES["finetune"]]
     assert_learned_alike(runs)
-    old, *tuned = [description.read(steps.find(run)).content for run in (before, *(run for run, _ in runs))]
+    old, *tuned = [steps.read(steps.find(run)).content for run in (before, *(run for run, _ in runs))]
     for new in tuned:
         kept = {name for name in new if name.startswith("params/") and new[name] == old.get(name)}
         assert kept == {"params/embed/embeddings", "params/positions/embeddings"}

@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from core import paths
-from core.checkpoints import description, inspection, reading, store
-from core.checkpoints.leaves import Misfit
+from core.checkpoints import inspection, reading, steps, store
+from core.checkpoints.reading import Misfit
 
 RNG = np.random.default_rng(1)
 LAYOUT = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("fsdp",)), PartitionSpec())
@@ -296,13 +296,13 @@ def test_a_file_that_is_listed_late_is_no_damage(newest, error):
 
 
 def test_a_position_that_is_listed_late_is_no_damage(newest, monkeypatch):
-    found, tries = description.read_streams, []
+    found, tries = steps.read_streams, []
 
     def late(*asked):
         tries.append(1)
         return found(*asked) if len(tries) > 1 else {}
 
-    monkeypatch.setattr(description, "read_streams", late)
+    monkeypatch.setattr(steps, "read_streams", late)
     assert newest(lambda folder: None) == (7, {"3", "7"})
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from core import distributed, paths
-from core.checkpoints import description, inspection, leaves, reading, steps, store, writing
+from core.checkpoints import inspection, reading, steps, store, writing
 from core.health import phase
 
 TWO_HOSTS = """
@@ -98,7 +98,7 @@ def test_a_save_that_cannot_start_is_reported(tmp_path, monkeypatch):
         raise PermissionError("read-only file system")
 
     with monkeypatch.context() as patched:
-        patched.setattr(description.StreamsHandler, "async_save", refuse)
+        patched.setattr(steps.StreamsHandler, "async_save", refuse)
         checkpoints = store.Checkpoints(str(tmp_path / "checkpoints"), keep=3)
         says = r"saving the checkpoint of step 1 to .* failed: PermissionError: read-only"
         with pytest.raises(writing.WriteFailedError, match=says):
@@ -131,7 +131,7 @@ def test_the_time_that_a_save_may_take_grows_with_the_bytes_of_a_host():
         "split": jax.device_put(np.zeros((16, 4), np.float32), layout),
         "whole": jax.device_put(np.zeros(5, np.int8)),
     }
-    assert leaves.host_bytes(state) == 16 * 4 * 4 + 5
+    assert reading.host_bytes(state) == 16 * 4 * 4 + 5
 
 
 def test_the_watchdog_knows_the_limit_of_a_save(tmp_path):
@@ -152,13 +152,13 @@ def test_the_watchdog_knows_the_limit_of_a_save(tmp_path):
 
 
 def test_a_save_over_its_limit_fails_and_names_the_setting(tmp_path, monkeypatch):
-    written = description.StreamsHandler._write
+    written = steps.StreamsHandler._write
 
     async def slowly(*args):
         time.sleep(2.0)
         await written(*args)
 
-    monkeypatch.setattr(description.StreamsHandler, "_write", slowly)
+    monkeypatch.setattr(steps.StreamsHandler, "_write", slowly)
     checkpoints = store.Checkpoints(str(tmp_path / "checkpoints"), keep=3, timeout_seconds=1.0)
     checkpoints.save(3, state={"w": jax.device_put(np.zeros(3))}, data={"a": b"1"}, meta={})
     says = r"step 3 to .*: TooSlowError: it was not written within 1 s .*set save_limit_seconds of the experiment to 2,"

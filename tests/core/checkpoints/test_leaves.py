@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from core.checkpoints import leaves
+from core.checkpoints import reading
 
 RNG = np.random.default_rng(0)
 WEIGHTS = RNG.normal(size=(16, 24)).astype(np.float32)
@@ -14,7 +14,7 @@ WEIGHTS = RNG.normal(size=(16, 24)).astype(np.float32)
 
 def number(value, *spec, devices=1):
     mesh = Mesh(np.array(jax.devices()[:devices]), ("fsdp",))
-    return leaves.fingerprints({"x": jax.device_put(value, NamedSharding(mesh, PartitionSpec(*spec)))})["x"]
+    return reading.fingerprints({"x": jax.device_put(value, NamedSharding(mesh, PartitionSpec(*spec)))})["x"]
 
 
 @pytest.mark.parametrize(("devices", "spec"), [(16, ("fsdp",)), (8, (None, "fsdp")), (4, ())])
@@ -42,6 +42,6 @@ def test_every_dtype_has_one(dtype):
 
 
 def test_keys_and_scalars_have_one():
-    keys = [leaves.fingerprints({"key": jax.random.key(seed)})["key"] for seed in (1, 1, 2)]
+    keys = [reading.fingerprints({"key": jax.random.key(seed)})["key"] for seed in (1, 1, 2)]
     assert keys[0] == keys[1] != keys[2]
     assert number(np.int32(4)) != number(np.int32(5))

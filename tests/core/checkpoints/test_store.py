@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from core.checkpoints import description, leaves, reading, store
+from core.checkpoints import reading, steps, store
 from core.health import phase
 from core.health.failure_diagnosis import Limits
 
@@ -76,7 +76,7 @@ def test_the_watchdog_waits_for_a_restore_as_long_as_for_a_save_of_the_same_byte
     writer.save(5, state=state, data={}, meta={})
     writer.wait()
     writer.restore(5, abstract(state))
-    monkeypatch.setattr(store.leaves, "host_bytes", lambda state: 400 * 2**30)
+    monkeypatch.setattr(store.reading, "host_bytes", lambda state: 400 * 2**30)
     writer.restore(5, abstract(state))
     opened(timeout_seconds=20000.0).restore_newest(abstract(state))
     assert [what for what, _ in seen] == [phase.RESTORING] * 3
@@ -86,8 +86,8 @@ def test_the_watchdog_waits_for_a_restore_as_long_as_for_a_save_of_the_same_byte
 def test_bytes_of_a_host_are_the_same_before_and_after_a_restore(state):
     """A shard that several devices have counts once."""
     held = [{str(s.index): s.data.nbytes for s in leaf.addressable_shards} for leaf in jax.tree.leaves(state)]
-    assert leaves.host_bytes(state) == sum(sum(shards.values()) for shards in held) > 0
-    assert leaves.host_bytes(abstract(state)) == leaves.host_bytes(state)
+    assert reading.host_bytes(state) == sum(sum(shards.values()) for shards in held) > 0
+    assert reading.host_bytes(abstract(state)) == reading.host_bytes(state)
 
 
 @pytest.mark.covers("C07")
@@ -131,7 +131,7 @@ def test_the_latest_are_kept_and_found(opened, state, tmp_path):
     assert sum(folder.name.isdigit() for folder in (tmp_path / "checkpoints").iterdir()) == 2
     with pytest.raises(RuntimeError, match="step 10 is already saved"):
         checkpoints.save(10, state=state, data={}, meta={})
-    with pytest.raises(ValueError, match=r"no complete checkpoint of step 1 .*there are \[9, 10\]"):
+    with pytest.raises(ValueError, match=r"no complete checkpoint of step 1 .*existing: \[9, 10\]"):
         checkpoints.restore(1, abstract(state))
 
 
@@ -244,7 +244,7 @@ def test_a_failed_write_surfaces_and_leaves_the_earlier_step(opened, state, tmp_
     async def fail(*_):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(description.StreamsHandler, "_write", fail)
+    monkeypatch.setattr(steps.StreamsHandler, "_write", fail)
     checkpoints.save(2, state=state, data={"a": b"2"}, meta={})
     with pytest.raises(RuntimeError, match=r"step 2 to .* failed.*No space left"):
         checkpoints.save(3, state=state, data={"a": b"3"}, meta={})

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from core import distributed
-from core.training import host_metrics
-from core.training.host_metrics import HostMetrics, Slowest
+from core.training import goodput
+from core.training.goodput import HostMetrics, Slowest
 
 
 def figures(*, wait=0.0, work=0.1, step=1.0, **memory):
@@ -48,7 +48,7 @@ def test_memory_of_every_chip_of_every_host_is_written_when_it_changes():
 
 
 def test_unmeasured_memory_is_omitted():
-    assert host_metrics.hbm_gib() == {}  # CPU devices
+    assert goodput.hbm_gib() == {}  # CPU devices
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ EXCHANGE = """
 import time
 from core import distributed
 distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS, local_cpu_devices=1)
-from core.training.host_metrics import HostMetrics
+from core.training.goodput import HostMetrics
 seen = HostMetrics()
 own = {"step_seconds": 1.0, "input_wait_seconds": 0.5 * PROCESS, "device_seconds": 0.1, "host_seconds": 0.1}
 if PROCESS == 0:
