@@ -205,7 +205,7 @@ def _published(
 
 
 def in_compute_dtype(program: Program) -> Any:
-    """Returns the abstract parameters, matrices and embeddings in the compute dtype: generation needs no other."""
+    """Returns abstract parameters for generation: matrices and embeddings have the compute dtype."""
     products = ("matrix", "embedding")
     return jax.tree.map(
         lambda leaf, spec: leaf.update(dtype=program.model.dtype) if spec.kind in products else leaf,

@@ -84,5 +84,5 @@ def batches_for(model: Model, *, steps: int, rows: int = ROWS) -> Iterator[Mappi
 
 
 def optimizer_of(model: Model) -> optimizers.Optimizer:
-    """Returns the optimizer with which a model of this kind is compared."""
+    """Returns the optimizer for measuring the agreement of a model."""
     return RECURSIVE_OPTIMIZER if isinstance(model, trm.TRM) else OPTIMIZER

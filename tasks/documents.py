@@ -59,7 +59,7 @@ def is_validation(name: str) -> bool:
 
 
 def validation_names(names: Iterable[str]) -> set[str]:
-    """Returns the names that belong to validation: of two or more different ones, at least one."""
+    """Returns the names that belong to validation; at least one if there are two or more different names."""
     names = set(names)
     chosen = {name for name in names if is_validation(name)}
     return chosen if chosen or len(names) < 2 else {min(names, key=lambda name: sha256(name.encode()).hexdigest())}

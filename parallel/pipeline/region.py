@@ -163,5 +163,5 @@ def split_rows(x: jax.Array, microbatches: int) -> jax.Array:
 
 
 def merge_rows(x: jax.Array) -> jax.Array:
-    """Merges [M, b, ...] into [M b, ...], in the order from before `split_rows`."""
+    """Merges [M, b, ...] into [M b, ...]; the inverse of `split_rows`."""
     return x.swapaxes(0, 1).reshape(x.shape[0] * x.shape[1], *x.shape[2:])
