@@ -139,7 +139,7 @@ def _rounded(number: float) -> float:
 
 HELP = "compile every experiment file for its slice, and record or check its memory and time (tests/golden)"
 EXAMPLE = """tests/run.sh lab golden                        list what is recorded and what is not; compiles nothing
-  tests/run.sh lab golden --check quickstart     compile and print what changed; exit code 1 if anything did
+  tests/run.sh lab golden --check quickstart     compile and print the changes; exit code 1 if there are any
   tests/run.sh lab golden --write                compile what is not recorded, one by one; run again to resume
   tests/run.sh lab golden --write --again valkyrie_7b"""
 
@@ -173,7 +173,7 @@ def _list(names: list[str]) -> int:
         outdated = "recorded for another configuration or compiler" if record else "not recorded"
         print(f"{name:<24} {outdated if name in missing else measured.line(record)}")
     if missing:
-        print("tests/run.sh lab golden --write compiles and records what is missing")
+        print("tests/run.sh lab golden --write compiles and records the missing ones")
     return int(bool(missing))
 
 

@@ -491,7 +491,7 @@ MISTAKES = {
     "unclosed string": ("models.Decoder.remat = 'full\nBATCH_SIZE = 3", 10, ["string is not closed"]),
     "no value": ("models.Decoder.depth =\nBATCH_SIZE = 3", 10, ["no value"]),
     "unhashable key": ("models.Decoder.depth = {[1]: 2}", 10, ["unhashable"]),
-    "two imports in one": ("from toy import tasks, models", 10, ["one module", "an import for each"]),
+    "two imports in one": ("from toy import tasks, models", 10, ["one module", "one import statement for each"]),
     "a word alone": ("BATCH_SIZE", 10, ["not a statement"]),
     "missing module": ("import toyy", 10, ["no module toyy"]),
     "missing module of a package": (
@@ -564,7 +564,7 @@ MISTAKES = {
     "missing parameter": (
         "from toy import tasks\nTASK = @tasks.Text()", 11, ["no value for 'length'", "tasks.Text.length = …"]
     ),
-    "macro of itself": ("BATCH_SIZE = %LENGTH\nLENGTH = %BATCH_SIZE", 11, ["own value"]),
+    "macro of itself": ("BATCH_SIZE = %LENGTH\nLENGTH = %BATCH_SIZE", 11, ["refers to itself"]),
     "constructor of itself": (
         "from toy import tasks\nTASK = @tasks.Mixture()\ntasks.Mixture.parts = [@tasks.Mixture()]", 12, ["itself"]
     ),
@@ -658,7 +658,7 @@ def test_a_file_that_includes_itself(bench):
     bench.add("include 'one.gin'")
     problem = bench.problem()
     assert (problem.file, problem.line) == ("two.gin", 1)
-    assert "comes back" in problem.what
+    assert "is circular" in problem.what
 
 
 def test_a_file_that_is_not_text(bench):
