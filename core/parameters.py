@@ -11,9 +11,12 @@ does not depend on how layers are stored. The same holds for other stacked dimen
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import fnmatch
+import itertools
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -144,6 +147,39 @@ def matches(params: Params | Specs, patterns: Sequence[str], *, where: str = "pa
 def any_matches(params: Params | Specs, pattern: str) -> bool:
     """Returns True if a pattern matches the path of at least one parameter."""
     return any(fnmatch.fnmatch(name, pattern) for name in names(params))
+
+
+def renamed(names: Sequence[str], renames: Mapping[str, str], *, where: str) -> dict[str, str]:
+    """Returns the new name of each name; names that no pattern matches keep theirs.
+
+    Args:
+      names: such as paths of parameters.
+      renames: new pattern by old pattern, such as `{"decoder/*": "layers/*"}`: what `*` stands for in the old name
+        replaces `*` in the new one. The first pattern that matches counts.
+      where: name of the renames, for the error.
+
+    Raises:
+      UserError: a pattern matches no name, two patterns have different numbers of `*`, or two names become equal.
+    """
+    rules = []
+    for old, new in renames.items():
+        rule = re.compile("(.*)".join(map(re.escape, old.split("*"))))
+        if old.count("*") != new.count("*"):
+            raise UserError(f"{where}: {old!r} and {new!r} have different numbers of '*'")
+        if not any(rule.fullmatch(name) for name in names):
+            raise UserError(f"{where}: nothing is named {old!r}; the names are {', '.join(names)}")
+        rules.append((rule, new.split("*")))
+
+    def new_name(name: str) -> str:
+        for rule, parts in rules:
+            if match := rule.fullmatch(name):
+                return "".join(itertools.chain(*zip(parts, (*match.groups(), ""), strict=True)))
+        return name
+
+    found = {name: new_name(name) for name in names}
+    if twice := [new for new, count in collections.Counter(found.values()).items() if count > 1]:
+        raise UserError(f"{where}: several names become {', '.join(twice)}")
+    return found
 
 
 def with_kinds(specs: Specs) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 
@@ -52,6 +52,8 @@ class Experiment:
       init_from: parameters to start from: a run (`runs/first`), a step of it (`runs/first@1000`), or the folder of a
         published model; "" starts from `seed`.
       init_patterns: shell wildcards over the paths of the parameters to take from there; others start from `seed`.
+      init_renames: names here by names there, such as `{"decoder/*": "layers/*"}`: of parameters of a run, or of
+        tensors of a published folder.
       frozen: shell wildcards over the paths of parameters that are not trained, besides those that the model freezes.
       frozen_dtype: dtype in which these are stored: `bfloat16`, or `float32` as trained parameters are.
       seed: seed of parameters, data order and random bits.
@@ -91,6 +93,7 @@ class Experiment:
     compiler_options: compiler_options.Overrides = dataclasses.field(default_factory=dict)
     init_from: str = ""
     init_patterns: Sequence[str] = ("*",)
+    init_renames: Mapping[str, str] = dataclasses.field(default_factory=dict)
     frozen: Sequence[str] = ()
     frozen_dtype: str = "bfloat16"
     seed: int = 0

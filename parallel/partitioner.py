@@ -218,6 +218,12 @@ class Program:
         """Axes, kind and trainability of every parameter."""
         return self._params[1]
 
+    @property
+    def trained_params(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes of the parameters that are trained."""
+        shapes, specs = map(jax.tree.leaves, self._params)
+        return [shape for shape, spec in zip(shapes, specs, strict=True) if spec.trainable]
+
     @functools.cached_property
     def _params(self) -> tuple[Any, Specs]:
         return logical.abstract_init(self._created, jax.random.key(self.seed), batch_shapes(self.spec))

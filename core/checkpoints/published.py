@@ -7,6 +7,7 @@ needs memory for its own shards and one tensor.
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -85,12 +86,23 @@ class PublishedFolder:
         """
         self.folder = folder
         self.notes = tuple(differences)
-        self._tensors = safetensors_files.tensors(folder)
-        plain = [source.name.format(0) for source in sources.values() if not source.name.startswith("/")]
-        prefix = next((p for p in prefixes if any(p + name in self._tensors for name in plain)), prefixes[0])
-        self._sources = {path: source.prefixed(prefix) for path, source in sources.items()}
+        self._unprefixed, self._prefixes = dict(sources), tuple(prefixes)
+        self._use(safetensors_files.tensors(folder))
         self._ignored = tuple(ignored)
         self._limits = dict(limits or {})
+
+    def _use(self, tensors: Mapping[str, safetensors_files.Tensor]) -> None:
+        self._tensors = tensors
+        plain = [source.name.format(0) for source in self._unprefixed.values() if not source.name.startswith("/")]
+        prefix = next((p for p in self._prefixes if any(p + name in tensors for name in plain)), self._prefixes[0])
+        self._sources = {path: source.prefixed(prefix) for path, source in self._unprefixed.items()}
+
+    def renamed(self, renames: Mapping[str, str]) -> PublishedFolder:
+        """Returns the folder as if its tensors had other names; see `core.parameters.renamed`."""
+        names = parameters.renamed(list(self._tensors), renames, where="INIT_RENAMES")
+        other = copy.copy(self)
+        other._use({names[name]: tensor for name, tensor in self._tensors.items()})
+        return other
 
     def describe(self) -> str:
         """Returns where the parameters are."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from core import parameters, paths
 from core.checkpoints import reading, steps
@@ -33,6 +34,13 @@ class ParameterSource(Protocol):
     def describe(self) -> str:
         """Describes the source in one line."""
 
+    def renamed(self, renames: Mapping[str, str]) -> ParameterSource:
+        """Returns the source as if its parameters, or the tensors of a published folder, had other names.
+
+        Args:
+          renames: see `core.parameters.renamed`.
+        """
+
     def problems(self, shapes: Any, specs: Specs) -> list[str]:
         """Returns one line for each parameter that is missing, unused or of another shape."""
 
@@ -49,27 +57,68 @@ class SavedParameters:
 
     notes = ()
 
-    def __init__(self, folder: paths.Path):
+    def __init__(self, folder: paths.Path, renames: Mapping[str, str] | None = None):
+        """Reads the metadata of the step; `renames` of its paths are as in `core.parameters.renamed`."""
         self.folder = folder
-        found = steps.read(folder)
-        self._kinds = {
-            name.removeprefix("params/"): kind for name, kind in found.kinds.items() if name.startswith("params/")
-        }
+        kinds = steps.read(folder).kinds
+        stored = {_path_of(name): name for name in kinds if name.startswith(_PREFIX)}
+        paths_here = parameters.renamed(list(stored), renames or {}, where="INIT_RENAMES")
+        self._stored = {paths_here[path]: name.removeprefix(_PREFIX) for path, name in stored.items()}
+        self._kinds = {paths_here[path]: kinds[name] for path, name in stored.items()}
 
     def describe(self) -> str:
         """See `ParameterSource`."""
         return f"step {self.folder.name} of {self.folder.parent}"
 
+    def renamed(self, renames: Mapping[str, str]) -> SavedParameters:
+        """See `ParameterSource`."""
+        return SavedParameters(self.folder, renames)
+
     def problems(self, shapes: Any, specs: Specs) -> list[str]:
         """See `ParameterSource`."""
         del specs
-        return reading.differences(self._kinds, shapes)
+        wanted = _by_path(shapes)
+        kinds = {path: _read_as(kind, wanted.get(path)) for path, kind in self._kinds.items()}
+        return reading.differences(kinds, wanted)
 
     def load(self, abstract: Any, specs: Specs, *, progress: Progress) -> Any:
-        """See `ParameterSource`."""
+        """See `ParameterSource`. Floating-point parameters are converted to the dtype of `abstract`.
+
+        Raises:
+          UserError: lists the parameters that are missing.
+        """
         del specs
+        wanted = _by_path(abstract)
+        if missing := [path for path in wanted if path not in self._stored]:
+            raise UserError(f"{self.describe()} has no parameters {', '.join(missing)}")
         progress("all", 1, 1)
-        return reading.read_arrays(self.folder, {"params": abstract})["params"]
+        places = {path: self._stored[path].rpartition("/")[::2] for path in wanted}
+        stored: dict[str, dict[str, Any]] = {}
+        for path, (module, name) in places.items():
+            stored.setdefault(module, {})[name] = wanted[path]
+        found = reading.read_arrays(self.folder, {"params": stored})["params"]
+        by_path = {path: found[module][name] for path, (module, name) in places.items()}
+        return jax.tree_util.tree_map_with_path(lambda path, _: by_path[parameters.path_name(path)], abstract)
+
+
+_PREFIX = "params/"
+
+
+def _path_of(name: str) -> str:
+    """Returns the path of a parameter from its name in a checkpoint: without Haiku's `~`."""
+    return name.removeprefix(_PREFIX).replace("~/", "")
+
+
+def _by_path(tree: Any) -> dict[str, Any]:
+    return {parameters.path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _read_as(kind: str, wanted: Any) -> str:
+    """Returns the dtype and shape that a stored array has when it is read: any floating-point dtype is converted."""
+    dtype, bracket, shape = kind.partition("[")
+    if wanted is None or not all(jnp.issubdtype(jnp.dtype(d), jnp.floating) for d in (dtype, wanted.dtype)):
+        return kind
+    return f"{jnp.dtype(wanted.dtype).name}{bracket}{shape}"
 
 
 def chosen(params: Any, patterns: Sequence[str]) -> Any:
@@ -114,7 +163,8 @@ def require_fit(source: ParameterSource, shapes: Any, specs: Specs, patterns: Se
         raise UserError(
             f"INIT_FROM: {source.describe()} does not fit the model:\n  "
             + "\n  ".join([*source.notes, *lines[:MOST_LINES], *more])
-            + "\nINIT_PATTERNS chooses the parameters to start from; all others are initialized"
+            + "\nINIT_PATTERNS chooses the parameters to start from; all others are initialized. INIT_RENAMES gives "
+            "names here by names there: {'decoder/*': 'layers/*'}"
         )
 
 

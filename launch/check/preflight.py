@@ -16,6 +16,7 @@ import jax
 
 from core import metrics, paths, published_files, slices, units
 from core.batches import batch_size
+from core.checkpoints import steps
 from core.errors import UserError
 from core.slices import GIB, Slice
 from core.training import run_lock
@@ -24,7 +25,7 @@ from launch import configuration, environment, findings, flags, terminal
 from launch.experiment import Experiment, padding
 from launch.findings import Finding, is_ready
 from launch.hosts import workstation
-from launch.runs import smoke
+from launch.runs import smoke, warm_start
 from parallel import host_memory, mesh, report, strategy
 from parallel.partitioner import Program
 from tasks.ids import ReadsFile
@@ -73,6 +74,8 @@ def check(
         findings += data(experiment, smoked=smoked, hosts=hosts)
     findings += run_directory(run_dir, slices.get(experiment.slice) if experiment else None, hosts)
     if program is not None:
+        if meant.init_from:
+            findings.append(_initial_parameters(meant, program, run_dir, hosts))
         findings.append(_memory(program, with_activations=not smoked and hosts != "simulated"))
         findings.append(_host_memory(meant, program, hosts))
     return Checked(tuple(findings), experiment, program)
@@ -111,6 +114,30 @@ def _bind(experiment: Experiment, *, smoked: bool) -> tuple[tuple[Experiment, Pr
     rows = units.counted(batch_size(program.spec), "row")
     shape = strategy.mesh_text(program.partitioner.shape)
     return (experiment, program), f"{where}: {shape}; {rows}{padding(program.model)}"
+
+
+def _initial_parameters(experiment: Experiment, program: Program, run_dir: str, hosts: Hosts) -> Finding:
+    """Checks that the parameters to start from fit the model; reads metadata and headers, no array."""
+    name, text, is_remote = "initial parameters", experiment.init_from, paths.is_remote(experiment.init_from)
+    if text.startswith("hf://") or _is_unseen(text, hosts, is_vocabulary=True):
+        return Finding(name, True, f"not checked: {text}", is_note=True)
+    is_away = hosts in _AWAY
+    with contextlib.chdir(environment.WORKSPACE) if is_away else contextlib.nullcontext():
+        try:
+            is_seen = hosts != "dry run" and (paths.is_remote(run_dir) or not is_away)
+            if is_seen and (saved := steps.complete(paths.resolve(run_dir) / steps.FOLDER)):
+                return Finding(name, True, f"not read: the run resumes from step {saved[-1]:,}")
+            fit = warm_start.require_fit(experiment, program)
+        except UserError as error:
+            return Finding(name, False, str(error))
+        except Exception as error:  # a bucket fails with its client's own types
+            if not is_remote and not isinstance(error, OSError):
+                raise
+            unread = f"cannot read {text} from here: {type(error).__name__}: {error}"
+            return Finding(name, is_away and is_remote, unread, is_note=is_away and is_remote)
+        shipped = [] if is_remote or not is_away else [text.partition("@")[0]]
+        left = workstation.left_behind(shipped, workspace=environment.WORKSPACE)
+        return Finding(name, not left, left[0] if left else "\n".join(filter(None, fit)), is_note=bool(fit.notes))
 
 
 def _memory(program: Program, *, with_activations: bool) -> Finding:

@@ -22,6 +22,7 @@ from launch.hosts.cluster import Host
 from parallel import host_memory
 from parallel.partitioner import Program
 
+INIT_FROM = "init_from"  # in the metadata of checkpoints: what the run was initialized from
 DATA_SECONDS = 3600.0  # limit for one host's work on the data; a longer build belongs in launch/run build
 
 
@@ -67,7 +68,10 @@ def prepare_run(
     if experiment.init_from and not is_resumed:
         from launch.runs import warm_start
 
-        started_from = warm_start.require_fit(experiment, program)
+        fit = warm_start.require_fit(experiment, program)
+        started_from = fit.source
+        if fit.notes and host.is_zero:
+            print(f"note: {fit.notes}", flush=True)
     distributed.require_shared(run_dir, is_host_zero=host.is_zero)
     with phase.enter(phase.PREPARING):
         _prepare_data(experiment, run_dir, host)
@@ -82,7 +86,7 @@ def prepare_run(
         "seed": experiment.seed,
         "data": experiment.task.fingerprint(),
         "data_source": experiment.task.describe(),
-        **({"init_from": started_from} if started_from else {}),
+        **({INIT_FROM: started_from} if started_from else {}),
     }
     distributed.require_same("the configuration", "\n".join(f"{k}: {v}" for k, v in meta.items()))
     return Run(experiment, program, host, run_dir, meta, last_step)

@@ -21,7 +21,7 @@ from core.types import CountsFlops, DescribesEvaluation, Generates, can, lacking
 from launch import terminal
 from launch.experiment import Experiment, padding
 from launch.hosts.cluster import Host
-from launch.runs.prepared_run import Run
+from launch.runs.prepared_run import INIT_FROM, Run
 from parallel import generation, report, strategy
 from parallel.partitioner import Program
 
@@ -44,8 +44,8 @@ def show_summary(run: Run, *, resumed_from: int | None, measured: Mapping[str, s
     """Prints a panel that describes the run, with the rows of `measured`."""
     experiment = run.experiment
     card = rows(experiment, run.program, host=run.host)
-    if experiment.init_from:
-        card["start"] = f"parameters of {experiment.init_from}"
+    if INIT_FROM in run.meta:
+        card["start"] = f"parameters of {run.meta[INIT_FROM]}"
     if evaluated := evaluated_on(experiment):
         card["validation"] = f"on {evaluated}"
     saves = writing.estimate_saves(
@@ -79,6 +79,9 @@ def rows(experiment: Experiment, program: Program, *, host: Host) -> dict[str, s
         "state": f"{units.size(sizes.everything)} per chip (parameters {units.size(sizes.params)}, optimizer "
         f"{units.size(sizes.opt_state)}); {units.size(sizes.whole)} in all",
     }
+    if experiment.frozen:
+        trained = sum(math.prod(shape.shape) for shape in program.trained_params)
+        card["trained"] = f"{trained:,} parameters; the others are frozen, in {experiment.frozen_dtype}"
     if schedule := program.partitioner.pipeline:
         card["pipeline"] = schedule.describe(program.partitioner.shape["stage"])
     if experiment.gather_once and experiment.accum_steps > 1:  # one microbatch is one gather anyway

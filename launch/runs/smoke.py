@@ -68,6 +68,7 @@ def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = (), partly:
         wandb_project="",
         init_from="" if shrinks else experiment.init_from,
         init_patterns=("*",) if shrinks else experiment.init_patterns,
+        init_renames={} if shrinks else experiment.init_renames,
         prompt=experiment.prompt if isinstance(task, type(experiment.task)) else "",
     )
 
@@ -96,18 +97,19 @@ def rehearse(run: Run) -> None:
     first, again = _Losses(), _Losses()
     training.train(run, also=[first])
     checkpoints = Checkpoints(run.checkpoint_dir, keep=run.experiment.keep_checkpoints)
-    state, position, step = training.restore_or_init(run, checkpoints, step=STEPS // 2)
-    with training.open_batches(run, position) as batches:
-        trainer.train(run.program.train_step, batches, state, total_steps=STEPS, hooks=[again])
+    start = training.restore_or_init(run, checkpoints, step=STEPS // 2)
+    with training.open_batches(run, start.position) as batches:
+        trainer.train(run.program.train_step, batches, start.state, total_steps=STEPS, hooks=[again])
     checkpoints.close()
     for number, loss in again.by_step.items():
         if loss != first.by_step[number]:
             raise RuntimeError(
-                f"smoke: step {number} has loss {first.by_step[number]!r}, after a restore from step {step} {loss!r}"
+                f"smoke: step {number} has loss {first.by_step[number]!r}, after a restore from step {start.step} "
+                f"{loss!r}"
             )
     if run.host.is_zero:
         print(
-            f"PASS  {STEPS} steps; restored at step {step}, "
+            f"PASS  {STEPS} steps; restored at step {start.step}, "
             f"{units.counted(len(again.by_step), 'step')} repeated bit for bit"
         )
 

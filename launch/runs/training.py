@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from core import distributed, metrics, paths, slices
 from core.checkpoints.store import Checkpoints
@@ -17,7 +18,7 @@ from core.training import compilation, evaluation, goodput, hooks, prefetch, pro
 from core.training.trainer import Hook, TrainStep
 from launch import config, environment, program_identity
 from launch.runs import progress
-from launch.runs.prepared_run import Run
+from launch.runs.prepared_run import INIT_FROM, Run
 from parallel import report
 from parallel.prediction import PredictionCheck
 
@@ -50,19 +51,20 @@ def train(run: Run, *, lock: run_lock.RunLock | None = None, also: Sequence[Hook
     with phase.enter(phase.RESTORING):
         limits = {"keep": run.experiment.keep_checkpoints, "timeout_seconds": run.experiment.save_limit_seconds}
         checkpoints = Checkpoints(run.checkpoint_dir, **limits)
-        state, position, resumed = restore_or_init(run, checkpoints)
+        start = restore_or_init(run, checkpoints)
+        run = dataclasses.replace(run, meta={**run.meta, **start.meta})
     with contextlib.ExitStack() as stack:
-        now = _begin(run, int(state.step), stack, lock)
+        now = _begin(run, int(start.state.step), stack, lock)
         if run.host.is_zero:
-            progress.show_summary(run, resumed_from=resumed, measured=now.predictions.rows())
+            progress.show_summary(run, resumed_from=start.step, measured=now.predictions.rows())
             _write_config(run, now.writers)
         evaluate = _evaluation(now)
-        batches = stack.enter_context(open_batches(run, position))
+        batches = stack.enter_context(open_batches(run, start.position))
         state = hooks.train_rolling_back(
             compile_together(run, now.first_step),
             batches,
-            state,
-            restore=lambda: restore_or_init(run, checkpoints)[0],
+            start.state,
+            restore=lambda: restore_or_init(run, checkpoints).state,
             total_steps=run.last_step,
             hooks=[*_hooks(now, evaluate, checkpoints, batches), *also],
         )
@@ -96,20 +98,30 @@ def _begin(run: Run, first_step: int, stack: contextlib.ExitStack, lock: run_loc
     return _UnderWay(run, first_step, lines, predictions, writers, stack, lock)
 
 
-def restore_or_init(
-    run: Run, checkpoints: Checkpoints, *, step: int | None = None
-) -> tuple[TrainState, Mapping[str, bytes] | None, int | None]:
-    """Restores the newest intact checkpoint (or that of `step`), or initializes a new state.
+class Start(NamedTuple):
+    """Where training starts.
 
-    Returns:
-      The state, the position in the data (None for a fresh start), and the restored step (None for a fresh start).
+    Attributes:
+      state: the state.
+      position: in the data; None at the beginning.
+      step: of the checkpoint; None for a fresh start.
+      meta: metadata of the checkpoint that the following ones keep: what the run was initialized from.
     """
+
+    state: TrainState
+    position: Mapping[str, bytes] | None = None
+    step: int | None = None
+    meta: Mapping[str, Any] = {}
+
+
+def restore_or_init(run: Run, checkpoints: Checkpoints, *, step: int | None = None) -> Start:
+    """Restores the newest intact checkpoint (or that of `step`), or initializes a new state."""
     if step is None:
         found = checkpoints.restore_newest(run.program.abstract_state)
     else:
         found = step, *checkpoints.restore(step, run.program.abstract_state)
     if found is None:
-        return _first_state(run), None, None
+        return Start(_first_state(run))
     step, state, position, meta = found
     if meta["data"] != run.meta["data"]:
         raise UserError(
@@ -117,7 +129,7 @@ def restore_or_init(
             f"  then: {meta.get('data_source', 'not recorded')}\n  now:  {run.meta['data_source']}\n"
             "Files are compared by name and size. Use another --run-dir, or the same data."
         )
-    return state, position, step
+    return Start(state, position, step, {name: meta[name] for name in (INIT_FROM,) if name in meta})
 
 
 def _first_state(run: Run) -> TrainState:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from core import distributed, paths, published_files
+import json
+from typing import NamedTuple
+
+from core import paths, published_files
 from core.checkpoints import steps, warm_start
 from core.errors import UserError
 from core.step import TrainState
@@ -18,9 +21,13 @@ def source(experiment: Experiment) -> warm_start.ParameterSource | None:
     Raises:
       UserError: there is no such run, step or folder, or the model cannot read published parameters.
     """
-    text = experiment.init_from
-    if not text:
+    if not experiment.init_from:
         return None
+    found = _source(experiment, experiment.init_from)
+    return found.renamed(experiment.init_renames) if experiment.init_renames else found
+
+
+def _source(experiment: Experiment, text: str) -> warm_start.ParameterSource:
     if published_files.is_published(text):
         if not can(experiment.model, ReadsPublished):
             lacks = ", ".join(missing(experiment.model, ReadsPublished))
@@ -34,17 +41,31 @@ def source(experiment: Experiment) -> warm_start.ParameterSource | None:
             f"INIT_FROM = {text!r} does not exist; give a run (runs/first), a step of it (runs/first@1000), or the "
             "folder of a published model, with config.json and *.safetensors"
         )
-    return warm_start.SavedParameters(steps.find(text))
+    try:
+        return warm_start.SavedParameters(steps.find(text))
+    except (steps.DamagedError, json.JSONDecodeError) as error:
+        raise UserError(f"INIT_FROM = {text!r}: {error}; give another step, RUN@STEP") from error
 
 
-def require_fit(experiment: Experiment, program: Program) -> str:
-    """Checks that the parameters of INIT_FROM fit the model; returns a description of them, "" without INIT_FROM."""
+class Fit(NamedTuple):
+    """Parameters that fit the model.
+
+    Attributes:
+      source: describes them in one line; "" without INIT_FROM.
+      notes: how the model that they belong to differs.
+    """
+
+    source: str = ""
+    notes: str = ""
+
+
+def require_fit(experiment: Experiment, program: Program) -> Fit:
+    """Checks that the parameters of INIT_FROM fit the model; reads metadata and headers, but no array."""
     if (found := source(experiment)) is None:
-        return ""
+        return Fit()
     warm_start.require_fit(found, program.abstract_state.params, program.param_specs, experiment.init_patterns)
-    if found.notes and distributed.is_host_zero():
-        print("note: INIT_FROM is of another model:\n  " + "\n  ".join(found.notes), flush=True)
-    return found.describe()
+    notes = "INIT_FROM is of another model:\n  " + "\n  ".join(found.notes) if found.notes else ""
+    return Fit(found.describe(), notes)
 
 
 def first_state(experiment: Experiment, program: Program, *, is_host_zero: bool) -> TrainState:

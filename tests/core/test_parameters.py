@@ -147,6 +147,19 @@ def test_muon_makes_each_layers_matrix_nearly_orthogonal_and_leaves_the_rest_to_
         np.testing.assert_allclose(np.abs(leaf), 0.5, rtol=1e-5)  # Adam's first step is a sign
 
 
+def test_names_are_replaced_by_pattern():
+    names = ["decoder/0/w", "decoder/1/w", "head/w"]
+    renames = {"decoder/1/*": "last/*", "decoder/*/w": "layers/w/*"}
+    assert list(parameters.renamed(names, renames, where="RENAMES").values()) == ["layers/w/0", "last/w", "head/w"]
+    for wrong, message in {
+        ("decoder/*", "layers"): r"RENAMES: 'decoder/\*' and 'layers' have different numbers of '\*'",
+        ("tail/*", "head/*"): r"RENAMES: nothing is named 'tail/\*'; the names are decoder/0/w, decoder/1/w, head/w",
+        ("decoder/0/w", "head/w"): "RENAMES: several names become head/w",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            parameters.renamed(names, dict([wrong]), where="RENAMES")
+
+
 @pytest.mark.parametrize("name", MAKE)
 def test_frozen_layers_get_no_state(name):
     params = random_tree(0)

@@ -70,6 +70,22 @@ def test_every_layout_reads_the_same_bits_and_only_the_needed_parts(family, monk
     assert found["split"][1] <= found["replicated"][1] / 4
 
 
+def test_tensors_are_found_under_other_names(llama):
+    """The layers are named as in another library, and read under a layout all the same."""
+    program = program_of(llama, strategies.fsdp_tensor(tensor=2))
+    want = jax.device_get(load(program, llama))
+    named = load_file(llama / "model.safetensors")
+    other = {name.replace("model.layers.", "backbone.h."): tensor for name, tensor in named.items()}
+    save_file(other, llama / "model.safetensors")
+    source, wanted = program.model.published(str(llama)), (program.abstract_state.params, program.param_specs)
+    assert any("missing: model.layers.0.self_attn.q_proj.weight" in line for line in source.problems(*wanted))
+    source = source.renamed({"backbone.h.*": "model.layers.*"})
+    assert not source.problems(*wanted)
+    found = source.load(*wanted)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), want)
+    assert jax.tree.map(lambda a: a.sharding, found) == program.state_shardings.params
+
+
 def test_a_source_reads_and_writes_any_part_of_a_merged_dimension():
     rng = np.random.default_rng(0)
     tensor = rng.standard_normal((5, 3 * 4 * 6)).astype(np.float32)

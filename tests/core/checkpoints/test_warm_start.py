@@ -14,12 +14,12 @@ from parallel.partitioner import Partitioner
 from tasks import streams
 
 
-def program_of(tables, *, seed=0, optimizer=optimizers.adamw, **changes):
+def program_of(tables, *, seed=0, optimizer=optimizers.adamw, frozen=(), **changes):
     sizes = {"num_layers": 2, "embed_dim": 16, "mlp_dim": 16, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 64}
     model = Transformer(**{**sizes, "vocab_multiple": 8, "dtype": "float32", **changes})
     at = Partitioner(tables, slice=slices.get("v4-16"), devices=jax.devices()[:8])
     rule = optimizer(learning_rate=optimizers.constant(1e-2))
-    return at.program(model, rule, streams.batch_spec(8, length=16), seed=seed)
+    return at.program(model, rule, streams.batch_spec(8, length=16), seed=seed, frozen=frozen)
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +34,8 @@ def saved(tmp_path_factory):
     return jax.device_get(state.params), str(run)
 
 
-def started(program, run, patterns=("*",)):
-    source = warm_start.SavedParameters(steps.find(run))
+def started(program, run, patterns=("*",), renames=None):
+    source = warm_start.SavedParameters(steps.find(run)).renamed(renames or {})
     abstract, specs = program.abstract_state.params, program.param_specs
     warm_start.require_fit(source, abstract, specs, patterns)
     return program.init_from(warm_start.load(source, program.init_params, abstract, specs, patterns))
@@ -57,6 +57,37 @@ def test_patterns_choose_what_is_taken_and_the_rest_starts_from_the_seed(saved):
     fresh, state = jax.device_get(program.init().params), jax.device_get(started(program, run, ("layers/*",)))
     jax.tree.map(np.testing.assert_array_equal, state.params["layers/block"], params["layers/block"])
     jax.tree.map(np.testing.assert_array_equal, state.params["~"], fresh["~"])
+
+
+def test_parameters_are_found_under_other_names(saved, tmp_path):
+    """Each is read into the shards of the layout, under the name that the model has for it."""
+    params, _ = saved
+    other = {
+        "decoder/layers": params["layers/block"],
+        "decoder/~/io": {f"old_{name}": leaf for name, leaf in params["~"].items()},
+    }
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
+    checkpoints.save(3, state={"params": jax.tree.map(jax.numpy.asarray, other)}, data={}, meta={})
+    checkpoints.close()
+    program, renames = program_of(strategies.fsdp_tensor(tensor=2)), {"decoder/layers/*": "layers/block/*"}
+    with pytest.raises(UserError) as caught:
+        started(program, str(tmp_path), renames=renames)
+    assert "embedding: not in the checkpoint, expected float32[64, 16]" in str(caught.value)
+    assert "decoder/io/old_embedding: float32[64, 16] in the checkpoint, not expected" in str(caught.value)
+    assert "layers" not in str(caught.value).splitlines()[1]
+    state = started(program, str(tmp_path), renames={**renames, "decoder/io/old_*": "*"})
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), params)
+    assert jax.tree.map(lambda a: a.sharding, state) == program.state_shardings
+
+
+def test_frozen_parameters_are_read_in_the_dtype_that_they_are_stored_in(saved):
+    params, run = saved
+    program = program_of(strategies.fsdp(), seed=5, frozen=("layers/*",))
+    state = jax.device_get(started(program, run).params)
+    jax.tree.map(np.testing.assert_array_equal, state["~"], params["~"])
+    for name, leaf in state["layers/block"].items():
+        assert leaf.dtype.name == "bfloat16"
+        np.testing.assert_array_equal(leaf, params["layers/block"][name].astype(leaf.dtype))
 
 
 def test_an_average_starts_with_the_parameters_that_were_taken(saved):

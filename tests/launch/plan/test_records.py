@@ -69,6 +69,7 @@ FIELDS = {
     "compare_interval": (7, False),
     "init_from": ("runs/first", False),
     "init_patterns": (("layers",), False),
+    "init_renames": ({"decoder/*": "layers/*"}, False),
     "frozen": (("embedding",), True),
     "frozen_dtype": ("float32", False),  # alone: there is nothing that it is the dtype of
 }

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from core.checkpoints import steps
 from core.health import exit_codes, failure_diagnosis
 from core.training import compilation
 from launch import environment
@@ -281,3 +282,32 @@ def test_other_data_is_reported_by_its_files_instead_of_a_hash():
     assert "then: text.files: train a.txt (1 file, 8 bytes)" in str(error.value)
     assert "now:  text.files: train a.txt (1 file, 9 bytes)" in str(error.value)
     assert "0000" not in str(error.value)
+
+
+def test_a_resumed_run_keeps_in_its_metadata_what_it_was_initialized_from():
+    meta = {"data": "0", "config": "now"}
+    run = types.SimpleNamespace(program=types.SimpleNamespace(abstract_state=None), meta=meta)
+    for then, kept in (({"init_from": "step 7 of a"}, {"init_from": "step 7 of a"}), ({}, {})):
+        found = 3, "state", {}, {"data": "0", "config": "then", **then}
+        start = training.restore_or_init(run, types.SimpleNamespace(restore_newest=lambda _, found=found: found))
+        assert start == ("state", {}, 3, kept)
+
+
+@pytest.mark.slow
+@pytest.mark.covers("C07")
+def test_every_checkpoint_says_what_its_run_started_from(launch, stopped, tmp_path):
+    """Also one that is saved after a resume, which reads nothing of the other run."""
+    where = ["--slice", "v4-16", "--run-dir", str(tmp_path / "tuned")]
+    more = small(f"INIT_FROM = '{stopped}@6'", "CHECKPOINT_INTERVAL = 1", "FROZEN = ('*embedding',)")
+    for last in ("1", "2"):
+        said = launch("train", "gin/quickstart.gin", *where, "--steps", last, *more, slice_name="v4-16")
+        assert "parameters of step 6 of" in said
+        assert "the others are frozen, in bfloat16" in said
+    folders = [tmp_path / "tuned/checkpoints" / step for step in ("1", "2")]
+    descriptions = [steps.read(folder) for folder in folders]
+    assert {found.meta["init_from"] for found in descriptions} == {f"step 6 of {stopped}/checkpoints"}
+    frozen = [found.content["params/~/embedding"] for found in descriptions]
+    assert frozen[0] == frozen[1]  # dtype, shape and the fingerprint of the bits
+    assert frozen[0][0].startswith("bfloat16[")
+    trained = [found.content["params/layers/block/query"] for found in descriptions]
+    assert trained[0] != trained[1]
