@@ -52,7 +52,8 @@ def _described(
             names, shape = names[1:], shape[1:]
         labels = [label or "_" for label in names]
         sizes = {label: limits.get(label, size) for label, size in zip(labels, shape, strict=True)}
-        found[name] = _Parameter(sources[name], layers, shape, sizes)
+        if name in sources:
+            found[name] = _Parameter(sources[name], layers, shape, sizes)
     return found
 
 
@@ -114,10 +115,14 @@ class PublishedFolder:
         Args:
           shapes, specs: shapes and specs of the model's parameters, trees of one structure.
         """
-        expected = self._expected(shapes, specs)
+        expected, unknown = self._expected(shapes, specs), self._unknown(shapes)
         unused = [name for name in self._tensors if name not in expected]
         left = [name for name in unused if not any(fnmatch.fnmatch(name, p) for p in self._ignored)]
-        return self._misfits(expected) + [f"left over: {name} {list(self._tensors[name].shape)}" for name in left]
+        return (
+            unknown
+            + self._misfits(expected)
+            + [f"left over: {name} {list(self._tensors[name].shape)}" for name in left]
+        )
 
     def _expected(self, shapes: Any, specs: Specs) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the tensors that hold these parameters."""
@@ -125,6 +130,11 @@ class PublishedFolder:
         for parameter in _described(shapes, specs, self._sources, self._limits).values():
             expected |= dict.fromkeys(parameter.names, parameter.source.shape(parameter.sizes))
         return expected
+
+    def _unknown(self, shapes: Any) -> list[str]:
+        """Returns a line for each parameter that a model of this family has not."""
+        names = [name for name in parameters.names(shapes) if name not in self._sources]
+        return [f"missing: {name}, which models of this family have not" for name in names]
 
     def _misfits(self, expected: Mapping[str, tuple[int, ...]]) -> list[str]:
         lines = [f"missing: {name} {list(shape)}" for name, shape in expected.items() if name not in self._tensors]
@@ -149,7 +159,7 @@ class PublishedFolder:
         Raises:
           UserError: the folder does not fit, with every difference.
         """
-        if lines := self._misfits(self._expected(abstract, specs)):
+        if lines := self._unknown(abstract) + self._misfits(self._expected(abstract, specs)):
             raise UserError(f"{self.folder} does not fit the model:\n  " + "\n  ".join(lines))
         described = _described(abstract, specs, self._sources, self._limits)
         leaves, structure = jax.tree.flatten(abstract)

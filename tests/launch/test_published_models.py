@@ -126,6 +126,28 @@ def test_a_run_needs_its_folder_no_longer(folder, run_dir, tmp_path, capsys):
         hosts="simulated",
     )
     assert [f.detail for f in checked.findings if not f.ok] == []
+    assert "not read: the run resumes from step 3" in [f.detail for f in checked.findings]
+
+
+def test_a_check_lists_all_parameters_that_do_not_fit(tmp_path):
+    shutil.copytree(FAMILY, tmp_path / "tiny")
+    write_tokenizer(tmp_path / "tiny", WORDS)
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text("w5 w6")
+    renames = "INIT_RENAMES = {'model.layers.0.*': 'decoder.0.*'}"
+    checked = preflight.check(
+        "gin/finetune.gin",
+        bindings=(*bindings(tmp_path / "tiny", tmp_path), renames),
+        slice_name="v4-16",
+        run_dir=str(tmp_path / "run"),
+        hosts="simulated",
+    )
+    (found,) = [finding for finding in checked.findings if finding.name == "initial parameters"]
+    assert not found.ok
+    lines = found.detail.splitlines()
+    assert lines[0] == f"INIT_FROM: the published folder {tmp_path}/tiny does not fit the model:"
+    missing = [line for line in lines if line.startswith("  missing: model.layers.0.")]
+    assert len(missing) == len([line for line in lines if line.startswith("  left over: decoder.0.")]) == 9
 
 
 def test_a_folder_is_laid_out_and_computed_as_told(tmp_path, capsys):

@@ -86,6 +86,19 @@ def test_tensors_are_found_under_other_names(llama):
     assert jax.tree.map(lambda a: a.sharding, found) == program.state_shardings.params
 
 
+def test_parameters_that_the_family_has_not_are_left_to_patterns(llama):
+    """A model that adds parameters to one of a family, such as an adapter, reads the others."""
+    program = program_of(llama, strategies.fsdp())
+    source, params = program.model.published(str(llama)), program.abstract_state.params
+    wider = {**params, "adapter": {"down": params["~"]["final_norm"]}}
+    specs = {**program.param_specs, "adapter": {"down": program.param_specs["~"]["final_norm"]}}
+    with pytest.raises(UserError, match="missing: adapter/down, which models of this family have not"):
+        warm_start.require_fit(source, wider, specs, ("*",))
+    with pytest.raises(UserError, match="missing: adapter/down"):
+        source.load(wider, specs)
+    warm_start.require_fit(source, wider, specs, ("layers/*", "*embedding", "final_norm"))
+
+
 def test_a_source_reads_and_writes_any_part_of_a_merged_dimension():
     rng = np.random.default_rng(0)
     tensor = rng.standard_normal((5, 3 * 4 * 6)).astype(np.float32)
