@@ -82,17 +82,18 @@ class Tail(NamedTuple):
     params: Any
 
 
-def haiku_tail(fn: Callable[[Stream, Side], Any], x: Stream, side: Side = (), *, name: str = "tail") -> Tail:
+def haiku_tail(fn: Callable[..., Any], x: Stream, side: Side = (), *, summed: Any = None, name: str = "tail") -> Tail:
     """Makes a `Tail` from a Haiku function that has its own parameters, such as a head and loss of stock modules.
 
     Args:
-      fn: `(x, side) -> sums over rows`.
+      fn: `(x, side) -> sums over rows`; of a stack with outputs `(x, side, summed) -> sums over rows`.
       x: an array or tree with the shapes that the stack returns; its values are not used.
       side: side arrays of the stack.
+      summed: arrays with the shapes of `Outputs.summed`, if the stack has outputs.
       name: module name of the parameters.
     """
     pure = hk.transform(logical.named_within(fn, name))
-    shapes = _abstract((x, side))
+    shapes = _abstract((x, side) if summed is None else (x, side, summed))
 
     def init(rng):
         if rng is None:  # hk.lift asks for shapes only
@@ -101,7 +102,7 @@ def haiku_tail(fn: Callable[[Stream, Side], Any], x: Stream, side: Side = (), *,
             return pure.init(rng, *jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes))
 
     params = hk.lift(init, name=name)(hk.next_rng_key() if hk.running_init() else None)
-    return Tail(lambda params, x, side: pure.apply(params, None, x, side), params)
+    return Tail(lambda params, *args: pure.apply(params, None, *args), params)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from core import optimizers
-from core.types import IGNORED, Model
+from core.types import IGNORED, HasPuzzles, Model, can
 from models import transformer, trm
 
 ROWS, LENGTH = 16, 24
@@ -68,7 +68,7 @@ def random_batches(vocab_size: int, *, steps: int, rows: int = ROWS) -> Iterator
 
 def batches_for(model: Model, *, steps: int, rows: int = ROWS) -> Iterator[Mapping[str, np.ndarray]]:
     """Returns batches for a model: packed documents, or puzzles that recur."""
-    if not isinstance(model, trm.TRM):
+    if not can(model, HasPuzzles):
         return random_batches(model.vocab_size, steps=steps, rows=rows)
     rng = np.random.default_rng(0)
 
@@ -85,4 +85,4 @@ def batches_for(model: Model, *, steps: int, rows: int = ROWS) -> Iterator[Mappi
 
 def optimizer_of(model: Model) -> optimizers.Optimizer:
     """Returns the optimizer for measuring the agreement of a model."""
-    return RECURSIVE_OPTIMIZER if isinstance(model, trm.TRM) else OPTIMIZER
+    return RECURSIVE_OPTIMIZER if can(model, HasPuzzles) else OPTIMIZER

@@ -133,7 +133,12 @@ def text(workspace):
 def test_every_run_passes_its_check(command, workspace):
     """As typed, but with --check: nothing starts."""
     checked = command if "--check" in command else command + " --check"
-    assert run(checked, workspace).splitlines()[-1] == "READY"
+    if not re.search(r"INIT_FROM = 'runs/", (ROOT / command.split()[2]).read_text()):
+        assert run(checked, workspace).splitlines()[-1] == "READY"
+        return
+    failed = [line for line in run(checked, workspace, code=2).splitlines() if line.startswith("FAIL")]
+    assert len(failed) == 1  # a command above it trains that run
+    assert failed[0].startswith("FAIL  initial parameters  INIT_FROM = 'runs/")
 
 
 @pytest.mark.parametrize("command", [c for c in commands() if REMOTE in c])

@@ -6,9 +6,10 @@ to the stage that runs it, in R exchanges, in each of which every stage sends on
 
     part c is stored on stage c // R, in place c % R;   it runs on stage c % S, in repeat c // S
 
-If L does not divide over the stages, each has ceil(L / S) layers, and the last layer is repeated until all are full.
-The stored array is then not sharded over layers: `stage` shards another dimension (`parallel.strategy`), and an
-all-to-all brings every stage its layers.
+If L does not divide over the parts, each has ceil(L / (R S)) layers, and the last layer is repeated until all are full.
+An all-to-all then brings every stage its layers. If L does not divide over the stages either, the stored array is not
+sharded over layers: `stage` shards another dimension (`parallel.strategy`). If it does, an all-to-all moves `stage` to
+such a dimension first.
 
 S stages, R repeats, R S parts.
 """
@@ -24,6 +25,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from core import logical
+from parallel.pipeline import schedules
 from parallel.pipeline.stage import STAGE, put, take
 
 
@@ -84,33 +86,52 @@ def _exchange(a: jax.Array, exchanged: list[list[tuple[int, int, int, int]]]) ->
     return result.reshape(a.shape)
 
 
-def padded(layers: int, *, stages: int, repeats: int) -> int:
-    """Returns the number of layers with padding."""
-    return -(-layers // (stages * repeats)) * stages * repeats
-
-
 def from_storage(a: jax.Array, spec: P, layers: int) -> jax.Array:
     """Returns this stage's layers of an array that is stored with `spec`, in model order; all mesh axes are manual.
 
     Args:
       a: the stored shard of [L, ...].
-      spec: the stored layout, which does not shard layers.
+      spec: sharding of the stored array over manual axes.
       layers: number of layers with padding.
     """
+    a, dimension = _with_all_layers(a, spec)
     a = jnp.pad(a, [(0, layers - a.shape[0])] + [(0, 0)] * (a.ndim - 1), mode="edge")
-    dimension = _over_stages(spec)
-    if dimension is None:
-        mine = layers // jax.lax.axis_size(STAGE)
-        return jax.lax.dynamic_slice_in_dim(a, jax.lax.axis_index(STAGE) * mine, mine)
-    return jax.lax.all_to_all(a, STAGE, split_axis=0, concat_axis=dimension, tiled=True)
+    return _own_layers(a) if dimension is None else _all_to_all(a, split=0, join=dimension)
 
 
 def to_storage(a: jax.Array, spec: P, layers: int) -> jax.Array:
     """Inverse of `from_storage`; `layers` without padding."""
     dimension = _over_stages(spec)
-    if dimension is None:
-        return jax.lax.all_gather(a, STAGE, tiled=True)[:layers]
-    return jax.lax.all_to_all(a, STAGE, split_axis=dimension, concat_axis=0, tiled=True)[:layers]
+    other = _divisible(a) if dimension == 0 else dimension
+    if other is None:
+        a = jax.lax.all_gather(a, STAGE, tiled=True)[:layers]
+        return _own_layers(a) if dimension == 0 else a
+    a = _all_to_all(a, split=other, join=0)[:layers]
+    return _all_to_all(a, split=0, join=other) if dimension == 0 else a
+
+
+def _with_all_layers(a: jax.Array, spec: P) -> tuple[jax.Array, int | None]:
+    """Returns the shard with all layers, and the dimension that `stage` shards instead; None if it is replicated."""
+    dimension = _over_stages(spec)
+    if dimension != 0:
+        return a, dimension
+    if (other := _divisible(a)) is None:
+        return jax.lax.all_gather(a, STAGE, tiled=True), None
+    return _all_to_all(a, split=other, join=0), other
+
+
+def _divisible(a: jax.Array) -> int | None:
+    """Returns the first dimension after the layers that divides over the stages."""
+    return next((i for i in range(1, a.ndim) if a.shape[i] % jax.lax.axis_size(STAGE) == 0), None)
+
+
+def _own_layers(a: jax.Array) -> jax.Array:
+    mine = a.shape[0] // jax.lax.axis_size(STAGE)
+    return jax.lax.dynamic_slice_in_dim(a, jax.lax.axis_index(STAGE) * mine, mine)
+
+
+def _all_to_all(a: jax.Array, *, split: int, join: int) -> jax.Array:
+    return jax.lax.all_to_all(a, STAGE, split_axis=split, concat_axis=join, tiled=True)
 
 
 def _over_stages(spec: P) -> int | None:
@@ -121,7 +142,7 @@ def by_stages(tree: Any, *, stages: int, repeats: int) -> Any:
     """Reorders small arrays [L, ...], such as random keys, to the order in which the stages run them, with padding."""
 
     def reordered(a: jax.Array) -> jax.Array:
-        layers = padded(a.shape[0], stages=stages, repeats=repeats)
+        layers = schedules.padded(a.shape[0], stages * repeats)
         if repeats == 1 and layers == a.shape[0]:
             return a
         numbers = np.minimum(np.arange(layers), a.shape[0] - 1).reshape(repeats, stages, -1)

@@ -27,7 +27,7 @@ from core.stack import Layer, LayerFn, Side, Stream, Tail
 from parallel.pipeline import stage as one_stage
 from parallel.pipeline.region import over_stages
 from parallel.pipeline.schedules import Schedule
-from parallel.pipeline.stage import STAGE, Stage, Travelling, Turn, put_if, take, take_tree
+from parallel.pipeline.stage import STAGE, Stage, Trained, Travelling, Turn, put_if, take, take_tree
 
 _BY_STAGE = P(STAGE)
 
@@ -74,6 +74,7 @@ class OnePass(NamedTuple):
       layers: gathered weights and keys of all stages, leaves [L, ...].
       sides: arrays that belong to rows, leaves [M, b, ...].
       stages: S.
+      trained: parameters of a layer that get gradients.
     """
 
     schedule: Schedule
@@ -82,6 +83,7 @@ class OnePass(NamedTuple):
     layers: Layer
     sides: Side
     stages: int
+    trained: Trained
 
     def run(self, xs: Stream) -> tuple[Sums, Any, Stream]:
         """Returns the tail's sums, gradients of the layers in float32, k trees [S, ...], and of the input, [M, b, ...].
@@ -130,7 +132,7 @@ class OnePass(NamedTuple):
 
         def local(layers: Layer, sides: Side, flow: Flow | None, *args: Any) -> Any:
             depth = jax.tree.leaves(layers.params)[0].shape[0]
-            stage = Stage(self.fn, layers, sides, depth, self.schedule.save, self.schedule.bubble_input)
+            stage = Stage(self.fn, layers, sides, depth, self.schedule.save, self.schedule.bubble_input, self.trained)
             return fn(self.schedule, stage, jax.tree.map(lambda a: a[0], flow), *args)
 
         specs = (P(STAGE), P(), P(STAGE), *(P() for _ in args))

@@ -13,7 +13,7 @@ from core.stack import Layer, LayerFn, Side, Stream, Tail
 from parallel.pipeline import gpipe, layer_order, one_f_one_b
 from parallel.pipeline.region import Region, merge_rows, over_stages, split_rows
 from parallel.pipeline.schedules import Schedule
-from parallel.pipeline.stage import STAGE, Stage, Travelling
+from parallel.pipeline.stage import STAGE, Stage, Trained, Travelling
 
 
 class Passes:
@@ -59,24 +59,27 @@ class Passes:
         specs, out_specs = (self._at.stored, P(), rows, rows), (Travelling(rows, P()), P(), _kept(rows))
         return self._at.run(local, in_specs=specs, out_specs=out_specs)(params, fixed, x, side)
 
-    def backward(self, gathered: Any, fixed: Layer, kept: Any, side: Side, dy: Travelling) -> tuple[Any, Stream]:
+    def backward(
+        self, gathered: Any, fixed: Layer, kept: Any, side: Side, dy: Travelling, trained: Trained
+    ) -> tuple[list, Stream]:
         """Returns the gradients of the parameters, sharded as stored, and of the input of the first layer, [B, ...]."""
         rows = self._at.by_rows
 
         def local(gathered: Any, fixed: Layer, kept: Any, side: Side, dy: Travelling) -> tuple[Any, Stream]:
             specs = (P(STAGE), P(STAGE), P(STAGE), P(), P())
-            run = over_stages(self._backward, in_specs=specs, out_specs=(P(), P(STAGE)))
+            back = functools.partial(self._backward, trained=trained)
+            run = over_stages(back, in_specs=specs, out_specs=(P(), P(STAGE)))
             sides, dys = self._split(side), Travelling(self._split(dy.x), self._of_each(dy.sums))
             dx, grads = run(gathered, fixed, kept, sides, dys)
-            return self._reduce(grads), _merge(dx)
+            return self._reduce(grads, trained), _merge(dx)
 
         fixed = layer_order.by_stages(fixed, **self._ordered)
-        specs, out_specs = (P(), P(), _kept(rows), rows, Travelling(rows, P())), (self._at.stored, rows)
+        specs, out_specs = (P(), P(), _kept(rows), rows, Travelling(rows, P())), (trained.pick(self._at.stored), rows)
         return self._at.run(local, in_specs=specs, out_specs=out_specs)(gathered, fixed, kept, side, dy)
 
     def loss_and_gradients(
-        self, params: Any, tail: Tail, x: Stream, fixed: Layer, side: Side
-    ) -> tuple[tuple[Any, Any], tuple[Any, Any, Any]]:
+        self, params: Any, tail: Tail, x: Stream, fixed: Layer, side: Side, trained: Trained, of_tail: Trained
+    ) -> tuple[tuple[Any, Any], tuple[list, list, Stream]]:
         """Runs 1F1B.
 
         Returns:
@@ -87,32 +90,35 @@ class Passes:
 
         def local(params: Any, head: Any, fixed: Layer, x: Stream, side: Side) -> tuple[Any, tuple]:
             layers = fixed._replace(params=self._gather(params))
+            own = Tail(lambda picked, *args: tail.fn(of_tail.fill(picked, head), *args), of_tail.pick(head))
             one_pass = one_f_one_b.OnePass(
-                self.schedule, self._fn, Tail(tail.fn, head), layers, self._split(side), self._stages
+                self.schedule, self._fn, own, layers, self._split(side), self._stages, trained
             )
             sums, grads, dx = one_pass.run(self._split(x))
             of_head = jax.tree.map(lambda g: g[None], sums.grads)  # summed outside, where it can stay sharded
-            return self._at.sum(sums.out), (self._reduce(grads), of_head, _merge(dx))
+            return self._at.sum(sums.out), (self._reduce(grads, trained), of_head, _merge(dx))
 
-        specs, out_specs = (self._at.stored, P(), P(), rows, rows), (P(), (self._at.stored, rows, rows))
+        specs, out_specs = (self._at.stored, P(), P(), rows, rows), (P(), (trained.pick(self._at.stored), rows, rows))
         run = self._at.run(local, in_specs=specs, out_specs=out_specs)
         fixed = layer_order.by_stages(fixed, **self._ordered)
         out, (grads, of_head, dx) = run(params, tail.params, fixed, x, side)
-        of_head = jax.tree.map(lambda g, a: jnp.sum(g, axis=0).astype(a.dtype), of_head, tail.params)
+        of_head = jax.tree.map(lambda g, a: jnp.sum(g, axis=0).astype(a.dtype), of_head, of_tail.pick(tail.params))
         return out, (grads, of_head, dx)
 
     def _gather(self, params: Any) -> Any:
         return self._at.gather(self._at.cast(params), then=functools.partial(layer_order.to_stages, **self._ordered))
 
-    def _reduce(self, grads: Any) -> Any:
-        return self._at.reduce(grads, then=functools.partial(layer_order.to_model, **self._ordered))
+    def _reduce(self, grads: Any, trained: Trained) -> list:
+        return self._at.reduce(grads, trained, then=functools.partial(layer_order.to_model, **self._ordered))
 
     def _forward(self, gathered: Any, fixed: Layer, ys: Travelling, sides: Side, *, save: str) -> tuple:
         y, kept = gpipe.forward(self.schedule, self._stage(gathered, fixed, sides, save), ys)
         return y, jax.tree.map(lambda a: a[None], kept)
 
-    def _backward(self, gathered: Any, fixed: Layer, kept: Any, sides: Side, dys: Travelling) -> tuple[Stream, Any]:
-        stage = self._stage(gathered, fixed, sides, self.schedule.save)
+    def _backward(
+        self, gathered: Any, fixed: Layer, kept: Any, sides: Side, dys: Travelling, *, trained: Trained
+    ) -> tuple[Stream, Any]:
+        stage = self._stage(gathered, fixed, sides, self.schedule.save)._replace(trained=trained)
         dxs, grads = gpipe.backward(self.schedule, stage, jax.tree.map(lambda a: a[0], kept), dys)
         return dxs.x, grads
 

@@ -19,9 +19,9 @@ from core import logical
 from core.logical import Axes, Rules
 from core.stack import LayerFn
 from parallel import accumulation, strategy
-from parallel.pipeline import layer_order
+from parallel.pipeline import layer_order, schedules
 from parallel.pipeline.schedules import Schedule
-from parallel.pipeline.stage import STAGE
+from parallel.pipeline.stage import STAGE, Trained
 
 
 class Region(NamedTuple):
@@ -74,22 +74,24 @@ class Region(NamedTuple):
 
         return self._on_every_chip(gathered, params, in_specs=self.kept, out_specs=self.staged)
 
-    def reduce(self, grads: tuple, *, then: Callable = lambda tree: tree) -> Any:
+    def reduce(self, grads: tuple, trained: Trained, *, then: Callable = lambda tree: tree) -> Any:
         """Sums gradients over all rows, and shards them as the parameters.
 
         Args:
-          grads: gradients of each of the k layers that a stage runs in a tick, leaves [R, ...].
+          grads: gradients of each of the k layers that a stage runs in a tick, lists of [R, ...].
+          trained: the parameters that they are gradients of.
           then: applied to the result, of one stage, [R k, ...].
         """
 
         def reduced(grads: tuple) -> Any:
-            layers = [jax.tree.map(self._reduced, tree, self.stored) for tree in grads]
+            layers = [jax.tree.map(self._reduced, tree, stored) for tree in grads]
             tree = then(jax.tree.map(_interleave, *layers))
             if self.padded != self.layers:
-                tree = jax.tree.map(lambda a, spec: layer_order.to_storage(a, spec, self.layers), tree, self.kept)
+                tree = jax.tree.map(lambda a, spec: layer_order.to_storage(a, spec, self.layers), tree, kept)
             return tree
 
-        return self._on_every_chip(reduced, grads, in_specs=(self.staged,) * len(grads), out_specs=self.kept)
+        stored, staged, kept = map(trained.pick, (self.stored, self.staged, self.kept))
+        return self._on_every_chip(reduced, grads, in_specs=(staged,) * len(grads), out_specs=kept)
 
     def _reduced(self, g: jax.Array, spec: P) -> jax.Array:
         return accumulation.reduce(g, spec, set(self.rows))
@@ -132,7 +134,7 @@ def region(fn: LayerFn, stacked: Any, schedule: Schedule, param_rules: Rules, ac
         staged=staged,
         dtypes=fn.dtypes,
         layers=layers,
-        padded=layer_order.padded(layers, stages=sizes[STAGE], repeats=schedule.repeats),
+        padded=schedules.padded(layers, schedule.layer_unit(sizes[STAGE])),
     )
 
 

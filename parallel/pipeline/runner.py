@@ -23,7 +23,7 @@ from core.types import LossOutput
 from parallel.pipeline import region
 from parallel.pipeline.passes import Passes
 from parallel.pipeline.schedules import OneFOneB, Schedule
-from parallel.pipeline.stage import Travelling, Weights
+from parallel.pipeline.stage import Trained, Travelling, Weights
 
 
 def runner(schedule: Schedule, param_rules: Rules, activation_rules: Rules) -> stack.Runner:
@@ -118,14 +118,16 @@ def _two_passes(passes: Passes) -> Any:
         return tuple(passes.forward(weights, x, fixed, side, save="nothing")[0])
 
     def forward(*args: Any) -> tuple[tuple[Stream, Any], tuple]:
+        trained = _trained(args[0])
         weights, x, fixed, side = _values(args)
         y, gathered, kept = passes.forward(weights, x, fixed, side, save=passes.schedule.save)
-        return tuple(y), (gathered, fixed, kept, side)
+        return tuple(y), (gathered, fixed, kept, side, trained)
 
     def backward(saved: tuple, dy: Any) -> tuple:
-        gathered, fixed, kept, side = saved
+        gathered, fixed, kept, side, trained = saved
         dy = Travelling(*jax.tree.map(_dense, dy))
-        return *passes.backward(gathered, fixed, kept, side, dy), None, None
+        grads, dx = passes.backward(gathered, fixed, kept, side, dy, trained)
+        return trained.fill(grads), dx, None, None
 
     call.defvjp(forward, backward, symbolic_zeros=True)
     return call
@@ -143,18 +145,21 @@ def _loss_and_gradients(passes: Passes, tail: Tail) -> Any:
         return tail.fn(head, y, side, sums), sums
 
     def forward(*args: Any) -> tuple[tuple[LossOutput, Any], tuple]:
+        masks = _trained(args[0]), _trained(args[1])
         weights, head, x, fixed, side = _values(args)
-        return passes.loss_and_gradients(weights, Tail(tail.fn, head), x, fixed, side)
+        out, grads = passes.loss_and_gradients(weights, Tail(tail.fn, head), x, fixed, side, *masks)
+        return out, (grads, masks)
 
-    def backward(grads: tuple, cotangents: tuple[LossOutput, Any]) -> tuple:
-        by, sums = cotangents
+    def backward(saved: tuple, cotangents: tuple[LossOutput, Any]) -> tuple:
+        (grads, (trained, of_tail)), (by, sums) = saved, cotangents
         if any(not isinstance(a, SymbolicZero) for a in jax.tree.leaves((by.metrics, by.extras, sums))):
             raise UserError(
                 "1F1B: only loss_sum of the tail's result can be differentiated; add the other terms to it (the tail "
                 "has the summed outputs of the layers as its fourth argument), or use schedules.gpipe"
             )
         scale = _dense(by.loss_sum)
-        return *jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads), None, None
+        dw, dhead, dx = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
+        return trained.fill(dw), of_tail.fill(dhead), dx, None, None
 
     call.defvjp(forward, backward, symbolic_zeros=True)
     return call
@@ -214,6 +219,12 @@ def _without_gradient(fn: Any, why_not: str) -> Any:
 
     call.defvjp(forward, lambda saved, dy: saved, symbolic_zeros=True)
     return call
+
+
+def _trained(weights: Any) -> Trained:
+    """Returns which arguments of a derivative rule are differentiated: those that are not frozen."""
+    leaves, structure = jax.tree.flatten(weights)
+    return Trained(structure, tuple(leaf.perturbed for leaf in leaves))
 
 
 def _values(args: tuple) -> tuple:

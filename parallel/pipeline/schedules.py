@@ -85,17 +85,17 @@ class Schedule:
         return self.turns
 
     def layer_unit(self, stages: int) -> int:
-        """Returns S R, the number of parts: layers divide evenly if their number is a multiple of it."""
+        """Returns S R, the number of parts; other numbers of layers than its multiples are padded (see `fits`)."""
         return stages * self.repeats
 
     def fits(self, layers: int, stages: int) -> bool:
         """Returns whether this number of layers can be divided over the stages.
 
-        Without repeats they need not divide: all stages but the last have ceil(L / S) layers, and the last has at least
-        one. It then waits for the others.
+        They need not divide evenly: each of the R S parts has ceil(L / (R S)) layers, and the last ones are padding.
+        Every stage must have a layer of the model, and so must the last repeat.
         """
-        uneven = self.repeats == 1 and layers > (stages - 1) * -(-layers // stages)
-        return uneven or layers % self.layer_unit(stages) == 0
+        full, parts = stages * (self.repeats - 1) or stages - 1, self.layer_unit(stages)
+        return layers > full * padded(layers, parts) // parts
 
     def problems(self, stages: int) -> list[str]:
         """Returns the reasons, with fixes, why the schedule cannot run on this number of stages."""
@@ -217,12 +217,17 @@ def one_f_one_b(*, num_microbatches: int, save: str = "layers") -> Schedule:
     return OneFOneB(num_microbatches=num_microbatches, save=save)
 
 
+def padded(layers: int, parts: int) -> int:
+    """Returns the number of layers that the stages run: all parts have equally many, and the last ones are padding."""
+    return -(-layers // parts) * parts
+
+
 def _check_count(schedule: str, name: str, count: int) -> None:
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise UserError(f"{schedule}: {name} = {count!r}; expected a positive integer")
 
 
-def problems(schedule: Schedule, shapes: Any, axes: Any, *, stages: int, chips: int, even: bool = False) -> list[str]:
+def problems(schedule: Schedule, shapes: Any, axes: Any, *, stages: int, chips: int) -> list[str]:
     """Returns the reasons why a model cannot run as this pipeline, each with a fix.
 
     Args:
@@ -230,7 +235,6 @@ def problems(schedule: Schedule, shapes: Any, axes: Any, *, stages: int, chips: 
       shapes, axes: shapes and axes of the model's parameters, trees of one structure.
       stages: degree of `stage`.
       chips: number of chips of the slice, which bounds other degrees.
-      even: whether all stages must have the same number of layers.
     """
     found = depths(shapes, axes)
     if not found:
@@ -239,7 +243,7 @@ def problems(schedule: Schedule, shapes: Any, axes: Any, *, stages: int, chips: 
             "cannot be split: every stage would need all of its weights); build its layers with "
             "core.stack.layer_stack, or use a strategy without a pipeline"
         ]
-    unfit = [n for n in found if not schedule.fits(n, stages) or (even and n % schedule.layer_unit(stages))]
+    unfit = [n for n in found if not schedule.fits(n, stages)]
     return schedule.problems(stages) + [_depth(schedule, n, stages, chips) for n in unfit]
 
 

@@ -17,12 +17,14 @@ b rows of a microbatch, k layers that a stage runs in a tick.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from core import logical
 from core.errors import UserError
@@ -68,6 +70,32 @@ class Weights(NamedTuple):
     inputs: list
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """The leaves of a tree of parameters that get gradients; frozen ones get none.
+
+    Attributes:
+      structure: of the tree.
+      leaves: whether each leaf is trained.
+    """
+
+    structure: Any
+    leaves: tuple[bool, ...]
+
+    def pick(self, tree: Any) -> list:
+        """Returns the trained leaves of a tree of arrays or of specs of sharding."""
+        leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+        return [leaf for leaf, yes in zip(leaves, self.leaves, strict=True) if yes]
+
+    def fill(self, trained: list, others: Any = None) -> Any:
+        """Returns the tree with the trained leaves, and with those of the tree `others`, or None, in other places."""
+        rest = jax.tree.leaves(others) if others is not None else [None] * len(self.leaves)
+        found = iter(trained)
+        leaves = [next(found) if yes else other for yes, other in zip(self.leaves, rest, strict=True)]
+        return jax.tree.unflatten(self.structure, leaves)
+
+
 class Travelling(NamedTuple):
     """The arrays that a microbatch carries from stage to stage; in the backward pass their gradients.
 
@@ -90,6 +118,7 @@ class Stage(NamedTuple):
       depth: k.
       save: "layers", "stage", or "nothing" if no backward pass follows.
       bubble: see `Schedule.bubble_input`.
+      trained: parameters of a layer that the backward pass computes gradients of; None in a forward pass.
     """
 
     fn: LayerFn
@@ -98,6 +127,7 @@ class Stage(NamedTuple):
     depth: int
     save: str
     bubble: float | None
+    trained: Trained | None = None
 
     def input(self, at: Turn, x: Any) -> Any:
         """Returns the tree `x`, or the bubble's value in a bubble."""
@@ -262,14 +292,16 @@ def backward(
 
 
 def _layer_backward(stage: Stage, at: Turn, i: int, x: Stream, dy: Travelling) -> tuple[Any, Stream]:
-    layer, side = stage.layer(at, i), stage.side(at)
+    layer, side, mask = stage.layer(at, i), stage.side(at), stage.trained
+    assert mask is not None
 
     def run(kind: Kind, layer: Layer, x: Stream, dy: Travelling) -> tuple[Any, Stream]:
-        def one_layer(params: Any, x: Stream) -> Travelling:
+        def one_layer(trained: list, x: Stream) -> Travelling:
+            params = mask.fill(trained, layer.params)
             after, out = stage.fn.plain(layer._replace(params=params), x, side, kind)
             return Travelling(after, out.summed)
 
-        _, vjp = jax.vjp(one_layer, layer.params, x)
+        _, vjp = jax.vjp(one_layer, mask.pick(layer.params), x)
         return vjp(dy)
 
     return _switch(stage, at, i, stage.kinds(i), run, layer, x, dy)
@@ -306,7 +338,8 @@ def empty_saved(stage: Stage, x: Stream, *, places: int) -> Any:
 
 def zero_grads(stage: Stage) -> Grads:
     """Returns zero gradients."""
-    one = jax.tree.map(lambda a: a[0], stage.layers.params)
+    assert stage.trained is not None
+    one = [a[0] for a in stage.trained.pick(stage.layers.params)]
     sums = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), (one,) * stage.depth)
     if stage.repeats == 1:
         return Grads(sums, ())

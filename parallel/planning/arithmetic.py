@@ -24,6 +24,7 @@ from core.logical import Axes
 from core.slices import GIB, Slice
 from parallel import accumulation
 from parallel.partitioner import Program
+from parallel.pipeline import schedules
 from parallel.planning import cost, model_trace
 from parallel.planning.cost import AxisTime, StepTime
 from parallel.planning.links import DCN_BYTES_PER_SECOND
@@ -62,7 +63,8 @@ class Estimate(NamedTuple):
 def estimate(sharded: ShardedState, step: Step) -> Estimate:
     """Estimates a chip's HBM and time per step under a strategy's tables."""
     work, schedule = _work(sharded, step), sharded.tables.pipeline
-    bubble = schedule.bubble(sharded.shape["stage"]) if schedule else 0.0
+    idle = schedule.bubble(sharded.shape["stage"]) if schedule else 0.0
+    bubble = idle + (1 - idle) * (1 - 1 / sharded.padding)  # layers of padding compute nothing of use
     return Estimate(_hbm(sharded, step, work), _time(sharded, step, work), bubble)
 
 
@@ -92,7 +94,7 @@ def _work(sharded: ShardedState, step: Step) -> Work:
     trace, schedule = sharded.trace, sharded.tables.pipeline
     if schedule is None:
         return trace.works[step.remat] if step.remat in trace.works else next(iter(trace.works.values()))
-    full = _full(trace)
+    full = _full(trace).with_padding(sharded.padding)
     if schedule.save == "layers":
         return full
     return full._replace(  # the inputs of a stage's layers are recomputed first
@@ -141,10 +143,11 @@ def _kept(sharded: ShardedState, work: Work, step: Step, rows: float) -> tuple[f
     stages = sharded.shape["stage"]
     # The largest: a stage may also keep a number for each position.
     inputs = max((_kept_bytes(sharded, k, rows) / stages for k in _full(sharded.trace).of_loops), default=0.0)
+    inputs *= sharded.padding
     share = schedule.kept(stages) / schedule.turns
     if schedule.save == "stage":
         layers = next((leaf.shape[0] for leaf, of in sharded.params if of.names[:1] == ("layers",)), 1)
-        share /= max(1, layers // (stages * schedule.repeats))
+        share /= schedules.padded(layers, schedule.layer_unit(stages)) // schedule.layer_unit(stages)
     return inputs * share, others
 
 
@@ -208,8 +211,14 @@ def _of_weights(sharded: ShardedState, step: Step) -> _Sent:
     for (leaf, of), is_trained in zip(sharded.params, sharded.trace.trained, strict=True):
         stored, computed = mesh_axes(of.names, table), mesh_axes(of.names, used)
         gathered = stored - computed
-        payload = leaf.size * sharded.trace.itemsize / sharded.degree(computed)
+        padding = sharded.padding_of(leaf, of)
+        payload = padding * leaf.size * sharded.trace.itemsize / sharded.degree(computed)
         n = sharded.degree(gathered)
+        # Once a step: one gather, gradients in float32. Otherwise both passes gather, and gradients keep their dtype.
+        wide = leaf.dtype.itemsize / sharded.trace.itemsize if once or step.accum_steps > 1 else 1
+        if padding > 1:  # layers move to their stages, and their gradients back
+            share = (sharded.shape["stage"] - 1) / sharded.shape["stage"]
+            yield ("stage",), share * payload / n * (1 + wide if is_trained else 1)
         if not is_trained:
             gathers = 2 if "layers" in of.names and not once else 1
             yield gathered, (n - 1) / n * payload * (1 if once else step.accum_steps * gathers)
@@ -219,8 +228,6 @@ def _of_weights(sharded: ShardedState, step: Step) -> _Sent:
             if not is_tied:
                 yield gathered, (n - 1) / n * payload * step.accum_steps  # for the forward pass only
                 continue
-        # Once a step: one gather, gradients in float32. Otherwise both passes gather, and gradients keep their dtype.
-        wide = leaf.dtype.itemsize / sharded.trace.itemsize if once or step.accum_steps > 1 else 1
         # A weight outside the layers is last in one pass and first in the other: it is gathered for both at once.
         gathers, reduces = 2 if "layers" in of.names else 1, 1 if n <= _TRUE_SCATTER_CHIPS else 2
         passes = 1 + wide if once else step.accum_steps * (gathers + reduces)

@@ -79,6 +79,7 @@ class Work(NamedTuple):
       kept: arrays that are kept for the backward pass.
       reductions: reductions of a forward pass.
       gathers_again: whether the backward pass gathers a layer's weights again; otherwise gathered weights are saved.
+      looped: share of `flops`, and of `kernel_flops`, that loops over layers compute.
     """
 
     forward_flops: float
@@ -88,6 +89,17 @@ class Work(NamedTuple):
     kept: tuple[Kept, ...]
     reductions: tuple[Reduction, ...]
     gathers_again: bool = True
+    looped: tuple[float, float] = (0.0, 0.0)
+
+    def with_padding(self, padding: float) -> Work:
+        """Returns the work if loops over layers run `padding` times as many."""
+        more, kernels = ((padding - 1) * share for share in self.looped)
+        return self._replace(
+            forward_flops=self.forward_flops * (1 + more),
+            flops=self.flops * (1 + more),
+            kernel_flops=self.kernel_flops * (1 + kernels),
+            forward_kernel_flops=self.forward_kernel_flops * (1 + kernels),
+        )
 
     @property
     def row_bytes(self) -> float:
@@ -219,6 +231,9 @@ def work(model: Model, spec: BatchSpec, params: Any, param_axes: Any, *, trainab
     def flops(products: Sequence[_Product], *, in_kernel: bool) -> float:
         return sum(p.flops for p in products if p.in_kernel == in_kernel) / sizes.rows
 
+    def looped(*, in_kernel: bool) -> float:
+        return flops([p for p in both if p.in_loop], in_kernel=in_kernel) / (flops(both, in_kernel=in_kernel) or 1.0)
+
     return Work(
         forward_flops=flops(ahead, in_kernel=False),
         flops=flops(both, in_kernel=False),
@@ -227,6 +242,7 @@ def work(model: Model, spec: BatchSpec, params: Any, param_axes: Any, *, trainab
         kept=tuple(_distinct(k for leaf in jax.tree.leaves(kept) if (k := sizes.kept(leaf)))),
         reductions=tuple(r for p in ahead if not p.in_kernel and (r := sizes.reduction(p))),
         gathers_again=_computes_again(backward.jaxpr),
+        looped=(looped(in_kernel=False), looped(in_kernel=True)),
     )
 
 
@@ -237,9 +253,10 @@ class _Product(NamedTuple):
     contracted: tuple[int, ...]
     result_bytes: float
     in_kernel: bool
+    in_loop: bool
 
 
-def _products(jaxpr: Jaxpr, times: float = 1.0, in_kernel: bool = False) -> Iterator[_Product]:
+def _products(jaxpr: Jaxpr, times: float = 1.0, in_kernel: bool = False, in_loop: bool = False) -> Iterator[_Product]:
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
         if name == "dot_general":
@@ -248,19 +265,19 @@ def _products(jaxpr: Jaxpr, times: float = 1.0, in_kernel: bool = False) -> Iter
             (contracting, _), _ = params["dimension_numbers"]
             contracted = tuple(left.shape[i] for i in contracting)
             flops = 2.0 * result.size * math.prod(contracted) * times
-            yield _Product(flops, contracted, result.size * result.dtype.itemsize * times, in_kernel)
+            yield _Product(flops, contracted, result.size * result.dtype.itemsize * times, in_kernel, in_loop)
         elif name == "cond":
-            runs = [list(_products(branch.jaxpr, times, in_kernel)) for branch in params["branches"]]
+            runs = [list(_products(branch.jaxpr, times, in_kernel, in_loop)) for branch in params["branches"]]
             yield from max(runs, key=lambda run: sum(p.flops for p in run))
         elif name == "pallas_call":
             grid = [n for n in params["grid_mapping"].grid if isinstance(n, int)]
             blocks = times * math.prod(grid) * _computed_share(equation.invars[0].aval)
             for inner in _inner({"jaxpr": params["jaxpr"]}):
-                yield from _products(inner, blocks, True)
+                yield from _products(inner, blocks, True, in_loop)
         else:
             turns = params["length"] if name == "scan" else 1
             for inner in _inner(params):
-                yield from _products(inner, times * turns, in_kernel)
+                yield from _products(inner, times * turns, in_kernel, in_loop or turns > 1)
 
 
 def _computed_share(mask: Any) -> float:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from core import logical, units
 from core.batches import batch_size
 from core.errors import UserError
-from core.logical import Rules
+from core.logical import Axes, Rules
 from core.slices import Slice
 from parallel import mesh, strategy
 from parallel.partitioner import Program
@@ -91,6 +91,8 @@ class ShardedState:
         _ = self.state, self.gradients, self.gathered, self.links
         other = copy.copy(self)
         other.tables = tables
+        if other.padding != self.padding:
+            del vars(other)["gradients"], vars(other)["gathered"]
         return other
 
     def _check_stages(self) -> None:
@@ -98,7 +100,7 @@ class ShardedState:
         if schedule is None:
             return
         sizes = {"stages": self.shape["stage"], "chips": self.trace.slice.chips}
-        if found := schedules.problems(schedule, shapes, axes, even=True, **sizes):  # even: padding is not counted
+        if found := schedules.problems(schedule, shapes, axes, **sizes):
             raise Refused("layers do not divide into stages", f"strategy {self.tables.name!r}: " + "; ".join(found))
 
     def check(self, step: Step, *, num_streams: int = 1) -> None:
@@ -122,6 +124,18 @@ class ShardedState:
     def microbatches(self) -> int:
         """Microbatches of a pipeline; 1 without one."""
         return self.tables.pipeline.num_microbatches if self.tables.pipeline else 1
+
+    @property
+    def padding(self) -> float:
+        """Number of layers that the stages of a pipeline run, with padding, for each layer of the model."""
+        return max((self.padding_of(leaf, of) for leaf, of in self.params), default=1.0)
+
+    def padding_of(self, leaf: Any, of: Axes) -> float:
+        """Returns the padding of a stack's parameter; 1 for all others."""
+        schedule = self.tables.pipeline
+        if schedule is None or of.names[:1] != ("layers",):
+            return 1.0
+        return schedules.padded(leaf.shape[0], schedule.layer_unit(self.shape["stage"])) / leaf.shape[0]
 
     def degree(self, axes: Iterable[str]) -> int:
         """Returns the number of chips in a group over mesh axes."""
@@ -154,7 +168,7 @@ class ShardedState:
         """Bytes of all gradients on a chip."""
         table = self.tables.param_rules
         return sum(
-            size_bytes(leaf) / self.shards(of.names, table, without=self.gathered_once)
+            size_bytes(leaf) * self.padding_of(leaf, of) / self.shards(of.names, table, without=self.gathered_once)
             for (leaf, of), is_trained in zip(self.params, self.trace.trained, strict=True)
             if is_trained
         )
@@ -169,6 +183,7 @@ class ShardedState:
                 whole = 2 * leaf.size / leaf.shape[0] / self.shards(of.names, used)
             else:
                 whole = leaf.size / self.shards(of.names, stored, without=self.gathered_once)
+                whole *= self.padding_of(leaf, of)
             if self.tables.pipeline or self.shards(of.names, stored) > 1:
                 total += whole * self.trace.itemsize
         return total

@@ -12,7 +12,7 @@ import pytest
 
 from core import logical, optimizers, slices
 from core.batches import Field
-from core.stack import Tail, layer_stack
+from core.stack import Tail, haiku_tail, layer_stack
 from core.types import LossOutput
 from parallel import partitioner, strategies
 from parallel.pipeline import schedules
@@ -33,12 +33,12 @@ class Scored:
     Attributes:
       layers: L.
       pattern: kinds "local" and "global" of layers; None: all are "local".
-      tail: whether the loss is the tail of the stack.
+      tail: whether the loss is the tail of the stack: "params" with a parameter of the model, "haiku" with its own.
     """
 
     layers: int = 4
     pattern: tuple[str, ...] | None = None
-    tail: bool = True
+    tail: str = "params"
 
     def init(self, rng, batch):
         return hk.transform(self._loss).init(rng, batch)
@@ -65,16 +65,25 @@ class Scored:
             main = jnp.sum((x["x"] @ head) ** 2) + jnp.sum(x["scores"] * side)
             return LossOutput(main + balance, jnp.float32(x["scores"].shape[0]), {})
 
-        head = logical.param("head", (WIDTH, 2), ("embed", None), hk.initializers.RandomNormal(0.5))
+        def haiku_last(x, side, summed):
+            return last(logical.param("head", *of_head), x, side, summed)
+
+        of_head = (WIDTH, 2), ("embed", None), hk.initializers.RandomNormal(0.5)
+        x = {"x": batch["x"], "scores": jnp.zeros(batch["x"].shape[:1])}
+        if self.tail == "haiku":
+            like = {"balance": jnp.zeros(()), "units": jnp.zeros(HIDDEN)}
+            tail = haiku_tail(haiku_last, x, batch["scale"], summed=like)
+        else:
+            head = logical.param("head", *of_head)
+            tail = Tail(last, head) if self.tail else None
         scale = logical.param("scales", (self.layers,), (None,), hk.initializers.RandomNormal(0.1, 1.0))
         stack = layer_stack(
             self._block,
             self.layers,
             outputs="summed",
             pattern=self.pattern,
-            tail=Tail(last, head) if self.tail else None,
+            tail=tail,
         )
-        x = {"x": batch["x"], "scores": jnp.zeros(batch["x"].shape[:1])}
         result, summed = stack(x, batch["scale"], {"scale": scale, "number": jnp.arange(self.layers)})
         return result if self.tail else last(head, result, batch["scale"], summed)
 
@@ -115,7 +124,7 @@ class Case(NamedTuple):
     stages: int
     make: str = "pipeline"
     save: str = "layers"
-    tail: bool = True
+    tail: str = "params"
 
     @property
     def tables(self):
@@ -125,11 +134,12 @@ class Case(NamedTuple):
         return getattr(strategies, self.make)(stage=self.stages, schedule=schedule, **options)
 
 
-QUICK = [Case("gpipe", 2, tail=False)]  # the next test is 1F1B
+QUICK = [Case("gpipe", 2, tail="")]  # the next test is 1F1B
 SLOW = [
     *(Case(name, 2, save=save) for name in MAKE for save in ("layers", "stage")),
     *(Case(name, 2, make) for name in MAKE for make in ("pipeline_fsdp", "pipeline_fsdp_tensor")),
-    Case("circular", 2, "pipeline_fsdp", tail=False),
+    Case("circular", 2, "pipeline_fsdp", tail=""),
+    Case("gpipe", 2, tail="haiku"),
     Case("gpipe", 4, save="stage"),
     Case("1F1B", 4, save="stage"),
 ]
@@ -156,8 +166,58 @@ def test_an_auxiliary_loss_has_the_value_and_gradients_of_one_device(case, one_d
     equal(gradients(model, case.tables, "v4-8"), one_device(model))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "tables",
+    [
+        strategies.data_parallel(),
+        strategies.zero1(),
+        strategies.fsdp(),
+        strategies.hsdp(data=2),
+        strategies.tensor(),
+        strategies.fsdp_tensor(tensor=2),
+        strategies.sequence_tensor(tensor=2),
+        strategies.context(sequence=2),
+        strategies.mesh3d(data=2, tensor=2),
+    ],
+    ids=lambda tables: tables.name,
+)
+def test_an_auxiliary_loss_without_a_pipeline_is_that_of_one_device(tables, one_device):
+    equal(gradients(Scored(), tables, "v4-8"), one_device(Scored()))
+
+
+def count_products(jaxpr):
+    """Counts the matrix products in a program, each once however often it runs."""
+    inner = [part for eqn in jaxpr.eqns for value in eqn.params.values() for part in jax.tree.leaves(value)]
+    programs = [getattr(part, "jaxpr", part) for part in inner if hasattr(part, "eqns") or hasattr(part, "jaxpr")]
+    own = sum(eqn.primitive.name == "dot_general" for eqn in jaxpr.eqns)
+    return own + sum(count_products(program) for program in programs)
+
+
+@pytest.mark.parametrize(("name", "written_out"), [("gpipe", 2), ("circular", 1), ("1F1B", 2 * 2)])
+def test_no_gradient_of_frozen_layers_is_computed(name, written_out):
+    """Each layer that is written out (1F1B: in two loops) lacks the products of its two matrices; all others remain."""
+    model, bound = (
+        Scored(),
+        partitioner.Partitioner(Case(name, 2).tables, slice=slices.get("v4-8"), devices=jax.devices()),
+    )
+    params = parameters_of(model)
+
+    def loss(params, is_frozen):
+        layers = jax.lax.stop_gradient(params["layers/~"]) if is_frozen else params["layers/~"]
+        own = {**params, "layers/~": layers}
+        return model.loss(own, (), jax.random.key(0), batch_of(), is_training=True)[1].loss_sum
+
+    with bound.tracing():
+        counts = [
+            count_products(jax.make_jaxpr(jax.grad(lambda p, stop=stop: loss(p, stop)))(params).jaxpr)
+            for stop in (False, True)
+        ]
+    assert counts[0] - counts[1] == 2 * written_out
+
+
 FIVE_TO_ONE = Scored(26, ("local",) * 5 + ("global",))
-TWO_TO_ONE = Scored(3, ("local",) * 2 + ("global",))
+TWO_TO_ONE = Scored(3, ("local",) * 2 + ("global",), tail="haiku")
 
 
 def test_layers_of_two_kinds_that_do_not_divide_over_the_stages(one_device):
@@ -167,7 +227,7 @@ def test_layers_of_two_kinds_that_do_not_divide_over_the_stages(one_device):
 
 @pytest.mark.covers("M12")
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpipe", "1F1B"])
+@pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize(
     ("stages", "make"),
     [(2, "pipeline"), (4, "pipeline"), (2, "pipeline_fsdp_tensor"), (2, "pipeline_fsdp")],
@@ -177,6 +237,13 @@ def test_a_pattern_over_26_layers_has_the_numbers_of_one_device(name, stages, ma
     wanted = one_device(FIVE_TO_ONE)
     assert {a.shape[0] for a in jax.tree.leaves(wanted[1]["layers/~"])} == {26}
     equal(gradients(FIVE_TO_ONE, Case(name, stages, make).tables, "v4-8"), wanted)
+
+
+@pytest.mark.parametrize("layers", [6, pytest.param(7, marks=pytest.mark.slow)])
+def test_parts_of_a_circular_pipeline_that_are_not_full(layers, one_device):
+    """Over 2 stages x 2 repeats: 6 layers are stored by stages, 7 are not; parts have 2 layers, the last 0 or 1."""
+    model = Scored(layers, ("local",) * 2 + ("global",))
+    equal(gradients(model, Case("circular", 2).tables, "v4-8"), one_device(model))
 
 
 @pytest.mark.slow

@@ -12,11 +12,11 @@ from tasks import synthetic
 def trace_of():
     """`trace_of(model, slice_name="v4-32", rows=32, length=2048) -> ModelTrace`."""
 
-    def build(model, *, slice_name="v4-32", rows=32, length=2048, optimizer=None):
+    def build(model, *, slice_name="v4-32", rows=32, length=2048, optimizer=None, **options):
         vocab = getattr(model, "vocab_size", 32000)
         task = synthetic.random_tokens(vocab_size=vocab, length=length, num_streams=rows)
         optimizer = optimizer or optimizers.adamw(learning_rate=lambda step: 1e-3)
-        return model_trace.trace(model, optimizer, task.spec(rows), slice=slices.get(slice_name))
+        return model_trace.trace(model, optimizer, task.spec(rows), slice=slices.get(slice_name), **options)
 
     return build
 

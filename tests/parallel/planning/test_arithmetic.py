@@ -166,6 +166,48 @@ def test_sums_over_tensor_happen_again_with_a_pipeline_s_layers(seven_b):
     assert sent("stage") - sent("layers") == pytest.approx(once, rel=0.01)
 
 
+def test_layers_of_padding_cost_what_others_do(seven_b):
+    """32 layers over 4 stages x 3 repeats run as 36: more work, memory and traffic, of which the model has no use."""
+    even, uneven = (
+        ShardedState(piped(schedules.circular(num_microbatches=8, repeats=repeats)), seven_b) for repeats in (2, 3)
+    )
+    assert (even.padding, uneven.padding) == (1, 36 / 32)
+    for sharded in (even, uneven):
+        sharded.check(PLANNED)
+    ticks = {sharded: arithmetic.product_flops(sharded, PLANNED) for sharded in (even, uneven)}
+    head = 3 * 2 * 2048 * 4096 * 32000  # the output matrix, in both passes
+    layers = seven_b.works["full"].flops - head
+    work = (layers * 36 / 32 + head) / (layers + head) * ((24 + 3) / 24) / ((16 + 3) / 16)
+    assert ticks[uneven] / ticks[even] == pytest.approx(work, rel=1e-3)
+    found, wanted = arithmetic.estimate(uneven, PLANNED), arithmetic.estimate(even, PLANNED)
+    assert 1 - found.bubble == pytest.approx(32 / 36 * 24 / 27)
+    assert found.hbm["saved activations"] == pytest.approx(36 / 32 * wanted.hbm["saved activations"])
+    assert found.hbm["parameters"] == wanted.hbm["parameters"]  # stored without padding
+    of_layers = 2 * sum(leaf.size for leaf, of in seven_b_layers(seven_b)) / 4 / 8  # bfloat16, 4 more of 32
+    assert uneven.gathered - even.gathered == pytest.approx(of_layers)
+    assert uneven.gradients - even.gradients == pytest.approx(2 * of_layers)
+    again = even.rescheduled(uneven.tables)
+    assert (again.gathered, again.gradients, again.padding) == (uneven.gathered, uneven.gradients, uneven.padding)
+
+
+def seven_b_layers(trace):
+    return [pair for pair in model_trace.leaves(trace.shapes.params, trace.axes.params) if "layers" in pair[1].names]
+
+
+def test_frozen_parameters_cost_no_gradient_and_half_the_bytes(trace_of):
+    model = transformer.preset("7b", num_layers=2, remat="full")
+    all_, frozen = trace_of(model), trace_of(model, frozen=("layers/*", "embedding"))
+    trained, tuned = (ShardedState(strategies.fsdp(), trace) for trace in (all_, frozen))
+    output = 4 * (32000 * 4096 + 4096)  # the output matrix and the final norm, in float32
+    assert tuned.gradients == pytest.approx(output / 16, rel=1e-3)
+    others = 4 * sum(leaf.size for leaf in jax.tree.leaves(all_.shapes.params)) - output
+    assert 16 * (trained.state["parameters"] - tuned.state["parameters"]) == pytest.approx(others / 2, rel=1e-3)
+    assert tuned.state["optimizer"] == pytest.approx(2 * output / 16, rel=1e-3)
+    assert frozen.works["none"].flops < 0.55 * all_.works["none"].flops  # no backward pass but of the output matrix
+    sent = [sum(axis.wire_bytes for axis in arithmetic.estimate(one, FULL).time.traffic) for one in (trained, tuned)]
+    assert sent[1] < 0.8 * sent[0]
+
+
 def test_candidates_slightly_too_large_by_arithmetic_are_compiled(seven_b):
     have = seven_b.slice.chip.usable_hbm_bytes
     found = arithmetic.estimate(ShardedState(strategies.fsdp(), seven_b), FULL)
