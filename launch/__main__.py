@@ -40,7 +40,6 @@ FAMILIES: Mapping[str, Mapping[str, str]] = {  # modules of commands, by family
         "check": "launch.check.preflight",
         "checkpoints": "launch.cli.checkpoints",
         "doctor": "launch.check.doctor",
-        "environment": "launch.environment",
         "evaluate": "launch.experiments.evaluate",
         "export": "launch.cli.export",
         "generate": "launch.cli.generate",

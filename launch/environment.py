@@ -1,12 +1,10 @@
-"""Every environment variable that Renga reads, in one table; `launch/README.md` is generated from it.
+"""Reads the environment variables of launch/README.md; a malformed value is an error that names its variable.
 
-A malformed value is an error that names the variable. An empty value counts as unset.
+An empty value counts as unset.
 """
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,73 +15,20 @@ from core.errors import UserError
 WORKSPACE = Path(__file__).resolve().parent.parent
 
 
-@dataclasses.dataclass(frozen=True)
-class Variable:
-    """One environment variable."""
-
-    name: str  # name of the variable
-    meaning: str  # a short description
-    default: str  # a description of the behaviour if it is unset; `read` returns None then
-    readers: str  # the parts of Renga that read it
-    secret: bool = False  # whether its value must never be printed, logged or put on a command line
-
-
-VARIABLES: tuple[Variable, ...] = (
-    Variable("RENGA_PYTHON", "the Python 3.11-3.13 that creates .venv", "the first one found", "launch/setup.sh"),
-    Variable(
-        "RENGA_RUN_ROOT",
-        "root of run directories, local or gs://; a run goes to {group}/{experiment} in it",
-        "runs; beside an experiment file outside the workspace",
-        "launch",
-    ),
-    Variable("RENGA_SIMULATE", "the slice this process simulates a host of; set by --simulate", "unset", "launch"),
-    Variable(
-        "RENGA_STEP_FILE", "file in which this process notes its step for its log; set by pod.sh", "unset", "launch"
-    ),
-    Variable("RENGA_JOIN_SECONDS", "how long hosts wait for one another at the start", "300", "launch"),
-    Variable("RENGA_TRACEBACK", "1: user errors are printed with a traceback", "unset", "launch"),
-    Variable("RENGA_ALERT", "where alerts go: a shell command or https://…", "no alerts", "launch", secret=True),
-    Variable("RENGA_NOTES", "folder for notes on failures, for alerts; set with RENGA_ALERT", "unset", "launch"),
-    Variable("TPU_NAME", "as --tpu: the TPU to use, or A,B with one per slice", "unset", "launch/pod.sh"),
-    Variable("TPU_ZONE", "as --zone", "unset", "launch/pod.sh"),
-    Variable("TPU_PROJECT", "as --project", "gcloud's default", "launch/pod.sh"),
-    Variable("TPU_MESH_CONFIG", "degrees of strategies.mesh3d, such as 4,2,2", "the experiment's STRATEGY", "launch"),
-    Variable("TPU_AXIS_NAMES", "their axes, such as data,fsdp,tensor; with TPU_MESH_CONFIG", "unset", "launch"),
-    Variable(
-        "JAX_COORDINATOR_ADDRESS", "HOST:PORT of process 0; with the next two", "detected on a TPU", "launch, JAX"
-    ),
-    Variable("JAX_PROCESS_INDEX", "index of this process", "detected on a TPU", "launch"),
-    Variable("JAX_PROCESS_COUNT", "number of processes", "detected on a TPU", "launch"),
-    Variable("JAX_PLATFORMS", "platforms JAX may use, such as cpu", "all that JAX finds", "launch, JAX"),
-    Variable("JAX_NUM_CPU_DEVICES", "CPU devices of one process", "1; a host's chips with --simulate", "JAX"),
-    Variable("JAX_COMPILATION_CACHE_DIR", "folder for compiled programs, local or gs://", "RUN/compiled", "launch"),
-    Variable("XDG_CACHE_HOME", "programs compiled for plans are kept in renga/plans in it", "~/.cache", "launch"),
-    Variable("HF_TOKEN", "gives access to gated Hugging Face data", "unset", "tasks, launch/pod.sh", secret=True),
-    Variable("WANDB_API_KEY", "account for Weights & Biases; read on host 0", "wandb's login", "wandb", secret=True),
-    Variable("WANDB_MODE", "offline: Weights & Biases logs only to RUN/wandb", "online", "wandb"),
-    Variable("TPU_WORKER_ID", "index of this host in its slice", "from the metadata server", "launch, libtpu"),
-    Variable(
-        "TPU_WORKER_HOSTNAMES", "hosts of this slice, comma-separated", "from the metadata server", "launch, libtpu"
-    ),
-    Variable("TPU_ACCELERATOR_TYPE", "slice of this host, such as v4-32", "from the metadata server", "launch, libtpu"),
-    Variable("MEGASCALE_NUM_SLICES", "number of slices; set by --tpu A,B", "from the metadata server", "JAX, libtpu"),
-    Variable("MEGASCALE_SLICE_ID", "index of this host's slice", "from the metadata server", "JAX, libtpu"),
-    Variable(
-        "MEGASCALE_COORDINATOR_ADDRESS", "address of host 0 of slice 0", "from the metadata server", "JAX, libtpu"
-    ),
-    Variable("TPU_SKIP_MDS_QUERY", "1: the metadata server is not queried", "unset", "launch, JAX, libtpu"),
-    Variable("ALLOW_MULTIPLE_LIBTPU_LOAD", "1: several processes may load libtpu, to compile", "unset", "libtpu"),
-    Variable("XLA_FLAGS", "flags of XLA; must be equal on all hosts", "unset", "launch, XLA"),
-    Variable("LIBTPU_INIT_ARGS", "flags of libtpu; must be equal on all hosts", "unset", "launch, libtpu"),
-    Variable("NO_COLOR", "any value: output has no escape codes", "colours on a terminal", "launch"),
-    Variable("COLUMNS", "width of tables and errors", "the terminal's; errors at most 120", "launch"),
-    Variable("EPATH_USE_TF", "0: gs:// without TensorFlow", "0, set by core/paths.py", "etils"),
+NAMES = frozenset(
+    """
+    RENGA_PYTHON RENGA_RUN_ROOT RENGA_SIMULATE RENGA_STEP_FILE RENGA_JOIN_SECONDS RENGA_TRACEBACK RENGA_ALERT
+    RENGA_NOTES TPU_NAME TPU_ZONE TPU_PROJECT TPU_MESH_CONFIG TPU_AXIS_NAMES JAX_COORDINATOR_ADDRESS
+    JAX_PROCESS_INDEX JAX_PROCESS_COUNT JAX_PLATFORMS JAX_NUM_CPU_DEVICES JAX_COMPILATION_CACHE_DIR
+    XDG_CACHE_HOME HF_TOKEN WANDB_API_KEY WANDB_MODE TPU_WORKER_ID TPU_WORKER_HOSTNAMES TPU_ACCELERATOR_TYPE
+    MEGASCALE_NUM_SLICES MEGASCALE_SLICE_ID MEGASCALE_COORDINATOR_ADDRESS TPU_SKIP_MDS_QUERY
+    ALLOW_MULTIPLE_LIBTPU_LOAD XLA_FLAGS LIBTPU_INIT_ARGS NO_COLOR COLUMNS EPATH_USE_TF
+    """.split()  # noqa: SIM905 (a list has a line for each)
 )
 COMPILED_BY = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # change a compiled program, besides the configuration
 JOIN_SECONDS = 300
 SENT = ("TPU_MESH_CONFIG", "TPU_AXIS_NAMES")  # passed from a workstation to the hosts
 MESH_AXES = ("data", "fsdp", "tensor")  # of strategies.mesh3d
-_NAMES = {variable.name for variable in VARIABLES}
 
 
 class ProcessLayout(NamedTuple):
@@ -95,8 +40,8 @@ class ProcessLayout(NamedTuple):
 
 
 def read(name: str, *, environ: Mapping[str, str] | None = None) -> str | None:
-    """Returns the value of a variable in VARIABLES, or None if it is unset or empty."""
-    assert name in _NAMES, f"{name} is not in launch/environment.py"
+    """Returns the value of a variable in NAMES, or None if it is unset or empty."""
+    assert name in NAMES, f"{name} is not in launch/environment.py"
     return (os.environ if environ is None else environ).get(name) or None
 
 
@@ -175,15 +120,6 @@ def run_directory(experiment: str | Path, *, smoke: bool = False, environ: Mappi
     return f"{root.rstrip('/')}/{path.parent.name}/{path.stem}{'-smoke' if smoke else ''}"
 
 
-def markdown_table() -> str:
-    """Returns the table of environment variables in launch/README.md, as Markdown."""
-    rows = ["| variable | meaning | when unset | read by |", "|---|---|---|---|"]
-    for variable in VARIABLES:
-        meaning = variable.meaning + (" (secret: never printed)" if variable.secret else "")
-        rows.append(f"| `{variable.name}` | {meaning} | {variable.default} | {variable.readers} |")
-    return "\n".join(rows) + "\n"
-
-
 def join_seconds(*, environ: Mapping[str, str] | None = None) -> int:
     """Returns how long hosts wait for one another at the start (RENGA_JOIN_SECONDS). Raises UserError if malformed."""
     return _integer("RENGA_JOIN_SECONDS", minimum=1, environ=environ) or JOIN_SECONDS
@@ -206,32 +142,3 @@ def _integer(name: str, *, minimum: int, environ: Mapping[str, str] | None) -> i
     if not text.isdecimal() or int(text) < minimum:
         raise UserError(f"{name}={text!r}: expected a whole number from {minimum} up")
     return int(text)
-
-
-HELP = "print all environment variables that Renga reads, with their values on this machine"
-EXAMPLE = "launch/run environment"
-README = WORKSPACE / "launch" / "README.md"
-BEGIN, END = "<!-- environment: begin (launch/run environment --write) -->\n", "<!-- environment: end -->"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
-    parser.add_argument("--write", action="store_true", help="update the table in launch/README.md")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Prints the table, or writes it."""
-    if args.write:
-        README.write_text(updated(README.read_text()))
-        return 0
-    for variable in VARIABLES:
-        value = read(variable.name)
-        shown = "(set)" if value and variable.secret else value or f"unset: {variable.default}"
-        print(f"{variable.name:<28} {shown}\n{'':<28}   {variable.meaning} [{variable.readers}]")
-    return 0
-
-
-def updated(text: str) -> str:
-    """Returns the text of the README with its table updated."""
-    before, _, rest = text.partition(BEGIN)
-    return before + BEGIN + markdown_table() + END + rest.partition(END)[2]

@@ -98,10 +98,9 @@ def variables(environ: Mapping[str, str] = os.environ, *, simulated: bool) -> li
             look(environ=environ)
         except UserError as error:
             problems.append(Finding("environment", False, str(error)))
-    known = {variable.name for variable in environment.VARIABLES}
-    for name in sorted(set(environ) - known):
+    for name in sorted(set(environ) - environment.NAMES):
         is_ours = name.startswith("RENGA_")
-        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.6 if is_ours else _ALIKE)
+        nearest = difflib.get_close_matches(name, environment.NAMES, n=1, cutoff=0.6 if is_ours else _ALIKE)
         if is_ours:
             hint = f"did you mean {nearest[0]}?" if nearest else "launch/README.md lists what is read"
             problems.append(Finding("environment", False, f"{name} is not read by anything; {hint}", f"unset {name}"))
