@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.metadata
 import subprocess
+import sys
+import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
 _WORKSPACE = Path(__file__).resolve().parent.parent
+_INSTALLED = {"site-packages", "dist-packages"}
 REVISION_FILE = ".revision"  # written when a workspace is shipped without its .git
 COMPILER = ("jax", "jaxlib", "libtpu")  # the packages that determine the compiled program
 TRAINING = (*COMPILER, "dm-haiku", "optax", "orbax-checkpoint", "tensorstore", "seqio", "gin-config")
@@ -27,6 +31,20 @@ def version(package: str) -> str:
 def installed(packages: Iterable[str]) -> dict[str, str]:
     """Returns the installed version of each package, by name; raises as `version` does."""
     return {name: version(name) for name in packages}
+
+
+def of_modules(names: Iterable[str]) -> dict[str, str]:
+    """Returns digests of the files of imported modules, by name; without ours and installed ones."""
+    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
+    own = {name: Path(file).resolve() for name, file in sorted(files.items()) if file}
+    return {n: hashlib.sha256(f.read_bytes()).hexdigest()[:16] for n, f in own.items() if not _is_versioned(f)}
+
+
+def _is_versioned(file: Path) -> bool:
+    """Returns whether a file is ours or an installed package's, whose versions are recorded separately."""
+    ours = (_WORKSPACE / name for name in ("core", "launch", "models", "parallel", "tasks"))
+    installed = _INSTALLED & set(file.parts) or file.is_relative_to(sysconfig.get_path("stdlib"))
+    return bool(installed) or any(file.is_relative_to(folder) for folder in ours)
 
 
 def git_revision(workspace: Path = _WORKSPACE) -> str:

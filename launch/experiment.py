@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 
-from core import logical, optimizers, slices, units
+from core import optimizers, slices
 from core.batches import has_tokens, row_length
 from core.errors import UserError
 from core.health.failure_diagnosis import ON_TPU, USUAL_LIMITS, Limits
@@ -123,7 +123,7 @@ class Experiment:
         object.__setattr__(self, "optimizer", optimizers.as_optimizer(self.optimizer))
 
     def _wrong_parts(self) -> Iterator[str]:
-        """Yields the parts of the wrong type; gin checks annotations, but a constructor may have none."""
+        """A constructor without annotations may give anything, which gin cannot tell before it calls it."""
         for name, kinds in (("strategy", [Strategy]), ("optimizer", [Optimizer, Transformation])):
             if not isinstance(part := getattr(self, name), tuple(kinds)):
                 expected = " or ".join(f"{kind.__module__}.{kind.__name__}" for kind in kinds)
@@ -228,7 +228,7 @@ class Experiment:
           UserError: model, batch, strategy and slice do not fit; lists every mismatch.
         """
         partitioner = Partitioner(self.strategy, slice=slices.get(self.slice), devices=devices)
-        self._check_rows(partitioner)
+        partitioner.check_streams(self.batch_size, num_streams=self.task.num_streams, accum_steps=self.accum_steps)
         return partitioner.program(
             self.model,
             self.optimizer,
@@ -240,22 +240,6 @@ class Experiment:
             compiler_overrides=self.compiler_options,
             frozen=self.frozen,
             frozen_dtype=self.frozen_dtype,
-        )
-
-    def _check_rows(self, partitioner: Partitioner) -> None:
-        """Checks that the batch divides over streams and over chips; the error suggests sizes that fit both."""
-        schedule = partitioner.pipeline
-        cuts = self.accum_steps * (schedule.num_microbatches if schedule else 1)
-        streams, groups = self.task.num_streams, partitioner.row_shards * cuts
-        fits_streams, fits_chips = self.batch_size % streams == 0, self.batch_size % groups == 0
-        if (fits_streams and fits_chips) or (fits_streams and groups % streams == 0):
-            return  # or the layout's own message is complete
-        nearest = logical.nearest_multiples(self.batch_size, math.lcm(streams, groups))
-        microbatches = f" x {units.counted(cuts, 'microbatch', 'microbatches')}" if cuts > 1 else ""
-        raise UserError(
-            f"batch_size = {self.batch_size} must divide over NUM_STREAMS = {streams} and over "
-            f"{units.counted(partitioner.row_shards, 'group')} of chips{microbatches} "
-            f"(strategy {self.strategy.name!r} on {self.slice}). Set BATCH_SIZE = {' or '.join(map(str, nearest))}"
         )
 
 

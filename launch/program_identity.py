@@ -10,24 +10,20 @@ import hashlib
 import inspect
 import json
 import sys
-import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from core import slices
+from core import slices, versions
 from core.batches import Field
 from core.optimizers import schedules
 from launch import environment
 from launch.config import Binding, Macro, Reference, Settings, declared_macros, leaves
-from launch.environment import WORKSPACE
 from launch.experiment import Experiment
 from parallel import compiler_options
 
 # Schedules of `core.optimizers`: they give a step its learning rate and do not change its program.
 _SCHEDULES = frozenset(name for name, value in vars(schedules).items() if inspect.isfunction(value) and name[0] != "_")
-_OURS = tuple(WORKSPACE / name for name in ("core", "launch", "models", "parallel", "tasks"))
-_INSTALLED = {"site-packages", "dist-packages"}
 
 
 def program_text(experiment: Experiment, settings: Settings) -> str:
@@ -138,15 +134,7 @@ def _own_modules(experiment: Experiment, settings: Settings) -> dict[str, str]:
         symbol, _, name = selector.partition(".")
         module = settings.imports[symbol]
         names |= {module, getattr(getattr(sys.modules.get(module), name, None), "__module__", module)}
-    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
-    own = {name: Path(file).resolve() for name, file in sorted(files.items()) if file}
-    return {n: hashlib.sha256(f.read_bytes()).hexdigest()[:16] for n, f in own.items() if not _is_versioned(f)}
-
-
-def _is_versioned(file: Path) -> bool:
-    """Returns whether a file is ours or an installed package's, whose versions are recorded separately."""
-    installed = _INSTALLED & set(file.parts) or file.is_relative_to(sysconfig.get_path("stdlib"))
-    return bool(installed) or any(file.is_relative_to(folder) for folder in _OURS)
+    return versions.of_modules(names)
 
 
 FOLDER = environment.WORKSPACE / "tests" / "golden"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from core import logical, optimizers, random_bits, stack, step
+from core import logical, optimizers, random_bits, stack, step, units
 from core.batches import BatchSpec, Field, batch_shapes, batch_size, check_spec
 from core.errors import UserError, named_model
 from core.optimizers import Optimizer
@@ -90,6 +91,21 @@ class Partitioner:
         """Returns the rows of a global batch that this host supplies."""
         rows = {"rows": Field((batch_size,), jnp.int32, ("batch",))}
         return mesh.data_layout(self.batch_shardings(rows)["rows"], batch_size)
+
+    def check_streams(self, batch_size: int, *, num_streams: int, accum_steps: int) -> None:
+        """Checks that a batch divides over streams and over chips; the error suggests sizes that fit both."""
+        cuts = accum_steps * (self.pipeline.num_microbatches if self.pipeline else 1)
+        groups = self.row_shards * cuts
+        fits_streams, fits_chips = batch_size % num_streams == 0, batch_size % groups == 0
+        if (fits_streams and fits_chips) or (fits_streams and groups % num_streams == 0):
+            return  # or the layout's own message is complete
+        nearest = logical.nearest_multiples(batch_size, math.lcm(num_streams, groups))
+        microbatches = f" x {units.counted(cuts, 'microbatch', 'microbatches')}" if cuts > 1 else ""
+        raise UserError(
+            f"batch_size = {batch_size} must divide over NUM_STREAMS = {num_streams} and over "
+            f"{units.counted(self.row_shards, 'group')} of chips{microbatches} "
+            f"(strategy {self.strategy.name!r} on {self.slice.name}). Set BATCH_SIZE = {' or '.join(map(str, nearest))}"
+        )
 
     def program(
         self,

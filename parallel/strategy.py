@@ -246,6 +246,16 @@ def resolve(strategy: Strategy, slice: Slice) -> dict[str, int]:
     return {axis: degree * across[axis] for axis, degree in within.items()}
 
 
+def multiple_of(strategy: Strategy, slice: Slice, axis: str) -> int:
+    """Returns the number of which a dimension with this logical axis must be a multiple, for all tables."""
+    shape = resolve(strategy, slice)
+    rules = (strategy.param_rules, strategy.activation_rules, strategy.stored_optimizer_rules)
+    pieces = math.lcm(*(logical.shards(logical.row(r, axis), shape) for r in rules))
+    if axis == "layers" and strategy.pipeline:
+        return math.lcm(pieces, strategy.pipeline.layer_unit(shape["stage"]))
+    return pieces
+
+
 def mesh_text(shape: Mapping[str, int], *, dcn_shape: Mapping[str, int] | None = None, single: str = "1 chip") -> str:
     """Returns the degrees of a mesh as text: `data 2 (DCN) x fsdp 16`.
 

@@ -48,7 +48,10 @@ def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = (), partly:
             "that are multiples of these, by logical axis"
         )
     every = (experiment, *beside)
-    multiples = {name: math.lcm(*(_shards(e, name) for e in every)) for name in logical.all_axes()}
+    places = [(e.strategy, slices.get(e.slice)) for e in every]
+    multiples = {
+        name: math.lcm(*(strategy.multiple_of(*place, name) for place in places)) for name in logical.all_axes()
+    }
     rows = multiples["batch"] * math.lcm(*(e.accum_steps * _microbatches(e) for e in every))
     length = math.lcm(LENGTH, multiples["length"]) if shrinks else experiment.row_length
     task = _small_task(experiment, streams=rows, length=length, partly=partly)
@@ -117,17 +120,6 @@ def rehearse(run: Run) -> None:
 def _microbatches(experiment: Experiment) -> int:
     schedule = experiment.strategy.pipeline
     return schedule.num_microbatches if schedule else 1
-
-
-def _shards(experiment: Experiment, name: str) -> int:
-    """Returns the number of which a dimension with this axis must be a multiple, for all tables."""
-    tables = experiment.strategy
-    shape = strategy.resolve(tables, slices.get(experiment.slice))
-    rules = (tables.param_rules, tables.activation_rules, tables.stored_optimizer_rules)
-    pieces = math.lcm(*(logical.shards(logical.row(r, name), shape) for r in rules))
-    if name == "layers" and tables.pipeline:
-        return math.lcm(pieces, tables.pipeline.layer_unit(shape["stage"]))
-    return pieces
 
 
 def _small_task(experiment: Experiment, *, streams: int, length: int, partly: bool) -> Task:
