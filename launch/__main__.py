@@ -70,11 +70,9 @@ def _modules() -> dict[str, str]:
 
 
 def main(argv: Sequence[str], *, command: Callable[[Sequence[str]], int] | None = None) -> int:
-    """Runs one command line and returns the exit code; 141 (128 + SIGPIPE) if the reader of the output has gone.
+    """Runs one command line, by `command` or else by that of FAMILIES, and returns the exit code.
 
-    Args:
-      argv: the command line, without the program.
-      command: runs it and returns its exit code; None: finds the command in FAMILIES.
+    The code is 141 (128 + SIGPIPE) if the reader of the output has gone.
     """
     try:
         code = (command or _command)(argv)
@@ -109,16 +107,10 @@ def _command(argv: Sequence[str]) -> int:
 
 
 def run_command(module: str, argv: Sequence[str], *, program: str) -> int:
-    """Parses `argv` for one command and runs it.
+    """Parses `argv` for the command in a module with HELP, EXAMPLE, add_arguments and run, and runs it.
 
-    Args:
-      module: name of a module with HELP, EXAMPLE, add_arguments and run.
-      argv: the command's arguments.
-      program: the program name in the help.
-
-    Returns:
-      The command's exit code; 2 after a UserError, whose message is printed, and 130 after Ctrl-C. Other exceptions
-      are left to the caller.
+    Returns the command's exit code; 2 after a UserError, whose message is printed, and 130 after Ctrl-C. Other
+    exceptions are left to the caller.
     """
     try:
         command = importlib.import_module(module)

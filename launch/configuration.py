@@ -21,13 +21,9 @@ _HEADER = "from __gin__ import dynamic_registration\nfrom parallel import strate
 
 
 def load(path: str, *, bindings: Sequence[str] = (), slice_name: str | None = None) -> LoadedConfig:
-    """Loads an experiment file; the mesh in the environment variables overrides it, and `bindings` override both.
+    """Loads an experiment file, local or gs://; the environment's mesh overrides it, and `bindings` override both.
 
-    Args:
-      path: local, or gs://; the includes of a file in a bucket are searched for in the workspace, then in the working
-        directory.
-      bindings: from the command line.
-      slice_name: value for SLICE, which overrides all sources.
+    Includes of a file in a bucket are searched for in the workspace, then in the working directory.
 
     Raises:
       UserError: an environment variable is malformed, or the configuration has mistakes; lists all of them.

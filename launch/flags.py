@@ -74,13 +74,7 @@ _POSITIONAL = {"SLICE": "slice", "EXPERIMENT.gin": "experiment", "RUN": "run_dir
 
 
 def add(parser: Any, *names: str, **changes: Any) -> None:
-    """Adds shared flags to a parser or to a group of it.
-
-    Args:
-      parser: an `argparse.ArgumentParser`, or a group of one.
-      names: keys of `_FLAGS`; names without dashes are positional.
-      changes: options of `add_argument` that replace those of the flag, such as `help`.
-    """
+    """Adds shared flags to a parser or to a group of it; `changes` replace options of the flag, such as `help`."""
     for name in names:
         options = {**_FLAGS[name], **changes}
         if name in _POSITIONAL:

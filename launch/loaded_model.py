@@ -39,12 +39,7 @@ _GIN = "gin/generation/folder.gin"
 
 
 class Text(NamedTuple):
-    """A continuation as text.
-
-    Attributes:
-      text: the new text, without the token that ended it.
-      ids, log_probabilities, ended: see `parallel.generation.Continuation`.
-    """
+    """A continuation as text, without the token that ended it; for the rest see `parallel.generation.Continuation`."""
 
     text: str
     ids: list[int]

@@ -30,10 +30,6 @@ def program_text(experiment: Experiment, settings: Settings) -> str:
     """Returns a text that is equal for two experiments exactly if their training steps are the same program.
 
     It contains digests of the files of modules that belong to the user.
-
-    Args:
-      experiment: the built experiment.
-      settings: the configuration it was built from.
     """
     parts = _parts(experiment, _optimizer(settings))
     if own := _own_modules(experiment, settings):

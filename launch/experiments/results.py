@@ -40,13 +40,7 @@ _EXA = 1e18
 def rows(
     entries: Sequence[Entry], *, status: Mapping[str, str], run_dirs: Mapping[str, str]
 ) -> list[Mapping[str, Any]]:
-    """Returns a row for each entry, in order.
-
-    Args:
-      entries: entries of a suite.
-      status: status text by entry id.
-      run_dirs: run directories by entry id; a duplicate has that of the other entry.
-    """
+    """Returns a row for each entry, in order; a duplicate has the run directory of the other entry."""
     found = [_row(entry, status[entry.id], run_dirs[entry.id]) for entry in entries]
     for entry, row in zip(entries, found, strict=True):
         seeds = [r["exact_accuracy"] for e, r in zip(entries, found, strict=True) if e.path == entry.path]

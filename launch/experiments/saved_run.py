@@ -25,12 +25,7 @@ class SavedRun(NamedTuple):
 
 
 def read(run_dir: str, *, bindings: Sequence[str] = (), slice_name: str | None = None) -> SavedRun:
-    """Reads the configuration of a run.
-
-    Args:
-      run_dir: local or gs://.
-      bindings: override the configuration.
-      slice_name: overrides SLICE.
+    """Reads the configuration of a run, local or gs://; `bindings` and `slice_name` override it.
 
     Raises:
       UserError: there is no run, or the bindings are wrong.
@@ -58,12 +53,9 @@ def is_complete(run_dir: str, *, text: str, last_step: int) -> bool:
 
 
 def find_runs(root: str, texts: Iterable[str], *, key: Callable[[str], str] = str) -> dict[str, list[str]]:
-    """Returns the run directories in `root`, of any group, whose configuration equals one of `texts`.
+    """Returns the run directories {group}/{experiment} in `root` whose configuration equals one of `texts`.
 
-    Args:
-      root: the folder of the runs, which are at {group}/{experiment}.
-      texts: canonical configuration texts.
-      key: two texts are considered equal if their keys are; the result is by key.
+    Two texts are equal if their keys are; the result is by key.
     """
     found: dict[str, list[str]] = {key(text): [] for text in texts}
     folder = paths.resolve(root)

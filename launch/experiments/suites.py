@@ -63,11 +63,9 @@ def groups() -> list[str]:
 
 
 def files(group: str) -> list[Path]:
-    """Returns the experiment files of one or several groups, or of a folder.
+    """Returns the experiment files of a group, of all groups with a common prefix (`exp02`), or of a folder.
 
-    Args:
-      group: the name of a group, the common prefix of several (`exp02`), `all` for the numbered groups, or the path of
-        any folder with experiment files.
+    `all` stands for the numbered groups.
 
     Raises:
       UserError: there is no such group, or the folder contains no experiment.
@@ -103,16 +101,9 @@ def load(
     smoke: bool = False,
     check_data: bool = True,
 ) -> list[Entry]:
-    """Loads every experiment with every seed, and marks duplicates.
+    """Loads every experiment with every seed (that of its file, and 1, 2, …), and marks duplicates.
 
-    Args:
-      paths: experiment files.
-      bindings: from the command line, applied to every experiment.
-      slice_name: overrides SLICE of the files.
-      seeds: how many runs of each experiment: with the seed of its file, and with 1, 2, …
-      root: where runs are; None: RENGA_RUN_ROOT.
-      smoke: plan smoke runs, which need no data and have directories of their own.
-      check_data: also check that the data exists.
+    Runs are in `root`, by default RENGA_RUN_ROOT. Smoke runs need no data and have directories of their own.
 
     Raises:
       UserError: lists every mistake in every file.
@@ -241,9 +232,8 @@ class Suite:
     def run(self, requested: Sequence[int] = ()) -> int:
         """Runs the experiments that are not done, printing a line for each change; continues after failures.
 
-        Args:
-          requested: exit codes of received signals. Signal handlers only append to it: an exception while a process is
-            being started would leave that process running.
+        Signal handlers only append exit codes to `requested`: an exception while a process is being started would leave
+        that process running.
 
         Returns:
           0 if all are done, 1 if any failed, 143 if a run was preempted (the rest is not started), or the exit code of

@@ -53,9 +53,7 @@ _ADDRESSES = ("https://", "http://127.0.0.1:", "http://localhost:")
 def watching(run_dir: str, *, host: int | None = None) -> Iterator[Callable[[int], None]]:
     """Context for the process that starts a run; yields a function that sends an alert for a failed exit code.
 
-    Args:
-      run_dir: the run directory.
-      host: the host whose process is started; only host 0 reports. None: all hosts, or unknown.
+    Of several hosts, whose processes are started one by one, only host 0 reports; None: all hosts, or unknown.
 
     Raises:
       UserError: RENGA_ALERT cannot be used.

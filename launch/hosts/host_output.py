@@ -50,12 +50,7 @@ def time_of(line: str) -> str | None:
 
 
 class HostProcess(subprocess.Popen):
-    """The process of one host, with a thread that copies its output.
-
-    Attributes:
-      log_path: the log, appended to.
-      last_lines: its last lines, without noise.
-    """
+    """The process of one host, with a thread that copies its output to a log and keeps the last lines."""
 
     def __init__(
         self,

@@ -44,10 +44,7 @@ class Run(NamedTuple):
 def start(tpus: Sequence[Tpu], *, slice_: slices.Slice, run: Run, workspace: Path, dry_run: bool) -> int:
     """Ships the workspace to every host of `tpus` (one for each slice), sets up, and starts `run` on all, detached.
 
-    With `dry_run` it only prints the steps.
-
-    Returns:
-      The exit code of the first step that failed, or 0.
+    With `dry_run` it only prints the steps. Returns the exit code of the first step that failed, or 0.
 
     Raises:
       UserError: a TPU is of another size or not READY, there are more or fewer than slices, or the workspace is not

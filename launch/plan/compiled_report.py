@@ -156,12 +156,8 @@ def strategy_files(folder: str = FOLDER) -> list[str]:
 def bindings_of(choice: str, *, flag: str = "--strategies") -> list[str]:
     """Returns the gin statements of a choice: an include of a gin file, or statements separated by semicolons.
 
-    Args:
-      choice: a gin file or statements.
-      flag: where the choice was given, for the error.
-
     Raises:
-      UserError: there is no such gin file.
+      UserError: there is no such gin file; names the `flag` that it was given to.
     """
     if not choice.endswith(".gin"):
         return [part.strip() for part in choice.split(";")]
@@ -173,15 +169,9 @@ def bindings_of(choice: str, *, flag: str = "--strategies") -> list[str]:
 def compile_strategies(
     experiment: str, choices: Iterable[str], *, bindings: Sequence[str], slice_name: str
 ) -> Iterator[StrategyResult]:
-    """Compiles the experiment under each choice, yielding results one by one.
+    """Compiles the experiment under each choice (a gin file, or bindings of STRATEGY), yielding results one by one.
 
-    A layout that does not fit, or that the slice cannot have, is a result with its reason.
-
-    Args:
-      experiment: a gin file.
-      choices: gin files that bind STRATEGY, or bindings of it.
-      bindings: further bindings, which override the choice.
-      slice_name: the slice to compile for.
+    A layout that does not fit, or that the slice cannot have, is a result with its reason; `bindings` override it.
 
     Raises:
       UserError: a mistake in the experiment, or no such file.

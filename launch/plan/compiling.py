@@ -39,13 +39,7 @@ _PARENT_POLL_SECONDS = 1.0
 
 
 class Job(NamedTuple):
-    """One candidate to compile.
-
-    Attributes:
-      name: name of the candidate, for messages.
-      experiment, slice, bindings: the configuration that the worker loads.
-      record: the file to which it writes its record.
-    """
+    """One candidate to compile: the configuration that the worker loads, and the file to which it writes its record."""
 
     name: str
     experiment: str
@@ -76,13 +70,7 @@ def compile_all(
     """Compiles jobs in order, and yields each with its record as it finishes.
 
     If a worker fails, its record says why and is not kept. If the iteration ends early, also by Ctrl-C, the workers are
-    stopped.
-
-    Args:
-      jobs: taken when a worker is free.
-      wanted: returns the number of further successful compilations to make; called before each start.
-      on_start: called with each job that starts.
-      command: argv of a worker; the job's file is added as its last argument.
+    stopped. `wanted` returns the number of further successful compilations to make; it is called before each start.
     """
     running: list[_Running] = []
     with tempfile.TemporaryDirectory(prefix="renga-plan-") as scratch:

@@ -21,15 +21,7 @@ from parallel.planning.selection import JudgedCandidate
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """The input of a plan: an experiment, a slice and batch sizes.
-
-    Attributes:
-      path: the experiment file.
-      config, experiment: the configuration as written, and the object built from it.
-      bindings: from the command line.
-      slice: the slice to plan for.
-      batch_sizes: batch sizes to try.
-    """
+    """The input of a plan: an experiment, as written and built, a slice and batch sizes to try."""
 
     path: str
     config: LoadedConfig
@@ -50,12 +42,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Option(JudgedCandidate):
-    """A candidate with its estimate, its gin bindings and the identity of its program.
-
-    Attributes:
-      bindings: gin bindings that change the experiment to the candidate.
-      text: the identity of its program, from which the name of its record is made; empty if its tables were refused.
-    """
+    """A candidate with its estimate, its gin bindings and the identity of its program, which names its record."""
 
     bindings: tuple[str, ...] = ()
     text: str = ""
@@ -91,9 +78,7 @@ def ask(path: str, *, slice_name: str, bindings: Sequence[str] = (), batch_sizes
 def options(question: Question, *, only: Sequence[str] = ()) -> list[Option]:
     """Returns every candidate with its estimate, or the reason why it cannot work; the likely fastest first.
 
-    Args:
-      question: the input of the plan.
-      only: strategies to try; empty for all of them and the experiment's own.
+    `only` lists the strategies to try; empty: all of them and the experiment's own.
 
     Raises:
       UserError: an unknown strategy.

@@ -40,10 +40,7 @@ class _UnderWay(NamedTuple):
 def train(run: Run, *, lock: run_lock.RunLock | None = None, also: Sequence[Hook] = ()) -> dict[str, float]:
     """Trains to `run.last_step`, from the newest checkpoint if there is one.
 
-    Args:
-      run: the result of `prepare_run`.
-      lock: lock of the run directory, on the host that holds it.
-      also: hooks to run after the standard ones.
+    The host that holds the lock of the run directory passes it; the hooks `also` run after the standard ones.
 
     Returns:
       The last validation means, such as `validation/loss`; empty if nothing is evaluated.

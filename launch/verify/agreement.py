@@ -82,10 +82,7 @@ def measure_played(
 ) -> dict[str, Apart]:
     """Compares every example with one device in float32, with its chips divided among several processes.
 
-    Args:
-      subject, examples, data: as for `measure`.
-      processes: number of processes on this machine; each has an equal share of the chips.
-      command: argv of a process that calls `record`; `--into FOLDER --record NAME …` is added.
+    Each process runs `command` with `--into FOLDER --record NAME …`, which calls `record`.
 
     Raises:
       UserError: the processes could not be run.
