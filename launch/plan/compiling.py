@@ -20,15 +20,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from core import slices, versions
+from core import slices
 from core.errors import UserError
 from core.slices import GIB
 from launch import configuration
 from launch.environment import WORKSPACE
-from parallel import analysis, compiled, host_memory
-from parallel.compiled import OutOfHbmError
+from parallel import compiled, host_memory
 from parallel.hlo import messages
-from parallel.planning import cost, records
+from parallel.planning import compiled_records, records
 from parallel.planning.records import Record
 
 BYTES_PER_COMPILE = 4 * GIB  # a 7B step takes about 3
@@ -136,41 +135,13 @@ def _end_with(parent: int) -> None:
 
 def compile_one(experiment_file: str, *, slice_name: str, bindings: Sequence[str]) -> Record:
     """Compiles one candidate in this process and returns its record."""
-    made = {
-        **versions.installed(versions.COMPILER),
-        "sources": records.sources_digest(),
-        "revision": versions.git_revision(),
-    }
     try:
-        config = configuration.load(experiment_file, bindings=bindings, slice_name=slice_name)
-        experiment = config.build()
+        experiment = configuration.load(experiment_file, bindings=bindings, slice_name=slice_name).build()
         bound = experiment.bind(compiled.devices_of(slices.get(experiment.slice)))
     except UserError as error:
-        return Record(records.REFUSED, reason=" ".join(str(error).split()), made_with=made)
-    made["program"] = compiled.trace_digest(bound)
-    started = time.perf_counter()
-    try:
-        with messages.compiler_messages(pass_on=False):
-            found = analysis.analyze(bound)
-    except OutOfHbmError as error:
-        return Record(
-            records.TOO_MUCH,
-            reason=f"needs {error.needed} of {error.present}",
-            needed_bytes=records.bytes_of(error.needed),
-            compile_seconds=time.perf_counter() - started,
-            made_with=made,
-        )
-    schedule = bound.partitioner.strategy.pipeline
-    return Record(
-        records.COMPILED,
-        needed_bytes=found.compiled.peak_bytes,
-        state_bytes=found.compiled.argument_bytes,
-        time=cost.step_time(found, bound),
-        bubble=schedule.bubble(bound.partitioner.shape["stage"]) if schedule else 0.0,
-        compile_seconds=found.compiled.compile_seconds,
-        warnings=tuple(found.warnings),
-        made_with=made,
-    )
+        reason = " ".join(str(error).split())
+        return Record(records.REFUSED, reason=reason, made_with=compiled_records.made_with())
+    return compiled_records.record(bound)
 
 
 if __name__ == "__main__":

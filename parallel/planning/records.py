@@ -35,7 +35,7 @@ _UNRELATED = {"checkpoints", "health", "training", "agreement", "arithmetic", "b
 _UNRELATED |= {"candidate_metrics", "candidates", "errors", "hbm_allocations", "library_noise", "lints"}
 _UNRELATED |= {"first_difference", "host_memory", "metrics", "model_trace", "prediction", "recording", "records"}
 _UNRELATED |= {"rendezvous", "report", "roofline", "generation", "supervise"}
-_UNRELATED |= {"selection", "sharded_state", "units", "versions"}
+_UNRELATED |= {"compiled_records", "selection", "sharded_state", "units", "versions"}
 
 COMPILED, TOO_MUCH, REFUSED, FAILED = "compiled", "too much HBM", "refused", "failed"
 

@@ -1,0 +1,47 @@
+"""Compiles a program for its slice, in this process, and returns the record of what the compiler makes of it."""
+
+from __future__ import annotations
+
+import time
+
+from core import versions
+from parallel import analysis, compiled
+from parallel.compiled import OutOfHbmError
+from parallel.hlo import messages
+from parallel.partitioner import Program
+from parallel.planning import cost, records
+from parallel.planning.records import Record
+
+
+def made_with() -> dict[str, str]:
+    """Returns the versions, sources and revision that a record is made with."""
+    installed = versions.installed(versions.COMPILER)
+    return {**installed, "sources": records.sources_digest(), "revision": versions.git_revision()}
+
+
+def record(bound: Program) -> Record:
+    """Compiles a program that is bound to the compiler's description of its slice."""
+    made = {**made_with(), "program": compiled.trace_digest(bound)}
+    started = time.perf_counter()
+    try:
+        with messages.compiler_messages(pass_on=False):
+            found = analysis.analyze(bound)
+    except OutOfHbmError as error:
+        return Record(
+            records.TOO_MUCH,
+            reason=f"needs {error.needed} of {error.present}",
+            needed_bytes=records.bytes_of(error.needed),
+            compile_seconds=time.perf_counter() - started,
+            made_with=made,
+        )
+    schedule = bound.partitioner.strategy.pipeline
+    return Record(
+        records.COMPILED,
+        needed_bytes=found.compiled.peak_bytes,
+        state_bytes=found.compiled.argument_bytes,
+        time=cost.step_time(found, bound),
+        bubble=schedule.bubble(bound.partitioner.shape["stage"]) if schedule else 0.0,
+        compile_seconds=found.compiled.compile_seconds,
+        warnings=tuple(found.warnings),
+        made_with=made,
+    )
