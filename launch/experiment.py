@@ -123,7 +123,7 @@ class Experiment:
         object.__setattr__(self, "optimizer", optimizers.as_optimizer(self.optimizer))
 
     def _wrong_parts(self) -> Iterator[str]:
-        """A constructor without annotations may give anything, which gin cannot tell before it calls it."""
+        """Yields the parts of the wrong type; gin checks annotations, but a constructor may have none."""
         for name, kinds in (("strategy", [Strategy]), ("optimizer", [Optimizer, Transformation])):
             if not isinstance(part := getattr(self, name), tuple(kinds)):
                 expected = " or ".join(f"{kind.__module__}.{kind.__name__}" for kind in kinds)

@@ -169,15 +169,10 @@ def load(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The settings of a published model that `--gin` can change; gin/generation/folder.gin has the defaults.
+    """The settings of a published model that `--gin` can change; gin/generation/folder.gin has the defaults."""
 
-    Attributes:
-      model: from the folder.
-      strategy: the layout.
-    """
-
-    model: Transformer
-    strategy: Strategy
+    model: Transformer  # from the folder
+    strategy: Strategy  # the layout
 
 
 def _published(
