@@ -9,8 +9,9 @@ import pytest
 
 from core import paths
 from core.checkpoints import steps as saved_steps
+from core.training import scoring as scores
 from launch import configuration
-from launch.experiments import evaluate, saved_run, scores
+from launch.experiments import evaluate, saved_run
 from launch.runs import prepared_run
 
 FIRST = {"1": 0.25, "2": 0.75, "5": 0.75, "10": 0.75, "100": 0.75, "1000": 0.75}
