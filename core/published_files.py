@@ -78,10 +78,10 @@ def _copies(run_dir: str) -> dict[str, paths.Path]:
 
 
 def weights(text: str) -> paths.Path:
-    """Returns the folder with the weights of a model; that of a hub is downloaded to the cache of the host.
+    """Returns the folder with the weights of a model, downloading a model of the Hugging Face Hub to the host's cache.
 
-    Downloads are resumed, and files that are there are not downloaded again. A token for gated models is read from
-    HF_TOKEN by the library, and never printed.
+    Interrupted downloads are resumed, and existing files are not downloaded again. A token for gated models is read
+    from HF_TOKEN by the library, and never printed.
 
     Raises:
       UserError: the name is malformed, or the download failed.
@@ -152,7 +152,7 @@ def _fetched(text: str, patterns: Sequence[str]) -> paths.Path:
 def check_name(name: str) -> None:
     """Raises UserError if OWNER/NAME is not the name of a repository of a hub."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise UserError(f"{name!r} names no repository of the hub; expected OWNER/NAME")
+        raise UserError(f"{name!r} is not the name of a repository on the Hugging Face Hub; expected OWNER/NAME")
 
 
 def push(folder: paths.Path, name: str) -> str:

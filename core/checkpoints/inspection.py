@@ -97,7 +97,7 @@ class Verification(NamedTuple):
     note: str = ""
 
     def describe(self) -> str:
-        """Returns one line, and one more for each damaged part."""
+        """Describes the result in one line, and each damaged part in another."""
         read = f"{units.counted(self.arrays, 'array')}, {units.size(self.read_bytes)} in {units.seconds(self.seconds)}"
         if not self.damaged:
             return f"step {self.step}: intact ({read}{f'; {self.note}' if self.note else ''})"

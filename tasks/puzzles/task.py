@@ -269,7 +269,7 @@ class PuzzleTask:
         return self._misfits({name: files.read_metadata(directory, name) for name in files.SPLITS})
 
     def named_files(self) -> tuple[str, ...]:
-        """Returns folders as the user named them."""
+        """Returns the folder that the user named, if any, for messages about files that cannot be read."""
         return self.source.named_files()
 
     def rehearsal(self) -> PuzzleTask:

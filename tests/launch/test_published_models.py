@@ -194,7 +194,7 @@ def test_wrong_words_are_refused(run_dir, tmp_path, capsys):
         ("generate", run_dir, "--file", tmp_path / "lines.jsonl"): "KeyError: 'prompt'; expected lines such as",
         ("generate", tmp_path, "--prompt", "a"): "has no checkpoints",
         ("export", run_dir, "--out", FAMILY): "is not empty",
-        ("export", run_dir, "--out", tmp_path / "out", "--push", "name"): "'name' names no repository",
+        ("export", run_dir, "--out", tmp_path / "out", "--push", "name"): "'name' is not the name of a repository",
     }.items():
         assert run_command(*words) not in (0, 13)
         assert message in capsys.readouterr().err
