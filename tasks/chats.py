@@ -52,7 +52,7 @@ class Chat(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ChatFiles:
-    """A `corpus.Corpus` of .jsonl files with a conversation on each line."""
+    """A `documents.Corpus` of .jsonl files with a conversation on each line."""
 
     train: tuple[str, ...]
     validation: tuple[str, ...]

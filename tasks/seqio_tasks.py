@@ -86,7 +86,7 @@ def reader(corpus: Corpus, read: Callable[..., bytes]) -> Callable[..., Any]:
 
 
 class SeqioCorpus:
-    """A `corpus.Corpus` that seqio and tf.data can read; subclasses implement `documents`."""
+    """A `documents.Corpus` that seqio and tf.data can read; subclasses implement `documents`."""
 
     @property
     def parts(self) -> tuple[SeqioCorpus, ...]:
