@@ -168,6 +168,20 @@ def scan_runner(fn: LayerFn, stacked: Layer, x: Stream, side: Side, tail: Tail |
 
     Weights are cast before the loop, so that their stacked gradients have the computation dtype.
     """
+    return _run_in_order(fn, stacked, x, side, tail, unrolls=False)
+
+
+def unrolled_runner(fn: LayerFn, stacked: Layer, x: Stream, side: Side, tail: Tail | None) -> tuple[Any, Outputs]:
+    """Runs the layers without a loop, on all rows together.
+
+    It takes longer to compile, and does not copy the weights of each layer from the stacked array.
+    """
+    return _run_in_order(fn, stacked, x, side, tail, unrolls=True)
+
+
+def _run_in_order(
+    fn: LayerFn, stacked: Layer, x: Stream, side: Side, tail: Tail | None, *, unrolls: bool
+) -> tuple[Any, Outputs]:
     narrow = jax.tree.map(lambda a, dtype: a.astype(dtype), stacked.params, fn.dtypes)
 
     def step(carry: tuple[Stream, Any], layer: Layer, kind: Kind, *, in_loop: bool) -> tuple[tuple, Any]:
@@ -176,11 +190,13 @@ def scan_runner(fn: LayerFn, stacked: Layer, x: Stream, side: Side, tail: Tail |
         return (x, jax.tree.map(jnp.add, sums, out.summed)), out.stacked
 
     carry = (x, fn.zero_sums())
-    (x, sums), every = scan_layers(step, fn.kinds, carry, stacked._replace(params=narrow))
+    (x, sums), every = scan_layers(step, fn.kinds, carry, stacked._replace(params=narrow), unrolls=unrolls)
     return x if tail is None else tail.fn(tail.params, x, side, sums), Outputs(sums, every)
 
 
-def scan_layers(step: Callable, kinds: Sequence[Kind], carry: Any, stacked: Any) -> tuple[Any, Any]:
+def scan_layers(
+    step: Callable, kinds: Sequence[Kind], carry: Any, stacked: Any, *, unrolls: bool = False
+) -> tuple[Any, Any]:
     """Runs `step(carry, layer, kind, in_loop=...) -> (carry, out)` for every layer.
 
     Args:
@@ -188,12 +204,13 @@ def scan_layers(step: Callable, kinds: Sequence[Kind], carry: Any, stacked: Any)
       kinds: kinds of the L layers.
       carry: the carry before the first layer.
       stacked: leaves [L, ...].
+      unrolls: whether no layer runs in a loop.
 
     Returns:
       The carry after the last layer, and the outputs, leaves [L, ...].
     """
-    period = _period(kinds)
-    if period == 1:
+    period = len(kinds) if unrolls else _period(kinds)
+    if period == 1 and not unrolls:
         return jax.lax.scan(lambda carry, layer: step(carry, layer, kinds[0], in_loop=True), carry, stacked)
     repetitions = len(kinds) // period
     looped = repetitions * period if repetitions > 1 else 0  # the compiler unrolls a loop with one iteration

@@ -176,14 +176,15 @@ class ExtendsCache(Protocol):
     """
 
     def empty_cache(self, rows: int, length: int) -> Any:
-        """Returns an empty cache for `rows` rows of at most `length` positions."""
+        """Returns an empty cache for `rows` rows of at most `length` slots."""
 
     def extend(
-        self, params: Params, cache: Any, ids: jax.Array, start: jax.Array, last: jax.Array
+        self, params: Params, cache: Any, ids: jax.Array, start: jax.Array, padding: jax.Array
     ) -> tuple[jax.Array, Any]:
-        """Runs new ids [B, T] from position `start` ([] or [B]) on.
+        """Runs new ids [B, T] in the slots from `start` [] on.
 
-        Returns logits [B, V] after the id with index `last` [B] in `ids`, float32, and the cache.
+        The first `padding` [B] slots of a row are empty; the id in slot s has position s - padding. Layers are
+        unrolled. Returns logits [B, V] after the last id, float32, and the cache.
         """
 
 

@@ -37,6 +37,20 @@ def with_field(model: Any, name: str, value: Any) -> Any:
     return _changed(model, path, lambda inner: dataclasses.replace(inner, **{name: value}))
 
 
+def is_outside(model: Any, name: str, other: str) -> bool:
+    """Returns whether a wrapper or subclass defines `name`, and passes on or inherits `other`.
+
+    What `other` of the inner model or base class does then takes no account of the new `name`.
+    """
+    return _depth(model, name) < _depth(model, other)
+
+
+def _depth(model: Any, name: str) -> tuple[int, int]:
+    path = _path(model, name, lambda value: hasattr(type(value), name)) or ()
+    owner = functools.reduce(lambda value, attribute: vars(value)[attribute], path, model)
+    return len(path), next((i for i, base in enumerate(type(owner).__mro__) if name in vars(base)), 0)
+
+
 def shrunk(model: Shrinks, multiples: Mapping[str, int]) -> Model:
     """Returns `model.shrink(multiples)`, inside the wrappers around the model that defines `shrink`."""
     path = _path(model, "shrink", lambda value: hasattr(type(value), "shrink"))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,8 +28,9 @@ from launch.config import loader
 from launch.experiments import saved_run
 from models.transformer import Transformer
 from parallel import strategies
-from parallel.generation import GREEDY, Generator, Sampling
+from parallel.generation import Generator
 from parallel.partitioner import Partitioner, Program
+from parallel.sampling import GREEDY, Sampling
 from parallel.strategy import Strategy
 from tasks import streams, vocabularies
 from tasks.tokenizer_folders import FolderTokenizer
@@ -95,27 +96,46 @@ class LoadedModel:
             return self.vocabulary.stop_ids
         return (self.vocabulary.eos_id,)
 
-    def continued(
+    def continued(self, prompts: Sequence[str | Sequence[int]], **options: Any) -> list[Text]:
+        """Continues prompts, given as text or as ids, all together; for the options see `batches`."""
+        return [one for batch in self.batches(prompts, rows=max(1, len(prompts)), **options) for one in batch]
+
+    def batches(
         self,
         prompts: Sequence[str | Sequence[int]],
         *,
+        rows: int,
+        skip: int = 0,
         max_tokens: int = 100,
         sampling: Sampling = GREEDY,
         seed: int = 0,
         is_chat: bool = False,
         on_tokens: Callable[[list[int | None]], None] = lambda ids: None,
-    ) -> list[Text]:
-        """Continues prompts, given as text or as ids; see `parallel.generation.Generator.generate`."""
+    ) -> Iterator[list[Text]]:
+        """Continues prompts in batches; results do not depend on how they are batched, but for rounding.
+
+        Args:
+          prompts: text or ids; all are checked before the first is continued.
+          rows: prompts of a batch.
+          skip: continues only the prompts after so many.
+          is_chat: see `encoded`.
+          max_tokens, sampling, seed, on_tokens: see `parallel.generation.Generator.generate`.
+        """
         ids = [self.encoded(p, is_chat=is_chat) if isinstance(p, str) else list(p) for p in prompts]
-        options: dict[str, Any] = {
-            "max_tokens": max_tokens,
-            "sampling": sampling,
-            "seed": seed,
-            "stop_ids": self.stop_ids,
-        }
-        options["num_ids"] = self.vocabulary.size if self.vocabulary is not None else None
-        found = self.generator.generate(ids, on_tokens=on_tokens, **options)
-        return [Text(self.decoded(one.ids), *one) for one in found]
+        self.generator.check(ids, max_tokens=max_tokens)
+        num_ids = self.vocabulary.size if self.vocabulary is not None else None
+        for first in range(skip, len(ids), rows):
+            found = self.generator.generate(
+                ids[first : first + rows],
+                max_tokens=max_tokens,
+                sampling=sampling,
+                seed=seed,
+                first_row=first,
+                stop_ids=self.stop_ids,
+                num_ids=num_ids,
+                on_tokens=on_tokens,
+            )
+            yield [Text(self.decoded(one.ids), *one) for one in found]
 
     def decoded(self, ids: Sequence[int]) -> str:
         """Converts ids to text; without a vocabulary, to decimal numbers."""

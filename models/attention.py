@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,13 @@ from core import logical
 LANES = 128  # a TPU vector register is 128 wide; splash blocks are multiples of it
 CHOICES = ("auto", "plain", "splash", "none")
 MIXED = "mixed"  # checkpoint name of the kernel's output and of the other residuals of its derivative
+
+
+class KeysAndValues(NamedTuple):
+    """Keys and values of one layer in a cache of R entries, [B, N, R, K] each."""
+
+    keys: jax.Array
+    values: jax.Array
 
 
 def attend(
@@ -76,65 +84,100 @@ def plain(
     softcap: float | None = None,
 ) -> jax.Array:
     """Computes attention with scores and softmax in float32: the reference. Arguments and result as in `attend`."""
-    batch, length, heads, head_dim = q.shape
-    grouped = q.reshape(batch, length, k.shape[2], heads // k.shape[2], head_dim)  # [B, T, N, G, K]
-    scores = jnp.einsum("btngk,bsnk->bngts", grouped, k, preferred_element_type=jnp.float32)
-    scores *= 1 / math.sqrt(head_dim) if scale is None else scale
-    scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+    length = q.shape[1]
+    scores = _scores(q, k, scale=scale, softcap=softcap)
     causal = jnp.arange(length)[:, None] >= jnp.arange(length)[None, :]  # [T, S]
     if window is not None:
         causal &= jnp.arange(length)[:, None] - jnp.arange(length)[None, :] < window
     visible = causal & (segment_ids[:, :, None] == segment_ids[:, None, :])  # [B, T, S]
+    return _mixed(scores, visible, v)
+
+
+def _scores(q: jax.Array, k: jax.Array, *, scale: float | None, softcap: float | None) -> jax.Array:
+    """Returns the scores of queries [B, T, H, K] and keys [B, S, N, K]: [B, N, G, T, S], float32."""
+    batch, length, heads, head_dim = q.shape
+    grouped = q.reshape(batch, length, k.shape[2], heads // k.shape[2], head_dim)  # [B, T, N, G, K]
+    scores = jnp.einsum("btngk,bsnk->bngts", grouped, k, preferred_element_type=jnp.float32)
+    scores *= 1 / math.sqrt(head_dim) if scale is None else scale
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+
+
+def _mixed(scores: jax.Array, visible: jax.Array, v: jax.Array) -> jax.Array:
+    """Returns the means [B, T, H, K] of values [B, S, N, K] by the softmax of scores where visible [B, T, S]."""
     scores = jnp.where(visible[:, None, None], scores, -1e30)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)  # [B, N, G, T, S]
-    return jnp.einsum("bngts,bsnk->btngk", weights, v).reshape(batch, length, heads, head_dim)
+    mixed = jnp.einsum("bngts,bsnk->btngk", weights, v)
+    return mixed.reshape(*mixed.shape[:2], -1, mixed.shape[-1])
 
 
 def cached(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    before: tuple[jax.Array, jax.Array],
-    positions: jax.Array,
+    before: KeysAndValues,
+    start: jax.Array,
+    padding: jax.Array,
     *,
     choice: str = "auto",
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
-) -> jax.Array:
-    """Computes causal attention of new positions to themselves and to cached ones.
+) -> tuple[jax.Array, KeysAndValues]:
+    """Computes causal attention of the ids in slots from `start` on to themselves and to those in earlier slots.
+
+    A cache of R entries holds slot s in entry s mod R. Without a window it has an entry for every slot; with one, R may
+    be as small as the window, and the oldest entries are replaced.
 
     Args:
-      q, k, v: arrays of T new positions, [B, T, H, K] for q and [B, T, N, K] for k and v.
-      before: keys and values of earlier positions, [B, S, N, K] each; entry s belongs to position s.
-      positions: [B, T], int32, consecutive in each row; entries of `before` from the first of them on are not used.
+      q, k, v: of T new slots, [B, T, H, K] and [B, T, N, K].
+      before: keys and values of the slots before `start`, [B, N, R, K] each.
+      start: slot of the first new id, [], int32.
+      padding: [B], int32; the first slots of a row, so many of them, are empty.
       choice: "none" for no mixing over positions; all others are computed alike.
       scale, window, softcap: as in `attend`.
 
     Returns:
-      [B, T, H, K].
+      [B, T, H, K], and the cache with the new keys and values.
     """
+    new, entries = KeysAndValues(*(jnp.swapaxes(a, 1, 2) for a in (k, v))), before.keys.shape[2]
     if choice == "none":
-        return _repeat_heads(v, q.shape[2])
-    batch, length, heads, head_dim = q.shape
-    grouped = q.reshape(batch, length, k.shape[2], heads // k.shape[2], head_dim)  # [B, T, N, G, K]
-    there = jnp.broadcast_to(jnp.arange(before[0].shape[1]), (batch, before[0].shape[1]))  # [B, S]
-    parts = []
-    for keys, at, seen in (
-        (before[0], there, there[:, None] < positions[:, :1, None]),
-        (k, positions, positions[:, None] <= positions[:, :, None]),
-    ):
-        scores = jnp.einsum("btngk,bsnk->bngts", grouped, keys, preferred_element_type=jnp.float32)
-        scores *= 1 / math.sqrt(head_dim) if scale is None else scale
-        scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
-        if window is not None:
-            seen &= positions[:, :, None] - at[:, None] < window
-        parts.append(jnp.where(seen[:, None, None], scores, -1e30))
-    weights = jax.nn.softmax(jnp.concatenate(parts, axis=-1), axis=-1).astype(v.dtype)  # [B, N, G, T, S + T]
-    split = before[0].shape[1]
-    mixed = jnp.einsum("bngts,bsnk->btngk", weights[..., :split], before[1])
-    mixed += jnp.einsum("bngts,bsnk->btngk", weights[..., split:], v)
-    return mixed.reshape(batch, length, heads, head_dim)
+        return _repeat_heads(v, q.shape[2]), before
+    queries = start + jnp.arange(q.shape[1])  # [T]
+    if window is not None and entries < window:
+        window = None  # there are fewer slots than the window has
+    pairs, wraps = list(zip(before, new, strict=True)), window is not None
+    after = KeysAndValues(*(_stored(*pair, start, wraps=wraps) for pair in pairs))
+    if window is None or q.shape[1] == 1:  # no entry that a query needs has been replaced
+        seen, slots = after, _held(entries, start + q.shape[1])
+    else:
+        seen = KeysAndValues(*(jnp.concatenate(pair, axis=2) for pair in pairs))
+        slots = jnp.concatenate([_held(entries, start), queries])
+    visible = (slots <= queries[:, None]) & (slots >= padding[:, None, None])  # [B, T, S]
+    if window is not None:
+        visible &= queries[:, None] - slots < window
+    keys, values = (jnp.swapaxes(a, 1, 2) for a in seen)
+    return _mixed(_scores(q, keys, scale=scale, softcap=softcap), visible, values), after
+
+
+def _held(entries: int, end: jax.Array) -> jax.Array:
+    """Returns the slot in each entry after the slots before `end` were stored, [R]; negative in an empty entry."""
+    return end - 1 - (end - 1 - jnp.arange(entries)) % entries
+
+
+def _stored(before: jax.Array, new: jax.Array, start: jax.Array, *, wraps: bool) -> jax.Array:
+    """Stores new keys or values [B, N, T, K] of the slots from `start` on in a cache [B, N, R, K].
+
+    Args:
+      before: the cache.
+      new: the entries.
+      start: the first slot, [].
+      wraps: whether the new slots may continue at the first entry.
+    """
+    entries, length = before.shape[2], new.shape[2]
+    if not wraps or length == 1:
+        return jax.lax.dynamic_update_slice_in_dim(before, new, start % entries, axis=2)
+    index = _held(entries, start + length) - start  # in the new slots; negative: the entry is not replaced
+    return jnp.where(index[:, None] >= 0, jnp.take(new, jnp.maximum(index, 0), axis=2), before)
 
 
 def splash_attention(

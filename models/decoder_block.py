@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from core import logical
 from models import attention, derivatives, rotary
+from models.attention import KeysAndValues
 from models.decoder_config import GLOBAL, LOCAL, DecoderConfig
 
 
@@ -22,15 +23,27 @@ class Side(NamedTuple):
 
     Attributes:
       segment_ids: [B, T], int32.
-      positions: [B, T], int32, if earlier positions are cached; otherwise None.
       turns: rotary tables by kind of layer; only of GLOBAL if all kinds share one table; empty for learned positions.
       rows: [B], int32, global row ids, if inputs of adapters are dropped; otherwise None.
+      padding: [B], int32, the number of empty slots before a row, if earlier slots are cached; otherwise None.
     """
 
     segment_ids: jax.Array
     turns: dict[str, rotary.RotaryTables]
-    positions: jax.Array | None = None
+    padding: jax.Array | None = None
     rows: jax.Array | None = None
+
+
+class Earlier(NamedTuple):
+    """The slots before those of a call.
+
+    Attributes:
+      cache: their keys and values.
+      start: their number, [], int32.
+    """
+
+    cache: KeysAndValues
+    start: jax.Array
 
 
 # Logical axes of the inputs and outputs of each matrix.
@@ -43,7 +56,6 @@ _AXES = {
     "up": (("embed",), ("mlp",)),
     "down": (("mlp",), ("embed",)),
 }
-KeysAndValues = tuple[jax.Array, jax.Array]
 
 
 class Block(hk.Module):
@@ -58,16 +70,16 @@ class Block(hk.Module):
         """Runs the layer, [B, T, D] -> [B, T, D]."""
         return self.extended(x, side, None)[0]
 
-    def extended(self, x: jax.Array, side: Side, before: KeysAndValues | None) -> tuple[jax.Array, KeysAndValues]:
-        """Runs the layer on positions that follow cached ones.
+    def extended(self, x: jax.Array, side: Side, before: Earlier | None) -> tuple[jax.Array, KeysAndValues | None]:
+        """Runs the layer on slots that follow cached ones.
 
         Args:
           x: [B, T, D].
-          side: with `positions` if there is a cache.
-          before: cached keys and values, [B, S, N, K] each.
+          side: with `padding` if there is a cache.
+          before: the cached slots; None: there are none, and none are to be cached.
 
         Returns:
-          [B, T, D], and keys and values of the new positions, [B, T, N, K] each.
+          [B, T, D], and the cache with the new slots.
         """
         x = logical.constrain(x, "batch", "residual_length", "embed")
         mixed, new = self._attention(self._input_norm("attention", x), side, before)
@@ -95,7 +107,7 @@ class Block(hk.Module):
         shape = x.shape[-len(axes) :]
         return x + logical.param(f"{name}_bias", shape, axes, jnp.zeros, kind="bias", compute_dtype=self.config.dtype)
 
-    def _attention(self, x: jax.Array, side: Side, before: KeysAndValues | None) -> tuple[jax.Array, KeysAndValues]:
+    def _attention(self, x: jax.Array, side: Side, before: Earlier | None) -> tuple[jax.Array, KeysAndValues | None]:
         c = self.config
         d, h, n, k = c.embed_dim, c.num_heads, c.num_kv_heads, c.head_width
         wq = self._weight("query", (d, h, k), ("embed", "heads", "head_dim"), fan_in=d)
@@ -118,12 +130,12 @@ class Block(hk.Module):
             "softcap": c.attention_softcap,
         }
         if before is None:
-            mixed = attention.attend(q, key, value, side.segment_ids, **how)
+            mixed, after = attention.attend(q, key, value, side.segment_ids, **how), None
         else:
-            mixed = attention.cached(q, key, value, before, side.positions, **how)
+            mixed, after = attention.cached(q, key, value, *before, side.padding, **how)
         mixed = logical.constrain(mixed, "batch", "length", "heads", "head_dim")
         out = self._adapted("output", jnp.einsum("bthk,hkd->btd", mixed, wo), mixed, side)
-        return self._biased("output", out, ("norm",), among=("all",)), (key, value)
+        return self._biased("output", out, ("norm",), among=("all",)), after
 
     def _heads(self, name: str, x: jax.Array, side: Side, heads: str) -> jax.Array:
         """Adds the bias of heads [B, T, heads, K], normalizes and rotates them.

@@ -26,11 +26,15 @@ from core import logical, random_bits, stack
 from core.errors import UserError
 from core.types import Batch, LossOutput, Params
 from models import decoder_block, derivatives, losses, presets, rotary
-from models.decoder_block import Block, KeysAndValues, Side
+from models.attention import KeysAndValues
+from models.decoder_block import Block, Earlier, Side
 from models.decoder_config import GLOBAL, LOCAL, REMAT, DecoderConfig
 
 if TYPE_CHECKING:
     from core.checkpoints.published import PublishedFolder
+
+
+Cache = tuple[KeysAndValues, ...]  # of every layer
 
 
 class Head(NamedTuple):
@@ -102,58 +106,58 @@ class Transformer(DecoderConfig):
         )
         return layers(self._embedded(embedding, batch), (side, batch["targets"], batch["weights"]))
 
-    def empty_cache(self, rows: int, length: int) -> KeysAndValues:
-        """Returns an empty cache of keys and values for `rows` rows of at most `length` positions.
+    def empty_cache(self, rows: int, length: int) -> Cache:
+        """Returns an empty cache of keys and values for `rows` rows of at most `length` slots.
 
-        [L, B, S, N, K] each, in the compute dtype, laid out by the activation table; positions are not sharded.
+        A layer with a window has room for the window alone. In the compute dtype, laid out by the activation table.
         """
-        shape = (self.num_layers, rows, length, self.num_kv_heads, self.head_width)
-        return self._laid_out((jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)))
+        lengths = {GLOBAL: length, LOCAL: min(length, self.window or length)}
+        shapes = [(rows, self.num_kv_heads, lengths[kind], self.head_width) for kind in self._layer_kinds]
+        return self._laid_out(tuple(KeysAndValues(*(jnp.zeros(s, self.dtype) for _ in range(2))) for s in shapes))
 
     def extend(
-        self, params: Params, cache: KeysAndValues, ids: jax.Array, start: jax.Array, last: jax.Array
-    ) -> tuple[jax.Array, KeysAndValues]:
-        """Runs the decoder on T new positions of each row, and adds their keys and values to the cache.
+        self, params: Params, cache: Cache, ids: jax.Array, start: jax.Array, padding: jax.Array
+    ) -> tuple[jax.Array, Cache]:
+        """Runs the decoder on T new ids of each row, and adds their keys and values to the cache.
 
         Args:
           params: the parameters.
           cache: from `empty_cache` or `extend`.
           ids: [B, T], int32.
-          start: position of the first new id, [B], or [] if it is the same in all rows, int32. Cached entries from
-            there on are replaced.
-          last: [B], int32, index in `ids` of the position whose logits are wanted.
+          start: slot of the first new id, [], int32.
+          padding: [B], int32; the first slots of a row, so many of them, are empty, and the next one is its position 0.
 
         Returns:
-          Logits of the next token at `last`, [B, vocab_size], float32, and the cache.
+          Logits after the last id, [B, vocab_size], float32, and the cache.
         """
-        starts = jnp.broadcast_to(start, ids.shape[:1])
-        positions = starts[:, None] + jnp.arange(ids.shape[1])
+        positions = jnp.maximum(start + jnp.arange(ids.shape[1]) - padding[:, None], 0)
         batch = {"inputs": ids, "positions": positions, "segment_ids": jnp.ones_like(ids)}
-        logits, new = hk.transform(self._extended).apply(params, None, batch, cache, last)
-        if start.ndim == 0:
-            cache = jax.tree.map(lambda c, n: jax.lax.dynamic_update_slice(c, n, (0, 0, start, 0, 0)), cache, new)
-        else:
-            update = jax.vmap(lambda c, n, s: jax.lax.dynamic_update_slice(c, n, (0, s, 0, 0)), (1, 1, 0), 1)
-            cache = jax.tree.map(lambda c, n: update(c, n, starts), cache, new)
+        logits, cache = hk.transform(self._extended).apply(params, None, batch, cache, start, padding)
         return logits[:, : self.vocab_size], self._laid_out(cache)
 
-    def _extended(self, batch: Batch, cache: KeysAndValues, last: jax.Array) -> tuple[jax.Array, KeysAndValues]:
+    def _extended(self, batch: Batch, cache: Cache, start: jax.Array, padding: jax.Array) -> tuple[jax.Array, Cache]:
         embedding = self._embedding()
         head = self._head_params(embedding)
-        side = Side(batch["segment_ids"], self._rotary_tables(batch["positions"]), batch["positions"])
-        layers = stack.layer_stack(
-            lambda x, side, before, kind=self.kinds[0]: Block(self, kind).extended(x, side, before),
-            self.num_layers,
-            outputs="stacked",
-            **self._pattern,
-        )
-        x, new = layers(self._embedded(embedding, batch), side, cache)
-        chosen = jnp.take_along_axis(x, last[:, None, None], axis=1)  # [B, 1, D]
-        return self._head(head, chosen)[:, 0], new
+        side = Side(batch["segment_ids"], self._rotary_tables(batch["positions"]), padding)
+
+        def layer(x: tuple[jax.Array, Cache], side: Side, start: jax.Array, kind: tuple[int, str]):
+            (stream, cache), (at, kind) = x, kind
+            stream, after = Block(self, kind).extended(stream, side, Earlier(cache[at], start))
+            return stream, (*cache[:at], after, *cache[at + 1 :])
+
+        # Layers differ in kind and number, because caches of different lengths cannot be stacked.
+        layers = stack.layer_stack(layer, self.num_layers, pattern=tuple(enumerate(self._layer_kinds)))
+        x = (self._embedded(embedding, batch), cache)
+        x, cache = layers(x, side, jnp.broadcast_to(start, (self.num_layers,)))
+        return self._head(head, x[:, -1:])[:, 0], cache
 
     @staticmethod
-    def _laid_out(cache: KeysAndValues) -> KeysAndValues:
-        return jax.tree.map(lambda a: logical.constrain(a, None, "batch", None, "kv_heads", "head_dim"), cache)
+    def _laid_out(cache: Cache) -> Cache:
+        return jax.tree.map(lambda a: logical.constrain(a, "batch", "kv_heads", None, "head_dim"), cache)
+
+    @property
+    def _layer_kinds(self) -> tuple[str, ...]:
+        return tuple(self.kinds[i % len(self.kinds)] for i in range(self.num_layers))
 
     @property
     def _pattern(self) -> dict[str, Any]:

@@ -52,6 +52,10 @@ class OutOfHbmError(UserError):
         self.present = present
 
 
+STEP = "the step"
+FIX = "Shard more (fsdp, tensor), recompute more (remat = 'full'), increase accum_steps or reduce the batch size."
+
+
 def compile_for_slice(program: Program, *, dump_to: str | None = None) -> Compiled:
     """Compiles the training step of a program whose devices are `mesh.topology_devices(slice)`.
 
@@ -64,18 +68,33 @@ def compile_for_slice(program: Program, *, dump_to: str | None = None) -> Compil
       UserError: the compiler does not know one of the options.
     """
     start = time.perf_counter()
-    lowered = program.lower_train_step()
+    executable = compile_lowered(program.lower_train_step(), program, dump_to=dump_to)
+    return results(executable, program, seconds=time.perf_counter() - start)
+
+
+def compile_lowered(
+    lowered: Any, program: Program, *, what: str = STEP, fix: str = FIX, dump_to: str | None = None
+) -> Any:
+    """Compiles a lowered function of a program, `what` in errors; `fix` says what to do if it does not fit.
+
+    Raises:
+      OutOfHbmError, UserError: as `compile_for_slice`.
+    """
     try:
-        executable = lowered.compile(compiler_options={"xla_dump_to": dump_to} if dump_to else None)
+        return lowered.compile(compiler_options={"xla_dump_to": dump_to} if dump_to else None)
     except jax.errors.JaxRuntimeError as error:
-        raise _explained(error, program) from error
+        raise _explained(error, program, what, fix) from error
+
+
+def results(executable: Any, program: Program, *, seconds: float) -> Compiled:
+    """Returns the compiler's results for an executable that took `seconds` to compile."""
     memory: Any = executable.memory_analysis()
     return Compiled(
         slice=program.partitioner.slice,
         peak_bytes=memory.peak_memory_in_bytes,
         argument_bytes=memory.argument_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
-        compile_seconds=time.perf_counter() - start,
+        compile_seconds=seconds,
         hlo=executable.as_text(),
     )
 
@@ -87,7 +106,7 @@ _TOO_MUCH = (
 )
 
 
-def _explained(error: Exception, program: Program) -> Exception:
+def _explained(error: Exception, program: Program, what: str, fix: str) -> Exception:
     if unknown := re.search(r"No such compile option: '([^']*)'", str(error)):
         return UserError(
             f"this version of libtpu has no compiler option {unknown[1]!r} (set by parallel.compiler_options for "
@@ -99,9 +118,8 @@ def _explained(error: Exception, program: Program) -> Exception:
         return error
     needed, present = f"{found['needed']}iB", f"{found['present']}iB"
     message = (
-        f"strategy {program.partitioner.strategy.name!r} on {program.partitioner.slice.name}: the step needs {needed} "
-        f"of HBM per chip, but a chip has {present}. Shard more (fsdp, tensor), recompute more (remat = 'full'), "
-        "increase accum_steps or reduce the batch size."
+        f"strategy {program.partitioner.strategy.name!r} on {program.partitioner.slice.name}: {what} needs {needed} "
+        f"of HBM per chip, but a chip has {present}. {fix}"
     )
     return OutOfHbmError(message, needed=needed, present=present)
 

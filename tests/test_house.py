@@ -17,7 +17,10 @@ OURS = {  # folder: the folders of ours that it may import
 }
 EXAMPLE = "launch/minimal_example.py"  # written as a user's program
 HOMES = {  # library: path prefixes that may import it; () is nowhere
-    "torch": ("tests/models/fixtures/",),  # a script that makes references in an environment of its own
+    "torch": (
+        "tests/models/fixtures/",
+        "tests/lab/transformers_peer.py",
+    ),  # scripts that run in an environment of their own
     "gin": ("launch/config/",),
     "argparse": ("launch/",),
     "rich": ("launch/",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 import time
@@ -14,13 +15,15 @@ import jax
 from core import slices, units
 from core.errors import UserError
 from launch import flags, loaded_model, terminal
-from parallel.generation import GREEDY, Sampling
+from parallel.sampling import GREEDY, Sampling
 
 HELP = "continue prompts with the model of a run, or with a published one"
 EXAMPLE = """launch/run generate runs/gin/quickstart --prompt "import "
   launch/run generate smollm2 --prompt "Name three primary colors." --chat --greedy
   launch/run generate runs/first@1000 --file prompts.jsonl --out answers.jsonl --max-tokens 200
   launch/run generate runs/first --prompt-ids 0,5,7 --slice v4-8 --simulate --gin "STRATEGY = @strategies.fsdp()" """
+
+_EXPECTED = 'expected lines such as {"prompt": "Once"} or {"ids": [0, 5]}'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,8 +46,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", metavar="P", type=flags.positive, default=1.0, help="default: 1")
     parser.add_argument("--min-p", metavar="P", type=float, default=0.0, help="default: 0")
     parser.add_argument("--seed", metavar="N", type=flags.at_least(0), default=0, help="default: 0")
-    parser.add_argument("--out", metavar="FILE", type=flags.output_file, help="write JSON lines here")
-    parser.add_argument("--json", action="store_true", help="print JSON lines: text, ids, log-probabilities")
+    parser.add_argument(
+        "--batch",
+        metavar="N",
+        type=flags.at_least(1),
+        default=16,
+        help="prompts of --file that run together; default: 16",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        type=flags.output_file,
+        help="write JSON lines here when all are done; the same command continues after an interruption",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON lines: text, tokens, ids, log-probabilities")
     flags.add(parser, "--slice", help="lay the model out on this slice (default: one chip)")
     flags.add(parser, "--simulate", "--gin")
 
@@ -52,43 +67,112 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Loads the model, continues the prompts, and prints or writes the continuations."""
     for name in ("top_p", "min_p"):
-        if getattr(args, name) > 1 or getattr(args, name) < 0:
+        if not 0 <= getattr(args, name) <= 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: expected from 0 to 1")
+    prompts = _prompts(args)
     if args.simulate:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", slices.get(args.slice or loaded_model.ONE_CHIP).chips)
-    prompts = _prompts(args)
     model = loaded_model.load(args.model, slice_name=args.slice, bindings=args.gin)
     sampling = GREEDY if args.greedy else Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
-    shown = _Shown(model, is_live=not args.json and not args.out and len(prompts) == 1)
-    began = time.monotonic()
     options = {"max_tokens": args.max_tokens, "sampling": sampling, "seed": args.seed, "is_chat": args.chat}
-    found = model.continued(prompts, on_tokens=shown.add, **options)
-    if shown.is_live:
-        shown.end(found[0].text)
-    _write(args, prompts, found)
-    seconds, count = time.monotonic() - began, sum(len(one.ids) for one in found)
-    print(f"{units.counted(count, 'token')} in {units.seconds(seconds)}, with compiling", file=sys.stderr)
+    answers = _Answers(args.out, len(prompts), (model.where, prompts, options)) if args.out else None
+    shown = _Shown(model, is_live=not args.json and not args.out and len(prompts) == 1)
+    done, count, began = answers.done if answers else 0, 0, time.monotonic()
+    for found in model.batches(prompts, rows=args.batch, skip=done, on_tokens=shown.add, **options):
+        lines = [_line(model, prompt, one) for prompt, one in zip(prompts[done:], found, strict=False)]
+        if answers:
+            answers.add(lines)
+        elif args.json:
+            print("\n".join(lines), flush=True)
+        elif shown.is_live:
+            shown.end(found[0].text)
+        else:
+            for prompt, one in zip(prompts[done:], found, strict=False):
+                print(terminal.printable(f"{prompt}{one.text}"), end="\n\n", flush=True)
+        done, count = done + len(found), count + sum(len(one.ids) for one in found)
+    if answers:
+        answers.finish()
+    seconds = units.seconds(time.monotonic() - began)
+    print(f"{units.counted(count, 'token')} in {seconds}, with compiling", file=sys.stderr)
     return 0
 
 
 def _prompts(args: argparse.Namespace) -> list[str | list[int]]:
     if args.prompt is not None:
         return [args.prompt]
-    if args.prompt_ids is not None:
-        words = args.prompt_ids.split(",")
-        if not all(word.strip().isdecimal() for word in words):
-            raise UserError(
-                f"--prompt-ids {args.prompt_ids}: expected whole numbers separated by commas, such as 0,5,7"
-            )
-        return [list(map(int, words))]
+    if args.prompt_ids is None:
+        return _read(args.file, is_chat=args.chat)
+    if args.chat:
+        raise UserError("--chat formats text, and --prompt-ids gives ids: give --prompt, or leave out --chat")
+    words = args.prompt_ids.split(",")
+    if not all(word.strip().isdecimal() for word in words):
+        raise UserError(f"--prompt-ids {args.prompt_ids}: expected whole numbers separated by commas, such as 0,5,7")
+    return [list(map(int, words))]
+
+
+def _read(file: str, *, is_chat: bool) -> list[str | list[int]]:
+    """Reads the prompts of a file of JSON lines; blank lines are skipped."""
     try:
-        lines = [json.loads(line) for line in Path(args.file).read_text().splitlines() if line.strip()]
-        return [line["ids"] if "ids" in line else line["prompt"] for line in lines]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f'--file {args.file}: {type(error).__name__}: {error}; expected lines such as {{"prompt": "Once"}}'
-        ) from error
+        lines = Path(file).read_text().splitlines()
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"--file {file}: {error}") from error
+    found = [
+        _prompt(line, f"--file {file}, line {n}", is_chat=is_chat) for n, line in enumerate(lines, 1) if line.strip()
+    ]
+    if not found:
+        raise UserError(f"--file {file} has no prompts: {_EXPECTED}")
+    return found
+
+
+def _prompt(line: str, where: str, *, is_chat: bool) -> str | list[int]:
+    try:
+        read = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}: {_EXPECTED}") from error
+    if not isinstance(read, dict) or len(read.keys() & {"prompt", "ids"}) != 1:
+        raise UserError(f"{where}: {line.strip()[:80]}: {_EXPECTED}")
+    if "prompt" in read and isinstance(read["prompt"], str):
+        return read["prompt"]
+    if "ids" in read and isinstance(read["ids"], list) and all(type(i) is int for i in read["ids"]):
+        if is_chat:
+            raise UserError(f"{where}: --chat formats text, and this line gives ids: leave out --chat")
+        return read["ids"]
+    raise UserError(f"{where}: {line.strip()[:80]}: {_EXPECTED}")
+
+
+def _line(model: loaded_model.LoadedModel, prompt: str | list[int], found: loaded_model.Text) -> str:
+    tokens = [model.decoded([i]) for i in found.ids]
+    return json.dumps({"prompt": prompt, "text": found.text, "tokens": tokens, **found._asdict()})
+
+
+class _Answers:
+    """The file of answers; until all prompts are done, lines are appended to a file beside it.
+
+    The name of that file follows from everything that the answers depend on, so that the same command continues it.
+
+    Attributes:
+      done: prompts whose answers an interrupted command has written.
+    """
+
+    def __init__(self, path: Path, prompts: int, depends_on: Any):
+        digest = hashlib.sha256(repr(depends_on).encode()).hexdigest()[:8]
+        self._path, self._partial = path, path.with_name(f"{path.name}.{digest}.partial")
+        written = self._partial.read_bytes() if self._partial.exists() else b""
+        whole = written[: written.rfind(b"\n") + 1]  # the last line may have been cut off
+        self.done = whole.count(b"\n")
+        if self.done:
+            print(f"{self._partial}: continues after {self.done} of {prompts} prompts", file=sys.stderr)
+        self._partial.write_bytes(whole)
+
+    def add(self, lines: list[str]) -> None:
+        """Appends the answers of a batch."""
+        with self._partial.open("a") as file:
+            file.write("".join(f"{line}\n" for line in lines))
+
+    def finish(self) -> None:
+        """Gives the complete file its name."""
+        self._partial.replace(self._path)
 
 
 class _Shown:
@@ -114,15 +198,3 @@ class _Shown:
     def end(self, text: str) -> None:
         """Prints what is left of the text."""
         print(terminal.printable(text[len(self._printed) :]) if text.startswith(self._printed) else f"\n{text}")
-
-
-def _write(args: argparse.Namespace, prompts: list[Any], found: list[loaded_model.Text]) -> None:
-    if args.out or args.json:
-        lines = [json.dumps({"prompt": p, **one._asdict()}) for p, one in zip(prompts, found, strict=True)]
-        if args.out:
-            args.out.write_text("\n".join(lines) + "\n")
-        else:
-            print("\n".join(lines))
-    elif len(found) > 1:
-        for prompt, one in zip(prompts, found, strict=True):
-            print(terminal.printable(f"{prompt}{one.text}"), end="\n\n")

@@ -22,7 +22,7 @@ from launch import terminal
 from launch.experiment import Experiment, padding
 from launch.hosts.cluster import Host
 from launch.runs.prepared_run import INIT_FROM, Run
-from parallel import generation, report, strategy
+from parallel import generation, report, sampling, strategy
 from parallel.partitioner import Program
 
 SAMPLE_IDS, TEMPERATURE = 200, 0.8  # of the continuation of PROMPT
@@ -154,7 +154,7 @@ def _sample(experiment: Experiment, program: Program, state: TrainState) -> str:
     most = generator.max_positions
     prompt = prompt[-(experiment.row_length if most is None else most // 2) :]
     count = SAMPLE_IDS if most is None else min(SAMPLE_IDS, most - len(prompt))
-    how = {"max_tokens": count, "sampling": generation.Sampling(temperature=TEMPERATURE), "num_ids": vocabulary.size}
+    how = {"max_tokens": count, "sampling": sampling.Sampling(temperature=TEMPERATURE), "num_ids": vocabulary.size}
     [found] = generator.generate([prompt], stop_ids=[vocabulary.eos_id], **how)
     return vocabulary.decode(found.ids)
 

@@ -36,6 +36,7 @@ _UNRELATED |= {"candidate_metrics", "candidates", "errors", "hbm_allocations", "
 _UNRELATED |= {"first_difference", "host_memory", "metrics", "model_trace", "prediction", "recording", "records"}
 _UNRELATED |= {"rendezvous", "report", "roofline", "generation", "supervise"}
 _UNRELATED |= {"compiled_records", "selection", "sharded_state", "units", "versions"}
+_UNRELATED |= {"decoding", "generation_cost", "sampling"}
 
 COMPILED, TOO_MUCH, REFUSED, FAILED = "compiled", "too much HBM", "refused", "failed"
 

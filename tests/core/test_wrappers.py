@@ -115,3 +115,17 @@ def test_fields_of_unrelated_parts_are_not_found():
 
 def test_missing_abilities_are_named():
     assert lacking(object(), Shrinks) == "object lacks the ability Shrinks: add shrink(multiples)"
+
+
+def test_what_a_wrapper_or_subclass_redefines_is_outside_of_what_it_passes_on():
+    class Evaluating(Plain):
+        def evaluate(self, params, rng, batch): ...
+
+    class Narrow(Inner):
+        def evaluate(self, params, rng, batch): ...
+
+    for model in (Evaluating(Inner(), 2.0), Narrow(), Plain(Narrow(), 2.0), Evaluating(Plain(Inner(), 1.0), 2.0)):
+        assert wrappers.is_outside(model, "evaluate", "shrink")
+        assert not wrappers.is_outside(model, "shrink", "evaluate")
+    for model in (Inner(), Plain(Inner(), 2.0)):
+        assert not wrappers.is_outside(model, "evaluate", "shrink")

@@ -17,6 +17,7 @@ from core.checkpoints.store import Checkpoints
 from launch import __main__ as command
 from launch import configuration, loaded_model
 from launch.check import preflight
+from launch.cli import generate
 from launch.hosts.cluster import Host
 from launch.runs import prepared_run, warm_start
 from models import pretrained
@@ -181,17 +182,48 @@ def test_a_token_without_embedding_is_refused_where_it_occurs(tmp_path, capsys):
     assert "the model has vocab_size 83, but" in capsys.readouterr().err
 
 
+def test_a_file_of_prompts_is_answered_in_batches_and_continued_where_it_was_interrupted(
+    run_dir, tmp_path, capsys, monkeypatch
+):
+    prompts = [[3, 9], [4, 8, 15], [16], [23, 42]]
+    (tmp_path / "prompts.jsonl").write_text("\n\n".join(json.dumps({"ids": ids}) for ids in prompts))
+    out = tmp_path / "answers.jsonl"
+    words = ("generate", run_dir, "--file", tmp_path / "prompts.jsonl", "--max-tokens", 4, "--batch", 2, "--out", out)
+    with monkeypatch.context() as patch:
+        patch.setattr(generate._Answers, "finish", lambda self: None)
+        assert run_command(*words) == 0
+    [partial] = tmp_path.glob("answers.jsonl.*.partial")
+    whole = partial.read_text()
+    assert [json.loads(line)["prompt"] for line in whole.splitlines()] == prompts
+    first = json.loads(whole.splitlines()[0])
+    assert len(first["ids"]) == len(first["tokens"]) == len(first["log_probabilities"]) == 4
+    partial.write_text("".join(whole.splitlines(keepends=True)[:2]) + whole.splitlines()[2][:9])
+    capsys.readouterr()
+    assert run_command(*words) == 0
+    assert "continues after 2 of 4 prompts" in capsys.readouterr().err
+    assert out.read_text() == whole
+    assert not partial.exists()
+
+
 def test_wrong_words_are_refused(run_dir, tmp_path, capsys):
     incomplete = tmp_path / "incomplete"
     incomplete.mkdir()
     shutil.copy(FAMILY / "model.safetensors", incomplete)
-    (tmp_path / "lines.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "lines.jsonl").write_text('{"prompt": "a"}\n\n{"text": "a"}\n')
+    (tmp_path / "cut.jsonl").write_text('{"ids": [1]}\n{"ids": [1')
+    (tmp_path / "ids.jsonl").write_text('{"ids": [1]}\n{"ids": [1, 83]}\n')
+    (tmp_path / "none.jsonl").write_text("\n")
     for words, message in {
         ("generate", run_dir, "--prompt-ids", "1,x"): "expected whole numbers separated by commas",
         ("generate", run_dir, "--prompt-ids", "1", "--top-p", "1.5"): "--top-p 1.5: expected from 0 to 1",
         ("generate", FAMILY, "--prompt", "a"): "no tokenizer.json",
         ("generate", incomplete, "--prompt", "a"): "has no config.json (it has model.safetensors)",
-        ("generate", run_dir, "--file", tmp_path / "lines.jsonl"): "KeyError: 'prompt'; expected lines such as",
+        ("generate", run_dir, "--file", tmp_path / "lines.jsonl"): 'line 3: {"text": "a"}: expected lines such as',
+        ("generate", run_dir, "--file", tmp_path / "cut.jsonl"): "line 2: Expecting ',' delimiter",
+        ("generate", run_dir, "--max-tokens", 4, "--file", tmp_path / "ids.jsonl"): "prompt 2 of 2 has the id 83",
+        ("generate", run_dir, "--file", tmp_path / "none.jsonl"): "has no prompts",
+        ("generate", run_dir, "--prompt-ids", "1", "--chat"): "--chat formats text, and --prompt-ids gives ids",
+        ("generate", run_dir, "--prompt-ids", "1", "--min-p", "nan"): "--min-p nan: expected from 0 to 1",
         ("generate", tmp_path, "--prompt", "a"): "has no checkpoints",
         ("export", run_dir, "--out", FAMILY): "is not empty",
         ("export", run_dir, "--out", tmp_path / "out", "--push", "name"): "'name' is not the name of a repository",

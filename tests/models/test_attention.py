@@ -103,3 +103,23 @@ def test_attention_none_does_not_mix_positions(inputs):
     changed = attention.attend(q, k.at[:, 7].add(1), v.at[:, 7].add(1), segments, choice="none")
     difference = np.abs(changed - attention.attend(q, k, v, segments, choice="none")).max(axis=(0, 2, 3))
     assert np.flatnonzero(difference).tolist() == [7]
+
+
+@pytest.mark.parametrize(("window", "entries"), [(None, 24), (5, 5), (5, 7), (40, 24)])
+def test_a_cache_gives_the_attention_of_all_positions(inputs, window, entries):
+    """In chunks and single slots, past the end of a cache of the window, with rows that begin in different slots."""
+    q, k, v = (a[:, :24] for a in inputs[:3])
+    padding = jnp.array([0, 9])
+    segments = (jnp.arange(24) >= padding[:, None]).astype(jnp.int32)
+    want = attention.plain(q, k, v, segments, window=window, softcap=3.0)
+    empty = jnp.zeros((BATCH, KV_HEADS, entries, HEAD_DIM))
+    cache, start, outs = attention.KeysAndValues(empty, empty), 0, []
+    step = jax.jit(functools.partial(attention.cached, window=window, softcap=3.0))
+    for length in (8, 3, 8, 1, 1, 1, 1, 1):
+        new = (a[:, start : start + length] for a in (q, k, v))
+        out, cache = step(*new, cache, jnp.int32(start), padding)
+        outs.append(out)
+        start += length
+    filled = segments[:, :, None, None] == 1
+    out = jnp.concatenate(outs, axis=1)
+    np.testing.assert_allclose(jnp.where(filled, out, 0), jnp.where(filled, want, 0), atol=2e-6, rtol=0)

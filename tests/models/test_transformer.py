@@ -282,6 +282,11 @@ def test_flops_of_the_7b():
     ("changes", "message"),
     [
         ({"num_kv_heads": 3}, "not a multiple of num_kv_heads = 3"),
+        ({"head_dim": -8}, r"Transformer.head_dim = -8: expected at least 1"),
+        ({"head_dim": 0}, r"Transformer.head_dim = 0: expected at least 1"),
+        ({"window": 0}, r"Transformer.window = 0: expected at least 1"),
+        ({"max_positions": 0}, r"Transformer.max_positions = 0: expected at least 1"),
+        ({"attention_softcap": 0.0}, r"Transformer.attention_softcap = 0.0: expected more than 0"),
         ({"embed_dim": 66}, "does not divide over num_heads = 4"),
         ({"remat": "half"}, "expected one of none, projections, attention_and_up, attention, dots, halves, full"),
         ({"dtype": "float16"}, "expected one of bfloat16, float32"),

@@ -10,9 +10,10 @@ import pytest
 from core import optimizers, slices
 from core.errors import UserError
 from models import pretrained
-from parallel import generation, strategies
-from parallel.generation import GREEDY, Generator, Sampling
+from parallel import decoding, generation, sampling, strategies
+from parallel.generation import Generator
 from parallel.partitioner import Partitioner
+from parallel.sampling import GREEDY, Sampling
 from tasks import streams
 
 FAMILIES = pathlib.Path(__file__).parents[1] / "models" / "fixtures" / "families"
@@ -22,7 +23,9 @@ STRATEGIES = {
     "tensor": strategies.mesh3d(data=2, tensor=2),
     "fsdp_tensor": strategies.fsdp_tensor(tensor=2),
     "pipeline": strategies.pipeline(stage=2),
+    "sequence_tensor": strategies.sequence_tensor(tensor=2),  # tables that shard positions
 }
+WITH_WINDOWS = ("gemma2", "gemma3", "mistral")  # of five positions
 
 
 def generator_of(family, tables=None, **changes):
@@ -80,7 +83,7 @@ def test_log_probabilities_are_those_of_a_full_pass_and_a_stop_id_ends_its_row()
     assert first.ended
     assert seen[2][0] is None
     assert [ids[1] for ids in seen if ids[1] is not None] == second.ids
-    model, params = generator._program.model, generator._params
+    model, params = generator._program.model, generator._decoder._stacked(generator._params)
     ids = jnp.asarray([[4, 8, 15, *free.ids]])
     batch = {"inputs": ids, "targets": ids, "segment_ids": jnp.ones_like(ids), "weights": jnp.ones(ids.shape)}
     batch["positions"] = jnp.arange(ids.shape[1])[None]
@@ -93,7 +96,7 @@ def test_tokens_that_may_be_drawn():
     logits = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]]))
 
     def kept(**how):
-        return (np.asarray(generation._kept(logits, Sampling(**how)))[0] > -1e29).tolist()
+        return (np.asarray(sampling.kept(logits, Sampling(**how)))[0] > -1e29).tolist()
 
     assert kept() == [True] * 4
     assert kept(top_k=2) == [True, True, False, False]
@@ -102,21 +105,76 @@ def test_tokens_that_may_be_drawn():
     assert kept(min_p=0.29) == [True, True, True, False]
     assert kept(top_k=3, top_p=0.8) == [True, True, False, False]
     keys = jax.random.split(jax.random.key(0), 2000)
-    draws = jax.vmap(lambda key: generation.draw(logits, key, jnp.zeros(1, int), jnp.zeros(1, int), Sampling())[0])(
-        keys
-    )
+    draws = jax.vmap(lambda key: sampling.draw(logits, key, jnp.zeros(1, int), jnp.zeros(1, int), Sampling())[0])(keys)
     np.testing.assert_allclose(np.bincount(draws, minlength=4) / 2000, jnp.exp(logits[0]), atol=0.03)
+
+
+@pytest.mark.covers("N13")
+@pytest.mark.parametrize("family", WITH_WINDOWS)
+def test_windows_in_the_cache_give_the_ids_of_full_passes(family, monkeypatch):
+    """Past the end of the window's entries, in several chunks, for rows of different lengths."""
+    monkeypatch.setattr(generation, "CHUNK", 4)
+    monkeypatch.setattr(generation, "_MULTIPLE", 1)
+    generator, prompts = generator_of(family), [[5, 17, 3], [9, 2, 8, 33, 41, 7, 7, 1, 60], [4] * 6]
+    model, params = generator._program.model, generator._program.abstract_state.params
+    entries = {layer.keys.shape[2] for layer in jax.eval_shape(lambda: model.empty_cache(4, 64))}
+    assert entries == ({5} if family == "mistral" else {5, 64})
+    params = model.published(str(FAMILIES / family)).load(params, generator._program.param_specs)
+    for prompt, found in zip(prompts, generator.generate(prompts, max_tokens=12), strict=True):
+        ids = jnp.asarray([prompt + found.ids])
+        batch = {name: jnp.ones_like(ids) for name in ("segment_ids", "weights", "targets")}
+        logits = model.logits(params, {"inputs": ids, "positions": jnp.arange(ids.shape[1])[None], **batch})
+        assert found.ids == jnp.argmax(logits[0, len(prompt) - 1 : -1], axis=-1).tolist()
+
+
+class Opposite:
+    """A wrapper whose most likely token is the least likely one of the model inside."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def logits(self, params, batch):
+        return -self.inner.logits(params, batch)
+
+
+def test_a_wrapper_that_changes_the_logits_is_generated_from(monkeypatch):
+    assert wrapped(lambda model: model)._decoder.fixed_length is None
+    generator = wrapped(Opposite)
+    [found] = generator.generate([[5, 17, 3]], max_tokens=2)
+    model, params = generator._program.model, generator._params
+    ids = jnp.asarray([[5, 17, 3, *found.ids]])
+    batch = {name: jnp.ones_like(ids) for name in ("segment_ids", "weights", "targets")}
+    logits = model.inner.logits(params, {"inputs": ids, "positions": jnp.arange(5)[None], **batch})
+    assert found.ids == jnp.argmin(logits[0, 2:4], axis=-1).tolist()
+
+
+def wrapped(wrapper):
+    model = wrapper(pretrained.model(str(FAMILIES / "qwen2"), dtype="float32", vocab_multiple=8))
+    at = Partitioner(strategies.data_parallel(), slice=slices.get("v5e-1"), devices=jax.devices()[:1])
+    program = at.program(model, ADAMW, streams.batch_spec(32, length=16), seed=0)
+    params = model.published(str(FAMILIES / "qwen2")).load(program.abstract_state.params, program.param_specs)
+    return Generator(program, params)
 
 
 def test_a_model_without_a_cache_gives_the_same_ids(monkeypatch):
     want = generator_of("qwen2").generate([[5, 17, 3], [9]], max_tokens=7)
-    asked = generation.can
-    monkeypatch.setattr(generation, "can", lambda value, a: a.__name__ != "ExtendsCache" and asked(value, a))
+    asked = decoding.can
+    monkeypatch.setattr(decoding, "can", lambda value, a: a.__name__ != "ExtendsCache" and asked(value, a))
     recomputing = generator_of("qwen2")
-    assert isinstance(recomputing._model, generation._Recomputing)
+    assert isinstance(recomputing._decoder.model, decoding.Recomputing)
     assert [c.ids for c in recomputing.generate([[5, 17, 3], [9]], max_tokens=7)] == [c.ids for c in want]
     with pytest.raises(UserError, match="need 17 positions, and the model has 16"):
         recomputing.generate([[5] * 10], max_tokens=7)
+
+
+def test_rows_of_a_later_call_have_draws_of_their_own():
+    generator, how = generator_of("qwen3"), {"max_tokens": 6, "sampling": Sampling(), "seed": 3}
+    together = [c.ids for c in generator.generate([[5, 17, 3], [9]], **how)]
+    assert generator.generate([[9]], first_row=1, **how)[0].ids == together[1]
+    assert generator.generate([[9]], **how)[0].ids != together[1]
 
 
 def test_ids_above_the_vocabulary_are_not_drawn():
@@ -134,9 +192,11 @@ def test_a_control_without_mixing_generates_without_mixing():
 
 def test_too_many_positions_and_empty_prompts_are_refused():
     generator = generator_of("gpt2")
-    with pytest.raises(UserError, match="a prompt of 25 ids and 8 new ones need 33 positions, and the model has 30"):
+    with pytest.raises(
+        UserError, match="the prompt, of 25 ids, and 8 new ones need 33 positions, and the model has 30"
+    ):
         generator.generate([[1] * 25], max_tokens=8)
-    with pytest.raises(UserError, match="the prompt contains id 83; expected ids of the model, 0 to 82"):
+    with pytest.raises(UserError, match="prompt 2 of 2 has the id 83, and the model's are 0 to 82"):
         generator.generate([[1], [83]], max_tokens=1)
-    with pytest.raises(UserError, match="at least one id"):
+    with pytest.raises(UserError, match="prompt 2 of 2 is empty"):
         generator.generate([[1], []], max_tokens=1)

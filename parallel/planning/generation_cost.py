@@ -1,0 +1,127 @@
+"""What generation costs a chip, from the programs that the TPU compiler makes of it: memory and predicted time.
+
+Times follow `planning.cost`. A token takes at least the time to read its weights and cache from HBM.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any, NamedTuple, cast
+
+import jax
+
+from parallel import compiled, traffic
+from parallel.analysis import Analysis
+from parallel.compiled import Compiled
+from parallel.decoding import Decoder
+from parallel.hlo import costs, executions, program
+from parallel.hlo.messages import compiler_messages, warnings
+from parallel.partitioner import Program
+from parallel.planning import cost
+from parallel.planning.cost import StepTime
+
+_FIX = "Shard more (tensor), or generate fewer rows (BATCH_SIZE) of fewer positions (LENGTH)."
+
+
+class GenerationCost(NamedTuple):
+    """The cost of generation on one chip.
+
+    Attributes:
+      rows, slots, chunk: rows generated together, positions of the cache, ids of a prompt processed together.
+      param_bytes, cache_bytes: on one chip.
+      chunk_memory, token_memory: of the programs of a chunk and of a token of every row.
+      chunk_time, token_time: predicted.
+      token_bound: seconds in which a chip reads its parameters and cache once.
+      warnings: of the compiler.
+    """
+
+    rows: int
+    slots: int
+    chunk: int
+    param_bytes: int
+    cache_bytes: int
+    chunk_memory: Compiled
+    token_memory: Compiled
+    chunk_time: StepTime
+    token_time: StepTime
+    token_bound: float
+    warnings: list[str]
+
+    @property
+    def tokens_per_second(self) -> tuple[float, float]:
+        """Predicted new tokens per second of all rows: no traffic hidden, and all of it."""
+        slow, fast = (max(self.token_bound, s) for s in (self.token_time.exposed, self.token_time.hidden))
+        return self.rows / slow, self.rows / fast
+
+    @property
+    def prompt_tokens_per_second(self) -> tuple[float, float]:
+        """Predicted tokens of prompts per second of all rows: no traffic hidden, and all of it."""
+        tokens = self.rows * self.chunk
+        return tokens / self.chunk_time.exposed, tokens / self.chunk_time.hidden
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the figures as JSON values; `predicted` ones were not measured."""
+        (slow, fast), prompts = self.tokens_per_second, self.prompt_tokens_per_second
+        return {
+            "slice": self.token_memory.slice.name,
+            "rows": self.rows,
+            "positions": self.slots,
+            "chunk": self.chunk,
+            "param_bytes": self.param_bytes,
+            "cache_bytes": self.cache_bytes,
+            "peak_bytes": max(self.chunk_memory.peak_bytes, self.token_memory.peak_bytes),
+            "predicted_tokens_per_second": [slow, fast],
+            "predicted_prompt_tokens_per_second": list(prompts),
+        }
+
+
+def generation_cost(bound: Program, *, rows: int, slots: int, chunk: int) -> GenerationCost:
+    """Compiles generation for the slice of a program whose devices are `compiled.devices_of(slice)`.
+
+    Args:
+      bound: the program; its optimizer is not used.
+      rows: rows generated together; must divide over the chips with different rows.
+      slots: positions of the cache.
+      chunk: ids of a prompt that are processed together.
+
+    Raises:
+      OutOfHbmError: it does not fit.
+    """
+    decoder, model = Decoder(bound), cast(Any, bound.model)
+    params, cache = decoder.abstract(rows, slots)
+    with compiler_messages() as messages:
+        prefill = _compiled(decoder.lower_prefill(params, cache, rows=rows, chunk=chunk), bound)
+        decode = _compiled(decoder.lower_decode(params, cache, rows=rows, vocab_size=model.vocab_size), bound)
+    param_bytes, cache_bytes = map(_bytes_per_chip, (params, cache))
+    chunk_time, token_time = (cost.step_time(_analysis(result, bound), bound) for result in (prefill, decode))
+    return GenerationCost(
+        rows,
+        slots,
+        chunk,
+        param_bytes,
+        cache_bytes,
+        prefill,
+        decode,
+        chunk_time,
+        token_time,
+        (param_bytes + cache_bytes) / bound.partitioner.slice.chip.hbm_bytes_per_second,
+        warnings(messages.text),
+    )
+
+
+def _compiled(lowered: Any, bound: Program) -> Compiled:
+    start = time.perf_counter()
+    executable = compiled.compile_lowered(lowered, bound, what="generation", fix=_FIX)
+    return compiled.results(executable, bound, seconds=time.perf_counter() - start)
+
+
+def _analysis(result: Compiled, bound: Program) -> Analysis:
+    module = program.parse(result.hlo)
+    run = executions.walk(module)
+    collectives = traffic.collectives(module, run, traffic.grid(bound.partitioner.mesh))
+    return Analysis(result, costs.summarize(run), collectives, [], [])
+
+
+def _bytes_per_chip(tree: Any) -> int:
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

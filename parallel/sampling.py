@@ -1,0 +1,73 @@
+"""Draws tokens from logits: by temperature, from the most likely ones.
+
+B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+MASKED = -1e30
+
+
+class Sampling(NamedTuple):
+    """The parameters with which tokens are drawn.
+
+    Attributes:
+      temperature: divides the logits; 0 takes the most likely token.
+      top_k: draws from this many of the most likely tokens; 0: from all.
+      top_p: draws from the most likely tokens that together have this probability (Holtzman et al. 2020).
+      min_p: draws from tokens with at least this fraction of the largest probability (Nguyen et al. 2024).
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def draw(logits: jax.Array, key: jax.Array, rows: jax.Array, positions: jax.Array, sampling: Sampling) -> jax.Array:
+    """Draws a token for each row.
+
+    Args:
+      logits: [B, V], float32.
+      key: random key of the seed.
+      rows, positions: [B], int32; a draw depends only on these, the key and the row's logits.
+      sampling: how to draw.
+
+    Returns:
+      [B], int32.
+    """
+    if sampling.temperature == 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    keys = jax.vmap(lambda row, at: jax.random.fold_in(jax.random.fold_in(key, row), at))(rows, positions)
+    logits = kept(logits / sampling.temperature, sampling)
+    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+
+
+def kept(logits: jax.Array, sampling: Sampling) -> jax.Array:
+    """Masks the tokens that may not be drawn; the most likely one always may."""
+    if sampling.top_k:
+        ordered = jax.lax.top_k(logits, min(sampling.top_k, logits.shape[1]))[0]  # [B, top_k]
+        least = ordered[:, -1]
+    elif sampling.top_p < 1:
+        ordered = jnp.sort(logits, axis=-1, descending=True)  # [B, V]
+        least = ordered[:, -1]
+    elif sampling.min_p > 0:
+        ordered = jnp.max(logits, axis=-1, keepdims=True)  # [B, 1]
+        least = jnp.full(logits.shape[:1], -jnp.inf)
+    else:
+        return logits
+    if sampling.top_p < 1:
+        before = jnp.cumsum(jax.nn.softmax(ordered), axis=-1) - jax.nn.softmax(ordered)  # of more likely tokens
+        last = jnp.sum(before < sampling.top_p, axis=-1) - 1
+        least = jnp.maximum(least, jnp.take_along_axis(ordered, last[:, None], axis=1)[:, 0])
+    if sampling.min_p > 0:
+        least = jnp.maximum(least, ordered[:, 0] + jnp.log(sampling.min_p))
+    return jnp.where(logits >= least[:, None], logits, MASKED)
