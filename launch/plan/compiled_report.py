@@ -278,7 +278,9 @@ def run(args: argparse.Namespace) -> int:
     if args.compile and args.strategies is not None:
         raise UserError("--compile reports one program, --strategies compares several: give only one of them")
     if args.generate and (args.compile or args.strategies is not None):
-        raise UserError("--generate reports generation, --compile and --strategies training steps: give only one")
+        raise UserError(
+            "--generate reports generation, --compile and --strategies training steps: give only one of them"
+        )
     if args.generate:
         written = _generation(args)
     else:
