@@ -76,7 +76,8 @@ def bindings(folder, run):
 
 
 @pytest.fixture(autouse=True)
-def no_copies():
+def no_copies(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")  # an error is one line
     yield
     published_files.use_copies(None)
 
