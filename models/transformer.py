@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from core import logical, random_bits, stack
 from core.errors import UserError
 from core.types import Batch, LossOutput, Params
-from models import decoder_block, derivatives, losses, presets, rotary
+from models import decoder_block, derivatives, losses, rotary
 from models.attention import KeysAndValues
 from models.decoder_block import Block, Earlier, Side
 from models.decoder_config import GLOBAL, LOCAL, REMAT, DecoderConfig
@@ -224,6 +224,8 @@ def preset(name: str, **changes) -> Transformer:
       UserError: unknown name.
       TypeError: unknown field.
     """
+    from models import presets  # a model of given sizes needs none
+
     if name not in presets.FIELDS:
         near = difflib.get_close_matches(name, presets.FIELDS, n=1, cutoff=0.3) or list(presets.FIELDS)
         raise UserError(
