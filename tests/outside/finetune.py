@@ -35,4 +35,5 @@ class CommentTagger(GPT):
         return super().sums({**batch, "targets": tags}, is_training=is_training)
 
     def _head(self, x, side):
-        return losses.cross_entropy(hk.Linear(2, name="tag")(x), side["targets"], side["weights"], vocab_size=2)
+        logits = hk.Linear(2, name="tag")(hk.LayerNorm(-1, True, True, name="norm")(x))  # [B, T, 2]
+        return losses.cross_entropy(logits, side["targets"], side["weights"], vocab_size=2)
