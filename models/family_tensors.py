@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 from core import published_files
 from core.checkpoints.published import PublishedFolder
@@ -12,7 +15,9 @@ from core.errors import UserError
 from models import families
 from models.decoder_config import DecoderConfig
 
+Read = Callable[[str, int | None], np.ndarray]
 PREFIXES = ("model.", "language_model.model.", "model.language_model.")
+ADAPTER_CONFIG = "adapter_config.json"
 GPT2_PREFIXES = ("transformer.", "")
 # Tensors that hold no parameter of the language model: buffers, a copy of a tied head, the vision part of Gemma 3.
 NOT_PARAMETERS = (
@@ -89,6 +94,23 @@ def named_sources(model: DecoderConfig) -> dict[str, Source]:
     return {path: source.prefixed(prefix) for path, source in sources(model).items()}
 
 
+def merged(read: Read, model: DecoderConfig) -> Read:
+    """Returns a function that reads a parameter with its low-rank adapter added, if it has one.
+
+    Args:
+      read: returns a parameter by its path; of one layer, if a number is given.
+      model: the decoder with adapters, or without.
+    """
+
+    def read_merged(path: str, layer: int | None) -> np.ndarray:
+        base = read(path, layer)
+        if model.lora is None or path.rpartition("/")[2] not in model.lora.targets:
+            return base
+        return model.lora.merged(base, read(f"{path}_lora_a", layer), read(f"{path}_lora_b", layer))
+
+    return read_merged
+
+
 def adapter_sources(model: DecoderConfig) -> dict[str, Source]:
     """Returns the source of each low-rank adapter, by its path, with the tensor names of the library PEFT.
 
@@ -113,7 +135,7 @@ def adapter_sources(model: DecoderConfig) -> dict[str, Source]:
 
 
 def adapter_config(model: DecoderConfig, base: str) -> dict[str, Any]:
-    """Returns the contents of PEFT's `adapter_config.json`; `base` is the folder or hub name of the base."""
+    """Returns the contents of PEFT's `ADAPTER_CONFIG`; `base` is the folder or hub name of the base."""
     tensors = [source.name for path, source in adapter_sources(model).items() if path.endswith("_lora_a")]
     return {
         "peft_type": "LORA",

@@ -274,7 +274,13 @@ def tensors_of(
         yield name, tensor
 
 
-def write(folder: paths.Path, tensors: Iterator[tuple[str, np.ndarray]], *, shard_bytes: int = _SHARD_BYTES) -> int:
+def write(
+    folder: paths.Path,
+    tensors: Iterator[tuple[str, np.ndarray]],
+    *,
+    stem: str = "model",
+    shard_bytes: int = _SHARD_BYTES,
+) -> int:
     """Writes tensors as one safetensors file, or as several with an index; returns their bytes.
 
     The files have temporary names until all are written.
@@ -282,6 +288,7 @@ def write(folder: paths.Path, tensors: Iterator[tuple[str, np.ndarray]], *, shar
     Args:
       folder: exists and is local.
       tensors: names and arrays.
+      stem: beginning of the names of the files.
       shard_bytes: largest size of a file, unless one tensor is larger.
     """
     from safetensors.numpy import save_file
@@ -301,9 +308,9 @@ def write(folder: paths.Path, tensors: Iterator[tuple[str, np.ndarray]], *, shar
         held[name] = tensor
         total += tensor.nbytes
     flush()
-    names = ["model.safetensors"]
+    names = [f"{stem}.safetensors"]
     if len(shards) > 1:
-        names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+        names = [f"{stem}-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
         weight_map = {tensor: file for file, listed in zip(names, shards, strict=True) for tensor in listed}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         paths.write_text_atomically(folder / safetensors_files.INDEX, json.dumps(index, indent=1) + "\n")

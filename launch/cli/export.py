@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from typing import Any
 
@@ -12,11 +13,11 @@ import numpy as np
 
 from core import logical, paths, published_files, units
 from core.batches import batch_shapes
-from core.checkpoints import published, steps
+from core.checkpoints import published, steps, warm_start
 from core.checkpoints.arrays import Arrays
 from core.errors import UserError
 from launch.experiments import saved_run
-from models import families, family_tensors
+from models import families, family_tensors, lora
 from models.decoder_config import DecoderConfig
 from tasks import streams
 from tasks.tokenizer_folders import FolderTokenizer
@@ -33,6 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN[@STEP]", help="without @STEP: the latest step")
     parser.add_argument("--out", metavar="FOLDER", required=True, help="a new or empty local folder")
     parser.add_argument("--push", metavar="OWNER/NAME", help="then upload it to this repository of the hub (HF_TOKEN)")
+    parser.add_argument(
+        "--merge", action="store_true", help="add adapters to their matrices, instead of writing a PEFT adapter"
+    )
     parser.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="of the weights (default: bfloat16)")
 
 
@@ -49,26 +53,29 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"{args.run}: {type(model).__name__} cannot be exported; expected a decoder (models/README.md)")
     if any("average" in name or "/z/" in name for name in steps.read(step).kinds if "opt_state" in name):
         raise UserError(f"{args.run}: the optimizer averages parameters; exporting averages is not supported")
-    kind = families.family(model)
-    out = _new_folder(args.out)
-    program = _shapes(model)
-    tensors = published.tensors_of(
-        _reader(Arrays(step)),
-        *program,
-        family_tensors.named_sources(model),
-        limits={"vocab": model.vocab_size},
-        dtype=_DTYPES[args.dtype],
-    )
-    size = published.write(out, tensors)
-    vocabulary = experiment.task.vocabulary
-    config = {**families.config(model, kind), "torch_dtype": args.dtype, **_special_ids(vocabulary)}
+    if args.merge and model.lora is None:
+        raise UserError(f"{args.run} has no adapters: leave --merge out")
+    base = dataclasses.replace(model, lora=None)
+    kind = families.family(base)
+    out, read, vocabulary = _new_folder(args.out), _reader(Arrays(step)), experiment.task.vocabulary
+    if model.lora is None or args.merge:
+        name, adds = published_files.CONFIG, {"torch_dtype": args.dtype, **_special_ids(vocabulary)}
+        config = {**families.config(base, kind), **adds}
+        sources, options = family_tensors.named_sources(base), {}
+        read, program = family_tensors.merged(read, model), _shapes(base)
+    else:
+        name, config = family_tensors.ADAPTER_CONFIG, family_tensors.adapter_config(model, experiment.init_from)
+        sources, options = family_tensors.adapter_sources(model), {"stem": "adapter_model"}
+        program = tuple(warm_start.chosen(tree, lora.PATTERNS) for tree in _shapes(model))
+    limits, dtype = {"vocab": model.vocab_size}, _DTYPES[args.dtype]
+    size = published.write(out, published.tensors_of(read, *program, sources, limits=limits, dtype=dtype), **options)
     if isinstance(vocabulary, FolderTokenizer):
         _copy_tokenizer(vocabulary.folder, out)
     else:
         print("no tokenizer is written: the run's vocabulary is not one of a published folder")
-    text = json.dumps(config, indent=2) + "\n"
-    paths.write_text_atomically(out / published_files.CONFIG, text)  # last: it marks the end
-    print(f"{out}: {kind}, {units.size(size)} of {args.dtype}, from step {step.name} of {run_dir}")
+    paths.write_text_atomically(out / name, json.dumps(config, indent=2) + "\n")  # last: it marks the end
+    what = "adapter of " * (name != published_files.CONFIG) + kind
+    print(f"{out}: {what}, {units.size(size)} of {args.dtype}, from step {step.name} of {run_dir}")
     if args.push:
         print(f"uploaded to {published_files.push(out, args.push)}")
     return 0
