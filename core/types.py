@@ -217,6 +217,18 @@ class ReadsPublished(Protocol):
         """Returns the folder's parameters, a `core.checkpoints.warm_start.ParameterSource`."""
 
 
+class AddsParameters(Protocol):
+    """A model that adds parameters to another one, such as adapters.
+
+    Attributes:
+      added_parameters: shell wildcards over their paths.
+
+    Enables: `INIT_FROM` with a source that lacks them; they are then initialized.
+    """
+
+    added_parameters: Sequence[str]
+
+
 class CountsFlops(Protocol):
     """A model that can count its FLOPs, so that MFU can be reported.
 

@@ -389,7 +389,7 @@ def _differing(model: DecoderConfig, other: DecoderConfig) -> list[str]:
     return [name for name in names if _spelled_out(model, name) != _spelled_out(other, name)]
 
 
-_OF_A_RUN = {"remat", "dtype", "attention", "vocab_multiple"}  # not part of a published configuration
+_OF_A_RUN = {"remat", "dtype", "attention", "vocab_multiple", "lora"}  # not part of a published configuration
 
 
 def _spelled_out(model: DecoderConfig, name: str) -> Any:

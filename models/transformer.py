@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from core import logical, random_bits, stack
 from core.errors import UserError
 from core.types import Batch, LossOutput, Params
-from models import decoder_block, derivatives, losses, rotary
+from models import decoder_block, derivatives, lora, losses, rotary
 from models.attention import KeysAndValues
 from models.decoder_block import Block, Earlier, Side
 from models.decoder_config import GLOBAL, LOCAL, REMAT, DecoderConfig
@@ -78,6 +78,11 @@ class Transformer(DecoderConfig):
         from models import family_tensors  # of no use to a run that starts from its seed
 
         return family_tensors.published_folder(self, folder)
+
+    @property
+    def added_parameters(self) -> tuple[str, ...]:
+        """Patterns of the parameters that a published folder or a run of the base lacks: those of adapters."""
+        return () if self.lora is None else lora.PATTERNS
 
     def residual(self, params: Params, batch: Batch) -> jax.Array:
         """Returns the residual stream after the last layer and before the final norm, [B, T, D]."""

@@ -109,6 +109,10 @@ class PublishedFolder:
         """Returns where the parameters are."""
         return f"the published folder {self.folder}"
 
+    def has(self, path: str) -> bool:
+        """Returns whether a tensor is known to hold the parameter with this path."""
+        return path in self._sources
+
     def problems(self, shapes: Any, specs: Specs) -> list[str]:
         """Returns the differences between the folder and a model: missing, unused and differently shaped tensors.
 

@@ -41,6 +41,9 @@ class ParameterSource(Protocol):
           renames: see `core.parameters.renamed`.
         """
 
+    def has(self, path: str) -> bool:
+        """Returns whether the source has a parameter with this path."""
+
     def problems(self, shapes: Any, specs: Specs) -> list[str]:
         """Returns one line for each parameter that is missing, unused or of another shape."""
 
@@ -73,6 +76,10 @@ class SavedParameters:
     def renamed(self, renames: Mapping[str, str]) -> SavedParameters:
         """See `ParameterSource`."""
         return SavedParameters(self.folder, renames)
+
+    def has(self, path: str) -> bool:
+        """See `ParameterSource`."""
+        return path in self._stored
 
     def problems(self, shapes: Any, specs: Specs) -> list[str]:
         """See `ParameterSource`."""
@@ -132,12 +139,20 @@ def chosen(params: Any, patterns: Sequence[str]) -> Any:
       UserError: a pattern matches no parameter.
     """
     parameters.matches(params, patterns, where="INIT_PATTERNS")
+    return _where(params, lambda path: any(fnmatch.fnmatch(path, p) for p in patterns))
+
+
+def _read(source: ParameterSource, params: Any, patterns: Sequence[str], optional: Sequence[str]) -> Any:
+    """Returns the tree of the parameters that match `patterns`, without optional ones that the source lacks."""
+    return _where(
+        chosen(params, patterns),
+        lambda path: source.has(path) or not any(fnmatch.fnmatch(path, p) for p in optional),
+    )
+
+
+def _where(params: Any, is_wanted: Callable[[str], bool]) -> Any:
     selected = {
-        module: {
-            name: leaf
-            for name, leaf in entries.items()
-            if any(fnmatch.fnmatch(parameters.path_name(_keys(module, name)), p) for p in patterns)
-        }
+        module: {name: leaf for name, leaf in entries.items() if is_wanted(parameters.path_name(_keys(module, name)))}
         for module, entries in params.items()
     }
     return {module: entries for module, entries in selected.items() if entries}
@@ -147,15 +162,17 @@ def _keys(module: str, name: str) -> tuple:
     return jax.tree_util.DictKey(module), jax.tree_util.DictKey(name)
 
 
-def require_fit(source: ParameterSource, shapes: Any, specs: Specs, patterns: Sequence[str]) -> None:
-    """Checks that a source has the parameters that match the patterns.
+def require_fit(
+    source: ParameterSource, shapes: Any, specs: Specs, patterns: Sequence[str], *, optional: Sequence[str] = ()
+) -> None:
+    """Checks that a source has the parameters that match the patterns, unless they are optional (see `load`).
 
     With patterns other than `*`, parameters that are left over in the source are allowed.
 
     Raises:
       UserError: lists every difference.
     """
-    lines = source.problems(chosen(shapes, patterns), chosen(specs, patterns))
+    lines = source.problems(*(_read(source, tree, patterns, optional) for tree in (shapes, specs)))
     if tuple(patterns) != ("*",):
         lines = [line for line in lines if not line.startswith("left over") and not line.endswith("not expected")]
     if lines:
@@ -175,24 +192,26 @@ def load(
     specs: Specs,
     patterns: Sequence[str],
     *,
+    optional: Sequence[str] = (),
     progress: Progress = lambda *_: None,
 ) -> Any:
     """Reads the parameters that match the patterns from `source`, and initializes all others.
 
     Args:
       source: the parameters to start from.
-      init: initializes all parameters; called unless the patterns match all of them.
+      init: initializes all parameters; called unless all of them are read.
       abstract: shapes and shardings of the parameters.
       specs: the specs of the parameters.
       patterns: as in `chosen`.
+      optional: wildcards over paths of parameters, such as adapters, that are initialized where the source lacks them.
       progress: called before a parameter is read.
     """
-    wanted = chosen(abstract, patterns)
+    wanted = _read(source, abstract, patterns, optional)
     if len(jax.tree.leaves(wanted)) == len(jax.tree.leaves(abstract)):
         return source.load(abstract, specs, progress=progress)
     fresh = init()
-    jax.tree.map(lambda a: a.delete(), chosen(fresh, patterns))  # to make room
-    loaded: Mapping = source.load(wanted, chosen(specs, patterns), progress=progress)
+    jax.tree.map(lambda a: a.delete(), _read(source, fresh, patterns, optional))  # to make room
+    loaded: Mapping = source.load(wanted, _read(source, specs, patterns, optional), progress=progress)
     return {
         module: {name: loaded.get(module, {}).get(name, leaf) for name, leaf in entries.items()}
         for module, entries in fresh.items()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from core import paths, published_files
 from core.checkpoints import steps, warm_start
 from core.errors import UserError
 from core.step import TrainState
-from core.types import ReadsPublished, can, missing
+from core.types import AddsParameters, ReadsPublished, can, missing
 from launch import terminal
 from launch.experiment import Experiment
 from parallel.partitioner import Program
@@ -63,7 +64,13 @@ def require_fit(experiment: Experiment, program: Program) -> Fit:
     """Checks that the parameters of INIT_FROM fit the model; reads metadata and headers, but no array."""
     if (found := source(experiment)) is None:
         return Fit()
-    warm_start.require_fit(found, program.abstract_state.params, program.param_specs, experiment.init_patterns)
+    warm_start.require_fit(
+        found,
+        program.abstract_state.params,
+        program.param_specs,
+        experiment.init_patterns,
+        optional=_optional(experiment),
+    )
     notes = "INIT_FROM is of another model:\n  " + "\n  ".join(found.notes) if found.notes else ""
     return Fit(found.describe(), notes)
 
@@ -74,6 +81,17 @@ def first_state(experiment: Experiment, program: Program, *, is_host_zero: bool)
         return program.init()
 
     progress = terminal.progress(f"parameters of {found.describe()}") if is_host_zero else lambda *_: None
-    abstract, specs = program.abstract_state.params, program.param_specs
-    params = warm_start.load(found, program.init_params, abstract, specs, experiment.init_patterns, progress=progress)
+    params = warm_start.load(
+        found,
+        program.init_params,
+        program.abstract_state.params,
+        program.param_specs,
+        experiment.init_patterns,
+        optional=_optional(experiment),
+        progress=progress,
+    )
     return program.init_from(params)
+
+
+def _optional(experiment: Experiment) -> Sequence[str]:
+    return experiment.model.added_parameters if can(experiment.model, AddsParameters) else ()

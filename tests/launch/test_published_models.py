@@ -7,6 +7,7 @@ import pathlib
 import shutil
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 import tokenizers
@@ -231,3 +232,51 @@ def test_wrong_words_are_refused(run_dir, tmp_path, capsys):
     }.items():
         assert run_command(*words) not in (0, 13)
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.covers("N07")
+def test_adapters_start_from_a_folder_and_are_exported_alone_or_merged(tmp_path, capsys):
+    base, run = tmp_path / "base", tmp_path / "run"
+    shutil.copytree(FAMILY, base)
+    write_tokenizer(base, WORDS)
+    run.mkdir()
+    for name in ("a", "b"):
+        (run / f"{name}.txt").write_text("w5 w6")
+    told = [*bindings(base, run), "include 'gin/models/lora.gin'", "lora.adapted.targets = ('query', 'output')"]
+    config = configuration.load("gin/finetune.gin", bindings=told, slice_name="v4-16")
+    (run / "config.gin").write_text(config.text)
+    ready = prepared_run.prepare_run(
+        config.build(), config_text=config.text, revision="", run_dir=str(run), last_step=3, host=Host(0, 1, True)
+    )
+    state = warm_start.first_state(config.build(), ready.program, is_host_zero=True)
+    block = dict(state.params["layers/block"])
+    block["query_lora_b"] = jax.numpy.full_like(block["query_lora_b"], 0.25)
+    checkpoints = Checkpoints(run / "checkpoints", keep=1)
+    params = {**state.params, "layers/block": block}
+    checkpoints.save(3, state=state._replace(params=params), data={}, meta=ready.meta)
+    checkpoints.close()
+
+    for words, out in (((), "adapter"), (("--merge",), "merged")):
+        assert run_command("export", run, "--out", tmp_path / out, "--dtype", "float32", *words) == 0
+    adapter, merged, original = (
+        load_file(f)
+        for f in (
+            tmp_path / "adapter/adapter_model.safetensors",
+            tmp_path / "merged/model.safetensors",
+            base / "model.safetensors",
+        )
+    )
+    name = "model.layers.0.self_attn.q_proj"
+    a, b = (adapter[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
+    as_stored = {key: value.astype(ml_dtypes.bfloat16).astype(np.float32) for key, value in original.items()}
+    np.testing.assert_allclose(merged[f"{name}.weight"], as_stored[f"{name}.weight"] + 2.0 * b @ a, atol=1e-6)
+    same = [key for key in as_stored if np.array_equal(merged[key], as_stored[key])]
+    assert sorted(set(as_stored) - set(same)) == sorted(key for key in as_stored if key.endswith("q_proj.weight"))
+    settings = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert (settings["r"], settings["target_modules"]) == (8, ["o_proj", "q_proj"])
+    assert settings["base_model_name_or_path"] == str(base)
+
+
+def test_a_run_without_adapters_has_nothing_to_merge(run_dir, tmp_path, capsys):
+    assert run_command("export", run_dir, "--out", tmp_path / "out", "--merge") == 2
+    assert "has no adapters: leave --merge out" in capsys.readouterr().err
