@@ -12,7 +12,7 @@ from core.slices import GIB
 from launch import configuration, environment
 from launch.runs import smoke
 from models import transformer
-from parallel import compiled, partitioner, report, strategies
+from parallel import analysis, compiled, partitioner, report, strategies
 from parallel.agreement import EXAMPLES
 from tasks import streams
 
@@ -53,6 +53,26 @@ def test_a_step_compiles_with_splash_inside(name):
         assert result.temp_bytes < whole  # gradients in pieces; what fits lives in CMEM, so there is no lower bound
     batch = sum(math.prod(a.sharding.shard_shape(a.shape)) * 4 for a in bound.abstract_batch.values())
     assert result.argument_bytes == pytest.approx(sizes.everything + batch, rel=0.02)
+
+
+FAMILIES = {  # heads of 64 and 256, soft-caps; with few layers, short windows and small vocabularies
+    "gpt2": {"max_positions": 2048},
+    "llama-3.2-1b": {},
+    "gemma-2-2b": {"window": 256},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.covers("N02")
+@pytest.mark.compiled("v4-8")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_compile_with_splash_inside(name):
+    """2,048 positions are four blocks of keys, of which a layer with a window of 256 visits two for each of queries."""
+    model = transformer.preset(name, **{"remat": "full", "vocab_size": 1024, "mlp_dim": 1024, **FAMILIES[name]})
+    model = dataclasses.replace(model, num_layers=len(model.kinds) + 1)
+    found = analysis.analyze(program(model, strategies.fsdp(), "v4-8", rows=4, length=2048))
+    forward = {kernel.operands[0] for kernel in found.costs.kernels if "splash_mha_fwd" in kernel.op_name}
+    assert forward == {{"global": "s8[1,4,4]", "local": "s8[1,4,2]"}[kind] for kind in model.kinds}
 
 
 def dimensions(hlo):
