@@ -49,7 +49,7 @@ def test_a_roofline_names_the_limit(question, capsys):
     assert "| ICI links" in said
     assert "DCN" not in said
     explain._print_roofline(question, roofline(time, product_flops=1e12, executed=[], chip=chip))
-    assert "computation binds" in capsys.readouterr().out
+    assert "limited by computation" in capsys.readouterr().out
 
 
 def test_a_layout_that_does_not_fit_is_shown_with_allocations_and_alternatives(
