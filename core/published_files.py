@@ -118,17 +118,25 @@ def keep_copies(run_dir: str) -> None:
             continue  # a run that parameters came from
         listed[text] = str(len(listed))
         (folder / listed[text]).mkdir(parents=True, exist_ok=True)
-        for name in names:
-            (folder / listed[text] / name).write_bytes((found / name).read_bytes())
+        for name in SMALL_FILES:  # a copy of another folder may be there, from a start before the first checkpoint
+            copy = folder / listed[text] / name
+            if name in names:
+                copy.write_bytes((found / name).read_bytes())
+            elif copy.exists():
+                copy.unlink()
     if listed:
         paths.write_text_atomically(folder / _LIST, json.dumps(listed, indent=1) + "\n")
 
 
 def use_copies(run_dir: str | None) -> None:
-    """Reads small files from the copies of a run from now on, if it has a checkpoint; None: from the folders."""
+    """Reads small files from the copies of a run from now on, if it has a checkpoint; None: from the folders.
+
+    Forgets which folders this process has used before.
+    """
     global _run_dir  # a folder is named deep inside of a configuration, and a process has one run
     _run_dir = run_dir
     _copies.cache_clear()
+    _used.clear()
 
 
 def _fetched(text: str, patterns: Sequence[str]) -> paths.Path:

@@ -3,8 +3,8 @@
     JAX_PLATFORMS=cpu .venv/bin/python -m launch.minimal_example [RUN]
 
 Four CPU devices simulate a v4-8; on a TPU, leave JAX_PLATFORMS out and set SLICE. On several hosts, start the same
-program on each with `distributed.initialize()` alone: JAX finds the other hosts of a slice. RUN is a finished run, such
-as runs/gin/quickstart, or the folder of a published model, which then continues a text.
+program on each with `distributed.initialize()` alone (JAX finds the other hosts of a slice) and a shared folder. RUN
+is a finished run, such as runs/gin/quickstart, or the folder of a published model, which then continues a text.
 """
 
 import dataclasses
@@ -25,7 +25,6 @@ from core.checkpoints.store import Checkpoints
 from core.optimizers import from_optax
 from core.training import evaluation
 from core.types import LossOutput
-from launch import loaded_model
 from models.haiku_model import HaikuModel
 from parallel import strategies
 from parallel.partitioner import Partitioner
@@ -99,6 +98,8 @@ def main():
     held_out = Bars().evaluation(program.partitioner.data_layout(BATCH_SIZE))
     print("validation:", evaluation.evaluate(program, state, itertools.islice(held_out, 4)))
     for name in sys.argv[1:]:
+        from launch import loaded_model  # reads the run's gin configuration
+
         print(loaded_model.load(name).continued(["import "], max_tokens=20)[0].text)
 
 

@@ -135,20 +135,33 @@ def adapter_sources(model: DecoderConfig) -> dict[str, Source]:
 
 
 def adapter_config(model: DecoderConfig, base: str) -> dict[str, Any]:
-    """Returns the contents of PEFT's `ADAPTER_CONFIG`; `base` is the folder or hub name of the base."""
+    """Returns the contents of PEFT's `ADAPTER_CONFIG`.
+
+    Args:
+      model: the decoder with adapters.
+      base: the published model, a folder or hf://OWNER/NAME[@REVISION].
+    """
+    name, _, revision = base.removeprefix("hf://").partition("@") if base.startswith("hf://") else (base, "", "")
     tensors = [source.name for path, source in adapter_sources(model).items() if path.endswith("_lora_a")]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base.removeprefix("hf://"),
+        "base_model_name_or_path": name,
+        "revision": revision or None,
         "r": model.lora.rank,
         "lora_alpha": model.lora.alpha,
         "lora_dropout": model.lora.dropout,
-        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+        "target_modules": sorted({_module(tensor) for tensor in tensors}),
         "fan_in_fan_out": model.positions == "learned",
         "bias": "none",
         "inference_mode": True,
     }
+
+
+def _module(tensor: str) -> str:
+    """Returns the module of an adapter's tensor: `q_proj`; `attn.c_proj` where a layer has two of a name."""
+    parts = tensor.split(".")[:-2]
+    return parts[-1] if parts[-1] != "c_proj" else ".".join(parts[-2:])
 
 
 def published_folder(decoder: DecoderConfig, folder: str) -> PublishedFolder:

@@ -53,6 +53,8 @@ class Lora:
     def __post_init__(self):
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
             raise UserError(f"lora.adapted.rank = {self.rank!r}: expected an integer of at least 1")
+        if not 0 < self.alpha < float("inf"):
+            raise UserError(f"lora.adapted.alpha = {self.alpha}: expected a positive number")
         if not 0 <= self.dropout < 1:
             raise UserError(f"lora.adapted.dropout = {self.dropout}: expected from 0 to below 1")
         unknown = [target for target in self.targets if target not in TARGETS]

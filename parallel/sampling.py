@@ -66,7 +66,7 @@ def kept(logits: jax.Array, sampling: Sampling) -> jax.Array:
         return logits
     if sampling.top_p < 1:
         before = jnp.cumsum(jax.nn.softmax(ordered), axis=-1) - jax.nn.softmax(ordered)  # of more likely tokens
-        last = jnp.sum(before < sampling.top_p, axis=-1) - 1
+        last = jnp.maximum(jnp.sum(before < sampling.top_p, axis=-1) - 1, 0)  # the most likely token always stays
         least = jnp.maximum(least, jnp.take_along_axis(ordered, last[:, None], axis=1)[:, 0])
     if sampling.min_p > 0:
         least = jnp.maximum(least, ordered[:, 0] + jnp.log(sampling.min_p))

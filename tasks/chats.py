@@ -143,10 +143,10 @@ class ChatStream(packing.PackedStream):
         while size < WINDOW_ROWS * self._spec.length:
             found = self._next_segment()
             since = 0 if found else since + 1
-            if since == len(self._chats):
+            if since == 2 * len(self._chats) - 1:  # a whole epoch, whatever the orders of it and of the one before
                 raise UserError(
-                    f"text.chats: none of {units.counted(since, 'conversation')} has an answer within its first "
-                    f"{self._spec.length} tokens; set LENGTH higher"
+                    f"text.chats: none of {units.counted(len(self._chats), 'conversation')} has an answer within "
+                    f"its first {self._spec.length} tokens; set LENGTH higher"
                 )
             if found:
                 segments.append(found)
@@ -248,6 +248,10 @@ def _messages(found: Any, where: str) -> tuple[Mapping[str, str], ...]:
         if role == _ANSWERS and (number == 1 or not content.strip()):
             wrong = "is an answer without a question" if number == 1 else "is an empty answer"
             raise UserError(f"{where}: message {number} {wrong}; correct the line, or remove it")
+        if unknown := sorted(set(message) - {"role", "content"}):
+            raise UserError(
+                f"{where}: message {number} has {unknown}, which would be dropped: expected role and content"
+            )
         documents.encoded(content, where=where)
     if not any(message["role"] == _ANSWERS for message in messages):
         raise UserError(f"{where}: {units.counted(len(messages), 'message')} without an answer of the assistant")

@@ -136,7 +136,10 @@ class FolderTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """See `Vocabulary`. Adds no special tokens, but recognises those that are written in the text."""
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._embedded(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _embedded(self, ids: list[int]) -> list[int]:
+        """Returns the ids. Raises UserError for one that the folder's model has no embedding for."""
         if self._without_embedding and (bad := next((i for i in ids if i >= self.size), None)) is not None:
             raise UserError(
                 f"the text contains {self._tokenizer.id_to_token(bad)!r} (id {bad}), for which the model of "
@@ -152,7 +155,7 @@ class FolderTokenizer:
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Returns what `encode` does, and for each id the first character that it covers and the one after its last."""
         found = self._tokenizer.encode(text, add_special_tokens=False)
-        return found.ids, found.offsets
+        return self._embedded(found.ids), found.offsets
 
     def decode(self, ids: Iterable[int]) -> str:
         """See `Vocabulary`."""

@@ -43,6 +43,13 @@ def _whole_errors(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
+def _no_copies():
+    """No test reads or keeps the published folders of another one."""
+    if found := sys.modules.get("core.published_files"):
+        found.use_copies(None)
+
+
+@pytest.fixture(autouse=True)
 def _no_network(monkeypatch):
     """Refuses at once what a test sends to other machines, whether there is a network or not; libraries would retry."""
     look_up, connect = socket.getaddrinfo, socket.socket.connect

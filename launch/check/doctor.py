@@ -159,7 +159,7 @@ def hbm(config: LoadedConfig, experiment: Experiment, *, limit_bytes: int | None
     there = f"{have / GIB:.4g} GiB a chip ({whose})"
     record = program_identity.find(experiment, config)
     if record is None:
-        fix = "launch/run report EXPERIMENT.gin compiles it and says"
+        fix = f"launch/run report {experiment.slice} EXPERIMENT.gin --compile says what it needs"
         return Finding("HBM", True, f"this experiment is not compiled yet; available: {there}", fix, is_note=True)
     need = record["memory"]["peak_bytes"]
     fix = "more chips, fsdp or tensor, remat = 'full', or accum_steps: launch/run plan finds what fits"

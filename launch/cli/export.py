@@ -53,6 +53,11 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"{args.run}: {type(model).__name__} cannot be exported; expected a decoder (models/README.md)")
     if any("average" in name or "/z/" in name for name in steps.read(step).kinds if "opt_state" in name):
         raise UserError(f"{args.run}: the optimizer averages parameters; exporting averages is not supported")
+    if model.lora is not None and not args.merge and not _is_published(experiment.init_from):
+        raise UserError(
+            f"{args.run}: its base is {experiment.init_from or 'no published model'!r}, "
+            "which PEFT cannot load: give --merge"
+        )
     if args.merge and model.lora is None:
         raise UserError(f"{args.run} has no adapters: leave --merge out")
     base = dataclasses.replace(model, lora=None)
@@ -79,6 +84,10 @@ def run(args: argparse.Namespace) -> int:
     if args.push:
         print(f"uploaded to {published_files.push(out, args.push)}")
     return 0
+
+
+def _is_published(base: str) -> bool:
+    return bool(base) and published_files.is_published(base)
 
 
 def _new_folder(text: str) -> paths.Path:

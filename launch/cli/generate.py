@@ -197,4 +197,5 @@ class _Shown:
 
     def end(self, text: str) -> None:
         """Prints what is left of the text."""
-        print(terminal.printable(text[len(self._printed) :]) if text.startswith(self._printed) else f"\n{text}")
+        goes_on = text.startswith(self._printed)
+        print(terminal.printable(text[len(self._printed) :] if goes_on else f"\n{text}"))

@@ -14,13 +14,6 @@ from core import paths, published_files
 from core.errors import UserError
 
 
-@pytest.fixture(autouse=True)
-def no_copies():
-    yield
-    published_files.use_copies(None)
-    published_files._used.clear()
-
-
 def test_a_model_of_the_hub_is_downloaded_once_and_errors_say_what_to_do(tmp_path, monkeypatch):
     asked = []
 

@@ -78,7 +78,7 @@ def test_a_part_of_the_table_replaces_only_its_rows(tmp_path):
     table.keep(table.markdown([dataclasses.replace(ENDED, lost_steps=7)], None), whole=False, readme=readme)
     rows = [line for line in readme.read_text().splitlines() if line.startswith("| ")]
     assert [row.split(" | ")[0][2:] for row in rows] == [
-        "what happens",
+        "injected fault",
         "a host hangs",
         "a host leaves",
         "one bit flipped in a checkpoint's files, 10 times",

@@ -11,7 +11,7 @@ import pytest
 from core.batches import Field
 from launch import configuration, program_identity
 from launch.runs import progress, smoke
-from parallel import generation
+from parallel import decoding
 from tasks import streams, vocabularies
 from tasks.sampled import SampledTask
 
@@ -96,7 +96,7 @@ def test_axes_are_part_of_the_identity_of_a_program_if_they_are_not_rows_and_pos
 
 
 def test_a_sample_is_written_beside_blank_images():
-    model = generation._Recomputing(types.SimpleNamespace(spec=Captions().spec(8)))
+    model = decoding.Recomputing(types.SimpleNamespace(spec=Captions().spec(8)))
     batch = model._batch(jnp.broadcast_to(jnp.arange(16), (2, 16)))
     assert batch["images"].shape == (2, 5, 7, 3)
     assert not batch["images"].any()

@@ -35,7 +35,7 @@ def batch():
 
 @pytest.fixture(scope="module")
 def params():
-    return MODEL.init(jax.random.key(0), batch())
+    return jax.jit(MODEL.init)(jax.random.key(0), batch())
 
 
 def with_random_b(params):
@@ -75,7 +75,7 @@ def test_loss_and_gradients_are_those_of_the_merged_model(params):
         return lambda p: model.loss(p, (), None, batch())[1].loss_sum
 
     (ours, grads), (theirs, whole) = (
-        jax.value_and_grad(loss(m))(p) for m, p in ((MODEL, params), (BASE, merged(params)))
+        jax.jit(jax.value_and_grad(loss(m)))(p) for m, p in ((MODEL, params), (BASE, merged(params)))
     )
     np.testing.assert_allclose(ours, theirs, rtol=1e-6)
     for name in MODEL.lora.targets:
@@ -169,6 +169,8 @@ def test_adapters_are_written_as_peft_names_them(params):
     config = family_tensors.adapter_config(model, "hf://owner/base")
     assert config["target_modules"] == ["o_proj", "q_proj"]
     assert config["base_model_name_or_path"] == "owner/base"
+    pinned = family_tensors.adapter_config(model, "hf://owner/base@v2")
+    assert (pinned["base_model_name_or_path"], pinned["revision"]) == ("owner/base", "v2")
 
 
 @pytest.mark.parametrize(
@@ -177,6 +179,8 @@ def test_adapters_are_written_as_peft_names_them(params):
         ({"targets": ("q_proj",)}, "expected some of query, key"),
         ({"targets": ()}, "expected some of query, key"),
         ({"rank": 0}, "an integer of at least 1"),
+        ({"alpha": 0.0}, "alpha = 0.0: expected a positive number"),
+        ({"alpha": float("nan")}, "alpha = nan: expected a positive number"),
         ({"dropout": 1.0}, "from 0 to below 1"),
         ({"base_dtype": "int8"}, "expected 'bfloat16' or 'float32'"),
     ],
@@ -196,4 +200,5 @@ def test_models_that_cannot_have_adapters_are_refused():
     adapted = lora.adapted(model=gpt2, targets=("query",))
     with pytest.raises(UserError, match="give --merge"):
         family_tensors.adapter_sources(adapted)
-    assert family_tensors.adapter_sources(lora.adapted(model=gpt2, targets=("up",)))
+    config = family_tensors.adapter_config(lora.adapted(model=gpt2, targets=("up", "output")), "gpt2")
+    assert config["target_modules"] == ["attn.c_proj", "c_fc"]

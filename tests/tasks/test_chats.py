@@ -101,6 +101,12 @@ def test_long_conversations_are_cut_and_counted(tmp_path, tokenizer, capfd):
     told = capfd.readouterr().err
     assert f"cut to {LENGTH} tokens: 1 of" in told
     assert f"skipped because no answer begins within {LENGTH} tokens: 1 of" in told
+    two = "\n".join(json.dumps({"messages": chat}) for chat in (hopeless, ask(1)))
+    path.write_text(two)  # two in a row, where an epoch ends with the one and the next begins with it
+    for seed in range(4):
+        next(
+            make_task(path, tokenizer, num_streams=1, validation=str(path)).train(DataLayout(1, (0,), (0,)), seed=seed)
+        )
     path.write_text(json.dumps({"messages": hopeless}))
     with pytest.raises(UserError, match=r"none of 1 conversation has an answer .* set LENGTH higher"):
         next(make_task(path, tokenizer, num_streams=1, validation=str(path)).train(DataLayout(1, (0,), (0,)), seed=0))
@@ -112,6 +118,10 @@ def test_long_conversations_are_cut_and_counted(tmp_path, tokenizer, capfd):
         ('{"messages": [{"role": "teacher", "content": "a"}]}', "message 1 has the role 'teacher', expected one of"),
         ('{"messages": [{"role": "user", "content": null}]}', "message 1 has the content 'None', expected text"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "1 message without an answer"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]}',
+            r"message 2 has \['weight'\], which would be dropped",
+        ),
         ('{"messages": "a"}', "0 messages without an answer"),
         (
             '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}]}',

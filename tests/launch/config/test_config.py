@@ -489,7 +489,7 @@ MISTAKES = {
     "lower-case boolean": ("models.Decoder.bias = true", 10, ["write True"]),
     "unclosed bracket": ("models.Decoder.sizes = (1, 2\nBATCH_SIZE = 3", 10, ["not closed"]),
     "unclosed string": ("models.Decoder.remat = 'full\nBATCH_SIZE = 3", 10, ["string is not closed"]),
-    "no value": ("models.Decoder.depth =\nBATCH_SIZE = 3", 10, ["no value"]),
+    "no value": ("models.Decoder.depth =\nBATCH_SIZE = 3", 10, ["cannot parse the value"]),
     "unhashable key": ("models.Decoder.depth = {[1]: 2}", 10, ["unhashable"]),
     "two imports in one": ("from toy import tasks, models", 10, ["one module", "one import statement for each"]),
     "a word alone": ("BATCH_SIZE", 10, ["not a statement"]),

@@ -208,6 +208,7 @@ def test_the_configuration_of_a_run_in_a_bucket_is_read(monkeypatch, parrot_run)
     assert (experiment.batch_size, experiment.slice) == (32, "v4-16")
 
 
+@pytest.mark.slow
 @pytest.mark.simulated(2)
 def test_one_process_and_two_hosts_score_alike(launch, parrot, parrot_run, monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", str(parrot))

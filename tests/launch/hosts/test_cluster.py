@@ -51,7 +51,7 @@ def test_cpus_are_no_tpu():
 @pytest.mark.covers("R10")
 def test_the_error_names_the_processes_that_hold_the_chips(monkeypatch):
     monkeypatch.setattr(tpu_host, "chip_holders", lambda: Finding("chips", True, "held by no other process; 2 unseen"))
-    says = "Its chips: held by no other process; 2 unseen. Elsewhere"
+    says = "Its chips: held by no other process; 2 unseen. On another machine"
     with pytest.raises(ValueError, match=says):
         cluster._require_chips(slices.get("v4-32"), played=False)
 

@@ -25,7 +25,6 @@ def claims():
 
 
 OTHERS = tuple(claims())
-QUICK = ("valkyrie_5b",)  # the others differ in sizes and slice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,10 +99,8 @@ def test_valkyrie_7b_is_the_winner_of_its_committed_plan(plan):
 
 
 @pytest.mark.covers("L12", "X05")
-@pytest.mark.parametrize(
-    ("name", "slice_name"),
-    [one if one[0] in QUICK else pytest.param(*one, marks=pytest.mark.slow) for one in OTHERS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "slice_name"), OTHERS)
 def test_every_other_experiment_is_the_winner_of_its_own(name, slice_name, tmp_path):
     plan = asked(f"gin/{name}.gin", slice_name, tmp_path)
     assert_it_is_the_winner(plan)

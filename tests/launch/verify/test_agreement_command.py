@@ -118,6 +118,7 @@ def test_a_model_that_forgets_a_sum_differs(in_process, experiment):
 
 
 @pytest.mark.covers("R11")
+@pytest.mark.slow
 @pytest.mark.simulated(2)
 def test_an_experiment_agrees_when_its_chips_are_shared_among_processes(in_process):
     captions = str(OUTSIDE / "captions.gin")
