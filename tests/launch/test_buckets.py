@@ -99,11 +99,10 @@ def metrics(bucket, run_dir):
     return {row["step"]: [row[k] for k in ("loss", "gradient_norm", "learning_rate")] for row in rows if "loss" in row}
 
 
+@pytest.mark.slow
 @pytest.mark.simulated(2)
 @pytest.mark.covers("C03", "C06", "D14")
-@pytest.mark.parametrize(
-    ("slice_name", "last"), [("v4-8", 0), pytest.param("v4-16", 1, marks=pytest.mark.slow)], ids=["1 host", "2 hosts"]
-)
+@pytest.mark.parametrize(("slice_name", "last"), [("v4-8", 0), ("v4-16", 1)], ids=["1 host", "2 hosts"])
 def test_hosts_train_in_a_bucket_and_resume_from_the_newest_intact_step(bucket, pod, command, slice_name, last):
     """Of four checkpoints one was never finished, one is half removed and one damaged: what the last host wrote."""
     where = f"gs://bucket/runs/{slice_name}"

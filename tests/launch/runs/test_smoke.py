@@ -7,7 +7,6 @@ from launch import configuration, environment
 ROOT = environment.WORKSPACE
 
 
-QUICK = ("quickstart.gin",)
 NO_RUNS = ("defaults.gin", "valkyrie_128b.gin")  # one has 512 chips, more than a process here can play
 NO_RUNS += ("finetune.gin", "finetune_chats.gin")  # need a folder
 SMALLER = {  # as in their headers: logits of large vocabularies take minutes
@@ -16,11 +15,10 @@ SMALLER = {  # as in their headers: logits of large vocabularies take minutes
 
 
 def experiments():
-    """The quick ones, and the others, which differ in sizes and slice."""
-    names = sorted(path.name for path in (ROOT / "gin").glob("*.gin") if path.name not in NO_RUNS)
-    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+    return sorted(path.name for path in (ROOT / "gin").glob("*.gin") if path.name not in NO_RUNS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", experiments())
 def test_every_experiment_file_smokes_on_its_slice(launch, experiment, tmp_path):
     slice_name = configuration.load(f"gin/{experiment}").build().slice
