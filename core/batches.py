@@ -4,8 +4,6 @@ A batch is a mapping from names to arrays whose first dimension is the rows. Lay
 derived from the axes of its fields, so a task may have fields of any rank beside its tokens.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

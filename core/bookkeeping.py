@@ -3,8 +3,6 @@
 Uses the standard library only, because `launch.hosts.host_output` imports this where nothing else is installed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -8,8 +8,6 @@ This is the only module that uses `jax.distributed`. Everything here uses its co
 so it works before the first array exists.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import math

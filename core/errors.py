@@ -1,7 +1,5 @@
 """`UserError`, for errors that a user can cause and correct, and checks that raise it."""
 
-from __future__ import annotations
-
 import contextlib
 import sysconfig
 import traceback

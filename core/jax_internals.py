@@ -4,8 +4,6 @@ Their public counterparts do not exist or would initialize devices. No other mod
 this), so a new version of JAX requires changes here only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ shown. Uses the standard library only, because `launch.hosts.host_output` import
 Importing this module has no effect; `while_saving` filters only while its context is open.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

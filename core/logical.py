@@ -10,8 +10,6 @@ function twice, and a second call would record nothing; `abstract_init` therefor
 checks that every parameter was recorded.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import dataclasses

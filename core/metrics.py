@@ -6,8 +6,6 @@ folder, and whole files are copied every 30 s and at `close`. A crash may lose t
 bucket. A full disk or an unreachable bucket delays the writes and never ends a run.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import importlib.util

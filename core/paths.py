@@ -4,8 +4,6 @@
 TensorFlow, whose import takes five seconds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

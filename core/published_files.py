@@ -7,8 +7,6 @@ copies from its first checkpoint on. So it can be resumed, exported and evaluate
     0/config.json, 0/tokenizer.json …
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re

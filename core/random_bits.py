@@ -12,8 +12,6 @@ The step's key contains seed and step, and the key that `layer_stack` passes to 
 adds the rows to the batch as `row_ids`; a block gets them through its `side`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -10,8 +10,6 @@ Messages are JSON objects with a header: b"renga" | length, 4 bytes | JSON. Conn
 recognized by the first five bytes and not read any further.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import difflib

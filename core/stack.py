@@ -28,8 +28,6 @@ argument `kind=`. Kinds may differ in anything but the shapes of parameters. The
 pattern and unrolls the remaining layers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Checks the arguments of a layer stack, and that runners can split and repeat its blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 

@@ -9,8 +9,6 @@ Every microbatch has the same random key; random bits of different rows differ b
 the rows in the global batch (`core.random_bits`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ failing at the same step is given up after the allowed number of restarts, with 
 checkpoints cannot be listed (a bucket that does not answer), the count does not change.
 """
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import subprocess

@@ -5,8 +5,6 @@ of sums, and the mean is taken once at the end, so that results are correct unde
 several hosts.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar

@@ -1,7 +1,5 @@
 """Formats counts, quantities and long lists for people: `1 host`, `75.3 GiB`, `9.52 µs`, `20.9 GFLOP`, `4:05`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 _BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))

@@ -1,7 +1,5 @@
 """Versions of installed packages, and of this workspace."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib.metadata

@@ -4,8 +4,6 @@ A wrapper that forwards unknown attributes (`__getattr__`) has the abilities of 
 dtype or smaller sizes is then a copy of the wrapper around a changed model.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping

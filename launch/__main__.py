@@ -6,8 +6,6 @@ Any other exception, including a plain ValueError, is printed with its traceback
 regular result of some commands, such as "these checkpoints differ".
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import difflib

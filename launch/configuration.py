@@ -6,8 +6,6 @@ Each source overrides those to its left. The mesh in the environment variables i
 checked, printed, saved in the run's config.gin and compared between hosts like all others.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 An empty value counts as unset.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Findings of the checks of a run: one for each thing checked, merged over hosts and printed as one table."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Flags that several commands share, each with one name, type and help text."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import math

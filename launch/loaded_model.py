@@ -8,8 +8,6 @@ It runs in one process on the devices of this machine; with `slice_name`, in the
 be simulated.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence

@@ -4,8 +4,6 @@ It does not contain paths to data, learning rates and lengths of runs, which do 
 compilations are found by `program_text`, records of predictions by `fingerprint`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json

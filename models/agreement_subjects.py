@@ -4,8 +4,6 @@ Batches of the decoder are packed rows with uneven padding, different at every s
 positions all matter; those of the recursive model have puzzles that recur, and labels that are left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 import numpy as np

@@ -8,8 +8,6 @@ partition a kernel. Where positions are sharded, queries stay on their chips and
 B batch, T length, H query heads, N key/value heads, G = H / N query heads per key head, K head_dim.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import NamedTuple

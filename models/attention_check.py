@@ -3,8 +3,6 @@
 On other devices the kernel runs in Pallas's interpreter, which tests its definition but not its compilation for TPUs.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

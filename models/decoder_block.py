@@ -3,8 +3,6 @@
 B batch, T length, D embed, H query heads, N key/value heads, K head_dim, F mlp.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import haiku as hk

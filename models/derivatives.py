@@ -7,8 +7,6 @@ memory. Inputs worth saving for the backward pass have checkpoint names (`models
 B batch, T length, D embed, F mlp, V vocab.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 

@@ -6,8 +6,6 @@ published folders (transformers 4 and 5), and `config` writes one. `models.famil
 models/README.md has a table of the families, and of their differences from Llama.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable, Collection, Mapping

@@ -1,7 +1,5 @@
 """Maps the parameters of the decoder to the tensors of published families; `models.families` maps their fields."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Base class of models that are one Haiku function of the batch and carry no state from step to step."""
 
-from __future__ import annotations
-
 import abc
 import functools
 from collections.abc import Mapping, Sequence

@@ -7,8 +7,6 @@ has no gradient and no optimizer state, and training leaves its bits unchanged. 
 export treat a decoder with adapters as any other.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

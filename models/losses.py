@@ -3,8 +3,6 @@
 B batch, T length, V vocab as stored (rounded up; the surplus entries are masked).
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

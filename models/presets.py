@@ -4,8 +4,6 @@ A published model has the name that it has on Hugging Face, in lower case and wi
 the agreement with the published `config.json`, are tested in `tests/models/test_families.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

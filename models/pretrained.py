@@ -5,8 +5,6 @@ folder = pretrained.folder(model, "gs://models/Llama-3.1-8B")
 params = folder.load(abstract_params, axes)
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from core import published_files

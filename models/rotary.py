@@ -3,8 +3,6 @@
 B batch, T length, K head_dim.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import NamedTuple, Protocol

@@ -12,8 +12,6 @@ extra memory. With `gather_once` they are manual too: parameters are gathered be
 after it, which requires full copies of both on every chip (`gathered_bytes`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -12,8 +12,6 @@ bias is a sum that cancels to zero; and a bias that starts at zero is as small a
 is then relative to the terms of the sum, so spacings have a floor (`FLOORS`) from the norm of all leaves of the kind.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple

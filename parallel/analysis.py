@@ -3,8 +3,6 @@
 `launch/run report --compile` prints the result; other commands build tables from it, and it converts to JSON.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from parallel import compiled, lints, traffic

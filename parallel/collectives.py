@@ -9,8 +9,6 @@ Chip p of n along an axis holds n chunks; chunk c is filled with p + c. So every
     permute          chunk c: (p - 1) mod n + c
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ libtpu describes the chips of a slice without needing them, and compiles for the
 that does not fit into HBM does not compile.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import time

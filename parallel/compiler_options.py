@@ -4,8 +4,6 @@ The compiler rejects unknown names, and tests compile with each table and check 
 parallel/README.md ("Compiler options") lists the measured effect of each option.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 Value = str | int | bool

@@ -9,8 +9,6 @@ each layer out of the stacked array before it multiplies with them. A table that
 B rows, S slots of the cache, C slots of a chunk, V vocabulary.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping

@@ -7,8 +7,6 @@ Differences are in units of the float32 spacing at the largest entry of the tens
 but without its floor for tensors that contain only rounding errors. Each layer's tensor is measured separately.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple

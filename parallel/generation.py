@@ -5,8 +5,6 @@ so that it does not depend on the layout, on the other rows, or on the chunks. N
 every chip runs all layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

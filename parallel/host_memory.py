@@ -4,8 +4,6 @@ The estimate is a lower bound: a run that exceeds the memory cannot work, and on
 data pipeline, the compiler and the program itself are not counted.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

@@ -4,8 +4,6 @@ Known and accepted findings are rows of a table with a reason (`KNOWN`): they ar
 out.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

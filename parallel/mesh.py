@@ -9,8 +9,6 @@ On a real slice the rows of a host are often strided, and several hosts may supp
 from the sharding of the batch, never computed from host indices, and batches are checked against it before transfer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

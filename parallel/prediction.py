@@ -4,8 +4,6 @@ A prediction is a range, from all traffic hidden to none hidden. On a TPU, a mea
 causes one warning: the time model is wrong, or the machine or configuration is not the expected one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -12,8 +12,6 @@ The residual stream is the value that `core.stack` passes from layer to layer, s
 with it. Logits are recorded if the model has `logits(params, batch)`. Other models record loss, gradients and update.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Counts the bytes per chip of every array of a program's state, from shapes alone."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple

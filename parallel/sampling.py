@@ -3,8 +3,6 @@
 B rows, V vocabulary.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax

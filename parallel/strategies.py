@@ -8,8 +8,6 @@ is not sharded; d is data, s is sequence, t is tensor, p is stage; gather_f and 
 B batch, L length, D embed, F mlp, H heads, N key/value heads, K head_dim, V vocab, m microbatch.
 """
 
-from __future__ import annotations
-
 from core.logical import Rules
 from parallel.pipeline import schedules
 from parallel.pipeline.schedules import Schedule

@@ -9,8 +9,6 @@ silently: a dimension that does not divide is an error that names the parameter,
 the nearest fix.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

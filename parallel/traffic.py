@@ -13,8 +13,6 @@ sizes are defined for every collective over n chips:
 Both are per execution and chip; `times` is the number of executions in a step.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

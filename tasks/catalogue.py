@@ -1,7 +1,5 @@
 """Reads prepared TensorFlow Datasets (TFDS) as a source of documents."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

@@ -12,8 +12,6 @@ window of 64 rows at a time. A position is three numbers; resuming packs one win
 R: rows per element of a stream. T: tokens per row.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

@@ -7,8 +7,6 @@ Every document passes through the `Intake` of its source, which counts the docum
 run on the beginning of local files before a run starts.
 """
 
-from __future__ import annotations
-
 import codecs
 import functools
 import glob

@@ -7,8 +7,6 @@ have to skip rows of a file to reach the recorded position.
 The library itself reads the token for gated datasets from HF_TOKEN; this code never handles it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import importlib.util

@@ -1,7 +1,5 @@
 """The interface of a vocabulary, and the checks of ids that all vocabularies share."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Mixes several sources of documents, sampled by weight."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 from collections.abc import Iterator

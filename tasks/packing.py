@@ -5,8 +5,6 @@ Rows are filled greedily in order, exactly as seqio's DecoderFeatureConverter fi
 T: tokens per row. N: rows.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ A row is a pure function of (split, seed, stream, index), so the position of a s
 hosts reads the same rows.
 """
 
-from __future__ import annotations
-
 import abc
 import hashlib
 import json

@@ -4,8 +4,6 @@ A trained model reproduces every text exactly (byte fallback, no normalisation).
 host compares the model with the hash stored beside it.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import io

@@ -3,8 +3,6 @@
 The tokens are uniform, so the best possible loss is ln(vocab_size - 1) nats per token.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 

@@ -8,8 +8,6 @@ targets cross chunk boundaries.
 T: tokens per row. S: number of streams.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

@@ -4,8 +4,6 @@ A source is a frozen dataclass (patterns, field, splits). It reports its problem
 TensorFlow. Files are shuffled by a permutation of their indices, keyed by the seed and the epoch, without a buffer.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

@@ -4,8 +4,6 @@ Text is converted by the tokenizers library, which transformers uses too, so ids
 Id 0 is an ordinary token.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -7,8 +7,6 @@ at or above the size is always an error, never clipped. TensorFlow is imported o
 other vocabularies than bytes only by their constructors.
 """
 
-from __future__ import annotations
-
 import builtins
 import hashlib
 from collections.abc import Callable, Iterable

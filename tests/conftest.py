@@ -3,8 +3,6 @@
 The environment is set before anything imports jax; nothing here imports it, so that tests which need no jax stay quick.
 """
 
-from __future__ import annotations
-
 import os
 import pathlib
 import socket

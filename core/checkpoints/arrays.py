@@ -5,8 +5,6 @@ are in memory at a time, so the step may be larger than the machine's memory. No
 read while a job runs.
 """
 
-from __future__ import annotations
-
 import collections
 import itertools
 import math

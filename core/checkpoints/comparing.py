@@ -3,8 +3,6 @@
 Arrays with equal fingerprints are equal, so only arrays whose fingerprints differ are read.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ The metadata, which has its own checksum, records the dtype, the shape and the f
 the devices. Verifying a step computes the same fingerprints from its files.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import math

@@ -15,8 +15,6 @@ one element always have different fingerprints, because the hash is a bijection 
 different arrays have equal fingerprints with probability 2^-32.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

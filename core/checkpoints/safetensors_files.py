@@ -5,8 +5,6 @@ tensors' bytes (https://github.com/huggingface/safetensors). Local files are mem
 rows are read, each once. `core.checkpoints.published` writes files, with the safetensors library.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -11,8 +11,6 @@ A checkpoint does not depend on the number of hosts or the mesh that wrote it. T
 shardings, every reader gets the union of all streams, and the fingerprints of arrays do not depend on their sharding.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time

@@ -4,8 +4,6 @@ Orbax would wait minutes for a host whose disk is full, so training never waits 
 its error through the coordination service at once (`telling`), and every host raises the first error that is posted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import threading

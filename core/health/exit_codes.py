@@ -3,8 +3,6 @@
 A restart can help after a lost machine; a mistake in the configuration or a loss that is not finite would only repeat.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 DONE = 0

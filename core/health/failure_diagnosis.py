@@ -5,8 +5,6 @@ that only sees its own state would name the wrong cause. Therefore every host re
 all. The functions here are pure: they use neither sockets nor clocks.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 The process that started the run reads them after its end, because a killed process cannot report its own failure.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time

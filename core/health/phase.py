@@ -4,8 +4,6 @@ The working thread writes the record, and the heartbeat thread sends it to the o
 microsecond, so the loop updates it at every phase, and it is accurate when the process hangs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 A rule converts gradients to update directions. `averaged` and `with_table` wrap an optimizer made of one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ same meaning in all optimizers, so its range is defined once. Values out of rang
 read, before they could cause a NaN loss.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType

@@ -7,8 +7,6 @@ Recompiling a large model takes minutes on every host. The usual cause is one ar
 or sharding. Compilations on this thread are counted, which is free; inputs are compared only if the count changed.
 """
 
-from __future__ import annotations
-
 import inspect
 import threading
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ The answers of one batch are read while the devices compute the next, and none a
 hundreds of thousands of grids.
 """
 
-from __future__ import annotations
-
 import collections
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -13,8 +13,6 @@ measurements without waiting for others. Host 0 compares the latest log line tha
 previous one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -11,8 +11,6 @@ all hosts decide alike without communication.
     RollBack  ends the loop; `train_rolling_back` restores the newest checkpoint and continues with the following data
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 import pathlib

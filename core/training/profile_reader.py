@@ -8,8 +8,6 @@ annotations. Both are returned in the same form.
 The names of TPU planes and lines come from the profiler's documentation; this was not tried on a TPU.
 """
 
-from __future__ import annotations
-
 import collections
 import re
 from collections.abc import Iterator, Mapping, Sequence

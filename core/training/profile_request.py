@@ -4,8 +4,6 @@ The request and the answer are small files in the run directory (`core.training.
 any machine that can write there: a local folder, a shared disk or a bucket.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time

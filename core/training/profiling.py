@@ -10,8 +10,6 @@ are within two steps of one another, so a step that is far enough ahead of host 
 the window late begins late, and reports that in the answer.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import json

@@ -5,8 +5,6 @@ in cumulative.json and labelled as such. Only the sum of the votes over checkpoi
 checkpoint can be hundreds of thousands of grids.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

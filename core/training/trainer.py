@@ -10,8 +10,6 @@ n + 1 starts; a non-finite loss is then detected before it is saved.
 The loop records its current phase in `core.health.phase`, for the hosts that monitor one another.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

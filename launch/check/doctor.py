@@ -1,7 +1,5 @@
 """The doctor's checks: without a device (preflight and more), of each host on its own, and of all hosts together."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import json

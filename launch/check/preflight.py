@@ -5,8 +5,6 @@ slice. A file is checked only if it is visible from here. Files on the hosts' ow
 network in a dry run, are listed in a note: they count neither as present nor as missing.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 from collections.abc import Callable, Sequence

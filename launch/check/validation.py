@@ -5,8 +5,6 @@ does not affect the others or the report. Each part names the capabilities that 
 counts for them (`tests/run.sh lab status`).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """`launch/run build sudoku|maze|arc`: puzzles on disk, or in a bucket, for `puzzles.dataset`."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 Runs in one process, without an accelerator or the model, and may run while the job that writes them is training.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 

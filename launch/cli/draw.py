@@ -1,7 +1,5 @@
 """`launch/run draw`: draws a pipeline schedule as text and as an image."""
 
-from __future__ import annotations
-
 import argparse
 
 from core.errors import UserError

@@ -1,7 +1,5 @@
 """`launch/run export`: writes a run's model as the folder of a published model, which other libraries load."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

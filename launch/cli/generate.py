@@ -1,7 +1,5 @@
 """`launch/run generate`: continues prompts with a run's model, or with a published one."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

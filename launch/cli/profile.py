@@ -1,7 +1,5 @@
 """`launch/run profile`: prints a summary of a profile without TensorBoard."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 

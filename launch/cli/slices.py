@@ -1,7 +1,5 @@
 """`launch/run slices`: prints the table of TPU slices."""
 
-from __future__ import annotations
-
 import argparse
 
 from rich.table import Table

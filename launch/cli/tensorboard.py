@@ -1,7 +1,5 @@
 """`launch/run tensorboard`: TensorBoard with the profile plugin, reachable from this machine only."""
 
-from __future__ import annotations
-
 import argparse
 import signal
 import subprocess

@@ -6,8 +6,6 @@ them. All checks run, whether or not others have failed. A misspelt name or a sy
 appear missing or unused; these are not reported.
 """
 
-from __future__ import annotations
-
 import collections
 import difflib
 import itertools

@@ -6,8 +6,6 @@ as one canonical text, with a line for each value and one spelling for each name
 compare it. gin gets it with macros replaced by their values, because it evaluates a macro in the macro's own scope.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib.util  # noqa: F401  gin forgets this import, and then fails in an obscure way on a missing file

@@ -3,8 +3,6 @@
 An unresolved name is reported as a problem with a suggestion.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import importlib

@@ -6,8 +6,6 @@ return type; against a protocol, by its methods. Type-checking libraries are not
 object, and accept True as an int and 'ab' as a sequence of strings.
 """
 
-from __future__ import annotations
-
 import ast
 import collections.abc
 import inspect

@@ -6,8 +6,6 @@ where it is first included: two files may include the same third file, and the s
 between the two. An included file is also searched for in the folder of the including file.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import itertools

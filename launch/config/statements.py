@@ -3,8 +3,6 @@
 Values are plain Python literals in which `@name` is a `Reference` and `%NAME` a `Macro`.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

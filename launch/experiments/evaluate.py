@@ -7,8 +7,6 @@ Puzzle data is finite: all held-out puzzles can be evaluated, or a subset drawn 
 its first rows are evaluated. Every score is shown with a description of its rows.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import os

@@ -3,8 +3,6 @@
 The table has one row per experiment: its configuration, its cost, how far it was trained and its scores.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import functools

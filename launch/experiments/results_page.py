@@ -1,7 +1,5 @@
 """The results of a suite as one HTML page: charts and the table; readable without a network."""
 
-from __future__ import annotations
-
 import html
 import io
 from collections.abc import Mapping, Sequence

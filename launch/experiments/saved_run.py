@@ -4,8 +4,6 @@ The run directory is the only record: it suffices for evaluating a run, and a su
 machine, reads from run directories which experiments are done.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 

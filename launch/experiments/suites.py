@@ -8,8 +8,6 @@ that experiment, and an interrupted run resumes from its checkpoint. The output 
 are read from the run directory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import difflib

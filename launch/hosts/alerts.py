@@ -9,8 +9,6 @@ them, or the hosts' common verdict on why the run ended, which takes precedence.
 The address may contain a secret, so it is never printed and never put on a command line.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

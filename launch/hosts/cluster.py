@@ -4,8 +4,6 @@ Errors are raised on all hosts, before the first array is created. Once the host
 library versions are untested or clocks differ; the doctor makes the same two checks.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import importlib.metadata
 import platform

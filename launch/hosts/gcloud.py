@@ -6,8 +6,6 @@ quoted for a shell.
 Flags: https://cloud.google.com/sdk/gcloud/reference/compute/tpus/tpu-vm (ssh, scp, describe).
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

@@ -13,8 +13,6 @@ sequences and without the overwritten versions of redrawn lines. Known noise of 
 the log alone. Standard library only: on a host this runs before anything is installed.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import datetime

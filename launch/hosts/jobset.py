@@ -8,8 +8,6 @@ Fields: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2 and
 https://cloud.google.com/kubernetes-engine/docs/how-to/tpus.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

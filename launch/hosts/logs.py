@@ -4,8 +4,6 @@ Every line begins with its time (`launch.hosts.host_output`), and a line without
 Live lines are held back for a moment, because those of some hosts arrive later.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import queue

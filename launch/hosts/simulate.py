@@ -9,8 +9,6 @@ stopped; the exit code is that of the host that failed first. No process outlive
                  └─ guard    reads a pipe that only we hold; at its end, kills the sessions and removes the folders
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

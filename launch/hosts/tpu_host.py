@@ -4,8 +4,6 @@
 (containers), or by chips in /dev that the metadata server confirms; without either, no network request is made.
 """
 
-from __future__ import annotations
-
 import http.client
 import os
 import re

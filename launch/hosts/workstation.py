@@ -10,8 +10,6 @@ of several slices has one TPU for each; MEGASCALE_… variables tell JAX and lib
 RENGA_ALERT are copied as files of mode 600, which the host deletes after reading them.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 import subprocess

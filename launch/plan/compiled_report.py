@@ -1,7 +1,5 @@
 """Prints the TPU compiler's report on a training step, and compares an experiment under several strategies."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

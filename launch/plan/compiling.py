@@ -5,8 +5,6 @@ The compiler holds 3 GiB until its process ends, so the plan's own process never
 at once in the user's cache: an interruption costs only the compilations in progress, and the same command resumes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

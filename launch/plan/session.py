@@ -1,7 +1,5 @@
 """Runs the command `plan`: looks up records, compiles missing ones, and prints the ranking."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import dataclasses

@@ -3,8 +3,6 @@
 `prepare_run` raises its errors before the first array is created; training and evaluation take the `Run` it returns.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

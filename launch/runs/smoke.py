@@ -4,8 +4,6 @@ Slice, mesh, strategy, tables, task and code path are the same; width, depth and
 the mesh divides. It shows that the configuration works, not that it trains well.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import secrets

@@ -1,7 +1,5 @@
 """`launch/run train`: this host's process of a run. `launch/pod.sh` starts one on every host."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import sys

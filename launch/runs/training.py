@@ -1,7 +1,5 @@
 """Trains a prepared run on this host: restores or initializes the state, compiles, runs the loop, and ends the run."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """Reads INIT_FROM: the parameters that a new run starts from."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import NamedTuple

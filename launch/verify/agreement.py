@@ -5,8 +5,6 @@ experiment with batches of its own task. The devices are those of this process, 
 the slice. Those read the batches from files, and the first of them writes its trajectories to files (`record`).
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import math

@@ -4,8 +4,6 @@ Each variant runs in its own processes, which simulate the hosts of its slice; t
 variants train on the batches that A reads; the batches that B reads are only compared with them.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import os

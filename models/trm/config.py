@@ -1,7 +1,5 @@
 """The configuration of the Tiny Recursive Model: its fields, their validation, and derived sizes."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -12,8 +12,6 @@ keyed by global row.
 B batch, T positions with prefix, S positions of a puzzle, D embed, V vocab as stored.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

@@ -11,8 +11,6 @@ nothing of them is saved for the backward pass. Jolicoeur-Martineau 2025, sectio
 B batch, T positions with prefix, D embed, F mlp, H heads, K head_dim, L layers.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -6,8 +6,6 @@ norm saves its output. Values worth saving under rematerialization have checkpoi
 which a backward pass recomputes only the products of a block, and the inputs of the gate.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

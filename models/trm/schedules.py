@@ -9,8 +9,6 @@ outer cycle are masked and cost as much as others: inside a branch, weight gradi
 every call. By the compiler's estimate for a v4-64, steps would then take 20 % longer than without a curriculum.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

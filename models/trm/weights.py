@@ -5,8 +5,6 @@ parameters that are not trained; the puzzle table starts at zero. All others are
 from a normal distribution truncated at two standard deviations and scaled to variance 1 / fan_in.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping

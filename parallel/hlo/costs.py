@@ -6,8 +6,6 @@ dropped: operations without an estimate, loops without a trip count and unknown 
 Estimates are in cycles of a chip's TensorCores. They cover neither collectives nor Mosaic kernels.
 """
 
-from __future__ import annotations
-
 import collections
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

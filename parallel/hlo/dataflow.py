@@ -1,7 +1,5 @@
 """Finds the consumers of a collective's result, and the instructions scheduled between its start and its end."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from parallel.hlo import executions

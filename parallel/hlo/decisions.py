@@ -5,8 +5,6 @@ An element of a loop's state has two sources, its initial value and the update i
 increment is a counter if it starts as a constant.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from parallel.hlo.program import Instruction, Module, root

@@ -4,8 +4,6 @@ The program is walked in execution order. The body of a loop runs as often as it
 of a conditional every time and the others never, and the instructions of a fusion with the fusion.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Captures the compiler's messages on stderr, and extracts its warnings."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

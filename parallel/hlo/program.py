@@ -6,8 +6,6 @@ literal newlines, and a parser by lines would silently lose the rest of their co
     %name = type opcode(operands), attribute=value, metadata={op_name="jit(run)/..."}, backend_config={...}
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping

@@ -6,8 +6,6 @@ mesh['a'=4,'b'=4], device_ids=(...) {'a'}    mesh axes that vary in a group; 'b'
 source_target_pairs={{0,1},{1,0}}            a permute
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

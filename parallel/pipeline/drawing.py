@@ -7,8 +7,6 @@ Text is for terminals and logs. In the PNG forward work is blue, backward work r
 microbatches. It is encoded here because coloured squares do not need an image library.
 """
 
-from __future__ import annotations
-
 import struct
 import zlib
 from collections.abc import Sequence

@@ -11,8 +11,6 @@ Rank 0 reads its input from a queue with one place per microbatch. The last rank
 rank 0, which stores them in the same places: as input of the next repeat, or as the result.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

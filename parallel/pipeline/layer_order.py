@@ -14,8 +14,6 @@ such a dimension first.
 S stages, R repeats, R S parts.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

@@ -13,8 +13,6 @@ Saved inputs are stored in a ring of 2 S - 1 places. `stage` is manual in the tw
 automatic, so that the vocabulary can be sharded over it and all stages share the head.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Forward and backward passes of a pipeline on global arrays, which enter and leave the manual region."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -5,8 +5,6 @@ Therefore the axes that shard rows are manual outside of the loop over ticks: we
 once, and gradients are reduced once and leave as shards. `stage` is manual inside; all other axes stay automatic.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

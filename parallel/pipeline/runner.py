@@ -5,8 +5,6 @@ weights and inputs of layers for the backward pass. 1F1B computes gradients as s
 forward rule computes both at once and saves the gradients.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

@@ -11,8 +11,6 @@ at a tick computes on meaningless values: a bubble.
 S stages, M microbatches, R repeats: how often a microbatch passes through all stages.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple

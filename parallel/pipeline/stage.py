@@ -15,8 +15,6 @@ discarded. A layer whose kind depends on the stage is selected by `lax.switch`.
 b rows of a microbatch, k layers that a stage runs in a tick.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

@@ -15,8 +15,6 @@ layouts to compile. Wherever its figures are printed, they are labelled as arith
 `launch/plan/README.md` compares it with the compiler's figures.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 

@@ -9,8 +9,6 @@ value.
      value: <2750 fusion.18 @0> (size=1441792,offset=201719808): bf16[1,256,2816]{2,1,0:T(8,128)(2,1)}
 """
 
-from __future__ import annotations
-
 import bisect
 import re
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,6 @@ slices (`gin/published/`, filled in by `tests/run.sh lab golden --write`). Token
 published MFUs count FLOPs in different ways (full or causal attention).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

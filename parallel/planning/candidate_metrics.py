@@ -3,8 +3,6 @@
 A `Range` has two values: with all traffic hidden behind computation, and with none hidden. The first is never slower.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

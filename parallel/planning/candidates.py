@@ -4,8 +4,6 @@ Nothing here lists strategies, schedules or choices of rematerialization. A stra
 `strategies.__all__` and has degrees among its parameters, a choice of `remat` if the model accepts it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import inspect

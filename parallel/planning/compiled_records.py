@@ -1,7 +1,5 @@
 """Compiles a program for its slice, in this process, and returns the record of what the compiler makes of it."""
 
-from __future__ import annotations
-
 import time
 
 from core import versions

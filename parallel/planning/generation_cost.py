@@ -3,8 +3,6 @@
 Times follow `planning.cost`. A token takes at least the time to read its weights and cache from HBM.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from typing import Any, NamedTuple, cast

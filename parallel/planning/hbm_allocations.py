@@ -4,8 +4,6 @@ An argument is named by the program's signature, a temporary by its shape and by
 gives. The shapes of parameters, of the vocabulary and of a layer stack distinguish the kinds of temporaries.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple

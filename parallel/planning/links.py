@@ -11,8 +11,6 @@ Wraparound is `core.slices.Slice.wraparound`: v4 and v5p from a 4x4x4 cube up, v
 one direction, from the table "ICI BW/link (one-way)" in the latter.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

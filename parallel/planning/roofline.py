@@ -1,7 +1,5 @@
 """The roofline of a compiled step: which of computation, HBM bandwidth and networks limits it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple

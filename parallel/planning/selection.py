@@ -4,8 +4,6 @@ Three filters, each more expensive than the one before: tables against shapes ru
 rules out what is very unlikely to fit and orders the rest by likely speed, and the compiler decides.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import itertools

@@ -5,8 +5,6 @@ puzzles.sudoku(size, …)           generates Sudoku puzzles before the first st
 puzzles.maze(size, …)             generates mazes before the first step
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from tasks.puzzles.files import Cut

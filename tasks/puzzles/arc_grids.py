@@ -10,8 +10,6 @@ the variant can be converted back to an answer to the puzzle:
     007bbfb7|||t3|||0768314952      orientation 3; colour 1 becomes 7, 2 becomes 6, …
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Reads the CSV files of public benchmarks: one puzzle per line, columns source, question, answer and rating."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Iterator, Mapping
 

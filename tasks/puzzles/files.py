@@ -11,8 +11,6 @@ A group is a puzzle with its augmentations; a puzzle has one example or (ARC) se
 checked, because a model would train on inconsistent data without an error.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import io

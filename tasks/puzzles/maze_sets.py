@@ -3,8 +3,6 @@
 The held-out mazes are chosen first. A maze is left out if it is a rotation or reflection of an earlier one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

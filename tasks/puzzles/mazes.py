@@ -8,8 +8,6 @@ rotated or mirrored maze keeps its path, which may then break the rule.)
 Tokens: 0 padding (never used), 1 wall "#", 2 open " ", 3 start "S", 4 goal "G", 5 path "o". N rows and columns.
 """
 
-from __future__ import annotations
-
 import collections
 from typing import NamedTuple
 

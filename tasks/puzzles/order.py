@@ -15,8 +15,6 @@ shuffles examples through a buffer and has no groups.
 B: rows per batch. E: examples. P: puzzles. G: groups.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Random grids with the shape of puzzles, for rehearsals without a dataset."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

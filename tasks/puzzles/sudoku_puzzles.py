@@ -8,8 +8,6 @@ two puzzles are not copies; equal signatures only suggest that they are, and the
 N: digits. C = N * N: cells. n: puzzles. A grid is [C], 0 for blank.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple

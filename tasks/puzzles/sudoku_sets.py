@@ -6,8 +6,6 @@ The held-out puzzles are chosen first, and no training puzzle may have the same 
 Tokens: 0 padding (never used), 1 blank, digit + 1. Every puzzle has identifier 0.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

@@ -7,8 +7,6 @@ whole grid, so plain Python proves a 6x6 puzzle in a fraction of a millisecond.
 N: digits and rows. C = N * N: cells. A box has `box_rows` x `box_columns` cells, with box_rows * box_columns = N.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Applies and inverts the eight rotations and reflections of a grid, numbered as in TRM's data."""
 
-from __future__ import annotations
-
 import numpy as np
 
 ORIENTATIONS = range(8)

@@ -5,8 +5,6 @@ there the file that marks a complete dataset is uploaded last. Arrays are append
 may be larger than memory, and the same examples give the same bytes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import pathlib

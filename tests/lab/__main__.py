@@ -1,7 +1,5 @@
 """`tests/run.sh lab COMMAND …`: test equipment for developers. Nothing of the product imports it."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """`tests/run.sh lab bench`: times the trainer against the bare jitted step, or the recursive model against the peak."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

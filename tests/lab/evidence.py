@@ -4,8 +4,6 @@ Only files count, not messages. Two final states are equal if the losses of all 
 the last checkpoint are equal; the files of that checkpoint are verified.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`tests/run.sh lab failures`: makes a simulated run fail in every known way, and reports how each run ended."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import tempfile

@@ -4,8 +4,6 @@ The product has no option to fail. `tests.lab.faulty_host` starts an ordinary ru
 thread that waits for its moment, or an additional hook.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

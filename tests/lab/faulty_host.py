@@ -3,8 +3,6 @@
 FAULT is the output of `faults.Fault.as_json`; JAX_PROCESS_INDEX tells whether this host is affected.
 """
 
-from __future__ import annotations
-
 import runpy
 import sys
 

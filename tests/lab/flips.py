@@ -1,7 +1,5 @@
 """Flips single bits in the files of a checkpoint and checks that nothing else than what was saved is restored."""
 
-from __future__ import annotations
-
 import logging
 import random
 from collections.abc import Sequence

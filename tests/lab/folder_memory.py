@@ -4,8 +4,6 @@ The folder has the sizes of a real model, and its files are sparse: they take no
 simulated hosts join, and host 0 reads its shards; the others would need the same.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

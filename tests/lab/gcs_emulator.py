@@ -1,7 +1,5 @@
 """Starts the emulator of Google Cloud Storage, points processes to it, and accesses its buckets from outside."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -10,8 +10,6 @@ is sorted and paged, and an upload may come in parts. Permissions are not checke
     GET  /stand-in/ranges              [["BUCKET/NAME", start, stop], …]: content sent since this was last asked
 """
 
-from __future__ import annotations
-
 import email
 import http.server
 import json

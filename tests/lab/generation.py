@@ -3,8 +3,6 @@
 Times on a shared machine vary; both sides of a ratio are measured in turns, in one run, and medians are compared.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import datetime

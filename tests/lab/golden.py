@@ -5,8 +5,6 @@ configuration or compiler is a diff of a few lines. It holds no times of this ma
 equal programs have equal records.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import re

@@ -4,8 +4,6 @@ step   500  host 0  1.31 GiB  212 arrays of 3.1 MiB  41 files  38 threads
 …
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import math

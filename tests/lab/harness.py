@@ -4,8 +4,6 @@ A run that failed and was restarted must have the same losses and the same last 
 for bit, and must have resumed from the expected step. The time it took and the reported message are recorded too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

@@ -5,8 +5,6 @@ TensorBoard, watchdog), then as many bare calls of the jitted step on one fixed 
 medians, reduces the influence of other work on the machine.
 """
 
-from __future__ import annotations
-
 import itertools
 import statistics
 import time

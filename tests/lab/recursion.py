@@ -4,8 +4,6 @@ The peak is that of a float32 matrix product, timed in the same process before a
 wall-clock time, and in CPU seconds of this process, which other work on the machine affects less.
 """
 
-from __future__ import annotations
-
 import collections
 import re
 import tempfile

@@ -1,7 +1,5 @@
 """The failures to try: the injected fault, how the run must end, and what its logs must say."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 from collections.abc import Callable

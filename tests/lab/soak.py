@@ -1,7 +1,5 @@
 """`tests/run.sh lab soak`: runs thousands of small steps on simulated hosts and checks that nothing grows."""
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 from pathlib import Path

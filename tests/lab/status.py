@@ -5,8 +5,6 @@ source without running them. The column for TPUs is filled only from reports of 
 kept in tests/validated/.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

@@ -1,7 +1,5 @@
 """Writes the results of injected failures as a table, between two marks of tests/lab/README.md."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 
