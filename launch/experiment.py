@@ -7,19 +7,20 @@ device and opens no data; `bind` binds it to devices.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 
-from core import optimizers, slices
-from core.batches import has_tokens, row_length
+from core import logical, optimizers, parameters, slices
+from core.batches import batch_shapes, has_tokens, row_length
 from core.errors import UserError
 from core.health.failure_diagnosis import ON_TPU, USUAL_LIMITS, Limits
 from core.optimizers import Optimizer, Transformation
 from core.training import hooks
-from core.types import CountsFlops, HasPuzzles, HasVocabulary, Model, PadsVocabulary, Task, can, missing
+from core.types import CountsFlops, Generates, HasPuzzles, HasVocabulary, Model, PadsVocabulary, Task, can, missing
 from launch import environment
 from parallel import compiler_options
 from parallel.partitioner import Partitioner, Program
@@ -179,12 +180,32 @@ class Experiment:
         """Tokens per global batch."""
         return self.batch_size * self.row_length
 
-    @property
+    @functools.cached_property
     def flops_per_step(self) -> float | None:
-        """FLOPs of a training step, without recomputation; None for a model without `flops_per_token`."""
+        """FLOPs of a training step, without recomputation; None for a model without `flops_per_token`.
+
+        The model counts a gradient of every matrix that it trains: 2 per entry and token, which matrices in `frozen`
+        do not have.
+        """
         if not can(self.model, CountsFlops):
             return None
-        return self.model.flops_per_token(self.row_length) * self.tokens_per_step
+        per_token = self.model.flops_per_token(self.row_length) - 2.0 * sum(self._frozen_products())
+        return per_token * self.tokens_per_step
+
+    def _frozen_products(self) -> Iterator[int]:
+        """Yields the sizes of the matrices in `frozen` by which every token is multiplied; experts are left out."""
+        if not self.frozen:
+            return
+        batch = batch_shapes(self.task.spec(self.task.num_streams))
+        shapes, specs = logical.abstract_init(self.model.init, jax.random.key(0), batch)
+        chosen = parameters.matches(specs, self.frozen, where="frozen")
+        has_output = any(spec.axes[-1:] == ("vocab",) for spec in jax.tree.leaves(specs))
+        is_tied = can(self.model, Generates) and not has_output  # the embedding is also the output matrix
+        for shape, spec, is_chosen in zip(*map(jax.tree.leaves, (shapes, specs, chosen)), strict=True):
+            is_output = "vocab" in (spec.axes if is_tied else spec.axes[-1:])
+            is_product = (spec.kind == "matrix" or is_output) and {"layers", None}.issuperset(spec.axes[: spec.stacked])
+            if is_chosen and spec.trainable and is_product:
+                yield math.prod(shape.shape)
 
     def data_problems(self, *, prepared: bool) -> list[str]:
         """Returns mismatches between task and model that can be found without reading the data, each with its fix.

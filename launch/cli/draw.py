@@ -15,8 +15,10 @@ EXAMPLE = """launch/run draw gpipe --stages 4 --microbatches 8
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("schedule", choices=("gpipe", "circular", "one_f_one_b"))
     parser.add_argument("--stages", type=flags.at_least(1), required=True)
-    parser.add_argument("--microbatches", type=int, required=True)
-    parser.add_argument("--repeats", type=int, help="for circular: passes of a microbatch through all stages")
+    parser.add_argument("--microbatches", type=flags.at_least(1), required=True)
+    parser.add_argument(
+        "--repeats", type=flags.at_least(1), help="for circular: passes of a microbatch through all stages"
+    )
     help_ = "also write an image: forward blue, backward red, bubbles grey"
     parser.add_argument("--png", metavar="FILE", type=flags.output_file, help=help_)
 

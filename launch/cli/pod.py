@@ -36,6 +36,17 @@ EXAMPLE = """launch/pod.sh v4-16 gin/quickstart.gin --simulate
   launch/pod.sh create v4-32 --tpu my-tpu --zone us-central2-b --spot      (and queue, delete)"""
 
 
+_OF_TPUS = ("tpu", "zone", "project", "dry_run")
+_READ_BY = {  # flags that an action reads
+    **dict.fromkeys(("status", "logs", "stop"), _OF_TPUS),
+    "tensorboard": (*_OF_TPUS, "run_dir"),
+    **dict.fromkeys(("create", "queue"), (*_OF_TPUS, "spot")),
+    "delete": (*_OF_TPUS, "queued"),
+    "validate": (*_OF_TPUS, "run_dir", "simulate"),
+}
+_READ_BY_RUNS = ("gin", "run_dir", "restarts", "steps", "simulate", "smoke", "check", "tpu", "dry_run")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = " | ".join((*workstation.ACTIONS, *lifecycle.ACTIONS, "profile"))
     parser.add_argument("target", metavar="SLICE", help=f"such as v4-32 (launch/run slices); or {actions}")
@@ -58,6 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs an action of pod.sh, or trains in the place that the flags and this machine select."""
+    if args.validated is not None and args.experiment != "validate":
+        raise UserError(f"unexpected argument {args.validated!r} after launch/pod.sh {args.target} {args.experiment}")
     if args.target == "profile" or (args.target in ("logs", "tensorboard") and args.experiment):
         return _of_a_run(args)
     if args.target in (*workstation.ACTIONS, *lifecycle.ACTIONS):
@@ -65,14 +78,21 @@ def run(args: argparse.Namespace) -> int:
     slice_ = slices.get(args.target)
     if args.experiment is None:
         raise UserError(f"no experiment given: launch/pod.sh {args.target} EXPERIMENT.gin (gin/ has some)")
-    _require_compatible(args)
-    if args.check:
-        where = ["--simulate"] if args.simulate else ["--ship"] if args.tpu else []
-        options = flags.passed_on(args, "--gin", "--run-dir", "--smoke")
-        return _become(["check", slice_.name, args.experiment, *options, *where])
+    for one, other in (("simulate", "tpu"), ("simulate", "dry_run"), ("check", "dry_run"), ("restarts", "smoke")):
+        if getattr(args, one) and getattr(args, other):
+            raise UserError(f"--{one} and --{other.replace('_', '-')} exclude each other: give one of them")
     place = tpu_host.look()
     is_here = place.on_tpu_host and not args.tpu
     tpus = () if args.simulate or is_here else gcloud.find_tpus(args.tpu, args.zone, args.project)
+    if args.experiment == "validate":
+        _refuse_unused(args, _READ_BY["validate"])
+    elif args.simulate or is_here or tpus:
+        more = ("zone", "project", *(("spot", "queued") if args.restarts else ())) if tpus else ()
+        _refuse_unused(args, (*_READ_BY_RUNS, *more))
+    if args.check:
+        where = ["--simulate"] if args.simulate else ["--ship"] if tpus else []
+        options = flags.passed_on(args, "--gin", "--run-dir", "--smoke")
+        return _become(["check", slice_.name, args.experiment, *options, *where])
     if args.dry_run and not tpus:
         why = "this is a host of a TPU slice" if is_here else "no TPU is named"
         raise UserError(
@@ -91,15 +111,12 @@ def run(args: argparse.Namespace) -> int:
     return _train_here(args, slice_)
 
 
-def _require_compatible(args: argparse.Namespace) -> None:
-    """Raises UserError for flags that exclude each other, and words that mean nothing here."""
-    for one, other in (("simulate", "tpu"), ("simulate", "dry_run"), ("check", "dry_run"), ("restarts", "smoke")):
-        if getattr(args, one) and getattr(args, other):
-            raise UserError(f"--{one} and --{other.replace('_', '-')} exclude each other: give one of them")
-    if args.experiment != "validate" and args.validated is not None:
-        raise UserError(f"unexpected argument {args.validated!r} after launch/pod.sh {args.target} {args.experiment}")
-    if args.experiment == "validate" and (args.gin or args.steps or args.smoke or args.check or args.restarts):
-        raise UserError(f"{args.target} validate accepts only EXPERIMENT.gin, --run-dir, --simulate and --tpu")
+def _refuse_unused(args: argparse.Namespace, read: Sequence[str]) -> None:
+    """Raises UserError for given flags that are not in `read`."""
+    words = ("target", "experiment", "validated", *read)
+    if unused := [f"--{name.replace('_', '-')}" for name, value in vars(args).items() if value and name not in words]:
+        command = " ".join(filter(None, (args.target, args.experiment, args.simulate and "--simulate")))
+        raise UserError(f"launch/pod.sh {command} does not use {', '.join(unused)} (see launch/pod.sh --help)")
 
 
 def _of_a_run(args: argparse.Namespace) -> int:
@@ -107,6 +124,7 @@ def _of_a_run(args: argparse.Namespace) -> int:
     from core.training import profile_request
     from launch.hosts import logs
 
+    _refuse_unused(args, ("steps", "seconds") if args.target == "profile" else ())
     if args.experiment is None:
         raise UserError("profile of which run? launch/pod.sh profile RUN --seconds 5 (its run directory)")
     if args.target == "logs":
@@ -118,6 +136,7 @@ def _of_a_run(args: argparse.Namespace) -> int:
 
 def _of_a_tpu(args: argparse.Namespace) -> int:
     """Performs an action on the TPU of --tpu, or on the run on it."""
+    _refuse_unused(args, _READ_BY[args.target])
     needs_slice = args.target in ("create", "queue")
     tpus = gcloud.find_tpus(args.tpu, args.zone, args.project)
     if not tpus or (args.experiment is not None) != needs_slice:

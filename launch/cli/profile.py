@@ -21,7 +21,9 @@ ABOUT_CPU = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add(parser, "RUN")
     parser.add_argument("--session", metavar="NAME", help="such as step_100 (default: the latest)")
-    parser.add_argument("--top", metavar="N", type=int, default=12, help="number of operations to list (default: 12)")
+    parser.add_argument(
+        "--top", metavar="N", type=flags.at_least(1), default=12, help="number of operations to list (default: 12)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -90,7 +90,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     flags.add(parser, "RUN")
     steps = parser.add_mutually_exclusive_group()
-    steps.add_argument("--step", metavar="N", type=int, help="evaluate this checkpoint (default: the latest)")
+    steps.add_argument(
+        "--step", metavar="N", type=flags.at_least(0), help="evaluate this checkpoint (default: the latest)"
+    )
     steps.add_argument(
         "--all-steps", action="store_true", help="evaluate every checkpoint; ARC also by votes over all of them"
     )

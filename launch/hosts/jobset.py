@@ -19,7 +19,7 @@ from core import paths, slices
 from core.errors import UserError
 from core.health import exit_codes
 from core.slices import Slice
-from launch import environment, flags
+from launch import configuration, environment, flags
 
 # Node labels of GKE by generation.
 ACCELERATORS = {
@@ -120,14 +120,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes the manifest as JSON, which kubectl accepts like YAML."""
-    slice_, experiment = slices.get(args.slice), Path(args.experiment)
-    if not experiment.is_file():
-        raise UserError(f"no such experiment file: {experiment}")
-    run_dir = args.run_dir or environment.run_directory(experiment)
+    slice_ = slices.get(args.slice)
+    run_dir = args.run_dir or environment.run_directory(args.experiment)
     if not paths.is_remote(run_dir):
         raise UserError(f"the run directory {run_dir} would be deleted with its pod: give --run-dir gs://BUCKET/…")
+    configuration.load(args.experiment, bindings=args.gin, slice_name=slice_.name).build()  # mistakes before any pod
     made = manifest(
-        args.name or experiment.stem.replace("_", "-").lower(),
+        args.name or Path(args.experiment).stem.replace("_", "-").lower(),
         slice_,
         image=args.image,
         arguments=[slice_.name, args.experiment, "--run-dir", run_dir, *flags.passed_on(args, "--gin")],

@@ -55,14 +55,11 @@ def ask(path: str, *, slice_name: str, bindings: Sequence[str] = (), batch_sizes
     """Loads the experiment that a plan is for.
 
     Raises:
-      UserError: an unknown slice, a mistake in the configuration, a batch size below 1 or too large.
+      UserError: an unknown slice, a mistake in the configuration, a batch size that is too large.
     """
     slice_ = slices.get(slice_name)
     config = configuration.load(path, bindings=bindings, slice_name=slice_name)
     experiment = config.build()
-    for size in batch_sizes:
-        if size < 1:
-            raise UserError(f"--batch {size}: expected at least 1 row")
     writer = Writer(config, experiment)
     for size in set(batch_sizes) - {experiment.batch_size}:
         added = writer.bindings(Candidate(None, None, experiment.accum_steps, size))

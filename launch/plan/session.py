@@ -252,7 +252,9 @@ _PLAN_ONLY = ("batch", "only", "price", "rejected", "wide", "write", "overwrite"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     flags.add(parser, "SLICE", "EXPERIMENT.gin", "--gin")
-    parser.add_argument("--batch", metavar="ROWS", type=int, nargs="+", default=[], help="batch sizes to try")
+    parser.add_argument(
+        "--batch", metavar="ROWS", type=flags.at_least(1), nargs="+", default=[], help="batch sizes to try"
+    )
     parser.add_argument("--only", metavar="STRATEGY", nargs="+", default=[], help="try only these strategies")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--compile", metavar="N", type=flags.at_least(1), help="compile until N fit (default 16)")

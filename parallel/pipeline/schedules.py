@@ -255,7 +255,7 @@ def _depth(schedule: Schedule, layers: int, stages: int, chips: int) -> str:
     repeats = schedule.repeats
     fits = [str(s) for s in range(1, layers // repeats + 1) if schedule.fits(layers, s) and chips % s == 0]
     times = f" x {repeats} repeats" if repeats > 1 else ""
-    other = f"stage one of {', '.join(fits)}" if fits else f"repeats that divide {layers}"
+    other = f"stage = {' or '.join(fits)}" if fits else f"repeats that divide {layers}"
     return (
         f"{schedule.name}: {layers} layers do not divide over stage = {stages}{times}; use {other}, "
         f"or a multiple of {schedule.layer_unit(stages)} layers"

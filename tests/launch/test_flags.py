@@ -42,6 +42,8 @@ def test_steps_are_counted_from_one(text, capsys):
         ("suite exp01 --seeds 0", "--seeds"),
         ("suite exp01 --steps 0", "--steps"),
         ("draw gpipe --microbatches 8 --stages 0", "--stages"),
+        ("draw gpipe --stages 4 --microbatches 0", "--microbatches"),
+        ("profile runs/first --top 0", "--top"),
         ("agreement --processes 0", "--processes"),
         ("checkpoints prune runs/first --keep 0", "--keep"),
         ("plan v4-8 gin/quickstart.gin --compile 0", "--compile"),

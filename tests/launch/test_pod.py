@@ -140,12 +140,17 @@ def test_a_model_larger_than_this_machine_is_not_simulated(place, calls, tmp_pat
     assert not calls
 
 
-def test_check_starts_nothing_wherever_it_is(place, calls):
+def test_check_starts_nothing_wherever_it_is(place, calls, monkeypatch):
     with pytest.raises(Became) as became:
         cli.main(["pod", "v4-16", "x.gin", "--check", "--simulate", "--smoke", "--gin", "A = 1"])
     assert became.value.args == (["check", "v4-16", "x.gin", "--gin", "A = 1", "--smoke", "--simulate"],)
     with pytest.raises(Became) as became:
         cli.main(["pod", "v4-16", "x.gin", "--check", "--tpu", "t", "--zone", "z"])
+    assert became.value.args == (["check", "v4-16", "x.gin", "--ship"],)
+    monkeypatch.setenv("TPU_NAME", "t")
+    monkeypatch.setenv("TPU_ZONE", "z")
+    with pytest.raises(Became) as became:
+        cli.main(["pod", "v4-16", "x.gin", "--check"])
     assert became.value.args == (["check", "v4-16", "x.gin", "--ship"],)
     assert not calls
 
@@ -299,6 +304,14 @@ def test_a_dry_run_needs_somebody_to_send_to(place, calls, capsys):
         (["v4-32", "x.gin", "--simulate", "--tpu", "t"], "--simulate and --tpu exclude each other"),
         (["v4-32", "x.gin", "--simulate", "--dry-run"], "--simulate and --dry-run exclude each other"),
         (["v4-32", "x.gin", "--check", "--dry-run"], "--check and --dry-run exclude each other"),
+        (["v4-32", "x.gin", "--tpu", "t", "--zone", "z", "--seconds", "5"], "v4-32 x.gin does not use --seconds"),
+        (["v4-32", "x.gin", "--tpu", "t", "--zone", "z", "--spot"], "does not use --spot"),
+        (["v4-32", "x.gin", "--simulate", "--zone", "z", "--queued"], "--simulate does not use --zone, --queued"),
+        (["v4-32", "validate", "--smoke"], "v4-32 validate does not use --smoke"),
+        (["logs", "run", "--tpu", "t"], "logs run does not use --tpu"),
+        (["stop", "--gin", "A = 1", "--tpu", "t", "--zone", "z"], "stop does not use --gin"),
+        (["create", "v4-8", "--tpu", "t", "--zone", "z", "--queued"], "create v4-8 does not use --queued"),
+        (["create", "v4-8", "more", "--tpu", "t", "--zone", "z"], "unexpected argument 'more'"),
         (["logs"], "expected: launch/pod.sh logs --tpu NAME --zone ZONE"),
         (["stop", "x.gin", "--tpu", "t", "--zone", "z"], "expected: launch/pod.sh stop --tpu NAME"),
     ],

@@ -1,5 +1,6 @@
 """Predictions logged with measured steps, and warnings about differences."""
 
+import dataclasses
 import json
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from core import slices
 from core.slices import GIB
 from launch import configuration, program_identity
+from models import lora
 from parallel import prediction as parallel_prediction
 from parallel.planning import records
 from parallel.prediction import SIMULATED, PredictionCheck
@@ -41,6 +43,17 @@ def test_a_simulation_is_labelled_and_compares_nothing(measured):
     assert SIMULATED.startswith("simulated")
     assert found.metrics({"step_seconds": 1e-9}) == found.metrics({"step_seconds": 100.0}) == {}
     assert not warnings
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_frozen_matrices_have_no_gradient_to_count(tied):
+    plain = configuration.load("gin/quickstart.gin", bindings=[f"transformer.Transformer.tied = {tied}"]).build()
+    frozen = dataclasses.replace(plain, frozen=("*",))  # adapters freeze all matrices, too, and the model counts them
+    adapted = dataclasses.replace(plain, model=lora.adapted(model=plain.model))
+    assert frozen.flops_per_step == adapted.flops_per_step < plain.flops_per_step
+    without_products = dataclasses.replace(plain, frozen=("layers/*norm*", *([] if tied else ["embed*"])))
+    assert without_products.flops_per_step == plain.flops_per_step
+    assert dataclasses.replace(adapted, frozen=("layers/block/query",)).flops_per_step == adapted.flops_per_step
 
 
 @pytest.mark.covers("O03", "O08")

@@ -12,6 +12,7 @@ import pytest
 from core import slices
 from core.health import exit_codes
 from launch import __main__ as cli
+from launch import configuration
 from launch.hosts import jobset
 
 pytestmark = pytest.mark.covers("L07")
@@ -104,6 +105,18 @@ def test_the_command_writes_it(tmp_path, capsys, monkeypatch):
     for more, says in (
         (["--run-dir", "runs/x"], "would be deleted with its pod"),
         (["--run-dir", "gs://b/x", "--name", "First_Run"], "expected up to 40 lower-case letters"),
+        (["--run-dir", "gs://b/x", "--gin", "SED = 1"], "did you mean 'SEED'"),
     ):
         assert cli.main([*argv, *more]) == 2
         assert says in capsys.readouterr().err
+
+
+def test_an_experiment_may_be_in_a_bucket(capsys, monkeypatch):
+    monkeypatch.setenv("RENGA_RUN_ROOT", "gs://b/runs")
+    monkeypatch.setattr(configuration, "_content", lambda path: "include 'gin/quickstart.gin'\n")
+    assert cli.main(["jobset", "v4-8", "gs://b/mine/First.gin", "--image", "i:1"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["metadata"]["name"] == "first"
+    (jobs,) = found["spec"]["replicatedJobs"]
+    (container,) = jobs["template"]["spec"]["template"]["spec"]["containers"]
+    assert container["command"][1:] == ["v4-8", "gs://b/mine/First.gin", "--run-dir", "gs://b/runs/mine/First"]

@@ -287,7 +287,7 @@ def test_rows_from_committed_records_name_their_revision(
     [
         (["--price", "cheap"], "--price: cheap: expected a number above 0"),
         (["--price=-1"], "--price: -1: expected"),
-        (["--batch", "0"], "--batch 0: expected at least 1 row"),
+        (["--batch", "0"], "--batch: 0: expected a whole number, at least 1"),
         (["--batch", "6400"], "--batch 6400, 1 steps for as many tokens: 1 mistake in the configuration"),
         (["--only", "fsdb"], "did you mean fsdp"),
         (["--explain", "fsdp.gin"], "--explain fsdp.gin: no such file"),

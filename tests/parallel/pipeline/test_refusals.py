@@ -94,12 +94,12 @@ def bind(schedule, model=Linear(), slice_name="v4-8", **options):
         (
             schedules.gpipe(num_microbatches=4),
             Linear(layers=6),
-            "gpipe: 6 layers do not divide over stage = 4; use stage one of 1, 2, or a multiple of 4 layers",
+            "gpipe: 6 layers do not divide over stage = 4; use stage = 1 or 2, or a multiple of 4 layers",
         ),
         (
             schedules.circular(num_microbatches=4, repeats=2),
             Linear(layers=4),
-            "circular: 4 layers do not divide over stage = 4 x 2 repeats; use stage one of 1, 2, or a multiple of 8",
+            "circular: 4 layers do not divide over stage = 4 x 2 repeats; use stage = 1 or 2, or a multiple of 8",
         ),
         (
             schedules.circular(num_microbatches=2, repeats=1),
