@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 
 from core import optimizers, published_files, slices
-from core.checkpoints import steps
+from core.checkpoints import reading, steps
 from core.checkpoints.store import Checkpoints
 from core.checkpoints.warm_start import SavedParameters
 from core.errors import UserError
@@ -180,7 +180,8 @@ def load(
         params = source.load(program.abstract_state.params, program.param_specs, progress=lambda *_: None)
     else:
         checkpoints = Checkpoints(folder.parent, keep=1, read_only=True)
-        state, _, _ = checkpoints.restore(int(folder.name), program.abstract_state)
+        with reading.refusing_damage(folder):
+            state, _, _ = checkpoints.restore(int(folder.name), program.abstract_state)
         params = program.optimizer.evaluated(state.params, state.opt_state)
     return LoadedModel(program, params, vocabulary, f"step {folder.name} of {run_dir}")
 

@@ -57,7 +57,7 @@ def _parts(experiment: Experiment, optimizer: Sequence[Binding]) -> dict[str, An
     parts = {
         "slice": experiment.slice,
         "strategy": experiment.strategy,
-        "model": _described(experiment.model),
+        "model": described(experiment.model),
         "batch": spec,
         "accum_steps": experiment.accum_steps,
         "gather_once": experiment.gather_once,
@@ -71,11 +71,11 @@ def _parts(experiment: Experiment, optimizer: Sequence[Binding]) -> dict[str, An
     return parts
 
 
-def _described(part: Any) -> Any:
+def described(part: Any) -> Any:
     """Returns a value whose `repr` tells models apart: an object without its own `repr` by its attributes."""
     if type(part).__repr__ is not object.__repr__:
         return part
-    attributes = {name: _described(value) for name, value in sorted(getattr(part, "__dict__", {}).items())}
+    attributes = {name: described(value) for name, value in sorted(getattr(part, "__dict__", {}).items())}
     return (f"{type(part).__module__}.{type(part).__qualname__}", attributes)
 
 

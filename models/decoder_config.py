@@ -39,7 +39,7 @@ _SHOWN = ("vocab_size", "num_layers", "embed_dim", "mlp_dim", "num_heads", "num_
 _SHOWN += ("dtype", "attention", "rope_theta", "norm_eps", "vocab_multiple")
 _COUNTS = ("vocab_size", "num_layers", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads")
 _OPTIONAL_COUNTS = ("head_dim", "max_positions", "window")
-_POSITIVE = ("norm_eps", "rope_theta", "local_rope_theta", "attention_softcap", "logit_softcap")
+_POSITIVE = ("norm_eps", "rope_theta", "local_rope_theta", "query_scale", "attention_softcap", "logit_softcap")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -117,8 +117,8 @@ class DecoderConfig:
             if (value := getattr(self, field)) is not None and value < 1:
                 raise UserError(f"Transformer.{field} = {value}: expected at least 1")
         for field in _POSITIVE:
-            if (value := getattr(self, field)) is not None and value <= 0:
-                raise UserError(f"Transformer.{field} = {value}: expected more than 0")
+            if (value := getattr(self, field)) is not None and not 0 < value < math.inf:
+                raise UserError(f"Transformer.{field} = {value}: expected a finite number above 0")
         for field, choices in _CHOICES.items():
             if getattr(self, field) not in choices:
                 raise UserError(f"Transformer.{field} = {getattr(self, field)!r}: expected one of {', '.join(choices)}")

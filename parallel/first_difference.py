@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from core import paths
+from core.checkpoints import reading
 from core.checkpoints.store import Checkpoints
 from core.errors import UserError
 from core.step import TrainState
@@ -192,6 +193,7 @@ def _batches(recording: Recording, own: Sequence[Batch]) -> list[Batch]:
 
 def _restored(program: Program, folder: paths.Path) -> TrainState:
     checkpoints = Checkpoints(str(folder.parent), keep=1, read_only=True)
-    state, _, _ = checkpoints.restore(int(folder.name), program.abstract_state)
+    with reading.refusing_damage(folder):
+        state, _, _ = checkpoints.restore(int(folder.name), program.abstract_state)
     checkpoints.close()
     return state

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from core import paths
-from core.checkpoints import steps
+from core.checkpoints import reading, steps
 from core.checkpoints.arrays import Arrays
-from core.checkpoints.steps import said
 
 MOST_SHOWN = 20  # arrays whose differences are listed
 
@@ -54,7 +53,7 @@ def compare(first: paths.Path, second: paths.Path, *, values: bool = True) -> It
       values: whether to read the arrays that differ and report by how much.
 
     Raises:
-      DamagedError: the metadata or an array cannot be read.
+      UserError: the metadata or an array is damaged.
     """
     one, other = (_description(folder) for folder in (first, second))
     yield from _text_differences("config", one.meta, other.meta)
@@ -71,10 +70,8 @@ def compare(first: paths.Path, second: paths.Path, *, values: bool = True) -> It
 
 
 def _description(folder: paths.Path) -> steps.Description:
-    try:
+    with reading.refusing_damage(folder):
         return steps.read(folder)
-    except Exception as error:  # a corrupt file can cause many types of error
-        raise steps.DamagedError(f"the metadata of {folder} cannot be read: {said(error)}") from error
 
 
 def _text_differences(name: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
@@ -98,11 +95,9 @@ def _kind_differences(one: Mapping[str, list], other: Mapping[str, list]) -> Ite
 
 
 def _array_differences(first: paths.Path, second: paths.Path, names: list[str]) -> Iterator[str]:
-    try:
+    with reading.refusing_damage(first, second):
         one, other = Arrays(first), Arrays(second)
         found = sorted((_difference(one, other, name) for name in names), key=lambda d: (not d.not_finite, -d.relative))
-    except Exception as error:  # a corrupt file can cause many types of error
-        raise steps.DamagedError(f"an array of {first} or {second} cannot be read: {said(error)}") from error
     for difference in found[:MOST_SHOWN]:
         yield f"  {difference.describe()}"
     if len(found) > MOST_SHOWN:

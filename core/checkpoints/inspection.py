@@ -125,6 +125,19 @@ def verify(step_folder: paths.Path) -> Verification:
     return Verification(int(step_folder.name), tuple(damaged), len(kinds), read_bytes, seconds, note)
 
 
+def require_intact_parameters(step_folder: paths.Path) -> None:
+    """Verifies the metadata and the parameters of a step.
+
+    Raises:
+      UserError: lists the parameters that are damaged.
+    """
+    with reading.refusing_damage(step_folder):
+        content = steps.read(step_folder).content
+        parameters = {name: found for name, found in content.items() if name.startswith("params/")}
+        if damaged := list(_damaged_arrays(step_folder, parameters)):
+            raise steps.DamagedError("; ".join(units.shortened(damaged, most=3)))
+
+
 def _damaged_arrays(step_folder: paths.Path, content: dict[str, list]) -> Iterator[str]:
     try:
         arrays = Arrays(step_folder)

@@ -16,6 +16,7 @@ different arrays have equal fingerprints with probability 2^-32.
 """
 
 import asyncio
+import contextlib
 import json
 import math
 import re
@@ -246,9 +247,7 @@ def _tried(read: Callable[[], Any]) -> _Try:
     try:
         return _Try(read())
     except Exception as error:  # files, formats, buckets and devices raise many types
-        reason: BaseException = error
-        while reason.__cause__ is not None:  # libraries wrap the first exception
-            reason = reason.__cause__
+        reason = _first_cause(error)
         is_proof = is_proof_of_damage(reason)
         is_there = not isinstance(reason, FileNotFoundError) and not _NOT_THERE.search(str(reason))
         return _Try(None, steps.said(reason), is_proof, is_lasting=is_proof and is_there)
@@ -259,6 +258,36 @@ def is_proof_of_damage(error: BaseException) -> bool:
     if isinstance(error, DamagedError):
         return True
     return isinstance(error, _PROOFS) and not _OF_THE_READER.search(str(error))
+
+
+@contextlib.contextmanager
+def refusing_damage(*step_folders: paths.Path) -> Iterator[None]:
+    """Context for a command that reads these steps and cannot continue with others.
+
+    Raises:
+      UserError: an exception in the context proves that a step is damaged; others are passed on.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = _first_cause(error)
+        if not is_proof_of_damage(reason):
+            raise
+        said = str(reason) if isinstance(reason, DamagedError) else steps.said(reason)
+        named = " or ".join(f"step {folder.name} in {folder.parent}" for folder in step_folders)
+        raise UserError(
+            f"damaged checkpoint, {named}: {said}. `launch/run checkpoints verify RUN` lists the damaged "
+            "parts of every step; name an intact one as RUN@STEP"
+        ) from error
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """Returns the exception that libraries have wrapped."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def read_arrays(step_folder: paths.Path, abstract_state: Any) -> Any:

@@ -236,18 +236,25 @@ class Checkpoints:
             ) from error
 
     def restore_if_there(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, bytes], dict[str, Any]] | None:
-        """Restores a step like `restore`; returns None on every host if a running job has removed the step."""
+        """Restores a step for evaluation; returns None on every host if a running job has removed the step.
+
+        Raises:
+          UserError: there is no such step, or it does not fit, as `restore` says; or it is damaged.
+          UnreadableError: the step could not be read, for a reason that does not prove damage.
+        """
         if not self._is_there(step):
             return None
+        unreadable, restored, said = None, None, ""
         try:
             restored, said = self._attempt(step, abstract_state)
         except UnreadableError as error:
-            restored, said = None, str(error)
-        if not said:
+            unreadable = error
+        if restored is not None:
             return restored
         if not self._is_there(step, after_seconds=REMOVAL_SECONDS):
             return None
-        raise RuntimeError(f"the checkpoint of step {step} in {self._directory} cannot be read: {said}")
+        with reading.refusing_damage(self._directory / str(step)):
+            raise unreadable or DamagedError(said)
 
     def _is_there(self, step: int, *, after_seconds: float = 0.0) -> bool:
         """Returns True if host 0 sees the step complete, and still does after `after_seconds`."""

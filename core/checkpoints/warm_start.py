@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from core import parameters, paths
+from core import parameters, paths, units
 from core.checkpoints import reading, steps
 from core.errors import UserError
 from core.parameters import Specs
@@ -63,11 +63,12 @@ class SavedParameters:
     def __init__(self, folder: paths.Path, renames: Mapping[str, str] | None = None):
         """Reads the metadata of the step; `renames` of its paths are as in `core.parameters.renamed`."""
         self.folder = folder
-        kinds = steps.read(folder).kinds
-        stored = {_path_of(name): name for name in kinds if name.startswith(_PREFIX)}
+        with reading.refusing_damage(folder):
+            content = steps.read(folder).content
+        stored = {_path_of(name): name for name in content if name.startswith(_PREFIX)}
         paths_here = parameters.renamed(list(stored), renames or {}, where="INIT_RENAMES")
         self._stored = {paths_here[path]: name.removeprefix(_PREFIX) for path, name in stored.items()}
-        self._kinds = {paths_here[path]: kinds[name] for path, name in stored.items()}
+        self._content = {paths_here[path]: content[name] for path, name in stored.items()}
 
     def describe(self) -> str:
         """See `ParameterSource`."""
@@ -85,14 +86,15 @@ class SavedParameters:
         """See `ParameterSource`."""
         del specs
         wanted = _by_path(shapes)
-        kinds = {path: _read_as(kind, wanted.get(path)) for path, kind in self._kinds.items()}
+        kinds = {path: _read_as(kind, wanted.get(path)) for path, (kind, _) in self._content.items()}
         return reading.differences(kinds, wanted)
 
     def load(self, abstract: Any, specs: Specs, *, progress: Progress) -> Any:
         """See `ParameterSource`. Floating-point parameters are converted to the dtype of `abstract`.
 
         Raises:
-          UserError: lists the parameters that are missing.
+          UserError: lists the parameters that are missing, or that differ from what was saved. Converted ones are
+            not compared.
         """
         del specs
         wanted = _by_path(abstract)
@@ -103,9 +105,18 @@ class SavedParameters:
         stored: dict[str, dict[str, Any]] = {}
         for path, (module, name) in places.items():
             stored.setdefault(module, {})[name] = wanted[path]
-        found = reading.read_arrays(self.folder, {"params": stored})["params"]
-        by_path = {path: found[module][name] for path, (module, name) in places.items()}
+        with reading.refusing_damage(self.folder):
+            found = reading.read_arrays(self.folder, {"params": stored})["params"]
+            by_path = {path: found[module][name] for path, (module, name) in places.items()}
+            self._require_as_saved(by_path)
         return jax.tree_util.tree_map_with_path(lambda path, _: by_path[parameters.path_name(path)], abstract)
+
+    def _require_as_saved(self, found: Mapping[str, jax.Array]) -> None:
+        same = {path: leaf for path, leaf in found.items() if reading.kind(leaf) == self._content[path][0]}
+        numbers = reading.fingerprints(same)
+        if wrong := [path for path, number in numbers.items() if number != self._content[path][1]]:
+            listed = ", ".join(units.shortened(wrong, most=3))
+            raise steps.DamagedError(f"{len(wrong)} of {len(same)} arrays differ from what was saved: {listed}")
 
 
 _PREFIX = "params/"

@@ -11,7 +11,7 @@ import numpy as np
 
 from core import logical, paths, published_files, units
 from core.batches import batch_shapes
-from core.checkpoints import published, steps, warm_start
+from core.checkpoints import inspection, published, reading, steps, warm_start
 from core.checkpoints.arrays import Arrays
 from core.errors import UserError
 from launch.experiments import saved_run
@@ -49,7 +49,9 @@ def run(args: argparse.Namespace) -> int:
     model: Any = experiment.model
     if not isinstance(model, DecoderConfig):
         raise UserError(f"{args.run}: {type(model).__name__} cannot be exported; expected a decoder (models/README.md)")
-    if any("average" in name or "/z/" in name for name in steps.read(step).kinds if "opt_state" in name):
+    with reading.refusing_damage(step):
+        kinds = steps.read(step).kinds
+    if any("average" in name or "/z/" in name for name in kinds if "opt_state" in name):
         raise UserError(f"{args.run}: the optimizer averages parameters; exporting averages is not supported")
     if model.lora is not None and not args.merge and not _is_published(experiment.init_from):
         raise UserError(
@@ -60,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"{args.run} has no adapters: leave --merge out")
     base = dataclasses.replace(model, lora=None)
     kind = families.family(base)
+    inspection.require_intact_parameters(step)
     out, read, vocabulary = _new_folder(args.out), _reader(Arrays(step)), experiment.task.vocabulary
     if model.lora is None or args.merge:
         name, adds = published_files.CONFIG, {"torch_dtype": args.dtype, **_special_ids(vocabulary)}

@@ -5,14 +5,16 @@ import hashlib
 import json
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from core import slices, units
+from core.checkpoints import reading
 from core.errors import UserError
-from launch import flags, loaded_model, terminal
+from launch import flags, loaded_model, program_identity, terminal
 from parallel.sampling import GREEDY, Sampling
 
 HELP = "continue prompts with the model of a run, or with a published one"
@@ -21,6 +23,7 @@ EXAMPLE = """launch/run generate runs/gin/quickstart --prompt "import "
   launch/run generate runs/first@1000 --file prompts.jsonl --out answers.jsonl --max-tokens 200
   launch/run generate runs/first --prompt-ids 0,5,7 --slice v4-8 --simulate --gin "STRATEGY = @strategies.fsdp()" """
 
+_SHOWN = 100  # characters of each of several prompts
 _EXPECTED = 'expected lines such as {"prompt": "Once"} or {"ids": [0, 5]}'
 
 
@@ -67,17 +70,20 @@ def run(args: argparse.Namespace) -> int:
     for name in ("top_p", "min_p"):
         if not 0 <= getattr(args, name) <= 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: expected from 0 to 1")
+    if args.json and args.out:
+        raise UserError("--json prints the lines that --out writes to a file: give one of them")
     prompts = _prompts(args)
     if args.simulate:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", slices.get(args.slice or loaded_model.ONE_CHIP).chips)
     model = loaded_model.load(args.model, slice_name=args.slice, bindings=args.gin)
     sampling = GREEDY if args.greedy else Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
-    options = {"max_tokens": args.max_tokens, "sampling": sampling, "seed": args.seed, "is_chat": args.chat}
-    answers = _Answers(args.out, len(prompts), (model.where, prompts, options)) if args.out else None
+    options = {"max_tokens": args.max_tokens, "sampling": sampling, "seed": args.seed}
+    ids = [model.encoded(p, is_chat=args.chat) if isinstance(p, str) else p for p in prompts]
+    answers = _Answers(args.out, len(prompts), _inputs(model, ids, options)) if args.out else None
     shown = _Shown(model, is_live=not args.json and not args.out and len(prompts) == 1)
     done, count, began = answers.done if answers else 0, 0, time.monotonic()
-    for found in model.batches(prompts, rows=args.batch, skip=done, on_tokens=shown.add, **options):
+    for found in model.batches(ids, rows=args.batch, skip=done, on_tokens=shown.add, **options):
         lines = [_line(model, prompt, one) for prompt, one in zip(prompts[done:], found, strict=False)]
         if answers:
             answers.add(lines)
@@ -86,8 +92,7 @@ def run(args: argparse.Namespace) -> int:
         elif shown.is_live:
             shown.end(found[0].text)
         else:
-            for prompt, one in zip(prompts[done:], found, strict=False):
-                print(terminal.printable(f"{prompt}{one.text}"), end="\n\n", flush=True)
+            _print(prompts, done, found)
         done, count = done + len(found), count + sum(len(one.ids) for one in found)
     if answers:
         answers.finish()
@@ -144,6 +149,26 @@ def _line(model: loaded_model.LoadedModel, prompt: str | list[int], found: loade
     return json.dumps({"prompt": prompt, "text": found.text, "tokens": tokens, **found._asdict()})
 
 
+def _print(prompts: Sequence[str | list[int]], done: int, found: Sequence[loaded_model.Text]) -> None:
+    """Prints each answer below its prompt; the first `done` prompts were answered before."""
+    for number, one in enumerate(found, done + 1):
+        of = f"prompt {number} of {len(prompts)}: {_shortened(prompts[number - 1])}"
+        print(f"{of}\n{terminal.printable(one.text)}\n", flush=True)
+
+
+def _shortened(prompt: str | list[int]) -> str:
+    """Returns a prompt in one line."""
+    text = " ".join(prompt.split()) if isinstance(prompt, str) else ",".join(map(str, prompt))
+    return terminal.printable(text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…")
+
+
+def _inputs(model: loaded_model.LoadedModel, ids: Sequence[Sequence[int]], options: Mapping[str, Any]) -> Any:
+    """Returns a value whose `repr` covers everything that the answers depend on, which the layout is not part of."""
+    vocabulary = None if model.vocabulary is None else model.vocabulary.size
+    numbers = reading.fingerprints(reading.by_name(model.params))
+    return program_identity.described(model.model), numbers, model.stop_ids, vocabulary, ids, options
+
+
 class _Answers:
     """The file of answers; until all prompts are done, lines are appended to a file beside it.
 
@@ -153,15 +178,16 @@ class _Answers:
       done: prompts whose answers an interrupted command has written.
     """
 
-    def __init__(self, path: Path, prompts: int, depends_on: Any):
-        digest = hashlib.sha256(repr(depends_on).encode()).hexdigest()[:8]
+    def __init__(self, path: Path, prompts: int, inputs: Any):
+        digest = hashlib.sha256(repr(inputs).encode()).hexdigest()[:8]
         self._path, self._partial = path, path.with_name(f"{path.name}.{digest}.partial")
         written = self._partial.read_bytes() if self._partial.exists() else b""
         whole = written[: written.rfind(b"\n") + 1]  # the last line may have been cut off
         self.done = whole.count(b"\n")
         if self.done:
             print(f"{self._partial}: continues after {self.done} of {prompts} prompts", file=sys.stderr)
-        self._partial.write_bytes(whole)
+        if whole != written:
+            self._partial.write_bytes(whole)
 
     def add(self, lines: list[str]) -> None:
         """Appends the answers of a batch."""

@@ -1,6 +1,5 @@
 """Reads INIT_FROM: the parameters that a new run starts from."""
 
-import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -40,10 +39,7 @@ def _source(experiment: Experiment, text: str) -> warm_start.ParameterSource:
             f"INIT_FROM = {text!r} does not exist; give a run (runs/first), a step of it (runs/first@1000), or the "
             "folder of a published model, with config.json and *.safetensors"
         )
-    try:
-        return warm_start.SavedParameters(steps.find(text))
-    except (steps.DamagedError, json.JSONDecodeError) as error:
-        raise UserError(f"INIT_FROM = {text!r}: {error}; give another step, RUN@STEP") from error
+    return warm_start.SavedParameters(steps.find(text))
 
 
 class Fit(NamedTuple):

@@ -15,8 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from core import published_files
 from core.errors import UserError
-from launch import terminal
+from launch import flags, terminal
 
 HELP = "time generation: against recomputing all positions for each token, transformers, and the peak of a product"
 EXAMPLE = """tests/run.sh lab generation
@@ -25,6 +26,7 @@ POSITIONS, ROWS = 1024, (1, 8)
 _PROMPT, _NEW = 64, 64  # beside transformers
 _LONG = 1024  # ids of the prompt whose processing is measured
 _SIZE = 2048  # of the matrices of the peak
+_NEEDS = {"transformers": ("folder", "python"), "prompts": ("folder",)}  # arguments of each measurement
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,16 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", help="of a published model, for the comparison with transformers and the peak")
     parser.add_argument("--python", help="of an environment with torch and transformers; needs --folder")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of --folder")
-    parser.add_argument("--turns", type=int, default=5, help="measurements of each side (default: 5)")
-    parser.add_argument("--only", choices=("recomputing", "transformers", "prompts"), help="leave out the others")
+    parser.add_argument("--turns", metavar="N", type=flags.at_least(1), default=5, help="of each side (default: 5)")
+    parser.add_argument("--only", choices=("recomputing", *_NEEDS), help="leave out the others")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints. The exit code is always 0, because timings on a shared machine are unreliable."""
-    if args.python and not args.folder:
-        raise UserError("--python compares a published model with transformers: give its --folder, too")
-    if args.python and not shutil.which(args.python):
-        raise UserError(f"--python {args.python}: there is no such program")
+    _check(args)
     os.environ["JAX_PLATFORMS"] = "cpu"
     rows = []
     if args.only in (None, "recomputing"):
@@ -61,6 +60,17 @@ def run(args: argparse.Namespace) -> int:
     print(f"{datetime.date.today()}, {os.cpu_count()} cores of {platform.machine()}; {_load()}\n")
     terminal.console(160).print(terminal.markdown(headings, rows, text=headings[:3]))
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.python and not args.folder:
+        raise UserError("--python compares a published model with transformers: give its --folder, too")
+    if missing := [f"--{name}" for name in _NEEDS.get(args.only, ()) if not getattr(args, name)]:
+        raise UserError(f"--only {args.only} needs {' and '.join(missing)}, too")
+    if args.folder and not published_files.is_published(args.folder):
+        raise UserError(f"--folder {args.folder}: expected the folder of a published model, with config.json")
+    if args.python and not shutil.which(args.python):
+        raise UserError(f"--python {args.python}: there is no such program")
 
 
 def _load() -> str:

@@ -6,8 +6,10 @@ import sys
 
 import pytest
 
+from core.errors import UserError
 from launch import __main__ as cli
 from launch import environment, terminal
+from tests.lab import transformers_peer
 from tests.lab.__main__ import main
 
 
@@ -28,3 +30,26 @@ def test_a_failed_command_does_not_wait_at_the_exit_barrier_of_jax(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["tests.lab", "no such command"])
     with pytest.raises(SystemExit, match="at once with 2"):
         runpy.run_path(str(environment.WORKSPACE / "tests/lab/__main__.py"), run_name="__main__")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--turns 0", "--turns: 0: expected a whole number, at least 1"),
+        ("--python python3", "--python compares a published model with transformers: give its --folder, too"),
+        ("--only prompts", "--only prompts needs --folder, too"),
+        ("--only transformers", "--only transformers needs --folder and --python, too"),
+        ("--folder gin", "--folder gin: expected the folder of a published model, with config.json"),
+    ],
+)
+def test_generation_refuses_wrong_arguments(words, message, capsys):
+    assert main(["generation", *words.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_environment_without_transformers_is_named(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 3\n")
+    python.chmod(0o755)
+    with pytest.raises(UserError, match=r"--python .*/python: transformers ended with exit code 3"):
+        transformers_peer.Peer(str(python), "folder", "float32")

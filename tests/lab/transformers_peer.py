@@ -44,7 +44,11 @@ class Peer:
     def _answer(self) -> Any:
         assert self._process.stdout
         if not (line := self._process.stdout.readline()):
-            raise RuntimeError(f"transformers ended with exit code {self._process.wait()}: see the messages above")
+            from core.errors import UserError  # not importable where this file runs as a program
+
+            command = " ".join(map(str, self._process.args[:1]))
+            code = self._process.wait()
+            raise UserError(f"--python {command}: transformers ended with exit code {code}; see the messages above")
         return json.loads(line)
 
 

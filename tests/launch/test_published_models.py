@@ -5,6 +5,7 @@ import itertools
 import json
 import pathlib
 import shutil
+import types
 
 import jax
 import ml_dtypes
@@ -22,6 +23,7 @@ from launch.cli import generate
 from launch.hosts.cluster import Host
 from launch.runs import prepared_run, warm_start
 from models import pretrained
+from parallel.sampling import Sampling
 
 TESTS = pathlib.Path(__file__).parents[1]
 FAMILY = TESTS / "models" / "fixtures" / "families" / "llama3"
@@ -207,6 +209,69 @@ def test_a_file_of_prompts_is_answered_in_batches_and_continued_where_it_was_int
     assert not partial.exists()
 
 
+def test_answers_are_continued_only_with_equal_parameters_fields_and_options(tmp_path):
+    """They may be computed in another layout, which changes nothing but rounding."""
+    shutil.copytree(FAMILY, tmp_path / "tiny")
+    write_tokenizer(tmp_path / "tiny", WORDS)
+    tensor = ["STRATEGY = @strategies.fsdp_tensor()", "strategies.fsdp_tensor.tensor = 2"]
+    model, elsewhere, narrow = (
+        loaded_model.load(str(tmp_path / "tiny"), bindings=told, slice_name=slice_name)
+        for told, slice_name in (([], None), (tensor, "v4-8"), (["COMPUTE_DTYPE = 'bfloat16'"], None))
+    )
+    options = {"max_tokens": 4, "sampling": Sampling(), "seed": 0}
+
+    def digest(model, ids=((3, 9),), **others):
+        return generate._Answers(tmp_path / "out", 1, generate._inputs(model, ids, {**options, **others}))._partial
+
+    def changed(**fields):
+        names = ("model", "params", "vocabulary", "stop_ids")
+        return types.SimpleNamespace(**{**{name: getattr(model, name) for name in names}, **fields})
+
+    assert digest(elsewhere) == digest(model)
+    found = [
+        digest(model),
+        digest(narrow),
+        digest(changed(model=dataclasses.replace(model.model, rope_theta=5.0))),
+        digest(changed(params=jax.tree.map(lambda a: 2 * a, model.params))),
+        digest(model, ids=((3, 8),)),
+        digest(model, max_tokens=5),
+        digest(model, sampling=Sampling(top_k=3)),
+        digest(model, seed=1),
+    ]
+    assert len(set(found)) == len(found)
+
+
+def test_each_of_several_answers_is_shown_below_its_prompt(capsys):
+    answers = [loaded_model.Text(text, [], [], False) for text in ("w7\x1b", "w8\nw9")]
+    generate._print(["w1", "w5\nw6", [7] * 60], 1, answers)
+    ids = "7," * 49 + "7…"
+    assert capsys.readouterr().out == f"prompt 2 of 3: w5 w6\nw7\\x1b\n\nprompt 3 of 3: {ids}\nw8\nw9\n\n"
+
+
+@pytest.mark.covers("C12")
+def test_a_damaged_checkpoint_is_refused_by_every_command(run_dir, tmp_path, capsys):
+    """Its description, one of its arrays, and one that is not there."""
+    arrays = max((run_dir / "checkpoints/3/state/d").iterdir(), key=lambda file: file.stat().st_size)
+    harms = {
+        "meta/metadata": lambda file: file.write_text(file.read_text().replace("SEED", "SEND")),
+        str(arrays.relative_to(run_dir / "checkpoints/3")): lambda file: file.write_bytes(flipped(file.read_bytes())),
+        "state/manifest.ocdbt": lambda file: file.unlink(),
+    }
+    for name, harm in harms.items():
+        run, out = tmp_path / name.replace("/", "-"), tmp_path / "out"
+        shutil.copytree(run_dir, run)
+        harm(run / "checkpoints/3" / name)
+        for words in (("generate", run, "--prompt-ids", "1", "--max-tokens", 1), ("export", run, "--out", out)):
+            assert run_command(*words) == 2, (name, words)
+            assert f"error: damaged checkpoint, step 3 in {run}/checkpoints: " in capsys.readouterr().err
+        assert not out.exists()
+
+
+def flipped(content):
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :]
+
+
 def test_wrong_words_are_refused(run_dir, tmp_path, capsys):
     incomplete = tmp_path / "incomplete"
     incomplete.mkdir()
@@ -224,6 +289,8 @@ def test_wrong_words_are_refused(run_dir, tmp_path, capsys):
         ("generate", run_dir, "--file", tmp_path / "cut.jsonl"): "line 2: Expecting ',' delimiter",
         ("generate", run_dir, "--max-tokens", 4, "--file", tmp_path / "ids.jsonl"): "prompt 2 of 2 has the id 83",
         ("generate", run_dir, "--file", tmp_path / "none.jsonl"): "has no prompts",
+        ("generate", run_dir, "--file", tmp_path / "ids.jsonl", "--out", tmp_path / "a"): "new ones need 101 positions",
+        ("generate", run_dir, "--prompt-ids", "1", "--json", "--out", tmp_path / "a"): "--json prints the lines that",
         ("generate", run_dir, "--prompt-ids", "1", "--chat"): "--chat formats text, and --prompt-ids gives ids",
         ("generate", run_dir, "--prompt-ids", "1", "--min-p", "nan"): "--min-p nan: expected from 0 to 1",
         ("generate", tmp_path, "--prompt", "a"): "has no checkpoints",
@@ -232,6 +299,7 @@ def test_wrong_words_are_refused(run_dir, tmp_path, capsys):
     }.items():
         assert run_command(*words) not in (0, 13)
         assert message in capsys.readouterr().err
+    assert not list(tmp_path.glob("a*"))
 
 
 @pytest.mark.covers("N07")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import pathlib
 
 import jax
@@ -286,7 +287,10 @@ def test_flops_of_the_7b():
         ({"head_dim": 0}, r"Transformer.head_dim = 0: expected at least 1"),
         ({"window": 0}, r"Transformer.window = 0: expected at least 1"),
         ({"max_positions": 0}, r"Transformer.max_positions = 0: expected at least 1"),
-        ({"attention_softcap": 0.0}, r"Transformer.attention_softcap = 0.0: expected more than 0"),
+        ({"attention_softcap": 0.0}, r"Transformer.attention_softcap = 0.0: expected a finite number above 0"),
+        ({"query_scale": -0.125}, r"Transformer.query_scale = -0.125: expected a finite number above 0"),
+        ({"query_scale": math.nan}, r"Transformer.query_scale = nan: expected a finite number above 0"),
+        ({"rope_theta": math.inf}, r"Transformer.rope_theta = inf: expected a finite number above 0"),
         ({"embed_dim": 66}, "does not divide over num_heads = 4"),
         ({"remat": "half"}, "expected one of none, projections, attention_and_up, attention, dots, halves, full"),
         ({"dtype": "float16"}, "expected one of bfloat16, float32"),

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from core.checkpoints import reading, steps, store
+from core.errors import UserError
 from core.health import phase
 from core.health.failure_diagnosis import Limits
 
@@ -198,7 +199,7 @@ def test_a_removed_step_is_none_and_an_unreadable_one_an_error(opened, state, tm
     with pytest.raises(ValueError, match="does not fit this model and optimizer"):
         reader.restore_if_there(1, abstract(state)._replace(carry=abstract(state).step))
     shutil.rmtree(folder / "1" / "state" / "d")
-    with pytest.raises(RuntimeError, match=r"the checkpoint of step 1 in .* cannot be read: host 0: "):
+    with pytest.raises(UserError, match=r"damaged checkpoint, step 1 in .*: host 0: ValueError: NOT_FOUND: "):
         reader.restore_if_there(1, abstract(state))
 
 

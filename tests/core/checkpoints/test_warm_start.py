@@ -1,5 +1,7 @@
 """Runs that start from the parameters of another run."""
 
+import shutil
+
 import jax
 import numpy as np
 import pytest
@@ -112,3 +114,17 @@ def test_parameters_that_do_not_fit_are_listed_before_any_is_read(saved):
     assert "INIT_PATTERNS chooses" in said
     with pytest.raises(UserError, match=r"INIT_PATTERNS = .*no parameter matches 'head/\*'"):
         started(program_of(strategies.fsdp()), run, ("head/*",))
+
+
+def test_parameters_of_another_step_are_refused(saved, tmp_path):
+    """Every file is valid by itself, but the arrays are not those that the metadata describes."""
+    params, run = saved
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
+    checkpoints.save(7, state={"params": jax.tree.map(lambda a: jax.numpy.asarray(a) + 1, params)}, data={}, meta={})
+    checkpoints.close()
+    shutil.rmtree(tmp_path / "checkpoints/7/state")
+    shutil.copytree(f"{run}/checkpoints/7/state", tmp_path / "checkpoints/7/state")
+    with pytest.raises(
+        UserError, match=r"damaged checkpoint, step 7 in .*: 12 of 12 arrays differ from what was saved"
+    ):
+        started(program_of(strategies.fsdp()), str(tmp_path))
