@@ -152,11 +152,3 @@ def find(experiment: Experiment, settings: Settings) -> dict[str, Any] | None:
     wanted = fingerprint(experiment, settings)
     recorded = (json.loads(file.read_text()) for file in sorted(FOLDER.glob("*.json")))
     return next((record for record in recorded if record["fingerprint"] == wanted), None)
-
-
-def compile_seconds(experiment: Experiment, settings: Settings) -> float | None:
-    """Returns the compile time of this program recorded in a committed plan; None if no plan contains it."""
-    from parallel.planning import records  # not for training, except here
-
-    record = records.committed().get(records.record_key(program_text(experiment, settings)))
-    return record and record["compile_seconds"]

@@ -15,6 +15,7 @@ from core.errors import UserError
 from core.slices import GIB
 from core.types import ExtendsCache, HasVocabulary, can, lacking
 from launch import configuration, flags, terminal
+from launch.config import sources
 from launch.experiment import Experiment
 from launch.plan import search
 from launch.plan.search import Question
@@ -44,7 +45,6 @@ from parallel.planning.hbm_allocations import Allocation
 from parallel.planning.roofline import Roofline, roofline
 from parallel.traffic import Collective
 
-FOLDER = "gin/strategies"
 _HEADINGS = ("strategy", "mesh", "state GiB", "peak GiB", "M cycles", "wire GiB", "by axis", "compile s")
 
 
@@ -179,9 +179,9 @@ def _short(number: float) -> str:
     return f"{number:,.2f}" if number >= 1 else f"{number:.2g}"
 
 
-def strategy_files(folder: str = FOLDER) -> list[str]:
+def strategy_files() -> list[str]:
     """Returns the gin files of all strategies, in alphabetical order."""
-    return sorted(map(str, Path(folder).glob("*.gin")))
+    return sorted(map(sources.display, (sources.WORKSPACE / "gin/strategies").glob("*.gin")))
 
 
 def bindings_of(choice: str, *, flag: str = "--strategies") -> list[str]:
@@ -192,8 +192,8 @@ def bindings_of(choice: str, *, flag: str = "--strategies") -> list[str]:
     """
     if not choice.endswith(".gin"):
         return [part.strip() for part in choice.split(";")]
-    if not Path(choice).is_file():
-        raise UserError(f"{flag} {choice}: no such file; {FOLDER}/ has {', '.join(strategy_files()) or 'none'}")
+    if not sources.find(choice, folders=(sources.WORKSPACE, Path.cwd())):
+        raise UserError(f"{flag} {choice}: no such file; the workspace has {', '.join(strategy_files())}")
     return [f"include '{choice}'"]
 
 

@@ -233,17 +233,9 @@ class Waiting:
     It reads the current phase of the run from `core.health.phase`.
     """
 
-    def __init__(
-        self,
-        say: Callable[[str], None] = _print,
-        *,
-        place: Callable[[], phase.Place] = phase.place,
-        compile_seconds: float | None = None,
-    ):
-        """Prints with `say`; `compile_seconds` is how long a plan took to compile the training step."""
+    def __init__(self, say: Callable[[str], None] = _print, *, place: Callable[[], phase.Place] = phase.place):
         self._say = say
         self._place = place
-        self._compile_seconds = compile_seconds
         self._phase, self._due = "", _FIRST_SECONDS
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
@@ -265,9 +257,7 @@ class Waiting:
             return
         while self._due <= place.seconds:
             self._due += 10 if self._due < 60 else 60
-        planned = self._compile_seconds if place.phase == phase.COMPILING else None
-        known = f" (compiled in {units.clock(planned)} for the recorded plan)" if planned else ""
-        self._say(f"{WAITS[place.phase]}, {units.clock(place.seconds)}{known}")
+        self._say(f"{WAITS[place.phase]}, {units.clock(place.seconds)}")
 
     def _watch(self) -> None:
         while not self._ended.wait(_LOOK_SECONDS):

@@ -4,13 +4,11 @@ import argparse
 import contextlib
 import sys
 
-import jax
-
 from core import distributed, metrics, published_files, slices, versions
 from core.health import exit_codes
 from core.training.hooks import PreemptedError
 from core.training.run_lock import LockLostError, RunLock
-from launch import configuration, environment, flags, program_identity
+from launch import configuration, environment, flags
 from launch.hosts import cluster, tpu_host
 from launch.runs import prepared_run, training
 from launch.runs.progress import Waiting
@@ -72,9 +70,7 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     if host.is_zero:
         for note in config.notes:
             print(f"note: {note}")
-        on_tpu = jax.devices()[0].platform == "tpu"  # plans are of programs for TPUs
-        seconds = program_identity.compile_seconds(experiment, config) if on_tpu else None
-        stack.enter_context(Waiting(compile_seconds=seconds))
+        stack.enter_context(Waiting())
     run = prepared_run.prepare_run(
         experiment,
         config_text=config.text,

@@ -1,16 +1,14 @@
 """Predictions logged with measured steps, and warnings about differences."""
 
 import dataclasses
-import json
 
 import pytest
 
 from core import slices
 from core.slices import GIB
-from launch import configuration, program_identity
+from launch import configuration
 from models import lora
 from parallel import prediction as parallel_prediction
-from parallel.planning import records
 from parallel.prediction import SIMULATED, PredictionCheck
 
 CONFIG = configuration.load("gin/valkyrie_7b.gin")
@@ -112,11 +110,3 @@ def test_a_program_without_a_record_is_reported(measured):
     rows = measured(record=None, on_tpu=False)[0].rows()
     assert rows["predicted"].startswith("nothing: this program is not recorded; launch/run report v4-32 ")
     assert rows["measured"] == SIMULATED
-
-
-def test_the_compile_time_of_a_program_is_that_of_its_committed_plan():
-    plans = (json.loads(file.read_text())["records"] for file in records.COMMITTED.glob("valkyrie_7b_v4_32.json"))
-    seconds = {record["compile_seconds"] for records in plans for record in records.values()}
-    assert program_identity.compile_seconds(EXPERIMENT, CONFIG) in seconds
-    other = configuration.load("gin/valkyrie_7b.gin", bindings=["BATCH_SIZE = 16", "NUM_STREAMS = 16"])
-    assert program_identity.compile_seconds(other.build(), other) is None

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from launch.plan import compiled_report
+
 MY_TABLES = """
 from parallel.strategies import REPLICATED, Strategy
 
@@ -17,6 +19,15 @@ def halves():
     table = {**REPLICATED, "mlp": "tensor"}
     return Strategy(name="halves", mesh_shape={"tensor": -1}, param_rules=table, activation_rules=table)
 """
+
+
+def test_strategies_are_found_from_every_folder(tmp_path, monkeypatch):
+    here = compiled_report.strategy_files()
+    monkeypatch.chdir(tmp_path)
+    assert compiled_report.strategy_files() == here
+    assert "gin/strategies/fsdp.gin" in here
+    for choice in here:
+        assert compiled_report.bindings_of(choice) == [f"include '{choice}'"]
 
 
 @pytest.mark.slow
@@ -102,7 +113,7 @@ def test_a_strategy_that_does_not_fit_has_a_row_with_its_need(launch):
     [
         (
             ["--strategies", "fsdp.gin"],
-            "--strategies fsdp.gin: no such file; gin/strategies/ has gin/strategies/context",
+            "--strategies fsdp.gin: no such file; the workspace has gin/strategies/context",
         ),
         (["--gin", "BATCH_SIZ = 3", "--strategies"], "did you mean 'BATCH_SIZE'?"),
         (["--json", "no/such/folder/x.json"], "no/such/folder; create it first"),

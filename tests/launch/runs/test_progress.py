@@ -35,18 +35,6 @@ def test_a_long_wait_is_printed_with_its_duration():
     assert said == [f"compiling the training step, {time}" for time in shown]
 
 
-def test_the_compile_time_of_a_plan_is_printed():
-    said = []
-    places = iter([phase.Place(1, phase.COMPILING, 12.0), phase.Place(1, phase.SAVING, 11.0)])
-    waiting = progress.Waiting(said.append, place=lambda: next(places), compile_seconds=79.4)
-    waiting.look()
-    waiting.look()
-    assert said == [
-        "compiling the training step, 0:12 (compiled in 1:19 for the recorded plan)",
-        "saving a checkpoint, 0:11",
-    ]
-
-
 def test_every_wait_has_its_own_time_and_training_is_no_wait():
     places = [(phase.COMPILING, 12.0), (phase.TRAINING, 500.0), (phase.SAVING, 3.0), (phase.SAVING, 11.0)]
     places += [(phase.COMPILING, 1.0), (phase.COMPILING, 10.0)]
