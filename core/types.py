@@ -346,9 +346,11 @@ class AnswerJudge(Protocol):
     """Scores a model's answers by votes.
 
     Attributes:
+      name: under which the scores are stored, such as `arc`.
       needed_answers: names of the answers that it reads, in the extras of `Evaluates.evaluate`.
     """
 
+    name: str
     needed_answers: Sequence[str]
 
     def votes(self, batches: Iterable[Mapping[str, np.ndarray]]) -> Any:

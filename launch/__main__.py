@@ -112,7 +112,7 @@ def run_command(module: str, argv: Sequence[str], *, program: str) -> int:
     """
     try:
         command = importlib.import_module(module)
-        args = _parser(command, program).parse_args(argv)
+        args = parser(command, program).parse_args(argv)
         return command.run(args)
     except UserError as error:
         terminal.print_traceback(error)
@@ -130,7 +130,7 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message.removeprefix('argument ')} (see {self.prog} --help)")
 
 
-def _parser(command: types.ModuleType, program: str) -> argparse.ArgumentParser:
+def parser(command: types.ModuleType, program: str) -> argparse.ArgumentParser:
     """Returns the parser of one command."""
     parser = _Parser(
         prog=program,

@@ -173,9 +173,7 @@ def load(
     spec = experiment.task.spec(experiment.batch_size)
     stored = {"frozen": experiment.frozen, "frozen_dtype": experiment.frozen_dtype}
     program = _bound(experiment.model, chosen, slice_name, spec, optimizer=experiment.optimizer, **stored)
-    optimizer_state = program.abstract_state.opt_state
-    evaluated = jax.make_jaxpr(program.optimizer.evaluated)(program.abstract_state.params, optimizer_state).jaxpr
-    if evaluated.outvars == evaluated.invars[: len(evaluated.outvars)]:  # the optimizer does not average
+    if not program.optimizer.is_averaging(program.abstract_state.opt_state):
         source = SavedParameters(folder)
         params = source.load(program.abstract_state.params, program.param_specs, progress=lambda *_: None)
     else:

@@ -25,7 +25,6 @@ HOMES = {  # library: path prefixes that may import it; () is nowhere
     "argparse": ("launch/",),
     "rich": ("launch/",),
     "matplotlib": ("launch/experiments/",),
-    "scipy": ("launch/experiments/",),
     "tensorflow": ("tasks/",),
     "tensorflow_datasets": ("tasks/",),
     "seqio": ("tasks/",),

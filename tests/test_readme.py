@@ -1,5 +1,6 @@
 """Runs the commands of README.md as they are written there."""
 
+import importlib
 import json
 import os
 import re
@@ -14,12 +15,15 @@ import pytest
 
 from core import batches, logical
 from core.checkpoints import published
+from launch import __main__ as cli
 from models import families, family_tensors, transformer
 from tasks import streams
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 REMOTE = "--tpu NAME"
+LISTED = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True)
+PAGES = [ROOT / name for name in LISTED.stdout.split()]
 
 
 def blocks(language):
@@ -89,17 +93,34 @@ def test_there_are_commands():
     assert len(commands()) >= 10
 
 
-def test_every_file_that_readme_and_workspace_link_to_exists():
-    for page in (
-        "README.md",
-        "WORKSPACE.md",
-        "launch/README.md",
-        "tasks/README.md",
-        "parallel/README.md",
-        "tests/lab/README.md",
-    ):
-        for target in re.findall(r"\]\((?!http)([^)#]+)", (ROOT / page).read_text()):
-            assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
+def test_every_file_that_a_page_links_to_exists():
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page} links to {target}"
+
+
+def parse(line):
+    """Parses the arguments of a command line as its command does, and runs nothing."""
+    program, *words = shlex.split(line, comments=True)
+    name = "pod" if program == "launch/pod.sh" else words.pop(0)
+    module = {name: module for family in cli.FAMILIES.values() for name, module in family.items()}[name]
+    return cli.parser(importlib.import_module(module), program).parse_args(words)
+
+
+def test_the_arguments_of_commands_in_every_page_are_valid():
+    """`[--spot]` may be left out, N stands for a number, and a line with `…` is an outline."""
+    lines = [
+        line
+        for page in PAGES
+        for body in page.read_text().split("\n```")[1::2]
+        for line in body.replace("\\\n", " ").splitlines()
+    ]
+    shown = [line for line in lines if line.startswith(("launch/run ", "launch/pod.sh ")) and "…" not in line]
+    assert len(shown) > 40
+    for line in shown:
+        parse(re.sub(r"\bN\b", "1", re.sub(r"[\[\]]", "", line)))
+    with pytest.raises(ValueError, match="--stps"):
+        parse("launch/pod.sh v4-8 gin/quickstart.gin --stps 1")
 
 
 @pytest.mark.parametrize("body", blocks("python") + blocks("gin"), ids=lambda body: body.splitlines()[0])

@@ -158,6 +158,10 @@ class Optimizer:
             params = _merged(optax.contrib.schedule_free_eval_params(found, own), params)
         return params
 
+    def is_averaging(self, state: Any) -> bool:
+        """Returns whether the optimizer averages parameters; `state` may be abstract."""
+        return self.averages is not None or bool(nodes(state, optax.contrib.ScheduleFreeState))
+
 
 def nodes(state: Any, kind: type) -> list[Any]:
     """Returns all nodes of a state tree that are instances of a class."""

@@ -126,8 +126,8 @@ class Scores:
           program: model and layout.
           checkpoints: of the run.
           step: of the checkpoint.
-          batches: this host's held-out rows.
-          rows: rows of a global batch.
+          held_out: rows to evaluate.
+          layout: rows of this host.
           data: fingerprint of the data that is evaluated.
 
         Returns:
@@ -167,7 +167,7 @@ class Scores:
     def _add(self, score: dict[str, Any], votes: Any) -> None:
         self.checkpoints.append(score)
         if self.judge:
-            score["arc"] = self.judge.scores(votes)
+            score[self.judge.name] = self.judge.scores(votes)
             self._votes = votes if self._votes is None else self.judge.merged(self._votes, votes)
         self._write(f"step_{score['step']}.json", score)
         if self.judge and self._cumulative:

@@ -11,7 +11,7 @@ import numpy as np
 
 from core import logical, paths, published_files, units
 from core.batches import batch_shapes
-from core.checkpoints import inspection, published, reading, steps, warm_start
+from core.checkpoints import inspection, published, steps, warm_start
 from core.checkpoints.arrays import Arrays
 from core.errors import UserError
 from launch.experiments import saved_run
@@ -49,9 +49,9 @@ def run(args: argparse.Namespace) -> int:
     model: Any = experiment.model
     if not isinstance(model, DecoderConfig):
         raise UserError(f"{args.run}: {type(model).__name__} cannot be exported; expected a decoder (models/README.md)")
-    with reading.refusing_damage(step):
-        kinds = steps.read(step).kinds
-    if any("average" in name or "/z/" in name for name in kinds if "opt_state" in name):
+    shapes, specs = _shapes(model)
+    optimizer = experiment.optimizer.bound(specs)
+    if optimizer.is_averaging(jax.eval_shape(optimizer.init, shapes)):
         raise UserError(f"{args.run}: the optimizer averages parameters; exporting averages is not supported")
     if model.lora is not None and not args.merge and not _is_published(experiment.init_from):
         raise UserError(
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         name, config = family_tensors.ADAPTER_CONFIG, family_tensors.adapter_config(model, experiment.init_from)
         sources, options = family_tensors.adapter_sources(model), {"stem": "adapter_model"}
-        program = tuple(warm_start.chosen(tree, lora.PATTERNS) for tree in _shapes(model))
+        program = tuple(warm_start.chosen(tree, lora.PATTERNS) for tree in (shapes, specs))
     limits, dtype = {"vocab": model.vocab_size}, _DTYPES[args.dtype]
     size = published.write(out, published.tensors_of(read, *program, sources, limits=limits, dtype=dtype), **options)
     if isinstance(vocabulary, FolderTokenizer):

@@ -53,7 +53,7 @@ def _show_tables(results: Scores) -> None:
         table = _table([str(step) for step in range(1, len(curve) + 1)], rows, labels, digits=3)
         console.print(Group(f"{name} after each recursion step", table))
     if results.judge:
-        found = [checkpoint["arc"] for checkpoint in results.checkpoints]
+        found = [checkpoint[results.judge.name] for checkpoint in results.checkpoints]
         if len(results.ensembles) > 1:
             found, labels = [*found, results.ensembles[-1]], [*labels, f"{results.of} (cumulative)"]
         console.print(_pass_at_k(found, labels))

@@ -60,12 +60,14 @@ class Judge:
     """Scores a model's answers to the held-out rows of an ARC dataset.
 
     Attributes:
+      name: under which scores are stored.
       needed_answers: names of the model outputs that it reads, one value per row.
       puzzles: content of test_puzzles.json.
       names: identifiers of puzzles and variants, indexed by puzzle id.
       blank: the puzzle id of rows that only fill the last batch; they do not vote.
     """
 
+    name: ClassVar[str] = "arc"
     needed_answers: ClassVar[Sequence[str]] = ("inputs", "predicted", "puzzle_ids", "q_halt")
 
     puzzles: Mapping[str, Any]

@@ -117,6 +117,9 @@ def test_schedule_free_is_evaluated_at_its_average():
     np.testing.assert_array_equal(found["~"]["turn"], PARAMS["~"]["turn"])
     same = adapted(optax.adan(0.1))
     assert same.evaluated(PARAMS, same.init(PARAMS)) is PARAMS
+    averaged = optimizers.averaged(optimizer=same).bound(SPECS)
+    averaging = [each.is_averaging(jax.eval_shape(each.init, PARAMS)) for each in (same, optimizer, averaged)]
+    assert averaging == [False, True, True]
     with pytest.raises(ValueError, match="averaged: the optimizer already averages its parameters"):
         optimizers.averaged(optimizer=optimizer).bound(SPECS).init(PARAMS)
 

@@ -37,7 +37,7 @@ def considered_once(monkeypatch):
 def arguments():
 
     def parse(*given):
-        return cli._parser(session, "launch/run plan").parse_args(["v4-8", "gin/quickstart.gin", *given])
+        return cli.parser(session, "launch/run plan").parse_args(["v4-8", "gin/quickstart.gin", *given])
 
     return parse
 
