@@ -10,6 +10,7 @@ so it works before the first array exists.
 
 import collections
 import contextlib
+import json
 import math
 import os
 import re
@@ -21,7 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import multihost_utils
@@ -238,6 +239,27 @@ def _barrier_message(name: str, reason: str, *, timeout_seconds: float) -> str:
 def from_host_zero(text: str) -> str:
     """Broadcasts host 0's `text` to every host. All hosts must call it, in the same order."""
     return _shared("from_host_zero", text if is_host_zero() else None, sources=[0])[0]
+
+
+def decided_by_host_zero(decide: Callable[[], Any]) -> Any:
+    """Calls `decide` on host 0 alone, and returns its result, of JSON types, on every host.
+
+    Hosts may see different files, such as the checkpoints of a run that is still training. All hosts must call it, in
+    the same order.
+
+    Raises:
+      UserError: `decide` raised one; on every host.
+    """
+    decided: dict[str, Any] = {}
+    if is_host_zero():
+        try:
+            decided = {"result": decide()}
+        except UserError as error:
+            decided = {"error": str(error)}
+    decided = json.loads(from_host_zero(json.dumps(decided)))
+    if "error" in decided:
+        raise UserError(decided["error"])
+    return decided["result"]
 
 
 def all_gather_text(name: str, text: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> list[str]:

@@ -1,5 +1,7 @@
 """Finds the files of published models: local, gs://, or hf://OWNER/NAME[@REVISION], which is downloaded.
 
+A process reads one revision of a model of the hub, also if another one is pushed meanwhile.
+
 A run keeps copies of the small files (configuration and tokenizer) of the folders that it started from, and reads the
 copies from its first checkpoint on. So it can be resumed, exported and evaluated when the folders are gone.
 
@@ -7,10 +9,11 @@ copies from its first checkpoint on. So it can be resumed, exported and evaluate
     0/config.json, 0/tokenizer.json …
 """
 
+import contextlib
 import functools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from core import paths
@@ -33,6 +36,9 @@ SMALL_FILES = (CONFIG, *TOKENIZER_FILES)
 WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
 FOLDER, _LIST = "published", "copies.json"
 
+_HUB = "hf://"
+
+_commits: dict[str, str] = {}  # revisions of models of the hub that this process has read, by their text
 _used: dict[str, paths.Path] = {}  # folders whose small files this process has read, by their text
 _run_dir: str | None = None  # of the run that this process works on
 
@@ -98,7 +104,7 @@ def is_published(text: str) -> bool:
         return True
     parts = (TOKENIZER, "*.safetensors", "pytorch_model*.bin")
     found = sorted(file.name for pattern in parts for file in folder.glob(pattern)) if folder.is_dir() else []
-    if found or text.startswith("hf://"):
+    if found or text.startswith(_HUB):
         raise UserError(
             f"{text} has no {CONFIG} (it has {', '.join(found) or 'nothing'}): expected a published model, "
             f"with {CONFIG}, *.safetensors and {TOKENIZER}; download the whole folder"
@@ -137,22 +143,51 @@ def use_copies(run_dir: str | None) -> None:
     _used.clear()
 
 
+@contextlib.contextmanager
+def copies_of(run_dir: str) -> Iterator[None]:
+    """Reads small files from the copies of another run in this context; this process's own stay as they are."""
+    own, used = _run_dir, dict(_used)
+    use_copies(run_dir)
+    try:
+        yield
+    finally:
+        use_copies(own)
+        _used.update(used)
+
+
+def described(text: str) -> str:
+    """Returns where a model is: the absolute path, or hf://OWNER/NAME@COMMIT for one that was downloaded."""
+    if not text.startswith(_HUB):
+        return str(paths.resolve(text))
+    name, revision = _name_and_revision(text)
+    return f"{_HUB}{name}@{revision}" if revision else text
+
+
 def _fetched(text: str, patterns: Sequence[str]) -> paths.Path:
-    if not text.startswith("hf://"):
+    if not text.startswith(_HUB):
         return paths.resolve(text)
-    name, _, revision = text.removeprefix("hf://").strip("/").partition("@")
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise UserError(f"the path {text!r} names no model; expected hf://OWNER/NAME or hf://OWNER/NAME@REVISION")
+    name, revision = _name_and_revision(text)
     import huggingface_hub
 
     try:
-        folder = huggingface_hub.snapshot_download(name, revision=revision or None, allow_patterns=list(patterns))
+        folder = huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=list(patterns))
     except Exception as error:  # of many types: the hub's, the network's, the disk's
         raise UserError(
             f"{text}: the download failed ({_said(error)}). Is the name right, "
             "is HF_TOKEN set for a gated model, and does this host reach the hub?"
         ) from error
-    return paths.Path(folder)
+    found = paths.Path(folder)
+    if re.fullmatch("[0-9a-f]{40}", found.name):
+        _commits.setdefault(text, found.name)
+    return found
+
+
+def _name_and_revision(text: str) -> tuple[str, str | None]:
+    """Returns OWNER/NAME and the revision to read: that of this process's first download, or the one in the text."""
+    name, _, revision = text.removeprefix(_HUB).strip("/").partition("@")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise UserError(f"the path {text!r} names no model; expected hf://OWNER/NAME or hf://OWNER/NAME@REVISION")
+    return name, _commits.get(text) or revision or None
 
 
 def check_name(name: str) -> None:

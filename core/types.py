@@ -5,8 +5,9 @@ of sums, and the mean is taken once at the end, so that results are correct unde
 several hosts.
 """
 
+import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar
 
 import jax
@@ -213,6 +214,16 @@ class ReadsPublished(Protocol):
 
     def published(self, folder: str) -> Any:
         """Returns the folder's parameters, a `core.checkpoints.warm_start.ParameterSource`."""
+
+
+class ListsSettings(Protocol):
+    """A model that lists what determines its results beside its parameters.
+
+    Enables: `INIT_FROM` with a run lists the settings in which the models differ, with their defaults filled in.
+    """
+
+    def settings(self) -> Mapping[str, Any]:
+        """Returns the settings that change results by more than rounding, by name, with defaults filled in."""
 
 
 class AddsParameters(Protocol):
@@ -439,3 +450,24 @@ def _parameters(method: Callable) -> str:
     keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     positional = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
     return ", ".join([*positional, *["*"][: len(keywords)], *keywords])
+
+
+def differing_settings(theirs: Any, ours: Any) -> dict[str, tuple[Any, Any]]:
+    """Returns both values of every setting that two models share and in which they differ.
+
+    The settings of a dataclass without the ability `ListsSettings` are its fields, except those that describe how a run
+    computes: the dtype, the kind of rematerialisation and of attention.
+    """
+    found, others = _settings(ours), _settings(theirs)
+    return {name: (others[name], found[name]) for name in found if name in others and others[name] != found[name]}
+
+
+def _settings(model: Any) -> Mapping[str, Any]:
+    if can(model, ListsSettings):
+        return model.settings()
+    fields = (
+        {f.name: getattr(model, f.name) for f in dataclasses.fields(model)} if dataclasses.is_dataclass(model) else {}
+    )
+    for ability in (ChoosesDtype, ChoosesRemat, ChoosesAttention):
+        fields = {name: value for name, value in fields.items() if name not in inspect.get_annotations(ability)}
+    return {name: value for name, value in fields.items() if isinstance(value, Hashable)}  # arrays have no one answer

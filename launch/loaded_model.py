@@ -173,6 +173,7 @@ def load(
     spec = experiment.task.spec(experiment.batch_size)
     stored = {"frozen": experiment.frozen, "frozen_dtype": experiment.frozen_dtype}
     program = _bound(experiment.model, chosen, slice_name, spec, optimizer=experiment.optimizer, **stored)
+    where = f"step {folder.name} of {run_dir}"
     if not program.optimizer.is_averaging(program.abstract_state.opt_state):
         source = SavedParameters(folder)
         params = source.load(program.abstract_state.params, program.param_specs, progress=lambda *_: None)
@@ -181,7 +182,8 @@ def load(
         with reading.refusing_damage(folder):
             state, _, _ = checkpoints.restore(int(folder.name), program.abstract_state)
         params = program.optimizer.evaluated(state.params, state.opt_state)
-    return LoadedModel(program, params, vocabulary, f"step {folder.name} of {run_dir}")
+        where += " (averaged by its optimizer)"
+    return LoadedModel(program, params, vocabulary, where)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from core.errors import UserError
 from models import attention, derivatives, rotary
@@ -37,6 +38,7 @@ _CHOICES = {
 # a program by this text, which a new field with a neutral default leaves as it was.
 _SHOWN = ("vocab_size", "num_layers", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads", "head_dim", "tied", "remat")
 _SHOWN += ("dtype", "attention", "rope_theta", "norm_eps", "vocab_multiple")
+_NOT_SETTINGS = {"remat", "dtype", "attention", "vocab_multiple", "lora"}  # of a run, not of the model's function
 _COUNTS = ("vocab_size", "num_layers", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads")
 _OPTIONAL_COUNTS = ("head_dim", "max_positions", "window")
 _POSITIVE = ("norm_eps", "rope_theta", "local_rope_theta", "query_scale", "attention_softcap", "logit_softcap")
@@ -153,6 +155,16 @@ class DecoderConfig:
             f.name for f in dataclasses.fields(self) if f.name not in _SHOWN and getattr(self, f.name) != f.default
         ]
         return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in (*_SHOWN, *others))})"
+
+    def settings(self) -> dict[str, Any]:
+        """See `core.types.ListsSettings`."""
+        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _NOT_SETTINGS}
+        found |= {
+            "head_dim": self.head_width,
+            "query_scale": self.score_scale,
+            "pattern": tuple(self.kinds[i % len(self.kinds)] for i in range(self.num_layers)),
+        }
+        return found if self.lora is None else {**found, "lora.alpha": self.lora.alpha}
 
     @property
     def head_width(self) -> int:

@@ -6,7 +6,6 @@ published folders (transformers 4 and 5), and `config` writes one. `models.famil
 models/README.md has a table of the families, and of their differences from Llama.
 """
 
-import dataclasses
 import json
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 from core import paths
 from core.errors import UserError
 from core.published_files import CONFIG
+from core.types import differing_settings
 from models import rotary
 from models.decoder_config import GLOBAL, LOCAL, DecoderConfig
 
@@ -362,7 +362,7 @@ def family(model: DecoderConfig) -> str:
     else:
         found = "llama" if model.window is None else "mistral"
     again = DecoderConfig(**fields(config(model, found)))
-    wrong = _differing(model, again)
+    wrong = list(differing_settings(again, model))
     if model.attention == "none":
         wrong.append("attention")
     if wrong:
@@ -377,27 +377,9 @@ def differences(model: DecoderConfig, config: Config, *, where: str = CONFIG) ->
     """Returns one line for each field in which a decoder differs from a `config.json`, with both values."""
     published = DecoderConfig(**fields(config, where=where))
     return [
-        f"{name} = {getattr(published, name)!r} in {where}, {getattr(model, name)!r} in the model"
-        for name in _differing(model, published)
+        f"{name} = {theirs!r} in {where}, {ours!r} in the model"
+        for name, (theirs, ours) in differing_settings(published, model).items()
     ]
-
-
-def _differing(model: DecoderConfig, other: DecoderConfig) -> list[str]:
-    names = [field.name for field in dataclasses.fields(DecoderConfig) if field.name not in _OF_A_RUN]
-    return [name for name in names if _spelled_out(model, name) != _spelled_out(other, name)]
-
-
-_OF_A_RUN = {"remat", "dtype", "attention", "vocab_multiple", "lora"}  # not part of a published configuration
-
-
-def _spelled_out(model: DecoderConfig, name: str) -> Any:
-    """Returns a field, with what its default stands for."""
-    defaults = {
-        "head_dim": model.head_width,
-        "query_scale": model.score_scale,
-        "pattern": [model.kinds[i % len(model.kinds)] for i in range(model.num_layers)],
-    }
-    return defaults.get(name, getattr(model, name))
 
 
 def config(model: DecoderConfig, kind: str) -> dict[str, Any]:

@@ -165,7 +165,8 @@ def _module(tensor: str) -> str:
 def published_folder(decoder: DecoderConfig, folder: str) -> PublishedFolder:
     """Returns the parameters of a decoder in the folder of a published model; reads its `config.json` and headers."""
     found = published_files.small_files(folder)
-    config, where = families.read_config(found), str(found / published_files.CONFIG)
+    name = published_files.described(folder)
+    config, where = families.read_config(found), f"{name}/{published_files.CONFIG}"
     is_tied = decoder.tied and families.fields(config, where=where)["tied"]  # a copy of the embedding may be there
     return PublishedFolder(
         published_files.weights(folder),
@@ -174,4 +175,5 @@ def published_folder(decoder: DecoderConfig, folder: str) -> PublishedFolder:
         ignored=(*NOT_PARAMETERS, *(("*lm_head.weight",) if is_tied else ())),
         limits={"vocab": decoder.vocab_size},
         differences=families.differences(decoder, config, where=where),
+        name=name,
     )

@@ -74,6 +74,7 @@ class PublishedFolder:
         ignored: Sequence[str] = (),
         limits: Mapping[str, int] | None = None,
         differences: Sequence[str] = (),
+        name: str = "",
     ):
         """Reads the headers of the files.
 
@@ -84,8 +85,9 @@ class PublishedFolder:
           ignored: patterns of names of tensors that hold no parameter.
           limits: length in the tensors of logical axes that the model stores longer, such as `{"vocab": 50257}`.
           differences: between the folder's configuration and the model's.
+          name: for messages; the default is the path.
         """
-        self.folder = folder
+        self.folder, self._name = folder, name or str(folder)
         self.notes = tuple(differences)
         self._unprefixed, self._prefixes = dict(sources), tuple(prefixes)
         self._use(safetensors_files.tensors(folder))
@@ -107,7 +109,7 @@ class PublishedFolder:
 
     def describe(self) -> str:
         """Returns where the parameters are."""
-        return f"the published folder {self.folder}"
+        return f"the published folder {self._name}"
 
     def has(self, path: str) -> bool:
         """Returns whether a tensor is known to hold the parameter with this path."""

@@ -121,16 +121,7 @@ def select_together(run_dir: str, *, step: int | None, every: bool) -> list[int]
 
     Collective.
     """
-    own: list[int] | str = ""
-    if distributed.is_host_zero():
-        try:
-            own = select(run_dir, step=step, every=every)
-        except UserError as error:
-            own = str(error)  # which the other hosts raise as well
-    answer = json.loads(distributed.from_host_zero(json.dumps(own)))
-    if isinstance(answer, str):
-        raise UserError(answer)
-    return answer
+    return distributed.decided_by_host_zero(lambda: select(run_dir, step=step, every=every))
 
 
 def set_incomplete_aside(directory: paths.Path) -> None:

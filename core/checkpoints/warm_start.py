@@ -56,15 +56,16 @@ class SavedParameters:
 
     Attributes:
       folder: folder of the step.
+      meta: metadata of its run.
+      notes: see `ParameterSource`; empty until a caller that knows the models sets it.
     """
 
-    notes = ()
-
-    def __init__(self, folder: paths.Path, renames: Mapping[str, str] | None = None):
+    def __init__(self, folder: paths.Path, renames: Mapping[str, str] | None = None, *, notes: Sequence[str] = ()):
         """Reads the metadata of the step; `renames` of its paths are as in `core.parameters.renamed`."""
-        self.folder = folder
+        self.folder, self.notes = folder, tuple(notes)
         with reading.refusing_damage(folder):
-            content = steps.read(folder).content
+            described = steps.read(folder)
+        self.meta, content = described.meta, described.content
         stored = {_path_of(name): name for name in content if name.startswith(_PREFIX)}
         paths_here = parameters.renamed(list(stored), renames or {}, where="INIT_RENAMES")
         self._stored = {paths_here[path]: name.removeprefix(_PREFIX) for path, name in stored.items()}
@@ -76,7 +77,7 @@ class SavedParameters:
 
     def renamed(self, renames: Mapping[str, str]) -> SavedParameters:
         """See `ParameterSource`."""
-        return SavedParameters(self.folder, renames)
+        return SavedParameters(self.folder, renames, notes=self.notes)
 
     def has(self, path: str) -> bool:
         """See `ParameterSource`."""
@@ -93,13 +94,18 @@ class SavedParameters:
         """See `ParameterSource`. Floating-point parameters are converted to the dtype of `abstract`.
 
         Raises:
-          UserError: lists the parameters that are missing, or that differ from what was saved. Converted ones are
-            not compared.
+          UserError: the step was removed meanwhile, or parameters are missing or differ from what was saved; lists
+            them. Converted ones are not compared.
         """
         del specs
         wanted = _by_path(abstract)
         if missing := [path for path in wanted if path not in self._stored]:
             raise UserError(f"{self.describe()} has no parameters {', '.join(missing)}")
+        if not self.folder.exists():
+            raise UserError(
+                f"{self.describe()} was removed after it was chosen: that run is still training and keeps its latest "
+                "KEEP_CHECKPOINTS steps. Start again, or copy the step and name the copy"
+            )
         progress("all", 1, 1)
         places = {path: self._stored[path].rpartition("/")[::2] for path in wanted}
         stored: dict[str, dict[str, Any]] = {}

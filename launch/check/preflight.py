@@ -125,7 +125,8 @@ def _initial_parameters(experiment: Experiment, program: Program, run_dir: str, 
             is_seen = hosts != "dry run" and (paths.is_remote(run_dir) or not is_away)
             if is_seen and (saved := steps.complete(paths.resolve(run_dir) / steps.FOLDER)):
                 return Finding(name, True, f"not read: the run resumes from step {saved[-1]:,}")
-            fit = warm_start.require_fit(experiment, program)
+            initial = warm_start.find(experiment, program)
+            assert initial is not None, text
         except UserError as error:
             return Finding(name, False, str(error))
         except Exception as error:  # a bucket fails with its client's own types
@@ -133,9 +134,10 @@ def _initial_parameters(experiment: Experiment, program: Program, run_dir: str, 
                 raise
             unread = f"cannot read {text} from here: {type(error).__name__}: {error}"
             return Finding(name, is_away and is_remote, unread, is_note=is_away and is_remote)
+        found = "\n".join(filter(None, (initial.source.describe(), initial.notes)))
         shipped = [] if is_remote or not is_away else [text.partition("@")[0]]
         left = workstation.left_behind(shipped, workspace=environment.WORKSPACE)
-        return Finding(name, not left, left[0] if left else "\n".join(filter(None, fit)), is_note=bool(fit.notes))
+        return Finding(name, not left, left[0] if left else found, is_note=bool(initial.notes))
 
 
 def _memory(program: Program, *, with_activations: bool) -> Finding:

@@ -5,7 +5,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -19,6 +19,9 @@ from launch.experiment import Experiment
 from launch.hosts.cluster import Host
 from parallel import host_memory
 from parallel.partitioner import Program
+
+if TYPE_CHECKING:
+    from launch.runs.warm_start import Initial  # imported below by runs that need it
 
 INIT_FROM = "init_from"  # in the metadata of checkpoints: what the run was initialized from
 DATA_SECONDS = 3600.0  # limit for one host's work on the data; a longer build belongs in launch/run build
@@ -34,6 +37,7 @@ class Run:
     run_dir: str  # the run directory, shared by all hosts
     meta: Mapping[str, Any]  # metadata saved with every checkpoint; equal on all hosts
     last_step: int  # the step at which to stop
+    initial: "Initial | None" = None  # the parameters of INIT_FROM; None: the run starts from its seed, or is resumed
 
     @property
     def checkpoint_dir(self) -> str:
@@ -61,15 +65,15 @@ def prepare_run(
     compilation.use_cache(environment.read("JAX_COMPILATION_CACHE_DIR") or f"{run_dir}/compiled")
     program = experiment.bind(jax.devices())
     host_memory.require(program, experiment.task, eval_batches=experiment.eval_batches)
-    started_from = ""
-    is_resumed = bool(steps.complete(paths.resolve(run_dir) / steps.FOLDER))
+    initial = None
+    saved = distributed.decided_by_host_zero(lambda: steps.complete(paths.resolve(run_dir) / steps.FOLDER))
+    is_resumed = bool(saved)
     if experiment.init_from and not is_resumed:
         from launch.runs import warm_start
 
-        fit = warm_start.require_fit(experiment, program)
-        started_from = fit.source
-        if fit.notes and host.is_zero:
-            print(f"note: {fit.notes}", flush=True)
+        initial = warm_start.find(experiment, program)
+        if initial is not None and initial.notes and host.is_zero:
+            print(f"note: {initial.notes}", flush=True)
     distributed.require_shared(run_dir, is_host_zero=host.is_zero)
     with phase.enter(phase.PREPARING):
         _prepare_data(experiment, run_dir, host)
@@ -84,10 +88,10 @@ def prepare_run(
         "seed": experiment.seed,
         "data": experiment.task.fingerprint(),
         "data_source": experiment.task.describe(),
-        **({INIT_FROM: started_from} if started_from else {}),
+        **({INIT_FROM: initial.source.describe()} if initial is not None else {}),
     }
     distributed.require_same("the configuration", "\n".join(f"{k}: {v}" for k, v in meta.items()))
-    return Run(experiment, program, host, run_dir, meta, last_step)
+    return Run(experiment, program, host, run_dir, meta, last_step, initial)
 
 
 def _prepare_data(experiment: Experiment, run_dir: str, host: Host) -> None:

@@ -128,11 +128,11 @@ def restore_or_init(run: Run, checkpoints: Checkpoints, *, step: int | None = No
 
 
 def _first_state(run: Run) -> TrainState:
-    if not run.experiment.init_from:
+    if run.initial is None:
         return run.program.init()
     from launch.runs import warm_start
 
-    return warm_start.first_state(run.experiment, run.program, is_host_zero=run.host.is_zero)
+    return warm_start.first_state(run.experiment, run.program, run.initial, is_host_zero=run.host.is_zero)
 
 
 def open_batches(run: Run, position: Mapping[str, bytes] | None) -> prefetch.Prefetch:

@@ -3,61 +3,44 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from core import paths, published_files
+import jax
+
+from core import distributed, logical, paths, published_files
+from core.batches import batch_shapes
 from core.checkpoints import steps, warm_start
 from core.errors import UserError
 from core.step import TrainState
-from core.types import AddsParameters, ReadsPublished, can, missing
+from core.types import AddsParameters, Model, ReadsPublished, can, differing_settings, lacking
 from launch import terminal
+from launch.config import loader
 from launch.experiment import Experiment
 from parallel.partitioner import Program
 
 
-def source(experiment: Experiment) -> warm_start.ParameterSource | None:
-    """Returns the parameters to start from; None if the run starts from its seed.
+class Initial(NamedTuple):
+    """The parameters that a run starts from, which fit its model.
+
+    Attributes:
+      source: where they are: one step of a run, or a published folder.
+      notes: how the model that they belong to differs, and whether they have an average, which is not taken.
+    """
+
+    source: warm_start.ParameterSource
+    notes: str
+
+
+def find(experiment: Experiment, program: Program) -> Initial | None:
+    """Returns the parameters that INIT_FROM names, after checking that they fit; None if the run starts from its seed.
+
+    Reads metadata and headers, but no array. Of a run without a step, host 0 takes the newest one.
 
     Raises:
-      UserError: there is no such run, step or folder, or the model cannot read published parameters.
+      UserError: there is no such run, step or folder, the model cannot read published parameters, or they do not fit.
     """
     if not experiment.init_from:
         return None
-    found = _source(experiment, experiment.init_from)
-    return found.renamed(experiment.init_renames) if experiment.init_renames else found
-
-
-def _source(experiment: Experiment, text: str) -> warm_start.ParameterSource:
-    if published_files.is_published(text):
-        if not can(experiment.model, ReadsPublished):
-            lacks = ", ".join(missing(experiment.model, ReadsPublished))
-            raise UserError(
-                f"INIT_FROM = {text!r} is a published model, and {type(experiment.model).__name__} cannot read one: "
-                f"it lacks {lacks} (ReadsPublished in core/types.py)"
-            )
-        return experiment.model.published(text)
-    if not paths.resolve(text).exists() and "@" not in text:
-        raise UserError(
-            f"INIT_FROM = {text!r} does not exist; give a run (runs/first), a step of it (runs/first@1000), or the "
-            "folder of a published model, with config.json and *.safetensors"
-        )
-    return warm_start.SavedParameters(steps.find(text))
-
-
-class Fit(NamedTuple):
-    """Parameters that fit the model.
-
-    Attributes:
-      source: describes them in one line; "" without INIT_FROM.
-      notes: how the model that they belong to differs.
-    """
-
-    source: str = ""
-    notes: str = ""
-
-
-def require_fit(experiment: Experiment, program: Program) -> Fit:
-    """Checks that the parameters of INIT_FROM fit the model; reads metadata and headers, but no array."""
-    if (found := source(experiment)) is None:
-        return Fit()
+    found = _opened(experiment.model, distributed.decided_by_host_zero(lambda: _pinned(experiment.init_from)))
+    found = found.renamed(experiment.init_renames) if experiment.init_renames else found
     warm_start.require_fit(
         found,
         program.abstract_state.params,
@@ -65,18 +48,65 @@ def require_fit(experiment: Experiment, program: Program) -> Fit:
         experiment.init_patterns,
         optional=_optional(experiment),
     )
-    notes = "INIT_FROM is of another model:\n  " + "\n  ".join(found.notes) if found.notes else ""
-    return Fit(found.describe(), notes)
+    notes = "INIT_FROM:\n  " + "\n  ".join(found.notes) if found.notes else ""
+    return Initial(found, notes)
 
 
-def first_state(experiment: Experiment, program: Program, *, is_host_zero: bool) -> TrainState:
-    """Returns the state before the first step, from INIT_FROM or from the seed."""
-    if (found := source(experiment)) is None:
+def _pinned(text: str) -> str:
+    """Returns RUN@STEP for a run, whose newest step may be another one a moment later; otherwise the text itself."""
+    if published_files.is_published(text):
+        return text
+    if not paths.resolve(text).exists() and "@" not in text:
+        raise UserError(
+            f"INIT_FROM = {text!r} does not exist; give a run (runs/first), a step of it (runs/first@1000), or the "
+            "folder of a published model, with config.json and *.safetensors"
+        )
+    step = steps.find(text)
+    return text if "@" in text else f"{text}@{step.name}"
+
+
+def _opened(model: Model, text: str) -> warm_start.ParameterSource:
+    if published_files.is_published(text):
+        if not can(model, ReadsPublished):
+            raise UserError(f"INIT_FROM = {text!r} is a published model: {lacking(model, ReadsPublished)}")
+        return model.published(text)
+    saved = warm_start.SavedParameters(steps.find(text))
+    saved.notes = _notes(saved, model)
+    return saved
+
+
+def _notes(saved: warm_start.SavedParameters, model: Model) -> tuple[str, ...]:
+    """Returns a line for each setting in which the model of a run differs, and one if its optimizer averages."""
+    where = saved.describe()
+    if "config" not in saved.meta:
+        return (f"{where} does not record its configuration, so the settings of its model were not compared",)
+    try:
+        with published_files.copies_of(str(saved.folder.parent.parent)):
+            other = loader.load(f"the configuration of {where}", text=saved.meta["config"]).build()
+            shapes, specs = logical.abstract_init(
+                other.model.init, jax.random.key(0), batch_shapes(other.task.spec(other.batch_size))
+            )
+            optimizer = other.optimizer.bound(specs)
+            is_averaging = optimizer.is_averaging(jax.eval_shape(optimizer.init, shapes))
+    except UserError as error:
+        return (f"the model of {where} cannot be built here, so its settings were not compared: {error}",)
+    lines = [
+        f"{name} = {theirs!r} in {where}, {ours!r} in the model"
+        for name, (theirs, ours) in differing_settings(other.model, model).items()
+    ]
+    if is_averaging:
+        lines.append(f"the optimizer of {where} averages parameters: the parameters are taken, not their average")
+    return tuple(lines)
+
+
+def first_state(experiment: Experiment, program: Program, initial: Initial | None, *, is_host_zero: bool) -> TrainState:
+    """Returns the state before the first step, from the result of `find`."""
+    if initial is None:
         return program.init()
-
-    progress = terminal.progress(f"parameters of {found.describe()}") if is_host_zero else lambda *_: None
+    source = initial.source
+    progress = terminal.progress(f"parameters of {source.describe()}") if is_host_zero else lambda *_: None
     params = warm_start.load(
-        found,
+        source,
         program.init_params,
         program.abstract_state.params,
         program.param_specs,

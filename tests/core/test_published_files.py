@@ -33,6 +33,24 @@ def test_a_model_of_the_hub_is_downloaded_once_and_errors_say_what_to_do(tmp_pat
         published_files.weights("hf://owner")
 
 
+def test_all_files_of_a_model_are_of_the_revision_that_was_read_first(tmp_path, monkeypatch):
+    """Another revision is pushed after the configuration was read."""
+    asked, newest = [], ["a" * 40, "b" * 40]
+
+    def download(name, *, revision, allow_patterns):
+        asked.append(revision)
+        return str(tmp_path / "snapshots" / (revision or newest.pop(0)))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert published_files.small_files("hf://owner/pinned").name == "a" * 40
+    (tmp_path / "snapshots" / ("a" * 40)).mkdir(parents=True)
+    (tmp_path / "snapshots" / ("a" * 40) / "model.safetensors").write_bytes(b"")
+    assert published_files.weights("hf://owner/pinned").name == "a" * 40
+    assert asked == [None, "a" * 40]
+    assert published_files.described("hf://owner/pinned") == f"hf://owner/pinned@{'a' * 40}"
+    assert published_files.described(str(tmp_path)) == str(tmp_path)
+
+
 def test_a_run_with_a_checkpoint_reads_its_copies(tmp_path):
     model, run = tmp_path / "model", tmp_path / "run"
     model.mkdir()

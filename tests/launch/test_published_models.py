@@ -60,7 +60,7 @@ def run_dir(folder, tmp_path_factory):
         experiment, config_text=config.text, revision="", run_dir=str(run), last_step=3, host=Host(0, 1, True)
     )
     assert ready.meta["init_from"] == f"the published folder {folder}"
-    state = warm_start.first_state(experiment, ready.program, is_host_zero=True)
+    state = warm_start.first_state(experiment, ready.program, ready.initial, is_host_zero=True)
     checkpoints = Checkpoints(run / "checkpoints", keep=1)
     checkpoints.save(3, state=state, data={}, meta=ready.meta)
     checkpoints.close()
@@ -316,7 +316,7 @@ def test_adapters_start_from_a_folder_and_are_exported_alone_or_merged(tmp_path,
     ready = prepared_run.prepare_run(
         config.build(), config_text=config.text, revision="", run_dir=str(run), last_step=3, host=Host(0, 1, True)
     )
-    state = warm_start.first_state(config.build(), ready.program, is_host_zero=True)
+    state = warm_start.first_state(config.build(), ready.program, ready.initial, is_host_zero=True)
     block = dict(state.params["layers/block"])
     block["query_lora_b"] = jax.numpy.full_like(block["query_lora_b"], 0.25)
     checkpoints = Checkpoints(run / "checkpoints", keep=1)
