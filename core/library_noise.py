@@ -67,7 +67,7 @@ _ANY = re.compile(rb"(?:" + rb"|".join(line for line, _ in LINES) + rb")(?:\r?\n
 
 
 class Held:
-    """What was written while `holding_stderr` was open; set at its end."""
+    """The output that `holding_stderr` captured; set when it ends."""
 
     content = b""
 

@@ -27,11 +27,7 @@ from parallel.partitioner import Partitioner, Program
 from parallel.strategy import Strategy
 from tasks import vocabularies
 
-_CHOICES = {
-    "non_finite": hooks.POLICIES,
-    "watchdog": ("end", "report"),
-    "frozen_dtype": ("bfloat16", "float32"),
-}
+_CHOICES = {"non_finite": hooks.POLICIES, "watchdog": ("end", "report"), "frozen_dtype": ("bfloat16", "float32")}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

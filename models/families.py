@@ -292,7 +292,7 @@ def _activation(name: str) -> str:
 
 
 def _shortest(kinds: list[str]) -> tuple[str, ...]:
-    """Returns the shortest pattern of which these kinds are repetitions, the last one possibly incomplete."""
+    """Returns the shortest pattern whose repetition gives these kinds; the last repetition may be incomplete."""
     length = next(n for n in range(1, len(kinds) + 1) if all(k == kinds[i % n] for i, k in enumerate(kinds)))
     return tuple(kinds[:length])
 

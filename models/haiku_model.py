@@ -14,7 +14,7 @@ from core.types import Batch, Carry, LossOutput, Params
 
 
 class HaikuModel(abc.ABC):
-    """A `core.types.Model` of which a subclass gives `sums`; usually a frozen dataclass.
+    """A `core.types.Model` whose subclass defines `sums`; usually a frozen dataclass.
 
     Attributes:
       names: axes of the parameters of stock Haiku modules, by pattern (`core.logical.named`). Parameters that

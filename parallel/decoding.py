@@ -52,7 +52,7 @@ NEW, STOP, NONE = range(3)  # an id was added; a stop id ended the row; the row 
 
 
 class Drawn(NamedTuple):
-    """What a call added: ids [STEPS, B], their log-probabilities, and NEW, STOP or NONE for each."""
+    """The ids [STEPS, B] that a call generated, their log-probabilities, and NEW, STOP or NONE for each."""
 
     ids: jax.Array
     log_probabilities: jax.Array

@@ -64,7 +64,7 @@ class ChatFiles:
         return ChatStream(self, spec)
 
     def chats(self, split: str) -> tuple[Chat, ...]:
-        """Returns the conversations of a split. Raises UserError for a line that is none, or an empty split."""
+        """Returns the conversations of a split. Raises UserError for a malformed line or an empty split."""
         found = self._splits[split]
         if not found:
             raise UserError(

@@ -83,7 +83,7 @@ class FormatsChats(Protocol):
 
 
 class ChatVocabulary(Vocabulary, FormatsChats, Protocol):
-    """What the conversion of a conversation to ids needs."""
+    """The vocabulary methods that convert a conversation to ids."""
 
     @property
     def begins_with_bos(self) -> bool:

@@ -21,7 +21,7 @@ _TRAIN, _VALIDATION = 0, 1
 
 
 class SampledTask(abc.ABC):
-    """A `core.types.Task` of which a subclass gives `spec` and `row`; usually a frozen dataclass.
+    """A `core.types.Task` whose subclass defines `spec` and `row`; usually a frozen dataclass.
 
     Attributes:
       num_streams: number of data streams; divides the batch size.

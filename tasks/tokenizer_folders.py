@@ -147,7 +147,7 @@ class FolderTokenizer:
 
     @functools.cached_property
     def _without_embedding(self) -> int:
-        """How many added tokens have an id that the folder's model has no embedding for, as in Gemma 3 1B."""
+        """The number of added tokens whose id has no embedding in the folder's model, as in Gemma 3 1B."""
         return sum(i >= self.size for i in self._ids)
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:

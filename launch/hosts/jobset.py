@@ -22,25 +22,14 @@ from core.slices import Slice
 from launch import configuration, environment, flags
 
 # Node labels of GKE by generation.
-ACCELERATORS = {
-    "v4": "tpu-v4-podslice",
-    "v5p": "tpu-v5p-slice",
-    "v5e": "tpu-v5-lite-podslice",
-    "v6e": "tpu-v6e-slice",
-}
+ACCELERATORS = {"v4": "tpu-v4-podslice", "v5p": "tpu-v5p-slice", "v5e": "tpu-v5-lite-podslice", "v6e": "tpu-v6e-slice"}
 PORTS = (8471, 8080)  # of libtpu between hosts, and of Megascale between slices
 _CONTAINER = "train"
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 
 
 def manifest(
-    name: str,
-    slice_: Slice,
-    *,
-    image: str,
-    arguments: Sequence[str],
-    restarts: int,
-    environment: Mapping[str, str],
+    name: str, slice_: Slice, *, image: str, arguments: Sequence[str], restarts: int, environment: Mapping[str, str]
 ) -> dict[str, Any]:
     """Returns the JobSet of a run.
 

@@ -94,7 +94,7 @@ def _begin(run: Run, first_step: int, stack: contextlib.ExitStack, lock: run_loc
 
 
 class Start(NamedTuple):
-    """Where training starts.
+    """The state and the position in the data from which training starts.
 
     Attributes:
       state: the state.
@@ -176,10 +176,7 @@ def _hooks(now: _UnderWay, evaluate: Hook | None, checkpoints: Checkpoints, batc
     """Returns the hooks of a run. Those that may reject a step come before those that log and save it."""
     run = now.run
     preemption = hooks.StopWhenPreempted(distributed.preempted)
-    used = [
-        hooks.policy_hook(run.experiment.non_finite, warn=now.lines.warning, writers=now.writers),
-        *_logging(now),
-    ]
+    used = [hooks.policy_hook(run.experiment.non_finite, warn=now.lines.warning, writers=now.writers), *_logging(now)]
     if run.host.is_zero:
         steps = {"first_step": now.first_step, "last_step": run.last_step, "every": run.experiment.log_interval}
         used.append(goodput.Goodput(run.run_dir, **steps, write=now.writers.scalars, say=now.lines.note))

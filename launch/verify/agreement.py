@@ -71,12 +71,7 @@ def bind(model: Model, example: Example, batch: Batch, **options: Any) -> Progra
 
 
 def measure_played(
-    subject: Subject,
-    examples: Mapping[str, Example],
-    data: Sequence[Batch],
-    *,
-    processes: int,
-    command: Sequence[str],
+    subject: Subject, examples: Mapping[str, Example], data: Sequence[Batch], *, processes: int, command: Sequence[str]
 ) -> dict[str, Apart]:
     """Compares every example with one device in float32, with its chips divided among several processes.
 

@@ -124,7 +124,7 @@ def _mask(is_on: jax.Array, update: Callable, value: Any) -> Any:
 
 
 class _Loop(NamedTuple):
-    """How repeated calls of the network are executed.
+    """Options for executing repeated calls of the network.
 
     Attributes:
       leave_out: `_skip` or `_mask`, for calls that a curriculum leaves out.

@@ -1,4 +1,4 @@
-"""What generation costs a chip, from the programs that the TPU compiler makes of it: memory and predicted time.
+"""Memory and predicted time of generation on a chip, from the programs that the TPU compiler makes.
 
 Times follow `planning.cost`. A token takes at least the time to read its weights and cache from HBM.
 """

@@ -74,7 +74,7 @@ def test_the_report_of_generation(launch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.compiled("v4-8")
 def test_strategies_side_by_side(launch, tmp_path, monkeypatch):
-    """What compiles has its figures, what the slice cannot have its reason; one's own is as good as ours."""
+    """Layouts that compile have figures, layouts that the slice cannot have a reason; users' own files are accepted."""
     (tmp_path / "my_tables.py").write_text(MY_TABLES)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     mine = tmp_path / "mine.gin"

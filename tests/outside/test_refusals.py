@@ -174,11 +174,7 @@ def test_a_model_with_an_axis_of_its_own_fits(folder):
             "optimizer is None, expected core.optimizers.base.Optimizer",
         ),
         ("OPTIMIZER = @optax.lbfgs()", "layout", "the optax transformation cannot be applied:"),
-        (
-            "TASK = @outside_parts.half()",
-            "configuration",
-            "task is of type Half, which lacks num_streams, voc",
-        ),
+        ("TASK = @outside_parts.half()", "configuration", "task is of type Half, which lacks num_streams, voc"),
     ],
 )
 def test_a_part_that_does_not_fit_is_one_message(folder, binding, name, says):
