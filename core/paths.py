@@ -70,16 +70,6 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
     return os.fspath(path).startswith("gs://")
 
 
-def bucket_location(bucket: str) -> str | None:
-    """Returns the region (`US-CENTRAL2`) or multi-region (`US`) of a bucket; None if it cannot be looked up."""
-    try:
-        import fsspec
-
-        return fsspec.filesystem("gcs").call("GET", "b/{}", bucket, json_out=True).get("location")
-    except Exception:  # no network, no credentials, no such bucket: its client has a type for each
-        return None
-
-
 def require_writable(directory: str | os.PathLike[str]) -> epath.Path:
     """Creates a folder if necessary, and checks that it can be written by writing and removing a small file.
 

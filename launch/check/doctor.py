@@ -4,7 +4,6 @@ import argparse
 import difflib
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,6 @@ from core.errors import UserError
 from core.health import exit_codes, phase
 from core.health.failure_diagnosis import Limits
 from core.slices import GIB
-from core.types import NamesFiles, can
 from launch import configuration, environment, findings, flags, program_identity
 from launch.check import preflight
 from launch.config import LoadedConfig
@@ -39,16 +37,9 @@ _ALIKE = 0.92  # of two names, to take one for a slip of the other
 def offline(
     path: str, *, bindings: Sequence[str], slice_name: str, run_dir: str, hosts: preflight.Hosts
 ) -> list[Finding]:
-    """Makes the checks that need no device: the preflight, the newest checkpoint, and the regions of buckets."""
+    """Makes the checks that need no device: the preflight, and the newest checkpoint."""
     checked = preflight.check(path, bindings=bindings, slice_name=slice_name, run_dir=run_dir, hosts=hosts)
-    found = list(checked.findings)
-    if checked.program is not None:
-        found.append(checkpoint(checked.program, run_dir))
-    task = checked.experiment.task if checked.experiment else None
-    named = [run_dir, *(task.named_files() if can(task, NamesFiles) else ())]
-    buckets = {name.removeprefix("gs://").split("/")[0]: None for name in named if paths.is_remote(name)}
-    zone = environment.read("TPU_ZONE") or (tpu_host.zone() if buckets else None)
-    return [*found, *(bucket_region(bucket, zone=zone, location=paths.bucket_location(bucket)) for bucket in buckets)]
+    return [*checked.findings, *([checkpoint(checked.program, run_dir)] if checked.program else [])]
 
 
 def checkpoint(program, run_dir: str) -> Finding:
@@ -66,21 +57,6 @@ def checkpoint(program, run_dir: str) -> Finding:
         fix = "use the configuration that was saved with it (RUN/config.gin), or another --run-dir"
         return Finding(name, False, f"step {step} does not fit this model and optimizer:\n  {listed}", fix)
     return Finding(name, True, f"step {step} fits; a start continues from it")
-
-
-def bucket_region(bucket: str, *, zone: str | None, location: str | None) -> Finding:
-    """Compares the regions of a bucket and of the TPU: traffic between regions is slow and costs money."""
-    name = "bucket region"
-    if zone is None or location is None:
-        unknown = "where this TPU is" if zone is None else f"where gs://{bucket} is"
-        fix = "set TPU_ZONE" if zone is None else ""
-        return Finding(name, True, f"it is not known here {unknown}", fix, is_note=True)
-    region, place = zone.rpartition("-")[0], location.lower()
-    said = f"gs://{bucket} is in {place}, the TPU in {region}"
-    if place not in ("us", "eu", "asia") and not re.fullmatch(r"[a-z]+-[a-z]+\d+", place):
-        return Finding(name, True, f"{said}: which regions {place} has is not known here", is_note=True)
-    is_near = place == region or ("-" not in place and region.startswith(place))  # regions of `us` begin with it
-    return Finding(name, is_near, said, f"copy what is read at every step into a bucket in {region}")
 
 
 def own_host(*, simulated: bool) -> list[Finding]:

@@ -7,7 +7,7 @@ machine, reads from run directories which experiments are done.
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from core import metrics, paths, published_files
+from core import paths, published_files
 from core.errors import UserError
 from launch import configuration, environment
 from launch.config import LoadedConfig
@@ -43,11 +43,6 @@ def config(run_dir: str) -> str | None:
     """Returns the canonical configuration text of the run in this directory; None if there is no run."""
     file = paths.resolve(run_dir) / CONFIG
     return file.read_text() if file.exists() else None
-
-
-def is_complete(run_dir: str, *, text: str, last_step: int) -> bool:
-    """Returns whether the run with this configuration text reached `last_step` in this directory."""
-    return config(run_dir) == text and metrics.read(run_dir).step >= last_step
 
 
 def find_runs(root: str, texts: Iterable[str], *, key: Callable[[str], str] = str) -> dict[str, list[str]]:

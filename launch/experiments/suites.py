@@ -183,28 +183,24 @@ class Suite:
 
     def find_done(self) -> None:
         """Marks experiments that are done, here or in another group, and those that another process is running."""
-        if not self.mode.smoke:
-            elsewhere = saved_run.find_runs(self._root, {entry.text for entry in self.entries})
-            for entry in self.entries:
-                if not entry.same_as:
-                    self._find_done(entry, elsewhere.get(entry.text, ()))
+        found = {} if self.mode.smoke else saved_run.find_runs(self._root, [entry.text for entry in self.entries])
         for entry in self.entries:
             if entry.same_as:
                 self.run_dirs[entry.id] = self.run_dirs[entry.same_as]
+            elif not self.mode.smoke:
+                self._find_done(entry, found[entry.text])
 
     def _find_done(self, entry: Entry, elsewhere: Sequence[str]) -> None:
         for run_dir in (entry.run_dir, *elsewhere):
-            if saved_run.is_complete(run_dir, text=entry.text, last_step=self.mode.last_step(entry)):
+            if saved_run.config(run_dir) == entry.text and metrics.read(run_dir).step >= self.mode.last_step(entry):
                 same = os.fspath(paths.resolve(run_dir)) == os.fspath(paths.resolve(entry.run_dir))
                 self.status[entry.id] = "already done" if same else f"already done in {run_dir}"
                 self.run_dirs[entry.id] = run_dir
                 return
         existing = saved_run.config(entry.run_dir)
         if existing not in (None, entry.text):
-            self.status[entry.id] = (
-                f"refused: {entry.run_dir} contains another experiment ({difference(existing, entry.text)}). "
-                "Give another --run-root, or remove that directory"
-            )
+            said = f"refused: {entry.run_dir} contains another experiment ({difference(existing, entry.text)})"
+            self.status[entry.id] = f"{said}. Give another --run-root, or remove that directory"
 
     def gather(self) -> None:
         """Finds existing runs of the experiments, on any slice and with any data location, and their last steps.
@@ -222,9 +218,8 @@ class Suite:
             self.run_dirs[entry.id] = run_dir
             self.entries[number] = ran = as_run(entry, text=saved_run.config(run_dir))
             step, last = metrics.read(run_dir).step, ran.experiment.total_steps
-            status = f"done in {run_dir}" if run_dir != entry.run_dir else "done"
-            if step < last:
-                status = f"step {step:,} of {last:,}"
+            status = "done" if run_dir == entry.run_dir else f"done in {run_dir}"
+            status = status if step >= last else f"step {step:,} of {last:,}"
             self.status[entry.id] = f"same as {entry.same_as}: {status}" if entry.same_as else status
 
     def run(self, requested: Sequence[int] = ()) -> int:

@@ -66,12 +66,6 @@ def own_index(slice_: slices.Slice | None = None) -> int | None:
     return int(worker) + int(before) * slice_.single.hosts
 
 
-def zone() -> str | None:
-    """Returns the zone from the metadata server, such as `us-central2-b`; None if this is no TPU host."""
-    value = _metadata("zone", patient=True)[0] if look().on_tpu_host else None
-    return value.rpartition("/")[2] if value else None
-
-
 def require_slice(slice_: slices.Slice, *, accelerator_type: str | None, where: str) -> None:
     """Refuses a SLICE that differs from the actual slice; an unknown one passes (its devices are counted later).
 

@@ -220,23 +220,6 @@ def test_a_checkpoint_that_does_not_fit_is_a_list_of_leaves(tmp_path):
     assert (row.is_note, "DamagedError: the description is not what was saved" in row.detail) == (True, True)
 
 
-@pytest.mark.parametrize(("location", "ok"), [("US-CENTRAL2", True), ("US", True), ("EU", False), ("US-EAST1", False)])
-def test_a_bucket_in_another_region_is_reported(location, ok):
-    row = doctor.bucket_region("data", zone="us-central2-b", location=location)
-    assert row.ok == ok
-    assert "us-central2" in row.detail
-    assert doctor.bucket_region("data", zone=None, location=location).is_note
-    assert doctor.bucket_region("data", zone="us-central2-b", location=None).is_note
-
-
-@pytest.mark.parametrize("location", ["NAM4", "CA", "US-EAST1+US-WEST1"])
-def test_an_unknown_place_is_not_described(location):
-    row = doctor.bucket_region("data", zone="us-central1-a", location=location)
-    assert (row.ok, row.is_note) == (True, True)
-    assert f"which regions {location.lower()} has is not known here" in row.detail
-    assert not row.fix
-
-
 def test_rows_of_all_hosts_become_one_table():
     same, bad = Finding("a", True, "fine"), Finding("b", False, "broken", "mend it")
     merged = findings.merge([[same, Finding("b", True, "fine")], [same, bad], [same, bad]])
