@@ -15,7 +15,6 @@ OURS = {  # folder: the folders of ours that it may import
     "tasks": {"core", "tasks"},
     "launch": {"core", "parallel", "models", "tasks", "launch"},
 }
-EXAMPLE = "launch/minimal_example.py"  # written as a user's program
 HOMES = {  # library: path prefixes that may import it; () is nowhere
     "torch": (
         "tests/models/fixtures/",
@@ -35,8 +34,8 @@ HOMES = {  # library: path prefixes that may import it; () is nowhere
     "jinja2": ("tasks/",),
     "safetensors": ("core/checkpoints/",),
     "huggingface_hub": ("core/published_files.py",),
-    "haiku": ("models/", "core/logical.py", "core/stack.py", EXAMPLE),
-    "optax": ("core/", EXAMPLE),
+    "haiku": ("models/", "core/logical.py", "core/stack.py"),
+    "optax": ("core/",),
     "orbax": ("core/checkpoints/", "tasks/"),
     "tensorstore": ("core/checkpoints/", "tasks/"),
     "etils": ("core/paths.py",),

@@ -26,7 +26,7 @@ def code_lines(text):
 
 
 def test_it_is_short():
-    assert len(code_lines((environment.WORKSPACE / "launch" / "minimal_example.py").read_text())) <= 50
+    assert len(code_lines((environment.WORKSPACE / "examples" / "minimal.py").read_text())) <= 50
 
 
 @pytest.mark.slow
@@ -35,7 +35,7 @@ def test_the_minimal_example_runs_and_loads_a_finished_run(launch, tmp_path):
     run = str(tmp_path / "run")
     launch("train", "gin/quickstart.gin", "--run-dir", run, "--steps", "2", slice_name="v4-8")
     ran = subprocess.run(
-        [sys.executable, "-m", "launch.minimal_example", run],
+        [sys.executable, "-m", "examples.minimal", run],
         cwd=environment.WORKSPACE,
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,

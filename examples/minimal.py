@@ -1,6 +1,6 @@
 """The library without launcher and gin: a model of stock Haiku modules, images, optax, a checkpoint and a warm start.
 
-    JAX_PLATFORMS=cpu .venv/bin/python -m launch.minimal_example [RUN]
+    JAX_PLATFORMS=cpu .venv/bin/python -m examples.minimal [RUN]
 
 Four CPU devices simulate a v4-8; on a TPU, leave JAX_PLATFORMS out and set SLICE. On several hosts, start the same
 program on each with `distributed.initialize()` alone (JAX finds the other hosts of a slice) and a shared folder. RUN
