@@ -13,6 +13,7 @@ R: rows per element of a stream. T: tokens per row.
 """
 
 import dataclasses
+import datetime
 import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from tasks.streams import Stream
 
 WINDOW_ROWS = 64
 ROLES = ("system", "developer", "user", "assistant", "tool")
+DATE = datetime.date(2024, 7, 26)  # for templates that print today's: the one that Llama 3's has without a clock
 _ANSWERS = "assistant"
 
 
@@ -217,12 +219,12 @@ def _formatted(chat: Chat, vocabulary: ChatVocabulary) -> tuple[str, list[tuple[
     """Returns the formatted text and the range of characters of each answer, with the marker that ends it."""
     messages, answers = chat.messages, []
     try:
-        text = vocabulary.chat(messages, add_generation_prompt=False)
+        text = vocabulary.chat(messages, add_generation_prompt=False, date=DATE)
         for index, message in enumerate(messages):
             if message["role"] != _ANSWERS:
                 continue
-            before = vocabulary.chat(messages[:index], add_generation_prompt=True)
-            until = vocabulary.chat(messages[: index + 1], add_generation_prompt=False)
+            before = vocabulary.chat(messages[:index], add_generation_prompt=True, date=DATE)
+            until = vocabulary.chat(messages[: index + 1], add_generation_prompt=False, date=DATE)
             if not until.startswith(before) or not text.startswith(until):
                 raise UserError(
                     f"the chat template formats message {index + 1} differently when others follow it, so its tokens "

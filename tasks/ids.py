@@ -1,5 +1,6 @@
 """The interface of a vocabulary, and the checks of ids that all vocabularies share."""
 
+import datetime
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -75,8 +76,16 @@ class ReadsFile(Protocol):
 class FormatsChats(Protocol):
     """A vocabulary with a chat template."""
 
-    def chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
-        """Formats a conversation; with `add_generation_prompt`, the text ends where the next answer begins."""
+    def chat(
+        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool, date: datetime.date | None
+    ) -> str:
+        """Formats a conversation.
+
+        Args:
+          messages: each with a role and its content.
+          add_generation_prompt: whether the text ends where the next answer begins.
+          date: for templates that print the date; None: today.
+        """
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Returns the ids of a text and the range of characters that each covers."""

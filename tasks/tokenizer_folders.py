@@ -4,6 +4,7 @@ Text is converted by the tokenizers library, which transformers uses too, so ids
 Id 0 is an ordinary token.
 """
 
+import datetime
 import functools
 import hashlib
 import json
@@ -159,37 +160,48 @@ class FolderTokenizer:
         """See `Vocabulary`."""
         return self._tokenizer.decode(before_end(ids, self), skip_special_tokens=True)
 
-    def chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+    def chat(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, date: datetime.date | None = None
+    ) -> str:
         """Formats a conversation by the folder's chat template.
 
         Args:
           messages: each with a role ("system", "user", "assistant") and its content.
           add_generation_prompt: whether the text ends where the assistant's answer begins.
+          date: of templates that print the date; None: today.
 
         Raises:
           UserError: the folder has no chat template, or the template refuses the conversation.
         """
         import jinja2
 
-        environment = _environment()
+        day = datetime.datetime.now().astimezone() if date is None else date
         try:
-            return environment.from_string(self._template).render(
+            return self._template.render(
                 messages=list(messages),
                 add_generation_prompt=add_generation_prompt,
+                strftime_now=day.strftime,
                 **{name: self.token(name) or "" for name in ("bos_token", "eos_token", "pad_token", "unk_token")},
             )
-        except jinja2.TemplateError as error:
-            raise UserError(f"{self.path}: the chat template refuses this conversation: {error}") from error
+        except Exception as error:  # a template is a program, and can fail like one
+            said = error if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
+            raise UserError(f"{self.path}: the chat template refuses this conversation: {said}") from error
 
-    @property
-    def _template(self) -> str:
+    @functools.cached_property
+    def _template(self) -> Any:
+        """The compiled chat template."""
+        import jinja2
+
         file = self.folder / "chat_template.jinja"
         template = file.read_text() if file.exists() else self._settings.get("chat_template")
         if isinstance(template, list):  # several, by name
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
         if template is None:
             raise UserError(f"{self.path} has no chat template: it is not a model for chats; leave --chat out")
-        return template
+        try:
+            return _environment().from_string(template)
+        except jinja2.TemplateSyntaxError as error:
+            raise UserError(f"{self.path}: the chat template is malformed: line {error.lineno}: {error}") from error
 
     def prepare(self, run_dir: str, *, is_host_zero: bool, sample: Callable[[], Iterable[str]]) -> None:
         """Reads the tokenizer, so that an invalid one is refused before the first step."""
@@ -260,8 +272,6 @@ class FolderTokenizer:
 
 def _environment() -> Any:
     """Returns the environment in which chat templates run, as in transformers: sandboxed, without access to files."""
-    import datetime
-
     import jinja2
     import jinja2.ext
     import jinja2.sandbox
@@ -269,12 +279,9 @@ def _environment() -> Any:
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def strftime_now(text: str) -> str:
-        return datetime.datetime.now().astimezone().strftime(text)
-
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-    environment.globals |= {"raise_exception": refuse, "strftime_now": strftime_now}
+    environment.globals |= {"raise_exception": refuse}
     return environment

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 
 import numpy as np
 import pytest
@@ -49,6 +50,20 @@ def test_only_answers_and_their_end_markers_are_learned(tokenizer):
     assert segment.inputs[1:].tolist() == segment.targets[:-1].tolist()
     learned = tokenizer._tokenizer.decode(segment.targets[segment.weights > 0].tolist(), skip_special_tokens=False)
     assert learned == "It is 4. 🐍<|im_end|>Yes<|im_end|>"
+
+
+def test_rows_do_not_depend_on_the_date(tmp_path):
+    """Templates of Llama 3 begin with the date of today."""
+    shutil.copytree(FOLDER, tmp_path / "bpe")
+    template = (FOLDER / "tokenizer_config.json", tmp_path / "bpe" / "tokenizer_config.json")
+    settings = json.loads(template[0].read_text())
+    settings["chat_template"] = "Today Date: {{ strftime_now('%d %b %Y') }} " + settings["chat_template"]
+    template[1].write_text(json.dumps(settings))
+    tokenizer = vocabularies.tokenizer(str(tmp_path / "bpe"))
+    chat = chats.read_chat("f", 1, json.dumps({"messages": ask(3)}).encode())
+    segment = chats.segment(chat, tokenizer)
+    whole = tokenizer.decode([*segment.inputs[:1].tolist(), *segment.targets.tolist()])
+    assert whole.startswith("Today Date: 26 Jul 2024 ")
 
 
 def test_a_completion_follows_its_prompt_and_ends_the_document(tokenizer):

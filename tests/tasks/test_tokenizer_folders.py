@@ -1,13 +1,15 @@
 """Tokenizers of published folders against transformers, which `fixtures/tokenizers/make.py` ran."""
 
+import datetime
 import json
 import pathlib
+import re
 import shutil
 
 import pytest
 
 from core.errors import UserError
-from tasks import vocabularies
+from tasks import tokenizer_folders, vocabularies
 
 HERE = pathlib.Path(__file__).parent / "fixtures" / "tokenizers"
 
@@ -93,3 +95,32 @@ def test_a_folder_without_a_tokenizer_or_template_is_refused(tmp_path):
         vocabularies.tokenizer(str(HERE / "unigram")).chat([{"role": "user", "content": "a"}])
     with pytest.raises(UserError, match="refuses this conversation: unknown role teacher"):
         vocabularies.tokenizer(str(HERE / "bpe")).chat([{"role": "teacher", "content": "a"}])
+
+
+def test_a_chat_template_is_read_and_compiled_once(tmp_path, monkeypatch):
+    shutil.copytree(HERE / "bpe", tmp_path / "bpe")
+    template = tmp_path / "bpe" / "chat_template.jinja"
+    template.write_text("{{ messages[0].content }} on {{ strftime_now('%d %b %Y') }}")
+    compiled, environment = [], tokenizer_folders._environment
+    monkeypatch.setattr(tokenizer_folders, "_environment", lambda: compiled.append(1) or environment())
+    tokenizer = vocabularies.tokenizer(str(tmp_path / "bpe"))
+    ask = [{"role": "user", "content": "Hi"}]
+    assert tokenizer.chat(ask, date=datetime.date(2024, 2, 29)) == "Hi on 29 Feb 2024"
+    template.unlink()
+    assert tokenizer.chat(ask) == f"Hi on {datetime.datetime.now().astimezone():%d %b %Y}"
+    assert compiled == [1]
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% if %}", "the chat template is malformed: line 1: Expected an expression"),
+        ("{{ messages + 1 }}", "the chat template refuses this conversation: TypeError: can only concatenate list"),
+        ("{{ raise_exception('no') }}", "the chat template refuses this conversation: no"),
+    ],
+)
+def test_an_error_in_a_chat_template_is_told(tmp_path, template, message):
+    shutil.copytree(HERE / "bpe", tmp_path / "bpe")
+    (tmp_path / "bpe" / "chat_template.jinja").write_text(template)
+    with pytest.raises(UserError, match=re.escape(f"{tmp_path}/bpe: {message}")):
+        vocabularies.tokenizer(str(tmp_path / "bpe")).chat([{"role": "user", "content": "a"}])
