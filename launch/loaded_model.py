@@ -18,12 +18,13 @@ import jax
 from core import optimizers, published_files, slices
 from core.checkpoints import reading, steps
 from core.checkpoints.store import Checkpoints
-from core.checkpoints.warm_start import SavedParameters
+from core.checkpoints.warm_start import Origin, SavedParameters
 from core.errors import UserError
 from core.types import Generates, Model, Params, can, missing
 from launch import terminal
 from launch.config import loader
 from launch.experiments import saved_run
+from launch.runs import warm_start
 from models.transformer import Transformer
 from parallel import strategies
 from parallel.generation import Generator
@@ -174,11 +175,13 @@ def load(
     stored = {"frozen": experiment.frozen, "frozen_dtype": experiment.frozen_dtype}
     program = _bound(experiment.model, chosen, slice_name, spec, optimizer=experiment.optimizer, **stored)
     where = f"step {folder.name} of {run_dir}"
+    open_source = functools.partial(warm_start.source_again, experiment)
     if not program.optimizer.is_averaging(program.abstract_state.opt_state):
-        source = SavedParameters(folder)
+        source = SavedParameters(folder, open_source=open_source)
         params = source.load(program.abstract_state.params, program.param_specs, progress=lambda *_: None)
     else:
-        checkpoints = Checkpoints(folder.parent, keep=1, read_only=True)
+        origin = Origin(open_source, program.param_specs)
+        checkpoints = Checkpoints(folder.parent, keep=1, read_only=True, origin=origin)
         with reading.refusing_damage(folder):
             state, _, _ = checkpoints.restore(int(folder.name), program.abstract_state)
         params = program.optimizer.evaluated(state.params, state.opt_state)

@@ -16,6 +16,7 @@ import numpy as np
 from core import paths
 from core.checkpoints import reading
 from core.checkpoints.store import Checkpoints
+from core.checkpoints.warm_start import Origin
 from core.errors import UserError
 from core.step import TrainState
 from core.types import Task
@@ -158,7 +159,13 @@ def apart(a: np.ndarray | None, b: np.ndarray | None, *, mean: bool = False) -> 
 
 
 def run(
-    program: Program, task: Task, *, steps: int, checkpoint: paths.Path | None, data_of: Recording | None
+    program: Program,
+    task: Task,
+    *,
+    steps: int,
+    checkpoint: paths.Path | None,
+    origin: Origin | None = None,
+    data_of: Recording | None,
 ) -> dict[str, np.ndarray]:
     """Records a run of one variant, on its own data or on the batches of another recording.
 
@@ -167,6 +174,7 @@ def run(
       task: prepared.
       steps: how many.
       checkpoint: folder of the step to take the state from; None starts afresh. Data starts at its beginning.
+      origin: reads frozen parameters that the checkpoint leaves out.
       data_of: a recording whose batches to train on.
 
     Raises:
@@ -174,7 +182,7 @@ def run(
     """
     own = agreement.batches_of(task, program, steps=steps)
     batches = own if data_of is None else _batches(data_of, own)
-    state = program.init() if checkpoint is None else _restored(program, checkpoint)
+    state = program.init() if checkpoint is None else _restored(program, checkpoint, origin)
     given = {key(step, DATA, "batch", name): a for step, batch in enumerate(own, 1) for name, a in batch.items()}
     return given | record(program, state, batches)
 
@@ -191,8 +199,8 @@ def _batches(recording: Recording, own: Sequence[Batch]) -> list[Batch]:
     return [{name: recording[key(step, DATA, "batch", name)] for name in own[0]} for step in range(1, len(own) + 1)]
 
 
-def _restored(program: Program, folder: paths.Path) -> TrainState:
-    checkpoints = Checkpoints(str(folder.parent), keep=1, read_only=True)
+def _restored(program: Program, folder: paths.Path, origin: Origin | None) -> TrainState:
+    checkpoints = Checkpoints(str(folder.parent), keep=1, read_only=True, origin=origin)
     with reading.refusing_damage(folder):
         state, _, _ = checkpoints.restore(int(folder.name), program.abstract_state)
     checkpoints.close()

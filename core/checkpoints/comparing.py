@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from core import paths
+from core import paths, units
 from core.checkpoints import reading, steps
 from core.checkpoints.arrays import Arrays
 
@@ -59,14 +59,19 @@ def compare(first: paths.Path, second: paths.Path, *, values: bool = True) -> It
     yield from _text_differences("config", one.meta, other.meta)
     yield from _value_differences("versions", one.meta.get("versions", {}), other.meta.get("versions", {}))
     plain = [{k: v for k, v in d.meta.items() if k not in ("config", "versions")} for d in (one, other)]
+    for meta, described in zip(plain, (one, other), strict=True):
+        meta["source of frozen parameters"] = described.left_out.source if described.left_out else None
     yield from _value_differences("", *plain)
     yield from _kind_differences(one.content, other.content)
     both = [name for name, (kind, _) in one.content.items() if other.content.get(name, [None])[0] == kind]
     changed = [name for name in both if one.content[name][1] != other.content[name][1]]
     if changed:
         yield f"arrays of the same shape and dtype: {len(both) - len(changed)} equal, {len(changed)} different"
-    if changed and values:
-        yield from _array_differences(first, second, changed)
+    saved = [name for name in changed if name in one.saved and name in other.saved]
+    if saved and values:
+        yield from _array_differences(first, second, saved)
+    if len(saved) < len(changed):
+        yield f"{units.counted(len(changed) - len(saved), 'different array')} left out of a step: not read"
 
 
 def _description(folder: paths.Path) -> steps.Description:

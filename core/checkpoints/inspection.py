@@ -84,7 +84,7 @@ class Verification(NamedTuple):
       arrays: number of arrays.
       read_bytes: size of the arrays in memory.
       seconds: how long reading took.
-      note: what could not be checked because an earlier revision did not record it; "" if nothing.
+      note: what could not be checked; "" if nothing.
     """
 
     step: int
@@ -111,29 +111,31 @@ def verify(step_folder: paths.Path) -> Verification:
     except Exception as error:  # a corrupt file can cause many types of error
         damaged.append(f"{steps.PART}: {said(error)}")
     else:
-        kinds = described.kinds
-        damaged += _damaged_arrays(step_folder, described.content)
+        kinds = {name: kind for name, (kind, _) in described.saved.items()}
+        damaged += _damaged_arrays(step_folder, described.saved)
     try:
         found = steps.read_streams(step_folder)
         if described:
             described.positions(found)
     except Exception as error:
         damaged.append(f"{steps.STREAMS_PART}: {said(error)}")
-    note = "" if described is None or described.seals_positions else _UNSEALED
+    notes = [] if described is None or described.seals_positions else [_UNSEALED]
+    if described and (left_out := described.left_out):
+        notes.append(f"{units.counted(len(left_out.arrays), 'frozen array')} not read, which are in {left_out.source}")
     read_bytes = sum(map(_bytes, kinds.values()))
     seconds = time.monotonic() - began
-    return Verification(int(step_folder.name), tuple(damaged), len(kinds), read_bytes, seconds, note)
+    return Verification(int(step_folder.name), tuple(damaged), len(kinds), read_bytes, seconds, "; ".join(notes))
 
 
 def require_intact_parameters(step_folder: paths.Path) -> None:
-    """Verifies the metadata and the parameters of a step.
+    """Verifies the metadata and the parameters that a step contains.
 
     Raises:
       UserError: lists the parameters that are damaged.
     """
     with reading.refusing_damage(step_folder):
-        content = steps.read(step_folder).content
-        parameters = {name: found for name, found in content.items() if name.startswith("params/")}
+        saved = steps.read(step_folder).saved
+        parameters = {name: found for name, found in saved.items() if name.startswith("params/")}
         if damaged := list(_damaged_arrays(step_folder, parameters)):
             raise steps.DamagedError("; ".join(units.shortened(damaged, most=3)))
 

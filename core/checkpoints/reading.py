@@ -22,7 +22,7 @@ import math
 import re
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from core import distributed, paths  # isort: skip (paths decides how etils reaches buckets, before orbax imports it)
@@ -61,6 +61,13 @@ def by_name(tree: Any, *, joined_by: str = "/") -> dict[str, Any]:
         joined_by.join(str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path): leaf
         for path, leaf in flat
     }
+
+
+def without(state: Any, names: Collection[str]) -> Any:
+    """Returns the tree with None in place of the leaves with these names, as of `by_name`."""
+    found, absent = by_name(state), frozenset(names)
+    assert found.keys() >= absent, f"no leaves {sorted(absent - found.keys())}"
+    return jax.tree.unflatten(jax.tree.structure(state), [None if n in absent else leaf for n, leaf in found.items()])
 
 
 def host_bytes(state: Any) -> int:

@@ -5,6 +5,9 @@
 
 The checksum of the metadata is verified before the metadata is used. The metadata has fingerprints of all arrays and
 digests of all positions. They reveal an undamaged array or position file that belongs to another step.
+
+Frozen parameters that the run read from another run or a published folder are left out of its steps. The metadata names
+their source, and has their fingerprints too, so that another source is refused.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ PART = "meta"  # subfolder of a step's folder
 STREAMS_PART = "data"
 _FILE, _SUFFIX = "metadata", ".bin"
 _STEP, _CONTENT, _STREAMS, _CHECKSUM = "step", "content", "streams", "checksum"  # keys added to the caller's
+_LEFT_OUT = "left_out"
 _DIGEST_BYTES = 32
 
 
@@ -179,6 +183,27 @@ class DamagedError(RuntimeError):
     """The content of a checkpoint differs from what was saved."""
 
 
+class LeftOut(NamedTuple):
+    """Arrays that are not saved, because they are frozen and can be read again from where the run read them.
+
+    Attributes:
+      init_from: the source, as the configuration names it.
+      source: what it named: RUN@STEP or a published folder, as an absolute path or hf://.
+      renames: names in the run by names in the source.
+      arrays: names of the arrays.
+    """
+
+    init_from: str
+    source: str
+    renames: dict[str, str]
+    arrays: list[str]
+
+
+def content_hash(content: Mapping[str, list]) -> str:
+    """Returns a hash of the dtypes, shapes and fingerprints of arrays, as `Description.content` has them."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
 class Description(NamedTuple):
     """Metadata with a verified checksum.
 
@@ -187,16 +212,24 @@ class Description(NamedTuple):
       content: dtype, shape and fingerprint of every leaf, `{"params/w": ["float32[8, 6]", 2864434397]}`.
       streams: the SHA-256 of the data position of each stream, of all hosts. None in checkpoints of earlier revisions,
         which recorded only the names.
+      left_out: the arrays of `content` that the step does not contain; None if it contains all.
     """
 
     meta: dict[str, Any]
     content: dict[str, list]
     streams: dict[str, str | None]
+    left_out: LeftOut | None = None
 
     @property
     def kinds(self) -> dict[str, str]:
         """Dtype and shape of every leaf, by name."""
         return {name: kind for name, (kind, _) in self.content.items()}
+
+    @property
+    def saved(self) -> dict[str, list]:
+        """The entries of `content` that the step contains."""
+        absent = frozenset(self.left_out.arrays if self.left_out else ())
+        return {name: entry for name, entry in self.content.items() if name not in absent}
 
     @property
     def seals_positions(self) -> bool:
@@ -223,10 +256,18 @@ class Description(NamedTuple):
 
 
 def sealed(
-    meta: Mapping[str, Any], *, step: int, content: Mapping[str, list], streams: Mapping[str, str]
+    meta: Mapping[str, Any],
+    *,
+    step: int,
+    content: Mapping[str, list],
+    streams: Mapping[str, str],
+    left_out: LeftOut | None = None,
 ) -> dict[str, Any]:
     """Returns the caller's metadata with the fields of `Description` and a checksum, converted to JSON types."""
-    plain = json.loads(json.dumps({**meta, _STEP: step, _CONTENT: dict(content), _STREAMS: dict(streams)}))
+    own = {_STEP: step, _CONTENT: dict(content), _STREAMS: dict(streams)}
+    if left_out:
+        own[_LEFT_OUT] = {**left_out._asdict(), "hash": content_hash({n: content[n] for n in left_out.arrays})}
+    plain = json.loads(json.dumps({**meta, **own}))
     return {**plain, _CHECKSUM: _checksum(plain)}
 
 
@@ -242,9 +283,10 @@ def read(step_folder: paths.Path) -> Description:
         raise DamagedError("the description is not what was saved")
     if str(step := meta.get(_STEP, step_folder.name)) != step_folder.name and step_folder.name.isdecimal():
         raise DamagedError(f"the description belongs to step {step}")
-    own = {k: v for k, v in meta.items() if k not in (_STEP, _CONTENT, _STREAMS, _CHECKSUM)}
+    own = {k: v for k, v in meta.items() if k not in (_STEP, _CONTENT, _STREAMS, _CHECKSUM, _LEFT_OUT)}
     said = meta[_STREAMS] if isinstance(meta[_STREAMS], dict) else dict.fromkeys(meta[_STREAMS])
-    return Description(own, meta[_CONTENT], said)
+    left_out = LeftOut(*(meta[_LEFT_OUT][field] for field in LeftOut._fields)) if _LEFT_OUT in meta else None
+    return Description(own, meta[_CONTENT], said, left_out)
 
 
 def _checksum(meta: Mapping[str, Any]) -> str:

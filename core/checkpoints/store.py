@@ -7,6 +7,9 @@ One step is one folder with three parts, written by all hosts together and made 
                         meta    JSON: config text, versions, git revision, seed …, and fingerprints of every array and
                                 stream of this step
 
+Frozen parameters that the run read from another run or a published folder are not saved; a restore reads them there
+again (`warm_start.Origin`).
+
 A checkpoint does not depend on the number of hosts or the mesh that wrote it. The state is restored into any requested
 shardings, every reader gets the union of all streams, and the fingerprints of arrays do not depend on their sharding.
 """
@@ -18,11 +21,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from core import distributed, library_noise, paths, units  # isort: skip (paths decides how etils reaches buckets, before orbax imports it)
+import jax
 import orbax.checkpoint as ocp
 
 from core.checkpoints import reading, steps
 from core.checkpoints.reading import Misfit, UnreadableError
-from core.checkpoints.steps import DamagedError, StreamsHandler, StreamsSave
+from core.checkpoints.steps import DamagedError, LeftOut, StreamsHandler, StreamsSave
+from core.checkpoints.warm_start import Origin, ParameterSource
 from core.checkpoints.writing import Cost, WriteFailedError, Writing, limit_seconds, telling
 from core.errors import UserError
 from core.health import phase
@@ -34,9 +39,21 @@ REMOVAL_SECONDS = 10.0  # a step that is being removed may look complete for thi
 
 
 class Checkpoints:
-    """The checkpoints of one run. Methods are collective unless they say otherwise: all hosts call them in order."""
+    """The checkpoints of one run. Methods are collective unless they say otherwise: all hosts call them in order.
 
-    def __init__(self, directory: str, *, keep: int, timeout_seconds: float | None = None, read_only: bool = False):
+    Attributes:
+      left_out: arrays that saves leave out; None: none. A restore sets it to those of the restored step.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        *,
+        keep: int,
+        timeout_seconds: float | None = None,
+        read_only: bool = False,
+        origin: Origin | None = None,
+    ):
         """Opens a folder of checkpoints; unless `read_only`, creates it and removes the rest of interrupted saves.
 
         Args:
@@ -45,6 +62,7 @@ class Checkpoints:
           timeout_seconds: time limit of a save, and of a restore before the watchdog ends the run; None: depends on
             the bytes per host (`writing.limit_seconds`).
           read_only: creates and removes nothing, so that it can be used while a job runs.
+          origin: reads the parameters that steps leave out; None: such a step cannot be restored.
 
         Raises:
           UserError: `keep` is below 1, or the folder to read does not exist.
@@ -54,6 +72,8 @@ class Checkpoints:
         self._directory = paths.resolve(directory)
         if read_only and not self._directory.exists():
             raise UserError(f"there are no checkpoints in {self._directory}: no such folder; check run_dir")
+        self._origin = origin
+        self.left_out: LeftOut | None = None
         self._writing: Writing | None = None
         self._given_up = False
         self._timeout_seconds = timeout_seconds
@@ -98,12 +118,15 @@ class Checkpoints:
         began = time.monotonic()
         if step in self._manager.all_steps():
             raise RuntimeError(f"step {step} is already saved in {self._directory}; a save never overwrites")
+        content, left_out = reading.describe(state), self.left_out
+        state = reading.without(state, left_out.arrays if left_out else ())
+        described = steps.sealed(
+            meta, step=step, content=content, streams=_digests_of_all_hosts(data), left_out=left_out
+        )
         parts = ocp.args.Composite(
             state=ocp.args.StandardSave(state),
             data=StreamsSave(dict(data)),
-            meta=ocp.args.JsonSave(
-                steps.sealed(meta, step=step, content=reading.describe(state), streams=_digests_of_all_hosts(data))
-            ),
+            meta=ocp.args.JsonSave(described),
         )
         described_seconds = time.monotonic() - began
         size_bytes = sum(leaf.nbytes for leaf in reading.by_name(state).values())
@@ -141,7 +164,8 @@ class Checkpoints:
 
         Raises:
           UserError: there is no such complete step, a leaf has no sharding, or the tree, a shape or a dtype
-            differs; names the leaves, before any array is read.
+            differs; names the leaves, before any array is read. Or arrays that it leaves out are not where they were
+            read, or differ there.
           DamagedError: an array or the metadata differs from what was saved.
           UnreadableError: the step could not be read, for a reason that does not prove damage.
         """
@@ -211,16 +235,30 @@ class Checkpoints:
         if said:
             return None, said
         self._require_same_tree(step, described, abstract_state)
+        left_out = described.left_out
+        source = self._opened(step, left_out) if left_out else None
+        own = reading.without(abstract_state, left_out.arrays if left_out else ())
         seconds = self._limit_seconds(reading.host_bytes(abstract_state))
         with phase.enter(phase.RESTORING, limit_seconds=seconds):
-            parts, said = self._read(
-                step, lambda: _sealed(described, *_read_arrays_and_streams(folder, abstract_state))
+            parts, said = self._read(step, lambda: _sealed(described, *_read_arrays_and_streams(folder, own)))
+            if said:
+                return None, said
+            state, data = parts
+            if said := reading.agreed(_differing(described.saved, state)):
+                return None, said
+            if self._origin and source:
+                state = _completed(state, abstract_state, self._origin.read(source, described, abstract_state))
+        self.left_out = left_out
+        return (state, data, described.meta), ""
+
+    def _opened(self, step: int, left_out: LeftOut) -> ParameterSource:
+        if self._origin is None:
+            raise UserError(
+                f"the checkpoint of step {step} in {self._directory} does not contain its "
+                f"{units.counted(len(left_out.arrays), 'frozen parameter')}, which the run read from "
+                f"{left_out.source}: give `Checkpoints` an `origin` to read them"
             )
-        if said:
-            return None, said
-        state, data = parts
-        said = reading.agreed(_differing(described.content, state))
-        return (None, said) if said else ((state, data, described.meta), "")
+        return self._origin.open_source(left_out)
 
     def _limit_seconds(self, host_bytes: int) -> float:
         """Returns the time limit of a save or a restore."""
@@ -322,6 +360,12 @@ def _digests_of_all_hosts(data: Mapping[str, bytes]) -> dict[str, str]:
 
 def _read_arrays_and_streams(folder: paths.Path, abstract_state: Any) -> tuple[Any, dict[str, bytes]]:
     return reading.read_arrays(folder, abstract_state), steps.read_streams(folder)
+
+
+def _completed(state: Any, like: Any, others: Mapping[str, Any]) -> Any:
+    """Returns a tree like `like` with the leaves of `state` and, by name, the others."""
+    found = {**reading.by_name(state), **others}
+    return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in reading.by_name(like)])
 
 
 def _sealed(described: steps.Description, state: Any, data: Mapping[str, bytes]) -> tuple[Any, dict[str, bytes]]:

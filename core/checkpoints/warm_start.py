@@ -2,21 +2,24 @@
 
 All missing, unused and differently shaped parameters are listed before any array is read. Each host reads the shards of
 its own chips.
+
+Checkpoints of the run leave out those that are frozen; `Origin` reads them from the same source again.
 """
 
 from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from core import parameters, paths, units
 from core.checkpoints import reading, steps
+from core.checkpoints.steps import Description, LeftOut
 from core.errors import UserError
-from core.parameters import Specs
+from core.parameters import ParamSpec, Specs
 
 Progress = Callable[[str, int, int], None]  # path of a parameter, its number from 1, how many there are
 MOST_LINES = 30
@@ -51,6 +54,85 @@ class ParameterSource(Protocol):
         """Returns a tree like `abstract`, whose leaves have shardings, with the parameters that this host needs."""
 
 
+OpenSource = Callable[[LeftOut], ParameterSource]
+
+
+class Origin(NamedTuple):
+    """Reads the frozen parameters that checkpoints of a run leave out, and checks that they are the same.
+
+    Attributes:
+      open_source: opens where they are.
+      specs: specs of the parameters of the run's model.
+    """
+
+    open_source: OpenSource
+    specs: Specs
+
+    def read(self, source: ParameterSource, described: Description, abstract_state: Any) -> dict[str, jax.Array]:
+        """Returns the arrays that a step leaves out, by name.
+
+        Args:
+          source: from `open_source`.
+          described: metadata of the step.
+          abstract_state: shapes and shardings of the arrays of the step.
+
+        Raises:
+          UserError: see `read_left_out`.
+        """
+        specs, shapes = reading.by_name({"params": self.specs}), reading.by_name(abstract_state)
+        names = described.left_out.arrays if described.left_out else []
+        return read_left_out(source, described, {name: (shapes[name], specs[name]) for name in names})
+
+
+def read_left_out(
+    source: ParameterSource, described: Description, wanted: Mapping[str, tuple[Any, ParamSpec]]
+) -> dict[str, jax.Array]:
+    """Reads arrays that a step leaves out, and compares them with their fingerprints.
+
+    Args:
+      source: where the arrays are.
+      described: metadata of the step.
+      wanted: shape, dtype and sharding, and spec of each array, by name.
+
+    Raises:
+      UserError: the source does not have them, or others.
+    """
+    assert described.left_out is not None
+    places = {name: name.removeprefix(_PREFIX).rpartition("/")[::2] for name in wanted}
+    shapes: dict[str, dict[str, Any]] = {}
+    specs: dict[str, dict[str, ParamSpec]] = {}
+    for name, (module, entry) in places.items():
+        shapes.setdefault(module, {})[entry], specs.setdefault(module, {})[entry] = wanted[name]
+    problems = [line for line in source.problems(shapes, specs) if not _is_unused(line)]
+    total = len(described.left_out.arrays)
+    where = f"the run read its {units.counted(total, 'frozen parameter')} from {described.left_out.source}"
+    if problems:
+        raise UserError(
+            f"{source.describe()} does not have the parameters that the checkpoint leaves out:\n  "
+            + "\n  ".join(units.shortened(problems, most=MOST_LINES))
+            + f"\n{where}; {_NAME_IT}"
+        )
+    found = source.load(shapes, specs, progress=lambda *_: None)
+    arrays = {name: found[module][entry] for name, (module, entry) in places.items()}
+    own, other = {name: described.content[name] for name in wanted}, reading.describe(arrays)
+    if own != other:
+        wrong = [_path_of(name) for name in own if own[name] != other[name]]
+        raise UserError(
+            f"{source.describe()} is not the source of the checkpoint's frozen parameters: {len(wrong)} of {total} "
+            f"differ ({', '.join(units.shortened(wrong, most=3))}). The hash of those read is "
+            f"{steps.content_hash(own)} in the checkpoint and {steps.content_hash(other)} there; {where}: {_NAME_IT}"
+        )
+    return arrays
+
+
+_NAME_IT = "name that source, unchanged, in INIT_FROM"
+
+
+def _is_unused(line: str) -> bool:
+    """Returns whether a line of `ParameterSource.problems` tells of a parameter that is not used."""
+    return line.startswith("left over") or line.endswith("not expected")
+
+
 class SavedParameters:
     """The parameters of a checkpoint.
 
@@ -60,12 +142,26 @@ class SavedParameters:
       notes: see `ParameterSource`; empty until a caller that knows the models sets it.
     """
 
-    def __init__(self, folder: paths.Path, renames: Mapping[str, str] | None = None, *, notes: Sequence[str] = ()):
-        """Reads the metadata of the step; `renames` of its paths are as in `core.parameters.renamed`."""
-        self.folder, self.notes = folder, tuple(notes)
+    def __init__(
+        self,
+        folder: paths.Path,
+        renames: Mapping[str, str] | None = None,
+        *,
+        notes: Sequence[str] = (),
+        open_source: OpenSource | None = None,
+    ):
+        """Reads the metadata of the step.
+
+        Args:
+          folder: folder of the step.
+          renames: of its paths, as in `core.parameters.renamed`.
+          notes: see `ParameterSource`.
+          open_source: opens the source of parameters that the step leaves out; None: such a step cannot be read.
+        """
+        self.folder, self.notes, self._open_source = folder, tuple(notes), open_source
         with reading.refusing_damage(folder):
-            described = steps.read(folder)
-        self.meta, content = described.meta, described.content
+            self._described = steps.read(folder)
+        self.meta, content = self._described.meta, self._described.content
         stored = {_path_of(name): name for name in content if name.startswith(_PREFIX)}
         paths_here = parameters.renamed(list(stored), renames or {}, where="INIT_RENAMES")
         self._stored = {paths_here[path]: name.removeprefix(_PREFIX) for path, name in stored.items()}
@@ -77,7 +173,7 @@ class SavedParameters:
 
     def renamed(self, renames: Mapping[str, str]) -> SavedParameters:
         """See `ParameterSource`."""
-        return SavedParameters(self.folder, renames, notes=self.notes)
+        return SavedParameters(self.folder, renames, notes=self.notes, open_source=self._open_source)
 
     def has(self, path: str) -> bool:
         """See `ParameterSource`."""
@@ -94,10 +190,9 @@ class SavedParameters:
         """See `ParameterSource`. Floating-point parameters are converted to the dtype of `abstract`.
 
         Raises:
-          UserError: the step was removed meanwhile, or parameters are missing or differ from what was saved; lists
-            them. Converted ones are not compared.
+          UserError: the step was removed meanwhile, or parameters are missing or differ from what was saved or, if the
+            step leaves them out, in their source; lists them. Converted ones are not compared.
         """
-        del specs
         wanted = _by_path(abstract)
         if missing := [path for path in wanted if path not in self._stored]:
             raise UserError(f"{self.describe()} has no parameters {', '.join(missing)}")
@@ -107,14 +202,16 @@ class SavedParameters:
                 "KEEP_CHECKPOINTS steps. Start again, or copy the step and name the copy"
             )
         progress("all", 1, 1)
-        places = {path: self._stored[path].rpartition("/")[::2] for path in wanted}
+        by_path = self._read_left_out([path for path in wanted if self._is_left_out(path)], wanted, _by_path(specs))
+        places = {path: self._stored[path].rpartition("/")[::2] for path in wanted if path not in by_path}
         stored: dict[str, dict[str, Any]] = {}
         for path, (module, name) in places.items():
             stored.setdefault(module, {})[name] = wanted[path]
         with reading.refusing_damage(self.folder):
             found = reading.read_arrays(self.folder, {"params": stored})["params"]
-            by_path = {path: found[module][name] for path, (module, name) in places.items()}
-            self._require_as_saved(by_path)
+            own = {path: found[module][name] for path, (module, name) in places.items()}
+            self._require_as_saved(own)
+        by_path |= own
         return jax.tree_util.tree_map_with_path(lambda path, _: by_path[parameters.path_name(path)], abstract)
 
     def _require_as_saved(self, found: Mapping[str, jax.Array]) -> None:
@@ -123,6 +220,26 @@ class SavedParameters:
         if wrong := [path for path, number in numbers.items() if number != self._content[path][1]]:
             listed = ", ".join(units.shortened(wrong, most=3))
             raise steps.DamagedError(f"{len(wrong)} of {len(same)} arrays differ from what was saved: {listed}")
+
+    def _is_left_out(self, path: str) -> bool:
+        return _PREFIX + self._stored[path] not in self._described.saved
+
+    def _read_left_out(
+        self, left_out: Sequence[str], wanted: Mapping[str, Any], specs: Mapping[str, ParamSpec]
+    ) -> dict[str, Any]:
+        """Reads the parameters with these paths in the dtype of the run, and converts them."""
+        if not left_out:
+            return {}
+        assert self._described.left_out is not None
+        if self._open_source is None:
+            raise UserError(f"{self.describe()} leaves out parameters, which are in {self._described.left_out.source}")
+        source = self._open_source(self._described.left_out)
+        saved_as = {path: jnp.dtype(self._content[path][0].partition("[")[0]) for path in left_out}
+        asked = {
+            _PREFIX + self._stored[path]: (wanted[path].update(dtype=saved_as[path]), specs[path]) for path in left_out
+        }
+        found = read_left_out(source, self._described, asked)
+        return {path: found[_PREFIX + self._stored[path]].astype(wanted[path].dtype) for path in left_out}
 
 
 _PREFIX = "params/"
@@ -159,8 +276,8 @@ def chosen(params: Any, patterns: Sequence[str]) -> Any:
     return _where(params, lambda path: any(fnmatch.fnmatch(path, p) for p in patterns))
 
 
-def _read(source: ParameterSource, params: Any, patterns: Sequence[str], optional: Sequence[str]) -> Any:
-    """Returns the tree of the parameters that match `patterns`, without optional ones that the source lacks."""
+def read_from(source: ParameterSource, params: Any, patterns: Sequence[str], *, optional: Sequence[str]) -> Any:
+    """Returns the tree of the parameters that `load` reads from the source, with the same arguments."""
     return _where(
         chosen(params, patterns),
         lambda path: source.has(path) or not any(fnmatch.fnmatch(path, p) for p in optional),
@@ -189,9 +306,9 @@ def require_fit(
     Raises:
       UserError: lists every difference.
     """
-    lines = source.problems(*(_read(source, tree, patterns, optional) for tree in (shapes, specs)))
+    lines = source.problems(*(read_from(source, tree, patterns, optional=optional) for tree in (shapes, specs)))
     if tuple(patterns) != ("*",):
-        lines = [line for line in lines if not line.startswith("left over") and not line.endswith("not expected")]
+        lines = [line for line in lines if not _is_unused(line)]
     if lines:
         more = [f"and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
         raise UserError(
@@ -223,12 +340,12 @@ def load(
       optional: wildcards over paths of parameters, such as adapters, that are initialized where the source lacks them.
       progress: called before a parameter is read.
     """
-    wanted = _read(source, abstract, patterns, optional)
+    wanted = read_from(source, abstract, patterns, optional=optional)
     if len(jax.tree.leaves(wanted)) == len(jax.tree.leaves(abstract)):
         return source.load(abstract, specs, progress=progress)
     fresh = init()
-    jax.tree.map(lambda a: a.delete(), _read(source, fresh, patterns, optional))  # to make room
-    loaded: Mapping = source.load(wanted, _read(source, specs, patterns, optional), progress=progress)
+    jax.tree.map(lambda a: a.delete(), read_from(source, fresh, patterns, optional=optional))  # to make room
+    loaded: Mapping = source.load(wanted, read_from(source, specs, patterns, optional=optional), progress=progress)
     return {
         module: {name: loaded.get(module, {}).get(name, leaf) for name, leaf in entries.items()}
         for module, entries in fresh.items()

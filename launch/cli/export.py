@@ -2,7 +2,9 @@
 
 import argparse
 import dataclasses
+import functools
 import json
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,10 +13,12 @@ import numpy as np
 
 from core import logical, paths, published_files, units
 from core.batches import batch_shapes
-from core.checkpoints import inspection, published, steps, warm_start
+from core.checkpoints import inspection, published, reading, steps, warm_start
 from core.checkpoints.arrays import Arrays
 from core.errors import UserError
+from launch.experiment import Experiment
 from launch.experiments import saved_run
+from launch.runs import warm_start as warm_starts
 from models import families, family_tensors, lora
 from models.decoder_config import DecoderConfig
 from tasks import streams
@@ -63,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
     base = dataclasses.replace(model, lora=None)
     kind = families.family(base)
     inspection.require_intact_parameters(step)
-    out, read, vocabulary = _new_folder(args.out), _reader(Arrays(step)), experiment.task.vocabulary
+    out, vocabulary = _new_folder(args.out), experiment.task.vocabulary
+    read = _reader(step, experiment)
     if model.lora is None or args.merge:
         name, adds = published_files.CONFIG, {"torch_dtype": args.dtype, **_special_ids(vocabulary)}
         config = {**families.config(base, kind), **adds}
@@ -106,13 +111,33 @@ def _shapes(model: Any) -> tuple[Any, Any]:
     return logical.abstract_init(model.init, jax.random.key(0), batch)
 
 
-def _reader(arrays: Arrays) -> Any:
-    """Returns a function that reads a parameter, or one layer of it, from a checkpoint."""
+def _reader(step: paths.Path, experiment: Experiment) -> Callable[[str, int | None], np.ndarray]:
+    """Returns a function that reads a parameter, or one layer of it, from a checkpoint.
+
+    Parameters that the checkpoint leaves out are read from their source, all of them once at the start: another source
+    is refused before anything is written.
+    """
+    arrays, described = Arrays(step), steps.read(step)
 
     def read(path: str, layer: int | None) -> np.ndarray:
-        name = next(n for n in (f"params/{path}", f"params/~/{path}") if n in arrays)
-        return arrays.part(name, layer)
+        name = next(n for n in (f"params/{path}", f"params/~/{path}") if n in described.content)
+        if name in arrays:
+            return arrays.part(name, layer)
+        whole = read_again(name)
+        return whole if layer is None else whole[layer]
 
+    if (left_out := described.left_out) is None:
+        return read
+    source, cpu = warm_starts.source_again(experiment, left_out), jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shapes, specs = (reading.by_name({"params": tree}) for tree in _shapes(experiment.model))
+
+    @functools.lru_cache(maxsize=3)  # as many parameters as may be parts of one tensor
+    def read_again(name: str) -> np.ndarray:
+        shape = shapes[name].update(sharding=cpu, dtype=described.kinds[name].partition("[")[0])
+        return np.asarray(warm_start.read_left_out(source, described, {name: (shape, specs[name])})[name])
+
+    for name in left_out.arrays:
+        read_again(name)
     return read
 
 

@@ -188,7 +188,7 @@ def _evaluate(args: argparse.Namespace, found: SavedRun, experiment: Experiment,
         print(f"{found.run_dir}: checkpoint {', '.join(map(str, steps))} on {about['evaluated_on']}", flush=True)
     results = Scores(found.run_dir, about, judge, cumulative=args.all_steps)
     keep = run.experiment.keep_checkpoints
-    checkpoints = Checkpoints(run.checkpoint_dir, keep=keep, read_only=True)
+    checkpoints = Checkpoints(run.checkpoint_dir, keep=keep, read_only=True, origin=run.origin)
     how = {"layout": run.program.partitioner.data_layout(asked.batch_size), "data": run.meta["data"]}
     removed = [step for step in steps if not results.evaluate(run.program, checkpoints, step, asked, **how)]
     checkpoints.close()

@@ -11,6 +11,8 @@ import jax
 
 from core import distributed, paths, published_files, versions
 from core.checkpoints import steps
+from core.checkpoints.steps import LeftOut
+from core.checkpoints.warm_start import Origin, ParameterSource
 from core.errors import UserError
 from core.health import phase
 from core.training import compilation
@@ -38,6 +40,17 @@ class Run:
     meta: Mapping[str, Any]  # metadata saved with every checkpoint; equal on all hosts
     last_step: int  # the step at which to stop
     initial: "Initial | None" = None  # the parameters of INIT_FROM; None: the run starts from its seed, or is resumed
+
+    @property
+    def origin(self) -> Origin:
+        """Reads the frozen parameters that checkpoints leave out."""
+
+        def open_source(left_out: LeftOut) -> ParameterSource:
+            from launch.runs import warm_start
+
+            return warm_start.source_again(self.experiment, left_out)
+
+        return Origin(open_source, self.program.param_specs)
 
     @property
     def checkpoint_dir(self) -> str:

@@ -11,7 +11,8 @@ from rich.panel import Panel
 from rich.table import Table
 
 from core import slices, units
-from core.checkpoints import writing
+from core.checkpoints import reading, writing
+from core.checkpoints.steps import LeftOut
 from core.health import phase
 from core.step import TrainState
 from core.training.compilation import Totals
@@ -40,20 +41,25 @@ _LOOK_SECONDS = 0.5
 _FIRST_SECONDS = 10  # then at every further 10 s of the first minute, then once a minute
 
 
-def show_summary(run: Run, *, resumed_from: int | None, measured: Mapping[str, str]) -> None:
-    """Prints a panel that describes the run, with the rows of `measured`."""
+def show_summary(
+    run: Run, *, resumed_from: int | None, measured: Mapping[str, str], left_out: LeftOut | None = None
+) -> None:
+    """Prints a panel that describes the run, with the rows of `measured`; checkpoints leave out `left_out`."""
     experiment = run.experiment
     card = rows(experiment, run.program, host=run.host)
     if INIT_FROM in run.meta:
         card["start"] = f"parameters of {run.meta[INIT_FROM]}"
     if evaluated := evaluated_on(experiment):
         card["validation"] = f"on {evaluated}"
+    saved = reading.without(run.program.abstract_state, left_out.arrays if left_out else ())
     saves = writing.estimate_saves(
         run.run_dir,
         interval=experiment.checkpoint_interval,
         keep=experiment.keep_checkpoints,
-        size_bytes=report.totals(run.program).whole,
+        size_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(saved)),
     )
+    if left_out:
+        saves += f"; without {units.counted(len(left_out.arrays), 'frozen parameter')}, which stay in {left_out.source}"
     left = f"resumed from {resumed_from:,}" if resumed_from else "fresh"
     early = f" of {experiment.total_steps:,}" if run.last_step < experiment.total_steps else ""
     card |= {**measured, "saves": saves, "steps": f"to {run.last_step:,}{early}, {left}", "run": run.run_dir}

@@ -97,7 +97,7 @@ def rehearse(run: Run) -> None:
     """
     first, again = _Losses(), _Losses()
     training.train(run, also=[first])
-    checkpoints = Checkpoints(run.checkpoint_dir, keep=run.experiment.keep_checkpoints)
+    checkpoints = Checkpoints(run.checkpoint_dir, keep=run.experiment.keep_checkpoints, origin=run.origin)
     start = training.restore_or_init(run, checkpoints, step=STEPS // 2)
     with training.open_batches(run, start.position) as batches:
         trainer.train(run.program.train_step, batches, start.state, total_steps=STEPS, hooks=[again])

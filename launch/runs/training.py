@@ -45,13 +45,14 @@ def train(run: Run, *, lock: run_lock.RunLock | None = None, also: Sequence[Hook
     """
     with phase.enter(phase.RESTORING):
         limits = {"keep": run.experiment.keep_checkpoints, "timeout_seconds": run.experiment.save_limit_seconds}
-        checkpoints = Checkpoints(run.checkpoint_dir, **limits)
+        checkpoints = Checkpoints(run.checkpoint_dir, **limits, origin=run.origin)
         start = restore_or_init(run, checkpoints)
         run = dataclasses.replace(run, meta={**run.meta, **start.meta})
     with contextlib.ExitStack() as stack:
         now = _begin(run, int(start.state.step), stack, lock)
         if run.host.is_zero:
-            progress.show_summary(run, resumed_from=start.step, measured=now.predictions.rows())
+            measured = now.predictions.rows()
+            progress.show_summary(run, resumed_from=start.step, measured=measured, left_out=checkpoints.left_out)
             _write_config(run, now.writers)
         evaluate = _evaluation(now)
         batches = stack.enter_context(open_batches(run, start.position))
@@ -116,6 +117,7 @@ def restore_or_init(run: Run, checkpoints: Checkpoints, *, step: int | None = No
     else:
         found = step, *checkpoints.restore(step, run.program.abstract_state)
     if found is None:
+        checkpoints.left_out = run.initial.left_out if run.initial else None
         return Start(_first_state(run))
     step, state, position, meta = found
     if meta["data"] != run.meta["data"]:

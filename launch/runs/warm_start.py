@@ -1,13 +1,13 @@
-"""Reads INIT_FROM: the parameters that a new run starts from."""
+"""Reads INIT_FROM: the parameters that a new run starts from, and the frozen ones that its checkpoints leave out."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 
-from core import distributed, logical, paths, published_files
+from core import distributed, logical, paths, published_files, units
 from core.batches import batch_shapes
-from core.checkpoints import steps, warm_start
+from core.checkpoints import reading, steps, warm_start
 from core.errors import UserError
 from core.step import TrainState
 from core.types import AddsParameters, Model, ReadsPublished, can, differing_settings, lacking
@@ -23,10 +23,12 @@ class Initial(NamedTuple):
     Attributes:
       source: where they are: one step of a run, or a published folder.
       notes: how the model that they belong to differs, and whether they have an average, which is not taken.
+      left_out: the frozen ones, which checkpoints leave out; None: there are none.
     """
 
     source: warm_start.ParameterSource
     notes: str
+    left_out: steps.LeftOut | None
 
 
 def find(experiment: Experiment, program: Program) -> Initial | None:
@@ -40,7 +42,7 @@ def find(experiment: Experiment, program: Program) -> Initial | None:
     if not experiment.init_from:
         return None
     found = _opened(experiment.model, distributed.decided_by_host_zero(lambda: _pinned(experiment.init_from)))
-    found = found.renamed(experiment.init_renames) if experiment.init_renames else found
+    found = _renamed(found, experiment.init_renames)
     warm_start.require_fit(
         found,
         program.abstract_state.params,
@@ -49,7 +51,28 @@ def find(experiment: Experiment, program: Program) -> Initial | None:
         optional=_optional(experiment),
     )
     notes = "INIT_FROM:\n  " + "\n  ".join(found.notes) if found.notes else ""
-    return Initial(found, notes)
+    return Initial(found, notes, _left_out(experiment, program, found))
+
+
+def source_again(experiment: Experiment, left_out: steps.LeftOut) -> warm_start.ParameterSource:
+    """Returns the source of parameters that a checkpoint leaves out; INIT_FROM can name where it is now.
+
+    Raises:
+      UserError: it is not there.
+    """
+    is_named = experiment.init_from not in ("", left_out.init_from)
+    try:
+        found = _opened(experiment.model, _pinned(experiment.init_from if is_named else left_out.source))
+    except (UserError, OSError) as error:
+        raise UserError(
+            f"the checkpoint does not contain {units.counted(len(left_out.arrays), 'frozen parameter')}, which the run "
+            f"read from {left_out.source}. {error}\nPut it back, or name where it is now in INIT_FROM"
+        ) from error
+    return _renamed(found, left_out.renames)
+
+
+def _renamed(found: warm_start.ParameterSource, renames: Mapping[str, str]) -> warm_start.ParameterSource:
+    return found.renamed(renames) if renames else found
 
 
 def _pinned(text: str) -> str:
@@ -70,7 +93,9 @@ def _opened(model: Model, text: str) -> warm_start.ParameterSource:
         if not can(model, ReadsPublished):
             raise UserError(f"INIT_FROM = {text!r} is a published model: {lacking(model, ReadsPublished)}")
         return model.published(text)
-    saved = warm_start.SavedParameters(steps.find(text))
+    saved = warm_start.SavedParameters(
+        steps.find(text), open_source=lambda left_out: _renamed(_opened(model, left_out.source), left_out.renames)
+    )
     saved.notes = _notes(saved, model)
     return saved
 
@@ -115,6 +140,20 @@ def first_state(experiment: Experiment, program: Program, initial: Initial | Non
         progress=progress,
     )
     return program.init_from(params)
+
+
+def _left_out(experiment: Experiment, program: Program, found: warm_start.ParameterSource) -> steps.LeftOut | None:
+    """Returns the frozen parameters that are read from a source, which can be read there again."""
+    read = warm_start.read_from(found, program.param_specs, experiment.init_patterns, optional=_optional(experiment))
+    arrays = [name for name, spec in reading.by_name({"params": read}).items() if not spec.trainable]
+    if not arrays:
+        return None
+    text = experiment.init_from
+    if isinstance(found, warm_start.SavedParameters):
+        text = f"{found.folder.parent.parent}@{found.folder.name}"
+    elif not text.startswith("hf://"):
+        text = str(paths.resolve(text))
+    return steps.LeftOut(experiment.init_from, text, dict(experiment.init_renames), arrays)
 
 
 def _optional(experiment: Experiment) -> Sequence[str]:

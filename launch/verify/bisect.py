@@ -140,7 +140,9 @@ def _record(args: argparse.Namespace, variants: dict[str, Variant], experiments:
     )
     theirs = dict(np.load(f"{args.into}/A.npz")) if args.record == "B" else None
     start = variants[args.record].checkpoint
-    recording = bisect.run(run.program, experiment.task, steps=args.steps, checkpoint=start, data_of=theirs)
+    recording = bisect.run(
+        run.program, experiment.task, steps=args.steps, checkpoint=start, origin=run.origin, data_of=theirs
+    )
     if host.is_zero:
         np.savez(f"{args.into}/{args.record}.npz", **recording)
     return 0

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import pathlib
+import re
 import shutil
 import types
 
@@ -12,16 +13,19 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tokenizers
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from core import published_files
+from core.checkpoints import steps
 from core.checkpoints.store import Checkpoints
+from core.errors import UserError
 from launch import __main__ as command
 from launch import configuration, loaded_model
 from launch.check import preflight
 from launch.cli import generate
+from launch.experiments import saved_run
 from launch.hosts.cluster import Host
-from launch.runs import prepared_run, warm_start
+from launch.runs import prepared_run, training, warm_start
 from models import pretrained
 from parallel.sampling import Sampling
 
@@ -60,6 +64,7 @@ def run_dir(folder, tmp_path_factory):
         experiment, config_text=config.text, revision="", run_dir=str(run), last_step=3, host=Host(0, 1, True)
     )
     assert ready.meta["init_from"] == f"the published folder {folder}"
+    assert ready.initial.left_out is None  # nothing is frozen
     state = warm_start.first_state(experiment, ready.program, ready.initial, is_host_zero=True)
     checkpoints = Checkpoints(run / "checkpoints", keep=1)
     checkpoints.save(3, state=state, data={}, meta=ready.meta)
@@ -302,9 +307,11 @@ def test_wrong_words_are_refused(run_dir, tmp_path, capsys):
     assert not list(tmp_path.glob("a*"))
 
 
-@pytest.mark.covers("N07")
-def test_adapters_start_from_a_folder_and_are_exported_alone_or_merged(tmp_path, capsys):
-    base, run = tmp_path / "base", tmp_path / "run"
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """The folder of a published model, a run with adapters of it, and the run's state."""
+    folder = tmp_path_factory.mktemp("adapted")
+    base, run = folder / "base", folder / "run"
     shutil.copytree(FAMILY, base)
     write_tokenizer(base, WORDS)
     run.mkdir()
@@ -313,17 +320,81 @@ def test_adapters_start_from_a_folder_and_are_exported_alone_or_merged(tmp_path,
     told = [*bindings(base, run), "include 'gin/models/lora.gin'", "lora.adapted.targets = ('query', 'output')"]
     config = configuration.load("gin/finetune.gin", bindings=told, slice_name="v4-16")
     (run / "config.gin").write_text(config.text)
-    ready = prepared_run.prepare_run(
-        config.build(), config_text=config.text, revision="", run_dir=str(run), last_step=3, host=Host(0, 1, True)
-    )
-    state = warm_start.first_state(config.build(), ready.program, ready.initial, is_host_zero=True)
+    ready = prepared(config, run)
+    checkpoints = Checkpoints(ready.checkpoint_dir, keep=1, origin=ready.origin)
+    state = training.restore_or_init(ready, checkpoints).state
     block = dict(state.params["layers/block"])
     block["query_lora_b"] = jax.numpy.full_like(block["query_lora_b"], 0.25)
-    checkpoints = Checkpoints(run / "checkpoints", keep=1)
-    params = {**state.params, "layers/block": block}
-    checkpoints.save(3, state=state._replace(params=params), data={}, meta=ready.meta)
+    state = state._replace(params={**state.params, "layers/block": block})
+    checkpoints.save(3, state=state, data={}, meta=ready.meta)
     checkpoints.close()
+    yield base, run, state
+    published_files.use_copies(None)
 
+
+def prepared(config, run):
+    return prepared_run.prepare_run(
+        config.build(), config_text=config.text, revision="", run_dir=str(run), last_step=3, host=Host(0, 1, True)
+    )
+
+
+def resumed(run, **changes):
+    """The state of a run that is started again; other fields of the experiment may be changed."""
+    ready = prepared(saved_run.read(str(run)).config, run)
+    ready = dataclasses.replace(ready, experiment=dataclasses.replace(ready.experiment, **changes))
+    return training.restore_or_init(ready, Checkpoints(ready.checkpoint_dir, keep=1, origin=ready.origin)).state
+
+
+@pytest.mark.covers("N07")
+def test_only_adapters_are_saved_and_the_base_is_read_again(adapted, tmp_path, capsys):
+    base, run, state = adapted
+    described = steps.read(steps.find(str(run)))
+    params = {name for name in described.saved if name.startswith("params/")}
+    assert params == {f"params/layers/block/{name}_lora_{part}" for name in ("query", "output") for part in "ab"}
+    assert described.left_out is not None
+    assert (described.left_out.source, len(described.left_out.arrays)) == (str(base), 12)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(resumed(run)), jax.device_get(state))
+    loaded = loaded_model.load(str(run))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(loaded.params), jax.device_get(state.params))
+
+    moved, other = tmp_path / "moved", tmp_path / "other"
+    shutil.copytree(base, other)
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] += 1
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    base.rename(moved)
+    try:
+        at_moved = resumed(run, init_from=str(moved))
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(at_moved), jax.device_get(state))
+        assert loaded_model.load(str(run), bindings=[f"INIT_FROM = '{moved}'"]).where == loaded.where
+        gone = f"does not contain 12 frozen parameters, which the run read from {base}. "
+        wrong = "is not the source of the checkpoint's frozen parameters: 1 of 12 differ (layers/block/up). The hash"
+        with pytest.raises(UserError, match=gone):
+            resumed(run)
+        with pytest.raises(UserError, match=re.escape(wrong)):
+            resumed(run, init_from=str(other))
+        words = ("generate", run, "--prompt-ids", "5,6", "--max-tokens", 1)
+        for command, message in {
+            words: gone,
+            (*words, "--gin", f"INIT_FROM = '{other}'"): wrong,
+            ("export", run, "--out", tmp_path / "adapter"): gone,
+            ("export", run, "--out", tmp_path / "merged", "--merge"): gone,
+        }.items():
+            capsys.readouterr()
+            assert run_command(*command) == 2
+            assert message in capsys.readouterr().err
+        assert not any((tmp_path / "adapter").iterdir())
+        other.rename(base)
+        assert run_command("export", run, "--out", tmp_path / "adapter") == 2
+        assert wrong in capsys.readouterr().err
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
+        moved.rename(base)
+
+
+@pytest.mark.covers("N07")
+def test_adapters_start_from_a_folder_and_are_exported_alone_or_merged(adapted, tmp_path, capsys):
+    base, run, _ = adapted
     for words, out in (((), "adapter"), (("--merge",), "merged")):
         assert run_command("export", run, "--out", tmp_path / out, "--dtype", "float32", *words) == 0
     adapter, merged, original = (
@@ -346,7 +417,9 @@ def test_adapters_start_from_a_folder_and_are_exported_alone_or_merged(tmp_path,
     text = (run / "config.gin").read_text()
     (run / "config.gin").write_text(text.replace("INIT_FROM = %FOLDER", "INIT_FROM = ''"))
     capsys.readouterr()
-    assert run_command("export", run, "--out", tmp_path / "none") == 2
+    code = run_command("export", run, "--out", tmp_path / "none")
+    (run / "config.gin").write_text(text)
+    assert code == 2
     assert "which PEFT cannot load: give --merge" in capsys.readouterr().err
 
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from core import optimizers, slices
-from core.checkpoints import steps, warm_start
+from core.checkpoints import comparing, inspection, reading, steps, warm_start
+from core.checkpoints.arrays import Arrays
 from core.checkpoints.store import Checkpoints
 from core.errors import UserError
 from models.transformer import Transformer
@@ -128,3 +129,108 @@ def test_parameters_of_another_step_are_refused(saved, tmp_path):
         UserError, match=r"damaged checkpoint, step 7 in .*: 12 of 12 arrays differ from what was saved"
     ):
         started(program_of(strategies.fsdp()), str(tmp_path))
+
+
+FROZEN = ("layers/*",)
+
+
+@pytest.fixture(scope="module")
+def adapted(saved, tmp_path_factory):
+    """A run whose layers are frozen and came from the run `saved`; its state, and its folder."""
+    _, base = saved
+    program = program_of(strategies.fsdp(), seed=5, frozen=FROZEN)
+    state = started(program, base)
+    names = reading.by_name({"params": program.param_specs})
+    frozen = [name for name, spec in names.items() if not spec.trainable]
+    run = tmp_path_factory.mktemp("adapted")
+    checkpoints = Checkpoints(run / "checkpoints", keep=2)
+    checkpoints.left_out = steps.LeftOut(base, f"{base}@7", {}, frozen)
+    checkpoints.save(3, state=state, data={}, meta={})
+    checkpoints.close()
+    return state, run
+
+
+def origin(program, source):
+    return warm_start.Origin(lambda left_out: warm_start.SavedParameters(steps.find(source)), program.param_specs)
+
+
+def restored(program, run, source):
+    checkpoints = Checkpoints(run / "checkpoints", keep=2, origin=origin(program, source))
+    state, _, _ = checkpoints.restore(3, program.abstract_state)
+    checkpoints.save(4, state=state, data={}, meta={})
+    checkpoints.close()
+    return state
+
+
+@pytest.mark.covers("N07")
+def test_frozen_parameters_are_left_out_and_read_from_their_source_again(saved, adapted):
+    (_, base), (state, run) = saved, adapted
+    program = program_of(strategies.fsdp_tensor(tensor=2), seed=9, frozen=FROZEN)
+    again = restored(program, run, base)
+    assert jax.tree.map(lambda a: a.sharding, again) == program.state_shardings
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(again), jax.device_get(state))
+    whole, frozen = (
+        reading.by_name(tree) for tree in (state, {"params": {"layers/block": state.params["layers/block"]}})
+    )
+    first, second = (steps.read(steps.find(f"{run}@{step}")) for step in (3, 4))
+    assert first.content == second.content == reading.describe(state)
+    assert first.left_out == second.left_out
+    assert first.saved.keys() == whole.keys() - frozen.keys()
+    frozen_bytes = sum(leaf.nbytes for leaf in frozen.values())
+    stored_bytes = sum(leaf.nbytes for leaf in whole.values()) - frozen_bytes
+    found = inspection.verify(steps.find(f"{run}@4"))
+    assert (found.damaged, found.read_bytes, found.arrays) == ((), stored_bytes, len(whole) - len(frozen))
+    assert found.note == f"{len(frozen)} frozen arrays not read, which are in {base}@7"
+    arrays = Arrays(steps.find(f"{run}@4"))
+    assert {name for name in whole if name in arrays} == first.saved.keys()
+    assert list(comparing.compare(steps.find(f"{run}@3"), steps.find(f"{run}@4"))) == []
+
+
+def test_a_run_starts_from_one_that_leaves_parameters_out(saved, adapted):
+    (_, base), (state, run) = saved, adapted
+    source = warm_start.SavedParameters(
+        steps.find(f"{run}@3"), open_source=lambda left_out: warm_start.SavedParameters(steps.find(left_out.source))
+    )
+    program = program_of(strategies.fsdp())
+    found = source.load(program.abstract_state.params, program.param_specs, progress=lambda *_: None)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        jax.device_get(found),
+        jax.tree.map(lambda a: a.astype(np.float32), jax.device_get(state.params)),
+    )
+    with pytest.raises(UserError, match=f"leaves out parameters, which are in {base}@7"):
+        warm_start.SavedParameters(steps.find(f"{run}@3")).load(
+            program.abstract_state.params, program.param_specs, progress=lambda *_: None
+        )
+
+
+def test_another_source_of_frozen_parameters_is_refused(saved, adapted, tmp_path):
+    (_, base), (state, run) = saved, adapted
+    program = program_of(strategies.fsdp(), seed=5, frozen=FROZEN)
+    other = jax.tree.map(lambda a: a + 0, state.params)
+    other["layers/block"]["query"] = other["layers/block"]["query"].at[1, 2, 3].add(0.5)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
+    checkpoints.save(7, state={"params": other}, data={}, meta={})
+    checkpoints.close()
+    content = steps.read(steps.find(f"{run}@3")).content
+    recorded = {name: entry for name, entry in content.items() if name.startswith("params/layers/block/")}
+    changed = {**recorded, "params/layers/block/query": reading.describe({"q": other["layers/block"]["query"]})["q"]}
+    with pytest.raises(UserError) as caught:
+        restored(program, run, str(tmp_path))
+    said = str(caught.value)
+    assert f"step 7 of {tmp_path}/checkpoints is not the source of the checkpoint's frozen parameters: 1 of 9" in said
+    assert (
+        f"(layers/block/query). The hash of those read is {steps.content_hash(recorded)} in the checkpoint and" in said
+    )
+    assert f"{steps.content_hash(changed)} there" in said
+    assert f"from {base}@7: name that source, unchanged, in INIT_FROM" in said
+    del other["layers/block"]["up"]
+    checkpoints = Checkpoints(tmp_path / "without" / "checkpoints", keep=1)
+    checkpoints.save(7, state={"params": other}, data={}, meta={})
+    checkpoints.close()
+    with pytest.raises(
+        UserError, match=r"does not have the parameters that .*\n  layers/block/up: not in the checkpoint"
+    ):
+        restored(program, run, str(tmp_path / "without"))
+    with pytest.raises(UserError, match="does not contain its 9 frozen parameters, which the run read from"):
+        Checkpoints(run / "checkpoints", keep=2).restore(3, program.abstract_state)
