@@ -42,7 +42,7 @@ LINES: tuple[tuple[bytes, str], ...] = (
     ),
     (
         _ABSL + rb"port\.cc:\d+\] oneDNN custom operations are on\.[^\r\n]*",
-        "TensorFlow reads data here and computes nothing",
+        "TensorFlow reads datasets here and computes nothing",
     ),
     (
         _ABSL + rb"cudart_stub\.cc:\d+\] Could not find cuda drivers on your machine, GPU will not be used\.",

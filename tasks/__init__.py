@@ -1,1 +1,1 @@
-"""Data: seqio tasks read as streams that do not depend on the number of hosts."""
+"""Data: text, chats, puzzles and seqio tasks, read as streams that do not depend on the number of hosts."""

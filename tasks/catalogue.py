@@ -4,17 +4,18 @@ import dataclasses
 import functools
 import hashlib
 import importlib.util
+import os
+from collections.abc import Callable
 from typing import Any
 
-from core import paths
+from core import library_noise, paths
 from core.errors import UserError
-from tasks import documents, seqio_tasks
-from tasks.documents import StreamSpec
-from tasks.seqio_tasks import SeqioCorpus, plain
+from tasks import documents
+from tasks.document_streams import DocumentSource, Parts
 
 
 @dataclasses.dataclass(frozen=True)
-class Tfds(SeqioCorpus):
+class Tfds(DocumentSource):
     """A dataset of the TensorFlow Datasets catalogue that `tfds build` has prepared."""
 
     name: str
@@ -27,35 +28,26 @@ class Tfds(SeqioCorpus):
         """See `Corpus`."""
         return (self.data_dir,) if self.data_dir else ()
 
-    def documents(self, spec: StreamSpec, *, epochs: int | None = None) -> tuple[Any, bool]:
-        """See `SeqioCorpus`.
+    def parts(self, split: str, num_streams: int) -> Parts:
+        """See `DocumentSource`. There are as many parts as files, or as streams if these are more.
 
         Raises:
-          UserError: the dataset is not prepared, or has no such field.
+          UserError: the dataset is not prepared, or has no such field or split.
         """
-        tf, _ = seqio_tasks.modules()
+        tensorflow()
         import tensorflow_datasets as tfds
 
-        builder = self._builder()
-        split = self.split if spec.split == "train" else self.validation_split
-        by_file = len(builder.info.splits[split].file_instructions) >= spec.num_streams
-        read = tfds.ReadConfig(
-            shuffle_seed=spec.seed,
-            shuffle_reshuffle_each_iteration=False,  # otherwise a second iterator would read in a different order
-            try_autocache=False,
-            interleave_cycle_length=1,
-            num_parallel_calls_for_interleave_files=1,
-            input_context=tf.distribute.InputContext(spec.num_streams, spec.index) if by_file else None,
-        )
-        examples = builder.as_dataset(split=split, shuffle_files=spec.seed is not None, read_config=read)
-        if self.field not in examples.element_spec:
-            raise UserError(f"text.tfds.field: {self.name} has no {self.field!r}, only {sorted(examples.element_spec)}")
-        read_text = seqio_tasks.reader(self, functools.partial(_read, split))
-        texts = examples.map(plain(lambda example: {"text": read_text(example[self.field])}))
-        texts = texts.filter(plain(lambda document: tf.strings.length(document["text"]) > 0)).repeat(epochs)
-        if not by_file and spec.seed is not None:
-            return texts.shard(spec.num_streams, spec.index), True
-        return texts, by_file
+        builder, name = self._builder(), self.split if split == "train" else self.validation_split
+        if self.field not in builder.info.features:
+            raise UserError(f"text.tfds.field: {self.name} has no {self.field!r}, only {sorted(builder.info.features)}")
+        try:
+            whole = builder.info.splits[name]
+        except (KeyError, ValueError) as error:
+            raise UserError(f"text.tfds: {self.name} has no split {name!r}: {error}") from error
+        count = min(max(len(whole.file_instructions), num_streams), max(whole.num_examples, 1))
+        take = documents.intake_of(self).take
+        parts = [_Share(builder, share, name, self.field, take) for share in tfds.even_splits(name, count)]
+        return Parts(parts, is_shared=count < num_streams)
 
     def problems(self) -> list[str]:
         """See `Corpus`."""
@@ -85,5 +77,46 @@ class Tfds(SeqioCorpus):
         return builder
 
 
-def _read(split: str, content: bytes) -> bytes:
-    return documents.checked(content, where=f"the document of {split} that begins {content[:40]!r}")
+class _Share:
+    """A part of consecutive examples of a split; offsets count examples."""
+
+    def __init__(self, builder: Any, split: Any, name: str, field: str, take: Callable[..., bytes]) -> None:
+        self.builder, self.split, self.name, self.field, self.take = builder, split, name, field, take
+
+    def open(self, offset: Any) -> "_ShareReader":
+        return _ShareReader(self, offset or 0)
+
+
+class _ShareReader:
+    def __init__(self, part: _Share, offset: int) -> None:
+        import tensorflow_datasets as tfds
+
+        self._part, self._offset = part, offset
+        read = tfds.ReadConfig(
+            try_autocache=False, interleave_cycle_length=1, num_parallel_calls_for_interleave_files=1
+        )
+        dataset = part.builder.as_dataset(split=part.split, read_config=read).skip(offset)
+        self._examples = dataset.map(lambda example: example[part.field]).as_numpy_iterator()
+
+    def offset(self) -> int:
+        return self._offset
+
+    def __next__(self) -> bytes:
+        content = next(self._examples)
+        self._offset += 1
+        where = f"the document of {self._part.name} that begins {content[:40]!r}"
+        return self._part.take(documents.checked, content, where=where)
+
+
+@functools.cache
+def tensorflow() -> Any:
+    """Imports TensorFlow without its start-up messages; takes about 3 s the first time."""
+    held = library_noise.Held()
+    try:
+        with library_noise.holding_stderr() as held:
+            import tensorflow as tf
+
+            tf.zeros([])  # the first operation searches for devices and logs those it does not find
+    finally:
+        os.write(2, library_noise.without(held.content))
+    return tf

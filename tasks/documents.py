@@ -1,4 +1,4 @@
-"""The interface of a source of documents, lists of text files, and the checks of documents, without TensorFlow.
+"""The interface of a source of documents, lists of text files, and the checks of documents.
 
 A file has a name that is the same on every machine. Order, split and fingerprint are computed from names and sizes
 alone, so that all hosts agree whatever order their file systems list files in.
@@ -51,9 +51,10 @@ class File(NamedTuple):
     size_bytes: int
 
 
-def is_validation(name: str) -> bool:
-    """Returns True for the 5 % of file names that belong to validation, chosen by hash."""
-    return int(sha256(name.encode()).hexdigest()[:8], 16) % 100 < VALIDATION_PERCENT
+def is_validation(name: str | bytes) -> bool:
+    """Returns True for the 5 % of file names (or lines) that belong to validation, chosen by hash."""
+    content = name if isinstance(name, bytes) else name.encode()
+    return int.from_bytes(sha256(content).digest()[:4]) % 100 < VALIDATION_PERCENT
 
 
 def validation_names(names: Iterable[str]) -> set[str]:
@@ -198,7 +199,6 @@ class Intake:
     def __init__(self, source: str) -> None:
         self._source = source
         self._lock = threading.Lock()
-        self._refused: UserError | None = None
         self._read = 0
         self._noted: Counter[str] = Counter()
 
@@ -224,18 +224,6 @@ class Intake:
             self._noted[note] += 1
             if self._noted[note] in _REPORTED:
                 self._report(note)
-
-    def refuse(self, error: UserError) -> None:
-        """Stores the first error for `raise_refused`, for callers that cannot raise it themselves."""
-        with self._lock:
-            self._refused = self._refused or error
-
-    def raise_refused(self) -> None:
-        """Raises UserError if a document was refused since the last call."""
-        with self._lock:
-            refused, self._refused = self._refused, None
-        if refused:
-            raise UserError(f"{self._source}: {refused}") from refused
 
     def _report(self, note: str) -> None:
         print(

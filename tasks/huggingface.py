@@ -1,34 +1,23 @@
-"""Reads datasets of the Hugging Face hub, whose position tf.data cannot save.
+"""Reads datasets of the Hugging Face hub, shard by shard, with the library's own position (`state_dict`) in each.
 
-Documents are read in windows of 2**18 ids and are shuffled and packed within a window. The library's own position
-(`state_dict`) is recorded where a window begins. Resuming reads one window again (about a second), and the library may
-have to skip rows of a file to reach the recorded position.
-
-The library itself reads the token for gated datasets from HF_TOKEN; this code never handles it.
+Resuming may make the library skip rows of a file to reach the recorded position. The library itself reads the token for
+gated datasets from HF_TOKEN; this code never handles it.
 """
 
 import dataclasses
 import hashlib
 import importlib.util
-import json
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from core.errors import UserError
-from tasks import documents, packing
-from tasks.documents import StreamSpec
-from tasks.ids import lowest_id
-from tasks.streams import Stream
-
-WINDOW_IDS = 2**18
+from tasks import documents
+from tasks.document_streams import DocumentSource, Parts
 
 
 @dataclasses.dataclass(frozen=True)
-class HuggingFace:
-    """A dataset of the Hugging Face hub. The library reads the token for gated datasets from HF_TOKEN."""
+class HuggingFace(DocumentSource):
+    """A dataset of the Hugging Face hub."""
 
     name: str
     split: str
@@ -40,15 +29,14 @@ class HuggingFace:
         """See `Corpus`."""
         return ()
 
-    def open_stream(self, spec: StreamSpec) -> Stream:
-        """See `Corpus`."""
-        return HuggingFaceStream(self, spec)
+    deals_documents = True  # tokenizing a large dataset in every stream would cost too much
 
-    def sample_texts(self) -> Iterator[str]:
-        """See `Corpus`."""
-        for number, example in enumerate(_load(self, self.split), 1):
-            if text := _text(example, self, where=f"document {number} of {self.split}"):
-                yield text
+    def parts(self, split: str, num_streams: int) -> Parts:
+        """See `DocumentSource`."""
+        name = self.split if split == "train" else self.validation_split
+        count = max(_load(self, name).num_shards, 1)
+        parts = [_Shard(self, name, index, count) for index in range(count)]
+        return Parts(parts, is_shared=count < num_streams)
 
     def problems(self) -> list[str]:
         """See `Corpus`."""
@@ -66,99 +54,57 @@ class HuggingFace:
         return hashlib.sha256(repr(self).encode()).hexdigest()
 
 
-class HuggingFaceStream(packing.PackedStream):
-    """A stream over an iterable dataset that has `state_dict` and `load_state_dict`."""
+@dataclasses.dataclass(frozen=True)
+class _Shard:
+    """The part of one shard of a split."""
 
-    KINDS = MappingProxyType({"epoch": int, "documents": int, "window": int, "library": dict})
+    source: HuggingFace
+    split: str
+    index: int
+    count: int
 
-    def __init__(self, corpus: HuggingFace, spec: StreamSpec) -> None:
-        super().__init__(spec)
-        self._corpus = corpus
-        self._base = _load(corpus, corpus.split if spec.split == "train" else corpus.validation_split)
-        self._by_file = self._base.num_shards >= spec.num_streams
-        self._epoch = self._documents = self._window = 0  # _documents: number read in this epoch
-        self._open()
+    def open(self, offset: Any) -> "_ShardReader":
+        return _ShardReader(self, offset)
 
-    def _move(self, position: Mapping[str, Any]) -> None:
-        self._epoch, self._documents, self._window = (position[k] for k in ("epoch", "documents", "window"))
-        self._open()
-        self._dataset.load_state_dict(position["library"])
+
+class _ShardReader:
+    """Reads a shard; an offset is the library's position and the number of documents before it."""
+
+    def __init__(self, part: _Shard, offset: dict[str, Any] | None) -> None:
+        self._part, self._number = part, 0
+        self._dataset = _load(part.source, part.split)
+        if part.count > 1:
+            self._dataset = self._dataset.shard(num_shards=part.count, index=part.index)
+        if offset is not None:
+            self._dataset.load_state_dict(offset["library"])
+            self._number = offset["documents"]
         self._examples = iter(self._dataset)
 
-    def _open(self) -> None:
-        """Opens the dataset at the start of the epoch, as a new object: `load_state_dict` cannot be undone."""
-        streams, index = (self._spec.num_streams, self._spec.index) if self._by_file else (1, 0)
-        self._dataset = self._base.shard(num_shards=streams, index=index)
-        self._dataset.set_epoch(self._epoch)
-        self._examples = iter(self._dataset)
+    def offset(self) -> dict[str, Any]:
+        return {"documents": self._number, "library": self._dataset.state_dict()}
 
-    def _position(self) -> dict[str, Any]:
-        library = json.loads(json.dumps(self._dataset.state_dict()))
-        return {"epoch": self._epoch, "documents": self._documents, "window": self._window, "library": library}
-
-    def _next_window(self) -> list[packing.Segment]:
-        spec = self._spec
-        segments: list[packing.Segment] = []
-        count = 0
-        while count < WINDOW_IDS:
-            ids = self._next_ids()
-            count += len(ids)
-            segments += packing.text_segments(ids, length=spec.length, bos_id=spec.vocabulary.bos_id)
-        if spec.seed is not None:
-            order = np.random.default_rng((spec.seed, spec.index, self._window)).permutation(len(segments))
-            segments = [segments[i] for i in order]
-        self._window += 1
-        return segments
-
-    def _next_ids(self) -> list[int]:
-        """Returns the ids of this stream's next document, with the end-of-document id."""
-        vocabulary = self._spec.vocabulary
-        ids = [*vocabulary.encode(self._next_text()), vocabulary.eos_id]
-        lowest = lowest_id(vocabulary)
-        if min(ids) < lowest or max(ids) >= vocabulary.size:
-            reserved = " (id 0 is reserved for padding)" if lowest else ""
-            raise UserError(
-                f"{self._corpus.describe()}: ids {min(ids)} to {max(ids)}, expected {lowest} to {vocabulary.size - 1}"
-                + reserved
-            )
-        return ids
-
-    def _next_text(self) -> str:
-        spec = self._spec
-        while True:
-            example = next(self._examples, None)
-            if example is None:
-                if not self._documents:
-                    raise UserError(f"{self._corpus.describe()}: the {spec.split} split has no document")
-                self._epoch, self._documents = self._epoch + 1, 0
-                self._open()
-                continue
-            number, self._documents = self._documents, self._documents + 1
-            if self._by_file:
-                where = f"document {number + 1} of {spec.split} stream {spec.index} of {spec.num_streams}"
-            elif number % spec.num_streams == spec.index:
-                where = f"document {number + 1} of {spec.split}"
-            else:
-                continue
-            if text := _text(example, self._corpus, where=where):
-                return text
+    def __next__(self) -> bytes:
+        example = next(self._examples)
+        self._number += 1
+        part = self._part
+        shard = f" (shard {part.index + 1} of {part.count})" if part.count > 1 else ""
+        return _text(example, part.source, where=f"document {self._number} of {part.split}{shard}")
 
 
-def _load(corpus: HuggingFace, split: str) -> Any:
+def _load(source: HuggingFace, split: str) -> Any:
     """Loads a split as an iterable dataset. Raises UserError if the package `datasets` is not installed."""
     try:
         import datasets
     except ImportError as error:
-        raise UserError(" ".join(corpus.problems())) from error
-    name, _, config = corpus.name.partition(":")
-    dataset = datasets.load_dataset(name, config or None, split=split, streaming=corpus.streaming)
-    return dataset if corpus.streaming else dataset.to_iterable_dataset()
+        raise UserError(" ".join(source.problems())) from error
+    name, _, config = source.name.partition(":")
+    dataset = datasets.load_dataset(name, config or None, split=split, streaming=source.streaming)
+    return dataset if source.streaming else dataset.to_iterable_dataset()
 
 
-def _text(example: Mapping[str, Any], corpus: HuggingFace, *, where: str) -> str:
-    """Returns the text of a document; empty if it holds only white space. Raises UserError if it is not text."""
-    text = example.get(corpus.field)
+def _text(example: Mapping[str, Any], source: HuggingFace, *, where: str) -> bytes:
+    """Returns the text of a document as UTF-8, empty if it is blank. Raises UserError if it is not text."""
+    text = example.get(source.field)
     if not isinstance(text, str):
-        raise UserError(f"text.huggingface.field: {corpus.name} has no text {corpus.field!r}, only {sorted(example)}")
-    intake = documents.intake_of(corpus)
-    return intake.take(documents.checked, documents.encoded(text, where=where), where=where).decode()
+        raise UserError(f"text.huggingface.field: {source.name} has no text {source.field!r}, only {sorted(example)}")
+    return documents.intake_of(source).take(documents.checked, documents.encoded(text, where=where), where=where)

@@ -3,7 +3,7 @@
 import datetime
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from core.errors import UserError
 
@@ -56,15 +56,15 @@ class Vocabulary(Protocol):
     def describe(self) -> str:
         """Returns a short description for the run summary."""
 
-    def seqio(self) -> Any:
-        """Returns the same vocabulary as a seqio object. Imports TensorFlow."""
 
+class Encodes(Protocol):
+    """Any vocabulary, recognised without reading its model."""
 
-class HasSeqio(Protocol):
-    """A vocabulary that seqio can use."""
+    def encode(self, text: str) -> list[int]:
+        """Converts text to ids."""
 
-    def seqio(self) -> Any:
-        """Returns the same vocabulary as a seqio object. Imports TensorFlow."""
+    def describe(self) -> str:
+        """Returns a short description."""
 
 
 class ReadsFile(Protocol):

@@ -1,4 +1,4 @@
-"""Packs segments into rows with numpy, and streams the rows of sources that tf.data cannot read.
+"""Packs segments into rows with numpy, and streams the rows.
 
 Rows are filled greedily in order, exactly as seqio's DecoderFeatureConverter fills them: the two give the same rows.
 
@@ -6,7 +6,7 @@ T: tokens per row. N: rows.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,11 +29,9 @@ class Segment(NamedTuple):
     weights: np.ndarray
 
 
-def text_segments(ids: Sequence[int], *, length: int, bos_id: int) -> list[Segment]:
-    """Splits a document into segments of at most `length` ids, each beginning with `bos_id`; nothing is dropped."""
-    array = np.asarray(ids, np.int32)
-    chunks = [array[start : start + length] for start in range(0, len(array), length)]
-    return [Segment(np.r_[np.int32(bos_id), c[:-1]], c, np.ones(len(c), np.float32)) for c in chunks]
+def text_segment(ids: np.ndarray, *, bos_id: int) -> Segment:
+    """Returns the segment of a chunk of text, int32[n]: each id is learned from those before it and `bos_id`."""
+    return Segment(np.r_[np.int32(bos_id), ids[:-1]], ids, np.ones(len(ids), np.float32))
 
 
 def pack(segments: Iterable[Segment], *, length: int) -> Mapping[str, np.ndarray]:

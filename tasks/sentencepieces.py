@@ -99,12 +99,6 @@ class SentencePiece:
             return f"SentencePiece {self.path or '(VOCABULARY is not set)'} (absent)"
         return f"SentencePiece {self.path} ({self.size} ids, sha256 {self.hash[:12]})"
 
-    def seqio(self) -> Any:
-        """See `Vocabulary`."""
-        import seqio
-
-        return seqio.SentencePieceVocabulary(str(paths.resolve(self.path)))
-
 
 class TrainedSentencePiece(SentencePiece):
     """A SentencePiece model that host 0 trains once on the task's own text and stores in the run directory."""

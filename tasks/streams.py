@@ -27,7 +27,10 @@ BATCH_DTYPES = {
     "segment_ids": np.int32,
     "positions": np.int32,
 }
-_NO_POSITION = "is not a data position: the checkpoint is damaged or was written by another program"
+_NO_POSITION = (
+    "is not a data position: the checkpoint is damaged or was written by another version; a new run with another "
+    "--run-dir can start from its parameters (INIT_FROM)"
+)
 
 
 def batch_spec(batch_size: int, *, length: int) -> dict[str, Field]:

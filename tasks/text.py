@@ -1,7 +1,7 @@
 """Text tasks: the constructors that a gin configuration names.
 
 A constructor only records its arguments and imports its source alone, so a configuration is checked in milliseconds on
-any machine; TensorFlow is imported and the data opened with the first batch. A document becomes ids followed by an
+any machine; the data is opened with the first batch. A document becomes ids followed by an
 end-of-document id, split into chunks of at most `length` ids. Chunks are packed into rows, and neither attention nor
 targets cross chunk boundaries.
 
@@ -17,8 +17,9 @@ from core.batches import BatchSpec
 from core.errors import UserError, check_integer, check_text
 from core.types import Batches, DataLayout, can
 from tasks import streams, vocabularies
+from tasks.document_streams import DocumentSource
 from tasks.documents import Corpus, StreamSpec
-from tasks.ids import FormatsChats, HasSeqio, ReadsFile, Vocabulary
+from tasks.ids import Encodes, FormatsChats, ReadsFile, Vocabulary
 from tasks.text_files import TextFiles, python_library
 
 
@@ -239,11 +240,28 @@ def huggingface(
     return _task("huggingface", corpus, (length, num_streams, vocabulary))
 
 
+def seqio(*, name: str, length: int, num_streams: int) -> TextTask:
+    """Returns a task or mixture of a decoder that your own module registered with seqio, with its own vocabulary.
+
+    The gin file must import that module. The task's own preprocessors make `targets` from text, append the
+    end-of-document id and shuffle; longer targets are cut, and several are packed into a row.
+
+    Args:
+      name: of the seqio task or mixture.
+      length: tokens per row.
+      num_streams: number of data streams; must divide the batch size.
+    """
+    check_text(name, where="text.seqio.name")
+    from tasks.seqio_tasks import SeqioCorpus, SeqioVocabulary
+
+    return _task("seqio", SeqioCorpus(name), (length, num_streams, SeqioVocabulary(name)))
+
+
 def mixture(*, tasks: Sequence[TextTask], weights: Sequence[float]) -> TextTask:
     """Returns a task that samples several text tasks by weight.
 
     Args:
-      tasks: tasks with the same vocabulary, length and number of streams; `huggingface` tasks cannot be mixed.
+      tasks: tasks with the same vocabulary, length and number of streams; `chats` and `seqio` cannot be mixed.
       weights: relative shares of chunks, which are nearly shares of tokens; any positive numbers.
 
     Raises:
@@ -270,10 +288,11 @@ def mixture(*, tasks: Sequence[TextTask], weights: Sequence[float]) -> TextTask:
 
 
 def _check_mixes(task: TextTask, first: TextTask) -> None:
-    from tasks.huggingface import HuggingFace
-
-    if isinstance(task.corpus, HuggingFace):
-        raise UserError("text.mixture cannot mix text.huggingface: write it to .jsonl and use text.files")
+    if not isinstance(task.corpus, DocumentSource):
+        raise UserError(
+            f"text.mixture cannot mix {task.corpus.describe()}: only tasks of documents (python_source, files, tfds, "
+            "huggingface)"
+        )
     for name in ("length", "num_streams"):
         ours, theirs = getattr(task, name), getattr(first, name)
         if ours != theirs:
@@ -299,7 +318,7 @@ def _task(name: str, corpus: Corpus, common: tuple[int, int, Vocabulary | None])
     check_integer(length, where=f"text.{name}.length", least=2)
     check_integer(num_streams, where=f"text.{name}.num_streams", least=1)
     vocabulary = vocabularies.bytes() if vocabulary is None else vocabulary
-    if not can(vocabulary, HasSeqio):
+    if not can(vocabulary, Encodes):
         raise UserError(
             f"text.{name}.vocabulary is {vocabulary!r}, expected one of vocabularies, e.g. @vocabularies.bytes()"
         )

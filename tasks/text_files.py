@@ -1,23 +1,24 @@
 """Reads documents from files: the user's own text, and Python's standard library.
 
-A source is a frozen dataclass (patterns, field, splits). It reports its problems and its fingerprint without
-TensorFlow. Files are shuffled by a permutation of their indices, keyed by the seed and the epoch, without a buffer.
+A source is a frozen dataclass (patterns, field, splits). A .txt file is one document and one part; a .jsonl file has a
+document on each line, and is divided into ranges of lines if there are fewer files than streams.
 """
 
 import dataclasses
 import functools
 import hashlib
+import itertools
 import sysconfig
 from collections.abc import Callable
 from typing import Any
 
 from core import paths, units
 from core.errors import UserError
-from tasks import documents, seqio_tasks
+from tasks import documents
+from tasks.document_streams import DocumentSource, Parts
 from tasks.documents import (
     VALIDATION_PERCENT,
     File,
-    StreamSpec,
     is_json,
     is_validation,
     list_files,
@@ -25,13 +26,15 @@ from tasks.documents import (
     python_files,
     split_files,
 )
-from tasks.seqio_tasks import SeqioCorpus, plain
 
-_ENDLESS = 2**62
+_SMALLEST_RANGE_BYTES = 2**20  # smaller .jsonl files are not divided
+_BLOCK_BYTES = 2**20
+
+Take = Callable[..., bytes]  # an Intake's `take`
 
 
-class FileCorpus(SeqioCorpus):
-    """A corpus of files whose documents are whole files, or lines of JSON when `field` is a name."""
+class FileSource(DocumentSource):
+    """A source of files whose documents are whole files, or lines of JSON when `json_field` is a name."""
 
     def files(self, split: str) -> tuple[File, ...]:
         """Returns the files of a split, sorted by name. Raises UserError if there are none."""
@@ -45,30 +48,17 @@ class FileCorpus(SeqioCorpus):
         """Returns the split whose lines are kept if both splits read the same files; None otherwise."""
         return None
 
-    def documents(self, spec: StreamSpec, *, epochs: int | None = None) -> tuple[Any, bool]:
-        """See `SeqioCorpus`.
-
-        Files are sharded over streams if there are enough of them; otherwise training shards the lines of .jsonl, and
-        in the remaining cases the caller shards chunks. The streams together read every document once per epoch.
-        """
-        tf, _ = seqio_tasks.modules()
-        files, field, part = self.files(spec.split), self.json_field(spec.split), self.line_split(spec.split)
-        numbers = tf.data.Dataset.range(_ENDLESS if epochs is None else epochs * len(files))
-        # A file may contain none of the few validation lines, and a stream of that file alone would block forever.
-        sharded = len(files) >= spec.num_streams and part != "validation"
-        if sharded:
-            numbers = numbers.shard(spec.num_streams, spec.index)
-        texts = numbers.map(plain(_permuted([file.path for file in files], spec.seed)))
+    def parts(self, split: str, num_streams: int) -> Parts:
+        """See `DocumentSource`. The few validation lines of .jsonl files are shared, as some file may have none."""
+        files, field, kept = self.files(split), self.json_field(split), self.line_split(split)
+        take = documents.intake_of(self).take
         if field is None:
-            read = plain(seqio_tasks.reader(self, _of_file(documents.file_text)))
-            texts = texts.map(plain(lambda path: read(path, tf.io.read_file(path))))
-        else:
-            lines = texts.flat_map(plain(functools.partial(_json_lines, part=part)))
-            if not sharded and spec.seed is not None:
-                lines, sharded = lines.shard(spec.num_streams, spec.index), True
-            texts = lines.map(plain(seqio_tasks.reader(self, _of_file(functools.partial(documents.json_text, field)))))
-        texts = texts.filter(plain(lambda text: tf.strings.length(text) > 0))
-        return texts.map(plain(lambda text: {"text": text})), sharded
+            return Parts([_WholeFile(file.path, take) for file in files], is_shared=len(files) < num_streams)
+        ranges = [(file.path, 0, None) for file in files]
+        if len(files) < num_streams and kept != "validation":
+            ranges = [found for file in files for found in _ranges(file.path, num_streams)]
+        parts = [_Lines(*found, field, kept, take) for found in ranges]
+        return Parts(parts, is_shared=len(parts) < num_streams or kept == "validation")
 
     def fingerprint(self) -> str:
         """See `Corpus`."""
@@ -79,7 +69,7 @@ class FileCorpus(SeqioCorpus):
 
 
 @dataclasses.dataclass(frozen=True)
-class PythonLibrary(FileCorpus):
+class PythonLibrary(FileSource):
     """The .py files of Python's standard library, without its tests."""
 
     root: str
@@ -89,7 +79,7 @@ class PythonLibrary(FileCorpus):
         return python_files(self.root)
 
     def files(self, split: str) -> tuple[File, ...]:
-        """See `FileCorpus`."""
+        """See `FileSource`."""
         wanted = split == "validation"
         return tuple(file for file in self._all_files if is_validation(file.name) == wanted)
 
@@ -114,7 +104,7 @@ class PythonLibrary(FileCorpus):
 
 
 @dataclasses.dataclass(frozen=True)
-class TextFiles(FileCorpus):
+class TextFiles(FileSource):
     """The user's own .txt files (a document each) or .jsonl files (a document a line)."""
 
     train: tuple[str, ...]
@@ -135,18 +125,18 @@ class TextFiles(FileCorpus):
         return dict(zip(("train", "validation"), split_files(train), strict=True))
 
     def files(self, split: str) -> tuple[File, ...]:
-        """See `FileCorpus`."""
+        """See `FileSource`."""
         files = self._listed[split]
         if not files:
             raise UserError(" ".join(self.problems()) or f"text.files: no {split} file")
         return files
 
     def json_field(self, split: str) -> str | None:
-        """See `FileCorpus`."""
+        """See `FileSource`."""
         return self.field if is_json(self.files(split)) else None
 
     def line_split(self, split: str) -> str | None:
-        """See `FileCorpus`."""
+        """See `FileSource`."""
         return split if not self.validation and is_json(self.files(split)) else None
 
     def problems(self) -> list[str]:
@@ -195,33 +185,116 @@ def _with_text(files: tuple[File, ...]) -> tuple[File, ...]:
     return tuple(file for file in files if file.size_bytes or paths.is_remote(file.path))
 
 
-def _of_file(read: Callable[..., bytes]) -> Callable[..., bytes]:
-    """Wraps `read` to decode its first argument, a path, which TensorFlow passes as bytes."""
-    return lambda path, *rest: read(path.decode(), *rest)
+def _ranges(path: str, num_streams: int) -> list[tuple[str, int, int]]:
+    """Divides a file into up to 4 ranges of bytes per stream, none smaller than 1 MiB: (path, start, end)."""
+    size = paths.resolve(path).stat().length
+    count = max(1, min(4 * num_streams, size // _SMALLEST_RANGE_BYTES))
+    borders = [size * number // count for number in range(count + 1)]
+    return [(path, start, end) for start, end in itertools.pairwise(borders)]
 
 
-def _permuted(items: list[str], seed: int | None) -> Callable[[Any], Any]:
-    """Returns a function from a running index to an item: a new permutation of all items in every epoch."""
-    tf, _ = seqio_tasks.modules()
-    count = len(items)
+@dataclasses.dataclass(frozen=True)
+class _WholeFile:
+    """The part of a file that is one document."""
 
-    def pick(number: Any) -> Any:
-        index = number % count
-        if seed is not None:
-            key = tf.stack([tf.constant(seed, tf.int64), number // count])
-            index = tf.random.experimental.index_shuffle(index, key, tf.constant(count - 1, tf.int64))
-        return tf.gather(tf.constant(items), index)
+    path: str
+    take: Take
 
-    return pick
+    def open(self, offset: Any) -> "_WholeFileReader":
+        return _WholeFileReader(self, offset or 0)
 
 
-def _json_lines(path: Any, *, part: str | None) -> Any:
-    """Returns a dataset of (path, line number, line) of a .jsonl file; `part` keeps one split's lines, by hash."""
-    tf, _ = seqio_tasks.modules()
-    lines = tf.data.TextLineDataset(path).enumerate(1)
-    if part is not None:
-        wanted = part == "validation"
-        lines = lines.filter(
-            plain(lambda _, line: (tf.strings.to_hash_bucket_fast(line, 100) < VALIDATION_PERCENT) == wanted)
-        )
-    return lines.map(plain(lambda number, line: (path, number, line)))
+class _WholeFileReader:
+    def __init__(self, part: _WholeFile, offset: int) -> None:
+        self._part, self._offset = part, offset
+
+    def offset(self) -> int:
+        return self._offset  # 1 after the document
+
+    def __next__(self) -> bytes:
+        if self._offset:
+            raise StopIteration
+        self._offset = 1
+        return self._part.take(documents.file_text, self._part.path, _read(self._part.path))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Lines:
+    """The part of a .jsonl file whose lines begin in a range of bytes.
+
+    Attributes:
+      path: the file.
+      start, end: the range; end None: to the end of the file.
+      field: the JSON key of the text.
+      kept: the split whose lines are kept, chosen by hash; None: all.
+      take: counts and checks the documents.
+    """
+
+    path: str
+    start: int
+    end: int | None
+    field: str
+    kept: str | None
+    take: Take
+
+    def open(self, offset: Any) -> "_LinesReader":
+        return _LinesReader(self, offset)
+
+
+class _LinesReader:
+    """Reads lines; its offset is that of a byte in the file."""
+
+    def __init__(self, part: _Lines, offset: int | None) -> None:
+        self._part = part
+        self._file = _opened(part.path)
+        if offset is None and part.start:
+            self._file.seek(part.start - 1)
+            self._at = (
+                part.start - 1 + len(self._file.readline())
+            )  # the line that begins before belongs to another part
+        else:
+            self._at = part.start if offset is None else offset
+            self._file.seek(self._at)
+
+    def offset(self) -> int:
+        return self._at
+
+    def __next__(self) -> bytes:
+        part = self._part
+        while part.end is None or self._at < part.end:
+            start, line = self._at, self._file.readline()
+            if not line:
+                break
+            self._at += len(line)
+            line = line.removesuffix(b"\n").removesuffix(b"\r")
+            if part.kept is None or (part.kept == "validation") == is_validation(line):
+                return self._text(line, start)
+        self._file.close()
+        raise StopIteration
+
+    def _text(self, line: bytes, start: int) -> bytes:
+        part = self._part
+        try:
+            return part.take(documents.json_text, part.field, part.path, 0, line)
+        except UserError:  # only now count the lines before it, for the message
+            return part.take(documents.json_text, part.field, part.path, _line_number(part.path, start), line)
+
+
+def _line_number(path: str, offset: int) -> int:
+    """Returns the number of the line that begins at an offset, from 1."""
+    with _opened(path) as file:
+        sizes = itertools.chain(itertools.repeat(_BLOCK_BYTES, offset // _BLOCK_BYTES), [offset % _BLOCK_BYTES])
+        return 1 + sum(file.read(size).count(b"\n") for size in sizes)
+
+
+def _opened(path: str) -> Any:
+    """Opens a file for reading bytes. Raises UserError if it cannot be read."""
+    try:
+        return paths.resolve(path).open("rb")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _read(path: str) -> bytes:
+    with _opened(path) as file:
+        return file.read()

@@ -224,51 +224,6 @@ class FolderTokenizer:
         )
         return f"tokenizer of {self.path} ({self.size} ids{beyond}, sha256 {self.hash[:12]})"
 
-    def seqio(self) -> Any:
-        """See `Vocabulary`."""
-        import seqio
-        import tensorflow as tf
-
-        outer = self
-
-        class Wrapped(seqio.Vocabulary):
-            """Adapts the tokenizer to seqio's interface, also for tf.data."""
-
-            @property
-            def bos_id(self) -> int:
-                return outer.bos_id
-
-            @property
-            def eos_id(self) -> int:
-                return outer.eos_id
-
-            @property
-            def unk_id(self) -> int | None:
-                return None
-
-            @property
-            def _base_vocab_size(self) -> int:
-                return outer.size
-
-            def _encode(self, s: str) -> list[int]:
-                return outer.encode(s)
-
-            def _decode(self, ids: Iterable[int]) -> str:
-                return outer.decode(ids)
-
-            def _encode_tf(self, s: Any) -> Any:
-                def encoded(text: Any) -> Any:
-                    return tf.constant(outer.encode(text.numpy().decode()), tf.int32)
-
-                ids = tf.py_function(encoded, [s], tf.int32)
-                ids.set_shape([None])
-                return ids
-
-            def _decode_tf(self, ids: Any) -> Any:
-                return tf.py_function(lambda i: outer.decode(i.numpy().tolist()), [ids], tf.string)
-
-        return Wrapped()
-
 
 def _environment() -> Any:
     """Returns the environment in which chat templates run, as in transformers: sandboxed, without access to files."""

@@ -3,14 +3,13 @@
 A vocabulary knows its size, special ids and hash before any data is opened, so a model with too small a vocab_size, or
 a host with another model file, is refused at the start. Bytes, numbers and trained models reserve id 0 for padding, so
 an id of 0 inside a document is an error; for a vocabulary with another `pad_id`, or none, 0 is an ordinary token. An id
-at or above the size is always an error, never clipped. TensorFlow is imported only by `seqio()`, and the modules of
-other vocabularies than bytes only by their constructors.
+at or above the size is always an error, never clipped. The modules of other vocabularies than bytes are imported only
+by their constructors.
 """
 
 import builtins
 import hashlib
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from core.errors import UserError, check_text
 from tasks.ids import PAD_ID, Vocabulary, before_end, check_ids
@@ -64,12 +63,6 @@ class Bytes:
         """See `Vocabulary`."""
         return "bytes (259 ids)"
 
-    def seqio(self) -> Any:
-        """See `Vocabulary`."""
-        import seqio
-
-        return seqio.ByteVocabulary()
-
 
 class Numbers:
     """Ids written as decimal numbers, for data that is not text."""
@@ -108,10 +101,6 @@ class Numbers:
     def describe(self) -> str:
         """See `Vocabulary`."""
         return f"numbers ({self.size} ids)"
-
-    def seqio(self) -> Any:
-        """Raises UserError: numbers cannot encode text."""
-        raise UserError("synthetic numbers cannot encode text: use vocabularies.bytes() or .sentencepiece()")
 
 
 def bytes() -> Bytes:  # shadows the builtin so that gin files read `vocabularies.bytes()`

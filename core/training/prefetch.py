@@ -2,7 +2,7 @@
 
 A thread takes batches from the host, puts them on the devices and keeps `depth` of them ready. It is ahead of the step,
 so the position of the data source is not the position of the run. A position is therefore a snapshot of the source plus
-the number of batches consumed since: a snapshot of a tf.data pipeline takes half a second, a counter takes no time.
+the number of batches consumed since: a snapshot of a seqio task takes half a second, a counter takes no time.
 Restoring reads that number of batches again, at most `snapshot_interval` - 1.
 """
 

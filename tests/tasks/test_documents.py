@@ -5,7 +5,6 @@ import json
 
 import pytest
 
-from core.errors import UserError
 from core.types import DataLayout
 from tasks import documents, text
 
@@ -46,9 +45,7 @@ def test_the_pipeline_reports_an_invalid_later_line_alike(tmp_path, capfd):
     with pytest.raises(ValueError, match=r"part\.jsonl:7: half a surrogate pair") as error:
         list(itertools.islice(batches, 50))
     assert "\n" not in str(error.value)
-    printed = "".join(capfd.readouterr())
-    assert "Traceback" not in printed
-    assert "part.jsonl" not in printed  # TensorFlow has nothing to log
+    assert "part.jsonl" not in "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize(
@@ -105,14 +102,3 @@ def test_documents_of_white_space_are_counted_and_reported_at_powers_of_ten(caps
         "1 of 2 documents read so far on this host",
         "10 of 11 documents read so far on this host",
     ]
-
-
-def test_the_intake_raises_the_first_refusal_once():
-    intake = documents.Intake("a source")
-    first = UserError("one")
-    intake.refuse(first)
-    intake.refuse(UserError("two"))
-    with pytest.raises(UserError, match="a source: one") as raised:
-        intake.raise_refused()
-    assert raised.value.__cause__ is first
-    intake.raise_refused()

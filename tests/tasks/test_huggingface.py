@@ -9,7 +9,7 @@ import pytest
 
 from core.errors import UserError
 from core.types import DataLayout
-from tasks import huggingface, text, vocabularies
+from tasks import document_streams, huggingface, text, vocabularies
 from tasks.documents import StreamSpec
 
 
@@ -17,14 +17,11 @@ class FakeIterable:
     """IterableDataset: shards of lists; a position that survives `iter`, as the library's does."""
 
     def __init__(self, shards):
-        self._shards, self._epoch, self._done, self._start = shards, 0, 0, 0
+        self._shards, self._done, self._start = shards, 0, 0
         self.num_shards = len(shards)
 
     def shard(self, num_shards, index):
         return FakeIterable(self._shards[index::num_shards])
-
-    def set_epoch(self, epoch):
-        self._epoch = epoch
 
     def state_dict(self):
         return {"examples": self._done}
@@ -58,7 +55,7 @@ def fake(monkeypatch):
     module.__spec__ = types.SimpleNamespace(name="datasets")
     monkeypatch.setitem(sys.modules, "datasets", module)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    monkeypatch.setattr(huggingface, "WINDOW_IDS", 200)
+    monkeypatch.setattr(document_streams, "WINDOW_IDS", 200)
     return calls
 
 
@@ -89,12 +86,10 @@ def test_continues_exactly_and_on_other_hosts(fake, num_streams, host_layouts, g
 
 
 def test_bytes_that_are_not_a_position_are_refused_and_change_nothing(fake):
-    stream = huggingface.HuggingFaceStream(
-        huggingface.HuggingFace("owner/some:en", "train", "validation", field="text", streaming=True),
-        StreamSpec("train", 0, 1, rows=2, length=16, seed=4, vocabulary=vocabularies.Bytes()),
-    )
+    source = huggingface.HuggingFace("owner/some:en", "train", "validation", field="text", streaming=True)
+    stream = source.open_stream(StreamSpec("train", 0, 1, rows=2, length=16, seed=4, vocabulary=vocabularies.Bytes()))
     before = stream.state()
-    for state in (b"garbage", b"{}", b'{"epoch": 1, "documents": 2, "window": 3, "row": 4}'):
+    for state in (b"garbage", b"{}", b'{"sources": 1, "window": 3, "row": 4}'):
         with pytest.raises(UserError, match="is not a data position"):
             stream.restore(state)
     assert stream.state() == before
@@ -143,7 +138,7 @@ def plant(monkeypatch, texts):
     module = types.ModuleType("datasets")
     module.load_dataset = lambda *_, **__: FakeIterable([[{"text": text} for text in texts]])
     monkeypatch.setitem(sys.modules, "datasets", module)
-    monkeypatch.setattr(huggingface, "WINDOW_IDS", 40)
+    monkeypatch.setattr(document_streams, "WINDOW_IDS", 40)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from core import logical, optimizers, step
 from core.types import DataLayout
 from models import losses
 from models.haiku_model import HaikuModel
-from tasks import huggingface, seqio_tasks, text, vocabularies
+from tasks import document_streams, text, vocabularies
 
 LENGTH = 8
 TEXTS = ("abba", "a", "caab" * 5, "aaaaaaaa", "zza")
@@ -36,16 +36,6 @@ class Letters(vocabularies.Bytes):
     def encode(self, text):
         return [byte - ord("a") + self.first for byte in text.encode()]
 
-    def seqio(self):
-        tf, seqio = seqio_tasks.modules()
-        shift = ord("a") - self.first
-
-        class Theirs(seqio.ByteVocabulary):
-            def _encode_tf(self, s):
-                return tf.cast(tf.io.decode_raw(s, tf.uint8), tf.int32) - shift
-
-        return Theirs()
-
 
 A_IS_ZERO, END_IS_ZERO = Letters(first=0, eos_id=26), Letters(first=1, eos_id=0)
 
@@ -64,15 +54,15 @@ def from_hub(monkeypatch, vocabulary):
         def shard(self, num_shards, index):
             return self
 
-        def set_epoch(self, epoch): ...
-
         def state_dict(self):
             return {}
+
+        def load_state_dict(self, state): ...
 
     module = types.ModuleType("datasets")
     module.load_dataset = lambda *_, **__: Examples({"text": content} for content in TEXTS)
     monkeypatch.setitem(sys.modules, "datasets", module)
-    monkeypatch.setattr(huggingface, "WINDOW_IDS", 40)
+    monkeypatch.setattr(document_streams, "WINDOW_IDS", 40)
     return text.huggingface(name="owner/letters", length=LENGTH, num_streams=1, vocabulary=vocabulary)
 
 
@@ -132,9 +122,7 @@ def test_a_vocabulary_that_pads_with_zero_refuses_a_zero_in_a_document(tmp_path,
         pad_id = 0
 
     for task in (files(tmp_path, Padded(0, 26)), from_hub(monkeypatch, Padded(0, 26))):
-        with pytest.raises(
-            ValueError, match=r"expected 1 to 26 \(id 0 is reserved|is 0, which this vocabulary reserves for padding"
-        ):
+        with pytest.raises(ValueError, match=r"expected 1 to 26 \(id 0 is reserved"):
             next(batches_of(task))
 
 

@@ -1,9 +1,10 @@
-"""Packing with numpy fills rows as seqio's converter does."""
+"""Packing fills rows as seqio's converter does, and seqio's own tasks are read."""
 
 import numpy as np
 import pytest
 
-from tasks import packing, seqio_tasks
+from core.types import DataLayout
+from tasks import catalogue, packing, seqio_tasks, text
 
 LENGTH = 9
 
@@ -13,17 +14,25 @@ def _documents():
     return [generator.integers(1, 50, size).tolist() for size in generator.integers(1, 25, 8)]
 
 
+def cut(ids, *, length, bos_id):
+    """The chunks of a document, as segments."""
+    ids = np.asarray(ids, np.int32)
+    return [packing.text_segment(ids[at : at + length], bos_id=bos_id) for at in range(0, len(ids), length)]
+
+
 @pytest.mark.slow
 def test_rows_equal_those_of_seqio():
     """seqio closes a row after every LENGTH pieces: it is given one such group at a time."""
-    tf, seqio = seqio_tasks.modules()
-    pieces = [piece for ids in _documents() for piece in packing.text_segments(ids, length=LENGTH, bos_id=7)]
+    tf = catalogue.tensorflow()
+    import seqio
+
+    pieces = [piece for ids in _documents() for piece in cut(ids, length=LENGTH, bos_id=7)]
     for start in range(0, len(pieces), LENGTH):
         group = pieces[start : start + LENGTH]
         padded = np.stack([np.pad(piece.targets, (0, LENGTH - len(piece.targets))) for piece in group])
         dataset = tf.data.Dataset.from_tensor_slices({"targets": padded})
         converted = seqio.DecoderFeatureConverter(pack=True, bos_id=7)(dataset, {"targets": LENGTH})
-        theirs = [seqio_tasks.batch_of(row, zero=50) for row in converted]
+        theirs = [seqio_tasks.batch_of(row) for row in converted]
         ours = packing.pack(group, length=LENGTH)
         for key, values in ours.items():
             np.testing.assert_array_equal(values, [row[key] for row in theirs], err_msg=key)
@@ -32,10 +41,48 @@ def test_rows_equal_those_of_seqio():
 
 def test_a_worked_example():
     documents = ([5, 6, 1], [7, 1], [8, 9, 10, 11, 12, 1])
-    pieces = [piece for ids in documents for piece in packing.text_segments(ids, length=5, bos_id=0)]
+    pieces = [piece for ids in documents for piece in cut(ids, length=5, bos_id=0)]
     packed = packing.pack(pieces, length=5)
     assert packed["targets"].tolist() == [[5, 6, 1, 7, 1], [8, 9, 10, 11, 12], [1, 0, 0, 0, 0]]
     assert packed["inputs"].tolist() == [[0, 5, 6, 0, 7], [0, 8, 9, 10, 11], [0, 0, 0, 0, 0]]
     assert packed["segment_ids"].tolist() == [[1, 1, 1, 2, 2], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]]
     assert packed["positions"].tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 4], [0, 0, 0, 0, 0]]
     assert packed["weights"].tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]]
+
+
+@pytest.mark.slow
+@pytest.mark.covers("D01")
+def test_a_registered_seqio_task_is_read_and_continues_exactly():
+    tf = catalogue.tensorflow()
+    import seqio
+
+    vocabulary = seqio.ByteVocabulary()
+    letters = ["a" * n for n in range(1, 30)]
+    seqio.TaskRegistry.add(
+        "own_letters",
+        source=seqio.FunctionDataSource(
+            lambda split, shuffle_files, seed=None: tf.data.Dataset.from_tensor_slices({"targets": letters}),
+            splits=["train", "validation"],
+        ),
+        preprocessors=[seqio.preprocessors.tokenize, seqio.preprocessors.append_eos],
+        output_features={"targets": seqio.Feature(vocabulary, add_eos=True)},
+    )
+    task = text.seqio(name="own_letters", length=32, num_streams=2)
+    assert task.problems() == []
+    assert (task.vocabulary.size, task.vocabulary.eos_id) == (259, 1)
+    assert task.vocabulary.decode(task.vocabulary.encode("abc")) == "abc"
+    layout = DataLayout(4, (0, 1, 2, 3), (0, 1, 2, 3))
+    batches = task.train(layout, seed=3)
+    first = next(batches)
+    assert first["targets"].shape == (4, 32)
+    assert {
+        task.vocabulary.decode(row[ids == 1]) for row, ids in zip(first["targets"], first["segment_ids"], strict=True)
+    } <= set(letters)
+    state, expected = batches.state(), [next(batches) for _ in range(3)]
+    restored = task.train(layout, seed=3)
+    restored.restore(state)
+    for batch in expected:
+        for key, values in next(restored).items():
+            np.testing.assert_array_equal(values, batch[key])
+    absent = text.seqio(name="own_leters", length=32, num_streams=2)
+    assert "did you mean 'own_letters'?" in absent.problems()[0]

@@ -46,13 +46,6 @@ def test_id_zero_is_an_ordinary_token_and_the_template_says_where_a_text_begins(
     assert bpe.stop_ids == (2,)
 
 
-def test_tensorflow_gets_the_same_ids(folder):
-    tokenizer, expected = vocabularies.tokenizer(str(folder)), read(folder)
-    wrapped = tokenizer.seqio()
-    for text, ids in zip(expected["texts"][2:6], expected["ids"][2:6], strict=True):
-        assert wrapped.encode_tf(text).numpy().tolist() == ids
-
-
 def test_several_stop_tokens_come_from_the_generation_config(tmp_path):
     shutil.copytree(HERE / "bpe", tmp_path / "bpe")
     (tmp_path / "bpe" / "generation_config.json").write_text('{"eos_token_id": [0, 2]}')

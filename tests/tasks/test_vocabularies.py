@@ -8,9 +8,12 @@ from tasks import text, vocabularies
 SAMPLE = "def f(x):\n\treturn  x  # größer, 漢字 \U0001f600\r\n"
 
 
+@pytest.mark.slow
 def test_bytes_agree_with_seqio():
-    ours, theirs = vocabularies.bytes(), vocabularies.bytes().seqio()
-    assert ours.encode(SAMPLE) == list(theirs.encode(SAMPLE)) == theirs.encode_tf(SAMPLE).numpy().tolist()
+    import seqio
+
+    ours, theirs = vocabularies.bytes(), seqio.ByteVocabulary()
+    assert ours.encode(SAMPLE) == list(theirs.encode(SAMPLE))
     assert (ours.size, ours.eos_id, ours.pad_id) == (theirs.vocab_size, theirs.eos_id, theirs.pad_id)
     ids = [*ours.encode("ab"), 2, *ours.encode("c"), 1, *ours.encode("d")]
     assert ours.decode(ids) == theirs.decode(ids) == "abc"
@@ -55,7 +58,6 @@ def test_a_trained_vocabulary_gives_every_text_back(trained):
         ids = vocabulary.encode(sample)
         assert min(ids) > 2
         assert vocabulary.decode([*ids, 1, 5]) == sample
-        assert vocabulary.seqio().encode_tf(sample).numpy().tolist() == ids
 
 
 def test_training_is_deterministic_and_shared(trained, tmp_path):

@@ -1,0 +1,206 @@
+"""Reads the documents of a source part by part and streams them as packed rows.
+
+A source has parts: files, ranges of lines, shards. Every epoch reads the parts in a new order, keyed by the seed and
+the epoch, and deals them to the streams in turn. If there are too few parts for that, each stream reads all of them
+and keeps its share. Together the streams read every document once per epoch.
+
+  parts -> documents -> ids + end of document -> chunks of at most T ids -> windows, shuffled -> packed rows [R, T]
+
+A position is a few numbers that do not depend on the version of any library; resuming reads one window again.
+
+R: rows per element of a stream. T: tokens per row.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from core.errors import UserError
+from tasks import packing
+from tasks.documents import StreamSpec
+from tasks.ids import lowest_id
+from tasks.streams import Stream
+
+WINDOW_IDS = 2**18  # per window, but at least 16 rows, and at most 1,024 (64 if they are not shuffled)
+
+
+class Reader(Protocol):
+    """Reads the documents of one part in order."""
+
+    def offset(self) -> Any:
+        """Returns where the next document begins, as JSON."""
+
+    def __next__(self) -> bytes:
+        """Returns the next document as UTF-8; empty if it is blank. Raises StopIteration at the end."""
+
+
+class Part(Protocol):
+    """A share of the documents of a source."""
+
+    def open(self, offset: Any) -> Reader:
+        """Opens the part at an offset that one of its readers gave; None: at its beginning."""
+
+
+class Parts(NamedTuple):
+    """The parts of one split.
+
+    Attributes:
+      parts: at least one.
+      is_shared: whether every stream reads all parts; otherwise they are dealt to the streams.
+    """
+
+    parts: Sequence[Part]
+    is_shared: bool
+
+
+class DocumentSource:
+    """A `documents.Corpus` whose documents are read part by part; subclasses implement `parts` and `describe`."""
+
+    deals_documents = False
+    """Whether streams that share the parts take documents in turn; otherwise they take chunks in turn."""
+
+    def parts(self, split: str, num_streams: int) -> Parts:
+        """Returns the parts of a split. Raises UserError if there are none."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """See `Corpus`."""
+        raise NotImplementedError
+
+    def open_stream(self, spec: StreamSpec) -> Stream:
+        """See `Corpus`."""
+        return DocumentStream([self], [1.0], spec)
+
+    def sample_texts(self) -> Iterator[str]:
+        """See `Corpus`."""
+        for part in self.parts("train", 1).parts:
+            reader = part.open(None)
+            while (text := next(reader, None)) is not None:
+                if text:
+                    yield text.decode()
+
+
+class DocumentStream(packing.PackedStream):
+    """A stream of one source, or of several that are sampled by weight."""
+
+    KINDS = MappingProxyType({"window": int, "sources": list})
+
+    def __init__(self, sources: Sequence[DocumentSource], weights: Sequence[float], spec: StreamSpec) -> None:
+        """Opens the stream at its start; `weights` are the shares of the sources in the chunks."""
+        super().__init__(spec)
+        self._sources = [_Chunks(source, spec) for source in sources]
+        self._shares = np.asarray(weights) / np.sum(weights)
+        self._window = 0
+
+    def _position(self) -> dict[str, Any]:
+        return {"window": self._window, "sources": [source.position() for source in self._sources]}
+
+    def _move(self, position: Mapping[str, Any]) -> None:
+        self._window = position["window"]
+        for source, place in zip(self._sources, position["sources"], strict=True):
+            source.move(place)
+
+    def _next_window(self) -> list[packing.Segment]:
+        """See `PackedStream`. The order depends on the seed, the stream and the number of the window alone."""
+        spec = self._spec
+        random = np.random.default_rng((spec.seed or 0, spec.index, self._window))
+        self._window += 1
+        left = spec.length * int(np.clip(WINDOW_IDS // spec.length, 16, 64 if spec.seed is None else 1024))
+        segments: list[packing.Segment] = []
+        while left > 0:
+            chosen = random.choice(len(self._shares), p=self._shares) if len(self._shares) > 1 else 0
+            chunk = next(self._sources[chosen])
+            segments.append(packing.text_segment(chunk, bos_id=spec.vocabulary.bos_id))
+            left -= len(chunk)
+        order = range(len(segments)) if spec.seed is None else random.permutation(len(segments))
+        return [segments[i] for i in order]
+
+
+class _Chunks:
+    """Reads the chunks of one source that belong to one stream, endlessly; each has at most T ids."""
+
+    def __init__(self, source: DocumentSource, spec: StreamSpec) -> None:
+        self._source, self._spec = source, spec
+        self._parts, self._is_shared = source.parts(spec.split, spec.num_streams)
+        self._part = self._seen = self._taken = 0  # parts read; documents (or chunks) before this one; chunks of it
+        self._offset: Any = None  # of the current document in its part
+        self._reader: Reader | None = None
+        self._document: list[np.ndarray] = []  # its chunks, if any may belong to this stream
+        self._size = 0  # what it adds to _seen
+
+    def position(self) -> dict[str, Any]:
+        """Returns the position of the next chunk, as JSON."""
+        return {"part": self._part, "offset": self._offset, "seen": self._seen, "taken": self._taken}
+
+    def move(self, position: Mapping[str, Any]) -> None:
+        """Moves to a position."""
+        self._part, self._offset, self._seen = position["part"], position["offset"], position["seen"]
+        self._reader, self._document, self._size, self._taken = None, [], 0, 0
+        if position["taken"]:
+            self._read_document()
+            self._taken = position["taken"]
+
+    def __next__(self) -> np.ndarray:
+        """Returns the next chunk of this stream, int32[<=T]."""
+        while True:
+            while self._taken < len(self._document):
+                chunk, number = self._document[self._taken], self._seen + self._taken
+                self._taken += 1
+                if self._source.deals_documents or self._is_ours(number):
+                    return chunk
+            self._seen += self._size
+            self._read_document()
+
+    def _is_ours(self, number: int) -> bool:
+        return not self._is_shared or number % self._spec.num_streams == self._spec.index
+
+    def _read_document(self) -> None:
+        """Reads the next document that is not blank; leaves out its ids if all of it belongs to another stream."""
+        text = self._next_text()
+        self._taken = 0
+        if self._source.deals_documents:
+            self._document, self._size = self._chunks(text) if self._is_ours(self._seen) else [], 1
+        else:
+            self._document = self._chunks(text)
+            self._size = len(self._document)
+
+    def _next_text(self) -> str:
+        """Raises UserError if a document is invalid, or as many parts as there are have none."""
+        ended = 0
+        while ended <= len(self._parts):
+            if self._reader is None:
+                self._reader = self._parts[self._number()].open(self._offset)
+            self._offset = self._reader.offset()
+            text = next(self._reader, None)
+            if text:
+                return text.decode()
+            if text is None:
+                self._part, self._offset, self._reader = self._part + 1, None, None
+                ended += 1
+        spec = self._spec
+        raise UserError(
+            f"{self._source.describe()}: the {spec.split} split has no document for stream {spec.index} of "
+            f"{spec.num_streams}; use more text, a separate validation file, or a lower NUM_STREAMS"
+        )
+
+    def _number(self) -> int:
+        """Returns the number of the current part: streams take parts in turn, in a new order in every epoch."""
+        count, spec = len(self._parts), self._spec
+        running = self._part if self._is_shared else self._part * spec.num_streams + spec.index
+        epoch, place = divmod(running, count)
+        return place if spec.seed is None else int(np.random.default_rng((spec.seed, epoch)).permutation(count)[place])
+
+    def _chunks(self, text: str) -> list[np.ndarray]:
+        """Returns the ids of a document and the end-of-document id. Raises UserError for ids out of range."""
+        vocabulary, length = self._spec.vocabulary, self._spec.length
+        ids = np.asarray([*vocabulary.encode(text), vocabulary.eos_id], np.int32)
+        lowest = lowest_id(vocabulary)
+        if ids.min() < lowest or ids.max() >= vocabulary.size:
+            reserved = " (id 0 is reserved for padding)" if lowest else ""
+            raise UserError(
+                f"{self._source.describe()}: ids {ids.min()} to {ids.max()} in a document, expected {lowest} to "
+                f"{vocabulary.size - 1}{reserved}"
+            )
+        return [ids[start : start + length] for start in range(0, len(ids), length)]
