@@ -13,13 +13,11 @@ from rich.table import Table
 from core import slices, units
 from core.errors import UserError
 from core.slices import GIB
-from core.types import ExtendsCache, HasVocabulary, can, lacking
 from launch import configuration, flags, terminal
 from launch.config import sources
-from launch.experiment import Experiment
 from launch.plan import search
 from launch.plan.search import Question
-from parallel import analysis, compiled, generation, report, strategy, traffic
+from parallel import analysis, compiled, report, strategy, traffic
 from parallel.analysis import Analysis
 from parallel.compiled import OutOfHbmError
 from parallel.hlo import executions, program
@@ -33,14 +31,12 @@ from parallel.planning import (
     buffers,
     calibration,
     cost,
-    generation_cost,
     hbm_allocations,
     records,
     selection,
 )
 from parallel.planning.candidate_metrics import between
 from parallel.planning.cost import CLOCK_HZ, StepTime
-from parallel.planning.generation_cost import GenerationCost
 from parallel.planning.hbm_allocations import Allocation
 from parallel.planning.roofline import Roofline, roofline
 from parallel.traffic import Collective
@@ -64,27 +60,6 @@ def show(found: Analysis) -> None:
         print(f"* {finding.lint}: {finding.what}\n    fix: {finding.fix}")
         if finding.reason:
             print(f"    known: {finding.reason}")
-    print_warnings(found.warnings)
-
-
-def show_generation(found: GenerationCost, *, strategy: str) -> None:
-    """Prints memory and predicted speed of generation."""
-    slice_ = found.token_memory.slice
-    usable, sizes = slice_.chip.usable_hbm_bytes, (found.param_bytes, found.cache_bytes)
-    peak = max(found.chunk_memory.peak_bytes, found.token_memory.peak_bytes)
-    params, cache, most, all_of_it = (units.size(size, digits=4) for size in (*sizes, peak, usable))
-    seconds = found.chunk_memory.compile_seconds + found.token_memory.compile_seconds
-    print(f"generation of {units.counted(found.rows, 'row')} of up to {found.slots:,} positions under {strategy},")
-    print(f"compiled for {slice_.name} (not run): peak {most} of {all_of_it} per chip; {seconds:.0f} s to compile")
-    print(f"  parameters {params}, cache {cache} per chip")
-    for what, (slow, fast) in {
-        "new tokens": found.tokens_per_second,
-        f"tokens of prompts, in chunks of {found.chunk}": found.prompt_tokens_per_second,
-    }.items():
-        print(f"  predicted, not measured: {slow:,.0f} to {fast:,.0f} {what} per second, all rows together")
-    print(f"  a token of every row takes at least {1000 * found.token_bound:.2f} ms: HBM is read once")
-    unpriced = [text for time in (found.chunk_time, found.token_time) for text in time.unpriced if "loop" not in text]
-    print(f"  not included: {', '.join(unpriced) or 'nothing'}")
     print_warnings(found.warnings)
 
 
@@ -242,7 +217,6 @@ def show_strategies(found: Sequence[StrategyResult], *, slice_name: str) -> None
 
 HELP = "print the layout of every array and its bytes per chip; --compile adds the results of the real TPU compiler"
 EXAMPLE = """launch/run report v4-32 gin/valkyrie_7b.gin --compile --json report.json
-  launch/run report v4-8 gin/valkyrie_7b.gin --generate --gin "STRATEGY = @strategies.tensor()" --gin "BATCH_SIZE = 8"
   launch/run report v4-32 gin/valkyrie_7b.gin --strategies
   launch/run report v4-32 gin/valkyrie_7b.gin --strategies gin/strategies/fsdp.gin mine.gin"""
 
@@ -262,12 +236,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="instead, compile under several strategies in turn and print one table: gin files, or bindings of "
         "STRATEGY separated by ;, or nothing for all of gin/strategies",
     )
-    parser.add_argument(
-        "--generate",
-        action="store_true",
-        help="instead, compile generation for the slice: memory, predicted tokens per second, for BATCH_SIZE rows of "
-        "LENGTH positions",
-    )
     flags.add(parser, "--json", help="write the compiler's figures to FILE; implies --compile")
 
 
@@ -275,40 +243,18 @@ def run(args: argparse.Namespace) -> int:
     """Prints the tables."""
     if args.compile and args.strategies is not None:
         raise UserError("--compile reports one program, --strategies compares several: give only one of them")
-    if args.generate and (args.compile or args.strategies is not None):
-        raise UserError(
-            "--generate reports generation, --compile and --strategies training steps: give only one of them"
-        )
-    if args.generate:
-        written = _generation(args)
-    else:
-        written = _one_program(args) if args.strategies is None else _every_strategy(args)
+    written = _one_program(args) if args.strategies is None else _every_strategy(args)
     if args.json:
         args.json.write_text(json.dumps(written, indent=1, sort_keys=True) + "\n")
     return 0
 
 
-def _bound(args: argparse.Namespace) -> tuple[Experiment, Program]:
+def _one_program(args: argparse.Namespace) -> Any:
     config = configuration.load(args.experiment, bindings=args.gin, slice_name=args.slice)
     for note in config.notes:
         print(f"note: {note}")
     experiment = config.build()
-    return experiment, experiment.bind(compiled.devices_of(slices.get(experiment.slice)))
-
-
-def _generation(args: argparse.Namespace) -> Any:
-    experiment, bound = _bound(args)
-    for ability in (ExtendsCache, HasVocabulary):
-        if not can(bound.model, ability):
-            raise UserError(f"--generate: {lacking(bound.model, ability)}")
-    rows, slots = experiment.batch_size, experiment.row_length
-    found = generation_cost.generation_cost(bound, rows=rows, slots=slots, chunk=min(generation.CHUNK, slots))
-    show_generation(found, strategy=bound.partitioner.strategy.name)
-    return found.as_json()
-
-
-def _one_program(args: argparse.Namespace) -> Any:
-    _, program = _bound(args)
+    program = experiment.bind(compiled.devices_of(slices.get(experiment.slice)))
     print(report.table(program))
     replicated = [row.path for row in report.rows(program) if row.replicated and row.bytes_per_chip >= 2**20]
     print(f"replicated arrays of 1 MiB or more: {', '.join(replicated) or 'none'}")

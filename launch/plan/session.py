@@ -17,7 +17,7 @@ from core.errors import UserError
 from core.health import exit_codes
 from core.slices import GIB
 from launch import flags, terminal
-from launch.plan import compiled_report, compiling, search
+from launch.plan import compiled_report, compiling, generation_report, search
 from launch.plan.compiling import Job
 from launch.plan.search import Compiled, Option, Question
 from parallel.planning import arithmetic, calibration, records, selection
@@ -244,9 +244,11 @@ HELP = "find the fastest layout of an experiment that fits a slice, by compiling
 EXAMPLE = """launch/run plan v4-32 gin/valkyrie_7b.gin --quick --price 3.22
   launch/run plan v4-32 gin/valkyrie_7b.gin --batch 32 64 --write mine.gin
   launch/run plan v5p-128 gin/valkyrie_7b.gin --arithmetic
-  launch/run plan v4-32 gin/valkyrie_7b.gin --explain gin/strategies/hsdp.gin"""
+  launch/run plan v4-32 gin/valkyrie_7b.gin --explain gin/strategies/hsdp.gin
+  launch/run plan v4-8 gin/llama_3_1_8b.gin --gin "STRATEGY = @strategies.tensor()" --generate --batch 8"""
 
 _PLAN_ONLY = ("batch", "only", "price", "rejected", "wide", "write", "overwrite", "json", "record", "fresh")
+_TAKEN = {"explain": ("--gin",), "generate": ("--gin", "--batch", "--json", "--overwrite")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -262,6 +264,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--arithmetic", action="store_true", help="compile nothing: rough estimates in seconds")
     how.add_argument("--cached", action="store_true", help="compile nothing: show only earlier results")
     how.add_argument("--explain", metavar="CHOICE", help="analyse one layout: a gin file or bindings of STRATEGY")
+    how.add_argument(
+        "--generate",
+        action="store_true",
+        help="instead, compile generation under the experiment's STRATEGY, for rows of LENGTH positions: memory and "
+        "predicted tokens per second",
+    )
     parser.add_argument("--price", metavar="USD", type=flags.positive, help="price of a chip-hour in US dollars")
     parser.add_argument("--rejected", action="store_true", help="print every rejected candidate with its reason")
     parser.add_argument("--wide", action="store_true", help="print all columns of the table")
@@ -276,10 +284,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plans, or explains one layout."""
+    """Plans, explains one layout, or predicts the cost of generation."""
+    given = [f"--{name}" for name in _PLAN_ONLY if getattr(args, name) not in (None, False, [])]
+    for name, taken in _TAKEN.items():
+        if getattr(args, name) and (idle := [flag for flag in given if flag not in taken]):
+            raise UserError(f"{', '.join(idle)}: only for a plan; --{name} takes no option but {', '.join(taken)}")
     if args.explain is not None:
-        if idle := [f"--{name}" for name in _PLAN_ONLY if getattr(args, name) not in (None, False, [])]:
-            raise UserError(f"{', '.join(idle)}: only for a plan; --explain takes no option but --gin")
         return compiled_report.explain(args.experiment, args.explain, slice_name=args.slice, bindings=args.gin)
     if args.arithmetic and args.record:
         raise UserError("--record keeps what was compiled, and --arithmetic compiles nothing: give one of them")
@@ -288,6 +298,12 @@ def run(args: argparse.Namespace) -> int:
     for path in (args.write, args.json):
         if path and path.exists() and not args.overwrite:
             raise UserError(f"{path}: the file exists; name another, or add --overwrite")
+    if args.generate:
+        where = {"slice_name": args.slice, "bindings": args.gin}
+        found = generation_report.predict(args.experiment, **where, batch_sizes=args.batch)
+        if args.json:
+            args.json.write_text(json.dumps(found, indent=1) + "\n")
+        return exit_codes.DONE
     return _plan(args)
 
 

@@ -55,23 +55,6 @@ def test_the_report_lists_traffic_by_mesh_axis(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.covers("N13")
-@pytest.mark.compiled("v4-8")
-def test_the_report_of_generation(launch, tmp_path):
-    bindings = ("STRATEGY = @strategies.mesh3d()", "strategies.mesh3d.tensor = 2", "BATCH_SIZE = 8")
-    words = [word for binding in bindings for word in ("--gin", binding)]
-    said = launch("report", "v4-8", "gin/quickstart.gin", "--generate", *words, "--json", str(tmp_path / "r.json"))
-    assert "generation of 8 rows of up to 128 positions under mesh3d,\ncompiled for v4-8 (not run): peak" in said
-    read = json.loads((tmp_path / "r.json").read_text())
-    # 4 layers of keys and values: 4 of 8 rows, 1 of 2 heads of 32, 128 positions, float32
-    assert read["cache_bytes"] == 4 * 2 * 4 * 1 * 32 * 128 * 4
-    slow, fast = read["predicted_tokens_per_second"]
-    assert 0 < slow <= fast <= 8 / (read["param_bytes"] / 1.2e12)
-    refused = launch("report", "v4-8", "gin/quickstart.gin", "--generate", "--compile", code=2)
-    assert "give only one of them" in refused
-
-
-@pytest.mark.slow
 @pytest.mark.compiled("v4-8")
 def test_strategies_side_by_side(launch, tmp_path, monkeypatch):
     """Layouts that compile have figures, layouts that the slice cannot have a reason; users' own files are accepted."""

@@ -105,9 +105,28 @@ def test_attention_none_does_not_mix_positions(inputs):
     assert np.flatnonzero(difference).tolist() == [7]
 
 
-@pytest.mark.parametrize(("window", "entries"), [(None, 24), (5, 5), (5, 7), (40, 24)])
-def test_a_cache_gives_the_attention_of_all_positions(inputs, window, entries):
-    """In chunks and single slots, past the end of a cache of the window, with rows that begin in different slots."""
+@pytest.mark.parametrize(
+    ("window", "entries", "block"),
+    [
+        (None, 24, 0),
+        (5, 5, 0),
+        (5, 7, 0),
+        (40, 24, 0),
+        (None, 24, 256),
+        (None, 24, 7),
+        (None, 24, 8),
+        (5, 5, 4),
+        (5, 7, 8),
+    ],
+)
+def test_a_cache_gives_the_attention_of_all_positions(inputs, window, entries, block, monkeypatch):
+    """In chunks and single slots, past the end of a cache of the window, with rows that begin in different slots.
+
+    On a CPU in blocks; block 0: as elsewhere, all scores at once.
+    """
+    monkeypatch.setattr(attention, "BLOCK", block)
+    if not block:
+        monkeypatch.setattr(jax.lax, "platform_dependent", lambda *operands, cpu, default: default(*operands))
     q, k, v = (a[:, :24] for a in inputs[:3])
     padding = jnp.array([0, 9])
     segments = (jnp.arange(24) >= padding[:, None]).astype(jnp.int32)
@@ -123,3 +142,13 @@ def test_a_cache_gives_the_attention_of_all_positions(inputs, window, entries):
     filled = segments[:, :, None, None] == 1
     out = jnp.concatenate(outs, axis=1)
     np.testing.assert_allclose(jnp.where(filled, out, 0), jnp.where(filled, want, 0), atol=2e-6, rtol=0)
+
+
+def test_a_chunk_of_a_prompt_reads_only_the_filled_blocks_of_the_cache(inputs, monkeypatch):
+    """The others may be anything. Time and memory of a chunk do not depend on the size of the cache."""
+    monkeypatch.setattr(attention, "BLOCK", 8)
+    q, k, v = (a[:, :16] for a in inputs[:3])
+    want = attention.plain(q, k, v, jnp.ones((BATCH, 16), jnp.int32))
+    empty = jnp.full((BATCH, KV_HEADS, 64, HEAD_DIM), jnp.nan).at[:, :, :16].set(0)
+    out, _ = attention.cached(q, k, v, attention.KeysAndValues(empty, empty), jnp.int32(0), jnp.zeros(BATCH, jnp.int32))
+    np.testing.assert_allclose(out, want, atol=2e-6, rtol=0)

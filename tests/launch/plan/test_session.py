@@ -259,6 +259,7 @@ def test_compiled_layouts_that_did_not_fit_are_not_proposed(arguments, filled, c
             ("--explain", "a.gin", "--wide", "--price", "3"),
             "--price, --wide: only for a plan; --explain takes no option but --gin",
         ),
+        (("--generate", "--wide", "--batch", "8"), "--wide: only for a plan; --generate takes no option but --gin"),
         (("--arithmetic", "--record", "x.json"), "--record keeps what was compiled"),
         (("--cached", "--fresh"), "--fresh compiles everything again, and --cached compiles nothing"),
     ],

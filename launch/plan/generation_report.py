@@ -1,0 +1,71 @@
+"""Compiles generation for a slice, and prints memory and predicted speed."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from core import slices, units
+from core.errors import UserError
+from core.types import ExtendsCache, HasVocabulary, can, lacking
+from launch import configuration
+from launch.plan import compiled_report
+from parallel import compiled, generation, strategy
+from parallel.planning import generation_cost
+from parallel.planning.generation_cost import GenerationCost
+
+
+def predict(path: str, *, slice_name: str, bindings: Sequence[str], batch_sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """Compiles and prints generation for each number of rows; returns the figures as JSON values.
+
+    Args:
+      path: the experiment, whose STRATEGY lays out the model, and whose LENGTH is the number of positions.
+      slice_name: the slice.
+      bindings: override bindings of the experiment.
+      batch_sizes: rows that are generated together; empty: the experiment's BATCH_SIZE.
+
+    Raises:
+      UserError: a mistake in the configuration, a model that does not generate from a cache, rows that do not divide
+        over the chips, or a layout that does not fit.
+    """
+    config = configuration.load(path, bindings=bindings, slice_name=slice_name)
+    for note in config.notes:
+        print(f"note: {note}")
+    experiment = config.build()
+    bound = experiment.bind(compiled.devices_of(slices.get(experiment.slice)))
+    for ability in (ExtendsCache, HasVocabulary):
+        if not can(bound.model, ability):
+            raise UserError(f"--generate: {lacking(bound.model, ability)}")
+    slots, shards, batch_sizes = (
+        experiment.row_length,
+        bound.partitioner.row_shards,
+        batch_sizes or [experiment.batch_size],
+    )
+    if wrong := [rows for rows in batch_sizes if rows % shards]:
+        raise UserError(
+            f"--generate: {wrong[0]} rows do not divide over {shards} parts of the slice with rows of their own"
+        )
+    mesh = strategy.mesh_text(bound.partitioner.shape)
+    found = []
+    for rows in batch_sizes:
+        found.append(generation_cost.generation_cost(bound, rows=rows, slots=slots, chunk=min(generation.CHUNK, slots)))
+        _print(found[-1], layout=f"{bound.partitioner.strategy.name} ({mesh})")
+    return [one.as_json() for one in found]
+
+
+def _print(found: GenerationCost, *, layout: str) -> None:
+    slice_ = found.token_memory.slice
+    usable, sizes = slice_.chip.usable_hbm_bytes, (found.param_bytes, found.cache_bytes)
+    peak = max(found.chunk_memory.peak_bytes, found.token_memory.peak_bytes)
+    params, cache, most, all_of_it = (units.size(size, digits=4) for size in (*sizes, peak, usable))
+    seconds = found.chunk_memory.compile_seconds + found.token_memory.compile_seconds
+    print(f"generation of {units.counted(found.rows, 'row')} of up to {found.slots:,} positions under {layout},")
+    print(f"compiled for {slice_.name} (not run): peak {most} of {all_of_it} per chip; {seconds:.0f} s to compile")
+    print(f"  parameters {params}, cache {cache} per chip")
+    for what, (slow, fast) in {
+        "new tokens": found.tokens_per_second,
+        f"tokens of prompts, in chunks of {found.chunk}": found.prompt_tokens_per_second,
+    }.items():
+        print(f"  predicted, not measured: {slow:,.0f} to {fast:,.0f} {what} per second, all rows together")
+    print(f"  a token of every row takes at least {1000 * found.token_bound:.2f} ms: HBM is read once")
+    unpriced = [text for time in (found.chunk_time, found.token_time) for text in time.unpriced if "loop" not in text]
+    print(f"  not included: {', '.join(unpriced) or 'nothing'}")
+    compiled_report.print_warnings(found.warnings)
