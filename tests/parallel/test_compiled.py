@@ -55,18 +55,24 @@ def test_a_step_compiles_with_splash_inside(name):
     assert result.argument_bytes == pytest.approx(sizes.everything + batch, rel=0.02)
 
 
-FAMILIES = {  # heads of 64 and 256, soft-caps; with few layers, short windows and small vocabularies
+FAMILIES = {  # with few layers, short windows and small vocabularies
     "gpt2": {"max_positions": 2048},
+    "llama-2-7b": {},
     "llama-3.2-1b": {},
+    "mistral-7b-v0.1": {"window": 256},
+    "qwen2.5-0.5b": {},
+    "qwen3-0.6b": {},
     "gemma-2-2b": {"window": 256},
+    "gemma-3-1b": {"window": 256},
+    "smollm2-135m": {},
 }
 
 
 @pytest.mark.slow
-@pytest.mark.covers("N02")
+@pytest.mark.covers("N02", "N03")
 @pytest.mark.compiled("v4-8")
 @pytest.mark.parametrize("name", FAMILIES)
-def test_families_compile_with_splash_inside(name):
+def test_every_family_compiles_with_splash_inside(name):
     """2,048 positions are four blocks of keys, of which a layer with a window of 256 visits two for each of queries."""
     model = transformer.preset(name, **{"remat": "full", "vocab_size": 1024, "mlp_dim": 1024, **FAMILIES[name]})
     model = dataclasses.replace(model, num_layers=len(model.kinds) + 1)
