@@ -121,17 +121,22 @@ def train(tmp_path_factory):
         )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-        return str(folder), [line["loss"] for line in lines if "loss" in line]
+        return str(folder), {line["step"]: line["loss"] for line in lines if "loss" in line}
 
     return run
 
 
 def losses_alike(runs):
-    """Returns the losses of the first run; those of the others are equal but for rounding."""
-    first, *others = [losses for _, losses in runs]
-    assert len(first) == 4
+    """Returns the losses of the first run; the early ones of the others are equal but for rounding.
+
+    Training magnifies rounding errors, most where a choice is discrete: routed differently by the last bit, `experts`
+    ends 20 steps 13 % apart. `test_it_agrees_with_one_device` compares steps that start alike.
+    """
+    first, *others = [list(losses.values()) for _, losses in runs]
+    for _, losses in runs:
+        assert list(losses) == [1, 5, 10, 15, 20]  # LOG_INTERVAL = 5, and the first step
     for losses in others:
-        np.testing.assert_allclose(losses, first, rtol=1e-3)  # AdamW with epsilon 1e-8 magnifies rounding errors
+        np.testing.assert_allclose(losses[:3], first[:3], rtol=3e-4)  # to step 10
     return first
 
 
@@ -139,8 +144,10 @@ def losses_alike(runs):
 @pytest.mark.simulated(1)
 @pytest.mark.parametrize("name", [n for n in MODULES if n != "finetune"])
 def test_it_learns_alike_under_three_strategies(name, train):
-    losses = losses_alike([train(name, bindings) for bindings in STRATEGIES[name]])
-    assert losses[-1] < 0.9 * losses[0]
+    runs = [train(name, bindings) for bindings in STRATEGIES[name]]
+    losses_alike(runs)
+    for _, losses in runs:
+        assert losses[20] < 0.9 * losses[1]
 
 
 @pytest.mark.slow
