@@ -65,6 +65,10 @@ class DocumentSource:
         """Returns the parts of a split. Raises UserError if there are none."""
         raise NotImplementedError
 
+    def named_files(self) -> tuple[str, ...]:
+        """See `Corpus`."""
+        return ()
+
     def describe(self) -> str:
         """See `Corpus`."""
         raise NotImplementedError

@@ -25,10 +25,6 @@ class HuggingFace(DocumentSource):
     field: str
     streaming: bool
 
-    def named_files(self) -> tuple[str, ...]:
-        """See `Corpus`."""
-        return ()
-
     deals_documents = True  # tokenizing a large dataset in every stream would cost too much
 
     def parts(self, split: str, num_streams: int) -> Parts:

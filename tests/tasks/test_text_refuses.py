@@ -82,6 +82,7 @@ made = [a, b, text.tfds(name="c4/en", **o), text.huggingface(name="a/b", **o),
         text.files(train="x", vocabulary=vocabularies.trained_sentencepiece(300), **o)]
 for task in made:
     task.problems(), task.describe()
+assert [t.named_files() for t in made[:5]] == [(), ("/nowhere/*.txt",), (), (), ("/nowhere/*.txt",)]
 made[0].vocabulary.decode(made[0].vocabulary.encode("abc"))
 heavy = sorted({"tensorflow", "seqio", "datasets", "tensorflow_text", "sentencepiece"} & set(sys.modules))
 assert not heavy, heavy
