@@ -33,7 +33,7 @@ def test_it_is_short():
 @pytest.mark.covers("E08")
 def test_the_minimal_example_runs_and_loads_a_finished_run(launch, tmp_path):
     run = str(tmp_path / "run")
-    launch("train", "gin/quickstart.gin", "--run-dir", run, "--steps", "2", slice_name="v4-8")
+    launch("train", "gin/quickstart.gin", "--slice", "v4-8", "--run-dir", run, "--steps", "2", slice_name="v4-8")
     ran = subprocess.run(
         [sys.executable, "-m", "examples.minimal", run],
         cwd=environment.WORKSPACE,
