@@ -40,12 +40,11 @@ STRATEGIES = {
     "gpt": (use("fsdp_tensor", tensor=2), use("context", sequence=2), use("pipeline", "one_f_one_b", stage=2)),
     "stable_adamw": (use("fsdp_tensor", tensor=2), use("zero1"), use("pipeline", "gpipe", stage=2)),
 }
-# The quick tests take the first strategy of three modules, at small sizes.
+# The quick tests take the first strategy of two modules, at small sizes.
 TOKENS = ["TASK = @synthetic.random_tokens()", "LENGTH = 32", "BATCH_SIZE = 16"]  # without TensorFlow
 SMALL = {
     "captions": [],
     "experts": [*TOKENS, "experts.Experts.num_layers = 2"],
-    "gpt": [*TOKENS, "gpt.GPT.num_layers = 2"],
 }
 QUICK = [pytest.param(name, [*STRATEGIES[name][0], *small], "1", id=name) for name, small in SMALL.items()]
 SLOW = [

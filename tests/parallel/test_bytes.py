@@ -104,7 +104,7 @@ KEPT |= {  # of optax: SM3 stores a vector for each dimension of a parameter, on
     "sm3": (of_optax(optax.sm3(1e-3), by_layer=True), PARAMS, VECTORS + LAYER_VECTORS),
     "lamb": (of_optax(optax.lamb(1e-3), by_layer=True), PARAMS * 2, 4 * L + 4),
 }
-QUICK = ("adamw", "muon")  # two moments of every number; one, and matrices that are held otherwise
+QUICK = ("muon",)  # has matrices that are stored otherwise, and AdamW for the rest
 SPEC = streams.batch_spec(16, length=8)
 
 

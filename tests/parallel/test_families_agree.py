@@ -25,7 +25,6 @@ STRATEGIES = {
     "pipeline_fsdp": strategies.pipeline_fsdp(stage=2, schedule=schedules.one_f_one_b(num_microbatches=4)),
 }
 CASES = tuple(itertools.product(FAMILIES, STRATEGIES))
-QUICK = {("qwen3", "fsdp_tensor")}  # the patterns of Gemma 3 take twice as long; tests/parallel/pipeline has quick ones
 STEPS = 3
 # The most that any of these differed, in ulp: gradients, losses, parameters, optimizer state. Gemma 3 differs most,
 # in its embedding and in the scales of its query and key norms.
@@ -49,9 +48,8 @@ def one_device(name):
 
 
 @pytest.mark.covers("M06", "M07", "M08", "M10", "N02", "N03")
-@pytest.mark.parametrize(
-    ("name", "strategy"), [pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in CASES]
-)
+@pytest.mark.slow  # test_agreement.py has a quick decoder, tests/parallel/pipeline a quick pattern of layers
+@pytest.mark.parametrize(("name", "strategy"), CASES)
 def test_numbers_of_a_family_do_not_depend_on_the_strategy(name, strategy):
     found = agreement.compare(trained(name, Example("v4-8", STRATEGIES[strategy])), one_device(name))
     figures = [f"{part} {apart.absolute:.1e} ({apart.ulp:.0f} ulp, {apart.where})" for part, apart in found.items()]

@@ -184,7 +184,8 @@ def test_sigterm_saves_at_one_step_of_all_hosts_and_the_run_continues(launch, la
         in (tmp_path / "logs" / "host_1.log").read_text()
     )
     assert max(scalars(tmp_path, "loss")) >= 20
-    said = launch(*where, *endless, "--steps", str(saved + 2))
+    one_process = ["train", "gin/quickstart.gin", "--slice", "v4-16", "--run-dir", str(tmp_path)]
+    said = launch(*one_process, *endless, "--steps", str(saved + 2), slice_name="v4-16")
     assert f"resumed from {saved}" in said
 
 
