@@ -5,6 +5,7 @@ gated datasets from HF_TOKEN; this code never handles it.
 """
 
 import dataclasses
+import functools
 import hashlib
 import importlib.util
 from collections.abc import Mapping
@@ -30,9 +31,29 @@ class HuggingFace(DocumentSource):
     def parts(self, split: str, num_streams: int) -> Parts:
         """See `DocumentSource`."""
         name = self.split if split == "train" else self.validation_split
-        count = max(_load(self, name).num_shards, 1)
+        count = max(self.dataset(name).num_shards, 1)
         parts = [_Shard(self, name, index, count) for index in range(count)]
         return Parts(parts, is_shared=count < num_streams)
+
+    def dataset(self, split: str) -> Any:
+        """Returns a split as an iterable dataset; loads it once, as that asks the hub.
+
+        Raises:
+          UserError: the package `datasets` is not installed.
+        """
+        if split not in self._loaded:
+            try:
+                import datasets
+            except ImportError as error:
+                raise UserError(" ".join(self.problems())) from error
+            name, _, config = self.name.partition(":")
+            found = datasets.load_dataset(name, config or None, split=split, streaming=self.streaming)
+            self._loaded[split] = found if self.streaming else found.to_iterable_dataset()
+        return self._loaded[split]
+
+    @functools.cached_property
+    def _loaded(self) -> dict[str, Any]:
+        return {}
 
     def problems(self) -> list[str]:
         """See `Corpus`."""
@@ -68,9 +89,7 @@ class _ShardReader:
 
     def __init__(self, part: _Shard, offset: dict[str, Any] | None) -> None:
         self._part, self._number = part, 0
-        self._dataset = _load(part.source, part.split)
-        if part.count > 1:
-            self._dataset = self._dataset.shard(num_shards=part.count, index=part.index)
+        self._dataset = part.source.dataset(part.split).shard(num_shards=part.count, index=part.index)  # a new object
         if offset is not None:
             self._dataset.load_state_dict(offset["library"])
             self._number = offset["documents"]
@@ -85,17 +104,6 @@ class _ShardReader:
         part = self._part
         shard = f" (shard {part.index + 1} of {part.count})" if part.count > 1 else ""
         return _text(example, part.source, where=f"document {self._number} of {part.split}{shard}")
-
-
-def _load(source: HuggingFace, split: str) -> Any:
-    """Loads a split as an iterable dataset. Raises UserError if the package `datasets` is not installed."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError(" ".join(source.problems())) from error
-    name, _, config = source.name.partition(":")
-    dataset = datasets.load_dataset(name, config or None, split=split, streaming=source.streaming)
-    return dataset if source.streaming else dataset.to_iterable_dataset()
 
 
 def _text(example: Mapping[str, Any], source: HuggingFace, *, where: str) -> bytes:
