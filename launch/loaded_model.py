@@ -109,7 +109,7 @@ class LoadedModel:
         sampling: Sampling = GREEDY,
         seed: int = 0,
         is_chat: bool = False,
-        on_tokens: Callable[[list[int | None]], None] = lambda ids: None,
+        on_tokens: Callable[[list[int | None]], bool | None] = lambda ids: None,
     ) -> Iterator[list[Text]]:
         """Continues prompts in batches; results do not depend on how they are batched, but for rounding.
 

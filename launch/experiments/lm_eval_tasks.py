@@ -1,0 +1,146 @@
+"""`launch/run evaluate --lm-eval`: scores a model on tasks of lm_eval, EleutherAI's evaluation harness.
+
+lm_eval builds the requests of its tasks and computes the scores; this module answers the requests with `TextScores`.
+The library is an optional extra, and is imported inside functions alone.
+"""
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from core.errors import UserError
+from launch.experiments.text_scores import TextScores
+from parallel.sampling import GREEDY, Sampling
+
+INSTALL = "pip install 'renga[lm-eval]', or `.venv/bin/python -m pip install lm_eval`"
+USUAL_TOKENS = 256  # new tokens where a task names no number
+_MOST_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tasks:
+    """Tasks that lm_eval has found.
+
+    Attributes:
+      names: tasks, groups or tags.
+      manager: of lm_eval.
+    """
+
+    names: Sequence[str]
+    manager: Any
+
+
+def find(names: str, *, folder: str | None) -> Tasks:
+    """Finds tasks by their names, separated by commas.
+
+    Args:
+      names: of tasks, groups or tags.
+      folder: of further tasks, as YAML files; None: only those of the library.
+
+    Raises:
+      UserError: lm_eval is not installed, or there is no such task or folder.
+    """
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise UserError(f"--lm-eval needs the library lm_eval ({error}): {INSTALL}") from error
+    if folder is not None and not Path(folder).is_dir():
+        raise UserError(f"--lm-eval-path {folder}: expected a folder of tasks (YAML files)")
+    asked = [name.strip() for name in names.split(",") if name.strip()]
+    manager = TaskManager(include_path=folder)
+    absent = [name for name in asked if name not in manager.all_tasks]
+    if absent or not asked:
+        near = difflib.get_close_matches(absent[0] if absent else "", manager.all_tasks, n=3)
+        hint = f"; did you mean {', '.join(near)}?" if near else ""
+        where = f" or in {folder}" if folder else ""
+        raise UserError(
+            f"--lm-eval {names}: lm_eval{where} has no task {', '.join(map(repr, absent)) or repr(names)}{hint}"
+        )
+    return Tasks(asked, manager)
+
+
+def evaluate(tasks: Tasks, scores: TextScores, *, limit: int | None) -> dict[str, dict[str, float]]:
+    """Returns the metrics of each task and group by name, with their standard errors as `NAME_stderr`.
+
+    Args:
+      tasks: from `find`.
+      scores: the model.
+      limit: documents of each task, the first ones; None: all.
+    """
+    import lm_eval
+
+    found = lm_eval.simple_evaluate(
+        model=adapter(scores), tasks=list(tasks.names), task_manager=tasks.manager, limit=limit, log_samples=False
+    )
+    assert found is not None  # this process is the only one
+    return {task: _numbers(metrics) for task, metrics in {**found["results"], **found.get("groups", {})}.items()}
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the metrics that are numbers; lm_eval names them `acc,none`, after the filter of answers."""
+    return {
+        name.removesuffix(",none"): float(value)
+        for name, value in metrics.items()
+        if isinstance(value, (int, float)) and "," in name
+    }
+
+
+def adapter(scores: TextScores) -> Any:
+    """Returns the model as an `lm_eval.api.model.LM`."""
+    from lm_eval.api.model import TemplateLM
+
+    vocabulary = scores.model.vocabulary
+
+    class Adapter(TemplateLM):
+        """Answers the requests of lm_eval; all at once, because the scorer sorts and batches them."""
+
+        eot_token_id = vocabulary.eos_id
+        prefix_token_id = vocabulary.bos_id
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+            return scores.encoded(string, with_bos=add_special_tokens)
+
+        def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
+            return [tuple(one) for one in scores.likelihoods([(context, text) for _, context, text in requests])]
+
+        def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+            del disable_tqdm
+            return scores.rolling([request.args[0] for request in requests])
+
+        def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+            del disable_tqdm
+            groups: dict[str, list[int]] = {}  # requests with the same options run together
+            for i, request in enumerate(requests):
+                groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
+            texts: dict[int, str] = {}
+            for options, members in groups.items():
+                prompts = [requests[i].args[0] for i in members]
+                found = scores.continued(prompts, **generation_options(json.loads(options)))
+                texts |= dict(zip(members, found, strict=True))
+            return [texts[i] for i in range(len(requests))]
+
+    return Adapter()
+
+
+def generation_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Converts the generation options of a task to arguments of `TextScores.continued`.
+
+    Raises:
+      UserError: an option that is not known.
+    """
+    options = dict(given)
+    until = options.pop("until", None) or []
+    counts = [options.pop(name) for name in _MOST_TOKENS if name in options]
+    temperature = float(options.pop("temperature", 0.0) or 0.0)
+    is_drawn = options.pop("do_sample", temperature > 0)
+    top_k, top_p = int(options.pop("top_k", 0) or 0), float(options.pop("top_p", 1.0) or 1.0)
+    if options:
+        raise UserError(f"the task asks for generation options that are not known here: {', '.join(options)}")
+    return {
+        "until": [until] if isinstance(until, str) else until,
+        "max_tokens": int(counts[0]) if counts else USUAL_TOKENS,
+        "sampling": Sampling(temperature or 1.0, top_k, top_p) if is_drawn else GREEDY,
+    }

@@ -1,0 +1,121 @@
+"""What benchmarks of language models ask of a model: likelihoods of texts, and continuations up to a stop string."""
+
+import functools
+from collections.abc import Sequence
+
+from core.errors import UserError
+from launch.loaded_model import LoadedModel
+from parallel.likelihood import Likelihood, Pair, Scorer, windows
+from parallel.sampling import GREEDY, Sampling
+
+ROWS = 16  # continuations that run together
+
+
+class TextScores:
+    """Likelihoods and continuations by a loaded model.
+
+    Attributes:
+      model: the model, with a vocabulary.
+    """
+
+    def __init__(self, model: LoadedModel):
+        """Raises UserError if the model has no vocabulary."""
+        if model.vocabulary is None:
+            raise UserError(f"{model.where} has no vocabulary: it cannot be evaluated on texts")
+        self.model = model
+
+    @functools.cached_property
+    def scorer(self) -> Scorer:
+        """Computes likelihoods."""
+        return Scorer(self.model.program, self.model.params)
+
+    def encoded(self, text: str, *, with_bos: bool | None = None) -> list[int]:
+        """Converts text to ids.
+
+        Args:
+          text: the text.
+          with_bos: whether to begin with the begin-of-text id; None: as texts of this model do.
+        """
+        vocabulary = self.model.vocabulary
+        ids = vocabulary.encode(text)
+        if with_bos is None:  # not twice, if a template has written it
+            with_bos = self.model.begins_with_bos and ids[:1] != [vocabulary.bos_id]
+        return [vocabulary.bos_id, *ids] if with_bos else ids
+
+    def likelihoods(self, pairs: Sequence[Pair]) -> list[Likelihood]:
+        """Returns the likelihood of each continuation, given as pairs of ids; see `Scorer.score`."""
+        return self.scorer.score(pairs)
+
+    def rolling(self, texts: Sequence[str]) -> list[float]:
+        """Returns the log-likelihood of each whole text, in windows of the model's length with much context."""
+        prefix, length = self.model.vocabulary.bos_id, self.scorer.max_length
+        parts = [windows(self.encoded(text), prefix=prefix, length=length) for text in texts]
+        found = iter(self.likelihoods([pair for part in parts for pair in part]))
+        return [sum(next(found).log_likelihood for _ in part) for part in parts]
+
+    def continued(
+        self,
+        prompts: Sequence[str],
+        *,
+        until: Sequence[str],
+        max_tokens: int,
+        sampling: Sampling = GREEDY,
+        seed: int = 0,
+    ) -> list[str]:
+        """Continues each prompt, and cuts the continuation before the first stop string.
+
+        Of a prompt that is too long for the model, the beginning is left out.
+
+        Args:
+          prompts: as text.
+          until: stop strings; empty ones are ignored.
+          max_tokens: largest number of new ids.
+          sampling, seed: see `parallel.generation.Generator.generate`.
+
+        Raises:
+          UserError: the model has too few positions for `max_tokens`.
+        """
+        most = self.model.generator.max_positions
+        if most is not None and max_tokens >= most:
+            raise UserError(f"{max_tokens} new tokens need more than the {most} positions of {self.model.where}")
+        until = [text for text in until if text]
+        ids = [self.encoded(prompt) or [self.model.vocabulary.bos_id] for prompt in prompts]
+        ids = ids if most is None else [one[-(most - max_tokens) :] for one in ids]
+        order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))  # prompts of a batch have one length
+        texts: dict[int, str] = {}
+        for first in range(0, len(order), ROWS):
+            batch = order[first : first + ROWS]
+            [found] = self.model.batches(
+                [ids[i] for i in batch],
+                rows=len(batch),
+                max_tokens=max_tokens,
+                sampling=sampling,
+                seed=seed + first,
+                on_tokens=_StopsEveryRow(self.model, until, rows=len(batch)).add,
+            )
+            texts |= {i: cut(one.text, until) for i, one in zip(batch, found, strict=True)}
+        return [texts[i] for i in range(len(ids))]
+
+
+class _StopsEveryRow:
+    """Ends a call of the generator when every row has a stop string or has ended."""
+
+    def __init__(self, model: LoadedModel, until: Sequence[str], *, rows: int):
+        self._model, self._until = model, until
+        self._ids: list[list[int]] = [[] for _ in range(rows)]
+        self._stopped = [False] * rows
+
+    def add(self, ids: Sequence[int | None]) -> bool:
+        for row, new in enumerate(ids):
+            if new is None:
+                self._stopped[row] = True
+            elif not self._stopped[row]:
+                self._ids[row].append(new)
+                text = self._model.decoded(self._ids[row])
+                self._stopped[row] = any(stop in text for stop in self._until)
+        return all(self._stopped)
+
+
+def cut(text: str, until: Sequence[str]) -> str:
+    """Returns the text before the first of the stop strings."""
+    return text[: min((found for stop in until if (found := text.find(stop)) >= 0), default=len(text))]

@@ -1,0 +1,166 @@
+"""Benchmarks of language models: likelihoods and continuations as lm_eval asks for them."""
+
+import itertools
+import json
+import pathlib
+import shutil
+import sys
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+
+from core import published_files
+from core.errors import UserError
+from launch import __main__ as command
+from launch import loaded_model
+from launch.experiments import lm_eval_tasks, text_scores
+from parallel.sampling import GREEDY, Sampling
+
+FAMILY = pathlib.Path(__file__).parents[2] / "models" / "fixtures" / "families" / "llama3"
+WORDS = [f"w{i}" for i in range(83)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A published folder, whose texts are words w0 … w82."""
+    found = tmp_path_factory.mktemp("published") / "tiny"
+    shutil.copytree(FAMILY, found)
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(dict(zip(WORDS, itertools.count())), unk_token="w1"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.save(str(found / "tokenizer.json"))
+    (found / "tokenizer_config.json").write_text('{"bos_token": "w80", "eos_token": "w82"}')
+    yield found
+    published_files.use_copies(None)
+
+
+@pytest.fixture(scope="module")
+def scores(folder):
+    return text_scores.TextScores(loaded_model.load(str(folder)))
+
+
+def words(*ids):
+    return " ".join(WORDS[i] for i in ids)
+
+
+def log_probabilities(scores, ids):
+    """The log-probability of each id but the first, by the model's logits."""
+    model, params = scores.model.model, scores.model.params
+    row = jnp.asarray([ids])
+    batch = {name: jnp.ones_like(row) for name in ("segment_ids", "weights", "targets")}
+    logits = model.logits(params, {"inputs": row, "positions": jnp.arange(len(ids))[None], **batch})[0]
+    log_p = logits - jnp.log(jnp.sum(jnp.exp(logits), axis=1, keepdims=True))
+    return [float(log_p[i, token]) for i, token in enumerate(ids[1:])]
+
+
+@pytest.mark.covers("N13")
+def test_texts_are_scored_in_windows_that_begin_with_the_text(scores, monkeypatch):
+    ids = [5, 17, 3, 9, 2, 41, 7, 60, 11]
+    want = sum(log_probabilities(scores, [80, *ids]))
+    assert scores.rolling([words(*ids), ""]) == [pytest.approx(want, rel=1e-5), 0]
+    monkeypatch.setattr(scores.scorer, "max_length", 4)
+    parts = [log_probabilities(scores, part) for part in ([80, *ids[:4]], ids[3:8], ids[4:9])]
+    want = sum(parts[0]) + sum(parts[1]) + parts[2][-1]
+    assert scores.rolling([words(*ids)]) == [pytest.approx(want, rel=1e-5)]
+
+
+def test_continuations_end_before_the_first_stop_string(scores, monkeypatch):
+    prompts = [words(5, 17, 3), words(9), words(4, 4, 4, 4)]
+    whole = scores.continued(prompts, until=[], max_tokens=40)
+    free = [text.split() for text in whole]
+    assert len(free[0]) > 20
+    stop = free[0][3]
+    found = scores.continued(prompts, until=[stop, "", free[1][2]], max_tokens=40)
+    assert found == [text_scores.cut(text, [stop, free[1][2]]) for text in whole]
+    generator, calls = scores.model.generator, []
+    decode = generator._decoder.decode
+    monkeypatch.setattr(generator, "_steps", 4)
+    monkeypatch.setattr(generator._decoder, "decode", lambda *a, **k: calls.append(1) or decode(*a, **k))
+    assert scores.continued(prompts[:1], until=[free[0][0]], max_tokens=40) == [""]
+    assert len(calls) == 3  # of 10: two are under way when the first one's tokens are seen
+    with pytest.raises(UserError, match="64 new tokens need more than the 64 positions"):
+        scores.continued(prompts, until=[], max_tokens=64)
+    assert text_scores.cut("abcabd", ["bd", "ca"]) == "ab"
+
+
+class Request:
+    def __init__(self, *args):
+        self.args = args
+
+
+def test_requests_are_answered_in_their_order(scores, monkeypatch):
+    """The base class is a stand-in: the real one adds tokenization of pairs, which needs the library."""
+    for name in ("lm_eval", "lm_eval.api", "lm_eval.api.model"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["lm_eval.api.model"].TemplateLM = type("TemplateLM", (), {})
+    model = lm_eval_tasks.adapter(scores)
+    assert (model.eot_token_id, model.prefix_token_id) == (82, 80)
+    assert model.tok_encode(words(5, 6)) == [5, 6]
+    assert model.tok_encode(words(5, 6), add_special_tokens=True) == [80, 5, 6]
+    assert model.tok_encode(words(80, 5)) == [80, 5]
+    found = model._loglikelihood_tokens([(None, [5, 17], [3]), (None, [9], [2, 41])], disable_tqdm=True)
+    wanted = [log_probabilities(scores, [5, 17, 3])[-1:], log_probabilities(scores, [9, 2, 41])]
+    np.testing.assert_allclose([total for total, _ in found], [sum(want) for want in wanted], rtol=1e-5)
+    assert model.loglikelihood_rolling([Request(words(5)), Request(words(6))]) == scores.rolling([words(5), words(6)])
+    short, long = {"until": ["no such word"], "max_gen_toks": 2}, {"max_gen_toks": 5, "do_sample": False}
+    texts = model.generate_until([Request(words(5), short), Request(words(9), long), Request(words(7), short)])
+    assert [len(text.split()) for text in texts] == [2, 5, 2]
+    assert texts[1] == scores.continued([words(9)], until=[], max_tokens=5)[0]
+
+
+def test_options_of_generation():
+    options = lm_eval_tasks.generation_options
+    assert options({"until": "\n"}) == {"until": ["\n"], "max_tokens": 256, "sampling": GREEDY}
+    assert options({"temperature": 0.0, "do_sample": False})["sampling"] == GREEDY
+    drawn = options({"temperature": 0.5, "top_p": 0.9, "max_new_tokens": 7})
+    assert drawn == {"until": [], "max_tokens": 7, "sampling": Sampling(0.5, 0, 0.9)}
+    with pytest.raises(UserError, match="not known here: num_beams"):
+        options({"num_beams": 4})
+
+
+def test_wrong_arguments_are_refused_before_the_model_is_loaded(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    monkeypatch.setattr(loaded_model, "load", None)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "lm_eval", None)
+        assert command.main(["evaluate", str(folder), "--lm-eval", "arc_easy"]) == 2
+        assert "--lm-eval needs the library lm_eval" in (said := capsys.readouterr().err)
+        assert lm_eval_tasks.INSTALL in said
+    library, tasks = types.ModuleType("lm_eval"), types.ModuleType("lm_eval.tasks")
+    tasks.TaskManager = lambda include_path: types.SimpleNamespace(all_tasks=["arc_easy", "hellaswag"])
+    monkeypatch.setitem(sys.modules, "lm_eval", library)
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", tasks)
+    for arguments, message in {
+        ("--lm-eval", "arc_esy"): "lm_eval has no task 'arc_esy'; did you mean arc_easy?",
+        ("--lm-eval", ","): "has no task ','",
+        ("--lm-eval", "arc_easy", "--lm-eval-path", str(tmp_path / "none")): "expected a folder of tasks (YAML files)",
+        ("--lm-eval", "arc_easy", "--all-steps"): "are for the run's own held-out data",
+        ("--json", str(tmp_path / "out.json")): "belong to --lm-eval",
+    }.items():
+        assert command.main(["evaluate", str(folder), *arguments]) == 2
+        assert message in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+def test_scores_are_printed_and_written(folder, tmp_path, capsys, monkeypatch):
+    library, tasks = types.ModuleType("lm_eval"), types.ModuleType("lm_eval.tasks")
+    asked = {}
+
+    def simple_evaluate(model, **options):
+        asked.update(options)
+        return {"results": {"capitals": {"alias": "capitals", "acc,none": 0.25, "acc_stderr,none": 0.125}}}
+
+    library.simple_evaluate = simple_evaluate
+    tasks.TaskManager = lambda include_path: types.SimpleNamespace(all_tasks=["capitals"])
+    monkeypatch.setitem(sys.modules, "lm_eval", library)
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", tasks)
+    monkeypatch.setattr(lm_eval_tasks, "adapter", lambda scores: "the adapter")
+    out = tmp_path / "scores.json"
+    arguments = ["--lm-eval", "capitals", "--rows", "12", "--json", str(out)]
+    assert command.main(["evaluate", str(folder), *arguments]) == 0
+    assert (asked["tasks"], asked["limit"]) == (["capitals"], 12)
+    assert ["capitals", "acc", "0.2500", "0.1250"] in [line.split() for line in capsys.readouterr().out.splitlines()]
+    written = {"model": str(folder), "tasks": {"capitals": {"acc": 0.25, "acc_stderr": 0.125}}}
+    assert json.loads(out.read_text()) == written
