@@ -24,6 +24,7 @@ from core.logical import Specs
 
 _Ranges = tuple[tuple[int, int], ...]  # start and stop of each dimension of a part
 _SHARD_BYTES = 2 * 10**9  # of an exported file, which is held in memory while it is written
+_PART = "shard-{}.tmp"
 
 
 class _Parameter(NamedTuple):
@@ -268,6 +269,9 @@ def tensors_of(
       sources: with complete names.
       limits: as in `PublishedFolder`.
       dtype: dtype of the tensors.
+
+    Raises:
+      UserError: a number is beyond the range of the dtype.
     """
     parts: dict[str, list[tuple[str, int | None, _Parameter]]] = {}
     for path, parameter in _described(shapes, specs, sources, limits).items():
@@ -276,8 +280,20 @@ def tensors_of(
     for name, found in parts.items():
         tensor = np.zeros(found[0][2].source.shape(found[0][2].sizes), dtype)
         for path, layer, parameter in found:
-            parameter.source.write(tensor, read(path, layer), parameter.sizes)
+            values = read(path, layer)
+            _require_range(name, values, tensor.dtype)
+            parameter.source.write(tensor, values, parameter.sizes)
         yield name, tensor
+
+
+def _require_range(name: str, values: np.ndarray, dtype: np.dtype) -> None:
+    with np.errstate(over="ignore"):
+        overflows = np.isinf(values.astype(dtype)) & np.isfinite(values)
+    if overflows.any():
+        raise UserError(
+            f"{name} has {values[overflows][0]:.6g}, beyond the range of {dtype.name} (at most "
+            f"{float(jax.numpy.finfo(dtype).max):.6g}); write bfloat16 or float32"
+        )
 
 
 def write(
@@ -285,11 +301,11 @@ def write(
     tensors: Iterator[tuple[str, np.ndarray]],
     *,
     stem: str = "model",
-    shard_bytes: int = _SHARD_BYTES,
+    shard_bytes: float = _SHARD_BYTES,
 ) -> int:
     """Writes tensors as one safetensors file, or as several with an index; returns their bytes.
 
-    The files have temporary names until all are written.
+    The files have temporary names until all are written, and are removed after an error. The index is written last.
 
     Args:
       folder: exists and is local.
@@ -297,6 +313,28 @@ def write(
       stem: beginning of the names of the files.
       shard_bytes: largest size of a file, unless one tensor is larger.
     """
+    try:
+        shards, total = _write_shards(folder, tensors, shard_bytes)
+    except BaseException:
+        for part in folder.glob(_PART.format("*")):
+            part.unlink()
+        raise
+    names = [f"{stem}.safetensors"]
+    if len(shards) > 1:
+        names = [f"{stem}-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    for i, name in enumerate(names):
+        (folder / _PART.format(i)).rename(folder / name)
+    if len(shards) > 1:
+        weight_map = {tensor: file for file, listed in zip(names, shards, strict=True) for tensor in listed}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        paths.write_text_atomically(folder / f"{stem}.safetensors.index.json", json.dumps(index, indent=1) + "\n")
+    return total
+
+
+def _write_shards(
+    folder: paths.Path, tensors: Iterator[tuple[str, np.ndarray]], shard_bytes: float
+) -> tuple[list[list[str]], int]:
+    """Writes the files of `write` with temporary names; returns the tensors of each, and the bytes of all."""
     from safetensors.numpy import save_file
 
     shards: list[list[str]] = []
@@ -304,7 +342,7 @@ def write(
     total = 0
 
     def flush() -> None:
-        save_file(held, folder / f"shard-{len(shards)}.tmp", metadata={"format": "pt"})
+        save_file(held, folder / _PART.format(len(shards)), metadata={"format": "pt"})
         shards.append(list(held))
         held.clear()
 
@@ -314,12 +352,4 @@ def write(
         held[name] = tensor
         total += tensor.nbytes
     flush()
-    names = [f"{stem}.safetensors"]
-    if len(shards) > 1:
-        names = [f"{stem}-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-        weight_map = {tensor: file for file, listed in zip(names, shards, strict=True) for tensor in listed}
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        paths.write_text_atomically(folder / safetensors_files.INDEX, json.dumps(index, indent=1) + "\n")
-    for i, name in enumerate(names):
-        (folder / f"shard-{i}.tmp").rename(folder / name)
-    return total
+    return shards, total

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -76,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
         read, program = family_tensors.merged(read, model), _shapes(base)
     else:
         name, config = family_tensors.ADAPTER_CONFIG, family_tensors.adapter_config(model, experiment.init_from)
-        sources, options = family_tensors.adapter_sources(model), {"stem": "adapter_model"}
+        sources = family_tensors.adapter_sources(model)
+        options = {"stem": "adapter_model", "shard_bytes": math.inf}  # PEFT reads one file
         program = tuple(warm_start.chosen(tree, lora.PATTERNS) for tree in (shapes, specs))
     limits, dtype = {"vocab": model.vocab_size}, _DTYPES[args.dtype]
     size = published.write(out, published.tensors_of(read, *program, sources, limits=limits, dtype=dtype), **options)

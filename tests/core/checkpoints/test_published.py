@@ -145,6 +145,42 @@ def test_written_parameters_are_read_again(tmp_path, dtype):
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype(dtype).astype(np.float32)), again, params)
 
 
+def test_a_number_that_overflows_the_dtype_is_refused_and_nothing_is_left(tmp_path):
+    shapes = {"~": {"a": np.zeros((6, 4), np.float32), "b": np.zeros((6, 4), np.float32)}}
+    spec = logical.ParamSpec(axes=("embed", "mlp"), kind="matrix")
+    values = {"a": np.ones((6, 4), np.float32), "b": np.full((6, 4), np.inf, np.float32)}
+    specs, sources = {"~": {"a": spec, "b": spec}}, {name: Source(f"model.{name}", "embed mlp") for name in "ab"}
+
+    def written(dtype):
+        tensors = published.tensors_of(
+            lambda path, layer: values[path], shapes, specs, sources, limits={}, dtype=np.dtype(dtype)
+        )
+        return published.write(tmp_path, tensors, shard_bytes=1)
+
+    assert written(np.float16) == 96  # infinite before: nothing overflows
+    for file in tmp_path.iterdir():
+        file.unlink()
+    values["b"] = np.full((6, 4), -65536.0, np.float32)
+    with pytest.raises(UserError, match=r"model\.b has -65536, .*float16.* 65504.*bfloat16 or float32"):
+        written(np.float16)
+    assert not list(tmp_path.iterdir())
+    assert written(ml_dtypes.bfloat16) == 96
+
+
+def test_the_index_has_the_name_of_its_files_and_is_written_last(tmp_path, monkeypatch):
+    tensors = {name: np.zeros(3, np.float32) for name in "ba"}
+    there = []
+    write = paths.write_text_atomically
+    monkeypatch.setattr(
+        paths, "write_text_atomically", lambda *a: there.extend(f.name for f in tmp_path.iterdir()) or write(*a)
+    )
+    published.write(tmp_path, iter(tensors.items()), stem="adapter_model", shard_bytes=1)
+    files = [f"adapter_model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    assert sorted(there) == files
+    index = json.loads((tmp_path / "adapter_model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {"a": files[1], "b": files[0]}
+
+
 def test_all_differences_are_listed_at_once(llama):
     tensors = load_file(llama / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
