@@ -13,7 +13,7 @@ import contextlib
 import functools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from core import paths
@@ -34,6 +34,7 @@ TOKENIZER_FILES = (
 )
 SMALL_FILES = (CONFIG, *TOKENIZER_FILES)
 WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 FOLDER, _LIST = "published", "copies.json"
 
 _HUB = "hf://"
@@ -88,9 +89,33 @@ def weights(text: str) -> paths.Path:
     from HF_TOKEN by the library, and never printed.
 
     Raises:
-      UserError: the name is malformed, or the download failed.
+      UserError: the name is malformed, the download failed, or the model of the hub has no safetensors.
     """
-    return _fetched(text, WEIGHTS)
+    folder = _fetched(text, WEIGHTS)
+    if text.startswith(_HUB) and not any(folder.glob("*.safetensors")):
+        raise UserError(f"{text}: {without_safetensors(_listed(text))}")
+    return folder
+
+
+def without_safetensors(names: Collection[str]) -> str:
+    """Returns why a folder with these files is refused: it has no safetensors."""
+    if pickles := sorted(name for name in names if name.endswith(_PICKLES)):
+        return (
+            f"the weights are torch pickles ({', '.join(pickles)}), which can run any code when they are read, and are "
+            "not supported; save the model again with transformers: model.save_pretrained(folder)"
+        )
+    return f"no {WEIGHTS[0]}, nor {WEIGHTS[2]} with its files; it has {', '.join(sorted(names)[:10]) or 'no files'}"
+
+
+def _listed(text: str) -> list[str]:
+    """Returns the names of all files of a model of the hub."""
+    import huggingface_hub
+
+    name, revision = _name_and_revision(text)
+    try:
+        return huggingface_hub.HfApi().list_repo_files(name, revision=revision)
+    except Exception as error:  # of many types: the hub's, the network's
+        raise UserError(f"{text}: no {WEIGHTS[0]} was downloaded, and listing it failed ({_said(error)})") from error
 
 
 def is_published(text: str) -> bool:

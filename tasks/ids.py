@@ -96,7 +96,7 @@ class ChatVocabulary(Vocabulary, FormatsChats, Protocol):
 
     @property
     def begins_with_bos(self) -> bool:
-        """Whether a text begins with the begin-of-text id."""
+        """True if a text begins with the begin-of-text id."""
 
 
 def lowest_id(vocabulary: Vocabulary) -> int:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from core import paths, units
+from core import paths, published_files, units
 from core.errors import UserError
 
 SINGLE = "model.safetensors"
@@ -30,7 +30,6 @@ _DTYPES = {
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 Slices = tuple[slice, ...]
 
 
@@ -73,13 +72,7 @@ def tensors(folder: paths.Path) -> Mapping[str, Tensor]:
         found |= header
     if found:
         return found
-    pickles = sorted({file.name for pattern in _PICKLES for file in folder.glob(pattern)})
-    if pickles:
-        raise UserError(
-            f"{folder}: the weights are torch pickles ({', '.join(pickles)}), which can run any code when they are "
-            "read, and are not supported; save the model again with transformers: model.save_pretrained(folder)"
-        )
-    raise UserError(f"{folder}: no *.safetensors files; expected {SINGLE} or {INDEX} with its files")
+    raise UserError(f"{folder}: {published_files.without_safetensors([file.name for file in folder.glob('*')])}")
 
 
 def _indexed(folder: paths.Path) -> dict[str, Tensor]:

@@ -304,8 +304,15 @@ def require_fit(
     With patterns other than `*`, parameters that are left over in the source are allowed.
 
     Raises:
-      UserError: lists every difference.
+      UserError: lists every difference; or a pattern matches only optional parameters that the source lacks.
     """
+    for pattern in patterns:
+        if not read_from(source, shapes, [pattern], optional=optional):
+            absent = ", ".join(units.shortened(parameters.names(chosen(shapes, [pattern])), most=3))
+            raise UserError(
+                f"INIT_PATTERNS: {pattern!r} reads nothing: {source.describe()} has none of {absent}; leave "
+                "the pattern out, and they are initialized"
+            )
     lines = source.problems(*(read_from(source, tree, patterns, optional=optional) for tree in (shapes, specs)))
     if tuple(patterns) != ("*",):
         lines = [line for line in lines if not _is_unused(line)]

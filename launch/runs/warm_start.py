@@ -148,11 +148,10 @@ def _left_out(experiment: Experiment, program: Program, found: warm_start.Parame
     arrays = [name for name, spec in reading.by_name({"params": read}).items() if not spec.trainable]
     if not arrays:
         return None
-    text = experiment.init_from
     if isinstance(found, warm_start.SavedParameters):
         text = f"{found.folder.parent.parent}@{found.folder.name}"
-    elif not text.startswith("hf://"):
-        text = str(paths.resolve(text))
+    else:
+        text = published_files.described(experiment.init_from)
     return steps.LeftOut(experiment.init_from, text, dict(experiment.init_renames), arrays)
 
 

@@ -24,6 +24,7 @@ def test_a_model_of_the_hub_is_downloaded_once_and_errors_say_what_to_do(tmp_pat
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    (tmp_path / "model.safetensors").write_bytes(b"")
     assert published_files.weights("hf://owner/name@v2") == paths.Path(tmp_path)
     assert asked == [("owner/name", "v2", list(published_files.WEIGHTS))]
     assert published_files.weights(str(tmp_path)) == paths.Path(tmp_path)
@@ -51,6 +52,29 @@ def test_all_files_of_a_model_are_of_the_revision_that_was_read_first(tmp_path, 
     assert published_files.described(str(tmp_path)) == str(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (["config.json", "pytorch_model.bin"], r"the weights are torch pickles \(pytorch_model.bin\).*save_pretrained"),
+        (
+            ["config.json", "a.gguf"],
+            r"no model.safetensors, nor model.safetensors.index.json .*; it has a.gguf, config.json",
+        ),
+    ],
+)
+def test_a_model_of_the_hub_without_safetensors_is_refused_before_its_weights_are_downloaded(
+    hub, tmp_path, monkeypatch, files, message
+):
+    hub["files"] = files
+    folder = tmp_path / ("c" * 40)
+    folder.mkdir()
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: asked.append(k) or str(folder))
+    with pytest.raises(UserError, match=rf"hf://owner/pickles-{len(files[1])}: {message}"):
+        published_files.weights(f"hf://owner/pickles-{len(files[1])}")
+    assert not any("bin" in pattern for options in asked for pattern in options["allow_patterns"])
+
+
 def test_a_run_with_a_checkpoint_reads_its_copies(tmp_path):
     model, run = tmp_path / "model", tmp_path / "run"
     model.mkdir()
@@ -76,13 +100,16 @@ def test_a_run_with_a_checkpoint_reads_its_copies(tmp_path):
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """What of a hub an upload needs: creating a repository, and one commit with small and with large files."""
+    """The requests of an upload: creating a repository, and one commit with small and large files; and a listing."""
 
     protocol_version = "HTTP/1.1"
     seen: typing.ClassVar[dict] = {}
 
     def do_GET(self):
-        self._send({"siblings": [], "sha": "0" * 40, "id": "owner/name"})
+        if "/tree/" in self.path:
+            files = [{"type": "file", "path": name, "size": 1, "oid": "0" * 40} for name in self.seen["files"]]
+            return self._send(files)
+        return self._send({"siblings": [], "sha": "0" * 40, "id": "owner/name"})
 
     def do_PUT(self):
         content = self.rfile.read(int(self.headers["Content-Length"]))

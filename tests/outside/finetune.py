@@ -14,7 +14,7 @@ HASH, NEWLINE = (3 + byte for byte in b"#\n")  # ids: 3 special ones come before
 
 
 def in_comment(ids):
-    """Whether each id comes after a # of its line; [B, T] -> [B, T]."""
+    """Returns whether each id comes after a # of its line; [B, T] -> [B, T]."""
     place = jnp.arange(ids.shape[1])
 
     def last(wanted):

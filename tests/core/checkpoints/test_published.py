@@ -235,7 +235,10 @@ def edited(folder, old, new):
         (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]), "is truncated"),
         (lambda f: (f / "model.safetensors").write_bytes(b"no header"), "not a safetensors file"),
         (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "torch pickles .*save_pretrained"),
-        (lambda f: (f / "model.safetensors").unlink(), "no .*safetensors files"),
+        (
+            lambda f: (f / "model.safetensors").unlink(),
+            "no model.safetensors, nor .*; it has config.json, reference.npz",
+        ),
         (lambda f: indexed(f, '{"weight_map": {"a": "model-1.safetensors"}}'), "model-1.safetensors is missing"),
         (lambda f: indexed(f, '{"weight_map": {"a": "one.safetensors"}}'), "1 tensor that the files do not have"),
         (lambda f: indexed(f, '{"weight_map": '), "index.json: malformed .JSONDecodeError"),

@@ -11,6 +11,7 @@ from core.checkpoints import comparing, inspection, reading, steps, warm_start
 from core.checkpoints.arrays import Arrays
 from core.checkpoints.store import Checkpoints
 from core.errors import UserError
+from models.lora import Lora
 from models.transformer import Transformer
 from parallel import strategies
 from parallel.partitioner import Partitioner
@@ -102,6 +103,18 @@ def test_an_average_starts_with_the_parameters_that_were_taken(saved):
     program = program_of(strategies.fsdp(), seed=5, optimizer=averaged)
     state = started(program, run)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.opt_state.average), params)
+
+
+def test_a_pattern_that_only_matches_optional_parameters_that_the_source_lacks_is_refused(saved):
+    _, run = saved
+    program = program_of(strategies.fsdp(), lora=Lora(rank=2, alpha=4.0, targets=("query",)))
+    source, optional = warm_start.SavedParameters(steps.find(run)), program.model.added_parameters
+    shapes, specs = program.abstract_state.params, program.param_specs
+    warm_start.require_fit(source, shapes, specs, ("layers/*",), optional=optional)
+    with pytest.raises(
+        UserError, match=r"INIT_PATTERNS: '\*_lora_a' reads nothing: step 7 of .* has none of .*/query_lora_a;"
+    ):
+        warm_start.require_fit(source, shapes, specs, ("layers/*", "*_lora_a"), optional=optional)
 
 
 def test_parameters_that_do_not_fit_are_listed_before_any_is_read(saved):
