@@ -6,6 +6,7 @@ Unlike the evaluation on a run's own held-out data, it runs in one process, like
 import argparse
 import json
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 from rich import box
@@ -14,9 +15,10 @@ from rich.table import Table
 from core import paths, slices
 from core.errors import UserError
 from launch import loaded_model, terminal
-from launch.experiments import lm_eval_tasks
+from launch.experiments import humaneval, lm_eval_tasks
 from launch.experiments.text_scores import TextScores
 
+USUAL_TEMPERATURE = 0.8  # of several samples, as in the paper of HumanEval
 _ERROR = "_stderr"
 
 
@@ -24,21 +26,43 @@ def run(args: argparse.Namespace) -> int:
     """Finds the tasks, loads the model, computes the scores, and prints them."""
     if args.all_steps or args.submission:
         raise UserError("--all-steps and --submission are for the run's own held-out data, not for benchmarks")
-    tasks = lm_eval_tasks.find(args.lm_eval, folder=args.lm_eval_path)
+    if args.lm_eval is not None and args.humaneval is not None:
+        raise UserError("give one of --lm-eval and --humaneval at a time")
+    limit = args.rows if isinstance(args.rows, int) else None
+    if args.lm_eval is not None:
+        tasks, problems = lm_eval_tasks.find(args.lm_eval, folder=args.lm_eval_path), []
+    else:
+        tasks, problems = None, _problems(args, limit)
     if args.simulate:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", slices.get(args.slice or loaded_model.ONE_CHIP).chips)
     name = args.run_dir if args.step is None else f"{args.run_dir}@{args.step}"
     scores = TextScores(loaded_model.load(name, slice_name=args.slice, bindings=args.gin))
-    found = lm_eval_tasks.evaluate(tasks, scores, limit=args.rows if isinstance(args.rows, int) else None)
-    _show(scores.model.where, found)
+    print(scores.model.where)
+    if tasks is not None:
+        found: Mapping[str, Any] = {"tasks": lm_eval_tasks.evaluate(tasks, scores, limit=limit)}
+        _show(found["tasks"])
+    else:
+        sampling = {"samples": args.samples or 1, "temperature": args.temperature or USUAL_TEMPERATURE}
+        found = humaneval.evaluate(problems, scores, **sampling)
+        print(found["evaluated_on"], *(f"pass@{k} {value:.4f}" for k, value in found["pass_at"].items()), sep="; ")
     if args.json:
-        text = json.dumps({"model": scores.model.where, "tasks": found}, indent=1)
+        text = json.dumps({"model": scores.model.where, **found}, indent=1)
         paths.write_text_atomically(paths.resolve(args.json), text + "\n")
     return 0
 
 
-def _show(where: str, found: Mapping[str, Mapping[str, float]]) -> None:
+def _problems(args: argparse.Namespace, limit: int | None) -> list[humaneval.Problem]:
+    problems = humaneval.read(args.humaneval, most=limit)
+    if not args.allow_code:
+        raise UserError(
+            "--humaneval runs programs that the model writes, each in a process that cannot write files, start "
+            "processes or use the network: give --allow-code to run them"
+        )
+    return problems
+
+
+def _show(found: Mapping[str, Mapping[str, float]]) -> None:
     table = Table("task", "metric", box=box.SIMPLE)
     table.add_column("score", justify="right")
     table.add_column("standard error", justify="right")
@@ -47,7 +71,6 @@ def _show(where: str, found: Mapping[str, Mapping[str, float]]) -> None:
             if not name.split(",")[0].endswith(_ERROR):
                 error = metrics.get(_error_name(name))
                 table.add_row(task, name, f"{value:.4f}", "" if error is None else f"{error:.4f}")
-    print(where)
     terminal.console(120).print(table)
 
 

@@ -84,6 +84,7 @@ EXAMPLE = """launch/run evaluate runs/trm/sudoku4
   launch/run evaluate gs://BUCKET/runs/trm/sudoku --rows all          (on every host of the slice)
   launch/run evaluate runs/trm/arc1 --all-steps --submission submission.json --simulate --slice v4-8
   launch/run evaluate smollm2 --lm-eval arc_easy,hellaswag --rows 200
+  launch/run evaluate smollm2 --humaneval HumanEval.jsonl --samples 10 --allow-code
   launch/run evaluate runs/gin/quickstart --step 100 --rows 512 --gin "STRATEGY = @strategies.data_parallel()\""""
 
 
@@ -103,6 +104,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     benchmarks = parser.add_argument_group("benchmarks of language models (RUN may be the folder of a published model)")
     benchmarks.add_argument("--lm-eval", metavar="TASK[,TASK]", help="score on tasks of the library lm_eval")
     benchmarks.add_argument("--lm-eval-path", metavar="DIR", help="a folder of further tasks, as YAML files")
+    benchmarks.add_argument("--humaneval", metavar="FILE", help="problems in HumanEval's format: pass@k by unit tests")
+    benchmarks.add_argument(
+        "--samples", metavar="N", type=flags.at_least(1), help="of each problem (default: 1, greedy)"
+    )
+    benchmarks.add_argument("--temperature", metavar="T", type=flags.positive, help="of several samples (default: 0.8)")
+    benchmarks.add_argument(
+        "--allow-code", action="store_true", help="run code that the model wrote, confined (required by --humaneval)"
+    )
     flags.add(benchmarks, "--json")
     submission = "ARC: write two attempts per test, from the votes of all checkpoints"
     parser.add_argument("--submission", metavar="FILE", help=submission)
@@ -115,12 +124,14 @@ def _rows(text: str) -> int | str:
 
 def run(args: argparse.Namespace) -> int:
     """Reads the run, checks the arguments and evaluates."""
-    if args.lm_eval is not None:
+    if args.lm_eval is not None or args.humaneval is not None:
         from launch.experiments import benchmarks
 
         return benchmarks.run(args)
-    if args.lm_eval_path or args.json:
-        raise UserError("--lm-eval-path and --json belong to --lm-eval: give it too")
+    if any((args.lm_eval_path, args.json, args.samples, args.temperature, args.allow_code)):
+        raise UserError(
+            "--lm-eval-path, --json, --samples, --temperature and --allow-code belong to --lm-eval or --humaneval"
+        )
     played = environment.read("RENGA_SIMULATE")
     place = tpu_host.look()
     alone = not (args.simulate or played or place.on_tpu_host or environment.process_layout().count)

@@ -1,0 +1,118 @@
+"""`launch/run evaluate --humaneval`: how many problems a model solves by writing a function, with unit tests.
+
+Chen et al. 2021, "Evaluating Large Language Models Trained on Code". A model continues the beginning of a function, the
+continuation ends before the next statement at the top level, and the tests of the problem run in `sandbox`.
+"""
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from core import paths, units
+from core.errors import UserError
+from launch.experiments import sandbox
+from launch.experiments.text_scores import TextScores
+from parallel.sampling import GREEDY, Sampling
+
+STOPS = ("\nclass", "\ndef", "\n#", "\n@", "\nprint", "\nif")
+MAX_TOKENS = 512
+KS = (1, 10, 100)
+
+
+class Problem(NamedTuple):
+    """A problem in the format of HumanEval.
+
+    Attributes:
+      name: such as `HumanEval/0`.
+      prompt: the beginning of a function.
+      test: code that defines `check(function)`.
+      entry_point: name of the function.
+    """
+
+    name: str
+    prompt: str
+    test: str
+    entry_point: str
+
+    def program(self, completion: str) -> str:
+        """Returns the program that tests a completion."""
+        return f"{self.prompt}{completion}\n{self.test}\ncheck({self.entry_point})\n"
+
+
+def read(file: str, *, most: int | None = None) -> list[Problem]:
+    """Reads problems, the first `most` of them, from JSON lines with task_id, prompt, test and entry_point.
+
+    Raises:
+      UserError: there is no such file, it is empty, or a line is malformed.
+    """
+    path = paths.resolve(file)
+    if not path.is_file():
+        raise UserError(f"--humaneval {file}: no such file; expected JSON lines in the format of HumanEval")
+    found = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if line.strip() and (most is None or len(found) < most):
+            found.append(_problem(line, f"{file}, line {number}"))
+    if not found:
+        raise UserError(f"--humaneval {file} has no problems")
+    return found
+
+
+def _problem(line: str, where: str) -> Problem:
+    fields = ("task_id", "prompt", "test", "entry_point")
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: {error}") from error
+    wrong = [name for name in fields if not isinstance(entry, dict) or not isinstance(entry.get(name), str)]
+    if wrong:
+        raise UserError(f"{where}: {', '.join(wrong)} is missing or no text; expected {', '.join(fields)}")
+    return Problem(*(entry[name] for name in fields))
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """Returns an unbiased estimate of the probability that one of k samples is correct (equation 1 of the paper).
+
+        1 - C(n - c, k) / C(n, k)
+
+    Args:
+      samples: n, at least k.
+      correct: c, how many of them are correct.
+      k: number of tries.
+    """
+    assert 0 <= correct <= samples >= k > 0
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def evaluate(
+    problems: Sequence[Problem], scores: TextScores, *, samples: int, temperature: float, seed: int = 0
+) -> dict[str, Any]:
+    """Lets the model complete each problem, runs the tests, and returns pass@k and every outcome.
+
+    Args:
+      problems: from `read`.
+      scores: the model.
+      samples: completions of each problem; one is greedy.
+      temperature: of several.
+      seed: of their draws.
+    """
+    sandbox.require_confinement()
+    prompts = [problem.prompt for problem in problems for _ in range(samples)]
+    sampling = GREEDY if samples == 1 else Sampling(temperature, 0, 0.95)
+    most = scores.model.generator.max_positions
+    tokens = MAX_TOKENS if most is None else min(MAX_TOKENS, most // 2)
+    completions = scores.continued(prompts, until=STOPS, max_tokens=tokens, sampling=sampling, seed=seed)
+    owners = [problem for problem in problems for _ in range(samples)]
+    programs = [problem.program(text) for problem, text in zip(owners, completions, strict=True)]
+    outcomes = sandbox.run_all(programs, workers=os.cpu_count() or 1)
+    correct = [sum(o.passed for o in outcomes[i * samples : (i + 1) * samples]) for i in range(len(problems))]
+    ks = [k for k in KS if k <= samples]
+    return {
+        "evaluated_on": f"{units.counted(len(problems), 'problem')}, {units.counted(samples, 'sample')} each",
+        "pass_at": {k: sum(pass_at_k(samples, c, k) for c in correct) / len(problems) for k in ks},
+        "samples": [
+            {"task_id": owner.name, "completion": text, "passed": outcome.passed, "why": outcome.why}
+            for owner, text, outcome in zip(owners, completions, outcomes, strict=True)
+        ],
+    }
