@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import IO
 
 from core import paths
 from core.health import exit_codes
@@ -17,6 +18,7 @@ from core.health import exit_codes
 FIRST_PAUSE_SECONDS = 2.0
 LONGEST_PAUSE_SECONDS = 300.0
 _POLL_SECONDS = 0.2
+_GRACE_SECONDS = 30.0
 
 
 def supervise(
@@ -76,12 +78,18 @@ def _listed(newest_step: Callable[[], int | None]) -> int | None:
     return -1 if newest is None else newest
 
 
-def run_child(command: Sequence[str], requested: Sequence[int]) -> int:
-    """Runs `command` to its end, and sends it SIGTERM when a stop is requested; returns its exit code."""
-    child = subprocess.Popen(command)
+def run_child(command: Sequence[str], requested: Sequence[int], *, output: IO[str] | None = None) -> int:
+    """Runs `command` to its end, and sends it SIGTERM when a stop is requested; returns its exit code.
+
+    Ctrl-C reaches the child, too, which then has some time to save and end by itself.
+    """
+    child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT if output else None)
     while child.poll() is None and not requested:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(_POLL_SECONDS)
+    if requested and requested[0] == exit_codes.INTERRUPTED:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_GRACE_SECONDS)
     child.terminate()  # nothing if it has ended
     return exit_codes.of_process(child.wait())
 

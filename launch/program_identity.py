@@ -9,7 +9,6 @@ import inspect
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from core import slices, versions
@@ -134,17 +133,6 @@ def _own_modules(experiment: Experiment, settings: Settings) -> dict[str, str]:
 FOLDER = environment.WORKSPACE / "tests" / "golden"
 
 Prediction = Mapping[str, Any]
-
-
-def path(name: str) -> Path:
-    """Returns the file of the prediction for an experiment."""
-    return FOLDER / f"{name}.json"
-
-
-def read(name: str) -> dict[str, Any] | None:
-    """Returns the prediction for an experiment; None if there is none."""
-    file = path(name)
-    return json.loads(file.read_text()) if file.is_file() else None
 
 
 def find(experiment: Experiment, settings: Settings) -> dict[str, Any] | None:

@@ -28,6 +28,9 @@ from launch.hosts import cluster, simulate, tpu_host
 from launch.hosts.cluster import Host
 from parallel import collectives
 
+HELP = "check whether a run can start on this slice, and print problems with their fixes: READY or NOT READY"
+EXAMPLE = "launch/run doctor v4-16 gin/quickstart.gin --simulate"
+
 LIMITS = Limits(120.0, 120.0)  # of each check of all hosts: a broken link never answers
 _BYTES_PER_CHIP = {"tpu": 64 * 2**20, "cpu": 2**18}
 _MOST_DIFFERENCES = 10
@@ -168,10 +171,6 @@ def _attempt(name: str, look: Callable[[], list[Finding]]) -> list[Finding]:
         return [Finding(name, False, str(error))]
     except Exception as error:  # files, buckets and libraries fail with types of their own
         return [Finding(name, False, f"{type(error).__name__}: {error}")]
-
-
-HELP = "check whether a run can start on this slice, and print problems with their fixes: READY or NOT READY"
-EXAMPLE = "launch/run doctor v4-16 gin/quickstart.gin --simulate"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

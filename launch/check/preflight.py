@@ -28,6 +28,9 @@ from parallel import host_memory, mesh, report, strategy
 from parallel.partitioner import Program
 from tasks.ids import ReadsFile
 
+HELP = "find all mistakes that can be found without a device: configuration, layout, data, run directory"
+EXAMPLE = "launch/run check v4-32 gin/valkyrie_7b.gin"
+
 # Where the hosts will be: "here" (this machine, or unknown), processes of this machine, or reached from this
 # workstation, which in a dry run uses no network.
 Hosts = Literal["here", "simulated", "shipped to", "dry run"]
@@ -267,10 +270,6 @@ def run_directory(run_dir: str, slice_: Slice | None, hosts: Hosts) -> list[Find
         said = f"unless this is a simulation (--simulate), {not_shared}"
         found.append(Finding(name, True, said, is_note=True))
     return found
-
-
-HELP = "find all mistakes that can be found without a device: configuration, layout, data, run directory"
-EXAMPLE = "launch/run check v4-32 gin/valkyrie_7b.gin"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

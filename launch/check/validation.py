@@ -1,8 +1,7 @@
 """Validates a new slice in about ten minutes: runs the doctor and short runs, and writes one report.
 
 Every part is a command that a user could type, run in a process of its own, so a part that fails, hangs or is killed
-does not affect the others or the report. Each part names the capabilities that it demonstrates; only a report of a TPU
-counts for them (`tests/run.sh lab status`).
+does not affect the others or the report.
 """
 
 import argparse
@@ -22,40 +21,23 @@ from core.health import exit_codes
 from launch import environment, flags
 from launch.hosts import tpu_host
 
+HELP = "validate a slice: doctor, attention, all strategies, save and restore, measured speed; writes a report"
+EXAMPLE = "launch/run validate v4-16 gin/quickstart.gin --simulate"
+
 NAME = "validate.json"
 STEPS = 30
 PART_SECONDS = 900.0
 STRATEGIES = environment.WORKSPACE / "gin" / "strategies"
 REHEARSED = ("fsdp", "fsdp_tensor")  # of the strategies, where hosts are processes here
 _LAST_LINES = 15
-_COVERS = {
-    "data_parallel": ("M06",),
-    "fsdp": ("M07",),
-    "zero1": ("M08",),
-    "tensor": ("M09",),
-    "fsdp_tensor": ("M10", "M13"),
-    "pipeline": ("M12",),
-    "pipeline_fsdp": ("M13",),
-    "pipeline_fsdp_tensor": ("M13",),
-    "multislice": ("R11",),
-}
 
 
 class Part(NamedTuple):
-    """One command and the capabilities that it demonstrates.
-
-    Attributes:
-      name: name of the part.
-      argv: arguments of `launch/run`.
-      covers: rows of tests/capabilities.toml.
-      check: arguments of `launch/run` for a command that finds whether the part fits this slice; a part that does not
-        fit is not a failure.
-    """
+    """One command, as arguments of `launch/run`."""
 
     name: str
     argv: tuple[str, ...]
-    covers: tuple[str, ...]
-    check: tuple[str, ...] = ()
+    check: tuple[str, ...] = ()  # a command that finds whether it fits this slice; if it does not, that is no failure
 
 
 def parts(slice_name: str, experiment: str, *, run_dir: str, simulated: bool, folder: Path) -> list[Part]:
@@ -63,16 +45,15 @@ def parts(slice_name: str, experiment: str, *, run_dir: str, simulated: bool, fo
     where = (slice_name, experiment, *(("--simulate",) if simulated else ()))
     common = (*where, "--run-dir", f"{run_dir}/run")
     found = [
-        Part("doctor", ("doctor", *common, "--json", str(folder / "doctor.json")), ("R01", "X01", "X03")),
-        Part("attention", ("validate", *common, "--attention", str(folder / "attention.json")), ("T08",)),
+        Part("doctor", ("doctor", *common, "--json", str(folder / "doctor.json"))),
+        Part("attention", ("validate", *common, "--attention", str(folder / "attention.json"))),
     ]
     for name in REHEARSED if simulated else sorted(path.stem for path in STRATEGIES.glob("*.gin")):
         what = (*where, "--smoke", "--run-dir", f"{run_dir}/{name}", "--gin", f"include 'gin/strategies/{name}.gin'")
-        covers = (*_COVERS.get(name, ()), "C02", "C06")
-        found.append(Part(f"strategy {name}", ("pod", *what), covers, ("check", *what)))
+        found.append(Part(f"strategy {name}", ("pod", *what), ("check", *what)))
     steps = str(2 if simulated else STEPS)
     measured = ("pod", *common, "--steps", steps, "--gin", "LOG_INTERVAL = 1")
-    return [*found, Part("predicted and measured", measured, ("O03", "X06"))]
+    return [*found, Part("predicted and measured", measured)]
 
 
 def perform(part: Part) -> dict[str, Any]:
@@ -88,7 +69,7 @@ def perform(part: Part) -> dict[str, Any]:
         verdict = "ok" if code == 0 else "failed"
     seconds = round(time.monotonic() - started, 1)
     print(f"validate: {part.name}: {verdict}, {seconds:g} s", flush=True)
-    found = {"name": part.name, "verdict": verdict, "exit_code": code, "seconds": seconds, "covers": list(part.covers)}
+    found = {"name": part.name, "verdict": verdict, "exit_code": code, "seconds": seconds}
     return found if verdict == "ok" else {**found, "said": said.splitlines()[-_LAST_LINES:]}
 
 
@@ -109,10 +90,6 @@ def measured(run_dir: str) -> dict[str, float]:
     wanted = ("step", "step_seconds", "mfu", "hbm_gib", "tokens_per_second")
     last = timed[-1] if timed else {}
     return {name: value for name, value in last.items() if name in wanted or name.startswith("predicted/")}
-
-
-HELP = "validate a slice: doctor, attention, all strategies, save and restore, measured speed; writes a report"
-EXAMPLE = "launch/run validate v4-16 gin/quickstart.gin --simulate"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

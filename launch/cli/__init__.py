@@ -1,1 +1,1 @@
-"""One command per file, in folders by family: `add_arguments(parser)` adds its flags, `run(args)` runs it."""
+"""Commands that fit in one file; `launch/__main__.py` lists all commands with their modules."""

@@ -36,6 +36,14 @@ from launch.hosts.cluster import Host
 from launch.runs import prepared_run
 from parallel import host_memory, mesh, report
 
+HELP = "score a run's checkpoints on held-out data: mean metrics, and ARC by voting"
+EXAMPLE = """launch/run evaluate runs/trm/sudoku4
+  launch/run evaluate gs://BUCKET/runs/trm/sudoku --rows all          (on every host of the slice)
+  launch/run evaluate runs/trm/arc1 --all-steps --submission submission.json --simulate --slice v4-8
+  launch/run evaluate smollm2 --lm-eval arc_easy,hellaswag --rows 200
+  launch/run evaluate smollm2 --humaneval HumanEval.jsonl --samples 10 --allow-code
+  launch/run evaluate runs/gin/quickstart --step 100 --rows 512 --gin "STRATEGY = @strategies.data_parallel()\""""
+
 FIRST = ("loss", "exact_accuracy", "accuracy", "q_halt_accuracy")
 _CONSTANT = ("steps", "halted")  # the same in every evaluation
 _WIDTH = 140  # without a terminal
@@ -77,15 +85,6 @@ def _table(
     for label, values in zip(labels, rows, strict=True):
         table.add_row(label, *(f"{value:.{digits}f}" for value in values))
     return table
-
-
-HELP = "score a run's checkpoints on held-out data: mean metrics, and ARC by voting"
-EXAMPLE = """launch/run evaluate runs/trm/sudoku4
-  launch/run evaluate gs://BUCKET/runs/trm/sudoku --rows all          (on every host of the slice)
-  launch/run evaluate runs/trm/arc1 --all-steps --submission submission.json --simulate --slice v4-8
-  launch/run evaluate smollm2 --lm-eval arc_easy,hellaswag --rows 200
-  launch/run evaluate smollm2 --humaneval HumanEval.jsonl --samples 10 --allow-code
-  launch/run evaluate runs/gin/quickstart --step 100 --rows 512 --gin "STRATEGY = @strategies.data_parallel()\""""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

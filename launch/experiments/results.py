@@ -30,6 +30,13 @@ from launch.experiments.suites import Entry, Suite
 from launch.hosts import tpu_host
 from tasks.puzzles.task import PuzzleTask
 
+HELP = "run a group of experiments one after another, and collect their results in one table"
+EXAMPLE = """launch/run suite exp01 --run-root gs://BUCKET/runs --gin "DATA = 'gs://BUCKET/sudoku-extreme'"
+      (on every host of the slice)
+  launch/run suite all --smoke --simulate --slice v4-8
+  launch/run suite exp02 --seeds 3 --run-root gs://BUCKET/runs --gin "DATA = 'gs://BUCKET/sudoku-extreme'"
+  launch/run suite exp02 --analyze --run-root gs://BUCKET/runs --gin "DATA = 'gs://BUCKET/sudoku-extreme'\""""
+
 SCORE = "validation/exact_accuracy"
 GOAL = 0.8  # accuracy for which the first step that reaches it is reported
 _EXA = 1e18
@@ -130,14 +137,6 @@ def as_csv(table: Sequence[Mapping[str, Any]]) -> str:
     writer.writeheader()
     writer.writerows(table)  # None is written as an empty cell
     return out.getvalue()
-
-
-HELP = "run a group of experiments one after another, and collect their results in one table"
-EXAMPLE = """launch/run suite exp01 --run-root gs://BUCKET/runs --gin "DATA = 'gs://BUCKET/sudoku-extreme'"
-      (on every host of the slice)
-  launch/run suite all --smoke --simulate --slice v4-8
-  launch/run suite exp02 --seeds 3 --run-root gs://BUCKET/runs --gin "DATA = 'gs://BUCKET/sudoku-extreme'"
-  launch/run suite exp02 --analyze --run-root gs://BUCKET/runs --gin "DATA = 'gs://BUCKET/sudoku-extreme'\""""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,18 +8,16 @@ that experiment, and an interrupted run resumes from its checkpoint. The output 
 are read from the run directory.
 """
 
-import contextlib
 import dataclasses
 import difflib
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from core import metrics, paths
+from core import metrics, paths, supervise
 from core.errors import UserError
 from core.health import exit_codes
 from launch import config, configuration, environment
@@ -30,9 +28,7 @@ from launch.experiments import saved_run
 HOME = environment.WORKSPACE / "gin" / "trm"
 NUMBERED = ("exp", "contrib")  # prefixes of the groups that `all` stands for
 DONE = ("done", "already done")
-_POLL_SECONDS = 0.5
 _LAST_LINES = 5
-_GRACE_SECONDS = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,8 +248,7 @@ class Suite:
         log = self.logs[entry.id]
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as out:
-            process = subprocess.Popen(self.mode.command(entry), stdout=out, stderr=subprocess.STDOUT)
-            code = _wait(process, requested)
+            code = supervise.run_child(self.mode.command(entry), requested, output=out)
         minutes = (time.monotonic() - began) / 60
         ended = "done" if code == 0 else "stopped" if requested else f"failed with exit code {code}"
         self.status[entry.id] = f"{ended} after {minutes:.1f} min"
@@ -269,18 +264,6 @@ class Suite:
         """Returns the end of the process's output."""
         log = self.logs[entry.id]
         return log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if log.exists() else []
-
-
-def _wait(process: subprocess.Popen, requested: Sequence[int]) -> int:
-    """Waits for a run to end. If the suite is asked to stop, the run is stopped too, with time to save."""
-    while process.poll() is None and not requested:
-        time.sleep(_POLL_SECONDS)
-    if requested and requested[0] == exit_codes.INTERRUPTED:  # Ctrl-C reached the run too; a second one skips saving
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE_SECONDS)
-    if process.poll() is None:
-        process.terminate()
-    return exit_codes.of_process(process.wait())
 
 
 def without_location(text: str) -> str:

@@ -21,6 +21,9 @@ from core.health import exit_codes
 from core.slices import Slice
 from launch import configuration, environment, flags
 
+HELP = "write the JobSet with which GKE runs an experiment on a slice"
+EXAMPLE = "launch/run jobset v4-32 gin/valkyrie_7b.gin --image IMAGE --run-dir gs://bucket/first --out job.json"
+
 # Node labels of GKE by generation.
 ACCELERATORS = {"v4": "tpu-v4-podslice", "v5p": "tpu-v5p-slice", "v5e": "tpu-v5-lite-podslice", "v6e": "tpu-v6e-slice"}
 PORTS = (8471, 8080)  # of libtpu between hosts, and of Megascale between slices
@@ -89,10 +92,6 @@ def _job(slice_: Slice, container: dict[str, Any]) -> dict[str, Any]:
         "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": on_final}]},
         "template": {"spec": pod},
     }
-
-
-HELP = "write the JobSet with which GKE runs an experiment on a slice"
-EXAMPLE = "launch/run jobset v4-32 gin/valkyrie_7b.gin --image IMAGE --run-dir gs://bucket/first --out job.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,9 +1,7 @@
 """Prints the TPU compiler's report on a training step, and compares an experiment under several strategies."""
 
 import argparse
-import contextlib
 import json
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,31 +13,19 @@ from core.errors import UserError
 from core.slices import GIB
 from launch import configuration, flags, terminal
 from launch.config import sources
-from launch.plan import search
-from launch.plan.search import Question
 from parallel import analysis, compiled, report, strategy, traffic
 from parallel.analysis import Analysis
 from parallel.compiled import OutOfHbmError
-from parallel.hlo import executions, program
 from parallel.hlo.costs import Costs
-from parallel.hlo.executions import Executed
 from parallel.hlo.messages import compiler_messages
 from parallel.partitioner import Program
 from parallel.pipeline import drawing
-from parallel.planning import (
-    arithmetic,
-    buffers,
-    calibration,
-    cost,
-    hbm_allocations,
-    records,
-    selection,
-)
-from parallel.planning.candidate_metrics import between
-from parallel.planning.cost import CLOCK_HZ, StepTime
-from parallel.planning.hbm_allocations import Allocation
-from parallel.planning.roofline import Roofline, roofline
 from parallel.traffic import Collective
+
+HELP = "print the layout of every array and its bytes per chip; --compile adds the results of the real TPU compiler"
+EXAMPLE = """launch/run report v4-32 gin/valkyrie_7b.gin --compile --json report.json
+  launch/run report v4-32 gin/valkyrie_7b.gin --strategies
+  launch/run report v4-32 gin/valkyrie_7b.gin --strategies gin/strategies/fsdp.gin mine.gin"""
 
 _HEADINGS = ("strategy", "mesh", "state GiB", "peak GiB", "M cycles", "wire GiB", "by axis", "compile s")
 
@@ -215,12 +201,6 @@ def show_strategies(found: Sequence[StrategyResult], *, slice_name: str) -> None
             print(f"{row.name}: compiler warning: {warning}")
 
 
-HELP = "print the layout of every array and its bytes per chip; --compile adds the results of the real TPU compiler"
-EXAMPLE = """launch/run report v4-32 gin/valkyrie_7b.gin --compile --json report.json
-  launch/run report v4-32 gin/valkyrie_7b.gin --strategies
-  launch/run report v4-32 gin/valkyrie_7b.gin --strategies gin/strategies/fsdp.gin mine.gin"""
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     flags.add(parser, "SLICE", "EXPERIMENT.gin", "--gin")
@@ -278,124 +258,3 @@ def _every_strategy(args: argparse.Namespace) -> Any:
         print(f"{len(found)} of {len(choices)}: {' | '.join(row.cells())}", flush=True)
     show_strategies(found, slice_name=args.slice)
     return [row.as_json() for row in found]
-
-
-TOP_BUFFERS, TOP_OPERATIONS, TOP_ALLOCATIONS, NEAREST = 20, 15, 10, 3
-_TEXT = ("kind", "where", "on one chip", "hottest operations", "mesh axes", "network", "what", "")  # left-aligned
-
-
-def explain(path: str, choice: str, *, slice_name: str, bindings: Sequence[str]) -> int:
-    """Compiles one layout and prints what limits it; returns 1 if it does not fit.
-
-    Raises:
-      UserError: no such file, a mistake in the configuration, a layout that the slice cannot have.
-    """
-    if "=" not in choice and not choice.endswith(".gin"):
-        raise UserError(
-            f"--explain {choice}: expected a gin file, such as gin/strategies/fsdp.gin, or bindings of STRATEGY, "
-            'such as "STRATEGY = @strategies.fsdp()"'
-        )
-    chosen = bindings_of(choice, flag="--explain")
-    question = search.ask(path, slice_name=slice_name, bindings=[*chosen, *bindings])
-    bound = question.experiment.bind(compiled.devices_of(question.slice))
-    mesh = strategy.mesh_text(bound.partitioner.shape)
-    print(f"{bound.partitioner.strategy.name} ({mesh}) on {question.slice.name}; compiling …", flush=True)
-    with tempfile.TemporaryDirectory(prefix="renga-explain-") as folder:
-        try:
-            with compiler_messages(pass_on=False):
-                found = analysis.analyze(bound, dump_to=folder)
-        except OutOfHbmError as error:
-            _print_misfit(question, bound, error, Path(folder))
-            return 1
-        held = buffers.read(Path(folder))
-    module = program.parse(found.compiled.hlo)
-    _print_memory(bound, found, hbm_allocations.allocations(bound, module, held))
-    time = cost.step_time(found, bound)
-    executed = executions.walk(module)
-    _print_operations(executed, found, time, clock=CLOCK_HZ[question.slice.generation])
-    _print_axis_times(time)
-    flops = arithmetic.product_flops(*arithmetic.place(bound))
-    _print_roofline(question, roofline(time, product_flops=flops, executed=executed, chip=question.slice.chip))
-    print_warnings(found.warnings)
-    print(f"\n{calibration.label()}.")
-    return 0
-
-
-def _print_memory(bound: Program, found: Analysis, held: Sequence[Allocation]) -> None:
-    have, peak = bound.partitioner.slice.chip.usable_hbm_bytes, found.compiled.peak_bytes
-    print(f"\nHBM: {peak / GIB:.2f} GiB of {have / GIB:.2f} per chip at the peak, {(have - peak) / GIB:.2f} free")
-    for kind, total in hbm_allocations.by_kind(held).items():
-        print(f"  {kind:<18}{_gib(total):>8}")
-    rest = peak - sum(one.bytes for one in held)
-    print(f"  {'gaps and constants':<18}{_gib(rest):>8}\n")
-    rows = [(one.kind, one.name, one.shape, _gib(one.bytes)) for one in held[:TOP_BUFFERS]]
-    _print(("kind", "where", "on one chip", "GiB"), rows)
-
-
-def _print_operations(executed: Sequence[Executed], found: Analysis, time: StepTime, *, clock: float) -> None:
-    totals: dict[str, tuple[float, int]] = {}
-    for one in executed:
-        if one.cycles:
-            name = hbm_allocations.place(one.instruction.op_name) or one.instruction.opcode
-            cycles, times = totals.get(name, (0.0, 0))
-            totals[name] = cycles + one.cycles, times + one.times
-    ranked = sorted(totals.items(), key=lambda item: -item[1][0])[:TOP_OPERATIONS]
-    print(f"\ntime: {time.compute:.3g} s of computation as estimated by the compiler, {time.kernels:.3g} s of kernels")
-    whole = found.costs.total_cycles or 1
-    rows = [(n, f"{t:,}", f"{c / 1e6:,.1f}", f"{c / clock * 1e3:,.1f}", f"{c / whole:.1%}") for n, (c, t) in ranked]
-    _print(("hottest operations", "times", "M cycles", "ms", "of computation"), rows)
-    for unpriced in time.unpriced:
-        print(f"  without an estimate: {unpriced}")
-
-
-def _print_axis_times(time: StepTime) -> None:
-    print(f"\ntraffic: {time.traffic_seconds:.3g} s if nothing overlaps it")
-    rows = [
-        (" ".join(a.axes) or "-", a.network, f"{a.wire_bytes / GIB:.2f}", f"{a.seconds:.3g}", f"{a.beside:.3g}")
-        for a in time.traffic
-    ]
-    _print(("mesh axes", "network", "GiB sent", "seconds", "overlapped"), rows)
-
-
-def _print_roofline(question: Question, found: Roofline) -> None:
-    time = found.time
-    rows = [
-        ("matrix products at the chip's peak", f"{found.products:.3g}"),
-        ("computation and kernels, estimated", f"{time.busy:.3g}"),
-        (f"HBM: {found.hbm_bytes / GIB:,.0f} GiB read and written, at most", f"{found.hbm:.3g}"),
-        *((f"{network} links", f"{seconds:.3g}") for network, seconds in found.networks.items() if seconds),
-    ]
-    print("\nroofline, seconds a step")
-    _print(("", "s"), rows)
-    print(
-        f"limited by {found.binds}: a step takes {time.hidden:.3g} s with all traffic hidden, {time.exposed:.3g} s "
-        f"with none, {time.scheduled:.3g} s as the compiler scheduled it"
-    )
-    if flops := question.experiment.flops_per_step:
-        shares = [question.slice.mfu(flops, seconds=seconds) for seconds in (time.hidden, time.exposed)]
-        print(f"MFU {between((shares[0], shares[1]), '{:.1f}', 100)} %")
-
-
-def _print_misfit(question: Question, bound: Program, error: OutOfHbmError, folder: Path) -> None:
-    needed, have = (records.bytes_of(text) for text in (error.needed, error.present))
-    over = f"{_gib(needed - have)} GiB too much"
-    print(f"\ndoes not fit: needs {error.needed} of {error.present} per chip, {over}")
-    largest = hbm_allocations.of_message(str(error.__cause__))
-    with contextlib.suppress(FileNotFoundError):  # the compiler gave up before it wrote what it had assigned
-        largest = largest or hbm_allocations.of_temporaries(buffers.read(folder))
-    if largest:
-        print("largest allocations, as listed by the compiler")
-        _print(("GiB", "where", "what"), [(_gib(a.bytes), a.name, a.shape) for a in largest[:TOP_ALLOCATIONS]])
-    parts = sorted(arithmetic.estimate(*arithmetic.place(bound)).hbm.items(), key=lambda part: -part[1])
-    print("by arithmetic: " + ", ".join(f"{name} {_gib(count)}" for name, count in parts if count >= 2**20))
-    print("\nnearest that may fit, by arithmetic (launch/run plan without --explain finds the fastest)")
-    for one in selection.nearest(search.options(question), bound)[:NEAREST]:
-        print(f"  {one.name}: {_gib(one.estimate.peak_bytes)} GiB\n    " + "; ".join(one.bindings))
-
-
-def _gib(count: float) -> str:
-    return f"{count / GIB:,.2f}"
-
-
-def _print(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    terminal.console(160).print(terminal.markdown(headings, rows, text=_TEXT))

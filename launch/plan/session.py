@@ -17,13 +17,20 @@ from core.errors import UserError
 from core.health import exit_codes
 from core.slices import GIB
 from launch import flags, terminal
-from launch.plan import compiled_report, compiling, generation_report, search
+from launch.plan import compiling, explain, generation_report, search
 from launch.plan.compiling import Job
 from launch.plan.search import Compiled, Option, Question
 from parallel.planning import arithmetic, calibration, records, selection
 from parallel.planning.candidate_metrics import CandidateMetrics, between
 from parallel.planning.cost import AxisTime
 from parallel.planning.records import Record, Store
+
+HELP = "find the fastest layout of an experiment that fits a slice, by compiling candidates; --explain analyses one"
+EXAMPLE = """launch/run plan v4-32 gin/valkyrie_7b.gin --quick --price 3.22
+  launch/run plan v4-32 gin/valkyrie_7b.gin --batch 32 64 --write mine.gin
+  launch/run plan v5p-128 gin/valkyrie_7b.gin --arithmetic
+  launch/run plan v4-32 gin/valkyrie_7b.gin --explain gin/strategies/hsdp.gin
+  launch/run plan v4-8 gin/llama_3_1_8b.gin --gin "STRATEGY = @strategies.tensor()" --generate --batch 8"""
 
 QUICK, DEFAULT = 10, 16  # candidates that compile
 _ARITHMETIC_ROWS = 20
@@ -240,13 +247,6 @@ def _finish(
         print(f"written: {path}")
 
 
-HELP = "find the fastest layout of an experiment that fits a slice, by compiling candidates; --explain analyses one"
-EXAMPLE = """launch/run plan v4-32 gin/valkyrie_7b.gin --quick --price 3.22
-  launch/run plan v4-32 gin/valkyrie_7b.gin --batch 32 64 --write mine.gin
-  launch/run plan v5p-128 gin/valkyrie_7b.gin --arithmetic
-  launch/run plan v4-32 gin/valkyrie_7b.gin --explain gin/strategies/hsdp.gin
-  launch/run plan v4-8 gin/llama_3_1_8b.gin --gin "STRATEGY = @strategies.tensor()" --generate --batch 8"""
-
 _PLAN_ONLY = ("batch", "only", "price", "rejected", "wide", "write", "overwrite", "json", "record", "fresh")
 _TAKEN = {"explain": ("--gin",), "generate": ("--gin", "--batch", "--json", "--overwrite")}
 
@@ -290,7 +290,7 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) and (idle := [flag for flag in given if flag not in taken]):
             raise UserError(f"{', '.join(idle)}: only for a plan; --{name} takes no option but {', '.join(taken)}")
     if args.explain is not None:
-        return compiled_report.explain(args.experiment, args.explain, slice_name=args.slice, bindings=args.gin)
+        return explain.explain(args.experiment, args.explain, slice_name=args.slice, bindings=args.gin)
     if args.arithmetic and args.record:
         raise UserError("--record keeps what was compiled, and --arithmetic compiles nothing: give one of them")
     if args.cached and args.fresh:

@@ -31,6 +31,14 @@ from parallel import agreement
 from parallel.agreement import EXAMPLES, ONE_DEVICE, Apart, Batch, Example, StrategyRow, Subject
 from parallel.partitioner import Program
 
+HELP = "measure how much the results of each strategy differ from those of one device"
+EXAMPLE = """launch/run agreement
+  launch/run agreement --only fsdp zero1 --steps 20
+  launch/run agreement --processes 2 4
+  launch/run agreement --model trm
+  launch/run agreement --experiment mine.gin --slice v4-8 --gin "STRATEGY = @mine.rules()"
+  launch/run agreement --experiment mine.gin --only fsdp tensor"""
+
 
 def sized(experiment: Experiment, examples: Mapping[str, Example]) -> Experiment:
     """Shrinks the experiment to sizes that all examples can shard; a model or task that cannot shrink is kept.
@@ -112,14 +120,6 @@ def record(subject: Subject, examples: Mapping[str, Example], *, steps: int, int
         if host.is_zero:
             np.savez(into / f"{name}.npz", *jax.tree.leaves(trajectory))
 
-
-HELP = "measure how much the results of each strategy differ from those of one device"
-EXAMPLE = """launch/run agreement
-  launch/run agreement --only fsdp zero1 --steps 20
-  launch/run agreement --processes 2 4
-  launch/run agreement --model trm
-  launch/run agreement --experiment mine.gin --slice v4-8 --gin "STRATEGY = @mine.rules()"
-  launch/run agreement --experiment mine.gin --only fsdp tensor"""
 
 PARTS = ("gradients", "losses", "params", "opt_state")
 

@@ -7,10 +7,12 @@ equal programs have equal records.
 
 import argparse
 import difflib
+import json
 import re
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from core import slices, units, versions
@@ -35,9 +37,19 @@ def files() -> dict[str, str]:
     return {"-".join(p.relative_to(_GIN).with_suffix("").parts): f"gin/{p.relative_to(_GIN)}" for p in found}
 
 
+def path(name: str) -> Path:
+    """Returns the file of a record."""
+    return program_identity.FOLDER / f"{name}.json"
+
+
+def read(name: str) -> dict[str, Any] | None:
+    """Returns a record; None if there is none."""
+    return json.loads(path(name).read_text()) if path(name).is_file() else None
+
+
 def write(name: str, record: Prediction) -> None:
     """Writes a record."""
-    records.write(program_identity.path(name), record)
+    records.write(path(name), record)
 
 
 def difference(name: str, before: Prediction, after: Prediction) -> str:
@@ -48,7 +60,7 @@ def difference(name: str, before: Prediction, after: Prediction) -> str:
 
 def is_current(name: str) -> bool:
     """Returns whether an experiment's record was made from its current configuration with the current compiler."""
-    record = program_identity.read(name)
+    record = read(name)
     if record is None or record["versions"] != versions.installed(versions.COMPILER):
         return False
     config = configuration.load(files()[name])
@@ -100,7 +112,7 @@ def predicted(time: StepTime, experiment: Experiment) -> dict[str, Any]:
 
 def write_published() -> None:
     """Writes the predictions of published runs to `planning.calibration`, then updates every header."""
-    recorded = {row["name"]: program_identity.read(row["name"]) for row in calibration.rows()}
+    recorded = {row["name"]: read(row["name"]) for row in calibration.rows()}
     calibration.write({name: _speed(record) for name, record in recorded.items() if record})
     write_headers()
 
@@ -116,7 +128,7 @@ def _speed(record: Prediction) -> dict[str, Any]:
 def write_headers() -> None:
     """Updates the lines `# Predicted: …` of experiment files that have them."""
     for name, file in files().items():
-        where, record = environment.WORKSPACE / file, program_identity.read(name)
+        where, record = environment.WORKSPACE / file, read(name)
         if record is not None and (changed := with_header(where.read_text(), record)) != where.read_text():
             where.write_text(changed)
 
@@ -167,7 +179,7 @@ def run(args: argparse.Namespace) -> int:
 def _list(names: list[str]) -> int:
     missing = [name for name in names if not is_current(name)]
     for name in names:
-        record = program_identity.read(name)
+        record = read(name)
         outdated = "recorded for another configuration or compiler" if record else "not recorded"
         print(f"{name:<24} {outdated if name in missing else measured.line(record)}")
     if missing:
@@ -179,7 +191,7 @@ def _check(names: list[str]) -> int:
     different = []
     for number, name in enumerate(names, start=1):
         after = _compiled(name, f"{number}/{len(names)}")
-        if diff := difference(name, program_identity.read(name) or {}, after):
+        if diff := difference(name, read(name) or {}, after):
             different.append(name)
             print(diff, end="")
     as_recorded = f"{units.counted(len(names), 'experiment')} as recorded"

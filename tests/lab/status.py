@@ -22,6 +22,20 @@ STATUS = WORKSPACE / "STATUS.md"
 TESTS = WORKSPACE / "tests"
 CAPABILITIES = TESTS / "capabilities.toml"
 VALIDATED = TESTS / "validated"
+VALIDATES = {  # rows of the checklist, by part of a validation
+    "doctor": ("R01", "X01", "X03"),
+    "attention": ("T08",),
+    "predicted and measured": ("O03", "X06"),
+    "data_parallel": ("M06",),
+    "fsdp": ("M07",),
+    "zero1": ("M08",),
+    "tensor": ("M09",),
+    "fsdp_tensor": ("M10", "M13"),
+    "pipeline": ("M12",),
+    "pipeline_fsdp": ("M13",),
+    "pipeline_fsdp_tensor": ("M13",),
+    "multislice": ("R11",),
+}
 
 
 class Marked(NamedTuple):
@@ -61,13 +75,19 @@ def capabilities(path: Path = CAPABILITIES) -> dict[str, str]:
     return {row: name for group in groups.values() for row, name in group.items()}
 
 
+def covered_by(part: str) -> tuple[str, ...]:
+    """Returns the rows that a part of a validation (`launch.check.validation`) demonstrates."""
+    is_strategy = part.startswith("strategy ")
+    return (*VALIDATES.get(part.removeprefix("strategy "), ()), *(("C02", "C06") if is_strategy else ()))
+
+
 def ran_on_tpu(folder: Path = VALIDATED) -> dict[str, str]:
     """Returns slice and date by row (`v4-32, 2026-05-01`) of the newest TPU report in which a part for it passed."""
     reports = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     ran = {}
     for report in sorted((r for r in reports if r["platform"] == "tpu"), key=lambda r: r["date"]):
         passed = [part for part in report["parts"] if part["verdict"] == "ok"]
-        ran |= {row: f"{report['slice']}, {report['date']}" for part in passed for row in part["covers"]}
+        ran |= {row: f"{report['slice']}, {report['date']}" for part in passed for row in covered_by(part["name"])}
     return ran
 
 

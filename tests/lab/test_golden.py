@@ -100,7 +100,7 @@ def test_flops_of_a_step_by_hand():
 @pytest.mark.covers("L05")
 def test_seven_billion_at_sixty_four_rows_reach_their_shares_of_the_peak():
     """Predicted for v4-32: 60 % with all traffic hidden and 50 % with none, in what a chip has."""
-    found = program_identity.read("valkyrie_7b_64_rows")
+    found = golden.read("valkyrie_7b_64_rows")
     experiment, _ = loaded("gin/valkyrie_7b_64_rows.gin")
     assert (experiment.slice, experiment.tokens_per_step) == ("v4-32", 64 * 2048)
     assert found["predicted"]["mfu"]["hidden"] >= 0.60
@@ -176,7 +176,7 @@ def test_recorded_experiments_are_compiled_again_only_on_request_or_change(folde
     golden.write("valkyrie_7b", record(fingerprint="another"))
     assert main.main(["golden", "--write"]) == 0
     assert folder[3:] == ["gin/valkyrie_7b.gin"]
-    golden.write("valkyrie_7b", program_identity.read("valkyrie_7b") | {"versions": {"libtpu": "0"}})
+    golden.write("valkyrie_7b", golden.read("valkyrie_7b") | {"versions": {"libtpu": "0"}})
     assert main.main(["golden"]) == 1
     assert "recorded for another configuration or compiler" in capsys.readouterr().out
 
@@ -184,13 +184,13 @@ def test_recorded_experiments_are_compiled_again_only_on_request_or_change(folde
 def test_a_check_prints_what_changed_and_fails(folder, capsys):
     main.main(["golden", "--write"])
     assert main.main(["golden", "--check"]) == 0
-    golden.write("quickstart", program_identity.read("quickstart") | {"memory": {"peak_bytes": 1}})
+    golden.write("quickstart", golden.read("quickstart") | {"memory": {"peak_bytes": 1}})
     capsys.readouterr()
     assert main.main(["golden", "--check"]) == 1
     said = capsys.readouterr().out
     assert '-  "peak_bytes": 1\n' in said
     assert said.endswith("different: quickstart\n")
-    assert program_identity.read("quickstart")["memory"] == {"peak_bytes": 1}  # a check writes nothing
+    assert golden.read("quickstart")["memory"] == {"peak_bytes": 1}  # a check writes nothing
 
 
 def test_wrong_arguments_are_refused(folder, capsys):
@@ -209,10 +209,10 @@ def test_a_run_finds_the_record_that_is_its_own(folder):
 @pytest.mark.covers("L05")
 @pytest.mark.parametrize("name", RECORDS)
 def test_a_committed_record_is_of_the_experiment_as_it_is(name):
-    found = program_identity.read(name)
+    found = golden.read(name)
     assert found is not None, f"tests/run.sh lab golden --write {name}"
     assert golden.is_current(name), f"tests/run.sh lab golden --write {name}"
-    assert program_identity.path(name).read_text() == records.text_of(found)
+    assert golden.path(name).read_text() == records.text_of(found)
     assert found["memory"]["peak_bytes"] <= found["memory"]["usable_bytes"]
     assert not found["predicted"]["unpriced"]
     text = (environment.WORKSPACE / found["experiment"]).read_text()
@@ -222,16 +222,11 @@ def test_a_committed_record_is_of_the_experiment_as_it_is(name):
 @pytest.mark.covers("X04")
 @pytest.mark.compiled("v4-16")
 def test_quickstart_compiles_to_its_record():
-    assert (
-        golden.difference(
-            "quickstart", program_identity.read("quickstart"), golden.compile_record("gin/quickstart.gin")
-        )
-        == ""
-    )
+    assert golden.difference("quickstart", golden.read("quickstart"), golden.compile_record("gin/quickstart.gin")) == ""
 
 
 @pytest.mark.slow
 @pytest.mark.compiled("v4-32", "v4-64", "v4-128", "v5p-128", "v5p-1024", "v6e-256", "2xv4-32")
 @pytest.mark.parametrize("name", [name for name in RECORDS if name != "quickstart"])
 def test_every_experiment_compiles_to_what_is_recorded(name):
-    assert golden.difference(name, program_identity.read(name), golden.compile_record(golden.files()[name])) == ""
+    assert golden.difference(name, golden.read(name), golden.compile_record(golden.files()[name])) == ""

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from launch.plan import compiled_report as explain
+from launch.plan import explain
 from parallel import compiled
 from parallel.compiled import OutOfHbmError
 from parallel.hlo import executions, program
