@@ -59,6 +59,23 @@ def small_files(text: str) -> paths.Path:
     return _used[text]
 
 
+def read_object(file: paths.Path) -> dict[str, Any]:
+    """Reads a JSON file that holds an object, such as `config.json`.
+
+    Raises:
+      UserError: the file is malformed.
+    """
+    try:
+        found = json.loads(file.read_text())
+    except (ValueError, IsADirectoryError) as error:  # also bytes that are not UTF-8
+        raise UserError(f"{file}: malformed JSON ({error}); download it again") from error
+    if not isinstance(found, dict):
+        raise UserError(
+            f"{file}: expected an object with keys and values, found {str(found)[:40]!r}; download it again"
+        )
+    return found
+
+
 def copy_of(text: str) -> paths.Path | None:
     """Returns the copy of a folder's small files in the run that `use_copies` names; None if there is none.
 

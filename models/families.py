@@ -7,12 +7,13 @@ models/README.md has a table of the families, and of their differences from Llam
 """
 
 import json
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from core import paths
 from core.errors import UserError
-from core.published_files import CONFIG
+from core.published_files import CONFIG, read_object
 from core.types import differing_settings
 from models import rotary
 from models.decoder_config import GLOBAL, LOCAL, DecoderConfig
@@ -42,7 +43,7 @@ def fields(config: Config, *, where: str = CONFIG) -> dict[str, Any]:
         not have; all of them at once.
     """
     kind = config.get("model_type")
-    if kind not in _FAMILIES:
+    if not isinstance(kind, str) or kind not in _FAMILIES:
         raise UserError(f"{where}: model_type = {kind!r} is not known; known are {', '.join(_FAMILIES)}")
     text = config
     if kind == "gemma3":
@@ -78,13 +79,7 @@ def read_config(folder: paths.Path) -> dict[str, Any]:
         raise UserError(
             f"{folder} has no {CONFIG}: expected the folder of a published model, with {CONFIG} and *.safetensors"
         )
-    try:
-        found = json.loads(file.read_text())
-    except ValueError as error:
-        raise UserError(f"{file}: malformed JSON ({error}); download it again") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{file}: expected an object with keys such as model_type, found {found!r}")
-    return found
+    return read_object(file)
 
 
 _REFUSED = {  # with the only supported value
@@ -110,16 +105,20 @@ def _problem(key: str, value: Any, *, nullable: bool) -> str:
         return f"{key} is missing"
     if value is None and nullable:
         return ""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if key == "tie_word_embeddings":
         fits, expected = isinstance(value, bool), "true or false"
     elif key in _TEXTS:
         fits, expected = isinstance(value, str), "the name of an activation"
     elif key in _NUMBERS:
-        fits, expected = is_number and value > 0, "a number above 0"
+        fits, expected = _is_positive(value), "a number above 0"
     else:
-        fits, expected = is_number and value > 0 and value == int(value), "a whole number above 0"
+        fits, expected = _is_positive(value) and isinstance(value, int) and value < 2**31, "a whole number above 0"
     return "" if fits else f"{key} = {json.dumps(value)}: expected {expected}"
+
+
+def _is_positive(value: Any) -> bool:
+    """Returns whether a value is a finite number above 0; JSON files may contain NaN and Infinity."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _gpt2(config: Config) -> dict[str, Any]:
@@ -163,7 +162,7 @@ def _llama(config: Config, *, activation: str = "hidden_act", **other: Any) -> d
 
 
 def _qwen(config: Config, **other: Any) -> dict[str, Any]:
-    if "sliding_attention" in (config.get("layer_types") or ()):
+    if "sliding_attention" in (_layer_types(config) or ()):
         raise UserError("layer_types has sliding_attention, which is not supported in this family")
     return _llama(config, **other)
 
@@ -185,15 +184,22 @@ def _gemma(config: Config, *, period: int, **other: Any) -> dict[str, Any]:
 
 
 def _gemma_pattern(config: Config, period: int) -> tuple[str, ...]:
-    types, layers = config.get("layer_types"), config["num_hidden_layers"]
+    types, layers = _layer_types(config), config["num_hidden_layers"]
     if types is None:
-        return (LOCAL,) * (period - 1) + (GLOBAL,)
+        return (LOCAL,) * (min(period, layers + 1) - 1) + (GLOBAL,)
     kinds = {name: kind for kind, name in _LAYER_TYPES.items()}
-    if unknown := sorted({str(name) for name in types} - set(kinds)):
+    if unknown := sorted(set(types) - set(kinds)):
         raise UserError(f"layer_types has {', '.join(unknown)}; expected {' or '.join(kinds)}")
     if len(types) != layers:
         raise UserError(f"layer_types has {len(types)} entries, and num_hidden_layers = {layers}")
     return _shortest([kinds[name] for name in types])
+
+
+def _layer_types(config: Config) -> list[str] | None:
+    found = config.get("layer_types")
+    if found is not None and not (isinstance(found, list) and all(isinstance(name, str) for name in found)):
+        raise UserError(f"layer_types = {json.dumps(found)}: expected a list of {' or '.join(_LAYER_TYPES.values())}")
+    return found
 
 
 def _gemma3(config: Config) -> dict[str, Any]:
@@ -299,9 +305,20 @@ def _shortest(kinds: list[str]) -> tuple[str, ...]:
 
 def _rope(config: Config, layer_type: str) -> dict[str, Any]:
     """Returns the settings of the rotary embedding of layers of a type, with the keys of transformers 5 or 4."""
-    found = config.get("rope_parameters") or {}
-    found = found.get(layer_type) or {} if found.keys() & _LAYER_TYPES.values() else found
-    return {"rope_theta": config["rope_theta"], **found, **(config.get("rope_scaling") or {})}
+    found = _settings(config, "rope_parameters")
+    found = _settings(found, layer_type) if found.keys() & _LAYER_TYPES.values() else found
+    rope = {"rope_theta": config["rope_theta"], **found, **_settings(config, "rope_scaling")}
+    if not _is_positive(rope["rope_theta"]):
+        raise UserError(f"rope_theta = {json.dumps(rope['rope_theta'])}: expected a number above 0")
+    return rope
+
+
+def _settings(config: Config, key: str) -> Mapping[str, Any]:
+    """Returns an object in a configuration; {} if it is absent or null."""
+    found = config.get(key)
+    if not isinstance(found, Mapping | None):
+        raise UserError(f"{key} = {json.dumps(found)}: expected an object or null")
+    return found or {}
 
 
 _SCALINGS = {  # with the keys that they need
@@ -312,16 +329,20 @@ _SCALINGS = {  # with the keys that they need
 }
 
 
+_OPTIONAL = {"yarn": ("beta_fast", "beta_slow", "attention_factor")}
+
+
 def _scaling(rope: Mapping[str, Any], max_positions: int | None) -> rotary.Scaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in _SCALINGS:
+    if not isinstance(kind, str) or kind not in _SCALINGS:
         raise UserError(f"rope scaling {kind!r} is not known; known are {', '.join(_SCALINGS)}")
     if (part := rope.get("partial_rotary_factor", 1.0)) != 1.0:
         raise UserError(f"partial_rotary_factor = {part!r} of the rotary embedding is not supported (expected 1.0)")
     rope = {"original_max_position_embeddings": max_positions, **rope}
-    for key in ("rope_theta", *_SCALINGS[kind]):
-        if not isinstance(rope.get(key), int | float):
-            raise UserError(f"rope scaling {kind!r} has {key} = {json.dumps(rope.get(key))}: expected a number")
+    optional = [key for key in _OPTIONAL.get(kind, ()) if rope.get(key) is not None]
+    for key in (*_SCALINGS[kind], *optional):
+        if not _is_positive(rope.get(key)):
+            raise UserError(f"rope scaling {kind!r} has {key} = {json.dumps(rope.get(key))}: expected a number above 0")
     if kind == "linear":
         return rotary.Linear(factor=rope["factor"])
     if kind == "llama3":
@@ -334,13 +355,17 @@ def _scaling(rope: Mapping[str, Any], max_positions: int | None) -> rotary.Scali
     if kind == "yarn":
         if rope.get("mscale") or rope.get("mscale_all_dim"):
             raise UserError("rope scaling 'yarn' with mscale is not supported; expected attention_factor or neither")
+        if not isinstance(rope.get("truncate"), bool | None):
+            raise UserError(
+                f"rope scaling 'yarn' has truncate = {json.dumps(rope['truncate'])}: expected true or false"
+            )
         return rotary.Yarn(
             factor=rope["factor"],
             original_length=rope["original_max_position_embeddings"],
             beta_fast=rope.get("beta_fast") or 32.0,
             beta_slow=rope.get("beta_slow") or 1.0,
             sharpening=rope.get("attention_factor"),
-            truncate=rope.get("truncate", True),
+            truncate=rope.get("truncate") is not False,
         )
     return None
 

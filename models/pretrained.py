@@ -1,8 +1,8 @@
-"""Builds decoders from the folders of published models, and reads their parameters.
+"""Builds decoders from the folders of published models.
 
 model = pretrained.model("gs://models/Llama-3.1-8B")     # from its config.json
-folder = pretrained.folder(model, "gs://models/Llama-3.1-8B")
-params = folder.load(abstract_params, axes)
+folder = model.published("gs://models/Llama-3.1-8B")     # its parameters
+params = folder.load(abstract_params, specs)
 """
 
 from typing import Any

@@ -41,7 +41,7 @@ class FolderTokenizer:
     @functools.cached_property
     def _text(self) -> str:
         try:
-            return (self.folder / TOKENIZER).read_text()
+            return _read_text(self.folder / TOKENIZER)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise UserError(
                 f"no {TOKENIZER} in {self.path!r}: set VOCABULARY to the folder of a published model; older "
@@ -57,30 +57,53 @@ class FolderTokenizer:
         try:
             return tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises Exception itself
-            raise UserError(f"{self.path}/{TOKENIZER} is malformed: {error}") from error
+            raise UserError(f"{self.path}/{TOKENIZER} is malformed: {error}; download it again") from error
 
     @functools.cached_property
-    def _settings(self) -> dict[str, Any]:
-        """The settings of the folder; later files override earlier ones."""
-        found: dict[str, Any] = {}
+    def _settings(self) -> dict[str, tuple[Any, str]]:
+        """The settings of the folder, each with the file that it is from; later files override earlier ones."""
+        found: dict[str, tuple[Any, str]] = {}
         for name in (CONFIG, "generation_config.json", "special_tokens_map.json", "tokenizer_config.json"):
             file = self.folder / name
             if file.exists():
-                found |= {key: value for key, value in json.loads(file.read_text()).items() if value is not None}
+                settings = published_files.read_object(file)
+                found |= {key: (value, name) for key, value in settings.items() if value is not None}
         return found
+
+    def _setting(self, key: str, *, expected: str, fits: Callable[[Any], bool]) -> Any:
+        """Returns a setting; None if no file has it. Raises UserError for one that does not fit."""
+        value, name = self._settings.get(key, (None, ""))
+        if value is not None and not fits(value):
+            raise UserError(f"{self.path}/{name}: {key} = {json.dumps(value)[:60]}: expected {expected}")
+        return value
 
     def token(self, role: str) -> str | None:
         """Returns a special token such as "bos_token" as text; None if the folder names none."""
-        value = self._settings.get(role)
-        return value["content"] if isinstance(value, Mapping) else value
+
+        def text(value: Any) -> Any:
+            return value.get("content") if isinstance(value, Mapping) else value
+
+        expected = "text, or an object with the text as content"
+        return text(self._setting(role, expected=expected, fits=lambda value: isinstance(text(value), str)))
 
     def _id(self, role: str) -> int | None:
         """Returns the id of the special token `role` ("bos" or "eos"); None if the folder names none."""
         text = self.token(f"{role}_token")
         if text is not None:
             return self._tokenizer.token_to_id(text)
-        ids = self._settings.get(f"{role}_token_id")
-        return ids[0] if isinstance(ids, Sequence) else ids
+        return next(iter(self._listed_ids(role)), None)
+
+    def _listed_ids(self, role: str) -> list[int]:
+        """Returns the ids of `eos_token_id` or `bos_token_id`."""
+
+        def listed(value: Any) -> list[Any]:
+            return value if isinstance(value, list) else [value]
+
+        def fits(value: Any) -> bool:
+            return all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in listed(value))
+
+        found = self._setting(f"{role}_token_id", expected="an id, or a list of ids", fits=fits)
+        return [] if found is None else listed(found)
 
     @functools.cached_property
     def size(self) -> int:
@@ -99,8 +122,9 @@ class FolderTokenizer:
     def _embedded_ids(self) -> int:
         """The ids that the folder's model has an embedding for; more than there are if the folder has no model."""
         file = self.folder / CONFIG
-        config = json.loads(file.read_text()) if file.exists() else {}
-        found = (config.get("text_config") or config).get("vocab_size")
+        config = published_files.read_object(file) if file.exists() else {}
+        text = config.get("text_config") or config
+        found = text.get("vocab_size") if isinstance(text, Mapping) else None
         return found if isinstance(found, int) else max(self._ids) + 1
 
     @functools.cached_property
@@ -108,6 +132,8 @@ class FolderTokenizer:
         """See `Vocabulary`."""
         found = self._id("eos")
         if found is None:
+            if text := self.token("eos_token"):
+                raise UserError(f"{self.path}: eos_token is {text!r}, which {TOKENIZER} does not have")
             raise UserError(f"{self.path}: neither tokenizer_config.json nor config.json names an eos_token")
         return found
 
@@ -120,8 +146,7 @@ class FolderTokenizer:
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """Ids after which generation ends: the end of a document, and those of `generation_config.json`."""
-        ids = self._settings.get("eos_token_id", ())
-        return tuple(dict.fromkeys([self.eos_id, *([ids] if isinstance(ids, int) else ids)]))
+        return tuple(dict.fromkeys([self.eos_id, *self._listed_ids("eos")]))
 
     @property
     def begins_with_bos(self) -> bool:
@@ -193,15 +218,28 @@ class FolderTokenizer:
         import jinja2
 
         file = self.folder / "chat_template.jinja"
-        template = file.read_text() if file.exists() else self._settings.get("chat_template")
-        if isinstance(template, list):  # several, by name
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        template = _read_text(file) if file.exists() else self._template_setting()
         if template is None:
             raise UserError(f"{self.path} has no chat template: it is not a model for chats; leave --chat out")
         try:
             return _environment().from_string(template)
         except jinja2.TemplateSyntaxError as error:
             raise UserError(f"{self.path}: the chat template is malformed: line {error.lineno}: {error}") from error
+
+    def _template_setting(self) -> str | None:
+        """Returns the chat template of `tokenizer_config.json`; of several, that with the name "default"."""
+
+        def is_named(entry: Any) -> bool:
+            return isinstance(entry, Mapping) and all(isinstance(entry.get(k), str) for k in ("name", "template"))
+
+        def fits(value: Any) -> bool:
+            return isinstance(value, str) or (isinstance(value, list) and all(map(is_named, value)))
+
+        expected = "text, or a list of objects with name and template"
+        found = self._setting("chat_template", expected=expected, fits=fits)
+        if isinstance(found, list):
+            return {entry["name"]: entry["template"] for entry in found}.get("default")
+        return found
 
     def prepare(self, run_dir: str, *, is_host_zero: bool, sample: Callable[[], Iterable[str]]) -> None:
         """Reads the tokenizer, so that an invalid one is refused before the first step."""
@@ -223,6 +261,13 @@ class FolderTokenizer:
             else ""
         )
         return f"tokenizer of {self.path} ({self.size} ids{beyond}, sha256 {self.hash[:12]})"
+
+
+def _read_text(file: paths.Path) -> str:
+    try:
+        return file.read_text()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is malformed: {error}; download it again") from error
 
 
 def _environment() -> Any:

@@ -80,6 +80,8 @@ def _indexed(folder: paths.Path) -> dict[str, Tensor]:
     try:
         weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
         names = sorted(set(weight_map.values()))
+        if wrong := [name for name in names if not isinstance(name, str)]:
+            raise TypeError(f"{wrong[0]!r} is not the name of a file")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{folder / INDEX}: malformed ({type(error).__name__}: {error}); expected an object with weight_map, the "

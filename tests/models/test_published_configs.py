@@ -151,6 +151,30 @@ def export(name, folder):
     return model, params
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llama3", {"hidden_size": float("inf")}, "hidden_size = Infinity: expected a whole number above 0"),
+        ("llama3", {"hidden_size": 24.0}, "hidden_size = 24.0: expected a whole number above 0"),
+        ("gemma2", {"query_pre_attn_scalar": float("nan")}, "query_pre_attn_scalar = NaN: expected a number above 0"),
+        ("llama3", {"rope_parameters": [1]}, r"rope_parameters = \[1\]: expected an object or null"),
+        ("gemma3", {"rope_parameters": {"full_attention": 1}}, "full_attention = 1: expected an object or null"),
+        ("llama3", {"rope_scaling": "yarn"}, 'rope_scaling = "yarn": expected an object or null'),
+        ("llama3", {"rope_scaling": {"rope_type": []}}, r"rope scaling \[\] is not known"),
+        ("llama3", {"rope_scaling": {"rope_type": "linear", "factor": -2}}, "factor = -2: expected a number above 0"),
+        ("llama3", {"rope_parameters": {"rope_theta": "a"}}, 'rope_theta = "a": expected a number above 0'),
+        ("qwen2", {"layer_types": 1}, "layer_types = 1: expected a list of full_attention or sliding_attention"),
+        ("gemma3", {"layer_types": [1]}, r"layer_types = \[1\]: expected a list of"),
+        ("llama3", {"model_type": []}, r"model_type = \[\] is not known"),
+    ],
+)
+def test_malformed_values_are_refused_with_file_and_key(name, changes, message, tmp_path):
+    config = json.loads((HERE / name / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(UserError, match=f"{tmp_path}/config.json.*{message}"):
+        pretrained.model(str(tmp_path))
+
+
 @pytest.mark.covers("C17")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_export_is_read_again_bit_for_bit(name, tmp_path):

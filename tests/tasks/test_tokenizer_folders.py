@@ -117,3 +117,39 @@ def test_an_error_in_a_chat_template_is_told(tmp_path, template, message):
     (tmp_path / "bpe" / "chat_template.jinja").write_text(template)
     with pytest.raises(UserError, match=re.escape(f"{tmp_path}/bpe: {message}")):
         vocabularies.tokenizer(str(tmp_path / "bpe")).chat([{"role": "user", "content": "a"}])
+
+
+def whole(tokenizer):
+    """Asks for all that is read of a folder."""
+    tokenizer.prepare("", is_host_zero=True, sample=lambda: ())
+    return tokenizer.size, tokenizer.bos_id, tokenizer.stop_ids, tokenizer.chat([{"role": "user", "content": "a"}])
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("tokenizer.json", b"\xff", "/tokenizer.json is malformed: .*download it again"),
+        ("tokenizer_config.json", b"{", "/tokenizer_config.json: malformed JSON .*download it again"),
+        ("generation_config.json", b"[1]", "/generation_config.json: expected an object with keys and values"),
+        ("config.json", b"\xff", "/config.json: malformed JSON"),
+        (
+            "tokenizer_config.json",
+            b'{"eos_token": 3}',
+            "/tokenizer_config.json: eos_token = 3: expected text, or an ob",
+        ),
+        ("tokenizer_config.json", b'{"eos_token": {"id": 3}}', "eos_token = .*: expected text, or an object with"),
+        ("tokenizer_config.json", b'{"eos_token": "</end>"}', "eos_token is '</end>', which tokenizer.json does not"),
+        (
+            "generation_config.json",
+            b'{"eos_token_id": 1.5}',
+            "/generation_config.json: eos_token_id = 1.5: expected an",
+        ),
+        ("tokenizer_config.json", b'{"eos_token_id": 2, "chat_template": 3}', "chat_template = 3: expected text, or a"),
+        ("chat_template.jinja", b"\xff", "/chat_template.jinja is malformed"),
+    ],
+)
+def test_malformed_files_are_refused_with_file_and_key(tmp_path, file, content, message):
+    shutil.copytree(HERE / "bpe", tmp_path / "bpe")
+    (tmp_path / "bpe" / file).write_bytes(content)
+    with pytest.raises(UserError, match=f"{tmp_path}/bpe.*{message}"):
+        whole(vocabularies.tokenizer(str(tmp_path / "bpe")))

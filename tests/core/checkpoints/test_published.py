@@ -244,6 +244,7 @@ def edited(folder, old, new):
         (lambda f: indexed(f, '{"weight_map": '), "index.json: malformed .JSONDecodeError"),
         (lambda f: indexed(f, '{"weights": {}}'), "index.json: malformed .KeyError: 'weight_map'"),
         (lambda f: indexed(f, '{"weight_map": ["a"]}'), "index.json: malformed .AttributeError"),
+        (lambda f: indexed(f, '{"weight_map": {"a": 1, "b": 2}}'), "malformed .TypeError: 1 is not the name of a file"),
         (lambda f: indexed(f, '{"weight_map": {"a": "../model.safetensors"}}'), "is outside of the folder"),
         (
             lambda f: (
@@ -255,7 +256,7 @@ def edited(folder, old, new):
         (lambda f: edited(f, b'"F32"', b'"F64"'), "the header is damaged"),
         (lambda f: edited(f, b'"F32"', b'"F8_"'), "tensors of dtype F8_; supported are"),
         (lambda f: edited(f, b'"data_offsets":[0', b'"data_offsets":["'), "not a safetensors file"),
-        (lambda f: (f / "config.json").write_text("[]"), "expected an object with keys such as model_type"),
+        (lambda f: (f / "config.json").write_text("[]"), "config.json: expected an object with keys and values"),
     ],
 )
 def test_a_damaged_folder_is_refused_in_words(llama, damage, message):
