@@ -7,7 +7,6 @@ models/README.md has a table of the families, and of their differences from Llam
 """
 
 import json
-import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -15,8 +14,9 @@ from core import paths
 from core.errors import UserError
 from core.published_files import CONFIG, read_object
 from core.types import differing_settings
-from models import rotary
+from models import rope_settings
 from models.decoder_config import GLOBAL, LOCAL, DecoderConfig
+from models.rope_settings import LAYER_TYPES
 
 Config = Mapping[str, Any]
 _ACTIVATIONS = {
@@ -110,15 +110,13 @@ def _problem(key: str, value: Any, *, nullable: bool) -> str:
     elif key in _TEXTS:
         fits, expected = isinstance(value, str), "the name of an activation"
     elif key in _NUMBERS:
-        fits, expected = _is_positive(value), "a number above 0"
+        fits, expected = rope_settings.is_positive(value), "a number above 0"
     else:
-        fits, expected = _is_positive(value) and isinstance(value, int) and value < 2**31, "a whole number above 0"
+        fits, expected = (
+            rope_settings.is_positive(value) and isinstance(value, int) and value < 2**31,
+            "a whole number above 0",
+        )
     return "" if fits else f"{key} = {json.dumps(value)}: expected {expected}"
-
-
-def _is_positive(value: Any) -> bool:
-    """Returns whether a value is a finite number above 0; JSON files may contain NaN and Infinity."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _gpt2(config: Config) -> dict[str, Any]:
@@ -142,7 +140,7 @@ def _gpt2(config: Config) -> dict[str, Any]:
 
 
 def _llama(config: Config, *, activation: str = "hidden_act", **other: Any) -> dict[str, Any]:
-    rope = _rope(config, "full_attention")
+    rope = rope_settings.read(config, "full_attention")
     return {
         "vocab_size": config["vocab_size"],
         "num_layers": config["num_hidden_layers"],
@@ -155,7 +153,7 @@ def _llama(config: Config, *, activation: str = "hidden_act", **other: Any) -> d
         "activation": _activation(config[activation]),
         "max_positions": config["max_position_embeddings"],
         "rope_theta": float(rope["rope_theta"]),
-        "rope_scaling": _scaling(rope, config["max_position_embeddings"]),
+        "rope_scaling": rope_settings.scaling(rope, config["max_position_embeddings"]),
         "tied": config["tie_word_embeddings"],
         **other,
     }
@@ -187,7 +185,7 @@ def _gemma_pattern(config: Config, period: int) -> tuple[str, ...]:
     types, layers = _layer_types(config), config["num_hidden_layers"]
     if types is None:
         return (LOCAL,) * (min(period, layers + 1) - 1) + (GLOBAL,)
-    kinds = {name: kind for kind, name in _LAYER_TYPES.items()}
+    kinds = {name: kind for kind, name in LAYER_TYPES.items()}
     if unknown := sorted(set(types) - set(kinds)):
         raise UserError(f"layer_types has {', '.join(unknown)}; expected {' or '.join(kinds)}")
     if len(types) != layers:
@@ -198,13 +196,15 @@ def _gemma_pattern(config: Config, period: int) -> tuple[str, ...]:
 def _layer_types(config: Config) -> list[str] | None:
     found = config.get("layer_types")
     if found is not None and not (isinstance(found, list) and all(isinstance(name, str) for name in found)):
-        raise UserError(f"layer_types = {json.dumps(found)}: expected a list of {' or '.join(_LAYER_TYPES.values())}")
+        raise UserError(f"layer_types = {json.dumps(found)}: expected a list of {' or '.join(LAYER_TYPES.values())}")
     return found
 
 
 def _gemma3(config: Config) -> dict[str, Any]:
-    local = _rope({**config, "rope_theta": config["rope_local_base_freq"], "rope_scaling": None}, "sliding_attention")
-    if _scaling(local, None) is not None:
+    local = rope_settings.read(
+        {**config, "rope_theta": config["rope_local_base_freq"], "rope_scaling": None}, "sliding_attention"
+    )
+    if rope_settings.scaling(local, None) is not None:
         raise UserError(f"rope_parameters of sliding_attention = {local}: expected no scaling")
     theta = float(local["rope_theta"])
     return _gemma(config, period=config["sliding_window_pattern"], qk_norm=True, local_rope_theta=theta)
@@ -303,73 +303,6 @@ def _shortest(kinds: list[str]) -> tuple[str, ...]:
     return tuple(kinds[:length])
 
 
-def _rope(config: Config, layer_type: str) -> dict[str, Any]:
-    """Returns the settings of the rotary embedding of layers of a type, with the keys of transformers 5 or 4."""
-    found = _settings(config, "rope_parameters")
-    found = _settings(found, layer_type) if found.keys() & _LAYER_TYPES.values() else found
-    rope = {"rope_theta": config["rope_theta"], **found, **_settings(config, "rope_scaling")}
-    if not _is_positive(rope["rope_theta"]):
-        raise UserError(f"rope_theta = {json.dumps(rope['rope_theta'])}: expected a number above 0")
-    return rope
-
-
-def _settings(config: Config, key: str) -> Mapping[str, Any]:
-    """Returns an object in a configuration; {} if it is absent or null."""
-    found = config.get(key)
-    if not isinstance(found, Mapping | None):
-        raise UserError(f"{key} = {json.dumps(found)}: expected an object or null")
-    return found or {}
-
-
-_SCALINGS = {  # with the keys that they need
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),
-}
-
-
-_OPTIONAL = {"yarn": ("beta_fast", "beta_slow", "attention_factor")}
-
-
-def _scaling(rope: Mapping[str, Any], max_positions: int | None) -> rotary.Scaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if not isinstance(kind, str) or kind not in _SCALINGS:
-        raise UserError(f"rope scaling {kind!r} is not known; known are {', '.join(_SCALINGS)}")
-    if (part := rope.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise UserError(f"partial_rotary_factor = {part!r} of the rotary embedding is not supported (expected 1.0)")
-    rope = {"original_max_position_embeddings": max_positions, **rope}
-    optional = [key for key in _OPTIONAL.get(kind, ()) if rope.get(key) is not None]
-    for key in (*_SCALINGS[kind], *optional):
-        if not _is_positive(rope.get(key)):
-            raise UserError(f"rope scaling {kind!r} has {key} = {json.dumps(rope.get(key))}: expected a number above 0")
-    if kind == "linear":
-        return rotary.Linear(factor=rope["factor"])
-    if kind == "llama3":
-        return rotary.Llama3(
-            factor=rope["factor"],
-            low_frequency_factor=rope["low_freq_factor"],
-            high_frequency_factor=rope["high_freq_factor"],
-            original_length=rope["original_max_position_embeddings"],
-        )
-    if kind == "yarn":
-        if rope.get("mscale") or rope.get("mscale_all_dim"):
-            raise UserError("rope scaling 'yarn' with mscale is not supported; expected attention_factor or neither")
-        if not isinstance(rope.get("truncate"), bool | None):
-            raise UserError(
-                f"rope scaling 'yarn' has truncate = {json.dumps(rope['truncate'])}: expected true or false"
-            )
-        return rotary.Yarn(
-            factor=rope["factor"],
-            original_length=rope["original_max_position_embeddings"],
-            beta_fast=rope.get("beta_fast") or 32.0,
-            beta_slow=rope.get("beta_slow") or 1.0,
-            sharpening=rope.get("attention_factor"),
-            truncate=rope.get("truncate") is not False,
-        )
-    return None
-
-
 def family(model: DecoderConfig) -> str:
     """Returns the `model_type` whose format can express a decoder.
 
@@ -422,7 +355,7 @@ def config(model: DecoderConfig, kind: str) -> dict[str, Any]:
         "rms_norm_eps": model.norm_eps,
         "hidden_act": _published(model.activation),
         "rope_theta": model.rope_theta,
-        "rope_scaling": _published_scaling(model.rope_scaling),
+        "rope_scaling": rope_settings.written(model.rope_scaling),
         "tie_word_embeddings": model.tied,
     }
     if model.max_positions is not None:
@@ -434,7 +367,7 @@ def config(model: DecoderConfig, kind: str) -> dict[str, Any]:
             "hidden_activation": _published(model.activation),
             "query_pre_attn_scalar": _whole(model.score_scale**-2),
             "sliding_window": model.window,
-            "layer_types": [_LAYER_TYPES[model.kinds[i % len(model.kinds)]] for i in range(model.num_layers)],
+            "layer_types": [LAYER_TYPES[model.kinds[i % len(model.kinds)]] for i in range(model.num_layers)],
             "attn_logit_softcapping": model.attention_softcap,
             "final_logit_softcapping": model.logit_softcap,
         }
@@ -443,7 +376,6 @@ def config(model: DecoderConfig, kind: str) -> dict[str, Any]:
     return result
 
 
-_LAYER_TYPES = {GLOBAL: "full_attention", LOCAL: "sliding_attention"}
 _ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",
     "llama": "LlamaForCausalLM",
@@ -479,27 +411,3 @@ def _published(activation: str) -> str:
 
 def _whole(value: float) -> int | float:
     return round(value) if abs(value - round(value)) < 1e-9 * value else value
-
-
-def _published_scaling(scaling: rotary.Scaling | None) -> dict[str, Any] | None:
-    if isinstance(scaling, rotary.Linear):
-        return {"rope_type": "linear", "factor": scaling.factor}
-    if isinstance(scaling, rotary.Llama3):
-        return {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_frequency_factor,
-            "high_freq_factor": scaling.high_frequency_factor,
-            "original_max_position_embeddings": scaling.original_length,
-        }
-    if isinstance(scaling, rotary.Yarn):
-        return {
-            "rope_type": "yarn",
-            "factor": scaling.factor,
-            "original_max_position_embeddings": scaling.original_length,
-            "beta_fast": scaling.beta_fast,
-            "beta_slow": scaling.beta_slow,
-            "truncate": scaling.truncate,
-            **({} if scaling.sharpening is None else {"attention_factor": scaling.sharpening}),
-        }
-    return None

@@ -162,6 +162,11 @@ def export(name, folder):
         ("llama3", {"rope_scaling": "yarn"}, 'rope_scaling = "yarn": expected an object or null'),
         ("llama3", {"rope_scaling": {"rope_type": []}}, r"rope scaling \[\] is not known"),
         ("llama3", {"rope_scaling": {"rope_type": "linear", "factor": -2}}, "factor = -2: expected a number above 0"),
+        (
+            "llama3",
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}},
+            "low_freq_factor = 4 and high_freq_factor = 4: expected the first to be less",
+        ),
         ("llama3", {"rope_parameters": {"rope_theta": "a"}}, 'rope_theta = "a": expected a number above 0'),
         ("qwen2", {"layer_types": 1}, "layer_types = 1: expected a list of full_attention or sliding_attention"),
         ("gemma3", {"layer_types": [1]}, r"layer_types = \[1\]: expected a list of"),
