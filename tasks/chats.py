@@ -52,10 +52,11 @@ class Chat(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ChatFiles:
-    """A `documents.Corpus` of .jsonl files with a conversation on each line."""
+    """A `documents.Corpus` of .jsonl files with a conversation on each line, for so many streams."""
 
     train: tuple[str, ...]
     validation: tuple[str, ...]
+    num_streams: int
 
     def named_files(self) -> tuple[str, ...]:
         """See `Corpus`."""
@@ -99,7 +100,16 @@ class ChatFiles:
             wrong = pattern_problems(f"text.chats.{name}", local, kinds=(".jsonl",))
             files = () if wrong else list_files(tuple(local))
             found += wrong + documents.first_problems(files, read_line=read_chat, where=f"text.chats.{name}")
+        if not found and not any(map(paths.is_remote, (*self.train, *self.validation))):
+            found += [self._too_few(split) for split, chats in self._splits.items() if len(chats) < self.num_streams]
         return found
+
+    def _too_few(self, split: str) -> str:
+        counted = units.counted(len(self._splits[split]), "conversation")
+        return (
+            f"{self.describe()}: {counted} for {split} and {units.counted(self.num_streams, 'stream')}; set "
+            "NUM_STREAMS lower, add conversations, or set VALIDATION_DATA"
+        )
 
     def describe(self) -> str:
         """See `Corpus`."""
@@ -124,10 +134,7 @@ class ChatStream(packing.PackedStream):
         self._intake = documents.intake_of(corpus)
         self._chats = corpus.chats(spec.split)[spec.index :: spec.num_streams]
         if not self._chats:
-            raise UserError(
-                f"{corpus.describe()}: {units.counted(len(corpus.chats(spec.split)), 'conversation')} for "
-                f"{spec.split} and {spec.num_streams} streams; set NUM_STREAMS lower, or add conversations"
-            )
+            raise UserError(dataclasses.replace(corpus, num_streams=spec.num_streams)._too_few(spec.split))
         self._epoch = self._next = 0  # _next: place in the order of this epoch
 
     def _position(self) -> dict[str, int]:
@@ -220,6 +227,11 @@ def _formatted(chat: Chat, vocabulary: ChatVocabulary) -> tuple[str, list[tuple[
     messages, answers = chat.messages, []
     try:
         text = vocabulary.chat(messages, add_generation_prompt=False, date=DATE)
+        if text.split() == "".join(f" {message['content']} " for message in messages).split():
+            raise UserError(
+                "the chat template shows the contents of messages without their roles, so that a model could not tell "
+                "questions from answers; correct the chat_template of the folder"
+            )
         for index, message in enumerate(messages):
             if message["role"] != _ANSWERS:
                 continue

@@ -170,7 +170,7 @@ def chats(
         )
     from tasks.chats import ChatFiles
 
-    corpus = ChatFiles(_patterns(train, "chats.train"), _patterns(validation, "chats.validation"))
+    corpus = ChatFiles(_patterns(train, "chats.train"), _patterns(validation, "chats.validation"), num_streams)
     return _task("chats", corpus, (length, num_streams, vocabulary))
 
 

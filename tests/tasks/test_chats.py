@@ -169,6 +169,14 @@ def test_settings_that_cannot_work_are_refused(tmp_path, chat_file, tokenizer):
         make_task(chat_file, tokenizer, num_streams=64).train(DataLayout(64, (63,), (63,)), seed=0)
 
 
+def test_too_few_conversations_are_refused_before_a_run(tmp_path, chat_file, tokenizer):
+    assert make_task(chat_file, tokenizer).problems() == []
+    (problem,) = make_task(chat_file, tokenizer, num_streams=8).problems()
+    assert "4 conversations for validation and 8 streams; set NUM_STREAMS lower" in problem
+    (tmp_path / "held_out.jsonl").write_text("\n".join(json.dumps({"messages": ask(n)}) for n in range(9)))
+    assert make_task(chat_file, tokenizer, num_streams=8, validation=str(tmp_path / "held_out.jsonl")).problems() == []
+
+
 def test_a_template_that_rewrites_earlier_answers_is_refused(tokenizer, monkeypatch):
     plain = tokenizer.chat
     monkeypatch.setattr(
@@ -176,6 +184,13 @@ def test_a_template_that_rewrites_earlier_answers_is_refused(tokenizer, monkeypa
     )
     chat = chats.read_chat("f", 7, json.dumps({"messages": ask(1)}).encode())
     with pytest.raises(UserError, match=r"f:7: the chat template formats message 2 differently .* one line per answer"):
+        chats.segment(chat, tokenizer)
+
+
+def test_a_template_without_roles_is_refused(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat", lambda messages, **_: "\n".join(m["content"] for m in messages))
+    chat = chats.read_chat("f", 7, json.dumps({"messages": ask(1)}).encode())
+    with pytest.raises(UserError, match="f:7: the chat template shows the contents of messages without their roles"):
         chats.segment(chat, tokenizer)
 
 
