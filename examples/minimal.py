@@ -59,7 +59,7 @@ class Classifier(HaikuModel):
     names = NAMES
 
     def sums(self, batch, *, is_training):
-        """The loss is a sum over the batch, beside the number of items."""
+        """Returns the sum of the losses of a batch, and the number of items."""
         logits = hk.nets.MLP([32, 8])(hk.Flatten()(batch["pixels"]))
         each = optax.losses.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
         return LossOutput(jnp.sum(each), jnp.float32(each.size), {})

@@ -62,10 +62,10 @@ def process_layout(*, environ: Mapping[str, str] | None = None) -> ProcessLayout
     return ProcessLayout(coordinator, index, count)
 
 
-def worker_addresses(*, environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+def worker_addresses() -> tuple[str, ...]:
     """Returns the addresses of all hosts in order (TPU_WORKER_HOSTNAMES); empty if unset, or with several slices."""
-    names = (read("TPU_WORKER_HOSTNAMES", environ=environ) or "").split(",")
-    slices_ = read("MEGASCALE_NUM_SLICES", environ=environ) or "1"
+    names = (read("TPU_WORKER_HOSTNAMES") or "").split(",")
+    slices_ = read("MEGASCALE_NUM_SLICES") or "1"
     return tuple(name.strip() for name in names if name.strip()) if slices_ == "1" else ()
 
 

@@ -204,7 +204,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_places(entries: Sequence[Entry], root: str) -> None:
-    """Raises UserError for mistakes because of which every run on real hosts would fail, one after another."""
+    """Raises UserError for mistakes with which every run on real hosts would fail."""
     names: dict[str, str] = {}
     for entry in entries:
         names.setdefault(entry.experiment.slice, entry.id)

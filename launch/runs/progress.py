@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Callable, Mapping
@@ -182,13 +183,11 @@ class Progress:
         if not self._host.is_zero:
             print(f"{self._host.name}: from step {step} to {self._last_step}", flush=True)
         if step >= self._last_step:
-            self._print(
-                f"step {step} of {self._last_step} is already done: raise TOTAL_STEPS, or use another --run-dir"
-            )
+            self.note(f"step {step} of {self._last_step} is already done: raise TOTAL_STEPS, or use another --run-dir")
 
     def compiled(self, totals: Totals) -> None:
         """Prints how many programs were compiled for the first step, and how many came from the cache."""
-        self._print(
+        self.note(
             f"compiled {units.counted(totals.programs - totals.found, 'program')} and read {totals.found} "
             f"from the cache, in {units.seconds(totals.seconds)}"
         )
@@ -205,32 +204,25 @@ class Progress:
         if slowest is not None:
             starved += f"  waits {slowest.seconds:.2f} s for host {slowest.host}"
         mfu = f"  {100 * values['mfu']:.1f} % MFU" if "mfu" in values else ""
-        self._print(
+        self.note(
             f"step {step:>6}/{self._last_step}  loss {values['loss']:.4f}  {values['step_seconds']:.3g} s/step  "
             f"{values['tokens_per_second']:,.0f} {self._unit}s/s{mfu}{eta}{starved}"
         )
 
     def warning(self, text: str) -> None:
         """Prints a warning."""
-        self._print(f"warning: {text}")
+        self.note(f"warning: {text}")
 
     def note(self, text: str) -> None:
         """Prints a message on its own line."""
-        self._print(text)
+        if self._host.is_zero:
+            print(text, flush=True)
 
     def validation(self, step: int, values: Mapping[str, float]) -> None:
         """Prints the means of an evaluation, without those by recursion step (`…_step_07`)."""
         shown, _ = curves_apart(values)
         means = "  ".join(f"{name.removeprefix('validation/')} {value:.4f}" for name, value in shown.items())
-        self._print(f"step {step:>6}/{self._last_step}  validation: {means}")
-
-    def _print(self, text: str) -> None:
-        if self._host.is_zero:
-            print(text, flush=True)
-
-
-def _print(line: str) -> None:
-    print(line, flush=True)
+        self.note(f"step {step:>6}/{self._last_step}  validation: {means}")
 
 
 class Waiting:
@@ -239,8 +231,8 @@ class Waiting:
     It reads the current phase of the run from `core.health.phase`.
     """
 
-    def __init__(self, say: Callable[[str], None] = _print, *, place: Callable[[], phase.Place] = phase.place):
-        self._say = say
+    def __init__(self, say: Callable[[str], None] | None = None, *, place: Callable[[], phase.Place] = phase.place):
+        self._say = say or functools.partial(print, flush=True)
         self._place = place
         self._phase, self._due = "", _FIRST_SECONDS
         self._ended = threading.Event()

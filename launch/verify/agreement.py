@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -21,7 +20,6 @@ from core import slices
 from core.batches import batch_size
 from core.errors import UserError
 from core.health import phase
-from core.types import Model
 from launch import configuration, flags, terminal
 from launch.experiment import Experiment
 from launch.hosts import cluster, simulate
@@ -29,7 +27,6 @@ from launch.runs import smoke
 from models.agreement_subjects import MODELS, ROWS, batches_for, optimizer_of
 from parallel import agreement
 from parallel.agreement import EXAMPLES, ONE_DEVICE, Apart, Batch, Example, StrategyRow, Subject
-from parallel.partitioner import Program
 
 HELP = "measure how much the results of each strategy differ from those of one device"
 EXAMPLE = """launch/run agreement
@@ -71,11 +68,6 @@ def own_batches(experiment: Experiment, *, steps: int) -> list[Batch]:
 def rows_for(examples: Mapping[str, Example]) -> int:
     """Returns a number of rows that divides over the chips of all these slices."""
     return math.lcm(ROWS, *(slices.get(example.slice).chips for example in examples.values()))
-
-
-def bind(model: Model, example: Example, batch: Batch, **options: Any) -> Program:
-    """Binds one of this module's models, with its optimizer, by `parallel.agreement.bind`."""
-    return agreement.bind(model, optimizer_of(model), example, batch, **options)
 
 
 def measure_played(

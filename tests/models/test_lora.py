@@ -10,11 +10,11 @@ import pytest
 from core import logical
 from core.checkpoints import published
 from core.errors import UserError
-from launch.verify.agreement import bind
 from models import family_tensors, lora
 from models.agreement_subjects import random_batches
 from models.transformer import Transformer
 from parallel import agreement, strategies
+from tests.lab.subjects import bind
 
 BASE = Transformer(
     vocab_size=96,

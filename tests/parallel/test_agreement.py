@@ -11,10 +11,10 @@ import pytest
 from core import logical, optimizers, slices
 from core.batches import Field
 from core.stack import layer_stack
-from launch.verify.agreement import bind
 from models import attention, losses
 from models.agreement_subjects import MODEL, random_batches
 from parallel import accumulation, agreement, partitioner, strategies
+from tests.lab.subjects import bind
 
 CASES = {
     **agreement.EXAMPLES,

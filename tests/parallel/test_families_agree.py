@@ -9,12 +9,12 @@ import pathlib
 
 import pytest
 
-from launch.verify.agreement import bind
 from models import pretrained
 from models.agreement_subjects import random_batches
 from parallel import agreement, strategies
 from parallel.agreement import ONE_DEVICE, Example
 from parallel.pipeline import schedules
+from tests.lab.subjects import bind
 
 HERE = pathlib.Path(__file__).parents[1] / "models" / "fixtures" / "families"
 FAMILIES = sorted(folder.name for folder in HERE.iterdir() if folder.is_dir())

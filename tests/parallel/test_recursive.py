@@ -9,10 +9,10 @@ import pytest
 
 from core import step
 from core.checkpoints.store import Checkpoints
-from launch.verify.agreement import bind
 from models.agreement_subjects import RECURSIVE, batches_for
 from parallel import agreement, strategies
 from parallel.agreement import EXAMPLES, ONE_DEVICE, Example
+from tests.lab.subjects import bind
 
 STEPS = 20
 BATCHES = list(batches_for(RECURSIVE, steps=STEPS))

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from core.checkpoints.store import Checkpoints
-from launch.verify.agreement import bind
 from models.agreement_subjects import MODELS, batches_for
 from parallel.agreement import EXAMPLES
+from tests.lab.subjects import bind
 
 
 @pytest.mark.covers("C07")
@@ -56,7 +56,7 @@ from core import distributed
 distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS,
                        local_cpu_devices=16 // HOSTS, single_process=False)
 from core.checkpoints.store import Checkpoints
-from launch.verify.agreement import bind
+from tests.lab.subjects import bind
 from models.agreement_subjects import MODELS, batches_for
 from parallel import agreement
 from parallel.agreement import EXAMPLES

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 from core.parameters import ParamSpec
-from launch.verify.agreement import bind
 from models.agreement_subjects import random_batches
 from parallel import agreement, strategies
 from parallel.pipeline import schedules
+from tests.lab.subjects import bind
 
 VOCAB, LENGTH, WIDTH, LAYERS = 64, 24, 16, 4
 MODEL = gpt.GPT(VOCAB, LENGTH, LAYERS, embed_dim=WIDTH)
