@@ -5,7 +5,7 @@ Unlike the evaluation on a run's own held-out data, it runs in one process, like
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,8 +15,11 @@ from rich.table import Table
 from core import paths, slices
 from core.errors import UserError
 from launch import loaded_model, terminal
-from launch.experiments import humaneval, lm_eval_tasks
+from launch.experiments import lm_eval_tasks
 from launch.experiments.text_scores import TextScores
+from parallel.sampling import GREEDY, Sampling
+from tasks.code import humaneval, sandbox
+from tasks.code.humaneval import Problem
 
 USUAL_TEMPERATURE = 0.8  # of several samples, as in the paper of HumanEval
 _ERROR = "_stderr"
@@ -44,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         _show(found["tasks"])
     else:
         sampling = {"samples": args.samples or 1, "temperature": args.temperature or USUAL_TEMPERATURE}
-        found = humaneval.evaluate(problems, scores, **sampling)
+        found = solve(problems, scores, **sampling)
         print(found["evaluated_on"], *(f"pass@{k} {value:.4f}" for k, value in found["pass_at"].items()), sep="; ")
     if args.json:
         text = json.dumps({"model": scores.model.where, **found}, indent=1)
@@ -52,7 +55,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _problems(args: argparse.Namespace, limit: int | None) -> list[humaneval.Problem]:
+def solve(problems: Sequence[Problem], scores: TextScores, *, samples: int, temperature: float) -> dict[str, Any]:
+    """Lets the model complete each problem, once greedily or in several samples; returns `humaneval.score`."""
+    sandbox.require_confinement()
+    prompts = [problem.prompt for problem in problems for _ in range(samples)]
+    sampling = GREEDY if samples == 1 else Sampling(temperature, 0, 0.95)
+    most = scores.model.generator.max_positions
+    tokens = humaneval.MAX_TOKENS if most is None else min(humaneval.MAX_TOKENS, most // 2)
+    completions = scores.continued(prompts, until=humaneval.STOPS, max_tokens=tokens, sampling=sampling)
+    return humaneval.score(problems, completions)
+
+
+def _problems(args: argparse.Namespace, limit: int | None) -> list[Problem]:
     problems = humaneval.read(args.humaneval, most=limit)
     if not args.allow_code:
         raise UserError(

@@ -11,8 +11,9 @@ import pytest
 from core.errors import UserError
 from launch import __main__ as command
 from launch import loaded_model
-from launch.experiments import humaneval, sandbox
-from launch.experiments.sandbox import Limits, Outcome
+from launch.experiments import benchmarks
+from tasks.code import humaneval, sandbox
+from tasks.code.sandbox import Limits, Outcome
 
 LIMITS = Limits(seconds=30.0, memory_bytes=2**30)
 RAISED = "PermissionError"
@@ -144,7 +145,7 @@ def test_every_sample_is_run_and_counted(tmp_path):
     right, wrong = "    return a + b", "    return a - b"
     texts = [right, *[wrong] * 9, *["    return 1"] * 10]
     model = Scripted(texts)
-    found = humaneval.evaluate(problems, model, samples=10, temperature=0.7)
+    found = benchmarks.solve(problems, model, samples=10, temperature=0.7)
     assert found["pass_at"] == {1: pytest.approx((0.1 + 1) / 2), 10: 1.0}
     assert [s["passed"] for s in found["samples"]] == [True] + [False] * 9 + [True] * 10
     assert found["samples"][1] == {"task_id": "T/0", "completion": wrong, "passed": False, "why": "AssertionError"}

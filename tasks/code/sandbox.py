@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from core.errors import UserError
-from launch.experiments import confined
+from tasks.code import confined
 
 _SCRIPT = str(Path(confined.__file__))
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}  # no secrets

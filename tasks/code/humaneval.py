@@ -1,4 +1,4 @@
-"""`launch/run evaluate --humaneval`: how many problems a model solves by writing a function, with unit tests.
+"""HumanEval: how many problems a model solves by writing a function, with unit tests.
 
 Chen et al. 2021, "Evaluating Large Language Models Trained on Code". A model continues the beginning of a function, the
 continuation ends before the next statement at the top level, and the tests of the problem run in `sandbox`.
@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 
 from core import paths, units
 from core.errors import UserError
-from launch.experiments import sandbox
-from launch.experiments.text_scores import TextScores
-from parallel.sampling import GREEDY, Sampling
+from tasks.code import sandbox
 
 STOPS = ("\nclass", "\ndef", "\n#", "\n@", "\nprint", "\nif")
 MAX_TOKENS = 512
@@ -85,24 +83,9 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
-def evaluate(
-    problems: Sequence[Problem], scores: TextScores, *, samples: int, temperature: float, seed: int = 0
-) -> dict[str, Any]:
-    """Lets the model complete each problem, runs the tests, and returns pass@k and every outcome.
-
-    Args:
-      problems: from `read`.
-      scores: the model.
-      samples: completions of each problem; one is greedy.
-      temperature: of several.
-      seed: of their draws.
-    """
-    sandbox.require_confinement()
-    prompts = [problem.prompt for problem in problems for _ in range(samples)]
-    sampling = GREEDY if samples == 1 else Sampling(temperature, 0, 0.95)
-    most = scores.model.generator.max_positions
-    tokens = MAX_TOKENS if most is None else min(MAX_TOKENS, most // 2)
-    completions = scores.continued(prompts, until=STOPS, max_tokens=tokens, sampling=sampling, seed=seed)
+def score(problems: Sequence[Problem], completions: Sequence[str]) -> dict[str, Any]:
+    """Runs the tests of completions, equally many for each problem, and returns pass@k and every outcome."""
+    samples = len(completions) // len(problems)
     owners = [problem for problem in problems for _ in range(samples)]
     programs = [problem.program(text) for problem, text in zip(owners, completions, strict=True)]
     outcomes = sandbox.run_all(programs, workers=os.cpu_count() or 1)

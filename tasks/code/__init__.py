@@ -1,0 +1,1 @@
+"""Problems that a model solves by writing programs, which run confined."""
