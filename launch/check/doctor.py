@@ -19,9 +19,9 @@ from core.errors import UserError
 from core.health import exit_codes, phase
 from core.health.failure_diagnosis import Limits
 from core.slices import GIB
-from launch import configuration, environment, findings, flags, program_identity
+from launch import environment, findings, flags, program_identity
 from launch.check import preflight
-from launch.config import LoadedConfig
+from launch.config import LoadedConfig, loader
 from launch.experiment import Experiment
 from launch.findings import Finding, from_json, merge, to_json
 from launch.hosts import cluster, simulate, tpu_host
@@ -233,7 +233,7 @@ def _host(args: argparse.Namespace, slice_: slices.Slice) -> int:
             own += _offline_checks(args, Path(folder))
     if any(row.name in ("configuration", "offline") and not row.ok for row in own):
         return _end(args, own)
-    config = configuration.load(args.experiment, bindings=args.gin, slice_name=slice_.name)
+    config = loader.load(args.experiment, bindings=args.gin, slice_name=slice_.name)
     host, joined = join(slice_)
     if host is None:
         return _end(args, [*own, joined])

@@ -19,7 +19,8 @@ from core.errors import UserError
 from core.slices import GIB, Slice
 from core.training import run_lock
 from core.types import HasVocabulary, NamesFiles, can
-from launch import configuration, environment, findings, flags, terminal
+from launch import environment, findings, flags, terminal
+from launch.config import loader
 from launch.experiment import Experiment, padding
 from launch.findings import Finding, is_ready
 from launch.hosts import workstation
@@ -103,7 +104,7 @@ def _attempt(name: str, look: Callable[[], tuple[_T, str]], findings: list[Findi
 
 
 def _build(path: str, bindings: Sequence[str], slice_name: str | None) -> tuple[Experiment, str]:
-    config = configuration.load(path, bindings=bindings, slice_name=slice_name)
+    config = loader.load(path, bindings=bindings, slice_name=slice_name)
     return config.build(), "\n".join((path, *config.notes))
 
 

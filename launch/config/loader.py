@@ -19,7 +19,10 @@ from typing import Any
 from gin.config_parser import ImportStatement
 
 import gin
+from core import paths
+from core.errors import UserError
 from gin import config as gin_engine
+from launch import environment
 from launch.config import checks, sources
 from launch.config.names import Names
 from launch.config.signatures import Constructor
@@ -37,6 +40,8 @@ from launch.config.statements import (
 
 ROOT = "launch.experiment.Experiment"
 DEFAULTS = "gin/defaults.gin"
+_MESH = "TPU_MESH_CONFIG"
+_MESH_HEADER = "from __gin__ import dynamic_registration\nfrom parallel import strategies"
 
 
 @dataclass(frozen=True)
@@ -111,19 +116,27 @@ def load(
 ) -> LoadedConfig:
     """Reads an experiment file and checks it.
 
+    Later sources override earlier ones: the file with its includes, TPU_MESH_CONFIG with TPU_AXIS_NAMES as bindings
+    (of an experiment that is read from `path`), `between`, `bindings`, `slice_name`.
+
     Args:
-      path: the experiment file, relative to the working directory or the top of the workspace.
-      text: the content of the file, if it is not read from `path`; its includes are searched for in the workspace,
-        then in the working directory.
+      path: the experiment file, relative to the working directory or the top of the workspace, or gs://.
+      text: the content of the file, if it is not read from `path`. Includes of a text, and of a file in a bucket, are
+        searched for in the workspace, then in the working directory.
       bindings: from the command line; they may use the experiment's imports and the public modules of this workspace.
       slice_name: value for the macro SLICE; overrides the file and `bindings`.
       root: full name of the constructor of the root object.
       defaults: the file that declares the macros.
-      between: further gin texts, by the name for messages; they override the file, and `bindings` override them.
+      between: further gin texts, by the name for messages.
 
     Raises:
-      ConfigError: lists every mistake found.
+      UserError: an environment variable is malformed, or the configuration has mistakes; lists all of them.
     """
+    mesh = environment.mesh_bindings() if text is None and root == ROOT else ()
+    if mesh:
+        between = {_MESH: "\n".join([_MESH_HEADER, *mesh, ""]), **between}
+    if text is None and paths.is_remote(path):
+        text = _content(str(path))
     reader = sources.Reader()
     folder = _read(reader, str(path), text)
     flags = {f"--gin #{number}": binding.strip() for number, binding in enumerate(bindings, start=1)}
@@ -147,6 +160,9 @@ def load(
     for bound in reader.bindings:
         if bound.name == "SLICE" and bound.file in flags and slice_name not in (None, bound.value):
             notes.append(f"{bound.place}: {bound} is left out, the SLICE argument chose {slice_name!r}")
+    if mesh:
+        said = " ".join(f"{name}={environment.read(name)}" for name in (_MESH, "TPU_AXIS_NAMES"))
+        notes.insert(0, f"{said} bind {'; '.join(mesh)}, after the file and before --gin")
     return LoadedConfig(*_canonical(kept), experiment=reader.experiment, notes=tuple(notes), _root=config.root)
 
 
@@ -173,6 +189,17 @@ def _read(reader: sources.Reader, path: str, text: str | None) -> Path:
         reader.file(file)
         return file.parent
     raise ConfigError(path, [sources.missing_file(path, sources.closest(path, folders=folders), file=path)])
+
+
+def _content(path: str) -> str:
+    """Reads the text of a file in a bucket."""
+    file = paths.resolve(path)
+    if not file.exists():
+        raise UserError(f"there is no file {path!r}; give the experiment's address, such as gs://BUCKET/first.gin")
+    try:
+        return file.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(path, [sources.unreadable(path, error)]) from error
 
 
 def _canonical(bindings: Iterable[Binding]) -> tuple[dict[str, str], tuple[Binding, ...]]:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from core import paths, published_files
 from core.errors import UserError
-from launch import configuration, environment
-from launch.config import LoadedConfig
+from launch import environment
+from launch.config import LoadedConfig, loader
 
 CONFIG = "config.gin"
 
@@ -36,7 +36,7 @@ def read(run_dir: str, *, bindings: Sequence[str] = (), slice_name: str | None =
         what = f"it has no {CONFIG}" if folder.exists() else "there is no such folder"
         raise UserError(f"no run in {str(folder)!r}: {what}. Give the --run-dir that it was trained with")
     published_files.use_copies(run_dir)
-    return SavedRun(str(folder), configuration.load(str(folder / CONFIG), bindings=bindings, slice_name=slice_name))
+    return SavedRun(str(folder), loader.load(str(folder / CONFIG), bindings=bindings, slice_name=slice_name))
 
 
 def config(run_dir: str) -> str | None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from core import metrics, paths, supervise
 from core.errors import UserError
 from core.health import exit_codes
-from launch import config, configuration, environment
+from launch import config, environment
 from launch.config import loader
 from launch.experiment import Experiment
 from launch.experiments import saved_run
@@ -111,7 +111,7 @@ def load(
             name = f"{path.stem}_seed{seed}" if seed else path.stem
             given = (*bindings, f"SEED = {seed}") if seed else tuple(bindings)
             try:
-                config = configuration.load(str(path), bindings=given, slice_name=slice_name)
+                config = loader.load(str(path), bindings=given, slice_name=slice_name)
                 experiment = config.build()
             except UserError as error:
                 problems[str(error)] = []

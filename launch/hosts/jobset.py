@@ -19,7 +19,8 @@ from core import paths, slices
 from core.errors import UserError
 from core.health import exit_codes
 from core.slices import Slice
-from launch import configuration, environment, flags
+from launch import environment, flags
+from launch.config import loader
 
 HELP = "write the JobSet with which GKE runs an experiment on a slice"
 EXAMPLE = "launch/run jobset v4-32 gin/valkyrie_7b.gin --image IMAGE --run-dir gs://bucket/first --out job.json"
@@ -112,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     run_dir = args.run_dir or environment.run_directory(args.experiment)
     if not paths.is_remote(run_dir):
         raise UserError(f"the run directory {run_dir} would be deleted with its pod: give --run-dir gs://BUCKET/…")
-    configuration.load(args.experiment, bindings=args.gin, slice_name=slice_.name).build()  # mistakes before any pod
+    loader.load(args.experiment, bindings=args.gin, slice_name=slice_.name).build()  # mistakes before any pod
     made = manifest(
         args.name or Path(args.experiment).stem.replace("_", "-").lower(),
         slice_,

@@ -11,8 +11,8 @@ from rich.table import Table
 from core import slices, units
 from core.errors import UserError
 from core.slices import GIB
-from launch import configuration, flags, terminal
-from launch.config import sources
+from launch import flags, terminal
+from launch.config import loader, sources
 from parallel import analysis, compiled, report, strategy, traffic
 from parallel.analysis import Analysis
 from parallel.compiled import OutOfHbmError
@@ -168,14 +168,14 @@ def compile_strategies(
     Raises:
       UserError: a mistake in the experiment, or no such file.
     """
-    configuration.load(experiment, bindings=bindings, slice_name=slice_name).build()
+    loader.load(experiment, bindings=bindings, slice_name=slice_name).build()
     for choice in choices:
         yield _compiled(experiment, choice, [*bindings_of(choice), *bindings], slice_name)
 
 
 def _compiled(experiment: str, choice: str, bindings: Sequence[str], slice_name: str) -> StrategyResult:
     try:
-        built = configuration.load(experiment, bindings=bindings, slice_name=slice_name).build()
+        built = loader.load(experiment, bindings=bindings, slice_name=slice_name).build()
         program = built.bind(compiled.devices_of(slices.get(built.slice)))
     except UserError as error:
         return StrategyResult(choice, None, None, problem=" ".join(str(error).split()))
@@ -230,7 +230,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _one_program(args: argparse.Namespace) -> Any:
-    config = configuration.load(args.experiment, bindings=args.gin, slice_name=args.slice)
+    config = loader.load(args.experiment, bindings=args.gin, slice_name=args.slice)
     for note in config.notes:
         print(f"note: {note}")
     experiment = config.build()

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from core import slices
 from core.errors import UserError
 from core.slices import GIB
-from launch import configuration
+from launch.config import loader
 from launch.environment import WORKSPACE
 from parallel import compiled, host_memory
 from parallel.hlo import messages
@@ -134,7 +134,7 @@ def _end_with(parent: int) -> None:
 def compile_one(experiment_file: str, *, slice_name: str, bindings: Sequence[str]) -> Record:
     """Compiles one candidate in this process and returns its record."""
     try:
-        experiment = configuration.load(experiment_file, bindings=bindings, slice_name=slice_name).build()
+        experiment = loader.load(experiment_file, bindings=bindings, slice_name=slice_name).build()
         bound = experiment.bind(compiled.devices_of(slices.get(experiment.slice)))
     except UserError as error:
         reason = " ".join(str(error).split())

@@ -6,7 +6,7 @@ from typing import Any
 from core import slices, units
 from core.errors import UserError
 from core.types import ExtendsCache, HasVocabulary, can, lacking
-from launch import configuration
+from launch.config import loader
 from launch.plan import compiled_report
 from parallel import compiled, generation, strategy
 from parallel.planning import generation_cost
@@ -26,7 +26,7 @@ def predict(path: str, *, slice_name: str, bindings: Sequence[str], batch_sizes:
       UserError: a mistake in the configuration, a model that does not generate from a cache, rows that do not divide
         over the chips, or a layout that does not fit.
     """
-    config = configuration.load(path, bindings=bindings, slice_name=slice_name)
+    config = loader.load(path, bindings=bindings, slice_name=slice_name)
     for note in config.notes:
         print(f"note: {note}")
     experiment = config.build()

@@ -9,8 +9,8 @@ from typing import Any
 from core import slices, wrappers
 from core.errors import UserError
 from core.slices import Slice
-from launch import configuration, program_identity
-from launch.config import LoadedConfig, Macro, Reference
+from launch import program_identity
+from launch.config import LoadedConfig, Macro, Reference, loader
 from launch.experiment import Experiment
 from parallel.planning import candidates, model_trace, selection
 from parallel.planning.candidate_metrics import CandidateMetrics
@@ -58,13 +58,13 @@ def ask(path: str, *, slice_name: str, bindings: Sequence[str] = (), batch_sizes
       UserError: an unknown slice, a mistake in the configuration, a batch size that is too large.
     """
     slice_ = slices.get(slice_name)
-    config = configuration.load(path, bindings=bindings, slice_name=slice_name)
+    config = loader.load(path, bindings=bindings, slice_name=slice_name)
     experiment = config.build()
     writer = Writer(config, experiment)
     for size in set(batch_sizes) - {experiment.batch_size}:
         added = writer.bindings(Candidate(None, None, experiment.accum_steps, size))
         try:
-            configuration.load(path, bindings=[*bindings, *added], slice_name=slice_name).build()
+            loader.load(path, bindings=[*bindings, *added], slice_name=slice_name).build()
         except UserError as error:  # so few steps that the experiment refuses them
             steps = total_steps(experiment, size)
             raise UserError(f"--batch {size}, {steps} steps for as many tokens: {error}") from error

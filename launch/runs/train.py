@@ -8,7 +8,8 @@ from core import distributed, metrics, published_files, slices, versions
 from core.health import exit_codes
 from core.training.hooks import PreemptedError
 from core.training.run_lock import LockLostError, RunLock
-from launch import configuration, environment, flags
+from launch import environment, flags
+from launch.config import loader
 from launch.hosts import cluster, tpu_host
 from launch.runs import prepared_run, training
 from launch.runs.progress import Waiting
@@ -42,7 +43,7 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     """Loads the configuration, joins the hosts, prepares the run and trains, in this order."""
     run_dir = args.run_dir or environment.run_directory(args.experiment, smoke=args.smoke)
     published_files.use_copies(run_dir)
-    config = configuration.load(args.experiment, bindings=args.gin, slice_name=args.slice)
+    config = loader.load(args.experiment, bindings=args.gin, slice_name=args.slice)
     experiment = config.build()
     if args.smoke:
         from launch.runs import smoke

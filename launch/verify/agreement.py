@@ -20,7 +20,8 @@ from core import slices
 from core.batches import batch_size
 from core.errors import UserError
 from core.health import phase
-from launch import configuration, flags, terminal
+from launch import flags, terminal
+from launch.config import loader
 from launch.experiment import Experiment
 from launch.hosts import cluster, simulate
 from launch.runs import smoke
@@ -161,7 +162,7 @@ def run(args: argparse.Namespace) -> int:
     experiment, model = None, MODELS[args.model or "transformer"]
     subject = Subject(model, optimizer_of(model))
     if args.experiment:
-        experiment = configuration.load(args.experiment, bindings=args.gin, slice_name=args.slice).build()
+        experiment = loader.load(args.experiment, bindings=args.gin, slice_name=args.slice).build()
         if not args.only:
             examples = {experiment.strategy.name: Example(experiment.slice, experiment.strategy)}
             _provide_devices(examples.values())

@@ -20,8 +20,9 @@ from core import paths, slices, units
 from core.checkpoints import steps as saved_steps
 from core.errors import UserError
 from core.types import ChoosesDtype, can
-from launch import configuration, flags, terminal
+from launch import flags, terminal
 from launch.check import preflight
+from launch.config import loader
 from launch.experiment import Experiment
 from launch.hosts import cluster, simulate
 from launch.runs import prepared_run, smoke
@@ -58,7 +59,7 @@ class Variant(NamedTuple):
 
     def experiment(self, slice_name: str | None) -> Experiment:
         """Builds the experiment."""
-        return configuration.load(self.config, bindings=self.bindings, slice_name=slice_name).build()
+        return loader.load(self.config, bindings=self.bindings, slice_name=slice_name).build()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from core.checkpoints.reading import Misfit, UnreadableError
 from core.checkpoints.steps import DamagedError
 from core.checkpoints.store import Checkpoints
-from launch import configuration
+from launch.config import loader
 
 
 class Flips(NamedTuple):
@@ -41,7 +41,7 @@ def flip(run_dir: Path, *, experiment: str, slice_name: str, bindings: Sequence[
       count: number of flips.
       seed: chooses the bits.
     """
-    program = configuration.load(experiment, bindings=bindings, slice_name=slice_name).build().bind(jax.devices())
+    program = loader.load(experiment, bindings=bindings, slice_name=slice_name).build().bind(jax.devices())
     checkpoints = Checkpoints(str(run_dir / "checkpoints"), keep=1, read_only=True)
     try:
         return flip_newest(checkpoints, run_dir / "checkpoints", program.abstract_state, count=count, seed=seed)

@@ -96,13 +96,13 @@ def _against_recomputing(turns: int) -> list[str]:
     import numpy as np
 
     from core import optimizers, slices
-    from launch import configuration
+    from launch.config import loader
     from parallel import strategies
     from parallel.generation import Generator
     from parallel.partitioner import Partitioner
     from tasks import streams
 
-    model: Any = configuration.load("gin/quickstart.gin").build().model
+    model: Any = loader.load("gin/quickstart.gin").build().model
     at = Partitioner(strategies.data_parallel(), slice=slices.get("v5e-1"), devices=jax.devices()[:1])
     unused = optimizers.adamw(learning_rate=optimizers.constant(0.0))
     program = at.program(model, unused, streams.batch_spec(1, length=POSITIONS), seed=0)

@@ -17,7 +17,8 @@ from typing import Any
 
 from core import slices, units, versions
 from core.errors import UserError
-from launch import configuration, environment, program_identity
+from launch import environment, program_identity
+from launch.config import loader
 from launch.experiment import Experiment
 from parallel import analysis, compiled
 from parallel import prediction as measured
@@ -63,7 +64,7 @@ def is_current(name: str) -> bool:
     record = read(name)
     if record is None or record["versions"] != versions.installed(versions.COMPILER):
         return False
-    config = configuration.load(files()[name])
+    config = loader.load(files()[name])
     return record["fingerprint"] == program_identity.fingerprint(config.build(), config)
 
 
@@ -73,7 +74,7 @@ def compile_record(file: str) -> dict[str, Any]:
     Raises:
       OutOfHbmError: it does not fit.
     """
-    config = configuration.load(file)
+    config = loader.load(file)
     experiment = config.build()
     program = experiment.bind(compiled.devices_of(slices.get(experiment.slice)))
     found = analysis.analyze(program)

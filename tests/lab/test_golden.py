@@ -3,7 +3,8 @@
 import pytest
 
 from core import slices, versions
-from launch import configuration, environment, program_identity
+from launch import environment, program_identity
+from launch.config import loader
 from launch.runs import smoke
 from parallel import prediction
 from parallel.planning import calibration, records
@@ -14,7 +15,7 @@ RECORDS = sorted(golden.files())
 
 
 def loaded(path="gin/valkyrie_7b.gin", *bindings, slice_name=None):
-    config = configuration.load(path, bindings=bindings, slice_name=slice_name)
+    config = loader.load(path, bindings=bindings, slice_name=slice_name)
     return config.build(), config
 
 

@@ -86,12 +86,13 @@ def test_the_parser_takes_the_examples():
 
 
 def test_every_task_file_of_puzzles_binds_a_task_of_its_vocabulary():
-    from launch import configuration, environment
+    from launch import environment
+    from launch.config import loader
 
     names = ("sudoku4", "sudoku6", "sudoku9", "maze", "arc", "sudoku_extreme")
     for name in names:
         assert (pathlib.Path(environment.WORKSPACE) / f"gin/tasks/{name}.gin").exists()
-        config = configuration.load("gin/quickstart.gin", bindings=[f"include 'gin/tasks/{name}.gin'"])
+        config = loader.load("gin/quickstart.gin", bindings=[f"include 'gin/tasks/{name}.gin'"])
         experiment = config.build()
         assert experiment.task.vocab_size == experiment.model.vocab_size
         assert type(experiment.task).__name__ == "PuzzleTask"

@@ -2,9 +2,9 @@
 
 import pytest
 
-from launch import configuration, environment
+from launch import environment
 from launch.check import preflight
-from launch.config import ConfigError
+from launch.config import ConfigError, loader
 
 QUICKSTART = "gin/quickstart.gin"
 
@@ -73,18 +73,18 @@ def shape(config):
 
 @pytest.mark.covers("L10", "M02")
 def test_they_win_over_the_file_and_flags_win_over_them(mesh):
-    alone = configuration.load(QUICKSTART)
+    alone = loader.load(QUICKSTART)
     assert alone.build().strategy.name == "fsdp"
     mesh("2,2,2", "data,fsdp,tensor")
-    config = configuration.load(QUICKSTART)
+    config = loader.load(QUICKSTART)
     assert config.build().strategy.name == "mesh3d"
     assert shape(config) == {"data": 2, "fsdp": 2, "tensor": 2}
     assert config.notes[0].startswith("TPU_MESH_CONFIG=2,2,2 TPU_AXIS_NAMES=data,fsdp,tensor bind STRATEGY = @")
     assert config.text != alone.text  # what hosts compare
     assert "strategies.mesh3d.tensor = 2" in config.text
-    flagged = configuration.load(QUICKSTART, bindings=["strategies.mesh3d.tensor = 1", "strategies.mesh3d.fsdp = 4"])
+    flagged = loader.load(QUICKSTART, bindings=["strategies.mesh3d.tensor = 1", "strategies.mesh3d.fsdp = 4"])
     assert shape(flagged) == {"data": 2, "fsdp": 4, "tensor": 1}
-    chosen = configuration.load(QUICKSTART, bindings=["STRATEGY = @strategies.data_parallel()"])
+    chosen = loader.load(QUICKSTART, bindings=["STRATEGY = @strategies.data_parallel()"])
     assert chosen.build().strategy.name == "data_parallel"
     assert any("TPU_MESH_CONFIG" in note and "is left out" in note for note in chosen.notes[1:])
 
@@ -106,29 +106,29 @@ def test_a_check_says_what_is_wrong_with_them(config, axes, finding, says, mesh,
 
 def test_a_seed_below_zero_is_refused():
     with pytest.raises(ValueError, match="seed = -3: expected at least 0"):
-        configuration.load(QUICKSTART, bindings=["SEED = -3"]).build()
+        loader.load(QUICKSTART, bindings=["SEED = -3"]).build()
 
 
 def test_a_slice_that_the_argument_replaces_is_noted():
-    notes = configuration.load(QUICKSTART, bindings=["SLICE = 'v4-8'"], slice_name="v4-16").notes
+    notes = loader.load(QUICKSTART, bindings=["SLICE = 'v4-8'"], slice_name="v4-16").notes
     assert notes == ("--gin #1: SLICE = 'v4-8' is left out, the SLICE argument chose 'v4-16'",)
-    assert configuration.load(QUICKSTART, bindings=["SLICE = 'v4-16'"], slice_name="v4-16").notes == ()
-    assert configuration.load(QUICKSTART, bindings=["SLICE = 'v4-8'"]).notes == ()
-    assert configuration.load(QUICKSTART, slice_name="v4-16").notes == ()  # what a file names is there to be replaced
+    assert loader.load(QUICKSTART, bindings=["SLICE = 'v4-16'"], slice_name="v4-16").notes == ()
+    assert loader.load(QUICKSTART, bindings=["SLICE = 'v4-8'"]).notes == ()
+    assert loader.load(QUICKSTART, slice_name="v4-16").notes == ()  # what a file names is there to be replaced
 
 
 def test_a_file_in_a_bucket_is_read_and_its_mistakes_bear_its_address(monkeypatch, tmp_path):
     address, copy = "gs://bucket/first.gin", tmp_path / "first.gin"
-    monkeypatch.setattr(configuration.paths, "resolve", lambda path: {address: copy}[path])
+    monkeypatch.setattr(loader.paths, "resolve", lambda path: {address: copy}[path])
     with pytest.raises(ValueError, match=r"there is no file 'gs://bucket/first\.gin'"):
-        configuration.load(address)
+        loader.load(address)
     copy.write_text("include 'gin/quickstart.gin'\nSEED = 5\n")
-    config = configuration.load(address)
+    config = loader.load(address)
     assert (config.experiment, config.build().seed) == (address, 5)
     copy.write_text("include 'gin/quickstart.gin'\nSED = 5\n")
     with pytest.raises(ValueError, match=r"gs://bucket/first\.gin:2: SED is not one of the macros"):
-        configuration.load(address)
+        loader.load(address)
     copy.write_bytes("include 'gin/quickstart.gin'\nPROMPT = 'Füße'\n".encode("latin-1"))
     says = r"(?s)gs://bucket/first\.gin: the file cannot be read.*can't decode byte 0xfc.*a gin file is UTF-8 text"
     with pytest.raises(ConfigError, match=says):
-        configuration.load(address)
+        loader.load(address)

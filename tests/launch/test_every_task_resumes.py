@@ -7,7 +7,7 @@ import pytest
 
 from core import paths
 from core.checkpoints import steps
-from launch import configuration
+from launch.config import loader
 from launch.hosts.cluster import Host
 from launch.runs import prepared_run, training
 
@@ -44,7 +44,7 @@ def ready(name, folder):
     file, bindings = TASKS[name]
     places = {"data": str(folder / "data"), "lines": str(folder / "text.jsonl")}
     bindings = [b.format_map(places) if b.startswith(("DATA", "VALIDATION")) else b for b in bindings]
-    config = configuration.load(file, bindings=bindings, slice_name="v5e-4")
+    config = loader.load(file, bindings=bindings, slice_name="v5e-4")
     straight = str(folder / "straight")
     return prepared_run.prepare_run(
         config.build(), config_text=config.text, revision="", run_dir=straight, last_step=8, host=Host(0, 1, True)

@@ -7,7 +7,8 @@ import pytest
 
 import gin
 from core import slices
-from launch import configuration, environment
+from launch import environment
+from launch.config import loader
 from launch.experiment import Experiment
 from models import transformer
 from parallel import agreement, mesh, report
@@ -24,7 +25,7 @@ def names(folder):
 
 def valkyrie(*included, at):
     bindings = [f"include 'gin/{path}.gin'" for path in included]
-    return configuration.load("gin/valkyrie_7b.gin", bindings=bindings, slice_name=at).build()
+    return loader.load("gin/valkyrie_7b.gin", bindings=bindings, slice_name=at).build()
 
 
 def test_valkyrie_7b_is_the_7b():
@@ -76,7 +77,7 @@ def test_gin_alone_builds_the_same_object(file, monkeypatch):
     monkeypatch.chdir(environment.WORKSPACE)
     tiny = environment.WORKSPACE / "tests/models/fixtures/families/llama2"
     bindings = [f"FOLDER = '{tiny}'"] if file.startswith("gin/finetune") else []
-    ours = configuration.load(file, bindings=bindings).build()
+    ours = loader.load(file, bindings=bindings).build()
     gin.clear_config()
     with gin.config.interactive_mode():
         gin.parse_config_files_and_bindings([file], bindings)
@@ -91,7 +92,7 @@ def without_addresses(built):
 def test_the_recursive_model_of_a_9x9_sudoku(model, parameters):
     bindings = ["include 'gin/tasks/sudoku9.gin'", f"include 'gin/models/{model}.gin'"]
     bindings += ["trm.TRM.embed_dim = 512", "trm.TRM.prefix_length = 16"]
-    experiment = configuration.load("gin/trm/sudoku4.gin", bindings=bindings).build()
+    experiment = loader.load("gin/trm/sudoku4.gin", bindings=bindings).build()
     program = experiment.bind(mesh.topology_devices(slices.get(experiment.slice)))
     state, moments = program.abstract_state, program.abstract_state.opt_state
     beside = ("puzzle_table", "h_init", "l_init")

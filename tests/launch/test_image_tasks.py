@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from core.batches import Field
-from launch import configuration, program_identity
+from launch import program_identity
+from launch.config import loader
 from launch.runs import progress, smoke
 from parallel import decoding
 from tasks import streams, vocabularies
@@ -42,7 +43,7 @@ class Classes(SampledTask):
 
 @pytest.fixture
 def quickstart():
-    return configuration.load("gin/quickstart.gin", slice_name="v4-8").build()
+    return loader.load("gin/quickstart.gin", slice_name="v4-8").build()
 
 
 def test_images_beside_text(quickstart):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from core.training import hooks
-from launch import configuration
+from launch.config import loader
 from launch.hosts.cluster import Host
 from launch.runs import prepared_run, training
 from models.transformer import Transformer
@@ -63,7 +63,7 @@ def experiment(**fields):
     task = synthetic.random_tokens(vocab_size=259, length=16, num_streams=16)
     layers = 4 if fields["strategy"].pipeline else 1
     model = Transformer(vocab_size=259, num_layers=layers, embed_dim=16, mlp_dim=32, num_heads=2, num_kv_heads=2)
-    plain = configuration.load("gin/quickstart.gin", slice_name="v4-32").build()
+    plain = loader.load("gin/quickstart.gin", slice_name="v4-32").build()
     common = {"model": model, "task": task, "batch_size": 16, "eval_batches": 0, "log_interval": 1, "prompt": ""}
     return dataclasses.replace(plain, **(common | fields))
 

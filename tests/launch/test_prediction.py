@@ -6,12 +6,12 @@ import pytest
 
 from core import slices
 from core.slices import GIB
-from launch import configuration
+from launch.config import loader
 from models import lora
 from parallel import prediction as parallel_prediction
 from parallel.prediction import SIMULATED, PredictionCheck
 
-CONFIG = configuration.load("gin/valkyrie_7b.gin")
+CONFIG = loader.load("gin/valkyrie_7b.gin")
 EXPERIMENT = CONFIG.build()
 RECORD = {
     "memory": {"peak_bytes": 10 * GIB},
@@ -45,7 +45,7 @@ def test_a_simulation_is_labelled_and_compares_nothing(measured):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_frozen_matrices_have_no_gradient_to_count(tied):
-    plain = configuration.load("gin/quickstart.gin", bindings=[f"transformer.Transformer.tied = {tied}"]).build()
+    plain = loader.load("gin/quickstart.gin", bindings=[f"transformer.Transformer.tied = {tied}"]).build()
     frozen = dataclasses.replace(plain, frozen=("*",))  # adapters freeze all matrices, too, and the model counts them
     adapted = dataclasses.replace(plain, model=lora.adapted(model=plain.model))
     assert frozen.flops_per_step == adapted.flops_per_step < plain.flops_per_step

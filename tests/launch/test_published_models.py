@@ -20,9 +20,10 @@ from core.checkpoints import steps
 from core.checkpoints.store import Checkpoints
 from core.errors import UserError
 from launch import __main__ as command
-from launch import configuration, loaded_model
+from launch import loaded_model
 from launch.check import preflight
 from launch.cli import generate
+from launch.config import loader
 from launch.experiments import saved_run
 from launch.hosts.cluster import Host
 from launch.runs import prepared_run, training, warm_start
@@ -57,7 +58,7 @@ def run_dir(folder, tmp_path_factory):
     run = tmp_path_factory.mktemp("run")
     for name in ("a", "b"):  # one is held out
         (run / f"{name}.txt").write_text("w5 w6")
-    config = configuration.load("gin/finetune.gin", bindings=bindings(folder, run), slice_name="v4-16")
+    config = loader.load("gin/finetune.gin", bindings=bindings(folder, run), slice_name="v4-16")
     (run / "config.gin").write_text(config.text)
     experiment = config.build()
     ready = prepared_run.prepare_run(
@@ -318,7 +319,7 @@ def adapted(tmp_path_factory):
     for name in ("a", "b"):
         (run / f"{name}.txt").write_text("w5 w6")
     told = [*bindings(base, run), "include 'gin/models/lora.gin'", "lora.adapted.targets = ('query', 'output')"]
-    config = configuration.load("gin/finetune.gin", bindings=told, slice_name="v4-16")
+    config = loader.load("gin/finetune.gin", bindings=told, slice_name="v4-16")
     (run / "config.gin").write_text(config.text)
     ready = prepared(config, run)
     checkpoints = Checkpoints(ready.checkpoint_dir, keep=1, origin=ready.origin)

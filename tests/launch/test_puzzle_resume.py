@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from core.checkpoints.store import Checkpoints
-from launch import configuration
+from launch.config import loader
 from launch.hosts.cluster import Host
 from launch.runs import prepared_run, training
 
@@ -38,7 +38,7 @@ def run(tmp_path_factory):
     """40 steps, ready to start."""
     folder = tmp_path_factory.mktemp("runs")
     data = f"puzzles.sudoku.directory = '{folder / 'data'}'"
-    config = configuration.load("gin/trm/sudoku4.gin", bindings=(*SMALL, data), slice_name="v5e-1")
+    config = loader.load("gin/trm/sudoku4.gin", bindings=(*SMALL, data), slice_name="v5e-1")
     return prepared_run.prepare_run(
         config.build(),
         config_text=config.text,

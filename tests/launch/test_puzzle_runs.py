@@ -3,7 +3,7 @@
 import pytest
 
 from core import slices
-from launch import configuration
+from launch.config import loader
 from launch.runs import smoke
 from parallel import mesh
 
@@ -17,7 +17,7 @@ TRM = (
 
 def experiment(task, *bindings):
     every = (f"include 'gin/tasks/{task}.gin'", *TRM, "BATCH_SIZE = 32", "PROMPT = ''", *bindings)
-    return configuration.load("gin/quickstart.gin", bindings=every).build()
+    return loader.load("gin/quickstart.gin", bindings=every).build()
 
 
 def test_a_table_too_small_for_the_data_is_refused(tmp_path):

@@ -12,7 +12,8 @@ import pytest
 
 from core import slices
 from core.parameters import ParamSpec
-from launch import configuration, environment
+from launch import environment
+from launch.config import loader
 from launch.experiments import results, suites
 from parallel import mesh
 
@@ -54,7 +55,7 @@ def beside():
 
 @pytest.fixture(scope="module")
 def recipes():
-    return {name: configuration.load(f"gin/trm/{name}.gin").build() for name in RECIPES}
+    return {name: loader.load(f"gin/trm/{name}.gin").build() for name in RECIPES}
 
 
 def update_of(optimizer):
@@ -215,7 +216,7 @@ def test_contributions_change_the_model(suite):
 
 
 def test_controls_are_the_reference_code_and_originals_are_others(suite, beside):
-    reference = configuration.load("gin/trm/sudoku.gin")
+    reference = loader.load("gin/trm/sudoku.gin")
     assert beside["control/paper_mlp"].text == reference.text
     attention = beside["control/paper_attention"].experiment
     assert results.trained_parameters(attention) == 6_828_034
@@ -235,7 +236,7 @@ def test_recipes_have_the_values_of_the_reference_code(recipes):
             "maze": 6_822_914,
         }.get(name, 6_829_058)
     assert [recipes[n].model.num_puzzles for n in ("arc1", "arc2")] == [960 * 1001 + 1, 1280 * 1001 + 1]
-    text = configuration.load("gin/trm/arc1.gin").text
+    text = loader.load("gin/trm/arc1.gin").text
     assert "table/optimizers.warmup_floor.peak = 0.01" in text
     assert "optimizers.with_table.weight_decay = 0.1" in text
 
@@ -247,14 +248,14 @@ def every_file():
 
 
 def test_each_run_of_the_ablation_omits_one_part():
-    runs = {path.stem: configuration.load(str(path)).build() for path in (TRM / RUN_HERE).glob("*.gin")}
+    runs = {path.stem: loader.load(str(path)).build() for path in (TRM / RUN_HERE).glob("*.gin")}
     assert sorted(runs) == ["full", "last_calls", "no_average", "softmax"]
     whole = runs["full"]
     assert dataclasses.replace(runs["last_calls"].model, gradient="last_cycle") == whole.model
     assert dataclasses.replace(runs["softmax"].model, probabilities="stablemax") == whole.model
     assert (runs["no_average"].model, runs["no_average"].optimizer.averages) == (whole.model, None)
     assert whole.optimizer.averages is not None
-    recipe = configuration.load("gin/trm/sudoku4.gin").build()
+    recipe = loader.load("gin/trm/sudoku4.gin").build()
     assert (recipe.model, recipe.total_steps) == (whole.model, whole.total_steps)
     page = (TRM / RUN_HERE / "README.md").read_text()
     assert f"{results.trained_parameters(whole):,} parameters" in page
@@ -266,7 +267,7 @@ def test_headers_are_right():
     """The figures are recomputed; the commands name this file, its group and its slice."""
     for path in every_file():
         text, where = path.read_text(), path.relative_to(environment.WORKSPACE).as_posix()
-        run = configuration.load(str(path)).build()
+        run = loader.load(str(path)).build()
         total = run.model.training_flops(run.task.length, rows=run.batch_size, steps=run.total_steps)
         found = HEADER.search(text)
         assert found, where
@@ -313,5 +314,5 @@ def test_recipes_fit_their_slices(recipes):
 @pytest.mark.slow
 @pytest.mark.parametrize("path", every_file(), ids=lambda path: pathlib.Path(path).stem)
 def test_every_experiment_fits_its_slice(path):
-    run = configuration.load(str(path)).build()
+    run = loader.load(str(path)).build()
     run.bind(chips(run))

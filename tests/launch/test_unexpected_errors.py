@@ -13,8 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from core.errors import UserError
 from core.training.prefetch import Prefetch
 from launch import __main__ as cli
-from launch import configuration, environment
+from launch import environment
 from launch.check import preflight
+from launch.config import loader
 from launch.plan import compiled_report, compiling
 from parallel import agreement
 
@@ -130,7 +131,7 @@ VERDICTS = {
 
 @pytest.mark.parametrize("name", VERDICTS)
 def test_an_unexpected_error_is_no_verdict_on_the_input(name, monkeypatch):
-    monkeypatch.setattr(configuration, "load", lambda *_, **__: unpack())
+    monkeypatch.setattr(loader, "load", lambda *_, **__: unpack())
     with pytest.raises(ValueError, match="not enough values to unpack"):
         VERDICTS[name]()
 

@@ -8,8 +8,9 @@ import pytest
 
 from core import slices, step
 from core.types import LossOutput, WeightedSum
-from launch import configuration, program_identity
+from launch import program_identity
 from launch.check import preflight
+from launch.config import loader
 from launch.plan import search
 from launch.runs import progress, smoke
 from models.transformer import Transformer
@@ -52,7 +53,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def config(folder):
-    return configuration.load(str(folder / "mine.gin"), slice_name="v4-8")
+    return loader.load(str(folder / "mine.gin"), slice_name="v4-8")
 
 
 def test_preflight_accepts_a_wrapped_model(folder):
@@ -113,8 +114,8 @@ def test_the_attention_of_a_plan_is_that_of_the_tpu(config):
 
 
 def test_wrapped_models_are_distinguished_by_their_content(folder, config):
-    other = configuration.load(str(folder / "mine.gin"), bindings=["wrapping.Scaled.scale = 0.25"], slice_name="v4-8")
-    same = configuration.load(str(folder / "mine.gin"), slice_name="v4-8")
+    other = loader.load(str(folder / "mine.gin"), bindings=["wrapping.Scaled.scale = 0.25"], slice_name="v4-8")
+    same = loader.load(str(folder / "mine.gin"), slice_name="v4-8")
     texts = [program_identity.program_text(c.build(), c) for c in (config, same, other)]
     assert texts[0] == texts[1] != texts[2]
     assert " at 0x" not in texts[0]

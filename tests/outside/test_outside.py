@@ -14,7 +14,8 @@ import pytest
 from core import slices
 from core.checkpoints import steps
 from launch import __main__ as cli
-from launch import configuration, environment
+from launch import environment
+from launch.config import loader
 from parallel import analysis, compiled
 
 FOLDER = environment.WORKSPACE / "tests" / "outside"
@@ -96,7 +97,7 @@ COMPILED_QUICKLY = ("captions",)
     "name", [pytest.param(n, marks=[] if n in COMPILED_QUICKLY else [pytest.mark.slow]) for n in MODULES]
 )
 def test_it_compiles_for_a_slice(name):
-    experiment = configuration.load(file_of(name), slice_name="v4-32").build()
+    experiment = loader.load(file_of(name), slice_name="v4-32").build()
     program = experiment.bind(compiled.devices_of(slices.get("v4-32")))
     found = analysis.analyze(program)
     assert 0 < found.compiled.peak_bytes < 2**30

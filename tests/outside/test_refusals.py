@@ -5,8 +5,8 @@ import types
 import pytest
 
 from core.optimizers import Optimizer
-from launch import configuration
 from launch.check import preflight
+from launch.config import loader
 from launch.runs import progress
 
 TEXT = """
@@ -206,10 +206,10 @@ def test_a_transformation_of_optax_is_an_optimizer(folder):
 @pytest.mark.parametrize("together", [True, False])
 def test_a_rate_that_another_optimizer_does_not_read_is_a_note(folder, together):
     chosen = ["OPTIMIZER = @outside_parts.optimizer()", "LEARNING_RATE = 0.1"]
-    config = configuration.load(str(folder / "mine.gin"), bindings=chosen if together else chosen[::-1])
+    config = loader.load(str(folder / "mine.gin"), bindings=chosen if together else chosen[::-1])
     assert any("LEARNING_RATE = 0.1 is left out" in note and "chose OPTIMIZER = " in note for note in config.notes)
     with pytest.raises(ValueError, match="KEEP_CHECKPOINT is not one of the macros"):
-        configuration.load(str(folder / "mine.gin"), bindings=[*chosen, "KEEP_CHECKPOINT = 1"])
+        loader.load(str(folder / "mine.gin"), bindings=[*chosen, "KEEP_CHECKPOINT = 1"])
 
 
 def test_a_sample_begins_with_the_id_that_rows_begin_with(monkeypatch):

@@ -9,7 +9,8 @@ import pytest
 
 from core import optimizers, slices
 from core.slices import GIB
-from launch import configuration, environment
+from launch import environment
+from launch.config import loader
 from launch.runs import smoke
 from models import transformer
 from parallel import analysis, compiled, partitioner, report, strategies
@@ -115,7 +116,7 @@ QUICK_EXPERIMENTS = ("quickstart.gin", "valkyrie_7b.gin")  # the others differ i
 )
 def test_every_experiment_compiles_for_its_slice(name):
     """Its smallest sizes: a fresh state, a training step and an evaluation step."""
-    experiment = smoke.shrink(configuration.load(f"gin/{name}").build())
+    experiment = smoke.shrink(loader.load(f"gin/{name}").build())
     bound = experiment.bind(compiled.devices_of(slices.get(experiment.slice)))
     with bound.partitioner.tracing():
         fresh = bound.jitted_init.lower().compile()

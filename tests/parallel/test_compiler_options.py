@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from core import slices
-from launch import configuration
+from launch.config import loader
 from parallel import compiled, compiler_options
 from parallel.hlo import messages
 
@@ -80,7 +80,7 @@ OPTIONS = "experiment.Experiment.compiler_options"
 @pytest.mark.compiled("v4-8")
 def test_an_option_that_libtpu_does_not_know_is_refused_by_name():
     bindings = [*SMALL, f"{OPTIONS} = {{'xla_tpu_no_such_option': True}}"]
-    experiment = configuration.load("gin/valkyrie_7b.gin", bindings=bindings, slice_name="v4-8").build()
+    experiment = loader.load("gin/valkyrie_7b.gin", bindings=bindings, slice_name="v4-8").build()
     bound = experiment.bind(compiled.devices_of(slices.get("v4-8")))
     with pytest.raises(ValueError, match=r"no compiler option 'xla_tpu_no_such_option'.*compiler_options"):
         compiled.compile_for_slice(bound)
@@ -89,7 +89,7 @@ def test_an_option_that_libtpu_does_not_know_is_refused_by_name():
 @pytest.mark.parametrize("value", ["{'fusion': True}", "{'xla_x': 1.5}"])
 def test_an_override_of_another_form_is_refused(value):
     with pytest.raises(ValueError, match="compiler_options"):
-        configuration.load("gin/valkyrie_7b.gin", bindings=[f"{OPTIONS} = {value}"]).build()
+        loader.load("gin/valkyrie_7b.gin", bindings=[f"{OPTIONS} = {value}"]).build()
 
 
 LOG = """W1122 13:46:32.035908   13742 flag_utils.cc:282] Continuation fusion is enabled, incorrect results

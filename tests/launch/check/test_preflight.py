@@ -7,8 +7,8 @@ import pytest
 from core import paths, slices
 from core.errors import UserError
 from launch import __main__ as cli
-from launch import configuration
 from launch.check import preflight
+from launch.config import loader
 from launch.hosts import workstation
 from parallel import host_memory, mesh
 
@@ -188,7 +188,7 @@ def test_a_batch_that_no_host_can_hold_is_refused_by_its_name(tmp_path, monkeypa
 
 
 def test_a_host_refuses_a_batch_that_it_cannot_hold(monkeypatch):
-    experiment = configuration.load(QUICKSTART).build()
+    experiment = loader.load(QUICKSTART).build()
     program = experiment.bind(mesh.topology_devices(slices.get(experiment.slice)))
     need = host_memory.per_host(program, experiment.task, eval_batches=8)
     assert need["batches"] == 2 * 16 * 128 * 5 * 4  # two copies of 16 rows of 5 fields

@@ -9,7 +9,7 @@ import pytest
 
 from core.checkpoints.store import Checkpoints
 from launch import __main__ as cli
-from launch import configuration
+from launch.config import loader
 from launch.hosts import cluster
 from launch.hosts.cluster import Host
 from launch.runs import prepared_run
@@ -115,7 +115,7 @@ def parrot_run(dataset, parrot, tmp_path_factory):
     q_halt = np.arange(2 * len(told[0]), dtype=np.float32).reshape(2, -1) / 10
     np.savez(run_dir / "told.npz", predicted=np.asarray(told, np.int32), q_halt=q_halt)
     (run_dir / "experiment.gin").write_text(EXPERIMENT.format(told=run_dir / "told.npz", data=directory))
-    config = configuration.load(str(run_dir / "experiment.gin"))
+    config = loader.load(str(run_dir / "experiment.gin"))
     (run_dir / "config.gin").write_text(config.text)
     save(config, str(run_dir))
     return run_dir

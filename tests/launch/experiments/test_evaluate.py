@@ -10,7 +10,7 @@ import pytest
 from core import paths
 from core.checkpoints import steps as saved_steps
 from core.training import scoring as scores
-from launch import configuration
+from launch.config import loader
 from launch.experiments import evaluate, saved_run
 from launch.runs import prepared_run
 
@@ -168,7 +168,7 @@ def test_wrong_arguments_are_reported_before_anything_starts(command, monkeypatc
     text = tmp_path / "text"
     (text / "checkpoints").mkdir(parents=True)
     shutil.copytree(parrot_run / "checkpoints", text / "checkpoints", dirs_exist_ok=True)
-    (text / "config.gin").write_text(configuration.load("gin/quickstart.gin").text)
+    (text / "config.gin").write_text(loader.load("gin/quickstart.gin").text)
     names = {"run": parrot_run, "tmp": tmp_path, "text": text}
     code, said = command("evaluate", *(word.format(**names) for word in argv))
     assert code == 2
@@ -190,7 +190,7 @@ def test_rows_that_are_no_number_are_refused(command, parrot_run):
 
 
 def test_text_is_evaluated_in_whole_batches():
-    experiment = configuration.load("gin/quickstart.gin").build()
+    experiment = loader.load("gin/quickstart.gin").build()
     batch = experiment.batch_size
     sizes = {"batch_size": batch, "eval_batches": experiment.eval_batches}
     chosen = functools.partial(scores.select, experiment.task, **sizes)
@@ -226,6 +226,6 @@ def test_one_process_and_two_hosts_score_alike(launch, parrot, parrot_run, monke
 
 def test_the_strategy_of_the_example_fits_the_quickstart(tpu_topology):
     (binding,) = re.findall(r'gin/quickstart .*--gin "(.*)"', evaluate.EXAMPLE)
-    experiment = configuration.load("gin/quickstart.gin", bindings=[binding]).build()
+    experiment = loader.load("gin/quickstart.gin", bindings=[binding]).build()
     assert experiment.strategy.name in binding
     assert experiment.bind(tpu_topology(experiment.slice)).abstract_state.params

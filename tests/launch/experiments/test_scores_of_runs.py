@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from core.checkpoints.store import Checkpoints
-from launch import configuration
+from launch.config import loader
 from launch.hosts.cluster import Host
 from launch.runs import prepared_run, training
 
@@ -61,7 +61,7 @@ def written(run_dir, step):
 def ready(run_dir, text, *, bindings=(), last_step=1):
     run_dir.mkdir()
     (run_dir / "experiment.gin").write_text(text)
-    config = configuration.load(str(run_dir / "experiment.gin"), bindings=bindings)
+    config = loader.load(str(run_dir / "experiment.gin"), bindings=bindings)
     (run_dir / "config.gin").write_text(config.text)
     told = {"config_text": config.text, "revision": "", "run_dir": str(run_dir), "host": Host(0, 1, True)}
     return prepared_run.prepare_run(config.build(), last_step=last_step, **told)

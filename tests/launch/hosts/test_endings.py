@@ -25,7 +25,7 @@ os.environ |= {{
 }}
 from core import optimizers, slices
 from core.training.trainer import Hook
-from launch import configuration
+from launch.config import loader
 from launch.runs import prepared_run, training
 from launch.hosts import cluster
 from models.transformer import Transformer
@@ -42,7 +42,7 @@ class Fault(Hook):
         {fault}
 
 experiment = dataclasses.replace(
-    configuration.load("gin/quickstart.gin").build(),
+    loader.load("gin/quickstart.gin").build(),
     model=Transformer(vocab_size=259, num_layers=1, embed_dim=16, mlp_dim=32, num_heads=2, num_kv_heads=2),
     task=synthetic.random_tokens(vocab_size=259, length=16, num_streams=8),
     batch_size=8, total_steps=100_000, eval_batches=0, checkpoint_interval=100_000, log_interval=1, prompt="",

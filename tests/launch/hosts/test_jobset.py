@@ -12,7 +12,7 @@ import pytest
 from core import slices
 from core.health import exit_codes
 from launch import __main__ as cli
-from launch import configuration
+from launch.config import loader
 from launch.hosts import jobset
 
 pytestmark = pytest.mark.covers("L07")
@@ -113,7 +113,7 @@ def test_the_command_writes_it(tmp_path, capsys, monkeypatch):
 
 def test_an_experiment_may_be_in_a_bucket(capsys, monkeypatch):
     monkeypatch.setenv("RENGA_RUN_ROOT", "gs://b/runs")
-    monkeypatch.setattr(configuration, "_content", lambda path: "include 'gin/quickstart.gin'\n")
+    monkeypatch.setattr(loader, "_content", lambda path: "include 'gin/quickstart.gin'\n")
     assert cli.main(["jobset", "v4-8", "gs://b/mine/First.gin", "--image", "i:1"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["metadata"]["name"] == "first"

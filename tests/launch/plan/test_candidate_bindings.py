@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch import configuration
+from launch.config import loader
 from launch.plan import search
 from parallel.planning.candidates import Candidate, Choice, Layout
 
@@ -35,7 +35,7 @@ def test_bindings_and_apply_give_the_same_experiment(question, candidate, tmp_pa
     wanted = search.apply(question.experiment, candidate)
 
     def made(bindings):
-        built = configuration.load(question.path, bindings=bindings, slice_name=question.slice.name).build()
+        built = loader.load(question.path, bindings=bindings, slice_name=question.slice.name).build()
         return built.strategy, built.model, built.accum_steps, built.batch_size, built.total_steps
 
     expected = wanted.strategy, wanted.model, wanted.accum_steps, wanted.batch_size, wanted.total_steps
@@ -70,7 +70,7 @@ def test_another_batch_trains_on_as_many_tokens_however_the_experiment_says_how_
     file = tmp_path / "other.gin"
     file.write_text(writer.file(Candidate(None, None, 2, 48), []))
     for bindings in (said, [f"include '{file}'"]):
-        built = configuration.load(asked.path, bindings=[*given, *bindings], slice_name="v4-8").build()
+        built = loader.load(asked.path, bindings=[*given, *bindings], slice_name="v4-8").build()
         assert (built.batch_size, built.accum_steps) == (48, 2)
         assert 0 <= built.total_steps * 48 - old.total_steps * 32 < 48
         assert built.total_steps == asked.steps(48)
@@ -90,9 +90,7 @@ def test_degrees_of_the_file_do_not_remain():
     )
     candidate = Candidate(Layout("fsdp_tensor", (("tensor", 2), ("fsdp", -1))), "full", 1, 32)
     writer = search.Writer(asked.config, asked.experiment)
-    built = configuration.load(
-        asked.path, bindings=[*asked.bindings, *writer.bindings(candidate)], slice_name="v4-8"
-    ).build()
+    built = loader.load(asked.path, bindings=[*asked.bindings, *writer.bindings(candidate)], slice_name="v4-8").build()
     assert built.strategy.mesh_shape == {"fsdp": -1, "tensor": 2}
 
 

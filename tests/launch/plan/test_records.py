@@ -9,7 +9,8 @@ import uuid
 import pytest
 
 from core import versions
-from launch import configuration, program_identity
+from launch import program_identity
+from launch.config import loader
 from launch.experiment import Experiment
 from launch.plan import search
 from models import transformer
@@ -127,13 +128,13 @@ def own(tmp_path, monkeypatch):
     module = f"own_{uuid.uuid4().hex[:8]}"
     source, file = tmp_path / f"{module}.py", tmp_path / "own.gin"
     source.write_text(OWN)
-    loaded = configuration.load("gin/quickstart.gin").text.splitlines()
+    loaded = loader.load("gin/quickstart.gin").text.splitlines()
     sizes = [line.replace("transformer.Transformer", f"{module}.Mine") for line in loaded if "mer.Transformer." in line]
     file.write_text(OWN_GIN.format(module=module, sizes="\n".join(sizes)))
     monkeypatch.syspath_prepend(tmp_path)
 
     def text(*bindings):
-        config = configuration.load(str(file), bindings=[b.replace("own.", f"{module}.") for b in bindings])
+        config = loader.load(str(file), bindings=[b.replace("own.", f"{module}.") for b in bindings])
         return program_identity.program_text(config.build(), config)
 
     yield text, source
@@ -239,7 +240,7 @@ def test_a_candidate_that_does_not_fit_is_recorded_with_its_need():
 def test_a_macro_of_one_s_own_that_the_optimizer_takes_counts(question):
     def text(first):
         given = [f"DECAY = {first}", "optimizers.adamw.b1 = %DECAY"]
-        return program_identity.program_text(question.experiment, configuration.load(question.path, bindings=given))
+        return program_identity.program_text(question.experiment, loader.load(question.path, bindings=given))
 
     assert text(0.8) != text(0.7)
     assert "'DECAY = 0.8'" in text(0.8)

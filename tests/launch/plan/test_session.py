@@ -11,7 +11,8 @@ import sys
 import pytest
 
 from launch import __main__ as cli
-from launch import configuration, program_identity
+from launch import program_identity
+from launch.config import loader
 from launch.plan import compiling, search, session
 from parallel.planning import records, selection
 from parallel.planning.cost import AxisTime, StepTime
@@ -77,7 +78,7 @@ def test_a_file_for_another_batch_size_trains_on_as_many_tokens(
     file = tmp_path / "winner.gin"
     assert session.run(arguments("--batch", "64", "--compile", "2", "--write", str(file))) == 0
     assert "(100 steps of 64 rows)" in capsys.readouterr().out
-    built = configuration.load(question.path, bindings=[f"include '{file}'"], slice_name="v4-8").build()
+    built = loader.load(question.path, bindings=[f"include '{file}'"], slice_name="v4-8").build()
     assert (built.total_steps, built.batch_size) == (100, 64)
 
 
@@ -95,7 +96,7 @@ def test_a_plan_from_the_cache(arguments, filled, cache, capsys, tmp_path):
     assert "uncalibrated" in said
     assert re.search(r"chip-hours; started now it ends \d{4}-", said)
     assert "at 2 USD per chip-hour" in said
-    built = configuration.load("gin/quickstart.gin", bindings=[f"include '{file}'"], slice_name="v4-8").build()
+    built = loader.load("gin/quickstart.gin", bindings=[f"include '{file}'"], slice_name="v4-8").build()
     (best, _), *_ = search.ranked([(one, cache.find(one.text)) for one in (filled[0], *filled[2:4])])
     assert (built.strategy, built.model.remat) == (best.candidate.layout.strategy(), best.candidate.remat or "none")
     assert "uncalibrated" in file.read_text().split("from __gin__")[0]

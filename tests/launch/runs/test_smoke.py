@@ -2,7 +2,8 @@
 
 import pytest
 
-from launch import configuration, environment
+from launch import environment
+from launch.config import loader
 
 ROOT = environment.WORKSPACE
 
@@ -22,7 +23,7 @@ def experiments():
 @pytest.mark.slow
 @pytest.mark.parametrize("experiment", experiments())
 def test_every_experiment_file_smokes_on_its_slice(launch, experiment, tmp_path):
-    slice_name = configuration.load(f"gin/{experiment}").build().slice
+    slice_name = loader.load(f"gin/{experiment}").build().slice
     where = ["--smoke", "--run-dir", str(tmp_path), *SMALLER.get(experiment, ())]
     said = launch("train", f"gin/{experiment}", *where, slice_name=slice_name)
     assert "PASS  20 steps; restored at step 10, 10 steps repeated bit for bit" in said

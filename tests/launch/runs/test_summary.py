@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from core import slices, units
-from launch import configuration
+from launch.config import loader
 from launch.hosts.cluster import Host
 from launch.runs import progress, smoke
 from parallel import mesh
@@ -55,7 +55,7 @@ def test_the_summary_has_the_memory_of_gathering_once(accum_steps, gather_once, 
         f"ACCUM_STEPS = {accum_steps}",
         f"experiment.Experiment.gather_once = {gather_once}",
     )
-    run = smoke.shrink(configuration.load("gin/quickstart.gin", bindings=bindings, slice_name="v4-8").build())
+    run = smoke.shrink(loader.load("gin/quickstart.gin", bindings=bindings, slice_name="v4-8").build())
     bound = run.bind(mesh.topology_devices(slices.get("v4-8")))
     shown = progress.rows(run, bound, host=Host(0, 1, simulated=True))
     assert ("gathered" in shown) == is_gathered

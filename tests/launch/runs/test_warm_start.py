@@ -11,7 +11,7 @@ import tokenizers
 
 from core.checkpoints.store import Checkpoints
 from core.errors import UserError
-from launch import configuration
+from launch.config import loader
 from launch.hosts.cluster import Host
 from launch.runs import prepared_run, warm_start
 
@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
 
 def load(folder, *bindings):
     base = (f"FOLDER = '{folder}'", f"DATA = '{folder}/*.txt'", "LENGTH = 16", "INIT_FROM = ''")
-    return configuration.load("gin/finetune.gin", bindings=(*base, *bindings), slice_name="v4-16")
+    return loader.load("gin/finetune.gin", bindings=(*base, *bindings), slice_name="v4-16")
 
 
 def save(folder, run, step, *bindings, seed=0):

@@ -252,9 +252,9 @@ def test_a_dimension_that_does_not_divide_is_refused(trace_of):
 @pytest.mark.slow
 def test_a_model_without_a_stack_is_measured_too():
     """The recursion keeps what its loops leave; no formula here knows it."""
-    from launch import configuration
+    from launch.config import loader
 
-    experiment = configuration.load("gin/trm/suite.gin", bindings=["DATA = 'x'"], slice_name="v4-64").build()
+    experiment = loader.load("gin/trm/suite.gin", bindings=["DATA = 'x'"], slice_name="v4-64").build()
     assert isinstance(experiment.model, trm.TRM)
     known = model_trace.trace(
         experiment.model, experiment.optimizer, experiment.task.spec(experiment.batch_size), slice=slices.get("v4-64")
