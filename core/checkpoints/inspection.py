@@ -55,7 +55,8 @@ def _step_row(folder: paths.Path, size: str) -> tuple[str, ...]:
     saved = ""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # no restore needs this file
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(steps.saved_at(folder)))
-    return folder.name, saved, size, str(len(found.content)), revision, config, "complete"
+    without = f", without {len(left.arrays)} frozen arrays of {left.source}" if (left := found.left_out) else ""
+    return folder.name, saved, size, str(len(found.saved)), revision, config, f"complete{without}"
 
 
 def newest_misfits(directory: str, abstract_state: Any) -> tuple[int | None, list[str]]:

@@ -128,6 +128,7 @@ def _initial_parameters(experiment: Experiment, program: Program, run_dir: str, 
         try:
             is_seen = hosts != "dry run" and (paths.is_remote(run_dir) or not is_away)
             if is_seen and (saved := steps.complete(paths.resolve(run_dir) / steps.FOLDER)):
+                _require_left_out(experiment, paths.resolve(run_dir) / steps.FOLDER / str(saved[-1]))
                 return Finding(name, True, f"not read: the run resumes from step {saved[-1]:,}")
             initial = warm_start.find(experiment, program)
             assert initial is not None, text
@@ -142,6 +143,16 @@ def _initial_parameters(experiment: Experiment, program: Program, run_dir: str, 
         shipped = [] if is_remote or not is_away else [text.partition("@")[0]]
         left = workstation.left_behind(shipped, workspace=environment.WORKSPACE)
         return Finding(name, not left, left[0] if left else found, is_note=bool(initial.notes))
+
+
+def _require_left_out(experiment: Experiment, step_folder: paths.Path) -> None:
+    """Checks that the frozen parameters that a step leaves out are where the run read them; raises UserError."""
+    try:
+        left_out = steps.read(step_folder).left_out
+    except Exception:  # of many types: the step is damaged, and a restore takes the one before it
+        return
+    if left_out:
+        warm_start.source_again(experiment, left_out)
 
 
 def _memory(program: Program, *, with_activations: bool) -> Finding:

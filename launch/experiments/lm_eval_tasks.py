@@ -15,7 +15,7 @@ from core.errors import UserError
 from launch.experiments.text_scores import TextScores
 from parallel.sampling import GREEDY, Sampling
 
-INSTALL = "pip install 'renga[lm-eval]', or `.venv/bin/python -m pip install lm_eval`"
+INSTALL = ".venv/bin/python -m pip install 'lm_eval>=0.4.13'"
 USUAL_TOKENS = 256  # new tokens where a task names no number
 _MOST_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 

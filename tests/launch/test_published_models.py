@@ -372,6 +372,10 @@ def test_only_adapters_are_saved_and_the_base_is_read_again(adapted, tmp_path, c
         wrong = "is not the source of the checkpoint's frozen parameters: 1 of 12 differ (layers/block/up). The hash"
         with pytest.raises(UserError, match=gone):
             resumed(run)
+        options = {"bindings": (), "slice_name": "v4-16", "run_dir": str(run), "hosts": "simulated"}
+        checked = preflight.check(str(run / "config.gin"), **options)
+        [found] = [finding for finding in checked.findings if not finding.ok]
+        assert (found.name, gone in found.detail) == ("initial parameters", True)
         with pytest.raises(UserError, match=re.escape(wrong)):
             resumed(run, init_from=str(other))
         words = ("generate", run, "--prompt-ids", "5,6", "--max-tokens", 1)

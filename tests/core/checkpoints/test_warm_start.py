@@ -191,6 +191,8 @@ def test_frozen_parameters_are_left_out_and_read_from_their_source_again(saved, 
     assert first.saved.keys() == whole.keys() - frozen.keys()
     frozen_bytes = sum(leaf.nbytes for leaf in frozen.values())
     stored_bytes = sum(leaf.nbytes for leaf in whole.values()) - frozen_bytes
+    row = inspection.table(run / "checkpoints")[-1]
+    assert (row[3], row[-1]) == (str(len(first.saved)), f"complete, without {len(frozen)} frozen arrays of {base}@7")
     found = inspection.verify(steps.find(f"{run}@4"))
     assert (found.damaged, found.read_bytes, found.arrays) == ((), stored_bytes, len(whole) - len(frozen))
     assert found.note == f"{len(frozen)} frozen arrays not read, which are in {base}@7"
