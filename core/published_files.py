@@ -154,6 +154,16 @@ def is_published(text: str) -> bool:
     return False
 
 
+def unknown(text: str) -> str:
+    """Returns the message for a text that names neither a run nor a published model."""
+    folder = paths.resolve(text.rpartition("@")[0] or text)
+    found = f"has neither checkpoints nor {CONFIG}" if folder.exists() else "does not exist"
+    return (
+        f"{text!r} is neither a run nor a published model: {folder} {found}. Give a run (runs/first), a step of it "
+        f"(runs/first@1000), the folder of a published model ({CONFIG}, *.safetensors) or {_HUB}OWNER/NAME"
+    )
+
+
 def keep_copies(run_dir: str) -> None:
     """Copies the small files that this process has used into a run directory; for host 0, at the start of a run."""
     folder = paths.resolve(run_dir) / FOLDER

@@ -164,6 +164,8 @@ def load(
     published_files.use_copies(None)
     if published_files.is_published(text):
         return _published(text, slice_name, bindings, dtype, strategy)
+    if not steps.has_folder(text):
+        raise UserError(published_files.unknown(text))
     folder = steps.find(text)
     run_dir = str(folder.parent.parent)
     experiment = saved_run.read(run_dir, bindings=bindings, slice_name=slice_name).config.build()

@@ -24,7 +24,8 @@ def check_fits(vocabulary: Vocabulary, *, vocab_size: int) -> None:
     if vocab_size < vocabulary.size:
         raise UserError(
             f"the model has vocab_size {vocab_size}, but {vocabulary.describe()} has {vocabulary.size} ids: "
-            f"set VOCAB_SIZE = {vocabulary.size} (more is allowed) or take a smaller vocabulary"
+            f"set VOCAB_SIZE = {vocabulary.size} (more is allowed) or take a smaller vocabulary; of a published model, "
+            "take config.json and tokenizer.json from the same folder"
         )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import fnmatch
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -322,8 +323,12 @@ def write(
     names = [f"{stem}.safetensors"]
     if len(shards) > 1:
         names = [f"{stem}-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    umask = os.umask(0)
+    os.umask(umask)
     for i, name in enumerate(names):
-        (folder / _PART.format(i)).rename(folder / name)
+        part = folder / _PART.format(i)
+        os.chmod(part, 0o666 & ~umask)  # noqa: PTH101 (epath has none; the library makes files private)
+        part.rename(folder / name)
     if len(shards) > 1:
         weight_map = {tensor: file for file, listed in zip(names, shards, strict=True) for tensor in listed}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}

@@ -78,6 +78,12 @@ def folder_of(run: str) -> paths.Path:
     return folder
 
 
+def has_folder(text: str) -> bool:
+    """Returns whether RUN or RUN@STEP names a run that has a folder of checkpoints."""
+    folder = paths.resolve(text.rpartition("@")[0] or text)
+    return folder.exists() if folder.name == FOLDER else (folder / FOLDER).exists()
+
+
 def find(text: str) -> paths.Path:
     """Returns the folder of the step named by RUN@STEP, or of the latest complete step of RUN.
 

@@ -15,6 +15,7 @@ from core import slices, units
 from core.checkpoints import reading
 from core.errors import UserError
 from launch import flags, loaded_model, program_identity, terminal
+from launch.hosts import tpu_host
 from parallel.sampling import GREEDY, Sampling
 
 HELP = "continue prompts with the model of a run, or with a published one"
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a run, RUN@STEP, or the folder of a published model (config.json, *.safetensors)",
+        help="a run, RUN@STEP, or a published model: a folder (config.json, *.safetensors) or hf://OWNER/NAME",
     )
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue")
@@ -73,8 +74,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json and args.out:
         raise UserError("--json prints the lines that --out writes to a file: give one of them")
     prompts = _prompts(args)
+    if args.simulate or not (jax.config.jax_platforms or tpu_host.chips()):
+        jax.config.update("jax_platforms", "cpu")  # without chips, libtpu would print errors
     if args.simulate:
-        jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", slices.get(args.slice or loaded_model.ONE_CHIP).chips)
     model = loaded_model.load(args.model, slice_name=args.slice, bindings=args.gin)
     sampling = GREEDY if args.greedy else Sampling(args.temperature, args.top_k, args.top_p, args.min_p)

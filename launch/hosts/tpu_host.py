@@ -40,12 +40,12 @@ def look() -> Place:
     looked_at = [f"environment: {name} {'is ' + value if value else 'is not set'}" for name, value in values.items()]
     accelerator_type, worker, hosts = values.values()
     by_environment = bool(accelerator_type or (worker and hosts))
-    chips = _chips()
-    looked_at.append(f"{DEVICES}: {len(chips)} TPU-like devices" + (f" ({', '.join(chips)})" if chips else ""))
-    if accelerator_type is None and (by_environment or chips):
-        accelerator_type, found = _metadata("attributes/accelerator-type", patient=bool(chips))
+    there = chips()
+    looked_at.append(f"{DEVICES}: {len(there)} TPU-like devices" + (f" ({', '.join(there)})" if there else ""))
+    if accelerator_type is None and (by_environment or there):
+        accelerator_type, found = _metadata("attributes/accelerator-type", patient=bool(there))
         looked_at.append(f"metadata server: {found}")
-    on_tpu_host = by_environment or (bool(chips) and accelerator_type is not None)
+    on_tpu_host = by_environment or (bool(there) and accelerator_type is not None)
     return Place(on_tpu_host, accelerator_type, tuple(looked_at))
 
 
@@ -56,7 +56,7 @@ def own_index(slice_: slices.Slice | None = None) -> int | None:
     """
     simulated = environment.read("JAX_PROCESS_INDEX")
     worker = simulated or environment.read("TPU_WORKER_ID")
-    if worker is None and _chips():
+    if worker is None and chips():
         worker, _ = _metadata("attributes/agent-worker-number")
     if worker is None or not worker.isdigit():
         return None
@@ -129,7 +129,7 @@ def chip_holders(is_chip: re.Pattern = _CHIPS) -> Finding:
     return Finding("chips", True, f"held by no other process{note}")
 
 
-def _chips() -> list[str]:
+def chips() -> list[str]:
     """Returns device files of TPU chips: /dev/accel0, … or /dev/vfio/0, … (the latter may be other hardware)."""
     found = [p for p in DEVICES.glob("accel[0-9]*") if not p.is_dir()] + list(DEVICES.glob("vfio/[0-9]*"))
     return sorted(str(p.relative_to(DEVICES)) for p in found)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import jax
 
-from core import distributed, logical, paths, published_files, units
+from core import distributed, logical, published_files, units
 from core.batches import batch_shapes
 from core.checkpoints import reading, steps, warm_start
 from core.errors import UserError
@@ -79,11 +79,8 @@ def _pinned(text: str) -> str:
     """Returns RUN@STEP for a run, whose newest step may be another one a moment later; otherwise the text itself."""
     if published_files.is_published(text):
         return text
-    if not paths.resolve(text).exists() and "@" not in text:
-        raise UserError(
-            f"INIT_FROM = {text!r} does not exist; give a run (runs/first), a step of it (runs/first@1000), or the "
-            "folder of a published model, with config.json and *.safetensors"
-        )
+    if not steps.has_folder(text):
+        raise UserError(f"INIT_FROM = {published_files.unknown(text)}")
     step = steps.find(text)
     return text if "@" in text else f"{text}@{step.name}"
 

@@ -25,6 +25,7 @@ from launch.check import preflight
 from launch.cli import generate
 from launch.config import loader
 from launch.experiments import saved_run
+from launch.hosts import tpu_host
 from launch.hosts.cluster import Host
 from launch.runs import prepared_run, training, warm_start
 from models import pretrained
@@ -299,7 +300,14 @@ def test_wrong_words_are_refused(run_dir, tmp_path, capsys):
         ("generate", run_dir, "--prompt-ids", "1", "--json", "--out", tmp_path / "a"): "--json prints the lines that",
         ("generate", run_dir, "--prompt-ids", "1", "--chat"): "--chat formats text, and --prompt-ids gives ids",
         ("generate", run_dir, "--prompt-ids", "1", "--min-p", "nan"): "--min-p nan: expected from 0 to 1",
-        ("generate", tmp_path, "--prompt", "a"): "has no checkpoints",
+        ("generate", tmp_path, "--prompt", "a"): f"{tmp_path} has neither checkpoints nor config.json. Give a run",
+        ("generate", tmp_path / "gone", "--prompt", "a"): "does not exist. Give a run (runs/first), a step of it",
+        (
+            "generate",
+            "gone@7",
+            "--prompt",
+            "a",
+        ): "the folder of a published model (config.json, *.safetensors) or hf://",
         ("export", run_dir, "--out", FAMILY): "is not empty",
         ("export", run_dir, "--out", tmp_path / "out", "--push", "name"): "'name' is not the name of a repository",
     }.items():
@@ -431,3 +439,28 @@ def test_adapters_start_from_a_folder_and_are_exported_alone_or_merged(adapted, 
 def test_a_run_without_adapters_has_nothing_to_merge(run_dir, tmp_path, capsys):
     assert run_command("export", run_dir, "--out", tmp_path / "out", "--merge") == 2
     assert "has no adapters: leave --merge out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "platforms", "chips", "expected"),
+    [
+        ((), None, [], "cpu"),  # libtpu would print errors
+        ((), None, ["accel0"], None),
+        ((), "tpu", [], "tpu"),
+        (("--simulate",), "tpu", ["accel0"], "cpu"),
+    ],
+)
+def test_a_machine_without_chips_generates_on_its_cpu(words, platforms, chips, expected, tmp_path, monkeypatch):
+    given = {"jax_platforms": platforms}
+    monkeypatch.setattr(
+        generate.jax, "config", types.SimpleNamespace(update=given.__setitem__, jax_platforms=platforms)
+    )
+    monkeypatch.setattr(tpu_host, "chips", lambda: chips)
+    assert run_command("generate", tmp_path, "--prompt", "a", *words) == 2
+    assert given["jax_platforms"] == expected
+
+
+def test_exported_files_can_be_read_by_others(run_dir, tmp_path):
+    assert run_command("export", run_dir, "--out", tmp_path / "out") == 0
+    modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]
