@@ -9,7 +9,7 @@ but without its floor for tensors that contain only rounding errors. Each layer'
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from parallel.agreement import Batch
 from parallel.partitioner import Program
 from parallel.recording import START, Recording, key, record
 
+SHOWN_BEFORE, SHOWN_AT, SHOWN_AFTER = 4, 6, 2  # tensors around the first difference
 DATA = "data"  # the phase of the batches that a side reads; like START, compared bit by bit
 # In ulp at step 1 and at later ones, by phase or place of the update. Beside them, how far the strategies of
 # `parallel.agreement` were at most from one device in three AdamW steps of three layers in float32, on 16 CPU devices.
@@ -106,6 +107,19 @@ class Verdict(NamedTuple):
     def differs(self, row: Compared) -> bool:
         """Returns whether the difference of this tensor is larger than rounding explains."""
         return row.ulp > self.allowed(row)
+
+    def shown(self) -> list[Compared]:
+        """Returns the worst tensors around the first difference; of equal runs, the worst of each phase."""
+        worst: dict[Any, Compared] = {}
+        for row in self.rows:
+            group = row.group if self.first else (row.step, row.phase)
+            worst[group] = max(worst.get(group, row), row, key=lambda r: r.ulp)
+        found = list(worst.values())
+        if self.first is None:
+            return found
+        at, group = list(worst).index(self.first.group), self.first.group
+        inside = sorted((row for row in self.rows if row.group == group), key=lambda r: -r.ulp)
+        return [*found[max(at - SHOWN_BEFORE, 0) : at], *inside[:SHOWN_AT], *found[at + 1 : at + 1 + SHOWN_AFTER]]
 
 
 def judge(ours: Recording, theirs: Recording, *, tolerance: Mapping[str, tuple[float, float]]) -> Verdict:

@@ -4,25 +4,20 @@ import argparse
 import collections
 import dataclasses
 import datetime
-import itertools
 import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
 
-from rich.table import Table
-
 from core import paths, units
 from core.errors import UserError
 from core.health import exit_codes
-from core.slices import GIB
 from launch import flags, terminal
-from launch.plan import compiling, explain, generation_report, search
+from launch.plan import compiling, explain, generation_report, ranking, search
 from launch.plan.compiling import Job
-from launch.plan.search import Compiled, Option, Question
+from launch.plan.search import Option, Question
 from parallel.planning import arithmetic, calibration, records, selection
-from parallel.planning.candidate_metrics import CandidateMetrics, between
-from parallel.planning.cost import AxisTime
+from parallel.planning.candidate_metrics import CandidateMetrics
 from parallel.planning.records import Record, Store
 
 HELP = "find the fastest layout of an experiment that fits a slice, by compiling candidates; --explain analyses one"
@@ -142,13 +137,13 @@ def _by_arithmetic(question: Question, options: Sequence[Option], args: argparse
     if rows:
         shown = f"the likely best {min(len(rows), _ARITHMETIC_ROWS)} of {len(rows)}"
         title = f"{question.config.experiment} on {question.slice.name}: {shown}"
-        show(
+        ranking.show(
             rows[:_ARITHMETIC_ROWS],
             title=title,
             label=f"{label}; ranked by tokens/s half-way between both",
             wide=args.wide,
         )
-    print_rejected(options, [], every=args.rejected)
+    ranking.print_rejected(options, [], every=args.rejected)
     if not rows:
         kind = selection.by_reason(options)[0][0]
         fix = (
@@ -179,18 +174,18 @@ def _show(question: Question, session: _Session, args: argparse.Namespace, *, is
     fit = {one.text for one, _ in ranked}  # independent of the estimate
     rejected = [one for one in session.options if one.text not in fit]
     if not ranked:
-        print_rejected(rejected, session.found, every=args.rejected)
+        ranking.print_rejected(rejected, session.found, every=args.rejected)
         none = "nothing was compiled before" if args.cached else "nothing that was compiled fits"
         print(f"\n{none} for {question.slice.name}" + (" yet" if is_partial else ""))
         return 1
     rows = [search.metrics(question, one, record) for one, record in ranked]
     title = f"{question.config.experiment} on {question.slice.name}" + (", so far" if is_partial else "")
     print()
-    ranking = f"{label}; ranked by tokens/s, counting as hidden the traffic that the compiler overlapped"
-    show(rows, title=title, label=ranking, wide=args.wide)
+    about = f"{label}; ranked by tokens/s, counting as hidden the traffic that the compiler overlapped"
+    ranking.show(rows, title=title, label=about, wide=args.wide)
     for note in (*_provenance(ranked), *_compiler_warnings(ranked)):
         terminal.say(note)
-    print_rejected(rejected, session.found, every=args.rejected)
+    ranking.print_rejected(rejected, session.found, every=args.rejected)
     if args.record and is_partial:
         print(f"not written: {args.record}; a record is of a whole plan, and this one was interrupted")
     elif args.record:
@@ -232,14 +227,14 @@ def _finish(
 ) -> None:
     """Prints the outlook, and writes the requested files."""
     print(f"\nbest: {best.name}")
-    for line in outlook(question, rows[0], price=args.price, now=datetime.datetime.now()):
+    for line in ranking.outlook(question, rows[0], price=args.price, now=datetime.datetime.now()):
         terminal.say(f"  {line}")
     for binding in best.bindings:
         print(f"  {binding}")
     texts = {}
     if args.write:
         writer = search.Writer(question.config, question.experiment)
-        texts[args.write] = writer.file(best.candidate, header(question, rows[0], label=label))
+        texts[args.write] = writer.file(best.candidate, ranking.header(question, rows[0], label=label))
     if args.json:
         texts[args.json] = json.dumps([row.as_json() for row in rows], indent=1) + "\n"
     for path, text in texts.items():
@@ -305,110 +300,3 @@ def run(args: argparse.Namespace) -> int:
             args.json.write_text(json.dumps(found, indent=1) + "\n")
         return exit_codes.DONE
     return _plan(args)
-
-
-PIPED_WIDTH = 190
-_LEAST_GIB_SENT = 0.005
-_HEADINGS = ("", "layout", "rows", "HBM GiB", "free", "step s", "scheduled", "tokens/s", "MFU %", "bubble")
-_HEADINGS += ("sent, GiB a chip and step", "hours", "compiled in s")
-_TEXT = ("layout", "sent, GiB a chip and step")
-_NARROW = ("", "layout", "rows", "HBM GiB", "step s", "tokens/s")  # what fits into 80 columns
-_OF_COMPILED = ("scheduled", "compiled in s")
-
-
-def show(rows: Sequence[CandidateMetrics], *, title: str, label: str, wide: bool) -> None:
-    """Prints ranked candidates. Ranges are from all traffic hidden to none hidden, smaller number first.
-
-    Rows are ranked by `scheduled`, the step time that counts as hidden the traffic that the compiler overlapped. With
-    `wide` the table has all columns.
-    """
-    terminal.console(PIPED_WIDTH).print(_table(rows, title=title, wide=wide))
-    terminal.say(f"{label}.")
-    if not wide:
-        terminal.say("--wide shows all columns, --json FILE writes all figures.")
-
-
-def _table(rows: Sequence[CandidateMetrics], *, title: str, wide: bool) -> Table:
-    compiled = any(row.compile_seconds is not None for row in rows)
-    wanted = _HEADINGS if wide else _NARROW
-    shown = [heading in wanted and (compiled or heading not in _OF_COMPILED) for heading in _HEADINGS]
-    lines = [itertools.compress([str(number), *cells(row)], shown) for number, row in enumerate(rows, 1)]
-    return terminal.markdown(list(itertools.compress(_HEADINGS, shown)), lines, text=_TEXT, title=title)
-
-
-def cells(row: CandidateMetrics) -> list[str]:
-    """Returns the cells of a row, without its number."""
-    return [
-        row.name + (" (as written)" if row.is_as_written and not row.name.startswith("as written") else ""),
-        str(row.rows),
-        f"{row.used_bytes / GIB:.2f}",
-        f"{row.free_bytes / GIB:.2f}",
-        between(row.step_seconds, "{:.3g}"),
-        "–" if row.scheduled_seconds is None else f"{row.scheduled_seconds:.3g}",
-        between(row.tokens_per_second, "{:,.0f}"),
-        between(row.mfu, "{:.1f}", 100) if row.mfu else "–",
-        f"{row.bubble:.0%}" if row.bubble else "–",
-        sent(row.time.traffic) or "nothing",
-        " – ".join(dict.fromkeys(map(units.significant, row.hours))),
-        "–" if row.compile_seconds is None else f"{row.compile_seconds:.0f}",
-    ]
-
-
-def sent(traffic: Sequence[AxisTime]) -> str:
-    """Formats traffic as `fsdp 47.1; data 0.8 over DCN`, without amounts that round to 0."""
-    parts = []
-    for axis in traffic:
-        amount = axis.wire_bytes / GIB
-        if amount < _LEAST_GIB_SENT:
-            continue
-        text = f"{amount:.1f}" if amount >= 0.1 else f"{amount:.1g}"
-        parts.append(f"{' '.join(axis.axes) or '-'} {text}" + (" over DCN" if axis.network == "DCN" else ""))
-    return "; ".join(parts)
-
-
-def print_rejected(options: Sequence[Option], found: Compiled, *, every: bool) -> None:
-    """Prints why candidates are not in the table: each one, or for each reason a count and an example."""
-    for kind, group in selection.by_reason(options):
-        terminal.say(f"\nrejected, {kind}: {len(group)}")
-        shown = group if every else sorted(group, key=lambda one: len(one.name))[:1]
-        for one in shown:
-            terminal.say(f"  {_with_rows(one)}: {one.reason}")
-    for one, record in found:
-        if record.time is None:
-            reason = f"compiled, does not fit: {record.reason}" if record.status == records.TOO_MUCH else record.reason
-            estimated = ""
-            if record.status == records.TOO_MUCH and one.estimate:
-                estimated = f" (by arithmetic {one.estimate.peak_bytes / GIB:.2f} GiB)"
-            terminal.say(f"\n{record.status}: {_with_rows(one)}: {reason}{estimated}")
-
-
-def _with_rows(option: Option) -> str:
-    return f"{option.name}, {units.counted(option.candidate.batch_size, 'row')}"
-
-
-def outlook(question: Question, best: CandidateMetrics, *, price: float | None, now: datetime.datetime) -> list[str]:
-    """Describes the cost of training with the winner: hours, chip-hours, end date and US dollars."""
-    tokens = question.total_tokens
-    chip_hours = (best.hours[0] * question.slice.chips, best.hours[1] * question.slice.chips)
-    ends = [(now + datetime.timedelta(hours=h)).strftime("%Y-%m-%d %H:%M") for h in best.hours]
-    steps = f"{units.counted(question.steps(best.rows), 'step')} of {units.counted(best.rows, 'row')}"
-    spent = f"{between(best.hours, '{:,.1f}')} hours, {between(chip_hours, '{:,.0f}')} chip-hours"
-    when = " – ".join(dict.fromkeys(ends))
-    lines = [f"{units.significant(tokens / 1e9)}B tokens ({steps}): {spent}; started now it ends {when}"]
-    if price is not None:
-        lines.append(f"at {price:g} USD per chip-hour: {between(chip_hours, '{:,.0f}', price)} USD")
-    return lines
-
-
-def header(question: Question, best: CandidateMetrics, *, label: str) -> list[str]:
-    """Returns the header of the winner's gin file."""
-    mfu = f", MFU {between(best.mfu, '{:.1f}', 100)} %" if best.mfu else ""
-    tokens = units.counted(best.tokens // best.rows, "token")
-    return [
-        f"{best.name}: the fastest of a plan for {question.slice.name}, for {question.config.experiment}.",
-        f"{units.counted(best.rows, 'row')} x {tokens}: "
-        f"{best.used_bytes / GIB:.2f} GiB of {question.slice.chip.usable_hbm_bytes / GIB:.2f} per chip, "
-        f"{between(best.step_seconds, '{:.3g}')} s a step{mfu}",
-        f"(between all traffic hidden and none; {label}).",
-        "Include it after the experiment's own choices, or give it as --gin \"include 'FILE'\".",
-    ]

@@ -29,7 +29,7 @@ from launch.runs import prepared_run, smoke
 from parallel import first_difference as bisect
 from parallel import host_memory
 from parallel.agreement import computing_in
-from parallel.first_difference import Compared, Verdict
+from parallel.first_difference import Verdict
 from parallel.recording import Recording
 
 HELP = "run two variants of an experiment and name the first step, layer and tensor that differ"
@@ -40,8 +40,6 @@ EXAMPLE = """launch/run bisect gin/quickstart.gin "" "hosts=2"
 
 A and B are lists separated by ; of gin bindings, hosts=N (the number of processes that simulate the slice; default 1),
 checkpoint=RUN@STEP (the initial state) and config=OTHER.gin (in place of EXPERIMENT.gin); "" is the experiment."""
-
-SHOWN_BEFORE, SHOWN_AT, SHOWN_AFTER = 4, 6, 2
 
 
 class Variant(NamedTuple):
@@ -178,21 +176,7 @@ def _table(verdict: Verdict) -> Table:
     table = Table(box=None)
     for heading in ("step", "phase", "place", "tensor", "ulp", "absolute", ""):
         table.add_column(heading, justify="right" if heading in ("step", "ulp", "absolute") else "left")
-    for row in _shown(verdict):
+    for row in verdict.shown():
         mark = "<- first" if row is verdict.first else "differs" if verdict.differs(row) else "agrees"
         table.add_row(str(row.step), row.phase, row.place, row.tensor, f"{row.ulp:.3g}", f"{row.absolute:.2g}", mark)
     return table
-
-
-def _shown(verdict: Verdict) -> list[Compared]:
-    """Returns the worst tensors around the first difference; of equal runs, the worst of each phase."""
-    first, worst = verdict.first, {}
-    for row in verdict.rows:
-        group = row.group if first else (row.step, row.phase)
-        worst[group] = max(worst.get(group, row), row, key=lambda r: r.ulp)
-    if first is None:
-        return list(worst.values())
-    at = list(worst).index(first.group)
-    shown = list(worst.values())
-    inside = sorted((row for row in verdict.rows if row.group == first.group), key=lambda r: -r.ulp)
-    return [*shown[max(at - SHOWN_BEFORE, 0) : at], *inside[:SHOWN_AT], *shown[at + 1 : at + 1 + SHOWN_AFTER]]

@@ -13,7 +13,7 @@ import pytest
 from launch import __main__ as cli
 from launch import program_identity
 from launch.config import loader
-from launch.plan import compiling, search, session
+from launch.plan import compiling, ranking, search, session
 from parallel.planning import records, selection
 from parallel.planning.cost import AxisTime, StepTime
 
@@ -321,7 +321,7 @@ def test_cost_of_training(question, options, compiled_as):
     now = datetime.datetime(2030, 1, 1)
     seconds = 20 * 3600 / 200
     time = StepTime(seconds, 0.0, (AxisTime(("fsdp",), "ICI", seconds, 0.0, 1),), ())
-    said = session.outlook(question, dataclasses.replace(row, time=time), price=3.0, now=now)
+    said = ranking.outlook(question, dataclasses.replace(row, time=time), price=3.0, now=now)
     assert "80 – 160 chip-hours" in said[0]
     assert "2030-01-01 20:00 – 2030-01-02 16:00" in said[0]
     assert said[1].endswith("240 – 480 USD")
@@ -335,7 +335,7 @@ def test_large_numbers_are_printed_in_full(question, options, compiled_as, numbe
     one = next(t for t in options if not t.reason)
     row = search.metrics(question, one, compiled_as(one))
     row = dataclasses.replace(row, time=StepTime(number * 3600 / row.steps, 0.0, (), ()))
-    assert said in session.cells(row)
+    assert said in ranking.cells(row)
 
 
 def test_the_table_fits_a_terminal_and_rejects_follow_it(arguments, filled, capsys, monkeypatch, tmp_path):

@@ -164,7 +164,7 @@ def _place(row):
 
 
 def test_neighbours_are_shown_beside_the_first():
-    shown = command._shown(judged({key(1, "gradients", "layer 1", "block/up"): off(1000)}))
+    shown = judged({key(1, "gradients", "layer 1", "block/up"): off(1000)}).shown()
     assert [(r.phase, r.place, r.tensor) for r in shown] == [
         ("forward", "layer 0", "residual"),
         ("forward", "layer 1", "residual"),

@@ -1,0 +1,121 @@
+"""Prints the ranked candidates of a plan, why others were rejected, and the cost of training with the best one."""
+
+import datetime
+import itertools
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from core import units
+from core.slices import GIB
+from launch import terminal
+from launch.plan.search import Compiled, Option, Question
+from parallel.planning import records, selection
+from parallel.planning.candidate_metrics import CandidateMetrics, between
+from parallel.planning.cost import AxisTime
+
+PIPED_WIDTH = 190
+_LEAST_GIB_SENT = 0.005
+_HEADINGS = ("", "layout", "rows", "HBM GiB", "free", "step s", "scheduled", "tokens/s", "MFU %", "bubble")
+_HEADINGS += ("sent, GiB a chip and step", "hours", "compiled in s")
+_TEXT = ("layout", "sent, GiB a chip and step")
+_NARROW = ("", "layout", "rows", "HBM GiB", "step s", "tokens/s")  # what fits into 80 columns
+_OF_COMPILED = ("scheduled", "compiled in s")
+
+
+def show(rows: Sequence[CandidateMetrics], *, title: str, label: str, wide: bool) -> None:
+    """Prints ranked candidates. Ranges are from all traffic hidden to none hidden, smaller number first.
+
+    Rows are ranked by `scheduled`, the step time that counts as hidden the traffic that the compiler overlapped. With
+    `wide` the table has all columns.
+    """
+    terminal.console(PIPED_WIDTH).print(_table(rows, title=title, wide=wide))
+    terminal.say(f"{label}.")
+    if not wide:
+        terminal.say("--wide shows all columns, --json FILE writes all figures.")
+
+
+def _table(rows: Sequence[CandidateMetrics], *, title: str, wide: bool) -> Table:
+    compiled = any(row.compile_seconds is not None for row in rows)
+    wanted = _HEADINGS if wide else _NARROW
+    shown = [heading in wanted and (compiled or heading not in _OF_COMPILED) for heading in _HEADINGS]
+    lines = [itertools.compress([str(number), *cells(row)], shown) for number, row in enumerate(rows, 1)]
+    return terminal.markdown(list(itertools.compress(_HEADINGS, shown)), lines, text=_TEXT, title=title)
+
+
+def cells(row: CandidateMetrics) -> list[str]:
+    """Returns the cells of a row, without its number."""
+    return [
+        row.name + (" (as written)" if row.is_as_written and not row.name.startswith("as written") else ""),
+        str(row.rows),
+        f"{row.used_bytes / GIB:.2f}",
+        f"{row.free_bytes / GIB:.2f}",
+        between(row.step_seconds, "{:.3g}"),
+        "–" if row.scheduled_seconds is None else f"{row.scheduled_seconds:.3g}",
+        between(row.tokens_per_second, "{:,.0f}"),
+        between(row.mfu, "{:.1f}", 100) if row.mfu else "–",
+        f"{row.bubble:.0%}" if row.bubble else "–",
+        sent(row.time.traffic) or "nothing",
+        " – ".join(dict.fromkeys(map(units.significant, row.hours))),
+        "–" if row.compile_seconds is None else f"{row.compile_seconds:.0f}",
+    ]
+
+
+def sent(traffic: Sequence[AxisTime]) -> str:
+    """Formats traffic as `fsdp 47.1; data 0.8 over DCN`, without amounts that round to 0."""
+    parts = []
+    for axis in traffic:
+        amount = axis.wire_bytes / GIB
+        if amount < _LEAST_GIB_SENT:
+            continue
+        text = f"{amount:.1f}" if amount >= 0.1 else f"{amount:.1g}"
+        parts.append(f"{' '.join(axis.axes) or '-'} {text}" + (" over DCN" if axis.network == "DCN" else ""))
+    return "; ".join(parts)
+
+
+def print_rejected(options: Sequence[Option], found: Compiled, *, every: bool) -> None:
+    """Prints why candidates are not in the table: each one, or for each reason a count and an example."""
+    for kind, group in selection.by_reason(options):
+        terminal.say(f"\nrejected, {kind}: {len(group)}")
+        shown = group if every else sorted(group, key=lambda one: len(one.name))[:1]
+        for one in shown:
+            terminal.say(f"  {_with_rows(one)}: {one.reason}")
+    for one, record in found:
+        if record.time is None:
+            reason = f"compiled, does not fit: {record.reason}" if record.status == records.TOO_MUCH else record.reason
+            estimated = ""
+            if record.status == records.TOO_MUCH and one.estimate:
+                estimated = f" (by arithmetic {one.estimate.peak_bytes / GIB:.2f} GiB)"
+            terminal.say(f"\n{record.status}: {_with_rows(one)}: {reason}{estimated}")
+
+
+def _with_rows(option: Option) -> str:
+    return f"{option.name}, {units.counted(option.candidate.batch_size, 'row')}"
+
+
+def outlook(question: Question, best: CandidateMetrics, *, price: float | None, now: datetime.datetime) -> list[str]:
+    """Describes the cost of training with the winner: hours, chip-hours, end date and US dollars."""
+    tokens = question.total_tokens
+    chip_hours = (best.hours[0] * question.slice.chips, best.hours[1] * question.slice.chips)
+    ends = [(now + datetime.timedelta(hours=h)).strftime("%Y-%m-%d %H:%M") for h in best.hours]
+    steps = f"{units.counted(question.steps(best.rows), 'step')} of {units.counted(best.rows, 'row')}"
+    spent = f"{between(best.hours, '{:,.1f}')} hours, {between(chip_hours, '{:,.0f}')} chip-hours"
+    when = " – ".join(dict.fromkeys(ends))
+    lines = [f"{units.significant(tokens / 1e9)}B tokens ({steps}): {spent}; started now it ends {when}"]
+    if price is not None:
+        lines.append(f"at {price:g} USD per chip-hour: {between(chip_hours, '{:,.0f}', price)} USD")
+    return lines
+
+
+def header(question: Question, best: CandidateMetrics, *, label: str) -> list[str]:
+    """Returns the header of the winner's gin file."""
+    mfu = f", MFU {between(best.mfu, '{:.1f}', 100)} %" if best.mfu else ""
+    tokens = units.counted(best.tokens // best.rows, "token")
+    return [
+        f"{best.name}: the fastest of a plan for {question.slice.name}, for {question.config.experiment}.",
+        f"{units.counted(best.rows, 'row')} x {tokens}: "
+        f"{best.used_bytes / GIB:.2f} GiB of {question.slice.chip.usable_hbm_bytes / GIB:.2f} per chip, "
+        f"{between(best.step_seconds, '{:.3g}')} s a step{mfu}",
+        f"(between all traffic hidden and none; {label}).",
+        "Include it after the experiment's own choices, or give it as --gin \"include 'FILE'\".",
+    ]
