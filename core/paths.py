@@ -6,6 +6,7 @@ TensorFlow, whose import takes five seconds.
 
 import contextlib
 import errno
+import glob
 import os
 import pathlib
 import re
@@ -257,6 +258,16 @@ def sizes(folder: epath.Path) -> dict[str, int]:
     system, root = fsspec.core.url_to_fs(os.fspath(folder))
     found = system.find(root, detail=True)
     return {name.removeprefix(f"{root}/"): about["size"] for name, about in found.items()}
+
+
+def matching(pattern: str) -> dict[str, int]:
+    """Returns the sizes in bytes of the files that match a pattern (`*`, `**`), by absolute path or gs:// name."""
+    if not is_remote(pattern):
+        found = glob.glob(os.fspath(resolve(pattern)), recursive=True)  # noqa: PTH207 (absolute patterns)
+        return {name: pathlib.Path(name).stat().st_size for name in found if pathlib.Path(name).is_file()}
+    system, name = fsspec.core.url_to_fs(pattern)
+    about = system.glob(name, detail=True)
+    return {f"gs://{name}": entry["size"] for name, entry in about.items() if entry["type"] == "file"}
 
 
 def copy_file(local: str | os.PathLike[str], *, to: epath.Path) -> epath.Path:

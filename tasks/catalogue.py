@@ -102,10 +102,17 @@ class _ShareReader:
         return self._offset
 
     def __next__(self) -> bytes:
-        content = next(self._examples)
+        part = self._part
+        try:
+            content = next(self._examples)
+        except tensorflow().errors.OpError as error:
+            raise UserError(
+                f"text.tfds: {part.name} cannot be read: {error.message.strip().splitlines()[0]}"
+            ) from error
+        if not isinstance(content, bytes):
+            raise UserError(f"text.tfds.field: {part.field!r} is {type(content).__name__}, expected text")
         self._offset += 1
-        where = f"the document of {self._part.name} that begins {content[:40]!r}"
-        return self._part.take(documents.checked, content, where=where)
+        return part.take(documents.checked, content, where=f"the document of {part.name} that begins {content[:40]!r}")
 
 
 @functools.cache

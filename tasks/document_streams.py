@@ -49,17 +49,17 @@ class Parts(NamedTuple):
     Attributes:
       parts: at least one.
       is_shared: whether every stream reads all parts; otherwise they are dealt to the streams.
+      deals_chunks: whether the chunks of shared parts are dealt to the streams, for documents that may be fewer than
+        streams; otherwise the documents are, and each is converted to ids by one stream alone.
     """
 
     parts: Sequence[Part]
     is_shared: bool
+    deals_chunks: bool = False
 
 
 class DocumentSource:
     """A `documents.Corpus` whose documents are read part by part; subclasses implement `parts` and `describe`."""
-
-    deals_documents = False
-    """Whether streams that share the parts take documents in turn; otherwise they take chunks in turn."""
 
     def parts(self, split: str, num_streams: int) -> Parts:
         """Returns the parts of a split. Raises UserError if there are none."""
@@ -80,10 +80,13 @@ class DocumentSource:
     def sample_texts(self) -> Iterator[str]:
         """See `Corpus`."""
         for part in self.parts("train", 1).parts:
-            reader = part.open(None)
-            while (text := next(reader, None)) is not None:
-                if text:
-                    yield text.decode()
+            yield from (text.decode() for text in _texts(part) if text)
+
+
+def _texts(part: Part) -> Iterator[bytes]:
+    reader = part.open(None)
+    while (text := next(reader, None)) is not None:
+        yield text
 
 
 class DocumentStream(packing.PackedStream):
@@ -127,12 +130,13 @@ class _Chunks:
 
     def __init__(self, source: DocumentSource, spec: StreamSpec) -> None:
         self._source, self._spec = source, spec
-        self._parts, self._is_shared = source.parts(spec.split, spec.num_streams)
+        self._parts, self._is_shared, self._deals_chunks = source.parts(spec.split, spec.num_streams)
         self._part = self._seen = self._taken = 0  # parts read; documents (or chunks) before this one; chunks of it
         self._offset: Any = None  # of the current document in its part
         self._reader: Reader | None = None
         self._document: list[np.ndarray] = []  # its chunks, if any may belong to this stream
         self._size = 0  # what it adds to _seen
+        self._has_text = False  # known of the split once all its parts were searched
 
     def position(self) -> dict[str, Any]:
         """Returns the position of the next chunk, as JSON."""
@@ -152,7 +156,7 @@ class _Chunks:
             while self._taken < len(self._document):
                 chunk, number = self._document[self._taken], self._seen + self._taken
                 self._taken += 1
-                if self._source.deals_documents or self._is_ours(number):
+                if not self._deals_chunks or self._is_ours(number):
                     return chunk
             self._seen += self._size
             self._read_document()
@@ -164,16 +168,13 @@ class _Chunks:
         """Reads the next document that is not blank; leaves out its ids if all of it belongs to another stream."""
         text = self._next_text()
         self._taken = 0
-        if self._source.deals_documents:
-            self._document, self._size = self._chunks(text) if self._is_ours(self._seen) else [], 1
-        else:
-            self._document = self._chunks(text)
-            self._size = len(self._document)
+        self._document = self._chunks(text) if self._deals_chunks or self._is_ours(self._seen) else []
+        self._size = len(self._document) if self._deals_chunks else 1
 
     def _next_text(self) -> str:
-        """Raises UserError if a document is invalid, or as many parts as there are have none."""
+        """Raises UserError if a document is invalid, or the parts of this stream have none."""
         ended = 0
-        while ended <= len(self._parts):
+        while ended <= len(self._parts) or self._finds_text():
             if self._reader is None:
                 self._reader = self._parts[self._number()].open(self._offset)
             self._offset = self._reader.offset()
@@ -188,6 +189,12 @@ class _Chunks:
             f"{self._source.describe()}: the {spec.split} split has no document for stream {spec.index} of "
             f"{spec.num_streams}; use more text, a separate validation file, or a lower NUM_STREAMS"
         )
+
+    def _finds_text(self) -> bool:
+        """Returns whether a later epoch can give this stream a document: if the order is new, that of any part."""
+        if self._spec.seed is not None and not self._has_text:
+            self._has_text = any(any(_texts(part)) for part in self._parts)
+        return self._has_text
 
     def _number(self) -> int:
         """Returns the number of the current part: streams take parts in turn, in a new order in every epoch."""

@@ -9,7 +9,6 @@ run on the beginning of local files before a run starts.
 
 import codecs
 import functools
-import glob
 import json
 import os
 import pathlib
@@ -43,7 +42,7 @@ class File(NamedTuple):
     Attributes:
       name: identifies the file, the same on every machine.
       path: where this machine finds it.
-      size_bytes: its size; 0 for a gs:// file, whose size is not looked up.
+      size_bytes: its size.
     """
 
     name: str
@@ -66,22 +65,11 @@ def validation_names(names: Iterable[str]) -> set[str]:
 
 def list_files(patterns: tuple[str, ...]) -> tuple[File, ...]:
     """Returns the files that match any pattern, sorted by name: the path relative to their common folder."""
-    found = sorted({path for pattern in patterns for path in _glob(pattern)})
-    if not found:
+    sizes = {path: size for pattern in patterns for path, size in paths.matching(pattern).items()}
+    if not sizes:
         return ()
-    common = os.path.commonpath([os.path.dirname(path) for path in found])  # noqa: PTH120 (gs:// is text here)
-    return tuple(
-        File(path[len(common) :].lstrip("/"), path, 0 if paths.is_remote(path) else pathlib.Path(path).stat().st_size)
-        for path in found
-    )
-
-
-def _glob(pattern: str) -> list[str]:
-    if paths.is_remote(pattern):
-        bucket, _, rest = pattern.removeprefix("gs://").partition("/")
-        return [os.fspath(path) for path in paths.resolve(f"gs://{bucket}").glob(rest)]
-    absolute = os.fspath(paths.resolve(pattern))
-    return [path for path in glob.glob(absolute, recursive=True) if pathlib.Path(path).is_file()]  # noqa: PTH207
+    common = os.path.commonpath([os.path.dirname(path) for path in sizes])  # noqa: PTH120 (gs:// is text here)
+    return tuple(File(path[len(common) :].lstrip("/"), path, size) for path, size in sorted(sizes.items()))
 
 
 def is_json(files: tuple[File, ...]) -> bool:

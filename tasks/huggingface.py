@@ -26,8 +26,6 @@ class HuggingFace(DocumentSource):
     field: str
     streaming: bool
 
-    deals_documents = True  # tokenizing a large dataset in every stream would cost too much
-
     def parts(self, split: str, num_streams: int) -> Parts:
         """See `DocumentSource`."""
         name = self.split if split == "train" else self.validation_split
@@ -39,7 +37,7 @@ class HuggingFace(DocumentSource):
         """Returns a split as an iterable dataset; loads it once, as that asks the hub.
 
         Raises:
-          UserError: the package `datasets` is not installed.
+          UserError: the package `datasets` is not installed, or the dataset cannot be loaded.
         """
         if split not in self._loaded:
             try:
@@ -47,7 +45,13 @@ class HuggingFace(DocumentSource):
             except ImportError as error:
                 raise UserError(" ".join(self.problems())) from error
             name, _, config = self.name.partition(":")
-            found = datasets.load_dataset(name, config or None, split=split, streaming=self.streaming)
+            try:
+                found = datasets.load_dataset(name, config or None, split=split, streaming=self.streaming)
+            except (ValueError, OSError) as error:  # an unknown name, configuration or split; gated; no network
+                raise UserError(
+                    f"text.huggingface: {self.name}, split {split}, cannot be loaded: {error}. Check name and "
+                    "split; for a gated dataset set HF_TOKEN"
+                ) from error
             self._loaded[split] = found if self.streaming else found.to_iterable_dataset()
         return self._loaded[split]
 
@@ -88,7 +92,7 @@ class _ShardReader:
     """Reads a shard; an offset is the library's position and the number of documents before it."""
 
     def __init__(self, part: _Shard, offset: dict[str, Any] | None) -> None:
-        self._part, self._number = part, 0
+        self._part, self._number, self._opened_at = part, 0, offset
         self._dataset = part.source.dataset(part.split).shard(num_shards=part.count, index=part.index)  # a new object
         if offset is not None:
             self._dataset.load_state_dict(offset["library"])
@@ -96,10 +100,13 @@ class _ShardReader:
         self._examples = iter(self._dataset)
 
     def offset(self) -> dict[str, Any]:
+        if self._opened_at is not None:  # the library knows the position that it was given only after the next example
+            return self._opened_at
         return {"documents": self._number, "library": self._dataset.state_dict()}
 
     def __next__(self) -> bytes:
         example = next(self._examples)
+        self._opened_at = None
         self._number += 1
         part = self._part
         shard = f" (shard {part.index + 1} of {part.count})" if part.count > 1 else ""

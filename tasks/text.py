@@ -133,8 +133,7 @@ def files(
       validation: one or more patterns. Default: about 5 % of the files, or of the lines of .jsonl, chosen by hash.
       field: the JSON key of the text.
       length: tokens per row.
-      num_streams: number of data streams; must divide the batch size. With at least as many .jsonl files, each stream
-        reads only its own files.
+      num_streams: number of data streams; must divide the batch size.
       vocabulary: default: bytes.
     """
     check_text(field, where="text.files.field")

@@ -53,10 +53,11 @@ class FileSource(DocumentSource):
         files, field, kept = self.files(split), self.json_field(split), self.line_split(split)
         take = documents.intake_of(self).take
         if field is None:
-            return Parts([_WholeFile(file.path, take) for file in files], is_shared=len(files) < num_streams)
+            whole = [_WholeFile(file.path, take) for file in files]
+            return Parts(whole, is_shared=len(files) < num_streams, deals_chunks=True)
         ranges = [(file.path, 0, None) for file in files]
         if len(files) < num_streams and kept != "validation":
-            ranges = [found for file in files for found in _ranges(file.path, num_streams)]
+            ranges = [found for file in files for found in _ranges(file, num_streams)]
         parts = [_Lines(*found, field, kept, take) for found in ranges]
         return Parts(parts, is_shared=len(parts) < num_streams or kept == "validation")
 
@@ -182,15 +183,14 @@ def python_library() -> PythonLibrary:
 
 
 def _with_text(files: tuple[File, ...]) -> tuple[File, ...]:
-    return tuple(file for file in files if file.size_bytes or paths.is_remote(file.path))
+    return tuple(file for file in files if file.size_bytes)
 
 
-def _ranges(path: str, num_streams: int) -> list[tuple[str, int, int]]:
+def _ranges(file: File, num_streams: int) -> list[tuple[str, int, int]]:
     """Divides a file into up to 4 ranges of bytes per stream, none smaller than 1 MiB: (path, start, end)."""
-    size = paths.resolve(path).stat().length
-    count = max(1, min(4 * num_streams, size // _SMALLEST_RANGE_BYTES))
-    borders = [size * number // count for number in range(count + 1)]
-    return [(path, start, end) for start, end in itertools.pairwise(borders)]
+    count = max(1, min(4 * num_streams, file.size_bytes // _SMALLEST_RANGE_BYTES))
+    borders = [file.size_bytes * number // count for number in range(count + 1)]
+    return [(file.path, start, end) for start, end in itertools.pairwise(borders)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,7 +262,7 @@ class _LinesReader:
     def __next__(self) -> bytes:
         part = self._part
         while part.end is None or self._at < part.end:
-            start, line = self._at, self._file.readline()
+            start, line = self._at, _reading(self._part.path, self._file.readline)
             if not line:
                 break
             self._at += len(line)
@@ -288,13 +288,17 @@ def _line_number(path: str, offset: int) -> int:
 
 
 def _opened(path: str) -> Any:
-    """Opens a file for reading bytes. Raises UserError if it cannot be read."""
-    try:
-        return paths.resolve(path).open("rb")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    return _reading(path, lambda: paths.resolve(path).open("rb"))
 
 
 def _read(path: str) -> bytes:
     with _opened(path) as file:
-        return file.read()
+        return _reading(path, file.read)
+
+
+def _reading(path: str, read: Callable[[], Any]) -> Any:
+    """Returns what `read` does. Raises UserError, which names the file, if the system refuses."""
+    try:
+        return read()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error

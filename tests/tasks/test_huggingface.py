@@ -17,7 +17,7 @@ class FakeIterable:
     """IterableDataset: shards of lists; a position that survives `iter`, as the library's does."""
 
     def __init__(self, shards):
-        self._shards, self._done, self._start = shards, 0, 0
+        self._shards, self._done, self._start = shards, 0, 0  # _done: as the last example told
         self.num_shards = len(shards)
 
     def shard(self, num_shards, index):
@@ -27,13 +27,12 @@ class FakeIterable:
         return {"examples": self._done}
 
     def load_state_dict(self, state):
-        self._start = self._done = state["examples"]
+        self._start = state["examples"]
 
     def __iter__(self):
         examples = [example for shard in self._shards for example in shard]
-        self._done = self._start
-        for example in examples[self._start :]:
-            self._done += 1
+        for number, example in enumerate(examples[self._start :], start=self._start + 1):
+            self._done = number
             yield example
 
 
@@ -85,6 +84,19 @@ def test_continues_exactly_and_on_other_hosts(fake, num_streams, host_layouts, g
     assert max(map(len, state.values())) < 1000
 
 
+def test_a_position_that_is_saved_after_a_resume_is_exact_too(fake):
+    task = make(2)
+    batches = task.train(layout_of(2), seed=4)
+    expected = [next(batches) for _ in range(40)]
+    batches = task.train(layout_of(2), seed=4)
+    for at in range(0, 40, 5):
+        for batch in expected[at : at + 5]:
+            np.testing.assert_array_equal(next(batches)["targets"], batch["targets"])
+        state = batches.state()
+        batches = task.train(layout_of(2), seed=4)
+        batches.restore(state)
+
+
 def test_bytes_that_are_not_a_position_are_refused_and_change_nothing(fake):
     source = huggingface.HuggingFace("owner/some:en", "train", "validation", field="text", streaming=True)
     stream = source.open_stream(StreamSpec("train", 0, 1, rows=2, length=16, seed=4, vocabulary=vocabularies.Bytes()))
@@ -96,7 +108,7 @@ def test_bytes_that_are_not_a_position_are_refused_and_change_nothing(fake):
 
 
 @pytest.mark.parametrize("num_streams", [2, 8])
-def test_every_document_once_an_epoch(fake, num_streams):
+def test_evaluation_reads_every_document(fake, num_streams):
     task = make(num_streams)
     batches = task.evaluation(layout_of(num_streams))
     seen = []
@@ -117,6 +129,15 @@ def test_the_token_is_neither_shown_nor_passed(fake, monkeypatch, capfd):
     shown += [value.decode() for value in batches.state().values()] + [repr(call) for call in fake]
     assert not any(TOKEN in text for text in shown)
     assert fake[0] == ("owner/some", "en", {"split": "train", "streaming": True})
+
+
+def test_a_dataset_that_the_library_refuses_is_named(fake, monkeypatch):
+    def load_dataset(name, *_, **__):
+        raise ValueError("Unknown split 'train'. Should be one of ['test'].")
+
+    monkeypatch.setattr(sys.modules["datasets"], "load_dataset", load_dataset)
+    with pytest.raises(UserError, match=r"owner/some:en, split train, cannot be loaded: Unknown split .* HF_TOKEN"):
+        next(make(1).train(layout_of(1), seed=0))
 
 
 def test_a_wrong_field_is_named(fake):

@@ -189,13 +189,32 @@ def read(task, index, num_streams, *, split="train", seed=5):
         yield task.vocabulary.decode(next(chunks))
 
 
+def dealt(task, index, num_streams, *, split="train", seed=5):
+    """The documents that one stream reads, endlessly, each with the number that it has in the order of all streams."""
+    spec = StreamSpec(split, index, num_streams, 1, 2**20, seed, task.vocabulary)  # a chunk is a document
+    chunks = document_streams._Chunks(task.corpus, spec)
+    while True:
+        text = task.vocabulary.decode(next(chunks))
+        place = chunks.position()
+        yield place["seen"] + place["taken"] - 1 if chunks._is_shared else place["part"] * num_streams + index, text
+
+
+def in_order(task, num_streams, count, **options):
+    """The first documents of all streams, in the order before they were dealt."""
+    most = count // num_streams + 1
+    found = [
+        pair for i in range(num_streams) for pair in itertools.islice(dealt(task, i, num_streams, **options), most)
+    ]
+    return [text for _, text in sorted(found, key=lambda pair: pair[0])][:count]
+
+
 @pytest.mark.covers("D06")
-def test_every_document_once_an_epoch_in_a_new_order(text_folder):
+@pytest.mark.parametrize("num_streams", [1, 4, 23, 30])  # with 30, every stream reads all 23 files
+def test_every_document_once_an_epoch_in_a_new_order(text_folder, num_streams):
     task = text.files(train=f"{text_folder}/*.txt", validation=f"{text_folder}/0*.txt", length=LENGTH, num_streams=4)
-    names = {path.read_text() for path in text_folder.iterdir()}
-    streams = [list(itertools.islice(read(task, index, 4), 12)) for index in range(4)]
-    order = [streams[i % 4][i // 4] for i in range(2 * len(names))]  # the order before it was dealt to streams
-    assert set(order[: len(names)]) == set(order[len(names) :]) == names
+    names = sorted(path.read_text() for path in text_folder.iterdir())
+    order = in_order(task, num_streams, 2 * len(names))
+    assert sorted(order[: len(names)]) == sorted(order[len(names) :]) == names
     assert order[: len(names)] != order[len(names) :]
 
 
@@ -226,21 +245,30 @@ def test_lines_of_json_with_fewer_files_than_streams(lines, host_layouts, global
     assert_equal(global_batch(layouts, parts), next(lines.train(layout_of(8), seed=1)))
 
 
+@pytest.mark.parametrize("num_streams", [1, 4, 7])
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
 @pytest.mark.parametrize("smallest", [2**20, 200])  # the files are shared, or divided into ranges of lines
-def test_lines_of_json_are_divided_and_none_is_lost(lines, json_folder, smallest, monkeypatch):
-    """Four streams over three files; about 5 % of the lines are kept for validation."""
+def test_lines_of_json_are_divided_and_none_is_lost(tmp_path, smallest, ending, num_streams, monkeypatch):
+    """Two files, with blank lines, a long line, and no end of the last line; about 5 % are kept for validation."""
     monkeypatch.setattr(text_files, "_SMALLEST_RANGE_BYTES", smallest)
-    parts, is_shared = lines.corpus.parts("train", 4)
-    assert (len(parts), is_shared) == ((3, True) if smallest == 2**20 else (48, False))
-    written = [line for path in json_folder.iterdir() for line in path.read_text().splitlines() if line]
+    texts = [f"{i:03d} é" + "x" * (i * 7 % 50 + 1000 * (i == 40)) for i in range(120)]
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    (tmp_path / "a.jsonl").write_bytes(ending.join([*lines[:50], "", "", *lines[50:70], ""]).encode())
+    (tmp_path / "b.jsonl").write_bytes(ending.join(["", *lines[70:]]).encode())
+    task = text.files(train=f"{tmp_path}/*.jsonl", length=LENGTH, num_streams=num_streams)
     seen = {}
     for split in ("train", "validation"):
-        parts, _ = lines.corpus.parts(split, 4)
-        seen[split] = [text.decode() for part in parts for text in documents_of(part) if text]
-    assert sorted(seen["train"] + seen["validation"]) == sorted(json.loads(line)["body"] for line in written)
-    assert 3 <= len(seen["validation"]) <= 40
-    dealt = [list(itertools.islice(read(lines, index, 4), 200)) for index in range(4)]
-    assert set(itertools.chain(*dealt)) == set(seen["train"])
+        parts = task.corpus.parts(split, num_streams)
+        seen[split] = [text.decode() for part in parts.parts for text in documents_of(part) if text]
+    assert sorted(seen["train"] + seen["validation"]) == texts
+    assert 1 <= len(seen["validation"]) <= 20
+    parts = task.corpus.parts("train", num_streams)
+    assert parts.is_shared == (smallest == 2**20 and num_streams > 2)
+    assert len(parts.parts) >= (2 if smallest == 2**20 else 3 * num_streams) or num_streams == 1
+    if parts.is_shared:
+        order = in_order(task, num_streams, 2 * len(seen["train"]))
+        for epoch in (order[: len(seen["train"])], order[len(seen["train"]) :]):
+            assert sorted(epoch) == sorted(seen["train"])
 
 
 def documents_of(part):
@@ -266,6 +294,11 @@ def test_a_bucket_gives_the_rows_of_a_folder_and_an_exact_position(bucket, json_
     batches = there.train(layout_of(4), seed=2)
     for _ in range(5):
         assert_equal(next(batches), next(here))
+    (name, *_) = [file.name for file in json_folder.iterdir()]
+    before = there.fingerprint()
+    bucket.write(f"gs://texts/{name}", (json_folder / name).read_bytes() + b"\n")
+    assert text.files(train="gs://texts/*.jsonl", **options).fingerprint() != before  # of another size
+    bucket.write(f"gs://texts/{name}", (json_folder / name).read_bytes())
     restored = there.train(layout_of(4), seed=2)
     restored.restore(batches.state())
     assert_equal(next(restored), next(here))
@@ -299,6 +332,14 @@ def test_a_bad_line_is_named(tmp_path, line, reason):
         next(task.train(layout_of(1), seed=0))
 
 
+def test_blank_files_among_others_end_no_run(tmp_path):
+    for number in range(10):
+        (tmp_path / f"{number}.txt").write_text("words" if number % 3 == 0 else " ")
+    task = text.files(train=f"{tmp_path}/*.txt", validation=f"{tmp_path}/*.txt", length=LENGTH, num_streams=8)
+    for index in range(8):
+        assert {text for _, text in itertools.islice(dealt(task, index, 8), 50)} == {"words"}
+
+
 def test_a_split_without_documents_is_refused_and_does_not_wait(tmp_path):
     (tmp_path / "one.jsonl").write_text(json.dumps({"text": "alone"}) + "\n")
     task = text.files(train=f"{tmp_path}/one.jsonl", length=8, num_streams=1)
@@ -307,7 +348,7 @@ def test_a_split_without_documents_is_refused_and_does_not_wait(tmp_path):
 
 
 @pytest.mark.covers("D12")
-def test_a_mixture_keeps_its_weights_and_its_place(tmp_path):
+def test_a_mixture_keeps_its_weights_and_its_place_on_any_hosts(tmp_path, host_layouts, global_batch):
     for letter in "ab":
         for number in range(8):
             (tmp_path / f"{letter}{number}.txt").write_text(letter * (LENGTH - 1))
@@ -317,10 +358,12 @@ def test_a_mixture_keeps_its_weights_and_its_place(tmp_path):
     first = np.concatenate([next(batches)["targets"][:, 0] for _ in range(150)])  # 1200 rows of one chunk
     assert (first == ord("a") + 3).mean() == pytest.approx(0.75, abs=0.05)
     state, expected = batches.state(), [next(batches) for _ in range(5)]
-    restored = task.train(layout_of(8), seed=0)
-    restored.restore(state)
+    layouts = host_layouts(8, 2)
+    restored = [task.train(layout, seed=0) for layout in layouts]
+    for part in restored:
+        part.restore(state)
     for batch in expected:
-        assert_equal(next(restored), batch)
+        assert_equal(global_batch(layouts, [next(part) for part in restored]), batch)
     assert "75% text.files" in task.describe()
 
 
@@ -333,7 +376,7 @@ def test_a_prepared_dataset_of_the_catalogue(tmp_path, monkeypatch, capfd):
 
         def _info(self):
             return tfds.core.DatasetInfo(
-                builder=self, features=tfds.features.FeaturesDict({"text": tfds.features.Text()})
+                builder=self, features=tfds.features.FeaturesDict({"text": tfds.features.Text(), "number": np.int64})
             )
 
         def _split_generators(self, dl_manager):
@@ -341,8 +384,8 @@ def test_a_prepared_dataset_of_the_catalogue(tmp_path, monkeypatch, capfd):
 
         def _generate_examples(self, start, stop):
             for number in range(start, stop):
-                yield number, {"text": f"{number:03d}" + "." * number}
-            yield "blank", {"text": " \n"}
+                yield number, {"text": f"{number:03d}" + "." * number, "number": number}
+            yield "blank", {"text": " \n", "number": 0}
 
     Tiny(data_dir=tmp_path).download_and_prepare()
     task = text.tfds(name="tiny", data_dir=str(tmp_path), length=LENGTH, num_streams=2)
@@ -357,6 +400,9 @@ def test_a_prepared_dataset_of_the_catalogue(tmp_path, monkeypatch, capfd):
     decoded = [task.vocabulary.decode(t)[:3] for t, _, _ in segments(next(task.evaluation(layout_of(4))))]
     assert len({text for text in decoded if text.isdigit()} & {f"{i:03d}" for i in range(40, 50)}) >= 2
     assert "skipped because they contain only white space: 1 of" in capfd.readouterr().err
+    numbers = text.tfds(name="tiny", field="number", data_dir=str(tmp_path), length=8, num_streams=1)
+    with pytest.raises(UserError, match=r"text.tfds.field: 'number' is int64, expected text"):
+        next(numbers.train(layout_of(1), seed=0))
     with pytest.raises(UserError, match="has no 'body', only"):
         text.tfds(name="tiny", field="body", data_dir=str(tmp_path), length=8, num_streams=1).train(
             layout_of(1), seed=0
