@@ -24,6 +24,7 @@ from core.types import Generates, Model, Params, can, missing
 from launch import terminal
 from launch.config import loader
 from launch.experiments import saved_run
+from launch.hosts import tpu_host
 from launch.runs import warm_start
 from models.transformer import Transformer
 from parallel import strategies
@@ -139,6 +140,14 @@ class LoadedModel:
     def decoded(self, ids: Sequence[int]) -> str:
         """Converts ids to text; without a vocabulary, to decimal numbers."""
         return " ".join(map(str, ids)) if self.vocabulary is None else self.vocabulary.decode(ids)
+
+
+def choose_devices(slice_name: str | None, *, is_simulated: bool) -> None:
+    """Uses the CPU where chips are simulated or absent; before any device is used."""
+    if is_simulated or not (jax.config.jax_platforms or tpu_host.chips()):
+        jax.config.update("jax_platforms", "cpu")  # without chips, libtpu would print errors
+    if is_simulated:
+        jax.config.update("jax_num_cpu_devices", slices.get(slice_name or ONE_CHIP).chips)
 
 
 def load(

@@ -9,13 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from core import slices, units
+from core import units
 from core.checkpoints import reading
 from core.errors import UserError
 from launch import flags, loaded_model, program_identity, terminal
-from launch.hosts import tpu_host
 from parallel.sampling import GREEDY, Sampling
 
 HELP = "continue prompts with the model of a run, or with a published one"
@@ -74,10 +71,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json and args.out:
         raise UserError("--json prints the lines that --out writes to a file: give one of them")
     prompts = _prompts(args)
-    if args.simulate or not (jax.config.jax_platforms or tpu_host.chips()):
-        jax.config.update("jax_platforms", "cpu")  # without chips, libtpu would print errors
-    if args.simulate:
-        jax.config.update("jax_num_cpu_devices", slices.get(args.slice or loaded_model.ONE_CHIP).chips)
+    loaded_model.choose_devices(args.slice, is_simulated=args.simulate)
     model = loaded_model.load(args.model, slice_name=args.slice, bindings=args.gin)
     sampling = GREEDY if args.greedy else Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
     options = {"max_tokens": args.max_tokens, "sampling": sampling, "seed": args.seed}

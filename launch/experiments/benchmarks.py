@@ -8,11 +8,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 from rich import box
 from rich.table import Table
 
-from core import paths, slices
+from core import paths
 from core.errors import UserError
 from launch import loaded_model, terminal
 from launch.experiments import lm_eval_tasks
@@ -36,9 +35,7 @@ def run(args: argparse.Namespace) -> int:
         tasks, problems = lm_eval_tasks.find(args.lm_eval, folder=args.lm_eval_path), []
     else:
         tasks, problems = None, _problems(args, limit)
-    if args.simulate:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", slices.get(args.slice or loaded_model.ONE_CHIP).chips)
+    loaded_model.choose_devices(args.slice, is_simulated=args.simulate)
     name = args.run_dir if args.step is None else f"{args.run_dir}@{args.step}"
     scores = TextScores(loaded_model.load(name, slice_name=args.slice, bindings=args.gin))
     print(scores.model.where)

@@ -30,6 +30,7 @@ from launch.hosts.cluster import Host
 from launch.runs import prepared_run, training, warm_start
 from models import pretrained
 from parallel.sampling import Sampling
+from tasks.code import humaneval
 
 TESTS = pathlib.Path(__file__).parents[1]
 FAMILY = TESTS / "models" / "fixtures" / "families" / "llama3"
@@ -450,13 +451,15 @@ def test_a_run_without_adapters_has_nothing_to_merge(run_dir, tmp_path, capsys):
         (("--simulate",), "tpu", ["accel0"], "cpu"),
     ],
 )
-def test_a_machine_without_chips_generates_on_its_cpu(words, platforms, chips, expected, tmp_path, monkeypatch):
+@pytest.mark.parametrize("command", [("generate", "--prompt", "a"), ("evaluate", "--humaneval", "P", "--allow-code")])
+def test_a_machine_without_chips_uses_its_cpu(command, words, platforms, chips, expected, tmp_path, monkeypatch):
     given = {"jax_platforms": platforms}
-    monkeypatch.setattr(
-        generate.jax, "config", types.SimpleNamespace(update=given.__setitem__, jax_platforms=platforms)
-    )
+    config = types.SimpleNamespace(update=given.__setitem__, jax_platforms=platforms)
+    monkeypatch.setattr(loaded_model.jax, "config", config)
     monkeypatch.setattr(tpu_host, "chips", lambda: chips)
-    assert run_command("generate", tmp_path, "--prompt", "a", *words) == 2
+    monkeypatch.setattr(humaneval, "read", lambda file, most: [])
+    name, *rest = command
+    assert run_command(name, tmp_path, *rest, *words) == 2
     assert given["jax_platforms"] == expected
 
 
