@@ -41,7 +41,7 @@ def find(names: str, *, folder: str | None) -> Tasks:
       folder: of further tasks, as YAML files; None: only those of the library.
 
     Raises:
-      UserError: lm_eval is not installed, or there is no such task or folder.
+      UserError: lm_eval is not installed, there is no such task or folder, or the data of a task cannot be read.
     """
     try:
         from lm_eval.tasks import TaskManager
@@ -59,6 +59,14 @@ def find(names: str, *, folder: str | None) -> Tasks:
         raise UserError(
             f"--lm-eval {names}: lm_eval{where} has no task {', '.join(map(repr, absent)) or repr(names)}{hint}"
         )
+    try:
+        manager.load(asked)  # with their data, which may have to be downloaded
+    except Exception as error:  # of many types: of the hub, of files, of YAML
+        said = (str(error).strip() or "no reason given").splitlines()[0]
+        raise UserError(
+            f"--lm-eval {names}: lm_eval cannot load the tasks ({type(error).__name__}: {said}). It reads files that a "
+            "task names relative to the current directory"
+        ) from error
     return Tasks(asked, manager)
 
 

@@ -129,12 +129,18 @@ def test_wrong_arguments_are_refused_before_the_model_is_loaded(folder, tmp_path
         assert "--lm-eval needs the library lm_eval" in (said := capsys.readouterr().err)
         assert lm_eval_tasks.INSTALL in said
     library, tasks = types.ModuleType("lm_eval"), types.ModuleType("lm_eval.tasks")
-    tasks.TaskManager = lambda include_path: types.SimpleNamespace(all_tasks=["arc_easy", "hellaswag"])
+    tasks.TaskManager = lambda include_path: types.SimpleNamespace(
+        all_tasks=["arc_easy", "hellaswag"], load=lambda names: (tmp_path / "data.jsonl").read_text()
+    )
     monkeypatch.setitem(sys.modules, "lm_eval", library)
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", tasks)
     for arguments, message in {
         ("--lm-eval", "arc_esy"): "lm_eval has no task 'arc_esy'; did you mean arc_easy?",
         ("--lm-eval", ","): "has no task ','",
+        (
+            "--lm-eval",
+            "arc_easy",
+        ): "lm_eval cannot load the tasks (FileNotFoundError: [Errno 2] No such file or directory",
         ("--lm-eval", "arc_easy", "--lm-eval-path", str(tmp_path / "none")): "expected a folder of tasks (YAML files)",
         ("--lm-eval", "arc_easy", "--all-steps"): "are for the run's own held-out data",
         ("--json", str(tmp_path / "out.json")): "belong to --lm-eval",
@@ -153,7 +159,7 @@ def test_scores_are_printed_and_written(folder, tmp_path, capsys, monkeypatch):
         return {"results": {"capitals": {"alias": "capitals", "acc,none": 0.25, "acc_stderr,none": 0.125}}}
 
     library.simple_evaluate = simple_evaluate
-    tasks.TaskManager = lambda include_path: types.SimpleNamespace(all_tasks=["capitals"])
+    tasks.TaskManager = lambda include_path: types.SimpleNamespace(all_tasks=["capitals"], load=list)
     monkeypatch.setitem(sys.modules, "lm_eval", library)
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", tasks)
     monkeypatch.setattr(lm_eval_tasks, "adapter", lambda scores: "the adapter")
