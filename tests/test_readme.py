@@ -138,7 +138,7 @@ def test_code_that_readme_shows_is_in_the_file_that_it_names(body):
 @pytest.fixture(scope="module")
 def text(workspace):
     """Text and a vocabulary, where README's own commands put them."""
-    for start in ("mkdir", "cd . && seq"):
+    for start in ("mkdir -p runs/text", "mkdir -p runs && seq"):
         (line,) = [c for c in commands() if c.startswith(start)]
         run(line, workspace)
     train = (
