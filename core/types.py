@@ -190,7 +190,7 @@ class ExtendsCache(Protocol):
 class LimitsPositions(Protocol):
     """A model that may limit the number of positions; `max_positions` is None if it has no limit.
 
-    Enables: the refusal of prompts that are too long.
+    Enables: the refusal of prompts and training rows that are too long.
     """
 
     max_positions: int | None

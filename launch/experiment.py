@@ -20,7 +20,18 @@ from core.errors import UserError
 from core.health.failure_diagnosis import ON_TPU, USUAL_LIMITS, Limits
 from core.optimizers import Optimizer, Transformation
 from core.training import hooks
-from core.types import CountsFlops, Generates, HasPuzzles, HasVocabulary, Model, PadsVocabulary, Task, can, missing
+from core.types import (
+    CountsFlops,
+    Generates,
+    HasPuzzles,
+    HasVocabulary,
+    LimitsPositions,
+    Model,
+    PadsVocabulary,
+    Task,
+    can,
+    missing,
+)
 from launch import environment
 from parallel import compiler_options
 from parallel.partitioner import Partitioner, Program
@@ -216,6 +227,12 @@ class Experiment:
         if can(self.model, HasVocabulary) and vocabulary is not None:
             problems += _refusal(
                 "VOCAB_SIZE", lambda: vocabularies.check_fits(vocabulary, vocab_size=self.model.vocab_size)
+            )
+        most = self.model.max_positions if can(self.model, LimitsPositions) else None
+        if most is not None and self.row_length > most:
+            problems.append(
+                f"LENGTH = {self.row_length}: the model has {most} positions; set LENGTH = {most} or less (or its "
+                "max_positions, to train it for more)"
             )
         if prepared and can(self.model, HasPuzzles) and can(self.task, HasPuzzles):
             needed = self.task.num_puzzles

@@ -77,7 +77,8 @@ def read_config(folder: paths.Path) -> dict[str, Any]:
     file = folder / CONFIG
     if not file.exists():
         raise UserError(
-            f"{folder} has no {CONFIG}: expected the folder of a published model, with {CONFIG} and *.safetensors"
+            f"{folder} {f'has no {CONFIG}' if folder.exists() else 'does not exist'}: expected the folder of a "
+            f"published model, with {CONFIG} and *.safetensors, or hf://OWNER/NAME"
         )
     return read_object(file)
 

@@ -142,6 +142,14 @@ def test_a_run_needs_its_folder_no_longer(folder, run_dir, tmp_path, capsys):
     assert "not read: the run resumes from step 3" in [f.detail for f in checked.findings]
 
 
+def test_rows_of_more_positions_than_the_model_has_are_refused(folder, run_dir):
+    there = bindings(folder.with_name("moved"), run_dir)
+    for length, expected in ((64, []), (65, ["LENGTH = 65: the model has 64 positions; set LENGTH = 64 or less"])):
+        config = loader.load("gin/finetune.gin", bindings=(*there, f"LENGTH = {length}"), slice_name="v4-16")
+        found = config.build().data_problems(prepared=False)
+        assert [problem.partition(" (")[0] for problem in found] == expected
+
+
 def test_a_check_lists_all_parameters_that_do_not_fit(tmp_path):
     shutil.copytree(FAMILY, tmp_path / "tiny")
     write_tokenizer(tmp_path / "tiny", WORDS)
