@@ -19,7 +19,7 @@ import jax
 from rich import box
 from rich.table import Table
 
-from core import logical, metrics, paths, slices, supervise, units
+from core import logical, metrics, parameters, paths, slices, supervise, units
 from core.batches import Field, batch_shapes
 from core.errors import UserError
 from core.types import CountsRunFlops, HasEffectiveDepth, HasLayers, Model, can
@@ -97,14 +97,14 @@ def _row(entry: Entry, status: str, run_dir: str) -> dict[str, Any]:
 
 def trained_parameters(run: Experiment) -> int:
     """Counts trained parameters, without constants and without tables of which a step uses a few rows."""
-    return _trained_parameters(run.model, tuple(run.task.spec(run.task.num_streams).items()))
+    return _trained_parameters(run.model, tuple(run.task.spec(run.task.num_streams).items()), tuple(run.frozen))
 
 
 @functools.cache
-def _trained_parameters(model: Model, fields: tuple[tuple[str, Field], ...]) -> int:
+def _trained_parameters(model: Model, fields: tuple[tuple[str, Field], ...], frozen: tuple[str, ...]) -> int:
     shapes, specs = logical.abstract_init(model.init, jax.random.key(0), batch_shapes(dict(fields)))
-    counted = jax.tree.map(lambda s: s.trainable and s.kind != "table", specs)
-    return sum(jax.tree.leaves(jax.tree.map(lambda shape, yes: yes * math.prod(shape.shape), shapes, counted)))
+    every = zip(*map(jax.tree.leaves, (shapes, specs, parameters.matches(specs, frozen))), strict=True)
+    return sum(math.prod(a.shape) for a, s, is_frozen in every if s.trainable and s.kind != "table" and not is_frozen)
 
 
 def depth(model: Model) -> int | None:

@@ -220,6 +220,7 @@ def test_controls_are_the_reference_code_and_originals_are_others(suite, beside)
     assert beside["control/paper_mlp"].text == reference.text
     attention = beside["control/paper_attention"].experiment
     assert results.trained_parameters(attention) == 6_828_034
+    assert results.trained_parameters(dataclasses.replace(attention, frozen=("*",))) == 0
     assert (attention.batch_size, attention.model.l_cycles) == (768, 6)
     assert not {e.text for e in beside.values()} & {e.text for e in suite.values()}
     assert len({e.text for e in beside.values()}) == len(beside) == 14
