@@ -37,7 +37,7 @@ WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 FOLDER, _LIST = "published", "copies.json"
 
-_HUB = "hf://"
+HUB = "hf://"
 
 _commits: dict[str, str] = {}  # revisions of models of the hub that this process has read, by their text
 _used: dict[str, paths.Path] = {}  # folders whose small files this process has read, by their text
@@ -109,7 +109,7 @@ def weights(text: str) -> paths.Path:
       UserError: the name is malformed, the download failed, or the model of the hub has no safetensors.
     """
     folder = _fetched(text, WEIGHTS)
-    if text.startswith(_HUB) and not any(folder.glob("*.safetensors")):
+    if text.startswith(HUB) and not any(folder.glob("*.safetensors")):
         raise UserError(f"{text}: {without_safetensors(_listed(text))}")
     return folder
 
@@ -146,7 +146,7 @@ def is_published(text: str) -> bool:
         return True
     parts = (TOKENIZER, "*.safetensors", "pytorch_model*.bin")
     found = sorted(file.name for pattern in parts for file in folder.glob(pattern)) if folder.is_dir() else []
-    if found or text.startswith(_HUB):
+    if found or text.startswith(HUB):
         raise UserError(
             f"{text} has no {CONFIG} (it has {', '.join(found) or 'nothing'}): expected a published model, "
             f"with {CONFIG}, *.safetensors and {TOKENIZER}; download the whole folder"
@@ -160,7 +160,7 @@ def unknown(text: str) -> str:
     found = f"has neither checkpoints nor {CONFIG}" if folder.exists() else "does not exist"
     return (
         f"{text!r} is neither a run nor a published model: {folder} {found}. Give a run (runs/first), a step of it "
-        f"(runs/first@1000), the folder of a published model ({CONFIG}, *.safetensors) or {_HUB}OWNER/NAME"
+        f"(runs/first@1000), the folder of a published model ({CONFIG}, *.safetensors) or {HUB}OWNER/NAME"
     )
 
 
@@ -209,14 +209,14 @@ def copies_of(run_dir: str) -> Iterator[None]:
 
 def described(text: str) -> str:
     """Returns where a model is: the absolute path, or hf://OWNER/NAME@COMMIT for one that was downloaded."""
-    if not text.startswith(_HUB):
+    if not text.startswith(HUB):
         return str(paths.resolve(text))
     name, revision = _name_and_revision(text)
-    return f"{_HUB}{name}@{revision}" if revision else text
+    return f"{HUB}{name}@{revision}" if revision else text
 
 
 def _fetched(text: str, patterns: Sequence[str]) -> paths.Path:
-    if not text.startswith(_HUB):
+    if not text.startswith(HUB):
         return paths.resolve(text)
     name, revision = _name_and_revision(text)
     import huggingface_hub
@@ -236,7 +236,7 @@ def _fetched(text: str, patterns: Sequence[str]) -> paths.Path:
 
 def _name_and_revision(text: str) -> tuple[str, str | None]:
     """Returns OWNER/NAME and the revision to read: that of this process's first download, or the one in the text."""
-    name, _, revision = text.removeprefix(_HUB).strip("/").partition("@")
+    name, _, revision = text.removeprefix(HUB).strip("/").partition("@")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise UserError(f"the path {text!r} names no model; expected hf://OWNER/NAME or hf://OWNER/NAME@REVISION")
     return name, _commits.get(text) or revision or None

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         sources, options = family_tensors.named_sources(base), {}
         read, program = family_tensors.merged(read, model), _shapes(base)
     else:
-        name, config = family_tensors.ADAPTER_CONFIG, family_tensors.adapter_config(model, experiment.init_from)
+        name, config = family_tensors.ADAPTER_CONFIG, family_tensors.adapter_config(model, _base(step, experiment))
         sources = family_tensors.adapter_sources(model)
         options = {"stem": "adapter_model", "shard_bytes": math.inf}  # PEFT reads one file
         program = tuple(warm_start.chosen(tree, lora.PATTERNS) for tree in (shapes, specs))
@@ -96,6 +96,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _is_published(base: str) -> bool:
     return bool(base) and published_files.is_published(base)
+
+
+def _base(step: paths.Path, experiment: Experiment) -> str:
+    """Returns the published model that a run's adapters belong to; of the hub, with the revision that was read."""
+    left_out = steps.read(step).left_out
+    is_of_hub = left_out is not None and left_out.source.startswith(published_files.HUB)
+    return left_out.source if is_of_hub else experiment.init_from
 
 
 def _new_folder(text: str) -> paths.Path:

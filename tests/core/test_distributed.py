@@ -16,6 +16,7 @@ EXPLICIT = (
     + JOIN
     + """
 import pathlib, time
+from core.errors import UserError
 assert distributed.initialize() is cluster
 assert distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS) is cluster
 try:
@@ -30,6 +31,15 @@ for turn in range(2):
     assert distributed.from_host_zero(f"of {PROCESS} ü {turn}") == f"of 0 ü {turn}"
     assert distributed.all_gather_text("versions", f"{PROCESS}/{turn}") == [f"{i}/{turn}" for i in range(HOSTS)]
     distributed.barrier("again", timeout_seconds=10)
+assert distributed.decided_by_host_zero(lambda: [PROCESS, "ü"]) == [0, "ü"]
+def refuse():
+    raise UserError(f"refused by {PROCESS}")
+try:
+    distributed.decided_by_host_zero(refuse)
+except UserError as error:
+    assert str(error) == "refused by 0"
+else:
+    raise AssertionError("no host was told")
 if PROCESS == 0:
     port = f"{int(COORDINATOR.split(':')[1]):04X}"
     tables = pathlib.Path("/proc/net/tcp").read_text() + pathlib.Path("/proc/net/tcp6").read_text()

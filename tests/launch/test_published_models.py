@@ -22,7 +22,7 @@ from core.errors import UserError
 from launch import __main__ as command
 from launch import loaded_model
 from launch.check import preflight
-from launch.cli import generate
+from launch.cli import export, generate
 from launch.config import loader
 from launch.experiments import saved_run
 from launch.hosts import tpu_host
@@ -469,6 +469,14 @@ def test_a_machine_without_chips_uses_its_cpu(command, words, platforms, chips, 
     name, *rest = command
     assert run_command(name, tmp_path, *rest, *words) == 2
     assert given["jax_platforms"] == expected
+
+
+def test_adapters_name_the_revision_of_the_hub_that_they_were_trained_on(monkeypatch):
+    experiment = types.SimpleNamespace(init_from="hf://owner/name")
+    for source, expected in (("hf://owner/name@abc", "hf://owner/name@abc"), ("/models/tiny", "hf://owner/name")):
+        left_out = steps.LeftOut("hf://owner/name", source, {}, [])
+        monkeypatch.setattr(export.steps, "read", lambda step, found=left_out: types.SimpleNamespace(left_out=found))
+        assert export._base("3", experiment) == expected
 
 
 def test_exported_files_can_be_read_by_others(run_dir, tmp_path):
