@@ -67,7 +67,7 @@ def _problems(args: argparse.Namespace, limit: int | None) -> list[Problem]:
     problems = humaneval.read(args.humaneval, most=limit)
     if not args.allow_code:
         raise UserError(
-            "--humaneval runs programs that the model writes, each in a process that cannot write files, start "
+            "--humaneval runs programs that the model writes, each in a process that cannot read or write files, start "
             "processes or use the network: give --allow-code to run them"
         )
     return problems

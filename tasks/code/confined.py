@@ -1,12 +1,15 @@
-"""Runs one untrusted Python program in a process that can only compute. Run as a script, by `sandbox.run`.
+"""Runs one untrusted Python program in a confined process. Run as a script, by `sandbox.run`.
 
-The process limits its own time and memory, and then gives up, for good, every system call that is not on a list
-(seccomp, `man 2 seccomp`). What is left can compute, read files, and write to one pipe. It cannot create a process or a
-thread, send a signal, open a socket, or create, write, rename or remove a file; such calls fail with EPERM.
+The process limits its own time and memory. Then it gives up, for good, opening any files but those of Python, of its
+installed packages and of the system's libraries (Landlock, `man 7 landlock`), and every system call that is not on a
+list (seccomp, `man 2 seccomp`). It can compute and write to one pipe. It cannot create a process or a thread, send a
+signal, open a socket, or create, write, rename or remove a file; such calls fail with EPERM. It can see by `stat`
+which files exist.
 
-On stdin: JSON with `code`, `token` and the limits. On stdout: READY before the code starts, then the token if it ran to
-its end, else the name of its error. The module imports the standard library alone, because it is started once for each
-program.
+On stdin: a line of JSON with `code` and the limits, then a token, which stays in the pipe until the program has ended.
+On stdout: READY before the program starts, then the token if it ran to its end, else the name of its error. If the
+process cannot be confined, the reason instead of READY. The module imports the standard library alone, because it is
+started once for each program.
 """
 
 import ctypes
@@ -17,6 +20,8 @@ import resource
 import signal
 import struct
 import sys
+import sysconfig
+from typing import NoReturn
 
 READY = b"+"
 SYSTEM = ("Linux", "x86_64")  # numbers of system calls differ on others
@@ -37,6 +42,9 @@ _LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06  # BPF_LD|W|ABS, JMP|J
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050001  # SECCOMP_RET_ALLOW, SECCOMP_RET_ERRNO | EPERM
 _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16  # in struct seccomp_data
 _SET_NO_NEW_PRIVS, _SET_SECCOMP, _FILTER, _SET_PDEATHSIG = 38, 22, 2, 1
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF, _PATH_BENEATH = 444, 445, 446, 1  # Landlock
+_ALL_ACCESS, _READ_FILE, _READ_FOLDER = 2**13 - 1, 4, 8  # of version 1: to execute, read, write, make and remove
+_SYSTEM_FILES = ("/usr/lib", "/lib", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
 
 
 def _program() -> bytes:
@@ -53,7 +61,7 @@ def _program() -> bytes:
 
 
 def _confine() -> None:
-    """Gives up all system calls but those of the filter. Raises OSError if the kernel refuses."""
+    """Gives up other files and all system calls but those of the filter. Raises OSError if the kernel refuses."""
     libc = ctypes.CDLL(None, use_errno=True)
     program = ctypes.create_string_buffer(_program())
 
@@ -61,9 +69,32 @@ def _confine() -> None:
         _fields_ = [("length", ctypes.c_ushort), ("steps", ctypes.c_void_p)]
 
     steps = Filter(len(program.raw) // 8, ctypes.cast(program, ctypes.c_void_p))
-    for call in ((_SET_NO_NEW_PRIVS, 1, 0, 0, 0), (_SET_SECCOMP, _FILTER, ctypes.byref(steps), 0, 0)):
-        if libc.prctl(*call):
-            raise OSError(ctypes.get_errno(), "prctl")
+    _checked(libc.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
+    _restrict_reading(libc)
+    _checked(libc.prctl(_SET_SECCOMP, _FILTER, ctypes.byref(steps), 0, 0), "seccomp")
+
+
+def _restrict_reading(libc: ctypes.CDLL) -> None:
+    """Gives up all files but those that programs import."""
+    handled = ctypes.c_uint64(_ALL_ACCESS)
+    rules = _checked(libc.syscall(_CREATE_RULESET, ctypes.byref(handled), ctypes.sizeof(handled), 0), "Landlock")
+    packages = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    for path in (f"{sys.base_prefix}/lib", *packages, *_SYSTEM_FILES):
+        if not os.path.exists(path):  # noqa: PTH110 (pathlib takes long to import)
+            continue
+        access = _READ_FILE | _READ_FOLDER if os.path.isdir(path) else _READ_FILE  # noqa: PTH112
+        at = os.open(path, os.O_PATH)
+        rule = ctypes.create_string_buffer(struct.pack("=Qi", access, at))
+        _checked(libc.syscall(_ADD_RULE, rules, _PATH_BENEATH, rule, 0), f"Landlock, {path}")
+        os.close(at)
+    _checked(libc.syscall(_RESTRICT_SELF, rules, 0), "Landlock")
+    os.close(rules)
+
+
+def _checked(result: int, what: str) -> int:
+    if result < 0:
+        raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
+    return result
 
 
 def _limit(*, seconds: float, memory_bytes: int) -> None:
@@ -75,25 +106,35 @@ def _limit(*, seconds: float, memory_bytes: int) -> None:
         resource.setrlimit(name, (most, most))
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Reads the program, confines this process, runs the program, and reports how it ended."""
-    given = json.load(sys.stdin)
-    answer = os.dup(1)
+    with os.fdopen(0, "rb", buffering=0, closefd=False) as pipe:
+        given = json.loads(pipe.readline())  # without a buffer, which would hold the token
+    answer, token_pipe = os.dup(1), os.dup(0)
     empty = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(empty, stream)
-    if (platform.system(), platform.machine()) != SYSTEM:
-        raise SystemExit(f"needs {' on '.join(SYSTEM)}")
-    _limit(seconds=given["seconds"], memory_bytes=given["memory_bytes"])
-    _confine()
-    os.write(answer, READY)
     try:
-        exec(given["code"], {"__name__": "__main__"})
-        said = given["token"]
-    except BaseException as error:
-        said = type(error).__name__
-    os.write(answer, said.encode()[:200])
+        if (platform.system(), platform.machine()) != SYSTEM:
+            raise OSError(f"this is {platform.system()} on {platform.machine()}")
+        _limit(seconds=given["seconds"], memory_bytes=given["memory_bytes"])
+        _confine()
+    except (OSError, ValueError) as error:
+        os.write(answer, str(error).encode()[:200])
+        os._exit(1)
+    os.write(answer, READY)
+    said = _run(given["code"]).encode() or os.read(token_pipe, 200)
+    os.write(answer, said[:200])
     os._exit(0)
+
+
+def _run(code: str) -> str:
+    """Runs a program; returns the name of the builtin error that ended it, or of the base of another error; or ""."""
+    try:
+        exec(code, {"__name__": "__main__"})
+    except BaseException as error:
+        return next(base.__name__ for base in type(error).__mro__ if base.__module__ == "builtins")
+    return ""
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ continuation ends before the next statement at the top level, and the tests of t
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -88,7 +87,7 @@ def score(problems: Sequence[Problem], completions: Sequence[str]) -> dict[str, 
     samples = len(completions) // len(problems)
     owners = [problem for problem in problems for _ in range(samples)]
     programs = [problem.program(text) for problem, text in zip(owners, completions, strict=True)]
-    outcomes = sandbox.run_all(programs, workers=os.cpu_count() or 1)
+    outcomes = sandbox.run_all(programs)
     correct = [sum(o.passed for o in outcomes[i * samples : (i + 1) * samples]) for i in range(len(problems))]
     ks = [k for k in KS if k <= samples]
     return {

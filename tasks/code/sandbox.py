@@ -1,6 +1,9 @@
 """Runs untrusted programs, each in a confined process of its own (`confined.py`)."""
 
+import builtins
+import contextlib
 import json
+import os
 import secrets
 import select
 import subprocess
@@ -17,6 +20,8 @@ from tasks.code import confined
 _SCRIPT = str(Path(confined.__file__))
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}  # no secrets
 _START_SECONDS = 60.0  # for the interpreter to start on a busy machine
+_EXPECTED = f"expected {' on '.join(confined.SYSTEM)}, with seccomp and Landlock (Linux 5.13)"
+_ERRORS = {name for name, kind in vars(builtins).items() if isinstance(kind, type) and issubclass(kind, BaseException)}
 
 
 class Limits(NamedTuple):
@@ -36,7 +41,8 @@ class Outcome(NamedTuple):
 
     Attributes:
       passed: whether it ran to its end.
-      why: the name of its error, `timed out` or `ended early`; "" if it passed.
+      why: "" if it passed, else the name of a builtin error, `timed out`, `ended early` or `killed by signal N`. No
+        text of the program's own, so that what it reads does not get into results.
     """
 
     passed: bool
@@ -44,57 +50,79 @@ class Outcome(NamedTuple):
 
 
 def run(code: str, limits: Limits = Limits()) -> Outcome:  # noqa: B008 (immutable)
-    """Runs one program to its end or its limits; no process of it remains."""
-    # A program that ends its process early, or writes to the pipe, has not passed. (One that searches the memory of its
-    # interpreter could find the token: the limits protect the machine, not the score.)
-    token = secrets.token_hex(16)
+    """Runs one program to its end or its limits; no process of it remains.
+
+    Raises:
+      UserError: its process did not start or could not be confined; the program was not run.
+    """
+    token = secrets.token_hex(16)  # a program that ends this process early, or writes to the pipe, has not passed
     command = [sys.executable, "-I", "-B", _SCRIPT]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "bufsize": 0}
-    with subprocess.Popen(command, **pipes, env=_ENVIRONMENT, cwd="/", start_new_session=True) as process:
+    try:
+        started = subprocess.Popen(command, **pipes, env=_ENVIRONMENT, cwd="/", start_new_session=True)
+    except OSError as error:
+        raise _unconfined(str(error)) from error
+    with started as process:
         try:
-            process.stdin.write(json.dumps({"code": code, "token": token, **limits._asdict()}).encode())
+            with contextlib.suppress(BrokenPipeError):  # it has ended; `_require_start` says how
+                process.stdin.write(f"{json.dumps({'code': code, **limits._asdict()})}\n{token}".encode())
             process.stdin.close()
-            said = _answer(process, limits.seconds) if _starts(process) else ""
+            _require_start(process)
+            said = _answer(process, limits.seconds)
         finally:
             process.kill()
     if said == token:
         return Outcome(True)
-    ended = "ended early" if process.returncode >= 0 else f"killed by signal {-process.returncode}"
-    return Outcome(False, "timed out" if said is None else said or ended)
+    if said is None:
+        return Outcome(False, "timed out")
+    return Outcome(False, said if said in _ERRORS else _ended(process.returncode))
 
 
-def _starts(process: subprocess.Popen) -> bool:
-    """Waits until the process is confined; returns whether it is."""
+def _ended(code: int) -> str:
+    return "ended early" if code >= 0 else f"killed by signal {-code}"
+
+
+def _unconfined(reason: str) -> UserError:
+    return UserError(f"an untrusted program could not be started in a confined process ({reason}): {_EXPECTED}")
+
+
+def _require_start(process: subprocess.Popen) -> None:
+    """Waits until the process is confined."""
     ready, _, _ = select.select([process.stdout], [], [], _START_SECONDS)
-    return bool(ready) and process.stdout.read(len(confined.READY)) == confined.READY
+    if not ready:
+        raise _unconfined(f"not ready after {_START_SECONDS:.0f} s")
+    said = process.stdout.read(len(confined.READY))
+    if said != confined.READY:
+        reason = (said + process.stdout.read(200)).decode(errors="replace")
+        raise _unconfined(reason or _ended(process.wait(_START_SECONDS)))
 
 
 def _answer(process: subprocess.Popen, seconds: float) -> str | None:
-    """Returns what a program answers, at most 200 bytes; None if it does not answer in time."""
+    """Returns what a program answers, at most 200 bytes; None if it does not answer and end in time."""
     end, said = time.monotonic() + seconds, b""
     while len(said) <= 200:
         ready, _, _ = select.select([process.stdout], [], [], max(0.0, end - time.monotonic()))
         if not ready:
             return None
         part = process.stdout.read(256)
-        if not part:  # it has ended, or has closed the pipe
+        if not part:
             try:
                 process.wait(max(0.1, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
+            except subprocess.TimeoutExpired:  # it has closed the pipe and goes on
                 return None
             break
         said += part
     return said.decode(errors="replace")
 
 
-def run_all(programs: Sequence[str], limits: Limits = Limits(), *, workers: int = 1) -> list[Outcome]:  # noqa: B008
-    """Runs programs, `workers` at a time.
+def run_all(programs: Sequence[str], limits: Limits = Limits()) -> list[Outcome]:  # noqa: B008 (immutable)
+    """Runs programs, as many at a time as this process may use processors.
 
     Raises:
-      UserError: programs cannot be confined on this machine; none was run.
+      UserError: a program could not be confined; if none can on this machine, none was run.
     """
     require_confinement()
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(lambda code: run(code, limits), programs))
 
 
@@ -104,9 +132,9 @@ def require_confinement() -> None:
     Raises:
       UserError: it does not.
     """
-    forbidden = "import os\ntry:\n    os.fork()\nexcept PermissionError:\n    pass\nelse:\n    raise RuntimeError"
-    if not (found := run(forbidden)).passed:
-        raise UserError(
-            f"untrusted programs cannot be confined on this machine ({found.why}): expected "
-            f"{' on '.join(confined.SYSTEM)}, with seccomp"
-        )
+    attempts = "".join(
+        f"try:\n    {attempt}\nexcept PermissionError:\n    pass\nelse:\n    raise RuntimeError\n"
+        for attempt in ("os.fork()", f"open({str(Path(__file__))!r})")
+    )
+    if not (found := run(f"import os\n{attempts}")).passed:
+        raise UserError(f"untrusted programs are not confined on this machine ({found.why}): {_EXPECTED}")
