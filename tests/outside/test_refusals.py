@@ -140,22 +140,10 @@ def test_a_model_with_an_axis_of_its_own_fits(folder):
             "(outside_parts.py:28, in sums). A batch of this task has inputs",
         ),
         ("TASK = @outside_parts.Images()", "layout", "KeyError: 'inputs' (outside_parts.py:22, in sums). A batch of"),
-        (
-            "TASK = @outside_parts.Bare()",
-            "layout",
-            "'values' is of type ShapeDtypeStruct; expected core.batches.Field(",
-        ),
+        ("TASK = @outside_parts.Bare()", "layout", "is of type ShapeDtypeStruct; expected core.batches.Field("),
         ("TASK = @outside_parts.Turned()", "layout", "the first axis of every field of a batch must be 'batch'"),
-        (
-            "TASK = @outside_parts.Misspelt()",
-            "layout",
-            "field 'values' of a batch: unknown logical axis 'lenght'; did you",
-        ),
-        (
-            "MODEL = @outside_parts.nothing()",
-            "configuration",
-            "model is None, which lacks init(rng, batch), init_carry(",
-        ),
+        ("TASK = @outside_parts.Misspelt()", "layout", "'values' of a batch: unknown logical axis 'lenght'; did you"),
+        ("MODEL = @outside_parts.nothing()", "configuration", "model is None, which lacks init(rng, batch), init_"),
         (
             "MODEL = @outside_parts.half()",
             "configuration",
@@ -168,11 +156,7 @@ def test_a_model_with_an_axis_of_its_own_fits(folder):
             "model is of type Uninformed, which lacks loss(params, carry, rng, batch, *, is_training): see Model in",
         ),
         ("MODEL = @outside_parts.Half()", "configuration", "which returns Half, which lacks init_carry, loss"),
-        (
-            "OPTIMIZER = @outside_parts.nothing()",
-            "configuration",
-            "optimizer is None, expected core.optimizers.base.Optimizer",
-        ),
+        ("OPTIMIZER = @outside_parts.nothing()", "configuration", "optimizer is None, expected core.optimizers.base"),
         ("OPTIMIZER = @optax.lbfgs()", "layout", "the optax transformation cannot be applied:"),
         ("TASK = @outside_parts.half()", "configuration", "task is of type Half, which lacks num_streams, voc"),
     ],
