@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Starts the hosts, and prints what host 0 measured."""
+    jax.config.update("jax_platforms", "cpu")
     if args.host is not None:
         return _host(args)
     with socket.socket() as found, tempfile.TemporaryDirectory() as folder:
@@ -75,7 +76,6 @@ def write_sparse(model: transformer.Transformer, folder: pathlib.Path) -> None:
 
 def _host(args: argparse.Namespace) -> int:
     slice_ = slices.get(args.slice)
-    jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", slice_.chips // slice_.hosts)
     jax.distributed.initialize(f"127.0.0.1:{args.port}", slice_.hosts, args.host)
     partitioner = Partitioner(strategies.fsdp(), slice=slice_, devices=jax.devices())
